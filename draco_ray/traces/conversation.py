@@ -8,12 +8,12 @@ spoke.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from draco_ray.records import EpisodeEnd, Message
-from draco_ray.traces.messages import AGENT, Call, Entry, compact, kind
+from draco_ray.traces.entry import AGENT, Call, Entry, compact, kind
 from draco_ray.traces.model import TraceTurn, clean
 
 CODE = re.compile(r"<code>\n?(.*?)</code>", re.DOTALL)
@@ -28,6 +28,8 @@ class Conversation:
     prompt: tuple[Message, ...]
     turns: tuple[TraceTurn, ...]
     notes: tuple[str, ...]
+    task: str
+    """What the agent was asked; empty where the trace does not say."""
 
     @property
     def ended(self) -> EpisodeEnd:
@@ -47,13 +49,10 @@ class _Turn:
     item: bool = False
     results: dict[int, str] = field(default_factory=dict)
 
-    def open_call(self, call_id: str) -> int | None:
-        """The first call without a result that ``call_id`` may mean."""
-        for index, call in enumerate(self.calls):
-            if index not in self.results and call_id in ("", call.call_id):
-                return index
-        # Code has no id, and one result.
-        return 0 if self.code is not None and not self.results else None
+    def open_call(self, matches: Callable[[Call], bool]) -> int | None:
+        """Index of the first call without a result that matches; code counts as a call without id and name."""
+        calls = self.calls or ((Call(name=""),) if self.code is not None else ())
+        return next((i for i, call in enumerate(calls) if i not in self.results and matches(call)), None)
 
     def finished(self) -> TraceTurn:
         action = "\n".join(map(str, self.calls)) if self.calls else self.code
@@ -91,6 +90,7 @@ def assemble(
     if tools:
         prompt.append(Message(role="tools", content="\n".join(tools)))
     notes: list[str] = []
+    task = instruction or "\n".join(message.content for message in prompt if message.role == "user")
     if instruction is not None and not any(m.role == "user" and m.content == instruction for m in prompt):
         prompt.append(Message(role="user", content=instruction))
     elif not any(message.role == "user" for message in prompt):
@@ -98,6 +98,7 @@ def assemble(
         if asked is None:
             notes.append("it does not say what the agent was asked")
         prompt.append(Message(role="user", content=NO_TASK if asked is None else asked))
+        task = asked or ""
     turns: list[_Turn] = []
     for entry in entries[first:]:
         _add(turns, entry, code, notes)
@@ -105,16 +106,18 @@ def assemble(
         prompt=tuple(prompt),
         turns=tuple(turn.finished() for turn in turns),
         notes=tuple(dict.fromkeys(notes)),
+        task=task,
     )
 
 
 def _add(turns: list[_Turn], entry: Entry, code: re.Pattern[str] | None, notes: list[str]) -> None:
     last = turns[-1] if turns else None
     if entry.role == "tool":
-        for turn in reversed(turns):
-            if (index := turn.open_call(entry.call_id)) is not None:
-                turn.results[index] = entry.text
-                return
+        for matches, in_order in _matches(entry):
+            for turn in in_order(turns):
+                if (index := turn.open_call(matches)) is not None:
+                    turn.results[index] = entry.text
+                    return
         notes.append("a tool's result that answers no call is shown where it stands")
         turns.append(_Turn("tool", entry.text, None))
     elif entry.role != AGENT:
@@ -129,9 +132,23 @@ def _add(turns: list[_Turn], entry: Entry, code: re.Pattern[str] | None, notes: 
         last.calls += entry.calls
         last.tokens = entry.tokens or last.tokens
     else:
-        found = None if code is None or entry.calls else [*code.finditer(entry.text)]
-        block = found[-1][1].strip("\r\n") if found else None
+        found = None if code is None or entry.calls or entry.code else [*code.finditer(entry.text)]
+        block = found[-1][1].strip("\r\n") if found else entry.code
         turns.append(_Turn(AGENT, entry.text, entry.tokens, entry.calls, block or None, entry.item))
+
+
+def _matches(result: Entry) -> Iterator[tuple[Callable[[Call], bool], Callable[[list[_Turn]], Iterable[_Turn]]]]:
+    """How to find the call that a result answers, best first, and in which order to search the turns: by its id, else
+    by its name, else the earliest open call of the latest turn that has one. An id that is there decides."""
+
+    def latest_first(turns: list[_Turn]) -> Iterable[_Turn]:
+        return reversed(turns)
+
+    if result.call_id:
+        yield lambda call: call.call_id == result.call_id, latest_first
+    if result.name:
+        yield lambda call: call.name == result.name and not (call.call_id and result.call_id), iter
+    yield lambda call: not (call.call_id and result.call_id) and not (call.name and result.name), latest_first
 
 
 def _one_turn(last: _Turn, entry: Entry) -> bool:

@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import gzip
 import importlib.util
+import io
 import json
 import re
+import zipfile
+import zlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -16,11 +19,21 @@ from pathlib import Path
 from typing import Any, cast
 
 from draco_ray.errors import TraceError
-from draco_ray.traces.messages import BadTrace
+from draco_ray.traces.entry import BadTrace
 
 LINES = (".jsonl", ".ndjson", ".jsonlines")
-DOCUMENTS = (".json",)
+DOCUMENTS = (".json", ".traj")
+TEXTS = (".chatml", ".txt")
 INSPECT = (".eval",)
+PACKED = (".parquet", ".zip")
+COMPRESSED = (".gz", ".zst")
+MAGIC = {b"PAR1": ".parquet", b"PK\x03\x04": ".zip", b"\x1f\x8b": ".gz", b"\x28\xb5\x2f\xfd": ".zst"}
+"""How files of these kinds begin, whatever their names."""
+MAX_LINE, MAX_DOCUMENT = 2**28, 2**30
+"""Bytes of a line, and of a document that is read as a whole."""
+MAX_RATIO, FREE = 300, 2**26
+"""Bytes that a compressed byte may become, beyond the first `FREE` bytes of a file."""
+ROWS_AT_ONCE = 64
 INDEX = "traces.jsonl"
 """In a run directory in which traces were judged: where each came from."""
 
@@ -46,6 +59,8 @@ def trace_files(paths: Sequence[Path], other: Counter[str] | None = None) -> lis
     for path in paths:
         if not path.exists():
             raise TraceError(f"{path}: no such file or folder")
+        if not path.is_dir() and not path.is_file():
+            raise TraceError(f"{path}: neither a file nor a folder; write what it gives to a file first")
         found += [path] if is_run(path) or not path.is_dir() else _below(path, Counter() if other is None else other)
     # A link to another of them (latest.jsonl) adds nothing.
     return list({path.resolve(): path for path in reversed(found)}.values())[::-1]
@@ -68,8 +83,7 @@ def _below(folder: Path, other: Counter[str]) -> list[Path]:
             continue
         if path.is_dir():
             found += [] if tau2 and path.name == "simulations" else _below(path, other)
-        # A pipe in a folder would be waited for without end; one that is named on purpose is read.
-        elif path.is_file() and suffix(path) in (*LINES, *DOCUMENTS, *INSPECT):
+        elif path.is_file() and suffix(path) in (*LINES, *DOCUMENTS, *INSPECT, *PACKED):
             found.append(path)
         elif path.is_file():
             other[path.suffix or path.name] += 1
@@ -77,8 +91,9 @@ def _below(folder: Path, other: Counter[str]) -> list[Path]:
 
 
 def suffix(path: Path) -> str:
-    """What the name ends in, less ``.gz``."""
-    return Path(path.name.removesuffix(".gz")).suffix.casefold()
+    """What the name ends in, without ``.gz`` and ``.zst``."""
+    name = path.name.casefold()
+    return Path(next((name.removesuffix(each) for each in COMPRESSED if name.endswith(each)), name)).suffix
 
 
 def records(path: Path, inside: str | None = None) -> Iterator[Found]:
@@ -88,46 +103,147 @@ def records(path: Path, inside: str | None = None) -> Iterator[Found]:
         inside: dotted path to the records of a document; None: the document is one, or a list of them.
     """
     try:
-        if suffix(path) in LINES:
-            yield from _lines(path)
+        kind_ = packing(path)
+        if kind_ == ".parquet":
+            yield from _parquet(path)
         elif suffix(path) in INSPECT:
             yield from _inspect(path)
+        elif kind_ == ".zip":
+            yield from _zip(path, inside)
         else:
-            yield from _document(path, inside)
-    except (OSError, EOFError, gzip.BadGzipFile) as error:
+            with _open(path, kind_) as file:
+                yield from _stream(_Bounded(file, path.stat().st_size), str(path), suffix(path), inside)
+    except BadTrace as problem:
+        yield Found(str(path), problem=str(problem))
+    except (OSError, EOFError, ValueError, zlib.error) as error:
         yield Found(str(path), problem=f"cannot be read: {getattr(error, 'strerror', None) or error}")
 
 
-def _open(path: Path) -> Any:
-    return gzip.open(path, "rb") if path.name.endswith(".gz") else path.open("rb")
+def packing(path: Path) -> str:
+    """How a file is packed or compressed, by its first bytes: one of the endings in `MAGIC`, or empty."""
+    with path.open("rb") as file:
+        start = file.read(4)
+    return next((ending for magic, ending in MAGIC.items() if start.startswith(magic)), "")
 
 
-def _lines(path: Path) -> Iterator[Found]:
-    empty = True
-    with _open(path) as file:
-        for number, line in enumerate(file, 1):
-            if not line.strip():
+def _open(path: Path, kind_: str) -> Any:
+    if kind_ == ".zst":
+        import pyarrow
+
+        return io.BufferedReader(pyarrow.input_stream(str(path), compression="zstd"))
+    return gzip.open(path, "rb") if kind_ == ".gz" else path.open("rb")
+
+
+class _Bounded:
+    """A stream that ends with a `BadTrace` where it becomes far larger than its file."""
+
+    def __init__(self, file: Any, size: int) -> None:
+        self._file = file
+        self._limit = FREE + size * MAX_RATIO
+        self._read = 0
+
+    def line(self) -> bytes:
+        """The next line; empty: there is none."""
+        return self._checked(self._file.readline(min(MAX_LINE, self._limit) + 1), MAX_LINE, "a line")
+
+    def rest(self) -> bytes:
+        """All that follows."""
+        return self._checked(self._file.read(min(MAX_DOCUMENT, self._limit) + 1), MAX_DOCUMENT, "a JSON document")
+
+    def _checked(self, content: bytes, limit: int, what: str) -> bytes:
+        self._read += len(content)
+        if self._read > self._limit:
+            raise BadTrace(f"becomes more than {MAX_RATIO} times as long when it is decompressed; decompress it first")
+        if len(content) > limit:
+            raise BadTrace(f"is too long: at most {limit >> 20} MiB of {what} are read; write JSON Lines")
+        return content
+
+
+def _parquet(path: Path) -> Iterator[Found]:
+    """The rows of a Parquet file; columns of JSON text are read as JSON."""
+    import pyarrow.parquet
+
+    row = 0
+    with pyarrow.parquet.ParquetFile(path) as file:
+        for batch in file.iter_batches(batch_size=ROWS_AT_ONCE):
+            for record in batch.to_pylist():
+                row += 1
+                yield Found(f"{path}[{row}]", {key: _json_column(value) for key, value in record.items()})
+
+
+def _json_column(value: object) -> object:
+    if isinstance(value, str) and value[:1] in "[{":
+        try:
+            return json.loads(value)
+        except (ValueError, RecursionError):
+            return value
+    return value
+
+
+def _zip(path: Path, inside: str | None) -> Iterator[Found]:
+    """What is in the files of a ZIP archive."""
+    found = False
+    with zipfile.ZipFile(path) as archive:
+        for member in archive.infolist():
+            ending = suffix(Path(member.filename))
+            if member.is_dir() or ending not in (*LINES, *DOCUMENTS):
                 continue
-            if empty and line.strip() in (b"{", b"["):
-                # Written over several lines.
-                yield from _document(path, None)
-                return
-            empty, where = False, f"{path}:{number}"
-            try:
-                yield from _several(loads(line), where)
-            except BadTrace as problem:
-                yield Found(where, problem=f"expected a JSON object, {problem}")
+            found = True
+            with archive.open(member) as file:
+                content = _Bounded(file, member.compress_size)
+                yield from _stream(content, f"{path}/{member.filename}", ending, inside)
+    if not found:
+        yield Found(str(path), problem="a ZIP archive without .json or .jsonl files")
+
+
+def _stream(file: _Bounded, where: str, ending: str, inside: str | None) -> Iterator[Found]:
+    """The records of an open file."""
+    if ending in LINES:
+        yield from _lines(file, where)
+    elif ending in TEXTS:
+        yield from _chatml(file.rest(), where)
+    else:
+        yield from _document(file.rest().strip(), where, inside)
+
+
+def _lines(file: _Bounded, where: str) -> Iterator[Found]:
+    number, empty = 0, True
+    while line := file.line():
+        number += 1
+        if not line.strip():
+            continue
+        if empty and line.strip() in (b"{", b"["):
+            # One document, written over several lines.
+            yield from _document((line + file.rest()).strip(), where, None)
+            return
+        empty = False
+        yield from _line(line, f"{where}:{number}")
     if empty:
-        yield Found(str(path), problem="is empty")
+        yield Found(where, problem="is empty")
 
 
-def _document(path: Path, inside: str | None) -> Iterator[Found]:
+def _line(line: bytes, where: str) -> Iterator[Found]:
+    try:
+        yield from _several(loads(line), where)
+    except BadTrace as problem:
+        yield Found(where, problem=f"expected a JSON object, {problem}")
+
+
+def _chatml(content: bytes, where: str) -> Iterator[Found]:
+    """The conversation of a text in ChatML."""
+    text = content.decode("utf-8", "replace")
+    turns = re.findall(r"<\|im_start\|>(\w+)\n(.*?)(?:<\|im_end\|>|\Z)", text, re.DOTALL)
+    if not turns:
+        yield Found(where, problem="text without ChatML's <|im_start|>; expected JSON or JSON Lines")
+        return
+    yield Found(where, {"messages": [{"role": role, "content": said.strip("\n")} for role, said in turns]})
+
+
+def _document(content: bytes, where: str, inside: str | None) -> Iterator[Found]:
     from draco_ray.traces.formats import path_value
 
-    with _open(path) as file:
-        content = file.read().strip()
     if not content:
-        yield Found(str(path), problem="is empty")
+        yield Found(where, problem="is empty")
         return
     try:
         document = loads(content)
@@ -135,25 +251,26 @@ def _document(path: Path, inside: str | None) -> Iterator[Found]:
         first = content.partition(b"\n")[0].rstrip()
         if b"\n{" in content and first.startswith(b"{") and first != b"{":
             # JSON Lines under another name.
-            yield from _lines(path)
+            for number, line in enumerate(content.splitlines(), 1):
+                if line.strip():
+                    yield from _line(line, f"{where}:{number}")
         else:
-            yield from _values(path, content if inside is None else b"", problem)
+            yield from _values(where, content if inside is None else b"", problem)
         return
-    del content
     if inside is not None:
         document = path_value(document, inside)
         if document is None:
-            yield Found(str(path), problem=f'has nothing at "{inside}", where the mapping says that records are')
+            yield Found(where, problem=f'has nothing at "{inside}", where the mapping says that records are')
             return
-    yield from _several(document, str(path))
+    yield from _several(document, where)
 
 
-def _values(path: Path, content: bytes, problem: BadTrace) -> Iterator[Found]:
+def _values(where: str, content: bytes, problem: BadTrace) -> Iterator[Found]:
     """What can be read of a document that is no JSON as a whole, then what is wrong with it, if anything is.
 
     That is values one behind the other, or those before the end of a list that is cut.
     """
-    from draco_ray.traces.formats import is_messages
+    from draco_ray.traces.readers.chat import is_messages
 
     try:
         text = content.decode("utf-8-sig")
@@ -172,9 +289,9 @@ def _values(path: Path, content: bytes, problem: BadTrace) -> Iterator[Found]:
         at = cast("re.Match[str]", _BETWEEN.match(text, at)).end()
     if not is_messages(found):
         for place, value in enumerate(found, 1):
-            yield from _several(value, f"{path}[{place}]")
+            yield from _several(value, f"{where}[{place}]")
     if not found or at < len(text):
-        yield Found(str(path), problem=f"expected JSON, {problem}")
+        yield Found(where, problem=f"expected JSON, {problem}")
 
 
 _BETWEEN = re.compile(r"[\s,]*")
@@ -182,9 +299,9 @@ _BETWEEN = re.compile(r"[\s,]*")
 
 def _several(document: object, where: str) -> Iterator[Found]:
     """The records of a list, or the one that it is."""
-    from draco_ray.traces.formats import is_messages
+    from draco_ray.traces.readers import recognised
 
-    if isinstance(document, list) and not is_messages(document):
+    if isinstance(document, list) and recognised(document) is None:
         for place, record in enumerate(document, 1):
             yield Found(f"{where}[{place}]", record)
         if not document:

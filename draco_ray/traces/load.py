@@ -21,12 +21,14 @@ from pydantic import TypeAdapter
 
 from draco_ray.errors import ConfigError, TraceError
 from draco_ray.records import Message, Trajectory
-from draco_ray.traces import formats, otel
+from draco_ray.traces.entry import BadTrace, kind
 from draco_ray.traces.files import Found, is_run, records, trace_files
 from draco_ray.traces.formats import Format, Reading
 from draco_ray.traces.mapping import Mapped, load_mapping, mapped_format
-from draco_ray.traces.messages import BadTrace, kind
-from draco_ray.traces.model import Summary, Trace, TraceGroup, TraceTurn, clean, identifier
+from draco_ray.traces.model import Summary, Trace, TraceGroup, TraceTurn, clean
+from draco_ray.traces.readers import FORMATS, recognised
+from draco_ray.traces.readers.chat import Gathered
+from draco_ray.traces.unread import unread, watched
 
 log = logging.getLogger(__name__)
 
@@ -42,68 +44,17 @@ Place = tuple[int, int]
 """Where in the spool, and how long."""
 
 
-def _spans_only(record: Any, where: str, reading: Reading) -> Iterator[Trace]:
-    raise AssertionError("spans are gathered before they are read")
-
-
-FORMATS: dict[str, Format] = {
-    each.name: each
-    for each in (
-        Format(
-            name="inspect",
-            shape='an Inspect log: an object with "eval", "status" and "samples"',
-            recognises=formats.is_inspect,
-            read=formats.read_inspect,
-        ),
-        Format(
-            name="tau2",
-            shape='results of tau2-bench: an object with "info" and "simulations"',
-            recognises=formats.is_tau2,
-            read=formats.read_tau2,
-        ),
-        Format(
-            name="verifiers",
-            shape='an episode of verifiers ("task", "traces" with "nodes") or an object with "prompt" and "completion"',
-            recognises=formats.is_verifiers,
-            read=formats.read_verifiers,
-        ),
-        Format(
-            name="otel",
-            shape='OTLP JSON: an object with "resourceSpans"',
-            recognises=otel.recognises,
-            read=_spans_only,
-        ),
-        Format(
-            name="anthropic",
-            shape='an object with "messages", whose content are blocks (tool_use, tool_result), and perhaps "system"',
-            recognises=formats.is_anthropic,
-            read=formats.read_chat("anthropic"),
-        ),
-        Format(
-            name="openai-responses",
-            shape='an object with "input" and "output" items (function_call, function_call_output)',
-            recognises=formats.is_items,
-            read=formats.read_items,
-        ),
-        Format(
-            name="openai-chat",
-            shape='an object with "messages", each with "role" and "content" or "tool_calls"',
-            recognises=formats.is_chat,
-            read=formats.read_chat("openai-chat"),
-        ),
-    )
-}
-"""Formats of records by name, in the order in which they are tried."""
-
-
-def recognised(record: object) -> Format | None:
-    """The format of a record; None: it is none of them."""
-    return next((each for each in FORMATS.values() if each.recognises(record)), None)
-
-
 def format_names() -> list[str]:
     """What ``format`` may be."""
     return [AUTO, *FORMATS, RUN]
+
+
+_UNREADABLE = (BadTrace, KeyError, TypeError, ValueError, AttributeError, IndexError, RecursionError)
+"""What a reader raises over a record that is not what its format says."""
+
+
+def _said(problem: Exception) -> str:
+    return str(problem) if isinstance(problem, BadTrace) else f"{type(problem).__name__}: {problem}"
 
 
 class Groups(list[TraceGroup]):
@@ -111,10 +62,12 @@ class Groups(list[TraceGroup]):
 
     problems: Sequence[str] = ()
     """One line each: file and line, what is wrong, what was expected."""
+    warnings: Sequence[str] = ()
+    """One line a format whose records hold text or calls that were not read."""
 
 
 class Spool:
-    """Traces, or spans of them, on disk while this process lives: a file without a name."""
+    """Traces, or records of sessions, on disk while this process lives: a file without a name."""
 
     def __init__(self) -> None:
         self._file = tempfile.TemporaryFile(prefix="draco-traces-")  # noqa: SIM115 (it lives as long as the groups)
@@ -130,14 +83,13 @@ class Spool:
         """The trace at a place."""
         return self._adapter.validate_json(self._read(place))
 
-    def put_span(self, span: otel.Span) -> Place:
-        """Keep a span."""
-        return self._write(json.dumps(span).encode("ascii"))
+    def put_record(self, record: Any) -> Place:
+        """Keep a record of a session."""
+        return self._write(json.dumps(record).encode("ascii"))
 
-    def get_span(self, place: Place) -> otel.Span:
-        """The span at a place."""
-        span: otel.Span = json.loads(self._read(place))
-        return span
+    def get_record(self, place: Place) -> Any:
+        """The record at a place."""
+        return json.loads(self._read(place))
 
     def _write(self, content: bytes) -> Place:
         with self._lock:
@@ -159,11 +111,13 @@ class _Loader:
     spool: Spool = field(default_factory=Spool)
     members: dict[str, list[tuple[Summary, Place]]] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
-    spans: dict[str, tuple[str, list[Place]]] = field(default_factory=dict)
-    """Of a conversation: where its first span was found, and its spans."""
+    sessions: dict[tuple[str, str], tuple[str, list[Place]]] = field(default_factory=dict)
+    """By format and session: where its first record was found, and its records."""
     taken: dict[str, int] = field(default_factory=dict)
-    prompts: dict[str, str] = field(default_factory=dict)
-    """Of a group: the digest of its first trace's prompt."""
+    tasks: dict[str, list[str]] = field(default_factory=dict)
+    """By task id: the digests of the tasks that have it."""
+    lost: dict[str, Counter[str]] = field(default_factory=dict)
+    """By format: fields with evidence that were not read, and in how many records."""
 
     def file(self, path: Path, inside: str | None) -> None:
         """Read everything in a file."""
@@ -174,18 +128,14 @@ class _Loader:
                 self.problem(found.where, found.problem)
                 continue
             known = self.forced or recognised(found.record)
-            if known is None:
-                found = Found(found.where, formats.logged(found.record))
-                known = recognised(found.record)
             if known is None and latest is None and found_any:
                 continue  # Said once of a file.
             found_any = True
             if known is None and latest is None:
-                expected = "; ".join(each.shape for each in FORMATS.values())
                 self.problem(
                     found.where,
-                    f"no known format, found {_described(found.record)}; expected {expected}; for any other a mapping "
-                    "says where things are (--mapping FILE)",
+                    f"no known format, found {_described(found.record)}; expected one of {', '.join(FORMATS)}; for any "
+                    "other a mapping says where things are (--mapping FILE)",
                 )
                 continue
             latest = known or latest
@@ -198,18 +148,16 @@ class _Loader:
 
     def _record(self, found: Found, format_: Format) -> None:
         try:
-            if format_.name == "otel":
-                for span in otel.spans(found.record):
-                    first = (f"{found.where} trace {identifier(otel.conversation_of(span))}", list[Place]())
-                    self.spans.setdefault(otel.conversation_of(span), first)[1].append(self.spool.put_span(span))
-                return
-            # Laid down one by one: what precedes a bad trace of a document is not lost with it.
-            for trace in self._each(format_, found):
-                self.add(trace)
-        except BadTrace as problem:
-            self.problem(found.where, f"{problem}; expected {format_.shape}")
-        except (KeyError, TypeError, ValueError, AttributeError, IndexError, RecursionError) as error:
-            self.problem(found.where, f"{type(error).__name__}: {error}; expected {format_.shape}")
+            for record in (found.record,) if format_.split is None else format_.split(found.record):
+                file = re.sub(r"(:\d+|\[\d+\])+$", "", found.where)
+                if format_.session is not None and (name := format_.session(record, file)) is not None:
+                    where = file if name == file else found.where
+                    kept = self.sessions.setdefault((format_.name, name), (where, []))
+                    kept[1].append(self.spool.put_record(record))
+                    continue
+                self._read(format_, Found(found.where, record))
+        except _UNREADABLE as problem:
+            self.problem(found.where, f"{_said(problem)}; expected {format_.shape}")
 
     def _each(self, format_: Format, found: Found) -> Iterator[Trace]:
         """The traces of a record; one that is bad among many is noted, and the others follow."""
@@ -223,17 +171,32 @@ class _Loader:
             try:
                 for trace in format_.read({**found.record, name: [one]}, found.where, self.reading):
                     yield replace(trace, source=where)
-            except (BadTrace, KeyError, TypeError, ValueError, AttributeError, IndexError, RecursionError) as problem:
-                self.problem(where, f"{problem}; expected {format_.shape}")
+            except _UNREADABLE as problem:
+                self.problem(where, f"{_said(problem)}; expected {format_.shape}")
 
-    def finish_spans(self) -> None:
-        """Put together the conversations whose spans were found, wherever these were."""
-        for where, places in self.spans.values():
+    def _read(self, format_: Format, found: Found) -> None:
+        """Add the traces of a record, or of a session's records, and note what of them was not read."""
+        record = found.record
+        if format_.metered:
+            record = Gathered(map(watched, record)) if isinstance(record, Gathered) else watched(record)
+        traces = []
+        # Added one by one: what precedes a bad trace of a document is not lost with it.
+        for trace in self._each(format_, Found(found.where, record)):
+            self.add(trace)
+            traces.append(trace)
+        if format_.metered:
+            self.lost.setdefault(format_.name, Counter()).update(unread(record, traces))
+
+    def finish_sessions(self) -> None:
+        """Put together the sessions whose records were found, wherever these were."""
+        for (name, _), (where, places) in self.sessions.items():
+            format_ = self.forced or FORMATS[name]
             try:
-                self.add(otel.read_spans([self.spool.get_span(place) for place in places], where, self.reading))
-            except BadTrace as problem:
-                self.problem(where, str(problem))
-        self.spans = {}
+                gathered = Gathered(map(self.spool.get_record, places))
+                self._read(format_, Found(where, gathered))
+            except _UNREADABLE as problem:
+                self.problem(where, f"{_said(problem)}; expected {format_.shape}")
+        self.sessions = {}
 
     def add(self, trace: Trace) -> None:
         """Lay down a trace with its group."""
@@ -243,12 +206,7 @@ class _Loader:
         if self.taken[trace_id] > 1:
             notes = (*notes, f"its id {trace_id} comes more than once")
             trace_id = f"{trace_id}#{self.taken[trace_id]}"
-        task_id = trace.task_id or f"prompt-{trace.prompt_digest}"
-        if self.alone:
-            task_id = trace_id
-        if self.prompts.setdefault(task_id, trace.prompt_digest) != trace.prompt_digest:
-            notes = (*notes, "its prompt is another than that of the first trace of its group, which the rubric is for")
-        trace = replace(trace, trace_id=trace_id, task_id=task_id, notes=notes)
+        trace = replace(trace, trace_id=trace_id, task_id=self._task_id(trace, trace_id), notes=notes)
         summary = Summary(
             trace_id=trace_id,
             format=trace.format,
@@ -260,7 +218,21 @@ class _Loader:
             outcome=trace.outcome,
             notes=notes,
         )
-        self.members.setdefault(task_id, []).append((summary, self.spool.put(trace)))
+        self.members.setdefault(trace.task_id, []).append((summary, self.spool.put(trace)))
+
+    def _task_id(self, trace: Trace, trace_id: str) -> str:
+        """The task that a trace is judged with: traces without a task are judged alone, and equal ids of different
+        tasks are different tasks."""
+        digest = trace.task_digest
+        if self.alone or not (trace.task_id or digest):
+            return trace_id
+        task_id = trace.task_id or f"prompt-{digest}"
+        if self.reading.group_by is not None or not digest:
+            return task_id
+        known = self.tasks.setdefault(task_id, [])
+        if digest not in known:
+            known.append(digest)
+        return task_id if known[0] == digest else f"{task_id}#{known.index(digest) + 1}"
 
     def groups(self) -> Groups:
         """What was laid down, by task in the order of first appearance."""
@@ -273,6 +245,11 @@ class _Loader:
             for task_id, members in self.members.items()
         )
         found.problems = tuple(self.problems)
+        found.warnings = tuple(
+            f"{name}: not shown to the judge: {', '.join(f'{path} ({n} records)' for path, n in paths.most_common(5))}"
+            for name, paths in self.lost.items()
+            if paths
+        )
         return found
 
 
@@ -327,14 +304,17 @@ def load_traces(
             loader.problem(str(file), "expected a run directory (it has a config.yaml and tables/)")
         else:
             _read_file(loader, file, None if mapped is None else mapped.records)
-    loader.finish_spans()
+    loader.finish_sessions()
     for line in loader.problems[:SHOWN_PROBLEMS]:
         log.warning("%s", line)
     if not loader.members:
         reason = loader.problems[0] if loader.problems else "no .json, .jsonl or .eval file and no run directory in it"
         more = f" (and {len(loader.problems) - 1} more)" if len(loader.problems) > 1 else ""
         raise TraceError(f"no trace in {', '.join(map(str, paths))}: {reason}{more}")
-    return loader.groups()
+    groups = loader.groups()
+    for line in groups.warnings:
+        log.warning("%s", line)
+    return groups
 
 
 RECORD = "record"
@@ -359,7 +339,7 @@ def groups_of(records: Sequence[Any], group_by: str | None = None) -> Groups:
             loader.problem(where, f"no known format, found {_described(record)}")
         else:
             loader._record(Found(where, record), known)
-    loader.finish_spans()
+    loader.finish_sessions()
     if not loader.members:
         raise TraceError(f"no trace: {loader.problems[0] if loader.problems else 'no records'}")
     return loader.groups()
@@ -382,6 +362,7 @@ def trace_of(trajectory: Trajectory, source: str, training_step: int) -> Trace:
     return Trace(
         trace_id=f"{trajectory.group}/{trajectory.rollout}",
         task_id=trajectory.group,
+        task="\n".join(clean(each.content) for each in trajectory.prompt),
         prompt=tuple(Message(role=each.role, content=clean(each.content)) for each in trajectory.prompt),
         turns=tuple(
             TraceTurn(

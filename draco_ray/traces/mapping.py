@@ -12,8 +12,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from draco_ray.config import plain_yaml
 from draco_ray.errors import ConfigError
+from draco_ray.traces.entry import BadTrace, Entry, kind
 from draco_ray.traces.formats import Format, Reading, build, number, path_value
-from draco_ray.traces.messages import BadTrace, Entry, entries, kind
+from draco_ray.traces.messages import entries
 from draco_ray.traces.model import Trace, clean, identifier
 
 

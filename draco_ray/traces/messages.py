@@ -1,73 +1,48 @@
-"""A message of whatever dialect as entries: who said what, called which tools, and what came back.
-
-The dialects do not contradict each other, so one reader takes them all:
+"""Messages of all dialects as entries: who said what, called which tools, and what came back.
 
 =================  =====================================================================================================
 OpenAI chat        ``role``, ``content`` (text or parts), ``tool_calls``, ``role: tool`` with ``tool_call_id``
 OpenAI Responses   items: ``message``, ``reasoning``, ``function_call``, ``function_call_output``, ...
-Anthropic          blocks: ``text``, ``thinking``, ``tool_use``, ``tool_result``, ``image``, ...
 Inspect            OpenAI's form with ``function`` and ``arguments`` flat in a tool call, ``reasoning`` parts, ``error``
-OpenTelemetry      ``parts``: ``text``, ``reasoning``, ``tool_call``, ``tool_call_response``, ``blob``, ``uri``, ...
+LangChain          ``type: human | ai | tool``, also below ``data``, and in LangChain's own serialisation
+AutoGen            ``source`` and ``type: TextMessage | ToolCallRequestEvent | ToolCallExecutionEvent | ...``
+ShareGPT           ``from: human | gpt`` and ``value``
+smolagents         roles ``tool-call`` and ``tool-response``
+Vercel AI SDK      ``parts`` of its user interface, ``toolInvocations``
 =================  =====================================================================================================
 
-Nothing is dropped: what is no text is described (``[image: image/png, 12 kB]``), a part of an unknown kind is shown as
-the JSON it is.
+The content's parts are read by `draco_ray.traces.parts`. Nothing is dropped.
 """
 
 from __future__ import annotations
 
+import ast
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
+from draco_ray.traces.entry import AGENT, BadTrace, Call, Entry, kind, object_of, shown, text_of, thinking
 from draco_ray.traces.model import clean
+from draco_ray.traces.parts import HIDDEN, part, parts, plain
 
-AGENT = "assistant"
-AGENT_ROLES = ("assistant", "model", "ai", "agent")
-RESULT_ROLES = ("tool", "function", "environment", "ipython")
-MAX_SHOWN = 2_000
-"""Characters of a part of an unknown kind."""
-
-
-class BadTrace(ValueError):
-    """A record that is not what its format says; the message tells what was expected."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Call:
-    """One call of a tool."""
-
-    name: str
-    arguments: Any = None
-    call_id: str = ""
-
-    def __str__(self) -> str:
-        """The call as the judge sees it: ``search({"from": "JFK"})``; text of several lines stays as it is."""
-        arguments = self.arguments
-        if isinstance(arguments, str):
-            try:
-                arguments = json.loads(arguments) if arguments.strip() else {}
-            except (ValueError, RecursionError):
-                return f"{self.name}({clean(arguments)})"
-        if isinstance(arguments, Mapping) and any(isinstance(v, str) and "\n" in v for v in arguments.values()):
-            return "\n".join([f"{self.name}(", *(_argument(*item) for item in arguments.items()), ")"])
-        return f"{self.name}({compact({} if arguments is None else arguments)})"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Entry:
-    """One thing that happened."""
-
-    role: str
-    """``assistant`` is the agent; ``tool`` a result; anything else somebody who spoke."""
-    text: str = ""
-    calls: tuple[Call, ...] = ()
-    call_id: str = ""
-    """Of the call that this result answers; empty: the earliest that is open."""
-    tokens: int | None = None
-    item: bool = False
-    """Whether it is an item of the Responses API, several of which make a turn."""
+AGENT_ROLES = ("assistant", "model", "ai", "agent", "bot")
+RESULT_ROLES = ("tool", "function", "environment", "ipython", "tool-response")
+LANGCHAIN = {
+    "human": "user",
+    "ai": AGENT,
+    "system": "system",
+    "tool": "tool",
+    "function": "tool",
+    "developer": "system",
+}
+"""LangChain's message types, as it writes them and as the beginnings of its class names."""
+AUTOGEN = ("Message", "Event")
+"""How AutoGen's message types end."""
+_RESULTS = ("result", "results", "outputs", "output")
+_CONTAINERS = ("message", "output", "messages", "body", "response")
+"""Fields of a response below which the answer is."""
+_REPLY_KEYS = ("role", "content", "tool_calls", "toolCalls", "text", "choices", "candidates", "output", "message")
 
 
 def entries(messages: object, where: str = "message") -> list[Entry]:
@@ -83,52 +58,153 @@ def entries(messages: object, where: str = "message") -> list[Entry]:
     found: list[Entry] = []
     for number, message in enumerate(messages, 1):
         try:
-            of_message = _entries(message)
-            item = isinstance(message, Mapping) and (message.get("type") == "message" or "role" not in message)
-            found += (replace(entry, item=True) for entry in of_message) if item else of_message
+            found += message_entries(message)
         except BadTrace as problem:
             raise BadTrace(f"{where} {number}: {problem}") from None
     return found
 
 
-def _entries(message: object) -> Iterator[Entry]:
-    if not isinstance(message, Mapping):
-        raise BadTrace(f"expected an object with a role, found {kind(message)}")
+def reply_entries(reply: object, where: str = "response") -> list[Entry]:
+    """Entries of what a model answered, in the form of any provider's API; empty: nothing that is known.
+
+    Raises:
+        BadTrace: it holds something that is no message.
+    """
+    if isinstance(reply, str):
+        return [Entry(role=AGENT, text=clean(reply))] if reply.strip() else []
+    if isinstance(reply, list):
+        if reply and all(isinstance(each, Mapping) and "choices" in each for each in reply):
+            return entries([_streamed(reply)], where)
+        return [each for part_ in reply for each in reply_entries(part_, where)]
+    if not isinstance(reply, Mapping):
+        return []
+    if ("role" in reply or "type" in reply or "parts" in reply) and not isinstance(reply.get("message"), Mapping):
+        known = _langchain(reply) is not None or "role" in reply or reply.get("type") not in (None, "message")
+        return entries([reply if known else {"role": AGENT, **reply}], where)
+    for name in ("choices", "candidates", "generations"):
+        if isinstance(reply.get(name), list) and reply[name]:
+            first = reply[name][0]
+            first = first[0] if isinstance(first, list) and first else first
+            return reply_entries(first, where)
+    inner = next(
+        (reply[name] for name in _CONTAINERS if isinstance(reply.get(name), Mapping | list)), reply.get("content")
+    )
+    if isinstance(inner, Mapping) or (isinstance(inner, list) and inner is not reply.get("content")):
+        return reply_entries(inner, where)
+    if not any(name in reply for name in _REPLY_KEYS):
+        return []
+    calls = reply.get("tool_calls") or reply.get("toolCalls") or ()
+    content = reply.get("content", reply.get("text", reply.get("output")))
+    named = {name: reply[name] for name in ("usage", "reasoning", "reasoning_content") if name in reply}
+    return entries([{**named, "role": AGENT, "content": content, "tool_calls": calls}], where)
+
+
+def _streamed(chunks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The message that chunks of a streamed chat completion add up to."""
+    said: dict[str, str] = {"content": "", "reasoning_content": ""}
+    calls: dict[int, dict[str, str]] = {}
+    for chunk in chunks:
+        for choice in [each for each in chunk["choices"] or () if isinstance(each, Mapping)][:1]:
+            delta = object_of(choice, "delta")
+            for name in said:
+                said[name] += text_of(delta, name)
+            for call in delta.get("tool_calls") or ():
+                known = calls.setdefault(call.get("index", 0), {"id": "", "name": "", "arguments": ""})
+                function = call.get("function") or {}
+                known["id"] = known["id"] or text_of(call, "id")
+                known["name"] += text_of(function, "name")
+                known["arguments"] += text_of(function, "arguments")
+    return {"role": AGENT, **said, "tool_calls": [calls[index] for index in sorted(calls)]}
+
+
+def message_entries(value: object) -> list[Entry]:
+    """The entries of one message or item.
+
+    Raises:
+        BadTrace: it is none.
+    """
+    if not isinstance(value, Mapping):
+        raise BadTrace(f"expected an object with a role, found {kind(value)}")
+    message: Mapping[str, Any] = value
+    if isinstance(message.get("message"), Mapping) and "role" not in message:
+        # A choice of an API's response, as ART keeps them.
+        message = message["message"]
+    if (converted := _langchain(message)) is not None:
+        message = converted
+    elif "source" in message and str(message.get("type")).endswith(AUTOGEN):
+        return list(_autogen(message))
+    elif "from" in message and "value" in message:
+        return list(_sharegpt(str(message["from"]), message["value"]))
     role = message.get("role")
     if role is None and isinstance(message.get("type"), str):
-        yield from _item(message)
-        return
+        return [replace(each, item=True) for each in _item(message)]
     if not isinstance(role, str) or not role.strip():
         raise BadTrace(f'expected "role" as text, found {kind(role)}')
-    role = _role(role, message)
-    parts = [*_parts(message.get("parts" if "parts" in message else "content"))]
-    results = [part for part in parts if part.role == "tool"]
-    own = [part for part in parts if part.role != "tool"]
-    text = "\n".join(part.text for part in own if part.text)
-    calls = tuple(call for part in own for call in part.calls) + tuple(_calls(message))
-    if role == "tool" and not results:
+    found = list(_message(_role(role, message), message))
+    return [replace(each, item=True) for each in found] if message.get("type") == "message" else found
+
+
+def _message(role: str, message: Mapping[str, Any]) -> Iterator[Entry]:
+    content = message.get("parts") or message.get("content")
+    if role == "tool-call":
+        yield Entry(role=AGENT, calls=tuple(_smolagents(plain(content))), item=True)
+        return
+    if role == "tool" and not _holds_results(content):
+        said = plain(content).removeprefix("Observation:\n")
         yield Entry(
-            role="tool", text=_result(text, message), call_id=_text_of(message, "tool_call_id", "call_id", "id")
+            role="tool",
+            text=_marked(said, message),
+            call_id=text_of(message, "tool_call_id", "call_id", "toolCallId", "id"),
+            name=text_of(message, "name", "tool_name", "toolName"),
         )
         return
+    invoked = [each for each in message.get("toolInvocations") or () if isinstance(each, Mapping)]
+    pieces = [*parts(content), *(e for each in invoked if not message.get("parts") for e in part(_invocation(each)))]
     if role != AGENT:
+        results = [piece for piece in pieces if piece.role == "tool"]
         yield from results
-    else:
-        thought = message.get("reasoning_content") or message.get("reasoning") or message.get("thinking")
-        if isinstance(thought, str) and thought.strip():
-            text = f"{thinking(thought)}\n{text}".rstrip()
-        refusal = message.get("refusal")
-        if isinstance(refusal, str) and refusal:
-            text = f"{text}\n[refusal] {clean(refusal)}".strip()
-    if text or calls or not results:
-        yield Entry(role=role, text=text, calls=calls, tokens=_tokens(message))
-    if role == AGENT:
-        # Of the provider's own tools, whose calls are in the same message.
-        yield from results
+        text = "\n".join(piece.text for piece in pieces if piece.role != "tool" and piece.text)
+        calls = (*(call for piece in pieces for call in piece.calls), *_calls(message))
+        if text or calls or not results:
+            yield Entry(role=role, text=text, calls=calls)
+        return
+    thought = [Entry(role="", text=text) for text in _thoughts(message)]
+    refusal = text_of(message, "refusal")
+    after = [Entry(role="", text=f"[refusal] {refusal}")] if refusal else []
+    yield from _turns(
+        [*thought, *pieces, *after, *(Entry(role="", calls=(call,)) for call in _calls(message))], _tokens(message)
+    )
+
+
+def _turns(pieces: Iterable[Entry], tokens: int | None) -> Iterator[Entry]:
+    """An agent's message in order: what follows the results of the provider's own tools is said after them."""
+    said: list[Entry] = []
+    empty = True
+    for piece in [*pieces, None]:
+        if (piece is None or piece.role == "tool") and (said or (piece is None and empty)):
+            text = "\n".join(each.text for each in said if each.text)
+            calls = tuple(call for each in said for call in each.calls)
+            yield Entry(role=AGENT, text=text, calls=calls, tokens=tokens if piece is None else None)
+            said = []
+        if piece is not None and piece.role == "tool":
+            yield piece
+        elif piece is not None:
+            said.append(piece)
+        empty = False
+
+
+def _thoughts(message: Mapping[str, Any]) -> Iterator[str]:
+    for name in ("reasoning_content", "reasoning", "thinking"):
+        if text := thinking(text_of(message, name)):
+            yield text
+            return
+    details = message.get("reasoning_details")
+    found = [each.text for each in parts(details)] if isinstance(details, list) else []
+    yield from dict.fromkeys(text for text in found if text != HIDDEN or len(found) == 1)
 
 
 def _role(role: str, message: Mapping[str, Any]) -> str:
-    role = role.strip().casefold()
+    role = role.strip().casefold().removeprefix("messagerole.").replace("_", "-")
     if role in AGENT_ROLES:
         return AGENT
     if role in RESULT_ROLES:
@@ -136,136 +212,148 @@ def _role(role: str, message: Mapping[str, Any]) -> str:
     if role in ("developer", "system"):
         return "system"
     name = message.get("name")
-    return (
-        "user" if role == "human" else f"{role} {name}" if isinstance(name, str) and name and role != "user" else role
-    )
+    named = f"{role} {name}" if isinstance(name, str) and name and role not in ("user", "tool-call") else role
+    return "user" if role == "human" else named
 
 
 def _item(item: Mapping[str, Any]) -> Iterator[Entry]:
     """One item of the Responses API that has no role."""
-    name, type_ = _text_of(item, "name"), str(item["type"])
-    call_id = _text_of(item, "call_id", "id")
+    name, type_ = text_of(item, "name"), str(item["type"])
+    call_id = text_of(item, "call_id", "id")
     if type_ in ("function_call", "custom_tool_call", "mcp_call"):
         arguments = item.get("arguments", item.get("input"))
         yield Entry(role=AGENT, calls=(Call(name=name or type_, arguments=arguments, call_id=call_id),))
         if type_ == "mcp_call" and (item.get("output") is not None or item.get("error")):
-            yield Entry(role="tool", text=_result(_plain(item.get("output")), item), call_id=call_id)
+            yield Entry(role="tool", text=_marked(plain(item.get("output")), item), call_id=call_id)
     elif type_.endswith("_output"):
-        yield Entry(role="tool", text=_plain(item.get("output")), call_id=call_id)
+        yield Entry(role="tool", text=plain(item.get("output")), call_id=call_id)
     elif type_.endswith("_call"):
         # The provider's own tools (web search, code interpreter, ...), whose results are in the item.
-        about = {key: value for key, value in item.items() if key not in ("id", "type", "status", "call_id", *_RESULTS)}
+        about = {key: item[key] for key in item if key not in ("id", "type", "status", "call_id", *_RESULTS)}
         call = Call(name=type_.removesuffix("_call"), arguments=about, call_id=call_id)
         yield Entry(role=AGENT, calls=(call,))
         if results := {key: item[key] for key in _RESULTS if item.get(key)}:
-            yield Entry(role="tool", text=_plain(results), call_id=call_id)
+            yield Entry(role="tool", text=plain(results), call_id=call_id)
     else:
-        for part in _part(item):
-            yield replace(part, role=AGENT if part.role == "" else part.role)
+        for each in part(item):
+            yield replace(each, role=each.role or AGENT)
 
 
-_RESULTS = ("result", "results", "outputs", "output")
-
-
-def _parts(content: object) -> Iterator[Entry]:
-    """Parts of a message's content; their role is empty but for results of tools."""
-    if content is None:
-        return
-    if isinstance(content, str):
-        yield Entry(role="", text=clean(content))
-    elif isinstance(content, Mapping):
-        yield from _part(content)
-    elif isinstance(content, Sequence):
-        for part in content:
-            if isinstance(part, str):
-                yield Entry(role="", text=clean(part))
-            elif isinstance(part, Mapping):
-                yield from _part(part)
-            else:
-                raise BadTrace(f"expected text or an object as a part of its content, found {kind(part)}")
-    else:
-        raise BadTrace(f"expected its content as text or a list of parts, found {kind(content)}")
-
-
-def _part(part: Mapping[str, Any]) -> Iterator[Entry]:
-    type_ = str(part.get("type", "text" if "text" in part else ""))
-    if type_ in ("text", "input_text", "output_text", "refusal", "summary_text"):
-        said = part.get("text", part.get("content", part.get("refusal")))
-        yield Entry(role="", text=("[refusal] " if type_ == "refusal" else "") + _plain(said))
-    elif type_ in ("thinking", "reasoning"):
-        said = part.get("thinking") or part.get("reasoning") or part.get("content") or part.get("summary")
-        hidden = part.get("redacted") or not said
-        yield Entry(role="", text="[thinking that the provider does not show]" if hidden else thinking(_plain(said)))
-    elif type_ == "redacted_thinking":
-        yield Entry(role="", text="[thinking that the provider does not show]")
-    elif type_ in ("tool_use", "server_tool_use", "mcp_tool_use", "tool_call", "server_tool_call"):
-        arguments = part.get("input", part.get("arguments", part.get("server_tool_call")))
-        call = Call(name=_text_of(part, "name") or type_, arguments=arguments, call_id=_text_of(part, "id"))
-        yield Entry(role="", calls=(call,))
-    elif type_.endswith(("tool_result", "tool_call_response")):
-        said = next((part[key] for key in ("content", "response", "result", type_) if part.get(key) is not None), None)
-        text = _plain(said)
-        failed = "[error] " if part.get("is_error") else ""
-        yield Entry(role="tool", text=failed + text, call_id=_text_of(part, "tool_use_id", "id", "tool_call_id"))
-    elif medium := _medium(type_, part):
-        yield Entry(role="", text=medium)
-    else:
-        yield Entry(role="", text=f"[{type_ or 'part'}: {shown(part)}]")
-
-
-def _medium(type_: str, part: Mapping[str, Any]) -> str | None:
-    """What is no text, described: kind, format, and its size or address."""
-    name = next(
-        (each for each in ("image", "audio", "video", "document", "file", "blob", "uri") if each in type_), None
-    )
-    if name is None:
+def _langchain(message: Mapping[str, Any]) -> dict[str, Any] | None:
+    """A LangChain message in OpenAI's form; None: it is none."""
+    type_, data = message.get("type"), message
+    if type_ == "constructor" and isinstance(message.get("kwargs"), Mapping):
+        names, data = message.get("id"), message["kwargs"]
+        type_ = data.get("type") or (names[-1] if isinstance(names, list) and names else None)
+    elif isinstance(message.get("data"), Mapping) and "role" not in message:
+        data = message["data"]
+    if not isinstance(type_, str) or "role" in message:
         return None
-    modality = part.get("modality")
-    label = str(modality) if isinstance(modality, str) and modality else name
-    holder = next(
-        (part[key] for key in (type_, "source", name, "image_url", "input_audio", "file") if key in part), part
-    )
-    if isinstance(holder, str):
-        holder = {"url": holder}
-    if not isinstance(holder, Mapping):
-        holder = part
-    format_ = _text_of(holder, "media_type", "mime_type", "format") or _text_of(part, "mime_type", "media_type")
-    data = _text_of(holder, "data", "file_data", "content", "url", "uri", "file_id", "id", "filename")
-    if data.startswith("data:"):
-        head, _, data = data[5:].partition(",")
-        return f"[{label}: {head.partition(';')[0] or 'unknown format'}, {_size(data)}]"
-    if data.startswith(("http:", "https:", "gs:", "s3:", "file:", "attachment:")) or len(data) < 120:
-        return f"[{label}: {', '.join(filter(None, [format_, clean(data[:300])])) or 'not in the trace'}]"
-    return f"[{label}: {format_ or 'unknown format'}, {_size(data)}]"
+    short = type_.removesuffix("Chunk").removesuffix("Message").casefold()
+    if type_ == "chat" or short == "chat":
+        return {**data, "type": None}
+    if short not in LANGCHAIN or "content" not in data:
+        return None
+    further = object_of(data, "additional_kwargs")
+    calls = data.get("tool_calls") or further.get("tool_calls") or ()
+    failed = {"error": True} if data.get("status") == "error" else {}
+    # An identity of the message is none of a call.
+    kept = {key: data[key] for key in ("content", "tool_call_id", "name", "reasoning_content") if key in data}
+    return {
+        **{
+            key: further[key]
+            for key in ("reasoning_content", "function_call")
+            if key in further and not data.get("tool_calls")
+        },
+        **kept,
+        **failed,
+        "role": LANGCHAIN[short],
+        "tool_calls": [*calls, *(data.get("invalid_tool_calls") or ())],
+        "usage": data.get("usage_metadata"),
+    }
 
 
-def _size(base64: str) -> str:
-    size = len(base64) * 3 // 4
-    return f"{size} bytes" if size < 1000 else f"{size / 1000:.0f} kB" if size < 1_000_000 else f"{size / 1e6:.1f} MB"
+def _autogen(message: Mapping[str, Any]) -> Iterator[Entry]:
+    """An AutoGen message; every source but the user is the agent, since a team acts as one."""
+    type_, source, content = str(message["type"]), str(message["source"]), message.get("content")
+    role = "user" if source.casefold() in ("user", "user_proxy", "human") else AGENT
+    usage = message.get("models_usage")
+    tokens = usage.get("completion_tokens") if isinstance(usage, Mapping) else None
+    if type_ == "ToolCallRequestEvent" and isinstance(content, list):
+        yield Entry(role=AGENT, calls=tuple(_calls({"tool_calls": content})), tokens=tokens or None)
+    elif type_ == "ToolCallExecutionEvent" and isinstance(content, list):
+        for each in content:
+            if not isinstance(each, Mapping):
+                raise BadTrace(f"expected a tool's result as an object, found {kind(each)}")
+            failed = {"error": True} if each.get("is_error") else {}
+            text = _marked(plain(each.get("content")), failed)
+            yield Entry(role="tool", text=text, call_id=text_of(each, "call_id"), name=text_of(each, "name"))
+    elif type_ == "ThoughtEvent":
+        yield Entry(role=AGENT, text=thinking(plain(content)), item=True)
+    else:
+        yield Entry(role=role, text=plain(content), tokens=tokens or None)
+
+
+def _sharegpt(who: str, value: object) -> Iterator[Entry]:
+    """A turn of a ShareGPT conversation."""
+    if who == "function_call":
+        called = json.loads(value) if isinstance(value, str) and value.lstrip().startswith(("{", "[")) else value
+        yield Entry(role=AGENT, calls=tuple(_calls({"tool_calls": called if isinstance(called, list) else [called]})))
+    else:
+        roles = {"gpt": AGENT, "chatgpt": AGENT, "observation": "tool", "tool_response": "tool"}
+        yield Entry(role=roles.get(who) or _role(who, {}), text=plain(value))
+
+
+def _smolagents(text: str) -> Iterator[Call]:
+    """The calls that smolagents writes as a Python list behind "Calling tools:"."""
+    try:
+        listed = ast.literal_eval(text.partition("Calling tools:")[2].strip() or text)
+        yield from _calls({"tool_calls": listed if isinstance(listed, list) else [listed]})
+    except (ValueError, SyntaxError, MemoryError, RecursionError, BadTrace):
+        yield Call(name="tool", arguments=text)
+
+
+def _invocation(each: Mapping[str, Any]) -> Mapping[str, Any]:
+    return {"type": "tool-invocation", "toolInvocation": each}
+
+
+def _holds_results(content: object) -> bool:
+    """Whether a content holds parts that are results of their own."""
+    if not isinstance(content, list) or not all(isinstance(each, Mapping) for each in content):
+        return False
+    return any(piece.role == "tool" for each in content for piece in part(each))
 
 
 def _calls(message: Mapping[str, Any]) -> Iterator[Call]:
-    calls = message.get("tool_calls") or ()
+    calls = message.get("tool_calls") or message.get("toolCalls") or ()
     if isinstance(calls, Mapping | str) or not isinstance(calls, Sequence):
         raise BadTrace(f'expected "tool_calls" as a list, found {kind(calls)}')
     older = message.get("function_call")
     for call in [*calls, *([older] if isinstance(older, Mapping) else [])]:
+        if isinstance(call, str):
+            # Results of verifiers hold each call as JSON text.
+            try:
+                call = json.loads(call)
+            except (ValueError, RecursionError):
+                raise BadTrace(f"expected a tool call as an object, found the text {call[:60]!r}") from None
         if not isinstance(call, Mapping):
             raise BadTrace(f"expected a tool call as an object, found {kind(call)}")
         function = call.get("function", call.get("custom", call))
         if isinstance(function, str):
             function = {"name": function, "arguments": call.get("arguments")}
-        name = function.get("name") if isinstance(function, Mapping) else None
-        if not isinstance(name, str) or not name:
+        name = text_of(function, "name", "toolName", "tool_name") if isinstance(function, Mapping) else ""
+        if not name:
             raise BadTrace(f"expected a tool call with the name of a function, found {shown(call)[:200]}")
+        names = ("arguments", "input", "args")
         yield Call(
-            name=clean(name),
-            arguments=function.get("arguments", function.get("input", function.get("args"))),
-            call_id=_text_of(call, "id", "call_id", "tool_call_id"),
+            name=name,
+            arguments=next((function[each] for each in names if function.get(each) is not None), None),
+            call_id=text_of(call, "id", "call_id", "tool_call_id", "toolCallId"),
         )
 
 
-def _result(text: str, message: Mapping[str, Any]) -> str:
+def _marked(text: str, message: Mapping[str, Any]) -> str:
+    """A tool's result with the error that its message states."""
     error = message.get("error")
     if isinstance(error, Mapping):
         error = error.get("message") or shown(error)
@@ -280,52 +368,3 @@ def _tokens(message: Mapping[str, Any]) -> int | None:
         return None
     count = usage.get("completion_tokens", usage.get("output_tokens"))
     return count if isinstance(count, int) and not isinstance(count, bool) and count > 0 else None
-
-
-def thinking(text: str) -> str:
-    """What a model thought, in the tags in which it is shown everywhere."""
-    text = clean(text).strip()
-    return text if text.startswith("<think>") else f"<think>{text}</think>"
-
-
-def _plain(value: object) -> str:
-    """Text of whatever a tool returned."""
-    if value is None:
-        return ""
-    if isinstance(value, str):
-        return clean(value)
-    parts = [value] if isinstance(value, Mapping) else value
-    if isinstance(parts, Sequence) and parts and all(isinstance(p, Mapping) and "type" in p for p in parts):
-        return "\n".join(entry.text for part in parts for entry in _part(part))
-    return clean(compact(value))
-
-
-def _argument(name: object, value: object) -> str:
-    return f"  {name} =\n{clean(value)}" if isinstance(value, str) and "\n" in value else f"  {name} = {compact(value)}"
-
-
-def _text_of(holder: Mapping[str, Any], *names: str) -> str:
-    return next((clean(holder[name]) for name in names if isinstance(holder.get(name), str) and holder[name]), "")
-
-
-def compact(value: object) -> str:
-    """JSON on one line, in the letters it was written with."""
-    return clean(json.dumps(value, ensure_ascii=False, default=str))
-
-
-def shown(value: object) -> str:
-    """JSON on one line, not endless."""
-    text = compact(value)
-    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}... {len(text)} characters in all"
-
-
-def kind(value: object) -> str:
-    """What JSON calls it.
-
-    >>> kind([1])
-    'a list'
-    """
-    if value is None:
-        return "nothing"
-    names = {bool: "true or false", str: "text", int: "a number", float: "a number", list: "a list", dict: "an object"}
-    return names.get(type(value), type(value).__name__)

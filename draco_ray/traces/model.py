@@ -35,14 +35,16 @@ class Trace:
 
     trace_id: str
     task_id: str
-    """Traces of one task are judged together; empty: by their prompt."""
+    """Traces of one task are judged together; empty: those with the same `task`."""
     prompt: tuple[Message, ...]
     """What the agent was told before its first turn, its tools included (role ``tools``)."""
     turns: tuple[TraceTurn, ...]
     format: str
-    """One of `draco_ray.traces.formats.FORMATS`."""
+    """One of `draco_ray.traces.readers.FORMATS`."""
     source: str
     """File, and line or place in it."""
+    task: str = ""
+    """What the agent was asked, in words; empty where the trace does not say."""
     ended: EpisodeEnd = EpisodeEnd.UNSTATED
     outcome: float | None = None
     """A reward or score that the trace itself carries. No judge is ever shown it."""
@@ -77,10 +79,9 @@ class Trace:
         return turns + sum(len(message.content) for message in self.prompt)
 
     @property
-    def prompt_digest(self) -> str:
-        """8 hexadecimal digits that are equal for equal prompts."""
-        said = [(message.role, message.content) for message in self.prompt]
-        return hashlib.sha256(repr(said).encode("utf-8", "backslashreplace")).hexdigest()[:8]
+    def task_digest(self) -> str:
+        """8 hexadecimal digits that are equal for equal tasks; empty where the trace states none."""
+        return hashlib.sha256(self.task.encode("utf-8", "backslashreplace")).hexdigest()[:8] if self.task else ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,14 +24,19 @@ have names of their own, are put into the form of spans.
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from datetime import UTC, datetime, timedelta
 from typing import Any, TypeGuard
 
+from draco_ray.traces.calls import SUB_AGENT, ModelCall, continues, main_conversation
+from draco_ray.traces.entry import AGENT, BadTrace, Entry, kind
 from draco_ray.traces.formats import Reading, build, number, path_value
-from draco_ray.traces.messages import AGENT, BadTrace, Entry, entries, kind
+from draco_ray.traces.messages import entries, reply_entries
 from draco_ray.traces.model import Trace, identifier
+from draco_ray.traces.parts import plain
 
 Span = dict[str, Any]
 CALL_SPANS = ("chat", "text_completion", "generate_content")
@@ -65,6 +70,9 @@ OBSERVATION = {
 }
 """What every observation of Langfuse has, in the spelling of its API and of its tables."""
 MAX_DEPTH = 8
+KINDS = ("gen_ai.operation.name", "openinference.span.kind", "langfuse.observation.type", "mlflow.spanType")
+"""Attributes that say what a span is."""
+TOOL_RESULTS = ("gen_ai.tool.call.result", "langfuse.observation.output", "mlflow.spanOutputs", "output.value")
 
 
 def recognises(record: object) -> bool:
@@ -181,9 +189,16 @@ def _span(span: object) -> Span:
 
 
 def _time(value: object) -> str:
-    """Something that sorts: nanoseconds padded, or the date as it is written."""
+    """A time as text that sorts: nanoseconds since 1970, padded; what is no time stays as it is."""
     text = str(value or "")
-    return text.zfill(24) if text.isdigit() else text
+    if not text.isdigit():
+        try:
+            at = datetime.fromisoformat(text)
+        except ValueError:
+            return text
+        at = at if at.tzinfo else at.replace(tzinfo=UTC)
+        text = str((at - datetime(1970, 1, 1, tzinfo=UTC)) // timedelta(microseconds=1) * 1000)
+    return text.zfill(24)
 
 
 def _attributes(attributes: object) -> dict[str, Any]:
@@ -212,71 +227,88 @@ def _value(value: object) -> Any:
     if not isinstance(value, Mapping):
         return value
     if "arrayValue" in value:
-        return [_value(each) for each in path_value(value, "arrayValue.values") or ()]  # type: ignore[attr-defined]
+        return [_value(each) for each in path_value(value, "arrayValue.values") or ()]
     if "kvlistValue" in value:
         return _attributes(path_value(value, "kvlistValue.values"))
     return next(iter(value.values()), None)
 
 
-def conversation_of(span: Span) -> str:
-    """What spans of one run of an agent have in common."""
+CONVERSATION = "gen_ai.conversation.id"
+SESSIONS = (CONVERSATION, "session.id", "langfuse.session.id")
+
+
+def session(span: Span, file: str) -> str | None:
+    """What spans that may belong together have in common: a conversation, a session, or else a trace."""
     attributes = span["attributes"]
-    for name in ("gen_ai.conversation.id", "session.id", "langfuse.session.id"):
-        if isinstance(attributes.get(name), str) and attributes[name]:
-            return str(attributes[name])
-    return str(span["trace"])
+    named = (attributes[name] for name in SESSIONS if isinstance(attributes.get(name), str) and attributes[name])
+    return str(next(named, span["trace"]))
 
 
-def read_spans(of_trace: list[Span], where: str, reading: Reading) -> Trace:
-    """Put the spans of one trace together.
+def read(spans_: Any, where: str, reading: Reading) -> Iterator[Trace]:
+    """The traces of the spans of a session. Raises: BadTrace where none of them holds messages."""
+    ordered = sorted(spans_, key=lambda span: str(span["at"]))
+    named = any(span["attributes"].get(CONVERSATION) for span in ordered)
+    groups = [ordered] if named else _conversations(ordered)
+    for group in groups:
+        name = session(group[0], "") if len(groups) == 1 else str(group[0]["trace"])
+        yield _trace(group, identifier(name), f"{where} trace {identifier(name)}", reading)
 
-    Raises:
-        BadTrace: none of them holds messages.
-    """
-    of_trace = sorted(of_trace, key=lambda span: span["at"])
-    by_id = {span["id"]: span for span in of_trace}
-    calls = []
-    for span in of_trace:
-        said = _said(span)
-        if said is not None:
-            calls.append((span, *said))
+
+def _conversations(ordered: list[Span]) -> list[list[Span]]:
+    """The spans by trace, traces of one session joined where the later one repeats what was said in the earlier."""
+    by_trace: dict[str, list[Span]] = {}
+    for span in ordered:
+        by_trace.setdefault(str(span["trace"]), []).append(span)
+    found: list[tuple[list[Span], list[Entry]]] = []
+    for group in by_trace.values():
+        calls = [call for _, call in _model_calls(group)]
+        place = next((n for n, (_, said) in enumerate(found) if any(continues(said, c.inputs) for c in calls)), None)
+        joined = group if place is None else [*found[place][0], *group]
+        said = main_conversation([call for _, call in _model_calls(joined)])
+        if place is None:
+            found.append((joined, said))
+        else:
+            found[place] = (joined, said)
+    return [group for group, _ in found]
+
+
+def _model_calls(of_trace: list[Span]) -> list[tuple[Span, ModelCall]]:
+    """The spans that are calls of a model, without those around others, which may repeat what these hold."""
+    said = [(span, ModelCall(inputs=found[0], outputs=found[1])) for span in of_trace if (found := _said(span))]
+    parents = {span["parent"] for span, _ in said}
+    return [each for each in said if each[0]["id"] not in parents] or said
+
+
+def _trace(of_trace: list[Span], trace_id: str, where: str, reading: Reading) -> Trace:
+    calls = _model_calls(of_trace)
     if not calls:
         raise BadTrace(
             f"none of its {len(of_trace)} spans holds messages (gen_ai.input.messages, "
             "gen_ai.output.messages); turn on the capture of message content where it was recorded"
         )
-    # A span around others may repeat what they hold.
-    parents = {span["parent"] for span, *_ in calls}
-    calls = [call for call in calls if call[0]["id"] not in parents] or calls
+    by_id = {span["id"]: span for span in of_trace}
     main = _agent(calls[0][0], by_id)
-    known: list[Entry] = []
-    tools: object = None
-    for span, inputs, outputs in calls:
-        agent = _agent(span, by_id)
-        if agent != main:
-            name = next(
-                (str(by_id[agent]["attributes"].get("gen_ai.agent.name") or "") for _ in "1" if agent in by_id), ""
-            )
-            known += [
-                Entry(role=f"sub-agent {name}".strip(), text=e.text, calls=e.calls)
-                for e in outputs
-                if e.text or e.calls
-            ]
-            continue
-        tools = tools or _json(span["attributes"].get("gen_ai.tool.definitions"))
-        own = [entry for entry in known if not entry.role.startswith("sub-agent")]
-        known += inputs[_overlap(own, inputs) :] + outputs
-    named_ = _task(of_trace)
+    own = [
+        call if _agent(span, by_id) == main else _of_sub_agent(call, _agent(span, by_id), by_id) for span, call in calls
+    ]
+    defined = (_json(span["attributes"].get("gen_ai.tool.definitions")) for span, _ in calls)
     return build(
-        _with_results(known, of_trace),
+        _with_results(main_conversation(own), of_trace),
         record=_record(of_trace),
         where=where,
         format_="otel",
         reading=reading,
-        task_id=named_,
-        trace_id=identifier(conversation_of(of_trace[0])),
-        tools=tools,
+        task_id=_task(of_trace),
+        trace_id=trace_id,
+        tools=next(filter(None, defined), None),
     )
+
+
+def _of_sub_agent(call: ModelCall, agent: str, by_id: Mapping[str, Span]) -> ModelCall:
+    """A sub-agent's call: what it said, under its name."""
+    name = str(by_id[agent]["attributes"].get("gen_ai.agent.name") or "") if agent in by_id else ""
+    said = [Entry(role=f"{SUB_AGENT} {name}".strip(), text=e.text, calls=e.calls) for e in call.outputs]
+    return ModelCall(inputs=[], outputs=[each for each in said if each.text or each.calls], sub_agent=True)
 
 
 def _record(of_trace: list[Span]) -> dict[str, Any]:
@@ -361,6 +393,8 @@ def _messages(attributes: Mapping[str, Any], names: tuple[str, ...], flat: tuple
             return entries(messages)
     for name in names:
         value = _json(attributes.get(name))
+        if role == AGENT and (replied := reply_entries(value)):
+            return replied
         for path in ("messages", "choices", "input", "output"):
             if isinstance(value, Mapping) and isinstance(value.get(path), list):
                 value = value[path]
@@ -442,43 +476,35 @@ def _json(value: object) -> Any:
     return value
 
 
-def _same(one: Entry, other: Entry) -> bool:
-    if one.role != other.role:
-        return False
-    mine, theirs = ([(call.name, str(call)) for call in each.calls] for each in (one, other))
-    return mine == theirs and (one.text == other.text or (one.role == AGENT and bool(mine)))
-
-
-def _overlap(known: list[Entry], inputs: list[Entry]) -> int:
-    """How many of the inputs repeat what is known already.
-
-    Where a conversation was shortened on the way its beginning is new and what follows is not: the last thing that
-    both have in common decides.
-    """
-    equal = 0
-    while equal < min(len(known), len(inputs)) and _same(known[equal], inputs[equal]):
-        equal += 1
-    if equal == len(known) or equal == len(inputs) or not known:
-        return equal
-    latest = next((i for i in range(len(inputs) - 1, -1, -1) if inputs[i].role == AGENT), None)
-    return equal if latest is None else max(equal, latest + 1)
-
-
 def _with_results(known: list[Entry], of_trace: list[Span]) -> list[Entry]:
-    """The conversation with the results that only ``execute_tool`` spans hold."""
+    """The conversation with the results that only spans of tools hold."""
     answered = {entry.call_id for entry in known if entry.role == "tool"}
-    results: dict[str, Any] = {}
-    for span in of_trace:
-        attributes = span["attributes"]
-        call_id = str(attributes.get("gen_ai.tool.call.id") or "")
-        if call_id and "gen_ai.tool.call.result" in attributes:
-            results[call_id] = attributes["gen_ai.tool.call.result"]
+    results = [result for span in of_trace if (result := _tool_result(span)) is not None]
     found: list[Entry] = []
-    for entry in known:
+    for place, entry in enumerate(known):
         found.append(entry)
-        for call in entry.calls if entry.role == AGENT else ():
-            if call.call_id and call.call_id not in answered and call.call_id in results:
-                found += entries(
-                    [{"role": "tool", "tool_call_id": call.call_id, "content": str(results[call.call_id])}]
-                )
+        if entry.role != AGENT or not entry.calls or not results:
+            continue
+        following = itertools.takewhile(lambda each: each.role == "tool", known[place + 1 :])
+        nameless = sum(not each.call_id or not any(c.call_id for c in entry.calls) for each in following)
+        for call in entry.calls[nameless:]:
+            if call.call_id in answered and call.call_id:
+                continue
+            same = (r for r in results if r.call_id == call.call_id and r.call_id) if call.call_id else iter(())
+            named = (r for r in results if r.name == call.name and not (r.call_id and call.call_id))
+            if (result := next(itertools.chain(same, named), None)) is not None:
+                results.remove(result)
+                found.append(replace(result, call_id=call.call_id))
     return found
+
+
+def _tool_result(span: Span) -> Entry | None:
+    """The result that a span of a tool holds; None: it is no such span, or holds none."""
+    attributes = span["attributes"]
+    kind_ = next((str(attributes[name]).casefold() for name in KINDS if attributes.get(name)), "")
+    if "tool" not in kind_ and not attributes.get("gen_ai.tool.call.id"):
+        return None
+    value = next((attributes[name] for name in TOOL_RESULTS if attributes.get(name) is not None), None)
+    name = str(attributes.get("gen_ai.tool.name") or attributes.get("tool.name") or span["name"])
+    call_id = str(attributes.get("gen_ai.tool.call.id") or attributes.get("tool_call.id") or "")
+    return None if value is None else Entry(role="tool", text=plain(value), name=name, call_id=call_id)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from draco_ray.records import GAP, EpisodeEnd, Trajectory, Turn
-from draco_ray.traces.messages import AGENT
+from draco_ray.traces.entry import AGENT
 from draco_ray.traces.model import Trace
 
 UNKNOWN_TOKEN = -1

@@ -12,7 +12,7 @@ import yaml
 
 from draco_ray.cli import app
 from draco_ray.config.schema import JudgeConfig
-from draco_ray.traces.load import FORMATS
+from draco_ray.traces.readers import FORMATS
 from draco_ray.traces.mapping import Mapped
 from tests.conftest import REPOSITORY
 from tests.support.canned_judge import answer

@@ -170,7 +170,7 @@ def test_the_run_directory_is_one_like_any_other(tmp_path: Path) -> None:
     found = judge_sync(groups, MODEL, out=out, complete=Canned())
     run = RunDirectory.open(out)
     assert run.path.stat().st_mode & 0o077 == 0
-    assert [group.name for group in recorded_groups(run)] == ["step1/jfk-sfo", "step1/task_001"]
+    assert [group.name for group in recorded_groups(run)] == ["step1/flights/task_001", "step1/jfk-sfo"]
     recorded = {group.task_id: group for group in recorded_groups(run)}
     for group in found:
         assert recorded[group.task_id].reward_G.tolist() == [trace.reward for trace in group.rollouts]

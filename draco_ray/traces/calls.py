@@ -1,0 +1,146 @@
+"""Conversations put together from single calls of a model, as logs of requests and spans record them.
+
+Each call has the history as its input and what the model said as its output. A call continues the conversation whose
+last output its input repeats.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from draco_ray.traces.entry import AGENT, Entry
+
+SIDE_CALL = "side call"
+"""Role of what a model said beside the agent's conversation: a title, a guard's verdict, a summary."""
+SUB_AGENT = "sub-agent"
+"""Beginning of the role of what a sub-agent said."""
+_THOUGHT = re.compile(r"<think>.*?</think>", re.DOTALL)
+
+
+@dataclass(slots=True, kw_only=True)
+class ModelCall:
+    """One request to a model and its answer."""
+
+    inputs: list[Entry]
+    outputs: list[Entry]
+    sub_agent: bool = False
+    """Whether it was made by a sub-agent of the one that is judged."""
+
+    @property
+    def system(self) -> list[str]:
+        """The system messages of the request."""
+        return [entry.text for entry in self.inputs if entry.role == "system"]
+
+
+@dataclass(slots=True, kw_only=True)
+class Thread:
+    """Calls that continue each other."""
+
+    entries: list[Entry] = field(default_factory=list)
+    calls: list[int] = field(default_factory=list)
+    """Their places in the list of calls."""
+
+
+def threads(calls: Sequence[ModelCall]) -> list[Thread]:
+    """Assign each call to the conversation that it continues, or to a new one.
+
+    Args:
+        calls: in the order of time.
+    """
+    found: list[Thread] = []
+    for place, call in enumerate(calls):
+        matches = [(match, thread) for thread in found if (match := _continued(thread.entries, call.inputs))]
+        (_, new), thread = max(matches, key=lambda each: each[0][0], default=((0, 0), Thread()))
+        if not thread.calls:
+            found.append(thread)
+        thread.calls.append(place)
+        thread.entries += call.inputs[new:] + call.outputs
+    return found
+
+
+def main_conversation(calls: Sequence[ModelCall]) -> list[Entry]:
+    """The agent's conversation among calls that all belong to one trace; what was said beside it is a `SIDE_CALL`.
+
+    The longest conversation is the agent's. Later calls under the same system prompt belong to it although their
+    history was summarised. If no call repeats an earlier output, the provider kept the history: all calls belong to it.
+    """
+    agents = [call for call in calls if not call.sub_agent]
+    found = threads(agents)
+    if not found:
+        return []
+    own = _own(agents, found)
+    known: list[Entry] = []
+    beside: list[Entry] = []
+    for call in calls:
+        if any(call is each for each in own):
+            match = _continued(known, call.inputs)
+            known += call.inputs[match[1] if match else _equal(_own_entries(known), call.inputs) :] + call.outputs
+        elif call.sub_agent:
+            beside += call.outputs
+        else:
+            beside += [Entry(role=SIDE_CALL, text=e.text, calls=e.calls) for e in call.outputs if e.text or e.calls]
+        if known:
+            known, beside = known + beside, []
+    return known
+
+
+def _own(calls: Sequence[ModelCall], found: Sequence[Thread]) -> list[ModelCall]:
+    """The calls of the agent's conversation."""
+    if all(len(thread.calls) == 1 for thread in found):
+        systems = {tuple(call.system) for call in calls}
+        own = set(range(len(calls))) if len(systems) == 1 else set(_longest(found).calls)
+    else:
+        main = _longest(found)
+        system = calls[main.calls[0]].system
+        same = [thread for thread in found if system and calls[thread.calls[0]].system == system]
+        own = {place for thread in (main, *same) for place in thread.calls}
+    return [calls[place] for place in sorted(own)]
+
+
+def continues(known: Sequence[Entry], inputs: Sequence[Entry]) -> bool:
+    """Whether a request repeats the last output of a conversation."""
+    return _continued(known, inputs) is not None
+
+
+def _longest(found: Sequence[Thread]) -> Thread:
+    return max(found, key=lambda thread: (len(thread.calls), len(thread.entries)))
+
+
+def _continued(known: Sequence[Entry], inputs: Sequence[Entry]) -> tuple[int, int] | None:
+    """How many entries in a row the inputs share with the end of what is known, and where the new ones begin; None: the
+    inputs do not repeat the last output."""
+    known = _own_entries(known)
+    last = next((place for place in range(len(known) - 1, -1, -1) if known[place].role == AGENT), None)
+    if last is None:
+        return None
+    for place in range(len(inputs) - 1, -1, -1):
+        if _same(known[last], inputs[place]):
+            equal = 0
+            while equal <= min(last, place) and _same(known[last - equal], inputs[place - equal]):
+                equal += 1
+            return equal, place + 1 + _equal(known[last + 1 :], inputs[place + 1 :])
+    return None
+
+
+def _own_entries(known: Sequence[Entry]) -> list[Entry]:
+    """The entries without those of side calls and sub-agents, which no request of the agent repeats."""
+    return [entry for entry in known if not entry.role.startswith((SIDE_CALL, SUB_AGENT))]
+
+
+def _equal(known: Sequence[Entry], inputs: Sequence[Entry]) -> int:
+    """The number of entries at the beginning that are the same."""
+    pairs = zip(known, inputs, strict=False)
+    return next((n for n, (one, other) in enumerate(pairs) if not _same(one, other)), min(len(known), len(inputs)))
+
+
+def _same(one: Entry, other: Entry) -> bool:
+    if one.role != other.role:
+        return False
+    mine, theirs = ([(call.name, str(call)) for call in each.calls] for each in (one, other))
+    if one.role == AGENT:
+        # Reasoning is often not sent back.
+        texts = [_THOUGHT.sub("", each.text).strip() for each in (one, other)]
+        return mine == theirs and (bool(mine) or texts[0] == texts[1])
+    return mine == theirs and one.text == other.text

@@ -1,0 +1,135 @@
+"""The internal form of a conversation: entries in order, whatever format they were read from."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from draco_ray.traces.model import clean
+
+AGENT = "assistant"
+MAX_SHOWN = 2_000
+"""Maximum length of a part of an unknown kind, in characters."""
+MIN_ENCODED = 200
+"""Minimum length of text that counts as base64 or ciphertext, in characters."""
+_ENCODED = re.compile(r"[A-Za-z0-9+/_=-]+")
+_SIGNATURES = ("iVBOR", "/9j/", "R0lGOD", "JVBERi", "UklGR", "UEsDB", "H4sI")
+"""How base64 of PNG, JPEG, GIF, PDF, WebP or WAV, ZIP and gzip begins."""
+_CIPHERTEXT = ("encrypted_content", "signature", "thoughtSignature", "thought_signature")
+
+
+class BadTrace(ValueError):
+    """A record that is not what its format says; the message tells what was expected."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """One call of a tool."""
+
+    name: str
+    arguments: Any = None
+    call_id: str = ""
+
+    def __str__(self) -> str:
+        """The call as the judge sees it: ``search({"from": "JFK"})``; text of several lines keeps its lines."""
+        arguments = self.arguments
+        if isinstance(arguments, str):
+            try:
+                arguments = json.loads(arguments) if arguments.strip() else {}
+            except (ValueError, RecursionError):
+                return f"{self.name}({clean(arguments)})"
+        if isinstance(arguments, Mapping) and any(isinstance(v, str) and "\n" in v for v in arguments.values()):
+            return "\n".join([f"{self.name}(", *(_argument(*item) for item in arguments.items()), ")"])
+        return f"{self.name}({compact({} if arguments is None else arguments)})"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """One thing that happened."""
+
+    role: str
+    """``assistant`` is the agent; ``tool`` a result; anything else another speaker."""
+    text: str = ""
+    calls: tuple[Call, ...] = ()
+    code: str | None = None
+    """What the agent ran in this turn, where its format says so."""
+    call_id: str = ""
+    """Of a result: id of the call that it answers; empty where the trace does not say."""
+    name: str = ""
+    """Of a result: name of the tool; empty where the trace does not say."""
+    tokens: int | None = None
+    item: bool = False
+    """Whether the format may spread a turn over several entries, such as the items of the Responses API."""
+
+
+def compact(value: object) -> str:
+    """JSON on one line, in the characters it was written with; encoded data is described."""
+    return clean(json.dumps(without_encoded(value), ensure_ascii=False, default=str))
+
+
+def shown(value: object) -> str:
+    """JSON on one line, truncated to `MAX_SHOWN` characters."""
+    text = compact(value)
+    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}... {len(text)} characters in all"
+
+
+def without_encoded(value: object) -> object:
+    """A JSON value with base64 and ciphertext replaced by a description."""
+    if isinstance(value, str):
+        head, _, data = value.partition(",") if value.startswith("data:") else ("", "", value)
+        if len(data) < MIN_ENCODED or not _ENCODED.fullmatch(start := data[:4096]):
+            return value
+        mixed = len(set(start)) > 24 and all(re.search(each, start) for each in ("[a-z]", "[A-Z]", "[0-9]"))
+        known = head or mixed or start.startswith(_SIGNATURES)
+        return f"[{head[5:].partition(';')[0] or 'base64'}, {size(data)}]" if known else value
+    if isinstance(value, Mapping):
+        return {
+            key: f"[ciphertext, {size(each)}]"
+            if key in _CIPHERTEXT and isinstance(each, str)
+            else without_encoded(each)
+            for key, each in value.items()
+        }
+    return [without_encoded(each) for each in value] if isinstance(value, list | tuple) else value
+
+
+def size(base64: str) -> str:
+    """The size of base64 text once it is decoded."""
+    count = len(base64) * 3 // 4
+    units = ((1e6, "MB", ".1f"), (1e3, "kB", ".0f"))
+    return next((f"{count / unit:{form}} {name}" for unit, name, form in units if count >= unit), f"{count} bytes")
+
+
+def text_of(holder: Mapping[str, Any], *names: str) -> str:
+    """The first of these fields that holds text; empty: none does."""
+    return next((clean(holder[name]) for name in names if isinstance(holder.get(name), str) and holder[name]), "")
+
+
+def object_of(holder: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """The object in a field; an empty one where there is none."""
+    value = holder.get(name)
+    return value if isinstance(value, Mapping) else {}
+
+
+def thinking(text: str) -> str:
+    """Reasoning in the tags in which it is shown everywhere; empty text stays empty."""
+    text = clean(text).strip()
+    return text if not text or text.startswith("<think>") else f"<think>{text}</think>"
+
+
+def kind(value: object) -> str:
+    """The JSON type of a value in words.
+
+    >>> kind([1])
+    'a list'
+    """
+    if value is None:
+        return "nothing"
+    names = {bool: "true or false", str: "text", int: "a number", float: "a number", list: "a list"}
+    return "an object" if isinstance(value, Mapping) else names.get(type(value), type(value).__name__)
+
+
+def _argument(name: object, value: object) -> str:
+    return f"  {name} =\n{clean(value)}" if isinstance(value, str) and "\n" in value else f"  {name} = {compact(value)}"

@@ -1,0 +1,194 @@
+"""Parts of a message's content: text, reasoning, calls, results and media, in the forms of all providers.
+
+=================  =====================================================================================================
+OpenAI             ``text``, ``input_text``, ``output_text``, ``refusal``, ``image_url``, ``input_audio``, ``file``
+Anthropic          ``text``, ``thinking``, ``tool_use``, ``tool_result``, ``server_tool_use``, ``search_result``, ...
+Bedrock Converse   ``{"text"}``, ``{"toolUse"}``, ``{"toolResult"}``, ``{"reasoningContent"}``, ``{"image"}``
+Gemini             ``{"text"}``, ``{"functionCall"}``, ``{"functionResponse"}``, ``{"executableCode"}``, snake case too
+Vercel AI SDK      ``tool-call``, ``tool-result``, ``tool-NAME``, ``dynamic-tool``, ``tool-invocation``, ``step-start``
+OpenTelemetry      ``tool_call``, ``tool_call_response``, ``blob``, ``uri``, ...
+=================  =====================================================================================================
+
+Media are described (``[image: image/png, 12 kB]``); a part of an unknown kind is shown as JSON.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from draco_ray.traces.entry import BadTrace, Call, Entry, compact, kind, shown, size, text_of, thinking, without_encoded
+from draco_ray.traces.model import clean
+
+HIDDEN = "[thinking that the provider does not show]"
+MEDIA = ("image", "audio", "video", "document", "file", "blob", "uri", "screenshot")
+
+
+def parts(content: object) -> Iterator[Entry]:
+    """The parts of a content, in order; their role is ``tool`` for results and empty otherwise.
+
+    Raises:
+        BadTrace: the content is neither text nor parts.
+    """
+    if isinstance(content, str):
+        yield Entry(role="", text=clean(content))
+    elif isinstance(content, Mapping):
+        yield from part(content)
+    elif isinstance(content, Sequence):
+        for each in content:
+            if isinstance(each, str):
+                yield Entry(role="", text=clean(each))
+            elif isinstance(each, Mapping):
+                yield from part(each)
+            else:
+                raise BadTrace(f"expected text or an object as a part of its content, found {kind(each)}")
+    elif content is not None:
+        raise BadTrace(f"expected its content as text or a list of parts, found {kind(content)}")
+
+
+def part(each: Mapping[str, Any]) -> Iterator[Entry]:
+    """The entries of one part: one, or two where a part holds a call and its result."""
+    type_ = str(each.get("type") or "")
+    if not type_:
+        yield from _typeless(each)
+    elif type_ in ("text", "input_text", "output_text", "refusal", "summary_text"):
+        said = next((each[name] for name in ("text", "content", "refusal") if each.get(name) is not None), None)
+        yield Entry(role="", text=("[refusal] " if type_ == "refusal" else "") + plain(said))
+    elif type_ in ("thinking", "reasoning", "reasoning.text", "reasoning.summary"):
+        names = ("thinking", "reasoning", "text", "content", "summary")
+        said = "" if each.get("redacted") else plain(next((each[name] for name in names if each.get(name)), None))
+        yield Entry(role="", text=thinking(said) or HIDDEN)
+    elif type_ in ("redacted_thinking", "reasoning.encrypted"):
+        yield Entry(role="", text=HIDDEN)
+    elif type_ in ("step-start", "finish-step"):
+        return
+    elif type_.endswith(("tool_use", "tool_call", "tool-call")):
+        yield Entry(role="", calls=(_call(each, type_),))
+    elif type_.endswith(("tool_result", "tool_call_response", "tool-result", "tool-error")):
+        yield _result(each, type_)
+    elif type_ == "tool-invocation" and isinstance(each.get("toolInvocation"), Mapping):
+        yield from _call_and_result(each["toolInvocation"], type_)
+    elif "toolCallId" in each and (type_.startswith("tool-") or type_ == "dynamic-tool"):
+        yield from _call_and_result(each, type_)
+    elif type_ == "search_result":
+        head = ", ".join(filter(None, [text_of(each, "title"), text_of(each, "source", "url")]))
+        yield Entry(role="", text=f"[search result: {head}]\n{plain(each.get('content'))}".rstrip())
+    elif (medium := _medium(type_, each)) is not None:
+        yield Entry(role="", text=medium)
+    else:
+        yield Entry(role="", text=f"[{type_}: {shown(each)}]")
+
+
+def _typeless(each: Mapping[str, Any]) -> Iterator[Entry]:
+    """A part whose only key says what it is: the form of Bedrock and Gemini."""
+    call = _first(each, "toolUse", "functionCall", "function_call")
+    result = _first(each, "toolResult", "functionResponse", "function_response")
+    code = _first(each, "executableCode", "executable_code")
+    output = _first(each, "codeExecutionResult", "code_execution_result")
+    thought = _first(each, "reasoningContent", "reasoning_content")
+    if isinstance(call, Mapping):
+        yield Entry(role="", calls=(_call(call, "tool"),))
+    elif isinstance(result, Mapping):
+        yield _result(result, "tool")
+    elif isinstance(code, Mapping):
+        yield Entry(role="", calls=(Call(name="code", arguments={"code": code.get("code", code)}),))
+    elif isinstance(output, Mapping):
+        yield Entry(role="tool", text=plain(output.get("output", output)))
+    elif thought is not None:
+        inner = thought.get("reasoningText", thought) if isinstance(thought, Mapping) else thought
+        yield Entry(role="", text=thinking(inner if isinstance(inner, str) else text_of(inner, "text")) or HIDDEN)
+    elif isinstance(each.get("text"), str):
+        yield Entry(role="", text=thinking(each["text"]) if each.get("thought") is True else clean(each["text"]))
+    elif isinstance(each.get("json"), Mapping | list):
+        yield Entry(role="", text=compact(each["json"]))
+    elif (medium := _first(each, "inlineData", "inline_data", "fileData", "file_data")) is not None:
+        yield Entry(role="", text=_medium("file", medium if isinstance(medium, Mapping) else {}) or "[file]")
+    elif (name := next((name for name in MEDIA if isinstance(each.get(name), Mapping)), None)) is not None:
+        yield Entry(role="", text=_medium(name, each[name]) or f"[{name}]")
+    else:
+        yield Entry(role="", text=f"[part: {shown(each)}]")
+
+
+def _call(each: Mapping[str, Any], type_: str) -> Call:
+    names = ("input", "arguments", "args", "server_tool_call")
+    return Call(
+        name=text_of(each, "name", "toolName", "tool_name") or type_,
+        arguments=next((each[name] for name in names if each.get(name) is not None), None),
+        call_id=text_of(each, "id", "toolUseId", "toolCallId", "call_id"),
+    )
+
+
+def _result(each: Mapping[str, Any], type_: str) -> Entry:
+    names = ("content", "response", "result", "output", "error", type_)
+    said = next((each[name] for name in names if each.get(name) is not None), None)
+    if isinstance(said, Mapping) and said.keys() == {"type", "value"}:
+        # The AI SDK's output of a tool: json, text, error-json, error-text, content.
+        type_, said = f"{type_} {said['type']}", said["value"]
+    failed = each.get("is_error") or each.get("isError") or each.get("status") == "error" or "error" in type_
+    return Entry(
+        role="tool",
+        text=("[error] " if failed else "") + plain(said),
+        call_id=text_of(each, "tool_use_id", "toolUseId", "toolCallId", "tool_call_id", "id"),
+        name=text_of(each, "name", "toolName", "tool_name"),
+    )
+
+
+def _call_and_result(each: Mapping[str, Any], type_: str) -> Iterator[Entry]:
+    """A part of the AI SDK's user interface, which holds a call and, once there is one, its result."""
+    named = {"toolName": text_of(each, "toolName") or type_.removeprefix("tool-")}
+    yield Entry(role="", calls=(_call({**each, **named}, type_),))
+    outcome = {name: each[name] for name in ("output", "result") if each.get(name) is not None}
+    if outcome or each.get("errorText") is not None:
+        error = {"output": each["errorText"], "is_error": True} if each.get("errorText") else {}
+        yield _result({"toolCallId": each.get("toolCallId"), **named, **outcome, **error}, "tool")
+
+
+def _medium(type_: str, each: Mapping[str, Any]) -> str | None:
+    """A description of what is not text: kind, format, and its size or address; None: it is no medium."""
+    name = next((medium for medium in MEDIA if medium in type_), None)
+    if name is None:
+        return None
+    modality = each.get("modality")
+    label = str(modality) if isinstance(modality, str) and modality else name
+    holder = _first(each, type_, "source", name, "image_url", "input_audio", "file")
+    holder = {"url": holder} if isinstance(holder, str) else holder if isinstance(holder, Mapping) else each
+    format_ = text_of(holder, "media_type", "mime_type", "mimeType", "mediaType", "format") or text_of(
+        each, "mime_type", "media_type", "mediaType", "format"
+    )
+    names = ("data", "bytes", "file_data", "content", "url", "uri", "fileUri", "file_uri", "file_id", "id", "filename")
+    data = text_of(holder, *names)
+    if data.startswith("data:"):
+        head, _, data = data[5:].partition(",")
+        return f"[{label}: {head.partition(';')[0] or 'unknown format'}, {size(data)}]"
+    if len(data) < 120 or "://" in data[:20] or data.startswith("attachment:"):
+        return f"[{label}: {', '.join(filter(None, [format_, clean(data[:300])])) or 'not in the trace'}]"
+    return f"[{label}: {format_ or 'unknown format'}, {size(data)}]"
+
+
+def plain(value: object) -> str:
+    """The text of whatever a tool returned, whole; encoded data is described."""
+    if value is None:
+        return ""
+    if isinstance(value, str):
+        return clean(str(without_encoded(value)))
+    each = [value] if isinstance(value, Mapping) else value
+    if isinstance(each, list) and each and all(isinstance(p, Mapping) and _is_part(p) for p in each):
+        return "\n".join(_shown_part(p) for p in each)
+    return compact(value)
+
+
+def _is_part(each: Mapping[str, Any]) -> bool:
+    return isinstance(each.get("type"), str) or each.keys() <= {"text", "json", "image", "document", "video"}
+
+
+def _shown_part(each: Mapping[str, Any]) -> str:
+    """A part within a result: text and media as everywhere, of any other kind all of its JSON."""
+    found = list(part(each))
+    known = bool(found) and not any(
+        entry.calls or entry.text.startswith((f"[{each.get('type')}: {{", "[part: {")) for entry in found
+    )
+    return "\n".join(entry.text for entry in found) if known else compact(each)
+
+
+def _first(each: Mapping[str, Any], *names: str) -> Any:
+    return next((each[name] for name in names if each.get(name) is not None), None)

@@ -1,0 +1,243 @@
+"""Logs of benchmarks and training frameworks: Inspect, tau2-bench, verifiers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from draco_ray.records import EpisodeEnd
+from draco_ray.traces.entry import AGENT, BadTrace, Entry, kind
+from draco_ray.traces.formats import Reading, Record, build, field, number, path_value
+from draco_ray.traces.messages import entries
+from draco_ray.traces.model import Trace, clean, identifier
+
+
+def is_inspect(record: object) -> bool:
+    """Whether it is an Inspect log."""
+    return isinstance(record, Mapping) and isinstance(record.get("eval"), Mapping) and "status" in record
+
+
+def read_inspect(record: Any, where: str, reading: Reading) -> Iterator[Trace]:
+    """A trace of every sample. Raises: BadTrace for a log without samples."""
+    samples = record.get("samples")
+    if not isinstance(samples, list) or not samples:
+        raise BadTrace(f"an Inspect log without samples (status {record.get('status')!r})")
+    for place, sample in enumerate(samples):
+        yield from read_sample(sample, f"{where} sample {place + 1}", reading, str(record["eval"].get("task", "")))
+
+
+def read_sample(sample: Any, where: str, reading: Reading, task: str) -> Iterator[Trace]:
+    """The trace of one sample of an Inspect log.
+
+    Raises:
+        BadTrace: it is none.
+    """
+    if not isinstance(sample, Mapping):
+        raise BadTrace(f"expected a sample as an object, found {kind(sample)}")
+    limit = path_value(sample, "limit.type")
+    ended = None
+    if sample.get("error"):
+        ended = EpisodeEnd.CRASHED
+    elif isinstance(limit, str):
+        ended = EpisodeEnd.RESPONSE_LIMIT if limit in ("token", "context") else EpisodeEnd.TURN_LIMIT
+    named_ = identifier(sample.get("id", ""))
+    scores = sample.get("scores")
+    first = next(iter(scores.values()), None) if isinstance(scores, Mapping) and scores else None
+    value = field(first, "value")
+    attached = sample.get("attachments")
+    yield build(
+        entries(_attached(sample.get("messages"), attached if isinstance(attached, Mapping) else {})),
+        record=sample,
+        where=where,
+        format_="inspect",
+        reading=reading,
+        task_id=f"{task}/{named_}".strip("/"),
+        trace_id=f"{named_}/{sample.get('epoch', 1)}",
+        ended=ended,
+        outcome={"C": 1.0, "P": 0.5, "I": 0.0, "N": 0.0}.get(value) if isinstance(value, str) else number(value),
+    )
+
+
+def _attached(value: object, attachments: Mapping[str, Any]) -> object:
+    """The value with what Inspect has put aside (``attachment://DIGEST``) back in its place."""
+    if isinstance(value, str) and value.startswith("attachment://"):
+        return attachments.get(value.removeprefix("attachment://"), value)
+    if isinstance(value, list):
+        return [_attached(each, attachments) for each in value]
+    if isinstance(value, Mapping):
+        return {key: _attached(each, attachments) for key, each in value.items()}
+    return value
+
+
+TAU2_ENDS = {
+    "user_stop": EpisodeEnd.FINISHED,
+    "agent_stop": EpisodeEnd.FINISHED,
+    "max_steps": EpisodeEnd.TURN_LIMIT,
+    "context_window_exceeded": EpisodeEnd.RESPONSE_LIMIT,
+    "agent_error": EpisodeEnd.CRASHED,
+    "infrastructure_error": EpisodeEnd.SERVER_ERROR,
+}
+
+
+def _is_simulation(record: object) -> bool:
+    return isinstance(record, Mapping) and "termination_reason" in record and "task_id" in record
+
+
+def is_tau2(record: object) -> bool:
+    """Whether it holds results of tau2-bench."""
+    many = isinstance(record, Mapping) and isinstance(record.get("simulations"), list) and "info" in record
+    return many or _is_simulation(record)
+
+
+def read_tau2(record: Any, where: str, reading: Reading) -> Iterator[Trace]:
+    """A trace of every simulation."""
+    simulations = [record] if _is_simulation(record) else record["simulations"]
+    tasks = {str(field(task, "id")): task for task in field(record, "tasks") or ()}
+    policy = path_value(record, "info.environment_info.policy")
+    domain = str(path_value(record, "info.environment_info.domain_name") or "")
+    for place, simulation in enumerate(simulations):
+        at = where if simulation is record else f"{where} simulation {place + 1}"
+        if not isinstance(simulation, Mapping):
+            raise BadTrace(f"{at}: expected a simulation as an object, found {kind(simulation)}")
+        told = simulation.get("policy") or policy
+        said = _tau2_entries(simulation.get("messages"))
+        if isinstance(told, str) and told:
+            said = [Entry(role="system", text=clean(told)), *said]
+        task_id = identifier(f"{domain}/{simulation.get('task_id', '')}".strip("/"))
+        yield build(
+            said,
+            record=simulation,
+            where=at,
+            format_="tau2",
+            reading=reading,
+            task_id=task_id,
+            trace_id=identifier(simulation.get("id", "")),
+            instruction=_scenario(tasks.get(str(simulation.get("task_id")))),
+            tools=path_value(record, "info.environment_info.tool_defs"),
+            ended=TAU2_ENDS.get(str(simulation.get("termination_reason")), EpisodeEnd.UNSTATED),
+            outcome=number(path_value(simulation, "reward_info.reward")),
+        )
+
+
+def _tau2_entries(messages: object) -> list[Entry]:
+    """The simulated user has tools of its own, whose results are not the agent's."""
+    if not isinstance(messages, list):
+        return entries(messages)
+    shown = []
+    for message in messages:
+        if isinstance(message, Mapping) and message.get("is_audio") and isinstance(message.get("content"), str):
+            part = {"type": "audio", "data": message["content"], "media_type": "audio"}
+            message = {**message, "content": [part, str(message.get("audio_script_gold") or "")]}
+        if isinstance(message, Mapping) and message.get("role") == "tool":
+            # Several results at once come as one message of messages.
+            for each in message.get("tool_messages") or [message]:
+                users = isinstance(each, Mapping) and each.get("requestor") == "user"
+                role = {"role": "user's tool"} if users else {}
+                error = {"error": True} if isinstance(each, Mapping) and each.get("error") else {"error": None}
+                shown.append({**each, **role, **error} if isinstance(each, Mapping) else each)
+        else:
+            shown.append(message)
+    return entries(shown)
+
+
+def _scenario(task: object) -> str | None:
+    """What the simulated user was told, which is the task; what it is graded by is left where it is."""
+    told = path_value(task, "user_scenario.instructions")
+    if not told:
+        return None
+    lines = (
+        told
+        if isinstance(told, str)
+        else "\n".join(f"{k}: {v}" for k, v in told.items() if v)
+        if isinstance(told, Mapping)
+        else str(told)
+    )
+    return clean(f"What the agent's user wants and knows; the agent was not told this, only the user:\n{lines}")
+
+
+def is_verifiers(record: object) -> bool:
+    """Whether it is an episode or a result of verifiers."""
+    if not isinstance(record, Mapping):
+        return False
+    episode = isinstance(record.get("traces"), list) and "task" in record
+    old = "completion" in record and "prompt" in record and not isinstance(record["completion"], str)
+    return episode or ("nodes" in record and "task" in record) or old
+
+
+def read_verifiers(record: Any, where: str, reading: Reading) -> Iterator[Trace]:
+    """Traces of an episode, or the one of a result."""
+    if "completion" in record and "nodes" not in record and "traces" not in record:
+        environment, example = field(record, "task"), field(record, "example_id")
+        own = f"{environment}/{example}" if isinstance(environment, str) and example is not None else ""
+        yield build(
+            [*entries(record["prompt"], "prompt message"), *entries(record["completion"], "completion message")],
+            record=record,
+            where=where,
+            format_="verifiers",
+            reading=reading,
+            task_id=identifier(own),
+            tools=field(record, "tools") or path_value(record, "info.oai_tools"),
+            outcome=number(record.get("reward")),
+        )
+        return
+    for place, trace in enumerate(record.get("traces", [record])):
+        at = where if trace is record else f"{where} trace {place + 1}"
+        if not isinstance(trace, Mapping):
+            raise BadTrace(f"{at}: expected a trace as an object, found {kind(trace)}")
+        yield _verifiers_trace(trace, at, reading)
+
+
+def _verifiers_trace(trace: Record, where: str, reading: Reading) -> Trace:
+    nodes = trace.get("nodes")
+    if not isinstance(nodes, list) or not all(isinstance(node, Mapping) for node in nodes):
+        raise BadTrace(f'expected "nodes" as a list of objects, found {kind(nodes)}')
+    task, data = field(trace, "task"), path_value(trace, "task.data")
+    rewards = trace.get("rewards")
+    scores = [each for each in rewards.values() if isinstance(each, Mapping)] if isinstance(rewards, Mapping) else []
+    earned = [(number(each.get("score")) or 0.0) * (number(each.get("weight")) or 0.0) for each in scores]
+    stopped = str(trace.get("stop_condition") or "")
+    ended = EpisodeEnd.TURN_LIMIT if "turn" in stopped else EpisodeEnd.RESPONSE_LIMIT if "token" in stopped else None
+    asked = field(data, "prompt")
+    number_ = next(
+        (each for each in (field(data, "id"), field(task, "key"), field(data, "idx")) if each is not None), None
+    )
+    environment = None if number_ is None else field(task, "environment") or field(trace, "environment")
+    return build(
+        _walk(nodes),
+        record=trace,
+        where=where,
+        format_="verifiers",
+        reading=reading,
+        task_id=identifier("/".join(str(each) for each in (environment, number_) if each not in (None, ""))),
+        trace_id=identifier(trace.get("id", "")),
+        instruction=clean(asked) if isinstance(asked, str) and not any(_said_by(n) == "user" for n in nodes) else None,
+        tools=trace.get("tools"),
+        ended=EpisodeEnd.CRASHED if trace.get("errors") and not trace.get("ok") else ended,
+        outcome=sum(earned) if earned else None,
+    )
+
+
+def _said_by(node: Mapping[str, Any]) -> object:
+    return field(node.get("message"), "role")
+
+
+def _walk(nodes: list[Mapping[str, Any]]) -> list[Entry]:
+    """The graph's path to its last sampled node; what was sampled beside it is a sub-agent's, or was rewritten."""
+    last = max((i for i, node in enumerate(nodes) if node.get("sampled")), default=len(nodes) - 1)
+    path: set[int] = set()
+    at: object = last
+    while isinstance(at, int) and 0 <= at < len(nodes) and at not in path:
+        path.add(at)
+        at = nodes[at].get("parent")
+    found: list[Entry] = []
+    for index, node in enumerate(nodes):
+        if index in path:
+            found += entries([node.get("message")], f"node {index}")
+        elif node.get("sampled"):
+            found += other_agent(entries([node.get("message")], f"node {index}"), "agent on another branch")
+    return found
+
+
+def other_agent(said: Sequence[Entry], name: str) -> list[Entry]:
+    """Turns of somebody else's than the agent that is judged, as gaps under their own name."""
+    return [Entry(role=name, text=each.text, calls=each.calls) for each in said if each.role == AGENT]

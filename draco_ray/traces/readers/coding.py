@@ -1,0 +1,404 @@
+"""Sessions of coding agents: Claude Code, Codex, OpenHands, SWE-agent, mini-swe-agent, smolagents, and ATIF."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from draco_ray.records import EpisodeEnd
+from draco_ray.traces.calls import SUB_AGENT
+from draco_ray.traces.entry import AGENT, BadTrace, Call, Entry, compact, kind, object_of, text_of, thinking
+from draco_ray.traces.formats import Reading, build, field, number, path_value
+from draco_ray.traces.messages import entries
+from draco_ray.traces.model import Trace, clean, identifier
+from draco_ray.traces.parts import parts, plain
+
+MINI_SWE_CODE = re.compile(r"```(?:mswea_bash_command|bash)[ \t]*\n(.*?)\n?```", re.DOTALL)
+"""How mini-swe-agent marks the command of a turn."""
+_OPENHANDS_META = (
+    "id",
+    "timestamp",
+    "source",
+    "action",
+    "observation",
+    "args",
+    "extras",
+    "cause",
+    "message",
+    "tool_call_metadata",
+)
+
+
+# --- Claude Code -----------------------------------------------------------------------------------------------------
+
+
+def is_claude_code(record: object) -> bool:
+    """Whether it is a line of a session of Claude Code."""
+    if not isinstance(record, Mapping) or not isinstance(record.get("type"), str):
+        return False
+    return (
+        ("sessionId" in record and "uuid" in record)
+        or "leafUuid" in record
+        or (
+            record["type"] in ("file-history-snapshot", "queue-operation")
+            and ("messageId" in record or "sessionId" in record)
+        )
+    )
+
+
+def claude_code_session(record: Any, file: str) -> str | None:
+    """The session of a line; lines that belong to none hold no turn."""
+    return str(record.get("sessionId") or file)
+
+
+def read_claude_code(lines: Any, where: str, reading: Reading) -> Iterator[Trace]:
+    """The trace of a session. Raises: BadTrace where the agent says nothing in it."""
+    lines = lines if isinstance(lines, list) else [lines]
+    said: list[Entry] = []
+    for line in _one_line_a_message(_without_rewound(lines)):
+        message = line.get("message")
+        if not isinstance(message, Mapping):
+            continue
+        of_line = [replace(each, item=True) if each.role == AGENT else each for each in entries([message])]
+        if line.get("isSidechain"):
+            of_line = [Entry(role=SUB_AGENT, text=e.text, calls=e.calls) for e in of_line if e.role == AGENT]
+        said += of_line
+    if not said:
+        return
+    yield build(
+        said,
+        record=next((line for line in lines if "sessionId" in line), {}),
+        where=where,
+        format_="claude-code",
+        reading=reading,
+        trace_id=identifier(next((line["sessionId"] for line in lines if "sessionId" in line), "")),
+    )
+
+
+def _without_rewound(lines: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The lines without those that follow a prompt which the user took back and wrote again."""
+    latest: dict[object, object] = {}
+    prompts = [line for line in lines if _is_prompt(line)]
+    for line in prompts:
+        latest[line.get("parentUuid")] = line.get("uuid")
+    rewound = {line.get("uuid") for line in prompts if latest[line.get("parentUuid")] != line.get("uuid")}
+    kept = []
+    for line in lines:
+        if line.get("uuid") in rewound or line.get("parentUuid") in rewound:
+            rewound.add(line.get("uuid"))
+        else:
+            kept.append(line)
+    return kept
+
+
+def _is_prompt(line: Mapping[str, Any]) -> bool:
+    content = path_value(line, "message.content")
+    typed = isinstance(content, str) or (
+        isinstance(content, list) and all(field(each, "type") != "tool_result" for each in content)
+    )
+    return line.get("type") == "user" and typed and not line.get("isMeta") and not line.get("isSidechain")
+
+
+def _one_line_a_message(lines: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The lines with the blocks of a message, each of which has a line of its own, put together."""
+    first: dict[str, dict[str, Any]] = {}
+    found: list[Mapping[str, Any]] = []
+    for line in lines:
+        message = line.get("message")
+        number_ = field(message, "id")
+        content = field(message, "content")
+        if not isinstance(number_, str) or not isinstance(content, list) or not isinstance(message, Mapping):
+            found.append(line)
+        elif number_ in first:
+            whole = first[number_]["message"]
+            whole["content"] = [*whole["content"], *(each for each in content if each not in whole["content"])]
+            whole["usage"] = message.get("usage") or whole.get("usage")
+        else:
+            first[number_] = {**line, "message": {**message}}
+            found.append(first[number_])
+    return found
+
+
+# --- Codex -----------------------------------------------------------------------------------------------------------
+
+CODEX_LINES = ("session_meta", "response_item", "event_msg", "turn_context", "compacted")
+
+
+def is_codex(record: object) -> bool:
+    """Whether it is a line of a rollout of Codex."""
+    return (
+        isinstance(record, Mapping) and record.get("type") in CODEX_LINES and isinstance(record.get("payload"), Mapping)
+    )
+
+
+def read_codex(lines: Any, where: str, reading: Reading) -> Iterator[Trace]:
+    """The trace of a rollout file. Raises: BadTrace where the agent says nothing in it."""
+    lines = lines if isinstance(lines, list) else [lines]
+    said: list[Entry] = []
+    meta: Mapping[str, Any] = {}
+    tokens = None
+    for line in lines:
+        payload, type_ = line["payload"], line["type"]
+        if type_ == "session_meta":
+            meta = meta or payload
+        elif type_ == "response_item":
+            items = entries([payload], "item")
+            said += [replace(each, item=True) for each in items]
+        elif type_ == "compacted" and payload.get("message"):
+            said.append(Entry(role="user", text=f"[summary of the conversation so far]\n{plain(payload['message'])}"))
+        elif type_ == "event_msg" and payload.get("type") == "token_count":
+            tokens = path_value(payload, "info.last_token_usage.output_tokens")
+            last = next((place for place in range(len(said) - 1, -1, -1) if said[place].role == AGENT), None)
+            if last is not None and isinstance(tokens, int) and tokens > 0:
+                said[last] = replace(said[last], tokens=tokens)
+    told = text_of(meta, "instructions") or str(path_value(meta, "base_instructions.text") or "")
+    yield build(
+        [*([Entry(role="system", text=clean(told))] if told else []), *said],
+        record=meta,
+        where=where,
+        format_="codex",
+        reading=reading,
+        trace_id=identifier(meta.get("id", "")),
+    )
+
+
+# --- OpenHands -------------------------------------------------------------------------------------------------------
+
+
+def is_openhands(record: object) -> bool:
+    """Whether it is an event of OpenHands, a list of them, or a result of its evaluation with its history."""
+    events = record if isinstance(record, list) else field(record, "history")
+    if isinstance(events, list):
+        return bool(events) and all(_is_event(each) for each in events[:3])
+    return _is_event(record)
+
+
+def _is_event(record: object) -> bool:
+    if not isinstance(record, Mapping) or not isinstance(record.get("source"), str):
+        return False
+    return "kind" in record if "action" not in record and "observation" not in record else "role" not in record
+
+
+def openhands_session(record: Any, file: str) -> str | None:
+    """The file, for single events."""
+    return None if isinstance(record, list) or "history" in record else file
+
+
+def read_openhands(record: Any, where: str, reading: Reading) -> Iterator[Trace]:
+    """The trace of a list of events. Raises: BadTrace where the agent does nothing in it."""
+    events = record if isinstance(record, list) else record["history"]
+    said = [entry for event in events if isinstance(event, Mapping) for entry in _event(event)]
+    about = {} if isinstance(record, list) else record
+    yield build(
+        said,
+        record=about,
+        where=where,
+        format_="openhands",
+        reading=reading,
+        instruction=text_of(about, "instruction") or None,
+        tools=next((event["tools"] for event in events if isinstance(field(event, "tools"), list)), None),
+        outcome=number(path_value(about, "test_result.report.resolved")),
+    )
+
+
+def _event(event: Mapping[str, Any]) -> Iterator[Entry]:
+    if "kind" in event:
+        yield from _new_event(event)
+        return
+    arguments = object_of(event, "args")
+    action, source = event.get("action"), str(event["source"])
+    call_id = str(path_value(event, "tool_call_metadata.tool_call_id") or "")
+    if isinstance(action, str) and action in ("message", "system"):
+        role = "system" if action == "system" else AGENT if source == "agent" else "user"
+        yield Entry(role=role, text=plain(arguments.get("content") or event.get("message")))
+    elif isinstance(action, str) and source == "agent":
+        thought = text_of(arguments, "thought")
+        hidden = ("thought", "hidden", "is_input", "confirmation_state", "security_risk", "blocking")
+        about = {key: value for key, value in arguments.items() if key not in hidden and value not in ("", None)}
+        if action == "finish" and set(about) <= {"final_thought", "outputs", "task_completed"}:
+            yield Entry(
+                role=AGENT, text="\n".join(filter(None, [thought, text_of(about, "final_thought")])) or "finish"
+            )
+        else:
+            yield Entry(
+                role=AGENT, text=thought, calls=(Call(name=action, arguments=about, call_id=call_id or _id(event)),)
+            )
+    elif isinstance(action, str):
+        if action not in ("change_agent_state", "recall", "null"):
+            yield Entry(role=source, text=plain(arguments.get("content") or event.get("message") or compact(arguments)))
+    elif "observation" in event and event["observation"] not in ("agent_state_changed", "null", "recall"):
+        text = plain(event.get("content") or event.get("message"))
+        yield Entry(role="tool", text=text, call_id=call_id or str(event.get("cause", "")))
+
+
+def _id(event: Mapping[str, Any]) -> str:
+    return str(event.get("id", ""))
+
+
+def _new_event(event: Mapping[str, Any]) -> Iterator[Entry]:
+    """An event of OpenHands' agent SDK."""
+    kind_ = str(event["kind"])
+    if kind_ == "SystemPromptEvent":
+        yield Entry(role="system", text=plain(event.get("system_prompt")))
+    elif kind_ == "MessageEvent":
+        yield from entries([event["llm_message"]])
+    elif kind_ == "ActionEvent":
+        thought = "\n".join(each.text for each in parts(event.get("thought")))
+        reasoning = thinking(text_of(event, "reasoning_content"))
+        call = object_of(event, "tool_call")
+        action = object_of(event, "action")
+        arguments = call.get("arguments") or {key: action[key] for key in action if key != "kind"}
+        name = text_of(event, "tool_name") or text_of(call, "name") or str(action.get("kind", "action"))
+        called = Call(name=name, arguments=arguments, call_id=text_of(event, "tool_call_id"))
+        yield Entry(role=AGENT, text="\n".join(filter(None, [reasoning, thought])), calls=(called,))
+    elif kind_.endswith("ObservationEvent") or kind_ == "AgentErrorEvent":
+        observed = event.get("observation", event.get("error"))
+        content = field(observed, "content") if isinstance(observed, Mapping) else observed
+        yield Entry(
+            role="tool",
+            text=("[error] " if kind_ == "AgentErrorEvent" else "")
+            + plain(content if content is not None else observed),
+            call_id=text_of(event, "tool_call_id"),
+            name=text_of(event, "tool_name"),
+        )
+
+
+# --- SWE-agent and mini-swe-agent ------------------------------------------------------------------------------------
+
+
+def is_swe_agent(record: object) -> bool:
+    """Whether it is a trajectory of SWE-agent."""
+    steps = field(record, "trajectory")
+    return isinstance(steps, list) and all(
+        "action" in each and "observation" in each for each in steps[:3] if isinstance(each, Mapping)
+    )
+
+
+def read_swe_agent(record: Any, where: str, reading: Reading) -> Iterator[Trace]:
+    """The trace of a trajectory. Raises: BadTrace where it has no steps."""
+    history = [each for each in record.get("history") or () if isinstance(each, Mapping) and not each.get("is_demo")]
+    first = next((place for place, each in enumerate(history) if each.get("role") == "assistant"), len(history))
+    said = entries(history[:first])
+    for step in record["trajectory"]:
+        if not isinstance(step, Mapping):
+            raise BadTrace(f"expected a step as an object, found {kind(step)}")
+        action = text_of(step, "action").strip("\n")
+        text = text_of(step, "response") or text_of(step, "thought")
+        spoken = text if action and action in text else "\n".join(filter(None, [text, action]))
+        said.append(Entry(role=AGENT, text=spoken, code=action or None))
+        if text_of(step, "observation") or action:
+            said.append(Entry(role="tool", text=text_of(step, "observation")))
+    yield build(said, record=record, where=where, format_="swe-agent", reading=reading, ended=_swe_end(record))
+
+
+def _swe_end(record: Mapping[str, Any]) -> EpisodeEnd | None:
+    status = str(path_value(record, "info.exit_status") or "").casefold()
+    if status.startswith("submitted"):
+        return EpisodeEnd.FINISHED
+    return EpisodeEnd.TURN_LIMIT if "limit" in status or "exit_cost" in status else None
+
+
+def is_mini_swe(record: object) -> bool:
+    """Whether it is a trajectory of mini-swe-agent."""
+    return str(field(record, "trajectory_format") or "").startswith("mini-swe-agent")
+
+
+def read_mini_swe(record: Any, where: str, reading: Reading) -> Iterator[Trace]:
+    """The trace of a trajectory. Raises: BadTrace where the agent says nothing in it."""
+    messages = [each for each in record.get("messages") or () if field(each, "role") != "exit"]
+    yield build(
+        entries(messages),
+        record=record,
+        where=where,
+        format_="mini-swe-agent",
+        reading=replace(reading, code=MINI_SWE_CODE),
+        ended=_swe_end(record),
+    )
+
+
+# --- ATIF and smolagents ---------------------------------------------------------------------------------------------
+
+
+def is_atif(record: object) -> bool:
+    """Whether it is a trajectory in Harbor's Agent Trajectory Interchange Format."""
+    return str(field(record, "schema_version") or "").startswith("ATIF") and isinstance(field(record, "steps"), list)
+
+
+def read_atif(record: Any, where: str, reading: Reading) -> Iterator[Trace]:
+    """The trace of a trajectory. Raises: BadTrace where it has a step that is none, or none of an agent."""
+    said: list[Entry] = []
+    for place, step in enumerate(record["steps"], 1):
+        if not isinstance(step, Mapping):
+            raise BadTrace(f"step {place}: expected an object, found {kind(step)}")
+        source = str(step.get("source"))
+        text = "\n".join(each.text for each in parts(step.get("message")))
+        if source == "agent":
+            reasoning = thinking(text_of(step, "reasoning_content"))
+            calls = [
+                Call(
+                    name=text_of(call, "function_name", "name") or "tool",
+                    arguments=call.get("arguments"),
+                    call_id=text_of(call, "tool_call_id"),
+                )
+                for call in step.get("tool_calls") or ()
+                if isinstance(call, Mapping)
+            ]
+            tokens = path_value(step, "metrics.completion_tokens")
+            said.append(
+                Entry(
+                    role=AGENT,
+                    text="\n".join(filter(None, [reasoning, text])),
+                    calls=tuple(calls),
+                    tokens=tokens if isinstance(tokens, int) and tokens > 0 else None,
+                )
+            )
+        else:
+            said.append(Entry(role="system" if source == "system" else "user", text=text))
+        said += (
+            Entry(role="tool", text=plain(result.get("content")), call_id=text_of(result, "source_call_id"))
+            for result in path_value(step, "observation.results") or ()
+            if isinstance(result, Mapping)
+        )
+    yield build(
+        said,
+        record=record,
+        where=where,
+        format_="atif",
+        reading=reading,
+        trace_id=identifier(record.get("session_id") or ""),
+        tools=path_value(record, "agent.tool_definitions"),
+    )
+
+
+def is_smolagents(record: object) -> bool:
+    """Whether it is the memory of a smolagents agent: its steps, or an object that holds them."""
+    steps = record if isinstance(record, list) else field(record, "steps")
+    named = ("step_number", "task", "system_prompt")
+    return (
+        isinstance(steps, list)
+        and bool(steps)
+        and all(any(n in each for n in named) for each in steps if isinstance(each, Mapping))
+        and any("step_number" in each for each in steps if isinstance(each, Mapping))
+    )
+
+
+def read_smolagents(record: Any, where: str, reading: Reading) -> Iterator[Trace]:
+    """The trace of an agent's memory. Raises: BadTrace where the agent does nothing in it."""
+    said: list[Entry] = []
+    for step in record if isinstance(record, list) else record["steps"]:
+        if "step_number" not in step:
+            role, name = ("system", "system_prompt") if "system_prompt" in step else ("user", "task")
+            said.append(Entry(role=role, text=plain(step.get(name))))
+            continue
+        text = "\n".join(each.text for each in parts(step.get("model_output")))
+        listed = [{"role": AGENT, "content": text, "tool_calls": step.get("tool_calls") or []}]
+        said += entries(listed)
+        observed = "\n".join(
+            filter(None, [plain(step.get("observations")), plain(field(step.get("error"), "message"))])
+        )
+        if said[-1].calls and (observed or step.get("action_output") is not None):
+            said.append(Entry(role="tool", text=observed or plain(step.get("action_output"))))
+    about = {} if isinstance(record, list) else record
+    yield build(said, record=about, where=where, format_="smolagents", reading=reading)

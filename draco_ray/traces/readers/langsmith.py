@@ -1,0 +1,70 @@
+"""Runs of LangSmith: a line each, put together by their trace."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from draco_ray.traces.calls import ModelCall, main_conversation
+from draco_ray.traces.entry import AGENT, BadTrace, Entry
+from draco_ray.traces.formats import Reading, build, field, path_value
+from draco_ray.traces.messages import entries, reply_entries
+from draco_ray.traces.model import Trace, identifier
+from draco_ray.traces.readers.chat import is_messages
+
+
+def is_langsmith(record: object) -> bool:
+    """Whether it is a run as LangSmith exports it."""
+    return isinstance(record, Mapping) and "run_type" in record and "inputs" in record
+
+
+def session(record: Any, file: str) -> str | None:
+    """The trace that a run belongs to."""
+    return str(record.get("trace_id") or record.get("id") or file)
+
+
+def read(runs: Any, where: str, reading: Reading) -> Iterator[Trace]:
+    """The trace of all of its runs. Raises: BadTrace where none of them holds messages."""
+    runs = runs if isinstance(runs, list) else [runs]
+    runs = sorted(runs, key=lambda run: str(run.get("dotted_order") or run.get("start_time") or ""))
+    ids = {str(run.get("id")) for run in runs}
+    root = next((run for run in runs if str(run.get("parent_run_id")) not in ids), runs[0])
+    said = _state(root)
+    if not any(entry.role == AGENT for entry in said):
+        models = [run for run in runs if run.get("run_type") in ("llm", "chat_model")]
+        said = main_conversation([ModelCall(inputs=_messages(run["inputs"]), outputs=_answer(run)) for run in models])
+    if not said:
+        raise BadTrace("none of its runs holds messages")
+    yield build(
+        said,
+        record={**path_value_map(root, "extra.metadata"), **root},
+        where=where,
+        format_="langsmith",
+        reading=reading,
+        trace_id=identifier(root.get("trace_id") or root.get("id") or ""),
+        tools=next((tools for run in runs if (tools := path_value(run, "extra.invocation_params.tools"))), None),
+    )
+
+
+def path_value_map(record: object, path: str) -> dict[str, Any]:
+    """What a dotted path leads to, if that is an object; else an empty one."""
+    value = path_value(record, path)
+    return dict(value) if isinstance(value, Mapping) else {}
+
+
+def _state(run: Mapping[str, Any]) -> list[Entry]:
+    """The messages of a graph's last state."""
+    after = field(run.get("outputs"), "messages") or path_value(run, "outputs.output.messages")
+    return entries(after) if is_messages(after) else []
+
+
+def _messages(inputs: object) -> list[Entry]:
+    listed = field(inputs, "messages") or field(inputs, "prompt") or field(inputs, "input")
+    if isinstance(listed, list) and listed and isinstance(listed[0], list):
+        listed = listed[0]
+    return entries(listed) if isinstance(listed, list | str) else []
+
+
+def _answer(run: Mapping[str, Any]) -> list[Entry]:
+    outputs = run.get("outputs")
+    return reply_entries(outputs) if isinstance(outputs, Mapping | list | str) else []

@@ -1,0 +1,112 @@
+"""The loss meter: what of a record did not become part of a trace.
+
+A record is read through a view that notes which of its fields were looked up. What nobody looked up and holds prose or
+a tool call, and is shown nowhere in the traces, is reported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from draco_ray.traces.model import Trace, clean
+
+MIN_PROSE = 40
+"""Minimum length of text with blanks that counts as evidence, in characters."""
+COMPARED = 60
+"""Characters of a text that are searched for in the traces."""
+_NAMES = ("name", "toolName", "tool_name", "function_name", "function")
+_ARGUMENTS = ("arguments", "args", "input", "parameters", "tool_input", "action_input")
+MAX_REPORTED = 3
+
+
+class Record(dict[str, Any]):
+    """A JSON object that notes which of its fields were looked up."""
+
+    __slots__ = ("read",)
+
+    def __init__(self, fields: Mapping[str, Any]) -> None:
+        super().__init__(fields)
+        self.read: set[str] = set()
+
+    def __getitem__(self, key: str) -> Any:
+        self.read.add(key)
+        return super().__getitem__(key)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """As of a dict."""
+        self.read.add(key)
+        return super().get(key, default)
+
+    def items(self) -> Any:
+        """As of a dict."""
+        self.read.update(self)
+        return super().items()
+
+    def values(self) -> Any:
+        """As of a dict."""
+        self.read.update(self)
+        return super().values()
+
+
+def watched(value: Any) -> Any:
+    """A JSON value whose objects are `Record`."""
+    if isinstance(value, dict):
+        return Record({key: watched(each) for key, each in value.items()})
+    return [watched(each) for each in value] if isinstance(value, list) else value
+
+
+def unread(record: Any, traces: Sequence[Trace]) -> tuple[str, ...]:
+    """Paths of fields with evidence that no reader looked up and no trace shows; at most `MAX_REPORTED`.
+
+    Args:
+        record: a `watched` record, after it was read.
+        traces: what was made of it.
+    """
+    found = dict.fromkeys(path for path, texts in _evidence(record, "") if texts)
+    if not found:
+        return ()
+    shown = "\n".join(_texts_of(traces))
+    lost = dict.fromkeys(
+        path for path, texts in _evidence(record, "") for text in texts if clean(text.strip())[:COMPARED] not in shown
+    )
+    return tuple(lost)[:MAX_REPORTED]
+
+
+def _texts_of(traces: Sequence[Trace]) -> Iterator[str]:
+    for trace in traces:
+        yield from (message.content for message in trace.prompt)
+        for turn in trace.turns:
+            yield turn.text
+            yield turn.observation or ""
+
+
+def _evidence(value: Any, path: str) -> Iterator[tuple[str, list[str]]]:
+    """Path and texts of each field below that nobody looked up."""
+    if isinstance(value, list):
+        for each in value:
+            yield from _evidence(each, path)
+    elif isinstance(value, Record):
+        for key in value:
+            below = f"{path}.{key}".lstrip(".")
+            inner = dict.__getitem__(value, key)
+            if key in value.read:
+                yield from _evidence(inner, below)
+            else:
+                yield below, list(_texts(inner))
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """Prose in a value, and the names of tool calls."""
+    if isinstance(value, str):
+        if len(value) >= MIN_PROSE and " " in value.strip():
+            yield value
+    elif isinstance(value, list):
+        for each in value:
+            yield from _texts(each)
+    elif isinstance(value, dict):
+        name = next((dict.get(value, each) for each in _NAMES if isinstance(dict.get(value, each), str)), None)
+        if name and any(each in value for each in _ARGUMENTS):
+            yield name
+        for key in value:
+            yield from _texts(dict.__getitem__(value, key))
