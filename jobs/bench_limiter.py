@@ -116,13 +116,12 @@ async def _judge(limit: float, length: Length, seconds: float, dice: random.Rand
     line = WaitingLine(Limiter(JudgeLimits(tokens_per_minute=limit), clock=clock))
     start, sent = clock(), list[Sent]()
 
-    async def call(phase: str, rank: int, prompt: int, bytes_per_token: float, group: str) -> None:
+    async def call(phase: str, rank: int, prompt: int, bytes_per_token: float) -> None:
         grant = await line.lease(
             Asked(
                 input_tokens=prompt * bytes_per_token + 512,
                 output_tokens=MAX_TOKENS,
                 kind=phase,
-                group=group,
                 rank=rank,
             )
         )
@@ -134,12 +133,12 @@ async def _judge(limit: float, length: Length, seconds: float, dice: random.Rand
     async def group() -> None:
         while True:
             # Long rollouts make every prompt of their group long, and their language is much the same.
-            share, bytes_per_token, name = dice.random(), dice.uniform(3.7, 4.3), str(dice.random())
+            share, bytes_per_token = dice.random(), dice.uniform(3.7, 4.3)
             for rank, (phase, calls) in enumerate(PHASES):
                 low, high = PROMPTS[phase]
                 prompts = [int(low + (high - low) * min(1.0, max(0.0, dice.gauss(share, 0.15)))) for _ in range(calls)]
                 calls_: list[Awaitable[None]] = [
-                    call(phase, -rank, prompt, bytes_per_token * dice.gauss(1.0, 0.01), name) for prompt in prompts
+                    call(phase, -rank, prompt, bytes_per_token * dice.gauss(1.0, 0.01)) for prompt in prompts
                 ]
                 await asyncio.gather(*calls_)
 
@@ -147,7 +146,10 @@ async def _judge(limit: float, length: Length, seconds: float, dice: random.Rand
     await asyncio.sleep(seconds)
     for task in tasks:
         task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
+    ends = await asyncio.gather(*tasks, return_exceptions=True)
+    for problem in ends:
+        if not isinstance(problem, asyncio.CancelledError):
+            raise RuntimeError("a group ended early") from problem
     return sent
 
 

@@ -10,6 +10,9 @@ from draco_ray.judging.limiter import Asked, Grant
 from draco_ray.judging.outage import FIRST_BACKOFF_SECONDS
 from draco_ray.judging.pricing import Most
 
+LONGEST_HINT_SECONDS = 60.0
+"""Longest wait of one call that an endpoint may ask for; that of the whole pool is `draco_ray.judging.outage`'s."""
+
 
 @dataclass(slots=True)
 class Call:
@@ -22,10 +25,13 @@ class Call:
     key: str | None
     attempts: int
     patient: bool
+    """Whether failures are waited out while the judge answers nobody."""
     timeout: float
     """Seconds that one request may take."""
     started_at: float
     clock: float
+    check: bool = False
+    """Whether it is the start-up check, which waits only for an endpoint that says it is busy."""
     requests: int = 0
     own: int = 0
     """Times that it failed while the judge answered others."""
@@ -42,10 +48,16 @@ class Call:
     """Seconds for leave to send its requests."""
     error: BaseException | None = None
 
-    def note_failure(self, error: BaseException, billed: float) -> None:
-        """A request failed; ``billed`` dollars may be owed for it all the same."""
+    def note_failure(self, error: BaseException, billed: float, *, counts: bool = False) -> None:
+        """A request failed.
+
+        Args:
+            error: why.
+            billed: dollars that may be owed for it all the same.
+            counts: whether it counts towards `attempts` although failures are waited out.
+        """
         self.error, self.guessed = error, self.guessed + billed
-        if self.patient:
+        if self.patient and not counts:
             self.unexplained += 1
         else:
             self.own += 1
@@ -74,7 +86,7 @@ class Call:
         """
         if hint is not None:
             # A little late: a request that comes early is refused again.
-            return hint + random.uniform(0, min(1.0, 0.1 * hint))
+            return min(hint, max(max_backoff, LONGEST_HINT_SECONDS)) + random.uniform(0, min(1.0, 0.1 * hint))
         doubled = FIRST_BACKOFF_SECONDS * 2.0 ** min(self.own + self.unexplained - 1, 30)
         ceiling = min(max_backoff, doubled)
         return random.uniform(ceiling / 2, ceiling)

@@ -27,7 +27,7 @@ from draco_ray.judging.call import Call
 from draco_ray.judging.complete import Completion, Request, reply_of
 from draco_ray.judging.endpoint import Borrowed, Endpoint, Server, Servers
 from draco_ray.judging.limiter import Asked, Ended, Grant, Leases, Limiter, WaitingLine
-from draco_ray.judging.outage import Next, Trouble
+from draco_ray.judging.outage import SAID_SECONDS, Next, Trouble
 from draco_ray.judging.phases import urgency
 from draco_ray.judging.pricing import (
     Most,
@@ -55,6 +55,8 @@ log = logging.getLogger(__name__)
 
 CHECK_ATTEMPTS = 3
 """Requests `LiteLLMClient.check` makes at most: a judge that is down should be known within seconds."""
+BUSY = (429, 503, 529)
+"""Statuses of an endpoint that is there and asks to come back later: the check waits for it as a run does."""
 QUESTION = Request(messages=(Message(role="user", content=PROBE),))
 QUESTION_TOKENS = 32
 QUESTION_SECONDS = 60.0
@@ -160,7 +162,7 @@ class LiteLLMClient:
 
     async def _probe(self) -> Completion:
         call = self._call(replace(QUESTION, schema=PROBE_SCHEMA), QUESTION_TOKENS)
-        call.attempts, call.patient = min(CHECK_ATTEMPTS, self._config.max_attempts), False
+        call.attempts, call.check = min(CHECK_ATTEMPTS, self._config.max_attempts), True
         completion = await self._ask(call)
         if completion.error is not None:
             raise JudgeUnavailable(f"{self._endpoint.who()}: {completion.error}")
@@ -178,7 +180,7 @@ class LiteLLMClient:
             if result is Next.STOP:
                 raise self._endpoint.refused(call.error)
             if result is Next.FAIL or call.spent:
-                if unconnected(call.error) and not call.patient:
+                if unconnected(call.error) and (call.check or not call.patient):
                     reason = self._endpoint.one_line(call.error)
                     raise JudgeUnavailable(
                         f"{self._endpoint.who()}: unreachable after {call.requests} attempts: {reason}"
@@ -222,7 +224,9 @@ class LiteLLMClient:
         except (openai.OpenAIError, TimeoutError) as error:
             billed = possibly_billed(error)
             ended = self._ended(call.most, error, billed)
-            call.note_failure(error, ended.dollars)
+            call.note_failure(
+                error, ended.dollars, counts=call.check and getattr(error, "status_code", None) not in BUSY
+            )
             if self._cache is not None:
                 await self._cache.settle(grant.number, ended.dollars)
             return await self._leases.settle(grant.number, ended)
@@ -296,7 +300,6 @@ class LiteLLMClient:
             output_tokens=most.output_tokens,
             dollars=most.dollars,
             kind=request.phase or "",
-            group=request.group,
             rank=urgency(request.phase),
         )
         return Call(
@@ -383,7 +386,8 @@ class LiteLLMClient:
         error = call.error
         assert error is not None
         seconds = call.pause_seconds(self._endpoint.hint(error), self._config.max_backoff_seconds)
-        log.info(
+        log.log(
+            logging.WARNING if seconds > SAID_SECONDS else logging.INFO,
             "%s: request %d: %s; again in %.1f s",
             self._endpoint.who(),
             call.requests,

@@ -4,11 +4,11 @@ A request takes a lease before it is sent and settles it with what it did cost.
 
 - Dollars: a lease holds the most that its request can cost, so that the budget is never exceeded.
 - Requests: in any 60 seconds no more than the limit, spread over them.
-- Tokens: what was used counts, and for those under way a bound of their sum that is learned from what others have used
-  (`draco_ray.judging.reply_sizes`); until enough have ended, the most that they can use. Spread as well, at `PACE`. A
-  request counts from the moment it is sent.
-- Who waits: later phases of a group before new groups, otherwise in the order of asking. Who waits for room lets
-  smaller ones pass, but for `PATIENCE_SECONDS` only, so that a large request is not passed for ever.
+- Tokens: a request counts from the moment it is sent, with what requests of its kind have used (mean and one standard
+  deviation), until enough have ended with the most that it can use; once it has ended, with what it did use. Spread
+  over the minute as well, at `PACE`.
+- Order: later phases of a group before new groups, otherwise first come, first served: a large request that has to
+  wait for room is not overtaken by smaller ones.
 
 `Limiter` decides on a clock that tests can set, `WaitingLine` is where callers wait for it. No Ray in here.
 """
@@ -23,14 +23,13 @@ import math
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from draco_ray.config.schema import JudgeLimits
 from draco_ray.errors import BudgetSpent, JudgeUnavailable
 from draco_ray.judging.outage import Next, Outage, Pause, Trouble
-from draco_ray.judging.reply_sizes import Size, Sizes, UnderWay
 
 WINDOW_SECONDS = 60.0
 ROUNDING = 1e-9
@@ -40,10 +39,10 @@ BURST_SHARE = 0.2
 """Part of the minute's tokens that may leave at once; a single request always may."""
 PACE = 4.0
 """Of the limit, at which tokens may leave for a while: what waited for room may be made up for."""
-PATIENCE_SECONDS = 180.0
-"""For which a request that waits for room lets smaller ones pass."""
-PASSING = 50
-"""Requests behind it that may."""
+LEARNED_AFTER = 12
+"""Ended requests of a kind after which the next ones are expected to be like them."""
+MEMORY = 200
+"""Number of ended requests over which means are taken."""
 LOOK_AGAIN_SECONDS = 5.0
 QUESTION_SECONDS = 120.0
 """After which a small question whose sender has died is asked by another."""
@@ -58,8 +57,6 @@ class Asked:
     dollars: float = 0.0
     kind: str = ""
     """Requests of one kind are alike in the length of their replies."""
-    group: str = ""
-    """Requests of one group are alike in how many tokens a byte is."""
     rank: int = 0
     """The lowest goes first."""
 
@@ -146,12 +143,12 @@ class SlidingWindow:
         self._due = -math.inf
         """When all that was taken would have left at an even pace."""
 
-    def seconds_to_wait(self, amount: float, now: float, held: float = 0.0) -> float:
-        """Seconds until ``amount`` more would fit beside ``held`` if nothing else happened; 0 if it does."""
+    def seconds_to_wait(self, amount: float, now: float) -> float:
+        """Seconds until ``amount`` more would fit if nothing else happened; 0 if it does."""
         self._forget(now)
         if self._limit is None:
             return 0.0
-        over = self._sum + held + amount - self._limit
+        over = self._sum + amount - self._limit
         if not self._uses:
             return 0.0
         # A burst may leave at once; what exceeds it leaves at an even pace.
@@ -184,6 +181,43 @@ class SlidingWindow:
             self._sum -= self._uses.popleft().amount
         if not self._uses:
             self._sum = 0.0  # No rounding is carried along.
+
+
+@dataclass(slots=True)
+class _Mean:
+    """Mean and variance of the latest values."""
+
+    count: int = 0
+    mean: float = 0.0
+    variance: float = 0.0
+
+    def add(self, value: float) -> None:
+        self.count += 1
+        weight, step = 1.0 / min(self.count, MEMORY), value - self.mean
+        self.mean += weight * step
+        self.variance = (1.0 - weight) * (self.variance + weight * step * step)
+
+    def expected(self, most: float) -> float:
+        """One standard deviation above the mean; ``most`` while too few values are known, and at most."""
+        return most if self.count < LEARNED_AFTER else min(most, self.mean + math.sqrt(self.variance))
+
+
+class _Sizes:
+    """Tokens that requests take, learned from those that have ended."""
+
+    def __init__(self) -> None:
+        self._tokens_of_a_byte = _Mean()
+        self._output: dict[str, _Mean] = {}
+
+    def add(self, asked: Asked, input_tokens: float, output_tokens: float) -> None:
+        if asked.input_tokens > 0:
+            self._tokens_of_a_byte.add(input_tokens / asked.input_tokens)
+        self._output.setdefault(asked.kind, _Mean()).add(output_tokens)
+
+    def expected(self, asked: Asked) -> float:
+        """Tokens that a request will take, prompt and reply; no byte makes more than one token."""
+        output = self._output.get(asked.kind, _Mean()).expected(asked.output_tokens)
+        return self._tokens_of_a_byte.expected(1.0) * asked.input_tokens + output
 
 
 @dataclass(slots=True)
@@ -231,7 +265,7 @@ class Limiter:
             requests, max(BURST_REQUESTS, BURST_SECONDS * (requests or 0.0) / WINDOW_SECONDS)
         )
         self._tokens = SlidingWindow(tokens, BURST_SHARE * (tokens or 0.0), PACE)
-        self._sizes = None if tokens is None else Sizes(tokens)
+        self._sizes = _Sizes()
         self._leases: dict[str, _Lease] = {}
         self._booked: dict[str, float] = {}
         """Leases that were booked without an answer; one may still come."""
@@ -258,43 +292,18 @@ class Limiter:
             BudgetSpent: with nothing under way, the request could cost more than is left.
             JudgeUnavailable: the judge has answered nobody for too long.
         """
-        _, grant, wait = self.lease_one([asked])
-        return grant, wait
-
-    def lease_one(self, waiting: Sequence[Asked]) -> tuple[int, Grant | None, float]:
-        """Ask for the first request, or where there is no room for its tokens for the first other that fits.
-
-        Returns: which it is, and as `lease`.
-        Raises: as `lease`, for the first.
-        """
         now = self._clock()
         self._expire(now)
         if reason := self.outage.given_up(now):
             raise JudgeUnavailable(reason)
         wait = self.outage.seconds_to_wait(now)
         if wait > 0:
-            return 0, None, wait
-        if not self._affords(self._scale * waiting[0].dollars):
-            return 0, None, math.inf
-        wait = self._requests.seconds_to_wait(1, now)
-        if wait > 0:
-            return 0, None, wait
-        under_way = self._under_way(now)
-        # Whatever is sent, this much is held beside it; to find out how much more takes longer.
-        least = self._beyond(None, 0.0, under_way)
-        wait = math.inf
-        for number, asked in enumerate(waiting):
-            if number and not self._within_budget(self._scale * asked.dollars):
-                continue
-            expected = 0.0 if self._sizes is None else self._sizes.expect(_size_of(asked))
-            until = self._tokens.seconds_to_wait(expected, now, held=least)
-            if until <= 0:
-                held = self._beyond(asked, expected, under_way)
-                until = self._tokens.seconds_to_wait(expected, now, held=held)
-            if until <= 0:
-                return number, self._grant(asked, expected, now), 0.0
-            wait = min(wait, until)
-        return 0, None, wait
+            return None, wait
+        if not self._affords(self._scale * asked.dollars):
+            return None, math.inf
+        expected = self._sizes.expected(asked)
+        wait = max(self._requests.seconds_to_wait(1, now), self._tokens.seconds_to_wait(expected, now))
+        return (None, wait) if wait > 0 else (self._grant(asked, expected, now), 0.0)
 
     def _grant(self, asked: Asked, expected: float, now: float) -> Grant:
         self._requests.take(1, now)
@@ -321,9 +330,8 @@ class Limiter:
         if lease is not None:
             if lease.question:
                 self.outage.asked(ended.trouble)
-            if self._sizes and ended.trouble is None and not ended.estimated and not lease.question:
-                written = ended.output_tokens
-                self._sizes.add(_size(lease, now), input_tokens=ended.tokens - written, output_tokens=written)
+            if ended.trouble is None and not ended.estimated and not lease.question:
+                self._sizes.add(lease.asked, ended.tokens - ended.output_tokens, ended.output_tokens)
             if lease.asked.dollars > 0:
                 self._scale = max(self._scale, ended.dollars / lease.asked.dollars)
             self._tokens.correct(lease.use, ended.tokens, now)
@@ -353,10 +361,6 @@ class Limiter:
         """The outage there is, if there is one."""
         return self.outage.pause(self._clock())
 
-    def now(self) -> float:
-        """Seconds on its clock."""
-        return self._clock()
-
     def _affords(self, dollars: float) -> bool:
         budget = self._limits.dollars
         if budget is None or self._within_budget(dollars):
@@ -371,38 +375,9 @@ class Limiter:
     def _within_budget(self, dollars: float) -> bool:
         return self._limits.dollars is None or self.spent + self.reserved + dollars <= self._limits.dollars
 
-    def _under_way(self, now: float) -> tuple[float, UnderWay] | None:
-        """What requests under way count with in the minute, and what is known of them; None without a limit."""
-        if self._sizes is None:
-            return None
-        leases = self._leases.values()
-        counted = math.fsum(lease.use.amount for lease in leases if now - lease.at < WINDOW_SECONDS)
-        return counted, self._sizes.under_way([_size(lease, now) for lease in leases], WINDOW_SECONDS)
-
-    def _beyond(self, asked: Asked | None, expected: float, under_way: tuple[float, UnderWay] | None) -> float:
-        """Tokens that those under way and a request may use beyond what is counted for them and ``expected`` of it."""
-        if self._sizes is None or under_way is None:
-            return 0.0
-        counted, sizes = under_way
-        return max(0.0, self._sizes.bound(sizes, None if asked is None else _size_of(asked)) - counted - expected)
-
     def _expire(self, now: float) -> None:
         for number in [number for number, lease in self._leases.items() if lease.expires_at <= now]:
             self.abandon(number)
-
-
-def _size(lease: _Lease, now: float) -> Size:
-    return _size_of(lease.asked, now - lease.at)
-
-
-def _size_of(asked: Asked, seconds: float = 0.0) -> Size:
-    return Size(
-        kind=asked.kind,
-        group=asked.group,
-        input_bytes=asked.input_tokens,
-        most_output=asked.output_tokens,
-        seconds=seconds,
-    )
 
 
 @dataclass(order=True, slots=True)
@@ -411,8 +386,6 @@ class _Waiting:
     arrival: int
     asked: Asked = field(compare=False)
     granted: asyncio.Future[Grant] = field(compare=False)
-    passed_at: float | None = field(default=None, compare=False)
-    """When the first other one went before it although it was its turn."""
 
 
 class WaitingLine:
@@ -468,24 +441,16 @@ class WaitingLine:
                 heapq.heappop(self._waiting)
                 continue
             self._news.clear()
-            served = self._who_may(first)
             try:
-                number, grant, wait = self.limiter.lease_one([each.asked for each in served])
+                grant, wait = self.limiter.lease(first.asked)
             except Exception as error:
                 heapq.heappop(self._waiting)
                 first.granted.set_exception(error)
                 continue
             if grant is not None:
-                if number and first.passed_at is None:
-                    first.passed_at = self.limiter.now()
-                served[number].granted.set_result(grant)
+                heapq.heappop(self._waiting)
+                first.granted.set_result(grant)
                 continue
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(min(wait, LOOK_AGAIN_SECONDS)):
                     await self._news.wait()
-
-    def _who_may(self, first: _Waiting) -> list[_Waiting]:
-        """The first, and who may go if there is no room for it."""
-        if first.passed_at is not None and self.limiter.now() - first.passed_at >= PATIENCE_SECONDS:
-            return [first]
-        return heapq.nsmallest(PASSING, (each for each in self._waiting if not each.granted.done()))

@@ -28,6 +28,8 @@ FIRST_BACKOFF_SECONDS = 1.0
 ROUNDS_TO_ASK = 3
 """Times in a row that nobody was answered after which only a small question is sent; unanswered, it is an outage."""
 REFUSALS_TO_STOP = 3
+SAID_SECONDS = 30.0
+"""Waits that are longer are logged when they begin."""
 
 
 class Trouble(StrEnum):
@@ -178,13 +180,17 @@ class Outage:
         elif new:
             ceiling = min(self._max_backoff_seconds, FIRST_BACKOFF_SECONDS * 2.0 ** min(self._rounds - 1, 30))
             self._paused_until = now + random.uniform(ceiling / 2, ceiling)
-        if self._rounds > ROUNDS_TO_ASK and not self._announced:
+        # However long the endpoint asks to wait, the limit holds.
+        ends = self._since + self._max_seconds
+        self._paused_until = min(self._paused_until, max(now, ends))
+        pause = self._paused_until - now
+        if not self._announced and (self._rounds > ROUNDS_TO_ASK or pause > SAID_SECONDS):
             self._announced = True
+            asked = f", which asks to wait {span(hint)}" if hint is not None and hint > pause else ""
             log.warning(
-                "%s answers nobody (%s): judging is paused, nothing is dropped; next try in %s, the run stops in %s "
+                "%s answers nobody (%s%s): judging is paused, nothing is dropped; next try in %s, the run stops in %s "
                 "(judge.max_outage_seconds=%g)",
-                *(self._who, reason, span(self._paused_until - now)),
-                *(span(self._max_seconds - (now - self._since)), self._max_seconds),
+                *(self._who, reason, asked, span(pause), span(max(0.0, ends - now)), self._max_seconds),
             )
 
     def _well(self, now: float) -> None:

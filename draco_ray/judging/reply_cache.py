@@ -26,11 +26,12 @@ import math
 import os
 import sqlite3
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from draco_ray.errors import StoreError
 from draco_ray.judging.own_disk import check_own_disk
@@ -136,6 +137,7 @@ class ReplyCache:
         self._claims: dict[str, _Claim] = {}
         # One thread: SQLite's connection belongs to it, and what is asked for happens in that order.
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="replies")
+        self._pending: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
         with self._said_plainly():
             folder.mkdir(parents=True, exist_ok=True)
             create_store(folder)
@@ -199,11 +201,9 @@ class ReplyCache:
         stored = None if reply is None else (reply[0], json.dumps(reply[1]))
 
         def write() -> None:
-            with self._connection:
-                self._connection.execute("BEGIN IMMEDIATE")
-                if stored is not None:
-                    self._connection.execute(PUT, stored)
-                self._connection.execute(SETTLE, (number, dollars, dollars))
+            if stored is not None:
+                self._connection.execute(PUT, stored)
+            self._connection.execute(SETTLE, (number, dollars, dollars))
 
         await self._run(write)
 
@@ -240,10 +240,30 @@ class ReplyCache:
             claim.ended.set()
 
     async def _run(self, work: Callable[[], ResultT]) -> ResultT:
-        """``work``, in the connection's thread."""
+        """Run ``work`` in the connection's thread, in one transaction with all that waits there: it is on disk when
+        this returns."""
+        done: Future[ResultT] = Future()
+        self._pending.append((work, done))
+        self._thread.submit(self._commit_pending)
         with self._said_plainly():
             # What was paid for is kept even if whoever asked for it is gone.
-            return await asyncio.shield(asyncio.wrap_future(self._thread.submit(work)))
+            return await asyncio.shield(asyncio.wrap_future(done))
+
+    def _commit_pending(self) -> None:
+        """Run what is pending in one transaction; if it fails, everything in it has failed."""
+        batch = [self._pending.popleft() for _ in range(len(self._pending))]
+        if not batch:
+            return
+        try:
+            with self._connection:
+                self._connection.execute("BEGIN IMMEDIATE")
+                results = [work() for work, _ in batch]
+        except BaseException as error:
+            for _, done in batch:
+                done.set_exception(error)
+        else:
+            for (_, done), result in zip(batch, results, strict=True):
+                done.set_result(result)
 
     @contextlib.contextmanager
     def _said_plainly(self) -> Iterator[None]:
@@ -265,7 +285,7 @@ class ReplyCache:
 
 
 def _connect(file: Path) -> sqlite3.Connection:
-    """A connection that commits each statement."""
+    """A connection without transactions of its own: each statement is one, unless BEGIN says otherwise."""
     connection = sqlite3.connect(file, timeout=BUSY_SECONDS, isolation_level=None)
     # Nothing that a received file may hold besides values is carried out.
     connection.execute("PRAGMA trusted_schema = OFF")

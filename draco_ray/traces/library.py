@@ -47,10 +47,8 @@ DEFAULT_CONTEXT = 128_000
 """Tokens, of a judge whose context nobody knows."""
 STATIC = "static"
 """For ``rubric``: the one that ships."""
-GROUPS_AT_ONCE = 8
-"""In memory and under way."""
 GROUPS_IN_BATCH = 500
-"""The same where each phase takes a batch's time."""
+"""Groups in memory and under way where each phase takes a batch's time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,8 +77,10 @@ class Plan:
 
     @property
     def at_once(self) -> int:
-        """Groups in memory and under way."""
-        return GROUPS_IN_BATCH if self.batch else GROUPS_AT_ONCE
+        """Groups in memory and under way: enough for every request that may be in flight, as a group of one trace has
+        one at a time."""
+        judge = self.config.judge
+        return GROUPS_IN_BATCH if self.batch else judge.concurrency_per_worker * max(judge.max_workers, judge.workers)
 
 
 def plan(

@@ -17,20 +17,18 @@ from draco_ray.errors import BudgetSpent
 from draco_ray.judging.limiter import (
     BURST_REQUESTS,
     BURST_SHARE,
+    LEARNED_AFTER,
     LOOK_AGAIN_SECONDS,
     PACE,
-    PATIENCE_SECONDS,
     QUESTION_SECONDS,
     WINDOW_SECONDS,
     Asked,
     Ended,
-    Grant,
     Limiter,
     SlidingWindow,
     WaitingLine,
 )
 from draco_ray.judging.outage import Next, Outage, Pause, Trouble
-from draco_ray.judging.reply_sizes import LEARNED_AFTER_ALL, Size, Sizes, UnderWay
 from tests.support.turns import LoopClock, outcome, turns
 
 
@@ -161,96 +159,12 @@ def test_a_few_requests_may_leave_at_once(clock: Clock) -> None:
     assert [lease(limiter)[1] == 0.0 for _ in range(BURST_REQUESTS + 1)] == [True] * BURST_REQUESTS + [False]
 
 
-@pytest.mark.parametrize("judge", bench_limiter.JUDGES)
-def test_no_minute_holds_more_than_the_limit_however_long_replies_are(judge: str) -> None:
-    """Not even where one in thirty runs to its cut, and nothing is known of the judge at first (docs/faults.md)."""
-    sent = bench_limiter.simulate(500_000, bench_limiter.JUDGES[judge], minutes=5, seed=1)
-    assert bench_limiter.fullest(sent) <= 500_000
-
-
 @pytest.mark.parametrize(("limit", "first", "last"), [(300_000, 20, 50), (1_000_000, 4, 8)])
 def test_nine_tenths_of_a_token_limit_are_used(limit: float, first: float, last: float) -> None:
-    """Once it is known that two replies at a time do not run to their cut, which takes 160 of them (docs/faults.md)."""
+    """A minute may hold a little more, which the endpoint refuses and is sent again."""
     sent = bench_limiter.simulate(limit, bench_limiter.usual, minutes=last, seed=0)
-    assert bench_limiter.share(sent, limit, first, last) >= 0.9
-    assert bench_limiter.fullest(sent) <= limit
-
-
-@pytest.mark.parametrize("seed", range(6))
-@pytest.mark.parametrize("judge", [bench_limiter.heavy, bench_limiter.running_away])
-def test_what_runs_to_its_cut_before_anything_is_known_exceeds_no_minute(
-    judge: bench_limiter.Length, seed: int
-) -> None:
-    """Of a limit of which one such reply is a twentieth; the first ones have not ended when they count."""
-    sent = bench_limiter.simulate(300_000, judge, minutes=5, seed=seed)
-    assert bench_limiter.fullest(sent) <= 300_000
-
-
-def end(limiter: Limiter, clock: Clock, count: int, tokens: float, seconds: float) -> None:
-    """So many requests one after the other, a minute apart."""
-    for _ in range(count):
-        number, wait = lease(limiter, 400)
-        assert number, wait
-        clock.now += seconds
-        limiter.settle(number, ended(tokens))
-        clock.now += WINDOW_SECONDS
-
-
-def granted(limiter: Limiter, clock: Clock, request: Asked, seconds: float = 4.0) -> int:
-    """How many of ten such requests may be sent, if one asks every few seconds."""
-    count = 0
-    for _ in range(10):
-        count += limiter.lease(request)[0] is not None
-        clock.now += seconds
-    return count
-
-
-def test_until_enough_have_ended_the_most_is_held(clock: Clock) -> None:
-    limiter = Limiter(JudgeLimits(tokens_per_minute=1000), clock=clock)
-    end(limiter, clock, LEARNED_AFTER_ALL - 1, tokens=4, seconds=10)
-    assert granted(limiter, clock, asked(400)) == 2
-    limiter = Limiter(JudgeLimits(tokens_per_minute=1000), clock=clock)
-    end(limiter, clock, 7 * LEARNED_AFTER_ALL, tokens=4, seconds=50)
-    # Many like those before, and room for one that runs to its cut.
-    assert granted(limiter, clock, asked(400)) >= 5
-    # Of another kind nothing is known.
-    clock.now += 2 * WINDOW_SECONDS
-    assert granted(limiter, clock, asked(400, kind="another")) == 2
-
-
-def test_a_reply_that_takes_longer_than_any_before_counts_with_the_most(clock: Clock) -> None:
-    limiter = Limiter(JudgeLimits(tokens_per_minute=1000), clock=clock)
-    end(limiter, clock, 7 * LEARNED_AFTER_ALL, tokens=4, seconds=10)
-    assert granted(limiter, clock, asked(400), seconds=1.0) >= 5
-    clock.now += 11
-    assert lease(limiter, 400)[1] > 0
-
-
-def test_replies_that_run_to_their_cut_are_expected_again_in_every_phase(clock: Clock) -> None:
-    limiter = Limiter(JudgeLimits(tokens_per_minute=1000), clock=clock)
-    for kind in ("score", "credit"):
-        for number in range(3 * LEARNED_AFTER_ALL):
-            grant, _ = limiter.lease(asked(400, kind=kind))
-            assert grant is not None
-            clock.now += 10
-            limiter.settle(grant.number, ended(400 if kind == "score" and number % 5 == 0 else 4))
-            clock.now += WINDOW_SECONDS
-    assert granted(limiter, clock, asked(400, kind="credit")) <= 3
-
-
-def test_a_prompt_is_measured_by_the_ones_of_its_group_before(clock: Clock) -> None:
-    limiter = Limiter(JudgeLimits(tokens_per_minute=1000), clock=clock)
-    prompts = [Asked(input_tokens=900, output_tokens=0, group=str(group)) for group in range(40)]
-    for number, prompt in enumerate(prompts):
-        for _ in range(2):
-            grant, _ = limiter.lease(prompt)
-            assert grant is not None
-            # Two bytes a token in one group, nine in the next.
-            limiter.settle(grant.number, Ended(tokens=900 / (2 + 7 * (number % 2))))
-            clock.now += WINDOW_SECONDS
-    assert granted(limiter, clock, prompts[39]) >= 8
-    clock.now += 2 * WINDOW_SECONDS
-    assert granted(limiter, clock, prompts[38]) == 2
+    assert bench_limiter.share(sent, limit, first, last) >= 0.85
+    assert bench_limiter.fullest(sent) <= 1.05 * limit
 
 
 def test_the_budget_is_never_exceeded_and_says_what_to_do(clock: Clock) -> None:
@@ -347,25 +261,6 @@ def test_whatever_happens_the_books_stay_within_the_budget(requests: list[tuple[
         assert billed <= 2.0 + 1e-9
 
 
-def test_what_is_under_way_may_run_to_its_cut_as_others_did(clock: Clock) -> None:
-    """Also where none of its own kind has: one in six replies of another phase did."""
-    few, many = (
-        Limiter(JudgeLimits(tokens_per_minute=1000), clock=clock),
-        Limiter(JudgeLimits(tokens_per_minute=1000), clock=clock),
-    )
-    for limiter, every in ((few, 10**9), (many, 6)):
-        for number in range(6 * LEARNED_AFTER_ALL):
-            kind = "score" if number % 2 else "credit"
-            grant, _ = limiter.lease(asked(150, kind=kind))
-            assert grant is not None
-            clock.now += 10
-            limiter.settle(grant.number, ended(150 if kind == "score" and number % every == 3 else 4))
-            clock.now += WINDOW_SECONDS
-    assert granted(few, clock, asked(150, kind="credit"), 1.0) == 10
-    clock.now += 2 * WINDOW_SECONDS
-    assert 3 <= granted(many, clock, asked(150, kind="credit"), 1.0) <= 7
-
-
 async def test_later_phases_go_before_new_groups_and_equals_in_order(clock: Clock) -> None:
     limiter = Limiter(JudgeLimits(dollars=1.0), clock=clock)
     line = WaitingLine(limiter)
@@ -383,30 +278,6 @@ async def test_later_phases_go_before_new_groups_and_equals_in_order(clock: Cloc
     await line.settle(first.number, Ended())
     await outcome(asyncio.gather(*tasks))
     assert order == ["credit", "credit late", "score", "stage1 a", "stage1 b"]
-
-
-async def test_smaller_ones_pass_who_waits_for_room_but_not_for_ever(clock: Clock) -> None:
-    line = WaitingLine(Limiter(JudgeLimits(tokens_per_minute=1000), clock=clock))
-    await outcome(line.lease(asked(300)))
-    clock.now += 10
-
-    async def wait(tokens: float) -> asyncio.Task[Grant]:
-        task = asyncio.create_task(line.lease(asked(tokens)))
-        await turns(20)
-        return task
-
-    large = await wait(950)
-    assert not large.done()
-    for pause in (30, 50, 50, PATIENCE_SECONDS - 131, 1):
-        assert (await wait(60)).done()
-        clock.now += pause
-    last = await wait(60)
-    assert not last.done()
-    assert not large.done()
-    clock.now += WINDOW_SECONDS
-    line.abandon("wakes it")
-    await outcome(large)
-    last.cancel()
 
 
 async def test_nobody_passes_who_waits_for_money(clock: Clock) -> None:
@@ -504,10 +375,8 @@ async def test_whoever_waits_for_time_alone_is_served_without_news(
     clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     line, loop = WaitingLine(Limiter(JudgeLimits(), clock=clock)), LoopClock(monkeypatch)
-    lease_one, waits = line.limiter.lease_one, [math.inf, 3.0]
-    monkeypatch.setattr(
-        line.limiter, "lease_one", lambda waiting: (0, None, waits.pop()) if waits else lease_one(waiting)
-    )
+    take, waits = line.limiter.lease, [math.inf, 3.0]
+    monkeypatch.setattr(line.limiter, "lease", lambda asked: (None, waits.pop()) if waits else take(asked))
     task = asyncio.create_task(line.lease(asked(1)))
     await turns(5)
     await loop.pass_(2.9)
@@ -572,14 +441,6 @@ def test_only_a_small_question_is_given_up_on_within_minutes(clock: Clock, quest
     clock.now += QUESTION_SECONDS
     limiter.lease(asked(1, 2.0))
     assert limiter.spent == booked
-
-
-def test_one_that_is_too_dear_keeps_no_cheaper_one_behind_it_from_passing(clock: Clock) -> None:
-    limiter = Limiter(JudgeLimits(dollars=1.0, tokens_per_minute=1000), clock=clock)
-    lease(limiter, 300, 0.5)
-    clock.now += 10
-    number, grant, _ = limiter.lease_one([asked(950, 0.1), asked(10, 0.6), asked(10, 0.1)])
-    assert (number, grant is not None) == (2, True)
 
 
 def test_what_an_earlier_limiter_had_under_way_takes_dollars_and_no_tokens(clock: Clock) -> None:
@@ -647,7 +508,7 @@ def test_a_window_and_its_pace_in_numbers() -> None:
     window.correct(second, 20.0, 3.0)
     assert window.seconds_to_wait(480.0, 3.0) == pytest.approx(0.5)
     # Beyond the limit it waits until the first leaves the minute, or both.
-    assert window.seconds_to_wait(481.0, 3.0) == window.seconds_to_wait(480.0, 3.0, held=1.0) == 57.0
+    assert window.seconds_to_wait(481.0, 3.0) == 57.0
     assert window.seconds_to_wait(581.0, 3.0) == 60.0
     # What has left the minute counts with whatever it comes to no more.
     window.correct(first, 300.0, 60.0)
@@ -669,41 +530,41 @@ async def test_a_lease_that_nobody_waits_for_is_booked_and_the_next_one_may_go(c
     assert (await outcome(line.lease(asked(1, 0.4)))).number
 
 
-def test_a_request_counts_with_what_its_like_have_used(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_counts_with_what_its_like_have_used(clock: Clock) -> None:
     limiter = Limiter(JudgeLimits(tokens_per_minute=1e6), clock=clock)
     request = Asked(input_tokens=400, output_tokens=1000, kind="score")
 
     def counted(request: Asked) -> float:
         grant, _ = limiter.lease(request)
         assert grant is not None
-        return limiter._leases[grant.number].use.amount
+        amount = limiter._leases[grant.number].use.amount
+        limiter.give_back(grant.number)
+        return amount
 
-    for _ in range(LEARNED_AFTER_ALL):
+    for number in range(LEARNED_AFTER):
+        # Until enough have ended, with the most that it can use.
+        assert counted(request) == 400 + 1000
         grant, _ = limiter.lease(request)
         assert grant is not None
         clock.now += 5
-        limiter.settle(grant.number, Ended(tokens=110, output_tokens=10))
-    asked_about: list[Size | None] = []
-    bound = Sizes.bound
-
-    def spied(sizes: Sizes, under_way: UnderWay, size: Size | None = None) -> float:
-        asked_about.append(size)
-        return bound(sizes, under_way, size)
-
-    monkeypatch.setattr(Sizes, "bound", spied)
-    assert counted(request) == pytest.approx(100 + 10)
-    # What is under way, and the same with one that has been written for no time yet.
-    new = Size(kind="score", group="", input_bytes=400, most_output=1000, seconds=0.0)
-    assert asked_about == [None, new]
+        written = 10 + 4 * (number % 2)
+        limiter.settle(grant.number, Ended(tokens=100 + written, output_tokens=written))
+    # A quarter of a token a byte; mean 12 and standard deviation 2 of the reply.
+    assert counted(request) == pytest.approx(100 + 12 + 2)
+    # Of another kind of reply nothing is known yet.
     assert counted(dataclasses.replace(request, kind="credit")) == pytest.approx(100 + 1000)
 
 
-def test_what_was_sent_a_minute_ago_makes_no_room_for_others(clock: Clock) -> None:
-    limiter = Limiter(JudgeLimits(tokens_per_minute=1000), clock=clock)
-    end(limiter, clock, LEARNED_AFTER_ALL, tokens=10, seconds=10)
-    assert lease(limiter, 400)[0]
-    clock.now += 45
-    limiter.settle(lease(limiter, 400)[0], Ended(tokens=605, estimated=True))
-    clock.now += 15
-    # 605 of this minute, and 400 that this one may write; the first one's 10 are of the minute before.
-    assert lease(limiter, 400)[1] == pytest.approx(45)
+async def test_nobody_overtakes_who_waits_for_room(clock: Clock) -> None:
+    line = WaitingLine(Limiter(JudgeLimits(tokens_per_minute=1000), clock=clock))
+    await outcome(line.lease(asked(300)))
+    clock.now += 10
+    large = asyncio.create_task(line.lease(asked(950)))
+    await turns(20)
+    small = asyncio.create_task(line.lease(asked(60)))
+    await turns(20)
+    assert (large.done(), small.done()) == (False, False)
+    clock.now += WINDOW_SECONDS
+    line.abandon("wakes it")
+    await outcome(large)
+    small.cancel()

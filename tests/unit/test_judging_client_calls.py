@@ -195,7 +195,7 @@ async def test_a_reply_is_told_with_all_that_it_took(monkeypatch: pytest.MonkeyP
     (asked,) = scripted.pool.asked
     bound = most()
     assert (asked.input_tokens, asked.output_tokens, asked.dollars) == (bound.input_tokens, TOKENS, bound.dollars)
-    assert (asked.kind, asked.group) == ("score", "g")
+    assert asked.kind == "score"
     assert asked.rank == urgency("score")
     assert scripted.pool.ended == [Ended(tokens=110, output_tokens=10, dollars=completion.dollars)]
     assert scripted.naps == []
@@ -210,7 +210,7 @@ async def test_what_is_written_to_a_cache_is_paid_as_such(monkeypatch: pytest.Mo
 async def test_a_request_without_a_phase_is_of_no_kind(monkeypatch: pytest.MonkeyPatch) -> None:
     scripted = Scripted(monkeypatch, said())
     await scripted()
-    assert (scripted.pool.asked[0].kind, scripted.pool.asked[0].group) == ("", "")
+    assert scripted.pool.asked[0].kind == ""
 
 
 async def test_a_schema_and_further_arguments_count_towards_the_most(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -537,6 +537,13 @@ async def test_a_check_is_small_impatient_and_within_what_a_call_may_try(monkeyp
         with pytest.raises(JudgeUnavailable, match="^judge openai/m at http://judge: gone"):
             await scripted.client.check()
         assert len(scripted.sent) == requests
+
+
+async def test_a_check_waits_for_an_endpoint_that_is_busy(monkeypatch: pytest.MonkeyPatch) -> None:
+    busy = [trouble(429, "slow down"), trouble(503, "overloaded")] * 4
+    scripted = Scripted(monkeypatch, *busy, said('{"entries": ["OK"]}'), max_attempts=9)
+    await scripted.client.check()
+    assert len(scripted.sent) == 9
 
 
 async def test_a_check_finds_out_that_a_schema_is_ignored(monkeypatch: pytest.MonkeyPatch) -> None:

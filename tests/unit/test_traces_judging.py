@@ -408,8 +408,10 @@ async def test_many_groups_are_not_all_in_memory_at_once(tmp_path: Path) -> None
             alive -= request.phase == "score"
             return await super().__call__(request)
 
-    found = await judge(groups, MODEL, out=tmp_path / "out", complete=Counted())
+    config = DracoConfig.model_validate({"judge": {"concurrency_per_worker": 4, "workers": 1, "max_workers": 2}})
+    found = await judge(groups, MODEL, out=tmp_path / "out", complete=Counted(), config=config)
     assert len(found) == 40
-    assert most <= 8
+    # As many as requests may be in flight.
+    assert 4 < most <= 8
     # Two batches stand where training steps stand.
     assert [line["step"] for line in RunDirectory.open(tmp_path / "out").metrics()] == [1, 2]

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from draco_ray.errors import ConfigError, TraceError
 from draco_ray.records import EpisodeEnd
-from draco_ray.traces.load import FORMATS, Groups, load_traces
+from draco_ray.traces.load import Groups, load_traces
 from draco_ray.traces.model import Trace
 from tests.conftest import REPOSITORY
 from tests.support.small_run import small_run
