@@ -26,6 +26,7 @@ import math
 import os
 import sqlite3
 import time
+import zlib
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -161,9 +162,10 @@ class ReplyCache:
         )
         if row is None:
             return None
+        checksum, _, text = str(row[0]).partition(" ")
         try:
-            answer = json.loads(row[0])
-        except (ValueError, TypeError, RecursionError):
+            answer = json.loads(text) if checksum == _checksum(text) else None
+        except (ValueError, RecursionError):
             answer = None
         if not isinstance(answer, dict):
             log.warning("judge reply %s in %s is not readable and is asked for again", key[:12], self._folder / FILE)
@@ -176,7 +178,7 @@ class ReplyCache:
         Raises:
             StoreError: it cannot be kept: nothing more is to be paid for.
         """
-        row = (key, json.dumps(answer))
+        row = (key, _row(answer))
         await self._run(lambda: self._connection.execute(PUT, row))
 
     async def begin(self, number: str, most: float) -> None:
@@ -198,7 +200,7 @@ class ReplyCache:
         Raises:
             StoreError: they cannot be kept: nothing more is to be paid for.
         """
-        stored = None if reply is None else (reply[0], json.dumps(reply[1]))
+        stored = None if reply is None else (reply[0], _row(reply[1]))
 
         def write() -> None:
             if stored is not None:
@@ -282,6 +284,16 @@ class ReplyCache:
             ) from None
         except sqlite3.Error as error:
             raise StoreError(f"judge replies in {self._folder / FILE} cannot be read: {error}; {RESTORE}") from None
+
+
+def _row(answer: dict[str, object]) -> str:
+    """An answer as it is stored: its checksum, a blank, its JSON."""
+    text = json.dumps(answer)
+    return f"{_checksum(text)} {text}"
+
+
+def _checksum(text: str) -> str:
+    return f"{zlib.crc32(text.encode('utf-8', 'surrogatepass')):08x}"
 
 
 def _connect(file: Path) -> sqlite3.Connection:

@@ -103,6 +103,8 @@ class StructuredOutput:
     def __init__(self, config: JudgeConfig) -> None:
         self._model = config.model
         self._mode = 0 if config.structured_output else UNCONSTRAINED
+        self._honoured = False
+        """Whether a request in this mode was answered."""
 
     @property
     def constrained(self) -> bool:
@@ -116,7 +118,9 @@ class StructuredOutput:
             OpenAIError: whatever the request without a schema raises.
         """
         reason = ""
-        for mode in range(UNCONSTRAINED if schema is None else self._mode, UNCONSTRAINED + 1):
+        modes = range(UNCONSTRAINED if schema is None else self._mode, UNCONSTRAINED + 1)
+        # Where the endpoint took a schema before, a refusal is most likely the request's own: one try without tells.
+        for mode in (self._mode, UNCONSTRAINED) if self._honoured and len(modes) > 2 else modes:
             try:
                 response = await litellm.acompletion(**arguments, **_form(mode, schema))
             except Exception as error:
@@ -125,6 +129,8 @@ class StructuredOutput:
                     raise
                 reason = " ".join(str(error).split())[:200]
                 continue
+            if schema is not None and mode == self._mode:
+                self._honoured = True
             if schema is not None and mode > self._mode:
                 self._next(mode, f"refuses a schema as {MODES[self._mode]}: {reason}")
             return _with_arguments_as_text(response) if MODES[mode] == "function call" else response
@@ -137,7 +143,7 @@ class StructuredOutput:
     def _next(self, mode: int, why: str) -> None:
         level = logging.WARNING if mode == UNCONSTRAINED else logging.INFO
         log.log(level, "%s %s; next: %s", self._model, why, MODES[mode])
-        self._mode = mode
+        self._mode, self._honoured = mode, False
 
 
 def _form(mode: int, schema: Mapping[str, Any] | None) -> JsonSchema:

@@ -28,7 +28,7 @@ from draco_ray.judging.limiter import Asked, Ended, Grant, Limiter, WaitingLine
 from draco_ray.judging.outage import Next, Trouble
 from draco_ray.judging.phases import urgency
 from draco_ray.judging.pricing import most_of
-from draco_ray.judging.reply_cache import CLAIM_SECONDS, FILE, ReplyCache, read_book, request_key
+from draco_ray.judging.reply_cache import CLAIM_SECONDS, FILE, ReplyCache, _row, read_book, request_key
 from draco_ray.judging.structured import PROBE_SCHEMA
 from draco_ray.records import Message, Paid
 
@@ -480,9 +480,18 @@ async def test_a_stored_reply_that_is_damaged_is_asked_for_again(
     await scripted()
     with sqlite3.connect(tmp_path / FILE) as file:
         (answer,) = file.execute("SELECT answer FROM replies").fetchone()
-        file.execute("UPDATE replies SET answer = ?", (json.dumps({**json.loads(answer), **damage} if damage else {}),))
+        stored = json.loads(answer.partition(" ")[2])
+        file.execute("UPDATE replies SET answer = ?", (_row({**stored, **damage} if damage else {}),))
     assert (await scripted()).text == "anew"
     assert ((await scripted()).text, len(scripted.sent)) == ("anew", 2)
+
+
+async def test_a_flipped_bit_in_a_stored_reply_is_noticed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    scripted = Scripted(monkeypatch, said("score 1"), said("anew"), folder=tmp_path)
+    await scripted()
+    with sqlite3.connect(tmp_path / FILE) as file:
+        file.execute("UPDATE replies SET answer = replace(answer, 'score 1', 'score 0')")
+    assert (await scripted()).text == "anew"
 
 
 KEYS: dict[str, Callable[[pytest.MonkeyPatch], Scripted]] = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,6 +15,8 @@ from draco_ray.judging.endpoint import introduced
 from draco_ray.registry import find
 from draco_ray.sandbox.rule_judge.answering import answer
 from draco_ray.sandbox.rule_judge.noise import ANSWERS, Noise
+
+log = logging.getLogger(__name__)
 
 RULES = "rules"
 """Name of the offline rule judge on the command line."""
@@ -163,4 +166,8 @@ def open_complete(config: JudgeConfig, seed: int = 0) -> Complete:
     from draco_ray.judging.client import LiteLLMClient
     from draco_ray.judging.reply_cache import ReplyCache
 
+    if config.jury:
+        log.warning(
+            "judge.jury has %d further judges, which are not asked here: only %s is", len(config.jury), config.model
+        )
     return LiteLLMClient(config, None if config.cache is None else ReplyCache(config.cache))
