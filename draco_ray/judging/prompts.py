@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from draco_ray.config.load import project_file
-from draco_ray.environments.appworld.environment import FACTS as APPWORLD_FACTS
 from draco_ray.errors import ConfigError, StoreError
 from draco_ray.judging.phases import PHASES
 from draco_ray.judging.phases.score import Score
@@ -143,4 +142,7 @@ def render_phase(phase: str, folder: Path) -> str:
     Raises:
         ConfigError: the prompt set cannot be used.
     """
+    # The example is of AppWorld. Judging other traces loads nothing of it.
+    from draco_ray.environments.appworld.environment import FACTS as APPWORLD_FACTS
+
     return PHASES[phase].example().prompt(load_prompts(folder, facts=APPWORLD_FACTS))

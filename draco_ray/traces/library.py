@@ -21,7 +21,6 @@ from draco_ray.config.schema import (
     RunConfig,
     SelfJudgeConfig,
 )
-from draco_ray.environments.appworld.environment import AppWorldEnvironment
 from draco_ray.errors import ConfigError
 from draco_ray.judging.complete import Complete, Completion, Request
 from draco_ray.judging.endpoint import place_of
@@ -45,6 +44,7 @@ from draco_ray.traces.results import JudgedGroup, judged_group
 
 DEFAULT_CONTEXT = 128_000
 """Tokens, of a judge whose context nobody knows."""
+STATIC_RUBRIC = Path("prompts/static_rubric.yaml")
 STATIC = "static"
 """For ``rubric``: the one that ships."""
 GROUPS_IN_BATCH = 500
@@ -125,7 +125,7 @@ def plan(
     of_run = of_run.model_copy(update={"model": base.model.model_copy(update={"path": "traces"})})
     static = None
     if rubric is not None or base.algorithm.rubric == "static":
-        ships = base.algorithm.static_rubric or AppWorldEnvironment.static_rubric
+        ships = base.algorithm.static_rubric or STATIC_RUBRIC
         static = ships if rubric is None or str(rubric) == STATIC else Path(rubric).resolve()
         algorithm = base.algorithm.model_copy(update={"rubric": "static", "static_rubric": static})
         of_run = of_run.model_copy(update={"algorithm": algorithm})
