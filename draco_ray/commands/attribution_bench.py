@@ -15,7 +15,8 @@ from draco_ray.commands.printing import print_table
 from draco_ray.commands.replay import judges_own_config, open_run
 from draco_ray.config.load import load_config
 from draco_ray.errors import ConfigError, WorldError
-from draco_ray.judging.judge import Judge, prompts_of
+from draco_ray.judging.build import prompts_of
+from draco_ray.judging.judge import Judge
 from draco_ray.lab.analysis.attribution.bench import judge_groups
 from draco_ray.lab.analysis.attribution.measure import RULES, STEP_MEASURES, measures, rollout_rows
 from draco_ray.lab.analysis.attribution.plant import PlantedRollout, planted_groups

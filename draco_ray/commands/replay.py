@@ -13,8 +13,9 @@ from draco_ray.commands.printing import print_means, print_overall, print_table
 from draco_ray.config.load import load_config
 from draco_ray.config.schema import DracoConfig, JudgeConfig
 from draco_ray.errors import ConfigError
+from draco_ray.judging.build import prompts_of
 from draco_ray.judging.complete import Complete
-from draco_ray.judging.judge import Judge, prompts_of
+from draco_ray.judging.judge import Judge
 from draco_ray.judging.static_rubric import load_static_rubric
 from draco_ray.lab.analysis import rubric_overlap
 from draco_ray.lab.analysis.checkpoint_judge import checkpoints_before, open_checkpoints

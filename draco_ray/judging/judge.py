@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -19,21 +18,17 @@ from draco_ray.judging import second_look
 from draco_ray.judging.complete import Complete, Completion, Request
 from draco_ray.judging.fitting import Fitted, Fitting
 from draco_ray.judging.judge_context import QUOTED_REPLY_CHARACTERS
-from draco_ray.judging.labels import examples_of
 from draco_ray.judging.members import ask_without_refused, is_refused
 from draco_ray.judging.phases.base import Question
 from draco_ray.judging.phases.score import Score
 from draco_ray.judging.prompt_cache import shared_ends
-from draco_ray.judging.prompts import Prompts, evidence_key, load_prompts
+from draco_ray.judging.prompts import Prompts
 from draco_ray.judging.reply import Entry, Parsed, check_finish, own_answer
 from draco_ray.judging.structured import tag_of
 from draco_ray.records import JudgeCall, Judged, Message
 
 if TYPE_CHECKING:
-    from draco_ray.judging.endpoint import Servers
-    from draco_ray.judging.limiter import Leases
     from draco_ray.judging.reply_cache import Replies
-    from draco_ray.judging.self_judge import JudgeSampler
 
 ValueT = TypeVar("ValueT")
 
@@ -186,69 +181,6 @@ class Judge:
             calls=tuple(calls),
             error=f"{phase} of {_who(context)} failed after {len(calls)} calls: {error}",
         )
-
-
-def build_judge(
-    config: JudgeConfig,
-    leases: Leases | None = None,
-    servers: Servers | None = None,
-    *,
-    replies: Replies | None = None,
-    own_replies: bool = False,
-    prompts: Prompts | None = None,
-) -> Judge:
-    """The judge a configuration describes, over LiteLLM.
-
-    Args:
-        config: the judge.
-        leases: asked before every request; None: nothing is limited.
-        servers: of ``judge.local``.
-        replies: where answers are kept; None: in the folder ``config.cache``, if that names one.
-        own_replies: whether they are of one run, in which the judge stays the same wherever it is reached.
-        prompts: what `prompts_of` gave on another host; None: read here.
-
-    Raises:
-        ConfigError: the prompt set cannot be used.
-    """
-    from draco_ray.judging.client import LiteLLMClient
-    from draco_ray.judging.panel import panel_judge, with_fallbacks
-    from draco_ray.judging.reply_cache import ReplyCache
-
-    cache = ReplyCache(config.cache) if replies is None and config.cache is not None else replies
-
-    def open_one(judge: JudgeConfig) -> Complete:
-        configured = (judge.model, judge.api_base) == (config.model, config.api_base)
-        return LiteLLMClient(
-            judge,
-            cache,
-            leases=leases,
-            servers=servers if judge.local.enabled else None,
-            endpoint_counts=not (own_replies and configured),
-        )
-
-    return panel_judge(config, prompts or prompts_of(config), with_fallbacks(config, open_one), open_one, cache)
-
-
-def prompts_of(config: JudgeConfig) -> Prompts:
-    """The prompt set of a configuration, with its secret, its facts and its examples.
-
-    Raises: as `load_prompts`, `evidence_key`, `examples_of`.
-    """
-    return load_prompts(config.prompts, evidence_key(config.cache), config.environment_facts, examples_of(config))
-
-
-def build_self_judge(
-    config: JudgeConfig, samplers: Sequence[JudgeSampler], tokenizer: Any, name: str, prompts: Prompts | None = None
-) -> Judge:
-    """The policy behind ``samplers`` as its own judge; ``prompts`` as of `build_judge`.
-
-    Raises:
-        ConfigError: the prompt set or the chat template cannot be used.
-    """
-    from draco_ray.judging.self_judge import SelfJudgeClient
-
-    complete = SelfJudgeClient(samplers, tokenizer, config, model=f"self/{name}")
-    return Judge(complete, prompts or prompts_of(config), config)
 
 
 def _who(context: CallContext) -> str:

@@ -12,8 +12,9 @@ import ray
 
 from draco_ray.config.schema import JudgeConfig
 from draco_ray.engine.actor import EngineClient
+from draco_ray.judging.build import prompts_of
 from draco_ray.judging.endpoint import Servers
-from draco_ray.judging.judge import CallContext, Judge, prompts_of
+from draco_ray.judging.judge import CallContext, Judge
 from draco_ray.judging.limiter import Leases
 from draco_ray.judging.phases.base import Phase
 from draco_ray.judging.prompts import Prompts
@@ -48,7 +49,7 @@ class JudgeWorkerActor:
         own_replies: bool,
         prompts: Prompts,
     ) -> None:
-        from draco_ray.judging.judge import build_judge, build_self_judge
+        from draco_ray.judging.build import build_judge, build_self_judge
 
         start_run_log()
         self._judge: Judge = (

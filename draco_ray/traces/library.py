@@ -22,9 +22,9 @@ from draco_ray.config.schema import (
     SelfJudgeConfig,
 )
 from draco_ray.errors import ConfigError
+from draco_ray.judging.build import prompts_of
 from draco_ray.judging.complete import Complete, Completion, Request
 from draco_ray.judging.endpoint import place_of
-from draco_ray.judging.judge import prompts_of
 from draco_ray.judging.judge_context import judge_room, judge_tokens
 from draco_ray.judging.labels import examples_of
 from draco_ray.judging.limiter import Limiter, WaitingLine

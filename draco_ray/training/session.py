@@ -180,7 +180,7 @@ def open_judge(config: DracoConfig, console: Console) -> Iterator[JudgeConfig]:
         JudgeUnavailable: the configured one refuses us or cannot be reached.
         ConfigError: a budget, and no price of the model.
     """
-    from draco_ray.judging.judge import build_judge
+    from draco_ray.judging.build import build_judge
     from draco_ray.judging.pricing import check_budget
 
     judge = config.judge

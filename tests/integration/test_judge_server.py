@@ -20,8 +20,9 @@ import pytest
 
 from draco_ray.config.schema import JudgeConfig
 from draco_ray.errors import ConfigError, JudgeUnavailable
+from draco_ray.judging.build import build_judge
 from draco_ray.judging.example import PROMPT, RUBRIC, example_trajectory
-from draco_ray.judging.judge import CallContext, build_judge
+from draco_ray.judging.judge import CallContext
 from draco_ray.judging.phases.credit import Credit
 from draco_ray.judging.phases.score import Score
 from draco_ray.judging.phases.stage1 import Stage1

@@ -12,8 +12,8 @@ import yaml
 
 from draco_ray.cli import app
 from draco_ray.config.schema import JudgeConfig
-from draco_ray.traces.readers import FORMATS
 from draco_ray.traces.mapping import Mapped
+from draco_ray.traces.readers import FORMATS
 from tests.conftest import REPOSITORY
 from tests.support.canned_judge import answer
 from tests.support.scripted_judge_server import ScriptedJudgeServer

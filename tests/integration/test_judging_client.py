@@ -11,10 +11,11 @@ import pytest
 
 from draco_ray.config.schema import JudgeConfig, JudgeLimits, Price
 from draco_ray.errors import JudgeUnavailable
+from draco_ray.judging.build import build_judge
 from draco_ray.judging.client import LiteLLMClient
 from draco_ray.judging.complete import Request
 from draco_ray.judging.example import PROMPT
-from draco_ray.judging.judge import CallContext, build_judge
+from draco_ray.judging.judge import CallContext
 from draco_ray.judging.limiter import Asked, Ended, Grant, Limiter, WaitingLine
 from draco_ray.judging.outage import Next, Trouble
 from draco_ray.judging.phases.stage1 import Stage1

@@ -12,8 +12,9 @@ import pytest
 
 import draco_ray
 from draco_ray.config.schema import DracoConfig, JudgeConfig
+from draco_ray.judging.build import build_judge
 from draco_ray.judging.example import RUBRIC, example_trajectory
-from draco_ray.judging.judge import CallContext, build_judge
+from draco_ray.judging.judge import CallContext
 from draco_ray.judging.phases.score import Score
 from draco_ray.judging.reply_cache import ReplyCache
 from draco_ray.judging.tokens import tokenizer

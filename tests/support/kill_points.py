@@ -25,9 +25,10 @@ import pyarrow.compute as pc
 
 from draco_ray.config.schema import JudgeConfig, Price
 from draco_ray.judging import pricing, reply_cache
+from draco_ray.judging.build import build_judge
 from draco_ray.judging.complete import Request
 from draco_ray.judging.endpoint import Endpoint
-from draco_ray.judging.judge import CallContext, build_judge
+from draco_ray.judging.judge import CallContext
 from draco_ray.judging.phases.stage1 import Stage1
 from draco_ray.judging.reply_cache import read_book
 from draco_ray.records import Message

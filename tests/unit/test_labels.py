@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from draco_ray.cli import main
 from draco_ray.config.schema import JudgeConfig
 from draco_ray.errors import ConfigError
+from draco_ray.judging.build import prompts_of
 from draco_ray.judging.complete import Completion, Request
-from draco_ray.judging.judge import prompts_of
 from draco_ray.judging.labels import Label, corrected, examples_of, examples_text, load_labels, taken_back
 from draco_ray.judging.phases.score import Score
 from draco_ray.judging.phases.stage1 import Stage1
@@ -218,8 +218,10 @@ def test_corrected_verdicts_stand_before_the_scoring_prompt_only(tmp_path: Path)
     shown = replace(shown, key=plain.key)
     score = Score(a_trajectory(1, "a_1", 0), rubric("a_1"))
     text = score.prompt(shown)
-    assert text.endswith(score.prompt(plain))
-    before = text.removesuffix(score.prompt(plain))
+    # Its last line is the tag, which is another one for another prompt.
+    alone = score.prompt(plain).rpartition("\n\n")[0]
+    before, _, tag = text.partition(alone)
+    assert tag.startswith("\n\nBegin the JSON object with")
     assert [name for name in ("right", "wrong 0", "wrong 1", "wrong 2") if name in before] == ["wrong 0", "wrong 1"]
     assert '"correct_score": -1' in before
     assert Stage1(a_trajectory(1, "a_1", 0).prompt).prompt(shown) == Stage1(a_trajectory(1, "a_1", 0).prompt).prompt(

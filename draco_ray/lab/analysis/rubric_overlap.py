@@ -30,8 +30,9 @@ import pyarrow as pa
 from draco_ray.algorithm.reward import surviving_criteria
 from draco_ray.config.schema import JudgeConfig
 from draco_ray.errors import ReplyError
+from draco_ray.judging.build import prompts_of
 from draco_ray.judging.complete import Complete, Request
-from draco_ray.judging.judge import CallContext, Judge, prompts_of
+from draco_ray.judging.judge import CallContext, Judge
 from draco_ray.judging.phases.base import Rubric
 from draco_ray.judging.phases.score import Score
 from draco_ray.judging.phases.stage1 import Stage1
