@@ -46,7 +46,7 @@ PACKAGE = Path(__file__).resolve().parents[2]
 SOURCES = (
     "sandbox/starter",
     "sandbox/world/scripts.py",
-    "sandbox/world/families",
+    "sandbox/world/families.toml",
     "rollout/agent_prompt.py",
     "rollout/code_agent.py",
     "rollout/code_block.py",

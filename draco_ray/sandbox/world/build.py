@@ -39,7 +39,7 @@ Progress = Callable[[str], None]
 def generator_digest() -> str:
     """A digest of the generator's source: worlds of another generator are not reused."""
     folder = Path(__file__).parent
-    sources = sorted(path for path in folder.rglob("*.py") if path.name not in _CHECKERS)
+    sources = sorted(path for path in folder.glob("*.*") if path.is_file() and path.name not in _CHECKERS)
     return hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()[:16]
 
 

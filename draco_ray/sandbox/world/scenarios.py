@@ -8,6 +8,7 @@ import random
 from dataclasses import dataclass
 
 from draco_ray.errors import WorldError
+from draco_ray.sandbox.world import drafts, hard_drafts
 from draco_ray.sandbox.world.population import Person, World
 from draco_ray.sandbox.world.scripts import SPLITS, VARIETIES, Draft, Family, families
 
@@ -81,9 +82,10 @@ def _scenario(
     # Where too few of the split's own users make a good task, users of the training split are taken.
     spare = [person for person in rng.sample(users["train"], len(users["train"])) if person not in own]
     tasks: list[PlannedTask] = []
+    draft_of = getattr(hard_drafts if family.variety == "hard" else drafts, family.name)
     for person in (*own, *spare):
         for _ in range(TRIES):
-            draft = family.draft(world, person, rng)
+            draft = draft_of(world, person, rng)
             key = json.dumps([family.name, person.id, draft and draft.params])
             if draft is None or key in taken:
                 continue
