@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from draco_ray.sandbox.starter.train import Example
 
 RECIPE = "starter.json"
-"""Written last: a folder that holds it is complete, and what is in it says whether it is up to date."""
+"""Written last: a folder that holds it is complete, and its content tells whether it is up to date."""
 PRESETS = {"standard": "sandbox", "hard": "sandbox-hard"}
 """The configuration that each variety's starter policy is made for: its agent is the one that is demonstrated."""
 PACKAGE = Path(__file__).resolve().parents[2]
@@ -54,7 +54,7 @@ SOURCES = (
     "rollout/turn_agent.py",
     "engine/chat.py",
 )
-"""Code that decides the weights, below the package's folder."""
+"""Files and folders of the package that determine the weights."""
 
 
 def build_starter(
@@ -71,11 +71,11 @@ def build_starter(
     Args:
         out: where it goes. An older starter policy in its place is replaced, anything else is refused.
         world: a sandbox made by ``draco sandbox build``; only one split's tasks are demonstrated.
-        seed: of the faults, the initial weights and the order of training. Equal seeds, worlds and settings give
-            equal weights on the same kind of machine.
+        seed: random seed of the faults, the initial weights and the order of training. Equal seeds, worlds and
+            settings give equal weights on the same kind of machine.
         settings: the recipe; None is the default one of the world's variety.
-        variety: that the world must have; None takes any.
-        progress: say what is going on.
+        variety: required variety of the world; None accepts any.
+        progress: print what is being done.
     Returns: ``out``.
     Raises: WorldError if ``world`` is no such sandbox or AppWorld fails; ConfigError if ``out`` holds something else;
         ModuleNotFoundError without PyTorch and transformers.
@@ -121,7 +121,7 @@ def _sandbox(world: Path, variety: str | None) -> dict[str, Any]:
 
 
 def _recipe(manifest: dict[str, Any], agent: AgentConfig, settings: StarterSettings, seed: int) -> str:
-    """Everything that decides the weights, short enough to keep and compare."""
+    """Everything that determines the weights, as text to store and compare."""
     recipe = {
         "seed": seed,
         "settings": settings.model_dump(mode="json", exclude={"processes"}),
@@ -212,7 +212,7 @@ async def _epochs(
 
 
 class _Report:
-    """Says how far a build is: a bar while a stage goes on, a line after it."""
+    """Prints progress: a bar during a stage, a line after it."""
 
     def __init__(self, console: Console) -> None:
         self._console = console

@@ -64,7 +64,7 @@ class World:
     _found: dict[tuple[str, str], tuple[int, dict[Any, list[Row]]]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
-    """Of a table and a field of it, how many rows were looked at, and those of each value."""
+    """Index by (table, field): how many rows are indexed, and the rows of each value."""
 
     def add(self, table: str, **fields: Any) -> int:
         """Append a row; returns its id."""
@@ -119,7 +119,7 @@ def populate(seed: int, users: int) -> World:
 
 
 def _moment(rng: random.Random, days: int = 500) -> datetime:
-    """A second in the so many days before yesterday; unique enough that sorting by it has no ties."""
+    """A random second within the given number of days before yesterday; ties are unlikely enough for sorting."""
     return NOW - timedelta(seconds=rng.randrange(86_400, days * 86_400))
 
 
@@ -260,34 +260,39 @@ def _add_spotify(world: World, rng: random.Random) -> None:
         )
     songs = [song["id"] for song in world.tables["spotify.Song"]]
     for person in world.people:
-        shuffled = rng.sample(songs, len(songs))
-        listed, liked_pool = shuffled[:200], shuffled[200:]
-        for title in rng.sample(WORDS["playlist_titles"], rng.randint(8, 11)):
-            playlist_id = world.add(
-                "spotify.Playlist",
-                title=title,
-                user_id=person.id,
-                created_at=_moment(rng),
-                is_public=rng.random() < 0.5,
-                rating=0.0,
-                like_count=0,
-                review_count=0,
-            )
-            for song_id in rng.sample(listed, rng.randint(8, 12)):
-                world.add("spotify.PlaylistSong", playlist_id=playlist_id, song_id=song_id, added_at=_moment(rng))
-        library = sorted(rng.sample(listed, rng.randint(13, 22)))
-        for song_id, moment in zip(library, _moments(rng, len(library)), strict=True):
-            world.add("spotify.UserLibrarySong", user_id=person.id, song_id=song_id, created_at=moment)
-        liked = sorted(rng.sample(liked_pool, rng.randint(11, 17)))
-        for song_id, moment in zip(liked, _moments(rng, len(liked)), strict=True):
-            world.add("spotify.SongLike", user_id=person.id, song_id=song_id, liked_at=moment)
-            world.get("spotify.Song", song_id)["like_count"] += 1
-        albums = sorted(rng.sample(range(1, 41), rng.randint(7, 12)))
-        for album_id, moment in zip(albums, _moments(rng, len(albums)), strict=True):
-            world.add("spotify.UserLibraryAlbum", user_id=person.id, album_id=album_id, created_at=moment)
-        artists = sorted(rng.sample(range(1, 61), rng.randint(12, 16)))
-        for artist_id, moment in zip(artists, _moments(rng, len(artists)), strict=True):
-            world.add("spotify.UserArtistFollowing", user_id=person.id, artist_id=artist_id, created_at=moment)
+        _add_listener(world, person, songs, rng)
+
+
+def _add_listener(world: World, person: Person, songs: list[int], rng: random.Random) -> None:
+    """A user's playlists, library, likes and followings."""
+    shuffled = rng.sample(songs, len(songs))
+    listed, liked_pool = shuffled[:200], shuffled[200:]
+    for title in rng.sample(WORDS["playlist_titles"], rng.randint(8, 11)):
+        playlist_id = world.add(
+            "spotify.Playlist",
+            title=title,
+            user_id=person.id,
+            created_at=_moment(rng),
+            is_public=rng.random() < 0.5,
+            rating=0.0,
+            like_count=0,
+            review_count=0,
+        )
+        for song_id in rng.sample(listed, rng.randint(8, 12)):
+            world.add("spotify.PlaylistSong", playlist_id=playlist_id, song_id=song_id, added_at=_moment(rng))
+    library = sorted(rng.sample(listed, rng.randint(13, 22)))
+    for song_id, moment in zip(library, _moments(rng, len(library)), strict=True):
+        world.add("spotify.UserLibrarySong", user_id=person.id, song_id=song_id, created_at=moment)
+    liked = sorted(rng.sample(liked_pool, rng.randint(11, 17)))
+    for song_id, moment in zip(liked, _moments(rng, len(liked)), strict=True):
+        world.add("spotify.SongLike", user_id=person.id, song_id=song_id, liked_at=moment)
+        world.get("spotify.Song", song_id)["like_count"] += 1
+    albums = sorted(rng.sample(range(1, 41), rng.randint(7, 12)))
+    for album_id, moment in zip(albums, _moments(rng, len(albums)), strict=True):
+        world.add("spotify.UserLibraryAlbum", user_id=person.id, album_id=album_id, created_at=moment)
+    artists = sorted(rng.sample(range(1, 61), rng.randint(12, 16)))
+    for artist_id, moment in zip(artists, _moments(rng, len(artists)), strict=True):
+        world.add("spotify.UserArtistFollowing", user_id=person.id, artist_id=artist_id, created_at=moment)
 
 
 def _add_venmo(world: World, rng: random.Random) -> None:

@@ -18,7 +18,7 @@ TASKS_PER_SCENARIO = 3
 WORDINGS = {"train": (0, 1), "dev": (2,), "test_normal": (3,), "test_challenge": (0, 1)}
 """Which of a family's wordings a split uses. Splits that share families share no wording."""
 TRIES = 200
-"""Parameter choices tried on one user before she is passed over."""
+"""Parameter choices tried for one user before the next user is taken."""
 
 
 @dataclass(frozen=True)
