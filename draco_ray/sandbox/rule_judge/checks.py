@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from draco_ray.records import Verdict
 from draco_ray.sandbox.rule_judge.case import Case, Finding, does, not_applicable
-from draco_ray.sandbox.rule_judge.demands import DONE_LISTS, PAGED, Limit, List
+from draco_ray.sandbox.rule_judge.demands import DONE_LISTS, PAGED, Limit
 from draco_ray.sandbox.rule_judge.trace import EMPTY, Call, Test
 
 _NARROWING = re.compile(r"(?!access_token|page_index|page_limit|sort_by|direction|#|\*)")
@@ -28,7 +28,7 @@ def judge_source(case: Case) -> Finding:
     if not case.demands.lists:
         return not_applicable("The task names no list that these rules know.")
     right: list[Call] = []
-    missing: list[List] = []
+    missing: list[NamedList] = []
     for entry in case.demands.lists:
         calls = [call for call in case.sources if call.app == entry.app and call.api in entry.apis]
         calls = [call for call in calls if not _misread(case, entry, call)]
@@ -45,7 +45,7 @@ def judge_source(case: Case) -> Finding:
     return case.failed(f"Nothing in the result comes from {names}; it should have been read.", case.omission(*apis))
 
 
-def _misread(case: Case, entry: List, call: Call) -> bool:
+def _misread(case: Case, entry: NamedList, call: Call) -> bool:
     """Whether a call of the right API reads the wrong side of the list, or a part that the task does not speak of."""
     other = {"received": "sent", "sent": "received"}.get(case.demands.direction or "")
     if entry.directed and other and (f"_{other}_" in call.api or call.text("direction") == other):

@@ -29,7 +29,7 @@ _COMPARISONS = [(operator, _compiled(words)) for words, operator in DATA["compar
 
 
 @dataclass(frozen=True, slots=True)
-class List:
+class NamedList:
     """A list that tasks speak of."""
 
     name: str
@@ -50,7 +50,7 @@ class Action:
     setting: tuple[str, str] | None = None
 
 
-LISTS = tuple(List(**row | {"words": _compiled(row["words"])}) for row in DATA["lists"])
+LISTS = tuple(NamedList(**row | {"words": _compiled(row["words"])}) for row in DATA["lists"])
 ACTIONS = tuple(Action(**row | {"words": _compiled(row["words"])}) for row in DATA["actions"])
 PAGED = frozenset(api for entry in LISTS if entry.paged for api in entry.apis)
 """APIs that return their list page by page."""
@@ -75,7 +75,7 @@ class Demands:
     text: str
     question: bool
     """Whether an answer is wanted."""
-    lists: tuple[List, ...]
+    lists: tuple[NamedList, ...]
     direction: str | None
     """``received`` or ``sent``, for lists that have both sides."""
     limits: tuple[Limit, ...]
@@ -130,9 +130,9 @@ def _selects(before: str) -> bool:
     return bool(existing) or _PHRASES["new"].search(before) is None
 
 
-def _lists(plain: str) -> tuple[List, ...]:
+def _lists(plain: str) -> tuple[NamedList, ...]:
     left = _PHRASES["made"].sub(" ", plain)
-    found: list[List] = []
+    found: list[NamedList] = []
     for entry in LISTS:
         if entry.words.search(left):
             left = entry.words.sub(" ", left)

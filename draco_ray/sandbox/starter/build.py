@@ -11,13 +11,9 @@ import importlib.metadata
 import json
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from draco_ray.config.load import load_config
 from draco_ray.config.schema import AgentConfig
@@ -99,7 +95,12 @@ def build_starter(
     with PrivateTempDir(out.parent) as folder:
         made, old = folder / "new", folder / "old"
         made.mkdir()
-        _build(made, world, manifest, agent, settings, seed, _Report(console))
+        started = time.monotonic()
+
+        def say(what: str) -> None:
+            console.print(f"starter: {what} [{time.monotonic() - started:.0f} s]")
+
+        _build(made, world, manifest, agent, settings, seed, say)
         (made / RECIPE).write_text(recipe, encoding="utf-8")
         if out.exists():
             out.rename(old)
@@ -147,7 +148,7 @@ def _build(
     agent: AgentConfig,
     settings: StarterSettings,
     seed: int,
-    report: _Report,
+    say: Callable[[str], None],
 ) -> None:
     """Write a complete model directory."""
     # Imported late: they take seconds, and an up-to-date model needs none of them.
@@ -159,9 +160,8 @@ def _build(
 
     tasks = _tasks(world, manifest, settings.split)
     drawn = demo.draw(tasks, settings.variants, settings.fault_rates, seed)
-    with report.stage("demonstrations") as advance:
-        played = demo.execute(drawn, world, settings.processes, advance)
-    report.say(f"{len(played)} demonstrations of {len(tasks)} tasks executed in AppWorld")
+    say(f"executing {len(drawn)} demonstrations of {len(tasks)} tasks in AppWorld")
+    played = demo.execute(drawn, world, settings.processes)
 
     words = random.Random(f"words/{seed}")
     rounds = [[demo.reword(each, words) for each in played] for _ in range(settings.epochs)]
@@ -170,12 +170,11 @@ def _build(
     chat = ChatTokens(tokenizer, thinking=agent.thinking)
     epochs = asyncio.run(_epochs(rounds, tokenizer, chat, agent, settings))
     tokens = sum(len(example.token_ids) for example in epochs[0])
-    report.say(f"tokenizer of {len(tokenizer)} entries, {tokens / len(played):.0f} tokens a demonstration")
+    say(f"tokenizer of {len(tokenizer)} entries, {tokens / len(played):.0f} tokens a demonstration")
 
     model = new_model(tokenizer, settings, seed)
-    with report.stage("training") as advance:
-        loss = train(model, epochs, settings, seed, lambda done, total, _: advance(done, total))
-    report.say(f"{model.num_parameters() / 1e6:.2f}M parameters trained, {loss:.3f} nats a sampled token")
+    loss = train(model, epochs, settings, seed)
+    say(f"{model.num_parameters() / 1e6:.2f}M parameters trained, {loss:.3f} nats a sampled token")
     logging.disable_progress_bar()
     model.save_pretrained(out)
     tokenizer.save_pretrained(out)
@@ -209,24 +208,3 @@ async def _epochs(
             ]
         )
     return epochs
-
-
-class _Report:
-    """Prints progress: a bar during a stage, a line after it."""
-
-    def __init__(self, console: Console) -> None:
-        self._console = console
-        self._started = time.monotonic()
-
-    def say(self, what: str) -> None:
-        self._console.print(f"starter: {what} [{time.monotonic() - self._started:.0f} s]")
-
-    @contextmanager
-    def stage(self, name: str) -> Iterator[Callable[[int, int], None]]:
-        """A stage's bar; yields a function that takes (done, total)."""
-        columns = (TextColumn("{task.description}"), BarColumn(24), MofNCompleteColumn(), TimeElapsedColumn())
-        with Progress(
-            *columns, console=self._console, transient=True, disable=not self._console.is_terminal
-        ) as progress:
-            bar = progress.add_task(f"starter: {name}", total=None)
-            yield lambda done, total: progress.update(bar, completed=done, total=total)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 import os
@@ -10,7 +9,7 @@ import random
 import re
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -33,9 +32,6 @@ from draco_ray.rollout.code_block import cut_output
 from draco_ray.rollout.tokens import TokenPolicy
 from draco_ray.sandbox.world.scripts import Family, Fault
 from draco_ray.temp_dirs import PrivateTempDir
-
-OnDone = Callable[[int, int], None]
-"""Called with (how many are done, how many there are)."""
 
 EXECUTE = Path(__file__).with_name("execute.py")
 
@@ -84,9 +80,7 @@ def _systematic(rate: float, total: int, block: int, rng: random.Random) -> list
     return shuffled
 
 
-def execute(
-    demonstrations: Sequence[Demonstration], world: Path, processes: int, on_done: OnDone | None = None
-) -> list[Demonstration]:
+def execute(demonstrations: Sequence[Demonstration], world: Path, processes: int) -> list[Demonstration]:
     """Run every demonstration's cells in AppWorld, without ground truth; equal ones once.
 
     Args:
@@ -96,19 +90,9 @@ def execute(
     """
     keys = [(demonstration.task.task_id, demonstration.cells) for demonstration in demonstrations]
     jobs = list(dict.fromkeys(keys))
-    done = itertools.count(1)
-
-    def run(share: list[tuple[str, tuple[str, ...]]], root: Path) -> list[tuple[str, ...]]:
-        outputs = []
-        for output in _run_jobs(share, root):
-            outputs.append(output)
-            if on_done is not None:
-                on_done(next(done), len(jobs))
-        return outputs
-
     with _temporary_root(world) as root, ThreadPoolExecutor(processes) as pool:
         shares = [jobs[start::processes] for start in range(min(processes, len(jobs)))]
-        results = list(pool.map(lambda share: run(share, root), shares))
+        results = list(pool.map(lambda share: _run_jobs(share, root), shares))
     known = {
         job: output
         for share, outputs in zip(shares, results, strict=True)
@@ -209,12 +193,12 @@ def _temporary_root(world: Path) -> Iterator[Path]:
         yield folder
 
 
-def _run_jobs(jobs: list[tuple[str, tuple[str, ...]]], root: Path) -> Iterator[tuple[str, ...]]:
-    """Run jobs in one AppWorld process, yielding the outputs of each as it is done."""
+def _run_jobs(jobs: list[tuple[str, tuple[str, ...]]], root: Path) -> list[tuple[str, ...]]:
+    """Run jobs in one AppWorld process; returns the outputs of each."""
     with tempfile.TemporaryFile("w+", encoding="utf-8") as lines, tempfile.TemporaryFile("w+") as errors:
         lines.writelines(json.dumps({"task_id": task_id, "cells": cells}) + "\n" for task_id, cells in jobs)
         lines.seek(0)
-        process = subprocess.Popen(
+        ended = subprocess.run(
             # As a file: AppWorld's Python lacks what this package imports. -P keeps the folder off the path.
             [appworld_python(None), "-P", str(EXECUTE)],
             env={**os.environ, "APPWORLD_ROOT": str(root)},
@@ -222,21 +206,15 @@ def _run_jobs(jobs: list[tuple[str, tuple[str, ...]]], root: Path) -> Iterator[t
             stdout=subprocess.PIPE,
             stderr=errors,
             text=True,
+            check=False,
             preexec_fn=linux.die_with_parent,
         )
-        try:
-            assert process.stdout is not None
-            answered = 0
-            for answered, line in enumerate(process.stdout, start=1):  # noqa: B007
-                yield tuple(json.loads(line)["outputs"])
-            process.wait()
-        finally:
-            process.kill()
-            process.wait()
-        if answered != len(jobs):
+        answered = [tuple(json.loads(line)["outputs"]) for line in ended.stdout.splitlines()]
+        if len(answered) != len(jobs):
             errors.seek(0)
-            last = (errors.read().strip().splitlines() or [f"exit status {process.returncode}"])[-1]
+            last = (errors.read().strip().splitlines() or [f"exit status {ended.returncode}"])[-1]
             raise WorldError(
-                f"AppWorld stopped after {answered} of {len(jobs)} demonstrations: {last}; "
+                f"AppWorld stopped after {len(answered)} of {len(jobs)} demonstrations: {last}; "
                 "check the world with `draco sandbox verify`"
             )
+        return answered
