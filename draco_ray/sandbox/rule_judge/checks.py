@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from draco_ray.records import Verdict
 from draco_ray.sandbox.rule_judge.case import Case, Finding, does, not_applicable
-from draco_ray.sandbox.rule_judge.demands import DONE_LISTS, PAGED, Limit
+from draco_ray.sandbox.rule_judge.demands import DONE_LISTS, PAGED, Limit, NamedList
 from draco_ray.sandbox.rule_judge.trace import EMPTY, Call, Test
 
 _NARROWING = re.compile(r"(?!access_token|page_index|page_limit|sort_by|direction|#|\*)")
