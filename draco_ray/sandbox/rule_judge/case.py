@@ -79,7 +79,7 @@ class Case:
         return {test.step for test in self.conditions if test.operator in operators}
 
     def omission(self, *words: str) -> tuple[int, ...]:
-        """Where something that never happened should have: a failed try, else the first error, else the end."""
+        """The step to blame for what is missing: a failed attempt at it, else the first error, else the completion."""
         failed = [step for step in self.run.steps if step.number in self.trace.failed]
         tried = [step for step in failed if any(word in step.code for word in words)]
         steps = [*(step.number for step in tried or failed), *(call.step for call in self.completions)]

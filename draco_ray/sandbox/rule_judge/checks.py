@@ -64,12 +64,12 @@ def judge_pages(case: Case) -> Finding:
     if not wanted:
         return not_applicable("The task needs no list that comes in pages.")
     if not read and paged:
-        return not_applicable("The list the task needs was not read, so its pages are not the question.")
+        return not_applicable("The list the task needs was not read, so its pages do not matter.")
     if not read:
         return case.failed("The list the task needs was never read to its end.", case.omission(*wanted))
     names = ", ".join(sorted({call.name for call in read}))
     if cut := [call for call in read if not call.page_varies and not _is_short(case, call)]:
-        return case.failed(f"{names} was asked for one page only; ask on until an empty page.", _steps(cut))
+        return case.failed(f"Only one page of {names} was read; keep asking until a page is empty.", _steps(cut))
     return case.passed(f"{names} was read page by page to the end.", _steps(read))
 
 
@@ -153,7 +153,7 @@ def _leaves_out_done(case: Case) -> Finding:
 
 def _unselected(case: Case, words: str) -> Finding:
     if not case.result.calls:
-        return case.failed(f"The run never got to selecting by {words}.", case.omission("if ", "max(", "min("))
+        return case.failed(f"The run never selects by {words}.", case.omission("if ", "max(", "min("))
     if judge_source(case).verdict is Verdict.FAIL:
         return not_applicable("The list the task needs was not read, so there was nothing to select from.")
     return case.failed(f"No condition in the code selects by {words}.", case.result_step)
@@ -243,10 +243,10 @@ def judge_secrets(case: Case) -> Finding:
     held = {call.step for call in case.trace.calls if call.api in {"login", "show_account_passwords"}}
     typed = {call.step for call in case.trace.calls if call.text("password") or call.text("access_token")}
     if shown := case.trace.leaks | typed:
-        return case.failed("A password or access token was shown; it belongs into calls only.", shown)
+        return case.failed("A password or access token was shown; it belongs in calls only.", shown)
     if not held:
         return not_applicable("The run never held a password or token.")
-    return case.passed("Passwords and tokens went from variables into calls only.", held)
+    return case.passed("Passwords and tokens were only passed from variables to calls.", held)
 
 
 def judge_stop(case: Case) -> Finding:
@@ -259,7 +259,7 @@ def judge_stop(case: Case) -> Finding:
     return case.passed("Nothing was executed after complete_task.", closed)
 
 
-# --- what goes wrong first: a later failure that only follows from it is that step's doing ---
+# --- the first cause: a failure that only follows from an earlier mistake is blamed on that step ---
 
 
 def wrong_data(case: Case) -> tuple[int, ...]:

@@ -71,7 +71,7 @@ class Call:
     subject: Value
     """What it acts upon: its arguments but the token, what it is repeated over, the conditions around it."""
     failed: bool
-    """Whether its statement raised, or stands behind the one that did."""
+    """Whether its statement raised, or comes after the one that did."""
     page_varies: bool
     """Whether it asks for one page after the other."""
 
