@@ -210,6 +210,13 @@ def test_a_short_page_proves_itself() -> None:
     assert find("pages", longest(fetch=(one_page, "5\n")), LONGEST).verdict is Verdict.FAIL
 
 
+def test_a_change_nobody_asked_for_fails() -> None:
+    extra = "for s in rows:\n    apis.spotify.like_song(song_id=s['song_id'], access_token=spotify_token)"
+    run = longest(pick=(f"{PICK}\n{extra}", "Sleepless Ocean\n"))
+    assert find("actions", run, LONGEST).steps == (4,)
+    assert outcome(run)[0] == "FAIL"
+
+
 def test_closing_first_and_working_later_fails() -> None:
     task = instruction("pin_tagged_notes")
     steps = [(step.code, step.output) for step in scripted_run("pin_tagged_notes").steps]

@@ -176,24 +176,24 @@ def _same(found: str | None, wanted: str) -> bool:
 
 
 def judge_actions(case: Case) -> Finding:
-    """The changes that the task asks for are made, to everything selected."""
+    """The changes that the task asks for are made, and no others."""
     demands = case.demands
-    if demands.question:
+    if demands.question and not case.changes:
         return not_applicable("The task asks for an answer, not for a change.")
-    if not demands.actions and not case.changes:
-        return case.failed("The task asks for a change and none was made.", case.omission())
     for action in demands.actions:
-        made = [call for call in case.changes if does(action, call)]
-        tried = [call for call in case.trace.calls if call.failed and does(action, call)]
-        if not made and tried:
+        if any(does(action, call) for call in case.changes):
+            continue
+        if tried := [call for call in case.trace.calls if call.failed and does(action, call)]:
             return case.failed(f"The call to {action.name} ended in an error.", causes(case) or _steps(tried))
-        if not made and case.changes:
-            used = ", ".join(sorted({call.name for call in case.changes}))
-            return case.failed(f"The task asks to {action.name}; the run called {used} instead.", _steps(case.changes))
-        if not made:
-            return case.failed(f"Nothing was done to {action.name}.", case.omission(*action.apis.split("|")))
-    because = "Each change the task asks for has a call that succeeded."
-    return case.passed(because, _steps(case.demanded or case.changes))
+        used = ", ".join(sorted({call.name for call in case.changes})) or "nothing"
+        steps = _steps(case.changes) or case.omission(*action.apis.split("|"))
+        return case.failed(f"The task asks to {action.name}; the run called {used} instead.", steps)
+    if extra := [call for call in case.changes if (demands.question or demands.actions) and call not in case.demanded]:
+        names = ", ".join(sorted({call.name for call in extra}))
+        return case.failed(f"{names} changes something the task does not ask for.", _steps(extra))
+    if not case.changes:
+        return case.failed("The task asks for a change and none was made.", case.omission())
+    return case.passed("The run makes each change that the task asks for, and no other.", _steps(case.changes))
 
 
 def judge_completion(case: Case) -> Finding:
