@@ -1,7 +1,7 @@
 """The rule judge behind OpenAI's chat-completions protocol: a real HTTP server, on this machine only.
 
-It can be told to be slow, to limit the rate, and to answer badly, so that a run against it meets everything that a run
-against a provider meets. `serve` runs it here; `JudgeServer` runs it as a process of its own while a block lasts.
+On request it is slow, limits the rate or answers badly, so that a run meets what it would meet at a provider. `serve`
+runs it in this process; `JudgeServer` runs it as a child process for the duration of a ``with`` block.
 
 =========================  =======================================================================================
 POST /v1/chat/completions  one reply; 429 with Retry-After over the rate, 401 without the key, 404 for another model
@@ -81,11 +81,11 @@ class Behaviour(BaseModel):
     noise: Noise = Noise()
     """What it gets wrong, in replies whose form is right."""
     answered: Path | None = None
-    """File of what was answered, by digest: a server in place of one that was killed goes on counting repeats."""
+    """File for the digests of answered requests, so that a server that replaces a killed one still counts repeats."""
     require_key: bool = False
     """Answer 401 unless the request bears the key in the environment variable `KEY_VARIABLE`."""
     seed: int = 0
-    """Of the draws: the n-th request of a server meets the same fate under the same seed."""
+    """Random seed of these shares: the n-th request is treated alike under the same seed."""
 
     @model_validator(mode="after")
     def _shares(self) -> Behaviour:
@@ -95,7 +95,7 @@ class Behaviour(BaseModel):
 
 
 class _Completion(BaseModel):
-    """What is used of a request."""
+    """The fields of a request that the server reads."""
 
     class _Message(BaseModel):
         role: str
@@ -116,7 +116,7 @@ class _Completion(BaseModel):
 
 
 class JudgeApp:
-    """The protocol and the misbehaviour; `answer` does the judging."""
+    """The protocol, the delays and the errors on request; `answer` does the judging."""
 
     def __init__(self, behaviour: Behaviour) -> None:
         """Prepare the answers. Raises: ConfigError if a key is required and none is set, or ``use`` answers nothing."""
@@ -196,11 +196,11 @@ class JudgeApp:
         self._most_in_flight = max(self._most_in_flight, self._in_flight)
         try:
             reply, phase = await self._reply(number, asked)
-            # The question whether the judge answers at all is not counted, however often it is asked.
+            # The probe whether the judge answers at all is not counted.
             if phase is None:
                 return reply
             self._repeated += known
-            # A reader that died while this process could not run is noticed first, whatever the event loop begins with.
+            # Let the event loop notice a client that has disconnected before the reply counts as delivered.
             await asyncio.sleep(0.001)
             if reply.status_code == 200 and not await request.is_disconnected():
                 self._answered.add(question)
@@ -214,14 +214,14 @@ class JudgeApp:
     async def _reply(self, number: int, asked: _Completion) -> tuple[Response, str | None]:
         behaviour = self._behaviour
         clock = time.monotonic()
-        # A second question is about the first reply's form; the first message still holds what is to be judged.
+        # A re-ask is about the first reply's form; the first user message is still the judge's prompt.
         prompt = next((message.text for message in asked.messages if message.role == "user"), "")
         phase, text = await asyncio.to_thread(self._answer, prompt)
         spent = time.monotonic() - clock
         self._judging_seconds += spent
         self._phases[phase or "other"] += 1
         if phase is None and asked.response_format is not None and text == "OK":
-            # What asks whether a JSON schema is kept to.
+            # The probe for JSON schema support expects an object.
             text = reply([text])
         await asyncio.sleep(max(0.0, behaviour.latency - spent))
         draw = random.Random(f"{behaviour.seed}/{number}").random()
@@ -261,7 +261,7 @@ class JudgeApp:
         return JSONResponse({"error": {"message": text, "type": code, "code": code}}, status, headers)
 
     def _seconds_to_wait(self) -> float:
-        """Take one request from the allowance; 0 if there was one, else seconds until there is."""
+        """Take one request from the rate limit's allowance; 0 if there is one, else the seconds until there is."""
         rate = self._behaviour.rate_limit
         if rate is None:
             return 0.0
@@ -312,9 +312,10 @@ def serve(*, port: int = 8011, **others: Any) -> None:
 
 
 class JudgeServer:
-    """The server as a process of its own, on a free port, for as long as a ``with`` block lasts.
+    """The server as a child process on a free port, for the duration of a ``with`` block.
 
-    It ends with this process, however that ends. The arguments are `Behaviour`'s; ``key`` makes it require that key.
+    It stops when this process ends, even if it is killed. The arguments are `Behaviour`'s; ``key`` makes it require
+    that key.
 
     >>> with JudgeServer(latency=2.0) as server:  # doctest: +SKIP
     ...     server.base_url
@@ -332,7 +333,7 @@ class JudgeServer:
 
     @property
     def base_url(self) -> str:
-        """What a client calls its API base; ends in ``/v1``."""
+        """The API base for clients; ends in ``/v1``."""
         return f"http://{HOST}:{self._port}/v1"
 
     @property
@@ -353,11 +354,11 @@ class JudgeServer:
             stdout=subprocess.PIPE,
             text=True,
             env=environment,
-            # Ctrl-C is for the run, which still needs its judge while it finishes.
+            # Ctrl-C must not reach it: the run still needs its judge while it finishes.
             start_new_session=True,
         )
         assert self._process.stdout is not None
-        # Where the process hangs, ending it ends the wait for its output.
+        # Killing a process that hangs ends the wait for its output.
         watchdog = threading.Timer(START_SECONDS, self._process.kill)
         watchdog.start()
         try:
@@ -429,7 +430,7 @@ def _end_with_parent() -> None:
 
 
 def _main(settings: str) -> None:
-    """What `JudgeServer` starts: says on its standard output where it listens, or in one line why not."""
+    """What `JudgeServer` starts: prints its port, or one line that says why it cannot serve."""
     try:
         behaviour = Behaviour.model_validate_json(settings)
         app = JudgeApp(behaviour)
@@ -438,7 +439,7 @@ def _main(settings: str) -> None:
         print(error, flush=True)
         sys.exit(1)
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    # The socket listens already: whoever connects from now on is answered.
+    # The socket is listening already, so a client may connect at once.
     print(json.dumps({"port": listener.getsockname()[1]}), flush=True)
     _run(app, listener)
 

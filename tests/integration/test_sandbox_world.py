@@ -15,8 +15,7 @@ import pytest
 from draco_ray.algorithm.reward import rubric_rewards, surviving_criteria
 from draco_ray.environments.appworld.interpreter import appworld_python
 from draco_ray.records import Verdict
-from draco_ray.sandbox.rule_judge.case import Case
-from draco_ray.sandbox.rule_judge.catalogue import discoveries, proposals
+from draco_ray.sandbox.rule_judge.rules import RULES
 from draco_ray.sandbox.world.scripts import VARIETIES, Fault, families
 from tests.conftest import REPOSITORY, SANDBOX_WORLD
 from tests.support.rule_judge_runs import run_of
@@ -290,9 +289,9 @@ def test_the_rule_judges_rewards_follow_success(played: dict[str, dict[str, Fami
     for name in JUDGED[variety]:
         family = played[variety][name]
         group = [family.reference, *family.faulty.values()]
-        cases = [Case(run_of(*zip(each.cells, each.outputs, strict=True)), family.instruction) for each in group]
-        rules = [*proposals(cases[0].demands), *discoveries()]
-        verdict_GK = np.array([[int(rule.judge(case).verdict) for rule in rules] for case in cases])
+        runs = [run_of(*zip(each.cells, each.outputs, strict=True)) for each in group]
+        rules = [rule for rule in RULES if rule.discovered or rule.applies(family.instruction)]
+        verdict_GK = np.array([[int(rule.judge(run, family.instruction).verdict) for rule in rules] for run in runs])
         # The reference violates nothing; every fault violates something.
         assert not (verdict_GK[0] == Verdict.FAIL).any(), family.instruction
         assert (verdict_GK[1:] == Verdict.FAIL).any(axis=1).all(), family.instruction

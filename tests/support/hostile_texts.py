@@ -17,13 +17,13 @@ from draco_ray.judging import escaping, render
 from draco_ray.judging.example import RUBRIC, SCORES, example_trajectory
 from draco_ray.judging.phases.credit import Credit, parse_attributions
 from draco_ray.judging.phases.score import Score, parse_scores
+from draco_ray.judging.phases.stage1 import Stage1
 from draco_ray.judging.prompts import load_prompts
 from draco_ray.judging.reply import parse_criteria
-from draco_ray.records import Criterion
+from draco_ray.records import Criterion, Message
 from draco_ray.rollout.code_block import cut_output, extract_code
 from draco_ray.sandbox.rule_judge.answering import answer
-from draco_ray.sandbox.rule_judge.catalogue import RULES
-from draco_ray.sandbox.rule_judge.demands import read_demands
+from draco_ray.sandbox.rule_judge.rules import RULES
 
 OUTPUT, REPLY = 20_000, 80_000
 """Characters."""
@@ -99,15 +99,7 @@ UNITS = (
     ),
 )
 PROMPTS = load_prompts(Path("prompts/judge"))
-CATALOGUE = [
-    Criterion(
-        title=rule.draft.title,
-        description=rule.draft.description,
-        evaluator_instruction=str(rule.criterion(read_demands(""))["evaluator_instruction"]),
-    )
-    for rule in RULES
-    if rule.draft
-]
+CATALOGUE = [Criterion(**rule.criterion("")) for rule in RULES]
 
 Reader = Callable[[str], object]
 
@@ -158,7 +150,7 @@ PARTS: dict[str, tuple[tuple[int, Reader], ...]] = {
         (OUTPUT, lambda text: answer(with_turn(text))),
         (OUTPUT, lambda text: answer(credit_of(text))),
         (OUTPUT, answer),
-        (OUTPUT, lambda text: answer(f"<agent_prompt>\n[USER]\nYour task is: {text}\n</agent_prompt>")),
+        (OUTPUT, lambda text: answer(Stage1([Message(role="user", content=f"Your task is: {text}")]).prompt(PROMPTS))),
     ),
 }
 

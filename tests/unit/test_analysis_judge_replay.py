@@ -21,13 +21,12 @@ from draco_ray.records import Attribution, Criterion, JudgeCall, ScoredCriterion
 from draco_ray.runs import rows
 from draco_ray.runs.directory import RunDirectory
 from draco_ray.runs.store import RunStore
-from draco_ray.sandbox.rule_judge.reading import TASK_MARK
 from draco_ray.sandbox.world.scripts import Fault
 from tests.support.rule_judge_runs import instruction, scripted_run, trajectory_of
 
 FAMILY = "count_library_songs"
 # A credit prompt does not state the task: the criterion does.
-LOOK = f"Look at every step.{TASK_MARK}{instruction(FAMILY)}"
+LOOK = "Look at every step."
 RUBRIC = [
     Criterion(title="Reads every page of the list", description="All of it.", evaluator_instruction=LOOK),
     Criterion(title="Closes the task after the work", description="Once.", evaluator_instruction=LOOK),

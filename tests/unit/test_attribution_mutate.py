@@ -24,7 +24,7 @@ from draco_ray.records import Trajectory
 from draco_ray.runs import rows
 from draco_ray.runs.directory import RunDirectory
 from draco_ray.runs.store import RunStore
-from draco_ray.sandbox.rule_judge.tracing import trace
+from draco_ray.sandbox.rule_judge.trace import trace
 from draco_ray.sandbox.world.build import read_manifest
 from draco_ray.sandbox.world.scripts import FATAL, Fault, families
 from tests.support.rule_judge_runs import REFUSED, run_of, trajectory_of
@@ -73,7 +73,7 @@ def test_the_rule_judge_sees_that_a_loop_has_one_round() -> None:
     for cell in (READ, comprehension):
         (mutant,) = of(Fault.FIRST_PAGE_ONLY, (LOGIN, cell, CLOSE))
         for cells, varies in (((LOGIN, cell, CLOSE), True), (mutant.cells, False)):
-            found = trace(run_of(*((each, "ok") for each in cells)), "Count my songs.")
+            found = trace(run_of(*((each, "ok") for each in cells)).steps, "Count my songs.")
             (call,) = [call for call in found.calls if call.api == "show_song_library"]
             assert call.page_varies is varies
 

@@ -92,8 +92,6 @@ def test_whatever_a_rollout_says_its_steps_and_the_rubric_are_read_back(
         if phase == "credit":
             assert [rubric.verdict for rubric in read.rubrics] == [score.verdict.name for score in SCORES]
             assert [step.code for step in run.steps] == [turn.action for turn in trajectory.steps]
-        else:
-            assert run.ended == "finished"
 
 
 @fuzz

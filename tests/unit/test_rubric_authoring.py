@@ -29,8 +29,7 @@ from draco_ray.lab.rubric_authoring.reduction import (
 from draco_ray.lab.rubric_authoring.statistics import MeasuredCriterion, measure, prune
 from draco_ray.records import Criterion, Message, Verdict
 from draco_ray.sandbox.rule_judge.answering import answer
-from draco_ray.sandbox.rule_judge.catalogue import RULES
-from draco_ray.sandbox.rule_judge.demands import read_demands
+from draco_ray.sandbox.rule_judge.rules import RULES
 from draco_ray.sandbox.rule_judge.simple import SimpleRule, rule_judge
 from draco_ray.terminal import PlainConsole
 
@@ -91,10 +90,7 @@ def test_a_merge_shows_every_task_and_every_draft_with_its_source() -> None:
 
 def test_the_rule_judge_merges_across_tasks_without_naming_one() -> None:
     tasks = ['How many songs are in my "Focus" playlist?', 'Delete every note titled "Old".']
-    own = [
-        tuple(Criterion(**rule.criterion(read_demands(task)), source="union") for rule in RULES if rule.draft)
-        for task in tasks
-    ]
+    own = [tuple(Criterion(**rule.criterion(task), source="union") for rule in RULES) for task in tasks]
     batch = [
         CriterionSet(name=name, prompts=criterion_set(name, 1, task).prompts, criteria=criteria)
         for name, task, criteria in zip("ab", tasks, own, strict=True)
@@ -105,8 +101,7 @@ def test_the_rule_judge_merges_across_tasks_without_naming_one() -> None:
     merged = parse_criteria(reply, limit=24, source="union").value
     titles = [each.title for each in merged]
     assert len(titles) == len(set(titles))
-    assert set(titles) <= {rule.draft.title for rule in RULES if rule.draft}
-    assert len(titles) == min(24, sum(rule.draft is not None for rule in RULES))
+    assert titles == [rule.title for rule in RULES]
     for each in merged:
         assert not any(word in each.evaluator_instruction for word in ("Focus", "Old", "The task reads"))
 

@@ -20,7 +20,7 @@ from draco_ray.rollout.code_block import extract_code
 from draco_ray.sandbox.rule_judge.answering import answer
 from draco_ray.sandbox.rule_judge.demands import read_demands
 from draco_ray.sandbox.rule_judge.reading import JudgePrompt, Run, instruction, read_prompt
-from draco_ray.sandbox.rule_judge.tracing import trace
+from draco_ray.sandbox.rule_judge.trace import trace
 from draco_ray.sandbox.world.scripts import families
 from tests.support.rule_judge_runs import instruction as task_of
 from tests.support.rule_judge_runs import run_of
@@ -59,7 +59,6 @@ def test_every_phase_is_recognised_and_read_back(prompts: Prompts) -> None:
     assert [(rubric.index, rubric.instruction) for rubric in score.rubrics] == [
         (index, criterion.evaluator_instruction) for index, criterion in enumerate(RUBRIC)
     ]
-    assert score.runs[0].ended == "finished"
     credit = read(Credit(poor, RUBRIC, SCORES).prompt(prompts))
     assert (credit.phase, seen(credit.runs[0])) == ("credit", EXPECTED)
     assert [(rubric.verdict, rubric.evidence) for rubric in credit.rubrics] == [
@@ -166,34 +165,31 @@ def test_every_family_of_the_sandbox_is_understood() -> None:
 )
 def test_limits(words: str, comparison: str, value: str) -> None:
     (limit,) = read_demands(f"Show all {words}.").limits
-    assert (limit.comparison, limit.value) == (comparison, value)
+    assert (limit.operator, limit.value) == (comparison, value)
 
 
 def test_new_things_are_no_lists_and_their_titles_no_conditions() -> None:
     demands = read_demands('Put all my liked songs on Spotify into a new playlist named "Keepers".')
     assert [entry.name for entry in demands.lists] == ["the liked songs"]
-    assert (demands.names, demands.contents) == ((), ("Keepers",))
+    assert demands.names == ()
     demands = read_demands('Like all the songs in my "Keepers" playlist on Spotify.')
     assert [entry.name for entry in demands.lists] == ["the playlists"]
-    assert (demands.names, demands.contents) == (("Keepers",), ())
+    assert demands.names == ("Keepers",)
 
 
 def test_a_task_of_unknown_words_demands_little() -> None:
     demands = read_demands("Rotate the moon.")
-    assert (demands.lists, demands.actions, demands.limits, demands.selects) == ((), (), (), False)
+    assert (demands.lists, demands.actions, demands.conditions) == ((), (), [])
 
 
 # --- code ---
 
 
-def sources(*codes: str, task: str = "Which song is it?") -> tuple[set[str], set[str]]:
-    """What the last variable ``answer`` depends on: API names and conditions."""
-    found = trace(run_of(*((code, "Execution successful.") for code in codes)), task)
-    value = found.variables["answer"]
-    return (
-        {found.calls[index].api for index in found.depends(value)},
-        {found.tests[index].source for index in found.all_tests(value)},
-    )
+def sources(*codes: str, output: str = "Execution successful.", task: str = "") -> tuple[set[str], set[str]]:
+    """What the last value computed from data depends on: API names and selecting operations."""
+    found = trace(run_of(*((code, output) for code in codes)).steps, task)
+    value = found.last_data[1]
+    return {found.calls[index].api for index in value.calls}, {found.tests[index].source for index in value.tests}
 
 
 @pytest.mark.parametrize(
@@ -205,21 +201,11 @@ def sources(*codes: str, task: str = "Which song is it?") -> tuple[set[str], set
             {"show_songs"},
             {"r['x'] > 3"},
         ),
-        (
-            ("answer = []\nfor r in apis.a.show():\n    if r['x'] <= 3:\n        continue\n    answer.append(r)",),
-            {"show"},
-            {"r['x'] > 3"},
-        ),
         (("answer = list(filter(lambda r: r['x'] > 3, apis.a.show_songs()))",), {"show_songs"}, {"r['x'] > 3"}),
-        (
-            ("def every(call):\n    return [r for r in call()]", "answer = every(apis.a.show_songs)"),
-            {"show_songs"},
-            set(),
-        ),
         (
             ("ids = {r['id'] for r in apis.a.show_songs()}", "answer = ids - {r['id'] for r in apis.a.show_liked()}"),
             {"show_songs", "show_liked"},
-            set(),
+            {"ids - {r['id'] for r in apis.a.show_liked()}"},
         ),
         (("rows = apis.a.show_songs()", "rows = apis.a.show_liked()", "answer = len(rows)"), {"show_liked"}, set()),
         (
@@ -231,7 +217,6 @@ def sources(*codes: str, task: str = "Which song is it?") -> tuple[set[str], set
             {"r['mail'] in mails"},
         ),
         (("# apis.a.show_songs()\nanswer = 3",), set(), set()),
-        (("x = apis.a.show_songs()\nanswer = 3",), set(), set()),
     ],
 )
 def test_results_are_followed_back_to_their_calls(codes: tuple[str, ...], apis: set[str], conditions: set[str]) -> None:
@@ -239,33 +224,28 @@ def test_results_are_followed_back_to_their_calls(codes: tuple[str, ...], apis: 
 
 
 def test_parameters_are_read_from_the_task_as_the_code_reads_them() -> None:
-    codes = (
-        'task = apis.supervisor.show_active_task()["instruction"]',
-        r"date = re.findall(r'\d{4}-\d\d-\d\d', task)[0]",
-        "title = task.split('\"')[1]",
-        r"limit = int(re.search(r'\$(\d+)', task).group(1))",
+    code = (
+        'task = apis.supervisor.show_active_task()["instruction"]\n'
+        r"apis.a.pay(date=re.findall(r'\d{4}-\d\d-\d\d', task)[0], limit=int(re.findall(r'\$(\d+)', task)[0]))"
     )
-    found = trace(run_of(*((code, "") for code in codes)), 'Pay "Rent" of $45 on 2023-05-01.')
-    assert [found.variables[name].text for name in ("date", "title", "limit")] == ["2023-05-01", "Rent", "45"]
+    (call,) = trace(run_of((code, "")).steps, 'Pay "Rent" of $45 on 2023-05-01.').calls
+    assert [call.arguments[name].text for name in ("date", "limit")] == ["2023-05-01", "45"]
 
 
-def test_a_pattern_that_would_take_for_ever_is_left_alone() -> None:
-    code = 'task = apis.supervisor.show_active_task()["instruction"]\nx = re.findall("(a+)+$", task)[0]'
-    # Tried to its end this outlasts the time limit of any test.
-    found = trace(run_of((code, "")), "a" * 60 + "!")
-    assert found.variables["x"].text is None
+def test_a_pattern_that_takes_exponential_time_is_not_run() -> None:
+    code = 'task = apis.supervisor.show_active_task()["instruction"]\napis.a.f(x=re.findall("(a+)+$", task)[0])'
+    (call,) = trace(run_of((code, "")).steps, "a" * 60 + "!").calls
+    assert call.arguments["x"].text is None
 
 
 def test_only_what_ran_before_an_error_counts() -> None:
     code = "answer = apis.a.show_songs()\nother = apis.a.show_liked()\nlast = 3"
     output = 'Execution failed. Traceback:\n  File "<python-input>", line 2, in <module>\nException: 401'
-    found = trace(run_of((code, output)), "")
-    assert set(found.variables) == {"answer"}
-    assert [call.failed for call in found.calls] == [False, True]
+    assert [call.failed for call in trace(run_of((code, output)).steps, "").calls] == [False, True]
+    assert sources(code, output=output)[0] == {"show_songs"}
 
 
 def test_pages_are_recognised_by_what_varies() -> None:
     loop = "i = 0\nwhile True:\n    p = apis.a.show_songs(page_index={})\n    if not p: break\n    i += 1"
-    assert trace(run_of((loop.format("i"), "")), "").calls[0].page_varies
-    assert not trace(run_of((loop.format("0"), "")), "").calls[0].page_varies
-    assert not trace(run_of((loop.format("j"), "")), "").calls[0].page_varies
+    assert trace(run_of((loop.format("i"), "")).steps, "").calls[0].page_varies
+    assert not trace(run_of((loop.format("0"), "")).steps, "").calls[0].page_varies

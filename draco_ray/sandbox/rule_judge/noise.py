@@ -1,10 +1,10 @@
-"""A rule judge that is wrong in known shares: how wrong may a judge be before training with it stops working?"""
+"""A rule judge with known error rates: how wrong may a judge be before training with it stops working?"""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -19,14 +19,12 @@ from draco_ray.sandbox.rule_judge.reading import JudgePrompt, Run, read_prompt, 
 
 Answer = Callable[[str], tuple[str | None, str]]
 """A judge's prompt -> its phase (None: it is none) and the reply."""
-_FLIPPED = {Verdict.PASS: Verdict.FAIL, Verdict.FAIL: Verdict.PASS}
-
 ANSWERS = {"sandbox": "draco_ray.sandbox.rule_judge.answering:answer"}
 """Rules that ship, as ``judge.rule_judge.use`` names them."""
 
 
 class Noise(BaseModel):
-    """Shares of what a judge gets wrong, each drawn on its own.
+    """Error rates of a judge, each drawn independently.
 
     A draw depends on the seed, the criterion and the rollout, not on the call: scoring and credit see the same wrong
     verdict, and a question that is asked again gets the same answer.
@@ -35,19 +33,14 @@ class Noise(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     false_pass: float = Field(0.0, ge=0, le=1)
-    """Of the verdicts FAIL, those that come out as PASS."""
+    """Share of the verdicts FAIL that come out as PASS."""
     false_fail: float = Field(0.0, ge=0, le=1)
-    """Of the verdicts PASS, those that come out as FAIL."""
+    """Share of the verdicts PASS that come out as FAIL."""
     wrong_step: float = Field(0.0, ge=0, le=1)
-    """Of the cited steps, those in whose place another step of the rollout is named."""
+    """Share of the cited steps that are replaced by another step of the rollout."""
     missed_criterion: float = Field(0.0, ge=0, le=1)
-    """Of the criteria that stage 1 and stage 2 would write, those that they leave out."""
+    """Share of the criteria of stage 1 and stage 2 that are left out."""
     seed: int = 0
-
-    @property
-    def any(self) -> bool:
-        """Whether anything is wrong at all."""
-        return max(self.false_pass, self.false_fail, self.wrong_step, self.missed_criterion) > 0
 
     def blur(self, answer: Answer) -> Answer:
         """``answer`` with that noise in its replies; what is no judge's prompt is answered as before."""
@@ -55,11 +48,10 @@ class Noise(BaseModel):
         def noisy(prompt: str) -> tuple[str | None, str]:
             phase, text = answer(prompt)
             read = read_prompt(prompt) if phase is not None else None
-            if read is None:
-                return phase, text
-            return phase, reply(self._blurred(read, json.loads(text)[ENTRIES]))
+            return phase, text if read is None else reply(self._blurred(read, json.loads(text)[ENTRIES]))
 
-        return noisy if self.any else answer
+        rates = (self.false_pass, self.false_fail, self.wrong_step, self.missed_criterion)
+        return noisy if any(rates) else answer
 
     def _blurred(self, read: JudgePrompt, entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
         about = _fingerprint(read.runs[0]) if read.runs else read.task
@@ -67,31 +59,26 @@ class Noise(BaseModel):
             kept = [entry for entry in entries if self._draw("missed", about, entry["title"]) >= self.missed_criterion]
             # Stage 1 owes a rubric.
             return kept or entries[:1] if read.phase == Stage1.name else kept
-        if read.phase == Score.name:
-            for entry in entries:
+        titles = {rubric.index: rubric.title for rubric in read.rubrics}
+        for entry in entries:
+            if read.phase == Score.name:
                 entry["score"] = int(self._verdict(Verdict(entry["score"]), about, entry["rubric_title"]))
-        elif read.phase == Credit.name:
-            titles = {rubric.index: rubric.title for rubric in read.rubrics}
-            numbers = [step.number for step in read.runs[0].steps]
-            for entry in entries:
+            elif read.phase == Credit.name:
                 title = titles.get(entry["rubric_index"], "")
                 entry["verdict"] = self._verdict(Verdict[entry["verdict"]], about, title).name
-                entry["relevant_steps"] = self._steps(entry["relevant_steps"], numbers, about, title)
+                cited = entry["relevant_steps"]
+                others = [step.number for step in read.runs[0].steps if step.number not in cited]
+                entry["relevant_steps"] = sorted({self._step(step, others, about, title) for step in cited})
         return entries
 
     def _verdict(self, verdict: Verdict, about: str, title: str) -> Verdict:
         share = {Verdict.FAIL: self.false_pass, Verdict.PASS: self.false_fail}.get(verdict, 0.0)
-        return _FLIPPED[verdict] if self._draw("verdict", about, title) < share else verdict
+        return Verdict(-verdict) if self._draw("verdict", about, title) < share else verdict
 
-    def _steps(self, cited: Sequence[int], numbers: Sequence[int], about: str, title: str) -> list[int]:
-        found = set()
-        for step in cited:
-            others = [number for number in numbers if number not in cited]
-            if others and self._draw("step", about, title, step) < self.wrong_step:
-                found.add(others[int(self._draw("other", about, title, step) * len(others))])
-            else:
-                found.add(step)
-        return sorted(found)
+    def _step(self, step: int, others: list[int], about: str, title: str) -> int:
+        if others and self._draw("step", about, title, step) < self.wrong_step:
+            return others[int(self._draw("other", about, title, step) * len(others))]
+        return step
 
     def _draw(self, *words: object) -> float:
         """Uniform in [0, 1), the same for the same words."""

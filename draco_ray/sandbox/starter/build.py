@@ -11,13 +11,9 @@ import importlib.metadata
 import json
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from draco_ray.config.load import load_config
 from draco_ray.config.schema import AgentConfig
@@ -39,14 +35,14 @@ if TYPE_CHECKING:
     from draco_ray.sandbox.starter.train import Example
 
 RECIPE = "starter.json"
-"""Written last: a folder that holds it is complete, and what is in it says whether it is up to date."""
+"""Written last: a folder that holds it is complete, and its content tells whether it is up to date."""
 PRESETS = {"standard": "sandbox", "hard": "sandbox-hard"}
 """The configuration that each variety's starter policy is made for: its agent is the one that is demonstrated."""
 PACKAGE = Path(__file__).resolve().parents[2]
 SOURCES = (
     "sandbox/starter",
     "sandbox/world/scripts.py",
-    "sandbox/world/families",
+    "sandbox/world/families.toml",
     "rollout/agent_prompt.py",
     "rollout/code_agent.py",
     "rollout/code_block.py",
@@ -54,7 +50,7 @@ SOURCES = (
     "rollout/turn_agent.py",
     "engine/chat.py",
 )
-"""Code that decides the weights, below the package's folder."""
+"""Files and folders of the package that determine the weights."""
 
 
 def build_starter(
@@ -71,11 +67,11 @@ def build_starter(
     Args:
         out: where it goes. An older starter policy in its place is replaced, anything else is refused.
         world: a sandbox made by ``draco sandbox build``; only one split's tasks are demonstrated.
-        seed: of the faults, the initial weights and the order of training. Equal seeds, worlds and settings give
-            equal weights on the same kind of machine.
+        seed: random seed of the faults, the initial weights and the order of training. Equal seeds, worlds and
+            settings give equal weights on the same kind of machine.
         settings: the recipe; None is the default one of the world's variety.
-        variety: that the world must have; None takes any.
-        progress: say what is going on.
+        variety: required variety of the world; None accepts any.
+        progress: print what is being done.
     Returns: ``out``.
     Raises: WorldError if ``world`` is no such sandbox or AppWorld fails; ConfigError if ``out`` holds something else;
         ModuleNotFoundError without PyTorch and transformers.
@@ -99,7 +95,12 @@ def build_starter(
     with PrivateTempDir(out.parent) as folder:
         made, old = folder / "new", folder / "old"
         made.mkdir()
-        _build(made, world, manifest, agent, settings, seed, _Report(console))
+        started = time.monotonic()
+
+        def say(what: str) -> None:
+            console.print(f"starter: {what} [{time.monotonic() - started:.0f} s]")
+
+        _build(made, world, manifest, agent, settings, seed, say)
         (made / RECIPE).write_text(recipe, encoding="utf-8")
         if out.exists():
             out.rename(old)
@@ -121,7 +122,7 @@ def _sandbox(world: Path, variety: str | None) -> dict[str, Any]:
 
 
 def _recipe(manifest: dict[str, Any], agent: AgentConfig, settings: StarterSettings, seed: int) -> str:
-    """Everything that decides the weights, short enough to keep and compare."""
+    """Everything that determines the weights, as text to store and compare."""
     recipe = {
         "seed": seed,
         "settings": settings.model_dump(mode="json", exclude={"processes"}),
@@ -147,7 +148,7 @@ def _build(
     agent: AgentConfig,
     settings: StarterSettings,
     seed: int,
-    report: _Report,
+    say: Callable[[str], None],
 ) -> None:
     """Write a complete model directory."""
     # Imported late: they take seconds, and an up-to-date model needs none of them.
@@ -159,9 +160,8 @@ def _build(
 
     tasks = _tasks(world, manifest, settings.split)
     drawn = demo.draw(tasks, settings.variants, settings.fault_rates, seed)
-    with report.stage("demonstrations") as advance:
-        played = demo.execute(drawn, world, settings.processes, advance)
-    report.say(f"{len(played)} demonstrations of {len(tasks)} tasks executed in AppWorld")
+    say(f"executing {len(drawn)} demonstrations of {len(tasks)} tasks in AppWorld")
+    played = demo.execute(drawn, world, settings.processes)
 
     words = random.Random(f"words/{seed}")
     rounds = [[demo.reword(each, words) for each in played] for _ in range(settings.epochs)]
@@ -170,12 +170,11 @@ def _build(
     chat = ChatTokens(tokenizer, thinking=agent.thinking)
     epochs = asyncio.run(_epochs(rounds, tokenizer, chat, agent, settings))
     tokens = sum(len(example.token_ids) for example in epochs[0])
-    report.say(f"tokenizer of {len(tokenizer)} entries, {tokens / len(played):.0f} tokens a demonstration")
+    say(f"tokenizer of {len(tokenizer)} entries, {tokens / len(played):.0f} tokens a demonstration")
 
     model = new_model(tokenizer, settings, seed)
-    with report.stage("training") as advance:
-        loss = train(model, epochs, settings, seed, lambda done, total, _: advance(done, total))
-    report.say(f"{model.num_parameters() / 1e6:.2f}M parameters trained, {loss:.3f} nats a sampled token")
+    loss = train(model, epochs, settings, seed)
+    say(f"{model.num_parameters() / 1e6:.2f}M parameters trained, {loss:.3f} nats a sampled token")
     logging.disable_progress_bar()
     model.save_pretrained(out)
     tokenizer.save_pretrained(out)
@@ -209,24 +208,3 @@ async def _epochs(
             ]
         )
     return epochs
-
-
-class _Report:
-    """Says how far a build is: a bar while a stage goes on, a line after it."""
-
-    def __init__(self, console: Console) -> None:
-        self._console = console
-        self._started = time.monotonic()
-
-    def say(self, what: str) -> None:
-        self._console.print(f"starter: {what} [{time.monotonic() - self._started:.0f} s]")
-
-    @contextmanager
-    def stage(self, name: str) -> Iterator[Callable[[int, int], None]]:
-        """A stage's bar; yields a function that takes (done, total)."""
-        columns = (TextColumn("{task.description}"), BarColumn(24), MofNCompleteColumn(), TimeElapsedColumn())
-        with Progress(
-            *columns, console=self._console, transient=True, disable=not self._console.is_terminal
-        ) as progress:
-            bar = progress.add_task(f"starter: {name}", total=None)
-            yield lambda done, total: progress.update(bar, completed=done, total=total)

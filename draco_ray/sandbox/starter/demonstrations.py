@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 import os
@@ -10,7 +9,7 @@ import random
 import re
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -34,9 +33,6 @@ from draco_ray.rollout.tokens import TokenPolicy
 from draco_ray.sandbox.world.scripts import Family, Fault
 from draco_ray.temp_dirs import PrivateTempDir
 
-OnDone = Callable[[int, int], None]
-"""Called with (how many are done, how many there are)."""
-
 EXECUTE = Path(__file__).with_name("execute.py")
 
 
@@ -46,11 +42,11 @@ class Demonstration:
 
     task: Task
     wordings: tuple[str, ...]
-    """Every way in which the task's family may be asked for."""
+    """All wordings of the task's family."""
     cells: tuple[str, ...]
     """The code of its turns."""
     outputs: tuple[str, ...] = ()
-    """What AppWorld printed for each cell, not yet cut; empty until it was executed."""
+    """What AppWorld printed for each cell, not truncated; empty before execution."""
 
 
 def draw(
@@ -84,9 +80,7 @@ def _systematic(rate: float, total: int, block: int, rng: random.Random) -> list
     return shuffled
 
 
-def execute(
-    demonstrations: Sequence[Demonstration], world: Path, processes: int, on_done: OnDone | None = None
-) -> list[Demonstration]:
+def execute(demonstrations: Sequence[Demonstration], world: Path, processes: int) -> list[Demonstration]:
     """Run every demonstration's cells in AppWorld, without ground truth; equal ones once.
 
     Args:
@@ -96,19 +90,9 @@ def execute(
     """
     keys = [(demonstration.task.task_id, demonstration.cells) for demonstration in demonstrations]
     jobs = list(dict.fromkeys(keys))
-    done = itertools.count(1)
-
-    def run(share: list[tuple[str, tuple[str, ...]]], root: Path) -> list[tuple[str, ...]]:
-        outputs = []
-        for output in _rehearse(share, root):
-            outputs.append(output)
-            if on_done is not None:
-                on_done(next(done), len(jobs))
-        return outputs
-
-    with _borrowed_root(world) as root, ThreadPoolExecutor(processes) as pool:
+    with _temporary_root(world) as root, ThreadPoolExecutor(processes) as pool:
         shares = [jobs[start::processes] for start in range(min(processes, len(jobs)))]
-        results = list(pool.map(lambda share: run(share, root), shares))
+        results = list(pool.map(lambda share: _run_jobs(share, root), shares))
     known = {
         job: output
         for share, outputs in zip(shares, results, strict=True)
@@ -118,7 +102,7 @@ def execute(
 
 
 def turn_texts(demonstration: Demonstration, closing: str) -> list[str]:
-    """What the policy says: a code block a turn, and the closing turn."""
+    """What the policy writes: one code block per turn, and the closing turn."""
     return [*(f"<code>\n{cell}\n</code>" for cell in demonstration.cells), closing]
 
 
@@ -131,7 +115,7 @@ def texts(demonstration: Demonstration, agent: AgentConfig, closing: str) -> lis
 
 
 def reword(demonstration: Demonstration, rng: random.Random) -> Demonstration:
-    """The same task asked for in another of its family's ways, with the same parameters.
+    """The same task in another wording of its family, with the same parameters.
 
     Raises: ValueError if no wording of the family made the instruction.
     """
@@ -161,7 +145,7 @@ def _template(agent: AgentConfig) -> str:
 
 
 class _Script:
-    """A sampler that says the turns of a script, one a call."""
+    """A sampler that returns the turns of a script, one per call."""
 
     name = "script"
 
@@ -183,7 +167,7 @@ class _Script:
 
 
 class _Recording:
-    """A world that answers what AppWorld answered before."""
+    """A stand-in environment that replays recorded outputs."""
 
     def __init__(self, demonstration: Demonstration) -> None:
         self.task = demonstration.task
@@ -194,49 +178,43 @@ class _Recording:
         return next(self._outputs)
 
     async def evaluate(self) -> WorldVerdict:
-        """Never asked."""
+        """Not needed: a recording is never evaluated."""
         raise NotImplementedError
 
     async def close(self) -> None:
-        """Do nothing: nothing was opened."""
+        """Nothing to close."""
 
 
 @contextmanager
-def _borrowed_root(world: Path) -> Iterator[Path]:
-    """An AppWorld root with the world's data whose outputs go elsewhere and are removed."""
+def _temporary_root(world: Path) -> Iterator[Path]:
+    """An AppWorld root with the world's data; its outputs go to a temporary folder."""
     with PrivateTempDir() as folder:
         (folder / "data").symlink_to((world / "data").resolve(), target_is_directory=True)
         yield folder
 
 
-def _rehearse(jobs: list[tuple[str, tuple[str, ...]]], root: Path) -> Iterator[tuple[str, ...]]:
-    """Run jobs in one AppWorld process, yielding the outputs of each as it is done."""
-    with tempfile.TemporaryFile("w+", encoding="utf-8") as lines, tempfile.TemporaryFile("w+") as complaints:
+def _run_jobs(jobs: list[tuple[str, tuple[str, ...]]], root: Path) -> list[tuple[str, ...]]:
+    """Run jobs in one AppWorld process; returns the outputs of each."""
+    with tempfile.TemporaryFile("w+", encoding="utf-8") as lines, tempfile.TemporaryFile("w+") as errors:
         lines.writelines(json.dumps({"task_id": task_id, "cells": cells}) + "\n" for task_id, cells in jobs)
         lines.seek(0)
-        process = subprocess.Popen(
+        ended = subprocess.run(
             # As a file: AppWorld's Python lacks what this package imports. -P keeps the folder off the path.
             [appworld_python(None), "-P", str(EXECUTE)],
             env={**os.environ, "APPWORLD_ROOT": str(root)},
             stdin=lines,
             stdout=subprocess.PIPE,
-            stderr=complaints,
+            stderr=errors,
             text=True,
+            check=False,
             preexec_fn=linux.die_with_parent,
         )
-        try:
-            assert process.stdout is not None
-            answered = 0
-            for answered, line in enumerate(process.stdout, start=1):  # noqa: B007
-                yield tuple(json.loads(line)["outputs"])
-            process.wait()
-        finally:
-            process.kill()
-            process.wait()
-        if answered != len(jobs):
-            complaints.seek(0)
-            last = (complaints.read().strip().splitlines() or [f"exit status {process.returncode}"])[-1]
+        answered = [tuple(json.loads(line)["outputs"]) for line in ended.stdout.splitlines()]
+        if len(answered) != len(jobs):
+            errors.seek(0)
+            last = (errors.read().strip().splitlines() or [f"exit status {ended.returncode}"])[-1]
             raise WorldError(
-                f"AppWorld stopped after {answered} of {len(jobs)} demonstrations: {last}; "
+                f"AppWorld stopped after {len(answered)} of {len(jobs)} demonstrations: {last}; "
                 "check the world with `draco sandbox verify`"
             )
+        return answered

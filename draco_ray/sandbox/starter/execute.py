@@ -19,7 +19,7 @@ from appworld import AppWorld
 
 
 class Rehearsal(AppWorld):
-    """A world whose outputs alone are wanted: it writes neither snapshots of its state nor logs."""
+    """A world that writes neither state snapshots nor logs."""
 
     def _save_state(self, directory: str) -> None:
         pass
@@ -43,10 +43,10 @@ def main(jobs: TextIO, results: TextIO) -> None:
 
 
 if __name__ == "__main__":
-    # AppWorld and IPython print now and then; that must not mix with the results.
+    # AppWorld and IPython print at times, which must not mix with the results.
     results_stream = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-    # What AppWorld leaves behind with every task makes collections ever longer and frees nothing.
+    # AppWorld leaves objects behind with every task: collections take ever longer and free nothing.
     gc.disable()
     main(sys.stdin, results_stream)
     # AppWorld's interactive shells, one a task, would take minutes to shut down.

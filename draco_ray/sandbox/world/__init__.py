@@ -4,7 +4,8 @@ Data flow of ``python -m draco_ray.sandbox.world build``::
 
     seed ─► population.World ─► store (AppWorld's models) ─► data/base_dbs
                    │
-                   └► families.*.draft ─► Draft ─► tasks.write_task ─► data/tasks/<id>/
+                   └► drafts ─► Draft ─► store.write_task ─► data/tasks/<id>/
 
-``scripts`` holds the families' reference solutions and their faulty variants: the source of demonstrations.
+``families.toml`` has the families' wordings and solutions; ``scripts`` makes reference solutions and faulty variants of
+them, the source of demonstrations.
 """

@@ -35,7 +35,7 @@ def main(arguments: list[str] | None = None) -> int:
     check.add_argument("--root", type=Path, required=True, help="a folder made by build")
     check.add_argument("--jobs", type=int, default=2, help="processes")
     options = parser.parse_args(arguments)
-    # Tasks run as users of their own, who must be able to read it; nothing in it is anybody's secret.
+    # Tasks run under other user ids, which must be able to read the world; it holds no secrets.
     os.umask(0o022)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # end like Ctrl-C: clean up first
     try:

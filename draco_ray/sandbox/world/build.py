@@ -39,7 +39,7 @@ Progress = Callable[[str], None]
 def generator_digest() -> str:
     """A digest of the generator's source: worlds of another generator are not reused."""
     folder = Path(__file__).parent
-    sources = sorted(path for path in folder.rglob("*.py") if path.name not in _CHECKERS)
+    sources = sorted(path for path in folder.glob("*.*") if path.is_file() and path.name not in _CHECKERS)
     return hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()[:16]
 
 
@@ -178,7 +178,7 @@ def _build_in(root: Path, wanted: dict[str, Any], docs: Path | None, progress: P
 
 @contextmanager
 def _api_docs(root: Path, there: Path | None) -> Iterator[None]:
-    """Have the API docs in ``root`` at the end of the block: copied, or made by a process of their own meanwhile."""
+    """Copy the API docs into ``root``, or generate them in a separate process while the block runs."""
     from draco_ray.sandbox.world.store import write_api_docs
 
     if there and there.is_dir():
@@ -186,7 +186,7 @@ def _api_docs(root: Path, there: Path | None) -> Iterator[None]:
         yield
         return
     context = multiprocessing.get_context("spawn")
-    # Ctrl-C is for this process alone to answer.
+    # Only this process handles Ctrl-C.
     with ProcessPoolExecutor(1, context, signal.signal, (signal.SIGINT, signal.SIG_IGN)) as pool:
         made = pool.submit(write_api_docs, root)
         yield
@@ -194,7 +194,7 @@ def _api_docs(root: Path, there: Path | None) -> Iterator[None]:
 
 
 def _remove_leftovers(out: Path) -> None:
-    """Remove what killed builds of this sandbox left beside it."""
+    """Remove the temporary folders of killed builds of this sandbox."""
     for path in [*out.parent.glob(f".{out.name}.building-*"), *out.parent.glob(f".{out.name}.old-*")]:
         pid = path.name.rsplit("-", 1)[1]
         if pid == str(os.getpid()) or not Path(f"/proc/{pid}").exists():
@@ -202,7 +202,7 @@ def _remove_leftovers(out: Path) -> None:
 
 
 def _swap(aside: Path, out: Path) -> None:
-    """Put the new world in place of the old one; at no time is there half a world."""
+    """Replace the old world by the new one; a half-written world is never visible."""
     old = out.with_name(f".{out.name}.old-{os.getpid()}")
     if out.exists():
         out.rename(old)

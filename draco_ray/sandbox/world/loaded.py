@@ -1,7 +1,7 @@
-"""AppWorld with everything that a task needs, for a process whose forks share it: importing this module loads it.
+"""AppWorld with everything that a task needs, loaded on import: a fork server preloads it, and its forks share it.
 
-The garbage collector stays off. What AppWorld leaves behind with every task makes collections ever longer and frees
-nothing, so forks are to end after some tasks.
+The garbage collector is off: AppWorld leaves objects behind with every task, so collections would take ever longer and
+free nothing. A fork should therefore end after some tasks.
 """
 
 import gc

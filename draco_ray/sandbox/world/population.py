@@ -14,14 +14,16 @@ from __future__ import annotations
 import itertools
 import random
 import string
+import tomllib
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
+from pathlib import Path
 from typing import Any
 
-from draco_ray.sandbox.world import words
-
+WORDS: dict[str, list[str]] = tomllib.loads((Path(__file__).parent / "words.toml").read_text("utf-8"))
+"""What names and texts are drawn from."""
 NOW = datetime(2023, 5, 18, 12, 0, 0)
 """The frozen date and time of every sandbox task."""
 
@@ -29,7 +31,7 @@ APPS = ("amazon", "file_system", "gmail", "phone", "simple_note", "splitwise", "
 RELATIONS = ("friend", "coworker", "sibling", "roommate")
 PAGE_LIMIT = 5
 """AppWorld's default number of results a page."""
-MIN_USERS, MAX_USERS = 20, len(words.FIRST_NAMES)
+MIN_USERS, MAX_USERS = 20, len(WORDS["first_names"])
 
 Row = dict[str, Any]
 
@@ -62,7 +64,7 @@ class World:
     _found: dict[tuple[str, str], tuple[int, dict[Any, list[Row]]]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
-    """Of a table and a field of it, how many rows were looked at, and those of each value."""
+    """Index by (table, field): how many rows are indexed, and the rows of each value."""
 
     def add(self, table: str, **fields: Any) -> int:
         """Append a row; returns its id."""
@@ -117,7 +119,7 @@ def populate(seed: int, users: int) -> World:
 
 
 def _moment(rng: random.Random, days: int = 500) -> datetime:
-    """A second in the so many days before yesterday; unique enough that sorting by it has no ties."""
+    """A random second within the given number of days before yesterday; ties are unlikely enough for sorting."""
     return NOW - timedelta(seconds=rng.randrange(86_400, days * 86_400))
 
 
@@ -134,8 +136,8 @@ def _products(left: Iterable[str], right: Iterable[str], rng: random.Random) -> 
 
 
 def _add_people(world: World, users: int, rng: random.Random) -> None:
-    first_names = rng.sample(words.FIRST_NAMES, users)
-    last_names = [rng.choice(words.LAST_NAMES) for _ in range(users)]
+    first_names = rng.sample(WORDS["first_names"], users)
+    last_names = [rng.choice(WORDS["last_names"]) for _ in range(users)]
     phone_numbers = rng.sample(range(2_000_000_000, 9_999_999_999), users)
     alphabet = string.ascii_letters + string.digits
     for index, (first_name, last_name) in enumerate(zip(first_names, last_names, strict=True)):
@@ -211,8 +213,8 @@ def _add_phone(world: World, rng: random.Random) -> None:
                 "phone.Alarm",
                 user_id=person.id,
                 time=f"{slot // 12:02d}:{slot % 12 * 5:02d}",
-                repeat_days=sorted(rng.sample(words.DAYS, rng.randint(1, 3)), key=words.DAYS.index),
-                label=rng.choice(words.ALARM_LABELS),
+                repeat_days=sorted(rng.sample(WORDS["days"], rng.randint(1, 3)), key=WORDS["days"].index),
+                label=rng.choice(WORDS["alarm_labels"]),
                 enabled=rng.random() < 0.7,
                 snooze_minutes=rng.choice([0, 5, 10]),
                 vibration=rng.random() < 0.5,
@@ -225,16 +227,16 @@ def _add_spotify(world: World, rng: random.Random) -> None:
 
     What a user likes is in none of her playlists nor her library, so that the data sources of tasks differ.
     """
-    for name in _products(words.ARTIST_FIRST, words.ARTIST_LAST, rng)[:60]:
-        world.add("spotify.Artist", name=name, genre=rng.choice(words.GENRES), created_at=_moment(rng, 2000))
-    titles = _products(words.ADJECTIVES, words.NOUNS, rng)
+    for name in _products(WORDS["artist_first"], WORDS["artist_last"], rng)[:60]:
+        world.add("spotify.Artist", name=name, genre=rng.choice(WORDS["genres"]), created_at=_moment(rng, 2000))
+    titles = _products(WORDS["adjectives"], WORDS["nouns"], rng)
     for title in titles[:40]:
         world.add(
             "spotify.Album",
             title=title,
             artist_ids=[rng.randint(1, 60)],
             release_date=_moment(rng, 3000),
-            genre=rng.choice(words.GENRES),
+            genre=rng.choice(WORDS["genres"]),
             rating=rng.randint(20, 50) / 10,
             like_count=0,
             review_count=0,
@@ -250,7 +252,7 @@ def _add_spotify(world: World, rng: random.Random) -> None:
             album_id=album_id,
             duration=duration,
             release_date=_moment(rng, 3000),
-            genre=rng.choice(words.GENRES),
+            genre=rng.choice(WORDS["genres"]),
             play_count=rng.randrange(1000),
             rating=rng.randint(10, 50) / 10,
             like_count=0,
@@ -258,34 +260,39 @@ def _add_spotify(world: World, rng: random.Random) -> None:
         )
     songs = [song["id"] for song in world.tables["spotify.Song"]]
     for person in world.people:
-        shuffled = rng.sample(songs, len(songs))
-        listed, liked_pool = shuffled[:200], shuffled[200:]
-        for title in rng.sample(words.PLAYLIST_TITLES, rng.randint(8, 11)):
-            playlist_id = world.add(
-                "spotify.Playlist",
-                title=title,
-                user_id=person.id,
-                created_at=_moment(rng),
-                is_public=rng.random() < 0.5,
-                rating=0.0,
-                like_count=0,
-                review_count=0,
-            )
-            for song_id in rng.sample(listed, rng.randint(8, 12)):
-                world.add("spotify.PlaylistSong", playlist_id=playlist_id, song_id=song_id, added_at=_moment(rng))
-        library = sorted(rng.sample(listed, rng.randint(13, 22)))
-        for song_id, moment in zip(library, _moments(rng, len(library)), strict=True):
-            world.add("spotify.UserLibrarySong", user_id=person.id, song_id=song_id, created_at=moment)
-        liked = sorted(rng.sample(liked_pool, rng.randint(11, 17)))
-        for song_id, moment in zip(liked, _moments(rng, len(liked)), strict=True):
-            world.add("spotify.SongLike", user_id=person.id, song_id=song_id, liked_at=moment)
-            world.get("spotify.Song", song_id)["like_count"] += 1
-        albums = sorted(rng.sample(range(1, 41), rng.randint(7, 12)))
-        for album_id, moment in zip(albums, _moments(rng, len(albums)), strict=True):
-            world.add("spotify.UserLibraryAlbum", user_id=person.id, album_id=album_id, created_at=moment)
-        artists = sorted(rng.sample(range(1, 61), rng.randint(12, 16)))
-        for artist_id, moment in zip(artists, _moments(rng, len(artists)), strict=True):
-            world.add("spotify.UserArtistFollowing", user_id=person.id, artist_id=artist_id, created_at=moment)
+        _add_listener(world, person, songs, rng)
+
+
+def _add_listener(world: World, person: Person, songs: list[int], rng: random.Random) -> None:
+    """A user's playlists, library, likes and followings."""
+    shuffled = rng.sample(songs, len(songs))
+    listed, liked_pool = shuffled[:200], shuffled[200:]
+    for title in rng.sample(WORDS["playlist_titles"], rng.randint(8, 11)):
+        playlist_id = world.add(
+            "spotify.Playlist",
+            title=title,
+            user_id=person.id,
+            created_at=_moment(rng),
+            is_public=rng.random() < 0.5,
+            rating=0.0,
+            like_count=0,
+            review_count=0,
+        )
+        for song_id in rng.sample(listed, rng.randint(8, 12)):
+            world.add("spotify.PlaylistSong", playlist_id=playlist_id, song_id=song_id, added_at=_moment(rng))
+    library = sorted(rng.sample(listed, rng.randint(13, 22)))
+    for song_id, moment in zip(library, _moments(rng, len(library)), strict=True):
+        world.add("spotify.UserLibrarySong", user_id=person.id, song_id=song_id, created_at=moment)
+    liked = sorted(rng.sample(liked_pool, rng.randint(11, 17)))
+    for song_id, moment in zip(liked, _moments(rng, len(liked)), strict=True):
+        world.add("spotify.SongLike", user_id=person.id, song_id=song_id, liked_at=moment)
+        world.get("spotify.Song", song_id)["like_count"] += 1
+    albums = sorted(rng.sample(range(1, 41), rng.randint(7, 12)))
+    for album_id, moment in zip(albums, _moments(rng, len(albums)), strict=True):
+        world.add("spotify.UserLibraryAlbum", user_id=person.id, album_id=album_id, created_at=moment)
+    artists = sorted(rng.sample(range(1, 61), rng.randint(12, 16)))
+    for artist_id, moment in zip(artists, _moments(rng, len(artists)), strict=True):
+        world.add("spotify.UserArtistFollowing", user_id=person.id, artist_id=artist_id, created_at=moment)
 
 
 def _add_venmo(world: World, rng: random.Random) -> None:
@@ -302,7 +309,7 @@ def _add_venmo(world: World, rng: random.Random) -> None:
                 sender_id=person.id,
                 receiver_id=rng.choice(others),
                 amount=float(rng.randint(5, 150)),
-                description=rng.choice(words.PAYMENT_REASONS),
+                description=rng.choice(WORDS["payment_reasons"]),
                 created_at=moment,
                 updated_at=moment,
                 private=rng.random() < 0.3,
@@ -318,7 +325,7 @@ def _add_venmo(world: World, rng: random.Random) -> None:
                 sender_id=rng.choice(others),
                 receiver_id=person.id,
                 amount=float(rng.randint(5, 150)),
-                description=rng.choice(words.PAYMENT_REASONS),
+                description=rng.choice(WORDS["payment_reasons"]),
                 created_at=moment,
                 updated_at=moment,
                 approved_at=moment + timedelta(hours=5) if status == "approved" else None,
@@ -330,14 +337,14 @@ def _add_venmo(world: World, rng: random.Random) -> None:
 def _add_simple_note(world: World, rng: random.Random) -> None:
     """Notes with tags and dates."""
     for person in world.people:
-        titles = sorted(_products(words.NOTE_TOPICS, words.NOTE_KINDS, rng)[: rng.randint(13, 17)])
+        titles = sorted(_products(WORDS["note_topics"], WORDS["note_kinds"], rng)[: rng.randint(13, 17)])
         for title, moment in zip(titles, _moments(rng, len(titles)), strict=True):
             world.add(
                 "simple_note.Note",
                 user_id=person.id,
                 title=title,
-                content=f"{rng.choice(words.SENTENCES)}\n{rng.choice(words.SENTENCES)}",
-                tags=sorted(rng.sample(words.NOTE_TAGS, rng.randint(1, 2))),
+                content=f"{rng.choice(WORDS['sentences'])}\n{rng.choice(WORDS['sentences'])}",
+                tags=sorted(rng.sample(WORDS["note_tags"], rng.randint(1, 2))),
                 created_at=moment,
                 updated_at=moment + timedelta(hours=rng.randrange(1, 20)),
                 pinned=rng.random() < 0.15,
@@ -347,13 +354,13 @@ def _add_simple_note(world: World, rng: random.Random) -> None:
 def _add_todoist(world: World, rng: random.Random) -> None:
     """Projects of their owner alone, with tasks that have due dates."""
     for person in world.people:
-        for name in rng.sample(words.PROJECT_NAMES, rng.randint(8, 10)):
+        for name in rng.sample(WORDS["project_names"], rng.randint(8, 10)):
             moment = _moment(rng)
             project_id = world.add(
                 "todoist.Project",
                 user_id=person.id,
                 name=name,
-                color=rng.choice(words.COLORS),
+                color=rng.choice(WORDS["colors"]),
                 is_inbox=False,
                 description="",
                 created_at=moment,
@@ -366,7 +373,9 @@ def _add_todoist(world: World, rng: random.Random) -> None:
                 is_archived=False,
                 created_at=moment,
             )
-            for order, title in enumerate(_products(words.TASK_VERBS, words.TASK_OBJECTS, rng)[: rng.randint(5, 8)]):
+            for order, title in enumerate(
+                _products(WORDS["task_verbs"], WORDS["task_objects"], rng)[: rng.randint(5, 8)]
+            ):
                 world.add(
                     "todoist.Task",
                     project_id=project_id,
@@ -391,16 +400,16 @@ def _add_file_system(world: World, rng: random.Random) -> None:
     for person in world.people:
         home = f"/home/{person.first_name.lower()}/"
         made = NOW - timedelta(days=rng.randrange(520, 590))
-        for path in ("/", "/home/", home, *(f"{home}{folder}/" for folder in words.FOLDERS)):
+        for path in ("/", "/home/", home, *(f"{home}{folder}/" for folder in WORDS["folders"])):
             world.add("file_system.Directory", path=path, user_id=person.id, created_at=made, updated_at=made)
-        for folder in words.FOLDERS:
-            for stem in sorted(rng.sample(words.FILE_STEMS, rng.randint(8, 12))):
+        for folder in WORDS["folders"]:
+            for stem in sorted(rng.sample(WORDS["file_stems"], rng.randint(8, 12))):
                 moment = _moment(rng)
                 world.add(
                     "file_system.File",
-                    path=f"{home}{folder}/{stem}.{rng.choice(words.EXTENSIONS)}",
+                    path=f"{home}{folder}/{stem}.{rng.choice(WORDS['extensions'])}",
                     user_id=person.id,
-                    content=rng.choice(words.SENTENCES),
+                    content=rng.choice(WORDS["sentences"]),
                     compressed_data=[],
                     created_at=moment,
                     updated_at=moment,
@@ -420,8 +429,8 @@ def _add_gmail(world: World, rng: random.Random) -> None:
                 "gmail.Email",
                 sender_id=sender.id,
                 recipient_ids=[person.id],
-                subject=rng.choice(words.SUBJECTS),
-                body=rng.choice(words.MESSAGES),
+                subject=rng.choice(WORDS["subjects"]),
+                body=rng.choice(WORDS["messages"]),
                 response_to_email_id=None,
                 created_at=moment,
             )
@@ -445,9 +454,9 @@ def _add_gmail(world: World, rng: random.Random) -> None:
 
 def _add_amazon(world: World, rng: random.Random) -> None:
     """Products, and wish lists with one to three of each product; carts are empty."""
-    for name in words.SELLERS:
+    for name in WORDS["sellers"]:
         world.add("amazon.Seller", name=name, rating=rng.randint(30, 50) / 10)
-    for name in _products(words.PRODUCT_STYLES, words.PRODUCT_TYPES, rng):
+    for name in _products(WORDS["product_styles"], WORDS["product_types"], rng):
         seller = rng.choice(world.tables["amazon.Seller"])
         world.add(
             "amazon.Product",

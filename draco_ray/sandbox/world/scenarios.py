@@ -8,6 +8,7 @@ import random
 from dataclasses import dataclass
 
 from draco_ray.errors import WorldError
+from draco_ray.sandbox.world import drafts, hard_drafts
 from draco_ray.sandbox.world.population import Person, World
 from draco_ray.sandbox.world.scripts import SPLITS, VARIETIES, Draft, Family, families
 
@@ -17,7 +18,7 @@ TASKS_PER_SCENARIO = 3
 WORDINGS = {"train": (0, 1), "dev": (2,), "test_normal": (3,), "test_challenge": (0, 1)}
 """Which of a family's wordings a split uses. Splits that share families share no wording."""
 TRIES = 200
-"""Parameter choices tried on one user before she is passed over."""
+"""Parameter choices tried for one user before the next user is taken."""
 
 
 @dataclass(frozen=True)
@@ -81,9 +82,10 @@ def _scenario(
     # Where too few of the split's own users make a good task, users of the training split are taken.
     spare = [person for person in rng.sample(users["train"], len(users["train"])) if person not in own]
     tasks: list[PlannedTask] = []
+    draft_of = getattr(hard_drafts if family.variety == "hard" else drafts, family.name)
     for person in (*own, *spare):
         for _ in range(TRIES):
-            draft = family.draft(world, person, rng)
+            draft = draft_of(world, person, rng)
             key = json.dumps([family.name, person.id, draft and draft.params])
             if draft is None or key in taken:
                 continue

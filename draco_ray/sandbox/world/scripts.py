@@ -12,13 +12,12 @@ completing. Standard library only: both virtual environments import this module.
 
 from __future__ import annotations
 
-import random
-from abc import ABC, abstractmethod
+import tomllib
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, ClassVar
-
-from draco_ray.sandbox.world.population import Person, World
+from functools import cache
+from pathlib import Path
+from typing import Any
 
 SPLITS = ("train", "dev", "test_normal", "test_challenge")
 VARIETIES = ("standard", "hard")
@@ -56,19 +55,6 @@ task = apis.supervisor.show_active_task()["instruction"]
 profile = apis.supervisor.show_profile()
 passwords = {a["account_name"]: a["password"] for a in apis.supervisor.show_account_passwords()}"""
 
-TITLE = "re.findall('\"(.+?)\"', task)[0]"
-"""Idioms that read a parameter from the instruction: the quoted text,"""
-DATE = 're.findall(r"\\d{4}-\\d\\d-\\d\\d", task)[0]'
-"""the date,"""
-NUMBER = 'int(re.findall(r"\\d+", task)[0])'
-"""the whole number,"""
-DOLLARS = 'int(re.findall(r"\\$(\\d+)", task)[0])'
-"""the whole number of dollars,"""
-TIME = 're.findall(r"\\d\\d:\\d\\d", task)[0]'
-"""the time of day,"""
-RELATION = 're.findall("friend|coworker|sibling|roommate", task)[0]'
-"""the relationship."""
-
 
 def cell(comment: str, *lines: str) -> str:
     """A code cell: its comment line, then its code."""
@@ -80,13 +66,6 @@ def login_cell(app: str, *, secret: bool = False) -> str:
     user = "phone_number" if app == "phone" else "email"
     login = f'{app}_token = apis.{app}.login(username=profile["{user}"], password=passwords["{app}"])["access_token"]'
     return cell(f"Log in to {app}.", login, *([f'print(passwords["{app}"])'] if secret else []))
-
-
-def parameters_cell(**idioms: str) -> str:
-    """Read the parameters of the task from its instruction, and show them."""
-    names = list(idioms)
-    lines = [f"{name} = {idiom}" for name, idiom in idioms.items()]
-    return cell(f"Read the {' and the '.join(names)} from the task.", *lines, f"print({', '.join(names)})")
 
 
 def fetch_cells(what: str, api: str, faults: Faults, extra: str = "", paged: bool = True) -> list[str]:
@@ -153,38 +132,30 @@ class Draft:
     side_effects: tuple[SideEffect, ...] = ()
 
 
-class Family(ABC):
-    """A kind of task: how it is said, what must come of it, and scripts that do it well or badly."""
+@dataclass(frozen=True)
+class Family:
+    """A kind of task: how it is said, and scripts that do it well or badly. A row of ``families.toml``."""
 
-    name: ClassVar[str]
-    apps: ClassVar[tuple[str, ...]]
+    name: str
+    apps: tuple[str, ...]
     """Apps the reference solution logs in to, in that order; the supervisor app is not counted."""
-    difficulty: ClassVar[int]
+    difficulty: int
     """1, 2 or 3."""
-    variety: ClassVar[str] = "standard"
-    splits: ClassVar[tuple[str, ...]] = ("train", "dev", "test_normal")
-    fatal: ClassVar[Faults]
+    fatal: Faults
     """The fatal faults the family has."""
-    wordings: ClassVar[tuple[str, ...]]
+    wordings: tuple[str, ...]
     """Instruction templates, one a scenario: two for train, then dev, then test_normal."""
-    answers: ClassVar[bool] = False
+    steps: tuple[dict[str, Any], ...]
+    """The cells between logging in and completing, with their variants for faults."""
+    variety: str = "standard"
+    splits: tuple[str, ...] = ("train", "dev", "test_normal")
+    answers: bool = False
     """Whether the task asks for an answer (bound to ``answer`` by the script)."""
 
     @property
     def faults(self) -> Faults:
         """All faults the family's script can be given."""
         return self.fatal | HARMLESS
-
-    @abstractmethod
-    def steps(self, faults: Faults) -> list[str]:
-        """The cells between logging in and completing."""
-
-    @abstractmethod
-    def draft(self, world: World, person: Person, rng: random.Random) -> Draft | None:
-        """Choose a task's parameters and compute its ground truth from the world's rows.
-
-        Returns None if this choice does not make a good task: a fatal fault would do no harm, or nothing is to do.
-        """
 
     def script(self, faults: Faults = frozenset()) -> list[str]:
         """The code cells of a rollout with the given faults; the reference solution without any.
@@ -195,13 +166,23 @@ class Family(ABC):
         if unknown := faults - self.faults:
             raise ValueError(f"family {self.name} does not have {sorted(unknown)}, only {sorted(self.faults)}")
         logins = [login_cell(app, secret=k == 0 and Fault.PRINT_SECRET in faults) for k, app in enumerate(self.apps)]
-        cells = [ACCOUNTS_CELL, *logins, *self.steps(faults)]
+        cells = [ACCOUNTS_CELL, *logins]
+        repeats = faults
+        for step in self.steps:
+            fault = next(
+                (each for each in (Fault.WRONG_SOURCE, Fault.WRONG_FILTER) if each in faults & set(step)), None
+            )
+            if "cell" in step:
+                cells.append(step[fault]["cell"] if fault else step["cell"])
+                continue
+            row = step | (step[fault] if fault else {})
+            cells += fetch_cells(row["fetch"], row["api"], repeats, row.get("arguments", ""), row.get("paged", True))
+            # Only the first list of a family is asked for in vain.
+            repeats = faults - {Fault.REPEAT_FAILING_CALL}
         if Fault.NO_COMPLETION in faults:
             # A cell, so that there is a step to blame: a turn without code is no step.
-            return [
-                *cells,
-                cell("Report the result.", "print(answer)" if self.answers else 'print("Everything is done.")'),
-            ]
+            report = "print(answer)" if self.answers else 'print("Everything is done.")'
+            return [*cells, cell("Report the result.", report)]
         answer = "answer" if self.answers else "None"
         cells.append(cell("Complete the task.", f'apis.supervisor.complete_task(answer={answer}, status="success")'))
         if Fault.CONTINUE_AFTER_COMPLETION in faults:
@@ -209,10 +190,12 @@ class Family(ABC):
         return cells
 
 
+@cache
 def families() -> dict[str, Family]:
     """The scenario families of all varieties by name, in a fixed order."""
-    # Imported late: the families' modules are written in terms of this one.
-    from draco_ray.sandbox.world.families import challenge, hard, phone, simple_note, spotify, venmo
-
-    modules = (spotify, venmo, phone, simple_note, challenge, hard)
-    return {cls.name: cls() for module in modules for cls in module.FAMILIES}
+    table = tomllib.loads((Path(__file__).parent / "families.toml").read_text("utf-8"))
+    rows: dict[str, dict[str, Any]] = {
+        name: {key: tuple(value) if isinstance(value, list) else value for key, value in row.items()}
+        for name, row in table.items()
+    }
+    return {name: Family(name, **row | {"fatal": frozenset(map(Fault, row["fatal"]))}) for name, row in rows.items()}

@@ -25,14 +25,14 @@ from draco_ray.temp_dirs import PrivateTempDir
 
 LOADED = "draco_ray.sandbox.world.loaded"
 TASKS_A_WORKER = 10
-"""After so many tasks a process is replaced, and with it what AppWorld leaves behind (`loaded`)."""
+"""A process is replaced after so many tasks, because AppWorld leaves objects behind (`loaded`)."""
 
 Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class Checked:
-    """What came of one task: how many runs were evaluated, and what is wrong with them."""
+    """Result of one task: how many runs were evaluated, and what is wrong with them."""
 
     task_id: str
     family: str
@@ -80,7 +80,7 @@ def verify(root: Path, jobs: int = 2, progress: Progress = print) -> list[str]:
 
 
 def table(checked: Iterable[Checked], entries: dict[str, dict[str, Any]]) -> list[str]:
-    """One line a family: its apps, difficulty, tasks of each split, evaluated runs and failing tasks.
+    """One line per family: its apps, difficulty, tasks of each split, evaluated runs and failing tasks.
 
     Args:
         checked: the tasks' results.
@@ -121,7 +121,7 @@ def _start_worker(root: str, scratch: str) -> None:
 
 
 def check_task(task: tuple[str, str]) -> Checked:
-    """Run one (task id, family) in every way; a task that cannot even be run is a problem like others."""
+    """Run one (task id, family) in every way; a task that cannot be run counts as a problem."""
     task_id, name = task
     check = _Check(task_id, families()[name])
     try:

@@ -1,0 +1,151 @@
+"""The five phases, and the comparison of two judges' criteria, for any set of rules."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from draco_ray.judging.phases.credit import Credit
+from draco_ray.judging.phases.score import Score
+from draco_ray.judging.phases.stage1 import Stage1
+from draco_ray.judging.phases.stage2 import Stage2
+from draco_ray.judging.phases.union import Union
+from draco_ray.records import Verdict
+from draco_ray.sandbox.rule_judge.case import Finding, not_applicable
+from draco_ray.sandbox.rule_judge.reading import JudgePrompt, Rubric, Run, read_pairing, read_prompt, reply
+
+Entries = list[dict[str, Any]]
+
+
+class Rule(Protocol):
+    """One criterion and how it is decided."""
+
+    @property
+    def discovered(self) -> bool:
+        """Whether stage2 proposes it, when it sees a run fail it; its verdict does not depend on the task."""
+
+    def applies(self, task: str) -> bool:
+        """Whether stage1 proposes it for a task."""
+
+    def criterion(self, task: str) -> dict[str, str]:
+        """Title, description and instruction for a task; for no text, in words that fit any task."""
+
+    def judge(self, run: Run, task: str) -> Finding:
+        """The verdict on a run."""
+
+
+class RuleJudge:
+    """Answers a judge's prompts by rules."""
+
+    def __init__(self, rules: Sequence[Rule], find: Callable[[Rubric], Rule | None]) -> None:
+        """Take the rules, strongest first, and what finds the rule for a criterion."""
+        self._rules, self._find = rules, find
+
+    def __call__(self, prompt: str) -> tuple[str | None, str]:
+        """The phase of a prompt and the reply; no phase for a comparison of criteria, nor for any other (``OK``)."""
+        read = read_prompt(prompt)
+        if read is None:
+            lists = read_pairing(prompt)
+            return None, "OK" if lists is None else reply(self._pair(*lists))
+        phases: dict[str, Callable[[JudgePrompt], Entries]] = {
+            Stage1.name: self._propose,
+            Stage2.name: self._add,
+            Union.name: self._merge,
+            Score.name: self._score,
+            Credit.name: self._attribute,
+        }
+        return read.phase, reply(phases[read.phase](read))
+
+    def _propose(self, prompt: JudgePrompt) -> Entries:
+        grounds = {"grounding_references": [f"The task: {prompt.task}"]}
+        return [rule.criterion(prompt.task) | grounds for rule in self._rules if rule.applies(prompt.task)]
+
+    def _add(self, prompt: JudgePrompt) -> Entries:
+        covered = [self._find(rubric) for rubric in prompt.rubrics]
+        added: Entries = []
+        for rule in self._rules:
+            if rule.discovered and rule not in covered:
+                finding = rule.judge(prompt.runs[0], prompt.task)
+                if finding.verdict is Verdict.FAIL:
+                    grounds = {"grounding_references": [f"The task: {prompt.task}"]}
+                    added.append(rule.criterion(prompt.task) | {"trajectory_evidence": _evidence(finding)} | grounds)
+        return added
+
+    def _merge(self, prompt: JudgePrompt) -> Entries:
+        """One criterion for each rule that tells the runs apart: at least one of them fails it.
+
+        A prompt without runs merges the drafts of several tasks: every rule stays, in words that name no task.
+        """
+        candidates: dict[Rule | None, Rubric] = {}
+        for rubric in prompt.rubrics:
+            candidates.setdefault(self._find(rubric), rubric)
+        kept = [rule for rule in self._rules if rule in candidates]
+        if not prompt.runs:
+            return [rule.criterion("") for rule in kept]
+        kept = [
+            rule for rule in kept if any(rule.judge(run, prompt.task).verdict is Verdict.FAIL for run in prompt.runs)
+        ]
+        return [
+            {"title": rubric.title, "description": rubric.description, "evaluator_instruction": rubric.instruction}
+            for rubric in map(candidates.__getitem__, kept)
+        ]
+
+    def _score(self, prompt: JudgePrompt) -> Entries:
+        return [
+            {
+                "rubric_index": rubric.index,
+                "rubric_title": rubric.title,
+                "evidence": _evidence(finding),
+                "justification": finding.because,
+                "score": int(finding.verdict),
+            }
+            for rubric, finding in self._findings(prompt)
+        ]
+
+    def _attribute(self, prompt: JudgePrompt) -> Entries:
+        return [
+            {
+                "rubric_index": rubric.index,
+                "rubric_title": rubric.title,
+                "explanation": finding.because,
+                "relevant_steps": list(finding.steps),
+                "verdict": finding.verdict.name,
+            }
+            for rubric, finding in self._findings(prompt)
+        ]
+
+    def _findings(self, prompt: JudgePrompt) -> list[tuple[Rubric, Finding]]:
+        """What the rule of each criterion says; without a rule or a task, what the grader has noted."""
+        run, found = prompt.runs[0], []
+        for rubric in prompt.rubrics:
+            rule = self._find(rubric)
+            usable = rule is not None and (rule.discovered or prompt.task)
+            found.append((rubric, rule.judge(run, prompt.task) if rule and usable else _noted(rubric, run)))
+        return found
+
+    def _pair(self, first: tuple[Rubric, ...], second: tuple[Rubric, ...]) -> Entries:
+        """Pairs of criteria that are the same check: first those with equal titles, then those with the same rule."""
+        pairs: Entries = []
+        for key_of in (lambda rubric: re.findall(r"\w+", rubric.title.casefold()), self._find):
+            for rubric in first:
+                if any(pair["first"] == rubric.index for pair in pairs) or not (key := key_of(rubric)):
+                    continue
+                free = [each for each in second if all(pair["second"] != each.index for pair in pairs)]
+                if partner := next((each for each in free if key_of(each) == key), None):
+                    pairs.append({"shared_check": rubric.title, "first": rubric.index, "second": partner.index})
+        return sorted(pairs, key=lambda pair: int(pair["first"]))
+
+
+def _noted(rubric: Rubric, run: Run) -> Finding:
+    """The grader's verdict, on the steps that its evidence names."""
+    if rubric.verdict not in (Verdict.PASS.name, Verdict.FAIL.name):
+        return not_applicable("No rule of this judge covers this criterion.")
+    named = {int(number) for number in re.findall(r"\b\d{1,6}\b", rubric.evidence)}
+    numbers = [step.number for step in run.steps]
+    cited = tuple(sorted(named & set(numbers))) or tuple(numbers[-1:])
+    return Finding(Verdict[rubric.verdict], cited, "These are the steps that the grader's evidence names.")
+
+
+def _evidence(finding: Finding) -> str:
+    return f"Steps {', '.join(map(str, finding.steps))}" if finding.steps else "No step bears on it."

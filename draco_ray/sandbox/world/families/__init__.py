@@ -1,1 +1,0 @@
-"""One module per main app; a class per scenario family. ``scripts.families()`` lists them."""
