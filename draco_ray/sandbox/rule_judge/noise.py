@@ -13,7 +13,7 @@ from draco_ray.judging.phases.credit import Credit
 from draco_ray.judging.phases.score import Score
 from draco_ray.judging.phases.stage1 import Stage1
 from draco_ray.judging.phases.stage2 import Stage2
-from draco_ray.judging.reply import ENTRIES
+from draco_ray.judging.reply import ENTRIES, TAG
 from draco_ray.records import Verdict
 from draco_ray.sandbox.rule_judge.reading import JudgePrompt, Run, read_prompt, reply
 
@@ -48,7 +48,10 @@ class Noise(BaseModel):
         def noisy(prompt: str) -> tuple[str | None, str]:
             phase, text = answer(prompt)
             read = read_prompt(prompt) if phase is not None else None
-            return phase, text if read is None else reply(self._blurred(read, json.loads(text)[ENTRIES]))
+            if read is None:
+                return phase, text
+            said = json.loads(text)
+            return phase, reply(self._blurred(read, said[ENTRIES]), said.get(TAG, ""))
 
         rates = (self.false_pass, self.false_fail, self.wrong_step, self.missed_criterion)
         return noisy if any(rates) else answer

@@ -11,6 +11,7 @@ from draco_ray.judging.phases.score import Score
 from draco_ray.judging.phases.stage1 import Stage1
 from draco_ray.judging.phases.stage2 import Stage2
 from draco_ray.judging.phases.union import Union
+from draco_ray.judging.structured import tag_of
 from draco_ray.records import Verdict
 from draco_ray.sandbox.rule_judge.case import Finding, not_applicable
 from draco_ray.sandbox.rule_judge.reading import JudgePrompt, Rubric, Run, read_pairing, read_prompt, reply
@@ -55,7 +56,7 @@ class RuleJudge:
             Score.name: self._score,
             Credit.name: self._attribute,
         }
-        return read.phase, reply(phases[read.phase](read))
+        return read.phase, reply(phases[read.phase](read), tag_of(prompt))
 
     def _propose(self, prompt: JudgePrompt) -> Entries:
         grounds = {"grounding_references": [f"The task: {prompt.task}"]}

@@ -19,7 +19,7 @@ from draco_ray.judging.phases.score import Score
 from draco_ray.judging.phases.stage1 import Stage1
 from draco_ray.judging.phases.stage2 import Stage2
 from draco_ray.judging.phases.union import Union
-from draco_ray.judging.reply import ENTRIES
+from draco_ray.judging.reply import ENTRIES, TAG
 from draco_ray.rollout.code_block import extract_code
 
 _EVIDENCE = re.compile(r"^\[BEGIN EVIDENCE ([0-9a-f]{8})\]", re.MULTILINE)
@@ -92,9 +92,11 @@ def read_pairing(prompt: str) -> tuple[tuple[Rubric, ...], tuple[Rubric, ...]] |
     return None if first is None or second is None else (_rubrics(first), _rubrics(second))
 
 
-def reply(entries: Sequence[Any]) -> str:
-    """What a judge answers: one JSON object that holds the entries. Every reply of the rule judge is built here."""
-    return json.dumps({ENTRIES: entries}, indent=1, ensure_ascii=False)
+def reply(entries: Sequence[Any], tag: str = "") -> str:
+    """A judge's answer: one JSON object with the request's tag and the entries. Every reply of the rule judge is built
+    here."""
+    named = {TAG: tag} if tag else {}
+    return json.dumps({**named, ENTRIES: entries}, indent=1, ensure_ascii=False)
 
 
 def instruction(user_text: str) -> str:
