@@ -1,4 +1,6 @@
-"""Count the package's lines of code by part: lines that hold code, without blank lines, comments and docstrings.
+"""Count the package's lines of code by part, and those of the modules that one training step imports.
+
+Lines that hold code count, without blank lines, comments and docstrings.
 
 python jobs/count_lines.py
 """
@@ -51,6 +53,39 @@ def part_of(name: str) -> str:
     return "core" if first in CORE else "command line" if first in ("cli", "commands") else first
 
 
+STEP = ("draco_ray.training.run", "draco_ray.training.session")
+"""Where a training step begins; what it starts by name (`draco_ray.registry`) is not counted."""
+
+
+def modules() -> dict[str, Path]:
+    """The package's modules by name."""
+    found = {".".join(file.relative_to(PACKAGE.parent).with_suffix("").parts): file for file in PACKAGE.rglob("*.py")}
+    return {name.removesuffix(".__init__"): file for name, file in found.items()}
+
+
+def imports(name: str, known: dict[str, Path]) -> set[str]:
+    """Modules of the package that a module imports, in its functions too."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(known[name].read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            found |= {full if (full := f"{node.module}.{each.name}") in known else node.module for each in node.names}
+        elif isinstance(node, ast.Import):
+            found |= {each.name for each in node.names}
+    return (found & known.keys()) - {name}
+
+
+def imported_by_a_step() -> tuple[int, int]:
+    """Modules that one training step imports, and their code lines."""
+    known = modules()
+    waiting, found = list(STEP), set[str]()
+    while waiting:
+        name = waiting.pop()
+        if name in known and name not in found:
+            found.add(name)
+            waiting += [*imports(name, known), name.rpartition(".")[0]]
+    return len(found), sum(code_lines(known[name].read_text(encoding="utf-8")) for name in found)
+
+
 def main() -> None:
     """Print code lines and all lines of each part."""
     code: Counter[str] = Counter()
@@ -63,6 +98,7 @@ def main() -> None:
     print(f"{'part':<20}{'code':>8}{'all':>8}")
     for name, lines in code.most_common():
         print(f"{name:<20}{lines:>8}{every[name]:>8}")
+    print("one training step imports {} modules, {} code lines".format(*imported_by_a_step()))
 
 
 if __name__ == "__main__":

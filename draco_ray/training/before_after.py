@@ -26,7 +26,7 @@ from draco_ray.runs.goals import scenario_goal_completion, task_goal_completion
 from draco_ray.training.progress import StepProgress
 
 if TYPE_CHECKING:
-    from draco_ray.training.session import Actors
+    from draco_ray.training.actors import Actors
 
 Tell = Callable[[int, Mapping[str, float]], object]
 """Is given the step of a policy that was measured, and its rates in [0, 1] by name."""

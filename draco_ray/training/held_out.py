@@ -30,7 +30,7 @@ from draco_ray.training.before_after import Tell, on_the_same_tasks
 from draco_ray.training.progress import StepProgress
 
 if TYPE_CHECKING:
-    from draco_ray.training.session import Actors
+    from draco_ray.training.actors import Actors
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,12 +23,12 @@ from draco_ray.runs.directory import RunDirectory
 from draco_ray.runs.judged import JudgedRates, judged_rates
 from draco_ray.runs.lock import sole_driver
 from draco_ray.terminal import PlainConsole
+from draco_ray.training.actors import Actors
 from draco_ray.training.held_out import JudgedBeforeAfter
 from draco_ray.training.progress import StepProgress
 from draco_ray.training.resume import config_changes
 from draco_ray.training.room import begun
 from draco_ray.training.session import (
-    Actors,
     checked_model,
     open_judge,
     ray_session,

@@ -52,11 +52,11 @@ from draco_ray.rollout.pool import Member
 from draco_ray.runs.directory import RunDirectory
 from draco_ray.runs.remote.place import place_of
 from draco_ray.terminal import PlainConsole
+from draco_ray.training.actors import Actors
 from draco_ray.training.preflight import check_outlives_job
 from draco_ray.training.progress import StepProgress
 from draco_ray.training.room import begun
 from draco_ray.training.session import (
-    Actors,
     checked_model,
     open_judge,
     ray_session,
