@@ -194,7 +194,7 @@ def train(
 
 def _say_how_sure(run: Path) -> None:
     """Print the intervals of what a run gained, where it was evaluated before and after."""
-    from draco_ray.lab.evaluation.summary import gain_of
+    from draco_ray.lab.evaluation.setting import gain_of
     from draco_ray.runs.directory import RunDirectory
 
     if (line := gain_of(RunDirectory.open(run))) is not None:

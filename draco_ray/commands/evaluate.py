@@ -188,7 +188,7 @@ def curve_table(directory: EvaluationDirectory) -> Table:
     played = what_was_played([plan])
     rows = []
     for measurement, results in directory.complete_results().items():
-        one = aggregate(plan.model_copy(update={"measurements": (measurement,)}), [results])
+        one = aggregate(plan.model_copy(update={"measurements": (measurement,)}), [[results]])
         step = measurement.removeprefix("step").lstrip("0") or "0"
         turns = None if one.turns is None else Cell(one.turns.mean, one.turns.std, one.turns.low, one.turns.high)
         rows.append((step, (_percent(one.tgc), _percent(one.sgc), turns, Cell(float(one.lost)))))

@@ -35,7 +35,6 @@ from draco_ray.lab.evaluation.limiter_actor import start_evaluation_limiter
 from draco_ray.lab.evaluation.policies import Checkpoint, EvaluatedPolicy, deciding_settings, load_adapter, lora_rank
 from draco_ray.lab.evaluation.results import EvaluationDirectory, Plan, RolloutResult
 from draco_ray.lab.evaluation.setting import SplitResult, aggregate
-from draco_ray.lab.evaluation.trajectories import keep_trajectory
 from draco_ray.records import Trajectory, Usage, lost_evaluation
 from draco_ray.rollout.pool import RolloutPool, RolloutWorkers
 from draco_ray.rollout.tokens import EnginePolicies
@@ -117,7 +116,7 @@ def evaluate_policy(
             "the same command with --retry-errors plays them again"
         )
     # Not `read_split`, which reads the summary that is written here.
-    result = aggregate(directory.plan, list(directory.complete_results().values()))
+    result = aggregate(directory.plan, [list(directory.complete_results().values())])
     directory.write_summary(summary(result))
     return result
 
@@ -381,7 +380,7 @@ class _Evaluator:
         if self._outputs is not None:
             self._outputs.write(checkpoint.name, run, task_id, saved)
         if trajectory is not None:
-            keep_trajectory(self._directory, checkpoint.name, trajectory)
+            self._directory.write_trajectory(checkpoint.name, trajectory)
 
     async def _load(self, checkpoint: Checkpoint) -> None:
         """Bring a checkpoint to every engine and make sure that it is live."""

@@ -12,7 +12,6 @@ from typing import Any
 from draco_ray.errors import ReplyError
 from draco_ray.judging.phases.score import Score, parse_scores
 from draco_ray.lab.analysis.evaluations import evaluation_directories, judged_directories
-from draco_ray.lab.evaluation.trajectories import read_trajectories
 from draco_ray.lab.report.groups import ROWS, PackedGroup, by_task, content, pack
 from draco_ray.records import Criterion, Evaluation, Verdict
 from draco_ray.runs.directory import RunDirectory
@@ -37,9 +36,7 @@ def packed_evaluations(run: RunDirectory) -> Iterator[PackedGroup]:
     for directory in evaluation_directories(run):
         for name in directory.plan.measurements:
             played = [result.evaluation for result in directory.results(name)]
-            rows = {
-                table: by_task(read_trajectories(directory, name, kept).to_pylist()) for table, kept in _PLAYED.items()
-            }
+            rows = {table: by_task(directory.trajectories(name, kept).to_pylist()) for table, kept in _PLAYED.items()}
             number = re.fullmatch(r"step(\d+)", name)
             key = f"{directory.path.name} {name}"
             version = int(number[1]) if number else None
