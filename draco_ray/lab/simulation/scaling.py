@@ -139,10 +139,6 @@ class Scale:
             enough_gpu_hours=self._gpu_hours(enough, unstalled),
         )
 
-    def seconds(self, rollouts: int, **changed: float) -> float:
-        """How long a step of so many rollouts takes, with these fields of the setting changed."""
-        return self._play(self._draw(rollouts), replace(self.setting, **changed)).seconds  # type: ignore[arg-type]
-
     def needs(self, rollouts: int) -> Setting:
         """The setting with which judging and learning keep up with generation in a step of so many rollouts.
 
