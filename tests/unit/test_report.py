@@ -272,7 +272,7 @@ def test_the_command_says_what_it_wrote(run: RunDirectory, tmp_path: Path) -> No
         "judge_cost_by_phase",
     }
     both = write([run.path], figures=True, tables=True, out=tmp_path / "both")
-    assert {path.suffix for path in both} == {".png", ".pdf", ".parquet", ".csv"}
+    assert {path.suffix for path in both} == {".svg", ".parquet", ".csv"}
     assert not list(run.path.rglob("*.tmp"))
 
 

@@ -6,8 +6,20 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from draco_ray.lab.report.drawing import GRID, INK, MUTED, OTHER, Box, Dot, Drawing, Line, Text, palette
-from draco_ray.lab.report.svg import shortened, text_width
+from draco_ray.lab.report.drawing import (
+    GRID,
+    INK,
+    MUTED,
+    OTHER,
+    Box,
+    Dot,
+    Drawing,
+    Line,
+    Text,
+    palette,
+    shortened,
+    text_width,
+)
 
 WIDTH, HEIGHT = 320.0, 190.0
 _LEFT, _RIGHT, _TOP, _BOTTOM = 40.0, 10.0, 24.0, 30.0

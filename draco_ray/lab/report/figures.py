@@ -1,4 +1,4 @@
-"""The paper's figures from one run or several: drawings by name, and writing them as PNG and PDF."""
+"""The paper's figures from one run or several: drawings by name, and writing them as SVG."""
 
 from __future__ import annotations
 
@@ -6,22 +6,14 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
-from matplotlib.figure import Figure
-from matplotlib.patches import Circle, Rectangle
-
 from draco_ray.judging.phases import PHASES
 from draco_ray.lab.analysis.rescoring import RUN
 from draco_ray.lab.analysis.rubrics import left_out, title_key
 from draco_ray.lab.analysis.tables import tidy
 from draco_ray.lab.report.charts import WIDTH, Series, heat_map, line_chart, percent, scatter, stacked_bars
-from draco_ray.lab.report.drawing import ON_PAPER, Box, Dot, Drawing, Line, Text
-from draco_ray.lab.report.svg import visible
+from draco_ray.lab.report.drawing import Drawing, to_image
 from draco_ray.records import Termination
 from draco_ray.runs.directory import RunDirectory
-
-# Figures are set in the typeface that Matplotlib brings, which is so much wider at the same size.
-_TO_DEJAVU = 0.87
-_DOTS_PER_INCH = 220
 
 MOST_CRITERIA = 24
 """Criteria shown in the per-criterion figure: those judged most often."""
@@ -67,35 +59,12 @@ def figures(runs: Sequence[RunDirectory]) -> dict[str, Drawing]:
 
 
 def write_figures(runs: Sequence[RunDirectory], folder: Path) -> list[Path]:
-    """Write every figure as ``<name>.png`` and ``<name>.pdf``; returns the files."""
+    """Write every figure as ``<name>.svg``; returns the files."""
     folder.mkdir(parents=True, exist_ok=True)
-    written = []
-    for name, drawing in figures(runs).items():
-        for path in (folder / f"{name}.png", folder / f"{name}.pdf"):
-            write_figure(drawing, path)
-            written.append(path)
-    return written
-
-
-def write_figure(drawing: Drawing, path: Path) -> None:
-    """Write a drawing on white, at its size in points; the file's ending says as what: ``.png``, ``.pdf``."""
-    figure = Figure(figsize=(drawing.width / 72, drawing.height / 72))
-    page = figure.add_axes((0, 0, 1, 1), xlim=(0, drawing.width), ylim=(drawing.height, 0), frame_on=False)
-    page.set_axis_off()
-    for shape in drawing.shapes:
-        color = ON_PAPER.get(shape.color, shape.color)
-        match shape:
-            case Line():
-                page.plot(*zip(*shape.points, strict=True), color=color, lw=shape.width, solid_joinstyle="round")
-            case Box():
-                page.add_patch(Rectangle((shape.x, shape.y), shape.width, shape.height, color=color, lw=0))
-            case Dot():
-                page.add_patch(Circle((shape.x, shape.y), shape.radius, color=color, lw=0))
-            case Text():
-                anchor = {"start": "left", "middle": "center", "end": "right"}[shape.anchor]
-                text = page.text(shape.x, shape.y, visible(shape.string), ha=anchor, va="baseline", color=color)
-                text.set(fontsize=shape.size * _TO_DEJAVU, parse_math=False)
-    figure.savefig(path, dpi=_DOTS_PER_INCH, metadata={"Title": drawing.title})
+    written = {folder / f"{name}.svg": drawing for name, drawing in figures(runs).items()}
+    for path, drawing in written.items():
+        path.write_text(to_image(drawing), encoding="utf-8")
+    return list(written)
 
 
 def by_run(rows: Sequence[Row], names: Sequence[str], column: str) -> list[Series]:

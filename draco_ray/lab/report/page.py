@@ -12,10 +12,13 @@ import hashlib
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import pyarrow.compute as pc
+from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 from markupsafe import Markup
 
 from draco_ray.judging.phases import PHASES
@@ -24,14 +27,13 @@ from draco_ray.lab.analysis.tables import tidy
 from draco_ray.lab.files import whole_file
 from draco_ray.lab.report import figures
 from draco_ray.lab.report.charts import Series, line_chart, percent, stacked_bars, timeline
-from draco_ray.lab.report.drawing import PALETTE, Drawing
+from draco_ray.lab.report.drawing import PALETTE, Drawing, to_svg, visible
 from draco_ray.lab.report.groups import pack, packed_groups
 from draco_ray.lab.report.measured import packed_evaluations, packed_judged
-from draco_ray.lab.report.svg import to_svg
-from draco_ray.lab.report.template import ASSETS, page_template
 from draco_ray.runs.directory import RunDirectory
 from draco_ray.traces.keeping import SETTING
 
+ASSETS = files("draco_ray.lab.report") / "assets"
 PAGE_WIDTH = 980.0
 """Points a chart over the page's whole width takes: its letters are then as large as those of three charts in a row."""
 
@@ -58,7 +60,7 @@ def write_report(run: RunDirectory, path: Path, *, live: str = "") -> None:
             summaries.append(group.summary)
             yield group.data
 
-    page = page_template("page.html.j2").stream(
+    page = _template("page.html.j2").stream(
         title=run.path.name,
         live=live,
         facts=_facts(run),
@@ -80,6 +82,19 @@ def write_report(run: RunDirectory, path: Path, *, live: str = "") -> None:
     page.enable_buffering(64)
     with whole_file(path) as temporary:
         page.dump(str(temporary), encoding="utf-8")
+
+
+def _template(name: str) -> Template:
+    """A template that escapes every value and makes invisible characters visible."""
+    environment = Environment(
+        loader=PackageLoader("draco_ray.lab.report", "assets"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        finalize=lambda value: visible(value) if type(value) is str else value,
+        trim_blocks=True,
+    )
+    style = Markup((ASSETS / "report.css").read_text(encoding="utf-8"))
+    return environment.get_template(name, globals={"style": style, "made": f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC"})
 
 
 def run_id(run: RunDirectory) -> str:
