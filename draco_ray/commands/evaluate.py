@@ -117,10 +117,10 @@ def reevaluate(path: Path, config: str | None, overrides: Sequence[str]) -> bool
     Returns: whether all are.
     Raises:
         ConfigError: no evaluation of AppWorld, or of another world than ``data.root``.
-        DracoError: as `draco_ray.lab.evaluation.reevaluate.reevaluate`.
+        DracoError: as `draco_ray.lab.evaluation.appworld.reevaluate`.
     """
+    from draco_ray.lab.evaluation.appworld import reevaluate as evaluate_again
     from draco_ray.lab.evaluation.evaluate import APPWORLD
-    from draco_ray.lab.evaluation.reevaluate import reevaluate as evaluate_again
 
     directory = EvaluationDirectory.open(path)
     if directory.plan.benchmark != APPWORLD:

@@ -1,7 +1,7 @@
-"""What evaluating an API model may ask for and cost: the judge's limiter, with a book of its own beside the results.
+"""Rate limits and budget of an evaluated API model: the judge's limiter, with the dollars kept beside the results.
 
-A budget ends an evaluation in the middle of rollouts, and what those have cost is in no result. So every settled
-request is counted in the book, and the same command, given again, does not start from nothing.
+A budget can end an evaluation in the middle of rollouts, whose cost is in no result. So the dollars of every settled
+request are written, and the same command, given again, starts from them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ BOOK = "spent.json"
 
 
 class EvaluationLimiterActor(LimiterActor):
-    """An evaluation's limiter."""
+    """The limiter of an evaluation, which writes the dollars spent after each request."""
 
     def __init__(self, config: JudgeConfig, book: Path) -> None:
         super().__init__(config, dollars_spent(book))
@@ -44,14 +44,14 @@ class EvaluationLimiterActor(LimiterActor):
 
 
 def dollars_spent(book: Path) -> float:
-    """What an evaluation has cost so far, unfinished rollouts included; 0 where no book was kept."""
+    """Dollars that an evaluation has cost so far, unfinished rollouts included; 0 if none were written."""
     return float(json.loads(book.read_text(encoding="utf-8"))["dollars"]) if book.is_file() else 0.0
 
 
 def start_evaluation_limiter(
     config: JudgeConfig, directory: Path, run_name: str
 ) -> tuple[object, LimiterClient] | None:
-    """The limiter of an evaluation and what its workers reach it by; None where nothing is limited.
+    """The limiter actor of an evaluation and a client of it for the workers; None if nothing is limited.
 
     Args:
         config: of the API model; its ``limits`` hold.
