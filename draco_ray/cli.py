@@ -506,9 +506,7 @@ def report(
     directories: Annotated[
         list[str], typer.Argument(metavar="DIR", help="A run directory or its URL, or several to compare.")
     ],
-    figures: Annotated[
-        bool, typer.Option("--figures", help="Write the paper's figures as PNG and PDF instead.")
-    ] = False,
+    figures: Annotated[bool, typer.Option("--figures", help="Write the paper's figures as SVG instead.")] = False,
     tables: Annotated[bool, typer.Option("--tables", help="Write tidy tables as Parquet and CSV instead.")] = False,
     out: Annotated[
         Path | None,

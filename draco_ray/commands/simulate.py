@@ -1,4 +1,4 @@
-"""What `draco plan --simulate RUN` prints."""
+"""`draco plan --simulate RUN`: print predictions of a recorded run's steps and of steps of other sizes."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ def simulate_run(
     gpu_dollars: float | None = None,
     console: Console | None = None,
 ) -> None:
-    """Print how well a recorded run's steps are predicted, and what other sizes of step would take.
+    """Print the prediction errors of a recorded run's steps, and durations and costs of other sizes of steps.
 
     Args:
         directory: the run.
-        other: another run whose steps are predicted by this one, at its own setting.
+        other: another run whose steps are predicted from this one, with its own setting.
         rollouts: sizes; empty: `SIZES`.
         setting: fields of `Setting` that differ from the run's.
         seed: random seed of the simulation.

@@ -100,13 +100,13 @@ def test_no_data_is_said() -> None:
         stacked_bars("t", ["1"], {"a": [0.0]}),
         stacked_bars("t", [], {}),
         heat_map("t", [], [], []),
-        timeline("t", {}, colors={}),
+        timeline("t", {}, colors={}, width=640),
     ):
         assert "nothing recorded" in words(drawing)
 
 
 def test_overlapping_work_gets_tracks_of_its_own() -> None:
-    drawing = timeline("t", {"rollout": [(0, 4), (1, 3), (4, 5)]}, colors={})
+    drawing = timeline("t", {"rollout": [(0, 4), (1, 3), (4, 5)]}, colors={}, width=640)
     first, second, third = [shape for shape in drawing.shapes if isinstance(shape, Box)]
     assert first.y != second.y
     assert first.y == third.y
@@ -119,7 +119,7 @@ def test_a_kind_has_one_colour_wherever_it_stands() -> None:
         {"rollout": [(0.0, 1.0)], "learning": [(1.0, 2.0)]},
         {"learning": [(1.0, 2.0)], "other": [(0.0, 1.0)]},
     ):
-        drawing = timeline("t", lanes, colors=colors)
+        drawing = timeline("t", lanes, colors=colors, width=640)
         found = [shape.color for shape in drawing.shapes if isinstance(shape, Box)]
         assert found == [colors.get(name, OTHER) for name in lanes]
     stacked = stacked_bars("t", ["1"], {"learning": [1.0], "rollout": [2.0]}, colors=colors)

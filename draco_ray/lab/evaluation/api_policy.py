@@ -1,19 +1,30 @@
-"""An API model as policy: episodes in chat messages, with the endpoint's token counts."""
+"""An API model as policy: episodes in chat messages, with the endpoint's token counts; and its limits and budget.
+
+A budget can end an evaluation in the middle of rollouts, whose cost is in no result. So the dollars of every settled
+request are written, and the same command, given again, starts from them.
+"""
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
-from draco_ray.config.schema import AgentConfig, JudgeConfig
+from draco_ray.config.schema import AgentConfig, JudgeConfig, JudgeLimits
 from draco_ray.errors import ConfigError
 from draco_ray.judging.complete import Complete, Completion, Request
-from draco_ray.judging.limiter import Leases
+from draco_ray.judging.limiter import Ended, Leases
+from draco_ray.judging.limiter_actor import LimiterActor, LimiterClient, start_limiter
+from draco_ray.judging.outage import Next
 from draco_ray.records import TOOLS, Message, Usage
 from draco_ray.rollout.agent import Books, Policy, RolloutRequest, Said
 
+BOOK = "spent.json"
+"""File of the evaluation directory with the dollars spent."""
 _ATTEMPTS = 1_000
 """More than the attempts of any rollout, so that no two rollouts share a request number."""
 
@@ -140,3 +151,47 @@ class ChatConversation:
             output_tokens=reply.output_tokens if reply.usage_known else 0,
             dollars=reply.dollars if self._priced or reply.dollars else None,
         )
+
+
+class EvaluationLimiterActor(LimiterActor):
+    """The limiter of an evaluation, which writes the dollars spent after each request."""
+
+    def __init__(self, config: JudgeConfig, book: Path) -> None:
+        super().__init__(config, dollars_spent(book))
+        self._book = book
+
+    async def settle(self, number: str, ended: Ended) -> Next:
+        """See `LimiterActor.settle`."""
+        verdict = await super().settle(number, ended)
+        self._keep()
+        return verdict
+
+    def abandon(self, number: str) -> None:
+        """See `LimiterActor.abandon`."""
+        super().abandon(number)
+        self._keep()
+
+    def _keep(self) -> None:
+        temporary = self._book.with_name(f".{self._book.name}.unfinished")
+        temporary.write_text(json.dumps({"dollars": self.limiter.spent}), encoding="utf-8")
+        os.replace(temporary, self._book)
+
+
+def dollars_spent(book: Path) -> float:
+    """Dollars that an evaluation has cost so far, unfinished rollouts included; 0 if none were written."""
+    return float(json.loads(book.read_text(encoding="utf-8"))["dollars"]) if book.is_file() else 0.0
+
+
+def start_evaluation_limiter(
+    config: JudgeConfig, directory: Path, run_name: str
+) -> tuple[object, LimiterClient] | None:
+    """The limiter actor of an evaluation and a client of it for the workers; None if nothing is limited.
+
+    Args:
+        config: of the API model; its ``limits`` hold.
+        directory: of the evaluation.
+        run_name: part of the actor's name.
+    """
+    if config.limits == JudgeLimits():
+        return None
+    return start_limiter(EvaluationLimiterActor, config, directory / BOOK, run_name)

@@ -29,9 +29,8 @@ from draco_ray.errors import BudgetSpent, CanaryFailed, ConfigError, JudgeUnavai
 from draco_ray.judging.endpoint import introduced
 from draco_ray.judging.model_limits import model_limit
 from draco_ray.judging.pricing import check_budget, find_price, known_price, price_of
-from draco_ray.lab.evaluation.api_policy import ApiPolicies
+from draco_ray.lab.evaluation.api_policy import ApiPolicies, start_evaluation_limiter
 from draco_ray.lab.evaluation.appworld import AppWorldOutputs
-from draco_ray.lab.evaluation.limiter_actor import start_evaluation_limiter
 from draco_ray.lab.evaluation.policies import Checkpoint, EvaluatedPolicy, deciding_settings, load_adapter, lora_rank
 from draco_ray.lab.evaluation.results import EvaluationDirectory, Plan, RolloutResult
 from draco_ray.lab.evaluation.setting import SplitResult, aggregate

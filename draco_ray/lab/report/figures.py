@@ -16,13 +16,13 @@ from draco_ray.records import Termination
 from draco_ray.runs.directory import RunDirectory
 
 MOST_CRITERIA = 24
-"""Criteria shown in the per-criterion figure: those judged most often."""
+"""Largest number of criteria in the per-criterion figure; those judged most often are shown."""
 
 Row = dict[str, Any]
 
 
 def figures(runs: Sequence[RunDirectory]) -> dict[str, Drawing]:
-    """Every figure the runs have data for; a figure of one run alone carries the run's name when there are several.
+    """Every figure that the runs have data for; figures of a single run are named after it if there are several runs.
 
     ``terminations``, ``pass_rate``, ``pass_rate_by_criterion``, ``inert_share``, ``judge_cost_by_phase``; where
     something was evaluated ``success`` and ``judge_cost_and_success``, and ``judged`` where the judge stood in; where
@@ -77,7 +77,7 @@ def by_run(rows: Sequence[Row], names: Sequence[str], column: str) -> list[Serie
 
 
 def pass_rate(runs: Sequence[RunDirectory]) -> Drawing:
-    """Pass rate by training step, a line a run, and one for each judge that scored it anew against a static rubric."""
+    """Pass rate by training step, a line for each run and for each judge that rescored it against a static rubric."""
     series = by_run(tidy("pass_rates", runs).to_pylist(), [run.path.name for run in runs], "pass_rate")
     again: dict[str, list[Row]] = {}
     for row in tidy("rubric_rates", runs).to_pylist():
@@ -156,7 +156,7 @@ def success(rows: Sequence[Row]) -> Drawing:
 
 
 def judged(rows: Sequence[Row]) -> Drawing:
-    """The judge's pass rate on held-out tasks, where nothing evaluates them, likewise."""
+    """The judge's pass rate on held-out tasks without evaluator, likewise."""
     return _learning_curve("Held out: the judge's pass rate, a stand-in", rows, "pass_rate")
 
 
@@ -193,7 +193,7 @@ def judge_cost_and_success(cost: Sequence[Row], measured: Sequence[Row]) -> Draw
 def pass_k(rows: Sequence[Row]) -> Drawing | None:
     """pass^k and pass@k of tasks and of scenarios, of the last measurement of each run and split; equal at k = 1.
 
-    A mean of several checkpoints goes before any one of them.
+    A mean of several checkpoints is preferred to single ones.
     """
     last: dict[tuple[str, str], Row] = {}
     for row in rows:
@@ -231,7 +231,7 @@ def evaluation_cost(measured: Sequence[Row]) -> Drawing | None:
 
 
 def train_success(measured: Sequence[Row]) -> Drawing | None:
-    """TGC on the training tasks over training steps: evaluated afterwards, no part of any reward."""
+    """TGC on the training tasks over training steps; evaluated afterwards and never part of a reward."""
     rows = [row for row in measured if _trained_on(row) and row["training_step"] is not None]
     if not rows:
         return None

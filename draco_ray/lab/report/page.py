@@ -1,8 +1,8 @@
 """`draco report DIR`: one HTML file that needs nothing else.
 
-What a policy or a judge wrote reaches the page in two ways only: packed (base64, shown by the script as text nodes), or
-as a chart's label or the configuration, escaped by Jinja and MarkupSafe. A content security policy in the page lets
-only its own script run, and nothing be loaded.
+Texts of a policy or a judge are untrusted. They are in the page either packed (base64, shown by the script as text
+nodes), or as labels of charts and the configuration, escaped by Jinja and MarkupSafe. The page's content security
+policy allows only its own script and no loading.
 """
 
 from __future__ import annotations
@@ -35,21 +35,21 @@ from draco_ray.traces.keeping import SETTING
 
 ASSETS = files("draco_ray.lab.report") / "assets"
 PAGE_WIDTH = 980.0
-"""Points a chart over the page's whole width takes: its letters are then as large as those of three charts in a row."""
+"""Width in points of a chart over the whole page; its letters are then as large as those of three charts in a row."""
 
 SCRIPTS = ("report.js", "labels.js", "beside.js", "search.js", "keys.js", "live.js", "route.js")
-"""Parts of the page's one script, in order: the last begins."""
+"""Parts of the page's script, in order; the last one starts it."""
 
 Row = dict[str, Any]
 
 
 def write_report(run: RunDirectory, path: Path, *, live: str = "") -> None:
-    """Write the page; it grows a group at a time, so the run need not fit in memory.
+    """Write the page group by group, so that the run need not fit in memory.
 
     Args:
         run: with rows.
         path: of the page.
-        live: the run's state, of a page that is served and asks for a newer one; empty: it asks for nothing.
+        live: the run's state, for a served page that polls for a newer one; empty for a page that does not.
     """
     script = "".join((ASSETS / name).read_text(encoding="utf-8") for name in SCRIPTS)
     summaries: list[Row] = []
@@ -98,7 +98,7 @@ def _template(name: str) -> Template:
 
 
 def run_id(run: RunDirectory) -> str:
-    """What tells a run from others of its name, from its first rollout on: its configuration."""
+    """An id that distinguishes runs of the same name, from name and configuration."""
     return hashlib.sha256(f"{run.path.name}\n{run.config_text()}".encode()).hexdigest()[:16]
 
 
@@ -115,9 +115,9 @@ class Chart:
 
     drawing: Drawing
     wide: bool = False
-    """Whether it takes the page's whole width."""
+    """Whether it takes the whole width of the page."""
     note: str = ""
-    """What has to be known to read it."""
+    """Caption."""
 
 
 def overview(run: RunDirectory) -> list[Chart]:
@@ -161,7 +161,7 @@ def _intervals(rows: list[Row], column: str) -> str:
 
 
 def ceiling(run: RunDirectory) -> str:
-    """What bounds a pass rate, of a run whose rule drops what no member fails; empty for others."""
+    """A note on the ceiling of pass rates, for runs whose rule drops criteria that all pass; else empty."""
     size = int(run.setting("algorithm.group_size"))
     if not _by_rubric(run) or run.setting("algorithm.rule") == "no_dropout":
         return ""
@@ -178,7 +178,7 @@ def ceiling(run: RunDirectory) -> str:
 
 
 def how_to_read(run: RunDirectory) -> str:
-    """What the page is about, for somebody who has never seen one; empty where no verdicts are behind it."""
+    """Introduction for new readers; empty for runs without verdicts."""
     if not _by_rubric(run):
         return ""
     if _of_traces(run):
@@ -197,12 +197,12 @@ def _by_rubric(run: RunDirectory) -> bool:
 
 
 def _of_traces(run: RunDirectory) -> bool:
-    """Whether another agent's traces were judged: nothing was trained."""
+    """Whether these are judged traces of another agent, without training."""
     return bool(run.setting("setting") == SETTING)
 
 
 KINDS = dict(zip(("rollout", *PHASES, "learning", "sync", "checkpoint"), PALETTE, strict=False))
-"""Colour of each kind of work, on the timeline of every step."""
+"""Kind of work -> its colour on timelines."""
 STAGE_COLORS = {
     "generation": KINDS["rollout"],
     "generation and judging": "#7f7fd0",
@@ -215,7 +215,7 @@ STAGE_COLORS = {
 
 
 def stage_seconds(rows: list[Row]) -> Drawing:
-    """Where the wall time of each step went; stages that ran at the same time are one of their own."""
+    """Wall time of each step by stage; stages that overlapped count as a stage of their own."""
     steps = sorted({row["training_step"] for row in rows})
     seconds = {(row["stage"], row["training_step"]): row["seconds"] for row in rows}
     stages = [stage for stage in dict.fromkeys(row["stage"] for row in rows) if any(seconds[stage, s] for s in steps)]
@@ -260,7 +260,7 @@ def _facts(run: RunDirectory) -> list[tuple[str, str]]:
 
 
 def _self_contradictions(metrics: list[dict[str, Any]]) -> Iterator[tuple[str, str]]:
-    """How many of a sample of verdicts their own justifications contradict (``judge.second_look``)."""
+    """Sampled verdicts that their own justifications contradict (``judge.second_look``)."""
     looked_at = sum(line.get("judge_looked_at") or 0 for line in metrics)
     if looked_at:
         contradicted = sum(line.get("judge_contradicted") or 0 for line in metrics)
@@ -271,7 +271,7 @@ def _self_contradictions(metrics: list[dict[str, Any]]) -> Iterator[tuple[str, s
 
 
 def _held_out(rows: list[Row], column: str, called: str) -> Iterator[tuple[str, str]]:
-    """The first and the last measurement on each split; those between are in the chart."""
+    """The first and the last measurement on each split; the chart has all."""
     splits: dict[str, list[Row]] = {}
     for row in rows:
         splits.setdefault(row["split"], []).append(row)
