@@ -1,4 +1,4 @@
-"""`draco plan`: print what a configuration takes, and refuse one that cannot fit."""
+"""`draco plan`: print the memory and time that a configuration needs, and refuse one that cannot fit."""
 
 from __future__ import annotations
 
@@ -175,7 +175,7 @@ def engine_problem(config: DracoConfig, memory: EngineMemory, gpu_memory_gib: fl
 def room_problem(
     config: DracoConfig, shape: ModelShape, memory: EngineMemory, gpu: int, reserved: int, resting: int
 ) -> str | None:
-    """Why an engine does not fit into its GPU, or beside what else is on it, and what to change; None if it does.
+    """Why an engine does not fit into its GPU beside other processes, and what to change; None if it fits.
 
     Args:
         gpu: memory of the GPU, bytes.
@@ -208,7 +208,7 @@ def _changed(config: DracoConfig, section: str = "learner", **values: object) ->
 
 
 def _largest_fitting(config: DracoConfig, shape: ModelShape, room: int) -> int:
-    """Tokens of the largest micro-batch with which a learner worker fits; 0 if none does."""
+    """Tokens of the largest micro-batch that fits; 0 if none does."""
     low, high = 0, learner_memory(config, shape).tokens
     while learner_memory(config, shape, high).peak <= room and high < MOST_TOKENS:
         low, high = high, 2 * high
@@ -219,7 +219,7 @@ def _largest_fitting(config: DracoConfig, shape: ModelShape, room: int) -> int:
 
 
 def _fewest_fitting(config: DracoConfig, shape: ModelShape, room: int) -> int | None:
-    """Workers over which the base must be sharded for one to fit; None if it needs more than `MOST_WORKERS`."""
+    """The fewest workers over which a sharded base fits; None if more than `MOST_WORKERS`."""
     for workers in range(config.learner.workers, MOST_WORKERS + 1):
         if learner_memory(_changed(config, sharding="full", workers=workers), shape).peak <= room:
             return workers
@@ -227,7 +227,7 @@ def _fewest_fitting(config: DracoConfig, shape: ModelShape, room: int) -> int | 
 
 
 def _fewest_sharing(config: DracoConfig, shape: ModelShape, room: int) -> int | None:
-    """Into how many parts the configured workers must cut a pass for one to fit; None if they cannot."""
+    """The smallest `learner.context_parallel` that fits; None if none does."""
     workers = config.learner.workers
     for sharing in range(config.learner.context_parallel + 1, workers + 1):
         divides = not any(number % sharing for number in (workers, *_heads(shape).values()))

@@ -16,17 +16,18 @@ import asyncio
 import os
 import re
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
-from draco_ray.config.file_names import file_name
 from draco_ray.config.schema import DracoConfig
 from draco_ray.environments.appworld.data_root import tasks_digest
 from draco_ray.environments.appworld.saved_world import UnusableWorld, read_saved
 from draco_ray.environments.appworld.slot import AppWorldSlot
 from draco_ray.errors import ConfigError
 from draco_ray.lab.evaluation.results import EvaluationDirectory
+from draco_ray.pipeline import gather_or_cancel
+from draco_ray.records import Evaluation
 
 DATASET = "evaluated"
 """The dataset name to give AppWorld."""
@@ -42,7 +43,7 @@ class AppWorldOutputs:
     """Writes one evaluation's outputs."""
 
     def __init__(self, path: Path, data_root: Path, tasks: Iterable[str]) -> None:
-        """Begin, or go on with, an AppWorld root at ``path``; ``data_root`` is linked, never written to."""
+        """Start or continue an AppWorld root at ``path``; ``data_root`` is linked, never written to."""
         self.path = path
         self._data = (data_root / "data").resolve()
         data = path / "data"
@@ -54,14 +55,14 @@ class AppWorldOutputs:
         (data / "datasets" / f"{DATASET}.txt").write_text("".join(f"{task}\n" for task in tasks), encoding="utf-8")
 
     def write(self, measurement: str, run: int, task_id: str, saved: Mapping[str, str]) -> None:
-        """Lay out one rollout; ``saved`` is `AppWorldSlot.saved_files`, empty for one that was lost."""
+        """Write one rollout; ``saved`` is `AppWorldSlot.saved_files`, empty for a lost one."""
         folder = outputs_folder(self.path, measurement, run) / task_id
         shutil.rmtree(folder, ignore_errors=True)
         if not any(name.startswith("dbs/") for name in saved):
             shutil.copytree(self._data / "tasks" / task_id / "dbs", folder / "dbs")
             return
         for name, text in saved.items():
-            # Names come out of the jail of model-written code.
+            # The names are untrusted: they come from the jail of model-written code.
             if not _PLAIN.fullmatch(name):
                 continue
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -70,19 +71,19 @@ class AppWorldOutputs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reevaluated:
-    """One rollout's world, evaluated again."""
+    """A rollout's verdict, recorded and evaluated again."""
 
     measurement: str
     run: int
     task_id: str
     recorded: bool
-    """Whether the rollout's result says that it succeeded."""
+    """Whether the rollout succeeded according to its result."""
     success: bool
     failures: tuple[str, ...]
 
 
 async def reevaluate(directory: EvaluationDirectory, config: DracoConfig) -> list[Reevaluated]:
-    """Evaluate every world that an evaluation's rollouts left, `environment.slots` at a time but no more than CPUs.
+    """Evaluate the saved world of every rollout, `environment.slots` at a time but no more than CPUs.
 
     Args:
         config: ``data.root`` and ``environment.*``; nothing of it is taken from the directory.
@@ -92,48 +93,39 @@ async def reevaluate(directory: EvaluationDirectory, config: DracoConfig) -> lis
         EnvironmentCrashed: an evaluation was ended from outside.
     """
     root, plan = config.data.root.resolve(), directory.plan
-    jobs = _recorded(directory)
-    count = min(config.environment.slots, os.cpu_count() or 1, len(jobs))
+    recorded = [(name, result.evaluation) for name in plan.measurements for result in directory.results(name)]
+    count = min(config.environment.slots, os.cpu_count() or 1, len(recorded))
     slots = [
         AppWorldSlot(config.environment, root, load_ground_truth=True, name=f"reevaluate-{index}")
         for index in range(count)
     ]
     if plan.world and plan.world != tasks_digest(root, list(plan.tasks)):
         raise ConfigError(f"data.root={root}: another world than {directory.path} was evaluated in; give data.root=DIR")
-    done: list[Reevaluated] = []
-    waiting = iter(jobs)
-    try:
-        await asyncio.gather(*(_work(slot, waiting, directory.path, done) for slot in slots))
-    finally:
-        await asyncio.gather(*(slot.stop() for slot in slots))
-    return sorted(done, key=lambda each: (plan.measurements.index(each.measurement), each.run, each.task_id))
+    free: asyncio.Queue[AppWorldSlot] = asyncio.Queue()
+    for slot in slots:
+        free.put_nowait(slot)
 
-
-def _recorded(directory: EvaluationDirectory) -> list[Reevaluated]:
-    """The rollouts as they were recorded, nothing evaluated yet."""
-    try:
-        return [
-            Reevaluated(
-                measurement=file_name(measurement),
-                run=result.evaluation.run,
-                task_id=file_name(result.evaluation.task_id),
-                recorded=result.evaluation.success,
-                success=False,
-                failures=(),
-            )
-            for measurement in directory.plan.measurements
-            for result in directory.results(measurement)
-        ]
-    except ValueError as error:
-        raise ConfigError(f"{directory.path}: a measurement or a task that is no name of a folder: {error}") from None
-
-
-async def _work(slot: AppWorldSlot, jobs: Iterator[Reevaluated], path: Path, done: list[Reevaluated]) -> None:
-    for job in jobs:
-        folder = outputs_folder(path / "appworld", job.measurement, job.run) / job.task_id
+    async def again(measurement: str, result: Evaluation) -> Reevaluated:
+        folder = outputs_folder(directory.path / "appworld", measurement, result.run) / result.task_id
+        slot = await free.get()
         try:
-            verdict = await slot.evaluate_saved(job.task_id, read_saved(str(folder)))
+            verdict = await slot.evaluate_saved(result.task_id, read_saved(str(folder)))
             success, failures = verdict.success, verdict.failures
         except UnusableWorld as error:
             success, failures = False, (f"the saved world cannot be evaluated: {error}",)
-        done.append(replace(job, success=success, failures=failures))
+        finally:
+            free.put_nowait(slot)
+        return Reevaluated(
+            measurement=measurement,
+            run=result.run,
+            task_id=result.task_id,
+            recorded=result.success,
+            success=success,
+            failures=failures,
+        )
+
+    try:
+        done: list[Reevaluated] = await gather_or_cancel(again(*each) for each in recorded)
+    finally:
+        await asyncio.gather(*(slot.stop() for slot in slots))
+    return sorted(done, key=lambda each: (plan.measurements.index(each.measurement), each.run, each.task_id))

@@ -169,9 +169,9 @@ def learner_memory(config: DracoConfig, shape: ModelShape, tokens: int | None = 
 
 
 def learner_room(config: DracoConfig, gpu: int, reserved: int) -> int:
-    """Bytes of a GPU that a learner worker may take while it computes; `reserved` is one process's CUDA context.
+    """Bytes of a GPU available to a computing learner worker; `reserved` is the CUDA context of one process.
 
-    An engine that sleeps on the same GPU keeps its own context and graphs.
+    A sleeping engine on the same GPU keeps its own context and graphs.
     """
     if config.engine.colocate:
         return gpu - 2 * reserved
@@ -203,7 +203,7 @@ def _exchanged(shape: ModelShape, layer: LayerShape) -> int:
 
 
 def _delta_net(shape: ModelShape, layer: LayerShape) -> DeltaShape | None:
-    """The mixer of a gated delta-net layer; None where it is softmax attention.
+    """The mixer of a gated delta-net layer; None for softmax attention.
 
     Raises: ConfigError: it is neither, and what it keeps is not known.
     """
@@ -244,9 +244,9 @@ def _spared(config: DracoConfig, layer: LayerShape) -> int:
 
 
 def _gathered(config: DracoConfig, shape: ModelShape, chunk: int) -> tuple[tuple[Item, ...], tuple[Item, ...]]:
-    """Bytes of a sharded base that are whole at the LM head and in a layer's backward; `chunk`: of a log-prob chunk.
+    """Gathered weights of a sharded base at the LM head and in a layer's backward; `chunk`: bytes of a log-prob chunk.
 
-    What is received lies beside what is made of it for a moment; a layer is fetched while the one above is at work.
+    The receive buffer and the weights built from it exist together for a moment; the next layer is prefetched.
     """
     if not is_sharded(config):
         return (), ()
@@ -279,7 +279,7 @@ def layer_inputs(config: DracoConfig, shape: ModelShape, tokens: int) -> Item:
 
 
 def saved_bytes(shape: ModelShape, layer: LayerShape, width: int, rank: int, *, kernels: bool) -> int:
-    """What one decoder layer with an adapter on every linear layer keeps for its backward; bytes a token.
+    """Bytes a token that a decoder layer with adapters on all linear layers saves for its backward pass.
 
     Args:
         width: bytes of a number of the base model.

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,7 @@ def figures(runs: Sequence[RunDirectory]) -> dict[str, Drawing]:
     drawings["pass_rate"] = pass_rate(runs)
     credit = tidy("credit_by_step", runs).to_pylist()
     drawings["inert_share"] = line_chart(
-        "Rollouts on which credit is inert", by_run(credit, names, "inert_share"), bounds=(0, 1), number=percent
+        "Rollouts on which credit is inert", by_run(credit, "inert_share"), bounds=(0, 1), number=percent
     )
     drawings["judge_cost_by_phase"] = judge_cost_of_runs(tidy("judge_cost", runs).to_pylist(), names)
     evaluated = tidy("success", runs).to_pylist()
@@ -67,37 +68,50 @@ def write_figures(runs: Sequence[RunDirectory], folder: Path) -> list[Path]:
     return list(written)
 
 
-def by_run(rows: Sequence[Row], names: Sequence[str], column: str) -> list[Series]:
-    """A series per run: ``column`` over training steps."""
+def series_of(rows: Iterable[Row], key: Callable[[Row], str], column: str) -> list[Series]:
+    """A series over training steps for each value of ``key``, with intervals if the rows have them."""
+    lines: dict[str, list[Row]] = defaultdict(list)
+    for row in rows:
+        lines[key(row)].append(row)
     found = []
-    for name in names:
-        mine = [row for row in rows if row["run"] == name]
-        found.append(Series(name, [row["training_step"] for row in mine], [row[column] for row in mine]))
+    for name, mine in lines.items():
+        limits = [(row.get(f"{column}_low"), row.get(f"{column}_high")) for row in mine]
+        known = [None if low is None or high is None else (low, high) for low, high in limits]
+        found.append(Series(name, [row["training_step"] for row in mine], [row[column] for row in mine], known))
     return found
+
+
+def by_run(rows: Iterable[Row], column: str) -> list[Series]:
+    """A series per run: ``column`` over training steps."""
+    return series_of(rows, lambda row: str(row["run"]), column)
+
+
+def bars_by_step(
+    title: str, rows: Sequence[Row], part: str, column: str, names: Mapping[str, str], **options: Any
+) -> Drawing:
+    """A bar per training step, stacked by the values of ``part`` that are in ``names``, which has their labels."""
+    steps = sorted({row["training_step"] for row in rows})
+    value = {(row[part], row["training_step"]): row[column] for row in rows}
+    parts = {label: [float(value.get((key, step)) or 0) for step in steps] for key, label in names.items()}
+    return stacked_bars(title, [str(step) for step in steps], parts, **options)
 
 
 def pass_rate(runs: Sequence[RunDirectory]) -> Drawing:
     """Pass rate by training step, a line for each run and for each judge that rescored it against a static rubric."""
-    series = by_run(tidy("pass_rates", runs).to_pylist(), [run.path.name for run in runs], "pass_rate")
-    again: dict[str, list[Row]] = {}
-    for row in tidy("rubric_rates", runs).to_pylist():
-        if row["scored_by"] != RUN and row["training_step"] is not None:
-            again.setdefault(f"{row['run']}: static rubric, by {row['scored_by']}", []).append(row)
-    series += [
-        Series(name, [row["training_step"] for row in rows], [row["pass_rate"] for row in rows])
-        for name, rows in again.items()
+    rescored = [
+        row
+        for row in tidy("rubric_rates", runs).to_pylist()
+        if row["scored_by"] != RUN and row["training_step"] is not None
     ]
+    series = by_run(tidy("pass_rates", runs).to_pylist(), "pass_rate")
+    series += series_of(rescored, lambda row: f"{row['run']}: static rubric, by {row['scored_by']}", "pass_rate")
     return line_chart("Pass rate of the applicable verdicts", series, bounds=(0, 1), number=percent)
 
 
 def terminations(rows: Sequence[Row], label: str = "") -> Drawing:
     """How rollouts ended, as shares of a training step."""
-    steps = sorted({row["training_step"] for row in rows})
-    share = {(row["training_step"], row["ended"]): row["share"] for row in rows}
-    parts = {
-        mode.value.replace("_", " "): [share.get((step, mode.value), 0.0) for step in steps] for mode in Termination
-    }
-    return stacked_bars(f"How rollouts ended{label}", [str(step) for step in steps], parts, number=percent, whole=1.0)
+    names = {mode.value: mode.value.replace("_", " ") for mode in Termination}
+    return bars_by_step(f"How rollouts ended{label}", rows, "ended", "share", names, number=percent, whole=1.0)
 
 
 def pass_rate_by_criterion(
@@ -132,10 +146,7 @@ def pass_rate_by_criterion(
 def judge_cost_by_step(rows: Sequence[Row]) -> Drawing:
     """Judge cost of every training step by phase: dollars, or tokens where the judge cost none."""
     column, title = _cost_column(rows)
-    steps = sorted({row["training_step"] for row in rows})
-    cost = {(row["training_step"], row["phase"]): row[column] for row in rows}
-    parts = {phase: [float(cost.get((step, phase), 0)) for step in steps] for phase in PHASES}
-    return stacked_bars(title, [str(step) for step in steps], parts)
+    return bars_by_step(title, rows, "phase", column, {phase: phase for phase in PHASES})
 
 
 def judge_cost_of_runs(rows: Sequence[Row], names: Sequence[str]) -> Drawing:
@@ -161,14 +172,7 @@ def judged(rows: Sequence[Row]) -> Drawing:
 
 
 def _learning_curve(title: str, rows: Sequence[Row], column: str) -> Drawing:
-    lines: dict[str, list[Row]] = {}
-    for row in rows:
-        lines.setdefault(f"{row['run']}, {row['split']}", []).append(row)
-    series = []
-    for name, mine in lines.items():
-        limits = [(row[f"{column}_low"], row[f"{column}_high"]) for row in mine]
-        known = [None if low is None else (low, high) for low, high in limits]
-        series.append(Series(name, [row["training_step"] for row in mine], [row[column] for row in mine], known))
+    series = series_of(rows, lambda row: f"{row['run']}, {row['split']}", column)
     return line_chart(title, series, bounds=(0, 1), number=percent)
 
 
@@ -235,9 +239,8 @@ def train_success(measured: Sequence[Row]) -> Drawing | None:
     rows = [row for row in measured if _trained_on(row) and row["training_step"] is not None]
     if not rows:
         return None
-    names = list(dict.fromkeys(row["run"] for row in rows))
     rows = sorted(rows, key=lambda row: int(row["training_step"]))
-    return line_chart("TGC on the training tasks", by_run(rows, names, "tgc"), bounds=(0, 1), number=percent)
+    return line_chart("TGC on the training tasks", by_run(rows, "tgc"), bounds=(0, 1), number=percent)
 
 
 def _trained_on(row: Row) -> bool:

@@ -26,7 +26,7 @@ from draco_ray.lab.analysis.rubrics import left_out
 from draco_ray.lab.analysis.tables import tidy
 from draco_ray.lab.files import whole_file
 from draco_ray.lab.report import figures
-from draco_ray.lab.report.charts import Series, line_chart, percent, stacked_bars, timeline
+from draco_ray.lab.report.charts import Series, line_chart, percent, timeline
 from draco_ray.lab.report.drawing import PALETTE, Drawing, to_svg, visible
 from draco_ray.lab.report.groups import pack, packed_groups
 from draco_ray.lab.report.measured import packed_evaluations, packed_judged
@@ -123,11 +123,10 @@ class Chart:
 def overview(run: RunDirectory) -> list[Chart]:
     """The charts of the first page."""
     metrics = run.metrics()
-    names = [run.path.name]
     steps = [line["step"] for line in metrics]
     reward = [Series("reward", steps, [line.get("reward") for line in metrics])]
     credit = tidy("credit_by_step", [run]).to_pylist()
-    inert, spread = (figures.by_run(credit, names, column) for column in ("inert_share", "quality_spread_active"))
+    inert, spread = (figures.by_run(credit, column) for column in ("inert_share", "quality_spread_active"))
     evaluated, judged = (tidy(name, [run]).to_pylist() for name in ("success", "judged"))
     by_criterion = tidy("criterion_pass_rates", [run]).to_pylist()
     return [
@@ -216,11 +215,9 @@ STAGE_COLORS = {
 
 def stage_seconds(rows: list[Row]) -> Drawing:
     """Wall time of each step by stage; stages that overlapped count as a stage of their own."""
-    steps = sorted({row["training_step"] for row in rows})
-    seconds = {(row["stage"], row["training_step"]): row["seconds"] for row in rows}
-    stages = [stage for stage in dict.fromkeys(row["stage"] for row in rows) if any(seconds[stage, s] for s in steps)]
-    parts = {stage: [seconds[stage, step] for step in steps] for stage in stages}
-    return stacked_bars("Seconds per stage", [str(step) for step in steps], parts, colors=STAGE_COLORS)
+    stages = dict.fromkeys(row["stage"] for row in rows)
+    names = {stage: stage for stage in stages if any(row["seconds"] for row in rows if row["stage"] == stage)}
+    return figures.bars_by_step("Seconds per stage", rows, "stage", "seconds", names, colors=STAGE_COLORS)
 
 
 def when_it_ran(run: RunDirectory, step: int) -> Drawing:
