@@ -194,7 +194,7 @@ def train(
 
 def _say_how_sure(run: Path) -> None:
     """Print the intervals of what a run gained, where it was evaluated before and after."""
-    from draco_ray.lab.evaluation.summary import gain_of
+    from draco_ray.lab.evaluation.setting import gain_of
     from draco_ray.runs.directory import RunDirectory
 
     if (line := gain_of(RunDirectory.open(run))) is not None:
@@ -270,10 +270,7 @@ def plan(
     gpu_dollars: Annotated[
         float | None, typer.Option(min=0, help="Price of a GPU for an hour, for the cost of a step.")
     ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of the simulation's draws.")] = 0,
-    out: Annotated[
-        Path | None, typer.Option(metavar="FILE.html", help="Write a page with the simulation's curves.")
-    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Random seed of the simulation.")] = 0,
 ) -> None:
     """Print the memory of each GPU by kind and the expected time of a step; or simulate steps of a recorded run."""
     from draco_ray.errors import ConfigError
@@ -286,7 +283,7 @@ def plan(
         "tokens_per_minute": tokens_per_minute,
     }
     if simulate is None:
-        _no_effect(context, "without --simulate RUN", *number, "rollouts", "compare", "gpu_dollars", "seed", "out")
+        _no_effect(context, "without --simulate RUN", *number, "rollouts", "compare", "gpu_dollars", "seed")
         if config is None:
             raise ConfigError("plan: name CONFIG or --simulate RUN")
         _plan_memory(config, overrides, setting, gpu_memory_gib, model_config, assume)
@@ -296,9 +293,7 @@ def plan(
     _no_effect(context, "with --simulate RUN", "setting", "gpu_memory_gib", "model_config", "assume")
     from draco_ray.commands.simulate import simulate_run
 
-    simulate_run(
-        simulate, other=compare, rollouts=rollouts or (), setting=number, seed=seed, gpu_dollars=gpu_dollars, out=out
-    )
+    simulate_run(simulate, other=compare, rollouts=rollouts or (), setting=number, seed=seed, gpu_dollars=gpu_dollars)
 
 
 def _plan_memory(
@@ -511,9 +506,7 @@ def report(
     directories: Annotated[
         list[str], typer.Argument(metavar="DIR", help="A run directory or its URL, or several to compare.")
     ],
-    figures: Annotated[
-        bool, typer.Option("--figures", help="Write the paper's figures as PNG and PDF instead.")
-    ] = False,
+    figures: Annotated[bool, typer.Option("--figures", help="Write the paper's figures as SVG instead.")] = False,
     tables: Annotated[bool, typer.Option("--tables", help="Write tidy tables as Parquet and CSV instead.")] = False,
     out: Annotated[
         Path | None,

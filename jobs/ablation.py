@@ -22,14 +22,23 @@ import csv
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Annotated, Literal
 
 import typer
 from measured import REFERENCE_JUDGE, SANDBOX, Measured, Spend, Wanted, default_steps, of_one_policy
 
-from draco_ray.lab.evaluation.comparison import holm
 from draco_ray.lab.evaluation.intervals import Interval
-from draco_ray.lab.evaluation.summary import Summary, differences, summarise
+from draco_ray.lab.evaluation.measures import (
+    MOST_K,
+    Seeds,
+    compared_measures,
+    differences,
+    holm,
+    lost_rollouts,
+    rate,
+    turns_played,
+)
 
 SETTINGS = "draco no-credit static-credit static outcome random"
 Runs = Mapping[str, Mapping[int, Measured]]
@@ -53,17 +62,14 @@ def percent(interval: Interval, sign: str = "") -> str:
     return f"{mean} [{low}, {high}]"
 
 
-def row(name: str, summary: Summary, cost: str) -> str:
+def row(name: str, seeds: Seeds, runs_per_task: int, cost: str) -> str:
     """One line of the table of results."""
-    lost = f"{summary.lost} of {summary.rollouts}"
-    cells = [
-        name,
-        *map(percent, summary.tgc),
-        *map(percent, summary.sgc),
-        "-" if summary.turns is None else f"{summary.turns:.1f}",
-        lost,
-        cost,
-    ]
+    ks = range(1, min(runs_per_task, MOST_K) + 1)
+    rates = [rate(seeds, runs_per_task, k, scenarios=True, whole=whole) for whole in (False, True) for k in ks]
+    played = turns_played(seeds)
+    lost = f"{lost_rollouts(seeds)} of {sum(len(part) for seed in seeds for part in seed)}"
+    mean_turns = f"{fmean(played):.1f}" if played else "-"
+    cells = [name, *(percent(each.interval()) for each in rates), mean_turns, lost, cost]
     return f"| {' | '.join(cells)} |"
 
 
@@ -74,7 +80,8 @@ def print_differences(runs: Runs, chosen: Mapping[str, Mapping[int, int]], runs_
     for name in others:
         if both := chosen[first].keys() & chosen[name].keys():
             pair = {each: {seed: chosen[each][seed] for seed in sorted(both)} for each in (name, first)}
-            found[name] = len(both), differences(*summaries(runs, pair, runs_per_task).values())
+            one, other = (compared_measures(seeds, runs_per_task) for seeds in evaluated(runs, pair).values())
+            found[name] = len(both), differences(one, other)
     if not found:
         return
     adjusted = iter(holm([p_value for _, of_one in found.values() for _, p_value in of_one.values()]))
@@ -95,10 +102,10 @@ def turns(interval: Interval) -> str:
     return f"{interval.mean:+.1f} [{interval.low:+.1f}, {interval.high:+.1f}]"
 
 
-def summaries(runs: Runs, chosen: Mapping[str, Mapping[int, int]], runs_per_task: int) -> dict[str, Summary]:
-    """Setting -> its summary over seeds, of one step of each: setting -> seed -> step."""
+def evaluated(runs: Runs, chosen: Mapping[str, Mapping[int, int]]) -> dict[str, Seeds]:
+    """Setting -> the evaluations of its seeds, of one step of each: setting -> seed -> step."""
     return {
-        setting: summarise([[runs[setting][seed].evaluations[step]] for seed, step in steps.items()], runs_per_task)
+        setting: [[runs[setting][seed].evaluations[step]] for seed, step in steps.items()]
         for setting, steps in chosen.items()
         if steps
     }
@@ -106,20 +113,19 @@ def summaries(runs: Runs, chosen: Mapping[str, Mapping[int, int]], runs_per_task
 
 def print_results(title: str, runs: Runs, chosen: Mapping[str, Mapping[int, int]], runs_per_task: int) -> None:
     """A table of settings, each at the chosen step of each seed, and their differences to the first."""
-    found = summaries(runs, chosen, runs_per_task)
+    found = evaluated(runs, chosen)
     if not found:
         return
-    first = next(iter(found.values()))
-    ks = range(1, len(first.tgc) + 1)
+    ks = range(1, min(runs_per_task, MOST_K) + 1)
     columns = ["Setting", *(f"TGC p^{k}" for k in ks), *(f"SGC p^{k}" for k in ks), "Turns", "Lost", "Seeds", "Steps"]
     columns.append("Judge tokens and cost a run")
     print(f"\n## {title}\n\n| {' | '.join(columns)} |\n|{'---|' * len(columns)}")
-    for name, summary in found.items():
+    for name, seeds in found.items():
         steps = chosen[name]
         spent = sum((runs[name][seed].spent[step] for seed, step in steps.items()), start=Spend())
         cost = f"{spent.tokens / len(steps) / 1e6:.2f}M, ${spent.dollars / len(steps):.2f}"
         said = " or ".join(map(str, sorted(set(steps.values()))))
-        print(row(name, summary, f"{len(steps)} | {said} | {cost}"))
+        print(row(name, seeds, runs_per_task, f"{len(steps)} | {said} | {cost}"))
     for name in (each for each in chosen if each not in found):
         print(f"| {name} | not run yet |{' |' * (len(columns) - 2)}")
     print_differences(runs, {name: chosen[name] for name in found}, runs_per_task)
@@ -140,7 +146,7 @@ def print_curves(runs: Runs, runs_per_task: int) -> list[list[str | int | float]
             if not here:
                 cells.append("-")
                 continue
-            tgc = summarise([[each.evaluations[step]] for each in here], runs_per_task).tgc[0]
+            tgc = rate([[each.evaluations[step]] for each in here], runs_per_task, scenarios=True).interval()
             dollars = sum(each.spent[step].dollars for each in here) / len(here)
             rows.append([name, step, len(here), tgc.mean, tgc.low, tgc.high, dollars])
             cells.append(percent(tgc))

@@ -17,7 +17,7 @@ from typing import Annotated
 import psutil
 import typer
 
-from draco_ray.lab.evaluation.summary import differences, summarise
+from draco_ray.lab.evaluation.measures import difference, rate
 from draco_ray.runs.directory import RunDirectory
 from draco_ray.runs.evaluations import read_evaluations
 from draco_ray.runs.goals import scenario_goal_completion, task_goal_completion
@@ -57,7 +57,7 @@ def learning(root: Path, seeds: int) -> None:
             f"{scenario_goal_completion(after):.1%} | {seconds:.0f} | {memory} GiB |",
             flush=True,
         )
-    gain, _ = differences(summarise(lasts, RUNS_PER_TASK), summarise(firsts, RUNS_PER_TASK))["TGC p^1"]
+    gain, _ = difference(*(rate(seeds, RUNS_PER_TASK, scenarios=True) for seeds in (lasts, firsts)))
     over = "seeds and scenarios" if seeds > 1 else "scenarios of one seed"
     print(
         f"\nmean of {seeds} seeds: {100 * gain.mean:+.1f} points, 95 % interval over {over} "

@@ -22,8 +22,8 @@ import typer
 from scipy.special import expit, stdtrit
 
 from draco_ray.lab.analysis.agreement import RATINGS, agreement, agreement_intervals, contingency
-from draco_ray.lab.evaluation.consistency import pass_hat_k, scenario_of
 from draco_ray.lab.evaluation.intervals import ClusteredMean, clustered_mean, rate_difference, rate_interval
+from draco_ray.lab.evaluation.measures import pass_hat_k, scenario_of
 from draco_ray.records import BoolArray, FloatArray, IntArray
 
 SCENARIOS = (15, 56, 139)

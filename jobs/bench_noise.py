@@ -25,7 +25,8 @@ from measured import SANDBOX, Measured, Wanted, default_steps, of_one_policy
 from draco_ray.algorithm.rules import find_rule
 from draco_ray.config.load import load_config
 from draco_ray.lab.evaluation.intervals import Interval
-from draco_ray.lab.evaluation.summary import Summary, differences, summarise
+from draco_ray.lab.evaluation.measures import Measure, rate
+from draco_ray.lab.evaluation.measures import difference as paired_difference
 
 NOISES: dict[str, Mapping[str, float]] = {
     "none": {},
@@ -97,7 +98,7 @@ def what_is_left(found: Mapping[Cell, Measured], noises: list[str], settings: li
                 kept = gained / whole if whole > 0 else None
             ended = after_training(list(here.values()), runs)
             gain = difference(ended, before_training(list(here.values()), runs))
-            lines.append(Left(noise, setting, len(here), ended.tgc[0], gain, kept, against))
+            lines.append(Left(noise, setting, len(here), ended.interval(), gain, kept, against))
     return lines
 
 
@@ -163,20 +164,19 @@ def write_plot(root: Path, lines: Sequence[Left]) -> None:
     figure.savefig(root / "noise.png", dpi=150)
 
 
-def after_training(runs: list[Measured], runs_per_task: int) -> Summary:
-    """Runs of one setting and noise after their last step."""
-    return summarise([[run.evaluations[run.last]] for run in runs], runs_per_task)
+def after_training(runs: list[Measured], runs_per_task: int) -> Measure:
+    """TGC of the runs of one setting and noise after their last step."""
+    return rate([[run.evaluations[run.last]] for run in runs], runs_per_task, scenarios=True)
 
 
-def before_training(runs: list[Measured], runs_per_task: int) -> Summary:
+def before_training(runs: list[Measured], runs_per_task: int) -> Measure:
     """The same before their first."""
-    return summarise([[run.evaluations[0]] for run in runs], runs_per_task)
+    return rate([[run.evaluations[0]] for run in runs], runs_per_task, scenarios=True)
 
 
-def difference(first: Summary, second: Summary) -> Interval:
+def difference(first: Measure, second: Measure) -> Interval:
     """TGC of the first less the second's, paired by task."""
-    interval, _ = next(iter(differences(first, second).values()))
-    return interval
+    return paired_difference(first, second)[0]
 
 
 def main(

@@ -164,7 +164,7 @@ def _prepare(planned: PlannedEvaluation, wanted: EvaluationSet, options: EvalSet
     told = _options(planned.setting, planned, wanted, options)
     check_options(told)
     ready = (_prepare_tau if planned.split == TAU else _prepare_split)(planned, told, wanted.max_lost_share, starter)
-    EvaluationDirectory.found(planned.out, ready.plan)
+    EvaluationDirectory.find(planned.out, ready.plan)
     return ready
 
 
@@ -255,7 +255,7 @@ def _prepare_tau(planned: PlannedEvaluation, told: EvaluateOptions, max_lost_sha
 
 
 def _finished(ready: _Ready, retry_errors: bool) -> bool:
-    directory = EvaluationDirectory.found(ready.planned.out, ready.plan)
+    directory = EvaluationDirectory.find(ready.planned.out, ready.plan)
     if directory is None or not (directory.path / "summary.json").is_file():
         return False
     return directory.finished() == directory.total and not (retry_errors and directory.lost())

@@ -117,10 +117,10 @@ def reevaluate(path: Path, config: str | None, overrides: Sequence[str]) -> bool
     Returns: whether all are.
     Raises:
         ConfigError: no evaluation of AppWorld, or of another world than ``data.root``.
-        DracoError: as `draco_ray.lab.evaluation.reevaluate.reevaluate`.
+        DracoError: as `draco_ray.lab.evaluation.appworld.reevaluate`.
     """
+    from draco_ray.lab.evaluation.appworld import reevaluate as evaluate_again
     from draco_ray.lab.evaluation.evaluate import APPWORLD
-    from draco_ray.lab.evaluation.reevaluate import reevaluate as evaluate_again
 
     directory = EvaluationDirectory.open(path)
     if directory.plan.benchmark != APPWORLD:
@@ -188,7 +188,7 @@ def curve_table(directory: EvaluationDirectory) -> Table:
     played = what_was_played([plan])
     rows = []
     for measurement, results in directory.complete_results().items():
-        one = aggregate(plan.model_copy(update={"measurements": (measurement,)}), [results])
+        one = aggregate(plan.model_copy(update={"measurements": (measurement,)}), [[results]])
         step = measurement.removeprefix("step").lstrip("0") or "0"
         turns = None if one.turns is None else Cell(one.turns.mean, one.turns.std, one.turns.low, one.turns.high)
         rows.append((step, (_percent(one.tgc), _percent(one.sgc), turns, Cell(float(one.lost)))))

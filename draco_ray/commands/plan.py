@@ -1,12 +1,13 @@
-"""`draco plan`: print what a configuration takes, and refuse one that cannot fit."""
+"""`draco plan`: print the memory and time that a configuration needs, and refuse one that cannot fit."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from pathlib import Path
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from draco_ray.config.schema import DracoConfig
 from draco_ray.engine.model_shape import ModelShape, check_heads, check_rounding, model_shape
@@ -36,9 +37,9 @@ from draco_ray.terminal import PlainConsole
 
 MOMENTS = {"forward": "at the LM head", "backward": "in a layer's backward", "update": "in the optimizer's update"}
 MOST_TOKENS = 1 << 24
-"""Tokens of a micro-batch beyond which nobody asks whether they fit."""
+"""Largest micro-batch, in tokens, of the search for one that fits."""
 MOST_WORKERS = 64
-"""Learner workers that a refusal suggests at most."""
+"""Largest number of learner workers that an error message suggests."""
 
 
 def plan(
@@ -99,18 +100,16 @@ def plan(
 
 
 def _print_gpus(console: Console, config: DracoConfig) -> None:
-    """How many GPUs are asked for together, where the judge's servers ask for some."""
+    """Print the total number of GPUs, if the judge's servers need some."""
     engine, learner, local = config.engine, config.learner, config.judge.local
     if not local.enabled or config.algorithm.reward != "rubric":
         return
-    parts = [engine.engines * engine.gpus_per_engine, learner.workers * learner.gpus_per_worker]
-    fewest, most = (
-        count * local.gpus_per_replica for count in (local.replicas, max(local.replicas, local.max_replicas))
-    )
+    own = engine.engines * engine.gpus_per_engine + learner.workers * learner.gpus_per_worker
+    most = max(local.replicas, local.max_replicas)
     console.print(
-        f"judge {config.judge.model}: {local.replicas} to {max(local.replicas, local.max_replicas)} vLLM servers of "
-        f"{local.gpus_per_replica:g} GPUs; with engines and learner {sum(parts) + fewest:g} GPUs, at most "
-        f"{sum(parts) + most:g}",
+        f"judge {config.judge.model}: {local.replicas} to {most} vLLM servers of {local.gpus_per_replica:g} GPUs; with "
+        f"engines and learner {own + local.replicas * local.gpus_per_replica:g} GPUs, at most "
+        f"{own + most * local.gpus_per_replica:g}",
     )
 
 
@@ -126,7 +125,7 @@ def learner_problem(
     sharded = is_sharded(config)
     for key, changed in (
         ("learner.gradient_checkpointing=true", _changed(config, gradient_checkpointing=True)),
-        ("model.dtype=bfloat16", _in_bfloat16(config)),
+        ("model.dtype=bfloat16", _changed(config, "model", dtype="bfloat16")),
         ("learner.sharding=full", _changed(config, sharding="full")),
     ):
         if changed != config and learner_memory(changed, shape).peak <= room:
@@ -176,7 +175,7 @@ def engine_problem(config: DracoConfig, memory: EngineMemory, gpu_memory_gib: fl
 def room_problem(
     config: DracoConfig, shape: ModelShape, memory: EngineMemory, gpu: int, reserved: int, resting: int
 ) -> str | None:
-    """Why an engine does not fit into its GPU, or beside what else is on it, and what to change; None if it does.
+    """Why an engine does not fit into its GPU beside other processes, and what to change; None if it fits.
 
     Args:
         gpu: memory of the GPU, bytes.
@@ -197,24 +196,19 @@ def room_problem(
     if engine.kv_cache_gib is not None and cache < engine.kv_cache_gib and cache * GIB >= memory.sequence:
         return f"{found}; lower engine.kv_cache_gib ({engine.kv_cache_gib:g}) to {cache:g}"
     fitting = max(0, math.floor(100 * left / gpu)) / 100
-    smaller = config.model_copy(update={"engine": engine.model_copy(update={"gpu_memory_utilization": fitting})})
-    fits = engine_memory(smaller, shape, gpu, reserved)
+    fits = engine_memory(_changed(config, "engine", gpu_memory_utilization=fitting), shape, gpu, reserved)
     if fits.sequences >= 1 and fits.limit <= left:
         return f"{found}; lower engine.gpu_memory_utilization ({engine.gpu_memory_utilization:g}) to {fitting:g}"
     fewer = "set learner.sharding=full, or use " if engine.colocate and not is_sharded(config) else "use "
     return f"{found}, and with that one sequence does not fit; {fewer}GPUs with more memory (--gpu-memory-gib)"
 
 
-def _changed(config: DracoConfig, **learner: object) -> DracoConfig:
-    return config.model_copy(update={"learner": config.learner.model_copy(update=learner)})
-
-
-def _in_bfloat16(config: DracoConfig) -> DracoConfig:
-    return config.model_copy(update={"model": config.model.model_copy(update={"dtype": "bfloat16"})})
+def _changed(config: DracoConfig, section: str = "learner", **values: object) -> DracoConfig:
+    return config.model_copy(update={section: getattr(config, section).model_copy(update=values)})
 
 
 def _largest_fitting(config: DracoConfig, shape: ModelShape, room: int) -> int:
-    """Tokens of the largest micro-batch with which a learner worker fits; 0 if none does."""
+    """Tokens of the largest micro-batch that fits; 0 if none does."""
     low, high = 0, learner_memory(config, shape).tokens
     while learner_memory(config, shape, high).peak <= room and high < MOST_TOKENS:
         low, high = high, 2 * high
@@ -225,7 +219,7 @@ def _largest_fitting(config: DracoConfig, shape: ModelShape, room: int) -> int:
 
 
 def _fewest_fitting(config: DracoConfig, shape: ModelShape, room: int) -> int | None:
-    """Workers over which the base must be sharded for one to fit; None if it needs more than `MOST_WORKERS`."""
+    """The fewest workers over which a sharded base fits; None if more than `MOST_WORKERS`."""
     for workers in range(config.learner.workers, MOST_WORKERS + 1):
         if learner_memory(_changed(config, sharding="full", workers=workers), shape).peak <= room:
             return workers
@@ -233,7 +227,7 @@ def _fewest_fitting(config: DracoConfig, shape: ModelShape, room: int) -> int | 
 
 
 def _fewest_sharing(config: DracoConfig, shape: ModelShape, room: int) -> int | None:
-    """Into how many parts the configured workers must cut a pass for one to fit; None if they cannot."""
+    """The smallest `learner.context_parallel` that fits; None if none does."""
     workers = config.learner.workers
     for sharing in range(config.learner.context_parallel + 1, workers + 1):
         divides = not any(number % sharing for number in (workers, *_heads(shape).values()))
@@ -243,7 +237,7 @@ def _fewest_sharing(config: DracoConfig, shape: ModelShape, room: int) -> int | 
 
 
 def _heads(shape: ModelShape) -> dict[str, int]:
-    """How many heads a ``config.json`` says, under the keys that `check_heads` reads."""
+    """Numbers of heads under the ``config.json`` keys that `check_heads` reads."""
     delta = {} if shape.delta is None else {"linear_num_value_heads": shape.delta.value_heads}
     return {"num_attention_heads": shape.heads} | delta
 
@@ -277,32 +271,24 @@ def _print_learner(
             f"{learner.context_parallel} workers share each micro-batch, {memory.part:,} tokens each; in one forward "
             f"pass of it a worker sends {_size(exchanged_bytes(config, shape, memory.tokens))} to the others"
         )
-    table = _table()
-    for item in dict.fromkeys((*memory.resident, *memory.forward, *memory.backward, *memory.update)):
-        table.add_row(item.name, _size(item.bytes))
-    table.add_row(f"most at one time, {MOMENTS[memory.moment]}", _size(memory.peak))
+    items = dict.fromkeys((*memory.resident, *memory.forward, *memory.backward, *memory.update))
+    rows = [(item.name, _size(item.bytes)) for item in items]
+    rows.append((f"most at one time, {MOMENTS[memory.moment]}", _size(memory.peak)))
     if room is not None:
-        table.add_row("available", _size(room))
-        table.add_row("tokens of a micro-batch that would fit", f"{_largest_fitting(config, shape, room):,}")
-    if memory.host:
-        table.add_row("in the host's memory", _size(total(memory.host)))
-    console.print(table)
+        rows.append(("available", _size(room)))
+        rows.append(("tokens of a micro-batch that would fit", f"{_largest_fitting(config, shape, room):,}"))
+    rows += [("in the host's memory", _size(total(memory.host)))] * bool(memory.host)
+    _print_table(console, rows)
 
 
 def _print_engine(console: Console, config: DracoConfig, memory: EngineMemory) -> None:
     engine = config.engine
     where = "GPU" if engine.gpus_per_engine > 0 else "process, on the CPU"
     console.print(f"\nengines: {engine.engines}, tensor parallel {engine.tensor_parallel}; per {where}")
-    table = _table()
-    for item in memory.items:
-        table.add_row(item.name, _size(item.bytes))
-    table.add_row(
-        f"KV cache: {memory.sequences} sequences of {memory.length:,} tokens, {_size(memory.sequence)} each",
-        _size(max(0, memory.kv_cache)),
-    )
-    if engine.gpus_per_engine > 0:
-        table.add_row("available", _size(memory.limit))
-    console.print(table)
+    rows = [(item.name, _size(item.bytes)) for item in memory.items]
+    cache = f"KV cache: {memory.sequences} sequences of {memory.length:,} tokens, {_size(memory.sequence)} each"
+    rows.append((cache, _size(max(0, memory.kv_cache))))
+    _print_table(console, rows + [("available", _size(memory.limit))] * (engine.gpus_per_engine > 0))
 
 
 def _print_time(
@@ -314,28 +300,25 @@ def _print_time(
     console.print(
         f"\ntime of a step: {rollouts} rollouts of {tokens:,.0f} tokens on average, environments and judge apart"
     )
-    table = _table()
-    table.add_row(
-        f"generation: {time.concurrent} rollouts at a time, {time.decode_tokens_per_second:,.0f} tokens/s an engine",
-        f"{time.generation:,.0f} s",
-    )
-    table.add_row(f"learning: {time.learner_tokens_per_second:,.0f} tokens/s a worker", f"{time.learning:,.0f} s")
-    table.add_row("sync", f"{time.sync:,.1f} s")
-    # An engine that sleeps overlaps with nothing; one that runs a step ahead overlaps with everything.
+    speed = f"{time.concurrent} rollouts at a time, {time.decode_tokens_per_second:,.0f} tokens/s an engine"
+    rows = [(f"generation: {speed}", f"{time.generation:,.0f} s")]
+    rows.append((f"learning: {time.learner_tokens_per_second:,.0f} tokens/s a worker", f"{time.learning:,.0f} s"))
+    rows.append(("sync", f"{time.sync:,.1f} s"))
+    # Colocated engines overlap with nothing; with staleness generation and learning always overlap.
     if not config.engine.colocate:
-        table.add_row("a step, learning behind generation", f"{time.hidden:,.0f} s")
+        rows.append(("a step, learning behind generation", f"{time.hidden:,.0f} s"))
     if not config.train.staleness:
-        table.add_row("a step, one after the other", f"{time.serial:,.0f} s")
+        rows.append(("a step, one after the other", f"{time.serial:,.0f} s"))
+    _print_table(console, rows)
+    assumed = ", ".join(f"{key}={value:g}" for key, value in given.model_dump().items())
+    console.print(f"assumed, not measured: {assumed}")
+
+
+def _print_table(console: Console, rows: Iterable[tuple[str, str]]) -> None:
+    table = Table("", Column(justify="right"), box=None, pad_edge=False, show_header=False)
+    for row in rows:
+        table.add_row(*row)
     console.print(table)
-    console.print(
-        "assumed, not measured: " + ", ".join(f"{key}={value:g}" for key, value in given.model_dump().items())
-    )
-
-
-def _table() -> Table:
-    table = Table("", "", box=None, pad_edge=False, show_header=False)
-    table.columns[1].justify = "right"
-    return table
 
 
 def _size(size: int) -> str:

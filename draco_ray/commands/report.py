@@ -1,4 +1,4 @@
-"""What `draco report` writes, and where."""
+"""`draco report`: write or serve the page, figures and tables of runs."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def serve_page(directory: Path, port: int, say: Callable[[str], object]) -> None
 
 
 def _open(directory: Path) -> RunDirectory:
-    # The name in charts and tables is the directory's own, also where it was given as "." or through "..".
+    # Resolved, so that the name in charts and tables is the directory's own even for ".".
     run = RunDirectory.open(directory.resolve())
     if not run.steps():
         raise ConfigError(f"{directory}: nothing to report, the run has no rows yet; wait for its first rollout")

@@ -1,4 +1,4 @@
-"""What `draco plan --simulate RUN` prints."""
+"""`draco plan --simulate RUN`: print predictions of a recorded run's steps and of steps of other sizes."""
 
 from __future__ import annotations
 
@@ -12,10 +12,17 @@ from rich.console import Console
 from rich.table import Table
 
 from draco_ray.judging.phases import PHASES
-from draco_ray.lab.files import check_file
-from draco_ray.lab.simulation.page import size_table, write_page
 from draco_ray.lab.simulation.recorded import RecordedRun, read_run
-from draco_ray.lab.simulation.scaling import ALLOWANCE, SIZES, Prediction, Scale, median_error, predict
+from draco_ray.lab.simulation.scaling import (
+    ALLOWANCE,
+    SIZES,
+    Prediction,
+    Scale,
+    Size,
+    median_error,
+    predict,
+    stalled_by,
+)
 from draco_ray.lab.simulation.step import Speeds
 from draco_ray.runs.directory import RunDirectory
 from draco_ray.terminal import PlainConsole
@@ -29,28 +36,24 @@ def simulate_run(
     setting: Mapping[str, Any],
     seed: int = 0,
     gpu_dollars: float | None = None,
-    out: Path | None = None,
     console: Console | None = None,
 ) -> None:
-    """Print how well a recorded run's steps are predicted, and what other sizes of step would take.
+    """Print the prediction errors of a recorded run's steps, and durations and costs of other sizes of steps.
 
     Args:
         directory: the run.
-        other: another run whose steps are predicted by this one, at its own setting.
+        other: another run whose steps are predicted from this one, with its own setting.
         rollouts: sizes; empty: `SIZES`.
         setting: fields of `Setting` that differ from the run's.
-        seed: of what is drawn.
+        seed: random seed of the simulation.
         gpu_dollars: price of a GPU for an hour.
-        out: where a page of it goes.
 
     Raises:
-        ConfigError: the run records too little, or ``out`` cannot be written.
+        ConfigError: the run records too little.
         DamagedRun: a file of it cannot be read.
     """
     console = console or PlainConsole()
-    if out is not None:
-        check_file(out)
-    # Charts show the directory's own name, also where it was given as "." or through "..".
+    # Resolved, so that the printed name is the directory's own even for ".".
     run = read_run(RunDirectory.open(directory.resolve()))
     changed = {name: value for name, value in setting.items() if value is not None}
     scale = Scale(run, replace(run.setting, **changed), seed)
@@ -72,15 +75,38 @@ def simulate_run(
         f"judge's the least with which a step is at most {ALLOWANCE:.0%} longer"
     )
     table = Table(box=None, pad_edge=False, show_header=False)
-    for row in size_table(sizes, gpu_dollars):
+    for row in _size_table(sizes, gpu_dollars):
         table.add_row(*row)
     console.print(table)
     for each in sizes:
         console.print(f"longest path of {each.rollouts:,} rollouts: {_path(each.as_set.path)}")
-    if out is not None:
-        with console.status("simulating curves"):
-            write_page(out, run, predictions, sizes, scale, said=said)
-        console.print(f"wrote {out}")
+
+
+def _size_table(sizes: Sequence[Size], gpu_dollars: float | None) -> list[tuple[str, ...]]:
+    """Rows of the table of sizes, which has a column for each size."""
+    columns = []
+    for size in sizes:
+        enough = size.enough
+        limits = [f"{n:,}" if n else "–" for n in (enough.requests_per_minute, enough.tokens_per_minute)]
+        column = {
+            "rollouts a step": f"{size.rollouts:,}",
+            "a step, as set": f"{size.as_set.seconds:,.0f} s",
+            "stalls at": stalled_by(size.as_set) or "nothing",
+            "GPU-hours": f"{size.gpu_hours:,.2f}",
+            "judge": f"${size.dollars:,.2f}",
+            "a step, keeping up": f"{size.unstalled.seconds:,.0f} s",
+            **{name: f"{getattr(enough, name):,}" for name in ("engines", "slots")},
+            "learner workers": f"× {enough.learners:,.0f}",
+            "judge workers": f"{enough.judge_workers:,}",
+            "requests a minute": limits[0],
+            "tokens a minute": limits[1],
+            "GPU-hours, keeping up": f"{size.enough_gpu_hours:,.2f}",
+        }
+        if gpu_dollars is not None:
+            column["together, as set"] = f"${size.dollars + size.gpu_hours * gpu_dollars:,.2f}"
+            column["together, keeping up"] = f"${size.dollars + size.enough_gpu_hours * gpu_dollars:,.2f}"
+        columns.append(column)
+    return [(name, *(column[name] for column in columns)) for name in columns[0]]
 
 
 def _print_speeds(console: Console, run: RecordedRun, speeds: Speeds) -> None:

@@ -16,7 +16,7 @@ import pytest
 
 from draco_ray.config.load import dump_config, load_config
 from draco_ray.environments.appworld.interpreter import appworld_python
-from draco_ray.lab.evaluation.appworld_outputs import DATASET, AppWorldOutputs
+from draco_ray.lab.evaluation.appworld import DATASET, AppWorldOutputs
 from draco_ray.lab.evaluation.results import EvaluationDirectory
 from draco_ray.learner.lora_learner import LoraLearner
 from draco_ray.records import Usage

@@ -15,7 +15,7 @@ from draco_ray.config.schema import EnvironmentConfig
 from draco_ray.environments.appworld.data_root import tasks_digest
 from draco_ray.environments.appworld.interpreter import appworld_python
 from draco_ray.environments.appworld.slot import AppWorldSlot
-from draco_ray.lab.evaluation.appworld_outputs import DATASET, AppWorldOutputs, outputs_folder
+from draco_ray.lab.evaluation.appworld import DATASET, AppWorldOutputs, outputs_folder
 from draco_ray.lab.evaluation.results import EvaluationDirectory
 from tests.support.command import draco_here
 from tests.support.evaluations import a_plan, a_result

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import itertools
 import json
 import re
@@ -13,9 +12,7 @@ from importlib.resources import files
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
-from draco_ray.commands.simulate import simulate_run
 from draco_ray.judging.labels import Label, load_labels
 from draco_ray.lab.report.page import write_report
 from draco_ray.lab.report.serving import ReportServer
@@ -27,7 +24,6 @@ from tests.support import small_run as small_run_module
 from tests.support.browser import NAMES, Browser, find_browser
 from tests.support.measured_run import HELD_OUT, judged_run
 from tests.support.small_run import CODE, HOSTILE, PROMPT, TASKS, small_run, write_group
-from tests.support.timed_run import timed_run
 
 PROGRAM = find_browser()
 DIRECTION = re.compile("[\u202a-\u202e\u2066-\u2069]")
@@ -730,44 +726,3 @@ def test_a_wrong_link_is_no_error(browser: Browser, page: str, place: str) -> No
     browser.goto(page + place)
     browser.wait("!['#overview', undefined].includes(document.body.dataset.ready)")
     assert len(shown(browser)) == 1
-
-
-@pytest.fixture(scope="module")
-def simulated(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The page of simulated steps, of a run whose name is hostile."""
-    folder = tmp_path_factory.mktemp("simulated")
-    run = timed_run(folder / "<b>run & 'more'", steps=4)
-    path = folder / "page.html"
-    simulate_run(
-        run.path, setting={"requests_per_minute": 60.0}, rollouts=(8, 40), out=path, console=Console(file=io.StringIO())
-    )
-    return path.as_uri()
-
-
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_axe_finds_nothing_in_simulated_steps(started_browser: Browser, simulated: str, scheme: str) -> None:
-    started_browser.look(scheme=scheme)
-    started_browser.goto("about:blank")
-    started_browser.console.clear()
-    started_browser.requests.clear()
-    started_browser.goto(simulated)
-    started_browser.wait("document.readyState === 'complete'")
-    axe = (files("axe_playwright_python") / "axe.min.js").read_text(encoding="utf-8")
-    started_browser.run(f"{axe}; 0")
-    violations = started_browser.run("axe.run(document, {resultTypes: ['violations']}).then(found => found.violations)")
-    assert [(each["id"], [node["html"][:200] for node in each["nodes"]]) for each in violations] == []
-    assert started_browser.requests == [simulated]
-    assert started_browser.console == []
-    assert texts(started_browser, "h1")[0].startswith("<b>run & 'more'")
-
-
-@pytest.mark.parametrize(("width", "media"), [(400, "screen"), (1400, "screen"), (718, "print")])
-def test_simulated_steps_are_readable(started_browser: Browser, simulated: str, width: int, media: str) -> None:
-    started_browser.look(width=width, media=media)
-    started_browser.goto("about:blank")
-    started_browser.goto(simulated)
-    started_browser.wait("document.readyState === 'complete'")
-    wide = "document.documentElement.scrollWidth <= document.documentElement.clientWidth"
-    assert started_browser.run(wide)
-    assert len(texts(started_browser, "svg")) >= 5
-    assert len(texts(started_browser, "tbody tr")) == 12 + 3

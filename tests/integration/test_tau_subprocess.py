@@ -20,7 +20,7 @@ from draco_ray.benchmarks.tau.tau2_runner import ADJUSTED, PLAYED
 from draco_ray.config.schema import DracoConfig
 from draco_ray.errors import ConfigError, TauBenchError
 from draco_ray.lab.evaluation.results import EvaluationDirectory
-from draco_ray.lab.evaluation.setting import read_split
+from draco_ray.lab.evaluation.setting import read_seeds
 from tests.support.command import descendants, draco_here, start_draco
 from tests.support.tau2_installation import STAND_IN, TASKS, write_home, write_python, write_shell_programs
 
@@ -84,7 +84,7 @@ def test_the_full_split_with_what_tau2_lost(machine: Path) -> None:
     script = {"rewards": {TASKS[0]: [1.0, 0.0, 1.0], TASKS[1]: [0.0, 0.0, 0.0]}, "errors": [TASKS[2]]}
     config = configure(machine, script, tasks=None, trials=3)
     out = machine / "out"
-    result = read_split(evaluate(config, out, label="DRACO"))
+    result = read_seeds([evaluate(config, out, label="DRACO")])
     assert (result.label, len(result.plan.tasks), result.plan.split) == ("DRACO", 97, "full")
     assert [rate.mean for rate in result.tgc] == pytest.approx([(94 + share) / 97 for share in (2 / 3, 1 / 3, 0)])
     assert [rate.mean for rate in result.tgc_at] == pytest.approx([(94 + share) / 97 for share in (2 / 3, 1, 1)])
@@ -139,14 +139,14 @@ def test_the_agents_shell_sees_no_keys_and_no_solutions(machine: Path) -> None:
 
 def test_a_crash_is_survived(machine: Path) -> None:
     out = machine / "out"
-    assert read_split(evaluate(configure(machine, {"crash": [1, 2]}), out)).tgc[0].mean == 1.0
+    assert read_seeds([evaluate(configure(machine, {"crash": [1, 2]}), out)]).tgc[0].mean == 1.0
     assert starts(machine) == 3
 
 
 def test_a_stalled_process_is_ended_and_started_again(machine: Path) -> None:
     out = machine / "out"
     config = configure(machine, {"hang": [1]}, stall_timeout_seconds=3.0)
-    assert read_split(evaluate(config, out)).tgc[0].mean == 1.0
+    assert read_seeds([evaluate(config, out)]).tgc[0].mean == 1.0
     assert starts(machine) == 2
 
 
@@ -157,8 +157,8 @@ def test_what_was_finished_is_kept_and_gone_on_with(machine: Path) -> None:
         evaluate(config, out)
     kept = contents(out / "tau2" / AGENT / "simulations")
     with pytest.raises(ConfigError, match="0 of 4 rollouts are there"):
-        read_split(EvaluationDirectory.open(out))
-    assert read_split(evaluate(config, out)).tgc[0].mean == 1.0
+        read_seeds([EvaluationDirectory.open(out)])
+    assert read_seeds([evaluate(config, out)]).tgc[0].mean == 1.0
     assert kept.items() <= contents(out / "tau2" / AGENT / "simulations").items()
     evaluate(config, out)
     assert starts(machine) == 3  # nothing was left to run
@@ -188,10 +188,10 @@ def test_ctrl_c_ends_tau2_and_keeps_what_was_finished(machine: Path) -> None:
 def test_infrastructure_errors_are_run_again_when_asked_for(machine: Path) -> None:
     out = machine / "out"
     config = configure(machine, {"errors": [TASKS[1]]})
-    assert read_split(evaluate(config, out)).tgc[0].mean == 0.5
+    assert read_seeds([evaluate(config, out)]).tgc[0].mean == 0.5
     (machine / "home" / "data" / "script.json").write_text("{}")
-    assert read_split(evaluate(config, out)).tgc[0].mean == 0.5
-    assert read_split(evaluate(config, out, retry_errors=True)).tgc[0].mean == 1.0
+    assert read_seeds([evaluate(config, out)]).tgc[0].mean == 0.5
+    assert read_seeds([evaluate(config, out, retry_errors=True)]).tgc[0].mean == 1.0
 
 
 def test_another_evaluation_is_not_continued(machine: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from draco_ray.lab.evaluation.consistency import scenario_of
+from draco_ray.lab.evaluation.measures import scenario_of
 from draco_ray.lab.evaluation.results import EvaluationDirectory, Plan, RolloutResult
 from draco_ray.records import EpisodeEnd, Evaluation, Termination, Usage
 

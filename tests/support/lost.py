@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from draco_ray.lab.evaluation.consistency import scenario_of
+from draco_ray.lab.evaluation.measures import scenario_of
 from draco_ray.lab.evaluation.results import RolloutResult
 from draco_ray.records import Task, Usage, lost_evaluation
 

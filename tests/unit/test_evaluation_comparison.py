@@ -10,9 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from draco_ray.lab.evaluation.comparison import holm
-from draco_ray.lab.evaluation.consistency import scenario_of
-from draco_ray.lab.evaluation.measures import difference, permutation_p_value, rate, turns
+from draco_ray.lab.evaluation.measures import difference, holm, permutation_p_value, rate, scenario_of, turns
 from draco_ray.records import LOST, EpisodeEnd, Evaluation
 
 

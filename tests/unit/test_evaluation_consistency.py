@@ -10,14 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from draco_ray.lab.evaluation.consistency import (
-    mean_by_key,
-    pass_at_k,
-    pass_hat_k,
-    scenario_of,
-    scenario_values,
-    task_values,
-)
+from draco_ray.lab.evaluation.measures import estimates, mean_by_key, pass_at_k, pass_hat_k, scenario_of
 from draco_ray.records import EpisodeEnd, Evaluation
 from draco_ray.runs.goals import scenario_goal_completion, task_goal_completion
 
@@ -81,7 +74,7 @@ def test_impossible_counts_are_refused(c: int, n: int, k: int) -> None:
 @given(tables, st.integers(1, RUNS))
 def test_goals_at_k_count_the_subsets_of_the_runs(table: dict[str, list[bool]], k: int) -> None:
     subsets = list(combinations(range(RUNS), k))
-    tasks, scenarios = task_values(evaluations(table), RUNS, k), scenario_values(evaluations(table), RUNS, k)
+    tasks, scenarios = estimates(evaluations(table), RUNS, k), estimates(evaluations(table), RUNS, k, whole=True)
     for task, outcomes in table.items():
         expected = np.mean([all(outcomes[run] for run in subset) for subset in subsets])
         assert tasks[task] == pytest.approx(expected)
@@ -96,30 +89,32 @@ def test_goals_at_k_count_the_subsets_of_the_runs(table: dict[str, list[bool]], 
 @given(tables)
 def test_at_one_they_are_the_plain_goals(table: dict[str, list[bool]]) -> None:
     listed = evaluations(table)
-    assert np.mean(list(task_values(listed, RUNS, 1).values())) == pytest.approx(task_goal_completion(listed))
-    assert np.mean(list(scenario_values(listed, RUNS, 1).values())) == pytest.approx(scenario_goal_completion(listed))
-    assert task_values(listed, RUNS, 1) == task_values(listed, RUNS, 1, pass_at_k)
+    assert np.mean(list(estimates(listed, RUNS, 1).values())) == pytest.approx(task_goal_completion(listed))
+    assert np.mean(list(estimates(listed, RUNS, 1, whole=True).values())) == pytest.approx(
+        scenario_goal_completion(listed)
+    )
+    assert estimates(listed, RUNS, 1) == estimates(listed, RUNS, 1, pass_at_k)
 
 
 @fuzz
 @given(tables, st.data())
 def test_consistency_falls_and_discovery_rises_with_k(table: dict[str, list[bool]], data: st.DataObject) -> None:
     k = data.draw(st.integers(1, RUNS - 1))
-    for values in (task_values, scenario_values):
-        for key, value in values(evaluations(table), RUNS, k).items():
-            assert values(evaluations(table), RUNS, k + 1)[key] <= value + 1e-12
-        for key, value in values(evaluations(table), RUNS, k, pass_at_k).items():
-            assert values(evaluations(table), RUNS, k + 1, pass_at_k)[key] >= value - 1e-12
+    for whole in (False, True):
+        for key, value in estimates(evaluations(table), RUNS, k, whole=whole).items():
+            assert estimates(evaluations(table), RUNS, k + 1, whole=whole)[key] <= value + 1e-12
+        for key, value in estimates(evaluations(table), RUNS, k, pass_at_k, whole=whole).items():
+            assert estimates(evaluations(table), RUNS, k + 1, pass_at_k, whole=whole)[key] >= value - 1e-12
 
 
 def test_a_missing_run_is_a_failure_and_a_doubled_one_an_error() -> None:
     listed = [evaluation("a_1", 0, True), evaluation("a_1", 2, True)]
-    assert task_values(listed, RUNS, 1) == {"a_1": pytest.approx(2 / 3)}
-    assert task_values(listed, RUNS, 3) == {"a_1": 0.0}
+    assert estimates(listed, RUNS, 1) == {"a_1": pytest.approx(2 / 3)}
+    assert estimates(listed, RUNS, 3) == {"a_1": 0.0}
     with pytest.raises(ValueError, match="a_1: run 2"):
-        task_values([*listed, listed[1]], RUNS, 1)
+        estimates([*listed, listed[1]], RUNS, 1)
     with pytest.raises(ValueError, match="a_1: run 2"):
-        task_values(listed, 2, 1)
+        estimates(listed, 2, 1)
 
 
 def test_measurements_of_several_seeds_are_averaged_by_task() -> None:

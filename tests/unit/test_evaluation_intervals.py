@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import binomtest, t
 
-from draco_ray.lab.evaluation.consistency import scenario_of
 from draco_ray.lab.evaluation.intervals import (
     bounded_limits,
     clustered_mean,
@@ -21,6 +20,7 @@ from draco_ray.lab.evaluation.intervals import (
     satterthwaite,
     student_p_value,
 )
+from draco_ray.lab.evaluation.measures import scenario_of
 from tests.support.jobs import load_job
 
 fuzz = settings(deadline=None)

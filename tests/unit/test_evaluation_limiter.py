@@ -11,7 +11,7 @@ from draco_ray.config.schema import JudgeConfig, JudgeLimits, Price
 from draco_ray.errors import BudgetSpent, ConfigError
 from draco_ray.judging.limiter import Asked, Ended
 from draco_ray.judging.pricing import check_budget
-from draco_ray.lab.evaluation.limiter_actor import BOOK, EvaluationLimiterActor, dollars_spent, start_evaluation_limiter
+from draco_ray.lab.evaluation.api_policy import BOOK, EvaluationLimiterActor, dollars_spent, start_evaluation_limiter
 
 LIMITS = JudgeLimits(dollars=1.0)
 CONFIG = JudgeConfig(limits=LIMITS)

@@ -9,7 +9,7 @@ from statistics import mean, stdev
 import pytest
 
 from draco_ray.lab.evaluation.results import RolloutResult
-from draco_ray.lab.evaluation.setting import aggregate, aggregate_seeds
+from draco_ray.lab.evaluation.setting import aggregate
 from draco_ray.records import LOST, Termination
 from tests.support.evaluations import SCENARIOS, TASKS, a_plan, a_result, measurement
 
@@ -39,7 +39,7 @@ EACH_SCENARIO = [[f"{scenario}_{number}" for number in (1, 2, 3)] for scenario i
 
 @pytest.mark.parametrize("k", [1, 2, 3])
 def test_rates_are_means_over_checkpoints_with_their_spread(k: int) -> None:
-    result = aggregate(PLAN, MEASURED)
+    result = aggregate(PLAN, [MEASURED])
     for estimates, groups, joint in (
         (result.tgc, EACH_TASK, True),
         (result.sgc, EACH_SCENARIO, True),
@@ -58,7 +58,7 @@ def test_rates_are_means_over_checkpoints_with_their_spread(k: int) -> None:
 def test_one_checkpoint_has_its_spread_across_runs_where_a_run_has_a_value() -> None:
     plan = a_plan()
     results = MEASURED[0]
-    result = aggregate(plan, [results])
+    result = aggregate(plan, [[results]])
     per_run = [mean(solved(results, task, run) for task in TASKS) for run in range(3)]
     assert result.tgc[0].std == pytest.approx(stdev(per_run))
     assert result.tgc[1].std is None
@@ -68,13 +68,13 @@ def test_one_checkpoint_has_its_spread_across_runs_where_a_run_has_a_value() -> 
     ]
     assert result.turns is not None
     assert result.turns.std == pytest.approx(stdev([mean(of_one) for of_one in turns]))
-    once = aggregate(a_plan(runs=1), [[r for r in results if r.evaluation.run == 0]])
+    once = aggregate(a_plan(runs=1), [[[r for r in results if r.evaluation.run == 0]]])
     assert once.tgc[0].std is None
     assert len(once.tgc) == 1
 
 
 def test_each_difficulty_has_its_own_denominator() -> None:
-    result = aggregate(PLAN, MEASURED)
+    result = aggregate(PLAN, [MEASURED])
     for level in (1, 2, 3):
         tasks = [task for task, difficulty in TASKS.items() if difficulty == level]
         inside = [group for group in EACH_SCENARIO if group[0] in tasks]
@@ -95,7 +95,7 @@ def test_turns_leave_out_what_never_began_and_costs_are_of_one_pass() -> None:
         a_result("a_1", 1, True, turns=8),
         a_result("a_2", 1, False, turns=6),
     ]
-    result = aggregate(plan, [results])
+    result = aggregate(plan, [[results]])
     assert result.turns is not None
     assert result.turns.mean == pytest.approx(6.0)
     assert result.usage.dollars == pytest.approx(0.4)
@@ -110,7 +110,7 @@ def test_turns_leave_out_what_never_began_and_costs_are_of_one_pass() -> None:
 
 def test_a_benchmark_without_scenarios_has_a_rate_per_task_only() -> None:
     plan = a_plan(scenarios=False, tasks={"task_1": None, "task_2": None}, runs=1)
-    result = aggregate(plan, [[a_result("task_1", 0, True), a_result("task_2", 0, False)]])
+    result = aggregate(plan, [[[a_result("task_1", 0, True), a_result("task_2", 0, False)]]])
     assert result.sgc == ()
     assert result.tgc[0].mean == pytest.approx(0.5)
     assert result.clusters == 2
@@ -119,19 +119,19 @@ def test_a_benchmark_without_scenarios_has_a_rate_per_task_only() -> None:
 
 def test_one_scenario_has_no_interval() -> None:
     plan = a_plan(tasks={"a_1": 1, "a_2": 1}, runs=1)
-    result = aggregate(plan, [[a_result("a_1", 0, True), a_result("a_2", 0, False)]])
+    result = aggregate(plan, [[[a_result("a_1", 0, True), a_result("a_2", 0, False)]]])
     assert result.tgc[0].low is None
     assert result.tgc[0].high is None
 
 
 def test_several_seeds_are_averaged_with_the_spread_across_them() -> None:
     seeds = [MEASURED, [measurement(PLAN, 10 + seed, 0.4) for seed in range(3)]]
-    result = aggregate_seeds(PLAN, seeds)
+    result = aggregate(PLAN, seeds)
     each = [mean(brute(results, EACH_TASK, 3, True) for results in seed) for seed in seeds]
     assert result.tgc[2].mean == pytest.approx(mean(each))
     assert result.tgc[2].std == pytest.approx(stdev(each))
     assert (result.seeds, result.rollouts) == (2, 2 * 3 * 3 * len(TASKS))
-    one = aggregate(PLAN, MEASURED)
+    one = aggregate(PLAN, [MEASURED])
     assert result.tgc[0].low is not None
     assert one.tgc[0].low is not None
     assert result.tgc[0].high is not None
@@ -148,8 +148,8 @@ def test_lost_rollouts_are_counted_and_bound_every_rate() -> None:
     whole = measurement(plan, 1, 0.9)
     short = [gone(each) if number % 6 == 0 else each for number, each in enumerate(whole)]
     result, hidden = (
-        aggregate(plan, [short]),
-        aggregate(plan, [[replace(each, evaluation=replace(each.evaluation, failures=())) for each in short]]),
+        aggregate(plan, [[short]]),
+        aggregate(plan, [[[replace(each, evaluation=replace(each.evaluation, failures=())) for each in short]]]),
     )
     assert (result.lost, result.rollouts, hidden.lost) == (12, 72, 0)
     for rates, others in ((result.tgc, hidden.tgc), (result.sgc, hidden.sgc), (result.sgc_at, hidden.sgc_at)):

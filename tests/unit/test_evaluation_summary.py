@@ -12,7 +12,8 @@ import pytest
 
 from draco_ray.config.load import dump_config
 from draco_ray.config.schema import DracoConfig
-from draco_ray.lab.evaluation.summary import before_and_after, differences, gain_of, summarise
+from draco_ray.lab.evaluation.measures import compared_measures, differences, rate
+from draco_ray.lab.evaluation.setting import before_and_after, gain_of
 from draco_ray.records import LOST, EpisodeEnd, Evaluation, Task, lost_evaluation
 from draco_ray.runs import rows
 from draco_ray.runs.directory import RunDirectory
@@ -42,27 +43,22 @@ def measurement(seed: int, chance: float) -> list[Evaluation]:
 
 def test_rates_are_means_over_seeds_and_intervals_hold_them() -> None:
     seeds = [measurement(seed, 0.7) for seed in range(4)]
-    summary = summarise([[seed] for seed in seeds], RUNS)
-    assert summary.tgc[0].mean == pytest.approx(np.mean([each.success for seed in seeds for each in seed]))
+    apart = [[seed] for seed in seeds]
+    tgc = [rate(apart, RUNS, k, scenarios=True).interval() for k in (1, 2, 3)]
+    sgc = [rate(apart, RUNS, k, whole=True).interval() for k in (1, 2, 3)]
+    assert tgc[0].mean == pytest.approx(np.mean([each.success for seed in seeds for each in seed]))
     all_three = [all(each.success for each in seed if each.task_id == task) for seed in seeds for task in TASKS]
-    assert summary.tgc[2].mean == pytest.approx(np.mean(all_three))
+    assert tgc[2].mean == pytest.approx(np.mean(all_three))
     scenarios = [
         all(each.success for each in seed if each.task_id[0] == scenario) for seed in seeds for scenario in "abcdef"
     ]
-    assert summary.sgc[2].mean == pytest.approx(np.mean(scenarios))
-    assert summary.turns == pytest.approx(np.mean([each.turns for seed in seeds for each in seed]))
-    for interval in (*summary.tgc, *summary.sgc):
+    assert sgc[2].mean == pytest.approx(np.mean(scenarios))
+    for interval in (*tgc, *sgc):
         assert 0 <= interval.low <= interval.mean <= interval.high <= 1
 
 
-def test_no_more_trials_than_runs() -> None:
-    one_run = [each for each in measurement(0, 0.5) if each.run == 0]
-    assert len(summarise([[one_run]], 1).tgc) == 1
-    assert len(summarise([[measurement(0, 0.5)]], RUNS, most=2).sgc) == 2
-
-
 def test_a_difference_is_paired_by_task_in_every_measure() -> None:
-    better, worse = summarise([[measurement(0, 1.0)]], RUNS), summarise([[measurement(1, 0.0)]], RUNS)
+    better, worse = (compared_measures([[measurement(*how)]], RUNS) for how in ((0, 1.0), (1, 0.0)))
     found = differences(better, worse)
     assert list(found) == ["TGC p^1", "TGC p^3", "SGC p^1", "SGC p^3", "turns"]
     for name in list(found)[:4]:
@@ -71,32 +67,30 @@ def test_a_difference_is_paired_by_task_in_every_measure() -> None:
         # Six scenarios out of six cannot promise the next one.
         assert 0 < interval.low < 0.8
         assert p_value == pytest.approx(2 / 2**6)
-    assert better.turns is not None
-    assert worse.turns is not None
-    assert found["turns"][0].mean == pytest.approx(better.turns - worse.turns)
-    same, p_value = differences(*[summarise([[measurement(2, 0.5)]], RUNS)] * 2)["TGC p^1"]
+    assert found["turns"][0].mean == pytest.approx(better["turns"].mean - worse["turns"].mean)
+    same, p_value = differences(*[compared_measures([[measurement(2, 0.5)]], RUNS)] * 2)["TGC p^1"]
     assert same.low < 0 == same.mean < same.high
     assert p_value == 1.0
 
 
 def test_several_seeds_widen_the_interval() -> None:
     seeds = [measurement(seed, chance) for seed, chance in enumerate((0.95, 0.5, 0.1))]
-    apart, pooled = summarise([[seed] for seed in seeds], RUNS), summarise([seeds], RUNS)
-    assert apart.tgc[0].mean == pytest.approx(pooled.tgc[0].mean)
-    assert apart.tgc[0].high - apart.tgc[0].low > 2 * (pooled.tgc[0].high - pooled.tgc[0].low)
+    apart, pooled = (rate(each, RUNS, scenarios=True).interval() for each in ([[seed] for seed in seeds], [seeds]))
+    assert apart.mean == pytest.approx(pooled.mean)
+    assert apart.high - apart.low > 2 * (pooled.high - pooled.low)
 
 
 def test_what_does_not_belong_together_is_refused() -> None:
     whole, part = measurement(0, 0.5), [each for each in measurement(0, 0.5) if each.task_id != "a_1"]
     for apart in ([[whole], [part]], [[whole, part]]):
         with pytest.raises(ValueError, match="same tasks"):
-            summarise(apart, RUNS)
+            rate(apart, RUNS, scenarios=True).interval()
     with pytest.raises(ValueError, match="1 tasks are in one of the two only"):
-        differences(summarise([[whole]], RUNS), summarise([[part]], RUNS))
+        differences(*(compared_measures([[each]], RUNS) for each in (whole, part)))
     nothings: list[Any] = [[], [[]], [[[]]]]
     for nothing in nothings:
         with pytest.raises(ValueError, match="nothing was evaluated"):
-            summarise(nothing, RUNS)
+            rate(nothing, RUNS)
 
 
 def test_the_gain_of_a_run_comes_with_its_intervals_its_losses_and_its_one_seed() -> None:
@@ -105,7 +99,7 @@ def test_the_gain_of_a_run_comes_with_its_intervals_its_losses_and_its_one_seed(
     numbers = re.findall(r"\[(\S+), (\S+)\]", said)
     assert len(numbers) == 3
     low, high = map(float, numbers[2])
-    gain = summarise([[after]], RUNS).tgc[0].mean - summarise([[before]], RUNS).tgc[0].mean
+    gain = rate([[after]], RUNS).mean - rate([[before]], RUNS).mean
     assert 0 < low < 100 * gain < high
     assert said.startswith("95 % intervals over 6 scenarios: ")
     assert said.endswith("points; one training seed")

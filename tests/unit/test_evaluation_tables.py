@@ -15,7 +15,7 @@ import pytest
 
 from draco_ray.commands.evaluate import curve_table, print_tables
 from draco_ray.errors import ConfigError
-from draco_ray.lab.evaluation.comparison import holm
+from draco_ray.lab.evaluation.measures import holm
 from draco_ray.lab.evaluation.rendering import Cell, Column, Shown, Table, TableFormat, best_rows, render
 from draco_ray.lab.evaluation.results import EvaluationDirectory, protocol_differences
 from draco_ray.lab.evaluation.tables import (
@@ -296,7 +296,7 @@ def test_each_block_is_compared_with_its_own_baseline(tmp_path: Path) -> None:
     ]
     settings = read_settings(directories)
     found = compare(settings, "Base")
-    assert [(each.one, each.other, each.measure) for each in found] == [
+    assert [(each.one.label, each.other.label, each.measure) for each in found] == [
         (f"{block}::DRACO", f"{block}::Base", measure) for block in ("small", "large") for measure in MEASURES
     ]
     small, large = (
@@ -428,7 +428,7 @@ def test_a_setting_is_compared_with_the_baseline_in_every_measure(directories: l
     third = write_evaluation(tmp_path / "third", a_plan(label="third"), 9, 0.65)
     settings = read_settings([*directories, str(third)])
     found = compare(settings, "Base")
-    assert [(each.one, each.other, each.split, each.measure) for each in found] == [
+    assert [(each.one.label, each.other.label, each.split, each.measure) for each in found] == [
         (label, "Base", "AppWorld TN", measure) for label in ("draco", "third") for measure in MEASURES
     ]
     assert [each.adjusted_p for each in found] == pytest.approx(holm([each.p_value for each in found]))
@@ -443,7 +443,7 @@ def test_a_setting_is_compared_with_the_baseline_in_every_measure(directories: l
     assert draco.turns is not None
     assert base.turns is not None
     assert found[4].difference.mean == pytest.approx(draco.turns.mean - base.turns.mean, abs=0.3)
-    assert (found[0].tasks, found[0].clusters) == (24, 8)
+    assert (len(found[0].one.plan.tasks), found[0].one.clusters) == (24, 8)
     table = comparison_table(found)
     points, turns = table.rows[0][1][0], table.rows[4][1][0]
     assert points is not None
@@ -558,7 +558,7 @@ def test_directories_of_one_label_are_training_seeds(tmp_path: Path) -> None:
     )
     assert one_seed in main_table(read_settings([str(seeds[0]), str(base)])).notes
     found = compare(settings, "Base")
-    assert found[0].seeds == (3, 1)
+    assert (found[0].one.seeds, found[0].other.seeds) == (3, 1)
     assert any("3 and 1 training seeds" in note for note in comparison_table(found).notes)
     lucky, many = compare(read_settings([str(seeds[0]), str(base)]), "Base")[0], found[0]
     assert many.p_value > lucky.p_value

@@ -11,7 +11,6 @@ import pytest
 
 from draco_ray.errors import ConfigError
 from draco_ray.lab.evaluation.results import EvaluationDirectory
-from draco_ray.lab.evaluation.trajectories import keep_trajectory
 from draco_ray.lab.runs.inspect_evaluations import write_logs
 from draco_ray.lab.runs.inspect_log import write_inspect_logs
 from draco_ray.records import Usage
@@ -55,7 +54,7 @@ def test_what_a_run_evaluated_is_a_log_a_measurement(tmp_path: Path) -> None:
         run.path / "evaluations" / "dev-last1", a_plan(measurements=("step00001", "step00002")), chance=0.5
     )
     directory = EvaluationDirectory.open(inside)
-    keep_trajectory(directory, "step00002", replace(a_trajectory(2, "a_1", 1), policy_version=2))
+    directory.write_trajectory("step00002", replace(a_trajectory(2, "a_1", 1), policy_version=2))
     written = write_logs(run.path, tmp_path / "logs")
     logs = {log["eval"]["task"]: log for log in (json.loads(path.read_text(encoding="utf-8")) for path in written)}
     assert {path.stat().st_mode & 0o777 for path in written} == {0o600}

@@ -12,7 +12,6 @@ from draco_ray.cli import main
 from draco_ray.commands.report import write
 from draco_ray.errors import ConfigError
 from draco_ray.lab.evaluation.results import EvaluationDirectory, Plan
-from draco_ray.lab.evaluation.trajectories import keep_trajectory
 from draco_ray.lab.report.groups import pack, packed_groups, unpack
 from draco_ray.lab.report.measured import packed_evaluations, packed_judged
 from draco_ray.lab.report.page import INERT, KINDS, QUALITY, REWARD, ceiling, write_report
@@ -123,7 +122,7 @@ def test_evaluations_of_a_finished_run_are_in_the_page(tmp_path: Path) -> None:
     )
     directory = EvaluationDirectory.begin(run.path / "evaluations" / "last", plan)
     directory.add("step00001", a_result(TASKS[0], 0, True))
-    keep_trajectory(directory, "step00001", a_trajectory(1, TASKS[0], 0))
+    directory.write_trajectory("step00001", a_trajectory(1, TASKS[0], 0))
     *_, last = packed_evaluations(run)
     assert (last.summary["key"], last.summary["step"], last.summary["split"]) == ("last step00001", 1, "dev")
     assert last.summary["rollouts"][0][6] is True
@@ -273,7 +272,7 @@ def test_the_command_says_what_it_wrote(run: RunDirectory, tmp_path: Path) -> No
         "judge_cost_by_phase",
     }
     both = write([run.path], figures=True, tables=True, out=tmp_path / "both")
-    assert {path.suffix for path in both} == {".png", ".pdf", ".parquet", ".csv"}
+    assert {path.suffix for path in both} == {".svg", ".parquet", ".csv"}
     assert not list(run.path.rglob("*.tmp"))
 
 

@@ -13,9 +13,8 @@ from draco_ray.lab.analysis.evaluations import consistency, evaluations
 from draco_ray.lab.analysis.progress import success
 from draco_ray.lab.evaluation.results import EvaluationDirectory
 from draco_ray.lab.report.charts import scatter
-from draco_ray.lab.report.drawing import Dot, Drawing, Text
+from draco_ray.lab.report.drawing import Dot, Drawing, Text, text_width
 from draco_ray.lab.report.figures import figures
-from draco_ray.lab.report.svg import text_width
 from draco_ray.lab.runs.show import show
 from draco_ray.records import Usage
 from draco_ray.runs import rows

@@ -16,11 +16,10 @@ from rich.console import Console
 from draco_ray.cli import main
 from draco_ray.commands.simulate import simulate_run
 from draco_ray.errors import ConfigError, DamagedRun
-from draco_ray.lab.simulation.page import COLORS
 from draco_ray.lab.simulation.recorded import Setting, read_run
 from draco_ray.lab.simulation.scaling import ALLOWANCE, Scale, median_error, predict, stalled_by
 from draco_ray.lab.simulation.speeds import fit
-from draco_ray.lab.simulation.step import PARTS, simulate
+from draco_ray.lab.simulation.step import simulate
 from draco_ray.runs.directory import RunDirectory, read_table
 from draco_ray.runs.schema import TABLES
 from draco_ray.runs.store import write_parquet
@@ -129,34 +128,6 @@ def test_a_run_whose_judge_is_asked_less_predicts_no_other(run: RunDirectory) ->
     assert len(predict(recorded, 0, outcome)) == 4
     with pytest.raises(ConfigError, match="its judge was asked what the judge of timed was not"):
         predict(outcome, 0, recorded)
-
-
-def test_the_page_holds_what_was_printed_and_loads_nothing(run: RunDirectory, tmp_path: Path) -> None:
-    path = tmp_path / "new" / "page.html"
-    text = said(run.path, rollouts=(8, 4), out=path)
-    assert f"wrote {path}" in text
-    page = path.read_text(encoding="utf-8")
-    assert "default-src 'none'" in page
-    assert not re.findall(r"<script|<link(?! rel=\"icon\" href=\"data:)|https?://", page)
-    for title in (
-        "recorded and simulated",
-        "Longest path, as set",
-        "of 4 rollouts by slots",
-        "of 4 rollouts by engines",
-    ):
-        assert title in page
-    assert len(re.findall(r"<tr><td", page)) == 4
-    assert re.search(r"<th scope=\"row\">slots</th><td class=\"n\">2</td><td class=\"n\">4</td>", page)
-
-
-def test_every_part_of_a_path_has_a_colour_of_its_own() -> None:
-    assert set(COLORS) == set(PARTS)
-    assert len(set(COLORS.values())) == len(PARTS)
-
-
-def test_a_page_that_cannot_be_written_is_known_at_once(run: RunDirectory, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="is a folder"):
-        said(run.path, out=tmp_path)
 
 
 def without_syncs(made: RunDirectory) -> RunDirectory:

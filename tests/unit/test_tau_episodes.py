@@ -215,7 +215,7 @@ def test_rates_are_those_of_brute_force(tmp_path: Path, trials: int) -> None:
         tasks=dict.fromkeys(tasks),
         scenarios=False,
     )
-    result = aggregate(plan, [[rollout_result(episode, None) for episode in episodes]])
+    result = aggregate(plan, [[[rollout_result(episode, None) for episode in episodes]]])
     for k in range(1, min(trials, 3) + 1):
         every, some = [], []
         for task in tasks:

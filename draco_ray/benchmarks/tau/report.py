@@ -15,8 +15,7 @@ from draco_ray.config.schema import DracoConfig, Price
 from draco_ray.errors import ConfigError
 from draco_ray.judging.pricing import find_price, price_of
 from draco_ray.lab.evaluation.rendering import Cell, Column, Table
-from draco_ray.lab.evaluation.results import Count, OneLine, RolloutResult, Several
-from draco_ray.lab.evaluation.role_costs import RoleCost
+from draco_ray.lab.evaluation.results import Count, OneLine, RoleCost, RolloutResult, Several
 from draco_ray.lab.evaluation.tables import (
     Settings,
     consistency_table,

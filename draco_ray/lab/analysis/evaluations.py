@@ -11,11 +11,9 @@ import pyarrow as pa
 
 from draco_ray.errors import ConfigError, DamagedRun
 from draco_ray.lab.analysis.columns import columns
-from draco_ray.lab.evaluation.consistency import pass_at_k
-from draco_ray.lab.evaluation.measures import rate
+from draco_ray.lab.evaluation.measures import pass_at_k, rate
 from draco_ray.lab.evaluation.policies import UNTRAINED
-from draco_ray.lab.evaluation.results import EvaluationDirectory
-from draco_ray.lab.evaluation.role_costs import role_costs, together
+from draco_ray.lab.evaluation.results import EvaluationDirectory, role_costs, sum_known
 from draco_ray.records import Evaluation
 from draco_ray.runs.directory import RunDirectory
 from draco_ray.runs.evaluations import read_evaluations
@@ -135,10 +133,6 @@ def judged_directories(run: RunDirectory) -> Iterator[RunDirectory]:
             yield RunDirectory.open(file.parent)
 
 
-def _all(priced: Sequence[float], many: int) -> float | None:
-    return sum(priced) if len(priced) == many else None
-
-
 def _measurements(run: RunDirectory) -> Iterator[_Measurement]:
     for (step, split), in_training in read_evaluations(run).items():
         yield _Measurement(evaluation=TRAINING, split=split, step=step, evaluations=in_training)
@@ -149,7 +143,6 @@ def _measurements(run: RunDirectory) -> Iterator[_Measurement]:
             if directory.missing(name) or not (results := directory.results(name)):
                 continue
             usages = [result.usage for result in results]
-            priced = [usage.dollars for usage in usages if usage.dollars is not None]
             number = re.fullmatch(r"step(\d+)", name)
             yield _Measurement(
                 evaluation=directory.path.name,
@@ -158,7 +151,7 @@ def _measurements(run: RunDirectory) -> Iterator[_Measurement]:
                 evaluations=[result.evaluation for result in results],
                 scenarios=directory.plan.scenarios,
                 averaged=1 if UNTRAINED in directory.plan.measurements else len(directory.plan.measurements),
-                dollars=together(roles[name]) if name in roles else _all(priced, len(usages)),
+                dollars=sum_known(each.dollars for each in (roles[name].values() if name in roles else usages)),
                 tokens=float(
                     sum(
                         each.input_tokens + each.output_tokens

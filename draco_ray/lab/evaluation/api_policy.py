@@ -1,35 +1,46 @@
-"""A policy that is only an API: an episode in chat messages, with the endpoint's own counts."""
+"""An API model as policy: episodes in chat messages, with the endpoint's token counts; and its limits and budget.
+
+A budget can end an evaluation in the middle of rollouts, whose cost is in no result. So the dollars of every settled
+request are written, and the same command, given again, starts from them.
+"""
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
-from draco_ray.config.schema import AgentConfig, JudgeConfig
+from draco_ray.config.schema import AgentConfig, JudgeConfig, JudgeLimits
 from draco_ray.errors import ConfigError
 from draco_ray.judging.complete import Complete, Completion, Request
-from draco_ray.judging.limiter import Leases
+from draco_ray.judging.limiter import Ended, Leases
+from draco_ray.judging.limiter_actor import LimiterActor, LimiterClient, start_limiter
+from draco_ray.judging.outage import Next
 from draco_ray.records import TOOLS, Message, Usage
 from draco_ray.rollout.agent import Books, Policy, RolloutRequest, Said
 
+BOOK = "spent.json"
+"""File of the evaluation directory with the dollars spent."""
 _ATTEMPTS = 1_000
-"""More attempts than a rollout has: they part the requests of one run from another's."""
+"""More than the attempts of any rollout, so that no two rollouts share a request number."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ApiPolicies:
-    """Makes the policy of a rollout worker; travels to it."""
+    """Builds the policy in a rollout worker; serializable."""
 
     client: JudgeConfig
     """LiteLLM model, endpoint, limits, retries and prices."""
     priced: bool
     leases: Leases | None = None
-    """Asked before every request; None: nothing is limited."""
+    """Rate limiter; None: no limits."""
 
     def __call__(self, agent: AgentConfig) -> list[Policy]:
-        """The one policy."""
+        """The policy, in a list of one."""
         from draco_ray.judging.client import LiteLLMClient
 
         client = LiteLLMClient(
@@ -45,10 +56,10 @@ class ChatPolicy:
         """Build it.
 
         Args:
-            complete: asks the model; at most ``agent.max_turn_tokens`` a turn is its business.
+            complete: client of the model, which limits the tokens of a turn.
             config: limits.
             name: of the model.
-            priced: whether the dollars it reports mean anything.
+            priced: whether the price of the model is known.
         """
         self.name = name
         self._complete = complete
@@ -56,7 +67,7 @@ class ChatPolicy:
         self._priced = priced
 
     def begin(self, prompt: tuple[Message, ...], request: RolloutRequest) -> ChatConversation:
-        """See `Policy`; the request's seed is not used: an endpoint promises nothing of it.
+        """See `Policy`; the request's seed is not used, since endpoints give no guarantee for it.
 
         Raises: ConfigError where the prompt lists tools.
         """
@@ -70,11 +81,11 @@ class ChatPolicy:
 
 
 class ChatConversation:
-    """An episode in messages; nothing of it is for the learner.
+    """An episode in messages, without token ids.
 
-    A turn's length is the endpoint's own count. The response (everything after the prompt) is measured by it as well:
-    what the last turn read, less what the first one read, plus what it wrote. A turn that reaches
-    ``agent.max_response_length`` so ends the episode before its action is taken.
+    Lengths are the endpoint's token counts. The response (everything after the prompt) is the input of the last turn,
+    less that of the first, plus the output of the last. A turn that reaches ``agent.max_response_length`` ends the
+    episode before its action is executed.
     """
 
     def __init__(
@@ -107,8 +118,8 @@ class ChatConversation:
         return 0, 0
 
     def tell(self, observation: str) -> bool:
-        """See `Conversation`: whether it fits shows with the next turn."""
-        # An empty message is refused by some endpoints.
+        """See `Conversation`; a too long response is only noticed at the next turn."""
+        # Some endpoints refuse empty messages.
         self._messages += [
             Message(role="assistant", content=self._text or "-"),
             Message(role="user", content=observation or "-"),
@@ -116,7 +127,7 @@ class ChatConversation:
         return True
 
     def answer(self, results: Sequence[str]) -> bool:
-        """See `Conversation`; without tools there is one."""
+        """See `Conversation`; without tools there is one result."""
         return self.tell("\n".join(results))
 
     def books(self) -> Books:
@@ -140,3 +151,47 @@ class ChatConversation:
             output_tokens=reply.output_tokens if reply.usage_known else 0,
             dollars=reply.dollars if self._priced or reply.dollars else None,
         )
+
+
+class EvaluationLimiterActor(LimiterActor):
+    """The limiter of an evaluation, which writes the dollars spent after each request."""
+
+    def __init__(self, config: JudgeConfig, book: Path) -> None:
+        super().__init__(config, dollars_spent(book))
+        self._book = book
+
+    async def settle(self, number: str, ended: Ended) -> Next:
+        """See `LimiterActor.settle`."""
+        verdict = await super().settle(number, ended)
+        self._keep()
+        return verdict
+
+    def abandon(self, number: str) -> None:
+        """See `LimiterActor.abandon`."""
+        super().abandon(number)
+        self._keep()
+
+    def _keep(self) -> None:
+        temporary = self._book.with_name(f".{self._book.name}.unfinished")
+        temporary.write_text(json.dumps({"dollars": self.limiter.spent}), encoding="utf-8")
+        os.replace(temporary, self._book)
+
+
+def dollars_spent(book: Path) -> float:
+    """Dollars that an evaluation has cost so far, unfinished rollouts included; 0 if none were written."""
+    return float(json.loads(book.read_text(encoding="utf-8"))["dollars"]) if book.is_file() else 0.0
+
+
+def start_evaluation_limiter(
+    config: JudgeConfig, directory: Path, run_name: str
+) -> tuple[object, LimiterClient] | None:
+    """The limiter actor of an evaluation and a client of it for the workers; None if nothing is limited.
+
+    Args:
+        config: of the API model; its ``limits`` hold.
+        directory: of the evaluation.
+        run_name: part of the actor's name.
+    """
+    if config.limits == JudgeLimits():
+        return None
+    return start_limiter(EvaluationLimiterActor, config, directory / BOOK, run_name)

@@ -1,6 +1,6 @@
-"""`draco evaluate --benchmark appworld`: play every task of a split, keep what AppWorld's evaluator says, go on later.
+"""`draco evaluate`: play every task of a split and keep the environment's verdicts; an interrupted one can continue.
 
-plan ──► (task, run) pairs that are missing ──► environment slots ──► results/<measurement>.jsonl, appworld/
+plan ──► missing (task, run) pairs ──► environment slots ──► results/<measurement>.jsonl, appworld/
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import ray
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn
 
 from draco_ray.config.schema import AgentConfig, DracoConfig, Price
 from draco_ray.engine.actor import EngineClient, start_policy_engines
@@ -29,13 +29,12 @@ from draco_ray.errors import BudgetSpent, CanaryFailed, ConfigError, JudgeUnavai
 from draco_ray.judging.endpoint import introduced
 from draco_ray.judging.model_limits import model_limit
 from draco_ray.judging.pricing import check_budget, find_price, known_price, price_of
-from draco_ray.lab.evaluation.api_policy import ApiPolicies
-from draco_ray.lab.evaluation.appworld_outputs import AppWorldOutputs
-from draco_ray.lab.evaluation.limiter_actor import start_evaluation_limiter
+from draco_ray.lab.evaluation.api_policy import ApiPolicies, start_evaluation_limiter
+from draco_ray.lab.evaluation.appworld import AppWorldOutputs
 from draco_ray.lab.evaluation.policies import Checkpoint, EvaluatedPolicy, deciding_settings, load_adapter, lora_rank
 from draco_ray.lab.evaluation.results import EvaluationDirectory, Plan, RolloutResult
 from draco_ray.lab.evaluation.setting import SplitResult, aggregate
-from draco_ray.lab.evaluation.trajectories import keep_trajectory
+from draco_ray.pipeline import gather_or_cancel
 from draco_ray.records import Trajectory, Usage, lost_evaluation
 from draco_ray.rollout.pool import RolloutPool, RolloutWorkers
 from draco_ray.rollout.tokens import EnginePolicies
@@ -49,19 +48,19 @@ from draco_ray.training.watchdog import Pending
 from draco_ray.workers.elastic import fixed_workers
 
 APPWORLD = "appworld"
-"""The benchmark whose tools read what rollouts leave."""
+"""The benchmark whose own tools can read the rollouts' outputs."""
 _PROBE_TOKENS = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ApiOptions:
-    """How an API model is reached; the rest (timeouts, retries, prices, limits) is ``judge.*`` of the configuration."""
+    """Connection of an API model; timeouts, retries, prices and limits are ``judge.*`` of the configuration."""
 
     api_base: str | None = None
     api_key_env: str | None = None
-    """Variable that holds the key; None: ``<PROVIDER>_API_KEY``."""
+    """Environment variable of the key; None: ``<PROVIDER>_API_KEY``."""
     temperature: float | None = None
-    """None leaves it to the provider: some models refuse any other."""
+    """None: the provider's default; some models refuse any other."""
 
 
 def evaluate_policy(
@@ -77,7 +76,7 @@ def evaluate_policy(
     max_lost_share: float = 1.0,
     console: Console | None = None,
 ) -> SplitResult:
-    """Measure a policy on a split; what was measured there before by the same command is not played again.
+    """Measure a policy on a split; rollouts that an earlier, equal call finished are not played again.
 
     Args:
         policy: weights or API model, see `draco_ray.lab.evaluation.policies`.
@@ -96,9 +95,9 @@ def evaluate_policy(
         DracoError: engines, environments or the API fail for good; finished rollouts are in ``out``.
     """
     console = console or PlainConsole()
-    config = _checked(policy, config)
-    environment = make_environment(config.environment, config.data)
-    directory = EvaluationDirectory.begin(out, _plan(policy, config, environment, split, runs, label, api))
+    api = api or ApiOptions()
+    config, environment, plan = _prepare(policy, config, split, runs, label, api)
+    directory = EvaluationDirectory.begin(out, plan)
     with directory.claimed():
         if retry_errors and (dropped := directory.drop_lost()):
             console.print(f"{out}: {dropped} lost rollouts are played again")
@@ -106,9 +105,7 @@ def evaluate_policy(
             console.print(f"{out}: {found} of {directory.total} rollouts are there already")
         directory.check_lost(max_lost_share)
         if found < directory.total:
-            evaluator = _Evaluator(
-                config, policy, api or ApiOptions(), directory, environment, console, max_lost_share=max_lost_share
-            )
+            evaluator = _Evaluator(config, policy, api, directory, environment, console, max_lost_share)
             with _stopped_plainly(directory, console), _ray(config, policy, console):
                 asyncio.run(evaluator.run())
     if lost := directory.lost():
@@ -116,8 +113,8 @@ def evaluate_policy(
             f"{len(lost)} of {directory.total} rollouts were lost and count as failures (the last: {lost[-1].error}); "
             "the same command with --retry-errors plays them again"
         )
-    # Not `read_split`, which reads the summary that is written here.
-    result = aggregate(directory.plan, list(directory.complete_results().values()))
+    # Not `read_seeds`, which reads the summary that is written here.
+    result = aggregate(directory.plan, [list(directory.complete_results().values())])
     directory.write_summary(summary(result))
     return result
 
@@ -131,39 +128,31 @@ def plan_policy(
     label: str | None = None,
     api: ApiOptions | None = None,
 ) -> Plan:
-    """What `evaluate_policy` would measure, told the same.
+    """What `evaluate_policy` would measure with the same arguments.
 
     Raises:
         ConfigError: the policy or the data cannot be used.
     """
-    config = _checked(policy, config)
-    return _plan(policy, config, make_environment(config.environment, config.data), split, runs, label, api)
+    return _prepare(policy, config, split, runs, label, api or ApiOptions())[2]
 
 
-def _checked(policy: EvaluatedPolicy, config: DracoConfig) -> DracoConfig:
+def _prepare(
+    policy: EvaluatedPolicy, config: DracoConfig, split: str, runs: int, label: str | None, api: ApiOptions
+) -> tuple[DracoConfig, Environment, Plan]:
+    """The checked configuration, its environment, and the plan."""
     if policy.api_model is None:
-        return checked_model(config)
-    check_budget(config.judge, policy.api_model)
-    return config
-
-
-def _plan(
-    policy: EvaluatedPolicy,
-    config: DracoConfig,
-    environment: Environment,
-    split: str,
-    runs: int,
-    label: str | None,
-    api: ApiOptions | None,
-) -> Plan:
+        config = checked_model(config)
+    else:
+        check_budget(config.judge, policy.api_model)
+    environment = make_environment(config.environment, config.data)
     whole = environment.tasks(split)
-    if policy.api_model is None:
-        environment.check_model(config.model.path)
     tasks = whole[: config.data.eval_tasks]
     settings = deciding_settings(config, policy)
-    if policy.api_model is not None:
-        settings |= {f"api.{key}": value for key, value in asdict(api or ApiOptions()).items() if key != "api_key_env"}
-    return Plan(
+    if policy.api_model is None:
+        environment.check_model(config.model.path)
+    else:
+        settings |= {f"api.{key}": value for key, value in asdict(api).items() if key != "api_key_env"}
+    plan = Plan(
         benchmark=config.environment.use.rpartition(":")[2],
         split=split,
         label=label or policy.label,
@@ -177,71 +166,53 @@ def _plan(
         scenarios=any(environment.task(task).group for task in tasks),
         settings=settings,
     )
+    return config, environment, plan
 
 
 def summary(result: SplitResult) -> dict[str, Any]:
     """``summary.json``: the numbers of the tables under plain names."""
-    # What comparisons need is in the results themselves.
+    # The measures of comparisons follow from the results.
     numbers = asdict(replace(result, measures={}))
     del numbers["measures"]
-    plan = result.plan
-    numbers["plan"] = {
-        "benchmark": plan.benchmark,
-        "split": plan.split,
-        "policy": plan.policy,
-        "runs": plan.runs,
-        "measurements": plan.measurements,
-        "tasks": len(plan.tasks),
-        "split_size": plan.whole_split,
-        "generated": plan.generated,
-    }
-    shares = result.terminations
+    plan, shares = result.plan, result.terminations
+    numbers["plan"] = plan.model_dump(include={"benchmark", "split", "policy", "runs", "measurements", "generated"})
+    numbers["plan"] |= {"tasks": len(plan.tasks), "split_size": plan.whole_split}
     numbers["terminations"] = shares and {mode.value: share for mode, share in shares.items()}
     numbers["dollars_per_task"] = result.dollars_per_task
     return numbers
 
 
+@dataclass
 class _Evaluator:
     """The actors of one evaluation and its loop over checkpoints."""
 
-    def __init__(
-        self,
-        config: DracoConfig,
-        policy: EvaluatedPolicy,
-        api: ApiOptions,
-        directory: EvaluationDirectory,
-        environment: Environment,
-        console: Console,
-        *,
-        max_lost_share: float,
-    ) -> None:
-        self._max_lost_share = max_lost_share
-        self._config = config
-        self._policy = policy
-        self._api = api
-        self._directory = directory
-        self._console = console
-        # Part of actors' names and of the adapters' folder: another evaluation may run beside this one.
+    _config: DracoConfig
+    _policy: EvaluatedPolicy
+    _api: ApiOptions
+    _directory: EvaluationDirectory
+    _environment: Environment
+    _console: Console
+    _max_lost_share: float
+    _fleet: EngineFleet | None = None
+    _workers: RolloutWorkers | None = None
+    _limiter: object | None = None
+    _price: Price | None = None
+    _outputs: AppWorldOutputs | None = None
+    """What `draco reevaluate` and AppWorld's own tools read."""
+
+    def __post_init__(self) -> None:
+        # Part of actors' names and of the adapters' folder: another evaluation may run at the same time.
         self._name = f"evaluation-{os.getpid()}-{int(time.time())}"
-        self._fleet: EngineFleet | None = None
-        self._workers: RolloutWorkers | None = None
-        self._limiter: object | None = None
-        self._price: Price | None = None
-        self._environment = environment
-        # What `draco reevaluate` and AppWorld's own tools read.
-        self._outputs = (
-            AppWorldOutputs(directory.path / "appworld", config.data.root, directory.plan.tasks)
-            if directory.plan.benchmark == APPWORLD
-            else None
-        )
+        plan = self._directory.plan
+        if plan.benchmark == APPWORLD:
+            self._outputs = AppWorldOutputs(self._directory.path / "appworld", self._config.data.root, plan.tasks)
 
     async def run(self) -> None:
         """Play what is missing, one checkpoint after the other."""
         try:
             await self._start()
             for checkpoint in self._policy.checkpoints:
-                missing = self._directory.missing(checkpoint.name)
-                if missing:
+                if missing := self._directory.missing(checkpoint.name):
                     await self._until_engines_fail(self._measure(checkpoint, missing))
         finally:
             await self._stop()
@@ -318,10 +289,7 @@ class _Evaluator:
         playing, failing = asyncio.ensure_future(work), asyncio.ensure_future(self._fleet.failure())
         try:
             await asyncio.wait({playing, failing}, return_when=asyncio.FIRST_COMPLETED)
-            if playing.done():
-                playing.result()
-            else:
-                failing.result()
+            (playing if playing.done() else failing).result()
         finally:
             for each in (playing, failing):
                 each.cancel()
@@ -336,10 +304,11 @@ class _Evaluator:
         policies = fixed_workers(1, self._config.environment.slots) if self._fleet is None else self._fleet.workers
         pool = RolloutPool(self._workers, policies, retries, self._config.seed)
         total = len(plan.tasks) * plan.runs
-        with _progress(self._console) as progress:
-            bar = progress.add_task(
-                f"{checkpoint.name} on {plan.split}", total=total, completed=total - len(missing), solved=0, played=0
-            )
+        title = f"{checkpoint.name} on {plan.split}"
+        columns = (*Progress.get_default_columns()[:2], MofNCompleteColumn(), TimeElapsedColumn())
+        terminal = self._console.is_terminal
+        with Progress(*columns, console=self._console, transient=True, disable=not terminal) as progress:
+            bar = progress.add_task(title, total=total, completed=total - len(missing))
             solved = played = 0
 
             async def one(task_id: str, run: int, priority: int) -> None:
@@ -349,9 +318,9 @@ class _Evaluator:
                 if result.error is not None:
                     self._directory.check_lost(self._max_lost_share)
                 solved, played = solved + result.evaluation.success, played + 1
-                progress.update(bar, advance=1, solved=solved, played=played)
+                progress.update(bar, advance=1, description=f"{title}, {solved} of {played} solved")
 
-            await _gather([one(task, run, index) for index, (task, run) in enumerate(missing)])
+            await gather_or_cancel([one(task, run, index) for index, (task, run) in enumerate(missing)])
         results = self._directory.results(checkpoint.name)
         rate = sum(result.evaluation.success for result in results) / len(results)
         self._console.print(f"{checkpoint.name}: TGC {rate:.1%} ({len(plan.tasks)} tasks x {plan.runs})")
@@ -359,32 +328,28 @@ class _Evaluator:
     async def _play(
         self, checkpoint: Checkpoint, task_id: str, run: int, priority: int, pool: RolloutPool
     ) -> RolloutResult:
-        """One (task, run), and what it leaves beside its result."""
+        """Play one (task, run), and keep its trajectory and world."""
         began = time.monotonic()
         group = f"{checkpoint.name}/{task_id}"
         played = await pool.run(task_id, group, run, step=checkpoint.version, priority=priority)
         usage = played.usage if self._price is None else priced(played.usage, self._price)
         seconds = time.monotonic() - began
-        if played.member is None:
-            self._keep(checkpoint, task_id, run, {}, None)
-            evaluation = lost_evaluation(self._environment.task(task_id), run)
-            return RolloutResult(
-                evaluation=evaluation, usage=usage, seconds=seconds, attempts=played.attempts, error=played.error
-            )
-        evaluated: Evaluated = await played.member.evaluation
-        self._keep(checkpoint, task_id, run, evaluated.saved, await played.member.trajectory)
-        return RolloutResult(evaluation=evaluated.evaluation, usage=usage, seconds=seconds, attempts=played.attempts)
-
-    def _keep(
-        self, checkpoint: Checkpoint, task_id: str, run: int, saved: Mapping[str, str], trajectory: Trajectory | None
-    ) -> None:
+        evaluation = lost_evaluation(self._environment.task(task_id), run)
+        saved: Mapping[str, str] = {}
+        trajectory: Trajectory | None = None
+        if played.member is not None:
+            evaluated: Evaluated = await played.member.evaluation
+            evaluation, saved = evaluated.evaluation, evaluated.saved
+            trajectory = await played.member.trajectory
         if self._outputs is not None:
             self._outputs.write(checkpoint.name, run, task_id, saved)
         if trajectory is not None:
-            keep_trajectory(self._directory, checkpoint.name, trajectory)
+            self._directory.write_trajectory(checkpoint.name, trajectory)
+        error = played.error if played.member is None else None
+        return RolloutResult(evaluation=evaluation, usage=usage, seconds=seconds, attempts=played.attempts, error=error)
 
     async def _load(self, checkpoint: Checkpoint) -> None:
-        """Bring a checkpoint to every engine and make sure that it is live."""
+        """Load a checkpoint into every engine and check that it is in use."""
         assert self._fleet is not None
         adapter = load_adapter(checkpoint)
         await self._fleet.load(ray.put(adapter))
@@ -412,15 +377,14 @@ class _Evaluator:
 
 
 def turn_tokens(model: str, agent: AgentConfig) -> int:
-    """Tokens that an API model may write in a turn: what the agent may, as far as LiteLLM knows the model to go."""
+    """Tokens that an API model may write in a turn: the agent's limit, or the model's if LiteLLM knows a lower one."""
     most = agent.max_turn_tokens or agent.max_response_length
     return min(most, model_limit(model, "max_output_tokens") or most)
 
 
 @contextlib.contextmanager
 def _ray(config: DracoConfig, policy: EvaluatedPolicy, console: Console) -> Iterator[None]:
-    """Ray for as long as the block runs, with room for engines and slots."""
-    # Evaluation needs no learner and no judge.
+    """Ray while the block runs, with resources for engines and slots but no learner and no judge."""
     learner = config.learner.model_copy(update={"gpus_per_worker": 0.0, "cpus_per_worker": 0.0})
     train = config.train.model_copy(update={"evaluate_before_after": False})
     engine = config.engine
@@ -464,30 +428,6 @@ def _stopped_plainly(directory: EvaluationDirectory, console: Console) -> Iterat
         raise plain from None
 
 
-def _progress(console: Console) -> Progress:
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(bar_width=24),
-        MofNCompleteColumn(),
-        TextColumn("rollouts · {task.fields[solved]}/{task.fields[played]} solved"),
-        TimeElapsedColumn(),
-        console=console,
-        transient=True,
-        disable=not console.is_terminal,
-    )
-
-
-async def _gather(work: Sequence[Awaitable[None]]) -> None:
-    """Like asyncio.gather, but the first error cancels the rest."""
-    tasks = [asyncio.ensure_future(item) for item in work]
-    try:
-        await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-
 def _probe(config: DracoConfig, environment: Environment, task_id: str) -> list[int]:
     from draco_ray.engine.chat import ChatTokens
     from draco_ray.rollout.agent_prompt import agent_template, fill_agent_prompt
@@ -498,5 +438,5 @@ def _probe(config: DracoConfig, environment: Environment, task_id: str) -> list[
 
 
 def priced(usage: Usage, price: Price) -> Usage:
-    """What an endpoint of that price would have charged."""
+    """The usage with its cost at that price."""
     return replace(usage, dollars=price_of(price, usage.input_tokens, usage.cached_tokens, usage.output_tokens))

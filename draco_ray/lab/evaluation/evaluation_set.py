@@ -1,4 +1,4 @@
-"""An evaluation set: several settings, each measured on several splits and benchmarks, as a file or arguments name it.
+"""An evaluation set: several settings, each measured on several splits and benchmarks, from a file or arguments.
 
 ::
 
@@ -14,7 +14,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -34,7 +34,7 @@ from draco_ray.config.file_names import file_name
 from draco_ray.errors import ConfigError
 
 TAU = "tau-banking"
-"""The split that stands for τ-bench banking; any other is one of the environment's."""
+"""Split name of τ-bench banking; all others are splits of the environment."""
 
 
 def _label(text: str) -> str:
@@ -67,7 +67,7 @@ class EvaluatedSetting(BaseModel):
     policy: str | None = None
     """As ``--policy`` of `draco evaluate`."""
     run: Paths | None = None
-    """Run directories, each another training seed; their last epochs are measured."""
+    """Run directories, one for each training seed; their last epochs are measured."""
     last_epochs: PositiveInt = 3
     config: str | None = None
     """As ``--config`` of `draco evaluate`."""
@@ -87,14 +87,14 @@ class EvaluatedSetting(BaseModel):
 
 
 class EvaluationSet(BaseModel):
-    """What is to be measured."""
+    """Settings and splits to measure."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     settings: dict[
         Label, Annotated[EvaluatedSetting, BeforeValidator(lambda v: {"policy": v} if isinstance(v, str) else v)]
     ] = Field(min_length=1)
-    """Label in the tables -> what is measured under it; a text is its ``policy``."""
+    """Label in the tables -> its setting; a text is short for ``policy``."""
     splits: Annotated[tuple[Split, ...], BeforeValidator(_listed), AfterValidator(_distinct)] = Field(min_length=1)
     """Of the environment, or ``tau-banking``."""
     runs: PositiveInt | None = None
@@ -117,16 +117,16 @@ class PlannedEvaluation:
 
     @property
     def title(self) -> str:
-        """What messages call it."""
+        """Its name in messages."""
         return f"{self.label} on {self.split}" + (f" ({self.run.name})" if self.run else "")
 
 
 def parse_set(tree: Mapping[str, Any], source: str) -> EvaluationSet:
-    """Check what a file or arguments say.
+    """Validate a file or arguments.
 
     Args:
         tree: the keys of `EvaluationSet`.
-        source: of it, for messages.
+        source: its name in messages.
 
     Raises:
         ConfigError: one line with every mistake.
@@ -134,7 +134,7 @@ def parse_set(tree: Mapping[str, Any], source: str) -> EvaluationSet:
     try:
         return EvaluationSet.model_validate(tree)
     except ValidationError as error:
-        raise ConfigError(f"{source}: {'; '.join(_said(problem) for problem in error.errors())}") from None
+        raise ConfigError(f"{source}: {'; '.join(_message(problem) for problem in error.errors())}") from None
 
 
 def planned_evaluations(wanted: EvaluationSet, out: Path) -> list[PlannedEvaluation]:
@@ -143,29 +143,24 @@ def planned_evaluations(wanted: EvaluationSet, out: Path) -> list[PlannedEvaluat
     Raises:
         ConfigError: two would share a folder.
     """
-    found = []
+    found: dict[str, PlannedEvaluation] = {}
     for split in wanted.splits:
         for label, setting in wanted.settings.items():
             for run in setting.run or (None,):
                 folder = out / label / split
                 path = folder if run is None else folder / run.resolve().name
-                found.append(PlannedEvaluation(label=label, setting=setting, run=run, split=split, out=path))
-    _check_folders(found)
-    return found
+                planned = PlannedEvaluation(label=label, setting=setting, run=run, split=split, out=path)
+                # Some file systems ignore case.
+                other = found.setdefault(str(path).casefold(), planned)
+                if other is not planned:
+                    raise ConfigError(
+                        f"{other.label} and {label} on {split} would both be kept in {path}; give the runs' folders, "
+                        "or the labels, different names"
+                    )
+    return list(found.values())
 
 
-def _check_folders(found: Sequence[PlannedEvaluation]) -> None:
-    for place, each in enumerate(found):
-        for other in found[:place]:
-            # Names may differ in case only, where the file system does not.
-            if str(each.out).casefold() == str(other.out).casefold():
-                raise ConfigError(
-                    f"{other.label} and {each.label} on {each.split} would both be kept in {each.out}; give the runs' "
-                    "folders, or the labels, different names"
-                )
-
-
-def _said(problem: Mapping[str, Any]) -> str:
+def _message(problem: Mapping[str, Any]) -> str:
     key = ".".join(str(part) for part in problem["loc"] if not str(part).startswith("function-"))
     if problem["type"] == "missing":
         return f"{key}: is not there"

@@ -1,11 +1,11 @@
-"""Intervals of means over scenarios that keep their coverage with few of them, near 0 and near 1, and over seeds.
+"""Intervals of means over scenarios, with good coverage for few scenarios and for rates near 0 and 1.
 
-Tasks of a scenario share its difficulty, so the scenario is what is drawn (a cluster). A rate's interval is that of
-Korn and Graubard (1998): Clopper and Pearson's, at the number of independent trials that would have the clustered
-variance. A difference of two rates takes the limits of both, less their correlation over scenarios (MOVER, Zou and
-Donner 2008). Means without bounds (turns) take Student's t. Several training seeds are a level of their own: the
-variance of a mean is that over scenarios plus that over seeds, with Satterthwaite's degrees of freedom.
-`make bench-intervals` prints how often such intervals hold the truth.
+Tasks of a scenario share its difficulty, so the scenario is the sampling unit (the cluster). A rate's interval is
+that of Korn and Graubard (1998): Clopper and Pearson's, at the number of independent trials that would have the
+clustered variance. A difference of two rates takes the limits of both, less their correlation over scenarios (MOVER,
+Zou and Donner 2008). Means without bounds (turns) take Student's t. With several training seeds, the variance of a
+mean is that over scenarios plus that over seeds, with Satterthwaite's degrees of freedom. `make bench-intervals`
+simulates their coverage.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _ROUNDING = 1e-12
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """An estimate with the bounds of its interval, in the units of the values; infinite where nothing bounds it."""
+    """An estimate and the bounds of its interval, in the units of the values; the bounds may be infinite."""
 
     mean: float
     low: float
@@ -34,31 +34,31 @@ class Interval:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusteredMean:
-    """A mean of values that come in clusters, in one or several training seeds, and how sure it is."""
+    """A mean of values that come in clusters, in one or several training seeds, with its uncertainty."""
 
     mean: float
     influence: Mapping[str, float]
-    """Cluster -> how much more than the mean it adds to it, in the units of the values: their mean is 0, and their
-    variance over the number of clusters is that of the mean."""
+    """Cluster -> its influence on the mean, in the units of the values. The influences have mean 0, and their variance
+    divided by the number of clusters is the variance of the mean."""
     seed_variance: float
-    """Variance of the mean from the choice of seeds; 0 where there is one seed, which tells nothing of it."""
+    """Variance of the mean over seeds; 0 with one seed, which has no information on it."""
     seeds: int
     trials: float
-    """Observations behind the mean: it is worth no more independent ones."""
+    """Observations behind the mean: the upper limit of the effective sample size."""
 
     @property
     def clusters(self) -> int:
-        """How many there are."""
+        """Number of clusters."""
         return len(self.influence)
 
     @property
     def cluster_variance(self) -> float:
-        """Variance of the mean from the choice of clusters; infinite for one, which tells nothing of it."""
+        """Variance of the mean over clusters; infinite for one cluster."""
         return _variance(list(self.influence.values())) / self.clusters if self.clusters > 1 else math.inf
 
     @property
     def variance(self) -> float:
-        """Variance of the mean. What seeds and clusters share is in both parts, so it errs upwards."""
+        """Variance of the mean. What seeds and clusters share is counted twice, so it is a little too large."""
         return self.cluster_variance + self.seed_variance
 
     @property
@@ -103,24 +103,22 @@ def clustered_mean(
     )
 
 
-def rate_interval(rate: ClusteredMean, *, level: float = LEVEL) -> Interval:
-    """Korn and Graubard's interval of a mean of values in [0, 1]; the whole line for one cluster.
+def rate_interval(rate: ClusteredMean) -> Interval:
+    """Korn and Graubard's interval of a mean of values in [0, 1]; infinite for one cluster.
 
-    It has no zero width: where no value differs, as many clusters as there are independent trials were all alike.
+    Its width is never zero: if all values are equal, the effective sample size is the number of clusters.
     """
     if rate.clusters < 2:
         return Interval(rate.mean, -math.inf, math.inf)
-    low, high = bounded_limits(
-        rate.mean, rate.variance, degrees=rate.degrees, clusters=rate.clusters, trials=rate.trials, level=level
-    )
-    return Interval(rate.mean, low, high)
+    limits = bounded_limits(rate.mean, rate.variance, degrees=rate.degrees, clusters=rate.clusters, trials=rate.trials)
+    return Interval(rate.mean, *limits)
 
 
-def rate_difference(one: ClusteredMean, other: ClusteredMean, *, level: float = LEVEL) -> Interval:
-    """MOVER's interval of the difference of two rates over the same clusters; the whole line for one cluster.
+def rate_difference(one: ClusteredMean, other: ClusteredMean) -> Interval:
+    """MOVER's interval of the difference of two rates over the same clusters; infinite for one cluster.
 
-    The correlation over clusters is taken for at most 1 - 2 / clusters: two settings that were alike on every
-    scenario seen need not be on the next.
+    The correlation over clusters is limited to 1 - 2 / clusters, since settings that agree on every observed scenario
+    may differ on the next.
 
     Raises:
         ValueError: they are not of the same clusters.
@@ -129,7 +127,7 @@ def rate_difference(one: ClusteredMean, other: ClusteredMean, *, level: float = 
     mean = one.mean - other.mean
     if one.clusters < 2:
         return Interval(mean, -math.inf, math.inf)
-    first, second = rate_interval(one, level=level), rate_interval(other, level=level)
+    first, second = rate_interval(one), rate_interval(other)
     spread = math.sqrt(one.variance * other.variance)
     correlation = min(covariance / spread, 1 - 2 / one.clusters) if spread > _ROUNDING**2 else 0.0
     return Interval(
@@ -139,19 +137,19 @@ def rate_difference(one: ClusteredMean, other: ClusteredMean, *, level: float = 
     )
 
 
-def mean_interval(measured: ClusteredMean, *, level: float = LEVEL) -> Interval:
-    """Student's interval of a mean without bounds; the whole line where no two clusters differ."""
-    return _student(measured.mean, measured.variance, measured.degrees, level)
+def mean_interval(measured: ClusteredMean) -> Interval:
+    """Student's interval of a mean without bounds; infinite if all clusters are equal."""
+    return _student(measured.mean, measured.variance, measured.degrees)
 
 
-def mean_difference(one: ClusteredMean, other: ClusteredMean, *, level: float = LEVEL) -> Interval:
+def mean_difference(one: ClusteredMean, other: ClusteredMean) -> Interval:
     """Student's interval of a paired difference of means without bounds.
 
     Raises:
         ValueError: they are not of the same clusters.
     """
     variance, degrees = paired_variance(one, other)
-    return _student(one.mean - other.mean, variance, degrees, level)
+    return _student(one.mean - other.mean, variance, degrees)
 
 
 def paired_variance(one: ClusteredMean, other: ClusteredMean) -> tuple[float, float]:
@@ -172,7 +170,7 @@ def paired_variance(one: ClusteredMean, other: ClusteredMean) -> tuple[float, fl
 
 
 def student_p_value(difference: float, variance: float, degrees: float) -> float:
-    """Two-sided p-value of Student's test that ``difference`` is 0; 1 where no variance was seen or is known."""
+    """Two-sided p-value of Student's test that ``difference`` is 0; 1 if the variance is zero or unknown."""
     if variance <= _ROUNDING**2 or not math.isfinite(variance):
         return 1.0
     return float(2 * stdtr(degrees, -abs(difference) / math.sqrt(variance)))
@@ -195,7 +193,7 @@ def bounded_limits(
         variance: of the estimate.
         clusters: from which ``variance`` was estimated.
         degrees: of freedom of ``variance``; None is one less than ``clusters``.
-        trials: what the estimate is worth at most.
+        trials: upper limit of the effective sample size.
         bounds: least and largest value there can be.
         level: coverage.
     """
@@ -203,7 +201,7 @@ def bounded_limits(
     share = min(1.0, max(0.0, (estimate - least) / (largest - least)))
     room, variance = share * (1 - share), variance / (largest - least) ** 2
     if room <= _ROUNDING:
-        # No spread can be seen at a bound: what is known is that so many clusters were all alike.
+        # At a bound the values have no spread: the effective sample size is the number of clusters.
         share, effective = float(round(share)), float(clusters)
     else:
         effective = min(room / variance if variance > _ROUNDING**2 else math.inf, max(trials, clusters))
@@ -226,10 +224,10 @@ def satterthwaite(parts: Sequence[tuple[float, float]]) -> float:
     return max(1.0, total**2 / weighed)
 
 
-def _student(mean: float, variance: float, degrees: float, level: float) -> Interval:
+def _student(mean: float, variance: float, degrees: float) -> Interval:
     if variance <= _ROUNDING**2 or not math.isfinite(variance):
         return Interval(mean, -math.inf, math.inf)
-    half = float(stdtrit(degrees, (1 + level) / 2)) * math.sqrt(variance)
+    half = float(stdtrit(degrees, (1 + LEVEL) / 2)) * math.sqrt(variance)
     return Interval(mean, mean - half, mean + half)
 
 

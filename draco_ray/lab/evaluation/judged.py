@@ -1,6 +1,6 @@
-"""`draco evaluate` where an environment has no evaluator: the judge's pass rate on a split stands in, and says so.
+"""`draco evaluate` in an environment without evaluator: the judge's pass rate on a split, reported as such.
 
-What is asked and kept is that of `draco_ray.training.held_out`, in a run directory without training steps.
+Questions and tables are those of `draco_ray.training.held_out`, in a run directory without training steps.
 """
 
 from __future__ import annotations
@@ -49,18 +49,18 @@ def judge_policy(
     cache: Path | None = None,
     console: Console | None = None,
 ) -> dict[str, JudgedRates]:
-    """Play a split with every checkpoint of a policy and have the judge score it; what ``out`` holds is not done again.
+    """Play a split with every checkpoint of a policy and have the judge score it; rollouts in ``out`` are kept.
 
     Args:
-        policy: weights; an API's is not judged.
+        policy: weights; API models are refused.
         config: everything but the policy; ``data.eval_tasks`` limits the split to its first tasks.
         split: of the environment's tasks.
         runs: rollouts of each task.
-        out: a run directory of its own.
-        cache: the judge's replies, so that the criteria are those of a training run; None: in ``out``.
+        out: run directory of this evaluation.
+        cache: the judge's reply cache of a training run, for the same criteria as there; None: in ``out``.
 
     Returns: checkpoint -> its rates.
-    Raises: ConfigError, and what playing and judging raise; whatever was finished is in ``out``.
+    Raises: ConfigError, and the errors of playing and judging; finished rollouts are kept in ``out``.
     """
     console = console or PlainConsole()
     use = config.environment.use

@@ -1,25 +1,23 @@
-"""What is measured of a setting (TGC and SGC at pass^k and pass@k, turns), with intervals, and two settings compared.
+"""What evaluations measure: TGC and SGC at pass^k and pass@k, and turns, with intervals; and two settings compared.
 
-A rollout that was lost (its world or endpoint crashed, every time) counts as a failure, as the paper counts it. What it
-would have been nobody knows: intervals reach from all lost rollouts failed to all of them solved, and a difference is
-no better founded than under the worst of both.
+Section "Metrics": pass^k is the chance that k trials all succeed (p^k), pass@k that at least one of k does. Both are
+estimated without bias from n >= k runs of which c succeeded, as the share of the k-subsets of the runs that qualify.
+A scenario succeeds in a run if every one of its tasks does, and p^k of SGC is pass^k of that.
+
+A lost rollout (its world or endpoint crashed in every attempt) counts as a failure, as in the paper. Its true outcome
+is unknown: an interval reaches from all lost rollouts failed to all of them solved, and the p-value of a difference
+is the larger one of these two cases.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import comb
 
 import numpy as np
 
-from draco_ray.lab.evaluation.consistency import (
-    Estimator,
-    mean_by_key,
-    pass_hat_k,
-    scenario_values,
-    scenarios_of,
-    task_values,
-)
 from draco_ray.lab.evaluation.intervals import (
     ClusteredMean,
     Interval,
@@ -33,27 +31,105 @@ from draco_ray.lab.evaluation.intervals import (
 )
 from draco_ray.records import Evaluation
 
+Estimator = Callable[[int, int, int], float]
 Seeds = Sequence[Sequence[Sequence[Evaluation]]]
 """Evaluated rollouts of each measurement (checkpoint) of each training seed, all of the same tasks."""
+MOST_K = 3
+"""Largest k of pass^k that is reported."""
 PERMUTATIONS = 9_999
-"""Assignments of signs that are drawn; where there are no more, all are taken (up to 13 scenarios)."""
+"""Random sign assignments of the permutation test; with fewer possible ones (up to 13 scenarios) all are used."""
 _DIGITS = 9
+
+
+def pass_hat_k(successes: int, runs: int, k: int) -> float:
+    """pass^k = C(c, k) / C(n, k): the share of k-subsets of the n runs in which all k succeeded.
+
+    Raises:
+        ValueError: not 0 <= c <= n, or not 1 <= k <= n.
+    """
+    _check(successes, runs, k)
+    return comb(successes, k) / comb(runs, k)
+
+
+def pass_at_k(successes: int, runs: int, k: int) -> float:
+    """pass@k = 1 - C(n - c, k) / C(n, k): the share of k-subsets of the n runs in which at least one succeeded.
+
+    Raises:
+        ValueError: as `pass_hat_k`.
+    """
+    _check(successes, runs, k)
+    return (comb(runs, k) - comb(runs - successes, k)) / comb(runs, k)
+
+
+def _check(successes: int, runs: int, k: int) -> None:
+    if not 0 <= successes <= runs:
+        raise ValueError(f"{successes} successes in {runs} runs")
+    if not 1 <= k <= runs:
+        raise ValueError(f"k = {k} trials cannot be drawn from {runs} runs")
+
+
+def estimates(
+    evaluations: Iterable[Evaluation], runs: int, k: int, estimator: Estimator = pass_hat_k, *, whole: bool = False
+) -> dict[str, float]:
+    """Task id -> pass^k (or pass@k) over its ``runs`` runs; a missing run counts as failed.
+
+    Args:
+        evaluations: one for each task and run.
+        runs: n of pass^k.
+        k: trials.
+        estimator: `pass_hat_k` or `pass_at_k`.
+        whole: by scenario instead (SGC), which succeeds in a run if all its tasks do.
+
+    Raises:
+        ValueError: a run comes twice or is not 0 .. runs-1, or k is out of range.
+    """
+    seen: set[tuple[str, int]] = set()
+    tasks: dict[str, set[str]] = defaultdict(set)
+    solved: dict[str, Counter[int]] = defaultdict(Counter)
+    for each in evaluations:
+        if (each.task_id, each.run) in seen or not 0 <= each.run < runs:
+            raise ValueError(f"task {each.task_id}: run {each.run} is unexpected, {runs} runs are counted")
+        seen.add((each.task_id, each.run))
+        key = (each.scenario or each.task_id) if whole else each.task_id
+        tasks[key].add(each.task_id)
+        solved[key][each.run] += each.success
+    return {
+        key: estimator(sum(solved[key][run] == len(members) for run in range(runs)), runs, k)
+        for key, members in tasks.items()
+    }
+
+
+def scenario_of(task_id: str) -> str:
+    """The scenario of an AppWorld task id, ``<scenario>_<1..3>``."""
+    return task_id.rsplit("_", 1)[0]
+
+
+def mean_by_key(measurements: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Average several measurements of the same tasks or scenarios, e.g. of several seeds or checkpoints.
+
+    Raises:
+        ValueError: they are of different ones.
+    """
+    keys = measurements[0].keys() if measurements else ()
+    if any(measurement.keys() != keys for measurement in measurements):
+        raise ValueError("the measurements are not of the same tasks")
+    return {key: sum(measurement[key] for measurement in measurements) / len(measurements) for key in keys}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measure:
-    """One number of a setting on one split: values by task or scenario, and how to read them."""
+    """One number of a setting on one split: its value by task or scenario, and how to aggregate it."""
 
     failed: tuple[Mapping[str, float], ...]
-    """For each training seed, the value of each task (or scenario), lost rollouts taken for failures."""
+    """For each training seed, the value of each task (or scenario), lost rollouts counted as failures."""
     solved: tuple[Mapping[str, float], ...]
-    """The same, lost rollouts taken for successes."""
+    """The same, lost rollouts counted as successes."""
     cluster: Callable[[str], str]
-    """Task -> what it is drawn with."""
+    """Task -> its cluster: tasks of one scenario are sampled together."""
     trials: float
     """Rollouts (for SGC runs of whole scenarios) behind it, lost ones included."""
     rate: bool = True
-    """In [0, 1]; else a mean without bounds."""
+    """A rate in [0, 1]; else a mean without bounds."""
 
     @property
     def mean(self) -> float:
@@ -71,7 +147,7 @@ class Measure:
         return clustered_mean(self.solved, self.cluster, trials=self.trials)
 
     def interval(self) -> Interval:
-        """95 %, over scenarios and training seeds, whatever the lost rollouts would have been."""
+        """The 95 % interval over scenarios and training seeds, wide enough for any outcome of the lost rollouts."""
         if not self.rate:
             return mean_interval(self.at_worst)
         worst, best = rate_interval(self.at_worst), rate_interval(self.at_best)
@@ -93,37 +169,36 @@ def rate(
         seeds: evaluated rollouts, ``runs`` of each task in each measurement.
         runs: n of pass^k.
         k: trials.
-        scenarios: tasks of a scenario are drawn together.
-        whole: SGC, a scenario is solved where all its tasks are.
-        estimator: which of the two.
+        scenarios: whether the tasks of a scenario form a cluster.
+        whole: SGC, where a scenario is solved if all its tasks are.
+        estimator: `pass_hat_k` or `pass_at_k`.
 
     Raises:
-        ValueError: nothing was evaluated, or the measurements are not of the same tasks.
+        ValueError: nothing was evaluated, or the measurements are of different tasks.
     """
-    values = scenario_values if whole else task_values
 
-    def of(evaluated: Seeds) -> tuple[Mapping[str, float], ...]:
-        return tuple(mean_by_key([values(each, runs, k, estimator) for each in seed]) for seed in evaluated)
+    def values(solved: bool) -> tuple[Mapping[str, float], ...]:
+        by_seed = [[[_as_solved(each) if solved else each for each in part] for part in seed] for seed in seeds]
+        return tuple(mean_by_key([estimates(part, runs, k, estimator, whole=whole) for part in s]) for s in by_seed)
 
-    failed = of(seeds)
-    lost = any(each.lost for seed in seeds for measurement in seed for each in measurement)
+    failed = values(solved=False)
     if not failed or not failed[0]:
         raise ValueError("nothing was evaluated")
     return Measure(
         failed=failed,
-        solved=of([[_as_solved(each) for each in seed] for seed in seeds]) if lost else failed,
+        solved=values(solved=True) if lost_rollouts(seeds) else failed,
         cluster=_scenario(seeds) if scenarios and not whole else str,
         trials=len(failed[0]) * runs * sum(len(seed) for seed in seeds),
     )
 
 
 def turns(seeds: Seeds, *, scenarios: bool = False) -> Measure | None:
-    """Turns of the rollouts that were played, by task; None where none was."""
+    """Mean turns by task, over the rollouts that were played; None where none was."""
     by_seed = []
     for seed in seeds:
-        played: dict[str, list[int]] = {}
+        played: dict[str, list[int]] = defaultdict(list)
         for each in (each for measurement in seed for each in measurement if each.turns):
-            played.setdefault(each.task_id, []).append(each.turns)
+            played[each.task_id].append(each.turns)
         by_seed.append({task: float(np.mean(found)) for task, found in played.items()})
     return _of_common_tasks(by_seed, _scenario(seeds) if scenarios else str)
 
@@ -134,24 +209,43 @@ def turns_played(seeds: Seeds) -> list[int]:
 
 
 def lost_rollouts(seeds: Seeds) -> int:
-    """How many were lost."""
+    """Number of lost rollouts."""
     return sum(each.lost for seed in seeds for measurement in seed for each in measurement)
 
 
-def difference(one: Measure, other: Measure) -> tuple[Interval, float]:
-    """``one`` minus ``other``, paired by task: its interval, and the two-sided p-value that it is 0.
+def compared_measures(seeds: Seeds, runs: int, *, scenarios: bool = True) -> dict[str, Measure]:
+    """What settings are compared in, by name: rates at p^1 and at the largest k, and turns if any rollout was played.
 
-    Both hold whatever the lost rollouts would have been. The p-value is the permutation test's over scenarios, and not
-    below Student's over scenarios and seeds where a setting has several seeds.
+    The names are ``TGC p^1``, ``SGC p^3`` and ``turns``; without scenarios ``SR p^1``.
+    """
+    ks = dict.fromkeys((1, min(runs, MOST_K)))
+    task = "TGC" if scenarios else "SR"
+    found = {f"{task} p^{k}": rate(seeds, runs, k, scenarios=scenarios) for k in ks}
+    if scenarios:
+        found |= {f"SGC p^{k}": rate(seeds, runs, k, whole=True) for k in ks}
+    played = turns(seeds, scenarios=scenarios)
+    return found if played is None else found | {"turns": played}
+
+
+def differences(one: Mapping[str, Measure], other: Mapping[str, Measure]) -> dict[str, tuple[Interval, float]]:
+    """`difference` in each measure that both have."""
+    return {name: difference(measure, other[name]) for name, measure in one.items() if name in other}
+
+
+def difference(one: Measure, other: Measure) -> tuple[Interval, float]:
+    """``one`` minus ``other``, paired by task: the interval, and the two-sided p-value for no difference.
+
+    Both hold for any outcome of the lost rollouts. The p-value is the permutation test's over scenarios; with several
+    training seeds it is at least that of Student's test over scenarios and seeds.
 
     Raises:
-        ValueError: they are not of the same tasks.
+        ValueError: they are of different tasks.
     """
-    if one.rate and (apart := one.failed[0].keys() ^ other.failed[0].keys()):
-        raise ValueError(f"{len(apart)} tasks are in one of the two only")
     if not one.rate:
         one, other = _on_common_tasks(one, other)
         return mean_difference(one.at_worst, other.at_worst), _p_value(one, other)
+    if apart := one.failed[0].keys() ^ other.failed[0].keys():
+        raise ValueError(f"{len(apart)} tasks are in one of the two only")
     low = rate_difference(one.at_worst, other.at_best)
     high = rate_difference(one.at_best, other.at_worst)
     interval = Interval(one.mean - other.mean, low.low, high.high)
@@ -168,8 +262,8 @@ def permutation_p_value(
 ) -> float:
     """Two-sided p-value of a mean paired difference under sign changes of whole clusters.
 
-    Exact where there are no more than ``permutations`` assignments of signs; else from random ones, the observed one
-    counted among them, so that it is never 0.
+    Exact if there are at most ``permutations`` sign assignments; else from random ones, the observed one included, so
+    that it is never 0.
 
     Raises:
         ValueError: there are no differences.
@@ -178,12 +272,12 @@ def permutation_p_value(
 
     if not differences:
         raise ValueError("no differences to test")
-    sums: dict[str, float] = {}
+    sums: dict[str, float] = defaultdict(float)
     for key, value in differences.items():
-        sums[cluster(key)] = sums.get(cluster(key), 0.0) + value
-    # Equal sums must come out as ties, whatever the order of addition.
+        sums[cluster(key)] += value
+    # Rounded, so that equal sums are ties whatever the order of addition.
     sum_C = np.round(list(sums.values()), _DIGITS)
-    # One cluster has two assignments of signs, both as far from 0 as each other.
+    # One cluster has two sign assignments, both as far from 0.
     if len(sum_C) < 2 or not sum_C.any():
         return 1.0
     found = permutation_test(
@@ -197,6 +291,16 @@ def permutation_p_value(
     return float(found.pvalue)
 
 
+def holm(p_values: Sequence[float]) -> list[float]:
+    """Holm's step-down correction: the i-th smallest of m times m - i + 1, made monotone, at most 1."""
+    adjusted = [0.0] * len(p_values)
+    largest = 0.0
+    for rank, index in enumerate(sorted(range(len(p_values)), key=lambda index: p_values[index])):
+        largest = max(largest, min(1.0, (len(p_values) - rank) * p_values[index]))
+        adjusted[index] = largest
+    return adjusted
+
+
 def _p_value(one: Measure, other: Measure) -> float:
     first, second = mean_by_key(one.failed), mean_by_key(other.failed)
     by_scenario = permutation_p_value({task: first[task] - second[task] for task in first}, one.cluster)
@@ -207,12 +311,13 @@ def _p_value(one: Measure, other: Measure) -> float:
 
 
 def _scenario(seeds: Seeds) -> Callable[[str], str]:
-    """Task -> its scenario."""
-    return scenarios_of(each for seed in seeds for measurement in seed for each in measurement).__getitem__
+    """Task -> its scenario; a task without one is its own."""
+    rollouts = [each for seed in seeds for measurement in seed for each in measurement]
+    return {each.task_id: each.scenario or each.task_id for each in rollouts}.__getitem__
 
 
-def _as_solved(evaluations: Sequence[Evaluation]) -> list[Evaluation]:
-    return [replace(each, success=True) if each.lost else each for each in evaluations]
+def _as_solved(evaluation: Evaluation) -> Evaluation:
+    return replace(evaluation, success=True) if evaluation.lost else evaluation
 
 
 def _of_common_tasks(seeds: Sequence[Mapping[str, float]], cluster: Callable[[str], str]) -> Measure | None:
@@ -229,7 +334,4 @@ def _on_common_tasks(one: Measure, other: Measure) -> tuple[Measure, Measure]:
     if both is None:
         raise ValueError("no task was played in both")
     many = len(one.failed)
-    return (
-        replace(both, failed=both.failed[:many], solved=both.failed[:many]),
-        replace(both, failed=both.failed[many:], solved=both.failed[many:]),
-    )
+    return replace(both, failed=both.failed[:many]), replace(both, failed=both.failed[many:])

@@ -1,4 +1,4 @@
-"""What ``--policy`` and ``--run`` may name: which weights, which adapters, under which configuration."""
+"""Policies that ``--policy`` and ``--run`` name: weights, adapters, and the source of the configuration."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from draco_ray.runs.directory import RunDirectory
 STARTER = "starter"
 API_PREFIX = "litellm:"
 UNTRAINED = "step00000"
-"""Name of the model without an adapter, where a training curve begins."""
+"""Name of the model without an adapter, the first point of a training curve."""
 _SMALL_BYTES = 16 << 20
 _STEP = re.compile(r"step(\d+)")
 
@@ -29,11 +29,11 @@ class Checkpoint:
     """One set of weights to measure."""
 
     name: str
-    """``step00090``, or what the policy is called where there is only one."""
+    """``step00090``, or the name of a policy without checkpoints."""
     version: int = 0
     """Training step; 0 is the model without an adapter."""
     adapter: Path | None = None
-    """PEFT adapter folder; None is the model alone."""
+    """PEFT adapter folder; None for the model alone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,15 +41,15 @@ class EvaluatedPolicy:
     """A policy to evaluate."""
 
     label: str
-    """The row's name in tables, unless told otherwise."""
+    """Default name of the row in tables."""
     name: str
-    """What the user named."""
-    config: str | None
-    """Source of its configuration unless told otherwise: a preset, a run directory, or None for the defaults."""
-    model: str | None
-    """Model directory or hub name; None where the configuration says."""
+    """As the user named it."""
+    config: str | None = None
+    """Default source of its configuration: a preset or a run directory; None for the paper's defaults."""
+    model: str | None = None
+    """Model directory or hub name; None: as configured."""
     api_model: str | None = None
-    """LiteLLM's model name; the rest is then unused."""
+    """LiteLLM's model name of an API model, which has no weights."""
     checkpoints: tuple[Checkpoint, ...]
 
 
@@ -59,24 +59,25 @@ def find_policy(name: str, starter: Path) -> EvaluatedPolicy:
     Args:
         name: ``starter``, ``litellm:<model>``, a model directory, a run directory (its last checkpoint), a
             checkpoint's or an adapter's folder, or a model's hub name.
-        starter: where the starter policy lies.
+        starter: folder of the starter policy.
 
     Raises:
         ConfigError: it is none of these.
-        DamagedRun: its adapter is not sound.
+        DamagedRun: its adapter is damaged.
     """
+
+    def single(label: str, checkpoint: str = "base", **fields: str | None) -> EvaluatedPolicy:
+        return EvaluatedPolicy(label=label, name=name, checkpoints=(Checkpoint(name=checkpoint),), **fields)
+
     if name.startswith(API_PREFIX):
         model = name.removeprefix(API_PREFIX)
         if not model:
             raise ConfigError(f"--policy {name}: expected a model after it, e.g. litellm:openai/gpt-5.4")
-        label = model.rsplit("/", 1)[-1]
-        only = Checkpoint(name=re.sub(r"[^\w.-]+", "_", model))
-        return EvaluatedPolicy(label=label, name=name, config=None, model=None, api_model=model, checkpoints=(only,))
+        return single(model.rsplit("/", 1)[-1], re.sub(r"[^\w.-]+", "_", model), api_model=model)
     if name == STARTER:
         if not starter.is_dir():
             raise ConfigError(f"--policy starter: {starter} is not there; `draco starter build` makes it")
-        only = Checkpoint(name=STARTER)
-        return EvaluatedPolicy(label=STARTER, name=name, config="sandbox", model=str(starter), checkpoints=(only,))
+        return single(STARTER, STARTER, config="sandbox", model=str(starter))
     # os.path, for which a name too long for a path is one that is not there.
     path = Path(name)
     if os.path.isfile(path / ADAPTER_CONFIG):
@@ -93,14 +94,9 @@ def find_policy(name: str, starter: Path) -> EvaluatedPolicy:
                 f"--policy {name}: has none of config.json (a model), adapter_config.json (an adapter) and config.yaml "
                 "(a run)"
             )
-        only = Checkpoint(name="base")
-        return EvaluatedPolicy(
-            label=path.resolve().name, name=name, config=None, model=str(path.resolve()), checkpoints=(only,)
-        )
+        return single(path.resolve().name, model=str(path.resolve()))
     if re.fullmatch(r"[\w-][\w.-]{0,95}/[\w-][\w.-]{0,95}", name) and not os.path.isdir(path.parent):
-        return EvaluatedPolicy(
-            label=name.rsplit("/", 1)[-1], name=name, config=None, model=name, checkpoints=(Checkpoint(name="base"),)
-        )
+        return single(name.rsplit("/", 1)[-1], model=name)
     raise ConfigError(
         f"--policy {name[:200]}: no such directory; expected a model, adapter, checkpoint or run directory, starter, "
         "litellm:<model>, or a hub name <owner>/<model>"
@@ -112,7 +108,7 @@ def last_epochs(path: Path, epochs: int, steps_per_epoch: int) -> EvaluatedPolic
 
     Raises:
         ConfigError: the run has fewer, or one of them was not kept.
-        DamagedRun: one of them is not sound.
+        DamagedRun: one of them is damaged.
     """
     run = RunDirectory.open(path.resolve())
     kept = {checkpoint.version: checkpoint for checkpoint in checkpoints(run)}
@@ -136,7 +132,7 @@ def every_checkpoint(path: Path, every: int) -> EvaluatedPolicy:
 
     Raises:
         ConfigError: the run has none.
-        DamagedRun: one of them is not sound.
+        DamagedRun: one of them is damaged.
     """
     run = RunDirectory.open(path.resolve())
     kept = checkpoints(run)
@@ -156,7 +152,7 @@ def load_adapter(checkpoint: Checkpoint) -> Adapter:
     """Read a checkpoint's adapter.
 
     Raises:
-        DamagedRun: it is not sound.
+        DamagedRun: it is damaged.
     """
     from safetensors.numpy import load_file
 
@@ -177,7 +173,7 @@ def lora_rank(checkpoint: Checkpoint) -> int | None:
 
 
 def fingerprint(folder: Path) -> str:
-    """Digest of a folder's files: names and sizes, and the content of all but large ones."""
+    """Digest of a folder's files: names, sizes, and the content of files up to 16 MiB."""
     digest = hashlib.sha256()
     for file in sorted(path for path in folder.iterdir() if path.is_file()):
         size = file.stat().st_size
@@ -201,16 +197,14 @@ def _adapter_policy(path: Path, name: str) -> EvaluatedPolicy:
             f"--policy {name}: the adapter names no base model (base_model_name_or_path); expected a checkpoint of a "
             "run, or an adapter that names it"
         )
-    return EvaluatedPolicy(label=path.name, name=name, config=None, model=base, checkpoints=(checkpoint,))
+    return EvaluatedPolicy(label=path.name, name=name, model=base, checkpoints=(checkpoint,))
 
 
 def _run_policy(run: RunDirectory, name: str, chosen: tuple[Checkpoint, ...]) -> EvaluatedPolicy:
     for checkpoint in chosen:
         if checkpoint.adapter is not None:
             check_adapter(checkpoint.adapter)
-    return EvaluatedPolicy(
-        label=run.setting("setting"), name=name, config=str(run.path), model=None, checkpoints=chosen
-    )
+    return EvaluatedPolicy(label=run.setting("setting"), name=name, config=str(run.path), checkpoints=chosen)
 
 
 def _adapter_config(path: Path) -> dict[str, Any]:
@@ -219,7 +213,7 @@ def _adapter_config(path: Path) -> dict[str, Any]:
 
 
 def deciding_settings(config: DracoConfig, policy: EvaluatedPolicy) -> dict[str, Any]:
-    """The configuration's keys that decide how rollouts come out, dotted; where they run is not among them."""
+    """The configuration keys, dotted, that affect the outcome of rollouts, unlike those of where they run."""
     tree = config.model_dump(mode="json")
     keys: dict[str, Any] = {"seed": tree["seed"]}
     keys |= {f"agent.{key}": value for key, value in tree["agent"].items()}

@@ -5,11 +5,11 @@
     evaluation.json               what is measured: benchmark, split, tasks, runs, policy, settings
     results/<measurement>.jsonl   one line per finished (task, run); a measurement is one checkpoint, or the one policy
     summary.json                  rates and costs, once everything is there
-    tables/                       the rollouts themselves (see `draco_ray.lab.evaluation.trajectories`)
-    appworld/                     AppWorld's own layout of the outputs (see `draco_ray.lab.evaluation.appworld_outputs`)
+    tables/                       trajectories, laid out as in a run directory (see `write_trajectory`)
+    appworld/                     AppWorld's own layout of the outputs (see `draco_ray.lab.evaluation.appworld`)
 
-Lines are appended as rollouts finish, so an interrupted evaluation goes on where it stopped. Any benchmark may use it:
-a benchmark whose tasks form no scenarios says so by ``scenarios: false``.
+Lines are appended as rollouts finish, so an interrupted evaluation continues where it stopped. Any benchmark may use
+it; one whose tasks form no scenarios sets ``scenarios: false``.
 """
 
 from __future__ import annotations
@@ -18,20 +18,24 @@ import contextlib
 import fcntl
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any
 
+import pyarrow as pa
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
-from draco_ray.config.file_names import FileName
+from draco_ray.config.file_names import FileName, file_name
 from draco_ray.errors import ConfigError, TooManyLost
-from draco_ray.records import Evaluation, Usage
-from draco_ray.runs.directory import damaged, read_bytes, read_text
+from draco_ray.records import Evaluation, Trajectory, Usage
+from draco_ray.runs import rows
+from draco_ray.runs.directory import damaged, read_bytes, read_table, read_text
+from draco_ray.runs.schema import TABLES
+from draco_ray.runs.store import write_parquet
 
 MOST = 1e15
-"""Of a count, of seconds or of dollars: what is larger is none, and its sums could not be shown."""
+"""Largest count, seconds or dollars that is accepted from a file."""
 Amount = Annotated[float, Field(ge=0, le=MOST, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=0, le=MOST)]
 Several = Annotated[int, Field(ge=1, le=MOST)]
@@ -42,42 +46,35 @@ def _printable(text: str) -> str:
 
 
 OneLine = Annotated[str, AfterValidator(_printable)]
-"""Words that tables repeat: a received file might begin lines in them, or command the terminal."""
+"""Text that is printed: control characters of a received file become spaces."""
 
 
-def _plausible(usage: Usage) -> Usage:
-    """``usage`` if it can be one. Raises ValueError."""
-    for field in fields(usage):
-        amount = getattr(usage, field.name)
-        if amount is not None and not 0 <= amount <= MOST:
-            raise ValueError(f"{field.name} is {amount}")
-    return usage
-
-
-def _counted(evaluation: Evaluation) -> Evaluation:
-    """``evaluation`` if its counts can be any. Raises ValueError."""
-    for name, most in (("turns", MOST), ("total_tests", MOST), ("passed_tests", evaluation.total_tests)):
-        if not 0 <= (count := getattr(evaluation, name)) <= most:
-            raise ValueError(f"{name} is {count}")
-    if evaluation.reward is not None and not abs(evaluation.reward) <= MOST:
-        raise ValueError(f"reward is {evaluation.reward}")
-    return evaluation
+def _plausible(record: Any) -> Any:
+    """The record, if all its numbers are possible. Raises ValueError."""
+    for field in fields(record):
+        number = getattr(record, field.name)
+        least = -MOST if field.name in ("reward", "run") else 0
+        if isinstance(number, int | float) and not least <= number <= MOST:
+            raise ValueError(f"{field.name} is {number}")
+    if isinstance(record, Evaluation) and record.passed_tests > record.total_tests:
+        raise ValueError(f"passed_tests is {record.passed_tests} of {record.total_tests}")
+    return record
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutResult:
-    """One finished (task, run): the benchmark's verdict, and what it took, attempts that were replaced included."""
+    """One finished (task, run): the benchmark's verdict, and its cost, replaced attempts included."""
 
-    evaluation: Annotated[Evaluation, AfterValidator(_counted)]
+    evaluation: Annotated[Evaluation, AfterValidator(_plausible)]
     usage: Annotated[Usage, AfterValidator(_plausible)]
     seconds: Amount
     attempts: Count = 1
     error: str | None = None
-    """Why the last attempt was lost, of a rollout whose every attempt was; None otherwise."""
+    """Why the last attempt of a lost rollout failed; None for others."""
 
 
 class Plan(BaseModel):
-    """What an evaluation directory measures. Two plans that differ are two evaluations."""
+    """What an evaluation directory measures; another plan is another evaluation."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -86,32 +83,32 @@ class Plan(BaseModel):
     label: OneLine
     """The setting's name in tables."""
     policy: OneLine
-    """What the user named; which weights that were is in ``settings``, so a folder may be named in another way."""
+    """As the user named it; ``settings`` has the fingerprints of the weights, so a folder may be renamed."""
     runs: Several
     measurements: Annotated[tuple[FileName, ...], Field(min_length=1)]
     """Checkpoints (``step00090``), or one name for a policy without any."""
     tasks: dict[FileName, Count | None]
     """Task id -> difficulty (1 easy .. 3 hard), None where the benchmark has none."""
     world: str = ""
-    """Digest of the tasks: the same ids in two generated worlds are different tasks."""
+    """Digest of the tasks: equal ids in two generated worlds are different tasks."""
     generated: bool = False
-    """Whether the world was made by `draco sandbox build`, and is none of AppWorld's."""
+    """Whether the world was made by `draco sandbox build`."""
     split_size: Several | None = None
-    """Tasks of the whole split, of which ``tasks`` may be a part; None where that was not recorded."""
+    """Number of tasks of the whole split, of which ``tasks`` may be a part; None if not recorded."""
     scenarios: bool = True
     """Whether tasks have scenarios (SGC, clustered intervals)."""
     settings: dict[str, Any] = {}
-    """Config keys, dotted, and fingerprints that decide the outcome."""
+    """Configuration keys, dotted, and fingerprints that decide the outcome."""
 
     @property
     def whole_split(self) -> int | None:
-        """Tasks of the whole split, as published unless the world is generated; None where nobody knows."""
+        """Number of tasks of the whole split, as published unless the world is generated; None if unknown."""
         published = None if self.generated else OFFICIAL_TASKS.get((self.benchmark, self.split))
         return published or self.split_size
 
     @property
     def weights(self) -> tuple[str, ...]:
-        """Digests of what was trained: of the adapters, else of the model; empty for an API model."""
+        """Fingerprints of the adapters, else of the model; empty for an API model."""
         adapters = [key for key in self.settings if key.startswith(("adapter fingerprint of ", "weights."))]
         keys = [key for key in adapters if self.settings[key]] or ["model fingerprint"]
         return tuple(str(self.settings[key]) for key in sorted(keys) if self.settings.get(key))
@@ -133,7 +130,7 @@ PROTOCOL = (
     *("max_turns", "retrieval", "episode_timeout_seconds"),
     *("user.model", "user.temperature", "judge.model", "judge.temperature", "embedder.model"),
 )
-"""Settings of AppWorld and τ-bench evaluations that every policy in one table should have met alike."""
+"""Settings of AppWorld and τ-bench evaluations that should be the same for every policy in one table."""
 
 _LINE: TypeAdapter[RolloutResult] = TypeAdapter(RolloutResult)
 
@@ -161,34 +158,14 @@ class EvaluationDirectory:
         try:
             return cls(path, Plan.model_validate_json(read_text(file), strict=True))
         except ValidationError as error:
-            kinds = {problem["type"] for problem in error.errors()}
-            if kinds <= {"missing", "extra_forbidden"}:
-                raise ConfigError(
-                    f"{file}: of another version of this program: {' '.join(str(error).split())[:300]}"
-                ) from None
+            if {problem["type"] for problem in error.errors()} <= {"missing", "extra_forbidden"}:
+                words = " ".join(str(error).split())[:300]
+                raise ConfigError(f"{file}: of another version of this program: {words}") from None
             raise damaged(file, error) from None
 
     @classmethod
-    def begin(cls, path: Path, plan: Plan) -> EvaluationDirectory:
-        """Start an evaluation, or go on with one of the same plan.
-
-        Raises:
-            ConfigError: another evaluation is there (the message names the first thing that differs), or ``path``
-                cannot be written.
-        """
-        if (found := cls.found(path, plan)) is not None:
-            plan = found.plan
-        try:
-            (path / "results").mkdir(parents=True, exist_ok=True)
-            if not os.path.lexists(path / "evaluation.json"):
-                _write_whole(path / "evaluation.json", plan.model_dump_json(indent=1))
-        except OSError as error:
-            raise ConfigError(f"evaluation {path}: cannot be written: {error.filename}: {error.strerror}") from None
-        return cls(path, plan)
-
-    @classmethod
-    def found(cls, path: Path, plan: Plan) -> EvaluationDirectory | None:
-        """The evaluation of that plan, finished or not; None where none was begun.
+    def find(cls, path: Path, plan: Plan) -> EvaluationDirectory | None:
+        """The evaluation of that plan, finished or not; None if none was begun.
 
         Raises:
             ConfigError: another evaluation is there (the message names the first thing that differs).
@@ -200,17 +177,32 @@ class EvaluationDirectory:
             raise ConfigError(f"evaluation {path}: {difference}; expected the same command; choose another --out")
         return found
 
-    @contextlib.contextmanager
-    def claimed(self) -> Iterator[None]:
-        """Keep other processes from adding to it for as long as the block runs, and mend what a killed one left.
+    @classmethod
+    def begin(cls, path: Path, plan: Plan) -> EvaluationDirectory:
+        """Start an evaluation, or continue one of the same plan.
 
         Raises:
-            ConfigError: another process is at it.
-            DamagedRun: its lock or the results are no files of an evaluation.
+            ConfigError: as `find`, or ``path`` cannot be written.
+        """
+        found = cls.find(path, plan)
+        try:
+            (path / "results").mkdir(parents=True, exist_ok=True)
+            if found is None:
+                _write_whole(path / "evaluation.json", plan.model_dump_json(indent=1))
+        except OSError as error:
+            raise ConfigError(f"evaluation {path}: cannot be written: {error.filename}: {error.strerror}") from None
+        return found or cls(path, plan)
+
+    @contextlib.contextmanager
+    def claimed(self) -> Iterator[None]:
+        """Lock it against other processes while the block runs, and cut half a line that a killed one left.
+
+        Raises:
+            ConfigError: another process has the lock.
+            DamagedRun: its lock or the results are no regular files.
         """
         file = self.path / ".lock"
-        if os.path.lexists(file):
-            read_bytes(file)
+        _content(file)
         with file.open("w") as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -222,7 +214,7 @@ class EvaluationDirectory:
             yield
 
     def add(self, measurement: str, result: RolloutResult) -> None:
-        """Keep one finished rollout."""
+        """Append one finished rollout."""
         with self._file(measurement).open("ab") as file:
             file.write(_LINE.dump_json(result) + b"\n")
 
@@ -230,43 +222,39 @@ class EvaluationDirectory:
         """The finished rollouts of a measurement, in the order they finished.
 
         Raises:
-            DamagedRun: a line is none, or of a rollout that is not planned or there already.
+            DamagedRun: a line is invalid, or of a rollout that is not planned or there already.
         """
-        results: list[RolloutResult] = []
-        seen: set[tuple[str, int]] = set()
-        for number, line in enumerate(self._lines(measurement), start=1):
+        file = self._file(measurement)
+        results: dict[tuple[str, int], RolloutResult] = {}
+        # The last item is empty, or a line that was being written when its process was killed.
+        for number, line in enumerate(_content(file).split(b"\n")[:-1], start=1):
             try:
                 result = _LINE.validate_json(line, strict=True)
             except ValidationError as error:
-                raise damaged(self._file(measurement), f"line {number}: {error}") from None
-            rollout = result.evaluation.task_id, result.evaluation.run
-            what = None
-            if rollout in seen:
-                what = "is there twice"
-            elif rollout[0] not in self.plan.tasks or not 0 <= rollout[1] < self.plan.runs:
-                what = "is none of the plan's"
+                raise damaged(file, f"line {number}: {error}") from None
+            task, run = rollout = result.evaluation.task_id, result.evaluation.run
+            problem = None
+            if rollout in results:
+                problem = "is there twice"
+            elif task not in self.plan.tasks or not 0 <= run < self.plan.runs:
+                problem = "is none of the plan's"
             elif result.error is not None and not result.evaluation.lost:
-                what = "has an error but is not marked as lost"
-            if what is not None:
-                raise damaged(self._file(measurement), f"line {number}: {rollout[0]!r}, run {rollout[1]} {what}")
-            seen.add(rollout)
-            results.append(result)
-        return results
+                problem = "has an error but is not marked as lost"
+            if problem is not None:
+                raise damaged(file, f"line {number}: {task!r}, run {run} {problem}")
+            results[rollout] = result
+        return list(results.values())
 
     def drop_lost(self) -> int:
-        """Forget the rollouts whose every attempt crashed, so that they are missing again; returns how many they were.
+        """Remove the lost rollouts and their usage, so that they are missing again; returns their number.
 
-        Their usage is forgotten with them. Call it while the directory is claimed.
+        Call it while the directory is claimed.
         """
-        dropped = 0
-        for measurement in self.plan.measurements:
-            results = self.results(measurement)
-            kept = [result for result in results if result.error is None]
-            if len(kept) < len(results):
-                lines = "".join(_LINE.dump_json(result).decode() + "\n" for result in kept)
-                _write_whole(self._file(measurement), lines)
-                dropped += len(results) - len(kept)
-        return dropped
+        lost = len(self.lost())
+        for measurement in self.plan.measurements if lost else ():
+            kept = [result for result in self.results(measurement) if result.error is None]
+            _write_whole(self._file(measurement), "".join(f"{_LINE.dump_json(result).decode()}\n" for result in kept))
+        return lost
 
     def lost(self) -> list[RolloutResult]:
         """The rollouts whose every attempt crashed; each counts as a failure."""
@@ -274,13 +262,13 @@ class EvaluationDirectory:
         return [result for result in results if result.error is not None]
 
     def check_lost(self, max_share: float) -> None:
-        """Stop where more rollouts are lost than may be.
+        """Refuse to go on with too many lost rollouts.
 
         Args:
-            max_share: of all rollouts that the plan asks for, in [0, 1].
+            max_share: of all planned rollouts, in [0, 1].
 
         Raises:
-            TooManyLost: more are.
+            TooManyLost: more are lost.
         """
         lost = self.lost()
         if len(lost) > max_share * self.total:
@@ -304,12 +292,12 @@ class EvaluationDirectory:
         return [pair for pair in pairs if pair not in done]
 
     def finished(self) -> int:
-        """Rollouts that are there, of ``total``."""
+        """Number of finished rollouts, of ``total``."""
         return sum(len(self.results(measurement)) for measurement in self.plan.measurements)
 
     @property
     def total(self) -> int:
-        """Rollouts the plan asks for."""
+        """Number of planned rollouts."""
         return len(self.plan.measurements) * len(self.plan.tasks) * self.plan.runs
 
     def complete_results(self) -> dict[str, list[RolloutResult]]:
@@ -329,34 +317,89 @@ class EvaluationDirectory:
         """Replace ``summary.json``."""
         _write_whole(self.path / "summary.json", json.dumps(summary, indent=1))
 
+    def write_trajectory(self, measurement: str, trajectory: Trajectory) -> None:
+        """Keep a trajectory as ``tables/<table>/<measurement>/<task>-<run>.parquet``.
+
+        As in a run directory, with the version of the policy as ``training_step`` and the run as ``rollout``.
+        """
+        name = file_name(f"{trajectory.task_id}-{trajectory.rollout}")
+        for table, to_rows in _ROWS.items():
+            found = to_rows(trajectory.policy_version, trajectory)
+            path = self.path / "tables" / table / measurement / f"{name}.parquet"
+            write_parquet(path, pa.Table.from_pylist(found, schema=TABLES[table]))
+
+    def trajectories(self, measurement: str, table: str = "evaluation_steps") -> pa.Table:
+        """``evaluation_steps`` or ``evaluation_trajectories`` of the rollouts of a measurement that were played.
+
+        Raises:
+            DamagedRun: one of its files cannot be read.
+        """
+        files = sorted((self.path / "tables" / table / measurement).glob("*.parquet"))
+        return pa.concat_tables([TABLES[table].empty_table(), *(read_table(file, table) for file in files)])
+
     def _file(self, measurement: str) -> Path:
         return self.path / "results" / f"{measurement}.jsonl"
 
-    def _lines(self, measurement: str) -> Sequence[bytes]:
-        # What follows the last line break was being written when its process was killed.
-        return _content(self._file(measurement)).split(b"\n")[:-1]
+
+_ROWS = {"evaluation_trajectories": rows.trajectory_rows, "evaluation_steps": rows.step_rows}
+
+
+class RoleCost(BaseModel):
+    """What one role of a conversation (agent, user simulator or judge of τ-bench) took in a measurement."""
+
+    input_tokens: Count
+    output_tokens: Count
+    dollars: Amount | None
+    """None if no price is known."""
+
+
+class _Measured(BaseModel):
+    costs: dict[str, RoleCost] = {}
+
+
+class _Summary(BaseModel):
+    measurements: dict[str, _Measured] = {}
+
+
+def role_costs(directory: EvaluationDirectory) -> dict[str, dict[str, RoleCost]]:
+    """Measurement -> role -> its cost, from ``summary.json``; without measurements that have no roles.
+
+    Raises:
+        DamagedRun: ``summary.json`` cannot be read.
+    """
+    file = directory.path / "summary.json"
+    if not os.path.lexists(file):
+        return {}
+    try:
+        found = _Summary.model_validate_json(read_text(file), strict=True)
+    except ValidationError as error:
+        raise damaged(file, error) from None
+    return {name: measured.costs for name, measured in found.measurements.items() if measured.costs}
+
+
+def sum_known(amounts: Iterable[float | None]) -> float | None:
+    """The sum; None if one of them is."""
+    listed = list(amounts)
+    known = [amount for amount in listed if amount is not None]
+    return sum(known) if len(known) == len(listed) else None
 
 
 def plan_difference(before: Plan, now: Plan) -> str | None:
-    """The first thing in which two plans differ, as words for a message; None when they are the same."""
+    """The first difference of two plans, in words for a message; None if they are the same."""
     old, new = before.model_dump(mode="json"), now.model_dump(mode="json")
-    old_settings, new_settings = old.pop("settings"), new.pop("settings")
-    for described in ("policy", "generated", "split_size"):
-        # Paths do not tell plans apart: the fingerprints, the tasks and the world's digest do.
-        del old[described], new[described]
-    for name in old:
-        if old[name] != new[name]:
-            if name in ("tasks", "world"):
-                return f"{name} of the split are others than when it began ({len(old['tasks'])} tasks then)"
-            return f"{name} was {old[name]!r}, this command says {new[name]!r}"
-    for key in sorted(old_settings.keys() | new_settings.keys()):
-        if old_settings.get(key) != new_settings.get(key):
-            return f"{key} was {old_settings.get(key)!r}, this command says {new_settings.get(key)!r}"
+    # Fingerprints, tasks and the world's digest tell plans apart, not the paths that were named.
+    old, new = ({**each, **each["settings"]} for each in (old, new))
+    for name in dict.fromkeys((*Plan.model_fields, *sorted(old | new))):
+        if name in ("settings", "policy", "generated", "split_size") or old.get(name) == new.get(name):
+            continue
+        if name in ("tasks", "world"):
+            return f"{name} of the split are others than when it began ({len(before.tasks)} tasks then)"
+        return f"{name} was {old.get(name)!r}, this command says {new.get(name)!r}"
     return None
 
 
 def protocol_differences(plans: Iterable[Plan]) -> list[str]:
-    """Limits and simulators, the policy's own settings apart, that were not the same: ``agent.max_turns 50 or 100``."""
+    """Limits and simulators that differ between plans, e.g. ``agent.max_turns 50 or 100``."""
     found: dict[str, set[str]] = {}
     for plan in plans:
         # τ-bench's are nested.
@@ -378,7 +421,7 @@ def protocol_differences(plans: Iterable[Plan]) -> list[str]:
 
 
 def _content(file: Path) -> bytes:
-    """The file's text, empty where there is none yet; raises DamagedRun where it cannot be read."""
+    """Bytes of a file, empty if there is none; raises DamagedRun if it cannot be read."""
     return read_bytes(file) if os.path.lexists(file) else b""
 
 

@@ -1,18 +1,18 @@
-"""The paper's tables over several evaluated settings: which numbers stand in which column.
+"""The paper's tables over several evaluated settings, and comparisons of settings.
 
-A row is a setting (one label); its columns are the splits it was evaluated on. Percentages but for turns and dollars.
+A row is a setting (one label); its columns are the splits it was evaluated on. Rates are percentages.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from draco_ray.errors import ConfigError
-from draco_ray.lab.evaluation.comparison import Comparison, holm
-from draco_ray.lab.evaluation.measures import difference
+from draco_ray.lab.evaluation.intervals import Interval
+from draco_ray.lab.evaluation.measures import differences, holm
 from draco_ray.lab.evaluation.policies import UNTRAINED
 from draco_ray.lab.evaluation.rendering import BLOCK, Cell, Column, Table, block_and_name
 from draco_ray.lab.evaluation.results import EvaluationDirectory, Plan, protocol_differences
@@ -21,6 +21,9 @@ from draco_ray.records import Termination
 
 Settings = Mapping[str, Mapping[str, SplitResult]]
 """Label -> split title -> result, rows and columns in their order."""
+Getter = Callable[[SplitResult], Cell | None]
+SplitColumn = tuple[Column, Getter]
+"""A column of a split, without the split's title in its path, and its cell."""
 
 SPLITS = {
     ("appworld", "test_normal"): "AppWorld TN",
@@ -31,27 +34,24 @@ SPLITS = {
 }
 DIFFICULTIES = {1: "Easy", 2: "Medium", 3: "Hard"}
 LOST = Column(("Lost",), digits=0)
-"""How many rollouts of a row were lost, in every table."""
+"""Number of lost rollouts of a row, in every table."""
 ONE_SEED = "Where a setting has one training seed, its figures speak of the choice of scenarios, not of training again."
 _PAIRED = "a comparison needs the same tasks in both settings"
 
 
 def split_title(plan: Plan) -> str:
-    """How a benchmark's split is called, whatever part or world of it was played."""
+    """The name of a benchmark's split in tables, whatever part or world of it was played."""
     split = "full" if plan.benchmark == "tau-banking" else plan.split
     return SPLITS.get((plan.benchmark, split), f"{plan.benchmark} {plan.split}")
 
 
 def what_was_played(plans: Iterable[Plan]) -> str:
-    """What is not the published split about the tasks of a column: ``generated world, 45 tasks``; empty for none."""
+    """How the tasks of a column differ from the published split, e.g. ``generated world, 45 tasks``; empty if not."""
     found: dict[str, None] = {}
     for plan in plans:
         part = plan.whole_split is not None and len(plan.tasks) != plan.whole_split
-        if plan.generated or part:
-            many = f"{len(plan.tasks)} of {plan.whole_split}" if part else str(len(plan.tasks))
-            found["generated world, " * plan.generated + f"{many} tasks"] = None
-        else:
-            found[f"{len(plan.tasks)} tasks"] = None
+        many = f"{len(plan.tasks)} of {plan.whole_split}" if part else str(len(plan.tasks))
+        found["generated world, " * plan.generated + f"{many} tasks"] = None
     whole = all(not plan.generated and len(plan.tasks) == plan.whole_split for plan in plans)
     return "" if whole else " or ".join(found)
 
@@ -81,12 +81,8 @@ def read_settings(arguments: Sequence[str]) -> dict[str, dict[str, SplitResult]]
         for other in others:
             check_seeds(label, title, directory, other)
         others.append(directory)
-    order = {title: place for place, title in enumerate(SPLITS.values())}
     return {
-        label: {
-            title: read_seeds(splits[title], label)
-            for title in sorted(splits, key=lambda title: order.get(title, len(order)))
-        }
+        label: {title: read_seeds(splits[title], label) for title in _in_order(splits)}
         for label, splits in found.items()
     }
 
@@ -112,28 +108,14 @@ def check_seeds(label: str, title: str, one: EvaluationDirectory, other: Evaluat
 
 
 def main_table(settings: Settings, name: str = "main", title: str = "Task success and consistency (%)") -> Table:
-    """TGC and SGC (SR where there are no scenarios) at p^1 .. p^k per split, and their average."""
-    titles = _titles(settings)
-    ks = max((len(result.tgc) for splits in settings.values() for result in splits.values()), default=1)
-    columns: list[Column] = []
-    getters: list[Callable[[Mapping[str, SplitResult]], Estimate | None]] = []
-    for split in titles:
-        for metric in _metrics(settings, split):
-            for k in range(ks):
-                columns.append(Column((split, metric, f"p^{k + 1}"), best="high"))
-                getters.append(_rate_getter(split, metric, k))
-    rows = []
-    for label, splits in settings.items():
-        cells = [_percent(getter(splits)) for getter in getters]
-        averages = [_average(cells[k::ks]) for k in range(ks)]
-        rows.append((label, (*cells, *averages)))
-    columns += [Column(("Average", "", f"p^{k + 1}"), best="high") for k in range(ks)]
+    """TGC and SGC (SR without scenarios) at p^1 .. p^k per split, and their average over splits and metrics."""
+    ks = _ks(settings)
     return _table(
         settings,
-        name=name,
-        title=title,
-        columns=tuple(columns),
-        rows=tuple(rows),
+        name,
+        title,
+        lambda results: [(_high(metric, f"p^{k}"), _rate(metric, k)) for metric in _metrics(results) for k in ks],
+        averages=[_high("Average", "", f"p^{k}") for k in ks],
         notes=("p^k: pass^k over the runs; Average: over the columns of that k.",),
     )
 
@@ -145,187 +127,116 @@ def self_judge_table(settings: Settings) -> Table:
 
 def consistency_table(settings: Settings) -> Table:
     """pass^k beside pass@k, of tasks and of scenarios."""
-    ks = max((len(result.tgc) for splits in settings.values() for result in splits.values()), default=1)
-    places = [
-        (split, metric, kind, k)
-        for split in _titles(settings)
-        for metric in _metrics(settings, split)
-        for kind in "^@"
-        for k in range(ks)
-    ]
-    rows = []
-    for label, splits in settings.items():
-        cells: list[Cell | None] = []
-        for split, metric, kind, k in places:
-            rates: tuple[Estimate, ...] = ()
-            if (result := splits.get(split)) is not None:
-                hat, at = (result.sgc, result.sgc_at) if metric == "SGC" else (result.tgc, result.tgc_at)
-                rates = hat if kind == "^" else at
-            cells.append(_percent(rates[k]) if k < len(rates) else None)
-        rows.append((label, tuple(cells)))
+    ks = _ks(settings)
     return _table(
         settings,
-        name="consistency",
-        title="Consistency and discovery: pass^k and pass@k (%)",
-        columns=tuple(Column((split, metric, f"pass{kind}{k + 1}"), best="high") for split, metric, kind, k in places),
-        rows=tuple(rows),
+        "consistency",
+        "Consistency and discovery: pass^k and pass@k (%)",
+        lambda results: [
+            (_high(metric, f"pass{kind}{k}"), _rate(metric, k, kind))
+            for metric in _metrics(results)
+            for kind in "^@"
+            for k in ks
+        ],
     )
 
 
 def retention_table(settings: Settings) -> Table:
-    """p^k / p^1 of tasks and of scenarios: how much of the success of one run is left in all k (section "Results")."""
-    ks = max((len(result.tgc) for splits in settings.values() for result in splits.values()), default=1)
-    places = [(split, metric) for split in _titles(settings) for metric in _metrics(settings, split)]
-    rows = []
-    for label, splits in settings.items():
-        cells: list[Cell | None] = []
-        for split, metric in places:
-            one, every = (_rate_getter(split, metric, k)(splits) for k in (0, ks - 1))
-            cells.append(Cell(100 * every.mean / one.mean) if one and every and one.mean else None)
-        rows.append((label, tuple(cells)))
-    return _table(
-        settings,
-        name="retention",
-        title=f"Retention: p^{ks} / p^1 (%)",
-        columns=tuple(Column((split, metric), best="high") for split, metric in places),
-        rows=tuple(rows),
-    )
+    """p^k / p^1 of tasks and of scenarios: the share of one run's success that is left in all k (section "Results")."""
+    k = _ks(settings)[-1]
+
+    def retention(metric: str) -> Getter:
+        def get(result: SplitResult) -> Cell | None:
+            one, every = _rate(metric, 1)(result), _rate(metric, k)(result)
+            return Cell(100 * every.mean / one.mean) if one and every and one.mean else None
+
+        return get
+
+    title = f"Retention: p^{k} / p^1 (%)"
+    return _table(settings, "retention", title, lambda found: [(_high(m), retention(m)) for m in _metrics(found)])
 
 
 def efficiency_table(settings: Settings) -> Table:
-    """Average agent turns per split and their average."""
-    titles = _titles(settings)
-    rows = []
-    for label, splits in settings.items():
-        cells = [_cell(splits[split].turns) if split in splits else None for split in titles]
-        rows.append((label, (*cells, _average(cells))))
+    """Mean agent turns per split and their average."""
     return _table(
         settings,
-        name="efficiency",
-        title="Average agent turns (lower is better)",
-        columns=(*(Column((split,), best="low") for split in titles), Column(("Avg.",), best="low")),
-        rows=tuple(rows),
+        "efficiency",
+        "Average agent turns (lower is better)",
+        lambda _: [(Column((), best="low"), lambda result: _cell(result.turns))],
+        averages=[Column(("Avg.",), best="low")],
     )
 
 
 def difficulty_table(settings: Settings) -> Table:
-    """TGC and SGC (p^1) by AppWorld's difficulty label, each against its own number of tasks."""
-    columns: list[Column] = []
-    places: list[tuple[str, int, str]] = []
-    for split in _titles(settings):
-        found = [splits[split].difficulty for splits in settings.values() if split in splits]
-        for level in sorted({level for strata in found for level in strata}):
-            # More than one where settings were measured on different tasks; a note says so.
-            tasks = " or ".join(
-                str(many) for many in sorted({strata[level].tasks for strata in found if level in strata})
-            )
-            for metric in ("TGC", "SGC"):
-                columns.append(Column((split, f"{DIFFICULTIES.get(level, level)} ({tasks})", metric), best="high"))
-                places.append((split, level, metric))
-    rows = []
-    for label, splits in settings.items():
-        cells: list[Cell | None] = []
-        for split, level, metric in places:
-            stratum = splits[split].difficulty.get(level) if split in splits else None
-            if stratum is None:
-                cells.append(None)
-            else:
-                cells.append(_percent(stratum.tgc if metric == "TGC" else stratum.sgc))
-        rows.append((label, tuple(cells)))
-    return _table(
-        settings,
-        name="difficulty",
-        title="Task success by difficulty (p^1, %)",
-        columns=tuple(columns),
-        rows=tuple(rows),
-    )
+    """TGC and SGC (p^1) by AppWorld's difficulty label, with the number of tasks of each."""
+
+    def rate(level: int, metric: str) -> Getter:
+        def get(result: SplitResult) -> Cell | None:
+            stratum = result.difficulty.get(level)
+            return None if stratum is None else _cell(stratum.tgc if metric == "TGC" else stratum.sgc, 100)
+
+        return get
+
+    def columns(results: Sequence[SplitResult]) -> Iterator[SplitColumn]:
+        for level in sorted({level for result in results for level in result.difficulty}):
+            # Several numbers if settings were measured on different tasks; a note says so.
+            many = sorted({result.difficulty[level].tasks for result in results if level in result.difficulty})
+            header = f"{DIFFICULTIES.get(level, level)} ({' or '.join(map(str, many))})"
+            yield from ((_high(header, metric), rate(level, metric)) for metric in ("TGC", "SGC"))
+
+    return _table(settings, "difficulty", "Task success by difficulty (p^1, %)", columns)
 
 
 def frontier_table(settings: Settings) -> Table:
     """Success (p^1) against the dollars of one pass over a split and of one task."""
-    columns: list[Column] = []
-    titles = _titles(settings)
-    for split in titles:
-        columns += [Column((split, metric), best="high") for metric in _metrics(settings, split)]
-        columns += [Column((split, "Cost ($)"), 2, "low"), Column((split, "$/task"), 3, "low")]
-    rows = []
-    for label, splits in settings.items():
-        cells: list[Cell | None] = []
-        for split in titles:
-            cells += [_percent(_rate_getter(split, metric, 0)(splits)) for metric in _metrics(settings, split)]
-            result = splits.get(split)
-            dollars = (None, None) if result is None else (result.pass_dollars, result.dollars_per_task)
-            cells += [None if value is None else Cell(value) for value in dollars]
-        rows.append((label, tuple(cells)))
-    return _table(
+    costs: list[SplitColumn] = [
+        (Column(("Cost ($)",), 2, "low"), lambda result: _number(result.pass_dollars)),
+        (Column(("$/task",), 3, "low"), lambda result: _number(result.dollars_per_task)),
+    ]
+    notes = ["Cost: dollars of the policy's tokens for one pass over the split; -: its price is not known."]
+    for split in _titles(settings):
+        roles = dict.fromkeys(role for result in _results(settings, split) for role in result.role_dollars or ())
+        notes += [f"{split}: the cost of {', '.join(roles)} together."] * bool(roles)
+    table = _table(
         settings,
-        name="frontier",
-        title="Success (p^1, %) against cost",
-        row_header="Model",
-        columns=tuple(columns),
-        rows=tuple(rows),
-        notes=(
-            "Cost: dollars of the policy's tokens for one pass over the split; -: its price is not known.",
-            *(
-                f"{split}: the cost of {', '.join(roles)} together."
-                for split in titles
-                if (roles := _roles(settings, split))
-            ),
-        ),
+        "frontier",
+        "Success (p^1, %) against cost",
+        lambda results: [*((_high(metric), _rate(metric, 1)) for metric in _metrics(results)), *costs],
+        notes=notes,
     )
-
-
-def _roles(settings: Settings, split: str) -> list[str]:
-    """Roles whose costs are known apart on a split."""
-    found = (splits[split].role_dollars for splits in settings.values() if split in splits)
-    return list(dict.fromkeys(role for roles in found for role in roles or ()))
+    return replace(table, row_header="Model")
 
 
 def cost_table(settings: Settings) -> Table:
-    """What one pass took: calls, tokens and dollars."""
-    names = ("turns", "input", "cached", "output", "dollars")
-    titles = _titles(settings)
-    columns = tuple(Column((split, name), 2 if name == "dollars" else 0) for split in titles for name in names)
-    rows = []
-    for label, splits in settings.items():
-        cells: list[Cell | None] = []
-        for split in titles:
-            if split not in splits:
-                cells += [None] * len(names)
-                continue
-            usage = splits[split].usage
-            numbers = (usage.calls, usage.input_tokens, usage.cached_tokens, usage.output_tokens, usage.dollars)
-            cells += [None if number is None else Cell(float(number)) for number in numbers]
-        rows.append((label, tuple(cells)))
+    """Calls, tokens and dollars of one pass."""
+    fields = {"turns": "calls", "input": "input_tokens", "cached": "cached_tokens", "output": "output_tokens"}
+
+    def number(field: str) -> Getter:
+        return lambda result: _number(getattr(result.usage, field))
+
+    counts = [(Column((name,), 0), number(field)) for name, field in fields.items()]
     return _table(
         settings,
-        name="cost",
-        title="Tokens and dollars of one pass over the split",
-        columns=columns,
-        rows=tuple(rows),
+        "cost",
+        "Tokens and dollars of one pass over the split",
+        lambda _: [*counts, (Column(("dollars",), 2), number("dollars"))],
         notes=("input: read again at every turn; cached: the part that stood in the turn before.",),
     )
 
 
 def termination_table(settings: Settings) -> Table:
     """Termination modes (Figure "terminations"), in % of all rollouts."""
-    titles = _titles(settings)
-    columns = tuple(Column((split, mode.value.replace("_", " "))) for split in titles for mode in Termination)
-    rows, unknown = [], []
-    for label, splits in settings.items():
-        cells: list[Cell | None] = []
-        for split in titles:
-            shares = splits[split].terminations if split in splits else None
-            cells += [None if shares is None else Cell(100 * shares[mode]) for mode in Termination]
-            if split in splits and shares is None:
-                unknown.append(f"{label} on {split}")
-        rows.append((label, tuple(cells)))
+
+    def share(mode: Termination) -> Getter:
+        return lambda result: None if result.terminations is None else Cell(100 * result.terminations[mode])
+
+    results = [(label, split, result) for label, splits in settings.items() for split, result in splits.items()]
+    unknown = [f"{label} on {split}" for label, split, result in results if result.terminations is None]
     return _table(
         settings,
-        name="terminations",
-        title="How rollouts ended (%)",
-        columns=columns,
-        rows=tuple(rows),
+        "terminations",
+        "How rollouts ended (%)",
+        lambda _: [(Column((mode.value.replace("_", " "),)), share(mode)) for mode in Termination],
         notes=(f"Termination modes were not recorded: {', '.join(unknown)}.",) if unknown else (),
     )
 
@@ -341,7 +252,37 @@ TABLES: dict[str, Callable[[Settings], Table]] = {
     "retention": retention_table,
     "terminations": termination_table,
 }
-"""What `draco tables --table` knows."""
+"""Tables by their names in `draco tables --table`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """``one`` minus ``other`` in one measure on one split."""
+
+    one: SplitResult
+    other: SplitResult
+    split: str
+    measure: str
+    """``TGC p^1``, ``SGC p^3``, ``turns``."""
+    difference: Interval
+    """Shares, or turns, with the interval over scenarios and training seeds."""
+    p_value: float
+    """Two-sided."""
+    adjusted_p: float
+    """After Holm's correction over all comparisons of one report."""
+
+    @property
+    def lost(self) -> tuple[float, float]:
+        """Share of lost rollouts of each."""
+        return self.one.lost / self.one.rollouts, self.other.lost / self.other.rollouts
+
+    @property
+    def title(self) -> str:
+        """``BLOCK::one - other on split``."""
+        (block, one), (other_block, other) = block_and_name(self.one.label), block_and_name(self.other.label)
+        if block != other_block:
+            return f"{self.one.label} - {self.other.label} on {self.split}".replace(BLOCK, ": ")
+        return f"{block}{BLOCK * bool(block)}{one} - {other} on {self.split}"
 
 
 def compare(settings: Settings, baseline: str) -> list[Comparison]:
@@ -349,10 +290,10 @@ def compare(settings: Settings, baseline: str) -> list[Comparison]:
 
     Args:
         settings: rows, in blocks (``BLOCK::LABEL``) or not.
-        baseline: a row's label; the name alone of rows in blocks stands for the row of that name in each block.
+        baseline: a row's label; without a block it stands for the row of that name in each block.
 
     Raises:
-        ConfigError: the baseline is unknown, or a pair is not paired: no split in common, other tasks, other worlds.
+        ConfigError: the baseline is unknown, or a pair has no split in common, other tasks, or other worlds.
     """
     found: list[Comparison] = []
     for label, splits in settings.items():
@@ -384,60 +325,6 @@ def _baseline(settings: Settings, baseline: str, label: str) -> str:
     )
 
 
-def comparison_table(comparisons: Sequence[Comparison]) -> Table:
-    """Differences in points (of turns: in turns) with their intervals and p-values."""
-    names = ("difference", "low", "high", "p", "p (Holm)", "tasks", "clusters", "lost (%)", "of the other (%)")
-    digits = (1, 1, 1, 4, 4, 0, 0, 1, 1)
-    rows = []
-    for each in comparisons:
-        unit = 1.0 if each.measure == "turns" else 100.0
-        bounds = each.difference if math.isfinite(each.difference.low) else None
-        cells = (
-            Cell(unit * each.difference.mean),
-            None if bounds is None else Cell(unit * bounds.low),
-            None if bounds is None else Cell(unit * bounds.high),
-            *(Cell(number) for number in (each.p_value, each.adjusted_p, float(each.tasks), float(each.clusters))),
-            *(Cell(100 * share) for share in each.lost),
-        )
-        rows.append((f"{_comparison_label(each)}, {each.measure}", cells))
-    return Table(
-        name="comparison",
-        title="Paired differences (points of TGC, SGC and SR; turns), 95 % interval and two-sided test",
-        row_header="Comparison",
-        columns=tuple(Column((name,), digit) for name, digit in zip(names, digits, strict=True)),
-        rows=tuple(rows),
-        notes=(
-            "Paired by task, over scenarios; p: permutation test by scenario, and Student's over scenarios and seeds "
-            f"where there are several, the larger; Holm's correction over {len(rows)} comparisons.",
-            *([ONE_SEED] if any(each.seeds == (1, 1) for each in comparisons) else []),
-            *dict.fromkeys(note for each in comparisons for note in _comparison_notes(each)),
-        ),
-    )
-
-
-def _comparison_notes(each: Comparison) -> list[str]:
-    label = _comparison_label(each)
-    notes = []
-    if each.protocols:
-        notes.append(f"{label}: measured under different protocols ({', '.join(each.protocols)}).")
-    if any(each.lost):
-        one, other = (f"{100 * share:.1f} %" for share in each.lost)
-        notes.append(
-            f"{label}: {one} and {other} of the rollouts were lost; interval and p hold whatever they would have been "
-            "(turns: of the rollouts that were played)."
-        )
-    if 1 in each.seeds and each.seeds != (1, 1):
-        notes.append(f"{label}: {each.seeds[0]} and {each.seeds[1]} training seeds; of one the spread is not known.")
-    return notes
-
-
-def _comparison_label(each: Comparison) -> str:
-    (block, one), (other_block, other) = block_and_name(each.one), block_and_name(each.other)
-    if block != other_block:
-        return f"{each.one} - {each.other} on {each.split}".replace(BLOCK, ": ")
-    return f"{block}{BLOCK * bool(block)}{one} - {other} on {each.split}"
-
-
 def _compare(one: SplitResult, other: SplitResult, split: str) -> list[Comparison]:
     only_one, only_other = (len(a.plan.tasks.keys() - b.plan.tasks.keys()) for a, b in ((one, other), (other, one)))
     if only_one or only_other:
@@ -450,45 +337,95 @@ def _compare(one: SplitResult, other: SplitResult, split: str) -> list[Compariso
             f"{one.label} and {other.label} on {split} are not paired: their task ids are the same, the tasks are not "
             f"(two generated worlds); {_PAIRED}; evaluate both on one data root"
         )
-    found = []
-    for measure in [name for name in one.measures if name in other.measures]:
-        interval, p_value = difference(one.measures[measure], other.measures[measure])
-        found.append(
-            Comparison(
-                one=one.label,
-                other=other.label,
-                split=split,
-                measure=measure,
-                difference=interval,
-                p_value=p_value,
-                adjusted_p=p_value,
-                tasks=len(one.plan.tasks),
-                clusters=one.clusters,
-                seeds=(one.seeds, other.seeds),
-                lost=(one.lost / one.rollouts, other.lost / other.rollouts),
-                protocols=tuple(protocol_differences((one.plan, other.plan))),
-            )
+    return [
+        Comparison(
+            one=one, other=other, split=split, measure=measure, difference=interval, p_value=p_value, adjusted_p=p_value
         )
-    return found
+        for measure, (interval, p_value) in differences(one.measures, other.measures).items()
+    ]
+
+
+def comparison_table(comparisons: Sequence[Comparison]) -> Table:
+    """Differences in points (of turns: in turns) with their intervals and p-values."""
+    names = ("difference", "low", "high", "p", "p (Holm)", "tasks", "clusters", "lost (%)", "of the other (%)")
+    digits = (1, 1, 1, 4, 4, 0, 0, 1, 1)
+    rows = []
+    for each in comparisons:
+        unit = 1.0 if each.measure == "turns" else 100.0
+        interval = each.difference
+        bounded = math.isfinite(interval.low)
+        numbers = [
+            unit * interval.mean,
+            *(unit * bound if bounded else None for bound in (interval.low, interval.high)),
+        ]
+        numbers += [each.p_value, each.adjusted_p, len(each.one.plan.tasks), each.one.clusters]
+        numbers += [100 * share for share in each.lost]
+        rows.append((f"{each.title}, {each.measure}", tuple(map(_number, numbers))))
+    alone = any((each.one.seeds, each.other.seeds) == (1, 1) for each in comparisons)
+    return Table(
+        name="comparison",
+        title="Paired differences (points of TGC, SGC and SR; turns), 95 % interval and two-sided test",
+        row_header="Comparison",
+        columns=tuple(Column((name,), digit) for name, digit in zip(names, digits, strict=True)),
+        rows=tuple(rows),
+        notes=(
+            "Paired by task, over scenarios; p: permutation test by scenario, and Student's over scenarios and seeds "
+            f"where there are several, the larger; Holm's correction over {len(rows)} comparisons.",
+            *[ONE_SEED] * alone,
+            *dict.fromkeys(note for each in comparisons for note in _comparison_notes(each)),
+        ),
+    )
+
+
+def _comparison_notes(each: Comparison) -> Iterator[str]:
+    if protocols := protocol_differences((each.one.plan, each.other.plan)):
+        yield f"{each.title}: measured under different protocols ({', '.join(protocols)})."
+    if any(each.lost):
+        one, other = (f"{100 * share:.1f} %" for share in each.lost)
+        yield (
+            f"{each.title}: {one} and {other} of the rollouts were lost; interval and p hold whatever they would have "
+            "been (turns: of the rollouts that were played)."
+        )
+    seeds = (each.one.seeds, each.other.seeds)
+    if 1 in seeds and seeds != (1, 1):
+        yield f"{each.title}: {seeds[0]} and {seeds[1]} training seeds; of one the spread is not known."
+
+
+def _in_order(splits: Iterable[str]) -> list[str]:
+    order = list(SPLITS.values())
+    return sorted(splits, key=lambda title: order.index(title) if title in order else len(order))
 
 
 def _titles(settings: Settings) -> list[str]:
-    order = {title: place for place, title in enumerate(SPLITS.values())}
-    found = dict.fromkeys(split for splits in settings.values() for split in splits)
-    return sorted(found, key=lambda title: order.get(title, len(order)))
+    return _in_order(dict.fromkeys(split for splits in settings.values() for split in splits))
 
 
-def _metrics(settings: Settings, split: str) -> tuple[str, ...]:
-    scenarios = any(splits[split].sgc for splits in settings.values() if split in splits)
-    return ("TGC", "SGC") if scenarios else ("SR",)
+def _results(settings: Settings, split: str) -> list[SplitResult]:
+    return [splits[split] for splits in settings.values() if split in splits]
 
 
-def _rate_getter(split: str, metric: str, k: int) -> Callable[[Mapping[str, SplitResult]], Estimate | None]:
-    def get(splits: Mapping[str, SplitResult]) -> Estimate | None:
-        if split not in splits:
-            return None
-        rates = splits[split].sgc if metric == "SGC" else splits[split].tgc
-        return rates[k] if k < len(rates) else None
+def _high(*path: str) -> Column:
+    """A column whose highest value is best."""
+    return Column(path, best="high")
+
+
+def _ks(settings: Settings) -> range:
+    """1 .. k, the most trials of any setting."""
+    most = max((len(result.tgc) for splits in settings.values() for result in splits.values()), default=1)
+    return range(1, most + 1)
+
+
+def _metrics(results: Iterable[SplitResult]) -> tuple[str, ...]:
+    return ("TGC", "SGC") if any(result.sgc for result in results) else ("SR",)
+
+
+def _rate(metric: str, k: int, kind: str = "^") -> Getter:
+    """pass^k (or pass@k) of a metric, in %."""
+
+    def get(result: SplitResult) -> Cell | None:
+        of_tasks, of_scenarios = (result.tgc, result.sgc) if kind == "^" else (result.tgc_at, result.sgc_at)
+        rates = of_scenarios if metric == "SGC" else of_tasks
+        return _cell(rates[k - 1], 100) if k <= len(rates) else None
 
     return get
 
@@ -496,98 +433,93 @@ def _rate_getter(split: str, metric: str, k: int) -> Callable[[Mapping[str, Spli
 def _cell(estimate: Estimate | None, factor: float = 1.0) -> Cell | None:
     if estimate is None:
         return None
-    std, low, high = (
-        None if value is None else factor * value for value in (estimate.std, estimate.low, estimate.high)
-    )
-    return Cell(factor * estimate.mean, std, low, high)
+    beside = (None if each is None else factor * each for each in (estimate.std, estimate.low, estimate.high))
+    return Cell(factor * estimate.mean, *beside)
 
 
-def _percent(estimate: Estimate | None) -> Cell | None:
-    return _cell(estimate, 100.0)
+def _number(value: float | None) -> Cell | None:
+    return None if value is None else Cell(float(value))
 
 
-def _average(cells: Iterable[Cell | None]) -> Cell | None:
-    """A row-level summary; none where a part is missing."""
-    known = list(cells)
-    if not known or any(cell is None for cell in known):
-        return None
-    return Cell(sum(cell.mean for cell in known if cell is not None) / len(known))
+def _average(cells: Sequence[Cell | None]) -> Cell | None:
+    """The mean of a row's cells; none if one is missing."""
+    known = [cell.mean for cell in cells if cell is not None]
+    return Cell(sum(known) / len(known)) if known and len(known) == len(cells) else None
 
 
 def _table(
     settings: Settings,
-    *,
     name: str,
     title: str,
-    columns: Sequence[Column],
-    rows: Sequence[tuple[str, tuple[Cell | None, ...]]],
+    columns: Callable[[Sequence[SplitResult]], Iterable[SplitColumn]],
+    *,
+    averages: Sequence[Column] = (),
     notes: Sequence[str] = (),
-    row_header: str = "Setting",
 ) -> Table:
-    """A table that says which tasks were played, how many rollouts each row lost, and under which protocol."""
-    played = {split: said for split in _titles(settings) if (said := what_was_played(_plans(settings, split)))}
-    headers = {split: f"{split} ({said})" for split, said in played.items()}
-    lost = {label: sum(result.lost for result in splits.values()) for label, splits in settings.items()}
+    """A table with tasks, lost rollouts and protocol of its rows.
+
+    Args:
+        columns: those of a split, from its results.
+        averages: n columns at the end; the i-th is the mean over every n-th cell from i on.
+    """
+    splits = {split: _results(settings, split) for split in _titles(settings)}
+    found = [(split, *column) for split, results in splits.items() for column in columns(results)]
+    played = {split: what_was_played([result.plan for result in results]) for split, results in splits.items()}
+    played = {split: words for split, words in played.items() if words}
+    headers = {split: f"{split} ({words})" for split, words in played.items()}
+    rows = []
+    for label, mine in settings.items():
+        cells = [get(mine[split]) if split in mine else None for split, _, get in found]
+        means = [_average(cells[place :: len(averages)]) for place in range(len(averages))]
+        rows.append((label, (*cells, *means, _number(sum(result.lost for result in mine.values())))))
+    under = [replace(column, path=(headers.get(split, split), *column.path)) for split, column, _ in found]
     return Table(
         name=name,
-        title="; ".join([title, *(f"{split}: {said}" for split, said in played.items())]),
-        row_header=row_header,
-        columns=(
-            *(replace(each, path=(headers.get(each.path[0], each.path[0]), *each.path[1:])) for each in columns),
-            LOST,
-        ),
-        rows=tuple((label, (*cells, Cell(float(lost[label])))) for label, cells in rows),
+        title="; ".join([title, *(f"{split}: {words}" for split, words in played.items())]),
+        row_header="Setting",
+        columns=(*under, *averages, LOST),
+        rows=tuple(rows),
         notes=(*_notes(settings), *notes),
     )
 
 
-def _plans(settings: Settings, split: str) -> list[Plan]:
-    return [splits[split].plan for splits in settings.values() if split in splits]
-
-
-def _notes(settings: Settings) -> tuple[str, ...]:
-    """The protocol, training seeds, lost rollouts, and a warning for every split of which the rows do not compare."""
+def _notes(settings: Settings) -> list[str]:
+    """Protocol, training seeds, lost rollouts, and a warning for every split whose rows do not compare."""
     notes = [_protocol(settings), _seeds(settings), *_lost(settings)]
     for title in _titles(settings):
-        results = [splits[title] for splits in settings.values() if title in splits]
-        if len({(frozenset(result.plan.tasks), result.plan.world) for result in results}) > 1:
-            sizes = " or ".join(str(many) for many in sorted({len(result.plan.tasks) for result in results}))
+        plans = [result.plan for result in _results(settings, title)]
+        if len({(frozenset(plan.tasks), plan.world) for plan in plans}) > 1:
+            sizes = " or ".join(str(many) for many in sorted({len(plan.tasks) for plan in plans}))
             notes.append(f"{title}: the rows were measured on different tasks ({sizes} of them) and do not compare.")
-        if protocols := protocol_differences(result.plan for result in results):
+        if protocols := protocol_differences(plans):
             notes.append(f"{title}: the rows were measured under different protocols ({', '.join(protocols)}).")
-    return tuple(notes)
+    return notes
 
 
 def _protocol(settings: Settings) -> str:
-    """How many checkpoints and runs stand behind the numbers, in words."""
-    shapes = {
-        (len(result.plan.measurements), result.plan.runs) for splits in settings.values() for result in splits.values()
-    }
-    said = " or ".join(
+    """Checkpoints and runs behind the numbers, in words."""
+    plans = [result.plan for splits in settings.values() for result in splits.values()]
+    words = " or ".join(
         f"{runs} run{'s' * (runs > 1)} of {f'each of {many} checkpoints' if many > 1 else 'one policy'}"
-        for many, runs in sorted(shapes, reverse=True)
+        for many, runs in sorted({(len(plan.measurements), plan.runs) for plan in plans}, reverse=True)
     )
-    return f"Mean of {said}; crashed and unsolved tasks are failures."
+    return f"Mean of {words}; crashed and unsolved tasks are failures."
 
 
 def _seeds(settings: Settings) -> str:
-    """How many training seeds stand behind each row."""
+    """Training seeds behind each row, in words."""
     many = {label: sorted({result.seeds for result in splits.values()}) for label, splits in settings.items()}
     if set().union(*many.values()) <= {1}:
         return (
             "One training seed of every row: intervals and comparisons speak of the scenarios, not of training again."
         )
-    said = ", ".join(f"{label} {' or '.join(map(str, seeds))}" for label, seeds in many.items())
-    alone = (
-        " Of one seed the interval does not speak of training again."
-        if any(1 in each for each in many.values())
-        else ""
-    )
-    return f"Training seeds: {said.replace(BLOCK, ': ')}; intervals are over seeds and scenarios.{alone}"
+    words = ", ".join(f"{label} {' or '.join(map(str, seeds))}" for label, seeds in many.items())
+    alone = " Of one seed the interval does not speak of training again." * any(1 in each for each in many.values())
+    return f"Training seeds: {words.replace(BLOCK, ': ')}; intervals are over seeds and scenarios.{alone}"
 
 
 def _lost(settings: Settings) -> Iterator[str]:
-    """What each row lost, and within which bounds its first rate would have been without."""
+    """What each row lost, and the bounds of its first rate without losses."""
     for label, splits in settings.items():
         for split, result in splits.items():
             if result.lost:

@@ -1,4 +1,4 @@
-"""Bytes on one GPU, by kind: of a learner worker, and of an engine. Every formula is explained in docs/planning.md."""
+"""Memory of a learner worker and of an engine on one GPU, by kind. docs/planning.md explains every formula."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ FLOAT32 = 4
 DELTA_CHUNK = 64
 """Tokens of a chunk in the gated delta rule, transformers' own and flash-linear-attention's."""
 UPDATE_COPIES = 3
-"""Of the adapter's gradients during an optimizer update: joined, divided by the tokens, and AdamW's own."""
+"""Copies of the adapter's gradients in an optimizer update: concatenated, divided by the tokens, and AdamW's own."""
 BATCHED_TOKENS = {0: 8192, 70: 16384}
-"""Tokens in one of vLLM's forward passes on a GPU of at least so many GiB, where nobody waits for a first token."""
+"""GiB of a GPU -> tokens in one of vLLM's forward passes on a GPU of at least that size, tuned for throughput."""
 WEIGHT_KEYS = "model.path, learner.base_precision, learner.sharding and learner.workers"
-"""What decides how much of the base a worker holds."""
+"""Keys that change the base weights of a worker."""
 GATHERED_KEYS = "model.path and learner.sharding"
-"""What decides how much of a sharded base is whole at one time."""
+"""Keys that change how much of a sharded base is gathered at one time."""
 LENGTH_KEYS = "learner.micro_batch_tokens and agent.max_response_length"
-"""What decides how many tokens are in a micro-batch."""
+"""Keys that change the tokens in a micro-batch."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Item:
     """One kind of memory."""
 
@@ -42,35 +42,35 @@ class Item:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LearnerMemory:
-    """One learner worker. What is resident is always there; the moments follow each other, the largest counts."""
+    """One learner worker: the resident items, and one of three moments after each other on top; the largest counts."""
 
     resident: tuple[Item, ...]
     forward: tuple[Item, ...]
-    """At the LM head, when all layers have run."""
+    """At the LM head, after all layers."""
     backward: tuple[Item, ...]
-    """In the backward of the layer that keeps most."""
+    """In the backward pass of the largest layer."""
     update: tuple[Item, ...]
     tokens: int
     """Tokens of the largest micro-batch."""
     part: int
-    """Those of them that are this worker's: all, unless workers share it."""
+    """Tokens of it on this worker: all, unless workers share it (`learner.context_parallel`)."""
     host: tuple[Item, ...] = ()
-    """In the host's memory instead of the GPU's."""
+    """In host memory instead of the GPU's."""
 
     @property
     def moment(self) -> str:
-        """Name of the moment at which most is held."""
+        """Name of the moment of peak memory."""
         return max(("forward", "backward", "update"), key=lambda name: total(getattr(self, name)))
 
     @property
     def peak_items(self) -> tuple[Item, ...]:
-        """All that is held at that moment."""
+        """All items at that moment."""
         moment: tuple[Item, ...] = getattr(self, self.moment)
         return self.resident + moment
 
     @property
     def peak(self) -> int:
-        """Bytes held at that moment."""
+        """Bytes at that moment."""
         return total(self.peak_items)
 
 
@@ -81,9 +81,9 @@ class EngineMemory:
     items: tuple[Item, ...]
     """Without the KV cache."""
     limit: int
-    """What the engine may take, bytes."""
+    """Bytes that the engine may use."""
     kv_cache: int
-    """What is left of it, or what the configuration asks for; may be negative."""
+    """The rest of the limit, or as configured; may be negative."""
     sequence: int
     """KV cache of one sequence at full length."""
     length: int
@@ -101,7 +101,7 @@ def total(items: Sequence[Item]) -> int:
 
 
 def sequence_tokens(config: DracoConfig) -> int:
-    """Longest trajectory."""
+    """Tokens of the longest trajectory."""
     return config.agent.max_prompt_length + config.agent.max_response_length
 
 
@@ -125,11 +125,11 @@ def learner_memory(config: DracoConfig, shape: ModelShape, tokens: int | None = 
     matrices = 2 * len(shape.adapted(learner.lora_target))
     rank_key = "learner.lora_rank"
     resident = (
-        Item(name="base weights", bytes=base_bytes(config, shape), keys=WEIGHT_KEYS),
-        Item(name="adapter (float32)", bytes=adapter * FLOAT32, keys=rank_key),
+        Item("base weights", base_bytes(config, shape), WEIGHT_KEYS),
+        Item("adapter (float32)", adapter * FLOAT32, rank_key),
         # AdamW keeps two moments and one step counter for every matrix.
-        Item(name="optimizer", bytes=(2 * adapter + matrices) * FLOAT32, keys=rank_key),
-        Item(name="gradients", bytes=adapter * FLOAT32, keys=rank_key),
+        Item("optimizer", (2 * adapter + matrices) * FLOAT32, rank_key),
+        Item("gradients", adapter * FLOAT32, rank_key),
     )
     spread = spread_over(shape, learner.context_parallel)
     kept = [
@@ -138,61 +138,40 @@ def learner_memory(config: DracoConfig, shape: ModelShape, tokens: int | None = 
         for layer in shape.layers
     ]
     layers, recomputed = _activations(config, shape, part, kept)
-    head = Item(
-        # What the last norm reads, its output, the positions wanted of it, and their slopes.
-        name="hidden states at the LM head",
-        bytes=part * shape.hidden * 4 * width,
-        keys=LENGTH_KEYS,
-    )
-    chunk = Item(
-        name="log-prob chunk",
-        bytes=min(learner.logprob_chunk_tokens, part) * shape.vocabulary * chunk_bytes(config),
-        keys="learner.logprob_chunk_tokens",
-    )
-    # Of what each expert of a token puts out, and of its product with the expert's weight.
+    # Input and output of the last norm, the sampled positions of it, and their gradients.
+    head = Item("hidden states at the LM head", part * shape.hidden * 4 * width, LENGTH_KEYS)
+    chunk_size = min(learner.logprob_chunk_tokens, part) * shape.vocabulary * chunk_bytes(config)
+    chunk = Item("log-prob chunk", chunk_size, "learner.logprob_chunk_tokens")
+    # The output of each expert of a token, and its product with the expert's weight.
     routed = 0 if shape.experts is None else 2 * shape.experts.active * shape.hidden * width
-    slope = Item(
-        name="gradients of activations",
-        bytes=part * ((shape.intermediate + shape.hidden) * FLOAT32 + routed),
-        keys=LENGTH_KEYS,
-    )
-    exchange = Item(
-        # Of one layer: what is sent, and what comes.
-        name="exchange with workers that share the tokens",
-        bytes=2 * part * max(_exchanged(spread, layer) for layer in spread.distinct) * width,
-        keys="learner.context_parallel",
-    )
+    gradients = part * ((shape.intermediate + shape.hidden) * FLOAT32 + routed)
     gathered_head, gathered_layers = _gathered(config, shape, chunk.bytes)
+    slope = Item("gradients of activations", gradients, LENGTH_KEYS)
+    backward = [*layers, head, *gathered_layers, *recomputed, slope]
+    if learner.base_precision != "model":
+        largest = max(linear.inputs * linear.outputs for layer in shape.distinct for linear in layer.linears)
+        backward.append(Item("one weight, made whole", largest * width, "learner.base_precision"))
+    if part < tokens:
+        # Of one layer: sent and received.
+        exchanged = 2 * part * max(_exchanged(spread, layer) for layer in spread.distinct) * width
+        backward.append(Item("exchange with workers that share the tokens", exchanged, "learner.context_parallel"))
+    # Input of the last norm, and the gradients of its output.
+    head_on_host = Item(head.name, part * shape.hidden * 2 * width, LENGTH_KEYS)
     return LearnerMemory(
         resident=resident,
         forward=(*layers, head, *gathered_head, chunk),
-        backward=(
-            *layers,
-            head,
-            *gathered_layers,
-            *recomputed,
-            slope,
-            *_made_whole(config, shape),
-            *([exchange] if part < tokens else []),
-        ),
-        update=(Item(name="copies of gradients", bytes=UPDATE_COPIES * adapter * FLOAT32, keys=rank_key),),
+        backward=tuple(backward),
+        update=(Item("copies of gradients", UPDATE_COPIES * adapter * FLOAT32, rank_key),),
         tokens=tokens,
         part=part,
-        host=(layer_inputs(config, shape, part), _kept_at_head(shape, part, width))
-        if learner.offload_activations
-        else (),
+        host=(layer_inputs(config, shape, part), head_on_host) if learner.offload_activations else (),
     )
 
 
-def _kept_at_head(shape: ModelShape, tokens: int, width: int) -> Item:
-    """Of the hidden states at the LM head what the backward needs: what the last norm read, and the slopes."""
-    return Item(name="hidden states at the LM head", bytes=tokens * shape.hidden * 2 * width, keys=LENGTH_KEYS)
-
-
 def learner_room(config: DracoConfig, gpu: int, reserved: int) -> int:
-    """Bytes of a GPU that a learner worker may take while it computes; `reserved` is one process's CUDA context.
+    """Bytes of a GPU available to a computing learner worker; `reserved` is the CUDA context of one process.
 
-    An engine that sleeps on the same GPU keeps its own context and graphs.
+    A sleeping engine on the same GPU keeps its own context and graphs.
     """
     if config.engine.colocate:
         return gpu - 2 * reserved
@@ -200,7 +179,7 @@ def learner_room(config: DracoConfig, gpu: int, reserved: int) -> int:
 
 
 def spread_over(shape: ModelShape, workers: int) -> ModelShape:
-    """The shape whose key heads are counted as often as they are sent to workers that share a row."""
+    """The shape with key heads repeated as they are sent to workers that share a row."""
     delta = shape.delta
     if delta is not None:
         delta = replace(delta, key_heads=math.lcm(delta.key_heads, workers))
@@ -208,7 +187,7 @@ def spread_over(shape: ModelShape, workers: int) -> ModelShape:
 
 
 def exchanged_bytes(config: DracoConfig, shape: ModelShape, tokens: int) -> int:
-    """What a worker sends to those it shares a row of so many tokens with, in one forward pass."""
+    """Bytes that a worker sends to the others in one forward pass of a shared row of ``tokens`` tokens."""
     workers = config.learner.context_parallel
     spread = spread_over(shape, workers)
     # One part of it is its own.
@@ -224,7 +203,7 @@ def _exchanged(shape: ModelShape, layer: LayerShape) -> int:
 
 
 def _delta_net(shape: ModelShape, layer: LayerShape) -> DeltaShape | None:
-    """The mixer of a gated delta-net layer; None where it is softmax attention.
+    """The mixer of a gated delta-net layer; None for softmax attention.
 
     Raises: ConfigError: it is neither, and what it keeps is not known.
     """
@@ -257,36 +236,27 @@ def base_bytes(config: DracoConfig, shape: ModelShape) -> int:
 
 
 def _spared(config: DracoConfig, layer: LayerShape) -> int:
-    """Bytes by which a decoder layer is smaller where its weights are held in 8 bits, with a scale for each row."""
+    """Bytes that a decoder layer saves if its weights are held in 8 bits, with a scale for each row."""
     if config.learner.base_precision == "model":
         return 0
     width = DTYPE_BYTES[config.model.dtype]
     return sum(linear.inputs * linear.outputs * (width - 1) - linear.outputs * width for linear in layer.linears)
 
 
-def _made_whole(config: DracoConfig, shape: ModelShape) -> tuple[Item, ...]:
-    """The weight of a product, where weights are held in 8 bits."""
-    if config.learner.base_precision == "model":
-        return ()
-    largest = max(linear.inputs * linear.outputs for layer in shape.distinct for linear in layer.linears)
-    size = largest * DTYPE_BYTES[config.model.dtype]
-    return (Item(name="one weight, made whole", bytes=size, keys="learner.base_precision"),)
-
-
 def _gathered(config: DracoConfig, shape: ModelShape, chunk: int) -> tuple[tuple[Item, ...], tuple[Item, ...]]:
-    """Bytes of a sharded base that are whole at the LM head and in a layer's backward; `chunk`: of a log-prob chunk.
+    """Gathered weights of a sharded base at the LM head and in a layer's backward; `chunk`: bytes of a log-prob chunk.
 
-    What is received lies beside what is made of it for a moment; a layer is fetched while the one above is at work.
+    The receive buffer and the weights built from it exist together for a moment; the next layer is prefetched.
     """
     if not is_sharded(config):
         return (), ()
     width = DTYPE_BYTES[config.model.dtype]
     layer = max(layer.parameters * width - _spared(config, layer) for layer in shape.distinct)
-    layers = Item(name="two layers, gathered", bytes=2 * layer, keys=GATHERED_KEYS)
+    layers = Item("two layers, gathered", 2 * layer, GATHERED_KEYS)
     if shape.tied:
         return (), (layers,)
     head = shape.vocabulary * shape.hidden * width
-    return (Item(name="LM head, gathered", bytes=max(head, 2 * head - chunk), keys=GATHERED_KEYS),), (layers,)
+    return (Item("LM head, gathered", max(head, 2 * head - chunk), GATHERED_KEYS),), (layers,)
 
 
 def _activations(
@@ -294,27 +264,22 @@ def _activations(
 ) -> tuple[tuple[Item, ...], tuple[Item, ...]]:
     """Bytes of all layers during the whole pass, and of the one that is recomputed; `kept` is what a layer keeps."""
     if not config.learner.gradient_checkpointing:
-        return (Item(name="activations: all layers", bytes=sum(kept), keys="learner.gradient_checkpointing"),), ()
+        return (Item("activations: all layers", sum(kept), "learner.gradient_checkpointing"),), ()
     inputs = layer_inputs(config, shape, tokens)
     if config.learner.offload_activations:
-        # One is at work or recomputed, another on its way.
-        inputs = Item(
-            name="activations: inputs of two layers", bytes=2 * inputs.bytes // len(shape.order), keys=LENGTH_KEYS
-        )
-    return (
-        (inputs,),
-        (Item(name="activations: one layer, recomputed", bytes=max(kept), keys=LENGTH_KEYS),),
-    )
+        # One layer is computed, another is being moved.
+        inputs = Item("activations: inputs of two layers", 2 * inputs.bytes // len(shape.order), LENGTH_KEYS)
+    return (inputs,), (Item("activations: one layer, recomputed", max(kept), LENGTH_KEYS),)
 
 
 def layer_inputs(config: DracoConfig, shape: ModelShape, tokens: int) -> Item:
-    """What is kept of a pass whose layers are recomputed."""
+    """Inputs of all layers, which are kept when layers are recomputed."""
     inputs = len(shape.order) * tokens * shape.hidden * DTYPE_BYTES[config.model.dtype]
-    return Item(name="activations: inputs of all layers", bytes=inputs, keys=LENGTH_KEYS)
+    return Item("activations: inputs of all layers", inputs, LENGTH_KEYS)
 
 
 def saved_bytes(shape: ModelShape, layer: LayerShape, width: int, rank: int, *, kernels: bool) -> int:
-    """What one decoder layer with an adapter on every linear layer keeps for its backward; bytes a token.
+    """Bytes a token that a decoder layer with adapters on all linear layers saves for its backward pass.
 
     Args:
         width: bytes of a number of the base model.
@@ -322,10 +287,10 @@ def saved_bytes(shape: ModelShape, layer: LayerShape, width: int, rank: int, *, 
         kernels: whether flash-linear-attention computes delta nets; otherwise transformers' own code.
     """
     linears = layer.linears
-    # What an adapter reads, once for all layers that read the same, and its inner numbers.
+    # Inputs of adapters, once for all layers with the same input, and their rank-sized outputs of A.
     read = {linear.reads: linear.inputs for linear in linears}
     adapters = width * (sum(read.values()) + rank * len(linears))
-    # What two norms read, and their scale.
+    # Inputs of two norms, and their scales.
     norms = 2 * (width * shape.hidden + FLOAT32)
     if shape.experts is None:
         mlp = shape.mlp_saved * width * shape.intermediate
@@ -340,10 +305,10 @@ def saved_bytes(shape: ModelShape, layer: LayerShape, width: int, rank: int, *, 
 
 
 def _experts_bytes(experts: ExpertsShape, width: int) -> int:
-    """What a mixture of experts keeps, bytes a token: of its router, its experts, and the one that is shared."""
+    """Bytes a token that a mixture of experts keeps: of its router, its experts, and the shared one."""
     # Gate and up projection and the gate's activation; what comes out, since its weight has a gradient.
     routed = experts.active * width * (3 * experts.width + experts.hidden + 1)
-    # Where each token goes, and where it comes back from, in whole numbers of 8 bytes; the router's probabilities.
+    # Indices of each token's experts and back, in int64; the router's probabilities.
     places = 4 * 8 * experts.active + FLOAT32 * experts.number
     # As of a dense MLP, and its output, which a gate weighs.
     shared = width * (2 * experts.shared + experts.hidden + 1) if experts.shared else 0
@@ -351,7 +316,7 @@ def _experts_bytes(experts: ExpertsShape, width: int) -> int:
 
 
 def shared_prompt_bytes(config: DracoConfig, shape: ModelShape, layer: LayerShape) -> int:
-    """What one decoder layer keeps of a prompt again for each rollout of a group that shares it."""
+    """Bytes that one decoder layer keeps of a shared prompt for each of its rollouts."""
     if layer.kind != "full_attention":
         return 0
     copies = config.algorithm.group_size * config.agent.max_prompt_length
@@ -359,7 +324,7 @@ def shared_prompt_bytes(config: DracoConfig, shape: ModelShape, layer: LayerShap
 
 
 def chunk_bytes(config: DracoConfig) -> int:
-    """Bytes of one word of one token while its log-prob is computed.
+    """Bytes of one vocabulary entry of one token while its log-prob is computed.
 
     Two numbers in float32: its log-prob and its probability. The slope of an entropy bonus is copied into the model's
     type while both are there.
@@ -387,17 +352,14 @@ def engine_memory(config: DracoConfig, shape: ModelShape, gpu: int, reserved: in
     batched = min(batched_tokens(config, gpu, length), engine.max_num_seqs * length)
     workspace = batched * width * (4 * shape.hidden + 3 * shape.intermediate // parallel)
     workspace += engine.max_num_seqs * shape.vocabulary * (width + 3 * FLOAT32)
+    slots = f"adapter slots ({live_adapters(config.train.staleness)})"
     items = [
-        Item(name="engine weights", bytes=shape.parameters * width // parallel, keys="engine.tensor_parallel"),
-        Item(
-            name=f"adapter slots ({live_adapters(config.train.staleness)})",
-            bytes=_slot_bytes(config, shape, parallel, width),
-            keys="learner.lora_rank",
-        ),
-        Item(name="workspace of a forward pass", bytes=workspace, keys="engine.max_num_seqs"),
+        Item("engine weights", shape.parameters * width // parallel, "engine.tensor_parallel"),
+        Item(slots, _slot_bytes(config, shape, parallel, width), "learner.lora_rank"),
+        Item("workspace of a forward pass", workspace, "engine.max_num_seqs"),
     ]
     if on_gpu:
-        items.append(Item(name="CUDA context and graphs", bytes=reserved, keys="engine.enforce_eager"))
+        items.append(Item("CUDA context and graphs", reserved, "engine.enforce_eager"))
     limit = int(gpu * engine.gpu_memory_utilization)
     cache = limit - total(items)
     if engine.kv_cache_gib is not None or not on_gpu:
@@ -463,7 +425,7 @@ def _delta_bytes(delta: DeltaShape, width: int) -> int:
     convolution = 2 * width * delta.channels
     # All in float32: queries and keys in four stages each, values in three, five products within a chunk, its state.
     rule = FLOAT32 * (8 * keys + 3 * values + 5 * heads * DELTA_CHUNK + keys * delta.value_dim // DELTA_CHUNK)
-    # What is float32 already is not copied into order by a cast; four matrix products copy it for themselves.
+    # In float32 no cast makes a contiguous copy, so four matrix products make their own.
     rule += 4 * FLOAT32 * keys if width == FLOAT32 else 0
     gates = (8 * FLOAT32 + width) * heads
     gated_norm = (3 * FLOAT32 + width) * values
@@ -471,7 +433,7 @@ def _delta_bytes(delta: DeltaShape, width: int) -> int:
 
 
 def _delta_kernel_bytes(delta: DeltaShape, width: int) -> int:
-    """The same of flash-linear-attention's kernels, which compute again what a chunk makes of its tokens."""
+    """The same for flash-linear-attention's kernels, which recompute what is within a chunk."""
     keys, values, heads = delta.value_heads * delta.key_dim, delta.values, delta.value_heads
     # What the convolution reads.
     convolution = width * delta.channels
@@ -483,7 +445,7 @@ def _delta_kernel_bytes(delta: DeltaShape, width: int) -> int:
 
 
 def _slot_bytes(config: DracoConfig, shape: ModelShape, parallel: int, width: int) -> int:
-    """vLLM keeps, in the model's type, the matrix on the split side of a layer split and the other one whole."""
+    """vLLM splits the LoRA matrix on the split side of a layer and keeps the other one whole, in the model's type."""
     wanted = config.learner.lora_rank
     rank = next((rank for rank in LORA_RANKS if rank >= wanted), LORA_RANKS[-1])
     numbers = sum(

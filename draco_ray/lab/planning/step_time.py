@@ -15,26 +15,26 @@ from draco_ray.lab.planning.memory import DTYPE_BYTES, FLOAT32, GIB, EngineMemor
 
 
 class Assumptions(Tree):
-    """What a plan takes as given. None of it was measured with this code on such hardware."""
+    """Assumptions of a plan. None of them was measured with this code on such hardware."""
 
     gpu_tflops: float = Field(989.0, gt=0)
     """Dense bf16 peak of one GPU; an H100's or H200's data sheet."""
     gpu_gb_per_second: float = Field(3350.0, gt=0)
     """Memory bandwidth of one GPU; an H100's data sheet."""
     learner_efficiency: float = Field(0.35, gt=0, le=1)
-    """Share of the peak that the learner reaches."""
+    """Model FLOPs utilization of the learner."""
     prefill_efficiency: float = Field(0.4, gt=0, le=1)
     """Share of the peak that an engine reaches on prompts and tool output."""
     decode_efficiency: float = Field(0.6, gt=0, le=1)
     """Share of the bandwidth, and of the peak, that an engine reaches while it generates."""
     sync_gib_per_second: float = Field(1.0, gt=0)
-    """At which an adapter is copied, written and read."""
+    """Speed of copying, writing and reading an adapter."""
     length_share: float = Field(0.5, gt=0, le=1)
     """Mean trajectory length, of prompt and response together, as a share of the longest allowed."""
     sampled_share: float = Field(0.5, gt=0, le=1)
     """Sampled tokens among those of a trajectory; the others are prompt and tool output."""
     reserved_gib: float = Field(2.0, ge=0)
-    """Of each GPU, for the CUDA context, libraries, graphs and fragmentation."""
+    """GiB of each GPU for the CUDA context, libraries, graphs and fragmentation."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,24 +42,24 @@ class StepTime:
     """Seconds of the parts of one training step."""
 
     generation: float
-    """Decoding and prefill; environments and judge apart."""
+    """Decoding and prefill, without environments and judge."""
     learning: float
     sync: float
     concurrent: int
     """Rollouts that one engine generates at one time."""
     decode_tokens_per_second: float
-    """Of one engine."""
+    """Tokens a second of one engine."""
     learner_tokens_per_second: float
-    """Of one worker."""
+    """Tokens a second of one learner worker."""
 
     @property
     def hidden(self) -> float:
-        """All learning hidden behind generation, or the other way round: the least a step can take."""
+        """Learning and generation fully overlapped: the lower bound of a step."""
         return max(self.generation, self.learning) + self.sync
 
     @property
     def serial(self) -> float:
-        """One after the other."""
+        """Without overlap."""
         return self.generation + self.learning + self.sync
 
 
@@ -89,7 +89,7 @@ def step_time(config: DracoConfig, shape: ModelShape, engine: EngineMemory, give
     length = given.length_share * (config.agent.max_prompt_length + config.agent.max_response_length)
     flops = given.gpu_tflops * 1e12
     per_engine = math.ceil(min(rollouts, config.environment.slots) / config.engine.engines)
-    # A self-judge's prompts are longer than any rollout: what an engine holds of rollouts goes by theirs.
+    # By the length of rollouts, since a self-judge's prompts are longer.
     held = int(engine.kv_cache // max(1.0, engine.sequence * length / engine.length))
     concurrent = max(1, min(per_engine, config.engine.max_num_seqs, held))
     parallel = config.engine.tensor_parallel
@@ -104,7 +104,7 @@ def step_time(config: DracoConfig, shape: ModelShape, engine: EngineMemory, give
     return StepTime(
         generation=generation,
         learning=rollouts * seconds / config.learner.workers,
-        # Out of the learner, into a file beside each engine, and into the engine.
+        # Copied from the learner, to a file of each engine, and into the engine.
         sync=3 * adapter / GIB / given.sync_gib_per_second,
         concurrent=concurrent,
         decode_tokens_per_second=concurrent / decode,
@@ -130,7 +130,7 @@ def learner_flops(config: DracoConfig, shape: ModelShape, *, length: float, samp
     full = shape.count("full_attention")
     # Scores and their product with the values, over the half that is not masked; the backward costs two forwards.
     attention = 2 * length * shape.queries * full * (3 + reference + recompute + remembered)
-    # Beside the logits, the training pass computes their slope with respect to the hidden states.
+    # The training pass also computes the gradient of the hidden states.
     head = 2 * shape.vocabulary * shape.hidden * sampled_share * (2 + reference + remembered)
     return length * (matrices + attention + head)
 

@@ -1,13 +1,26 @@
-"""The kinds of chart the report and the figures are made of."""
+"""The kinds of charts of the report and the figures."""
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from draco_ray.lab.report.drawing import GRID, INK, MUTED, OTHER, Box, Dot, Drawing, Line, Text, palette
-from draco_ray.lab.report.svg import shortened, text_width
+from draco_ray.lab.report.drawing import (
+    GRID,
+    INK,
+    MUTED,
+    OTHER,
+    Box,
+    Dot,
+    Drawing,
+    Line,
+    Text,
+    palette,
+    shortened,
+    text_width,
+)
 
 WIDTH, HEIGHT = 320.0, 190.0
 _LEFT, _RIGHT, _TOP, _BOTTOM = 40.0, 10.0, 24.0, 30.0
@@ -15,10 +28,10 @@ _MOST_DOTS = 60
 _LEGEND_LINE, _LABEL_LINE = 11.0, 8.5
 _MOST_LABEL_LINES = 4
 _WIDER = 1.15
-"""A page's own font may be so much wider than Helvetica."""
+"""Allowance for fonts wider than Helvetica."""
 _HEAT = ((226, 128, 142), (236, 196, 110), (88, 180, 145))
 SOLVED = "#dcefe7"
-"""Behind the mark of a row that has nothing more to say in a column of a heat map."""
+"""Background of a check mark in a heat map."""
 
 Number = Callable[[float], str]
 
@@ -31,7 +44,7 @@ class Series:
     steps: Sequence[int]
     values: Sequence[float | None]
     limits: Sequence[tuple[float, float] | None] = ()
-    """Of each value's interval, drawn as a bar; None where a value has none, empty where no value has."""
+    """Interval of each value, drawn as a bar, or None; empty if no value has one."""
 
 
 def percent(value: float) -> str:
@@ -62,17 +75,15 @@ def line_chart(
     bounds: tuple[float, float] | None = None,
     number: Number = compact,
     axis: str = "training step",
-    width: float = WIDTH,
-    height: float = HEIGHT,
 ) -> Drawing:
     """Lines over training steps.
 
     Args:
         bounds: least and largest value of the y axis; None takes them from the data.
-        number: how a value is written.
-        axis: what the whole numbers on the x axis are.
+        number: formats a value.
+        axis: label of the x axis.
     """
-    drawing = _titled(title, width, height)
+    drawing = _titled(title, WIDTH, HEIGHT)
     values = [value for line in series for value in line.values if value is not None]
     values += [limit for line in series for limits in line.limits if limits is not None for limit in limits]
     steps = [step for line in series for step in line.steps]
@@ -106,31 +117,25 @@ def scatter(
     points: Sequence[tuple[str, float, float]],
     *,
     axis: str,
-    number: Number = percent,
-    bounds: tuple[float, float] = (0.0, 1.0),
-    width: float = WIDTH,
-    height: float = HEIGHT,
 ) -> Drawing:
-    """Named points; the legend says whose is which, since points that matter lie close together.
+    """Named points; the names are in the legend, since points may be close together.
 
     Args:
-        points: (name, x, y), x not negative; its axis begins at 0.
-        axis: what x is.
-        number: how y is written.
-        bounds: least and largest value of the y axis.
+        points: (name, x, y), x not negative, y a share in [0, 1].
+        axis: label of x.
     """
-    drawing = _titled(title, width, height)
+    drawing = _titled(title, WIDTH, HEIGHT)
     if not points:
         return _empty(drawing)
     _, most, x_ticks = _axis(0.0, max(x for _, x, _ in points))
-    low, high, y_ticks = _axis(*bounds)
+    low, high, y_ticks = _axis(0.0, 1.0)
     frame = _Frame(drawing, 0.0, most, low, high, _legend(drawing, [name for name, _, _ in points]))
-    frame.y_axis(y_ticks, number)
+    frame.y_axis(y_ticks, percent)
     for tick in x_ticks:
-        drawing.add(Text(frame.x(tick), frame.bottom + 10, compact(tick), 7, "middle", MUTED))
+        drawing.add(_small(frame.x(tick), frame.bottom + 10, compact(tick)))
     frame.x_label(axis)
     for index, (name, x, y) in enumerate(points):
-        drawing.add(Dot(frame.x(x), frame.y(y), 3.0, palette(index), f"{name}: {compact(x)}, {number(y)}"))
+        drawing.add(Dot(frame.x(x), frame.y(y), 3.0, palette(index), f"{name}: {compact(x)}, {percent(y)}"))
     return drawing
 
 
@@ -144,8 +149,6 @@ def stacked_bars(
     axis: str = "training step",
     all_labels: bool = False,
     colors: Mapping[str, str] | None = None,
-    width: float = WIDTH,
-    height: float = HEIGHT,
 ) -> Drawing:
     """A bar per label, made of parts.
 
@@ -156,7 +159,7 @@ def stacked_bars(
         colors: of the parts by name; None takes the palette in order.
         all_labels: show every label, in several lines where they are too wide for one; otherwise every second, third...
     """
-    drawing = _titled(title, width, height)
+    drawing = _titled(title, WIDTH, HEIGHT)
     tallest = max((sum(values) for values in zip(*parts.values(), strict=True)), default=0.0)
     if not tallest:
         return _empty(drawing)
@@ -181,7 +184,7 @@ def stacked_bars(
             shown = shortened(label, 7, slot * (lines if all_labels else every))
             half = text_width(shown, 7) / 2
             across = min(max(middle, half + 2), drawing.width - half - 2)
-            drawing.add(Text(across, frame.bottom + 10 + place % lines * _LABEL_LINE, shown, 7, "middle", MUTED))
+            drawing.add(_small(across, frame.bottom + 10 + place % lines * _LABEL_LINE, shown))
     frame.x_label(axis, below=(lines - 1) * _LABEL_LINE)
     return drawing
 
@@ -193,7 +196,6 @@ def heat_map(
     values: Sequence[Sequence[float | None]],
     *,
     marks: Mapping[tuple[int, int], str] | None = None,
-    axis: str = "training step",
     width: float = 2 * WIDTH,
 ) -> Drawing:
     """Shares in [0, 1] as colours, red over amber to green.
@@ -202,8 +204,7 @@ def heat_map(
         rows: their names.
         columns: theirs.
         values: ``values[row][column]``; None is no colour.
-        marks: (row, column) without a value -> what its check mark means; blank without either.
-        axis: what a column is.
+        marks: (row, column) without a value -> meaning of its check mark.
     """
     names, line = 190.0, 14.0
     drawing = _titled(title, width, _TOP + len(rows) * line + _BOTTOM)
@@ -219,15 +220,17 @@ def heat_map(
                 continue
             x = names + column * cell
             said, color = (mark, SOLVED) if share is None else (percent(share), heat(share))
-            drawing.add(Box(x, y, max(cell - 1, 0.6), line - 1.5, color, f"{name}, {axis} {columns[column]}: {said}"))
+            drawing.add(
+                Box(x, y, max(cell - 1, 0.6), line - 1.5, color, f"{name}, training step {columns[column]}: {said}")
+            )
             if cell >= (8 if share is None else 24):
                 shown = "✓" if share is None else percent(share)
                 drawing.add(Text(x + (cell - 1) / 2, y + 9, shown, 7, "middle", "#1a1d21"))
     every = math.ceil(len(columns) * (text_width(columns[-1], 7) + 8) / (cell * len(columns)))
     floor = _TOP + len(rows) * line
     for column in range(0, len(columns), every):
-        drawing.add(Text(names + (column + 0.5) * cell, floor + 9, columns[column], 7, "middle", MUTED))
-    drawing.add(Text(names, floor + 20, axis, 7, "start", MUTED))
+        drawing.add(_small(names + (column + 0.5) * cell, floor + 9, columns[column]))
+    drawing.add(Text(names, floor + 20, "training step", 7, "start", MUTED))
     return drawing
 
 
@@ -236,13 +239,13 @@ def timeline(
     lanes: Mapping[str, Sequence[tuple[float, float]]],
     *,
     colors: Mapping[str, str],
-    width: float = 2 * WIDTH,
-    line: float = 20.0,
+    width: float,
 ) -> Drawing:
-    """When each kind of work ran: a lane each, its (start, end) intervals in seconds; overlapping ones share a lane.
+    """When each kind of work ran: a lane each, with its (start, end) intervals in seconds, stacked if they overlap.
 
-    ``colors`` is by lane, so that a kind has the same on every timeline; grey for others.
+    ``colors`` is by lane; grey for others.
     """
+    line = 20.0
     drawing = _titled(title, width, _TOP + len(lanes) * line + _BOTTOM)
     ends = [end for intervals in lanes.values() for _, end in intervals]
     if not ends:
@@ -252,9 +255,7 @@ def timeline(
     floor = _TOP + len(lanes) * line
     for tick in _ticks(0.0, max(ends)):
         x = left + tick * scale
-        drawing.add(
-            Line(((x, _TOP - 2), (x, floor)), GRID, 0.6), Text(x, floor + 10, compact(tick), 7, "middle", MUTED)
-        )
+        drawing.add(Line(((x, _TOP - 2), (x, floor)), GRID, 0.6), _small(x, floor + 10, compact(tick)))
     for place, (name, intervals) in enumerate(lanes.items()):
         y = _TOP + place * line
         drawing.add(Text(left - 6, y + line / 2 + 3, name, 8, "end"))
@@ -266,15 +267,9 @@ def timeline(
             placed.append((start, end, track))
         tall = (line - 4) / max(1, len(tracks))
         for start, end, track in placed:
-            span = Box(
-                left + start * scale,
-                y + 2 + track * tall,
-                max((end - start) * scale, 0.8),
-                tall * 0.9,
-                colors.get(name, OTHER),
-            )
-            drawing.add(span)
-    drawing.add(Text((left + width - _RIGHT) / 2, floor + 21, "seconds", 7, "middle", MUTED))
+            x, wide = left + start * scale, max((end - start) * scale, 0.8)
+            drawing.add(Box(x, y + 2 + track * tall, wide, tall * 0.9, colors.get(name, OTHER)))
+    drawing.add(_small((left + width - _RIGHT) / 2, floor + 21, "seconds"))
     return drawing
 
 
@@ -291,7 +286,7 @@ def heat(share: float) -> str:
 
 
 class _Frame:
-    """The axes of a chart, ``legend`` below its title: data to points."""
+    """The axes of a chart: from data to points. ``legend`` is the height below the title."""
 
     def __init__(
         self, drawing: Drawing, first: float, last: float, low: float, high: float, legend: float = 0.0
@@ -320,11 +315,16 @@ class _Frame:
         every = max(1, round(_nice(span / 8))) if span else 1
         start = self.first if span < 8 else math.ceil(self.first / every) * every
         for step in range(round(start), round(self.last) + 1, every):
-            self.drawing.add(Text(self.x(step), self.bottom + 10, str(step), 7, "middle", MUTED))
+            self.drawing.add(_small(self.x(step), self.bottom + 10, str(step)))
         self.x_label(label)
 
     def x_label(self, label: str, below: float = 0.0) -> None:
-        self.drawing.add(Text((self.left + self.right) / 2, self.bottom + 21 + below, label, 7, "middle", MUTED))
+        self.drawing.add(_small((self.left + self.right) / 2, self.bottom + 21 + below, label))
+
+
+def _small(x: float, y: float, string: str) -> Text:
+    """A muted text of an axis, centred."""
+    return Text(x, y, string, 7, "middle", MUTED)
 
 
 def _titled(title: str, width: float, height: float) -> Drawing:
@@ -374,11 +374,9 @@ def _nice(value: float) -> float:
     return next(factor * unit for factor in (1, 2, 2.5, 5, 10) if factor * unit >= value * (1 - 1e-9))
 
 
-def _unbroken(line: Series) -> list[list[tuple[int, float]]]:
-    runs: list[list[tuple[int, float]]] = [[]]
-    for step, value in zip(line.steps, line.values, strict=True):
-        if value is None:
-            runs.append([])
-        else:
-            runs[-1].append((step, value))
-    return [run for run in runs if run]
+def _unbroken(line: Series) -> Iterator[list[tuple[int, float]]]:
+    """Runs of successive steps with values."""
+    values = zip(line.steps, line.values, strict=True)
+    for known, run in itertools.groupby(values, key=lambda each: each[1] is not None):
+        if known:
+            yield [(step, value) for step, value in run if value is not None]

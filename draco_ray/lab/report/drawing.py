@@ -1,19 +1,23 @@
-"""A drawing: shapes in points, y downwards; `draco_ray.lab.report.svg` makes SVG of it, `figures` writes files."""
+"""Drawings of shapes in points, y downwards, as SVG; and the widths of their texts."""
 
 from __future__ import annotations
 
+import re
+import unicodedata
 from dataclasses import dataclass, field
 
+from markupsafe import Markup, escape
+
 INK, MUTED, GRID, PAPER = "ink", "muted", "grid", "paper"
-"""Colours by role: a page in dark mode shows them differently from paper. Other colours are ``#rrggbb``."""
+"""Colours by role, which a page in dark mode changes. Other colours are ``#rrggbb``."""
 
 ON_PAPER = {INK: "#22272e", MUTED: "#5f6b78", GRID: "#dfe3e8", PAPER: "#ffffff"}
-"""What the roles are on paper."""
+"""Role -> colour on paper."""
 
 PALETTE = ("#3b73c8", "#e08a2e", "#2f9e77", "#c9485b", "#8a63c4", "#7a8794", "#b79a1f", "#2aa3b8", "#d86fa8", "#6b8e23")
-"""Colours of series, in order; past the end it begins again."""
+"""Colours of series, in order, repeated from the start."""
 OTHER = "#9aa4af"
-"""Of a kind that has no colour of its own."""
+"""Colour of everything without one of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +69,7 @@ Shape = Line | Box | Dot | Text
 
 @dataclass(slots=True)
 class Drawing:
-    """What is drawn, back to front."""
+    """Shapes, back to front."""
 
     width: float
     height: float
@@ -73,16 +77,109 @@ class Drawing:
     shapes: list[Shape] = field(default_factory=list)
 
     def add(self, *shapes: Shape) -> None:
-        """Draw on top of what is there."""
+        """Draw on top of the other shapes."""
         self.shapes.extend(shapes)
 
     def _repr_svg_(self) -> str:
-        # What a notebook shows.
-        from draco_ray.lab.report.svg import to_image
-
+        # Notebooks call it.
         return to_image(self)
 
 
 def palette(index: int) -> str:
     """The colour of series ``index``."""
     return PALETTE[index % len(PALETTE)]
+
+
+# Advance widths of Helvetica's printable ASCII, in thousandths of the size; it places centred and right-aligned text.
+_WIDTHS = [
+    *(278, 278, 355, 556, 556, 889, 667, 191, 333, 333, 389, 584, 278, 333, 278, 278),
+    *(556, 556, 556, 556, 556, 556, 556, 556, 556, 556, 278, 278, 584, 584, 584, 556),
+    *(1015, 667, 667, 722, 722, 667, 611, 778, 722, 278, 500, 667, 556, 833, 722, 778),
+    *(667, 778, 722, 667, 611, 722, 667, 944, 667, 667, 611, 278, 278, 278, 469, 556),
+    *(333, 556, 556, 500, 556, 556, 278, 556, 556, 222, 222, 500, 222, 833, 556, 556),
+    *(556, 556, 333, 500, 278, 556, 500, 722, 500, 500, 500, 334, 260, 334, 584),
+]
+_OTHER_WIDTH, _WIDE = 556, 1000
+_DIRECTION = re.compile("[\u202a-\u202e\u2066-\u2069]")
+
+
+def visible(text: str) -> str:
+    """``text`` with characters that change the writing direction spelled out.
+
+    >>> visible("a\u202eb")
+    'a⟨U+202E⟩b'
+    """
+    return _DIRECTION.sub(lambda found: f"⟨U+{ord(found[0]):X}⟩", text)
+
+
+def to_svg(drawing: Drawing) -> Markup:
+    """An ``<svg>`` element; colours by role are CSS variables of the page, so that it follows light and dark.
+
+    Where there is no such page, they are those on paper.
+    """
+    title = escape(visible(drawing.title))
+    parts = [f'<svg viewBox="0 0 {drawing.width:g} {drawing.height:g}" role="img" aria-label="{title}">']
+    parts += [_svg_shape(shape) for shape in drawing.shapes]
+    return Markup("".join(parts) + "</svg>")
+
+
+def to_image(drawing: Drawing) -> Markup:
+    """`to_svg` as an image of its own, on white."""
+    about = f'xmlns="http://www.w3.org/2000/svg" width="{drawing.width:g}" height="{drawing.height:g}"'
+    head, _, rest = str(to_svg(drawing)).partition(">")
+    paper = f'<rect width="100%" height="100%" fill="{ON_PAPER[PAPER]}"/>'
+    return Markup(f'{head} {about} font-family="Helvetica, Arial, sans-serif">{paper}{rest}')
+
+
+def text_width(string: str, size: float) -> float:
+    """Points a text is wide in Helvetica; a Chinese, Japanese or Korean character is as wide as it is high.
+
+    >>> text_width("00", 10)
+    11.12
+    >>> text_width("\u5b57", 10)
+    10.0
+    """
+    return sum(map(_width, string)) * size / 1000
+
+
+def _width(character: str) -> int:
+    if 32 <= ord(character) < 127:
+        return _WIDTHS[ord(character) - 32]
+    return _WIDE if unicodedata.east_asian_width(character) in "WF" else _OTHER_WIDTH
+
+
+def shortened(string: str, size: float, width: float) -> str:
+    """The text, cut with an ellipsis to fit ``width`` points."""
+    room, fitting = width - text_width("…", size), 0
+    for place, character in enumerate(string):
+        room -= text_width(character, size)
+        if room >= 0:
+            fitting = place + 1
+        elif room + text_width("…", size) < 0:
+            return string[:fitting].rstrip() + "…"
+    return string
+
+
+def _svg_shape(shape: Shape) -> str:
+    match shape:
+        case Line():
+            points = " ".join(f"{x:.1f},{y:.1f}" for x, y in shape.points)
+            stroke = f'stroke="{_svg(shape.color)}" stroke-width="{shape.width:g}"'
+            return f'<polyline points="{points}" fill="none" {stroke} stroke-linejoin="round"/>'
+        case Box():
+            place = f'x="{shape.x:.1f}" y="{shape.y:.1f}" width="{shape.width:.2f}" height="{shape.height:.2f}"'
+            return f'<rect {place} fill="{_svg(shape.color)}"{_svg_hint(shape.hint, "rect")}'
+        case Dot():
+            place = f'cx="{shape.x:.1f}" cy="{shape.y:.1f}" r="{shape.radius:g}"'
+            return f'<circle {place} fill="{_svg(shape.color)}"{_svg_hint(shape.hint, "circle")}'
+        case Text():
+            place = f'x="{shape.x:.1f}" y="{shape.y:.1f}" font-size="{shape.size:g}" text-anchor="{shape.anchor}"'
+            return f'<text {place} fill="{_svg(shape.color)}">{escape(visible(shape.string))}</text>'
+
+
+def _svg_hint(hint: str, element: str) -> str:
+    return f"><title>{escape(visible(hint))}</title></{element}>" if hint else "/>"
+
+
+def _svg(color: str) -> str:
+    return f"var(--{color}, {ON_PAPER[color]})" if color in ON_PAPER else color

@@ -1,36 +1,29 @@
-"""The paper's figures from one run or several: drawings by name, and writing them as PNG and PDF."""
+"""The paper's figures from one run or several: drawings by name, and writing them as SVG."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
-
-from matplotlib.figure import Figure
-from matplotlib.patches import Circle, Rectangle
 
 from draco_ray.judging.phases import PHASES
 from draco_ray.lab.analysis.rescoring import RUN
 from draco_ray.lab.analysis.rubrics import left_out, title_key
 from draco_ray.lab.analysis.tables import tidy
 from draco_ray.lab.report.charts import WIDTH, Series, heat_map, line_chart, percent, scatter, stacked_bars
-from draco_ray.lab.report.drawing import ON_PAPER, Box, Dot, Drawing, Line, Text
-from draco_ray.lab.report.svg import visible
+from draco_ray.lab.report.drawing import Drawing, to_image
 from draco_ray.records import Termination
 from draco_ray.runs.directory import RunDirectory
 
-# Figures are set in the typeface that Matplotlib brings, which is so much wider at the same size.
-_TO_DEJAVU = 0.87
-_DOTS_PER_INCH = 220
-
 MOST_CRITERIA = 24
-"""Criteria shown in the per-criterion figure: those judged most often."""
+"""Largest number of criteria in the per-criterion figure; those judged most often are shown."""
 
 Row = dict[str, Any]
 
 
 def figures(runs: Sequence[RunDirectory]) -> dict[str, Drawing]:
-    """Every figure the runs have data for; a figure of one run alone carries the run's name when there are several.
+    """Every figure that the runs have data for; figures of a single run are named after it if there are several runs.
 
     ``terminations``, ``pass_rate``, ``pass_rate_by_criterion``, ``inert_share``, ``judge_cost_by_phase``; where
     something was evaluated ``success`` and ``judge_cost_and_success``, and ``judged`` where the judge stood in; where
@@ -48,7 +41,7 @@ def figures(runs: Sequence[RunDirectory]) -> dict[str, Drawing]:
     drawings["pass_rate"] = pass_rate(runs)
     credit = tidy("credit_by_step", runs).to_pylist()
     drawings["inert_share"] = line_chart(
-        "Rollouts on which credit is inert", by_run(credit, names, "inert_share"), bounds=(0, 1), number=percent
+        "Rollouts on which credit is inert", by_run(credit, "inert_share"), bounds=(0, 1), number=percent
     )
     drawings["judge_cost_by_phase"] = judge_cost_of_runs(tidy("judge_cost", runs).to_pylist(), names)
     evaluated = tidy("success", runs).to_pylist()
@@ -67,68 +60,58 @@ def figures(runs: Sequence[RunDirectory]) -> dict[str, Drawing]:
 
 
 def write_figures(runs: Sequence[RunDirectory], folder: Path) -> list[Path]:
-    """Write every figure as ``<name>.png`` and ``<name>.pdf``; returns the files."""
+    """Write every figure as ``<name>.svg``; returns the files."""
     folder.mkdir(parents=True, exist_ok=True)
-    written = []
-    for name, drawing in figures(runs).items():
-        for path in (folder / f"{name}.png", folder / f"{name}.pdf"):
-            write_figure(drawing, path)
-            written.append(path)
-    return written
+    written = {folder / f"{name}.svg": drawing for name, drawing in figures(runs).items()}
+    for path, drawing in written.items():
+        path.write_text(to_image(drawing), encoding="utf-8")
+    return list(written)
 
 
-def write_figure(drawing: Drawing, path: Path) -> None:
-    """Write a drawing on white, at its size in points; the file's ending says as what: ``.png``, ``.pdf``."""
-    figure = Figure(figsize=(drawing.width / 72, drawing.height / 72))
-    page = figure.add_axes((0, 0, 1, 1), xlim=(0, drawing.width), ylim=(drawing.height, 0), frame_on=False)
-    page.set_axis_off()
-    for shape in drawing.shapes:
-        color = ON_PAPER.get(shape.color, shape.color)
-        match shape:
-            case Line():
-                page.plot(*zip(*shape.points, strict=True), color=color, lw=shape.width, solid_joinstyle="round")
-            case Box():
-                page.add_patch(Rectangle((shape.x, shape.y), shape.width, shape.height, color=color, lw=0))
-            case Dot():
-                page.add_patch(Circle((shape.x, shape.y), shape.radius, color=color, lw=0))
-            case Text():
-                anchor = {"start": "left", "middle": "center", "end": "right"}[shape.anchor]
-                text = page.text(shape.x, shape.y, visible(shape.string), ha=anchor, va="baseline", color=color)
-                text.set(fontsize=shape.size * _TO_DEJAVU, parse_math=False)
-    figure.savefig(path, dpi=_DOTS_PER_INCH, metadata={"Title": drawing.title})
-
-
-def by_run(rows: Sequence[Row], names: Sequence[str], column: str) -> list[Series]:
-    """A series per run: ``column`` over training steps."""
+def series_of(rows: Iterable[Row], key: Callable[[Row], str], column: str) -> list[Series]:
+    """A series over training steps for each value of ``key``, with intervals if the rows have them."""
+    lines: dict[str, list[Row]] = defaultdict(list)
+    for row in rows:
+        lines[key(row)].append(row)
     found = []
-    for name in names:
-        mine = [row for row in rows if row["run"] == name]
-        found.append(Series(name, [row["training_step"] for row in mine], [row[column] for row in mine]))
+    for name, mine in lines.items():
+        limits = [(row.get(f"{column}_low"), row.get(f"{column}_high")) for row in mine]
+        known = [None if low is None or high is None else (low, high) for low, high in limits]
+        found.append(Series(name, [row["training_step"] for row in mine], [row[column] for row in mine], known))
     return found
 
 
+def by_run(rows: Iterable[Row], column: str) -> list[Series]:
+    """A series per run: ``column`` over training steps."""
+    return series_of(rows, lambda row: str(row["run"]), column)
+
+
+def bars_by_step(
+    title: str, rows: Sequence[Row], part: str, column: str, names: Mapping[str, str], **options: Any
+) -> Drawing:
+    """A bar per training step, stacked by the values of ``part`` that are in ``names``, which has their labels."""
+    steps = sorted({row["training_step"] for row in rows})
+    value = {(row[part], row["training_step"]): row[column] for row in rows}
+    parts = {label: [float(value.get((key, step)) or 0) for step in steps] for key, label in names.items()}
+    return stacked_bars(title, [str(step) for step in steps], parts, **options)
+
+
 def pass_rate(runs: Sequence[RunDirectory]) -> Drawing:
-    """Pass rate by training step, a line a run, and one for each judge that scored it anew against a static rubric."""
-    series = by_run(tidy("pass_rates", runs).to_pylist(), [run.path.name for run in runs], "pass_rate")
-    again: dict[str, list[Row]] = {}
-    for row in tidy("rubric_rates", runs).to_pylist():
-        if row["scored_by"] != RUN and row["training_step"] is not None:
-            again.setdefault(f"{row['run']}: static rubric, by {row['scored_by']}", []).append(row)
-    series += [
-        Series(name, [row["training_step"] for row in rows], [row["pass_rate"] for row in rows])
-        for name, rows in again.items()
+    """Pass rate by training step, a line for each run and for each judge that rescored it against a static rubric."""
+    rescored = [
+        row
+        for row in tidy("rubric_rates", runs).to_pylist()
+        if row["scored_by"] != RUN and row["training_step"] is not None
     ]
+    series = by_run(tidy("pass_rates", runs).to_pylist(), "pass_rate")
+    series += series_of(rescored, lambda row: f"{row['run']}: static rubric, by {row['scored_by']}", "pass_rate")
     return line_chart("Pass rate of the applicable verdicts", series, bounds=(0, 1), number=percent)
 
 
 def terminations(rows: Sequence[Row], label: str = "") -> Drawing:
     """How rollouts ended, as shares of a training step."""
-    steps = sorted({row["training_step"] for row in rows})
-    share = {(row["training_step"], row["ended"]): row["share"] for row in rows}
-    parts = {
-        mode.value.replace("_", " "): [share.get((step, mode.value), 0.0) for step in steps] for mode in Termination
-    }
-    return stacked_bars(f"How rollouts ended{label}", [str(step) for step in steps], parts, number=percent, whole=1.0)
+    names = {mode.value: mode.value.replace("_", " ") for mode in Termination}
+    return bars_by_step(f"How rollouts ended{label}", rows, "ended", "share", names, number=percent, whole=1.0)
 
 
 def pass_rate_by_criterion(
@@ -163,10 +146,7 @@ def pass_rate_by_criterion(
 def judge_cost_by_step(rows: Sequence[Row]) -> Drawing:
     """Judge cost of every training step by phase: dollars, or tokens where the judge cost none."""
     column, title = _cost_column(rows)
-    steps = sorted({row["training_step"] for row in rows})
-    cost = {(row["training_step"], row["phase"]): row[column] for row in rows}
-    parts = {phase: [float(cost.get((step, phase), 0)) for step in steps] for phase in PHASES}
-    return stacked_bars(title, [str(step) for step in steps], parts)
+    return bars_by_step(title, rows, "phase", column, {phase: phase for phase in PHASES})
 
 
 def judge_cost_of_runs(rows: Sequence[Row], names: Sequence[str]) -> Drawing:
@@ -187,19 +167,12 @@ def success(rows: Sequence[Row]) -> Drawing:
 
 
 def judged(rows: Sequence[Row]) -> Drawing:
-    """The judge's pass rate on held-out tasks, where nothing evaluates them, likewise."""
+    """The judge's pass rate on held-out tasks without evaluator, likewise."""
     return _learning_curve("Held out: the judge's pass rate, a stand-in", rows, "pass_rate")
 
 
 def _learning_curve(title: str, rows: Sequence[Row], column: str) -> Drawing:
-    lines: dict[str, list[Row]] = {}
-    for row in rows:
-        lines.setdefault(f"{row['run']}, {row['split']}", []).append(row)
-    series = []
-    for name, mine in lines.items():
-        limits = [(row[f"{column}_low"], row[f"{column}_high"]) for row in mine]
-        known = [None if low is None else (low, high) for low, high in limits]
-        series.append(Series(name, [row["training_step"] for row in mine], [row[column] for row in mine], known))
+    series = series_of(rows, lambda row: f"{row['run']}, {row['split']}", column)
     return line_chart(title, series, bounds=(0, 1), number=percent)
 
 
@@ -224,7 +197,7 @@ def judge_cost_and_success(cost: Sequence[Row], measured: Sequence[Row]) -> Draw
 def pass_k(rows: Sequence[Row]) -> Drawing | None:
     """pass^k and pass@k of tasks and of scenarios, of the last measurement of each run and split; equal at k = 1.
 
-    A mean of several checkpoints goes before any one of them.
+    A mean of several checkpoints is preferred to single ones.
     """
     last: dict[tuple[str, str], Row] = {}
     for row in rows:
@@ -262,13 +235,12 @@ def evaluation_cost(measured: Sequence[Row]) -> Drawing | None:
 
 
 def train_success(measured: Sequence[Row]) -> Drawing | None:
-    """TGC on the training tasks over training steps: evaluated afterwards, no part of any reward."""
+    """TGC on the training tasks over training steps; evaluated afterwards and never part of a reward."""
     rows = [row for row in measured if _trained_on(row) and row["training_step"] is not None]
     if not rows:
         return None
-    names = list(dict.fromkeys(row["run"] for row in rows))
     rows = sorted(rows, key=lambda row: int(row["training_step"]))
-    return line_chart("TGC on the training tasks", by_run(rows, names, "tgc"), bounds=(0, 1), number=percent)
+    return line_chart("TGC on the training tasks", by_run(rows, "tgc"), bounds=(0, 1), number=percent)
 
 
 def _trained_on(row: Row) -> bool:

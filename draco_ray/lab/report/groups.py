@@ -1,6 +1,6 @@
-"""What the page shows of a group, packed so that a page of thousands opens at once.
+"""Data of the page's groups, packed so that a page of thousands opens at once.
 
-Everything about a group is one compressed string that the browser unpacks when the group is opened. A judge's prompt
+A group is one compressed string that the browser unpacks when the group is opened. A judge's prompt
 repeats the trajectory it is about, so a group keeps every line of text once, and a text is a list of line numbers.
 """
 
@@ -28,19 +28,19 @@ _NUMBERS = [
 
 _KEPT = ("steps", "criteria", "proposals", "verdicts", "citations", "advantages", "judge_calls", "groups")
 ROWS = ("trajectories", *_KEPT)
-"""Tables that a group's rows are of."""
+"""Tables of a group's rows."""
 
 Row = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class PackedGroup:
-    """A group as the page holds it."""
+    """A group in the page."""
 
     summary: Row
-    """What the list of groups shows and filters by."""
+    """Columns and filters of the list of groups."""
     data: str
-    """`pack` of everything else."""
+    """The rest, as made by `pack`."""
 
 
 def packed_groups(run: RunDirectory) -> Iterator[PackedGroup]:
@@ -52,11 +52,12 @@ def packed_groups(run: RunDirectory) -> Iterator[PackedGroup]:
         }
         tasks = sorted({task for table in rows.values() for task in table})
         for task in tasks:
-            yield _group(step, task, {name: table.get(task, []) for name, table in rows.items()})
+            data, summary = content(step, task, {name: table.get(task, []) for name, table in rows.items()})
+            yield PackedGroup(summary, pack(data))
 
 
 def pack(value: object) -> str:
-    """JSON, compressed, as text without a character that means anything in HTML."""
+    """Compressed JSON as base64, which has no special characters of HTML."""
     text = json.dumps(value, ensure_ascii=True, separators=(",", ":"), allow_nan=False)
     return base64.b64encode(zlib.compress(text.encode("ascii"), 6)).decode("ascii")
 
@@ -85,13 +86,8 @@ class _Lines:
         return list(self._numbers)
 
 
-def _group(step: int, task: str, rows: dict[str, list[Row]]) -> PackedGroup:
-    data, summary = content(step, task, rows)
-    return PackedGroup(summary, pack(data))
-
-
 def content(step: int | None, task: str, rows: dict[str, list[Row]]) -> tuple[Row, Row]:
-    """What is packed of a group, and its summary, from its rows by table (`ROWS`); null step: of no training step."""
+    """A group's data to pack and its summary, from its rows by table (`ROWS`); the step is None outside training."""
     lines = _Lines()
     shares = {row["rollout"]: row for row in rows["advantages"]}
     trajectories = sorted(rows["trajectories"], key=lambda row: row["rollout"])
@@ -143,17 +139,13 @@ def _summary(step: int | None, task: str, rows: dict[str, list[Row]], data: Row)
         "failed_calls": sum(call["error"] is not None for call in rows["judge_calls"]),
         "dollars": _short(sum(call["dollars"] for call in rows["judge_calls"])),
         "rollouts": [
-            [
-                rollout["rollout"],
-                rollout["ended"],
-                rollout["share"]["reward"] if rollout["share"] else None,
-                rollout["share"]["advantage"] if rollout["share"] else None,
-                rollout["share"]["inert"] if rollout["share"] else None,
-                rollout["share"]["fallback"] if rollout["share"] else None,
-            ]
-            for rollout in data["rollouts"]
+            [rollout["rollout"], rollout["ended"], *_outcome(rollout["share"])] for rollout in data["rollouts"]
         ],
     }
+
+
+def _outcome(share: Row | None) -> list[Any]:
+    return [share and share[name] for name in ("reward", "advantage", "inert", "fallback")]
 
 
 def _turns(rows: list[Row], share: Row | None, lines: _Lines) -> list[Row]:
@@ -185,7 +177,7 @@ def _turns(rows: list[Row], share: Row | None, lines: _Lines) -> list[Row]:
 
 
 def _around(text: str, code: str | None) -> tuple[str, str]:
-    """What a turn says before and after the block that ran."""
+    """The text of a turn before and after the executed block."""
     place = text.find(code) if code else -1
     if code is None or place < 0:
         return text.strip(), ""
@@ -196,12 +188,8 @@ def _around(text: str, code: str | None) -> tuple[str, str]:
 def _share(row: Row | None) -> Row | None:
     if row is None:
         return None
-    return {
-        "reward": _short(row["reward"]),
-        "advantage": _short(row["advantage"]),
-        "fallback": row["fallback"],
-        "inert": row["inert"],
-    }
+    numbers = {"reward": _short(row["reward"]), "advantage": _short(row["advantage"])}
+    return numbers | _picked(row, "fallback", "inert")
 
 
 def _credit(rows: list[Row]) -> dict[int, Row]:
@@ -217,14 +205,9 @@ def _credit(rows: list[Row]) -> dict[int, Row]:
 
 
 def _call(row: Row, lines: _Lines) -> Row:
-    numbers = _picked(row, *_NUMBERS) | {"dollars": _short(row["dollars"]), "seconds": _short(row["seconds"])}
-    return {
-        "id": row["call_id"],
-        "phase": row["phase"],
-        **numbers,
-        "prompt": lines.add(row["prompt"]),
-        "reply": lines.add(row["reply"]),
-    }
+    about = {"id": row["call_id"], "phase": row["phase"], **_picked(row, *_NUMBERS)}
+    about |= {"dollars": _short(row["dollars"]), "seconds": _short(row["seconds"])}
+    return about | {"prompt": lines.add(row["prompt"]), "reply": lines.add(row["reply"])}
 
 
 def _ordered(calls: list[Row]) -> list[Row]:
@@ -236,12 +219,12 @@ def _picked(row: Row, *names: str) -> Row:
 
 
 def _short(value: float | None) -> float | None:
-    """Five digits are enough to look at; NaN, which JSON lacks, is null."""
+    """Rounded to five digits; NaN, which JSON lacks, becomes None."""
     return None if value is None or value != value else float(f"{value:.5g}")
 
 
 def by_task(rows: Sequence[Row]) -> dict[str, list[Row]]:
-    """The rows of each task."""
+    """Task -> its rows."""
     found: dict[str, list[Row]] = defaultdict(list)
     for row in rows:
         found[row["task_id"]].append(row)

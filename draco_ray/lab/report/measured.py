@@ -1,5 +1,4 @@
-"""Rollouts that were played to measure a policy, as the page shows them: evaluated ones and, for want of an evaluator,
-those that the judge scored."""
+"""Groups of the page for evaluated rollouts and, without evaluator, for held-out rollouts that the judge scored."""
 
 from __future__ import annotations
 
@@ -12,7 +11,6 @@ from typing import Any
 from draco_ray.errors import ReplyError
 from draco_ray.judging.phases.score import Score, parse_scores
 from draco_ray.lab.analysis.evaluations import evaluation_directories, judged_directories
-from draco_ray.lab.evaluation.trajectories import read_trajectories
 from draco_ray.lab.report.groups import ROWS, PackedGroup, by_task, content, pack
 from draco_ray.records import Criterion, Evaluation, Verdict
 from draco_ray.runs.directory import RunDirectory
@@ -23,7 +21,7 @@ TRAJECTORIES, STEPS = "evaluation_trajectories", "evaluation_steps"
 
 Row = dict[str, Any]
 Outcomes = Mapping[tuple[str, int], Row]
-"""(task, rollout) -> what the page says of it; ``success`` is true, false, or the share of verdicts that pass."""
+"""(task, rollout) -> its outcome on the page; ``success`` is true, false, or the share of verdicts that pass."""
 
 
 def packed_evaluations(run: RunDirectory) -> Iterator[PackedGroup]:
@@ -37,9 +35,7 @@ def packed_evaluations(run: RunDirectory) -> Iterator[PackedGroup]:
     for directory in evaluation_directories(run):
         for name in directory.plan.measurements:
             played = [result.evaluation for result in directory.results(name)]
-            rows = {
-                table: by_task(read_trajectories(directory, name, kept).to_pylist()) for table, kept in _PLAYED.items()
-            }
+            rows = {table: by_task(directory.trajectories(name, kept).to_pylist()) for table, kept in _PLAYED.items()}
             number = re.fullmatch(r"step(\d+)", name)
             key = f"{directory.path.name} {name}"
             version = int(number[1]) if number else None
@@ -47,7 +43,7 @@ def packed_evaluations(run: RunDirectory) -> Iterator[PackedGroup]:
 
 
 def packed_judged(run: RunDirectory) -> Iterator[PackedGroup]:
-    """The held-out rollouts that the judge scored, in the same way, with its verdicts and replies."""
+    """The held-out rollouts that the judge scored, a group a measurement and task, with verdicts and replies."""
     for place, judged in (("", run), *((f"{inside.path.name} ", inside) for inside in judged_directories(run))):
         measurements: dict[tuple[int, str], list[Row]] = defaultdict(list)
         for row in judged.table("heldout_verdicts").to_pylist():
@@ -88,9 +84,9 @@ def _judged(found: Sequence[Row]) -> Outcomes:
 
 
 def _verdicts(found: Sequence[Row], calls: Sequence[Row]) -> tuple[list[Row], list[Row]]:
-    """Rows of ``criteria`` and of ``verdicts`` of one task, of what was kept of its held-out rollouts.
+    """Rows of ``criteria`` and ``verdicts`` of one task, from its held-out rollouts.
 
-    A rubric is written once for a task and a measurement; a run that was killed between may have been given two.
+    There is one rubric for a task and a measurement; a run that was killed in between may have two.
     """
     titles: list[str] = []
     verdicts = []
@@ -113,7 +109,7 @@ def _verdicts(found: Sequence[Row], calls: Sequence[Row]) -> tuple[list[Row], li
 
 
 def _remarks(titles: Sequence[str], verdicts: Sequence[int], calls: Sequence[Row]) -> list[tuple[str, str]]:
-    """Evidence and justification of each verdict: those of the first reply that gives it; empty where none is kept."""
+    """Evidence and justification of each verdict, from the first reply that has it; empty if no reply was kept."""
     rubric = [Criterion(title=title, description="", evaluator_instruction="") for title in titles]
     remarks = [("", "")] * len(verdicts)
     scored = [call for call in calls if call["phase"] == Score.name and call["reply"]]
@@ -132,14 +128,14 @@ def _groups(
 
     Args:
         key: of the measurement.
-        step: whose policy played.
+        step: training step of the policy.
         split: of its tasks.
         outcomes: of its rollouts.
         rows: table -> task -> rows.
     """
     for task in sorted(rows["trajectories"].keys() & {task for task, _ in outcomes}):
         mine = {name: rows.get(name, {}).get(task, []) for name in ROWS}
-        # Of a rollout that was played again the last try is the one that was judged.
+        # Of repeated rollouts the last attempt was judged.
         last = {row["rollout"]: row["attempt"] for row in sorted(mine["trajectories"], key=lambda row: row["attempt"])}
         mine["trajectories"] = [row for row in mine["trajectories"] if row["attempt"] == last[row["rollout"]]]
         data, summary = content(step, task, mine)

@@ -1,8 +1,8 @@
 """`draco report DIR`: one HTML file that needs nothing else.
 
-What a policy or a judge wrote reaches the page in two ways only: packed (base64, shown by the script as text nodes), or
-as a chart's label or the configuration, escaped by Jinja and MarkupSafe. A content security policy in the page lets
-only its own script run, and nothing be loaded.
+Texts of a policy or a judge are untrusted. They are in the page either packed (base64, shown by the script as text
+nodes), or as labels of charts and the configuration, escaped by Jinja and MarkupSafe. The page's content security
+policy allows only its own script and no loading.
 """
 
 from __future__ import annotations
@@ -12,10 +12,13 @@ import hashlib
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import pyarrow.compute as pc
+from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 from markupsafe import Markup
 
 from draco_ray.judging.phases import PHASES
@@ -23,31 +26,30 @@ from draco_ray.lab.analysis.rubrics import left_out
 from draco_ray.lab.analysis.tables import tidy
 from draco_ray.lab.files import whole_file
 from draco_ray.lab.report import figures
-from draco_ray.lab.report.charts import Series, line_chart, percent, stacked_bars, timeline
-from draco_ray.lab.report.drawing import PALETTE, Drawing
+from draco_ray.lab.report.charts import Series, line_chart, percent, timeline
+from draco_ray.lab.report.drawing import PALETTE, Drawing, to_svg, visible
 from draco_ray.lab.report.groups import pack, packed_groups
 from draco_ray.lab.report.measured import packed_evaluations, packed_judged
-from draco_ray.lab.report.svg import to_svg
-from draco_ray.lab.report.template import ASSETS, page_template
 from draco_ray.runs.directory import RunDirectory
 from draco_ray.traces.keeping import SETTING
 
+ASSETS = files("draco_ray.lab.report") / "assets"
 PAGE_WIDTH = 980.0
-"""Points a chart over the page's whole width takes: its letters are then as large as those of three charts in a row."""
+"""Width in points of a chart over the whole page; its letters are then as large as those of three charts in a row."""
 
 SCRIPTS = ("report.js", "labels.js", "beside.js", "search.js", "keys.js", "live.js", "route.js")
-"""Parts of the page's one script, in order: the last begins."""
+"""Parts of the page's script, in order; the last one starts it."""
 
 Row = dict[str, Any]
 
 
 def write_report(run: RunDirectory, path: Path, *, live: str = "") -> None:
-    """Write the page; it grows a group at a time, so the run need not fit in memory.
+    """Write the page group by group, so that the run need not fit in memory.
 
     Args:
         run: with rows.
         path: of the page.
-        live: the run's state, of a page that is served and asks for a newer one; empty: it asks for nothing.
+        live: the run's state, for a served page that polls for a newer one; empty for a page that does not.
     """
     script = "".join((ASSETS / name).read_text(encoding="utf-8") for name in SCRIPTS)
     summaries: list[Row] = []
@@ -58,7 +60,7 @@ def write_report(run: RunDirectory, path: Path, *, live: str = "") -> None:
             summaries.append(group.summary)
             yield group.data
 
-    page = page_template("page.html.j2").stream(
+    page = _template("page.html.j2").stream(
         title=run.path.name,
         live=live,
         facts=_facts(run),
@@ -82,8 +84,21 @@ def write_report(run: RunDirectory, path: Path, *, live: str = "") -> None:
         page.dump(str(temporary), encoding="utf-8")
 
 
+def _template(name: str) -> Template:
+    """A template that escapes every value and makes invisible characters visible."""
+    environment = Environment(
+        loader=PackageLoader("draco_ray.lab.report", "assets"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        finalize=lambda value: visible(value) if type(value) is str else value,
+        trim_blocks=True,
+    )
+    style = Markup((ASSETS / "report.css").read_text(encoding="utf-8"))
+    return environment.get_template(name, globals={"style": style, "made": f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC"})
+
+
 def run_id(run: RunDirectory) -> str:
-    """What tells a run from others of its name, from its first rollout on: its configuration."""
+    """An id that distinguishes runs of the same name, from name and configuration."""
     return hashlib.sha256(f"{run.path.name}\n{run.config_text()}".encode()).hexdigest()[:16]
 
 
@@ -100,19 +115,18 @@ class Chart:
 
     drawing: Drawing
     wide: bool = False
-    """Whether it takes the page's whole width."""
+    """Whether it takes the whole width of the page."""
     note: str = ""
-    """What has to be known to read it."""
+    """Caption."""
 
 
 def overview(run: RunDirectory) -> list[Chart]:
     """The charts of the first page."""
     metrics = run.metrics()
-    names = [run.path.name]
     steps = [line["step"] for line in metrics]
     reward = [Series("reward", steps, [line.get("reward") for line in metrics])]
     credit = tidy("credit_by_step", [run]).to_pylist()
-    inert, spread = (figures.by_run(credit, names, column) for column in ("inert_share", "quality_spread_active"))
+    inert, spread = (figures.by_run(credit, column) for column in ("inert_share", "quality_spread_active"))
     evaluated, judged = (tidy(name, [run]).to_pylist() for name in ("success", "judged"))
     by_criterion = tidy("criterion_pass_rates", [run]).to_pylist()
     return [
@@ -146,7 +160,7 @@ def _intervals(rows: list[Row], column: str) -> str:
 
 
 def ceiling(run: RunDirectory) -> str:
-    """What bounds a pass rate, of a run whose rule drops what no member fails; empty for others."""
+    """A note on the ceiling of pass rates, for runs whose rule drops criteria that all pass; else empty."""
     size = int(run.setting("algorithm.group_size"))
     if not _by_rubric(run) or run.setting("algorithm.rule") == "no_dropout":
         return ""
@@ -163,7 +177,7 @@ def ceiling(run: RunDirectory) -> str:
 
 
 def how_to_read(run: RunDirectory) -> str:
-    """What the page is about, for somebody who has never seen one; empty where no verdicts are behind it."""
+    """Introduction for new readers; empty for runs without verdicts."""
     if not _by_rubric(run):
         return ""
     if _of_traces(run):
@@ -182,12 +196,12 @@ def _by_rubric(run: RunDirectory) -> bool:
 
 
 def _of_traces(run: RunDirectory) -> bool:
-    """Whether another agent's traces were judged: nothing was trained."""
+    """Whether these are judged traces of another agent, without training."""
     return bool(run.setting("setting") == SETTING)
 
 
 KINDS = dict(zip(("rollout", *PHASES, "learning", "sync", "checkpoint"), PALETTE, strict=False))
-"""Colour of each kind of work, on the timeline of every step."""
+"""Kind of work -> its colour on timelines."""
 STAGE_COLORS = {
     "generation": KINDS["rollout"],
     "generation and judging": "#7f7fd0",
@@ -200,12 +214,10 @@ STAGE_COLORS = {
 
 
 def stage_seconds(rows: list[Row]) -> Drawing:
-    """Where the wall time of each step went; stages that ran at the same time are one of their own."""
-    steps = sorted({row["training_step"] for row in rows})
-    seconds = {(row["stage"], row["training_step"]): row["seconds"] for row in rows}
-    stages = [stage for stage in dict.fromkeys(row["stage"] for row in rows) if any(seconds[stage, s] for s in steps)]
-    parts = {stage: [seconds[stage, step] for step in steps] for stage in stages}
-    return stacked_bars("Seconds per stage", [str(step) for step in steps], parts, colors=STAGE_COLORS)
+    """Wall time of each step by stage; stages that overlapped count as a stage of their own."""
+    stages = dict.fromkeys(row["stage"] for row in rows)
+    names = {stage: stage for stage in stages if any(row["seconds"] for row in rows if row["stage"] == stage)}
+    return figures.bars_by_step("Seconds per stage", rows, "stage", "seconds", names, colors=STAGE_COLORS)
 
 
 def when_it_ran(run: RunDirectory, step: int) -> Drawing:
@@ -245,7 +257,7 @@ def _facts(run: RunDirectory) -> list[tuple[str, str]]:
 
 
 def _self_contradictions(metrics: list[dict[str, Any]]) -> Iterator[tuple[str, str]]:
-    """How many of a sample of verdicts their own justifications contradict (``judge.second_look``)."""
+    """Sampled verdicts that their own justifications contradict (``judge.second_look``)."""
     looked_at = sum(line.get("judge_looked_at") or 0 for line in metrics)
     if looked_at:
         contradicted = sum(line.get("judge_contradicted") or 0 for line in metrics)
@@ -256,7 +268,7 @@ def _self_contradictions(metrics: list[dict[str, Any]]) -> Iterator[tuple[str, s
 
 
 def _held_out(rows: list[Row], column: str, called: str) -> Iterator[tuple[str, str]]:
-    """The first and the last measurement on each split; those between are in the chart."""
+    """The first and the last measurement on each split; the chart has all."""
     splits: dict[str, list[Row]] = {}
     for row in rows:
         splits.setdefault(row["split"], []).append(row)

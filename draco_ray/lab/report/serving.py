@@ -1,8 +1,7 @@
-"""`draco report DIR --serve`: the page of a run while it goes on, on this machine only.
+"""`draco report DIR --serve`: the page of a continuing run, on this machine only.
 
-The page is made again when the run has moved on, and asks every few seconds whether it has. The server listens on
-loopback; its address carries a token, since others on the machine can connect there too, and a page from elsewhere that
-had a name of its own point to loopback is refused by the name it asks for.
+The page polls every few seconds, and is rendered again when the run has changed. The server listens on loopback. Its
+address has a token against other users of the machine, and the Host header is checked against DNS rebinding.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from draco_ray.temp_dirs import PrivateTempDir
 
 HOST = "127.0.0.1"
 PORT = 8321
-"""Unless told: a browser keeps what people label by address, so it stays the same."""
+"""Default port, always the same, since a browser stores labels by address."""
 _HEADERS = {
     "Cache-Control": "no-store",
     "Referrer-Policy": "no-referrer",
@@ -33,14 +32,14 @@ _HEADERS = {
 
 
 def state_of(run: RunDirectory) -> str:
-    """What changes whenever the run has written something that its page shows."""
+    """A digest that changes whenever the run has written something that its page shows."""
     digest = hashlib.sha256()
     shown = [run.metrics_file, *_files(run.tables), *_files(run.path / "evaluations")]
     for path in shown:
         try:
             status = path.stat()
         except OSError:
-            # It was compacted into another file meanwhile.
+            # Merged into another file in the meantime.
             continue
         digest.update(f"{path}\0{status.st_mtime_ns}\0{status.st_size}\n".encode("utf-8", "surrogateescape"))
     return digest.hexdigest()[:16]
@@ -51,7 +50,7 @@ def _files(folder: Path) -> list[Path]:
 
 
 class LivePage:
-    """The page of a run that may be going on."""
+    """The page of a run that may still be running."""
 
     def __init__(self, run: RunDirectory) -> None:
         self._run = run
@@ -65,10 +64,10 @@ class LivePage:
         return state_of(self._run)
 
     def page(self) -> bytes:
-        """The page, made anew if the run has moved on.
+        """The page, rendered again if the run has changed.
 
         Raises:
-            DracoError: the run cannot be read; the last page stays where a file was only just being replaced.
+            DracoError: the run cannot be read; while a file is being replaced the last page is returned instead.
         """
         with self._lock:
             state = self.state
@@ -85,7 +84,7 @@ class LivePage:
 
 
 class ReportServer(ThreadingHTTPServer):
-    """Answers ``/TOKEN/`` with the page and ``/TOKEN/state`` with the run's state, and nobody else."""
+    """Serves the page at ``/TOKEN/`` and the run's state at ``/TOKEN/state``."""
 
     daemon_threads = True
 
@@ -107,7 +106,7 @@ class ReportServer(ThreadingHTTPServer):
 
     @property
     def url(self) -> str:
-        """Where the page is."""
+        """Address of the page."""
         return f"http://{HOST}:{self.server_port}/{self.token}/"
 
 
@@ -142,4 +141,4 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, format: str, *args: object) -> None:
-        """Say nothing: the address has the token in it."""
+        """Log nothing: the address contains the token."""

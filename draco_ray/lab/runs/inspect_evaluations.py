@@ -19,7 +19,6 @@ from pathlib import Path
 
 from draco_ray.lab.analysis.evaluations import evaluation_directories, judged_directories
 from draco_ray.lab.evaluation.results import EvaluationDirectory, RolloutResult
-from draco_ray.lab.evaluation.trajectories import read_trajectories
 from draco_ray.lab.runs.inspect_log import InspectLog, Json, trajectory_sample, write_inspect_logs
 from draco_ray.records import Evaluation, Trajectory, Verdict
 from draco_ray.runs.directory import RunDirectory
@@ -154,7 +153,7 @@ def write_evaluation(directory: EvaluationDirectory, folder: Path, of: str = "")
         results = directory.results(measurement)
         if not results:
             continue
-        played = _by_rollout([read_trajectories(directory, measurement, name).to_pylist() for name in TABLES])
+        played = _by_rollout([directory.trajectories(measurement, name).to_pylist() for name in TABLES])
         log = _log(
             name=directory.path.resolve().name,
             part=measurement,

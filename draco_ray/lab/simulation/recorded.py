@@ -1,4 +1,4 @@
-"""What a recorded run did, and how long each part took."""
+"""Read the durations of a recorded run's rollouts, judge phases and learning."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from draco_ray.runs.schema import MOST
 from draco_ray.training.overlap import busy_seconds
 
 FEWEST_STEPS = 3
-"""Finished steps: the first, in which worlds and engines are cold, and two to predict one by the other."""
+"""Finished steps needed: the first, which is cold, and two that predict each other."""
 MOST_OF_ONE = 100_000
-"""Largest number of engines, slots or workers in a simulation."""
+"""Largest number of engines, slots or workers that is simulated."""
 
 SETTING_KEYS = {
     "slots": "environment.slots",
@@ -41,11 +41,11 @@ class Phase:
     """A judge phase. ``began`` and ``ended`` are Unix seconds here and below."""
 
     seconds: float
-    """At the worker, without waiting for rate limits."""
+    """Without waiting for rate limits."""
     requests: int = 1
     """0 where every reply came from the cache."""
     tokens: int = 0
-    """Read and written, of all requests."""
+    """Input and output tokens of all requests."""
     dollars: float = 0.0
     began: float = 0.0
     ended: float = 0.0
@@ -56,11 +56,11 @@ class Turn:
     """A turn of a rollout."""
 
     generating: float
-    """Seconds in the engine, beside whatever else it was generating."""
+    """Seconds in the engine, as recorded beside other sequences."""
     sampled: float
-    """Tokens."""
+    """Sampled tokens."""
     read: float = 0
-    """Tokens of prompt or observation since the turn before."""
+    """Tokens of prompt or observation since the previous turn."""
     executing: float = 0.0
     """Seconds in the environment."""
     began: float = 0.0
@@ -75,7 +75,7 @@ class Rollout:
     tokens: int = 0
     engine: str = ""
     began: float = 0.0
-    """When it got its slot."""
+    """Start in its slot."""
     ended: float = 0.0
 
     @property
@@ -85,18 +85,18 @@ class Rollout:
 
     @property
     def opening(self) -> float:
-        """Seconds in its slot outside its turns."""
+        """Seconds in its slot outside its turns, mostly opening the world."""
         return max(0.0, self.ended - self.began - sum(turn.generating + turn.executing for turn in self.turns))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
-    """A task's rollouts and the judge phases that were made for it."""
+    """A task's rollouts and judge phases."""
 
     rollouts: tuple[Rollout, ...]
     phases: Mapping[Key, Phase] = field(default_factory=dict)
     failed: bool = False
-    """Whether it was dropped from the update."""
+    """Whether it is left out of the update."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,14 +107,14 @@ class Step:
     began: float
     seconds: float
     groups: tuple[Group, ...]
-    """In the batch's order, as far as their first rollouts tell."""
+    """Ordered by their first rollouts, which is nearly the batch's order."""
     learning: tuple[tuple[float, float], ...]
     """Intervals in which the learner was busy, Unix seconds."""
     updates: int
 
     @property
     def rollouts(self) -> list[Rollout]:
-        """Those of all groups."""
+        """Rollouts of all groups."""
         return [rollout for group in self.groups for rollout in group.rollouts]
 
     @property
@@ -130,7 +130,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """How many there are of each resource."""
+    """Numbers of resources."""
 
     slots: int
     engines: int = 1
@@ -141,9 +141,9 @@ class Setting:
     requests_per_minute: float | None = None
     tokens_per_minute: float | None = None
     learners: float = 1.0
-    """Learner workers, in units of the recorded run's."""
+    """Learner workers, as a multiple of the recorded run's."""
     minibatch: int = 0
-    """Groups an update; 0: all of the step's."""
+    """Groups an update; 0: all of the step."""
     staleness: int = 0
     colocate: bool = False
     group_size: int = 6
@@ -151,20 +151,20 @@ class Setting:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedRun:
-    """What can be learned from a run."""
+    """The recorded steps of a run and its resources."""
 
     name: str
     setting: Setting
     steps: tuple[Step, ...]
-    """Finished ones, without the first."""
+    """Finished steps without the first."""
     remember_share: float
-    """Time of a pass for old log-probs over that of a pass for gradients."""
+    """Time of a pass for old log-probs relative to one for gradients."""
     gpus_per_engine: float
     learner_gpus: float
 
 
 def read_run(run: RunDirectory) -> RecordedRun:
-    """What a run recorded.
+    """Read a run directory.
 
     Raises:
         ConfigError: too few finished steps, steps without spans, or a judge that shares the policy's engines.
@@ -267,7 +267,7 @@ def _turns(rows: Iterable[Row], began: float) -> Iterable[Turn]:
     for row in sorted(rows, key=lambda row: int(row["turn"])):
         first, last = int(row["first_token"]), int(row["last_token"])
         generating, executing = row["seconds_generating"] or 0.0, row["seconds_executing"] or 0.0
-        # Another branch begins anew.
+        # Another branch starts again from the prompt.
         read = first - before if first >= before else first
         sampled = max(0, last - first)
         yield Turn(began=began, generating=generating, executing=executing, sampled=sampled, read=read)

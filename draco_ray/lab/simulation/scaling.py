@@ -1,4 +1,4 @@
-"""What a simulation says of a recorded run: how well it predicts its steps, and what other sizes would take."""
+"""Predictions of a recorded run's steps, and of steps of other sizes."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from draco_ray.lab.simulation.speeds import fit
 from draco_ray.lab.simulation.step import WAITS, SimulatedStep, Speeds, simulate
 
 SIZES = (96, 1024, 16384)
-"""Rollouts a step that are asked about where none are named."""
+"""Default sizes, in rollouts a step."""
 ALLOWANCE = 0.05
-"""Share by which a step may become longer for want of a judge resource that still counts as enough."""
+"""Relative slowdown of a step up to which a resource still counts as sufficient."""
 SEARCHED = 240
-"""Rollouts up to which the judge's needs are searched by simulation; beyond that they grow with the rollouts."""
+"""Largest size, in rollouts, whose judge resources are searched by simulation; beyond they grow in proportion."""
 DRAWS = 9
-"""Simulations of a recorded step; the median counts."""
+"""Simulations of a recorded step, of which the median is used."""
 PRECISION = 1.1
-"""Factor between two numbers that are tried in the search for a need."""
+"""Factor between successive numbers in the search for sufficient resources."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-    """A recorded step, and the simulation of its rollouts at the speeds of other steps."""
+    """A recorded step, and its simulation with the speeds of other steps."""
 
     step: Step
     simulated: SimulatedStep
@@ -42,26 +42,26 @@ class Prediction:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Size:
-    """A step of so many rollouts."""
+    """Simulations of a step of one size."""
 
     rollouts: int
     as_set: SimulatedStep
-    """With the setting that was asked about."""
+    """With the requested setting."""
     enough: Setting
-    """With which no stage waits; see `Scale.needs`."""
+    """Sufficient resources; see `Scale.needs`."""
     unstalled: SimulatedStep
-    """The step with that."""
+    """With ``enough``."""
     dollars: float
-    """Of its judge calls."""
+    """Dollars of its judge calls."""
     gpu_hours: float
-    """Of the step with ``as_set``, engines and learner."""
+    """GPU-hours of engines and learner with the requested setting."""
     enough_gpu_hours: float
 
 
 def predict(run: RecordedRun, seed: int, other: RecordedRun | None = None) -> list[Prediction]:
-    """Every step of a run, by the speeds of its other steps; or every step of another run, by the speeds of this one.
+    """Simulate every step of a run with the speeds of its other steps, or of another run with the speeds of this one.
 
-    What the judge takes is drawn from the known steps; everything else is the predicted step's own.
+    Judge phases are drawn from the known steps; everything else is as recorded of the predicted step.
     """
     if other and not {kind for kind, _ in _phases(other.steps)} <= {kind for kind, _ in _phases(run.steps)}:
         raise ConfigError(
@@ -88,7 +88,7 @@ def predict(run: RecordedRun, seed: int, other: RecordedRun | None = None) -> li
 
 
 def _phases(steps: Sequence[Step]) -> dict[tuple[str, bool], list[Phase]]:
-    """Kind of a judge phase, and whether it asked the judge -> those of these steps."""
+    """(Kind of judge phase, whether it sent a request) -> the phases of these steps."""
     found: dict[tuple[str, bool], list[Phase]] = defaultdict(list)
     for group in (group for step in steps for group in step.groups):
         for (kind, _), phase in group.phases.items():
@@ -97,26 +97,26 @@ def _phases(steps: Sequence[Step]) -> dict[tuple[str, bool], list[Phase]]:
 
 
 def median_error(predictions: Sequence[Prediction]) -> float:
-    """Median of the errors' sizes."""
+    """Median absolute error."""
     return statistics.median(abs(each.error) for each in predictions)
 
 
 def play(groups: Sequence[Group], speeds: Speeds, setting: Setting) -> SimulatedStep:
-    """Simulate a step; where rollouts run ahead, the median of several between others."""
+    """Simulate a step; with staleness, the median step of several successive ones."""
     steps = simulate([groups] * (6 if setting.staleness else 1), speeds, setting)
     alike = sorted(steps[2:-1] or steps, key=lambda step: step.seconds)
     return alike[len(alike) // 2]
 
 
 class Scale:
-    """A recorded run at other sizes; groups are drawn from all its steps."""
+    """Steps of other sizes, with groups drawn from all recorded steps."""
 
     def __init__(self, run: RecordedRun, setting: Setting, seed: int) -> None:
         """
         Args:
-            run: whose groups are drawn from.
-            setting: that is asked about.
-            seed: of the draws.
+            run: source of the groups.
+            setting: the requested setting.
+            seed: random seed of the draws.
         """
         self._run, self.setting, self._seed = run, setting, seed
         self.speeds = fit(run.steps, run)
@@ -126,7 +126,7 @@ class Scale:
         self._found: dict[int, dict[str, float]] = {}
 
     def at(self, rollouts: int) -> Size:
-        """A step of at least so many rollouts, in whole groups."""
+        """A step of at least ``rollouts`` rollouts, in whole groups."""
         groups, enough = self._draw(rollouts), self.needs(rollouts)
         as_set, unstalled = self._play(groups, self.setting), self._play(groups, enough)
         return Size(
@@ -139,10 +139,6 @@ class Scale:
             enough_gpu_hours=self._gpu_hours(enough, unstalled),
         )
 
-    def seconds(self, rollouts: int, **changed: float) -> float:
-        """How long a step of so many rollouts takes, with these fields of the setting changed."""
-        return self._play(self._draw(rollouts), replace(self.setting, **changed)).seconds  # type: ignore[arg-type]
-
     def needs(self, rollouts: int) -> Setting:
         """The setting with which judging and learning keep up with generation in a step of so many rollouts.
 
@@ -154,7 +150,7 @@ class Scale:
         if searched not in self._found:
             self._found[searched] = self._search(searched)
         larger = self._count(rollouts) / self._count(searched)
-        # Another draw asks for a little more, and what exceeds a minute's tokens waits for up to a minute.
+        # Another draw may need a little more, and exceeding the tokens of a minute costs up to a minute.
         larger *= PRECISION if larger > 1 else 1
         found = {name: math.ceil(larger * number) for name, number in self._found[searched].items()}
         found["judge_workers"] = math.ceil(found["judge_workers"] / self.setting.calls_per_worker)
@@ -162,7 +158,7 @@ class Scale:
         return replace(self._grown(rollouts), **(unlimited | found))  # type: ignore[arg-type]
 
     def _search(self, rollouts: int) -> dict[str, float]:
-        """The least of each judge resource that is enough; ``judge_workers`` is of workers of one call each."""
+        """The smallest sufficient number of each judge resource; ``judge_workers`` counts workers of one call each."""
         groups = self._draw(rollouts)
         phases = [phase for group in groups for phase in group.phases.values()]
         most = max(1, len(phases))
@@ -202,11 +198,11 @@ class Scale:
         return [self._pool[index] for index in random.integers(len(self._pool), size=self._count(rollouts))]
 
     def _count(self, rollouts: int) -> int:
-        """Groups of a step."""
+        """Number of groups of a step."""
         return math.ceil(rollouts / self.setting.group_size)
 
     def _play(self, groups: Sequence[Group], setting: Setting) -> SimulatedStep:
-        # As many updates a step as recorded, however many groups make one.
+        # As many updates a step as recorded, with more groups each.
         return play(groups, self.speeds, replace(setting, minibatch=math.ceil(len(groups) / self._updates)))
 
     def _gpu_hours(self, setting: Setting, step: SimulatedStep) -> float:
@@ -215,6 +211,6 @@ class Scale:
 
 
 def stalled_by(step: SimulatedStep) -> str | None:
-    """The resource that a step's longest path waits for longest; None where that is less than `ALLOWANCE` of it."""
+    """The resource that the longest path waits for most; None if that is less than `ALLOWANCE` of the step."""
     resource = max(WAITS, key=lambda each: step.path.get(WAITS[each], 0.0))
     return resource if step.path.get(WAITS[resource], 0.0) > ALLOWANCE * step.seconds else None

@@ -15,7 +15,7 @@ from draco_ray.lab.simulation.step import Speeds
 from draco_ray.records import FloatArray
 
 MOST_SLOWDOWN = 3.0
-"""Largest share by which one more sequence may lengthen a turn."""
+"""Upper bound of the fitted slowdown."""
 
 
 def fit(steps: Sequence[Step], run: RecordedRun) -> Speeds:
@@ -38,9 +38,9 @@ def fit(steps: Sequence[Step], run: RecordedRun) -> Speeds:
 
 
 def fit_engine(rollouts: Iterable[Rollout]) -> tuple[float, list[float]]:
-    """Slowdown by a further sequence; seconds a turn, a sampled token and a token read.
+    """Fit the slowdown by each further sequence, and the seconds of a turn, a sampled token and a token read.
 
-    A turn's seconds are its own, by its tokens, times what the sequences beside it slow it down.
+    The model of a turn's seconds: a linear function of its tokens, times 1 + slowdown x mean number of other sequences.
     """
     by_engine: dict[str, list[tuple[float, ...]]] = defaultdict(list)
     for rollout in rollouts:
@@ -61,7 +61,7 @@ def fit_engine(rollouts: Iterable[Rollout]) -> tuple[float, list[float]]:
 
 
 def mean_running(began: FloatArray, ended: FloatArray) -> FloatArray:
-    """How many intervals ran on average during each of n intervals, itself included.
+    """Mean number of intervals that ran during each of n intervals, itself included.
 
     >>> mean_running(np.array([0.0, 1.0]), np.array([2.0, 2.0]))
     array([1.5, 2. ])
@@ -75,10 +75,10 @@ def mean_running(began: FloatArray, ended: FloatArray) -> FloatArray:
 
 
 def fit_learner(steps: Sequence[Step], run: RecordedRun) -> list[float]:
-    """Seconds a token, what a sampled token takes beyond that, and an update."""
+    """Fit the seconds of a token, the extra of a sampled token, and of an update."""
     rows = []
     for step in steps:
-        # Old log-probs are taken of the groups of later minibatches.
+        # Old log-probs are computed for the groups of later minibatches.
         later = step.groups[run.setting.minibatch :]
         passes = [(1.0, group) for group in step.groups] + [(run.remember_share, group) for group in later]
         learned = [(share, rollout) for share, group in passes for rollout in group.rollouts]
@@ -89,7 +89,7 @@ def fit_learner(steps: Sequence[Step], run: RecordedRun) -> list[float]:
 
 
 def _handover(steps: Sequence[Step], slots: int) -> dict[str, float]:
-    """Stage -> median seconds from the end of what it waits for to its start."""
+    """Stage -> median seconds from the end of its last input to its start."""
     gaps: dict[str, list[float]] = defaultdict(list)
     for step in steps:
         held: list[float] = []
@@ -110,7 +110,7 @@ def _handover(steps: Sequence[Step], slots: int) -> dict[str, float]:
 
 
 def _gaps(group: Group) -> Iterable[tuple[str, float]]:
-    """Judge phase, and seconds from the end of the last thing that it needs to its start."""
+    """Judge phases, each with the seconds from the end of its last input to its start."""
     ended: dict[object, list[float]] = defaultdict(list)
     for (kind, _), phase in group.phases.items():
         ended[kind].append(phase.ended)

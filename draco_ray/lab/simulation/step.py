@@ -1,7 +1,7 @@
-"""Training steps as discrete events: what waits for what, on a clock that jumps from one event to the next.
+"""Discrete-event simulation of training steps, on a clock that jumps from one event to the next.
 
-The graph is that of `draco_ray.pipeline` and `draco_ray.training.streaming`; engines, environments, judge and learner
-are waits of as many seconds as they take.
+The dependencies are those of `draco_ray.pipeline` and `draco_ray.training.streaming`; work of engines, environments,
+judge and learner is a wait of its duration.
 """
 
 from __future__ import annotations
@@ -27,45 +27,45 @@ WAITS = {
     "judge limits": "waiting for the judge's limits",
     "learner": "waiting for the learner",
 }
-"""Resource -> the part of a step's path that more of it would shorten."""
+"""Resource -> the part of a step's longest path that is spent waiting for it."""
 PARTS = (
     *("between steps", WAITS["slots"], "opening worlds", "generating", WAITS["engines"], "environment", "hand-over"),
     *(WAITS["judge workers"], WAITS["judge limits"], *PHASES, WAITS["learner"], "learning", "sync and checkpoint"),
 )
-"""What a step's longest path is made of, in the order of the data flow."""
+"""Parts of a step's longest path, in the order of the data flow."""
 ROUNDING = 1e-9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Speeds:
-    """What is the same in every step of a run, in seconds."""
+    """Speeds of a run's engines, learner and hand-overs, in seconds."""
 
     per_turn: float = 0.0
-    """Of a turn on an engine without other sequences."""
+    """Fixed time of a turn on an engine without other sequences."""
     per_sampled: float = 0.0
-    """The same, for each sampled token."""
+    """In addition for each sampled token."""
     per_read: float = 0.0
-    """The same, for each token of a prompt or an observation."""
+    """In addition for each token of a prompt or an observation."""
     slowdown: float = 0.0
-    """Share by which each further sequence of the engine lengthens a turn."""
+    """Relative slowdown of a turn by each further sequence on the engine."""
     per_learned: float = 0.0
-    """Gradients of a token."""
+    """Gradient computation of a token."""
     per_learned_sampled: float = 0.0
-    """What a sampled token takes beyond that."""
+    """In addition for a sampled token."""
     remember_share: float = 0.25
-    """Time of old log-probs over that of gradients of the same tokens."""
+    """Time of old log-probs relative to gradients of the same tokens."""
     update: float = 0.0
     handover: Mapping[str, float] = field(default_factory=dict)
-    """Stage -> seconds from the end of what it waits for to its start."""
+    """Stage -> seconds from the end of its last input to its start."""
     head: float = 0.0
-    """From a step's beginning to its first rollout's."""
+    """From the start of a step to its first rollout."""
     tail: float = 0.0
     """From the last update to the step's end: sync, canary, checkpoint."""
 
 
 @dataclass(slots=True, eq=False)
 class Work:
-    """Something that was done: when its inputs were there, what the time went to, and the input that came last."""
+    """A piece of finished work: when its inputs were ready, how its time was spent, and its last input."""
 
     ready: float
     ended: float
@@ -76,7 +76,7 @@ class Work:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulatedStep:
-    """A step that was simulated."""
+    """A simulated step."""
 
     seconds: float
     path: dict[str, float]
@@ -89,24 +89,24 @@ def now() -> float:
 
 
 class _Clock(selectors.DefaultSelector):
-    """Where a loop would sleep until its next timer, its clock jumps there."""
+    """Instead of sleeping until the next timer, the clock jumps there."""
 
     now = 0.0
 
     def select(self, timeout: float | None = None) -> list[Any]:
         if timeout is None:
-            raise RuntimeError("everything waits and nothing is to come")
+            raise RuntimeError("deadlock: all tasks wait and no timer is set")
         self.now += max(0.0, timeout)
         return []
 
 
 def on_a_clock(main: Any) -> Any:
-    """Run a coroutine that only waits, on a clock of its own."""
+    """Run a coroutine on a simulated clock."""
     clock = _Clock()
     loop = asyncio.SelectorEventLoop(clock)
     loop.time = lambda: clock.now  # type: ignore[method-assign]
     try:
-        # Nothing is garbage until the end.
+        # Nothing becomes garbage before the end.
         with uncollected():
             return loop.run_until_complete(main)
     finally:
@@ -116,7 +116,7 @@ def on_a_clock(main: Any) -> Any:
 
 
 class Places:
-    """So many places; the lowest rank gets the next one, among equals who came first."""
+    """A priority semaphore: lowest rank first, then first come, first served."""
 
     def __init__(self, free: int) -> None:
         self._free = free
@@ -124,7 +124,7 @@ class Places:
         self._arrivals = itertools.count()
 
     async def take(self, rank: int = 0) -> float:
-        """Wait for a place; returns for how long."""
+        """Acquire a place; returns the seconds waited."""
         began = now()
         if self._free:
             self._free -= 1
@@ -135,7 +135,7 @@ class Places:
         return now() - began
 
     def give(self) -> None:
-        """Leave a place."""
+        """Release a place."""
         if self._line:
             heapq.heappop(self._line)[2].set_result(None)
         else:
@@ -143,20 +143,20 @@ class Places:
 
 
 class Engine:
-    """An engine whose sequences all advance at one rate, which depends on how many there are."""
+    """An engine whose sequences all advance at the same rate, which falls with their number."""
 
     def __init__(self, slowdown: float, sequences: int) -> None:
         self.rollouts = 0
         self._slowdown, self._room = slowdown, Places(sequences)
         self._running: list[tuple[float, int, asyncio.Future[None]]] = []
-        """By the progress at which they end."""
+        """Sequences as (progress at which it ends, arrival, future)."""
         self._arrivals = itertools.count()
         self._progress, self._at = 0.0, 0.0
-        """Seconds that a sequence would have run alone, at a second of the clock."""
+        """Progress is the time that a sequence would have taken alone; ``_at`` is the clock of its last update."""
         self._timer: asyncio.TimerHandle | None = None
 
     async def generate(self, seconds: float) -> None:
-        """Return when a turn has ended that takes ``seconds`` alone."""
+        """Generate a turn that takes ``seconds`` without other sequences."""
         await self._room.take()
         self._advance()
         ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -166,7 +166,7 @@ class Engine:
         self._room.give()
 
     def _advance(self) -> None:
-        """Bring the progress up to the clock, end what has finished, and come again when the next one does."""
+        """Update the progress, end finished sequences, and set a timer for the next one."""
         self._progress += (now() - self._at) / self._factor()
         self._at = now()
         while self._running and self._running[0][0] <= self._progress + ROUNDING:
@@ -182,7 +182,7 @@ class Engine:
 
 
 class Simulation:
-    """The resources of a run, and the work that was done with them."""
+    """The resources of a run, and the stages that use them."""
 
     def __init__(self, speeds: Speeds, setting: Setting) -> None:
         self._speeds, self._setting = speeds, setting
@@ -190,13 +190,13 @@ class Simulation:
         self._engines = [Engine(speeds.slowdown, setting.sequences) for _ in range(setting.engines)]
         self._judge = Places(setting.judge_workers * setting.calls_per_worker)
         self._lease, self._learner = Places(1), Places(1)
-        # Those of `draco_ray.judging.limiter`, with every request's tokens known before it is sent.
+        # The windows of `draco_ray.judging.limiter`; unlike there, the tokens of a request are known before it is sent.
         requests, tokens = setting.requests_per_minute, setting.tokens_per_minute
         burst = max(BURST_REQUESTS, BURST_SECONDS * (requests or 0.0) / WINDOW_SECONDS)
         self._limits = SlidingWindow(requests, burst), SlidingWindow(tokens, BURST_SHARE * (tokens or 0.0), PACE)
 
     async def play(self, steps: Sequence[Sequence[Group]]) -> list[SimulatedStep]:
-        """Play training steps one after the other, as far as `Setting.staleness` lets them."""
+        """Simulate successive training steps, which overlap as far as `Setting.staleness` allows."""
         begun: dict[int, list[asyncio.Task[Any]]] = {}
         played = []
 
@@ -220,7 +220,7 @@ class Simulation:
         return played
 
     async def _group(self, rank: int, group: Group) -> tuple[Group, Work]:
-        """From a group's rollouts to its advantages: the judge phases that were recorded, and the last of them."""
+        """A group's rollouts and recorded judge phases; returns the group and its last work."""
 
         def ask(kind: str, number: int | None, *after: Work) -> Awaitable[Work]:
             return self._ask(kind, group.phases[kind, number], _last(after))
@@ -286,7 +286,7 @@ class Simulation:
         return Work(ready, now(), parts | {kind: phase.seconds}, after)
 
     async def _update(self, groups: Sequence[Awaitable[Any]], minibatch: int) -> Work:
-        """The learner's part of a step; returns its last update."""
+        """The learner's work of a step; returns its last update."""
         speeds, handover = self._speeds, self._speeds.handover.get("learning", 0.0)
 
         async def learn(seconds: float, after: Work | None, handover: float = 0.0) -> Work:
@@ -324,8 +324,8 @@ def simulate(steps: Sequence[Sequence[Group]], speeds: Speeds, setting: Setting)
 
     Args:
         steps: the groups of each, in the batch's order.
-        speeds: of engines, learner and hand-overs.
-        setting: how many there are of each resource.
+        speeds: see `Speeds`.
+        setting: numbers of resources.
     """
 
     async def play() -> list[SimulatedStep]:
@@ -336,9 +336,9 @@ def simulate(steps: Sequence[Sequence[Group]], speeds: Speeds, setting: Setting)
 
 
 def longest_path(last: Work | None, began: float, ended: float, tail: float) -> dict[str, float]:
-    """Part of a step's longest path -> seconds: from its last update back, through what each work waited for last.
+    """Part of a step's longest path -> seconds, from its last update back through the last input of each work.
 
-    Of work that began before the step (it ran ahead) only what fell into the step counts.
+    Work that began before the step (it ran ahead) counts only from the start of the step.
     """
     path: dict[str, float] = {}
     while last is not None and last.ended > began:

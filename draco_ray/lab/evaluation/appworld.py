@@ -1,0 +1,131 @@
+"""Rollouts laid out as AppWorld lays out an experiment, and AppWorld's evaluator run over them again in the jail.
+
+::
+
+    <evaluation>/appworld/data/            links into the data root, and datasets/evaluated.txt: this evaluation's tasks
+    <evaluation>/appworld/experiments/outputs/<measurement>-run<n>/tasks/<task>/{dbs,logs,...}
+
+A lost rollout is laid out as an untouched world, which AppWorld's evaluator fails, so that its rates are over the same
+tasks as ours. AppWorld's own command executes the SQL of saved worlds with the user's rights; `reevaluate` checks the
+statements and runs the tests in the jail, so it may be used on evaluation directories of unknown origin.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import shutil
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from draco_ray.config.schema import DracoConfig
+from draco_ray.environments.appworld.data_root import tasks_digest
+from draco_ray.environments.appworld.saved_world import UnusableWorld, read_saved
+from draco_ray.environments.appworld.slot import AppWorldSlot
+from draco_ray.errors import ConfigError
+from draco_ray.lab.evaluation.results import EvaluationDirectory
+from draco_ray.pipeline import gather_or_cancel
+from draco_ray.records import Evaluation
+
+DATASET = "evaluated"
+"""The dataset name to give AppWorld."""
+_PLAIN = re.compile(r"(dbs|logs|version)/[a-z_]{1,64}\.(jsonl?|md|txt)")
+
+
+def outputs_folder(root: Path, measurement: str, run: int) -> Path:
+    """The folder of one measurement's 0-based run, which has a folder for each task."""
+    return root / "experiments" / "outputs" / f"{measurement}-run{run + 1}" / "tasks"
+
+
+class AppWorldOutputs:
+    """Writes one evaluation's outputs."""
+
+    def __init__(self, path: Path, data_root: Path, tasks: Iterable[str]) -> None:
+        """Start or continue an AppWorld root at ``path``; ``data_root`` is linked, never written to."""
+        self.path = path
+        self._data = (data_root / "data").resolve()
+        data = path / "data"
+        (data / "datasets").mkdir(parents=True, exist_ok=True)
+        for source in [*self._data.iterdir(), *(self._data / "datasets").iterdir()]:
+            link = data / source.relative_to(self._data)
+            if not link.exists() and source.stem != DATASET:
+                link.symlink_to(source)
+        (data / "datasets" / f"{DATASET}.txt").write_text("".join(f"{task}\n" for task in tasks), encoding="utf-8")
+
+    def write(self, measurement: str, run: int, task_id: str, saved: Mapping[str, str]) -> None:
+        """Write one rollout; ``saved`` is `AppWorldSlot.saved_files`, empty for a lost one."""
+        folder = outputs_folder(self.path, measurement, run) / task_id
+        shutil.rmtree(folder, ignore_errors=True)
+        if not any(name.startswith("dbs/") for name in saved):
+            shutil.copytree(self._data / "tasks" / task_id / "dbs", folder / "dbs")
+            return
+        for name, text in saved.items():
+            # The names are untrusted: they come from the jail of model-written code.
+            if not _PLAIN.fullmatch(name):
+                continue
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_bytes(text.encode())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reevaluated:
+    """A rollout's verdict, recorded and evaluated again."""
+
+    measurement: str
+    run: int
+    task_id: str
+    recorded: bool
+    """Whether the rollout succeeded according to its result."""
+    success: bool
+    failures: tuple[str, ...]
+
+
+async def reevaluate(directory: EvaluationDirectory, config: DracoConfig) -> list[Reevaluated]:
+    """Evaluate the saved world of every rollout, `environment.slots` at a time but no more than CPUs.
+
+    Args:
+        config: ``data.root`` and ``environment.*``; nothing of it is taken from the directory.
+    Raises:
+        ConfigError: ``data.root`` holds another world than the one evaluated, or the directory cannot be used.
+        WorldError: it, or AppWorld's Python, cannot be used.
+        EnvironmentCrashed: an evaluation was ended from outside.
+    """
+    root, plan = config.data.root.resolve(), directory.plan
+    recorded = [(name, result.evaluation) for name in plan.measurements for result in directory.results(name)]
+    count = min(config.environment.slots, os.cpu_count() or 1, len(recorded))
+    slots = [
+        AppWorldSlot(config.environment, root, load_ground_truth=True, name=f"reevaluate-{index}")
+        for index in range(count)
+    ]
+    if plan.world and plan.world != tasks_digest(root, list(plan.tasks)):
+        raise ConfigError(f"data.root={root}: another world than {directory.path} was evaluated in; give data.root=DIR")
+    free: asyncio.Queue[AppWorldSlot] = asyncio.Queue()
+    for slot in slots:
+        free.put_nowait(slot)
+
+    async def again(measurement: str, result: Evaluation) -> Reevaluated:
+        folder = outputs_folder(directory.path / "appworld", measurement, result.run) / result.task_id
+        slot = await free.get()
+        try:
+            verdict = await slot.evaluate_saved(result.task_id, read_saved(str(folder)))
+            success, failures = verdict.success, verdict.failures
+        except UnusableWorld as error:
+            success, failures = False, (f"the saved world cannot be evaluated: {error}",)
+        finally:
+            free.put_nowait(slot)
+        return Reevaluated(
+            measurement=measurement,
+            run=result.run,
+            task_id=result.task_id,
+            recorded=result.success,
+            success=success,
+            failures=failures,
+        )
+
+    try:
+        done: list[Reevaluated] = await gather_or_cancel(again(*each) for each in recorded)
+    finally:
+        await asyncio.gather(*(slot.stop() for slot in slots))
+    return sorted(done, key=lambda each: (plan.measurements.index(each.measurement), each.run, each.task_id))
