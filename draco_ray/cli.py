@@ -570,7 +570,13 @@ def judge(
     ] = None,
     budget: Annotated[float | None, typer.Option(min=0, help="Dollars that are not exceeded.")] = None,
     fail_under: Annotated[
-        float | None, typer.Option(min=-1, max=1, help="Exit with 3 if the mean reward is below.")
+        float | None, typer.Option(min=0, max=1, help="Exit with 3 if the pass share under --rubric is below.")
+    ] = None,
+    baseline: Annotated[
+        Path | None,
+        typer.Option(
+            help="judged.jsonl of an earlier judgement under the same --rubric; exit with 3 if it was better."
+        ),
     ] = None,
     dry_run: Annotated[
         bool,
@@ -594,7 +600,7 @@ def judge(
 ) -> None:
     """Judge traces of any agent: rubric, verdicts with evidence, the steps responsible, rewards, step advantages.
 
-    Exit code: 0 all judged, 3 mean reward below --fail-under, 4 some traces could not be read or judged.
+    Exit code: 0 all judged, 3 below --fail-under or --baseline, 4 some traces could not be read or judged.
     """
     options = locals()
     from draco_ray.commands.judge import Wanted, run

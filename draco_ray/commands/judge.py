@@ -13,6 +13,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from draco_ray.commands import grade
 from draco_ray.config.effect import check_effect, judge_idle, typed_keys
 from draco_ray.config.schema import DracoConfig, JudgeConfig, JudgeLimits
 from draco_ray.errors import BudgetSpent, ConfigError, JudgeUnavailable, StoreError
@@ -55,6 +56,7 @@ class Wanted:
     rubric: str | None
     budget: float | None
     fail_under: float | None
+    baseline: Path | None
     api_base: str | None
     api_key_env: str | None
     context: int | None
@@ -120,7 +122,9 @@ def run(wanted: Wanted, console: Console) -> int:
         calls = sum(each.calls for each in guessed.values())
         totals = _judge(kept, settled, wanted, calls, console)
         _summary(kept, totals, console)
-    return _exit_code(groups, totals, wanted.fail_under, console)
+        lines = grade.read_lines(kept.path) if settled.rubric is not None and totals.traces else []
+    below = _below(lines, wanted, console)
+    return _exit_code(groups, totals, below, console)
 
 
 def _configured(config: DracoConfig) -> str | None:
@@ -147,6 +151,11 @@ def _check_together(wanted: Wanted, judge: str | None) -> None:
     offline = {"--api-base": wanted.api_base, "--api-key-env": wanted.api_key_env, "--batch": wanted.batch}
     if judge == RULES and (given := [name for name, value in offline.items() if value]):
         raise ConfigError(f"{given[0]}: no effect with the offline judge, which answers in this process")
+    for option, given_ in (("--fail-under", wanted.fail_under), ("--baseline", wanted.baseline)):
+        if given_ is not None and wanted.rubric is None:
+            raise ConfigError(
+                f"{option}: a rubric that the judge writes for one group grades no other; give one with --rubric"
+            )
     typed = typed_keys(wanted.typed)
     for option, value, keys in (
         ("--judge", wanted.judge, ("judge.model", "judge.rule_judge.start", "judge.self_judge.enabled")),
@@ -332,24 +341,41 @@ def _summary(kept: JudgingRun, totals: Totals, console: Console) -> None:
     console.print(cost_table(phase_costs(calls), without_prompt_cache(calls, prices(kept.directory))))
     page = kept.path / "report.html"
     write_report(kept.directory, page)
-    mean = math.fsum(totals.rewards) / len(totals.rewards) if totals.rewards else math.nan
-    failed = f", {totals.failed} without a reward" if totals.failed else ""
+    mean = f"mean reward {math.fsum(totals.rewards) / len(totals.rewards):+.3f}" if totals.rewards else "no rewards"
+    failed = f", {totals.failed} without a reward" if totals.failed and totals.rewards else ""
     console.print(
-        f"{counted(totals.traces, 'trace')} in {counted(totals.judged, 'group')} judged, "
-        f"mean reward {mean:+.3f}{failed}: "
+        f"{counted(totals.traces, 'trace')} in {counted(totals.judged, 'group')} judged, {mean}{failed}: "
         f"{kept.path / LINES}, {page}",
     )
 
 
-def _exit_code(groups: Groups, totals: Totals, fail_under: float | None, console: Console) -> int:
+def _below(lines: Sequence[grade.Line], wanted: Wanted, console: Console) -> bool:
+    """Print the grades under a pinned rubric; whether they are below the threshold or the baseline."""
+    share = grade.pass_share(lines)
+    if share is None:
+        if wanted.fail_under is not None or wanted.baseline is not None:
+            console.print("no trace has a pass share, so nothing can be compared")
+            return True
+        return False
+    console.print(grade.by_criterion(lines))
+    console.print(f"pass share {grade.described(share)}")
+    below = False
+    if wanted.fail_under is not None and share.mean < wanted.fail_under:
+        console.print(f"pass share {share.mean:.1%} is below --fail-under {wanted.fail_under:g}")
+        below = True
+    if wanted.baseline is not None:
+        change = grade.difference(lines, grade.read_lines(wanted.baseline))
+        console.print(
+            f"against the baseline {100 * change.mean:+.1f} [{100 * change.low:+.1f}, {100 * change.high:+.1f}] points"
+        )
+        below = below or change.high < 0
+    return below
+
+
+def _exit_code(groups: Groups, totals: Totals, below: bool, console: Console) -> int:
     for line in totals.errors[:SHOWN_PROBLEMS]:
         console.print(f"no reward: {line}")
-    if fail_under is not None:
-        mean = math.fsum(totals.rewards) / len(totals.rewards) if totals.rewards else -math.inf
-        if mean < fail_under:
-            console.print(f"mean reward {mean:+.3f} is below --fail-under {fail_under:g}")
-            return BELOW
-    return PARTIAL if groups.problems or totals.failed else 0
+    return BELOW if below else PARTIAL if groups.problems or totals.failed else 0
 
 
 def _duration(seconds: float) -> str:

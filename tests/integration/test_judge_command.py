@@ -114,10 +114,16 @@ def test_the_budget_holds_and_a_larger_one_goes_on(tmp_path: Path) -> None:
 
 def test_exit_codes_for_the_ci_of_an_agent(tmp_path: Path) -> None:
     traces = chat_traces(tmp_path / "traces.jsonl", 1)
+    pinned = ("--rubric", "static")
     with JudgeServer() as server:
-        assert draco_here(*command(traces, tmp_path / "a", server.base_url, "--fail-under", "-1")).returncode == 0
-        low = draco_here(*command(traces, tmp_path / "a", server.base_url, "--fail-under", "0.9"))
-        assert (low.returncode, "is below --fail-under 0.9" in low.stdout) == (3, True)
+        graded = draco_here(*command(traces, tmp_path / "a", server.base_url, *pinned, "--fail-under", "0"))
+        assert (graded.returncode, "pass share" in graded.stdout) == (0, True), graded.stdout + graded.stderr
+        low = draco_here(*command(traces, tmp_path / "a", server.base_url, *pinned, "--fail-under", "1"))
+        assert (low.returncode, "is below --fail-under 1" in low.stdout) == (3, True), low.stdout
+        same = draco_here(*command(traces, tmp_path / "a", server.base_url, *pinned, "--baseline", str(tmp_path / "a")))
+        assert (same.returncode, "against the baseline +0.0" in same.stdout) == (0, True), same.stdout
+        relative = draco_here(*command(traces, tmp_path / "c", server.base_url, "--fail-under", "0.5"))
+        assert "--fail-under: a rubric that the judge writes for one group grades no other" in relative.stderr
         with traces.open("a", encoding="utf-8") as file:
             file.write("{broken\n")
         partial = draco_here(*command(traces, tmp_path / "b", server.base_url))

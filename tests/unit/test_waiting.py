@@ -13,7 +13,7 @@ from rich.console import Console
 
 from draco_ray.config.load import load_config
 from draco_ray.errors import ClusterError
-from draco_ray.judging import judge as judge_module
+from draco_ray.judging import build as judge_module
 from draco_ray.lab.evaluation import evaluate, judged
 from draco_ray.pipeline import Group, Pipeline
 from draco_ray.runs.directory import RunDirectory

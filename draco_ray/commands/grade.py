@@ -1,0 +1,85 @@
+"""Grades of judged traces: pass shares under a pinned rubric, against a threshold and an earlier judgement.
+
+A reward is relative to its group, since criteria that every trace passes are dropped: it trains, and grades nothing.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from draco_ray.errors import ConfigError
+from draco_ray.lab.evaluation.intervals import ClusteredMean, Interval, clustered_mean, rate_difference, rate_interval
+from draco_ray.traces.keeping import LINES
+
+Line = Mapping[str, Any]
+
+
+def read_lines(path: Path) -> list[Line]:
+    """The lines of a ``judged.jsonl``, or of the one in a folder.
+
+    Raises:
+        ConfigError: it cannot be read, or holds something else.
+    """
+    file = path / LINES if path.is_dir() else path
+    try:
+        lines = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"baseline {file}: cannot be read: {' '.join(str(error).split())}") from None
+    if not lines or not all(
+        isinstance(line, dict) and {"task_id", "pass_share", "verdicts"} <= line.keys() for line in lines
+    ):
+        raise ConfigError(f"baseline {file}: expected the {LINES} of an earlier draco judge, a judged trace a line")
+    return lines
+
+
+def pass_share(lines: Iterable[Line]) -> ClusteredMean | None:
+    """The mean pass share over tasks, each with the mean of its traces; None where no trace has one."""
+    by_task: dict[str, list[float]] = {}
+    for line in lines:
+        if line["pass_share"] is not None:
+            by_task.setdefault(line["task_id"], []).append(line["pass_share"])
+    means = {task: sum(shares) / len(shares) for task, shares in by_task.items()}
+    return clustered_mean([means], lambda task: task) if means else None
+
+
+def difference(lines: Sequence[Line], baseline: Sequence[Line]) -> Interval:
+    """The difference of the pass shares over the tasks that both have, with its 95 % interval.
+
+    Raises:
+        ConfigError: there is no such task, or they were judged by different rubrics.
+    """
+    titles = [{each["title"] for line in side for each in line["verdicts"]} for side in (lines, baseline)]
+    if titles[0] != titles[1]:
+        other = ", ".join(sorted(titles[0] ^ titles[1])[:3])
+        raise ConfigError(f"baseline: judged by another rubric (only one of both has: {other}); use the same --rubric")
+    tasks = [{line["task_id"] for line in side if line["pass_share"] is not None} for side in (lines, baseline)]
+    shared = tasks[0] & tasks[1]
+    one, other_ = (pass_share(line for line in side if line["task_id"] in shared) for side in (lines, baseline))
+    if one is None or other_ is None:
+        raise ConfigError("baseline: none of its tasks is among those judged now")
+    return rate_difference(one, other_)
+
+
+def by_criterion(lines: Iterable[Line]) -> Table:
+    """The pass share of each criterion over all traces to which it applies."""
+    counts: dict[str, list[int]] = {}
+    for line in lines:
+        for verdict in line["verdicts"]:
+            if verdict["verdict"] != "NOT_APPLICABLE":
+                counts.setdefault(verdict["title"], []).append(verdict["verdict"] == "PASS")
+    table = Table("criterion", "pass share", "traces")
+    for title, passed in sorted(counts.items(), key=lambda each: sum(each[1]) / len(each[1])):
+        table.add_row(title, f"{sum(passed) / len(passed):.0%}", str(len(passed)))
+    return table
+
+
+def described(share: ClusteredMean) -> str:
+    """A pass share with its interval, in words."""
+    interval = rate_interval(share)
+    limits = "" if share.clusters < 2 else f" [{interval.low:.1%}, {interval.high:.1%}]"
+    return f"{share.mean:.1%}{limits} over {share.clusters} tasks"

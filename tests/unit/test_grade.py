@@ -1,0 +1,67 @@
+"""Pass shares of judged traces: absolute, by criterion, and against an earlier judgement."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from draco_ray.commands.grade import by_criterion, difference, pass_share, read_lines
+from draco_ray.errors import ConfigError
+
+TITLES = ("Looks first", "Tells the truth")
+
+
+def line(task: str, *verdicts: str) -> dict[str, object]:
+    passes, fails = verdicts.count("PASS"), verdicts.count("FAIL")
+    return {
+        "task_id": task,
+        "pass_share": passes / (passes + fails) if passes + fails else None,
+        "verdicts": [{"title": title, "verdict": name} for title, name in zip(TITLES, verdicts, strict=True)],
+    }
+
+
+def test_three_perfect_traces_have_a_pass_share_of_one() -> None:
+    """Their reward, which is relative to the group, is 0."""
+    share = pass_share([line("a", "PASS", "PASS")] * 3)
+    assert share is not None
+    assert share.mean == 1.0
+
+
+def test_tasks_count_alike_and_criteria_that_do_not_apply_count_nowhere() -> None:
+    lines = [line("a", "PASS", "PASS"), line("a", "FAIL", "NOT_APPLICABLE"), line("b", "FAIL", "FAIL")]
+    share = pass_share([*lines, line("c", "NOT_APPLICABLE", "NOT_APPLICABLE")])
+    assert share is not None
+    assert (share.mean, share.clusters) == (0.25, 2)
+    table = Console(width=80)
+    with table.capture() as shown:
+        table.print(by_criterion(lines))
+    rows = [row.split("│") for row in shown.get().splitlines() if "%" in row]
+    assert [(title.strip(), shared.strip()) for _, title, shared, *_ in rows] == [
+        ("Looks first", "33%"),
+        ("Tells the truth", "50%"),
+    ]
+
+
+def test_a_worse_judgement_is_below_its_baseline() -> None:
+    good = [line(f"task {n}", "PASS", "PASS") for n in range(30)]
+    bad = [line(f"task {n}", "FAIL", "PASS" if n % 2 else "FAIL") for n in range(30)]
+    change = difference(bad, good)
+    assert (change.mean, change.high < 0) == (-0.75, True)
+    assert difference(good, [*good, line("only there", "FAIL", "FAIL")]).mean == 0.0
+
+
+def test_what_cannot_be_compared_is_refused(tmp_path: Path) -> None:
+    good = [line("a", "PASS", "PASS")]
+    renamed = [{**good[0], "verdicts": [{"title": "Another", "verdict": "PASS"}] * 2}]
+    with pytest.raises(ConfigError, match="judged by another rubric"):
+        difference(good, renamed)
+    with pytest.raises(ConfigError, match="none of its tasks"):
+        difference(good, [line("b", "PASS", "PASS")])
+    (tmp_path / "judged.jsonl").write_text(json.dumps({"reward": 1}) + "\n", encoding="utf-8")
+    with pytest.raises(ConfigError, match="a judged trace a line"):
+        read_lines(tmp_path)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_lines(tmp_path / "nowhere.jsonl")
