@@ -18,6 +18,7 @@ import typer
 from typer.main import get_command
 
 from draco_ray import __version__
+from draco_ray.commands.model import app as model
 from draco_ray.commands.tau import Beside, Form, tau
 from draco_ray.config.effect import TRAINING, check_effect, check_training, judge_idle
 from draco_ray.config.load import load_config, preset_names, project_file, setting_names
@@ -48,6 +49,7 @@ app.add_typer(rubric, name="rubric")
 app.add_typer(tau, name="tau")
 new = typer.Typer(no_args_is_help=True, help="Begin something of your own.")
 app.add_typer(new, name="new")
+app.add_typer(model, name="model")
 
 OptionsT = TypeVar("OptionsT")
 

