@@ -1,8 +1,8 @@
 """The files of a checkpoint, and whether they are sound. Imports no torch: driver and evaluation look at adapters, too.
 
 A checkpoint is an adapter as PEFT writes it, the optimizer's state, and ``learner.json``, which has the number of
-updates, the checkpoint's name and the SHA-256 of the other files. Checkpoints of earlier versions have the number of
-updates only, adapters from elsewhere no ``learner.json``: of those just the values are checked.
+updates, the checkpoint's name and the SHA-256 of the other files. Adapters from elsewhere have no ``learner.json``: of
+those only the values are checked.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def _damage(folder: Path, files: Sequence[str]) -> str | None:
                     raise ValueError("no JSON object")
             else:
                 steps = _check_values(path)
-        # No digest covers the number of updates, and earlier versions wrote none.
+        # No digest covers the number of updates.
         if OPTIMIZER in files and steps != ({counters["updates"]} if counters["updates"] else set()):
             raise ValueError(f"of update {max(steps, default=0)}, but {COUNTERS} of update {counters['updates']}")
     except (OSError, ValueError, TypeError, RecursionError, SafetensorError) as error:
@@ -92,13 +92,13 @@ def _damage(folder: Path, files: Sequence[str]) -> str | None:
 def _counters(path: Path) -> dict[str, Any]:
     """What ``learner.json`` says. Raises: ValueError: it is not what a learner writes, or of another checkpoint."""
     counters = json.loads(path.read_text(encoding="utf-8"))
-    if not isinstance(counters, dict) or set(counters) not in ({"updates"}, {"updates", "checkpoint", "sha256"}):
+    if not isinstance(counters, dict) or set(counters) != {"updates", "checkpoint", "sha256"}:
         raise ValueError("expected the keys updates, checkpoint and sha256")
-    if type(counters["updates"]) is not int or not isinstance(counters.get("sha256", {}), dict):
+    if type(counters["updates"]) is not int or not isinstance(counters["sha256"], dict):
         raise ValueError("expected a number of updates, and SHA-256 by file")
     # A folder may have been copied to another name, but not to another step's.
-    step, written = STEP.fullmatch(path.parent.name), counters.get("checkpoint")
-    if written is not None and step is not None and written != step[0]:
+    step, written = STEP.fullmatch(path.parent.name), counters["checkpoint"]
+    if step is not None and written != step[0]:
         raise ValueError(f"of checkpoint {str(written)[:50]!r}")
     return counters
 
