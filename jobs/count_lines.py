@@ -64,9 +64,14 @@ def modules() -> dict[str, Path]:
 
 
 def imports(name: str, known: dict[str, Path]) -> set[str]:
-    """Modules of the package that a module imports, in its functions too."""
+    """Modules of the package that a module imports, in its functions too; not those for type checkers only."""
     found: set[str] = set()
-    for node in ast.walk(ast.parse(known[name].read_text(encoding="utf-8"))):
+    waiting: list[ast.AST] = [ast.parse(known[name].read_text(encoding="utf-8"))]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
+            continue
+        waiting += ast.iter_child_nodes(node)
         if isinstance(node, ast.ImportFrom) and node.module:
             found |= {full if (full := f"{node.module}.{each.name}") in known else node.module for each in node.names}
         elif isinstance(node, ast.Import):
