@@ -48,8 +48,9 @@ from draco_ray.training.actors import Actors
 from draco_ray.training.advantage_computer import start_advantage_computer
 from draco_ray.training.batches import TaskOrder
 from draco_ray.training.metrics import generation_intervals, judge_intervals
+from draco_ray.training.overlap import busy_seconds
 from draco_ray.training.session import open_judge, ray_session, usable_prompts
-from draco_ray.training.streaming import busy_seconds, streamed_update
+from draco_ray.training.streaming import streamed_update
 
 GROUP, SLOTS = 3, 9
 WARM_UP_SPEED = 1e6

@@ -11,7 +11,7 @@ from draco_ray.learner.messages import UpdateMetrics
 from draco_ray.pipeline import Group, GroupState
 from draco_ray.records import Termination
 from draco_ray.summaries import PhaseSummary, RolloutSummary, has_spread
-from draco_ray.training.streaming import Interval, busy_seconds, hidden_share
+from draco_ray.training.overlap import Interval, busy_seconds, hidden_share
 
 
 def generation_intervals(groups: Sequence[Group]) -> list[Interval]:

@@ -23,10 +23,11 @@ from draco_ray.training.batches import Batch, Batches
 from draco_ray.training.engines import WeightSync, engines_asleep
 from draco_ray.training.metrics import step_metrics, step_spans, update_metrics
 from draco_ray.training.observer import RunObserver, StepWatch
+from draco_ray.training.overlap import busy_seconds, merged
 from draco_ray.training.preflight import check_disk
 from draco_ray.training.progress import step_line
 from draco_ray.training.resume import drop_checkpoints
-from draco_ray.training.streaming import StreamedUpdate, busy_seconds, merged, streamed_update
+from draco_ray.training.streaming import StreamedUpdate, streamed_update
 from draco_ray.training.watchdog import Pending, Watchdog, in_time
 
 STOPPING_SECONDS = 60.0

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from draco_ray.training import streaming
+from draco_ray.training import overlap
 
 GRID = 24
 intervals = st.lists(
@@ -26,14 +26,14 @@ def _grid(spans: list[tuple[int, int]]) -> np.ndarray:
 
 @given(intervals)
 def test_busy_seconds_count_each_moment_once(spans: list[tuple[int, int]]) -> None:
-    assert streaming.busy_seconds(spans) == (_grid(spans) > 0).sum()
+    assert overlap.busy_seconds(spans) == (_grid(spans) > 0).sum()
 
 
 @given(intervals, intervals)
 def test_hidden_seconds_count_all_work_that_runs_beside_something(
     work: list[tuple[int, int]], behind: list[tuple[int, int]]
 ) -> None:
-    assert streaming.hidden_seconds(work, behind) == _grid(work)[_grid(behind) > 0].sum()
+    assert overlap.hidden_seconds(work, behind) == _grid(work)[_grid(behind) > 0].sum()
 
 
 def test_hidden_seconds_do_not_compare_everything_with_everything() -> None:
@@ -47,14 +47,14 @@ def test_hidden_seconds_do_not_compare_everything_with_everything() -> None:
             return int(self) < int(other)
 
     many = [(Counted(2 * at), Counted(2 * at + 1)) for at in range(1000)]
-    assert streaming.hidden_seconds(many, many) == 1000
+    assert overlap.hidden_seconds(many, many) == 1000
     assert 1000 < compared < 50_000
 
 
 def test_no_work_has_no_share() -> None:
-    assert streaming.hidden_share([], behind=[(0, 1)]) is None
-    assert streaming.hidden_share([(0, 4)], behind=[]) == pytest.approx(0.0)
+    assert overlap.hidden_share([], behind=[(0, 1)]) is None
+    assert overlap.hidden_share([(0, 4)], behind=[]) == pytest.approx(0.0)
 
 
 def test_the_examples_in_the_docstrings() -> None:
-    assert doctest.testmod(streaming).failed == 0
+    assert doctest.testmod(overlap).failed == 0

@@ -18,7 +18,7 @@ from draco_ray.runs.directory import RunDirectory
 from draco_ray.runs.evaluations import read_evaluations, scenario_goal_completion, task_goal_completion
 from draco_ray.runs.judged import judged_rates, read_judged
 from draco_ray.runs.rows import Row
-from draco_ray.training.streaming import seconds_together
+from draco_ray.training.overlap import seconds_together
 
 TERMINATIONS = columns(
     "string: run",

@@ -13,7 +13,7 @@ from draco_ray.errors import ConfigError
 from draco_ray.pipeline import GroupState
 from draco_ray.runs.directory import RunDirectory, damaged
 from draco_ray.runs.schema import MOST
-from draco_ray.training.streaming import busy_seconds
+from draco_ray.training.overlap import busy_seconds
 
 FEWEST_STEPS = 3
 """Finished steps needed: the first, which is cold, and two that predict each other."""
