@@ -665,14 +665,11 @@ def replay(
     trust: Trust = False,
 ) -> None:
     """Run advantage rules over recorded verdicts, or send archived judge calls to another judge."""
-    from draco_ray.algorithm.rules import RULES, find_rule
     from draco_ray.commands.replay import replay_algorithm, replay_judge
     from draco_ray.lab.analysis.judges import NamedJudge
     from draco_ray.terminal import PlainConsole
 
     console = PlainConsole(width=120)
-    for name in rule or ():
-        find_rule(name)
     if judge is None:
         _no_effect(context, "without --judge MODEL", "phase", "api_base", "api_key_env", "pairing", "static_rubric")
     else:
@@ -681,7 +678,7 @@ def replay(
         _no_effect(context, "without --pairing MODEL", "pairing_api_base", "pairing_api_key_env")
     folder = _run_folder(directory, checkpoints=judge == "policy")
     if judge is None:
-        written = replay_algorithm(folder, rules=rule or list(RULES), steps=step, out=out, console=console)
+        written = replay_algorithm(folder, rules=rule or None, steps=step, out=out, console=console)
     else:
         written = replay_judge(
             folder,
