@@ -775,14 +775,28 @@ def attribution_bench(
     out: Annotated[
         Path, typer.Option(help="Folder of the tables; executed rollouts that are there are used again.")
     ] = Path("attribution"),
+    labels: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="No faults: measure the judges whose step labels are in this JSON file."),
+    ] = None,
+    splits: Annotated[
+        int, typer.Option(min=1, help="With --labels: splits of its questions that try the reliability.")
+    ] = 200,
     trust: Trust = False,
 ) -> None:
     """Plant known faults in scripted rollouts: does the judge find them, and does credit push the right steps?"""
-    from draco_ray.commands.attribution_bench import Solutions
+    from draco_ray.commands.attribution_bench import Solutions, attribution_labels
     from draco_ray.commands.attribution_bench import attribution_bench as run_bench
     from draco_ray.lab.analysis.judges import NamedJudge, names_judge
     from draco_ray.terminal import PlainConsole
 
+    if labels is not None:
+        used = ("labels", "splits", "out")
+        _no_effect(context, "with --labels FILE", *(name for name in context.params if name not in used))
+        for path in attribution_labels(labels, splits=splits, out=out, console=PlainConsole(width=140)):
+            typer.echo(path)
+        return
+    _no_effect(context, "without --labels FILE", "splits")
     if run is None:
         _no_effect(context, "without --run DIR", "step")
     else:
