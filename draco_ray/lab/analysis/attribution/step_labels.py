@@ -241,7 +241,8 @@ def calibration_rows(found: StepLabelFile, *, splits: int, seed: int = 0) -> tup
         [np.isin(losers.question_N, random.permutation(questions)[: len(questions) // 2]) for _ in range(splits)]
     )
     uniform_S = np.array([losers.uniform_N[~half_N].mean() for half_N in calibrating_SN])
-    rows, margins = [], []
+    rows: list[dict[str, Any]] = []
+    margins: list[FloatArray] = []
     for judge in found.judges:
         gain_N = losers.share_N[judge] - losers.uniform_N
         trusted_S = np.array([reliability(gain_N[half_N], losers.question_N[half_N]) for half_N in calibrating_SN])
