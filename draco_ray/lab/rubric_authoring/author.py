@@ -316,7 +316,7 @@ class RubricAuthor:
         """Ask the judge, and keep what it said."""
         context = CallContext(group=group, task_id=task_id, rollout=rollout)
         judgement = await self._actors.judges.ask(phase, context, **given)
-        self._actors.store.judged.remote(step, task_id, rollout, phase, judgement.archived)
+        self._actors.store.judged.remote(step, task_id, rollout, phase.name, judgement.archived)
         return judgement
 
     def _row(self, union: Judgement, rollouts: int) -> dict[str, Any]:
