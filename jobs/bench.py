@@ -19,8 +19,7 @@ import typer
 
 from draco_ray.lab.evaluation.measures import difference, rate
 from draco_ray.runs.directory import RunDirectory
-from draco_ray.runs.evaluations import read_evaluations
-from draco_ray.runs.goals import scenario_goal_completion, task_goal_completion
+from draco_ray.runs.evaluations import read_evaluations, scenario_goal_completion, task_goal_completion
 
 RUNS_PER_TASK = 2
 """Rollouts per held-out task: a TGC over 45 tasks alone is uncertain by seven points."""

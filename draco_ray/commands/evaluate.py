@@ -302,7 +302,7 @@ def _config(options: EvaluateOptions, policy: EvaluatedPolicy) -> DracoConfig:
 def _steps_per_epoch(config: DracoConfig) -> int:
     from draco_ray.environments.base import make_environment
     from draco_ray.terminal import PlainConsole
-    from draco_ray.training.order import TaskOrder
+    from draco_ray.training.batches import TaskOrder
     from draco_ray.training.session import usable_prompts
 
     prompts = usable_prompts(config, make_environment(config.environment, config.data), PlainConsole(quiet=True))

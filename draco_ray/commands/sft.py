@@ -125,8 +125,7 @@ def _new_model(
 
 def _samples(config: DracoConfig, source: Path, chat: Any) -> list[Any]:
     from draco_ray.engine.actor import EngineClient
-    from draco_ray.rollout.agent import find_agent
-    from draco_ray.rollout.agent_prompt import agent_template
+    from draco_ray.rollout.agent import agent_template, find_agent
     from draco_ray.rollout.tokens import TokenPolicy
     from draco_ray.training.demonstrations import as_sample, read_demonstrations
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -14,6 +15,23 @@ from pathlib import Path
 
 from draco_ray.environments.jail import linux
 from draco_ray.temp_dirs import PrivateTempDir
+
+
+def die_with_parent() -> None:
+    """Kill this process with SIGKILL as soon as the one that started it has ended, however that ended.
+
+    Does nothing in a process that `multiprocessing` did not start.
+    """
+    parent = multiprocessing.parent_process()
+    if parent is None:
+        return
+
+    def watch() -> None:
+        parent.join()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=watch, name="die-with-parent", daemon=True).start()
+
 
 MASK = "***"
 SHORTEST_KEY = 6

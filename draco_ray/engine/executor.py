@@ -13,7 +13,7 @@ from __future__ import annotations
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
-from draco_ray.engine.lifetime import die_with_parent
+from draco_ray.engine.child import die_with_parent
 
 
 class AttachedExecutor(UniProcExecutor):

@@ -22,8 +22,7 @@ from draco_ray.engine.canary import Scorer
 from draco_ray.engine.statistics import EngineStatistics
 from draco_ray.errors import EngineAway, EngineError
 from draco_ray.workers.elastic import ElasticWorkers, PooledWorker
-from draco_ray.workers.monitor import MonitoredWorkers, WorkerLost, WorkerUnavailable
-from draco_ray.workers.remote import is_temporary
+from draco_ray.workers.monitor import MonitoredWorkers, WorkerLost, WorkerUnavailable, is_temporary
 
 log = logging.getLogger(__name__)
 

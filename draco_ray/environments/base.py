@@ -84,7 +84,7 @@ class Environment(ABC):
     that no criterion may punish."""
     agent_prompt: ClassVar[Path | str] = "{task_description}"
     """The agent's prompt unless ``agent.prompt`` names another: a template file, or the template itself
-    (`draco_ray.rollout.agent_prompt`)."""
+    (`draco_ray.rollout.agent`)."""
     static_rubric: ClassVar[Path | None] = None
     """Criteria of ``algorithm.rubric=static`` unless ``algorithm.static_rubric`` names others; None: it has none."""
     evaluates: bool = False

@@ -21,7 +21,7 @@ from draco_ray.judging.phases.union import Union
 from draco_ray.judging.worker import phase_summary
 from draco_ray.records import Judged
 from draco_ray.summaries import PhaseSummary
-from draco_ray.workers import remote
+from draco_ray.workers import monitor
 from draco_ray.workers.elastic import ElasticWorkers, PooledWorker
 from draco_ray.workers.monitor import MAX_ATTEMPTS, MonitoredWorkers, PendingCall
 
@@ -67,7 +67,7 @@ class JudgePool:
             max_workers=config.max_workers,
             idle_seconds=config.idle_seconds,
         )
-        self._watched = MonitoredWorkers(self._workers, up=remote.up, end=ray.kill, restart=remote.restart)
+        self._watched = MonitoredWorkers(self._workers, up=monitor.up, end=ray.kill, restart=monitor.restart)
         self._union: PooledWorker[Any] | None = None
 
     @property
@@ -130,7 +130,7 @@ class JudgePool:
         def send(worker: Any) -> PendingCall[tuple[ray.ObjectRef[Any], ray.ObjectRef[Any]], PhaseSummary]:
             # Without the task: each process of Ray's keeps a metric of every name there ever was, and its export grows.
             judged, archived, summary = worker.ask.options(name=phase.name).remote(phase, context, **given)
-            return PendingCall((judged, archived), remote.answer(summary), partial(ray.cancel, summary))
+            return PendingCall((judged, archived), monitor.answer(summary), partial(ray.cancel, summary))
 
         preferred = self._union if issubclass(phase, Union) else None
         found = await self._watched.call(send, rank=urgency(phase.name), preferred=preferred)

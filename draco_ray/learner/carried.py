@@ -13,8 +13,7 @@ from typing import Any, Protocol
 import ray
 
 from draco_ray.errors import LearnerError
-from draco_ray.learner.checkpoint import Snapshot
-from draco_ray.learner.checkpoint_files import PIECE_BYTES, start_checkpoint_files
+from draco_ray.learner.checkpoint import PIECE_BYTES, Snapshot, start_checkpoint_files
 from draco_ray.learner.lora_learner import LoraLearner
 from draco_ray.temp_dirs import PrivateTempDir
 

@@ -17,9 +17,16 @@ from draco_ray.config.schema import LearnerConfig, ModelConfig
 from draco_ray.errors import LearnerError
 from draco_ray.learner.checkpoint import Snapshot, read_checkpoint
 from draco_ray.learner.context import Context
-from draco_ray.learner.loss import grpo_loss
+from draco_ray.learner.loss import (
+    LOG_RATIO_BOUND,
+    SPREAD_BINS,
+    correction,
+    grpo_loss,
+    k3_estimates,
+    ratio_quantile,
+    spread,
+)
 from draco_ray.learner.messages import UpdateMetrics
-from draco_ray.learner.mismatch import LOG_RATIO_BOUND, SPREAD_BINS, correction, k3_estimates, ratio_quantile, spread
 from draco_ray.learner.model import AdaptedModel
 from draco_ray.learner.packing import Packable, Row, lay_out, pack
 from draco_ray.records import Adapter, FloatArray, IntArray, TrainingSample

@@ -11,8 +11,97 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from draco_ray.config.schema import LearnerConfig
-from draco_ray.learner.mismatch import LOG_RATIO_BOUND
+from draco_ray.config.schema import ImportanceLevel, LearnerConfig, MaskLevel
+
+LOG_RATIO_BOUND = 20.0
+"""Clamp on differences of log-probs before they are exponentiated."""
+SPREAD_BOUND, SPREAD_BINS = 2.0, 800
+"""Log-ratios are counted in so many bins from -bound to bound, half a percent of ratio each; the outermost are open."""
+
+
+class Correction(NamedTuple):
+    """What the policy loss of each token is multiplied by, and how many tokens it changed the most."""
+
+    weight_V: Tensor | None
+    """None where nothing is corrected, which is a factor of 1."""
+    truncated: Tensor
+    """Tokens whose ratio was cut at the cap."""
+    masked: Tensor
+    """Tokens with weight 0."""
+
+
+def correction(old_logprob_V: Tensor, sampled_logprob_V: Tensor, sample_V: Tensor, config: LearnerConfig) -> Correction:
+    """Importance weights, at most `learner.importance_cap`, and 0 outside `learner.mask_low` to `learner.mask_high`.
+
+    A masked token still counts among those that the loss is divided by, and keeps its KL and entropy terms: the mask is
+    a weight, so the rest of the minibatch is pushed as if it were not there.
+
+    Args:
+        old_logprob_V: under the policy of the start of the training step.
+        sampled_logprob_V: under the policy that sampled the token, as the engine reported it.
+        sample_V: which sample a token is of, 0 to the number of samples - 1; each has a token.
+        config: levels and bounds.
+    """
+    log_ratio_V = old_logprob_V - sampled_logprob_V
+    weight_V = None
+    truncated = masked = torch.zeros((), dtype=torch.int64, device=log_ratio_V.device)
+    if config.importance_cap is not None:
+        weight_V = levelled(log_ratio_V, sample_V, config.importance_level).exp().clamp(max=config.importance_cap)
+        truncated = (weight_V >= config.importance_cap).sum()
+    if config.mask_low is not None or config.mask_high is not None:
+        kept_V = _kept(log_ratio_V, sample_V, config)
+        masked = (~kept_V).sum()
+        weight_V = kept_V.to(log_ratio_V.dtype) if weight_V is None else weight_V * kept_V
+    return Correction(weight_V=weight_V, truncated=truncated, masked=masked)
+
+
+def levelled(log_ratio_V: Tensor, sample_V: Tensor, level: ImportanceLevel) -> Tensor:
+    """Each token's log-ratio at a level: its own, the sum over its sample, or the mean over its sample; within ±20."""
+    if level != "token":
+        samples = int(sample_V.max()) + 1
+        sum_S = log_ratio_V.new_zeros(samples).index_add_(0, sample_V, log_ratio_V)
+        if level == "geometric":
+            sum_S = sum_S / torch.bincount(sample_V, minlength=samples)
+        log_ratio_V = sum_S[sample_V]
+    return log_ratio_V.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+
+
+def _kept(log_ratio_V: Tensor, sample_V: Tensor, config: LearnerConfig) -> Tensor:
+    level: MaskLevel = config.mask_level
+    ratio_V = levelled(log_ratio_V, sample_V, "token" if level == "any_token" else level).exp()
+    outside_V = torch.zeros_like(ratio_V, dtype=torch.bool)
+    if config.mask_low is not None:
+        outside_V |= ratio_V < config.mask_low
+    if config.mask_high is not None:
+        outside_V |= ratio_V > config.mask_high
+    if level == "any_token":
+        found_S = torch.zeros(int(sample_V.max()) + 1, dtype=torch.bool, device=ratio_V.device)
+        found_S[sample_V[outside_V]] = True
+        return ~found_S[sample_V]
+    return ~outside_V
+
+
+def k3_estimates(log_ratio_V: Tensor) -> Tensor:
+    """Each token's share r - 1 - log r of an estimate of KL(who sampled || who learns), never negative; nats."""
+    log_ratio_V = log_ratio_V.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+    return (torch.expm1(log_ratio_V) - log_ratio_V).clamp(min=0.0)
+
+
+def spread(log_ratio_V: Tensor) -> Tensor:
+    """How many log-ratios are in each of `SPREAD_BINS` bins. Of parts of the tokens it adds up to that of all."""
+    share_V = (log_ratio_V.clamp(-SPREAD_BOUND, SPREAD_BOUND) + SPREAD_BOUND) / (2 * SPREAD_BOUND)
+    bin_V = (share_V * SPREAD_BINS).long().clamp(max=SPREAD_BINS - 1)
+    return torch.bincount(bin_V, minlength=SPREAD_BINS).to(torch.float32)
+
+
+def ratio_quantile(spread_B: Tensor, share: float) -> float:
+    """The ratio below which that share of the tokens lies: the middle of its bin; 1 where there are no tokens."""
+    counted_B = spread_B.double().cumsum(0)
+    if counted_B[-1] == 0:
+        return 1.0
+    bin_ = int(torch.searchsorted(counted_B, share * counted_B[-1]))
+    return float(torch.tensor((bin_ + 0.5) / SPREAD_BINS * 2 * SPREAD_BOUND - SPREAD_BOUND).exp())
+
 
 K3_BOUND = 10.0
 """Most that a token's KL estimate may be."""
@@ -52,7 +141,7 @@ def grpo_loss(
         advantage_V: a_j of each token's step, 0 on sampled tokens outside any step.
         entropy_V: nats; carries a gradient only where its coefficient is positive.
         config: clip ranges and coefficients.
-        importance_V: factor on each token's policy loss, see `draco_ray.learner.mismatch.correction`; None is 1.
+        importance_V: factor on each token's policy loss, see `draco_ray.learner.loss.correction`; None is 1.
     """
     ratio_V = (logprob_V - old_logprob_V).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
     plain_V = -advantage_V * ratio_V

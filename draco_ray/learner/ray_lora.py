@@ -11,7 +11,7 @@ import ray
 
 from draco_ray.config.schema import LearnerConfig, ModelConfig
 from draco_ray.errors import ConfigError, LearnerError
-from draco_ray.learner.feed_actor import start_learner_feed
+from draco_ray.learner.feed import start_learner_feed
 from draco_ray.learner.messages import (
     Accumulate,
     Command,

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from draco_ray.learner.checkpoint import Snapshot
+from draco_ray.learner.feed import Shares
 from draco_ray.learner.lora_learner import LoraLearner, trained_length
 from draco_ray.learner.messages import (
     Accumulate,
@@ -20,7 +21,6 @@ from draco_ray.learner.messages import (
     Update,
 )
 from draco_ray.learner.packing import deal
-from draco_ray.learner.shares import Shares
 from draco_ray.records import Adapter, FloatArray, TrainingSample
 
 SampleKey = tuple[str, int, int]

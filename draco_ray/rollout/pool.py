@@ -18,7 +18,7 @@ from draco_ray.config.schema import EnvironmentConfig
 from draco_ray.records import EpisodeEnd, Usage
 from draco_ray.rollout.agent import RolloutRequest
 from draco_ray.summaries import RolloutSummary
-from draco_ray.workers import remote
+from draco_ray.workers import monitor
 from draco_ray.workers.elastic import ElasticWorkers, PooledWorker
 from draco_ray.workers.monitor import MonitoredWorkers, PendingCall
 
@@ -78,7 +78,7 @@ class RolloutWorkers:
             max_calls=config.slots,
         )
         self.watched = MonitoredWorkers(
-            self.elastic, up=remote.up, end=self._end, restart=remote.restart, timeout_seconds=TIMEOUT_SECONDS
+            self.elastic, up=monitor.up, end=self._end, restart=monitor.restart, timeout_seconds=TIMEOUT_SECONDS
         )
         self._ending: set[asyncio.Task[None]] = set()
 
@@ -175,7 +175,7 @@ class RolloutPool:
             # Under no name of its own: see `draco_ray.judging.pool.JudgePool.ask`.
             trajectory, summary, evaluation = worker.rollout.remote(request, policy.worker)
             asked.append(summary)
-            return PendingCall((trajectory, evaluation), remote.answer(summary), partial(ray.cancel, summary))
+            return PendingCall((trajectory, evaluation), monitor.answer(summary), partial(ray.cancel, summary))
 
         try:
             found = await self._workers.watched.call(send, rank=priority, attempts=1, ok=_has_played)

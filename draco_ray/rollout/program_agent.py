@@ -17,8 +17,7 @@ from draco_ray.environments.program import Ran, passed_environment, run_program
 from draco_ray.environments.tasks import WORKSPACE
 from draco_ray.errors import ConfigError, EnvironmentCrashed
 from draco_ray.records import EpisodeEnd, Message, Task, Trajectory
-from draco_ray.rollout.agent import Policy, RolloutRequest, end_of
-from draco_ray.rollout.agent_prompt import fill_agent_prompt
+from draco_ray.rollout.agent import Policy, RolloutRequest, end_of, fill_agent_prompt
 from draco_ray.rollout.endpoint.episode import Episode
 from draco_ray.rollout.endpoint.server import shared_endpoint
 from draco_ray.rollout.endpoint.world_tools import WorldTools

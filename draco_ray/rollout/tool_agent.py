@@ -13,8 +13,7 @@ from draco_ray.engine.tool_calls import ToolCall, ToolUse
 from draco_ray.environments.base import World
 from draco_ray.errors import ConfigError
 from draco_ray.records import TOOLS, Message, Task
-from draco_ray.rollout.agent import Conversation, Said
-from draco_ray.rollout.agent_prompt import fill_agent_prompt
+from draco_ray.rollout.agent import Conversation, Said, fill_agent_prompt
 from draco_ray.rollout.code_block import cut_output
 from draco_ray.rollout.turn_agent import Step, TurnAgent
 

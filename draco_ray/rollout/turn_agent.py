@@ -11,8 +11,7 @@ from draco_ray.config.schema import AgentConfig
 from draco_ray.environments.base import World
 from draco_ray.errors import EnvironmentCrashed
 from draco_ray.records import GAP, EpisodeEnd, Message, Task, Trajectory, Turn
-from draco_ray.rollout.agent import Conversation, Policy, RolloutRequest, Said, end_of
-from draco_ray.rollout.agent_prompt import fill_agent_prompt
+from draco_ray.rollout.agent import Conversation, Policy, RolloutRequest, Said, end_of, fill_agent_prompt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,8 +12,7 @@ from draco_ray.config.schema import AgentConfig
 from draco_ray.environments.base import World
 from draco_ray.errors import ConfigError, EnvironmentCrashed
 from draco_ray.records import EpisodeEnd, Message, Task, Trajectory
-from draco_ray.rollout.agent import Policy, RolloutRequest, end_of
-from draco_ray.rollout.agent_prompt import fill_agent_prompt
+from draco_ray.rollout.agent import Policy, RolloutRequest, end_of, fill_agent_prompt
 from draco_ray.rollout.endpoint.server import shared_endpoint
 from draco_ray.rollout.endpoint.token_episode import TokenEpisode
 from draco_ray.rollout.tokens import EnginePolicies, TokenPolicy

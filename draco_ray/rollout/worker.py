@@ -30,8 +30,7 @@ from draco_ray.environments.base import (
 from draco_ray.errors import ConfigError, EnvironmentCrashed, IsolationUnavailable, WorldBroken, WorldError
 from draco_ray.observability.logs import start_run_log, working_on
 from draco_ray.records import EpisodeEnd, Evaluation, Termination, Trajectory
-from draco_ray.rollout.agent import Policy, RolloutRequest, find_agent
-from draco_ray.rollout.agent_prompt import agent_template
+from draco_ray.rollout.agent import Policy, RolloutRequest, agent_template, find_agent
 from draco_ray.summaries import RolloutSummary
 from draco_ray.temp_dirs import PrivateTempDir
 

@@ -20,6 +20,7 @@ import json
 import math
 import os
 import re
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from functools import cached_property
@@ -35,10 +36,10 @@ from pydantic import TypeAdapter, ValidationError
 
 from draco_ray.config import origin, plain_yaml
 from draco_ray.config.file_names import file_name
+from draco_ray.config.origin import private
 from draco_ray.config.schema import DracoConfig, Tree
 from draco_ray.errors import ConfigError, DamagedRun
 from draco_ray.records import EpisodeEnd, Termination, Verdict
-from draco_ray.runs import parts
 from draco_ray.runs.schema import (
     AMOUNTS,
     MEASURES,
@@ -49,6 +50,39 @@ from draco_ray.runs.schema import (
     STEP_TABLES,
     TABLES,
 )
+
+SUFFIX = ".arrow"
+"""File extension of a part."""
+_CHECKSUM = 4
+
+
+def write_part(path: Path, rows: pa.Table) -> None:
+    """Write a part whole or not at all, for its owner's eyes. Raises: OSError."""
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, rows.schema) as stream:
+        stream.write_table(rows)
+    data = sink.getvalue()
+    temporary = path.with_suffix(".tmp")
+    with open(temporary, "wb", opener=private) as file:
+        file.write(data)
+        file.write(zlib.crc32(data).to_bytes(_CHECKSUM, "little"))
+    os.replace(temporary, path)
+
+
+def read_part(path: Path) -> pa.Table:
+    """The rows of a part.
+
+    Raises:
+        OSError, ValueError: it cannot be read, or its checksum is wrong.
+    """
+    data = memoryview(path.read_bytes())
+    rows, checksum = data[:-_CHECKSUM], data[-_CHECKSUM:]
+    if zlib.crc32(rows) != int.from_bytes(checksum, "little"):
+        raise ValueError("its checksum is wrong")
+    with pa.ipc.open_stream(pa.py_buffer(rows)) as stream:
+        return stream.read_all()
+
 
 STEP = re.compile(r"step([0-9]{1,9})")
 """Name of a training step's folder or file."""
@@ -138,8 +172,8 @@ def read_parquet(path: Path, schema: pa.Schema) -> pa.Table:
 
 def _opened(path: Path) -> tuple[list[str], Callable[[list[str]], pa.Table]]:
     """The columns of a file, and what reads some of them in the order they are named."""
-    if path.suffix == parts.SUFFIX:
-        rows = parts.read_part(path)
+    if path.suffix == SUFFIX:
+        rows = read_part(path)
         # A copy of some columns lets go of the others: they all lie in one piece of memory.
         every = pa.array(range(rows.num_rows))
         return rows.column_names, lambda columns: rows.select(columns).take(every)
@@ -482,7 +516,7 @@ def _of_its_step(path: Path, rows: pa.Table) -> pa.Table:
 
 def _part_suffix(table: str) -> str:
     """Parts that are never gathered into one file are Parquet, as that file is."""
-    return parts.SUFFIX if table in STEP_TABLES else ".parquet"
+    return SUFFIX if table in STEP_TABLES else ".parquet"
 
 
 def write_private(path: Path, text: str) -> None:

@@ -13,8 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from draco_ray.config.origin import private
-from draco_ray.runs.directory import STEP, RunDirectory, read_table, write_private
-from draco_ray.runs.parts import SUFFIX, write_part
+from draco_ray.runs.directory import STEP, SUFFIX, RunDirectory, read_table, write_part, write_private
 from draco_ray.runs.rows import Row
 from draco_ray.runs.schema import STEP_TABLES, TABLES
 

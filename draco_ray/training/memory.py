@@ -14,7 +14,7 @@ import psutil
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from draco_ray.training.head import head_address, head_answers
+from draco_ray.training.cluster import head_address, head_answers
 
 LOOK_SECONDS = 30.0
 """Between two looks at which nodes there are, and what they have used."""

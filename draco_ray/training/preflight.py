@@ -31,9 +31,8 @@ from draco_ray.engine.model_shape import PUBLIC_CONFIGS, check_experts, check_he
 from draco_ray.errors import ClusterError, ConfigError, StoreError
 from draco_ray.judging.judge_context import context_problem, context_warning, model_positions
 from draco_ray.judging.local.server import served_model
-from draco_ray.judging.own_disk import check_own_disk
 from draco_ray.judging.prompts import KEY_FILE, evidence_key
-from draco_ray.judging.reply_cache import FILE, RESTORE, check_store, create_store
+from draco_ray.judging.reply_cache import FILE, RESTORE, check_own_disk, check_store, create_store
 from draco_ray.runs.directory import RunDirectory
 
 ANONYMOUS_TYPE = "node_"

@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import ray
-import ray._private.state
 from ray.autoscaler.sdk import request_resources
 from ray.autoscaler.v2.sdk import get_cluster_status
 from ray.exceptions import RayError
@@ -204,7 +203,9 @@ def unplaced() -> str:
 
 
 def _free() -> list[Mapping[str, float]]:
-    return list(ray._private.state.available_resources_per_node().values())
+    """Free resources of each node."""
+    status = get_cluster_status(ray.get_runtime_context().gcs_address, timeout=ASK_SECONDS)
+    return [node.available_resources() for node in (*status.active_nodes, *status.idle_nodes)]
 
 
 def _waiting(

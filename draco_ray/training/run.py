@@ -36,11 +36,10 @@ from draco_ray.runs.judged import read_judged
 from draco_ray.runs.lock import sole_driver
 from draco_ray.runs.remote.place import Place, begun, place_at, place_of, working
 from draco_ray.terminal import PlainConsole
-from draco_ray.training.cluster import address_of
+from draco_ray.training.batches import EarlierTasks, TaskOrder
+from draco_ray.training.cluster import address_of, head_failure
 from draco_ray.training.engines import unless_lost
-from draco_ray.training.head import head_failure
 from draco_ray.training.memory import NodeMemory, PeakMemory, node_memory
-from draco_ray.training.order import EarlierTasks, TaskOrder
 from draco_ray.training.preflight import (
     check_disk,
     check_outlives_job,

@@ -28,21 +28,17 @@ from draco_ray.learner.base import Learner, find_learner
 from draco_ray.pipeline import Pipeline, Wait
 from draco_ray.records import Criterion, Judged, Message
 from draco_ray.registry import find
-from draco_ray.rollout.agent import find_agent
-from draco_ray.rollout.agent_prompt import agent_template
+from draco_ray.rollout.agent import agent_template, find_agent
 from draco_ray.rollout.tokens import TokenPolicy
 from draco_ray.rollout.turn_agent import TurnAgent
 from draco_ray.runs.directory import RunDirectory
 from draco_ray.training.actors import Actors
 from draco_ray.training.advantage_computer import start_advantage_computer
-from draco_ray.training.batches import Batches, RecordedRollouts
-from draco_ray.training.before_after import BeforeAfter, Tell
-from draco_ray.training.cluster import connect
+from draco_ray.training.batches import Batches, RecordedRollouts, TaskOrder
+from draco_ray.training.cluster import connect, unless_gone
 from draco_ray.training.engines import WeightSync, engines_asleep
-from draco_ray.training.head import unless_gone
-from draco_ray.training.held_out import JudgedBeforeAfter
+from draco_ray.training.held_out import BeforeAfter, JudgedBeforeAfter, Tell
 from draco_ray.training.observer import RunObserver, StepWatch
-from draco_ray.training.order import TaskOrder
 from draco_ray.training.preflight import check_judge_context
 from draco_ray.training.progress import StepProgress, most_phases, shown, watch_judge
 from draco_ray.training.resume import StartPoint

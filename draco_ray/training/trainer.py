@@ -26,7 +26,7 @@ from draco_ray.training.observer import RunObserver, StepWatch
 from draco_ray.training.overlap import busy_seconds, merged
 from draco_ray.training.preflight import check_disk
 from draco_ray.training.progress import step_line
-from draco_ray.training.retention import drop_checkpoints
+from draco_ray.training.resume import drop_checkpoints
 from draco_ray.training.streaming import StreamedUpdate, streamed_update
 from draco_ray.training.watchdog import Pending, Watchdog, in_time
 

@@ -13,10 +13,9 @@ import ray
 import torch
 
 from draco_ray.errors import LearnerError
-from draco_ray.learner import checkpoint_files
+from draco_ray.learner import checkpoint as checkpoint_files
 from draco_ray.learner.carried import Carried, Here, checkpoints_of
-from draco_ray.learner.checkpoint import Snapshot, read_checkpoint
-from draco_ray.learner.checkpoint_files import start_checkpoint_files
+from draco_ray.learner.checkpoint import Snapshot, read_checkpoint, start_checkpoint_files
 from draco_ray.training.cluster import start_ray
 
 pytestmark = pytest.mark.slow

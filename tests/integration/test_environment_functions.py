@@ -16,8 +16,7 @@ from draco_ray.environments.appworld.functions import AppWorldFunctions
 from draco_ray.environments.base import GuardedWorld, World, make_environment
 from draco_ray.errors import ConfigError, WorldError
 from draco_ray.records import EpisodeEnd, Termination
-from draco_ray.rollout.agent import RolloutRequest, find_agent
-from draco_ray.rollout.agent_prompt import agent_template
+from draco_ray.rollout.agent import RolloutRequest, agent_template, find_agent
 from draco_ray.rollout.tokens import TokenPolicy
 from tests.support.endpoint_episode import CHAT, END, ScriptedSampler, call
 

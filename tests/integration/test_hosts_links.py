@@ -30,7 +30,7 @@ while True:
 """
 DRIVER = f"""\
 import asyncio, sys
-from draco_ray.training.head import head_failure
+from draco_ray.training.cluster import head_failure
 asyncio.run(head_failure(f"{{sys.argv[1]}}:{PORT}", look=0.5, gone=5.0))
 """
 WRITER = """\

@@ -12,7 +12,7 @@ import sys
 import types
 from collections.abc import Sequence
 
-LEFT_OUT = frozenset({"accelerate", "peft", "ray", "torch", "torchvision", "transformers", "vllm"})
+LEFT_OUT = frozenset({"accelerate", "matplotlib", "peft", "ray", "torch", "torchvision", "transformers", "vllm"})
 
 
 class Absent(importlib.abc.MetaPathFinder):

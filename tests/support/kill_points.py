@@ -32,7 +32,8 @@ from draco_ray.judging.judge import CallContext
 from draco_ray.judging.phases.stage1 import Stage1
 from draco_ray.judging.reply_cache import read_book
 from draco_ray.records import Message
-from draco_ray.runs import bills, parts, store
+from draco_ray.runs import bills, store
+from draco_ray.runs import directory as parts
 from draco_ray.runs.bills import Bills
 from draco_ray.runs.directory import RunDirectory
 from draco_ray.runs.store import RunStore

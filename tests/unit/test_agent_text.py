@@ -8,7 +8,7 @@ import pytest
 
 from draco_ray.errors import ConfigError
 from draco_ray.records import Message, Task
-from draco_ray.rollout.agent_prompt import find_prompt, render_agent_prompt
+from draco_ray.rollout.agent import find_prompt, render_agent_prompt
 from draco_ray.rollout.code_block import cut_output, extract_code
 
 TASK = Task(

@@ -18,9 +18,8 @@ from draco_ray.config.origin import SCHEMA_VERSION
 from draco_ray.errors import DamagedRun, DracoError
 from draco_ray.records import EpisodeEnd, Evaluation
 from draco_ray.runs import rows
-from draco_ray.runs.directory import RunDirectory
+from draco_ray.runs.directory import RunDirectory, write_part
 from draco_ray.runs.lock import sole_driver
-from draco_ray.runs.parts import write_part
 from draco_ray.runs.schema import REQUIRED, TABLES
 from draco_ray.runs.store import RunStore
 from draco_ray.training.resume import rewind

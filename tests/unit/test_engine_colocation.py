@@ -18,10 +18,9 @@ from draco_ray.errors import ConfigError
 from draco_ray.learner.messages import UpdateMetrics
 from draco_ray.pipeline import Group, GroupState
 from draco_ray.runs.directory import RunDirectory
-from draco_ray.training.batches import Batches, RecordedRollouts
+from draco_ray.training.batches import Batches, RecordedRollouts, TaskOrder
 from draco_ray.training.engines import WeightSync, engines_asleep
 from draco_ray.training.observer import StepWatch
-from draco_ray.training.order import TaskOrder
 from draco_ray.training.preflight import check_resources
 from draco_ray.training.progress import StepProgress
 from draco_ray.training.trainer import Trainer

@@ -10,7 +10,7 @@ import psutil
 
 PARENT = """
 import multiprocessing, sys, time
-from draco_ray.engine.lifetime import die_with_parent
+from draco_ray.engine.child import die_with_parent
 
 def child(ready):
     die_with_parent()
@@ -43,6 +43,6 @@ def test_a_child_goes_when_its_parent_is_killed(tmp_path: Path) -> None:
 
 
 def test_a_process_without_such_a_parent_is_left_alone() -> None:
-    code = "from draco_ray.engine.lifetime import die_with_parent; die_with_parent(); print('alive')"
+    code = "from draco_ray.engine.child import die_with_parent; die_with_parent(); print('alive')"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "alive\n"

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from draco_ray.lab.evaluation.measures import estimates, mean_by_key, pass_at_k, pass_hat_k, scenario_of
 from draco_ray.records import EpisodeEnd, Evaluation
-from draco_ray.runs.goals import scenario_goal_completion, task_goal_completion
+from draco_ray.runs.evaluations import scenario_goal_completion, task_goal_completion
 
 RUNS = 3
 fuzz = settings(max_examples=50, deadline=None)

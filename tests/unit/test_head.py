@@ -15,11 +15,11 @@ from rich.console import Console
 from draco_ray.config.load import load_config
 from draco_ray.errors import ClusterError, EngineError
 from draco_ray.runs.directory import RunDirectory
-from draco_ray.training import head as head_module
+from draco_ray.training import cluster as head_module
 from draco_ray.training import run as run_module
+from draco_ray.training.batches import TaskOrder
+from draco_ray.training.cluster import head_failure, unless_gone
 from draco_ray.training.engines import unless_lost
-from draco_ray.training.head import head_failure, unless_gone
-from draco_ray.training.order import TaskOrder
 from draco_ray.training.resume import StartPoint
 
 

@@ -13,8 +13,7 @@ from rich.console import Console
 from draco_ray.config.load import load_config
 from draco_ray.records import JudgedRollout
 from draco_ray.training import held_out, session
-from draco_ray.training.before_after import BeforeAfter
-from draco_ray.training.held_out import JudgedBeforeAfter
+from draco_ray.training.held_out import BeforeAfter, JudgedBeforeAfter
 from tests.support.evaluations import a_result
 
 

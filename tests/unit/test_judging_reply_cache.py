@@ -18,7 +18,7 @@ from types import SimpleNamespace
 import pytest
 
 from draco_ray.errors import StoreError
-from draco_ray.judging import own_disk, reply_cache
+from draco_ray.judging import reply_cache
 from draco_ray.judging.reply_cache import (
     BUSY_SECONDS,
     CLAIM_SECONDS,
@@ -356,7 +356,7 @@ def test_a_key_is_of_everything_that_is_sent_in_whatever_order() -> None:
 def test_replies_are_kept_on_no_disk_that_machines_share(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whichever command would keep them: a run, `draco judge`, a replay."""
     (tmp_path / "mounts").write_text(f"server:/ {tmp_path.resolve() / 'home'} nfs4 rw 0 0\n", encoding="utf-8")
-    monkeypatch.setattr(own_disk, "MOUNTS", tmp_path / "mounts")
+    monkeypatch.setattr(reply_cache, "MOUNTS", tmp_path / "mounts")
     folder = tmp_path.resolve() / "home" / "judge_cache"
     with pytest.raises(StoreError) as caught:
         ReplyCache(folder)

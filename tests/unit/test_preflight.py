@@ -20,10 +20,9 @@ from draco_ray.config.load import load_config
 from draco_ray.config.schema import DracoConfig, LearnerConfig, SelfJudgeConfig
 from draco_ray.engine.model_shape import PUBLIC_CONFIGS, model_shape
 from draco_ray.errors import ClusterError, ConfigError, StoreError
-from draco_ray.judging import own_disk
-from draco_ray.judging.own_disk import file_system_of
+from draco_ray.judging import reply_cache
 from draco_ray.judging.prompts import KEY_FILE
-from draco_ray.judging.reply_cache import FILE
+from draco_ray.judging.reply_cache import FILE, file_system_of
 from draco_ray.runs.directory import RunDirectory
 from draco_ray.training import run
 from draco_ray.training.preflight import (
@@ -139,10 +138,10 @@ def test_the_file_system_of_a_path_is_that_of_the_innermost_mount() -> None:
 def test_mounts_in_any_encoding_are_read_and_none_are_no_reason_to_refuse(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(own_disk, "MOUNTS", tmp_path / "mounts")
-    own_disk.check_own_disk(tmp_path)
+    monkeypatch.setattr(reply_cache, "MOUNTS", tmp_path / "mounts")
+    reply_cache.check_own_disk(tmp_path)
     (tmp_path / "mounts").write_bytes(b"server:/\xe4 /nowhere\xff nfs4 rw 0 0\n")
-    own_disk.check_own_disk(tmp_path)
+    reply_cache.check_own_disk(tmp_path)
 
 
 def test_replies_on_a_file_system_that_machines_share_are_refused_with_what_mends_it(paper: DracoConfig) -> None:
@@ -172,7 +171,7 @@ def test_a_run_is_told_where_its_replies_cannot_lie_before_anything_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "mounts").write_text(f"server:/ {tmp_path} nfs4 rw 0 0\n", encoding="utf-8")
-    monkeypatch.setattr(own_disk, "MOUNTS", tmp_path / "mounts")
+    monkeypatch.setattr(reply_cache, "MOUNTS", tmp_path / "mounts")
     config = load_config("sandbox", [f"run.root={tmp_path}"])
     folder = RunDirectory.create(tmp_path / "first", "")
     with pytest.raises(ConfigError, match=r"judge replies would be kept in .*first/judge_cache"):

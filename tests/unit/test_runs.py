@@ -32,8 +32,7 @@ from draco_ray.records import (
     Verdict,
 )
 from draco_ray.runs import rows
-from draco_ray.runs.directory import RunDirectory
-from draco_ray.runs.parts import write_part
+from draco_ray.runs.directory import RunDirectory, write_part
 from draco_ray.runs.recorded import read_trajectory, recorded_rollouts
 from draco_ray.runs.schema import TABLES
 from draco_ray.runs.store import RunStore

@@ -23,7 +23,7 @@ from draco_ray.engine.tool_calls import ToolCallReader
 from draco_ray.environments.base import Environment
 from draco_ray.errors import ConfigError, EngineError, WorldError
 from draco_ray.records import Message, Task, TrainingSample, Trajectory
-from draco_ray.rollout.code_agent import CodeAgent
+from draco_ray.rollout.code_block import CodeAgent
 from draco_ray.rollout.tokens import TokenPolicy
 from draco_ray.runs.recorded import step_trajectories
 from draco_ray.sandbox.starter.tokenizer import train_tokenizer

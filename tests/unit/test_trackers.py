@@ -17,12 +17,10 @@ from draco_ray.errors import ConfigError
 from draco_ray.observability.trackers import open_trackers, scalars
 from draco_ray.records import Evaluation, JudgedRollout
 from draco_ray.runs.directory import RunDirectory
-from draco_ray.training import before_after, held_out
-from draco_ray.training.before_after import BeforeAfter
-from draco_ray.training.held_out import JudgedBeforeAfter
-from draco_ray.training.observer import RunObserver
+from draco_ray.training import held_out
+from draco_ray.training.held_out import BeforeAfter, JudgedBeforeAfter
+from draco_ray.training.observer import RunObserver, rollout_table
 from draco_ray.training.progress import StepProgress
-from draco_ray.training.rollout_table import rollout_table
 from tests.support.evaluations import a_result
 from tests.support.small_run import small_run
 
@@ -173,10 +171,10 @@ async def test_what_is_measured_between_steps_is_a_curve_in_the_trackers(
 
     package = WandB()
     monkeypatch.setitem(sys.modules, "wandb", package)
-    monkeypatch.setattr(before_after, "evaluate_tasks", played)
+    monkeypatch.setattr(held_out, "evaluate_tasks", played)
     monkeypatch.setattr(JudgedBeforeAfter, "_task", scored)
     environment = SimpleNamespace(tasks=lambda split: ["a_1", "a_2"], task=lambda name: SimpleNamespace(task_id=name))
-    for module in (before_after, held_out):
+    for module in (held_out,):
         monkeypatch.setattr(module, "make_environment", lambda *_: environment)
     config = load_config("sandbox")
     run, console = RunDirectory.create(tmp_path / "run", ""), Console(quiet=True)

@@ -18,7 +18,7 @@ from draco_ray.runs.directory import RunDirectory
 from draco_ray.runs.lock import sole_driver
 from draco_ray.runs.recorded import read_trajectory, recorded_rollouts
 from draco_ray.runs.store import RunStore
-from draco_ray.training.order import EarlierTasks, OrderRules
+from draco_ray.training.batches import EarlierTasks, OrderRules
 from draco_ray.training.resume import adopt_config, adopt_tasks, config_changes, rewind
 from tests.support.small_checkpoint import small_checkpoint
 from tests.support.small_run import TASKS, a_call, a_trajectory, write_group

@@ -18,9 +18,9 @@ from draco_ray.lab.evaluation import evaluate, judged
 from draco_ray.pipeline import Group, Pipeline
 from draco_ray.runs.directory import RunDirectory
 from draco_ray.training import observer, session
-from draco_ray.training.before_after import evaluate_tasks
+from draco_ray.training.batches import TaskOrder
 from draco_ray.training.engines import WeightSync
-from draco_ray.training.order import TaskOrder
+from draco_ray.training.held_out import evaluate_tasks
 from draco_ray.training.resume import StartPoint
 from draco_ray.training.watchdog import Pending
 

@@ -16,8 +16,7 @@ from draco_ray.lab.evaluation.policies import UNTRAINED
 from draco_ray.lab.evaluation.results import EvaluationDirectory, role_costs, sum_known
 from draco_ray.records import Evaluation
 from draco_ray.runs.directory import RunDirectory
-from draco_ray.runs.evaluations import read_evaluations
-from draco_ray.runs.goals import scenario_goal_completion, task_goal_completion
+from draco_ray.runs.evaluations import read_evaluations, scenario_goal_completion, task_goal_completion
 
 TRAINING = "training"
 """Stands for the evaluations that training itself made (train.evaluate_before_after)."""

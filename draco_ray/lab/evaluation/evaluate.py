@@ -430,7 +430,7 @@ def _stopped_plainly(directory: EvaluationDirectory, console: Console) -> Iterat
 
 def _probe(config: DracoConfig, environment: Environment, task_id: str) -> list[int]:
     from draco_ray.engine.chat import ChatTokens
-    from draco_ray.rollout.agent_prompt import agent_template, fill_agent_prompt
+    from draco_ray.rollout.agent import agent_template, fill_agent_prompt
 
     chat = ChatTokens(load_tokenizer(config.model.path), thinking=config.agent.thinking)
     prompt = fill_agent_prompt(agent_template(config.agent.prompt, environment.agent_prompt), environment.task(task_id))

@@ -11,8 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from draco_ray.runs.directory import RunDirectory, damaged
-from draco_ray.runs.evaluations import read_evaluations
-from draco_ray.runs.goals import scenario_goal_completion, task_goal_completion
+from draco_ray.runs.evaluations import read_evaluations, scenario_goal_completion, task_goal_completion
 from draco_ray.runs.judged import judged_rates, read_judged
 from draco_ray.terminal import PlainConsole
 

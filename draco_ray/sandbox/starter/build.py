@@ -22,7 +22,7 @@ from draco_ray.environments.appworld.environment import AppWorldEnvironment
 from draco_ray.errors import ConfigError, WorldError
 from draco_ray.extras import need
 from draco_ray.records import Task
-from draco_ray.rollout.agent_prompt import find_prompt
+from draco_ray.rollout.agent import find_prompt
 from draco_ray.sandbox.starter import demonstrations as demo
 from draco_ray.sandbox.starter.settings import StarterSettings, default_settings
 from draco_ray.sandbox.world.build import read_manifest
@@ -43,8 +43,7 @@ SOURCES = (
     "sandbox/starter",
     "sandbox/world/scripts.py",
     "sandbox/world/families.toml",
-    "rollout/agent_prompt.py",
-    "rollout/code_agent.py",
+    "rollout/agent.py",
     "rollout/code_block.py",
     "rollout/tokens.py",
     "rollout/turn_agent.py",

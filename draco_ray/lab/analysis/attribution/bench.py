@@ -29,7 +29,7 @@ from draco_ray.records import (
     Trajectory,
     Turn,
 )
-from draco_ray.rollout.agent_prompt import render_agent_prompt
+from draco_ray.rollout.agent import render_agent_prompt
 
 CHARACTERS_PER_TOKEN = 4
 """The bench has no tokenizer: n_j is estimated from the text of step j."""
