@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from draco_ray.cli import runs_show
+from draco_ray.commands.groups.runs import runs_show
 from draco_ray.config.load import dump_config, load_config
 from draco_ray.errors import ConfigError, DamagedRun, StoreError
 from draco_ray.runs import rows
