@@ -26,8 +26,10 @@ for _panel, _group in {
     "Runs and judges": runs.app,
     "Stand-ins and small models": standins.app,
 }.items():
-    for _each in (*_group.registered_commands, *_group.registered_groups):
-        _each.rich_help_panel = _panel
+    for _command in _group.registered_commands:
+        _command.rich_help_panel = _panel
+    for _subgroup in _group.registered_groups:
+        _subgroup.rich_help_panel = _panel
     app.add_typer(_group)
 
 

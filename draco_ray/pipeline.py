@@ -103,7 +103,7 @@ class Pipeline:
         wait: Wait = lambda kind, which: nullcontext(),
     ) -> None:
         self._config = config
-        self._cites = find_rule(config.rule).cites
+        self._cites = find_rule(config.rule, config.reliability).cites
         self._rollouts = rollouts
         self._judges = judges
         self._advantages = advantages

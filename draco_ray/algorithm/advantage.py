@@ -28,6 +28,12 @@ def group_advantages_G(reward_G: FloatArray, *, std_epsilon: float = STD_EPSILON
     if reward_G.ndim != 1 or not np.isfinite(reward_G).all():
         raise ValueError(f"reward_G must be a vector of finite rewards, got shape {reward_G.shape}: {reward_G}")
     # Compared as they are: a mean rounded in its last digit would leave a tiny spread, which epsilon then magnifies.
-    if len(reward_G) < 2 or np.ptp(reward_G) == 0.0:
+    if len(reward_G) < 2 or (reward_G == reward_G[0]).all():
         return np.zeros(len(reward_G))
+    largest = np.abs(reward_G).max()
+    if not 1e-100 < largest < 1e100:
+        # Squares of such rewards overflow or vanish. Scaling by a power of two is exact.
+        exponent = -int(np.frexp(largest)[1])
+        with np.errstate(over="ignore"):
+            reward_G, std_epsilon = np.ldexp(reward_G, exponent), float(np.ldexp(std_epsilon, exponent))
     return (reward_G - reward_G.mean()) / (reward_G.std(ddof=1) + std_epsilon)

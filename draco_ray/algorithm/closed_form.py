@@ -118,8 +118,10 @@ def _attributions(cited: Citations, verdict_K: IntArray) -> Sequence[Attribution
 
 
 def _whole(what: str, value: object) -> int:
-    """``value`` as an int. Raises ValueError if it is another thing, 1.5 or "1" included."""
+    """``value`` as an int. Raises ValueError if it is another thing, 1.5, "1" or True included."""
     try:
+        if isinstance(value, bool):
+            raise TypeError
         return operator.index(value)  # type: ignore[arg-type]
     except TypeError:
         raise ValueError(f"{what} is {value!r}, expected a whole number") from None

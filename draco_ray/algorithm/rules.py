@@ -5,21 +5,21 @@ Training and `draco replay` call the same object: what can be trained can be rep
 To add one, subclass `AdvantageRule` and override the part of the chain that differs, then name it as
 ``algorithm.rule=my_rules.py:MyRule``; docs/extending/advantage_rule.md shows one.
 
-=================  =====================================================================================================
-``draco``          the method of the paper
-``grpo``           A_i on every sampled token: vanilla GRPO on the rubric's reward; no credit call is made
-``no_dropout``     every criterion counts, also one that all members pass
-``mixed_only``     a criterion counts only if some member passes it and another fails it
-``no_std``         A = R - mean(R), not divided by the standard deviation
-``score_verdicts`` step quality from the scoring verdicts, with the credit call's citations but not its overrulings
-=================  =====================================================================================================
+====================  ==================================================================================================
+``draco``             the method of the paper
+``grpo``              A_i on every sampled token: vanilla GRPO on the rubric's reward; no credit call is made
+``no_dropout``        every criterion counts, also one that all members pass
+``mixed_only``        a criterion counts only if some member passes it and another fails it
+``no_std``            A = R - mean(R), not divided by the standard deviation
+``score_verdicts``    step quality from the scoring verdicts, with the credit call's citations but not its overrulings
+``draco_calibrated``  ``draco`` mixed with ``grpo``, by how reliable the judge is (``algorithm.reliability``)
+====================  ==================================================================================================
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import ClassVar
 
 import numpy as np
 
@@ -37,6 +37,7 @@ RULES = {
     "mixed_only": "draco_ray.algorithm.rules:MixedOnly",
     "no_std": "draco_ray.algorithm.rules:NoStd",
     "score_verdicts": "draco_ray.algorithm.rules:ScoreVerdicts",
+    "draco_calibrated": "draco_ray.algorithm.rules:Calibrated",
 }
 """Rules that ship, by name."""
 
@@ -44,7 +45,7 @@ RULES = {
 class AdvantageRule:
     """DRACO's rule, in parts that a subclass may replace; `draco_ray.algorithm.group.group_advantages` chains them."""
 
-    cites: ClassVar[bool] = True
+    cites: bool = True
     """Whether it spreads A_i over steps: without, no credit call is made and every sampled token receives A_i."""
 
     def surviving(self, verdict_GK: IntArray) -> BoolArray:
@@ -107,11 +108,36 @@ class ScoreVerdicts(AdvantageRule):
         return tuple(replace(each, verdict=Verdict(int(verdict_K[each.criterion]))) for each in attributed)
 
 
-def find_rule(name: str) -> AdvantageRule:
+class Calibrated(AdvantageRule):
+    """a_j = r draco_j + (1 - r) A, r in [0, 1] the judge's reliability: a judge that errs moves less of the push.
+
+    r = 1 is the paper's rule; r = 0 is uniform GRPO and makes no credit call. `draco attribution-bench --labels`
+    measures r. Of the paper's properties, conservation (P1), the sign of every step (P3), scaling with A (P6) and the
+    mirror of winners and losers (P7) hold for every r. Lost for r < 1, because the uniform part is in proportion to a
+    step's tokens: equal quality gives equal step totals (P2), and a step gains nothing by length (P5). That the push
+    follows quality (P4) remains among steps of equal length.
+    """
+
+    def __init__(self, reliability: float) -> None:
+        self.reliability = reliability
+        self.cites = reliability > 0.0
+
+    def spread(self, advantage: float, quality_M: FloatArray, tokens_M: IntArray) -> FloatArray:
+        """The paper's a_j and the uniform A, mixed."""
+        uniform_M = step_advantages(advantage, np.full(len(tokens_M), np.nan), tokens_M)
+        credited_M = step_advantages(advantage, quality_M, tokens_M)
+        return self.reliability * credited_M + (1.0 - self.reliability) * uniform_M
+
+
+def find_rule(name: str, reliability: float | None = None) -> AdvantageRule:
     """The rule of that name (see `draco_ray.registry.find`).
 
+    Args:
+        name: as of ``algorithm.rule``.
+        reliability: as of ``algorithm.reliability``, for `Calibrated` and its subclasses.
+
     Raises:
-        ConfigError: there is none, or it is no subclass of `AdvantageRule`.
+        ConfigError: there is none, it is no subclass of `AdvantageRule`, or it needs a reliability and has none.
     """
     rule = find("algorithm.rule", name, RULES)
     if not (isinstance(rule, type) and issubclass(rule, AdvantageRule)):
@@ -119,4 +145,11 @@ def find_rule(name: str) -> AdvantageRule:
             f"algorithm.rule={name!r} is no advantage rule: expected a subclass of "
             "draco_ray.algorithm.rules.AdvantageRule"
         )
-    return rule()
+    if not issubclass(rule, Calibrated):
+        return rule()
+    if reliability is None:
+        raise ConfigError(
+            f"algorithm.rule={name}: needs algorithm.reliability, a number from 0 to 1; measure it with "
+            "`draco attribution-bench --labels FILE`"
+        )
+    return rule(reliability)

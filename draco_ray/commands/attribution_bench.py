@@ -21,6 +21,14 @@ from draco_ray.lab.analysis.attribution.bench import judge_groups
 from draco_ray.lab.analysis.attribution.measure import RULES, STEP_MEASURES, measures, rollout_rows
 from draco_ray.lab.analysis.attribution.plant import PlantedRollout, planted_groups
 from draco_ray.lab.analysis.attribution.plant_recorded import recorded_groups
+from draco_ray.lab.analysis.attribution.step_labels import (
+    BEFORE_ANSWER,
+    EVERYTHING,
+    TOLERANCE,
+    calibration_rows,
+    label_rows,
+    read_step_labels,
+)
 from draco_ray.lab.analysis.judges import OWN, NamedJudge, RuleComplete, asked, folder_name, judge_config, open_complete
 from draco_ray.lab.analysis.judges import RULES as RULE_JUDGE
 from draco_ray.lab.analysis.tables import write_table
@@ -134,6 +142,60 @@ def attribution_bench(
     _print(console, found)
     tables = out / folder_name(name)
     return [*write_table(found, tables, "measures"), *write_table(rollout_rows(judged, name), tables, "rollouts")]
+
+
+def attribution_labels(path: Path, *, splits: int, out: Path, console: Console) -> list[Path]:
+    """Measure judges by the step labels of a file; print and write the tables.
+
+    Args:
+        path: the labels, of people and of judges.
+        splits: of the questions, into half for calibration and half for test.
+        out: folder of the tables.
+        console: where figures are printed.
+
+    Raises:
+        ConfigError: no labels file, or too few questions.
+    """
+    check_folder(out)
+    found = read_step_labels(path)
+    measured = label_rows(found)
+    calibrated, least_S = calibration_rows(found, splits=splits)
+    rows = measured.to_pylist()
+    for scope, title in (
+        (EVERYTHING, "share of the push on bad steps"),
+        (BEFORE_ANSWER, "the same without faults in the final answer alone"),
+    ):
+        mine = [row for row in rows if row["scope"] == scope]
+        counts = {row["measure"]: f"{row['trajectories']} of {row['questions']} questions" for row in mine}
+        cells: dict[str, list[object]] = {}
+        for row in mine:
+            cells.setdefault(row["judge"], []).append(_with_interval(row))
+        print_table(
+            console,
+            f"{title}: losers ({counts.get('losers')}) and winners ({counts.get('winners')})",
+            ["", "losers (more is better)", "first error found", "all on first error", "winners (less is better)"],
+            cells,
+        )
+    heads = ("reliability", "mean_reliability", "uniform", "draco", "calibrated", "low", "within_tolerance")
+    judges = calibrated.to_pylist()
+    print_table(
+        console,
+        f"draco_calibrated on losers, {splits} splits by question into calibration and test",
+        ["", *heads],
+        {row["judge"]: [row[head] for head in heads] for row in judges},
+    )
+    worst, best = min(judges, key=lambda row: row["within_tolerance"]), judges[0]
+    console.print(
+        f"at least uniform - {TOLERANCE:g}: every judge in {worst['within_tolerance']:.1%} of the splits or more, all "
+        f"in the same {(least_S >= -TOLERANCE).mean():.1%}; the best judge, {best['judge']}: {best['calibrated']:.3f}"
+    )
+    return [*write_table(measured, out, "labels"), *write_table(calibrated, out, "calibration")]
+
+
+def _with_interval(row: dict[str, Any]) -> str | None:
+    if row["value"] is None:
+        return None
+    return f"{row['value']:.3f}" + ("" if row["low"] is None else f" [{row['low']:.3f}, {row['high']:.3f}]")
 
 
 def _print(console: Console, found: pa.Table) -> None:

@@ -39,7 +39,7 @@ SAY_SECONDS = 15.0
 SHOWN_PROBLEMS = 20
 READ = ("judge", "algorithm", "ray")
 """What of a configuration the command acts on."""
-OF_ALGORITHM = ("rubric", "static_rubric", "rule", "std_epsilon", "skip_inert_credit_calls")
+OF_ALGORITHM = ("rubric", "static_rubric", "rule", "reliability", "std_epsilon", "skip_inert_credit_calls")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,9 +174,9 @@ def _idle(settled: Plan, wanted: Wanted) -> dict[str, str]:
     judge = settled.config.judge
     named = wanted.judge is not None or judge.model != RULES
     # `plan` has settled whether the cluster serves the judge, and leaves the rule judge's keys to the configuration.
-    idle = judge_idle(settled.config if named else wanted.config)
-    idle |= {"judge.cache": "here: replies are kept in --out", "algorithm": "on traces"}
+    idle = {"judge.cache": "here: replies are kept in --out", "algorithm": "on traces"}
     idle |= {f"algorithm.{key}": "" for key in OF_ALGORITHM}
+    idle |= judge_idle(settled.config if named else wanted.config)
     if not wanted.ray:
         pool = ("workers", "max_workers", "idle_seconds", "start_timeout_seconds")
         idle |= dict.fromkeys(("ray", *(f"judge.{key}" for key in pool)), "without --ray")

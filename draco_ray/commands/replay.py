@@ -9,6 +9,7 @@ from pathlib import Path
 import pyarrow as pa
 from rich.console import Console
 
+from draco_ray.algorithm.rules import find_rule
 from draco_ray.commands.printing import print_means, print_overall, print_table
 from draco_ray.config.load import load_config
 from draco_ray.config.schema import DracoConfig, JudgeConfig
@@ -46,7 +47,7 @@ FOLLOWED = ("agreement", "kappa", "ac1", "balanced_accuracy", "false_pass", "fal
 
 
 def replay_algorithm(
-    directory: Path, *, rules: Sequence[str], steps: Sequence[int] | None, out: Path | None, console: Console
+    directory: Path, *, rules: Sequence[str] | None, steps: Sequence[int] | None, out: Path | None, console: Console
 ) -> list[Path]:
     """Run advantage rules over the recorded verdicts, and vary the members of groups; no call is made.
 
@@ -55,6 +56,8 @@ def replay_algorithm(
     """
     run = open_run(directory, steps)
     std_epsilon = run.setting("algorithm.std_epsilon")
+    for name in rules or ():
+        find_rule(name, run.setting("algorithm.reliability"))
     folder = check_folder(out or run.path / REPLAYS)
     table = replay_rules(run, rules, steps, std_epsilon=std_epsilon)
     if not table.num_rows:

@@ -61,7 +61,7 @@ SENT = ("extra_body", "reasoning_effort", "service_tier", "prompt_cache", "jury"
 
 
 def judge_idle(config: DracoConfig) -> dict[str, str]:
-    """Keys of ``judge`` that have no effect on a configuration's judge, for `check_effect`."""
+    """Keys of the judge and of the advantage rule that have no effect in a configuration, for `check_effect`."""
     judge, idle = config.judge, dict[str, str]()
     for part, switch, on in (
         ("judge.rule_judge", "start", judge.rule_judge.start),
@@ -76,6 +76,8 @@ def judge_idle(config: DracoConfig) -> dict[str, str]:
         idle["judge.strong"] = "without judge.jury: it decides where judges differ"
     if judge.examples is None:
         idle["judge.max_examples"] = "without judge.examples"
+    if config.algorithm.rule != "draco_calibrated" and ":" not in config.algorithm.rule:
+        idle["algorithm.reliability"] = "without algorithm.rule=draco_calibrated"
     return idle
 
 

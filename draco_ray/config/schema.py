@@ -529,7 +529,11 @@ class AlgorithmConfig(Tree):
     """The fixed list, of algorithm.rubric=static; null: the environment's own, which AppWorld has: the paper's 21."""
     rule: Part = "draco"
     """How verdicts and citations become step advantages: draco, grpo (no step credit: vanilla GRPO on the reward),
-    no_dropout, mixed_only, no_std, score_verdicts, or one of your own, package.module:Class or folder/file.py:Class."""
+    no_dropout, mixed_only, no_std, score_verdicts, draco_calibrated, or one of your own, package.module:Class or
+    folder/file.py:Class."""
+    reliability: float | None = Field(None, ge=0, le=1)
+    """For draco_calibrated: share of the advantage that follows the judge's citations, the rest is spread evenly. 1 is
+    the paper's rule, 0 is uniform GRPO; `draco attribution-bench --labels` recommends one for each judge."""
     std_epsilon: float = Field(1e-6, ge=0)
     """Added to the group's standard deviation (verl)."""
     skip_useless_credit_calls: bool = True

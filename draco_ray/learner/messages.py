@@ -97,11 +97,20 @@ class Update(Command):
     """One optimizer step from the accumulated gradients. Answers UpdateMetrics."""
 
     def combine(self, results: Sequence[UpdateMetrics]) -> UpdateMetrics:
-        """One worker's, which are over all workers, but for the extremes: these are each worker's own."""
+        """One worker's, which are over all workers, but for the extremes: these are each worker's own.
+
+        A quantile is the middle of a histogram bin, so it is clipped to the extremes.
+        """
+        first = results[0]
+        low = min(result.engine_ratio_min for result in results)
+        high = max(result.engine_ratio_max for result in results)
         return replace(
-            results[0],
-            engine_ratio_min=min(result.engine_ratio_min for result in results),
-            engine_ratio_max=max(result.engine_ratio_max for result in results),
+            first,
+            engine_ratio_p01=min(max(first.engine_ratio_p01, low), high),
+            engine_ratio_p50=min(max(first.engine_ratio_p50, low), high),
+            engine_ratio_p99=min(max(first.engine_ratio_p99, low), high),
+            engine_ratio_min=low,
+            engine_ratio_max=high,
         )
 
 

@@ -139,7 +139,7 @@ class TraceJudge:
         self._open_other = open_other or (lambda _: complete)
         self._complete, self._prompts, self._config, self._replies = complete, prompts, config, replies
         self._static = None if static is None else tuple(static)
-        self._rule = find_rule(config.algorithm.rule)
+        self._rule = find_rule(config.algorithm.rule, config.algorithm.reliability)
 
     async def judge(self, index: int, group: TraceGroup) -> GroupJudgement:
         """Take one group from its traces to its step advantages.

@@ -39,7 +39,7 @@ class AdvantageComputerActor:
 
     def __init__(self, config: AlgorithmConfig) -> None:
         self._config = config
-        self._rule = find_rule(config.rule)
+        self._rule = find_rule(config.rule, config.reliability)
 
     async def rewards(self, rollouts: Sequence[int], scores: Sequence[ray.ObjectRef[Scores]]) -> RewardSummary:
         """Dropout and Eq. ``rubric-reward`` over the rollouts whose score call succeeded."""

@@ -52,7 +52,7 @@ def most_phases(config: AlgorithmConfig) -> int:
     """Judge phases that a group has at most: stage1 and union; stage2, score and credit of each rollout."""
     if config.reward != "rubric":
         return 0
-    each = 1 + find_rule(config.rule).cites
+    each = 1 + find_rule(config.rule, config.reliability).cites
     return config.group_size * each if config.rubric == "static" else 2 + config.group_size * (each + 1)
 
 

@@ -226,7 +226,7 @@ def _checked(config: DracoConfig, console: Console) -> tuple[DracoConfig, dict[s
     held_out: Sequence[str] = ()
     if config.train.evaluate_before_after:
         held_out = environment.tasks(config.data.eval_split)[: config.data.eval_tasks]
-    find_rule(config.algorithm.rule)
+    find_rule(config.algorithm.rule, config.algorithm.reliability)
     find_learner(config.learner.use)
     config = checked_model(config)
     if config.learner.use == LearnerConfig().use:

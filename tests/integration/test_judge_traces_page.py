@@ -45,7 +45,8 @@ def test_its_commands_and_examples_run(tmp_path: Path, monkeypatch: pytest.Monke
             exec(compile(example, "judge-traces.md", "exec"), names)
             assert "judged" in names or "good" in names
     assert server.requests
-    assert (tmp_path / "judged" / "report.html").is_file()
+    for folder in ("judged", "graded"):
+        assert (tmp_path / folder / "report.html").is_file()
 
 
 def test_it_names_every_format_and_key() -> None:

@@ -43,7 +43,7 @@ def own(tmp_path: Path) -> str:
 
 @pytest.mark.parametrize("name", sorted(RULES))
 def test_every_rule_keeps_the_total_push(name: str) -> None:
-    rule = find_rule(name)
+    rule = find_rule(name, reliability=0.6)
     for share in group_advantages("g", VERDICTS, CITED, TOKENS, range(3), rule=rule).rollouts:
         assert share.step_advantage_M @ TOKENS[0] == pytest.approx(share.advantage * 6)
         assert (share.fallback is CreditFallback.CREDIT_OFF) == (not rule.cites)
@@ -79,7 +79,7 @@ def test_unanimous_verdicts_without_a_call_give_equal_totals() -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("dracos", "algorithm.rule='dracos': unknown (did you mean 'draco'?); expected draco, grpo"),
+        ("dracos", "algorithm.rule='dracos': unknown (did you mean 'draco'?); expected draco, draco_calibrated, grpo"),
         ("json:nothing", "json has no 'nothing'"),
         ("no_such_module:X", "no_such_module cannot be imported: ModuleNotFoundError"),
         ("nowhere.py:X", "cannot be imported: FileNotFoundError: no file"),
@@ -122,3 +122,34 @@ def test_scoring_verdicts_overrule_those_of_the_credit_call() -> None:
     cited = (Attribution(criterion=1, verdict=PASS, steps=(2,)), Attribution(criterion=0, verdict=FAIL, steps=(1, 3)))
     ruled = find_rule("score_verdicts").attributions(cited, np.array([1, -1]))
     assert [(each.criterion, each.verdict, each.steps) for each in ruled] == [(1, FAIL, (2,)), (0, PASS, (1, 3))]
+
+
+def test_reliability_goes_from_uniform_grpo_to_the_papers_rule() -> None:
+    def pushed(name: str, reliability: float | None = None) -> list[list[float]]:
+        found = group_advantages("g", VERDICTS, CITED, TOKENS, range(3), rule=find_rule(name, reliability))
+        return [share.step_advantage_M.tolist() for share in found.rollouts]
+
+    assert pushed("draco_calibrated", 1.0) == pushed("draco")
+    assert pushed("draco_calibrated", 0.0) == pushed("grpo")
+    assert not find_rule("draco_calibrated", 0.0).cites
+    mixed = 0.25 * np.array(pushed("draco")) + 0.75 * np.array(pushed("grpo"))
+    assert np.array(pushed("draco_calibrated", 0.25)) == pytest.approx(mixed)
+
+
+def test_reliability_keeps_sign_scale_and_mirror_and_order_among_equal_lengths() -> None:
+    rule, rng = find_rule("draco_calibrated", 0.4), np.random.default_rng(0)
+    for _ in range(100):
+        steps = int(rng.integers(1, 8))
+        advantage, quality_M, tokens_M = rng.normal(), rng.random(steps), rng.integers(0, 50, steps)
+        pushed_M = rule.spread(advantage, quality_M, tokens_M)
+        assert (pushed_M * np.sign(advantage) >= 0).all()
+        assert pushed_M @ tokens_M == pytest.approx(advantage * tokens_M.sum())
+        assert rule.spread(3 * advantage, quality_M, tokens_M) == pytest.approx(3 * pushed_M)
+        assert rule.spread(-advantage, 1 - quality_M, tokens_M) == pytest.approx(-pushed_M)
+        equal_M = rule.spread(advantage, quality_M, np.full(steps, 5))
+        assert (np.argsort(equal_M) == np.argsort(quality_M)).all()
+
+
+def test_a_calibrated_rule_has_to_be_told_the_reliability() -> None:
+    with pytest.raises(ConfigError, match=r"algorithm.rule=draco_calibrated: needs algorithm.reliability, a number"):
+        find_rule("draco_calibrated")

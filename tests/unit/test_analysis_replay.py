@@ -164,7 +164,7 @@ def test_the_command_prints_and_writes_the_tables(
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        (["--rule", "bigger"], "unknown; expected draco, grpo"),
+        (["--rule", "bigger"], "unknown; expected draco, draco_calibrated, grpo"),
         (["--step", "9"], "no training step 9"),
         (["--phase", "score"], "--phase: no effect without --judge MODEL"),
         (["--judge", "rules", "--phase", "union"], "name it with --pairing"),

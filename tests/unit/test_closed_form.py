@@ -93,6 +93,9 @@ def test_citations_are_steps_by_criterion_or_the_credit_calls_own() -> None:
             {"verdicts": [[True, False], [True, True]]},
             "verdicts are true or false: expected +1 pass, -1 fail, 0 not applicable",
         ),
+        ({"citations": [{0: [True]}, None]}, "rollout 0: a step is True, expected a whole number"),
+        ({"citations": [{True: [1]}, None]}, "rollout 0: a criterion is True, expected a whole number"),
+        ({"tokens": [[True, True], [10]]}, "rollout 0: tokens are [True, True], expected a whole number a step"),
         ({"std_epsilon": math.nan}, "std_epsilon is nan, expected a number that is not negative"),
         ({"std_epsilon": -1.0}, "std_epsilon is -1.0, expected a number that is not negative"),
     ],
@@ -102,3 +105,17 @@ def test_what_does_not_fit_is_named(changed: dict[str, object], message: str) ->
     with pytest.raises(ValueError) as caught:  # noqa: PT011 - the message is compared whole
         step_advantages(**given)  # type: ignore[arg-type]
     assert str(caught.value) == message
+
+
+@pytest.mark.parametrize("scale", [5e-324, 1e-310, 1e-200, 1.0, 1e200, 1e308])
+def test_rewards_of_any_size_are_standardised(scale: float) -> None:
+    found = step_advantages(
+        verdicts=VERDICTS, citations=[None, None], tokens=TOKENS, reward=[-scale, scale], std_epsilon=0.0
+    )
+    assert found[0] == pytest.approx([-(0.5**0.5)] * 2)
+    assert found[1] == pytest.approx([0.5**0.5] * len(TOKENS[1]))
+
+
+def test_epsilon_hides_what_is_far_below_it() -> None:
+    found = step_advantages(verdicts=VERDICTS, citations=[None, None], tokens=TOKENS, reward=[0.0, 5e-324])
+    assert not np.any(np.concatenate(found))

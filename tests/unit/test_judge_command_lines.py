@@ -166,6 +166,7 @@ def test_an_endpoint_from_the_environment_is_said_too(monkeypatch: pytest.Monkey
         ("--set judge.workers=3", "judge.workers has no effect without --ray"),
         ("--set ray.dashboard=false", "ray.dashboard has no effect without --ray"),
         ("--set algorithm.reward=outcome", "algorithm.reward has no effect on traces"),
+        ("--set algorithm.reliability=0.5", "has no effect without algorithm.rule=draco_calibrated"),
         ("--set algorithm.static_rubric=r.yaml", "has no effect without algorithm.rubric=static"),
         ("--set judge.cache=c", "judge.cache has no effect here"),
         ("--set judge.rule_judge.false_pass=0.5", "judge.rule_judge.false_pass has no effect"),

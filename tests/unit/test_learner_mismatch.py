@@ -132,3 +132,6 @@ def test_the_extremes_of_an_update_are_those_of_all_workers() -> None:
     )
     other = replace(one, engine_ratio_min=0.9, engine_ratio_max=3.0)
     assert Update().combine([one, other]) == replace(one, engine_ratio_min=0.5, engine_ratio_max=3.0)
+    outside = replace(one, engine_ratio_p01=0.49, engine_ratio_p99=3.01)
+    combined = Update().combine([outside, other])
+    assert (combined.engine_ratio_p01, combined.engine_ratio_p50, combined.engine_ratio_p99) == (0.5, 1.0, 3.0)

@@ -145,14 +145,11 @@ def replay(
     trust: Trust = False,
 ) -> None:
     """Run advantage rules over recorded verdicts, or send archived judge calls to another judge."""
-    from draco_ray.algorithm.rules import RULES, find_rule
     from draco_ray.commands.replay import replay_algorithm, replay_judge
     from draco_ray.lab.analysis.judges import NamedJudge
     from draco_ray.terminal import PlainConsole
 
     console = PlainConsole(width=120)
-    for name in rule or ():
-        find_rule(name)
     if judge is None:
         check_no_effect(
             context, "without --judge MODEL", "phase", "api_base", "api_key_env", "pairing", "static_rubric"
@@ -163,7 +160,7 @@ def replay(
         check_no_effect(context, "without --pairing MODEL", "pairing_api_base", "pairing_api_key_env")
     folder = run_folder(directory, checkpoints=judge == "policy")
     if judge is None:
-        written = replay_algorithm(folder, rules=rule or list(RULES), steps=step, out=out, console=console)
+        written = replay_algorithm(folder, rules=rule or None, steps=step, out=out, console=console)
     else:
         written = replay_judge(
             folder,
@@ -258,14 +255,25 @@ def attribution_bench(
     out: Annotated[Path, typer.Option(help="Folder of the tables; its executed rollouts are reused.")] = Path(
         "attribution"
     ),
+    labels: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Measure judges by the step labels in this JSON file instead.")
+    ] = None,
+    splits: Annotated[int, typer.Option(min=1, help="With --labels: random splits of the questions.")] = 200,
     trust: Trust = False,
 ) -> None:
     """Plant known faults in scripted rollouts: does the judge find them, and does credit push the right steps?"""
-    from draco_ray.commands.attribution_bench import Solutions
+    from draco_ray.commands.attribution_bench import Solutions, attribution_labels
     from draco_ray.commands.attribution_bench import attribution_bench as run_bench
     from draco_ray.lab.analysis.judges import NamedJudge, names_judge
     from draco_ray.terminal import PlainConsole
 
+    if labels is not None:
+        used = ("labels", "splits", "out")
+        check_no_effect(context, "with --labels FILE", *(name for name in context.params if name not in used))
+        for path in attribution_labels(labels, splits=splits, out=out, console=PlainConsole(width=140)):
+            typer.echo(path)
+        return
+    check_no_effect(context, "without --labels FILE", "splits")
     if run is None:
         check_no_effect(context, "without --run DIR", "step")
     else:

@@ -37,13 +37,16 @@ RULE_TABLE = columns(
 )
 
 
-def replayed(group: RecordedGroup, rule: str, *, std_epsilon: float = STD_EPSILON) -> GroupAdvantages:
+def replayed(
+    group: RecordedGroup, rule: str, *, std_epsilon: float = STD_EPSILON, reliability: float | None = None
+) -> GroupAdvantages:
     """R, A and a_j of a recorded group under a rule, by the code that trains with it.
 
     Args:
         group: its verdicts and citations.
         rule: as of ``algorithm.rule``.
         std_epsilon: added to the group's standard deviation.
+        reliability: as of ``algorithm.reliability``.
     """
     return group_advantages(
         group.name,
@@ -51,14 +54,14 @@ def replayed(group: RecordedGroup, rule: str, *, std_epsilon: float = STD_EPSILO
         group.attributions,
         group.tokens_GM,
         group.rollouts,
-        rule=find_rule(rule),
+        rule=find_rule(rule, reliability),
         std_epsilon=std_epsilon,
     )
 
 
 def replay_rules(
     run: RunDirectory,
-    rules: Sequence[str] = tuple(RULES),
+    rules: Sequence[str] | None = None,
     steps: Sequence[int] | None = None,
     *,
     std_epsilon: float = STD_EPSILON,
@@ -68,13 +71,19 @@ def replay_rules(
     ``reward_shift`` and ``advantage_shift`` are mean absolute differences of R and A; ``sign_flips`` the share of
     rollouts whose A changes between negative, zero and positive; ``push_moved`` the share of a trajectory's push,
     |a_j| n_j, that lands on other steps than recorded (0 none, 1 all), a mean over the rollouts pushed both times.
+
+    ``rules`` None: all that ship, draco_calibrated only where the run has an ``algorithm.reliability``.
     """
+    reliability = run.setting("algorithm.reliability")
+    if rules is None:
+        rules = [rule for rule in RULES if rule != "draco_calibrated" or reliability is not None]
     rows = []
     for step in run.steps() if steps is None else steps:
         groups = list(recorded_groups(run, [step]))
         if groups:
             rows += [
-                {"run": run.path.name, "training_step": step, **_compare(groups, rule, std_epsilon)} for rule in rules
+                {"run": run.path.name, "training_step": step, **_compare(groups, rule, std_epsilon, reliability)}
+                for rule in rules
             ]
     return pa.Table.from_pylist(rows, schema=RULE_TABLE)
 
@@ -91,8 +100,10 @@ def moved_push(before: Sequence[float], after: Sequence[float], tokens: Sequence
     return 0.5 * math.fsum(abs(a - b) for a, b in zip(old, new, strict=True))
 
 
-def _compare(groups: Sequence[RecordedGroup], rule: str, std_epsilon: float) -> dict[str, Any]:
-    results = [replayed(group, rule, std_epsilon=std_epsilon) for group in groups]
+def _compare(
+    groups: Sequence[RecordedGroup], rule: str, std_epsilon: float, reliability: float | None
+) -> dict[str, Any]:
+    results = [replayed(group, rule, std_epsilon=std_epsilon, reliability=reliability) for group in groups]
     shares = [share for result in results for share in result.rollouts]
     reward = np.concatenate([group.reward_G for group in groups])
     advantage = np.concatenate([group.advantage_G for group in groups])

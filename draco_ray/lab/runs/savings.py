@@ -65,14 +65,17 @@ def savings(run: RunDirectory, calls: Sequence[tuple[int, JudgeCall]]) -> list[S
             others,
         ),
     ]
-    if _cites(run.setting("algorithm.rule"), calls):
+    if _cites(run, calls):
         found += _credit(run, [(step, call) for step, call in calls if call.phase == Credit.name])
     return found
 
 
-def _cites(rule: str, calls: Sequence[tuple[int, JudgeCall]]) -> bool:
-    """Whether credit calls are made under a rule; one of somebody's own is not imported to look at a run."""
-    return find_rule(rule).cites if rule in RULES else any(call.phase == Credit.name for _, call in calls)
+def _cites(run: RunDirectory, calls: Sequence[tuple[int, JudgeCall]]) -> bool:
+    """Whether credit calls are made under a run's rule; a rule of one's own is not imported to look at a run."""
+    rule = run.setting("algorithm.rule")
+    if rule in RULES:
+        return find_rule(rule, run.setting("algorithm.reliability")).cites
+    return any(call.phase == Credit.name for _, call in calls)
 
 
 def _replayed(switch: str, what: str, changes: str, replayed: Sequence[JudgeCall]) -> Saving:
