@@ -82,7 +82,7 @@ def fill_agent_prompt(template: str, task: Task) -> tuple[Message, ...]:
 
 
 AGENTS: Mapping[str, str] = {
-    "code": "draco_ray.rollout.code_block:CodeAgent",
+    "code": "draco_ray.rollout.turn_agent:CodeAgent",
     "command": "draco_ray.rollout.program_agent:ProgramAgent",
     "tool_calling": "draco_ray.rollout.tool_agent:ToolAgent",
     "verifiers": "draco_ray.rollout.verifiers_agent:VerifiersAgent",

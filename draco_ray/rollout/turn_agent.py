@@ -12,6 +12,7 @@ from draco_ray.environments.base import World
 from draco_ray.errors import EnvironmentCrashed
 from draco_ray.records import GAP, EpisodeEnd, Message, Task, Trajectory, Turn
 from draco_ray.rollout.agent import Conversation, Policy, RolloutRequest, Said, end_of, fill_agent_prompt
+from draco_ray.rollout.code_block import cut_output, extract_code
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,3 +109,19 @@ class TurnAgent(ABC):
             engine=self._policy.name,
             usage=books.usage,
         )
+
+
+class CodeAgent(TurnAgent):
+    """AppWorld's Simplified ReAct Code Agent; an action is the contents of the turn's code block."""
+
+    def step(self, said: Said) -> Step | None:
+        """See `TurnAgent`."""
+        code = extract_code(said.text, thinking=said.opens_thinking, complete=not said.cut)
+        if code is None:
+            return None
+
+        async def act(world: World) -> tuple[str, Callable[[Conversation], bool]]:
+            output = cut_output(await world.act(code), self._config.max_output_characters)
+            return output, lambda conversation: conversation.tell(output)
+
+        return Step(action=code, act=act)

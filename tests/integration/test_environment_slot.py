@@ -24,8 +24,8 @@ from draco_ray.environments.appworld.slot import AppWorldSlot
 from draco_ray.errors import EnvironmentCrashed, WorldError
 from draco_ray.records import EpisodeEnd, Trajectory
 from draco_ray.rollout.agent import RolloutRequest, agent_template
-from draco_ray.rollout.code_block import CodeAgent
 from draco_ray.rollout.tokens import TokenPolicy
+from draco_ray.rollout.turn_agent import CodeAgent
 from draco_ray.rollout.worker import evaluate
 from tests.support.chat_tokenizer import QWEN3, chat_tokenizer
 from tests.support.reads_calls import ReadsCalls

@@ -28,6 +28,7 @@ from draco_ray.judging.phases.score import Score
 from draco_ray.judging.phases.stage1 import Stage1
 from draco_ray.judging.phases.stage2 import Stage2
 from draco_ray.judging.phases.union import Union
+from draco_ray.judging.prompts import render_phase
 from draco_ray.records import Judged, Verdict
 from draco_ray.sandbox.judge_server import MODEL_NAME, JudgeServer, serve
 
@@ -207,7 +208,7 @@ async def test_a_key_is_asked_for_and_accepted(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_the_protocol() -> None:
-    long = "<agent_prompt>\n[USER]\nMy task: Pin my notes.\n</agent_prompt>\n" + "words " * 4000
+    long = render_phase("stage1", Path("prompts/judge"))
     with JudgeServer() as server:
         models = httpx.get(f"{server.base_url}/models").json()
         assert [model["id"] for model in models["data"]] == [MODEL_NAME]

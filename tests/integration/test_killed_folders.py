@@ -71,6 +71,14 @@ def orders() -> list[str]:
 '''
 
 
+def command_line(process: psutil.Process) -> list[str]:
+    """A process's words; none if it has just ended."""
+    try:
+        return process.cmdline()
+    except psutil.NoSuchProcess:
+        return []
+
+
 @contextmanager
 def running(program: str, told: Any, temporary: Path) -> Iterator[subprocess.Popen[str]]:
     """A process that has begun."""
@@ -169,7 +177,7 @@ def test_the_folder_of_a_jail_stays_while_anything_runs_in_it(
     config, *world = environment("tools", tmp_path, request)
     with running(WORLD, ({**config, "isolation": isolation}, *world), temporary) as process:
         below = psutil.Process(process.pid).children(recursive=True)
-        inside = [each for each in below if "draco_ray.environments.tools.server" in each.cmdline()]
+        inside = [each for each in below if "draco_ray.environments.tools.server" in command_line(each)]
         assert inside
         for each in inside:
             each.suspend()

@@ -16,8 +16,8 @@ from draco_ray.errors import EnvironmentCrashed, WorldBroken
 from draco_ray.lab.evaluation.evaluate import priced
 from draco_ray.records import GAP, EpisodeEnd, Task, Trajectory
 from draco_ray.rollout.agent import RolloutRequest, agent_template
-from draco_ray.rollout.code_block import CodeAgent
 from draco_ray.rollout.tokens import TokenPolicy
+from draco_ray.rollout.turn_agent import CodeAgent
 from tests.support.chat_tokenizer import QWEN3, QWEN35, chat_tokenizer
 from tests.support.reads_calls import ReadsCalls
 

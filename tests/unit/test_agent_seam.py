@@ -10,8 +10,8 @@ from draco_ray.config.schema import AgentConfig
 from draco_ray.errors import ConfigError, EnvironmentCrashed, WorldBroken
 from draco_ray.records import EpisodeEnd, Trajectory
 from draco_ray.rollout.agent import RolloutRequest, find_agent
-from draco_ray.rollout.code_block import CodeAgent
 from draco_ray.rollout.tokens import TokenPolicy
+from draco_ray.rollout.turn_agent import CodeAgent
 from tests.conftest import REPOSITORY
 from tests.unit.test_agent_loop import CHAT, END, TOKENIZER, ScriptedSampler, ScriptedWorld, check_books
 

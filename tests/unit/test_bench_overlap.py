@@ -22,8 +22,8 @@ from draco_ray.judging.phases.stage2 import Stage2
 from draco_ray.judging.phases.union import Union
 from draco_ray.records import EpisodeEnd, Task
 from draco_ray.rollout.agent import RolloutRequest, agent_template, fill_agent_prompt
-from draco_ray.rollout.code_block import CodeAgent
 from draco_ray.rollout.tokens import TokenPolicy
+from draco_ray.rollout.turn_agent import CodeAgent
 from draco_ray.sandbox.world.scripts import families
 from tests.support.chat_tokenizer import QWEN3, chat_tokenizer
 from tests.support.jobs import load_job

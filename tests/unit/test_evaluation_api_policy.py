@@ -15,7 +15,7 @@ from draco_ray.lab.evaluation.api_policy import ChatPolicy
 from draco_ray.lab.evaluation.evaluate import turn_tokens
 from draco_ray.records import EpisodeEnd, Task, Trajectory, Usage
 from draco_ray.rollout.agent import RolloutRequest, agent_template
-from draco_ray.rollout.code_block import CodeAgent
+from draco_ray.rollout.turn_agent import CodeAgent
 from tests.support.scripted_judge_server import Reply, ScriptedJudgeServer
 
 CELL = "<code>\nprint(1)\n</code>"

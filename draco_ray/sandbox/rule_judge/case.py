@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 from draco_ray.records import Verdict
+from draco_ray.sandbox.function_calls import in_code
 from draco_ray.sandbox.rule_judge.demands import Action, read_demands
 from draco_ray.sandbox.rule_judge.reading import Run
 from draco_ray.sandbox.rule_judge.trace import EMPTY, Call, Test, Value, trace, union
@@ -36,9 +37,9 @@ class Case:
     """One run under one task."""
 
     def __init__(self, run: Run, task: str) -> None:
-        self.run = run
+        self.run = in_code(run)
         self.demands = read_demands(task)
-        self.trace = trace(run.steps, task)
+        self.trace = trace(self.run.steps, task)
         done = [call for call in self.trace.calls if not call.failed]
         self.changes = [call for call in done if call.changes]
         """Calls that changed something."""

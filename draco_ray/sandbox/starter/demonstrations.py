@@ -26,8 +26,9 @@ from draco_ray.environments.jail import linux
 from draco_ray.errors import WorldError
 from draco_ray.records import Task, Trajectory
 from draco_ray.rollout.agent import RolloutRequest, agent_template, fill_agent_prompt
-from draco_ray.rollout.code_block import CodeAgent, cut_output
+from draco_ray.rollout.code_block import cut_output
 from draco_ray.rollout.tokens import TokenPolicy
+from draco_ray.rollout.turn_agent import CodeAgent
 from draco_ray.sandbox.world.scripts import Family, Fault
 from draco_ray.temp_dirs import PrivateTempDir
 

@@ -1,0 +1,111 @@
+"""Calls of functions, read as the code that a careful coder would have written for them.
+
+By function calling (``environment.use: appworld_functions``) a step is a JSON object for each call, in the form of
+Qwen2.5 and Qwen3, and the rules read code. So a call becomes an assignment to a variable of its own, and an argument
+that an earlier result held becomes that variable: passwords, tokens and ids go from results into calls, as in code.
+
+What a policy works out between two calls stands nowhere. An answer that no result spells comes from nowhere to these
+rules, and pages that are asked for one by one are no loop: a judge model would see more.
+"""
+
+from __future__ import annotations
+
+import json
+import keyword
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from draco_ray.sandbox.rule_judge.reading import Run, Step
+
+_CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
+# As Python this is a syntax error: code that imitates calls has failed, and its output says so.
+_NUMBERED = re.compile(r"^\((\d{1,3})\) \w+: ", re.MULTILINE)
+_ERROR = re.compile(r"error: (?:\w+: )?")
+_KEY = "#"
+"""For an entry of a list, which has no key."""
+
+Known = dict[str | int, str]
+"""A value that some result held -> the expression for it."""
+
+
+def in_code(run: Run) -> Run:
+    """The run with its calls as code, one statement each; what is code already stays."""
+    known: Known = {}
+    steps: list[Step] = []
+    for step in run.steps:
+        calls = _calls(step.code)
+        results = _results(step.output, len(calls))
+        for (name, arguments), result in zip(calls, results, strict=True):
+            variable = f"result_{len(steps) + 1}"
+            code = f"{variable} = apis.{name.replace('__', '.', 1)}({_given(arguments, known)})"
+            steps.append(Step(number=step.number, code=code, output=_output(result)))
+            known |= {value: f"{variable}{key}" for key, value in _leaves(result)}
+        if not calls:
+            steps.append(step)
+    return Run(steps=tuple(steps))
+
+
+def _calls(action: str) -> list[tuple[str, dict[str, Any]]]:
+    """Name and arguments of the calls of APIs in a step; none if there is one that cannot be read."""
+    found = []
+    for match in _CALL.finditer(action):
+        try:
+            call = json.loads(match[1])
+        except (ValueError, RecursionError):
+            return []
+        name, arguments = call.get("name"), call.get("arguments")
+        if not isinstance(name, str) or not isinstance(arguments, dict) or not all(map(_is_name, arguments)):
+            return []
+        app, _, api = name.partition("__")
+        if not (_is_name(app) and _is_name(api)):
+            return []
+        found.append((name, arguments))
+    return found
+
+
+def _is_name(text: str) -> bool:
+    return text.isidentifier() and not keyword.iskeyword(text)
+
+
+def _results(output: str | None, count: int) -> list[str | None]:
+    """What came of each call; several are numbered."""
+    if output is None or count < 2:
+        return [output] * count
+    at = {int(match[1]): match.span() for match in _NUMBERED.finditer(output)}
+    begins = sorted(span for number, span in at.items() if number <= count)
+    ends = [begin for begin, _ in begins[1:]] + [len(output)]
+    texts: list[str | None] = [output[begin:end].rstrip("\n") for (_, begin), end in zip(begins, ends, strict=True)]
+    return texts if len(texts) == count else [output] * count
+
+
+def _output(result: str | None) -> str | None:
+    """A refused call as code that raised."""
+    if result is None or not (error := _ERROR.match(result)):
+        return result
+    return f"Execution failed. Traceback:\nException: {result[error.end() :]}"
+
+
+def _given(arguments: dict[str, Any], known: Known) -> str:
+    return ", ".join(f"{name}={_expression(value, known)}" for name, value in arguments.items())
+
+
+def _expression(value: Any, known: Known) -> str:
+    seen = known.get(value) if isinstance(value, str | int) and not isinstance(value, bool) else None
+    return repr(value) if seen is None else seen
+
+
+def _leaves(result: str | None) -> Iterator[tuple[str, str | int]]:
+    """Texts and ids in a result, each with the last key on the way to it, as a subscript."""
+    try:
+        todo: list[tuple[str, Any]] = [(_KEY, json.loads(result or ""))]
+    except (ValueError, RecursionError):
+        return
+    while todo:
+        key, value = todo.pop()
+        if isinstance(value, dict):
+            todo += value.items()
+        elif isinstance(value, list):
+            todo += [(key, entry) for entry in value]
+        elif isinstance(value, str) or (isinstance(value, int) and key.endswith("_id")):
+            yield ("" if key == _KEY else f"[{key!r}]"), value
