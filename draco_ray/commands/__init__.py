@@ -1,1 +1,1 @@
-"""The command line, one file a group of commands; `draco_ray.cli` puts them together."""
+"""What the commands do; `draco_ray.commands.groups` declares them, and `draco_ray.cli` assembles them."""

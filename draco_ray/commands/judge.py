@@ -20,6 +20,7 @@ from draco_ray.errors import BudgetSpent, ConfigError, JudgeUnavailable, StoreEr
 from draco_ray.judging.endpoint import introduced
 from draco_ray.judging.panel import other
 from draco_ray.judging.pricing import known_price
+from draco_ray.judging.reply_cache import FILE
 from draco_ray.judging.tokens import BYTES_PER_TOKEN
 from draco_ray.lab.analysis.judges import RULES, RuleComplete, configured_rules
 from draco_ray.lab.report.page import write_report
@@ -194,11 +195,15 @@ def _idle(settled: Plan, wanted: Wanted) -> dict[str, str]:
 
 
 def _judge(kept: JudgingRun, settled: Plan, wanted: Wanted, calls: int, console: Console) -> Totals:
-    done = len(settled_before := [*kept.results()])
-    if done:
-        console.print(f"{counted(done, 'group')} judged already, going on with {len(kept.pending())}")
-    del settled_before
     offline = settled.config.judge.model == RULES
+    if done := len([*kept.results()]):
+        console.print(f"{counted(done, 'group')} judged already, going on with {len(kept.pending())}")
+        replies = kept.directory.judge_cache / FILE
+        if not offline and not replies.exists():
+            console.print(
+                f"{replies} is missing: judged groups are kept, calls of other groups are sent and paid for again, and "
+                "earlier costs do not count towards the budget"
+            )
     meter = Meter(_offline_judge(wanted)) if offline else open_judge(settled)
     began = time.monotonic()
     try:

@@ -26,8 +26,8 @@ Overrides = Annotated[
 Trust = Annotated[
     bool, typer.Option("--trust", help="Take programs and endpoints from a run directory that others made, too.")
 ]
-Form = Annotated[TableFormat, typer.Option("--format", help="Form of the tables.")]
-Beside = Annotated[Shown, typer.Option("--show", help="What stands beside a mean.")]
+Form = Annotated[TableFormat, typer.Option("--format", help="Format of the tables.")]
+Beside = Annotated[Shown, typer.Option("--show", help="What to print beside a mean.")]
 
 
 READ = ("setting", "seed", "model", "engine", "agent", "judge", "data", "tau_bench")

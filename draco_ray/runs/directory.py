@@ -6,22 +6,25 @@
     config.yaml                       the resolved configuration
     metrics.jsonl                     one line a training step
     tables/<table>/step00003.parquet  a finished step (of measurements of a policy, step00003/*.parquet)
-    tables/<table>/step00003/*.arrow  a step under way: one file per rollout or group, as they finish
+    tables/<table>/step00003/*.arrow  an unfinished step: one file per rollout or group, as they finish
     checkpoints/step00003/            adapter (PEFT format), optimizer, counters and digests
-    judge_cache/                      every judge reply by request, so that none is paid for twice
+    judge_cache/                      judge replies by request, so that none is paid for twice
 
-Only its owner may enter it, unless they let others. It may come from somebody else: nothing in it is unpickled, and
-whatever is wrong with a file is one line that names it.
+Only its owner may read it, unless they allow others. It may come from somebody else: nothing in it is unpickled, and
+a damaged file is reported in one line that names it.
 """
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import fcntl
 import json
 import math
 import os
 import re
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import Enum
 from functools import cached_property
 from itertools import pairwise
@@ -38,7 +41,7 @@ from draco_ray.config import origin, plain_yaml
 from draco_ray.config.file_names import file_name
 from draco_ray.config.origin import private
 from draco_ray.config.schema import DracoConfig, Tree
-from draco_ray.errors import ConfigError, DamagedRun
+from draco_ray.errors import ConfigError, DamagedRun, StoreError
 from draco_ray.records import EpisodeEnd, Termination, Verdict
 from draco_ray.runs.schema import (
     AMOUNTS,
@@ -57,7 +60,7 @@ _CHECKSUM = 4
 
 
 def write_part(path: Path, rows: pa.Table) -> None:
-    """Write a part whole or not at all, for its owner's eyes. Raises: OSError."""
+    """Write a part atomically, readable by its owner only. Raises: OSError."""
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, rows.schema) as stream:
@@ -86,9 +89,10 @@ def read_part(path: Path) -> pa.Table:
 
 STEP = re.compile(r"step([0-9]{1,9})")
 """Name of a training step's folder or file."""
-LOOKS = 10
-"""At a table that a writer gathers meanwhile."""
+READ_ATTEMPTS = 10
+"""Attempts to read a table while a writer gathers its parts."""
 THREADED_ROWS = 1_000
+"""Rows from which Parquet is read in threads: for fewer, starting threads takes longer."""
 _VALUES: dict[tuple[str, str], type[Enum]] = {
     ("trajectories", "ended"): EpisodeEnd,
     ("trajectories", "termination"): Termination,
@@ -127,7 +131,7 @@ def read_bytes(path: Path) -> bytes:
 
 
 def damaged(path: Path, problem: object) -> DamagedRun:
-    """The error for a file that is not what a run writes."""
+    """The error for a damaged file."""
     return DamagedRun(f"{path}: damaged: {' '.join(str(problem).split())[:300]}; restore this file, or move it away")
 
 
@@ -171,16 +175,15 @@ def read_parquet(path: Path, schema: pa.Schema) -> pa.Table:
 
 
 def _opened(path: Path) -> tuple[list[str], Callable[[list[str]], pa.Table]]:
-    """The columns of a file, and what reads some of them in the order they are named."""
+    """The column names of a file, and a function that reads some of them in the given order."""
     if path.suffix == SUFFIX:
         rows = read_part(path)
-        # A copy of some columns lets go of the others: they all lie in one piece of memory.
+        # Copy the columns: all columns share one buffer, which would stay in memory.
         every = pa.array(range(rows.num_rows))
         return rows.column_names, lambda columns: rows.select(columns).take(every)
     file = pq.ParquetFile(path, page_checksum_verification=True)
 
     def read(columns: list[str]) -> pa.Table:
-        # Handing the columns of a small file to threads takes longer than reading them.
         with file:
             return file.read(columns, use_threads=file.metadata.num_rows > THREADED_ROWS).select(columns)
 
@@ -197,13 +200,13 @@ def _check_rows(table: pa.Table, name: str) -> None:
             if unknown := [each for each in pc.unique(values).to_pylist() if each is not None and each not in known]:
                 raise DamagedRun(f"its column {column!r} holds {unknown[0]!r}")
         if column in AMOUNTS and not _all(_is_amount, values):
-            raise DamagedRun(f"its column {column!r} holds what is no amount")
+            raise DamagedRun(f"its column {column!r} holds an invalid amount")
         if column in MEASURES and not _all(_is_measured, values):
-            raise DamagedRun(f"its column {column!r} holds what is no number")
+            raise DamagedRun(f"its column {column!r} holds an invalid number")
 
 
 def _all(is_plain: Callable[[pa.ChunkedArray], pa.ChunkedArray], values: pa.ChunkedArray) -> bool:
-    """Whether every value is; nulls are left to `REQUIRED`."""
+    """Whether ``is_plain`` holds for every value; nulls are checked by `REQUIRED`."""
     return pc.all(is_plain(values.cast(pa.float64(), safe=False))).as_py() is not False
 
 
@@ -217,15 +220,15 @@ def _is_measured(values: pa.ChunkedArray) -> pa.ChunkedArray:
 
 
 def check_regular(path: Path) -> None:
-    """Refuse what is no regular file: reading a queue or a device would wait. Raises: OSError."""
+    """Refuse a file that is not regular: reading a pipe or a device would block. Raises: OSError."""
     if not path.exists():
         raise OSError("it is missing")
     if not path.is_file():
-        raise OSError("it is no regular file")
+        raise OSError("it is not a regular file")
 
 
 def _is_measure(name: str, value: object) -> bool:
-    """Whether it may stand in the metrics under that name."""
+    """Whether the metric ``name`` may have this value."""
     if name in METRIC_LISTS:
         return isinstance(value, list) and all(isinstance(entry, str) for entry in value)
     return _are_counts(value) if name in METRIC_COUNTS else _is_number(value)
@@ -236,7 +239,7 @@ def _are_counts(value: object) -> bool:
 
 
 def _is_number(value: object) -> bool:
-    # JSON knows integers that no float can be.
+    # JSON has integers that exceed every float.
     return isinstance(value, float | None) or (isinstance(value, int) and abs(value) < 2**63)
 
 
@@ -273,7 +276,7 @@ class RunDirectory:
 
     @classmethod
     def create(cls, path: Path, config_yaml: str) -> RunDirectory:
-        """A new run, for its owner's eyes.
+        """A new run, readable by its owner only.
 
         Raises:
             ConfigError: if ``path`` exists already, or cannot be written.
@@ -292,7 +295,7 @@ class RunDirectory:
         return run
 
     def write_config(self, config_yaml: str) -> None:
-        """Make this the run's configuration, as this user's own."""
+        """Write the run's configuration and mark it as this user's."""
         write_private(self.path / "config.yaml", config_yaml)
         origin.write_origin(self.path, config_yaml)
         for known in ("_config", "ours", "schema_version"):
@@ -300,7 +303,7 @@ class RunDirectory:
 
     @cached_property
     def ours(self) -> bool:
-        """Whether this user's own configuration is in it."""
+        """Whether this user wrote its configuration."""
         try:
             return origin.is_ours(self.path, self.config_text())
         except DamagedRun:
@@ -339,7 +342,7 @@ class RunDirectory:
 
     @property
     def judge_cache(self) -> Path:
-        """The default place of the durable reply cache."""
+        """Default folder of the stored judge replies."""
         return self.path / "judge_cache"
 
     def checkpoint(self, step: int) -> Path:
@@ -347,10 +350,10 @@ class RunDirectory:
         return self.checkpoints / f"step{step:05d}"
 
     def part(self, table: str, step: int, key: str) -> Path:
-        """File that one rollout's or group's rows of a step under way are written to.
+        """File for the rows of one rollout or group of an unfinished step.
 
         Raises:
-            DamagedRun: ``key``, which is made of what a table says, would lead out of the folder.
+            DamagedRun: ``key`` comes from a table and would lead out of the folder.
         """
         try:
             return self.tables / table / f"step{step:05d}" / f"{file_name(key)}{_part_suffix(table)}"
@@ -358,7 +361,7 @@ class RunDirectory:
             raise DamagedRun(f"{self.tables / table}: rows of step {step} are named {key[:100]!r}: {error}") from None
 
     def parts(self, table: str, step: int) -> list[Path]:
-        """The files of a table's rows of a step under way."""
+        """The part files of a table for an unfinished step."""
         return self._parts(table, f"step{step:05d}")
 
     def config_text(self) -> str:
@@ -374,10 +377,10 @@ class RunDirectory:
         return text
 
     def setting(self, key: str) -> Any:
-        """What the run's configuration says of a dotted key; the default where it says nothing.
+        """The value of a dotted key in the run's configuration, or the default.
 
         Raises:
-            DamagedRun: the configuration cannot be read, or has something else there than the key takes.
+            DamagedRun: the configuration cannot be read, or the value is invalid.
         """
         node: Any = self._config
         branch: type[Tree] = DracoConfig
@@ -385,13 +388,13 @@ class RunDirectory:
         for section in sections:
             node = node.get(section) or {}
             if not isinstance(node, Mapping):
-                raise damaged(self.path / "config.yaml", f"section {section} is no mapping")
+                raise damaged(self.path / "config.yaml", f"section {section} is not a mapping")
             branch = branch.model_fields[section].annotation  # type: ignore[assignment]
         field = branch.model_fields[leaf]
         if leaf not in node:
             return field.get_default(call_default_factory=True)
         try:
-            # With the field, for its bounds: they are no part of the annotation.
+            # The field has the bounds, the annotation has not.
             kind: Any = Annotated[field.annotation, field]
             return TypeAdapter(kind).validate_python(node[leaf])
         except ValidationError:
@@ -412,11 +415,11 @@ class RunDirectory:
         """The metrics of every finished step, in order.
 
         Raises:
-            DamagedRun: the file cannot be read, or a line is not a step's.
+            DamagedRun: the file cannot be read, or a line is invalid.
         """
         if not os.path.lexists(self.metrics_file):
             return []
-        # It is written as a whole: a line without an end has been cut.
+        # The file is written atomically, so a line without a newline was cut.
         *lines, rest = read_text(self.metrics_file).split("\n")
         if rest or not lines:
             raise damaged(self.metrics_file, f"line {len(lines) + 1} has no end" if rest else "it is empty")
@@ -442,19 +445,19 @@ class RunDirectory:
                 raise ValueError(f"{wrong}: expected {kinds.get(wrong, 'a number')}")
         except (ValueError, RecursionError) as error:
             raise damaged(self.metrics_file, f"line {number}: {error}") from None
-        # What a step could not measure is null; JSON of others may have NaN there, or more than a number holds.
+        # Missing measurements are null; other writers of JSON may use NaN or infinity.
         return {
             key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in line.items()
         }
 
     def steps(self) -> list[int]:
-        """Training steps that have rows, finished or under way, ascending."""
+        """Training steps that have rows, finished or not, ascending."""
         found = (STEP.fullmatch(path.stem) for path in self.tables.glob("*/step*"))
         return sorted({int(match[1]) for match in found if match})
 
     @property
     def untouched(self) -> bool:
-        """Whether its run never began: no step has rows or metrics, and no checkpoint was written."""
+        """Whether the run never began: it has no rows, metrics or checkpoints."""
         return not (self.steps() or self.checkpoint_steps() or os.path.lexists(self.metrics_file))
 
     def checkpoint_steps(self) -> list[int]:
@@ -463,20 +466,20 @@ class RunDirectory:
         return sorted(int(match[1]) for match in found if match)
 
     def table(self, name: str, step: int | None = None, columns: Sequence[str] | None = None) -> pa.Table:
-        """A table, finished steps and the one under way alike: all of it, or one training step's rows, some columns.
+        """A table with the rows of all training steps or of one, finished or not.
 
         Raises:
             KeyError: if no table has that name.
-            DamagedRun: one of its files cannot be read, has other columns or another step's rows, or is no step's.
+            DamagedRun: a file cannot be read, or has other columns, another step's rows or an unexpected name.
         """
         wanted = TABLES[name].names if columns is None else list(columns)
         read_too = [*wanted, *({"training_step"} - set(wanted))]
-        for left in reversed(range(LOOKS)):
+        for left in reversed(range(READ_ATTEMPTS)):
             paths = self._files(name, step)
             try:
                 read = [_of_its_step(path, read_table(path, name, read_too)) for path in paths]
             except DamagedRun:
-                # Parts go when the table that they were gathered into is there.
+                # The parts may have been gathered and removed meanwhile.
                 if left and paths != self._files(name, step):
                     continue
                 raise
@@ -487,12 +490,12 @@ class RunDirectory:
         """The files that hold a table's rows, each row once."""
         folder = self.tables / name
         pattern = "step*" if step is None else f"step{step:05d}"
-        # Parts first: those of a step that is gathered between the two looks are then left out for what they became.
+        # List parts first: if a step is gathered in between, its parts are left out below.
         under_way = self._parts(name, pattern)
         finished = sorted(folder.glob(f"{pattern}.parquet"))
         if strange := [path for path in finished if _step_of(path) is None]:
-            raise damaged(strange[0], "it is named as no step's table is, and its rows may be another's again")
-        # Leftovers of a step that was gathered since are the same rows twice.
+            raise damaged(strange[0], "its name is not a step's, and its rows may be duplicates")
+        # Parts of a gathered step are duplicates.
         gathered = set(finished)
         return finished + [path for path in under_way if path.parent.with_suffix(".parquet") not in gathered]
 
@@ -501,27 +504,54 @@ class RunDirectory:
 
 
 def _step_of(path: Path) -> int | None:
-    """The step whose rows a file holds, by its name or its folder's: ``step00003.parquet``, and no copy of it."""
+    """The step in the name of a file or its folder: ``step00003.parquet``, but no copy of it."""
     found = STEP.fullmatch(path.parent.name) or STEP.fullmatch(path.stem)
     step = None if found is None else int(found[1])
     return step if found is not None and found[0] == f"step{step:05d}" else None
 
 
 def _of_its_step(path: Path, rows: pa.Table) -> pa.Table:
-    """``rows`` if they are of the step that the file is named after: of another they would count twice."""
+    """Return ``rows`` if they belong to the step in the file's name; others would count twice."""
     if others := [step for step in pc.unique(rows.column("training_step")).to_pylist() if step != _step_of(path)]:
         raise damaged(path, f"it has rows of step {others[0]}")
     return rows
 
 
 def _part_suffix(table: str) -> str:
-    """Parts that are never gathered into one file are Parquet, as that file is."""
+    """Suffix of a table's parts; those that are never gathered are Parquet."""
     return SUFFIX if table in STEP_TABLES else ".parquet"
 
 
 def write_private(path: Path, text: str) -> None:
-    """Write a file of a run directory whole or not at all, for its owner's eyes."""
+    """Write a file of a run directory atomically, readable by its owner only."""
     temporary = path.with_name(f"{path.name}.tmp")
     with open(temporary, "w", encoding="utf-8", opener=origin.private) as file:
         file.write(text)
     os.replace(temporary, path)
+
+
+@contextlib.contextmanager
+def sole_driver(run: RunDirectory) -> Iterator[None]:
+    """Lock a run directory, so that only one process works in it.
+
+    Raises:
+        ConfigError: another process works in it.
+        StoreError: it cannot be written.
+    """
+    lock = run.path / ".lock"
+    try:
+        descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK, 0o600)
+    except OSError as error:
+        if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOSPC, errno.EDQUOT):
+            raise StoreError(
+                f"run directory {run.path} cannot be written: {error.strerror}; make it writable, and continue the run"
+            ) from None
+        raise damaged(lock, error.strerror) from None
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(f"run directory {run.path}: another process is working in it; end that one") from None
+        yield
+    finally:
+        os.close(descriptor)

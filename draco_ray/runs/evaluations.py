@@ -1,13 +1,19 @@
-"""Evaluations that a training run made of its own policies, read back."""
+"""Evaluations that a training run made of its own policies: read back, and their rates.
+
+Where an environment has no evaluator, the judge's pass rate on held-out rollouts stands in for success.
+"""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
-from draco_ray.records import EpisodeEnd, Evaluation, Termination
+import numpy as np
+
+from draco_ray.records import EpisodeEnd, Evaluation, JudgedRollout, Termination, Verdict
 from draco_ray.runs.directory import RunDirectory
-from draco_ray.runs.recorded import scenario_of
+from draco_ray.runs.rows import scenario_of
 
 
 def task_goal_completion(evaluations: Iterable[Evaluation]) -> float:
@@ -56,3 +62,112 @@ def read_evaluations(run: RunDirectory) -> dict[tuple[int, str], list[Evaluation
         )
         found.setdefault((row["training_step"], row["split"]), []).append(evaluation)
     return dict(sorted(found.items()))
+
+
+DRAWS = 2_000
+"""Bootstrap samples."""
+LEVEL = 0.95
+"""Confidence level of intervals."""
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """A share in [0, 1] and its percentile bootstrap interval over scenarios; None where fewer than two have one."""
+
+    mean: float
+    low: float | None
+    high: float | None
+
+    def __str__(self) -> str:
+        """In per cent."""
+        if self.low is None or self.high is None:
+            return f"{100 * self.mean:.1f} %"
+        return f"{100 * self.mean:.1f} % [{100 * self.low:.1f}, {100 * self.high:.1f}]"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JudgedRates:
+    """Rates over one policy's held-out rollouts."""
+
+    pass_rate: Share | None
+    """Mean share of passes among applicable verdicts of a rollout; None if no verdict applies."""
+    agreement: Share | None
+    """Mean share of a rollout's criteria on which two scoring calls agree."""
+    tasks: int
+    rollouts: int
+    unscored: int
+    """Rollouts that were lost or whose scoring failed; they are left out of the rates."""
+
+    def __str__(self) -> str:
+        """One line, which says that it is a stand-in."""
+        rate = "unknown" if self.pass_rate is None else str(self.pass_rate)
+        parts = [f"judge's pass rate {rate} (a stand-in: there is no evaluator)"]
+        if self.agreement is not None:
+            parts.append(f"the judge agrees with itself on {self.agreement} of verdicts")
+        parts.append(f"{self.tasks} tasks, {self.rollouts} rollouts")
+        if self.unscored:
+            parts.append(f"{self.unscored} of them without verdicts and left out")
+        return "; ".join(parts)
+
+
+def judged_rates(rollouts: Sequence[JudgedRollout]) -> JudgedRates:
+    """Rates over held-out rollouts with intervals over their scenarios."""
+    scored = [each for each in rollouts if each.error is None]
+    return JudgedRates(
+        pass_rate=_share(scored, _passed),
+        agreement=_share(scored, _agreed),
+        tasks=len({each.task_id for each in rollouts}),
+        rollouts=len(rollouts),
+        unscored=len(rollouts) - len(scored),
+    )
+
+
+def read_judged(run: RunDirectory) -> Mapping[tuple[int, str], list[JudgedRollout]]:
+    """(training step, split) -> judged held-out rollouts; step 0 is the untrained policy."""
+    found: dict[tuple[int, str], list[JudgedRollout]] = defaultdict(list)
+    for row in run.table("heldout_verdicts").to_pylist():
+        found[row["training_step"], row["split"]].append(
+            JudgedRollout(
+                task_id=row["task_id"],
+                run=row["run"],
+                scenario=row["scenario"] or "",
+                verdicts=tuple(row["verdicts"] or ()),
+                again=tuple(row["again"] or ()),
+                error=row["error"],
+            )
+        )
+    return dict(sorted(found.items()))
+
+
+def passed_share(verdicts: Sequence[int]) -> float | None:
+    """Share of passes among the applicable verdicts on a rollout; None if no verdict applies."""
+    passes, fails = (list(verdicts).count(verdict) for verdict in (Verdict.PASS, Verdict.FAIL))
+    return passes / (passes + fails) if passes + fails else None
+
+
+def _passed(rollout: JudgedRollout) -> float | None:
+    return passed_share(rollout.verdicts)
+
+
+def _agreed(rollout: JudgedRollout) -> float | None:
+    if not rollout.again or not rollout.verdicts:
+        return None
+    return float(np.mean([one == other for one, other in zip(rollout.verdicts, rollout.again, strict=True)]))
+
+
+def _share(rollouts: Iterable[JudgedRollout], value_of: Callable[[JudgedRollout], float | None]) -> Share | None:
+    clusters: dict[str, list[float]] = defaultdict(list)
+    for rollout in rollouts:
+        if (value := value_of(rollout)) is not None:
+            clusters[rollout.scenario or rollout.task_id].append(value)
+    if not clusters:
+        return None
+    sums_C = np.array([sum(values) for values in clusters.values()])
+    counts_C = np.array([len(values) for values in clusters.values()])
+    mean = float(sums_C.sum() / counts_C.sum())
+    if len(clusters) < 2:
+        return Share(mean, None, None)
+    drawn = np.random.default_rng(0).integers(0, len(clusters), (DRAWS, len(clusters)))
+    means = sums_C[drawn].sum(axis=1) / counts_C[drawn].sum(axis=1)
+    low, high = np.quantile(means, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
+    return Share(mean, float(low), float(high))

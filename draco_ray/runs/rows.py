@@ -1,7 +1,8 @@
-"""Records -> table rows (the columns of `draco_ray.runs.schema`)."""
+"""Records as table rows (the columns of `draco_ray.runs.schema`), and rollouts read back from them."""
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import fields, replace
 from typing import Any
@@ -11,22 +12,27 @@ import numpy as np
 from draco_ray.records import (
     Attribution,
     Criterion,
+    EpisodeEnd,
     Evaluation,
     GroupAdvantages,
     JudgeCall,
     JudgedRollout,
+    Message,
     ScoredCriterion,
+    Termination,
     Trajectory,
+    Turn,
 )
+from draco_ray.runs.directory import RunDirectory, read_table
 from draco_ray.runs.schema import TABLES
 
 Row = dict[str, Any]
 
 
 def _row(table: str, training_step: int, record: object, /, **given: Any) -> Row:
-    """A row of ``table``: the columns that are ``given``, and of the others what the record has under their names.
+    """A row of ``table``: the given columns, and the record's attributes for all others.
 
-    NumPy arrays, tuples and enumerations stay as they are: Arrow takes them.
+    NumPy arrays, tuples and enumerations need no conversion for Arrow.
     """
     known = {"training_step": training_step, **given}
     return {name: known[name] if name in known else getattr(record, name) for name in TABLES[table].names}
@@ -40,7 +46,7 @@ def trajectory_rows(step: int, trajectory: Trajectory) -> list[Row]:
             step,
             trajectory,
             prompt=[{"role": message.role, "content": message.content} for message in trajectory.prompt],
-            # Of the column's type Arrow takes an array as it is; of another it looks at each number.
+            # Arrow copies arrays of the column's type without converting each number.
             token_ids=trajectory.token_ids_T.astype(np.int32, copy=False),
             sampled=trajectory.sampled_T.astype(np.bool_, copy=False),
             logprob=trajectory.logprob_T.astype(np.float32, copy=False),
@@ -96,7 +102,7 @@ def citation_rows(step: int, task_id: str, rollout: int, attributions: Sequence[
 
 
 def judged_rows(phase: str, step: int, task_id: str, rollout: int | None, value: Any) -> tuple[str, list[Row]] | None:
-    """The table that takes the value of a judge phase, and its rows; None where only the phase's calls are recorded."""
+    """The table for the value of a judge phase, and its rows; None if only the phase's calls are recorded."""
     if phase in ("stage1", "stage2"):
         return "proposals", proposal_rows(step, task_id, value)
     if rollout is None or phase not in ("score", "credit"):
@@ -126,11 +132,11 @@ def advantage_rows(
 
 
 def as_paid(call: JudgeCall, booked: set[str], requests_name: str = "") -> JudgeCall:
-    """``call``; a replay as the call that paid for its reply, where a kill kept that one from the archive.
+    """``call``, or for a cached reply the call that paid for it, if a kill kept that one out of the tables.
 
     Args:
-        booked: calls in the archive; it is added to them.
-        requests_name: begins the numbers of the requests that this run has paid for.
+        booked: ids of recorded calls; this call's is added.
+        requests_name: prefix of the request numbers of this run.
     """
     paid = call.paid
     own = call.requests == 0 and paid is not None and paid.call_id.startswith(requests_name)
@@ -168,3 +174,108 @@ def heldout_row(step: int, split: str, rollout: JudgedRollout, criteria: Iterabl
 def outcome_rows(step: int, rollout: int, verdict: Evaluation) -> list[Row]:
     """The one row of ``outcomes`` of a training rollout whose reward is the environment's verdict."""
     return [_row("outcomes", step, verdict, rollout=rollout)]
+
+
+def recorded_rollouts(run: RunDirectory, step: int, policy_version: int) -> list[tuple[str, int]]:
+    """Task and rollout of every recorded rollout of ``step`` that this version of the policy sampled, sorted.
+
+    Rollouts with missing turns are left out: their writer may have been killed between two files.
+    """
+    rows = run.table("trajectories", step, ["task_id", "rollout", "policy_version", "turns"]).to_pylist()
+    turns = run.table("steps", step, ["task_id", "rollout"]).to_pylist()
+    there = Counter((turn["task_id"], turn["rollout"]) for turn in turns)
+    return sorted(
+        (row["task_id"], row["rollout"])
+        for row in rows
+        if row["policy_version"] == policy_version and there[row["task_id"], row["rollout"]] == row["turns"]
+    )
+
+
+def read_trajectory(run: RunDirectory, step: int, task_id: str, rollout: int) -> Trajectory:
+    """One recorded rollout of an unfinished step.
+
+    Raises:
+        FileNotFoundError: it was not recorded.
+    """
+    (row,) = _rows(run, "trajectories", step, f"{task_id}-{rollout}")
+    try:
+        steps = _rows(run, "steps", step, f"{task_id}-{rollout}")
+    except FileNotFoundError:
+        steps = []
+    return _trajectory(row, steps)
+
+
+def step_trajectories(run: RunDirectory, step: int) -> dict[str, list[Trajectory]]:
+    """Task id -> its recorded rollouts of a training step, finished or not, by their index."""
+    return trajectories_from(run.table("trajectories", step).to_pylist(), run.table("steps", step).to_pylist())
+
+
+def trajectories_from(rows: Sequence[Row], steps: Sequence[Row]) -> dict[str, list[Trajectory]]:
+    """Task id -> its rollouts by their index, from rows of ``trajectories`` and ``steps`` or of the evaluated ones."""
+    turns: dict[tuple[str, int], list[Row]] = defaultdict(list)
+    for row in steps:
+        turns[row["task_id"], row["rollout"]].append(row)
+    found: dict[str, list[Trajectory]] = defaultdict(list)
+    for row in sorted(rows, key=lambda row: int(row["rollout"])):
+        found[row["task_id"]].append(_trajectory(row, turns[row["task_id"], row["rollout"]]))
+    return dict(found)
+
+
+def scenario_of(row: Row) -> str:
+    """The scenario of a task; a task without one is its own scenario."""
+    scenario: str = row["scenario"] or row["task_id"]
+    return scenario
+
+
+def training_scenarios(run: RunDirectory) -> dict[str, str]:
+    """Task id -> scenario, for every task with a recorded rollout."""
+    return {
+        row["task_id"]: scenario_of(row) for row in run.table("trajectories", None, ["task_id", "scenario"]).to_pylist()
+    }
+
+
+def _trajectory(row: Row, turns: Sequence[Row]) -> Trajectory:
+    return Trajectory(
+        task_id=row["task_id"],
+        group=f"step{row['training_step']}/{row['task_id']}",
+        rollout=row["rollout"],
+        attempt=row["attempt"],
+        policy_version=row["policy_version"],
+        prompt=tuple(Message(**message) for message in row["prompt"]),
+        turns=tuple(_turn(turn) for turn in sorted(turns, key=lambda turn: int(turn["turn"]))),
+        token_ids_T=np.array(row["token_ids"], dtype=np.int32),
+        sampled_T=np.array(row["sampled"], dtype=np.bool_),
+        logprob_T=np.array(row["logprob"], dtype=np.float32),
+        step_T=np.array(row["token_step"], dtype=np.int32),
+        prompt_length=row["prompt_length"],
+        ended=EpisodeEnd(row["ended"]),
+        started_at=row["started_at"],
+        ended_at=row["ended_at"],
+        error=row["error"],
+        engine=row["engine"],
+        termination=None if row["termination"] is None else Termination(row["termination"]),
+        branches=tuple(row["branches"]),
+        scenario=scenario_of(row),
+    )
+
+
+def _turn(row: Row) -> Turn:
+    return Turn(
+        text=row["text"],
+        action=row["action"],
+        observation=row["observation"],
+        first_token=row["first_token"],
+        last_token=row["last_token"],
+        seconds_generating=row["seconds_generating"],
+        seconds_executing=row["seconds_executing"],
+        role=row["role"],
+        branch=row["branch"],
+        policy_version=row["policy_version"],
+    )
+
+
+def _rows(run: RunDirectory, table: str, step: int, key: str) -> Sequence[Row]:
+    if not (path := run.part(table, step, key)).exists():
+        raise FileNotFoundError(path)
+    rows: Sequence[Row] = read_table(path, table).to_pylist()
+    return rows

@@ -1,4 +1,4 @@
-"""Writing a run directory: rows land on disk as they are made, and a finished step becomes one file a table."""
+"""Writing a run directory: rows are written as they appear, and a finished step becomes one file per table."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from draco_ray.config.origin import private
+from draco_ray.records import JudgeCall
 from draco_ray.runs.directory import STEP, SUFFIX, RunDirectory, read_table, write_part, write_private
-from draco_ray.runs.rows import Row
+from draco_ray.runs.rows import Row, as_paid, call_rows
 from draco_ray.runs.schema import STEP_TABLES, TABLES
 
 ROW_GROUP_BYTES = 32 * 2**20
-"""Of a gathered table, before compression: no more of it is held at once."""
+"""Size of a row group before compression: at most so much of a table is in memory."""
 
 
 class RunStore:
@@ -31,7 +33,7 @@ class RunStore:
         self.directory = directory
 
     def write(self, table: str, step: int, key: str, rows: Sequence[Row]) -> None:
-        """Keep ``rows`` of a step under way; the same key written again replaces them."""
+        """Write rows of an unfinished step; writing the same key again replaces them."""
         if rows:
             self.write_table(table, step, key, pa.Table.from_pylist(list(rows), schema=TABLES[table]))
 
@@ -41,48 +43,48 @@ class RunStore:
         (write_part if path.suffix == SUFFIX else write_parquet)(path, rows)
 
     def part(self, table: str, step: int, key: str) -> list[Row]:
-        """What was kept under a key of a step under way."""
+        """The rows written under a key of an unfinished step."""
         path = self.directory.part(table, step, key)
         rows: list[Row] = read_table(path, table).to_pylist() if path.exists() else []
         return rows
 
     def finish_step(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Append the step's metrics line and gather its parts into one file a table; killed, it can be repeated."""
+        """Append the step's metrics line and gather its parts into one file per table. May be repeated after a kill."""
         self.write_metrics(step, metrics)
         self.gather(step)
 
     def gather(self, step: int, tables: Collection[str] = TABLES.keys()) -> None:
-        """Make one file a table of the parts of a step to which nothing is added; killed, it can be repeated."""
+        """Gather the parts of an ended step into one file per table. May be repeated after a kill."""
         for table in tables:
             parts = self.directory.part(table, step, "any").parent
             if not parts.is_dir():
                 continue
             whole = parts.with_suffix(".parquet")
-            # Beside a table that is whole, parts are what is left of those it was made of: some are gone.
+            # Parts beside a gathered table are leftovers that were not removed yet.
             if not whole.exists() and (paths := self.directory.parts(table, step)):
                 _join(whole, table, paths)
             shutil.rmtree(parts)
 
     def ungathered(self, last: int) -> list[int]:
-        """Steps up to ``last`` some of whose tables are in parts, ascending."""
+        """Steps up to ``last`` that still have parts, ascending."""
         folders = (path for table in STEP_TABLES for path in (self.directory.tables / table).glob("step*/"))
         steps = {int(found[1]) for path in folders if (found := STEP.fullmatch(path.name))}
         return sorted(step for step in steps if step <= last)
 
     def write_metrics(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Write a step's metrics line, in place of one that is there."""
-        # Rewritten as a whole: a writer that was killed may have left half a line, or has this step's line already.
+        """Write a step's metrics line, or replace it."""
+        # Rewrite the file: a killed writer may have written this step's line already.
         lines = [line for line in self.directory.metrics() if line["step"] != step] + [dict(metrics)]
         write_private(self.directory.metrics_file, "".join(json.dumps(line) + "\n" for line in lines))
 
 
 def write_parquet(path: Path, table: pa.Table) -> None:
-    """Write a table's file whole or not at all, for its owner's eyes."""
+    """Write a table's file atomically, readable by its owner only."""
     _write(path, table.schema, [table])
 
 
 def _join(whole: Path, table: str, paths: Sequence[Path]) -> None:
-    """One file of many, a row group of them at a time."""
+    """Join part files into one, a row group at a time."""
 
     def groups() -> Iterator[pa.Table]:
         held: list[pa.Table] = []
@@ -104,7 +106,7 @@ def _write(path: Path, schema: pa.Schema, groups: Iterable[pa.Table]) -> None:
     temporary = path.with_suffix(".tmp")
     with (
         open(temporary, "wb", opener=private) as file,
-        # A dictionary of token ids or of prompts is as long as its column, and costs more than all the rest.
+        # Dictionaries of token ids or prompts are as long as the column and cost more than they save.
         pq.ParquetWriter(
             file, schema, compression="zstd", use_dictionary=False, write_statistics=False, write_page_checksum=True
         ) as writer,
@@ -112,7 +114,38 @@ def _write(path: Path, schema: pa.Schema, groups: Iterable[pa.Table]) -> None:
         for group in groups:
             writer.write_table(group)
         writer.close()
-        # The parts that it takes the place of are removed: it has to outlive the machine's power as they do.
+        # The parts are removed next, so the file must survive a power failure.
         file.flush()
         os.fsync(file.fileno())
     os.replace(temporary, path)
+
+
+class PaidCalls:
+    """Rows of judge calls that count each paid reply once, also after the run was killed and resumed."""
+
+    def __init__(self, store: RunStore, requests_name: str) -> None:
+        """
+        Args:
+            store: of the run.
+            requests_name: prefix of the request numbers of this run.
+        """
+        self._store = store
+        self._requests_name = requests_name
+
+    def rows(self, step: int, key: str, calls: Iterable[JudgeCall]) -> list[Row]:
+        """Rows for the calls of a phase, which is recorded under ``key``.
+
+        A cached reply that was paid for earlier in this step keeps its first record.
+        """
+        made = call_rows(step, [as_paid(call, self._recorded, self._requests_name) for call in calls])
+        if all(row["requests"] for row in made):
+            return made
+        paid = {(row["prompt"], row["reply"]): row for row in self._store.part("judge_calls", step, key)}
+        return [row if row["requests"] else paid.get((row["prompt"], row["reply"]), row) for row in made]
+
+    @cached_property
+    def _recorded(self) -> set[str]:
+        """Call ids that are already in the tables."""
+        kept = self._store.directory
+        names = ("judge_calls", "heldout_calls")
+        return {each for name in names for each in kept.table(name, columns=["call_id"]).column("call_id").to_pylist()}

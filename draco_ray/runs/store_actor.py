@@ -24,12 +24,10 @@ from draco_ray.records import (
 )
 from draco_ray.rollout.worker import Evaluated, summarise
 from draco_ray.runs import rows
-from draco_ray.runs.bills import Bills
 from draco_ray.runs.directory import RunDirectory
-from draco_ray.runs.recorded import read_trajectory, recorded_rollouts
-from draco_ray.runs.rows import Row
+from draco_ray.runs.rows import Row, read_trajectory, recorded_rollouts
 from draco_ray.runs.schema import STEP_TABLES
-from draco_ray.runs.store import RunStore
+from draco_ray.runs.store import PaidCalls, RunStore
 from draco_ray.summaries import RolloutSummary
 
 
@@ -48,7 +46,7 @@ class RunStoreActor:
         """
         private_files()
         self._store = RunStore(RunDirectory(path))
-        self._bills = Bills(self._store, requests_name)
+        self._paid = PaidCalls(self._store, requests_name)
         self._failure: str | None = None
         self._gathering = ThreadPoolExecutor(1, thread_name_prefix="gathering")
         self._gathered = self._gathering.submit(self._gather, None)
@@ -70,7 +68,7 @@ class RunStoreActor:
     def judged(self, step: int, task_id: str, rollout: int | None, phase: str, judged: Judged[Any]) -> None:
         """Keep the calls of a finished judge phase, and its value where that has a table."""
         key = f"{task_id}-{phase}" if rollout is None else f"{task_id}-{phase}-{rollout}"
-        self._write("judge_calls", step, key, self._bills.rows(step, key, judged.calls))
+        self._write("judge_calls", step, key, self._paid.rows(step, key, judged.calls))
         if judged.value is not None and (made := rows.judged_rows(phase, step, task_id, rollout, judged.value)):
             table, value_rows = made
             self._write(table, step, key, value_rows)
@@ -101,7 +99,7 @@ class RunStoreActor:
 
     def heldout_calls(self, step: int, key: str, judged: Judged[Any]) -> None:
         """Keep judge calls about a held-out task."""
-        self._write("heldout_calls", step, key, self._bills.rows(step, f"heldout-{key}", judged.calls))
+        self._write("heldout_calls", step, key, self._paid.rows(step, f"heldout-{key}", judged.calls))
 
     def heldout(
         self,

@@ -29,8 +29,7 @@ from draco_ray.errors import ConfigError, StoreError
 from draco_ray.judging.phases.credit import Credit
 from draco_ray.judging.reply_cache import read_book
 from draco_ray.runs import rows
-from draco_ray.runs.directory import RunDirectory, read_text, write_private
-from draco_ray.runs.lock import sole_driver
+from draco_ray.runs.directory import RunDirectory, read_text, sole_driver, write_private
 from draco_ray.runs.store import RunStore
 from draco_ray.traces.files import INDEX
 from draco_ray.traces.judging import GroupJudgement

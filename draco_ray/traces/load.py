@@ -348,7 +348,7 @@ def groups_of(records: Sequence[Any], group_by: str | None = None) -> Groups:
 def run_traces(path: Path) -> Iterator[Trace]:
     """The rollouts of a run directory; their tokens are counted, and a group is a task of a training step."""
     from draco_ray.runs.directory import RunDirectory
-    from draco_ray.runs.recorded import step_trajectories
+    from draco_ray.runs.rows import step_trajectories
 
     run = RunDirectory.open(path)
     for step in run.steps():

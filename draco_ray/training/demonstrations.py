@@ -19,7 +19,7 @@ from draco_ray.records import TOOLS, Message, TrainingSample, Trajectory
 from draco_ray.rollout.agent import Agent
 from draco_ray.rollout.endpoint.requests import by_call, clean
 from draco_ray.runs.directory import RunDirectory
-from draco_ray.runs.recorded import step_trajectories
+from draco_ray.runs.rows import step_trajectories
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 

@@ -26,8 +26,13 @@ from draco_ray.records import Criterion, Evaluation, Judged, JudgedRollout, Mess
 from draco_ray.rollout.pool import RolloutPool
 from draco_ray.rollout.worker import Evaluated
 from draco_ray.runs.directory import RunDirectory
-from draco_ray.runs.evaluations import read_evaluations, scenario_goal_completion, task_goal_completion
-from draco_ray.runs.judged import judged_rates, read_judged
+from draco_ray.runs.evaluations import (
+    judged_rates,
+    read_evaluations,
+    read_judged,
+    scenario_goal_completion,
+    task_goal_completion,
+)
 from draco_ray.training.progress import StepProgress
 
 if TYPE_CHECKING:

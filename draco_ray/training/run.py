@@ -30,10 +30,8 @@ from draco_ray.interruption import ended_as_interrupted
 from draco_ray.learner.base import find_learner
 from draco_ray.observability.logs import start_run_log, stop_run_log
 from draco_ray.records import Message
-from draco_ray.runs.directory import RunDirectory
-from draco_ray.runs.evaluations import read_evaluations
-from draco_ray.runs.judged import read_judged
-from draco_ray.runs.lock import sole_driver
+from draco_ray.runs.directory import RunDirectory, sole_driver
+from draco_ray.runs.evaluations import read_evaluations, read_judged
 from draco_ray.runs.remote.place import Place, begun, place_at, place_of, working
 from draco_ray.terminal import PlainConsole
 from draco_ray.training.batches import EarlierTasks, TaskOrder

@@ -9,8 +9,8 @@ from __future__ import annotations
 import pytest
 
 from draco_ray.runs.directory import RunDirectory
-from draco_ray.runs.judged import read_judged
-from draco_ray.runs.recorded import step_trajectories
+from draco_ray.runs.evaluations import read_judged
+from draco_ray.runs.rows import step_trajectories
 from tests.conftest import REPOSITORY
 from tests.support.command import draco
 from tests.support.desk_agent_policy import build_desk_agent_policy

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from draco_ray.runs.directory import RunDirectory
-from draco_ray.runs.recorded import step_trajectories
+from draco_ray.runs.rows import step_trajectories
 from tests.conftest import REPOSITORY
 from tests.support.command import draco
 from tests.support.rewards import check_rubric_run

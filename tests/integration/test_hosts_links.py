@@ -37,11 +37,11 @@ WRITER = """\
 import sys
 from pathlib import Path
 import pyarrow.fs
-from draco_ray.runs.remote import replica
+from draco_ray.runs.remote import place
 from draco_ray.runs.remote.place import Place, readable, working
 from tests.support.small_run import TASKS
 from tests.unit.test_remote_runs import SmallRun, consistent
-replica.INTERVAL_SECONDS = 0.1
+place.INTERVAL_SECONDS = 0.1
 server, region = f"http://{sys.argv[1]}", "us-east-1"
 pyarrow.fs.S3FileSystem(endpoint_override=server, region=region, allow_bucket_creation=True).create_dir("bucket")
 url = f"s3://bucket/run?endpoint_override={sys.argv[1]}&scheme=http&region={region}"

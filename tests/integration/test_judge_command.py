@@ -69,6 +69,11 @@ def test_killed_and_gone_on_with_it_asks_nothing_twice(tmp_path: Path) -> None:
         again = draco_here(*command(traces, out, server.base_url))
         assert again.returncode == 0, again.stderr
         assert stats(server)["requests"] == counted["requests"]
+        (out / "judge_cache" / "replies.sqlite").unlink()
+        without_replies = draco_here(*command(traces, out, server.base_url))
+        assert without_replies.returncode == 0, without_replies.stderr
+        assert "replies.sqlite is missing: judged groups are kept" in " ".join(without_replies.stdout.split())
+        assert stats(server)["requests"] == counted["requests"]
     assert counted["repeated"] <= lost < 20
     found = lines(out)
     assert [line["trace_id"] for line in found] == [f"{n}/{r}" for n in range(4) for r in (0, 1)]

@@ -29,7 +29,7 @@ from draco_ray.records import Message
 from draco_ray.runs.directory import RunDirectory
 from draco_ray.runs.remote import store
 from draco_ray.runs.remote.place import Place, readable, working
-from draco_ray.runs.remote.store import ArrowStore, Patient
+from draco_ray.runs.remote.store import ObjectStore
 from draco_ray.runs.store import RunStore
 from draco_ray.training import run as run_module
 from draco_ray.training.batches import TaskOrder
@@ -106,15 +106,15 @@ def test_a_run_is_copied_and_restored_with_names_as_they_are(
         assert (path / "weights").read_bytes() == (here.local / "weights").read_bytes()
     assert here.url is not None
     assert consistent(readable(here.url, checkpoints=True)) == consistent(here.local)
-    assert not any(name for name in ArrowStore(here.url).names("claims"))
+    assert not any(name for name in ObjectStore(here.url).names("claims"))
 
 
 def test_a_store_of_googles_that_nobody_answers_for_is_said_soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its client tries for a quarter of an hour by itself, in which nothing can be said or stopped."""
     monkeypatch.setattr(store, "GOOGLE", store.GOOGLE.replace("10", "1"))
-    nowhere = ArrowStore(f"gs://anonymous@bucket/run?endpoint_override=127.0.0.1:{free_port()}&scheme=http")
-    with pytest.raises(StoreError, match=r"^gs://bucket/run: cannot be used: .*Could not connect"):
-        Patient(nowhere, "gs://bucket/run", print, seconds=0.1).names("claims")
+    nowhere = ObjectStore(f"gs://anonymous@bucket/run?endpoint_override=127.0.0.1:{free_port()}&scheme=http")
+    with pytest.raises(StoreError, match=r"^gs://anonymous@bucket/run.*: cannot be used: .*Could not connect"):
+        nowhere.retrying(0.1).names("claims")
 
 
 @pytest.mark.parametrize("fault", ["503", "cut", "dropped", "slow"])
@@ -149,7 +149,7 @@ def test_a_store_that_is_gone_at_the_end_loses_nothing_here(
             SmallRun(path).piece(1, TASKS[0])
             faults.down = True
 
-    with pytest.raises(StoreError, match="it is all in .*draco train --resume .* goes on with copying"):
+    with pytest.raises(StoreError, match="it is all in .*draco train --resume .* continues copying"):
         work()
     faults.down = False
     with working(here, said.append) as path:
@@ -233,11 +233,11 @@ def test_a_driver_that_is_killed_is_gone_on_from_by_another(s3: tuple[str, Fault
         f"""
         import sys, time
         from pathlib import Path
-        from draco_ray.runs.remote import replica
+        from draco_ray.runs.remote import place
         from draco_ray.runs.remote.place import Place, working
         from tests.support.small_run import TASKS
         from tests.unit.test_remote_runs import SmallRun
-        replica.INTERVAL_SECONDS, replica.SHARE = 0.01, 1.0
+        place.INTERVAL_SECONDS, place.SHARE = 0.01, 1.0
         with working(Place(Path({str(here.local)!r}), {here.url!r}), print, new=True) as path:
             run = SmallRun(path)
             for step in range(1, 1000):
@@ -249,7 +249,7 @@ def test_a_driver_that_is_killed_is_gone_on_from_by_another(s3: tuple[str, Fault
     )
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as driver:
         assert driver.stdout is not None
-        copies = ArrowStore(here.url or "")
+        copies = ObjectStore(here.url or "")
         while (line := driver.stdout.readline()) != "step 1\n":
             assert line
         # The next copy may have begun before the step was done, the one behind it has not.

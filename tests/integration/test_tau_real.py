@@ -20,7 +20,7 @@ from draco_ray.benchmarks.tau.policy import api_policy
 from draco_ray.config.schema import DracoConfig
 from draco_ray.records import EpisodeEnd
 from draco_ray.runs.directory import RunDirectory
-from draco_ray.runs.recorded import step_trajectories
+from draco_ray.runs.rows import step_trajectories
 from tests.support.command import draco
 from tests.support.endpoint_episode import END, call
 from tests.support.scripted_customer import ScriptedCustomer

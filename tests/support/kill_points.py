@@ -32,13 +32,12 @@ from draco_ray.judging.judge import CallContext
 from draco_ray.judging.phases.stage1 import Stage1
 from draco_ray.judging.reply_cache import read_book
 from draco_ray.records import Message
-from draco_ray.runs import bills, store
 from draco_ray.runs import directory as parts
-from draco_ray.runs.bills import Bills
+from draco_ray.runs import store
 from draco_ray.runs.directory import RunDirectory
-from draco_ray.runs.store import RunStore
+from draco_ray.runs.store import PaidCalls, RunStore
 
-KEEPING = frozenset(str(module.__file__) for module in (bills, parts, reply_cache, store))
+KEEPING = frozenset(str(module.__file__) for module in (parts, reply_cache, store))
 Line = tuple[str, int]
 KILLED = 137
 TASKS = ("7f1a", "7f2b", "7f3c")
@@ -79,7 +78,7 @@ def judge_all(folder: Path, cache: Path | None = None) -> None:
     )
     run = RunDirectory(folder / "run")
     kept = RunStore(run)
-    booked = Bills(kept, "")
+    booked = PaidCalls(kept, "")
 
     async def judge_one(judge: Any, task: str) -> None:
         question = Stage1((Message(role="user", content=f"do the {task} thing"),))

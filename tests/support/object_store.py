@@ -12,13 +12,15 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+from draco_ray.runs.remote.store import ObjectStore
 from tests.support.killed import Killed
 
 
-class MemoryStore:
-    """A `draco_ray.runs.remote.store.ObjectStore` in this process; its user is killed before or behind an operation."""
+class MemoryStore(ObjectStore):
+    """A stand-in that holds its objects in memory; its user is killed before or after an operation."""
 
     def __init__(self) -> None:
+        super().__init__("file:///in-memory/run")
         self.objects: dict[str, bytes] = {}
         self.left: int | None = None
         """Changes until the kill; odd ones are made before it, even ones are not."""
@@ -32,10 +34,8 @@ class MemoryStore:
             raise FileNotFoundError(name)
         return self.objects[name]
 
-    def fetch(self, name: str, to: Path, offset: int = 0, size: int | None = None) -> None:
-        data = self.read(name)
-        to.parent.mkdir(parents=True, exist_ok=True)
-        to.write_bytes(data[offset : None if size is None else offset + size])
+    def fetch(self, name: str, to: Path) -> None:
+        to.write_bytes(self.read(name))
 
     def write(self, name: str, data: bytes) -> None:
         with self._changing():

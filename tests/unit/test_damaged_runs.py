@@ -18,8 +18,7 @@ from draco_ray.config.origin import SCHEMA_VERSION
 from draco_ray.errors import DamagedRun, DracoError
 from draco_ray.records import EpisodeEnd, Evaluation
 from draco_ray.runs import rows
-from draco_ray.runs.directory import RunDirectory, write_part
-from draco_ray.runs.lock import sole_driver
+from draco_ray.runs.directory import RunDirectory, sole_driver, write_part
 from draco_ray.runs.schema import REQUIRED, TABLES
 from draco_ray.runs.store import RunStore
 from draco_ray.training.resume import rewind
@@ -357,8 +356,8 @@ def test_a_name_too_long_for_a_folder_is_one_line(capsys: pytest.CaptureFixture[
     [
         ("step00002.parquet", "it has rows of step 1"),
         ("step00009.parquet", "it has rows of step 1"),
-        ("step00001 (1).parquet", "it is named as no step's table is"),
-        ("step1.parquet", "it is named as no step's table is"),
+        ("step00001 (1).parquet", "its name is not a step's"),
+        ("step1.parquet", "its name is not a step's"),
         ("step00001-conflict/t.arrow", "it has rows of step 1"),
     ],
 )
@@ -420,4 +419,4 @@ def test_a_number_that_cannot_be_added_up_is_damage(
     pq.write_table(rows.set_column(place, rows.schema.field(column), pa.array(values, rows.schema.types[place])), file)
     with pytest.raises(DamagedRun) as caught:
         RunDirectory.open(run).table(table)
-    assert f"{file}: damaged: its column {column!r} holds what is no {kind}" in str(caught.value)
+    assert f"{file}: damaged: its column {column!r} holds an invalid {kind}" in str(caught.value)

@@ -142,7 +142,7 @@ def test_an_unknown_phase_on_the_command_line_is_named_with_those_that_are(
     with pytest.raises(SystemExit, match="2"):
         main(["prompts", "render", name])
     said = " ".join(capsys.readouterr().err.replace("│", " ").split())
-    assert "no judge phase; expected one of stage1, stage2, union, score, credit" in said
+    assert "not a judge phase; expected one of stage1, stage2, union, score, credit" in said
 
 
 def test_the_examples_are_of_one_group_and_show_what_each_phase_is_given() -> None:

@@ -9,32 +9,29 @@ import re
 import shutil
 import sqlite3
 import stat
+import subprocess
 import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from draco_ray.cli import runs_show
+from draco_ray.commands.groups.runs import runs_show
 from draco_ray.config.load import dump_config, load_config
 from draco_ray.errors import ConfigError, DamagedRun, StoreError
 from draco_ray.runs import rows
 from draco_ray.runs.directory import RunDirectory
 from draco_ray.runs.remote import place as places
 from draco_ray.runs.remote.claim import Claim, ClaimLost, take
-from draco_ray.runs.remote.frozen import listing
-from draco_ray.runs.remote.manifest import latest_manifest
-from draco_ray.runs.remote.marker import Marker
+from draco_ray.runs.remote.copier import Copier, listing, restore
+from draco_ray.runs.remote.manifest import Marker, latest_manifest
 from draco_ray.runs.remote.place import Place, begun, place_at, place_of, readable, working
-from draco_ray.runs.remote.replica import Replica
-from draco_ray.runs.remote.restore import restore
-from draco_ray.runs.remote.store import ArrowStore, Patient
+from draco_ray.runs.remote.store import ObjectStore
 from draco_ray.runs.store import RunStore
 from tests.support.killed import Killed
 from tests.support.object_store import MemoryStore
 from tests.support.small_run import TASKS, a_call, small_run, write_group
 
-URL = "mem://bucket/run"
 CONFIG = dump_config(load_config())
 CALLS = 7
 """Rows of judge calls in a piece."""
@@ -101,8 +98,8 @@ def consistent(folder: Path) -> tuple[int, int, list[int]]:
     return replies, calls, run.checkpoint_steps()
 
 
-def replica_of(store: MemoryStore, folder: Path) -> Replica:
-    return Replica(store, folder, URL, take(store, URL, print, lease=0.0))
+def copier_of(store: ObjectStore, folder: Path) -> Copier:
+    return Copier(store, folder, take(store, lease=0.0))
 
 
 def test_a_copier_killed_at_any_write_leaves_a_run_and_the_next_one_goes_on(tmp_path: Path) -> None:
@@ -112,19 +109,19 @@ def test_a_copier_killed_at_any_write_leaves_a_run_and_the_next_one_goes_on(tmp_
         store, run = MemoryStore(), SmallRun(tmp_path / "run")
         store.left = point
         with contextlib.suppress(Killed):
-            replica = replica_of(store, run.path)
-            replica.tidy(store)
+            copier = copier_of(store, run.path)
+            copier.tidy(store)
             for step in (1, 2):
                 for task in TASKS:
                     run.piece(step, task)
-                    replica.copy(store)
+                    copier.copy(store)
                 run.finish(step)
-                replica.copy(store)
+                copier.copy(store)
             store.left = None
         died = store.left is not None
         killed += died
         store.left = None
-        there = restore(store, tmp_path / "there", URL)
+        there = restore(store, tmp_path / "there")
         assert there is not None or died
         if there is not None:
             _, calls, checkpoints = consistent(tmp_path / "there")
@@ -133,18 +130,18 @@ def test_a_copier_killed_at_any_write_leaves_a_run_and_the_next_one_goes_on(tmp_
             assert checkpoints in (run.directory.checkpoint_steps(), run.directory.checkpoint_steps()[:-1])
             marker = Marker.read(run.path)
             assert marker is not None
-            assert marker.of(there.name)
+            assert there.name in marker.manifests
         # Whoever goes on copies all of it, and leaves nothing behind.
-        again = replica_of(store, run.path)
+        again = copier_of(store, run.path)
         again.tidy(store)
         again.copy(store)
         again.tidy(store)
         shutil.rmtree(tmp_path / "there", ignore_errors=True)
-        last = restore(store, tmp_path / "there", URL)
+        last = restore(store, tmp_path / "there")
         assert last is not None
         assert contents(tmp_path / "there").keys() == contents(run.path).keys()
         assert consistent(tmp_path / "there") == consistent(run.path)
-        kept = {name for manifest in again._written for name in manifest.objects}
+        kept = {name for manifest in again._read.values() for name in manifest.objects}
         assert set(store.names("objects")) == kept
         shutil.rmtree(tmp_path / "there")
         shutil.rmtree(run.path)
@@ -156,7 +153,7 @@ def test_a_copier_killed_at_any_write_leaves_a_run_and_the_next_one_goes_on(tmp_
 def test_a_run_is_copied_while_it_is_written(tmp_path: Path) -> None:
     """Each copy that is taken while another thread writes, gathers and removes is a run."""
     store, run = MemoryStore(), SmallRun(tmp_path / "run")
-    replica = replica_of(store, run.path)
+    copier = copier_of(store, run.path)
 
     def write() -> None:
         for step in range(1, 9):
@@ -166,17 +163,17 @@ def test_a_run_is_copied_while_it_is_written(tmp_path: Path) -> None:
 
     writer = threading.Thread(target=write)
     writer.start()
-    while writer.is_alive() or replica.copy(store):
-        replica.copy(store)
-        restore(store, tmp_path / "there", URL)
+    while writer.is_alive() or copier.copy(store):
+        copier.copy(store)
+        restore(store, tmp_path / "there")
         run_there = RunDirectory.open(tmp_path / "there")
         run_there.table("judge_calls")
         assert set(run_there.checkpoint_steps()) - {line["step"] for line in run_there.metrics()} <= {
             max(run_there.checkpoint_steps(), default=0)
         }
     writer.join()
-    replica.copy(store)
-    restore(store, tmp_path / "there", URL)
+    copier.copy(store)
+    restore(store, tmp_path / "there")
     assert consistent(tmp_path / "there") == (8 * len(TASKS), 8 * len(TASKS) * CALLS, list(range(1, 9)))
 
 
@@ -188,9 +185,9 @@ def test_names_survive_and_nobody_else_may_read(tmp_path: Path) -> None:
         (run.path / name).write_text(name)
     (run.path / "half.tmp").write_text("half")
     url = f"file://{tmp_path}/store/50% #1 ü"
-    store = ArrowStore(url)
-    assert Replica(store, run.path, url, take(store, url, print)).copy(store)
-    restore(store, tmp_path / "there", url)
+    store = ObjectStore(url)
+    assert Copier(store, run.path, take(store)).copy(store)
+    restore(store, tmp_path / "there")
     for name in odd:
         assert (tmp_path / "there" / name).read_text() == name
     assert not (tmp_path / "there" / "half.tmp").exists()
@@ -202,22 +199,22 @@ def test_names_survive_and_nobody_else_may_read(tmp_path: Path) -> None:
 
 def test_what_is_damaged_in_the_store_is_named(tmp_path: Path) -> None:
     store, run = MemoryStore(), SmallRun(tmp_path / "run")
-    replica = replica_of(store, run.path)
-    replica.copy(store)
+    copier = copier_of(store, run.path)
+    copier.copy(store)
     run.piece(1, TASKS[0])
-    replica.copy(store)
+    copier.copy(store)
     names = sorted(store.names("manifests"))
     whole = dict(store.objects)
     # Half a manifest is none: the one before it counts.
     store.objects[f"manifests/{names[-1]}"] = store.objects[f"manifests/{names[-1]}"][:-10]
-    assert (found := latest_manifest(store, URL)) is not None
+    assert (found := latest_manifest(store)) is not None
     assert found.name == names[-2]
     store.objects = {name: data[:-1] if name.startswith("objects/") else data for name, data in whole.items()}
     with pytest.raises(DamagedRun, match="is not what the manifest says"):
-        restore(store, tmp_path / "there", URL)
+        restore(store, tmp_path / "there")
     store.objects = {name: data for name, data in whole.items() if not name.startswith("objects/")}
     with pytest.raises(DamagedRun, match="is missing"):
-        restore(store, tmp_path / "there2", URL)
+        restore(store, tmp_path / "there2")
 
 
 @pytest.mark.parametrize("path", ["../out", "/etc/out", "tables/../../out", ""])
@@ -228,7 +225,7 @@ def test_a_manifest_that_leads_out_of_the_folder_is_refused(tmp_path: Path, path
     name, data = Manifest(1, 1, {path: Entry(1, "0" * 64, "0" * 64)}).encoded()
     store.write(f"manifests/{name}", data)
     with pytest.raises(DamagedRun, match="is no file of a run directory"):
-        restore(store, tmp_path / "there", URL)
+        restore(store, tmp_path / "there")
 
 
 @pytest.mark.parametrize("version", [0, 2])
@@ -245,31 +242,31 @@ def test_a_manifest_of_another_schema_version_is_refused_in_one_line(
     with pytest.raises(
         DamagedRun, match=f"schema version {version}, expected 1; use the draco-ray that wrote it"
     ) as refusal:
-        latest_manifest(store, URL)
+        latest_manifest(store)
     assert "\n" not in str(refusal.value)
 
 
 def test_two_drivers_never_have_one_run(tmp_path: Path) -> None:
     store = MemoryStore()
-    first = take(store, URL, print)
+    first = take(store)
     beats = iter(range(100))
 
     def sleep(seconds: float) -> None:
         # The other one lives.
         if next(beats) == 1:
-            first.beat()
+            first.renew(store)
 
     with pytest.raises(ConfigError, match=f"process {os.getpid()} on .* works on this run"):
-        take(store, URL, print, sleep=sleep)
+        take(store, sleep=sleep)
     first.check(store)
     # It is stopped for longer than its claim lasts: another takes over, and it finds out before it writes.
-    second = take(store, URL, print, sleep=lambda seconds: None)
+    second = take(store, sleep=lambda seconds: None)
     second.check(store)
     with pytest.raises(ClaimLost, match="another driver has taken this run over"):
         first.check(store)
     assert second.epoch == first.epoch + 1
-    second.release()
-    assert take(store, URL, print).epoch >= 1
+    second.release(store)
+    assert take(store).epoch >= 1
 
 
 def test_drivers_that_begin_at_once_are_never_two() -> None:
@@ -291,7 +288,7 @@ def test_drivers_that_begin_at_once_are_never_two() -> None:
 
         def _other(self) -> None:
             with contextlib.suppress(ConfigError):
-                take(self, URL, lambda line: None, sleep=self._lives)
+                take(self, sleep=self._lives)
                 self.granted += 1
 
         def _lives(self, seconds: float) -> None:
@@ -302,93 +299,88 @@ def test_drivers_that_begin_at_once_are_never_two() -> None:
     for at in [*range(1, 8), *range(-8, 0)]:
         store = Meeting(at)
         with contextlib.suppress(ConfigError):
-            take(store, URL, lambda line: None, sleep=store._lives)
+            take(store, sleep=store._lives)
             store.granted += 1
         assert store.granted == 1, at
 
 
 def test_a_claim_of_a_process_that_has_ended_here_is_not_waited_for() -> None:
     store = MemoryStore()
-    Claim(store, URL, 3)
+    Claim(store, 3)
     (name,) = store.names("claims")
-    ended = json.loads(store.read(f"claims/{name}")) | {"began": "1"}
+    with subprocess.Popen(["true"]) as process:
+        pass
+    ended = json.loads(store.read(f"claims/{name}")) | {"pid": process.pid}
     store.write(f"claims/{name}", json.dumps(ended).encode())
 
     def sleep(seconds: float) -> None:
         raise AssertionError
 
-    assert take(store, URL, print, sleep=sleep).epoch == 4
+    assert take(store, sleep=sleep).epoch == 4
     assert len(store.names("claims")) == 1
 
 
 def test_a_driver_that_was_thought_dead_changes_nothing(tmp_path: Path) -> None:
     store, run = MemoryStore(), SmallRun(tmp_path / "run")
-    replica = replica_of(store, run.path)
-    replica.copy(store)
-    take(store, URL, print, lease=0.0)
+    copier = copier_of(store, run.path)
+    copier.copy(store)
+    take(store, lease=0.0)
     run.piece(1, TASKS[0])
     before = {name for name in store.objects if name.startswith("manifests/")}
     with pytest.raises(ClaimLost):
-        replica.copy(store)
+        copier.copy(store)
     assert {name for name in store.objects if name.startswith("manifests/")} == before
 
 
-class Flaky(MemoryStore):
-    """Fails so many times in a row."""
+class FailingFiles:
+    """A file system of pyarrow whose requests fail so many times in a row."""
 
-    def __init__(self, failures: int, error: OSError) -> None:
-        super().__init__()
-        self.failures, self.error = failures, error
+    def __init__(self, files: Any, failures: int, error: OSError) -> None:
+        self.files, self.failures, self.error = files, failures, error
 
-    def names(self, folder: str) -> list[str]:
-        self._fail()
-        return super().names(folder)
-
-    def write(self, name: str, data: bytes) -> None:
-        self._fail()
-        super().write(name, data)
-
-    def _fail(self) -> None:
-        if self.failures:
+    def __getattr__(self, name: str) -> Any:
+        if name != "type_name" and self.failures:
             self.failures -= 1
             raise self.error
+        return getattr(self.files, name)
 
 
-def test_an_outage_is_said_once_and_waited_out() -> None:
+def failing_store(tmp_path: Path, failures: int, error: OSError, said: list[str], seconds: float = 60) -> ObjectStore:
+    store = ObjectStore(f"file://{tmp_path}/store", said.append, seconds=seconds)
+    store.first_wait = 0.001
+    store._files = FailingFiles(store._files, failures, error)
+    return store
+
+
+def test_an_outage_is_said_once_and_waited_out(tmp_path: Path) -> None:
     said: list[str] = []
     # What is in a name says nothing of the answer.
-    store = Flaky(5, OSError("AWS Error SLOW_DOWN:\n 503 of objects/a403"))
-    patient = Patient(store, "s3://b/r", said.append, seconds=60, stopped=threading.Event(), first_wait=0.001)
-    patient.write("a", b"1")
-    assert store.objects == {"a": b"1"}
+    store = failing_store(tmp_path, 5, OSError("AWS Error SLOW_DOWN:\n 503 of objects/a403"), said)
+    store.retrying(60, threading.Event()).write("a", b"1")
+    assert store.read("a") == b"1"
     assert said == [
-        "s3://b/r: AWS Error SLOW_DOWN: 503 of objects/a403; trying again, the run goes on in its local folder",
-        "s3://b/r: answers again",
+        f"{store.url}: AWS Error SLOW_DOWN: 503 of objects/a403; trying again, the run goes on in its local folder",
+        f"{store.url}: answers again",
     ]
     with pytest.raises(StoreError, match="ACCESS_DENIED"):
-        Patient(Flaky(10**9, OSError("ACCESS_DENIED")), "s3://b/r", said.append, seconds=60).write("a", b"1")
-    with pytest.raises(StoreError, match="s3://b/r: cannot be used: gone"):
-        Patient(Flaky(10**9, OSError("gone")), "s3://b/r", said.append, seconds=0).write("a", b"1")
+        failing_store(tmp_path, 10**9, OSError("ACCESS_DENIED"), said).write("a", b"1")
+    with pytest.raises(StoreError, match="cannot be used: gone"):
+        failing_store(tmp_path, 10**9, OSError("gone"), said, seconds=0).write("a", b"1")
 
 
-def test_an_outage_that_a_look_at_the_claims_meets_first_is_said_as_any_other(tmp_path: Path) -> None:
+def test_a_copy_waits_an_outage_out(tmp_path: Path) -> None:
     said: list[str] = []
-    store = Flaky(0, OSError("503"))
+    store = failing_store(tmp_path, 0, OSError("503"), said)
     run = SmallRun(tmp_path / "run")
-    replica = replica_of(store, run.path)
-    patient = Patient(store, URL, said.append, seconds=60, stopped=threading.Event(), first_wait=0.001)
-    replica.copy(patient)
+    copier = copier_of(store, run.path)
+    copier.copy(store)
     run.piece(1, TASKS[0])
-    write = store.write
-
-    def fails_from_now_on(name: str, data: bytes) -> None:
-        write(name, data)
-        store.failures = 2 if name.startswith("objects/") else 0
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(store, "write", fails_from_now_on)
-        assert replica.copy(patient)
-    assert said == [f"{URL}: 503; trying again, the run goes on in its local folder", f"{URL}: answers again"]
+    store._files.failures = 2
+    assert copier.copy(store.retrying(60, threading.Event()))
+    assert said == [
+        f"{store.url}: 503; trying again, the run goes on in its local folder",
+        f"{store.url}: answers again",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -400,18 +392,18 @@ def test_an_outage_that_a_look_at_the_claims_meets_first_is_said_as_any_other(tm
         "AWS Error UNKNOWN (HTTP status 301) during PutObject operation: ExceptionName: PermanentRedirect",
     ],
 )
-def test_a_store_that_does_not_know_the_key_is_not_asked_for_minutes(answer: str) -> None:
+def test_a_store_that_refuses_the_key_is_not_asked_again(tmp_path: Path, answer: str) -> None:
     said: list[str] = []
-    store = Flaky(10**9, OSError(answer))
     with pytest.raises(StoreError, match=re.escape(answer)):
-        Patient(store, "s3://b/r", said.append, seconds=3600).write("a", b"1")
+        failing_store(tmp_path, 10**9, OSError(answer), said, seconds=3600).write("a", b"1")
     assert said == []
 
 
-def test_before_a_run_goes_on_nothing_is_said_of_it() -> None:
+def test_before_a_run_starts_an_outage_message_does_not_mention_it(tmp_path: Path) -> None:
     said: list[str] = []
-    Patient(Flaky(1, OSError("503")), "s3://b/r", said.append, seconds=60, first_wait=0.001).write("a", b"1")
-    assert said == ["s3://b/r: 503; trying again", "s3://b/r: answers again"]
+    store = failing_store(tmp_path, 1, OSError("503"), said)
+    store.write("a", b"1")
+    assert said == [f"{store.url}: 503; trying again", f"{store.url}: answers again"]
 
 
 @pytest.mark.parametrize("root", ["S3://bucket/runs", "s3:/bucket/runs", "file:/runs", "GS://b"])
@@ -487,12 +479,12 @@ def test_a_folder_that_is_ahead_of_its_copy_is_what_goes_on(
     monkeypatch.setattr(places, "END_SECONDS", 0.0)
 
     def broken(*arguments: object) -> None:
-        raise OSError("503 Slow Down")
+        raise StoreError("503 Slow Down")
 
     def work() -> None:
         with monkeypatch.context() as patch, working(place, said.append):
             run.piece(1, TASKS[0])
-            patch.setattr(ArrowStore, "write", broken)
+            patch.setattr(ObjectStore, "write", broken)
 
     with pytest.raises(StoreError) as refusal:
         work()
@@ -510,7 +502,7 @@ def test_somebody_elses_folder_does_not_say_where_it_is_copied(
 ) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "mine"))
     run = SmallRun(tmp_path / "run")
-    Marker(url, None).write(run.path)
+    Marker(url).write(run.path)
     assert place_at(run.path).url == url
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "yours"))
     with pytest.raises(ConfigError, match="not made here, and it would be copied to"):
@@ -522,7 +514,7 @@ def test_somebody_elses_folder_does_not_say_where_it_is_copied(
     ("root", "problem"),
     [
         ("s4://bucket/prefix", "cannot be opened"),
-        ("s3://key:secret@bucket/prefix", "a URL with a password"),
+        ("s3://key:secret@bucket/prefix", "a URL must not contain a password"),
         ("file://", "no URL"),
     ],
 )

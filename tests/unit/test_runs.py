@@ -33,7 +33,7 @@ from draco_ray.records import (
 )
 from draco_ray.runs import rows
 from draco_ray.runs.directory import RunDirectory, write_part
-from draco_ray.runs.recorded import read_trajectory, recorded_rollouts
+from draco_ray.runs.rows import read_trajectory, recorded_rollouts
 from draco_ray.runs.schema import TABLES
 from draco_ray.runs.store import RunStore
 from draco_ray.runs.store_actor import RunStoreActor

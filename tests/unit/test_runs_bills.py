@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 from draco_ray.records import JudgeCall, Paid
-from draco_ray.runs.bills import Bills
 from draco_ray.runs.directory import RunDirectory
-from draco_ray.runs.store import RunStore
+from draco_ray.runs.store import PaidCalls, RunStore
 from tests.support.small_run import TASKS, a_call
 
 PAID = a_call("score", 1, TASKS[0], 0)
@@ -36,24 +35,24 @@ def store(tmp_path: Path) -> RunStore:
 
 
 def test_what_a_kill_kept_from_the_archive_is_booked_by_its_first_replay_and_not_again(store: RunStore) -> None:
-    bills = Bills(store, "")
-    (first,) = bills.rows(1, "a", [replayed(PAID, "again-1")])
+    calls = PaidCalls(store, "")
+    (first,) = calls.rows(1, "a", [replayed(PAID, "again-1")])
     assert (first["call_id"], first["dollars"], first["requests"]) == (PAID.call_id, PAID.dollars, PAID.requests)
     store.write("judge_calls", 1, "a", [first])
-    (second,) = bills.rows(2, "b", [replayed(PAID, "again-2")])
+    (second,) = calls.rows(2, "b", [replayed(PAID, "again-2")])
     assert (second["call_id"], second["dollars"], second["requests"]) == ("again-2", 0.0, 0)
     # Nor by a process that comes later still.
-    (third,) = Bills(store, "").rows(3, "c", [replayed(PAID, "again-3")])
+    (third,) = PaidCalls(store, "").rows(3, "c", [replayed(PAID, "again-3")])
     assert (third["call_id"], third["dollars"]) == ("again-3", 0.0)
 
 
 def test_a_phase_asked_again_in_its_step_keeps_its_first_record(store: RunStore) -> None:
-    bills = Bills(store, "")
-    store.write("judge_calls", 1, "a", bills.rows(1, "a", [PAID]))
-    (row,) = Bills(store, "").rows(1, "a", [replayed(PAID, "again")])
+    calls = PaidCalls(store, "")
+    store.write("judge_calls", 1, "a", calls.rows(1, "a", [PAID]))
+    (row,) = PaidCalls(store, "").rows(1, "a", [replayed(PAID, "again")])
     assert (row["call_id"], row["dollars"]) == (PAID.call_id, PAID.dollars)
 
 
 def test_what_another_run_paid_for_is_not_on_this_ones_books(store: RunStore) -> None:
-    (row,) = Bills(store, "this-run/").rows(1, "a", [replayed(PAID, "again")])
+    (row,) = PaidCalls(store, "this-run/").rows(1, "a", [replayed(PAID, "again")])
     assert (row["call_id"], row["dollars"]) == ("again", 0.0)

@@ -16,7 +16,7 @@ from draco_ray.lab.report.page import write_report
 from draco_ray.lab.runs.show import show
 from draco_ray.records import Criterion, Judged, JudgedRollout, ScoredCriterion, Task, Verdict
 from draco_ray.runs.directory import RunDirectory
-from draco_ray.runs.judged import judged_rates, read_judged
+from draco_ray.runs.evaluations import judged_rates, read_judged
 from draco_ray.runs.store_actor import RunStoreActor
 from tests.support.small_run import small_run
 

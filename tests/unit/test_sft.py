@@ -25,7 +25,7 @@ from draco_ray.errors import ConfigError, EngineError, WorldError
 from draco_ray.records import Message, Task, TrainingSample, Trajectory
 from draco_ray.rollout.tokens import TokenPolicy
 from draco_ray.rollout.turn_agent import CodeAgent
-from draco_ray.runs.recorded import step_trajectories
+from draco_ray.runs.rows import step_trajectories
 from draco_ray.sandbox.starter.tokenizer import train_tokenizer
 from draco_ray.training.demonstrations import Demonstration, as_sample, best_rollouts, fitting, read_demonstrations
 from draco_ray.training.sft import fine_tune

@@ -20,9 +20,8 @@ from draco_ray.judging.complete import Completion, Request
 from draco_ray.lab.analysis.judged_groups import recorded_groups
 from draco_ray.lab.analysis.rules import replay_rules
 from draco_ray.records import EpisodeEnd, Message
-from draco_ray.runs.directory import RunDirectory
-from draco_ray.runs.lock import sole_driver
-from draco_ray.runs.recorded import step_trajectories
+from draco_ray.runs.directory import RunDirectory, sole_driver
+from draco_ray.runs.rows import step_trajectories
 from draco_ray.traces.library import judge, judge_sync, plan
 from draco_ray.traces.load import load_traces
 from draco_ray.traces.model import Trace, TraceTurn

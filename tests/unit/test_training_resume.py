@@ -14,9 +14,8 @@ from draco_ray.config.load import dump_config, load_config
 from draco_ray.config.schema import DracoConfig
 from draco_ray.errors import ConfigError, DamagedRun, StoreError
 from draco_ray.runs import rows
-from draco_ray.runs.directory import RunDirectory
-from draco_ray.runs.lock import sole_driver
-from draco_ray.runs.recorded import read_trajectory, recorded_rollouts
+from draco_ray.runs.directory import RunDirectory, sole_driver
+from draco_ray.runs.rows import read_trajectory, recorded_rollouts
 from draco_ray.runs.store import RunStore
 from draco_ray.training.batches import EarlierTasks, OrderRules
 from draco_ray.training.resume import adopt_config, adopt_tasks, config_changes, rewind

@@ -24,7 +24,7 @@ from draco_ray.lab.analysis.replay import REPLAYED, ArchivedCall, agreement_tabl
 from draco_ray.lab.analysis.replay import replay as ask_again
 from draco_ray.lab.evaluation.intervals import Interval, clustered_mean, rate_difference
 from draco_ray.runs.directory import RunDirectory
-from draco_ray.runs.recorded import training_scenarios
+from draco_ray.runs.rows import training_scenarios
 
 Row = dict[str, Any]
 PEOPLE = "labels"

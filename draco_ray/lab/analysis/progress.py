@@ -15,8 +15,13 @@ from draco_ray.lab.runs.cost import read_calls
 from draco_ray.lab.runs.phase_costs import phase_costs
 from draco_ray.records import Evaluation, Termination
 from draco_ray.runs.directory import RunDirectory
-from draco_ray.runs.evaluations import read_evaluations, scenario_goal_completion, task_goal_completion
-from draco_ray.runs.judged import judged_rates, read_judged
+from draco_ray.runs.evaluations import (
+    judged_rates,
+    read_evaluations,
+    read_judged,
+    scenario_goal_completion,
+    task_goal_completion,
+)
 from draco_ray.runs.rows import Row
 from draco_ray.training.overlap import seconds_together
 

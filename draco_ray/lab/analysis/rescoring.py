@@ -19,7 +19,7 @@ from draco_ray.lab.analysis.columns import columns
 from draco_ray.lab.analysis.rubrics import TALLY_COLUMNS, Tally, rubric_kind
 from draco_ray.records import Criterion, Trajectory
 from draco_ray.runs.directory import RunDirectory, read_parquet
-from draco_ray.runs.recorded import step_trajectories
+from draco_ray.runs.rows import step_trajectories
 
 REPLAYS = "replay"
 """Folder of a run in which `draco replay` puts its tables, one folder a judge."""

@@ -44,7 +44,7 @@ from draco_ray.lab.analysis.columns import columns
 from draco_ray.lab.analysis.pairing import Pairing, pair_criteria, pairing_template
 from draco_ray.records import Criterion, Message, Trajectory
 from draco_ray.runs.directory import RunDirectory
-from draco_ray.runs.recorded import step_trajectories
+from draco_ray.runs.rows import step_trajectories
 
 PHASES = (Stage1.name, Stage2.name, Union.name)
 """The phases whose replies are criteria."""

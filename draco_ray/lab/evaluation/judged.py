@@ -19,9 +19,8 @@ from draco_ray.environments.base import make_environment
 from draco_ray.errors import ConfigError
 from draco_ray.judging.static_rubric import load_static_rubric
 from draco_ray.lab.evaluation.policies import EvaluatedPolicy, load_adapter
-from draco_ray.runs.directory import RunDirectory
-from draco_ray.runs.judged import JudgedRates, judged_rates
-from draco_ray.runs.lock import sole_driver
+from draco_ray.runs.directory import RunDirectory, sole_driver
+from draco_ray.runs.evaluations import JudgedRates, judged_rates
 from draco_ray.terminal import PlainConsole
 from draco_ray.training.actors import Actors
 from draco_ray.training.held_out import JudgedBeforeAfter

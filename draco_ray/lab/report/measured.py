@@ -14,8 +14,7 @@ from draco_ray.lab.analysis.evaluations import evaluation_directories, judged_di
 from draco_ray.lab.report.groups import ROWS, PackedGroup, by_task, content, pack
 from draco_ray.records import Criterion, Evaluation, Verdict
 from draco_ray.runs.directory import RunDirectory
-from draco_ray.runs.evaluations import read_evaluations
-from draco_ray.runs.judged import passed_share
+from draco_ray.runs.evaluations import passed_share, read_evaluations
 
 TRAJECTORIES, STEPS = "evaluation_trajectories", "evaluation_steps"
 

@@ -22,10 +22,8 @@ from draco_ray.lab.evaluation.results import EvaluationDirectory, RolloutResult
 from draco_ray.lab.runs.inspect_log import InspectLog, Json, trajectory_sample, write_inspect_logs
 from draco_ray.records import Evaluation, Trajectory, Verdict
 from draco_ray.runs.directory import RunDirectory
-from draco_ray.runs.evaluations import read_evaluations
-from draco_ray.runs.judged import passed_share
-from draco_ray.runs.recorded import trajectories_from
-from draco_ray.runs.rows import Row
+from draco_ray.runs.evaluations import passed_share, read_evaluations
+from draco_ray.runs.rows import Row, trajectories_from
 
 SCORER, JUDGED = "success", "judged"
 TABLES = ("evaluation_trajectories", "evaluation_steps")

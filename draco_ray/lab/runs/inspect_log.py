@@ -23,7 +23,7 @@ from draco_ray.config.origin import private
 from draco_ray.errors import ConfigError
 from draco_ray.records import Trajectory, Turn, Verdict
 from draco_ray.runs.directory import RunDirectory
-from draco_ray.runs.recorded import step_trajectories
+from draco_ray.runs.rows import step_trajectories
 
 SCORER = "draco"
 Json = dict[str, Any]

@@ -11,8 +11,13 @@ from rich.console import Console
 from rich.table import Table
 
 from draco_ray.runs.directory import RunDirectory, damaged
-from draco_ray.runs.evaluations import read_evaluations, scenario_goal_completion, task_goal_completion
-from draco_ray.runs.judged import judged_rates, read_judged
+from draco_ray.runs.evaluations import (
+    judged_rates,
+    read_evaluations,
+    read_judged,
+    scenario_goal_completion,
+    task_goal_completion,
+)
 from draco_ray.terminal import PlainConsole
 
 COLUMNS = {

@@ -1,9 +1,9 @@
-"""Who works on a run in an object store: one driver at a time.
+"""Claims: one driver at a time works on a run in an object store.
 
-A driver writes a claim under a name of its own and then looks for others. Two that come at once both see the other: one
-or both withdraw, and never do both go on. That needs no conditional write, only a listing that shows what was written
-before it, which S3, Google Cloud Storage and Azure promise. A claim is renewed while its driver lives; one that has not
-been renewed for `LEASE_SECONDS`, by the clock of who looks on, is a dead driver's.
+A driver writes a claim under a name of its own, then lists the claims. Of two that start at once, each sees the other:
+one or both withdraw, and never do both go on. This needs no conditional write, only listings that show earlier writes,
+which S3, Google Cloud Storage and Azure promise. A driver renews its claim while it lives; a claim that was not renewed
+for `LEASE_SECONDS`, by the clock of whoever waits for it, belongs to a dead driver.
 """
 
 from __future__ import annotations
@@ -21,121 +21,101 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from pyarrow import ArrowException
-
 from draco_ray.errors import ConfigError, StoreError
 from draco_ray.runs.remote.manifest import manifest_names
 from draco_ray.runs.remote.store import ObjectStore
 
 FOLDER = "claims"
-BEAT_SECONDS, LEASE_SECONDS = 20.0, 90.0
+RENEW_SECONDS, LEASE_SECONDS = 20.0, 90.0
 TRIES = 5
-_HELD: set[str] = set()
-"""Names of the claims that this process holds."""
 _NAME = re.compile(r"(\d{6})-([0-9a-f]{16})\.json")
 
 
 class ClaimLost(StoreError):
-    """Another driver has taken the run over."""
+    """Another driver has taken over the run."""
 
 
 class Claim:
     """The right to write a run in an object store, for as long as it is renewed."""
 
-    def __init__(self, store: ObjectStore, place: str, epoch: int) -> None:
-        """Write a claim; `take` says whether it holds."""
-        self.epoch = epoch
-        self._store, self._place = store, place
+    def __init__(self, store: ObjectStore, epoch: int) -> None:
+        """Write a claim; `take` decides whether it holds."""
+        self.epoch, self.url = epoch, store.url
         self._name = f"{epoch:06d}-{secrets.token_hex(8)}.json"
-        self._beats = 0
+        self._renewals = 0
         self._released = threading.Event()
-        _HELD.add(self._name)
-        self.beat()
+        self.renew(store)
 
-    def beat(self, store: ObjectStore | None = None) -> None:
-        """Renew it, in ``store`` if its own is too patient."""
-        self._beats += 1
-        data = json.dumps({**_me(), "beats": self._beats}).encode()
-        (store or self._store).write(f"{FOLDER}/{self._name}", data)
+    def renew(self, store: ObjectStore) -> None:
+        """Renew it once."""
+        self._renewals += 1
+        owner = {"host": socket.gethostname(), "machine": _machine(), "pid": os.getpid(), "beats": self._renewals}
+        store.write(f"{FOLDER}/{self._name}", json.dumps(owner).encode())
 
-    def others(self, store: ObjectStore | None = None) -> list[str]:
-        """Names of all other claims, as ``store`` lists them if not its own."""
-        return [name for name in _names(store or self._store) if name != self._name]
+    def others(self, store: ObjectStore) -> list[str]:
+        """Names of all other claims."""
+        return [name for name in _names(store) if name != self._name]
 
     def check(self, store: ObjectStore) -> None:
-        """Look whether it still holds, in the store of who asks: how long to wait for it is theirs to say.
+        """Check that it still holds.
 
         Raises:
-            ClaimLost: another driver has taken the run over meanwhile.
+            ClaimLost: another driver has taken over the run meanwhile.
         """
         if any(_epoch(name) > self.epoch for name in self.others(store)):
-            raise ClaimLost(f"{self._place}: another driver has taken this run over")
+            raise ClaimLost(f"{store.url}: another driver has taken this run over")
 
     def keep(self, store: ObjectStore) -> None:
-        """Renew it in ``store``, in a thread of its own, until it is released.
+        """Renew it in a thread until it is released. ``store`` retries nothing: the next renewal may get through."""
 
-        Args:
-            store: one that says nothing and tries once: an outage is said by who copies, and the next renewal may come
-                through.
-        """
+        def renew() -> None:
+            while not self._released.wait(RENEW_SECONDS):
+                with contextlib.suppress(StoreError):
+                    self.renew(store)
 
-        def beats() -> None:
-            while not self._released.wait(BEAT_SECONDS):
-                with contextlib.suppress(StoreError, OSError, ArrowException):
-                    self.beat(store)
+        threading.Thread(target=renew, name="claim", daemon=True).start()
 
-        threading.Thread(target=beats, name="claim", daemon=True).start()
-
-    def release(self, store: ObjectStore | None = None) -> None:
-        """Give it up, in ``store`` if its own is too patient."""
+    def release(self, store: ObjectStore) -> None:
+        """Give it up."""
         self._released.set()
-        _HELD.discard(self._name)
-        (store or self._store).delete(f"{FOLDER}/{self._name}")
+        store.delete(f"{FOLDER}/{self._name}")
 
 
-def take(
-    store: ObjectStore,
-    place: str,
-    say: Callable[[str], object],
-    *,
-    lease: float = LEASE_SECONDS,
-    sleep: Callable[[float], object] = time.sleep,
-) -> Claim:
-    """Claim a run; waits to see whether the claim of another is still renewed.
+def take(store: ObjectStore, *, lease: float = LEASE_SECONDS, sleep: Callable[[float], object] = time.sleep) -> Claim:
+    """Claim a run; waits to see whether another driver still renews its claim.
 
     Raises:
         ConfigError: another driver works on it.
         StoreError: the store cannot be used.
     """
     for _ in range(TRIES):
-        dead = _dead(store, place, say, lease, sleep)
+        dead = _dead_claims(store, lease, sleep)
         epochs = [_epoch(name) for name in (*dead, *manifest_names(store))]
-        claim = Claim(store, place, max(epochs, default=0) + 1)
-        if not set(claim.others()) - dead:
+        claim = Claim(store, max(epochs, default=0) + 1)
+        if not set(claim.others(store)) - dead:
             for name in dead:
                 store.delete(f"{FOLDER}/{name}")
             return claim
-        claim.release()
+        claim.release(store)
         sleep(random.uniform(0.5, 2.0))
-    raise ConfigError(f"{place}: other drivers begin to work on this run at the same moment; start one of them")
+    raise ConfigError(f"{store.url}: several drivers start to work on this run at the same moment; start one of them")
 
 
-def _dead(
-    store: ObjectStore, place: str, say: Callable[[str], object], lease: float, sleep: Callable[[float], object]
-) -> set[str]:
-    """Names of the claims there, all of dead drivers. Raises: ConfigError: one of them lives."""
+def _dead_claims(store: ObjectStore, lease: float, sleep: Callable[[float], object]) -> set[str]:
+    """Names of the existing claims, if all are of dead drivers. Raises: ConfigError: one of the drivers lives."""
     first = {name: claim for name in _names(store) if (claim := _read(store, name)) is not None}
-    waiting = {name for name, claim in first.items() if not _ended_here(name, claim)}
+    waiting = {name for name, claim in first.items() if not _has_ended(claim)}
     if waiting:
-        who = _who(first[min(waiting)])
-        say(f"{place}: claimed by {who}; waiting up to {lease:g} s to see whether that still runs")
-    step = lease / 10
+        who = _owner(first[min(waiting)])
+        store.say(f"{store.url}: claimed by {who}; waiting up to {lease:g} s to see whether that still runs")
     for _ in range(10 if waiting else 0):
-        sleep(step)
+        sleep(lease / 10)
         for name in sorted(waiting):
             now = _read(store, name)
             if now is not None and now != first[name]:
-                raise ConfigError(f"{place}: {_who(now)} works on this run; end that one, or choose another run.name")
+                raise ConfigError(
+                    f"{store.url}: {_owner(now)} works on this run; end that one, or choose another run.name"
+                )
     return set(first)
 
 
@@ -148,6 +128,7 @@ def _epoch(name: str) -> int:
 
 
 def _read(store: ObjectStore, name: str) -> Mapping[str, Any] | None:
+    """A claim; None if it is gone, empty if it cannot be read."""
     try:
         found = json.loads(store.read(f"{FOLDER}/{name}"))
     except FileNotFoundError:
@@ -157,16 +138,12 @@ def _read(store: ObjectStore, name: str) -> Mapping[str, Any] | None:
     return found if isinstance(found, dict) else {}
 
 
-def _who(claim: Mapping[str, Any]) -> str:
+def _owner(claim: Mapping[str, Any]) -> str:
     return f"process {claim.get('pid')} on {claim.get('host')}"
 
 
-def _me() -> dict[str, Any]:
-    return {"host": socket.gethostname(), "machine": _machine(), "pid": os.getpid(), "began": _began(os.getpid())}
-
-
 def _machine() -> str | None:
-    """This boot of this machine, and its space of process ids (a container has its own)."""
+    """This boot of this machine, and its namespace of process ids (a container has its own)."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
@@ -174,19 +151,7 @@ def _machine() -> str | None:
         return None
 
 
-def _began(pid: int) -> str | None:
-    """When a process of this machine began, in ticks since its boot; None if it does not live."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()[19]
-    except (OSError, IndexError):
-        return None
-
-
-def _ended_here(name: str, claim: Mapping[str, Any]) -> bool:
-    """Whether the claim is of a process of this machine that does not live, or of this one, which has given it up."""
-    pid, machine = claim.get("pid"), _machine()
-    if machine is None or claim.get("machine") != machine or not isinstance(pid, int):
-        return False
-    if pid == os.getpid() and claim.get("began") == _began(pid):
-        return name not in _HELD
-    return claim.get("began") != _began(pid)
+def _has_ended(claim: Mapping[str, Any]) -> bool:
+    """Whether the claim is of a process of this machine that no longer exists."""
+    machine = _machine()
+    return machine is not None and claim.get("machine") == machine and not Path(f"/proc/{claim.get('pid')}").exists()

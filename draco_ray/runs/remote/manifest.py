@@ -1,4 +1,4 @@
-"""The manifest of a run in an object store: which files it consists of, and which bytes they are."""
+"""Manifests: the files of one copy of a run, and where the store holds their contents."""
 
 from __future__ import annotations
 
@@ -7,21 +7,23 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
+
+from pydantic import TypeAdapter
 
 from draco_ray.errors import DamagedRun
+from draco_ray.runs.directory import write_private
 from draco_ray.runs.remote.store import ObjectStore
 
 SCHEMA_VERSION = 1
 FOLDER, OBJECTS = "manifests", "objects"
-KEPT = 2
-"""Manifests that stay whole in the store: who reads one while the next is written finds all of it."""
+MARKER = ".store.json"
 _NAME = re.compile(r"(\d{6})-(\d{8})-([0-9a-f]{32})\.json")
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """Where the bytes of a file are."""
+    """Where the content of a file is."""
 
     size: int
     sha256: str
@@ -30,17 +32,20 @@ class Entry:
     offset: int = 0
 
 
+_ENTRIES = TypeAdapter(dict[str, Entry])
+
+
 @dataclass(frozen=True, slots=True)
 class Manifest:
     """A run as it was at one moment."""
 
     epoch: int
-    """Grows with every driver that takes the run over: what an earlier one writes after that counts for nothing."""
+    """Grows with every driver that takes over the run: a manifest of an earlier driver never counts as the latest."""
     number: int
     files: Mapping[str, Entry]
     """By path in the run directory, with ``/``."""
     name: str = ""
-    """Of its object, in ``manifests/``; empty for one that is not in the store."""
+    """Name of its object in ``manifests/``; empty for one that was not read from the store."""
 
     @property
     def objects(self) -> set[str]:
@@ -55,11 +60,11 @@ class Manifest:
 
     @property
     def begun(self) -> bool:
-        """Whether the run has begun: a step has rows or metrics, or a checkpoint was written."""
+        """Whether the run has begun: a step has rows or metrics, or there is a checkpoint."""
         return any(path == "metrics.jsonl" or path.startswith(("tables/", "checkpoints/")) for path in self.files)
 
     def encoded(self) -> tuple[str, bytes]:
-        """The name of its object, and what that holds."""
+        """Name and content of its object."""
         files = {path: asdict(entry) for path, entry in sorted(self.files.items())}
         tree = {"schema_version": SCHEMA_VERSION, "epoch": self.epoch, "number": self.number, "files": files}
         data = json.dumps(tree, ensure_ascii=False).encode("utf-8", "surrogatepass")
@@ -71,7 +76,7 @@ def manifest_names(store: ObjectStore) -> list[str]:
     return sorted((name for name in store.names(FOLDER) if _NAME.fullmatch(name)), reverse=True)
 
 
-def latest_manifest(store: ObjectStore, place: str) -> Manifest | None:
+def latest_manifest(store: ObjectStore) -> Manifest | None:
     """The latest manifest that is whole; None where there is none.
 
     Raises:
@@ -80,49 +85,67 @@ def latest_manifest(store: ObjectStore, place: str) -> Manifest | None:
     names = manifest_names(store)
     for name in names:
         try:
-            data = store.read(f"{FOLDER}/{name}")
+            found = read_manifest(store, name)
         except FileNotFoundError:
             continue
-        if (found := read_manifest(name, data, place)) is not None:
+        if found is not None:
             return found
     if names:
-        raise DamagedRun(f"{place}: none of its {len(names)} manifests is whole; restore one below {FOLDER}/")
+        raise DamagedRun(f"{store.url}: none of its {len(names)} manifests is whole; restore one below {FOLDER}/")
     return None
 
 
-def read_manifest(name: str, data: bytes, place: str) -> Manifest | None:
-    """A manifest from its object; None if it is not whole.
+def read_manifest(store: ObjectStore, name: str) -> Manifest | None:
+    """One manifest; None if its content does not match the digest in its name.
 
     Raises:
         DamagedRun: its schema has another version, or it names what is no file of a run.
+        FileNotFoundError: it is gone.
     """
+    data = store.read(f"{FOLDER}/{name}")
     if (match := _NAME.fullmatch(name)) is None or hashlib.sha256(data).hexdigest()[:32] != match[3]:
         return None
     try:
         tree = json.loads(data.decode("utf-8", "surrogatepass"))
         if tree["schema_version"] != SCHEMA_VERSION:
             raise DamagedRun(
-                f"{place}: manifest {name} has schema version {tree['schema_version']!r}, expected {SCHEMA_VERSION}; "
-                "use the draco-ray that wrote it"
+                f"{store.url}: manifest {name} has schema version {tree['schema_version']!r}, expected "
+                f"{SCHEMA_VERSION}; use the draco-ray that wrote it"
             )
-        files = {_inside(path): _entry(entry) for path, entry in tree["files"].items()}
+        files = _ENTRIES.validate_python(tree["files"])
+        for path in files:
+            _check_inside(path)
         return Manifest(int(match[1]), int(match[2]), files, name)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise DamagedRun(f"{place}: manifest {name} is damaged: {str(error)[:200]}; remove it") from None
+        problem = " ".join(str(error).split())[:200]
+        raise DamagedRun(f"{store.url}: manifest {name} is damaged: {problem}; remove it") from None
 
 
-def _entry(tree: Mapping[str, object]) -> Entry:
-    size, offset, names = tree["size"], tree["offset"], (tree["sha256"], tree["object"])
-    if type(size) is not int or type(offset) is not int or size < 0 or offset < 0:
-        raise ValueError("a size is no number of bytes")
-    if not all(isinstance(name, str) and re.fullmatch(r"[0-9a-f]{64}", name) for name in names):
-        raise ValueError("a checksum is none")
-    return Entry(size, str(names[0]), str(names[1]), offset)
-
-
-def _inside(path: str) -> str:
-    """A path, if it leads to a file in the run directory. Raises: ValueError."""
+def _check_inside(path: str) -> None:
+    """Refuse a path that leads out of the run directory. Raises: ValueError."""
     parts = PurePosixPath(path).parts
     if not parts or path.startswith("/") or "\0" in path or ".." in parts or str(PurePosixPath(path)) != path:
         raise ValueError(f"{path[:100]!r} is no file of a run directory")
-    return path
+
+
+@dataclass(frozen=True, slots=True)
+class Marker:
+    """A file in a local run directory that names its copy in a store. It is not copied."""
+
+    url: str
+    manifests: tuple[str, ...] = ()
+    """Names of the manifests whose content the folder has: the last one written from it or restored to it, and those
+    of which it is unknown whether they were written."""
+
+    def write(self, folder: Path) -> None:
+        """Write it into a folder."""
+        write_private(folder / MARKER, json.dumps(asdict(self)))
+
+    @classmethod
+    def read(cls, folder: Path) -> Marker | None:
+        """A folder's marker; None if it has none."""
+        try:
+            tree = json.loads((folder / MARKER).read_text(encoding="utf-8"))
+            return cls(str(tree["url"]), tuple(tree["manifests"]))
+        except (OSError, ValueError, KeyError, TypeError):
+            return None

@@ -9,29 +9,29 @@ import re
 import shlex
 import signal
 import threading
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 from draco_ray.config.schema import RunConfig
 from draco_ray.errors import ConfigError, StoreError
 from draco_ray.runs.directory import RunDirectory
 from draco_ray.runs.remote.claim import Claim, ClaimLost, take
-from draco_ray.runs.remote.manifest import Manifest, latest_manifest
-from draco_ray.runs.remote.marker import Marker
-from draco_ray.runs.remote.replica import SAY_SECONDS, Copying, Replica
-from draco_ray.runs.remote.restore import restore
-from draco_ray.runs.remote.store import OPTIONS, ArrowStore, Patient
+from draco_ray.runs.remote.copier import Copier, restore
+from draco_ray.runs.remote.manifest import MARKER, Manifest, Marker, latest_manifest
+from draco_ray.runs.remote.store import OPTIONS, ObjectStore, Say
 
 START_SECONDS, RUN_SECONDS, END_SECONDS, STOPPED_SECONDS = 120.0, 3600.0, 600.0, 60.0
-"""For which one request is tried again: before a run begins, while it goes on, at its end, and where it was stopped."""
-
-Say = Callable[[str], object]
+"""How long a request is retried: before a run begins, during the run, at its end, and after it was stopped."""
+INTERVAL_SECONDS = 15.0
+"""Time between two copies; longer where a copy takes long (`SHARE`)."""
+SHARE = 0.2
+"""Largest share of the time that copying may take, so that a large database is not sent again and again."""
 
 
 def is_url(text: object) -> bool:
-    """Whether a text names a place in an object store."""
+    """Whether a text is a URL."""
     return isinstance(text, str) and re.match(r"[a-z][a-z0-9+.-]*://", text) is not None
 
 
@@ -42,19 +42,15 @@ class Place:
     local: Path
     """The run directory."""
     url: str | None = None
-    """Of its copy; None: it has none."""
-
-    @property
-    def name(self) -> str:
-        """What names it on a command line."""
-        return self.url or str(self.local)
+    """URL of its copy; None: it has none."""
 
 
 def place_of(config: RunConfig, name: str) -> Place:
     """The place of a run of this configuration."""
     if isinstance(config.root, Path):
         return Place(config.root.resolve() / name)
-    return _place(_below(config.root, name), config.local)
+    base, options = _split(config.root)
+    return _remote_place(f"{base.rstrip('/')}/{name}{options}", config.local)
 
 
 def place_at(given: str | Path, local: Path | None = None, *, trust: bool = False) -> Place:
@@ -63,31 +59,30 @@ def place_at(given: str | Path, local: Path | None = None, *, trust: bool = Fals
     Args:
         given: what they typed.
         local: ``run.local``.
-        trust: whether to go on copying to where a folder says that its copy is, although somebody else made it.
+        trust: copy to the URL that the folder's marker names, even if somebody else made the folder.
 
     Raises:
-        ConfigError: somebody else's folder says so.
+        ConfigError: somebody else made the folder, and its marker names a URL.
     """
     if isinstance(given, str) and is_url(given):
-        return _place(given, local)
+        return _remote_place(given, local)
     folder = Path(given)
     if (marker := Marker.read(folder)) is None:
         return Place(folder)
     folder = folder.resolve()
     if not trust and not RunDirectory.open(folder).ours:
         raise ConfigError(
-            f"{folder}: not made here, and it would be copied to {marker.url}: add --trust, or remove "
-            f"{folder / '.store.json'}"
+            f"{folder}: not made here, and it would be copied to {marker.url}: add --trust, or remove {folder / MARKER}"
         )
     return Place(folder, marker.url)
 
 
 def readable(given: str, *, checkpoints: bool = False, say: Say = lambda line: None) -> Path:
-    """The folder of a run to read: itself, or a copy of what is in the store, brought up to date.
+    """The folder of a run to read: the given one, or a local copy of what is in the store, brought up to date.
 
     Args:
         given: a folder or a URL.
-        checkpoints: whether checkpoints are read.
+        checkpoints: whether checkpoints and judge replies are read, too.
         say: takes a line when the store does not answer.
 
     Raises:
@@ -98,18 +93,15 @@ def readable(given: str, *, checkpoints: bool = False, say: Say = lambda line: N
     if not is_url(given):
         return Path(given)
     folder = _folder(given, _caches() / "read")
-    store = Patient(ArrowStore(given), given, say, seconds=START_SECONDS)
-    folder.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    if (
-        restore(store, folder, given, lambda path: checkpoints or not path.startswith(("checkpoints/", "judge_cache/")))
-        is None
-    ):
+    store = ObjectStore(given, say, seconds=START_SECONDS)
+    large = () if checkpoints else ("checkpoints/", "judge_cache/")
+    if restore(store, folder, lambda path: not path.startswith(large)) is None:
         raise ConfigError(f"{given}: no run is there; expected the URL of a run, run.root/run.name")
     return folder
 
 
-def checkpoint_steps(given: str, say: Say = lambda line: None) -> list[int]:
-    """Training steps of which a run has a checkpoint: in its folder, or in the store that a URL names.
+def checkpoint_steps(given: str) -> list[int]:
+    """Training steps of which a run has a checkpoint, in its folder or in the store that a URL names.
 
     Raises:
         StoreError: the store cannot be used.
@@ -117,13 +109,13 @@ def checkpoint_steps(given: str, say: Say = lambda line: None) -> list[int]:
     """
     if not is_url(given):
         return RunDirectory.open(Path(given)).checkpoint_steps()
-    found = latest_manifest(Patient(ArrowStore(given), given, say, seconds=START_SECONDS), given)
+    found = latest_manifest(ObjectStore(given, seconds=START_SECONDS))
     return [] if found is None else found.checkpoint_steps
 
 
 @contextlib.contextmanager
 def results_folder(given: str | None, say: Say) -> Iterator[Path | None]:
-    """The run directory of ``--out``, which may be a URL: as `working`."""
+    """The run directory of ``--out``, which may be a URL: see `working`."""
     if given is None:
         yield None
         return
@@ -136,20 +128,22 @@ def begun(place: Place, say: Say) -> bool:
     here = (place.local / "config.yaml").is_file() and not RunDirectory.open(place.local).untouched
     if here or place.url is None:
         return here
-    found = latest_manifest(Patient(ArrowStore(place.url), place.url, say, seconds=START_SECONDS), place.url)
+    found = latest_manifest(ObjectStore(place.url, say, seconds=START_SECONDS))
     return found is not None and found.begun
 
 
 @contextlib.contextmanager
 def working(place: Place, say: Say, *, new: bool = False, again: str | None = None) -> Iterator[Path]:
-    """The run directory to work in. Where the run has a copy, that is claimed, restored from if it is ahead, and kept
-    up to date; the block's end waits until everything is there.
+    """The run directory to work in.
+
+    Where the run has a copy, that is claimed, restored from if it is ahead, and kept up to date; the block's end waits
+    until everything is copied.
 
     Args:
         place: of the run.
         say: takes lines for people.
         new: the run must not have begun.
-        again: the command that goes on, for people; None: ``draco train --resume`` with the folder.
+        again: the command that continues, for people; None: ``draco train --resume`` with the folder.
 
     Raises:
         ConfigError: another driver works on it, or ``new`` and it has begun.
@@ -158,104 +152,112 @@ def working(place: Place, say: Say, *, new: bool = False, again: str | None = No
     if place.url is None:
         yield place.local
         return
-    url, raw = place.url, ArrowStore(place.url)
-    store = Patient(raw, url, say, seconds=START_SECONDS)
-    claim = take(store, url, say)
-    claim.keep(raw)
+    store = ObjectStore(place.url, say, seconds=START_SECONDS)
+    claim = take(store)
+    claim.keep(store.retrying(0.0))
     try:
-        latest = latest_manifest(store, url)
+        latest = latest_manifest(store)
         if new and latest is not None and latest.begun:
             raise ConfigError(
-                f"run {url} already exists; choose another run.name, or continue it with --resume {shlex.quote(url)}"
+                f"run {place.url} already exists; choose another run.name, or continue it with --resume "
+                f"{shlex.quote(place.url)}"
             )
-        _bring(store, place.local, url, latest, say)
-        replica = Replica(store, place.local, url, claim)
-        replica.tidy(store)
-        stopped = threading.Event()
-        patient = Patient(raw, url, say, seconds=RUN_SECONDS, stopped=stopped)
-        copying = Copying(replica, patient, stopped, say, partial(os.kill, os.getpid(), signal.SIGTERM))
-        copying.start()
+        _bring(store, place.local, latest)
+        copier = Copier(store, place.local, claim)
+        copier.tidy(store)
+        again = again or f"draco train --resume {shlex.quote(str(place.local))}"
         try:
-            yield place.local
+            with _copying(copier, store):
+                yield place.local
         except BaseException:
-            copying.stop()
             with contextlib.suppress(StoreError):
-                _copy_all(replica, raw, place, say, again, STOPPED_SECONDS)
+                _copy_all(copier, store.retrying(STOPPED_SECONDS), place, again)
             raise
-        copying.stop()
-        _copy_all(replica, raw, place, say, again, END_SECONDS)
+        _copy_all(copier, store.retrying(END_SECONDS), place, again)
     finally:
-        _release(claim, raw)
+        _release(claim, store.retrying(0.0))
 
 
-def _copy_all(replica: Replica, raw: ArrowStore, place: Place, say: Say, again: str | None, seconds: float) -> None:
-    """Copy what is not there yet. Raises: StoreError: not everything could be."""
-    url, done = place.url or "", threading.Event()
+@contextlib.contextmanager
+def _copying(copier: Copier, store: ObjectStore) -> Iterator[None]:
+    """Copy in a thread for as long as the block runs; another driver's take-over ends this process with SIGTERM."""
+    stopped = threading.Event()
+    patient = store.retrying(RUN_SECONDS, stopped)
 
-    def progress() -> None:
-        while not done.wait(SAY_SECONDS):
-            now = replica.progress
-            say(f"copying to {url}: {now.sent / 2**20:.0f} of {now.size / 2**20:.0f} MiB")
+    def copy() -> None:
+        wait, said = 0.0, ""
+        while not stopped.wait(wait):
+            began = time.monotonic()
+            try:
+                copier.copy(patient)
+            except ClaimLost as error:
+                store.say(str(error))
+                os.kill(os.getpid(), signal.SIGTERM)
+                return
+            except (StoreError, OSError) as error:
+                if str(error) != said and not stopped.is_set():
+                    said = str(error)
+                    store.say(said)
+            wait = max(INTERVAL_SECONDS, (time.monotonic() - began) * (1 / SHARE - 1))
 
-    threading.Thread(target=progress, name="replica-progress", daemon=True).start()
+    thread = threading.Thread(target=copy, name="copy", daemon=True)
+    thread.start()
     try:
-        replica.copy(Patient(raw, url, say, seconds=seconds))
+        yield
+    finally:
+        stopped.set()
+        thread.join()
+
+
+def _copy_all(copier: Copier, store: ObjectStore, place: Place, again: str) -> None:
+    """Copy what is not in the store yet. Raises: StoreError: not everything could be copied."""
+    try:
+        copier.copy(store)
     except ClaimLost:
         raise
     except (StoreError, KeyboardInterrupt) as error:
-        again = again or f"draco train --resume {shlex.quote(str(place.local))}"
         why = "interrupted" if isinstance(error, KeyboardInterrupt) else str(error)
-        line = f"not everything is in {url}: {why}; it is all in {place.local}: {again} goes on with copying"
-        say(line)
+        line = f"not everything is in {store.url}: {why}; it is all in {place.local}: {again} continues copying"
+        store.say(line)
         raise StoreError(line) from None
-    finally:
-        done.set()
-    say(f"copied to {url}")
+    store.say(f"copied to {store.url}")
 
 
-def _bring(store: Patient, folder: Path, url: str, latest: Manifest | None, say: Say) -> None:
+def _bring(store: ObjectStore, folder: Path, latest: Manifest | None) -> None:
     """Make the local folder hold at least what the store holds."""
     if latest is None:
         return
-    marker = Marker.read(folder)
     if folder.exists():
-        if marker is not None and marker.url == url and marker.of(latest.name):
+        marker = Marker.read(folder)
+        if marker is not None and marker.url == store.url and latest.name in marker.manifests:
             return
-        aside = next(
-            path for n in range(1, 10**6) if not (path := folder.with_name(f"{folder.name}.before-{n}")).exists()
-        )
+        number = 1
+        while (aside := folder.with_name(f"{folder.name}.before-{number}")).exists():
+            number += 1
         folder.rename(aside)
-        say(f"{folder}: {url} is not a copy of this folder, or has gone on elsewhere; it is moved to {aside}")
-    say(f"restoring {url}")
-    folder.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        store.say(f"{folder}: {store.url} is not a copy of this folder, or has gone on elsewhere; moved to {aside}")
+    store.say(f"restoring {store.url}")
     unfinished = folder.with_name(f"{folder.name}.restoring")
-    if (found := restore(store, unfinished, url)) is None:
-        raise StoreError(f"{url}: its manifests have gone")
-    Marker(url, found.name).write(unfinished)
+    if (found := restore(store, unfinished)) is None:
+        raise StoreError(f"{store.url}: its manifests have gone")
+    Marker(store.url, (found.name,)).write(unfinished)
     unfinished.rename(folder)
 
 
-def _release(claim: Claim, store: ArrowStore) -> None:
-    """Give a claim up; where that fails it lapses."""
-    with contextlib.suppress(StoreError, OSError):
+def _release(claim: Claim, store: ObjectStore) -> None:
+    """Give a claim up; if that fails, it lapses."""
+    with contextlib.suppress(StoreError):
         claim.release(store)
 
 
-def _below(url: str, name: str) -> str:
-    base, options = _split(url)
-    return f"{base.rstrip('/')}/{name}{options}"
-
-
-def _place(url: str, local: Path | None) -> Place:
+def _remote_place(url: str, local: Path | None) -> Place:
     if re.match(r"[a-z0-9+.-]+://[^/@]*:[^/@]*@", url):
-        raise ConfigError(
-            "run.root: a URL with a password in it is not taken; use the variables of the cloud's own tools"
-        )
+        raise ConfigError("run.root: a URL must not contain a password; use the variables of the cloud's own tools")
     return Place(_folder(url, (local or _caches() / "runs").resolve()), url)
 
 
 def _folder(url: str, root: Path) -> Path:
-    """Where a run of this URL lies on this machine; the last part is the run's name."""
+    """The local folder of the run at this URL; the last part is the run's name."""
     base, _ = _split(url)
     parent, _, name = base.rstrip("/").rpartition("/")
     if not name or parent.endswith(":/"):
@@ -264,9 +266,9 @@ def _folder(url: str, root: Path) -> Path:
 
 
 def _split(url: str) -> tuple[str, str]:
-    found = re.fullmatch(rf"(.*?)({OPTIONS})?", url, re.DOTALL)
-    assert found is not None
-    return found[1], found[2] or ""
+    """A URL without its options, and the options."""
+    found = re.search(OPTIONS, url, re.DOTALL)
+    return (url[: found.start()], url[found.start() :]) if found else (url, "")
 
 
 def _caches() -> Path:

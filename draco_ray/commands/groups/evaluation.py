@@ -1,0 +1,192 @@
+"""Commands that measure policies."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from draco_ray.commands.groups.options import (
+    STARTER_MODEL,
+    ApiBase,
+    KeyVariable,
+    Overrides,
+    Trust,
+    check_no_effect,
+    options_of,
+    run_folder,
+)
+from draco_ray.commands.tau import Beside, Form, tau
+from draco_ray.config.effect import check_effect
+from draco_ray.errors import ConfigError
+from draco_ray.lab.evaluation.rendering import Shown, TableFormat
+
+app = typer.Typer()
+app.add_typer(tau, name="tau")
+
+
+@app.command(
+    epilog="Try:  draco evaluate --policy starter --split dev --runs 3 data.eval_tasks=4      "
+    "draco evaluate --run runs/NAME --last-epochs 3      draco evaluate --policy litellm:openai/gpt-5.4 --split "
+    "test_normal --runs 1"
+)
+def evaluate(
+    overrides: Overrides = None,
+    policy: Annotated[
+        str | None,
+        typer.Option(
+            "--policy", help="A model, a run (its last checkpoint), a checkpoint or adapter, starter, or litellm:MODEL."
+        ),
+    ] = None,
+    run: Annotated[
+        str | None, typer.Option("--run", metavar="DIR", help="Evaluate checkpoints of this run (or URL).")
+    ] = None,
+    last_epochs: Annotated[
+        int | None, typer.Option(min=1, help="With --run: the mean over the last N epoch checkpoints (default: 3).")
+    ] = None,
+    train_curve: Annotated[
+        bool, typer.Option("--train-curve", help="With --run: success on the training split by checkpoint.")
+    ] = False,
+    every: Annotated[
+        int | None, typer.Option(min=1, help="With --train-curve: every N training steps (default: 1).")
+    ] = None,
+    benchmark: Annotated[
+        Literal["appworld", "tau-banking"], typer.Option(help="Benchmark; tau-banking: docs/tau_bench.md.")
+    ] = "appworld",
+    split: Annotated[str | None, typer.Option(help="Dataset (default: data.eval_split).")] = None,
+    runs: Annotated[int | None, typer.Option(min=1, help="Independent rollouts per task (default: 3).")] = None,
+    config: Annotated[
+        str | None, typer.Option(help="A preset, a YAML file or a run (default: the run's own; sandbox for starter).")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Evaluation directory; an unfinished one is continued.")] = None,
+    label: Annotated[str | None, typer.Option(help="The setting's name in tables.")] = None,
+    api_base: ApiBase = None,
+    api_key_env: KeyVariable = None,
+    api_temperature: Annotated[
+        float | None, typer.Option(help="Temperature of an API model (default: the provider's).")
+    ] = None,
+    retry_errors: Annotated[
+        bool, typer.Option("--retry-errors", help="Repeat rollouts that were lost to crashes or outages.")
+    ] = False,
+    trust: Trust = False,
+) -> None:
+    """Measure a policy with the benchmark's evaluator; run it again to continue after an interruption.
+
+    For an environment without an evaluator, the judge's pass rate is reported instead, under that name."""
+    from draco_ray.commands.evaluate import EvaluateOptions
+    from draco_ray.commands.evaluate import evaluate as run_evaluation
+    from draco_ray.runs.remote.place import is_url
+
+    if is_url(run) and out is None:
+        raise ConfigError(f"--run {run}: --out DIR says where the evaluation of a run in an object store goes")
+    if is_url(policy):
+        policy = str(run_folder(policy or "", checkpoints=True))
+    options = options_of(
+        EvaluateOptions,
+        locals(),
+        run=None if run is None else run_folder(run, checkpoints=True),
+        overrides=overrides or [],
+    )
+    if benchmark == "tau-banking":
+        from draco_ray.commands.tau import evaluate as run_tau_bench
+
+        run_tau_bench(options, STARTER_MODEL)
+        return
+    run_evaluation(options, STARTER_MODEL)
+
+
+@app.command(
+    name="eval-set",
+    epilog="Try:  draco eval-set evaluations.yaml --against Base      draco eval-set --setting Base=starter --setting "
+    "DRACO=runs/NAME --split dev --split test_normal --out evaluations/both",
+)
+def eval_set(
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[FILE] [KEY=VALUE]...", help="A YAML file (docs/evaluation.md), and configuration keys."
+        ),
+    ] = None,
+    setting: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="LABEL=POLICY",
+            help="A row: a run (its last epochs), or what draco evaluate --policy takes; may be repeated.",
+        ),
+    ] = None,
+    split: Annotated[
+        list[str] | None, typer.Option(help="A split of the environment, or tau-banking. May be repeated.")
+    ] = None,
+    runs: Annotated[int | None, typer.Option(min=1, help="Independent rollouts per task (default: 3).")] = None,
+    last_epochs: Annotated[
+        int | None, typer.Option(min=1, help="For runs: the mean over the last N epoch checkpoints (default: 3).")
+    ] = None,
+    max_lost_share: Annotated[
+        float | None, typer.Option(min=0, max=1, help="Stop if an evaluation lost a larger share (default: 0.05).")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder of the set (default: evaluations/ and FILE's name).")] = None,
+    against: Annotated[str | None, typer.Option(help="Compare every other setting with this one, paired.")] = None,
+    form: Form = TableFormat.TEXT,
+    show: Beside = Shown.INTERVAL,
+    retry_errors: Annotated[bool, typer.Option("--retry-errors", help="Repeat rollouts that were lost.")] = False,
+    trust: Trust = False,
+) -> None:
+    """Measure several settings on several splits and benchmarks, and print their table.
+
+    Run the same command again to continue; a changed configuration is refused. Exit code: 0 all finished, 1 an
+    evaluation failed, 2 invalid arguments, 3 too many rollouts were lost, 130 Ctrl-C."""
+    from draco_ray.commands.eval_set import EvalSetOptions, evaluate_set
+
+    lists = {"words": words or [], "settings": setting or [], "splits": split or []}
+    options = options_of(EvalSetOptions, locals(), shown=show, **lists)
+    evaluate_set(options, STARTER_MODEL)
+
+
+@app.command(epilog="Try:  draco reevaluate evaluations/starter-appworld-dev data.root=.cache/sandbox")
+def reevaluate(
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="An evaluation directory.")],
+    overrides: Overrides = None,
+    config: Annotated[
+        str | None, typer.Option(help="A preset or a YAML file (default: sandbox or the defaults).")
+    ] = None,
+) -> None:
+    """Run AppWorld's evaluator again on the saved worlds of an evaluation; exit code 1 if a result differs."""
+    from draco_ray.commands.evaluate import reevaluate as evaluate_again
+
+    check_effect("draco reevaluate", overrides or [], ("data.root", "environment"), {})
+    if not evaluate_again(directory, config, overrides or []):
+        raise typer.Exit(1)
+
+
+@app.command(
+    epilog="Try:  draco tables Base=evaluations/base DRACO=evaluations/draco --against Base --table main --show std"
+)
+def tables(
+    context: typer.Context,
+    directories: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="[LABEL=]DIR",
+            help="Evaluation directories; equal labels make one row, BLOCK::LABEL puts it into a block.",
+        ),
+    ],
+    table: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--table",
+            help="main, efficiency, difficulty, frontier, self-judge, consistency, retention, cost or terminations; "
+            "may be repeated (default: all).",
+        ),
+    ] = None,
+    form: Form = TableFormat.TEXT,
+    show: Beside = Shown.NOTHING,
+    against: Annotated[str | None, typer.Option(help="Compare every other setting with this one, paired.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder for all tables in all formats.")] = None,
+) -> None:
+    """Print evaluated settings side by side as the paper's tables."""
+    from draco_ray.commands.evaluate import print_tables
+
+    if out is not None:
+        check_no_effect(context, "with --out, where every format is written", "form")
+    print_tables(directories, tables=table or [], form=form, shown=show, against=against, out=out)

@@ -1,0 +1,295 @@
+"""Commands that read runs and analyse them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from draco_ray.commands.groups.options import (
+    SANDBOX_ROOT,
+    ApiBase,
+    KeyVariable,
+    RunArgument,
+    Trust,
+    check_no_effect,
+    parse_phase,
+    run_folder,
+)
+from draco_ray.config.load import load_config
+from draco_ray.errors import ConfigError
+from draco_ray.judging.phases import PHASES
+from draco_ray.judging.phases.credit import Credit
+from draco_ray.judging.phases.score import Score
+
+app = typer.Typer()
+runs = typer.Typer(no_args_is_help=True, help="Look at finished and running runs.")
+app.add_typer(runs, name="runs")
+
+
+@runs.command(name="show")
+def runs_show(directory: RunArgument) -> None:
+    """Print a run: its setting, a line per step, and evaluations."""
+    from draco_ray.lab.runs.show import show
+    from draco_ray.runs.remote.place import checkpoint_steps
+
+    # They are large, and stay in the store: their number is what is shown of them.
+    show(run_folder(directory), checkpoints=checkpoint_steps(directory))
+
+
+@runs.command(name="cost")
+def runs_cost(directory: RunArgument) -> None:
+    """Print the cost of judging: tokens and dollars by phase and by step."""
+    from draco_ray.lab.runs.cost import show_cost
+
+    show_cost(run_folder(directory))
+
+
+@runs.command(name="timeline")
+def runs_timeline(
+    directory: RunArgument,
+    step: Annotated[int, typer.Option(min=1, help="A training step.")],
+    out: Annotated[Path, typer.Option(help="JSON file to write.")],
+) -> None:
+    """Write the timeline of a step for chrome://tracing or ui.perfetto.dev."""
+    from draco_ray.lab.runs.timeline import write_timeline
+
+    typer.echo(f"{out}: {write_timeline(run_folder(directory), step, out)} events")
+
+
+@runs.command(name="inspect", epilog="Try:  draco runs inspect runs/NAME --out logs      inspect view --log-dir logs")
+def runs_inspect(
+    directory: Annotated[str, typer.Argument(help="A run directory or its URL, or an evaluation directory.")],
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder for the logs.")],
+) -> None:
+    """Write a run with its evaluations, or one evaluation, as logs for the viewer of Inspect.
+
+    Rollouts become samples; rewards and verdicts, or whether the task was solved, become scores."""
+    from draco_ray.lab.runs.inspect_evaluations import write_logs
+
+    typer.echo(f"{out}: {len(write_logs(run_folder(directory), out))} logs")
+
+
+@app.command(epilog="Try:  draco report runs/NAME      draco report runs/A runs/B --figures --out figures")
+def report(
+    context: typer.Context,
+    directories: Annotated[
+        list[str], typer.Argument(metavar="DIR", help="A run directory or its URL, or several to compare.")
+    ],
+    figures: Annotated[bool, typer.Option("--figures", help="Write the paper's figures as SVG instead.")] = False,
+    tables: Annotated[bool, typer.Option("--tables", help="Write tidy tables as Parquet and CSV instead.")] = False,
+    out: Annotated[
+        Path | None, typer.Option(help="The file, or the folder of figures and tables (default: inside the first run).")
+    ] = None,
+    serve: Annotated[
+        bool, typer.Option("--serve", help="Serve the page on this machine; it follows a live run.")
+    ] = False,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="With --serve; 0 takes a free one.")] = 8321,
+) -> None:
+    """Write a run as one HTML page: what the judge said and where the credit went."""
+    from draco_ray.commands.report import serve_page, write
+
+    if not serve:
+        check_no_effect(context, "without --serve", "port")
+    if serve:
+        if len(directories) > 1 or figures or tables or out is not None:
+            raise ConfigError("--serve: the page of one run; expected one DIR, and no --figures, --tables or --out")
+        serve_page(run_folder(directories[0]), port, typer.echo)
+        return
+
+    for path in write([run_folder(each) for each in directories], figures=figures, tables=tables, out=out):
+        typer.echo(path)
+
+
+@app.command(
+    epilog="Try:  draco replay runs/NAME      draco replay runs/NAME --judge openai/gpt-5.4-mini --step 1 --step 50"
+)
+def replay(
+    context: typer.Context,
+    directory: Annotated[str, typer.Argument(metavar="DIR", help="A run directory or its URL.")],
+    judge: Annotated[
+        str | None,
+        typer.Option(
+            help="Ask another judge instead: a LiteLLM model, rules (offline), own (the run's judge) or policy (the "
+            "checkpoint of the step before)."
+        ),
+    ] = None,
+    step: Annotated[
+        list[int] | None, typer.Option("--step", min=1, help="Only this training step; may be repeated.")
+    ] = None,
+    rule: Annotated[
+        list[str] | None, typer.Option("--rule", help="Only this advantage rule (algorithm.rule); may be repeated.")
+    ] = None,
+    phase: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--phase",
+            parser=parse_phase,
+            metavar="|".join(PHASES),
+            help="With --judge: a phase to repeat; may be repeated (default: score, credit).",
+        ),
+    ] = None,
+    api_base: ApiBase = None,
+    api_key_env: KeyVariable = None,
+    pairing: Annotated[
+        str | None, typer.Option(help="With --phase stage1, stage2 or union: model that compares criteria, or rules.")
+    ] = None,
+    pairing_api_base: ApiBase = None,
+    pairing_api_key_env: KeyVariable = None,
+    static_rubric: Annotated[
+        Path | None,
+        typer.Option(help="With --judge: score the rollouts against this rubric (default: no --phase is repeated)."),
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder of the tables (default: replay/ in the run).")] = None,
+    trust: Trust = False,
+) -> None:
+    """Run advantage rules over recorded verdicts, or send archived judge calls to another judge."""
+    from draco_ray.commands.replay import replay_algorithm, replay_judge
+    from draco_ray.lab.analysis.judges import NamedJudge
+    from draco_ray.terminal import PlainConsole
+
+    console = PlainConsole(width=120)
+    if judge is None:
+        check_no_effect(
+            context, "without --judge MODEL", "phase", "api_base", "api_key_env", "pairing", "static_rubric"
+        )
+    else:
+        check_no_effect(context, "with --judge, which repeats judge calls", "rule")
+    if pairing is None:
+        check_no_effect(context, "without --pairing MODEL", "pairing_api_base", "pairing_api_key_env")
+    folder = run_folder(directory, checkpoints=judge == "policy")
+    if judge is None:
+        written = replay_algorithm(folder, rules=rule or None, steps=step, out=out, console=console)
+    else:
+        written = replay_judge(
+            folder,
+            judge=NamedJudge(model=judge, api_base=api_base, api_key_env=api_key_env),
+            pairing=None
+            if pairing is None
+            else NamedJudge(model=pairing, api_base=pairing_api_base, api_key_env=pairing_api_key_env),
+            phases=phase or ([] if static_rubric else [Score.name, Credit.name]),
+            steps=step,
+            static_rubric=static_rubric,
+            out=out,
+            console=console,
+            trust=trust,
+        )
+    for path in written:
+        typer.echo(path)
+
+
+@app.command(
+    epilog="Try:  draco agreement labels.jsonl      draco agreement labels.jsonl --run runs/NAME --judge "
+    "openai/gpt-5.4-mini"
+)
+def agreement(
+    context: typer.Context,
+    labels: Annotated[list[Path], typer.Argument(metavar="FILE", help="Labels exported from draco report's page.")],
+    run: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="The labelled run, to try corrected verdicts as examples.")
+    ] = None,
+    judge: Annotated[
+        str, typer.Option(help="With --run: a LiteLLM model, own (the run's judge) or rules (offline).")
+    ] = "own",
+    examples: Annotated[int, typer.Option(min=1, help="With --run: most corrected verdicts to show.")] = 12,
+    folds: Annotated[int, typer.Option(min=2, help="With --run: folds of the cross-validation.")] = 4,
+    api_base: ApiBase = None,
+    api_key_env: KeyVariable = None,
+    out: Annotated[Path | None, typer.Option(help="Folder for the tables (default: write none).")] = None,
+    trust: Trust = False,
+) -> None:
+    """Measure a judge against people's labels, and the effect of corrected verdicts as examples."""
+    from draco_ray.commands.agreement import Held
+    from draco_ray.commands.agreement import agreement as measure
+    from draco_ray.lab.analysis.judges import NamedJudge
+    from draco_ray.terminal import PlainConsole
+
+    held = None
+    if run is not None:
+        named = NamedJudge(model=judge, api_base=api_base, api_key_env=api_key_env)
+        held = Held(run=run, judge=named, examples=examples, folds=folds, trust=trust)
+    else:
+        asked = ("judge", "examples", "folds", "api_base", "api_key_env")
+        check_no_effect(context, "without --run DIR, whose prompts are asked again", *asked)
+    for path in measure(labels, held, out=out, console=PlainConsole(width=120)):
+        typer.echo(path)
+
+
+@app.command(
+    name="attribution-bench",
+    epilog="Try:  draco attribution-bench --tasks 5      draco attribution-bench --run runs/NAME --judge "
+    "openai/gpt-5.4-mini",
+)
+def attribution_bench(
+    context: typer.Context,
+    judge: Annotated[
+        str | None,
+        typer.Option(
+            help="A LiteLLM model, own (of --config or --run) or rules (offline) (default: --config's, else rules)."
+        ),
+    ] = None,
+    run: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR", help="Plant faults in successful rollouts of this run (default: in reference solutions)."
+        ),
+    ] = None,
+    step: Annotated[
+        list[int] | None, typer.Option("--step", min=1, help="With --run: only this training step; may be repeated.")
+    ] = None,
+    world: Annotated[
+        Path | None, typer.Option(help=f"The sandbox with the tasks (default: the run's data.root, or {SANDBOX_ROOT}).")
+    ] = None,
+    split: Annotated[str, typer.Option(help="Without --run: split of the tasks.")] = "test_normal",
+    tasks: Annotated[int | None, typer.Option(min=1, help="Only N tasks.")] = None,
+    config: Annotated[
+        str | None, typer.Option(help="A preset, a YAML file or a run, for the judge's settings.")
+    ] = None,
+    api_base: ApiBase = None,
+    api_key_env: KeyVariable = None,
+    wrong_step: Annotated[
+        float, typer.Option(min=0, max=1, help="With --judge rules: share of citations of a wrong step.")
+    ] = 0.0,
+    processes: Annotated[int, typer.Option(min=1, help="AppWorld processes.")] = 2,
+    out: Annotated[Path, typer.Option(help="Folder of the tables; its executed rollouts are reused.")] = Path(
+        "attribution"
+    ),
+    labels: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Measure judges by the step labels in this JSON file instead.")
+    ] = None,
+    splits: Annotated[int, typer.Option(min=1, help="With --labels: random splits of the questions.")] = 200,
+    trust: Trust = False,
+) -> None:
+    """Plant known faults in scripted rollouts: does the judge find them, and does credit push the right steps?"""
+    from draco_ray.commands.attribution_bench import Solutions, attribution_labels
+    from draco_ray.commands.attribution_bench import attribution_bench as run_bench
+    from draco_ray.lab.analysis.judges import NamedJudge, names_judge
+    from draco_ray.terminal import PlainConsole
+
+    if labels is not None:
+        used = ("labels", "splits", "out")
+        check_no_effect(context, "with --labels FILE", *(name for name in context.params if name not in used))
+        for path in attribution_labels(labels, splits=splits, out=out, console=PlainConsole(width=140)):
+            typer.echo(path)
+        return
+    check_no_effect(context, "without --labels FILE", "splits")
+    if run is None:
+        check_no_effect(context, "without --run DIR", "step")
+    else:
+        check_no_effect(context, "with --run DIR, whose rollouts are taken", "split")
+    if judge is None:
+        judge = "own" if config is not None and names_judge(load_config(config, trust=True)) else "rules"
+    written = run_bench(
+        Solutions(
+            run=run, steps=step, world=world, sandbox=SANDBOX_ROOT, split=split, tasks=tasks, processes=processes
+        ),
+        judge=NamedJudge(model=judge, api_base=api_base, api_key_env=api_key_env),
+        config=config,
+        out=out,
+        console=PlainConsole(width=120),
+        wrong_step=wrong_step,
+        trust=trust,
+    )
+    for path in written:
+        typer.echo(path)
