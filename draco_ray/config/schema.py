@@ -367,7 +367,7 @@ class LocalJudgeConfig(Tree):
     kv_cache_gib: float | None = Field(None, gt=0)
     """On the CPU; null: 1."""
     arguments: tuple[str, ...] = Field((), json_schema_extra=CONFIRMED)
-    """Further words for ``vllm serve``, e.g. --reasoning-parser, qwen3."""
+    """Further words for ``vllm serve``, e.g. --reasoning-parser, mistral, for a judge that reasons without <think>."""
 
 
 class JudgeLimits(Tree):
