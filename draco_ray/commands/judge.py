@@ -15,7 +15,7 @@ from rich.console import Console
 
 from draco_ray.commands import grade
 from draco_ray.config.effect import check_effect, judge_idle, typed_keys
-from draco_ray.config.schema import DracoConfig, JudgeConfig, JudgeLimits
+from draco_ray.config.schema import FILES, DracoConfig, JudgeConfig, JudgeLimits
 from draco_ray.errors import BudgetSpent, ConfigError, JudgeUnavailable, StoreError
 from draco_ray.judging.endpoint import introduced
 from draco_ray.judging.panel import other
@@ -149,9 +149,10 @@ def _check_together(wanted: Wanted, judge: str | None) -> None:
     """Refuse options that contradict each other or have no effect on the judge. Raises: ConfigError."""
     if wanted.ray and (wanted.batch or judge == RULES):
         raise ConfigError("--ray: not together with --batch, nor with the offline judge, which needs no cluster")
-    offline = {"--api-base": wanted.api_base, "--api-key-env": wanted.api_key_env, "--batch": wanted.batch}
-    if judge == RULES and (given := [name for name, value in offline.items() if value]):
-        raise ConfigError(f"{given[0]}: no effect with the offline judge, which answers in this process")
+    sent = {"--api-base": wanted.api_base, "--api-key-env": wanted.api_key_env, "--batch": wanted.batch}
+    local = judge is not None and (judge == RULES or judge.startswith(FILES))
+    if local and (given := [name for name, value in sent.items() if value]):
+        raise ConfigError(f"{given[0]}: no effect with --judge {judge}, to which nothing is sent")
     for option, given_ in (("--fail-under", wanted.fail_under), ("--baseline", wanted.baseline)):
         if given_ is not None and wanted.rubric is None:
             raise ConfigError(

@@ -288,6 +288,8 @@ class Price(Tree):
 
 
 LOCAL_PROVIDER = "hosted_vllm/"
+FILES = "files:"
+"""Prefix of a judge that answers through the files of a directory (`draco_ray.judging.file_judge`)."""
 """LiteLLM's for a vLLM server of one's own."""
 
 
@@ -402,7 +404,8 @@ class JudgeConfig(Tree):
     limits: JudgeLimits = JudgeLimits()
 
     model: str = Field("openai/gpt-5.4", json_schema_extra=CONFIRMED_URL)
-    """LiteLLM model name, provider prefix included."""
+    """LiteLLM model name, provider prefix included; or files:DIR, a directory in which prompts are written as numbered
+    files and replies are waited for."""
     api_base: str | None = Field(None, json_schema_extra=CONFIRMED)
     """Endpoint; null is the provider's own."""
     api_key_env: str | None = Field(None, json_schema_extra=CONFIRMED)
@@ -496,6 +499,17 @@ class JudgeConfig(Tree):
     def key_variable(self) -> str:
         """The environment variable that holds the key."""
         return self.api_key_env or provider_key(self.model)
+
+    @property
+    def files(self) -> Path | None:
+        """Directory of a judge that answers through files; None for any other judge."""
+        return Path(self.model.removeprefix(FILES)).absolute() if self.model.startswith(FILES) else None
+
+    @field_validator("model")
+    @classmethod
+    def _absolute(cls, model: str) -> str:
+        # Judge workers run in other directories.
+        return f"{FILES}{Path(model.removeprefix(FILES)).absolute()}" if model.startswith(FILES) else model
 
     @model_validator(mode="after")
     def _local(self) -> Self:

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from draco_ray.config.schema import JudgeConfig, Price, PriceTier
+from draco_ray.config.schema import FILES, JudgeConfig, Price, PriceTier
 from draco_ray.errors import ConfigError
 from draco_ray.judging.model_limits import quiet_litellm
 from draco_ray.records import Message
@@ -65,6 +65,8 @@ def known_price(judge: JudgeConfig, model: str) -> Price | None:
 
     Where LiteLLM's is the configured one and says besides what cached input and long prompts cost, it is that.
     """
+    if model.startswith(FILES):
+        return Price(input=0.0, output=0.0)
     sent = judge.extra_body if judge.service_tier is None else {"service_tier": judge.service_tier}
     configured, listed = find_price(model, judge.prices), _litellm_price(model, sent)
     if configured is None or listed is None:

@@ -22,7 +22,7 @@ from draco_ray.config.schema import (
     SelfJudgeConfig,
 )
 from draco_ray.errors import ConfigError
-from draco_ray.judging.build import prompts_of
+from draco_ray.judging.build import open_model, prompts_of
 from draco_ray.judging.complete import Complete, Completion, Request
 from draco_ray.judging.endpoint import place_of
 from draco_ray.judging.judge_context import judge_room, judge_tokens
@@ -110,7 +110,7 @@ def plan(
     judge = base.judge.model_copy(
         update={
             **{name: value for name, value in told.items() if value is not None},
-            "model": model,
+            "model": JudgeConfig(model=model).model,
             "rule_judge": RuleJudgeConfig(),
             "self_judge": SelfJudgeConfig(),
             "limits": base.judge.limits if budget is None else _budget(base.judge.limits, budget),
@@ -251,8 +251,6 @@ def open_judge(settled: Plan) -> Meter:
     Raises:
         StoreError: replies cannot be kept.
     """
-    from draco_ray.judging.client import LiteLLMClient
-
     judge = settled.config.judge
     book = None if judge.cache is None else read_book(judge.cache)
     outage = Outage(
@@ -276,7 +274,7 @@ def open_judge(settled: Plan) -> Meter:
 
             return meter.over(BatchClient(judge, cache, line))
         configured = (judge.model, judge.api_base) == (settled.config.judge.model, settled.config.judge.api_base)
-        return meter.over(LiteLLMClient(judge, cache, leases=line, endpoint_counts=not configured))
+        return meter.over(open_model(judge, cache, leases=line, endpoint_counts=not configured))
 
     meter.open_other, meter.replies = open_one, cache
     meter.complete = with_fallbacks(judge, open_one)

@@ -163,11 +163,11 @@ def open_complete(config: JudgeConfig, seed: int = 0) -> Complete:
     """
     if config.model == RULES:
         return configured_rules(config, seed)
-    from draco_ray.judging.client import LiteLLMClient
+    from draco_ray.judging.build import open_model
     from draco_ray.judging.reply_cache import ReplyCache
 
     if config.jury:
         log.warning(
             "judge.jury has %d further judges, which are not asked here: only %s is", len(config.jury), config.model
         )
-    return LiteLLMClient(config, None if config.cache is None else ReplyCache(config.cache))
+    return open_model(config, None if config.cache is None else ReplyCache(config.cache), leases=None)
