@@ -60,6 +60,8 @@ class Solutions:
     """At most so many."""
     processes: int
     """AppWorld processes side by side."""
+    hard: bool = False
+    """Whether the groups are hard ones, of a sandbox only."""
 
     def plant(self, kept: Path, *, trust: bool) -> tuple[list[list[PlantedRollout]], Path]:
         """The groups, and the data root that they belong to.
@@ -70,7 +72,7 @@ class Solutions:
         """
         if self.run is None:
             world = self.world or self.sandbox
-            groups = planted_groups(world, self.split, self.tasks, self.processes, kept)
+            groups = planted_groups(world, self.split, self.tasks, self.processes, kept, hard=self.hard)
             if not groups:
                 raise WorldError(
                     f"{world}: no reference of split {self.split} passes; check it with `draco sandbox verify`"
@@ -125,9 +127,9 @@ def attribution_bench(
     settings = judge_config(configured.judge, judge, out / "judge_cache")
     prompts = prompts_of(settings)
     groups, world = solutions.plant(out / ROLLOUTS, trust=trust)
-    faults = sum(rollout.fault is not None for group in groups for rollout in group)
+    faults = sum(bool(rollout.faults) for group in groups for rollout in group)
     console.print(
-        f"{len(groups)} tasks, {sum(map(len, groups))} rollouts, {faults} with a planted fault; "
+        f"{len(groups)} tasks, {sum(map(len, groups))} rollouts, {faults} with planted faults; "
         f"judge {asked(judge.model, settings)}"
     )
     name = settings.model if judge.model == OWN else judge.model

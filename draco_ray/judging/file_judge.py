@@ -2,7 +2,8 @@
 
 ``0001-score-3fa91c2b70d4.prompt.txt`` and its ``.schema.json`` are written, ``0001-score-3fa91c2b70d4.reply.txt`` is
 waited for. Whoever answers may use a chat window, a batch system or a gateway; a directory whose replies are all there
-is a recorded judge. The same question has the same file in every run, so an interrupted command goes on.
+is a recorded judge, also without the prompts. The same question has the same file in every run, so an interrupted
+command goes on.
 """
 
 from __future__ import annotations
@@ -65,25 +66,23 @@ class FileJudge:
 
     async def forget(self, request: Request) -> None:
         """Set an unusable reply aside as ``.reply.txt.refused``, so that the same question waits for another one."""
-        for prompt in self._directory.glob(f"*-{_key(request)}{PROMPT}"):
-            reply = _beside(prompt, REPLY)
-            if reply.exists():
-                reply.rename(f"{reply}.refused")
+        for reply in self._directory.glob(f"*-{_key(request)}{REPLY}"):
+            reply.rename(f"{reply}.refused")
 
     async def check(self) -> None:
         """Ask nothing: whoever answers has all the time they need."""
 
     def _write(self, request: Request) -> str:
-        """Write prompt and schema under the next number; returns their common name."""
+        """Write prompt and schema under the next number, unless they or the reply are there; returns their name."""
         self._directory.mkdir(parents=True, exist_ok=True)
-        ending = f"-{_key(request)}{PROMPT}"
+        key = _key(request)
         with (self._directory / ".lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            prompts = sorted(path.name for path in self._directory.glob(f"*{PROMPT}"))
-            if there := next((each for each in prompts if each.endswith(ending)), None):
-                return there.removesuffix(PROMPT)
-            number = max((int(each.partition("-")[0]) for each in prompts if each[0].isdigit()), default=0) + 1
-            name = f"{number:04d}-{request.phase or 'question'}{ending.removesuffix(PROMPT)}"
+            names = {path.name.partition(".")[0] for path in self._directory.glob("[0-9]*.txt")}
+            if there := next((each for each in names if each.endswith(f"-{key}")), None):
+                return there
+            number = max((int(each.partition("-")[0]) for each in names), default=0) + 1
+            name = f"{number:04d}-{request.phase or 'question'}-{key}"
             if request.schema is not None:
                 schema = json.dumps(request.schema, ensure_ascii=False, indent=1)
                 (self._directory / f"{name}{SCHEMA}").write_text(f"{schema}\n", encoding="utf-8")
@@ -129,7 +128,3 @@ def _shown(request: Request) -> str:
     if len(request.messages) == 1:
         return request.messages[0].content
     return "\n\n".join(f"[{message.role}]\n{message.content}" for message in request.messages)
-
-
-def _beside(prompt: Path, suffix: str) -> Path:
-    return prompt.with_name(prompt.name.removesuffix(PROMPT) + suffix)
