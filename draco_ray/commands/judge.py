@@ -176,7 +176,7 @@ def _idle(settled: Plan, wanted: Wanted) -> dict[str, str]:
     judge = settled.config.judge
     named = wanted.judge is not None or judge.model != RULES
     # `plan` has settled whether the cluster serves the judge, and leaves the rule judge's keys to the configuration.
-    idle = {"judge.cache": "here: replies are kept in --out", "algorithm": "on traces"}
+    idle = {"algorithm": "on traces"}
     idle |= {f"algorithm.{key}": "" for key in OF_ALGORITHM}
     idle |= judge_idle(settled.config if named else wanted.config)
     if not wanted.ray:
@@ -199,7 +199,7 @@ def _judge(kept: JudgingRun, settled: Plan, wanted: Wanted, calls: int, console:
     offline = settled.config.judge.model == RULES
     if done := len([*kept.results()]):
         console.print(f"{counted(done, 'group')} judged already, going on with {len(kept.pending())}")
-        replies = kept.directory.judge_cache / FILE
+        replies = (settled.config.judge.cache or kept.directory.judge_cache) / FILE
         if not offline and not replies.exists():
             console.print(
                 f"{replies} is missing: judged groups are kept, calls of other groups are sent and paid for again, and "

@@ -7,11 +7,13 @@ import itertools
 import math
 import os
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, TypedDict, Unpack
 
+from draco_ray.config.load import load_config
 from draco_ray.config.schema import (
     LOCAL_PROVIDER,
     DracoConfig,
@@ -51,6 +53,10 @@ GROUPS_IN_BATCH = 500
 """Groups in memory and under way where each phase takes a batch's time."""
 
 
+ConfigSource = DracoConfig | Mapping[str, Any] | str | Path
+"""A configuration, a nested mapping, or the name of a preset, a YAML file or a run directory."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """How traces are to be judged."""
@@ -86,7 +92,7 @@ class Plan:
 def plan(
     model: str | None = None,
     *,
-    config: DracoConfig | None = None,
+    config: ConfigSource | None = None,
     budget: float | None = None,
     api_base: str | None = None,
     api_key_env: str | None = None,
@@ -104,7 +110,7 @@ def plan(
         ConfigError: a budget without a known price, a rubric or prompt set that cannot be used, or no model where the
             configuration has a judge that only training has.
     """
-    base = config or DracoConfig()
+    base = config if isinstance(config, DracoConfig) else load_config(_source(config))
     model = model or _configured_model(base.judge)
     told = {"api_base": api_base, "api_key_env": api_key_env, "context_tokens": context}
     judge = base.judge.model_copy(
@@ -114,7 +120,7 @@ def plan(
             "rule_judge": RuleJudgeConfig(),
             "self_judge": SelfJudgeConfig(),
             "limits": base.judge.limits if budget is None else _budget(base.judge.limits, budget),
-            "cache": None if out is None else (out / "judge_cache").resolve(),
+            "cache": base.judge.cache or (None if out is None else (out / "judge_cache").resolve()),
         }
     )
     judge = _served_here(judge, ray=ray)
@@ -142,6 +148,10 @@ def plan(
         rubric=load_static_rubric(static) if static is not None else None,
         batch=batch,
     )
+
+
+def _source(config: Mapping[str, Any] | str | Path | None) -> str | Mapping[str, Any] | None:
+    return str(config) if isinstance(config, Path) else config
 
 
 def _configured_model(judge: JudgeConfig) -> str:
@@ -323,7 +333,7 @@ async def judge(
     api_base: str | None = None,
     api_key_env: str | None = None,
     context: int | None = None,
-    config: DracoConfig | None = None,
+    config: ConfigSource | None = None,
     batch: bool = False,
     complete: Callable[[Request], Awaitable[Completion]] | Complete | None = None,
 ) -> list[JudgedGroup]:
@@ -338,7 +348,8 @@ async def judge(
         api_base: an endpoint of one's own; None: the configuration's, else the provider's.
         api_key_env: variable that holds the key; None: the configuration's, else ``<PROVIDER>_API_KEY``.
         context: tokens that the judge reads; None: the configuration's, else LiteLLM's figure, else `DEFAULT_CONTEXT`.
-        config: ``judge`` and ``algorithm`` of it are taken, as far as no argument says otherwise; None: the defaults.
+        config: ``judge`` and ``algorithm`` of it are taken, as far as no argument says otherwise: a configuration, a
+            nested mapping (``{"judge": {"model": ...}}``), or a YAML file or preset by its name; None: the defaults.
         batch: ask the provider's batch API: half the price, and up to a day for each of five phases.
         complete: answers in place of LiteLLM.
 
@@ -383,11 +394,27 @@ async def judge(
     return [found[index] for index in range(len(groups))]
 
 
-def judge_sync(groups: Sequence[TraceGroup], model: str | None = None, **options: object) -> list[JudgedGroup]:
+class JudgeOptions(TypedDict, total=False):
+    """Keyword arguments of `judge`, which says what they mean."""
+
+    budget: float | None
+    rubric: str | Path | None
+    out: str | Path | None
+    api_base: str | None
+    api_key_env: str | None
+    context: int | None
+    config: ConfigSource | None
+    batch: bool
+    complete: Callable[[Request], Awaitable[Completion]] | Complete | None
+
+
+def judge_sync(
+    groups: Sequence[TraceGroup], model: str | None = None, **options: Unpack[JudgeOptions]
+) -> list[JudgedGroup]:
     """`judge`, for code that is not asynchronous, a notebook's included; its arguments and errors are the same."""
 
     def run() -> list[JudgedGroup]:
-        return asyncio.run(judge(groups, model, **options))  # type: ignore[arg-type]
+        return asyncio.run(judge(groups, model, **options))
 
     try:
         asyncio.get_running_loop()
@@ -398,4 +425,4 @@ def judge_sync(groups: Sequence[TraceGroup], model: str | None = None, **options
         return thread.submit(run).result()
 
 
-__all__ = ["Meter", "Plan", "judge", "judge_run", "judge_sync", "open_judge", "plan", "trace_judge"]
+__all__ = ["JudgeOptions", "Meter", "Plan", "judge", "judge_run", "judge_sync", "open_judge", "plan", "trace_judge"]

@@ -168,7 +168,6 @@ def test_an_endpoint_from_the_environment_is_said_too(monkeypatch: pytest.Monkey
         ("--set algorithm.reward=outcome", "algorithm.reward has no effect on traces"),
         ("--set algorithm.reliability=0.5", "has no effect without algorithm.rule=draco_calibrated"),
         ("--set algorithm.static_rubric=r.yaml", "has no effect without algorithm.rubric=static"),
-        ("--set judge.cache=c", "judge.cache has no effect here"),
         ("--set judge.rule_judge.false_pass=0.5", "judge.rule_judge.false_pass has no effect"),
         ("--set judge.local={replicas: 3}", "judge.local.replicas has no effect unless the cluster serves the judge"),
         ("--batch --set judge.service_tier=flex", "judge.service_tier has no effect with --batch"),
