@@ -25,6 +25,9 @@ class ModelCall:
 
     inputs: list[Entry]
     outputs: list[Entry]
+    call_id: str = ""
+    follows: str = ""
+    """The id of the call that it continues, where the provider keeps the history."""
     sub_agent: bool = False
     """Whether it was made by a sub-agent of the one that is judged."""
 
@@ -50,13 +53,25 @@ def threads(calls: Sequence[ModelCall]) -> list[Thread]:
         calls: in the order of time.
     """
     found: list[Thread] = []
+    answered: dict[str, tuple[Thread, int]] = {}
     for place, call in enumerate(calls):
-        matches = [(match, thread) for thread in found if (match := _continued(thread.entries, call.inputs))]
-        (_, new), thread = max(matches, key=lambda each: each[0][0], default=((0, 0), Thread()))
+        inputs = call.inputs
+        if call.follows in answered:
+            thread, length = answered[call.follows]
+            inputs = [entry for entry in inputs if entry.role != "system" or entry not in thread.entries]
+            if length < len(thread.entries):
+                # Another call has followed the same one.
+                thread = Thread(entries=thread.entries[:length])
+        else:
+            matches = [(match, thread) for thread in found if (match := _continued(thread.entries, call.inputs))]
+            (_, new), thread = max(matches, key=lambda each: each[0][0], default=((0, 0), Thread()))
+            inputs = inputs[new:]
         if not thread.calls:
             found.append(thread)
         thread.calls.append(place)
-        thread.entries += call.inputs[new:] + call.outputs
+        thread.entries += inputs + call.outputs
+        if call.call_id:
+            answered[call.call_id] = thread, len(thread.entries)
     return found
 
 
@@ -114,7 +129,8 @@ def _continued(known: Sequence[Entry], inputs: Sequence[Entry]) -> tuple[int, in
     known = _own_entries(known)
     last = next((place for place in range(len(known) - 1, -1, -1) if known[place].role == AGENT), None)
     if last is None:
-        return None
+        # A state before the agent's first turn.
+        return (len(known), len(known)) if known and _equal(known, inputs) == len(known) else None
     for place in range(len(inputs) - 1, -1, -1):
         if _same(known[last], inputs[place]):
             equal = 0

@@ -102,6 +102,16 @@ def size(base64: str) -> str:
     return next((f"{count / unit:{form}} {name}" for unit, name, form in units if count >= unit), f"{count} bytes")
 
 
+def decoded(value: Any, starts: str = "[{") -> Any:
+    """The value of JSON text that begins with one of these characters; anything else as it is."""
+    if not isinstance(value, str) or value[:1] not in tuple(starts):
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError):
+        return value
+
+
 def text_of(holder: Mapping[str, Any], *names: str) -> str:
     """The first of these fields that holds text; empty: none does."""
     return next((clean(holder[name]) for name in names if isinstance(holder.get(name), str) and holder[name]), "")

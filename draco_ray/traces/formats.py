@@ -44,10 +44,13 @@ class Format:
     """The traces of a record found at a place, or of all records of a session as a list.
 
     BadTrace: it is not what it should be."""
-    session: Callable[[Any, str], str | None] | None = None
-    """(record, file) -> what records of one session have in common; None: the record is read by itself."""
+    session: Callable[[Any, str], str | tuple[str, ...] | None] | None = None
+    """(record, file) -> what records of one session have in common, or several names each of which a session shares;
+    None: the record is read by itself."""
     split: Callable[[Any], Iterable[Any]] | None = None
     """The records that a record holds, such as the spans of an export."""
+    repeated: tuple[str, ...] = ()
+    """Fields that repeat what is read elsewhere in the record."""
     metered: bool = True
     """Whether fields that were not read are reported; off where a format holds what must stay unread, as answers."""
 

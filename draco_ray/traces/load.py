@@ -28,6 +28,7 @@ from draco_ray.traces.mapping import Mapped, load_mapping, mapped_format
 from draco_ray.traces.model import Summary, Trace, TraceGroup, TraceTurn, clean
 from draco_ray.traces.readers import FORMATS, recognised
 from draco_ray.traces.readers.chat import Gathered
+from draco_ray.traces.readers.chat import session as chat_session
 from draco_ray.traces.unread import unread, watched
 
 log = logging.getLogger(__name__)
@@ -103,6 +104,19 @@ class Spool:
             return self._file.read(place[1])
 
 
+_Name = tuple[Any, str]
+"""Of a session: the function that names the sessions of its formats, and its name."""
+
+
+@dataclass(slots=True)
+class _Session:
+    """Records that were found apart and belong together."""
+
+    format: Format
+    where: str
+    places: list[Place] = field(default_factory=list)
+
+
 @dataclass(slots=True)
 class _Loader:
     reading: Reading
@@ -111,8 +125,9 @@ class _Loader:
     spool: Spool = field(default_factory=Spool)
     members: dict[str, list[tuple[Summary, Place]]] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
-    sessions: dict[tuple[str, str], tuple[str, list[Place]]] = field(default_factory=dict)
-    """By format and session: where its first record was found, and its records."""
+    sessions: dict[_Name, _Session] = field(default_factory=dict)
+    joined: dict[_Name, _Name] = field(default_factory=dict)
+    """By the name of a session: another name of it."""
     taken: dict[str, int] = field(default_factory=dict)
     tasks: dict[str, list[str]] = field(default_factory=dict)
     """By task id: the digests of the tasks that have it."""
@@ -150,12 +165,15 @@ class _Loader:
         try:
             for record in (found.record,) if format_.split is None else format_.split(found.record):
                 file = re.sub(r"(:\d+|\[\d+\])+$", "", found.where)
-                if format_.session is not None and (name := format_.session(record, file)) is not None:
-                    where = file if name == file else found.where
-                    kept = self.sessions.setdefault((format_.name, name), (where, []))
-                    kept[1].append(self.spool.put_record(record))
+                names = None if format_.session is None else format_.session(record, file)
+                if names is None:
+                    self._read(format_, Found(found.where, record))
                     continue
-                self._read(format_, Found(found.where, record))
+                first, *others = [(format_.session, each) for each in ([names] if isinstance(names, str) else names)]
+                for other in others:
+                    self._join(first, other)
+                kept = self.sessions.setdefault(first, _Session(format_, file if names == file else found.where))
+                kept.places.append(self.spool.put_record(record))
         except _UNREADABLE as problem:
             self.problem(found.where, f"{_said(problem)}; expected {format_.shape}")
 
@@ -185,18 +203,53 @@ class _Loader:
             self.add(trace)
             traces.append(trace)
         if format_.metered:
-            self.lost.setdefault(format_.name, Counter()).update(unread(record, traces))
+            self.lost.setdefault(format_.name, Counter()).update(unread(record, traces, format_.repeated))
 
-    def finish_sessions(self) -> None:
-        """Put together the sessions whose records were found, wherever these were."""
-        for (name, _), (where, places) in self.sessions.items():
-            format_ = self.forced or FORMATS[name]
-            try:
-                gathered = Gathered(map(self.spool.get_record, places))
-                self._read(format_, Found(where, gathered))
-            except _UNREADABLE as problem:
-                self.problem(where, f"{_said(problem)}; expected {format_.shape}")
+    def _root(self, name: _Name) -> _Name:
+        while (other := self.joined.get(name, name)) != name:
+            name = other
+        return name
+
+    def _join(self, one: _Name, other: _Name) -> None:
+        """Note that two names are of the same session."""
+        if (root := self._root(one)) != (end := self._root(other)):
+            self.joined[root] = end
+
+    def finish_sessions(self, one_file_a_call: bool = True) -> None:
+        """Put together the sessions whose records were found, wherever these were.
+
+        Args:
+            one_file_a_call: whether files of one request each, in one folder, may be calls of the same conversation.
+        """
+        together: dict[_Name, list[_Session]] = {}
+        for name, session in self.sessions.items():
+            lone = one_file_a_call and name[0] is chat_session and name[1] == session.where and len(session.places) == 1
+            key = (name[0], str(Path(session.where).parent)) if lone else self._root(name)
+            together.setdefault(key, []).append(session)
+        for (function, folder), sessions in together.items():
+            places = [place for session in sessions for place in session.places]
+            if function is chat_session and len(sessions) > 1:
+                # Files of one call each: later requests hold more.
+                places.sort(key=lambda place: place[1])
+                if self._session(sessions[0].format, folder, places) is None:
+                    continue
+                for session in sessions:
+                    self._session(session.format, session.where, session.places, aloud=True)
+            else:
+                self._session(sessions[0].format, sessions[0].where, places, aloud=True)
         self.sessions = {}
+
+    def _session(self, format_: Format, where: str, places: Sequence[Place], aloud: bool = False) -> str | None:
+        """Read a session's records; the problem, where they cannot be read."""
+        format_ = self.forced or format_
+        try:
+            self._read(format_, Found(where, Gathered(map(self.spool.get_record, places))))
+        except _UNREADABLE as problem:
+            said = f"{_said(problem)}; expected {format_.shape}"
+            if aloud:
+                self.problem(where, said)
+            return said
+        return None
 
     def add(self, trace: Trace) -> None:
         """Lay down a trace with its group."""
@@ -339,7 +392,7 @@ def groups_of(records: Sequence[Any], group_by: str | None = None) -> Groups:
             loader.problem(where, f"no known format, found {_described(record)}")
         else:
             loader._record(Found(where, record), known)
-    loader.finish_sessions()
+    loader.finish_sessions(one_file_a_call=False)
     if not loader.members:
         raise TraceError(f"no trace: {loader.problems[0] if loader.problems else 'no records'}")
     return loader.groups()

@@ -25,14 +25,13 @@ have names of their own, are put into the form of spans.
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from typing import Any, TypeGuard
 
 from draco_ray.traces.calls import SUB_AGENT, ModelCall, continues, main_conversation
-from draco_ray.traces.entry import AGENT, BadTrace, Entry, kind
+from draco_ray.traces.entry import AGENT, BadTrace, Entry, decoded, kind
 from draco_ray.traces.formats import Reading, build, number, path_value
 from draco_ray.traces.messages import entries, reply_entries
 from draco_ray.traces.model import Trace, identifier
@@ -40,6 +39,7 @@ from draco_ray.traces.parts import plain
 
 Span = dict[str, Any]
 CALL_SPANS = ("chat", "text_completion", "generate_content")
+AGENT_SPANS = ("invoke_agent",)
 INPUTS = (
     "gen_ai.input.messages",
     "langfuse.observation.input",
@@ -54,6 +54,7 @@ OUTPUTS = (
 )
 FLAT_INPUTS = ("llm.input_messages", "gen_ai.prompt")
 FLAT_OUTPUTS = ("llm.output_messages", "gen_ai.completion")
+TOOL_LISTS = ("gen_ai.tool.definitions", "mlflow.chat.tools")
 OUTPUT_TOKENS = ("gen_ai.usage.output_tokens", "gen_ai.usage.completion_tokens", "llm.token_count.completion")
 TASK_ATTRIBUTES = ("draco.task_id", "gen_ai.task.id", "task_id", "langfuse.trace.metadata.task_id", "metadata.task_id")
 
@@ -237,21 +238,46 @@ CONVERSATION = "gen_ai.conversation.id"
 SESSIONS = (CONVERSATION, "session.id", "langfuse.session.id")
 
 
-def session(span: Span, file: str) -> str | None:
-    """What spans that may belong together have in common: a conversation, a session, or else a trace."""
+def session(span: Span, file: str) -> tuple[str, ...]:
+    """What spans that may belong together have in common: a trace, and a conversation or a session."""
     attributes = span["attributes"]
-    named = (attributes[name] for name in SESSIONS if isinstance(attributes.get(name), str) and attributes[name])
-    return str(next(named, span["trace"]))
+    named = [attributes[name] for name in SESSIONS if isinstance(attributes.get(name), str) and attributes[name]]
+    return (str(span["trace"]), *named[:1])
 
 
 def read(spans_: Any, where: str, reading: Reading) -> Iterator[Trace]:
     """The traces of the spans of a session. Raises: BadTrace where none of them holds messages."""
     ordered = sorted(spans_, key=lambda span: str(span["at"]))
-    named = any(span["attributes"].get(CONVERSATION) for span in ordered)
-    groups = [ordered] if named else _conversations(ordered)
-    for group in groups:
-        name = session(group[0], "") if len(groups) == 1 else str(group[0]["trace"])
+    named = _named(ordered)
+    groups = list(named.items())
+    if not named:
+        unnamed = _conversations(ordered)
+        groups = [(session(each[0], "")[-1 if len(unnamed) == 1 else 0], each) for each in unnamed]
+    for name, group in groups:
         yield _trace(group, identifier(name), f"{where} trace {identifier(name)}", reading)
+
+
+def _named(ordered: list[Span]) -> dict[str, list[Span]]:
+    """The spans by conversation. A span without a name belongs to the conversation that is named above it, or to the
+    only one that is named below the nearest span around it."""
+    by_id = {span["id"]: span for span in ordered}
+    above: dict[str, list[str]] = {}
+    around: dict[str, set[str]] = {}
+    for span in ordered:
+        at, above[span["id"]] = span, [span["id"]]
+        while at["parent"] in by_id and at["parent"] not in above[span["id"]]:
+            at = by_id[at["parent"]]
+            above[span["id"]].append(at["id"])
+        if name := span["attributes"].get(CONVERSATION):
+            for each in (*above[span["id"]], span["trace"]):
+                around.setdefault(each, set()).add(str(name))
+    found: dict[str, list[Span]] = {}
+    for span in ordered:
+        own = [str(name) for each in above[span["id"]] if (name := by_id[each]["attributes"].get(CONVERSATION))]
+        alone = (next(iter(around[e])) for e in (*above[span["id"]], span["trace"]) if len(around.get(e, ())) == 1)
+        if around:
+            found.setdefault(next(iter(own), None) or next(alone, str(span["trace"])), []).append(span)
+    return {name: group for name, group in found.items() if len(found) == 1 or _model_calls(group)}
 
 
 def _conversations(ordered: list[Span]) -> list[list[Span]]:
@@ -274,9 +300,16 @@ def _conversations(ordered: list[Span]) -> list[list[Span]]:
 
 def _model_calls(of_trace: list[Span]) -> list[tuple[Span, ModelCall]]:
     """The spans that are calls of a model, without those around others, which may repeat what these hold."""
-    said = [(span, ModelCall(inputs=found[0], outputs=found[1])) for span in of_trace if (found := _said(span))]
-    parents = {span["parent"] for span, _ in said}
-    return [each for each in said if each[0]["id"] not in parents] or said
+    for of_agents in (False, True):
+        said = [
+            (span, ModelCall(inputs=found[0], outputs=found[1]))
+            for span in of_trace
+            if (found := _said(span, of_agents))
+        ]
+        parents = {span["parent"] for span, _ in said}
+        if said:
+            return [each for each in said if each[0]["id"] not in parents] or said
+    return []
 
 
 def _trace(of_trace: list[Span], trace_id: str, where: str, reading: Reading) -> Trace:
@@ -291,7 +324,6 @@ def _trace(of_trace: list[Span], trace_id: str, where: str, reading: Reading) ->
     own = [
         call if _agent(span, by_id) == main else _of_sub_agent(call, _agent(span, by_id), by_id) for span, call in calls
     ]
-    defined = (_json(span["attributes"].get("gen_ai.tool.definitions")) for span, _ in calls)
     return build(
         _with_results(main_conversation(own), of_trace),
         record=_record(of_trace),
@@ -300,8 +332,19 @@ def _trace(of_trace: list[Span], trace_id: str, where: str, reading: Reading) ->
         reading=reading,
         task_id=_task(of_trace),
         trace_id=trace_id,
-        tools=next(filter(None, defined), None),
+        tools=next((tools for span, _ in calls if (tools := _tools(span["attributes"]))), None),
     )
+
+
+def _tools(attributes: Mapping[str, Any]) -> Any:
+    """The tools that a call of a model declares, in an attribute or in its input."""
+    for name in (*TOOL_LISTS, "llm.invocation_parameters", *INPUTS):
+        value = _json(attributes.get(name))
+        value = _json(path_value(value, "tools")) if name not in TOOL_LISTS else value
+        if isinstance(value, list) and value:
+            return value
+    numbered = _numbered(_tree(attributes, "llm.tools."))
+    return [_json(path_value(each, "tool.json_schema")) for _, each in numbered]
 
 
 def _of_sub_agent(call: ModelCall, agent: str, by_id: Mapping[str, Span]) -> ModelCall:
@@ -316,13 +359,20 @@ def _record(of_trace: list[Span]) -> dict[str, Any]:
     merged: dict[str, Any] = {}
     for span in reversed(of_trace):
         merged |= span["attributes"]
+    return _tree(merged)
+
+
+def _tree(attributes: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Attributes with points in their names as objects in objects; only those below a prefix."""
     tree: dict[str, Any] = {}
-    for key, value in merged.items():
-        node = tree
-        *path, leaf = key.split(".")
-        for part in path:
-            node = node.setdefault(part, {}) if isinstance(node.setdefault(part, {}), dict) else {}
-        node[leaf] = value
+    for key, value in attributes.items():
+        if key.startswith(prefix):
+            node = tree
+            *path, leaf = key.removeprefix(prefix).split(".")
+            for part in path:
+                below = node.setdefault(part, {})
+                node = below if isinstance(below, dict) else {}
+            node[leaf] = value
     return tree
 
 
@@ -346,8 +396,8 @@ def _agent(span: Span, by_id: Mapping[str, Span]) -> str:
     return ""
 
 
-def _said(span: Span) -> tuple[list[Entry], list[Entry]] | None:
-    """A model's input and output, of a span that holds them."""
+def _said(span: Span, of_agents: bool) -> tuple[list[Entry], list[Entry]] | None:
+    """A model's input and output, of a span that holds them; or of the agent's span around its calls."""
     attributes = span["attributes"]
     operation = str(attributes.get("gen_ai.operation.name") or "").casefold()
     kind_ = (
@@ -360,7 +410,8 @@ def _said(span: Span) -> tuple[list[Entry], list[Entry]] | None:
         .strip('"')
         .casefold()
     )
-    if (operation and operation not in CALL_SPANS) or (kind_ and kind_ not in ("llm", "generation", "chat_model")):
+    operations, kinds = (AGENT_SPANS, ("agent",)) if of_agents else (CALL_SPANS, ("llm", "generation", "chat_model"))
+    if (operation and operation not in operations) or (kind_ and kind_ not in kinds):
         return None
     outputs = _messages(attributes, OUTPUTS, FLAT_OUTPUTS, AGENT) or _choices(span)
     if not outputs:
@@ -410,15 +461,7 @@ def _messages(attributes: Mapping[str, Any], names: tuple[str, ...], flat: tuple
 
 def _flat_messages(attributes: Mapping[str, Any], prefix: str) -> list[dict[str, Any]]:
     """Messages that were flattened into attributes with numbers in their names."""
-    tree: dict[str, Any] = {}
-    for key, value in attributes.items():
-        if key.startswith(f"{prefix}."):
-            node = tree
-            *path, leaf = key.removeprefix(f"{prefix}.").split(".")
-            for part in path:
-                below = node.setdefault(part, {})
-                node = below if isinstance(below, dict) else {}
-            node[leaf] = value
+    tree = _tree(attributes, f"{prefix}.")
     found = []
     for index in sorted((key for key in tree if key.isdigit()), key=int):
         message = tree[index].get("message", tree[index]) if isinstance(tree[index], dict) else {}
@@ -468,12 +511,7 @@ def _choices(span: Span) -> list[Entry]:
 
 
 def _json(value: object) -> Any:
-    if isinstance(value, str) and value[:1] in '[{"':
-        try:
-            return json.loads(value)
-        except (ValueError, RecursionError):
-            return value
-    return value
+    return decoded(value, '[{"')
 
 
 def _with_results(known: list[Entry], of_trace: list[Span]) -> list[Entry]:

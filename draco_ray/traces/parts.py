@@ -21,6 +21,8 @@ from draco_ray.traces.entry import BadTrace, Call, Entry, compact, kind, shown, 
 from draco_ray.traces.model import clean
 
 HIDDEN = "[thinking that the provider does not show]"
+MARKERS = ("step-start", "finish-step", "ghost_snapshot", "cachePoint")
+"""Types of parts and items that hold nothing that anybody said."""
 MEDIA = ("image", "audio", "video", "document", "file", "blob", "uri", "screenshot")
 
 
@@ -55,14 +57,14 @@ def part(each: Mapping[str, Any]) -> Iterator[Entry]:
         said = next((each[name] for name in ("text", "content", "refusal") if each.get(name) is not None), None)
         yield Entry(role="", text=("[refusal] " if type_ == "refusal" else "") + plain(said))
     elif type_ in ("thinking", "reasoning", "reasoning.text", "reasoning.summary"):
-        names = ("thinking", "reasoning", "text", "content", "summary")
-        said = "" if each.get("redacted") else plain(next((each[name] for name in names if each.get(name)), None))
+        names = ("summary",) if each.get("redacted") else ("thinking", "reasoning", "text", "content", "summary")
+        said = plain(next((each[name] for name in names if each.get(name)), None))
         yield Entry(role="", text=thinking(said) or HIDDEN)
     elif type_ in ("redacted_thinking", "reasoning.encrypted"):
         yield Entry(role="", text=HIDDEN)
-    elif type_ in ("step-start", "finish-step"):
+    elif type_ in MARKERS:
         return
-    elif type_.endswith(("tool_use", "tool_call", "tool-call")):
+    elif type_.endswith(("tool_use", "tool_call", "tool-call", "function_call")):
         yield Entry(role="", calls=(_call(each, type_),))
     elif type_.endswith(("tool_result", "tool_call_response", "tool-result", "tool-error")):
         yield _result(each, type_)
@@ -86,6 +88,8 @@ def _typeless(each: Mapping[str, Any]) -> Iterator[Entry]:
     code = _first(each, "executableCode", "executable_code")
     output = _first(each, "codeExecutionResult", "code_execution_result")
     thought = _first(each, "reasoningContent", "reasoning_content")
+    if each.keys() <= {"cachePoint"}:
+        return
     if isinstance(call, Mapping):
         yield Entry(role="", calls=(_call(call, "tool"),))
     elif isinstance(result, Mapping):
@@ -114,7 +118,7 @@ def _call(each: Mapping[str, Any], type_: str) -> Call:
     return Call(
         name=text_of(each, "name", "toolName", "tool_name") or type_,
         arguments=next((each[name] for name in names if each.get(name) is not None), None),
-        call_id=text_of(each, "id", "toolUseId", "toolCallId", "call_id"),
+        call_id=text_of(each, "call_id", "id", "toolUseId", "toolCallId"),
     )
 
 

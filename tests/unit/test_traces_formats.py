@@ -268,6 +268,236 @@ LINES: dict[str, list[dict[str, Any]]] = {
         },
     ],
 }
+STREAM = [
+    typed("response.created", response={"id": "r1", "output": []}),
+    typed("response.output_item.added", item=typed("function_call", name="find_room", arguments="", call_id="c1")),
+    typed("response.function_call_arguments.delta", delta=TEXT),
+    typed("response.output_item.done", item=typed("reasoning", summary=[typed("summary_text", text=SAID)])),
+    typed("response.output_item.done", item=typed("function_call", name="find_room", arguments=TEXT, call_id="c1")),
+]
+CHUNKS = [
+    {"choices": [{"index": 0, "delta": {"role": "assistant", "content": DONE[:7]}}]},
+    {"choices": [{"index": 0, "delta": {"content": DONE[7:]}}]},
+    {"choices": [], "usage": {"completion_tokens": 5}},
+]
+TAGGED_CALL = f"{SAID}\n<tool_call>\n{json.dumps({'name': 'find_room', 'arguments': ARGUMENTS})}\n</tool_call>"
+TAGGED_RESULT = f"<tool_response>\n{RESULT}\n</tool_response>"
+CHATML = (
+    f"<|im_start|>user\n{ASKED}<|im_end|>\n<|im_start|>assistant\n{TAGGED_CALL}<|im_end|>\n"
+    f"<|im_start|>user\n{TAGGED_RESULT}<|im_end|>\n<|im_start|>assistant\n{DONE}<|im_end|>\n"
+)
+CONVERSE = DOCUMENTS["bedrock"]["messages"]
+DOCUMENTS |= {
+    "langchain, calls twice": {
+        "messages": [
+            typed("human", content=ASKED),
+            typed(
+                "ai",
+                content=[typed("text", text=SAID), typed("tool_use", id="c1", name="find_room", input=ARGUMENTS)],
+                tool_calls=[LC_CALL],
+            ),
+            typed("tool", content=RESULT, tool_call_id="c1"),
+            typed("ai", content=DONE),
+        ]
+    },
+    "langchain, responses": {
+        "messages": [
+            typed("human", content=ASKED),
+            typed(
+                "ai",
+                content=[
+                    typed("text", text=SAID),
+                    typed("function_call", id="fc", call_id="c1", name="find_room", arguments=TEXT),
+                ],
+                tool_calls=[LC_CALL],
+            ),
+            typed("tool", content=RESULT, tool_call_id="c1"),
+            typed("ai", content=DONE),
+        ]
+    },
+    "hermes": {
+        "conversations": [
+            {"from": "human", "value": ASKED},
+            {"from": "gpt", "value": TAGGED_CALL},
+            {"from": "tool", "value": TAGGED_RESULT},
+            {"from": "gpt", "value": DONE},
+        ]
+    },
+    "chatml": {"text": CHATML},
+    "chatml, prompt and completion": {
+        "prompt": CHATML[: CHATML.index(SAID)],
+        "completion": CHATML[CHATML.index(SAID) :],
+    },
+    "qwen coder": {
+        "messages": [
+            USER,
+            {
+                "role": "assistant",
+                "content": f"{SAID}\n<tool_call>\n<function=find_room>\n<parameter=day>\nFri\n</parameter>\n"
+                "</function>\n</tool_call>",
+            },
+            {"role": "user", "content": TAGGED_RESULT},
+            LAST,
+        ]
+    },
+    "langgraph state": {
+        "values": {"messages": [USER, CALLING, ANSWER, LAST]},
+        "next": [],
+        "config": {"configurable": {"thread_id": "t"}},
+    },
+    "art group": {"trajectories": [{"messages_and_choices": [USER, CALLING, ANSWER, LAST], "reward": 1.0}]},
+    "gemini media": {
+        "contents": [
+            *DOCUMENTS["gemini"]["contents"][:2],
+            {
+                "role": "function",
+                "parts": [
+                    {"functionResponse": {"name": "find_room", "response": {"result": RESULT}}},
+                    {"inlineData": {"mimeType": "image/png", "data": "iVBORw0KGgo="}},
+                ],
+            },
+            {"role": "model", "parts": [{"text": DONE}]},
+        ]
+    },
+    "gemini cli": {
+        "sessionId": "s",
+        "messages": [
+            typed("user", id="1", content=ASKED),
+            typed(
+                "gemini",
+                id="2",
+                content=SAID,
+                toolCalls=[
+                    {
+                        "id": "f1",
+                        "name": "find_room",
+                        "args": ARGUMENTS,
+                        "result": [{"functionResponse": {"id": "f1", "response": {"output": RESULT}}}],
+                    }
+                ],
+            ),
+            typed("gemini", id="3", content=DONE),
+        ],
+    },
+    "ai sdk result": {
+        "prompt": ASKED,
+        "steps": [
+            {
+                "content": [
+                    typed("text", text=SAID),
+                    typed("tool-call", toolCallId="c", toolName="find_room", input=ARGUMENTS),
+                    typed("tool-result", toolCallId="c", toolName="find_room", output=RESULT),
+                ],
+                "finishReason": "tool-calls",
+            },
+            {"content": [typed("text", text=DONE)], "finishReason": "stop"},
+        ],
+    },
+    "autogen code": {
+        "messages": [
+            typed("TextMessage", source="user", content=ASKED),
+            typed(
+                "CodeGenerationEvent",
+                source="coder",
+                content=f"{SAID}\nfind_room",
+                code_blocks=[{"code": 'find_room({"day": "Fri"})', "language": "python"}],
+            ),
+            typed("CodeExecutionEvent", source="coder", result={"exit_code": 0, "output": RESULT}),
+            typed("TextMessage", source="coder", content=DONE),
+        ]
+    },
+    "mini-swe-agent, responses": {
+        "trajectory_format": "mini-swe-agent-1.1",
+        "messages": [
+            USER,
+            {
+                "object": "response",
+                "output": [
+                    typed("message", role="assistant", content=[typed("output_text", text=SAID)]),
+                    typed("function_call", name="find_room", arguments=TEXT, call_id="c1"),
+                ],
+            },
+            typed("function_call_output", call_id="c1", output=RESULT),
+            LAST,
+        ],
+    },
+}
+LINES |= {
+    "responses, chained": [
+        {
+            "request": {"input": ASKED},
+            "response": {
+                "id": "r1",
+                "object": "response",
+                "instructions": "You book rooms.",
+                "output": [
+                    typed("reasoning", summary=[typed("summary_text", text=SAID)]),
+                    typed("function_call", name="find_room", arguments=TEXT, call_id="c1"),
+                ],
+            },
+        },
+        {
+            "request": {
+                "previous_response_id": "r1",
+                "input": [typed("function_call_output", call_id="c1", output=RESULT)],
+            },
+            "response": {
+                "id": "r2",
+                "object": "response",
+                "instructions": "You book rooms.",
+                "output": [typed("message", **LAST)],
+            },
+        },
+    ],
+    "responses, streamed": [
+        {"request": {"input": ASKED}, "response": STREAM},
+        {
+            "request": {
+                "previous_response_id": "r1",
+                "input": [typed("function_call_output", call_id="c1", output=RESULT)],
+            },
+            "response": "".join(f"data: {json.dumps(each)}\n\n" for each in CHUNKS) + "data: [DONE]\n\n",
+        },
+    ],
+    "batch": [
+        {
+            "custom_id": "a",
+            "method": "POST",
+            "url": "/v1/chat/completions",
+            "body": {"messages": [USER, CALLING, ANSWER]},
+        },
+        {"custom_id": "a", "response": {"status_code": 200, "body": {"choices": [{"message": LAST}]}}, "error": None},
+    ],
+    "helicone": [
+        {"request_body": {"messages": [USER]}, "response_body": {"id": "1", "choices": [{"message": CALLING}]}},
+        {"request_body": {"messages": [USER]}, "response_body": {"id": "1", "choices": [{"message": CALLING}]}},
+        {
+            "request_body": {"messages": [USER, CALLING, ANSWER]},
+            "response_body": {"id": "2", "choices": [{"message": LAST}]},
+        },
+    ],
+    "bedrock invocations": [
+        {
+            "schemaType": "ModelInvocationLog",
+            "input": {"inputBodyJson": {"messages": CONVERSE[:place]}},
+            "output": {"outputBodyJson": {"output": {"message": CONVERSE[place]}}},
+        }
+        for place in (1, 3)
+    ],
+    "langgraph history": [
+        {"values": {"messages": [USER, CALLING, ANSWER, LAST][:length]}, "config": {"configurable": {"thread_id": "t"}}}
+        for length in (4, 3, 2, 1)
+    ],
+    "codex, first form": [
+        {"id": "x", "timestamp": "2025-05-01", "instructions": None},
+        typed("message", **USER),
+        {"record_type": "state"},
+        typed("reasoning", summary=[typed("summary_text", text=SAID)]),
+        typed("function_call", name="find_room", arguments=TEXT, call_id="c"),
+        typed("function_call_output", call_id="c", output=RESULT),
+        typed("message", **LAST),
+    ],
+}
 EVERY = {**{name: [each] for name, each in DOCUMENTS.items()}, **LINES}
 
 
@@ -302,6 +532,17 @@ def paths(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
         yield from paths(each, (*path, key))
 
 
+REPEATED: dict[str, tuple[tuple[Any, ...], ...]] = {
+    "langchain, calls twice": ((0, "messages", 1, "tool_calls"),),
+    "langchain, responses": ((0, "messages", 1, "tool_calls"),),
+    "log of requests": ((0, "response"),),
+    "helicone": ((0, "response_body"), (1, "response_body")),
+    "bedrock invocations": ((0, "output"),),
+    "responses, streamed": ((0, "response", 1), (0, "response", 2)),
+}
+"""Places whose text stands in the record once more: in the content, in the next request, at the end of a stream."""
+
+
 @pytest.mark.parametrize("name", [name for name in EVERY if name != "langsmith"])  # Its runs repeat each other.
 def test_evidence_under_another_name_changes_the_trace_or_is_said(name: str, tmp_path: Path) -> None:
     """A field whose name no reader knows stands for every form that we have not seen."""
@@ -314,14 +555,18 @@ def test_evidence_under_another_name_changes_the_trace_or_is_said(name: str, tmp
         holder: Any = records
         for key in place[:-1]:
             holder = holder[key]
-        holder[f"unheard_of_{place[-1]}"] = holder.pop(place[-1])
+        moved = holder.pop(place[-1])
+        holder[f"unheard_of_{place[-1]}"] = moved
         try:
             groups = read(tmp_path, records)
         except TraceError:
             continue
         trace = groups[0].traces[0]
         same = (trace.prompt, trace.turns, len(groups[0])) == (whole.prompt, whole.turns, 1)
-        if same and not (groups.problems or groups.warnings or trace.notes):
+        # A list of messages is found under any name.
+        found = isinstance(moved, list) and ("role" in moved[0] or "messages_and_choices" in moved[0])
+        found = found or any(place[: len(each)] == each for each in REPEATED.get(name, ()))
+        if same and not found and not (groups.problems or groups.warnings or trace.notes):
             silent.append(place)
     # What a format writes twice may be lost once.
     twice = {
@@ -331,6 +576,8 @@ def test_evidence_under_another_name_changes_the_trace_or_is_said(name: str, tmp
         ("toolUseResult", "stdout"),
         (4, "toolUseResult"),
         ("payload", "message"),
+        (5, "payload"),
+        (2, "toolName"),
     }
     assert [place[-2:] for place in silent if place[-2:] not in twice] == []
 

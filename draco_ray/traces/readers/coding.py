@@ -17,29 +17,21 @@ from draco_ray.traces.parts import parts, plain
 
 MINI_SWE_CODE = re.compile(r"```(?:mswea_bash_command|bash)[ \t]*\n(.*?)\n?```", re.DOTALL)
 """How mini-swe-agent marks the command of a turn."""
-_OPENHANDS_META = (
-    "id",
-    "timestamp",
-    "source",
-    "action",
-    "observation",
-    "args",
-    "extras",
-    "cause",
-    "message",
-    "tool_call_metadata",
-)
 
 
 # --- Claude Code -----------------------------------------------------------------------------------------------------
 
+SUMMARY = "This session is being continued from a previous conversation"
+"""How the summary begins that stands in the place of a conversation that was compacted."""
+
 
 def is_claude_code(record: object) -> bool:
-    """Whether it is a line of a session of Claude Code."""
+    """Whether it is a line of a session of Claude Code, or of what it prints (``--output-format stream-json``)."""
     if not isinstance(record, Mapping) or not isinstance(record.get("type"), str):
         return False
     return (
         ("sessionId" in record and "uuid" in record)
+        or ("session_id" in record and record["type"] in ("system", "user", "assistant", "result", "stream_event"))
         or "leafUuid" in record
         or (
             record["type"] in ("file-history-snapshot", "queue-operation")
@@ -50,31 +42,57 @@ def is_claude_code(record: object) -> bool:
 
 def claude_code_session(record: Any, file: str) -> str | None:
     """The session of a line; lines that belong to none hold no turn."""
-    return str(record.get("sessionId") or file)
+    return str(record.get("sessionId") or record.get("session_id") or file)
 
 
 def read_claude_code(lines: Any, where: str, reading: Reading) -> Iterator[Trace]:
     """The trace of a session. Raises: BadTrace where the agent says nothing in it."""
-    lines = lines if isinstance(lines, list) else [lines]
+    lines = _in_order(lines if isinstance(lines, list) else [lines])
     said: list[Entry] = []
     for line in _one_line_a_message(_without_rewound(lines)):
         message = line.get("message")
         if not isinstance(message, Mapping):
             continue
         of_line = [replace(each, item=True) if each.role == AGENT else each for each in entries([message])]
-        if line.get("isSidechain"):
-            of_line = [Entry(role=SUB_AGENT, text=e.text, calls=e.calls) for e in of_line if e.role == AGENT]
+        if line.get("isSidechain") or line.get("parent_tool_use_id"):
+            # What a sub-agent was asked stands in the call that started it.
+            role = {AGENT: SUB_AGENT, "tool": f"{SUB_AGENT}'s tool"}
+            of_line = [Entry(role=role[e.role], text=e.text, calls=e.calls) for e in of_line if e.role in role]
+        elif line.get("isMeta") or line.get("isApiErrorMessage"):
+            # Neither the user's words nor the agent's.
+            of_line = [e if e.role == "tool" else Entry(role="system", text=e.text) for e in of_line]
         said += of_line
     if not said:
         return
+    first = next((line for line in lines if "sessionId" in line or "session_id" in line), {})
     yield build(
         said,
-        record=next((line for line in lines if "sessionId" in line), {}),
+        record=first,
         where=where,
         format_="claude-code",
         reading=reading,
-        trace_id=identifier(next((line["sessionId"] for line in lines if "sessionId" in line), "")),
+        trace_id=identifier(claude_code_session(first, "")),
+        tools=next((line["tools"] for line in lines if line.get("subtype") == "init" and "tools" in line), None),
     )
+
+
+def _in_order(lines: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The lines with those of each sub-agent, which may be in a file of its own, before the result of the call that
+    started it; without such a link where their time says."""
+    main: list[Mapping[str, Any]] = []
+    apart: dict[object, list[Mapping[str, Any]]] = {}
+    for line in lines:
+        agent = line.get("agentId") if line.get("isSidechain") else None
+        (main if agent is None else apart.setdefault(agent, [])).append(line)
+    found = []
+    for line in main:
+        found += apart.pop(path_value(line, "toolUseResult.agentId"), [])
+        found.append(line)
+    for rest in apart.values():
+        began = text_of(rest[0], "timestamp")
+        place = next((n for n, line in enumerate(found) if text_of(line, "timestamp") > began), len(found))
+        found[place:place] = rest
+    return found
 
 
 def _without_rewound(lines: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
@@ -98,7 +116,9 @@ def _is_prompt(line: Mapping[str, Any]) -> bool:
     typed = isinstance(content, str) or (
         isinstance(content, list) and all(field(each, "type") != "tool_result" for each in content)
     )
-    return line.get("type") == "user" and typed and not line.get("isMeta") and not line.get("isSidechain")
+    apart = any(line.get(name) for name in ("isMeta", "isSidechain", "isCompactSummary"))
+    summary = isinstance(content, str) and content.startswith(SUMMARY)
+    return line.get("type") == "user" and "parentUuid" in line and typed and not apart and not summary
 
 
 def _one_line_a_message(lines: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
@@ -123,14 +143,25 @@ def _one_line_a_message(lines: Sequence[Mapping[str, Any]]) -> list[Mapping[str,
 
 # --- Codex -----------------------------------------------------------------------------------------------------------
 
+CODEX_ITEMS = ("reasoning", "function_call", "function_call_output", "local_shell_call", "message")
+"""Types of the lines of its first form, which are items of OpenAI's responses."""
 CODEX_LINES = ("session_meta", "response_item", "event_msg", "turn_context", "compacted")
 
 
+EXEC_LINES = ("thread.started", "turn.started", "turn.completed", "turn.failed", "item.started", "item.updated")
+EXEC_ITEM = "item.completed"
+"""Types of the lines that ``codex exec --json`` prints."""
+
+
 def is_codex(record: object) -> bool:
-    """Whether it is a line of a rollout of Codex."""
-    return (
-        isinstance(record, Mapping) and record.get("type") in CODEX_LINES and isinstance(record.get("payload"), Mapping)
-    )
+    """Whether it is a line of a rollout of Codex, also of its first form, or of what ``codex exec --json`` prints."""
+    if not isinstance(record, Mapping):
+        return False
+    if record.get("type") in CODEX_LINES:
+        return isinstance(record.get("payload"), Mapping)
+    first = {"id", "timestamp", "instructions"} <= record.keys() or record.get("record_type") == "state"
+    item = record.get("type") in CODEX_ITEMS and not {"messages", "uuid", "source"} & record.keys()
+    return first or item or record.get("type") in (*EXEC_LINES, EXEC_ITEM)
 
 
 def read_codex(lines: Any, where: str, reading: Reading) -> Iterator[Trace]:
@@ -140,10 +171,12 @@ def read_codex(lines: Any, where: str, reading: Reading) -> Iterator[Trace]:
     meta: Mapping[str, Any] = {}
     tokens = None
     for line in lines:
-        payload, type_ = line["payload"], line["type"]
-        if type_ == "session_meta":
+        payload, type_ = line.get("payload", line), line.get("type")
+        if type_ == "session_meta" or "instructions" in line:
             meta = meta or payload
-        elif type_ == "response_item":
+        elif type_ == EXEC_ITEM:
+            said += _exec_item(object_of(line, "item"))
+        elif type_ == "response_item" or type_ in CODEX_ITEMS:
             items = entries([payload], "item")
             said += [replace(each, item=True) for each in items]
         elif type_ == "compacted" and payload.get("message"):
@@ -160,11 +193,31 @@ def read_codex(lines: Any, where: str, reading: Reading) -> Iterator[Trace]:
         where=where,
         format_="codex",
         reading=reading,
-        trace_id=identifier(meta.get("id", "")),
+        trace_id=identifier(meta.get("id") or next((line["thread_id"] for line in lines if "thread_id" in line), "")),
     )
 
 
+def _exec_item(item: Mapping[str, Any]) -> Iterator[Entry]:
+    """What ``codex exec --json`` prints of something the agent did."""
+    type_, said = str(item.get("type")), text_of(item, "text", "message")
+    if type_ in ("agent_message", "reasoning"):
+        yield Entry(role=AGENT, text=thinking(said) if type_ == "reasoning" else said, item=True)
+    elif type_ == "error":
+        yield Entry(role="system", text=said)
+    else:
+        about = {key: item[key] for key in item if key not in ("id", "type", "status", *_EXEC_RESULTS)}
+        call = Call(name=type_, arguments=about, call_id=text_of(item, "id"))
+        yield Entry(role=AGENT, calls=(call,), item=True)
+        results = {key: item[key] for key in _EXEC_RESULTS if item.get(key) not in (None, "")}
+        if results:
+            only = results.get("aggregated_output") if not results.get("exit_code") else None
+            yield Entry(role="tool", text=plain(only or results), call_id=text_of(item, "id"))
+
+
 # --- OpenHands -------------------------------------------------------------------------------------------------------
+
+
+_EXEC_RESULTS = ("aggregated_output", "exit_code", "result", "error")
 
 
 def is_openhands(record: object) -> bool:
@@ -375,7 +428,7 @@ def read_atif(record: Any, where: str, reading: Reading) -> Iterator[Trace]:
 def is_smolagents(record: object) -> bool:
     """Whether it is the memory of a smolagents agent: its steps, or an object that holds them."""
     steps = record if isinstance(record, list) else field(record, "steps")
-    named = ("step_number", "task", "system_prompt")
+    named = ("step_number", "task", "system_prompt", "plan")
     return (
         isinstance(steps, list)
         and bool(steps)
@@ -387,18 +440,32 @@ def is_smolagents(record: object) -> bool:
 def read_smolagents(record: Any, where: str, reading: Reading) -> Iterator[Trace]:
     """The trace of an agent's memory. Raises: BadTrace where the agent does nothing in it."""
     said: list[Entry] = []
-    for step in record if isinstance(record, list) else record["steps"]:
+    steps = record if isinstance(record, list) else record["steps"]
+    if not any("system_prompt" in step for step in steps):
+        asked = next((step["model_input_messages"] for step in steps if step.get("model_input_messages")), [])
+        said += [each for each in entries(asked) if each.role == "system"]
+    for step in steps:
         if "step_number" not in step:
-            role, name = ("system", "system_prompt") if "system_prompt" in step else ("user", "task")
-            said.append(Entry(role=role, text=plain(step.get(name))))
+            told = (("system", "system_prompt"), ("user", "task"), (AGENT, "plan"))
+            said += [Entry(role=role, text=plain(step[name])) for role, name in told if name in step]
             continue
         text = "\n".join(each.text for each in parts(step.get("model_output")))
-        listed = [{"role": AGENT, "content": text, "tool_calls": step.get("tool_calls") or []}]
-        said += entries(listed)
+        code = text_of(step, "code_action")
+        if code:
+            # The call of the interpreter repeats the code.
+            spoken = text if code in text else f"{text}\n{code}".strip()
+            said.append(Entry(role=AGENT, text=spoken, code=code, tokens=_usage(step)))
+        else:
+            said += entries([{"role": AGENT, "content": text, "tool_calls": step.get("tool_calls") or []}])
         observed = "\n".join(
             filter(None, [plain(step.get("observations")), plain(field(step.get("error"), "message"))])
         )
-        if said[-1].calls and (observed or step.get("action_output") is not None):
+        if (code or said[-1].calls) and (observed or step.get("action_output") is not None):
             said.append(Entry(role="tool", text=observed or plain(step.get("action_output"))))
     about = {} if isinstance(record, list) else record
     yield build(said, record=about, where=where, format_="smolagents", reading=reading)
+
+
+def _usage(step: Mapping[str, Any]) -> int | None:
+    count = path_value(step, "token_usage.output_tokens")
+    return count if isinstance(count, int) and count > 0 else None

@@ -25,14 +25,20 @@ def session(record: Any, file: str) -> str | None:
 
 def read(runs: Any, where: str, reading: Reading) -> Iterator[Trace]:
     """The trace of all of its runs. Raises: BadTrace where none of them holds messages."""
-    runs = runs if isinstance(runs, list) else [runs]
-    runs = sorted(runs, key=lambda run: str(run.get("dotted_order") or run.get("start_time") or ""))
+    runs = sorted(
+        _flat(runs if isinstance(runs, list) else [runs]),
+        key=lambda run: str(run.get("dotted_order") or run.get("start_time") or ""),
+    )
     ids = {str(run.get("id")) for run in runs}
     root = next((run for run in runs if str(run.get("parent_run_id")) not in ids), runs[0])
     said = _state(root)
+    models = [run for run in runs if run.get("run_type") in ("llm", "chat_model")]
     if not any(entry.role == AGENT for entry in said):
-        models = [run for run in runs if run.get("run_type") in ("llm", "chat_model")]
         said = main_conversation([ModelCall(inputs=_messages(run["inputs"]), outputs=_answer(run)) for run in models])
+    elif not any(entry.role == "system" for entry in said):
+        # A graph's state does not hold the prompt that a node puts before it.
+        told = [entry for run in models[:1] for entry in _messages(run["inputs"]) if entry.role == "system"]
+        said = told + said
     if not said:
         raise BadTrace("none of its runs holds messages")
     yield build(
@@ -44,6 +50,13 @@ def read(runs: Any, where: str, reading: Reading) -> Iterator[Trace]:
         trace_id=identifier(root.get("trace_id") or root.get("id") or ""),
         tools=next((tools for run in runs if (tools := path_value(run, "extra.invocation_params.tools"))), None),
     )
+
+
+def _flat(runs: Any) -> Iterator[Any]:
+    """Runs with those below them."""
+    for run in runs:
+        yield run
+        yield from _flat(run.get("child_runs") or ())
 
 
 def path_value_map(record: object, path: str) -> dict[str, Any]:
