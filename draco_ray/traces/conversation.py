@@ -182,7 +182,7 @@ def _tool(tool: object) -> str:
     about: Mapping[str, Any] = object_of(tool, "function") or object_of(tool, "toolSpec") or tool
     name = str(about.get("name") or tool.get("type") or "tool")
     names = ("parameters", "input_schema", "inputSchema", "parametersJsonSchema")
-    parameters = next((about[each] for each in names if about.get(each)), {})
+    parameters: Any = next((about[each] for each in names if about.get(each)), {})
     parameters = object_of(parameters, "json") or parameters if isinstance(parameters, Mapping) else parameters
     properties = parameters.get("properties") if isinstance(parameters, Mapping) else None
     taken = compact(properties) if properties else ""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from draco_ray.records import EpisodeEnd
@@ -30,6 +30,14 @@ class Reading:
     """Dotted path of what names the task; None: the format's own, or one of `TASK_IDS`, else equal prompts."""
     code: re.Pattern[str] = CODE
     """See `draco_ray.traces.conversation.assemble`."""
+    format: str = ""
+    """Name of the format of the records."""
+    where: str = ""
+    """Where the record was found."""
+
+    def at(self, place: str) -> Reading:
+        """The same, at a place within the record."""
+        return replace(self, where=f"{self.where} {place}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,8 +48,8 @@ class Format:
     shape: str
     """What a record of it looks like, for messages."""
     recognises: Callable[[object], bool]
-    read: Callable[[Any, str, Reading], Iterator[Trace]]
-    """The traces of a record found at a place, or of all records of a session as a list.
+    read: Callable[[Any, Reading], Iterator[Trace]]
+    """The traces of a record, or of all records of a session as a list.
 
     BadTrace: it is not what it should be."""
     session: Callable[[Any, str], str | tuple[str, ...] | None] | None = None
@@ -111,11 +119,9 @@ def number(value: object) -> float | None:
 
 def build(
     said: Sequence[Entry],
-    *,
     record: object,
-    where: str,
-    format_: str,
     reading: Reading,
+    *,
     task_id: str = "",
     trace_id: str = "",
     instruction: str | None = None,
@@ -139,8 +145,8 @@ def build(
         task=conversation.task,
         prompt=conversation.prompt,
         turns=conversation.turns,
-        format=format_,
-        source=where,
+        format=reading.format,
+        source=reading.where,
         ended=ended or conversation.ended,
         outcome=outcome,
         notes=conversation.notes,

@@ -162,35 +162,25 @@ class _Loader:
         self.problems.append(f"{where}: {text}")
 
     def _record(self, found: Found, format_: Format) -> None:
-        try:
-            for record in (found.record,) if format_.split is None else format_.split(found.record):
-                file = re.sub(r"(:\d+|\[\d+\])+$", "", found.where)
-                names = None if format_.session is None else format_.session(record, file)
-                if names is None:
-                    self._read(format_, Found(found.where, record))
-                    continue
-                first, *others = [(format_.session, each) for each in ([names] if isinstance(names, str) else names)]
-                for other in others:
-                    self._join(first, other)
-                kept = self.sessions.setdefault(first, _Session(format_, file if names == file else found.where))
-                kept.places.append(self.spool.put_record(record))
-        except _UNREADABLE as problem:
-            self.problem(found.where, f"{_said(problem)}; expected {format_.shape}")
-
-    def _each(self, format_: Format, found: Found) -> Iterator[Trace]:
-        """The traces of a record; one that is bad among many is noted, and the others follow."""
-        many = _several(found.record)
-        if many is None:
-            yield from format_.read(found.record, found.where, self.reading)
-            return
-        name, records_ = many
-        for place, one in enumerate(records_, 1):
-            where = f"{found.where} {name.removesuffix('s')} {place}"
+        for each in _single(found) if format_.session is None else (found,):
             try:
-                for trace in format_.read({**found.record, name: [one]}, found.where, self.reading):
-                    yield replace(trace, source=where)
+                for record in (each.record,) if format_.split is None else format_.split(each.record):
+                    self._part(Found(each.where, record), format_)
             except _UNREADABLE as problem:
-                self.problem(where, f"{_said(problem)}; expected {format_.shape}")
+                self.problem(each.where, f"{_said(problem)}; expected {format_.shape}")
+
+    def _part(self, found: Found, format_: Format) -> None:
+        """Read a record, or keep it until its session is whole."""
+        file = re.sub(r"(:\d+|\[\d+\])+$", "", found.where)
+        names = None if format_.session is None else format_.session(found.record, file)
+        if names is None:
+            self._read(format_, found)
+            return
+        first, *others = [(format_.session, each) for each in ([names] if isinstance(names, str) else names)]
+        for other in others:
+            self._join(first, other)
+        kept = self.sessions.setdefault(first, _Session(format_, file if names == file else found.where))
+        kept.places.append(self.spool.put_record(found.record))
 
     def _read(self, format_: Format, found: Found) -> None:
         """Add the traces of a record, or of a session's records, and note what of them was not read."""
@@ -199,7 +189,8 @@ class _Loader:
             record = Gathered(map(watched, record)) if isinstance(record, Gathered) else watched(record)
         traces = []
         # Added one by one: what precedes a bad trace of a document is not lost with it.
-        for trace in self._each(format_, Found(found.where, record)):
+        reading = replace(self.reading, format=format_.name, where=found.where)
+        for trace in format_.read(record, reading):
             self.add(trace)
             traces.append(trace)
         if format_.metered:
@@ -453,13 +444,15 @@ def _read_file(loader: _Loader, file: Path, inside: str | None) -> None:
     loader.file(file, inside)
 
 
-def _several(record: object) -> tuple[str, list[Any]] | None:
-    """The field of a record that holds a trace each, where it has one."""
+def _single(found: Found) -> Iterator[Found]:
+    """The traces of a record, each as a record of its own: one that is bad does not take the others with it."""
     for name in ("samples", "simulations", "traces"):
-        value = record.get(name) if isinstance(record, dict) else None
-        if isinstance(value, list) and len(value) > 1:
-            return name, value
-    return None
+        inner = found.record.get(name) if isinstance(found.record, dict) else None
+        if isinstance(inner, list) and inner:
+            for place, one in enumerate(inner, 1):
+                yield Found(f"{found.where} {name.removesuffix('s')} {place}", {**found.record, name: [one]})
+            return
+    yield found
 
 
 def _code(mapped: Mapped | None) -> dict[str, re.Pattern[str]]:

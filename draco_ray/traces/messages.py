@@ -295,7 +295,7 @@ def _autogen(message: Mapping[str, Any]) -> Iterator[Entry]:
         yield Entry(role=AGENT, text=plain(content), code="\n\n".join(blocks) or None, tokens=tokens or None)
     elif type_ == "CodeExecutionEvent":
         result = object_of(message, "result")
-        failed = {"error": f"exit code {result['exit_code']}"} if result.get("exit_code") else {}
+        failed: dict[str, Any] = {"error": f"exit code {result['exit_code']}"} if result.get("exit_code") else {}
         yield Entry(role="tool", text=_marked(plain(result.get("output")), failed))
     elif type_ == "ToolCallRequestEvent" and isinstance(content, list):
         yield Entry(role=AGENT, calls=tuple(_calls({"tool_calls": content})), tokens=tokens or None)
@@ -303,9 +303,7 @@ def _autogen(message: Mapping[str, Any]) -> Iterator[Entry]:
         for each in content:
             if not isinstance(each, Mapping):
                 raise BadTrace(f"expected a tool's result as an object, found {kind(each)}")
-            failed = {"error": True} if each.get("is_error") else {}
-            text = _marked(plain(each.get("content")), failed)
-            yield Entry(role="tool", text=text, call_id=text_of(each, "call_id"), name=text_of(each, "name"))
+            yield from _message("tool", {**each, "error": bool(each.get("is_error"))})
     elif type_ == "ThoughtEvent":
         yield Entry(role=AGENT, text=thinking(plain(content)), item=True)
     else:
@@ -377,7 +375,9 @@ def _calls(message: Mapping[str, Any]) -> Iterator[Call]:
         function = call.get("function", call.get("custom", call))
         if isinstance(function, str):
             function = {"name": function, "arguments": call.get("arguments")}
-        name = text_of(function, "name", "toolName", "tool_name") if isinstance(function, Mapping) else ""
+        name = (
+            text_of(function, "name", "toolName", "tool_name", "function_name") if isinstance(function, Mapping) else ""
+        )
         if not name:
             raise BadTrace(f"expected a tool call with the name of a function, found {shown(call)[:200]}")
         names = ("arguments", "input", "args")

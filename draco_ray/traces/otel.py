@@ -38,8 +38,8 @@ from draco_ray.traces.model import Trace, identifier
 from draco_ray.traces.parts import plain
 
 Span = dict[str, Any]
-CALL_SPANS = ("chat", "text_completion", "generate_content")
-AGENT_SPANS = ("invoke_agent",)
+CALL_SPANS = ("chat", "text_completion", "generate_content", "llm", "generation", "chat_model")
+AGENT_SPANS = ("invoke_agent", "agent")
 INPUTS = (
     "gen_ai.input.messages",
     "langfuse.observation.input",
@@ -245,7 +245,7 @@ def session(span: Span, file: str) -> tuple[str, ...]:
     return (str(span["trace"]), *named[:1])
 
 
-def read(spans_: Any, where: str, reading: Reading) -> Iterator[Trace]:
+def read(spans_: Any, reading: Reading) -> Iterator[Trace]:
     """The traces of the spans of a session. Raises: BadTrace where none of them holds messages."""
     ordered = sorted(spans_, key=lambda span: str(span["at"]))
     named = _named(ordered)
@@ -254,7 +254,7 @@ def read(spans_: Any, where: str, reading: Reading) -> Iterator[Trace]:
         unnamed = _conversations(ordered)
         groups = [(session(each[0], "")[-1 if len(unnamed) == 1 else 0], each) for each in unnamed]
     for name, group in groups:
-        yield _trace(group, identifier(name), f"{where} trace {identifier(name)}", reading)
+        yield _trace(group, identifier(name), reading.at(f"trace {identifier(name)}"))
 
 
 def _named(ordered: list[Span]) -> dict[str, list[Span]]:
@@ -290,11 +290,8 @@ def _conversations(ordered: list[Span]) -> list[list[Span]]:
         calls = [call for _, call in _model_calls(group)]
         place = next((n for n, (_, said) in enumerate(found) if any(continues(said, c.inputs) for c in calls)), None)
         joined = group if place is None else [*found[place][0], *group]
-        said = main_conversation([call for _, call in _model_calls(joined)])
-        if place is None:
-            found.append((joined, said))
-        else:
-            found[place] = (joined, said)
+        end = len(found) if place is None else place
+        found[end : end + 1] = [(joined, main_conversation([call for _, call in _model_calls(joined)]))]
     return [group for group, _ in found]
 
 
@@ -312,7 +309,7 @@ def _model_calls(of_trace: list[Span]) -> list[tuple[Span, ModelCall]]:
     return []
 
 
-def _trace(of_trace: list[Span], trace_id: str, where: str, reading: Reading) -> Trace:
+def _trace(of_trace: list[Span], trace_id: str, reading: Reading) -> Trace:
     calls = _model_calls(of_trace)
     if not calls:
         raise BadTrace(
@@ -326,10 +323,8 @@ def _trace(of_trace: list[Span], trace_id: str, where: str, reading: Reading) ->
     ]
     return build(
         _with_results(main_conversation(own), of_trace),
-        record=_record(of_trace),
-        where=where,
-        format_="otel",
-        reading=reading,
+        _record(of_trace),
+        reading,
         task_id=_task(of_trace),
         trace_id=trace_id,
         tools=next((tools for span, _ in calls if (tools := _tools(span["attributes"]))), None),
@@ -384,14 +379,19 @@ def _task(of_trace: list[Span]) -> str:
     return ""
 
 
+def _kind(span: Span) -> str:
+    """What a span is, in small letters; empty: it does not say."""
+    attributes = span["attributes"]
+    return next((str(attributes[name]).strip('"').casefold() for name in KINDS if attributes.get(name)), "")
+
+
 def _agent(span: Span, by_id: Mapping[str, Span]) -> str:
     """The span of the agent that made a call: the nearest ``invoke_agent`` above it; empty: there is none."""
     seen = set()
     while span["parent"] in by_id and span["parent"] not in seen:
         span = by_id[span["parent"]]
         seen.add(span["id"])
-        kind_ = span["attributes"].get("gen_ai.operation.name") or span["attributes"].get("openinference.span.kind")
-        if str(kind_).casefold() in ("invoke_agent", "agent"):
+        if _kind(span) in AGENT_SPANS:
             return str(span["id"])
     return ""
 
@@ -399,19 +399,7 @@ def _agent(span: Span, by_id: Mapping[str, Span]) -> str:
 def _said(span: Span, of_agents: bool) -> tuple[list[Entry], list[Entry]] | None:
     """A model's input and output, of a span that holds them; or of the agent's span around its calls."""
     attributes = span["attributes"]
-    operation = str(attributes.get("gen_ai.operation.name") or "").casefold()
-    kind_ = (
-        str(
-            attributes.get("openinference.span.kind")
-            or attributes.get("langfuse.observation.type")
-            or attributes.get("mlflow.spanType")
-            or ""
-        )
-        .strip('"')
-        .casefold()
-    )
-    operations, kinds = (AGENT_SPANS, ("agent",)) if of_agents else (CALL_SPANS, ("llm", "generation", "chat_model"))
-    if (operation and operation not in operations) or (kind_ and kind_ not in kinds):
+    if _kind(span) not in ("", *(AGENT_SPANS if of_agents else CALL_SPANS)):
         return None
     outputs = _messages(attributes, OUTPUTS, FLAT_OUTPUTS, AGENT) or _choices(span)
     if not outputs:
@@ -465,7 +453,7 @@ def _flat_messages(attributes: Mapping[str, Any], prefix: str) -> list[dict[str,
     found = []
     for index in sorted((key for key in tree if key.isdigit()), key=int):
         message = tree[index].get("message", tree[index]) if isinstance(tree[index], dict) else {}
-        calls = [_flat_call(call) for _, call in _numbered(message.get("tool_calls"))]
+        calls = [call.get("tool_call", call) for _, call in _numbered(message.get("tool_calls"))]
         parts = [part.get("message_content", part) for _, part in _numbered(message.get("contents"))]
         content = message.get("content", parts or None)
         found.append({**message, "content": content, "tool_calls": calls, "role": message.get("role", "user")})
@@ -476,16 +464,6 @@ def _numbered(tree: object) -> list[tuple[int, Any]]:
     if not isinstance(tree, Mapping):
         return []
     return sorted((int(key), value) for key, value in tree.items() if str(key).isdigit() and isinstance(value, Mapping))
-
-
-def _flat_call(call: Mapping[str, Any]) -> dict[str, Any]:
-    inner = call.get("tool_call", call)
-    function = inner.get("function", inner) if isinstance(inner, Mapping) else {}
-    return {
-        "id": str(path_value(inner, "id") or ""),
-        "name": path_value(function, "name"),
-        "arguments": path_value(function, "arguments"),
-    }
 
 
 def _earlier(span: Span) -> list[Entry]:
@@ -539,8 +517,7 @@ def _with_results(known: list[Entry], of_trace: list[Span]) -> list[Entry]:
 def _tool_result(span: Span) -> Entry | None:
     """The result that a span of a tool holds; None: it is no such span, or holds none."""
     attributes = span["attributes"]
-    kind_ = next((str(attributes[name]).casefold() for name in KINDS if attributes.get(name)), "")
-    if "tool" not in kind_ and not attributes.get("gen_ai.tool.call.id"):
+    if "tool" not in _kind(span) and not attributes.get("gen_ai.tool.call.id"):
         return None
     value = next((attributes[name] for name in TOOL_RESULTS if attributes.get(name) is not None), None)
     name = str(attributes.get("gen_ai.tool.name") or attributes.get("tool.name") or span["name"])

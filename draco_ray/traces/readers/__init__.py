@@ -6,11 +6,6 @@ from draco_ray.traces import otel
 from draco_ray.traces.formats import Format
 from draco_ray.traces.readers import benchmarks, chat, coding, langsmith
 
-
-def _messages(name: str, shape: str, recognises: object) -> Format:
-    return Format(name=name, shape=shape, recognises=recognises, read=chat.reader(name), session=chat.session)  # type: ignore[arg-type]
-
-
 FORMATS: dict[str, Format] = {
     each.name: each
     for each in (
@@ -98,25 +93,33 @@ FORMATS: dict[str, Format] = {
             session=otel.session,
             metered=False,
         ),
-        _messages(
-            "anthropic",
-            'an object with "messages", whose content are blocks (tool_use, tool_result), and perhaps "system"',
-            chat.is_anthropic,
+        Format(
+            name="anthropic",
+            shape='an object with "messages", whose content are blocks (tool_use, tool_result), and perhaps "system"',
+            recognises=chat.is_anthropic,
+            read=chat.read,
+            session=chat.session,
         ),
-        _messages(
-            "openai-responses",
-            'an object with "input" and "output" items (function_call, function_call_output)',
-            chat.is_items,
+        Format(
+            name="openai-responses",
+            shape='an object with "input" and "output" items (function_call, function_call_output)',
+            recognises=chat.is_items,
+            read=chat.read,
+            session=chat.session,
         ),
-        _messages(
-            "openai-chat",
-            'an object with "messages", each with "role" and "content" or "tool_calls"',
-            chat.is_chat,
+        Format(
+            name="openai-chat",
+            shape='an object with "messages", each with "role" and "content" or "tool_calls"',
+            recognises=chat.is_chat,
+            read=chat.read,
+            session=chat.session,
         ),
-        _messages(
-            "messages",
-            "messages of LangChain, AutoGen, Gemini, ShareGPT and their like",
-            chat.is_other,
+        Format(
+            name="messages",
+            shape="messages of LangChain, AutoGen, Gemini, ShareGPT and their like",
+            recognises=chat.is_other,
+            read=chat.read,
+            session=chat.session,
         ),
     )
 }

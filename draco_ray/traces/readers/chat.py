@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -103,7 +103,8 @@ def _history_name(request: Mapping[str, Any]) -> str | None:
     known = (name for name in HISTORIES if name in request and _is_history(decoded(request.get(name)), name))
     broken = "messages" if "messages" in request else None
     # Looked up without a note in the record: most of its fields hold something else.
-    others = (name for name in request if broken is None and _is_dialogue(dict.get(request, name)))  # type: ignore[arg-type]
+    fields = dict(request) if broken is None else {}
+    others = (name for name, value in fields.items() if _is_dialogue(value))
     return next(known, None) or broken or next(others, None)
 
 
@@ -125,9 +126,9 @@ def _is_history(value: object, name: str) -> bool:
     return is_messages(value)
 
 
-def _is_dialogue(value: object) -> bool:
+def _is_dialogue(value: Any) -> bool:
     """Whether it is a list of messages, one of them by an agent."""
-    return is_messages(value) and any(str(field(each, "role")).casefold() in AGENT_ROLES for each in value)  # type: ignore[attr-defined]
+    return is_messages(value) and any(str(field(each, "role")).casefold() in AGENT_ROLES for each in value)
 
 
 def is_messages(value: object) -> bool:
@@ -212,18 +213,12 @@ def session(record: Any, file: str) -> str | None:
     return None if known is None or known.reply is None else file
 
 
-def reader(name: str) -> Callable[[Any, str, Reading], Iterator[Trace]]:
-    """The reader of messages, as those of the format ``name``."""
-
-    def read(record: Any, where: str, reading: Reading) -> Iterator[Trace]:
-        records = _answered(record) if isinstance(record, Gathered) else [record]
-        calls = [_call(each) for each in records]
-        for thread in threads(calls):
-            last = records[thread.calls[-1]]
-            place = f"{where} record {thread.calls[0] + 1}" if len(records) > 1 else where
-            yield _trace(name, last, thread.entries, place, reading)
-
-    return read
+def read(record: Any, reading: Reading) -> Iterator[Trace]:
+    """The traces of a record, or of the calls in a log. Raises: BadTrace where no agent says anything."""
+    records = _answered(record) if isinstance(record, Gathered) else [record]
+    for thread in threads([_call(each) for each in records]):
+        at = reading.at(f"record {thread.calls[0] + 1}") if len(records) > 1 else reading
+        yield _trace(records[thread.calls[-1]], thread.entries, at)
 
 
 def _answered(records: Sequence[Any]) -> list[Any]:
@@ -246,15 +241,13 @@ class Gathered(list[Any]):
     """The records of one session."""
 
 
-def _trace(name: str, record: Any, said: Sequence[Entry], where: str, reading: Reading) -> Trace:
+def _trace(record: Any, said: Sequence[Entry], reading: Reading) -> Trace:
     known = _parts(record) or _Parts(request=record, history=[], reply=record)
     stopped = path_value(record, "incomplete_details.reason") == "max_output_tokens"
     return build(
         said,
-        record=record,
-        where=where,
-        format_=name,
-        reading=reading,
+        record,
+        reading,
         tools=_told(record, known, TOOLS),
         outcome=number(field(record, "reward")),
         ended=EpisodeEnd.RESPONSE_LIMIT if stopped else None,

@@ -45,7 +45,7 @@ def claude_code_session(record: Any, file: str) -> str | None:
     return str(record.get("sessionId") or record.get("session_id") or file)
 
 
-def read_claude_code(lines: Any, where: str, reading: Reading) -> Iterator[Trace]:
+def read_claude_code(lines: Any, reading: Reading) -> Iterator[Trace]:
     """The trace of a session. Raises: BadTrace where the agent says nothing in it."""
     lines = _in_order(lines if isinstance(lines, list) else [lines])
     said: list[Entry] = []
@@ -64,13 +64,11 @@ def read_claude_code(lines: Any, where: str, reading: Reading) -> Iterator[Trace
         said += of_line
     if not said:
         return
-    first = next((line for line in lines if "sessionId" in line or "session_id" in line), {})
+    first: Mapping[str, Any] = next((line for line in lines if "sessionId" in line or "session_id" in line), {})
     yield build(
         said,
-        record=first,
-        where=where,
-        format_="claude-code",
-        reading=reading,
+        first,
+        reading,
         trace_id=identifier(claude_code_session(first, "")),
         tools=next((line["tools"] for line in lines if line.get("subtype") == "init" and "tools" in line), None),
     )
@@ -164,7 +162,7 @@ def is_codex(record: object) -> bool:
     return first or item or record.get("type") in (*EXEC_LINES, EXEC_ITEM)
 
 
-def read_codex(lines: Any, where: str, reading: Reading) -> Iterator[Trace]:
+def read_codex(lines: Any, reading: Reading) -> Iterator[Trace]:
     """The trace of a rollout file. Raises: BadTrace where the agent says nothing in it."""
     lines = lines if isinstance(lines, list) else [lines]
     said: list[Entry] = []
@@ -189,10 +187,8 @@ def read_codex(lines: Any, where: str, reading: Reading) -> Iterator[Trace]:
     told = text_of(meta, "instructions") or str(path_value(meta, "base_instructions.text") or "")
     yield build(
         [*([Entry(role="system", text=clean(told))] if told else []), *said],
-        record=meta,
-        where=where,
-        format_="codex",
-        reading=reading,
+        meta,
+        reading,
         trace_id=identifier(meta.get("id") or next((line["thread_id"] for line in lines if "thread_id" in line), "")),
     )
 
@@ -239,17 +235,15 @@ def openhands_session(record: Any, file: str) -> str | None:
     return None if isinstance(record, list) or "history" in record else file
 
 
-def read_openhands(record: Any, where: str, reading: Reading) -> Iterator[Trace]:
+def read_openhands(record: Any, reading: Reading) -> Iterator[Trace]:
     """The trace of a list of events. Raises: BadTrace where the agent does nothing in it."""
     events = record if isinstance(record, list) else record["history"]
     said = [entry for event in events if isinstance(event, Mapping) for entry in _event(event)]
     about = {} if isinstance(record, list) else record
     yield build(
         said,
-        record=about,
-        where=where,
-        format_="openhands",
-        reading=reading,
+        about,
+        reading,
         instruction=text_of(about, "instruction") or None,
         tools=next((event["tools"] for event in events if isinstance(field(event, "tools"), list)), None),
         outcome=number(path_value(about, "test_result.report.resolved")),
@@ -329,7 +323,7 @@ def is_swe_agent(record: object) -> bool:
     )
 
 
-def read_swe_agent(record: Any, where: str, reading: Reading) -> Iterator[Trace]:
+def read_swe_agent(record: Any, reading: Reading) -> Iterator[Trace]:
     """The trace of a trajectory. Raises: BadTrace where it has no steps."""
     history = [each for each in record.get("history") or () if isinstance(each, Mapping) and not each.get("is_demo")]
     first = next((place for place, each in enumerate(history) if each.get("role") == "assistant"), len(history))
@@ -343,7 +337,7 @@ def read_swe_agent(record: Any, where: str, reading: Reading) -> Iterator[Trace]
         said.append(Entry(role=AGENT, text=spoken, code=action or None))
         if text_of(step, "observation") or action:
             said.append(Entry(role="tool", text=text_of(step, "observation")))
-    yield build(said, record=record, where=where, format_="swe-agent", reading=reading, ended=_swe_end(record))
+    yield build(said, record, reading, ended=_swe_end(record))
 
 
 def _swe_end(record: Mapping[str, Any]) -> EpisodeEnd | None:
@@ -358,17 +352,10 @@ def is_mini_swe(record: object) -> bool:
     return str(field(record, "trajectory_format") or "").startswith("mini-swe-agent")
 
 
-def read_mini_swe(record: Any, where: str, reading: Reading) -> Iterator[Trace]:
+def read_mini_swe(record: Any, reading: Reading) -> Iterator[Trace]:
     """The trace of a trajectory. Raises: BadTrace where the agent says nothing in it."""
     messages = [each for each in record.get("messages") or () if field(each, "role") != "exit"]
-    yield build(
-        entries(messages),
-        record=record,
-        where=where,
-        format_="mini-swe-agent",
-        reading=replace(reading, code=MINI_SWE_CODE),
-        ended=_swe_end(record),
-    )
+    yield build(entries(messages), record, replace(reading, code=MINI_SWE_CODE), ended=_swe_end(record))
 
 
 # --- ATIF and smolagents ---------------------------------------------------------------------------------------------
@@ -379,47 +366,26 @@ def is_atif(record: object) -> bool:
     return str(field(record, "schema_version") or "").startswith("ATIF") and isinstance(field(record, "steps"), list)
 
 
-def read_atif(record: Any, where: str, reading: Reading) -> Iterator[Trace]:
+def read_atif(record: Any, reading: Reading) -> Iterator[Trace]:
     """The trace of a trajectory. Raises: BadTrace where it has a step that is none, or none of an agent."""
     said: list[Entry] = []
     for place, step in enumerate(record["steps"], 1):
         if not isinstance(step, Mapping):
             raise BadTrace(f"step {place}: expected an object, found {kind(step)}")
         source = str(step.get("source"))
-        text = "\n".join(each.text for each in parts(step.get("message")))
+        message = {"role": source if source in ("agent", "system") else "user", "content": step.get("message")}
         if source == "agent":
-            reasoning = thinking(text_of(step, "reasoning_content"))
-            calls = [
-                Call(
-                    name=text_of(call, "function_name", "name") or "tool",
-                    arguments=call.get("arguments"),
-                    call_id=text_of(call, "tool_call_id"),
-                )
-                for call in step.get("tool_calls") or ()
-                if isinstance(call, Mapping)
-            ]
-            tokens = path_value(step, "metrics.completion_tokens")
-            said.append(
-                Entry(
-                    role=AGENT,
-                    text="\n".join(filter(None, [reasoning, text])),
-                    calls=tuple(calls),
-                    tokens=tokens if isinstance(tokens, int) and tokens > 0 else None,
-                )
-            )
-        else:
-            said.append(Entry(role="system" if source == "system" else "user", text=text))
-        said += (
-            Entry(role="tool", text=plain(result.get("content")), call_id=text_of(result, "source_call_id"))
+            message |= {name: step.get(name) for name in ("reasoning_content", "tool_calls")}
+            message["usage"] = step.get("metrics")
+        results = [
+            {"role": "tool", "content": result.get("content"), "tool_call_id": text_of(result, "source_call_id")}
             for result in path_value(step, "observation.results") or ()
-            if isinstance(result, Mapping)
-        )
+        ]
+        said += entries([message, *results])
     yield build(
         said,
-        record=record,
-        where=where,
-        format_="atif",
-        reading=reading,
+        record,
+        reading,
         trace_id=identifier(record.get("session_id") or ""),
         tools=path_value(record, "agent.tool_definitions"),
     )
@@ -437,12 +403,12 @@ def is_smolagents(record: object) -> bool:
     )
 
 
-def read_smolagents(record: Any, where: str, reading: Reading) -> Iterator[Trace]:
+def read_smolagents(record: Any, reading: Reading) -> Iterator[Trace]:
     """The trace of an agent's memory. Raises: BadTrace where the agent does nothing in it."""
     said: list[Entry] = []
     steps = record if isinstance(record, list) else record["steps"]
     if not any("system_prompt" in step for step in steps):
-        asked = next((step["model_input_messages"] for step in steps if step.get("model_input_messages")), [])
+        asked: Any = next((step["model_input_messages"] for step in steps if step.get("model_input_messages")), [])
         said += [each for each in entries(asked) if each.role == "system"]
     for step in steps:
         if "step_number" not in step:
@@ -463,7 +429,7 @@ def read_smolagents(record: Any, where: str, reading: Reading) -> Iterator[Trace
         if (code or said[-1].calls) and (observed or step.get("action_output") is not None):
             said.append(Entry(role="tool", text=observed or plain(step.get("action_output"))))
     about = {} if isinstance(record, list) else record
-    yield build(said, record=about, where=where, format_="smolagents", reading=reading)
+    yield build(said, about, reading)
 
 
 def _usage(step: Mapping[str, Any]) -> int | None:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from draco_ray.traces.calls import ModelCall, main_conversation
-from draco_ray.traces.entry import AGENT, BadTrace, Entry
+from draco_ray.traces.entry import AGENT, BadTrace, Entry, object_of
 from draco_ray.traces.formats import Reading, build, field, path_value
 from draco_ray.traces.messages import entries, reply_entries
 from draco_ray.traces.model import Trace, identifier
@@ -23,7 +23,7 @@ def session(record: Any, file: str) -> str | None:
     return str(record.get("trace_id") or record.get("id") or file)
 
 
-def read(runs: Any, where: str, reading: Reading) -> Iterator[Trace]:
+def read(runs: Any, reading: Reading) -> Iterator[Trace]:
     """The trace of all of its runs. Raises: BadTrace where none of them holds messages."""
     runs = sorted(
         _flat(runs if isinstance(runs, list) else [runs]),
@@ -43,10 +43,8 @@ def read(runs: Any, where: str, reading: Reading) -> Iterator[Trace]:
         raise BadTrace("none of its runs holds messages")
     yield build(
         said,
-        record={**path_value_map(root, "extra.metadata"), **root},
-        where=where,
-        format_="langsmith",
-        reading=reading,
+        {**object_of(object_of(root, "extra"), "metadata"), **root},
+        reading,
         trace_id=identifier(root.get("trace_id") or root.get("id") or ""),
         tools=next((tools for run in runs if (tools := path_value(run, "extra.invocation_params.tools"))), None),
     )
@@ -57,12 +55,6 @@ def _flat(runs: Any) -> Iterator[Any]:
     for run in runs:
         yield run
         yield from _flat(run.get("child_runs") or ())
-
-
-def path_value_map(record: object, path: str) -> dict[str, Any]:
-    """What a dotted path leads to, if that is an object; else an empty one."""
-    value = path_value(record, path)
-    return dict(value) if isinstance(value, Mapping) else {}
 
 
 def _state(run: Mapping[str, Any]) -> list[Entry]:
