@@ -25,7 +25,8 @@ class ModelCall:
 
     inputs: list[Entry]
     outputs: list[Entry]
-    call_id: str = ""
+    names: tuple[str, ...] = ()
+    """Ids by which a later call may say that it follows this one."""
     follows: str = ""
     """The id of the call that it continues, where the provider keeps the history."""
     sub_agent: bool = False
@@ -70,8 +71,7 @@ def threads(calls: Sequence[ModelCall]) -> list[Thread]:
             found.append(thread)
         thread.calls.append(place)
         thread.entries += inputs + call.outputs
-        if call.call_id:
-            answered[call.call_id] = thread, len(thread.entries)
+        answered |= {name: (thread, len(thread.entries)) for name in call.names}
     return found
 
 

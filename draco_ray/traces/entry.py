@@ -25,6 +25,10 @@ class BadTrace(ValueError):
     """A record that is not what its format says; the message tells what was expected."""
 
 
+UNREADABLE = (BadTrace, KeyError, TypeError, ValueError, AttributeError, IndexError, RecursionError)
+"""What a reader raises over a record that is not what its format says."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
     """One call of a tool."""

@@ -22,6 +22,19 @@ TASK_IDS = ("task_id", "example_id", "problem_id", "instance_id", "question_id",
 TRACE_IDS = ("trace_id", "id", "run_id", "custom_id", "session_id", "conversation_id", "uuid")
 
 
+class Gathered(list[Any]):
+    """The records of one session."""
+
+    wheres: Sequence[str] = ()
+    """Where each of them was found."""
+
+    def map(self, function: Callable[[Any], Any]) -> Gathered:
+        """The same with a function applied to each record."""
+        mapped = Gathered(map(function, self))
+        mapped.wheres = self.wheres
+        return mapped
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reading:
     """How records are read, beyond their format."""
@@ -34,6 +47,8 @@ class Reading:
     """Name of the format of the records."""
     where: str = ""
     """Where the record was found."""
+    unreadable: Callable[[str, Exception], None] = lambda where, problem: None
+    """(place, error): notes a record of a session that cannot be read, so that the others are."""
 
     def at(self, place: str) -> Reading:
         """The same, at a place within the record."""

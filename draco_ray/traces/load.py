@@ -21,13 +21,13 @@ from pydantic import TypeAdapter
 
 from draco_ray.errors import ConfigError, TraceError
 from draco_ray.records import Message, Trajectory
-from draco_ray.traces.entry import BadTrace, kind
+from draco_ray.traces.conversation import CODE
+from draco_ray.traces.entry import UNREADABLE, BadTrace, kind
 from draco_ray.traces.files import Found, is_run, records, trace_files
-from draco_ray.traces.formats import Format, Reading
+from draco_ray.traces.formats import Format, Gathered, Reading
 from draco_ray.traces.mapping import Mapped, load_mapping, mapped_format
 from draco_ray.traces.model import Summary, Trace, TraceGroup, TraceTurn, clean
 from draco_ray.traces.readers import FORMATS, recognised
-from draco_ray.traces.readers.chat import Gathered
 from draco_ray.traces.readers.chat import session as chat_session
 from draco_ray.traces.unread import unread, watched
 
@@ -48,14 +48,6 @@ Place = tuple[int, int]
 def format_names() -> list[str]:
     """What ``format`` may be."""
     return [AUTO, *FORMATS, RUN]
-
-
-_UNREADABLE = (BadTrace, KeyError, TypeError, ValueError, AttributeError, IndexError, RecursionError)
-"""What a reader raises over a record that is not what its format says."""
-
-
-def _said(problem: Exception) -> str:
-    return str(problem) if isinstance(problem, BadTrace) else f"{type(problem).__name__}: {problem}"
 
 
 class Groups(list[TraceGroup]):
@@ -114,7 +106,8 @@ class _Session:
 
     format: Format
     where: str
-    places: list[Place] = field(default_factory=list)
+    places: list[tuple[Place, str]] = field(default_factory=list)
+    """Its records in the spool, and where each was found."""
 
 
 @dataclass(slots=True)
@@ -166,8 +159,8 @@ class _Loader:
             try:
                 for record in (each.record,) if format_.split is None else format_.split(each.record):
                     self._part(Found(each.where, record), format_)
-            except _UNREADABLE as problem:
-                self.problem(each.where, f"{_said(problem)}; expected {format_.shape}")
+            except UNREADABLE as problem:
+                self.unreadable(each.where, problem, format_)
 
     def _part(self, found: Found, format_: Format) -> None:
         """Read a record, or keep it until its session is whole."""
@@ -180,16 +173,21 @@ class _Loader:
         for other in others:
             self._join(first, other)
         kept = self.sessions.setdefault(first, _Session(format_, file if names == file else found.where))
-        kept.places.append(self.spool.put_record(found.record))
+        kept.places.append((self.spool.put_record(found.record), found.where))
 
     def _read(self, format_: Format, found: Found) -> None:
         """Add the traces of a record, or of a session's records, and note what of them was not read."""
         record = found.record
         if format_.metered:
-            record = Gathered(map(watched, record)) if isinstance(record, Gathered) else watched(record)
+            record = record.map(watched) if isinstance(record, Gathered) else watched(record)
         traces = []
         # Added one by one: what precedes a bad trace of a document is not lost with it.
-        reading = replace(self.reading, format=format_.name, where=found.where)
+        reading = replace(
+            self.reading,
+            format=format_.name,
+            where=found.where,
+            unreadable=lambda where, problem: self.unreadable(where, problem, format_),
+        )
         for trace in format_.read(record, reading):
             self.add(trace)
             traces.append(trace)
@@ -217,30 +215,21 @@ class _Loader:
             lone = one_file_a_call and name[0] is chat_session and name[1] == session.where and len(session.places) == 1
             key = (name[0], str(Path(session.where).parent)) if lone else self._root(name)
             together.setdefault(key, []).append(session)
-        for (function, folder), sessions in together.items():
+        for sessions in together.values():
+            format_, where = self.forced or sessions[0].format, sessions[0].where
             places = [place for session in sessions for place in session.places]
-            if function is chat_session and len(sessions) > 1:
-                # Files of one call each: later requests hold more.
-                places.sort(key=lambda place: place[1])
-                if self._session(sessions[0].format, folder, places) is None:
-                    continue
-                for session in sessions:
-                    self._session(session.format, session.where, session.places, aloud=True)
-            else:
-                self._session(sessions[0].format, sessions[0].where, places, aloud=True)
+            gathered = Gathered(self.spool.get_record(place) for place, _ in places)
+            gathered.wheres = [each for _, each in places]
+            try:
+                self._read(format_, Found(where, gathered))
+            except UNREADABLE as problem:
+                self.unreadable(where, problem, format_)
         self.sessions = {}
 
-    def _session(self, format_: Format, where: str, places: Sequence[Place], aloud: bool = False) -> str | None:
-        """Read a session's records; the problem, where they cannot be read."""
-        format_ = self.forced or format_
-        try:
-            self._read(format_, Found(where, Gathered(map(self.spool.get_record, places))))
-        except _UNREADABLE as problem:
-            said = f"{_said(problem)}; expected {format_.shape}"
-            if aloud:
-                self.problem(where, said)
-            return said
-        return None
+    def unreadable(self, where: str, problem: Exception, format_: Format) -> None:
+        """Note what a reader raised."""
+        said = str(problem) if isinstance(problem, BadTrace) else f"{type(problem).__name__}: {problem}"
+        self.problem(where, f"{said}; expected {format_.shape}")
 
     def add(self, trace: Trace) -> None:
         """Lay down a trace with its group."""
@@ -326,7 +315,7 @@ def load_traces(
         raise ConfigError(f"format {format} and a mapping both say what the records are; give one of them")
     mapped = None if mapping is None else load_mapping(Path(mapping))
     loader = _Loader(
-        Reading(group_by=None if group_by == NO_GROUPS else group_by, **_code(mapped)),
+        Reading(group_by=None if group_by == NO_GROUPS else group_by, code=_code(mapped)),
         mapped_format(mapped) if mapped is not None else FORMATS.get(format),
         alone=group_by == NO_GROUPS,
     )
@@ -455,10 +444,9 @@ def _single(found: Found) -> Iterator[Found]:
     yield found
 
 
-def _code(mapped: Mapped | None) -> dict[str, re.Pattern[str]]:
-    if mapped is None or mapped.action_pattern is None:
-        return {}
-    return {"code": re.compile(mapped.action_pattern, re.DOTALL)}
+def _code(mapped: Mapped | None) -> re.Pattern[str]:
+    given = mapped is not None and mapped.action_pattern
+    return re.compile(given, re.DOTALL) if given else CODE
 
 
 def _reader(spool: Spool, places: Sequence[Place]) -> Callable[[], Sequence[Trace]]:

@@ -80,7 +80,7 @@ def mapped_format(mapped: Mapped) -> Format:
     )
 
 
-def _reader(mapped: Mapped) -> Callable[[Any, str, Reading], Iterator[Trace]]:
+def _reader(mapped: Mapped) -> Callable[[Any, Reading], Iterator[Trace]]:
     def text(record: object, path: str | None) -> str:
         value = None if path is None else path_value(record, path)
         return value if isinstance(value, str) else "" if value is None else str(value)

@@ -45,9 +45,9 @@ GEMINI_CLI = {"user": "user", "gemini": AGENT, "info": "system", "warning": "sys
 AUTOGEN = ("Message", "Event")
 """How AutoGen's message types end."""
 _RESULTS = ("result", "results", "outputs", "output")
-_CONTAINERS = ("message", "output", "messages", "body", "response", "outputBodyJson")
+_CONTAINERS = ("message", "output", "messages", "body", "response", "outputBodyJson", "body_raw")
 """Fields of a response below which the answer is."""
-_CONTENTS = ("content", "text", "system_prompt")
+_CONTENTS = ("content", "blocks", "text", "system_prompt")
 """Fields of a message that hold what is said."""
 _REPLY_KEYS = ("role", "content", "tool_calls", "toolCalls", "text", "choices", "candidates", "output", "message")
 
@@ -100,7 +100,8 @@ def reply_entries(reply: object, where: str = "response") -> list[Entry]:
             first = first[0] if isinstance(first, list) and first else first
             return reply_entries(first, where)
     inner = next(
-        (reply[name] for name in _CONTAINERS if isinstance(reply.get(name), Mapping | list)), reply.get("content")
+        (value for name in _CONTAINERS if isinstance(value := whole(reply.get(name)), Mapping | list)),
+        reply.get("content"),
     )
     if isinstance(inner, Mapping) or (isinstance(inner, list) and inner is not reply.get("content")):
         return reply_entries(inner, where)
@@ -120,13 +121,15 @@ def message_entries(value: object) -> list[Entry]:
     """
     if not isinstance(value, Mapping):
         raise BadTrace(f"expected an object with a role, found {kind(value)}")
-    message: Mapping[str, Any] = value
-    if isinstance(message.get("message"), Mapping) and "role" not in message:
-        # A choice of an API's response, as ART keeps them.
-        message = message["message"]
-    elif message.get("object") == "response":
+    message = _unwrapped(value)
+    if message.get("object") == "response":
         return entries(message["output"], "item")
-    elif (converted := _gemini_cli(message)) is not None:
+    if message.get("kind") in ("request", "response") and "parts" in message:
+        return [each for part_ in message["parts"] for each in _pydantic(part_)]
+    if "author" in message and not message.get("content"):
+        # An event of Google's ADK in which nothing is said.
+        return []
+    if (converted := _gemini_cli(message)) is not None:
         message = converted
     if (converted := _langchain(message)) is not None:
         message = converted
@@ -141,6 +144,37 @@ def message_entries(value: object) -> list[Entry]:
         raise BadTrace(f'expected "role" as text, found {kind(role)}')
     found = list(_message(_role(role, message), message))
     return [replace(each, item=True) for each in found] if message.get("type") == "message" else found
+
+
+def is_wrapped(value: Any) -> bool:
+    """Whether it is a message in the wrapping of a framework: Google's ADK, OpenCode, Pydantic AI."""
+    if not isinstance(value, Mapping):
+        return False
+    adk = "author" in value and isinstance(value.get("content"), Mapping | None)
+    return adk or ("parts" in value and ("info" in value or value.get("kind") in ("request", "response")))
+
+
+def _unwrapped(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The message in what a framework keeps about it."""
+    if isinstance(message.get("message"), Mapping) and "role" not in message:
+        # A choice of an API's response, as ART keeps them.
+        return object_of(message, "message")
+    if isinstance(message.get("content"), Mapping) and "parts" in message["content"]:
+        return object_of(message, "content")
+    # OpenCode says beside its parts who speaks, LlamaIndex beside its blocks what is called.
+    beside = {**object_of(message, "info"), **(object_of(message, "additional_kwargs") if "role" in message else {})}
+    return {**beside, **message} if beside else message
+
+
+def _pydantic(each: Mapping[str, Any]) -> list[Entry]:
+    """A part of a message of Pydantic AI."""
+    kind_ = str(each.get("part_kind"))
+    if kind_ in ("tool-return", "retry-prompt"):
+        error = {"error": kind_ == "retry-prompt"}
+        return list(_message("tool" if each.get("tool_name") else "user", {**each, **error}))
+    role = {"system-prompt": "system", "user-prompt": "user"}.get(kind_, AGENT)
+    content = [{**each, "type": kind_}] if role == AGENT else each.get("content")
+    return [replace(entry, item=True) for entry in _message(role, {"content": content})]
 
 
 def _message(role: str, message: Mapping[str, Any]) -> Iterator[Entry]:

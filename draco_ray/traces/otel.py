@@ -32,7 +32,7 @@ from typing import Any, TypeGuard
 
 from draco_ray.traces.calls import SUB_AGENT, ModelCall, continues, main_conversation
 from draco_ray.traces.entry import AGENT, BadTrace, Entry, decoded, kind
-from draco_ray.traces.formats import Reading, build, number, path_value
+from draco_ray.traces.formats import Reading, build, field, number, path_value
 from draco_ray.traces.messages import entries, reply_entries
 from draco_ray.traces.model import Trace, identifier
 from draco_ray.traces.parts import plain
@@ -169,9 +169,11 @@ def _span(span: object) -> Span:
         raise BadTrace(f"expected a span as an object, found {kind(span)}")
     span = _renamed(span)
     attributes = _attributes(span.get("attributes"))
+    # Logfire writes the events as an attribute.
+    written = [{"name": field(e, "event.name"), "attributes": e} for e in _list(_json(attributes.get("events")))]
     events = [
         (str(event.get("name", "")), _attributes(event.get("attributes")))
-        for event in span.get("events") or ()
+        for event in [*(span.get("events") or ()), *written]
         if isinstance(event, Mapping)
     ]
     for name, more in events:
@@ -482,10 +484,13 @@ def _choices(span: Span) -> list[Entry]:
     for name, attributes in span["events"]:
         if name == "gen_ai.choice":
             message = _json(attributes.get("message")) or attributes
-            if isinstance(message, str):
-                message = {"content": message}
+            message = message if isinstance(message, Mapping) else {"content": message}
             return entries([{**message, "role": AGENT}])
     return []
+
+
+def _list(value: object) -> list[Any]:
+    return value if isinstance(value, list) else []
 
 
 def _json(value: object) -> Any:

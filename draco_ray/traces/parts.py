@@ -17,11 +17,23 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from draco_ray.traces.entry import BadTrace, Call, Entry, compact, kind, shown, size, text_of, thinking, without_encoded
+from draco_ray.traces.entry import (
+    BadTrace,
+    Call,
+    Entry,
+    compact,
+    kind,
+    object_of,
+    shown,
+    size,
+    text_of,
+    thinking,
+    without_encoded,
+)
 from draco_ray.traces.model import clean
 
 HIDDEN = "[thinking that the provider does not show]"
-MARKERS = ("step-start", "finish-step", "ghost_snapshot", "cachePoint")
+MARKERS = ("step-start", "step-finish", "finish-step", "snapshot", "ghost_snapshot", "cachePoint")
 """Types of parts and items that hold nothing that anybody said."""
 MEDIA = ("image", "audio", "video", "document", "file", "blob", "uri", "screenshot")
 
@@ -50,7 +62,17 @@ def parts(content: object) -> Iterator[Entry]:
 
 def part(each: Mapping[str, Any]) -> Iterator[Entry]:
     """The entries of one part: one, or two where a part holds a call and its result."""
-    type_ = str(each.get("type") or "")
+    type_ = str(each.get("type") or each.get("block_type") or "")
+    if type_ in ("toolRequest", "toolResponse"):
+        # Goose: the call or its result in a result of Rust.
+        held = object_of(each, "toolCall" if type_ == "toolRequest" else "toolResult")
+        type_ = "tool_call" if type_ == "toolRequest" else "tool_result"
+        inner = held.get("value", held.get("error"))
+        each = {
+            "id": each.get("id"),
+            **(inner if isinstance(inner, Mapping) else {"content": inner}),
+            "status": held.get("status"),
+        }
     if not type_:
         yield from _typeless(each)
     elif type_ in ("text", "input_text", "output_text", "refusal", "summary_text"):
@@ -72,6 +94,10 @@ def part(each: Mapping[str, Any]) -> Iterator[Entry]:
         yield from _call_and_result(each["toolInvocation"], type_)
     elif "toolCallId" in each and (type_.startswith("tool-") or type_ == "dynamic-tool"):
         yield from _call_and_result(each, type_)
+    elif type_ == "tool" and isinstance(each.get("state"), Mapping):
+        yield from _call_and_result(
+            {**each["state"], "toolCallId": each.get("callID"), "toolName": each.get("tool")}, type_
+        )
     elif type_ == "search_result":
         head = ", ".join(filter(None, [text_of(each, "title"), text_of(each, "source", "url")]))
         yield Entry(role="", text=f"[search result: {head}]\n{plain(each.get('content'))}".rstrip())
@@ -83,8 +109,8 @@ def part(each: Mapping[str, Any]) -> Iterator[Entry]:
 
 def _typeless(each: Mapping[str, Any]) -> Iterator[Entry]:
     """A part whose only key says what it is: the form of Bedrock and Gemini."""
-    call = _first(each, "toolUse", "functionCall", "function_call")
-    result = _first(each, "toolResult", "functionResponse", "function_response")
+    call = _first(each, "toolUse", "functionCall", "function_call", "tool_call")
+    result = _first(each, "toolResult", "functionResponse", "function_response", "tool_call_result")
     code = _first(each, "executableCode", "executable_code")
     output = _first(each, "codeExecutionResult", "code_execution_result")
     thought = _first(each, "reasoningContent", "reasoning_content")
@@ -114,11 +140,11 @@ def _typeless(each: Mapping[str, Any]) -> Iterator[Entry]:
 
 
 def _call(each: Mapping[str, Any], type_: str) -> Call:
-    names = ("input", "arguments", "args", "server_tool_call")
+    names = ("input", "arguments", "args", "tool_kwargs", "server_tool_call")
     return Call(
         name=text_of(each, "name", "toolName", "tool_name") or type_,
         arguments=next((each[name] for name in names if each.get(name) is not None), None),
-        call_id=text_of(each, "call_id", "id", "toolUseId", "toolCallId"),
+        call_id=text_of(each, "call_id", "id", "toolUseId", "toolCallId", "tool_call_id"),
     )
 
 
@@ -132,7 +158,9 @@ def _result(each: Mapping[str, Any], type_: str) -> Entry:
     return Entry(
         role="tool",
         text=("[error] " if failed else "") + plain(said),
-        call_id=text_of(each, "tool_use_id", "toolUseId", "toolCallId", "tool_call_id", "id"),
+        call_id=text_of(
+            {**object_of(each, "origin"), **each}, "tool_use_id", "toolUseId", "toolCallId", "tool_call_id", "id"
+        ),
         name=text_of(each, "name", "toolName", "tool_name"),
     )
 
@@ -142,8 +170,9 @@ def _call_and_result(each: Mapping[str, Any], type_: str) -> Iterator[Entry]:
     named = {"toolName": text_of(each, "toolName") or type_.removeprefix("tool-")}
     yield Entry(role="", calls=(_call({**each, **named}, type_),))
     outcome = {name: each[name] for name in ("output", "result") if each.get(name) is not None}
-    if outcome or each.get("errorText") is not None:
-        error = {"output": each["errorText"], "is_error": True} if each.get("errorText") else {}
+    failed = each.get("errorText") or each.get("error")
+    if outcome or failed is not None:
+        error = {"output": failed, "is_error": True} if failed else {}
         yield _result({"toolCallId": each.get("toolCallId"), **named, **outcome, **error}, "tool")
 
 

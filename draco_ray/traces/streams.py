@@ -31,7 +31,7 @@ def whole(reply: Any) -> Any:
     events = server_sent(reply) if isinstance(reply, str) else reply
     if not isinstance(events, list) or not events or not all(isinstance(each, Mapping) for each in events):
         return reply
-    if all("choices" in each for each in events):
+    if all("choices" in each or ("done" in each and "message" in each) for each in events):
         return _chat(events)
     if all("candidates" in each for each in events):
         return _gemini(events)
@@ -46,17 +46,20 @@ def whole(reply: Any) -> Any:
 
 
 def _chat(chunks: Events) -> dict[str, Any]:
-    """Chunks of OpenAI's chat completions."""
+    """Chunks of OpenAI's chat completions, or of Ollama's, which are messages."""
     said: dict[str, str] = {"content": "", "reasoning_content": "", "reasoning": ""}
     calls: dict[int, dict[str, str]] = {}
     for chunk in chunks:
-        for choice in [each for each in chunk["choices"] or () if isinstance(each, Mapping)][:1]:
+        choices = chunk.get("choices", [chunk])
+        for choice in [each for each in choices or () if isinstance(each, Mapping)][:1]:
             delta = object_of(choice, "delta") or object_of(choice, "message")
             for name in said:
                 said[name] += text_of(delta, name)
             for call in delta.get("tool_calls") or ():
-                known = calls.setdefault(call.get("index", 0), {"id": "", "name": "", "arguments": ""})
+                known = calls.setdefault(call.get("index", len(calls)), {"id": "", "name": "", "arguments": ""})
                 function = call.get("function") or {}
+                if isinstance(function.get("arguments"), Mapping):
+                    function = {**function, "arguments": json.dumps(function["arguments"])}
                 known["id"] = known["id"] or text_of(call, "id")
                 known["name"] += text_of(function, "name")
                 known["arguments"] += text_of(function, "arguments")

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from draco_ray.records import EpisodeEnd
 from draco_ray.traces.calls import ModelCall, threads
-from draco_ray.traces.entry import AGENT, Entry, decoded
-from draco_ray.traces.formats import Reading, build, field, number, path_value
-from draco_ray.traces.messages import AGENT_ROLES, AUTOGEN, GEMINI_CLI, LANGCHAIN, entries, reply_entries
+from draco_ray.traces.entry import AGENT, UNREADABLE, Entry, decoded
+from draco_ray.traces.formats import Gathered, Reading, build, field, number, path_value
+from draco_ray.traces.messages import AGENT_ROLES, AUTOGEN, GEMINI_CLI, LANGCHAIN, entries, is_wrapped, reply_entries
 from draco_ray.traces.model import Trace, clean
 from draco_ray.traces.streams import whole
 from draco_ray.traces.templates import templated
@@ -128,7 +128,9 @@ def _is_history(value: object, name: str) -> bool:
 
 def _is_dialogue(value: Any) -> bool:
     """Whether it is a list of messages, one of them by an agent."""
-    return is_messages(value) and any(str(field(each, "role")).casefold() in AGENT_ROLES for each in value)
+    return is_messages(value) and any(
+        is_wrapped(each) or str(field(each, "role")).casefold() in AGENT_ROLES for each in value
+    )
 
 
 def is_messages(value: object) -> bool:
@@ -141,7 +143,7 @@ def is_message(value: object) -> bool:
     if not isinstance(value, Mapping):
         return False
     autogen = "source" in value and ("content" in value or str(value.get("type")).endswith(AUTOGEN))
-    if "role" in value or ("from" in value and "value" in value) or autogen:
+    if "role" in value or ("from" in value and "value" in value) or autogen or is_wrapped(value):
         return True
     if value.get("type") in GEMINI_CLI and "content" in value:
         return True
@@ -167,39 +169,24 @@ def _types(messages: object) -> set[str]:
     return found
 
 
-def is_anthropic(record: object) -> bool:
-    """Whether a record holds Anthropic messages."""
-    known = _parts(record)
-    return (
-        known is not None
-        and is_messages(known.history)
-        and all("role" in each for each in known.history if isinstance(each, Mapping))
-        and (bool((_types(known.history) | _types(known.reply)) & ANTHROPIC_BLOCKS) or "system" in known.request)
-    )
+def is_dialect(name: str) -> Callable[[object], bool]:
+    """A test for records in a dialect: one of the formats of messages by name."""
+    return lambda record: _dialect(record) == name
 
 
-def is_items(record: object) -> bool:
-    """Whether a record holds items of OpenAI's responses."""
+def _dialect(record: object) -> str | None:
     known = _parts(record)
     if known is None:
-        return field(record, "object") == "response"
-    if {"messages", "contents"} & known.request.keys():
-        return False
-    listed = _types(known.history) | _types(known.reply)
-    return bool(listed & RESPONSE_ITEMS) or field(record, "object") == "response" or "input" in known.request
-
-
-def is_chat(record: object) -> bool:
-    """Whether a record holds OpenAI's chat messages."""
-    known = _parts(record)
-    if known is None or not is_messages(known.history):
-        return known is not None and "messages" in known.request
-    return all("role" in each for each in known.history[:3] if isinstance(each, Mapping))
-
-
-def is_other(record: object) -> bool:
-    """Whether a record holds messages in another dialect (LangChain, AutoGen, Gemini, ...)."""
-    return _parts(record) is not None
+        return "openai-responses" if field(record, "object") == "response" else None
+    types = _types(known.history) | _types(known.reply)
+    roles = ["role" in each for each in known.history] if is_messages(known.history) else []
+    if roles and all(roles) and (types & ANTHROPIC_BLOCKS or "system" in known.request):
+        return "anthropic"
+    items = types & RESPONSE_ITEMS or "input" in known.request or field(record, "object") == "response"
+    if items and not {"messages", "contents"} & known.request.keys():
+        return "openai-responses"
+    chat = all(roles[:3]) if roles else "messages" in known.request
+    return "openai-chat" if chat else "messages"
 
 
 def session(record: Any, file: str) -> str | None:
@@ -207,7 +194,8 @@ def session(record: Any, file: str) -> str | None:
     the request, whose response is in another file; of a graph's states its thread."""
     if isinstance(record, Mapping) and "custom_id" in record:
         return f"{Path(file).parent} {record['custom_id']}"
-    if (thread := path_value(record, "config.configurable.thread_id")) is not None:
+    threads_ = (path_value(record, path) for path in ("config.configurable.thread_id", "checkpoint.thread_id"))
+    if (thread := next(filter(None, threads_), None)) is not None:
         return str(thread)
     known = _parts(record)
     return None if known is None or known.reply is None else file
@@ -215,30 +203,42 @@ def session(record: Any, file: str) -> str | None:
 
 def read(record: Any, reading: Reading) -> Iterator[Trace]:
     """The traces of a record, or of the calls in a log. Raises: BadTrace where no agent says anything."""
-    records = _answered(record) if isinstance(record, Gathered) else [record]
-    for thread in threads([_call(each) for each in records]):
-        at = reading.at(f"record {thread.calls[0] + 1}") if len(records) > 1 else reading
-        yield _trace(records[thread.calls[-1]], thread.entries, at)
+    if not isinstance(record, Gathered):
+        yield _trace(record, threads([_call(record)])[0].entries, reading)
+        return
+    logged: list[tuple[str, Any]] = []
+    calls: list[ModelCall] = []
+    for where, each in _answered(record):
+        try:
+            calls.append(_call(each))
+            logged.append((where, each))
+        except UNREADABLE as problem:
+            reading.unreadable(where, problem)
+    # Files of one call each lie in any order: later requests hold more.
+    order = sorted(range(len(calls)), key=lambda n: 0 if any(c.follows for c in calls) else len(calls[n].inputs))
+    found = [(sorted(order[n] for n in thread.calls), thread) for thread in threads([calls[n] for n in order])]
+    for own, thread in sorted(found, key=lambda each: each[0]):
+        where = logged[own[0]][0]
+        try:
+            yield _trace(logged[own[-1]][1], thread.entries, replace(reading, where=where))
+        except UNREADABLE as problem:
+            reading.unreadable(where, problem)
 
 
-def _answered(records: Sequence[Any]) -> list[Any]:
-    """The records of a session, as requests with their responses: those of a batch are joined, states of a graph are
-    put in order, and a response that was logged twice comes once."""
+def _answered(records: Gathered) -> list[tuple[str, Any]]:
+    """The records of a session with their places, as requests with their responses: those of a batch are joined, and a
+    response that was logged twice comes once."""
+    found = list(zip(records.wheres, records, strict=True))
     if all(isinstance(each, Mapping) and "custom_id" in each for each in records):
         asked = [each for each in records if (known := _parts(each)) is not None and known.reply is None]
-        return [{**(asked or [{}])[0], **each} for each in records if each not in asked] or asked
-    if all(isinstance(each, Mapping) and "values" in each for each in records):
-        return sorted(records, key=lambda each: len((_parts(each) or each).history))
-    once: dict[object, Any] = {}
-    for place, each in enumerate(records):
+        return [(where, {**(asked or [{}])[0], **each}) for where, each in found if each not in asked] or found
+    once: dict[object, tuple[str, Any]] = {}
+    for where, each in found:
         known = _parts(each)
         named = known is not None and field(known.reply, "id") is not None
-        once.setdefault(repr((known.history, known.reply)) if known is not None and named else place, each)
+        key = repr((known.history, known.reply)) if known is not None and named else len(once)
+        once.setdefault(key, (where, each))
     return list(once.values())
-
-
-class Gathered(list[Any]):
-    """The records of one session."""
 
 
 def _trace(record: Any, said: Sequence[Entry], reading: Reading) -> Trace:
@@ -260,6 +260,16 @@ def _told(record: Any, known: _Parts, paths: Sequence[str]) -> Any:
     return next((value for path in paths for each in holders if (value := path_value(each, path))), None)
 
 
+def _intermediate(record: Any) -> list[Entry]:
+    """What an agent executor of LangChain did before its output."""
+    found: list[Entry] = []
+    for place, (action, observation) in enumerate(field(record, "intermediate_steps") or ()):
+        call = {"id": f"step {place}", "name": action["tool"], "arguments": action.get("tool_input")}
+        said = {"role": AGENT, "content": action.get("log"), "tool_calls": [call]}
+        found += entries([said, {"role": "tool", "content": observation, "tool_call_id": call["id"]}])
+    return found
+
+
 def _call(record: Any) -> ModelCall:
     """A record as the history and what followed it."""
     known = _parts(record)
@@ -267,9 +277,12 @@ def _call(record: Any) -> ModelCall:
         # A response of OpenAI's alone: its input was not logged.
         return ModelCall(inputs=[], outputs=reply_entries(record))
     history, reply = known.history, known.reply
-    if isinstance(history, str) and isinstance(reply, str) and templated(history):
-        history, reply = history + reply, None
     inputs = entries(history, "item" if "input" in known.request else "message")
+    answered = reply_entries(reply)
+    if isinstance(history, str) and isinstance(reply, str) and templated(history):
+        # The prompt may end within the agent's message.
+        inputs = inputs[:-1] if inputs and inputs[-1].role == AGENT else inputs
+        answered = entries(history + reply)[len(inputs) :]
     told = _told(record, known, SYSTEM)
     if told is not None:
         inner = told.get("parts", told) if isinstance(told, Mapping) else told
@@ -277,17 +290,18 @@ def _call(record: Any) -> ModelCall:
             *(Entry(role="system", text=each.text) for each in entries([{"role": "system", "content": inner}])),
             *inputs,
         ]
-    outputs = reply_entries(reply)
-    if isinstance(reply, list) and _types(reply) & LANGCHAIN.keys():
-        outputs = entries(reply)
+    outputs = entries(reply) if isinstance(reply, list) and _types(reply) & LANGCHAIN.keys() else answered
+    outputs = [*_intermediate(record), *outputs]
     # Some logs hold the history again in front of what was answered.
     if len(outputs) >= len(inputs) > 0 and outputs[: len(inputs)] == inputs:
         outputs = outputs[len(inputs) :]
     if outputs == inputs[-len(outputs) :]:
         outputs = []
+    conversation = known.request.get("conversation")
+    kept = str(field(conversation, "id") or conversation or "") if not isinstance(conversation, list) else ""
     return ModelCall(
-        call_id=str(field(reply, "id") or ""),
-        follows=str(known.request.get("previous_response_id") or field(reply, "previous_response_id") or ""),
+        names=tuple(filter(None, [str(field(reply, "id") or ""), kept])),
+        follows=str(known.request.get("previous_response_id") or field(reply, "previous_response_id") or kept),
         inputs=inputs,
         outputs=[each if each.role != "" else Entry(role=AGENT, text=clean(each.text)) for each in outputs],
     )
