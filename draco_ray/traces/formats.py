@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from draco_ray.records import EpisodeEnd
@@ -49,10 +49,6 @@ class Reading:
     """Where the record was found."""
     unreadable: Callable[[str, Exception], None] = lambda where, problem: None
     """(place, error): notes a record of a session that cannot be read, so that the others are."""
-
-    def at(self, place: str) -> Reading:
-        """The same, at a place within the record."""
-        return replace(self, where=f"{self.where} {place}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -130,25 +130,22 @@ class _Loader:
     def file(self, path: Path, inside: str | None) -> None:
         """Read everything in a file."""
         latest: Format | None = None
-        found_any = False
+        refused = False
         for found in records(path, inside):
             if found.problem is not None:
                 self.problem(found.where, found.problem)
                 continue
-            known = self.forced or recognised(found.record)
-            if known is None and latest is None and found_any:
-                continue  # Said once of a file.
-            found_any = True
-            if known is None and latest is None:
+            latest = self.forced or recognised(found.record) or latest
+            if latest is not None:
+                self._record(found, latest)
+            elif not refused:
+                # Said once of a file.
+                refused = True
                 self.problem(
                     found.where,
                     f"no known format, found {_described(found.record)}; expected one of {', '.join(FORMATS)}; for any "
                     "other a mapping says where things are (--mapping FILE)",
                 )
-                continue
-            latest = known or latest
-            assert latest is not None
-            self._record(found, latest)
 
     def problem(self, where: str, text: str) -> None:
         """Note what cannot be read."""

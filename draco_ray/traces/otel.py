@@ -31,7 +31,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any, TypeGuard
 
 from draco_ray.traces.calls import SUB_AGENT, ModelCall, continues, main_conversation
-from draco_ray.traces.entry import AGENT, BadTrace, Entry, decoded, kind
+from draco_ray.traces.entry import AGENT, BadTrace, Entry, decoded, kind, object_of
 from draco_ray.traces.formats import Reading, build, field, number, path_value
 from draco_ray.traces.messages import entries, reply_entries
 from draco_ray.traces.model import Trace, identifier
@@ -90,6 +90,7 @@ def _is_span(record: object) -> bool:
     if not isinstance(record, Mapping):
         return False
     own = "attributes" in record and any(name in record for name in ("spanId", "span_id", "context", "traceId"))
+    own = own or record.get("object") in ("trace", "trace.span") or {"span_attributes", "span_id"} <= record.keys()
     return own or _is_observation(record) or "context.span_id" in record
 
 
@@ -144,6 +145,20 @@ def _renamed(span: Mapping[str, Any]) -> Mapping[str, Any]:
         attributes = {key.removeprefix("attributes."): named[key] for key in named if key.startswith("attributes.")}
         context = {key: span.get(f"context.{key}") for key in ("trace_id", "span_id")}
         return {**span, "attributes": attributes, "context": context}
+    if "span_attributes" in span or span.get("object") in ("trace", "trace.span"):
+        # A row of Braintrust's, or a span of OpenAI's Agents SDK.
+        said = span.get("span_data") or {**span, **object_of(span, "span_attributes")}
+        kinds = {"type": "tool" if said.get("type") == "function" else said.get("type")}
+        return {
+            "traceId": span.get("trace_id") or span.get("root_span_id") or span.get("id"),
+            "spanId": span.get("span_id") or span.get("id"),
+            "parentSpanId": span.get("parent_id") or path_value(span, "span_parents.0"),
+            "name": said.get("name"),
+            "start_time": span.get("started_at") or span.get("created"),
+            "attributes": {
+                f"langfuse.observation.{key}": {**said, **kinds}.get(key) for key in ("type", "input", "output")
+            },
+        }
     if "attributes" in span or not _is_observation(span):
         return span
     own = {name: next(span[each] for each in spellings if each in span) for name, spellings in OBSERVATION.items()}
@@ -170,10 +185,11 @@ def _span(span: object) -> Span:
     span = _renamed(span)
     attributes = _attributes(span.get("attributes"))
     # Logfire writes the events as an attribute.
-    written = [{"name": field(e, "event.name"), "attributes": e} for e in _list(_json(attributes.get("events")))]
-    events = [
+    written = _json(attributes.get("events"))
+    events = [(str(field(each, "event.name")), each) for each in written] if isinstance(written, list) else []
+    events += [
         (str(event.get("name", "")), _attributes(event.get("attributes")))
-        for event in [*(span.get("events") or ()), *written]
+        for event in span.get("events") or ()
         if isinstance(event, Mapping)
     ]
     for name, more in events:
@@ -256,7 +272,7 @@ def read(spans_: Any, reading: Reading) -> Iterator[Trace]:
         unnamed = _conversations(ordered)
         groups = [(session(each[0], "")[-1 if len(unnamed) == 1 else 0], each) for each in unnamed]
     for name, group in groups:
-        yield _trace(group, identifier(name), reading.at(f"trace {identifier(name)}"))
+        yield _trace(group, identifier(name), replace(reading, where=f"{reading.where} trace {identifier(name)}"))
 
 
 def _named(ordered: list[Span]) -> dict[str, list[Span]]:
@@ -487,10 +503,6 @@ def _choices(span: Span) -> list[Entry]:
             message = message if isinstance(message, Mapping) else {"content": message}
             return entries([{**message, "role": AGENT}])
     return []
-
-
-def _list(value: object) -> list[Any]:
-    return value if isinstance(value, list) else []
 
 
 def _json(value: object) -> Any:

@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+
 from draco_ray.traces import otel
+from draco_ray.traces.entry import UNREADABLE
 from draco_ray.traces.formats import Format
 from draco_ray.traces.readers import benchmarks, chat, coding, langsmith
 
+MESSAGES = {
+    "anthropic": 'an object with "messages", whose content are blocks (tool_use, tool_result), and perhaps "system"',
+    "openai-responses": 'an object with "input" and "output" items (function_call, function_call_output)',
+    "openai-chat": 'an object with "messages", each with "role" and "content" or "tool_calls"',
+    "messages": "messages of LangChain, AutoGen, Gemini, ShareGPT and their like",
+}
+"""What records of messages look like, by dialect."""
 FORMATS: dict[str, Format] = {
     each.name: each
     for each in (
@@ -93,33 +103,9 @@ FORMATS: dict[str, Format] = {
             session=otel.session,
             metered=False,
         ),
-        Format(
-            name="anthropic",
-            shape='an object with "messages", whose content are blocks (tool_use, tool_result), and perhaps "system"',
-            recognises=chat.is_dialect("anthropic"),
-            read=chat.read,
-            session=chat.session,
-        ),
-        Format(
-            name="openai-responses",
-            shape='an object with "input" and "output" items (function_call, function_call_output)',
-            recognises=chat.is_dialect("openai-responses"),
-            read=chat.read,
-            session=chat.session,
-        ),
-        Format(
-            name="openai-chat",
-            shape='an object with "messages", each with "role" and "content" or "tool_calls"',
-            recognises=chat.is_dialect("openai-chat"),
-            read=chat.read,
-            session=chat.session,
-        ),
-        Format(
-            name="messages",
-            shape="messages of LangChain, AutoGen, Gemini, ShareGPT and their like",
-            recognises=chat.is_dialect("messages"),
-            read=chat.read,
-            session=chat.session,
+        *(
+            Format(name=name, shape=shape, recognises=chat.is_dialect(name), read=chat.read, session=chat.session)
+            for name, shape in MESSAGES.items()
         ),
     )
 }
@@ -127,4 +113,9 @@ FORMATS: dict[str, Format] = {
 
 def recognised(record: object) -> Format | None:
     """The format of a record; None: it is none of them."""
-    return next((each for each in FORMATS.values() if each.recognises(record)), None)
+    for each in FORMATS.values():
+        # A record that is not what it seems to be is no reason to stop.
+        with contextlib.suppress(*UNREADABLE):
+            if each.recognises(record):
+                return each
+    return None

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from draco_ray.records import EpisodeEnd
 from draco_ray.traces.calls import ModelCall, threads
@@ -63,8 +63,7 @@ ANTHROPIC_BLOCKS = {"tool_use", "tool_result", "thinking", "server_tool_use", "r
 RESPONSE_ITEMS = {"function_call", "function_call_output", "reasoning", "custom_tool_call", "mcp_call"}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Parts:
+class _Parts(NamedTuple):
     """The parts of a record that holds a conversation."""
 
     request: Mapping[str, Any]
@@ -113,7 +112,7 @@ def _reply(record: Mapping[str, Any], request: Mapping[str, Any], history: str) 
     for path in REPLIES:
         if path != history:
             value = decoded(path_value(record, path) or path_value(request, path))
-            if value and (path != "steps" or "finishReason" in value[0]):
+            if value and (path != "steps" or path_value(value, "0.finishReason")):
                 return whole(value)
     return None
 
@@ -179,7 +178,7 @@ def _dialect(record: object) -> str | None:
     if known is None:
         return "openai-responses" if field(record, "object") == "response" else None
     types = _types(known.history) | _types(known.reply)
-    roles = ["role" in each for each in known.history] if is_messages(known.history) else []
+    roles = [field(each, "role") is not None for each in known.history] if is_messages(known.history) else []
     if roles and all(roles) and (types & ANTHROPIC_BLOCKS or "system" in known.request):
         return "anthropic"
     items = types & RESPONSE_ITEMS or "input" in known.request or field(record, "object") == "response"
@@ -283,13 +282,9 @@ def _call(record: Any) -> ModelCall:
         # The prompt may end within the agent's message.
         inputs = inputs[:-1] if inputs and inputs[-1].role == AGENT else inputs
         answered = entries(history + reply)[len(inputs) :]
-    told = _told(record, known, SYSTEM)
-    if told is not None:
-        inner = told.get("parts", told) if isinstance(told, Mapping) else told
-        inputs = [
-            *(Entry(role="system", text=each.text) for each in entries([{"role": "system", "content": inner}])),
-            *inputs,
-        ]
+    if (told := _told(record, known, SYSTEM)) is not None:
+        content = told.get("parts", told) if isinstance(told, Mapping) else told
+        inputs = entries([{"role": "system", "content": content}]) + inputs
     outputs = entries(reply) if isinstance(reply, list) and _types(reply) & LANGCHAIN.keys() else answered
     outputs = [*_intermediate(record), *outputs]
     # Some logs hold the history again in front of what was answered.
