@@ -54,6 +54,7 @@ def threads(calls: Sequence[ModelCall]) -> list[Thread]:
         calls: in the order of time.
     """
     found: list[Thread] = []
+    ending: dict[object, list[Thread]] = {}
     answered: dict[str, tuple[Thread, int]] = {}
     for place, call in enumerate(calls):
         inputs = call.inputs
@@ -64,13 +65,17 @@ def threads(calls: Sequence[ModelCall]) -> list[Thread]:
                 # Another call has followed the same one.
                 thread = Thread(entries=thread.entries[:length])
         else:
-            matches = [(match, thread) for thread in found if (match := _continued(thread.entries, call.inputs))]
+            keys = {None, *(_key(entry) for entry in inputs if entry.role == AGENT)}
+            near = [thread for key in keys for thread in ending.get(key, ())]
+            matches = [(match, thread) for thread in near if (match := _continued(thread.entries, inputs))]
             (_, new), thread = max(matches, key=lambda each: each[0][0], default=((0, 0), Thread()))
             inputs = inputs[new:]
         if not thread.calls:
             found.append(thread)
         thread.calls.append(place)
         thread.entries += inputs + call.outputs
+        last = next((entry for entry in reversed(thread.entries) if entry.role == AGENT), None)
+        ending.setdefault(last and _key(last), []).append(thread)
         answered |= {name: (thread, len(thread.entries)) for name in call.names}
     return found
 
@@ -154,9 +159,10 @@ def _equal(known: Sequence[Entry], inputs: Sequence[Entry]) -> int:
 def _same(one: Entry, other: Entry) -> bool:
     if one.role != other.role:
         return False
-    mine, theirs = ([(call.name, str(call)) for call in each.calls] for each in (one, other))
-    if one.role == AGENT:
-        # Reasoning is often not sent back.
-        texts = [_THOUGHT.sub("", each.text).strip() for each in (one, other)]
-        return mine == theirs and (bool(mine) or texts[0] == texts[1])
-    return mine == theirs and one.text == other.text
+    return _key(one) == _key(other) if one.role == AGENT else (one.text, one.calls) == (other.text, other.calls)
+
+
+def _key(entry: Entry) -> object:
+    """What is the same wherever a turn of the agent is repeated: its calls, else its text; reasoning is often not sent
+    back."""
+    return tuple(map(str, entry.calls)) or _THOUGHT.sub("", entry.text).strip()
