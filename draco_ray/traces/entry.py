@@ -121,6 +121,11 @@ def text_of(holder: Mapping[str, Any], *names: str) -> str:
     return next((clean(holder[name]) for name in names if isinstance(holder.get(name), str) and holder[name]), "")
 
 
+def first_of(holder: Mapping[str, Any], *names: str) -> Any:
+    """The first of these fields that holds anything; None: none does."""
+    return next((holder[name] for name in names if holder.get(name) is not None), None)
+
+
 def object_of(holder: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     """The object in a field; an empty one where there is none."""
     value = holder.get(name)

@@ -31,7 +31,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any, TypeGuard
 
 from draco_ray.traces.calls import SUB_AGENT, ModelCall, continues, main_conversation
-from draco_ray.traces.entry import AGENT, BadTrace, Entry, decoded, kind, object_of
+from draco_ray.traces.entry import AGENT, BadTrace, Entry, decoded, first_of, kind, object_of
 from draco_ray.traces.formats import Reading, build, field, number, path_value
 from draco_ray.traces.messages import entries, reply_entries
 from draco_ray.traces.model import Trace, identifier
@@ -62,14 +62,6 @@ TASK_ATTRIBUTES = ("draco.task_id", "gen_ai.task.id", "task_id", "langfuse.trace
 OTLP = ("resourceSpans", "resource_spans", "batches", "scopeSpans", "scope_spans")
 HOLDERS = (*OTLP, "spans", "observations", "data", "traces", "trace")
 """What spans are below, in exports."""
-OBSERVATION = {
-    "id": ("id",),
-    "type": ("type",),
-    "trace": ("traceId", "trace_id"),
-    "start": ("startTime", "start_time"),
-    "parent": ("parentObservationId", "parent_observation_id"),
-}
-"""What every observation of Langfuse has, in the spelling of its API and of its tables."""
 MAX_DEPTH = 8
 KINDS = ("gen_ai.operation.name", "openinference.span.kind", "langfuse.observation.type", "mlflow.spanType")
 """Attributes that say what a span is."""
@@ -90,13 +82,17 @@ def _is_span(record: object) -> bool:
     if not isinstance(record, Mapping):
         return False
     own = "attributes" in record and any(name in record for name in ("spanId", "span_id", "context", "traceId"))
-    own = own or record.get("object") in ("trace", "trace.span") or {"span_attributes", "span_id"} <= record.keys()
-    return own or _is_observation(record) or "context.span_id" in record
+    return own or "context.span_id" in record or _is_row(record)
 
 
-def _is_observation(record: Mapping[str, Any]) -> bool:
-    """Whether Langfuse's API or its export to a bucket wrote it."""
-    return all(any(name in record for name in spellings) for spellings in OBSERVATION.values())
+def _is_row(record: Mapping[str, Any]) -> bool:
+    """Whether it is an observation of Langfuse, a row of Braintrust's, or a span of OpenAI's Agents SDK."""
+    observed = {"id", "type"} <= record.keys() and bool(
+        {"parentObservationId", "parent_observation_id"} & record.keys()
+    )
+    return (
+        observed or {"span_attributes", "span_id"} <= record.keys() or record.get("object") in ("trace", "trace.span")
+    )
 
 
 def spans(record: Any) -> Iterator[Span]:
@@ -139,43 +135,30 @@ def _observed(span: object, holder: str) -> TypeGuard[Mapping[str, Any]]:
 
 
 def _renamed(span: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A row of Phoenix's table, or an observation of Langfuse, in the shape of a span."""
+    """A row of Phoenix's table or of those that `_is_row` knows in the shape of a span."""
     if "context.span_id" in span:
         named = {key: value for key, value in span.items() if value is not None}
         attributes = {key.removeprefix("attributes."): named[key] for key in named if key.startswith("attributes.")}
         context = {key: span.get(f"context.{key}") for key in ("trace_id", "span_id")}
         return {**span, "attributes": attributes, "context": context}
-    if "span_attributes" in span or span.get("object") in ("trace", "trace.span"):
-        # A row of Braintrust's, or a span of OpenAI's Agents SDK.
-        said = span.get("span_data") or {**span, **object_of(span, "span_attributes")}
-        kinds = {"type": "tool" if said.get("type") == "function" else said.get("type")}
-        return {
-            "traceId": span.get("trace_id") or span.get("root_span_id") or span.get("id"),
-            "spanId": span.get("span_id") or span.get("id"),
-            "parentSpanId": span.get("parent_id") or path_value(span, "span_parents.0"),
-            "name": said.get("name"),
-            "start_time": span.get("started_at") or span.get("created"),
-            "attributes": {
-                f"langfuse.observation.{key}": {**said, **kinds}.get(key) for key in ("type", "input", "output")
-            },
-        }
-    if "attributes" in span or not _is_observation(span):
+    if "attributes" in span or not _is_row(span):
         return span
-    own = {name: next(span[each] for each in spellings if each in span) for name, spellings in OBSERVATION.items()}
-    usage = _json(span.get("usageDetails") or span.get("usage_details") or span.get("usage"))
-    attributes = {
-        **{f"langfuse.observation.{key}": span[key] for key in ("type", "input", "output") if span.get(key)},
-        "langfuse.trace.metadata": path_value(span, "trace.metadata"),
-        "metadata": _json(span.get("metadata")),
-        "gen_ai.usage.output_tokens": path_value(usage, "output"),
-    }
+    said = object_of(span, "span_data") or {**span, **object_of(span, "span_attributes")}
+    kinds = {"type": "tool" if said.get("type") == "function" else said.get("type")}
+    usage = _json(first_of(span, "usageDetails", "usage_details", "usage"))
     return {
-        "traceId": own["trace"],
-        "spanId": own["id"],
-        "parentSpanId": own["parent"],
-        "name": span.get("name"),
-        "start_time": own["start"],
-        "attributes": attributes,
+        "traceId": first_of(span, "traceId", "trace_id", "root_span_id", "id"),
+        "spanId": first_of(span, "span_id", "id"),
+        "parentSpanId": first_of(span, "parentObservationId", "parent_observation_id", "parent_id")
+        or path_value(span, "span_parents.0"),
+        "name": said.get("name"),
+        "start_time": first_of(span, "startTime", "start_time", "started_at", "created"),
+        "attributes": {
+            **{f"langfuse.observation.{key}": {**said, **kinds}.get(key) for key in ("type", "input", "output")},
+            "langfuse.trace.metadata": path_value(span, "trace.metadata"),
+            "metadata": _json(span.get("metadata")),
+            "gen_ai.usage.output_tokens": path_value(usage, "output"),
+        },
     }
 
 

@@ -22,6 +22,7 @@ from draco_ray.traces.entry import (
     Call,
     Entry,
     compact,
+    first_of,
     kind,
     object_of,
     shown,
@@ -109,11 +110,11 @@ def part(each: Mapping[str, Any]) -> Iterator[Entry]:
 
 def _typeless(each: Mapping[str, Any]) -> Iterator[Entry]:
     """A part whose only key says what it is: the form of Bedrock and Gemini."""
-    call = _first(each, "toolUse", "functionCall", "function_call", "tool_call")
-    result = _first(each, "toolResult", "functionResponse", "function_response", "tool_call_result")
-    code = _first(each, "executableCode", "executable_code")
-    output = _first(each, "codeExecutionResult", "code_execution_result")
-    thought = _first(each, "reasoningContent", "reasoning_content")
+    call = first_of(each, "toolUse", "functionCall", "function_call", "tool_call")
+    result = first_of(each, "toolResult", "functionResponse", "function_response", "tool_call_result")
+    code = first_of(each, "executableCode", "executable_code")
+    output = first_of(each, "codeExecutionResult", "code_execution_result")
+    thought = first_of(each, "reasoningContent", "reasoning_content")
     if each.keys() <= {"cachePoint"}:
         return
     if isinstance(call, Mapping):
@@ -131,7 +132,7 @@ def _typeless(each: Mapping[str, Any]) -> Iterator[Entry]:
         yield Entry(role="", text=thinking(each["text"]) if each.get("thought") is True else clean(each["text"]))
     elif isinstance(each.get("json"), Mapping | list):
         yield Entry(role="", text=compact(each["json"]))
-    elif (medium := _first(each, "inlineData", "inline_data", "fileData", "file_data")) is not None:
+    elif (medium := first_of(each, "inlineData", "inline_data", "fileData", "file_data")) is not None:
         yield Entry(role="", text=_medium("file", medium if isinstance(medium, Mapping) else {}) or "[file]")
     elif (name := next((name for name in MEDIA if isinstance(each.get(name), Mapping)), None)) is not None:
         yield Entry(role="", text=_medium(name, each[name]) or f"[{name}]")
@@ -183,7 +184,7 @@ def _medium(type_: str, each: Mapping[str, Any]) -> str | None:
         return None
     modality = each.get("modality")
     label = str(modality) if isinstance(modality, str) and modality else name
-    holder = _first(each, type_, "source", name, "image_url", "input_audio", "file")
+    holder = first_of(each, type_, "source", name, "image_url", "input_audio", "file")
     holder = {"url": holder} if isinstance(holder, str) else holder if isinstance(holder, Mapping) else each
     format_ = text_of(holder, "media_type", "mime_type", "mimeType", "mediaType", "format") or text_of(
         each, "mime_type", "media_type", "mediaType", "format"
@@ -221,7 +222,3 @@ def _shown_part(each: Mapping[str, Any]) -> str:
         entry.calls or entry.text.startswith((f"[{each.get('type')}: {{", "[part: {")) for entry in found
     )
     return "\n".join(entry.text for entry in found) if known else compact(each)
-
-
-def _first(each: Mapping[str, Any], *names: str) -> Any:
-    return next((each[name] for name in names if each.get(name) is not None), None)

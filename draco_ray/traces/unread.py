@@ -15,7 +15,7 @@ MIN_PROSE = 40
 """Minimum length of text with blanks that counts as evidence, in characters."""
 COMPARED = 60
 """Characters of a text that are searched for in the traces."""
-_NAMES = ("name", "toolName", "tool_name", "function_name", "function")
+_NAMES = ("name", "tool", "toolName", "tool_name", "function_name", "function")
 _ARGUMENTS = ("arguments", "args", "input", "parameters", "tool_input", "action_input")
 MAX_REPORTED = 3
 

@@ -99,12 +99,11 @@ def _parts(record: object) -> _Parts | None:
 
 def _history_name(request: Mapping[str, Any]) -> str | None:
     """The field of a request that holds its messages."""
-    known = (name for name in HISTORIES if name in request and _is_history(decoded(request.get(name)), name))
-    broken = "messages" if "messages" in request else None
-    # Looked up without a note in the record: most of its fields hold something else.
-    fields = dict(request) if broken is None else {}
+    # A copy, since looking a field up in the record counts as reading it.
+    fields = dict(request)
+    known = (name for name in HISTORIES if name in fields and _is_history(decoded(fields[name]), name))
     others = (name for name, value in fields.items() if _is_dialogue(value))
-    return next(known, None) or broken or next(others, None)
+    return next(known, None) or ("messages" if "messages" in fields else next(others, None))
 
 
 def _reply(record: Mapping[str, Any], request: Mapping[str, Any], history: str) -> Any:

@@ -9,7 +9,7 @@ from typing import Any
 
 from draco_ray.records import EpisodeEnd
 from draco_ray.traces.calls import SUB_AGENT
-from draco_ray.traces.entry import AGENT, BadTrace, Call, Entry, compact, kind, object_of, text_of, thinking
+from draco_ray.traces.entry import AGENT, BadTrace, Call, Entry, compact, first_of, kind, object_of, text_of, thinking
 from draco_ray.traces.formats import Reading, build, field, number, path_value
 from draco_ray.traces.messages import entries
 from draco_ray.traces.model import Trace, clean, identifier
@@ -252,7 +252,7 @@ def read_openhands(record: Any, reading: Reading) -> Iterator[Trace]:
 
 def _event(event: Mapping[str, Any]) -> Iterator[Entry]:
     if "kind" in event:
-        yield from _new_event(event)
+        yield from entries([each for each in (_sdk_message(event),) if each is not None])
         return
     arguments = object_of(event, "args")
     action, source = event.get("action"), str(event["source"])
@@ -284,32 +284,26 @@ def _id(event: Mapping[str, Any]) -> str:
     return str(event.get("id", ""))
 
 
-def _new_event(event: Mapping[str, Any]) -> Iterator[Entry]:
-    """An event of OpenHands' agent SDK."""
+def _sdk_message(event: Mapping[str, Any]) -> Any:
+    """The message of an event of OpenHands' agent SDK; None: nothing is said in it."""
     kind_ = str(event["kind"])
     if kind_ == "SystemPromptEvent":
-        yield Entry(role="system", text=plain(event.get("system_prompt")))
-    elif kind_ == "MessageEvent":
-        yield from entries([event["llm_message"]])
-    elif kind_ == "ActionEvent":
-        thought = "\n".join(each.text for each in parts(event.get("thought")))
-        reasoning = thinking(text_of(event, "reasoning_content"))
-        call = object_of(event, "tool_call")
-        action = object_of(event, "action")
+        return {"role": "system", "content": event.get("system_prompt")}
+    if kind_ == "MessageEvent":
+        return event["llm_message"]
+    identity = {"name": event.get("tool_name"), "tool_call_id": event.get("tool_call_id")}
+    if kind_ == "ActionEvent":
+        call, action = object_of(event, "tool_call"), object_of(event, "action")
         arguments = call.get("arguments") or {key: action[key] for key in action if key != "kind"}
-        name = text_of(event, "tool_name") or text_of(call, "name") or str(action.get("kind", "action"))
-        called = Call(name=name, arguments=arguments, call_id=text_of(event, "tool_call_id"))
-        yield Entry(role=AGENT, text="\n".join(filter(None, [reasoning, thought])), calls=(called,))
-    elif kind_.endswith("ObservationEvent") or kind_ == "AgentErrorEvent":
+        name = identity["name"] or call.get("name") or action.get("kind", "action")
+        said = {"role": AGENT, "reasoning_content": event.get("reasoning_content"), "content": event.get("thought")}
+        return {**said, "tool_calls": [{**identity, "name": name, "arguments": arguments}]}
+    if kind_.endswith("ObservationEvent") or kind_ == "AgentErrorEvent":
         observed = event.get("observation", event.get("error"))
-        content = field(observed, "content") if isinstance(observed, Mapping) else observed
-        yield Entry(
-            role="tool",
-            text=("[error] " if kind_ == "AgentErrorEvent" else "")
-            + plain(content if content is not None else observed),
-            call_id=text_of(event, "tool_call_id"),
-            name=text_of(event, "tool_name"),
-        )
+        content = first_of(observed, "content") if isinstance(observed, Mapping) else observed
+        content = observed if content is None else content
+        return {"role": "tool", **identity, "content": content, "error": kind_ == "AgentErrorEvent"}
+    return None
 
 
 # --- SWE-agent and mini-swe-agent ------------------------------------------------------------------------------------
@@ -417,12 +411,11 @@ def read_smolagents(record: Any, reading: Reading) -> Iterator[Trace]:
             continue
         text = "\n".join(each.text for each in parts(step.get("model_output")))
         code = text_of(step, "code_action")
-        if code:
-            # The call of the interpreter repeats the code.
-            spoken = text if code in text else f"{text}\n{code}".strip()
-            said.append(Entry(role=AGENT, text=spoken, code=code, tokens=_usage(step)))
-        else:
-            said += entries([{"role": AGENT, "content": text, "tool_calls": step.get("tool_calls") or []}])
+        # The call of the interpreter repeats the code.
+        calls = () if code else step.get("tool_calls")
+        spoken = text if code in text else f"{text}\n{code}".strip()
+        message = {"role": AGENT, "content": spoken, "tool_calls": calls, "usage": step.get("token_usage")}
+        said += [replace(each, code=code or None) for each in entries([message])]
         observed = "\n".join(
             filter(None, [plain(step.get("observations")), plain(field(step.get("error"), "message"))])
         )
@@ -430,8 +423,3 @@ def read_smolagents(record: Any, reading: Reading) -> Iterator[Trace]:
             said.append(Entry(role="tool", text=observed or plain(step.get("action_output"))))
     about = {} if isinstance(record, list) else record
     yield build(said, about, reading)
-
-
-def _usage(step: Mapping[str, Any]) -> int | None:
-    count = path_value(step, "token_usage.output_tokens")
-    return count if isinstance(count, int) and count > 0 else None
