@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from draco_ray.records import EpisodeEnd, Message
-from draco_ray.traces.entry import AGENT, Call, Entry, compact, kind, object_of
+from draco_ray.traces.entry import AGENT, Call, Entry, compact, decoded, kind, object_of
 from draco_ray.traces.model import TraceTurn, clean
 
 CODE = re.compile(r"<code>\n?(.*?)</code>", re.DOTALL)
@@ -163,6 +163,7 @@ def role_name(role: str) -> str:
 
 def tool_texts(tools: object) -> tuple[str, ...]:
     """Tools as the agent was told of them: name, description, parameters; whatever dialect they are declared in."""
+    tools = decoded(tools)
     if not isinstance(tools, Iterable) or isinstance(tools, str | Mapping):
         return ()
     declared: list[object] = []

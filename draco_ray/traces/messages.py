@@ -40,6 +40,8 @@ LANGCHAIN = {
     "developer": "system",
 }
 """LangChain's message types, as it writes them and as the beginnings of its class names."""
+USER_PROXIES = ("user_proxy", "userproxy", "User_proxy", "UserProxy")
+"""Names under which AutoGen's first versions write what the user's side says, whose role may be the assistant's."""
 GEMINI_CLI = {"user": "user", "gemini": AGENT, "info": "system", "warning": "system", "error": "system"}
 """Types of the messages in sessions of Gemini CLI."""
 AUTOGEN = ("Message", "Event")
@@ -249,6 +251,8 @@ def _thoughts(message: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _role(role: str, message: Mapping[str, Any]) -> str:
+    if message.get("name") in USER_PROXIES:
+        return "user"
     role = role.strip().casefold().removeprefix("messagerole.").replace("_", "-")
     if role in AGENT_ROLES:
         return AGENT

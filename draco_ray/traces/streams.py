@@ -6,8 +6,10 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from draco_ray.traces.entry import AGENT, object_of, text_of
+from draco_ray.traces.entry import AGENT, decoded, object_of, text_of
 
+RESPONSE = {"choices", "candidates", "role", "object", "stopReason", "usage", "done"}
+"""Fields of which each response of a provider's API has one."""
 Events = Sequence[Mapping[str, Any]]
 
 
@@ -27,7 +29,12 @@ def server_sent(text: str) -> list[Any]:
 
 
 def whole(reply: Any) -> Any:
-    """An answer, put together if it was streamed: from a list of events, or from text of server-sent events."""
+    """An answer, put together if it was streamed: from a list of events, or from text of server-sent events; the JSON
+    text of a response is decoded."""
+    value = decoded(reply)
+    first = value[0] if isinstance(value, list) and value else value
+    # An answer may be JSON itself, and then stays text.
+    reply = value if isinstance(first, Mapping) and first.keys() & RESPONSE else reply
     events = server_sent(reply) if isinstance(reply, str) else reply
     if not isinstance(events, list) or not events or not all(isinstance(each, Mapping) for each in events):
         return reply

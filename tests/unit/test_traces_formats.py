@@ -484,6 +484,7 @@ LINES |= {
         }
         for place in (1, 3)
     ],
+    "a message a line": [USER, CALLING, ANSWER, LAST],
     "langgraph history": [
         {"values": {"messages": [USER, CALLING, ANSWER, LAST][:length]}, "config": {"configurable": {"thread_id": "t"}}}
         for length in (4, 3, 2, 1)
@@ -936,6 +937,23 @@ def test_equal_rollouts_stay_two_and_a_call_that_is_logged_twice_is_one(tmp_path
     then = {"request": {"messages": [USER, CALLING, ANSWER]}, "response": {"id": "x2", "choices": [{"message": LAST}]}}
     (group,) = read(tmp_path, [first, first, then])
     assert [trace.turns[-1].text for trace in group.traces] == [DONE]
+
+
+def test_json_text_is_decoded_where_it_is_a_request_or_response_and_stays_an_answer(tmp_path: Path) -> None:
+    tools = json.dumps([{"type": "function", "function": {"name": "find_room", "description": "Rooms by day."}}])
+    log = [
+        {
+            "request": {"body": json.dumps({"messages": messages, "tools": tools})},
+            "response": {"status": 200, "body": json.dumps({"choices": [{"message": reply}]})},
+        }
+        for messages, reply in (([USER], CALLING), ([USER, CALLING, ANSWER], LAST))
+    ]
+    trace = read(tmp_path, log)[0].traces[0]
+    assert "Rooms by day." in trace.prompt[-1].content
+    assert (trace.steps[0].observation, trace.turns[-1].text) == (RESULT, DONE)
+    answer = json.dumps({"room": 4, "content": "booked"})
+    trace = read(tmp_path, [{"prompt": ASKED, "completion": answer}])[0].traces[0]
+    assert trace.turns[-1].text == answer
 
 
 def test_swe_agent_and_mini_swe_agent(tmp_path: Path) -> None:

@@ -79,6 +79,8 @@ def _parts(record: object) -> _Parts | None:
         return _Parts(request={}, history=record, reply=None) if is_messages(record) else None
     if not isinstance(record, Mapping):
         return None
+    if is_lone(record):
+        return _Parts(request={}, history=[record], reply=None)
     for path in REQUESTS:
         request = decoded(path_value(record, path)) if path else record
         if isinstance(request, Mapping) and (name := _history_name(request)) is not None:
@@ -110,7 +112,7 @@ def _reply(record: Mapping[str, Any], request: Mapping[str, Any], history: str) 
     """What the model answered, put together if it was streamed; None: the history is the whole conversation."""
     for path in REPLIES:
         if path != history:
-            value = decoded(path_value(record, path) or path_value(request, path))
+            value = path_value(record, path) or path_value(request, path)
             if value and (path != "steps" or path_value(value, "0.finishReason")):
                 return whole(value)
     return None
@@ -129,6 +131,11 @@ def _is_dialogue(value: Any) -> bool:
     return is_messages(value) and any(
         is_wrapped(each) or str(field(each, "role")).casefold() in AGENT_ROLES for each in value
     )
+
+
+def is_lone(record: Mapping[str, Any]) -> bool:
+    """Whether a record is one message of a conversation that was written line by line."""
+    return isinstance(record.get("role"), str) and bool({"content", "tool_calls", "parts"} & record.keys())
 
 
 def is_messages(value: object) -> bool:
@@ -196,7 +203,8 @@ def session(record: Any, file: str) -> str | None:
     if (thread := next(filter(None, threads_), None)) is not None:
         return str(thread)
     known = _parts(record)
-    return None if known is None or known.reply is None else file
+    whole_ = known is None or (known.reply is None and known.history != [record])
+    return None if whole_ else file
 
 
 def read(record: Any, reading: Reading) -> Iterator[Trace]:
@@ -227,6 +235,8 @@ def _answered(records: Gathered) -> list[tuple[str, Any]]:
     """The records of a session with their places, as requests with their responses: those of a batch are joined, and a
     response that was logged twice comes once."""
     found = list(zip(records.wheres, records, strict=True))
+    if all(isinstance(each, Mapping) and is_lone(each) for each in records):
+        return [(found[0][0], list(records))]
     if all(isinstance(each, Mapping) and "custom_id" in each for each in records):
         asked = [each for each in records if (known := _parts(each)) is not None and known.reply is None]
         return [(where, {**(asked or [{}])[0], **each}) for where, each in found if each not in asked] or found
