@@ -74,6 +74,21 @@ class Format:
     """Whether fields that were not read are reported; off where a format holds what must stay unread, as answers."""
 
 
+READERS: dict[str, Format] = {}
+"""The formats that `reads` has made, by name."""
+Read = Callable[[Any, Reading], Iterator[Trace]]
+
+
+def reads(name: str, shape: str, recognises: Callable[[object], bool], **options: Any) -> Callable[[Read], Read]:
+    """Decorate the reader of a format; the arguments are fields of `Format`."""
+
+    def register(read: Read) -> Read:
+        READERS[name] = Format(name=name, shape=shape, recognises=recognises, read=read, **options)
+        return read
+
+    return register
+
+
 def path_value(record: object, path: str) -> Any:
     """What a dotted path leads to; None where nothing is there.
 

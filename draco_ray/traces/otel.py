@@ -32,7 +32,7 @@ from typing import Any, TypeGuard
 
 from draco_ray.traces.calls import SUB_AGENT, ModelCall, continues, main_conversation
 from draco_ray.traces.entry import AGENT, BadTrace, Entry, decoded, first_of, kind, object_of
-from draco_ray.traces.formats import Reading, build, field, number, path_value
+from draco_ray.traces.formats import Reading, build, field, number, path_value, reads
 from draco_ray.traces.messages import entries, reply_entries
 from draco_ray.traces.model import Trace, identifier
 from draco_ray.traces.parts import plain
@@ -246,6 +246,7 @@ def session(span: Span, file: str) -> tuple[str, ...]:
     return (str(span["trace"]), *named[:1])
 
 
+@reads("otel", 'OTLP JSON: an object with "resourceSpans"', recognises, split=spans, session=session, metered=False)
 def read(spans_: Any, reading: Reading) -> Iterator[Trace]:
     """The traces of the spans of a session. Raises: BadTrace where none of them holds messages."""
     ordered = sorted(spans_, key=lambda span: str(span["at"]))

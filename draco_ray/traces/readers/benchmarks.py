@@ -7,7 +7,7 @@ from typing import Any
 
 from draco_ray.records import EpisodeEnd
 from draco_ray.traces.entry import AGENT, BadTrace, Entry, kind
-from draco_ray.traces.formats import Reading, Record, build, field, number, path_value
+from draco_ray.traces.formats import Reading, Record, build, field, number, path_value, reads
 from draco_ray.traces.messages import entries
 from draco_ray.traces.model import Trace, clean, identifier
 
@@ -17,6 +17,7 @@ def is_inspect(record: object) -> bool:
     return isinstance(record, Mapping) and isinstance(record.get("eval"), Mapping) and "status" in record
 
 
+@reads("inspect", 'an Inspect log: an object with "eval", "status" and "samples"', is_inspect, metered=False)
 def read_inspect(record: Any, reading: Reading) -> Iterator[Trace]:
     """A trace of every sample. Raises: BadTrace for a log without samples."""
     samples = record.get("samples")
@@ -82,6 +83,7 @@ def is_tau2(record: object) -> bool:
     return many or _is_simulation(record)
 
 
+@reads("tau2", 'results of tau2-bench: an object with "info" and "simulations"', is_tau2, metered=False)
 def read_tau2(record: Any, reading: Reading) -> Iterator[Trace]:
     """A trace of every simulation."""
     simulations = [record] if _is_simulation(record) else record["simulations"]
@@ -148,6 +150,12 @@ def is_verifiers(record: object) -> bool:
     return episode or ("nodes" in record and "task" in record) or old
 
 
+@reads(
+    "verifiers",
+    'an episode of verifiers ("task", "traces" with "nodes") or an object with "prompt" and "completion"',
+    is_verifiers,
+    metered=False,
+)
 def read_verifiers(record: Any, reading: Reading) -> Iterator[Trace]:
     """Traces of an episode, or the one of a result."""
     if "completion" in record and "nodes" not in record and "traces" not in record:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from draco_ray.records import EpisodeEnd
 from draco_ray.traces.calls import ModelCall, threads
 from draco_ray.traces.entry import AGENT, UNREADABLE, Entry, decoded
-from draco_ray.traces.formats import Gathered, Reading, build, field, number, path_value
+from draco_ray.traces.formats import Gathered, Reading, build, field, number, path_value, reads
 from draco_ray.traces.messages import AGENT_ROLES, AUTOGEN, GEMINI_CLI, LANGCHAIN, entries, is_wrapped, reply_entries
 from draco_ray.traces.model import Trace, clean
 from draco_ray.traces.streams import whole
@@ -59,6 +59,13 @@ SYSTEM = (
 )
 """Where a request tells its system prompt, if not among its messages."""
 TOOLS = ("tools", "functions", "toolConfig.tools", "tool_config.tools", "config.tools")
+MESSAGES = {
+    "anthropic": 'an object with "messages", whose content are blocks (tool_use, tool_result), and perhaps "system"',
+    "openai-responses": 'an object with "input" and "output" items (function_call, function_call_output)',
+    "openai-chat": 'an object with "messages", each with "role" and "content" or "tool_calls"',
+    "messages": "messages of LangChain, AutoGen, Gemini, ShareGPT and their like",
+}
+"""What records of messages look like, by dialect."""
 ANTHROPIC_BLOCKS = {"tool_use", "tool_result", "thinking", "server_tool_use", "redacted_thinking"}
 RESPONSE_ITEMS = {"function_call", "function_call_output", "reasoning", "custom_tool_call", "mcp_call"}
 
@@ -79,13 +86,13 @@ def _parts(record: object) -> _Parts | None:
         return _Parts(request={}, history=record, reply=None) if is_messages(record) else None
     if not isinstance(record, Mapping):
         return None
-    if is_lone(record):
-        return _Parts(request={}, history=[record], reply=None)
     for path in REQUESTS:
         request = decoded(path_value(record, path)) if path else record
         if isinstance(request, Mapping) and (name := _history_name(request)) is not None:
             break
     else:
+        if is_lone(record):
+            return _Parts(request={}, history=[record], reply=None)
         # The results of a batch of requests lie in a file of their own.
         reply = _reply(record, record, "") if "custom_id" in record else None
         return None if reply is None else _Parts(request={}, history=[], reply=reply)
@@ -309,3 +316,7 @@ def _call(record: Any) -> ModelCall:
         inputs=inputs,
         outputs=[each if each.role != "" else Entry(role=AGENT, text=clean(each.text)) for each in outputs],
     )
+
+
+for _name, _shape in MESSAGES.items():
+    reads(_name, _shape, is_dialect(_name), session=session)(read)

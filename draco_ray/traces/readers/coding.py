@@ -10,7 +10,7 @@ from typing import Any
 from draco_ray.records import EpisodeEnd
 from draco_ray.traces.calls import SUB_AGENT
 from draco_ray.traces.entry import AGENT, BadTrace, Call, Entry, compact, first_of, kind, object_of, text_of, thinking
-from draco_ray.traces.formats import Reading, build, field, number, path_value
+from draco_ray.traces.formats import Reading, build, field, number, path_value, reads
 from draco_ray.traces.messages import entries
 from draco_ray.traces.model import Trace, clean, identifier
 from draco_ray.traces.parts import parts, plain
@@ -45,6 +45,12 @@ def claude_code_session(record: Any, file: str) -> str | None:
     return str(record.get("sessionId") or record.get("session_id") or file)
 
 
+@reads(
+    "claude-code",
+    'lines of a Claude Code session: objects with "type", "uuid" and "sessionId"',
+    is_claude_code,
+    session=claude_code_session,
+)
 def read_claude_code(lines: Any, reading: Reading) -> Iterator[Trace]:
     """The trace of a session. Raises: BadTrace where the agent says nothing in it."""
     lines = _in_order(lines if isinstance(lines, list) else [lines])
@@ -162,6 +168,12 @@ def is_codex(record: object) -> bool:
     return first or item or record.get("type") in (*EXEC_LINES, EXEC_ITEM)
 
 
+@reads(
+    "codex",
+    'lines of a Codex rollout: objects with "type" (session_meta, response_item) and "payload"',
+    is_codex,
+    session=lambda record, file: file,
+)
 def read_codex(lines: Any, reading: Reading) -> Iterator[Trace]:
     """The trace of a rollout file. Raises: BadTrace where the agent says nothing in it."""
     lines = lines if isinstance(lines, list) else [lines]
@@ -235,6 +247,13 @@ def openhands_session(record: Any, file: str) -> str | None:
     return None if isinstance(record, list) or "history" in record else file
 
 
+@reads(
+    "openhands",
+    'events of OpenHands: objects with "source" and "action" or "observation"',
+    is_openhands,
+    repeated=("model_response", "message"),
+    session=openhands_session,
+)
 def read_openhands(record: Any, reading: Reading) -> Iterator[Trace]:
     """The trace of a list of events. Raises: BadTrace where the agent does nothing in it."""
     events = record if isinstance(record, list) else record["history"]
@@ -317,6 +336,7 @@ def is_swe_agent(record: object) -> bool:
     )
 
 
+@reads("swe-agent", 'a trajectory of SWE-agent: an object with "trajectory" and "history"', is_swe_agent)
 def read_swe_agent(record: Any, reading: Reading) -> Iterator[Trace]:
     """The trace of a trajectory. Raises: BadTrace where it has no steps."""
     history = [each for each in record.get("history") or () if isinstance(each, Mapping) and not each.get("is_demo")]
@@ -346,6 +366,9 @@ def is_mini_swe(record: object) -> bool:
     return str(field(record, "trajectory_format") or "").startswith("mini-swe-agent")
 
 
+@reads(
+    "mini-swe-agent", 'a trajectory of mini-swe-agent: an object with "messages" and "trajectory_format"', is_mini_swe
+)
 def read_mini_swe(record: Any, reading: Reading) -> Iterator[Trace]:
     """The trace of a trajectory. Raises: BadTrace where the agent says nothing in it."""
     messages = [each for each in record.get("messages") or () if field(each, "role") != "exit"]
@@ -360,6 +383,7 @@ def is_atif(record: object) -> bool:
     return str(field(record, "schema_version") or "").startswith("ATIF") and isinstance(field(record, "steps"), list)
 
 
+@reads("atif", 'a trajectory in ATIF: an object with "schema_version" and "steps"', is_atif)
 def read_atif(record: Any, reading: Reading) -> Iterator[Trace]:
     """The trace of a trajectory. Raises: BadTrace where it has a step that is none, or none of an agent."""
     said: list[Entry] = []
@@ -397,6 +421,12 @@ def is_smolagents(record: object) -> bool:
     )
 
 
+@reads(
+    "smolagents",
+    'the memory of a smolagents agent: "steps" with "step_number" and "task"',
+    is_smolagents,
+    repeated=("model_input_messages", "model_output_message", "tool_calls"),
+)
 def read_smolagents(record: Any, reading: Reading) -> Iterator[Trace]:
     """The trace of an agent's memory. Raises: BadTrace where the agent does nothing in it."""
     said: list[Entry] = []

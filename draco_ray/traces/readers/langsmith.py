@@ -7,7 +7,7 @@ from typing import Any
 
 from draco_ray.traces.calls import ModelCall, main_conversation
 from draco_ray.traces.entry import AGENT, BadTrace, Entry, object_of
-from draco_ray.traces.formats import Reading, build, field, path_value
+from draco_ray.traces.formats import Reading, build, field, path_value, reads
 from draco_ray.traces.messages import entries, reply_entries
 from draco_ray.traces.model import Trace, identifier
 from draco_ray.traces.readers.chat import is_messages
@@ -23,6 +23,9 @@ def session(record: Any, file: str) -> str | None:
     return str(record.get("trace_id") or record.get("id") or file)
 
 
+@reads(
+    "langsmith", 'a run of LangSmith: an object with "run_type", "inputs" and "outputs"', is_langsmith, session=session
+)
 def read(runs: Any, reading: Reading) -> Iterator[Trace]:
     """The trace of all of its runs. Raises: BadTrace where none of them holds messages."""
     runs = sorted(
