@@ -288,9 +288,11 @@ class Price(Tree):
 
 
 LOCAL_PROVIDER = "hosted_vllm/"
+"""LiteLLM's for a vLLM server of one's own."""
+RULES = "rules"
+"""Name of the offline judge, which knows the sandbox's tasks."""
 FILES = "files:"
 """Prefix of a judge that answers through the files of a directory (`draco_ray.judging.file_judge`)."""
-"""LiteLLM's for a vLLM server of one's own."""
 
 
 def provider_key(model: str) -> str:
