@@ -333,6 +333,7 @@ def _estimated(phases: Mapping[str, PhaseEstimate], *, batch: bool) -> str:
     return (
         f"about {total.calls} calls ({parts}), {total.input_tokens:,} tokens in, "
         f"{total.output_tokens:,} out, {money}{' in batches' if batch else ''} before the provider's prompt cache"
+        + (f"; --budget {total.budget:.2f} should be enough" if total.budget and not batch else "")
     )
 
 
