@@ -261,6 +261,11 @@ async def test_what_nobody_received_is_a_gap_and_a_cut_answer_that_was_delivered
         assert (cut.finish_reason, cut.message.content) == ("length", "It is refu")
         await client.create(model="m", messages=ASK)
         assert [turn.is_step for turn in at.trajectory().turns if turn.role == "assistant"] == [False, True, True]
+    async with served([f"Refunds{END}", f"Done.{END}"]) as at:
+        client = at.openai.chat.completions
+        await client.create(model="m", messages=ASK, metadata={"side_call": "title"})
+        await at.openai.responses.create(model="m", input="Sum up.", metadata={"side_call": "summary"})
+        assert at.trajectory().steps == ()
     async with served([call(order="A1"), f"Done.{END}"], closing_turn="gap") as at:
         await play_tools(at)
         assert [turn.is_step for turn in at.trajectory().turns if turn.role == "assistant"] == [True, False]

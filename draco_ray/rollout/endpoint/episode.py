@@ -44,6 +44,7 @@ class _Turn:
     """Messages of the conversation up to it, itself included."""
     text: str
     use: ToolUse | None
+    side_call: bool
     opening: Sequence[Mapping[str, Any]]
     """What its request said that no branch had said before; for the first turn of a branch."""
     seconds: float
@@ -173,6 +174,7 @@ class Episode:
             heard=len(heard) + 1,
             text=text,
             use=use,
+            side_call=ask.side_call,
             opening=opening,
             seconds=time.monotonic() - began,
             policy_version=sample.policy_version,
@@ -338,6 +340,8 @@ class Episode:
 
     def _is_step(self, turn: _Turn) -> bool:
         """Every turn here was sent to the agent's program, so its message was received."""
+        if turn.side_call:
+            return False
         message = after_reasoning(turn.text, thinking=self._chat.opens_thinking)
         if turn is self._turns[-1] and self._config.closing_turn == "gap":
             message = ""
