@@ -25,6 +25,8 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 signal.signal(signal.SIGINT, signal.default_int_handler)
 # As the Makefile has it, for whoever starts pytest alone: LiteLLM fetches its prices at import, three times in vain.
 os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")
+# Nothing is downloaded: a model of the hub that a test names is looked for in the cache only.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # How long an example takes is the machine's business.
 settings.register_profile("patient", settings(), deadline=None)
 settings.load_profile("patient")

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Unpack
 
-from draco_ray.errors import ConfigError
-from draco_ray.traces.library import Meter, judge, open_judge, plan
+from draco_ray.traces.library import JudgeOptions, Meter, judge, open_judge, plan
 from draco_ray.traces.load import groups_of, place_of
 from draco_ray.traces.results import JudgedTrace
 
@@ -29,7 +29,7 @@ class JudgedConversation:
 
 
 async def judge_conversations(
-    records: Sequence[Mapping[str, Any]], model: str | None, **options: Any
+    records: Sequence[Mapping[str, Any]], model: str | None, **options: Unpack[JudgeOptions]
 ) -> list[JudgedConversation | None]:
     """Judge records of any format that `draco_ray.load_traces` knows; records with equal ``task_id`` are a group.
 
@@ -52,38 +52,54 @@ async def judge_conversations(
 
 
 class Judging:
-    """`judge_conversations` with the same options again and again; a budget holds over all of its calls."""
+    """`judge_conversations` with the same options again and again; a budget holds over all of its calls.
 
-    def __init__(self, model: str | None, **options: Any) -> None:
+    With ``out`` each call has a run directory of its own, ``out/00001`` and so on. Replies and the sum that is spent
+    are in ``out/judge_cache``: a restarted process pays for nothing twice and stays within the budget.
+    """
+
+    def __init__(self, model: str | None, **options: Unpack[JudgeOptions]) -> None:
         """Check what can be checked before anything is judged; the arguments are those of `draco_ray.judge`.
 
         Raises:
             TypeError: an option that it does not have.
-            ConfigError: one that cannot be used; ``out``, which holds the traces of one call.
+            ConfigError: one that cannot be used.
         """
         inspect.signature(judge).bind([], model, **options)
-        if options.get("out") is not None:
-            raise ConfigError("out: holds the traces of one call, and here each call has others; leave it out")
-        self._model, self._options = model, options
-        self._settled = {name: options[name] for name in inspect.signature(plan).parameters if name in options}
-        plan(model, **self._settled)
+        self._complete, out = options.pop("complete", None), options.pop("out", None)
+        self._out = None if out is None else Path(out)
+        arguments: dict[str, Any] = {**options, "out": self._out}
+        self._plan = plan(model, **arguments)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._meter, self._spent = Meter(), 0.0
 
     async def __call__(self, records: Sequence[Mapping[str, Any]]) -> list[JudgedConversation | None]:
         """See `judge_conversations`."""
-        options = dict(self._options)
-        if options.get("complete") is None:
-            options["complete"] = await self._opened()
-            options.pop("batch", None)
-        return await judge_conversations(records, self._model, **options)
+        return await judge_conversations(
+            records,
+            None,
+            config=self._plan.config,
+            context=self._plan.context_tokens,
+            out=None if self._out is None else _next_folder(self._out),
+            complete=self._complete or await self._opened(),
+        )
 
     async def _opened(self) -> Meter:
         """The judge of this event loop, with what is left of the budget."""
         if self._loop is not (loop := asyncio.get_running_loop()):
             self._spent += self._meter.dollars
-            left = {} if (budget := self._options.get("budget")) is None else {"budget": max(0.0, budget - self._spent)}
-            self._loop, self._meter = loop, open_judge(plan(self._model, **{**self._settled, **left}))
+            config, budget = self._plan.config, self._plan.config.judge.limits.dollars
+            # With ``out`` the replies' book says what is spent, that of earlier processes included.
+            if budget is not None and self._out is None:
+                limits = config.judge.limits.model_copy(update={"dollars": max(0.0, budget - self._spent)})
+                config = config.model_copy(update={"judge": config.judge.model_copy(update={"limits": limits})})
+            self._loop, self._meter = loop, open_judge(replace(self._plan, config=config))
             self._answers = asyncio.ensure_future(self._meter.check())
         await self._answers
         return self._meter
+
+
+def _next_folder(out: Path) -> Path:
+    """``out/00001``, or the number after the largest that is there."""
+    numbers = [int(path.name) for path in out.glob("[0-9]" * 5)]
+    return out / f"{max(numbers, default=0) + 1:05d}"

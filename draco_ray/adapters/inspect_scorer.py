@@ -23,7 +23,7 @@ def draco_scorer(model: str | None = None, **options: Any) -> Any:
 
     Args:
         model: LiteLLM's name of the judge; None: that of ``config``.
-        options: of `draco_ray.judge`: budget (of all samples together), rubric, api_base, ...; no ``out``.
+        options: of `draco_ray.judge`: budget (of all samples together), rubric, api_base, out, ...
 
     Raises: see `Judging`.
     """

@@ -18,12 +18,13 @@ import asyncio
 import logging
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 
 from draco_ray.adapters.conversations import JudgedConversation, Judging
 from draco_ray.adapters.tokens import token_advantages
+from draco_ray.traces.library import JudgeOptions
 
 log = logging.getLogger(__name__)
 
@@ -33,11 +34,11 @@ class StepCredit:
 
     __name__ = "draco"
 
-    def __init__(self, model: str | None = None, **options: Any) -> None:
+    def __init__(self, model: str | None = None, **options: Unpack[JudgeOptions]) -> None:
         """
         Args:
             model: LiteLLM's name of the judge; None: that of ``config``.
-            options: of `draco_ray.judge`: budget (of all generations together), rubric, api_base, ...; no ``out``.
+            options: of `draco_ray.judge`: budget (of all generations together), rubric, api_base, out, ...
 
         Raises: see `Judging`.
         """

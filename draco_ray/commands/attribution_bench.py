@@ -14,6 +14,7 @@ from rich.console import Console
 from draco_ray.commands.printing import print_table
 from draco_ray.commands.replay import judges_own_config, open_run
 from draco_ray.config.load import load_config
+from draco_ray.config.schema import RULES as RULE_JUDGE
 from draco_ray.errors import ConfigError, WorldError
 from draco_ray.judging.build import prompts_of
 from draco_ray.judging.judge import Judge
@@ -30,7 +31,6 @@ from draco_ray.lab.analysis.attribution.step_labels import (
     read_step_labels,
 )
 from draco_ray.lab.analysis.judges import OWN, NamedJudge, RuleComplete, asked, folder_name, judge_config, open_complete
-from draco_ray.lab.analysis.judges import RULES as RULE_JUDGE
 from draco_ray.lab.analysis.tables import write_table
 from draco_ray.lab.files import check_folder
 from draco_ray.sandbox.rule_judge.answering import answer
@@ -60,6 +60,8 @@ class Solutions:
     """At most so many."""
     processes: int
     """AppWorld processes side by side."""
+    hard: bool = False
+    """Whether the groups are hard ones, of a sandbox only."""
 
     def plant(self, kept: Path, *, trust: bool) -> tuple[list[list[PlantedRollout]], Path]:
         """The groups, and the data root that they belong to.
@@ -70,7 +72,7 @@ class Solutions:
         """
         if self.run is None:
             world = self.world or self.sandbox
-            groups = planted_groups(world, self.split, self.tasks, self.processes, kept)
+            groups = planted_groups(world, self.split, self.tasks, self.processes, kept, hard=self.hard)
             if not groups:
                 raise WorldError(
                     f"{world}: no reference of split {self.split} passes; check it with `draco sandbox verify`"
@@ -125,9 +127,9 @@ def attribution_bench(
     settings = judge_config(configured.judge, judge, out / "judge_cache")
     prompts = prompts_of(settings)
     groups, world = solutions.plant(out / ROLLOUTS, trust=trust)
-    faults = sum(rollout.fault is not None for group in groups for rollout in group)
+    faults = sum(bool(rollout.faults) for group in groups for rollout in group)
     console.print(
-        f"{len(groups)} tasks, {sum(map(len, groups))} rollouts, {faults} with a planted fault; "
+        f"{len(groups)} tasks, {sum(map(len, groups))} rollouts, {faults} with planted faults; "
         f"judge {asked(judge.model, settings)}"
     )
     name = settings.model if judge.model == OWN else judge.model

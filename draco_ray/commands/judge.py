@@ -15,14 +15,14 @@ from rich.console import Console
 
 from draco_ray.commands import grade
 from draco_ray.config.effect import check_effect, judge_idle, typed_keys
-from draco_ray.config.schema import DracoConfig, JudgeConfig, JudgeLimits
+from draco_ray.config.schema import FILES, RULES, DracoConfig, JudgeConfig, JudgeLimits
 from draco_ray.errors import BudgetSpent, ConfigError, JudgeUnavailable, StoreError
 from draco_ray.judging.endpoint import introduced
 from draco_ray.judging.panel import other
 from draco_ray.judging.pricing import known_price
 from draco_ray.judging.reply_cache import FILE
 from draco_ray.judging.tokens import BYTES_PER_TOKEN
-from draco_ray.lab.analysis.judges import RULES, RuleComplete, configured_rules
+from draco_ray.lab.analysis.judges import RuleComplete, configured_rules
 from draco_ray.lab.report.page import write_report
 from draco_ray.lab.runs.cost import prices, read_calls
 from draco_ray.lab.runs.phase_costs import cost_table, phase_costs, without_prompt_cache
@@ -149,9 +149,10 @@ def _check_together(wanted: Wanted, judge: str | None) -> None:
     """Refuse options that contradict each other or have no effect on the judge. Raises: ConfigError."""
     if wanted.ray and (wanted.batch or judge == RULES):
         raise ConfigError("--ray: not together with --batch, nor with the offline judge, which needs no cluster")
-    offline = {"--api-base": wanted.api_base, "--api-key-env": wanted.api_key_env, "--batch": wanted.batch}
-    if judge == RULES and (given := [name for name, value in offline.items() if value]):
-        raise ConfigError(f"{given[0]}: no effect with the offline judge, which answers in this process")
+    sent = {"--api-base": wanted.api_base, "--api-key-env": wanted.api_key_env, "--batch": wanted.batch}
+    local = judge is not None and (judge == RULES or judge.startswith(FILES))
+    if local and (given := [name for name, value in sent.items() if value]):
+        raise ConfigError(f"{given[0]}: no effect with --judge {judge}, to which nothing is sent")
     for option, given_ in (("--fail-under", wanted.fail_under), ("--baseline", wanted.baseline)):
         if given_ is not None and wanted.rubric is None:
             raise ConfigError(
@@ -175,7 +176,7 @@ def _idle(settled: Plan, wanted: Wanted) -> dict[str, str]:
     judge = settled.config.judge
     named = wanted.judge is not None or judge.model != RULES
     # `plan` has settled whether the cluster serves the judge, and leaves the rule judge's keys to the configuration.
-    idle = {"judge.cache": "here: replies are kept in --out", "algorithm": "on traces"}
+    idle = {"algorithm": "on traces"}
     idle |= {f"algorithm.{key}": "" for key in OF_ALGORITHM}
     idle |= judge_idle(settled.config if named else wanted.config)
     if not wanted.ray:
@@ -198,7 +199,7 @@ def _judge(kept: JudgingRun, settled: Plan, wanted: Wanted, calls: int, console:
     offline = settled.config.judge.model == RULES
     if done := len([*kept.results()]):
         console.print(f"{counted(done, 'group')} judged already, going on with {len(kept.pending())}")
-        replies = kept.directory.judge_cache / FILE
+        replies = (settled.config.judge.cache or kept.directory.judge_cache) / FILE
         if not offline and not replies.exists():
             console.print(
                 f"{replies} is missing: judged groups are kept, calls of other groups are sent and paid for again, and "

@@ -72,6 +72,9 @@ def judge_idle(config: DracoConfig) -> dict[str, str]:
             idle |= {part: f"without {part}.{switch}=true", f"{part}.{switch}": ""}
     if judge.self_judge.enabled:
         idle |= {f"judge.{key}": "with judge.self_judge.enabled=true" for key in SENT}
+    if judge.files is not None:
+        keys = (*SENT[:4], "api_base", "api_key_env", "temperature", "structured_output", "limits", "cache")
+        idle |= {f"judge.{key}": f"with judge.model={judge.model}: files are written and read" for key in keys}
     if not judge.jury:
         idle["judge.strong"] = "without judge.jury: it decides where judges differ"
     if judge.examples is None:

@@ -52,13 +52,18 @@ class _Layer:
 
 
 def load_config(
-    source: str | None = None, overrides: Iterable[str] = (), setting: str | None = None, *, trust: bool = False
+    source: str | Mapping[str, Any] | None = None,
+    overrides: Iterable[str] = (),
+    setting: str | None = None,
+    *,
+    trust: bool = False,
 ) -> DracoConfig:
     """Build the configuration of a run.
 
     Args:
-        source: a preset's name (see `preset_names`), a YAML file, or a run directory; None is the paper's defaults.
-            What follows a preset's name and a colon is the value of the key that the preset calls its argument.
+        source: a preset's name (see `preset_names`), a YAML file, a run directory, or a nested mapping as YAML gives;
+            None is the paper's defaults. What follows a preset's name and a colon is the value of the key that the
+            preset calls its argument.
         overrides: ``dotted.key=value``; the value is read as YAML.
         setting: a setting's name (see `setting_names`).
         trust: take every key from a run directory that this user has not made as well. Unless told, one that would
@@ -69,7 +74,9 @@ def load_config(
         ConfigError: one line per mistake.
     """
     layers: list[_Layer] = []
-    if source is not None:
+    if isinstance(source, Mapping):
+        layers.append(_Layer(source))
+    elif source is not None:
         source, argument = _argument(source)
         layers += [*_read(source), _Layer(argument)]
     if setting is not None:

@@ -292,6 +292,10 @@ class Price(Tree):
 
 LOCAL_PROVIDER = "hosted_vllm/"
 """LiteLLM's for a vLLM server of one's own."""
+RULES = "rules"
+"""Name of the offline judge, which knows the sandbox's tasks."""
+FILES = "files:"
+"""Prefix of a judge that answers through the files of a directory (`draco_ray.judging.file_judge`)."""
 
 
 def provider_key(model: str) -> str:
@@ -370,7 +374,7 @@ class LocalJudgeConfig(Tree):
     kv_cache_gib: float | None = Field(None, gt=0)
     """On the CPU; null: 1."""
     arguments: tuple[str, ...] = Field((), json_schema_extra=CONFIRMED)
-    """Further words for ``vllm serve``, e.g. --reasoning-parser, qwen3."""
+    """Further words for ``vllm serve``, e.g. --reasoning-parser, mistral, for a judge that reasons without <think>."""
 
 
 class JudgeLimits(Tree):
@@ -405,7 +409,8 @@ class JudgeConfig(Tree):
     limits: JudgeLimits = JudgeLimits()
 
     model: str = Field("openai/gpt-5.4", json_schema_extra=CONFIRMED_URL)
-    """LiteLLM model name, provider prefix included."""
+    """LiteLLM model name, provider prefix included; or files:DIR, a directory in which prompts are written as numbered
+    files and replies are waited for."""
     api_base: str | None = Field(None, json_schema_extra=CONFIRMED)
     """Endpoint; null is the provider's own."""
     api_key_env: str | None = Field(None, json_schema_extra=CONFIRMED)
@@ -499,6 +504,17 @@ class JudgeConfig(Tree):
     def key_variable(self) -> str:
         """The environment variable that holds the key."""
         return self.api_key_env or provider_key(self.model)
+
+    @property
+    def files(self) -> Path | None:
+        """Directory of a judge that answers through files; None for any other judge."""
+        return Path(self.model.removeprefix(FILES)).absolute() if self.model.startswith(FILES) else None
+
+    @field_validator("model")
+    @classmethod
+    def _absolute(cls, model: str) -> str:
+        # Judge workers run in other directories.
+        return f"{FILES}{Path(model.removeprefix(FILES)).absolute()}" if model.startswith(FILES) else model
 
     @model_validator(mode="after")
     def _local(self) -> Self:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from draco_ray.config.schema import JudgeConfig
 from draco_ray.judging.complete import Complete
+from draco_ray.judging.file_judge import FileJudge
 from draco_ray.judging.judge import Judge
 from draco_ray.judging.labels import examples_of
 from draco_ray.judging.panel import panel_judge, with_fallbacks
@@ -41,14 +42,13 @@ def build_judge(
     Raises:
         ConfigError: the prompt set cannot be used.
     """
-    from draco_ray.judging.client import LiteLLMClient
     from draco_ray.judging.reply_cache import ReplyCache
 
     cache = ReplyCache(config.cache) if replies is None and config.cache is not None else replies
 
     def open_one(judge: JudgeConfig) -> Complete:
         configured = (judge.model, judge.api_base) == (config.model, config.api_base)
-        return LiteLLMClient(
+        return open_model(
             judge,
             cache,
             leases=leases,
@@ -59,12 +59,30 @@ def build_judge(
     return panel_judge(config, prompts or prompts_of(config), with_fallbacks(config, open_one), open_one, cache)
 
 
+def open_model(
+    config: JudgeConfig,
+    cache: Replies | None,
+    *,
+    leases: Leases | None,
+    servers: Servers | None = None,
+    endpoint_counts: bool = True,
+) -> Complete:
+    """What answers for ``judge.model``: files of a directory, or LiteLLM; for the arguments see its client."""
+    if config.files is not None:
+        return FileJudge(config.files, config.model)
+    from draco_ray.judging.client import LiteLLMClient
+
+    return LiteLLMClient(config, cache, leases=leases, servers=servers, endpoint_counts=endpoint_counts)
+
+
 def prompts_of(config: JudgeConfig) -> Prompts:
     """The prompt set of a configuration, with its secret, its facts and its examples.
 
     Raises: as `load_prompts`, `evidence_key`, `examples_of`.
     """
-    return load_prompts(config.prompts, evidence_key(config.cache), config.environment_facts, examples_of(config))
+    return load_prompts(
+        config.prompts, evidence_key(config.files or config.cache), config.environment_facts, examples_of(config)
+    )
 
 
 def build_self_judge(

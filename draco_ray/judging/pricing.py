@@ -13,9 +13,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from draco_ray.config.schema import JudgeConfig, Price, PriceTier
+from draco_ray.config.schema import FILES, JudgeConfig, Price, PriceTier
 from draco_ray.errors import ConfigError
-from draco_ray.judging.model_limits import quiet_litellm
+from draco_ray.judging.model_limits import listed_model
 from draco_ray.records import Message
 
 REQUEST_TOKENS = 512
@@ -65,6 +65,8 @@ def known_price(judge: JudgeConfig, model: str) -> Price | None:
 
     Where LiteLLM's is the configured one and says besides what cached input and long prompts cost, it is that.
     """
+    if model.startswith(FILES):
+        return Price(input=0.0, output=0.0)
     sent = judge.extra_body if judge.service_tier is None else {"service_tier": judge.service_tier}
     configured, listed = find_price(model, judge.prices), _litellm_price(model, sent)
     if configured is None or listed is None:
@@ -234,13 +236,7 @@ def _rates(price: Price, input_tokens: int) -> Price | PriceTier:
 
 
 def _litellm_price(model: str, extra_body: Mapping[str, object]) -> Price | None:
-    litellm = quiet_litellm()
-    try:
-        key = litellm.get_model_info(model)["key"]
-    except Exception:
-        # For a model that it does not know it raises a plain Exception.
-        return None
-    listed: Mapping[str, Any] = litellm.model_cost.get(key, {})
+    listed = listed_model(model)
     tier = extra_body.get("service_tier")
     if tier == "priority" and "input_cost_per_token_priority" not in listed:
         return None

@@ -7,11 +7,13 @@ import itertools
 import math
 import os
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, TypedDict, Unpack
 
+from draco_ray.config.load import load_config
 from draco_ray.config.schema import (
     LOCAL_PROVIDER,
     DracoConfig,
@@ -22,7 +24,7 @@ from draco_ray.config.schema import (
     SelfJudgeConfig,
 )
 from draco_ray.errors import ConfigError
-from draco_ray.judging.build import prompts_of
+from draco_ray.judging.build import open_model, prompts_of
 from draco_ray.judging.complete import Complete, Completion, Request
 from draco_ray.judging.endpoint import place_of
 from draco_ray.judging.judge_context import judge_room, judge_tokens
@@ -49,6 +51,10 @@ STATIC = "static"
 """For ``rubric``: the one that ships."""
 GROUPS_IN_BATCH = 500
 """Groups in memory and under way where each phase takes a batch's time."""
+
+
+ConfigSource = DracoConfig | Mapping[str, Any] | str | Path
+"""A configuration, a nested mapping, or the name of a preset, a YAML file or a run directory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +92,7 @@ class Plan:
 def plan(
     model: str | None = None,
     *,
-    config: DracoConfig | None = None,
+    config: ConfigSource | None = None,
     budget: float | None = None,
     api_base: str | None = None,
     api_key_env: str | None = None,
@@ -104,17 +110,17 @@ def plan(
         ConfigError: a budget without a known price, a rubric or prompt set that cannot be used, or no model where the
             configuration has a judge that only training has.
     """
-    base = config or DracoConfig()
+    base = config if isinstance(config, DracoConfig) else load_config(_source(config))
     model = model or _configured_model(base.judge)
     told = {"api_base": api_base, "api_key_env": api_key_env, "context_tokens": context}
     judge = base.judge.model_copy(
         update={
             **{name: value for name, value in told.items() if value is not None},
-            "model": model,
+            "model": JudgeConfig(model=model).model,
             "rule_judge": RuleJudgeConfig(),
             "self_judge": SelfJudgeConfig(),
             "limits": base.judge.limits if budget is None else _budget(base.judge.limits, budget),
-            "cache": None if out is None else (out / "judge_cache").resolve(),
+            "cache": base.judge.cache or (None if out is None else (out / "judge_cache").resolve()),
         }
     )
     judge = _served_here(judge, ray=ray)
@@ -142,6 +148,10 @@ def plan(
         rubric=load_static_rubric(static) if static is not None else None,
         batch=batch,
     )
+
+
+def _source(config: Mapping[str, Any] | str | Path | None) -> str | Mapping[str, Any] | None:
+    return str(config) if isinstance(config, Path) else config
 
 
 def _configured_model(judge: JudgeConfig) -> str:
@@ -251,8 +261,6 @@ def open_judge(settled: Plan) -> Meter:
     Raises:
         StoreError: replies cannot be kept.
     """
-    from draco_ray.judging.client import LiteLLMClient
-
     judge = settled.config.judge
     book = None if judge.cache is None else read_book(judge.cache)
     outage = Outage(
@@ -276,7 +284,7 @@ def open_judge(settled: Plan) -> Meter:
 
             return meter.over(BatchClient(judge, cache, line))
         configured = (judge.model, judge.api_base) == (settled.config.judge.model, settled.config.judge.api_base)
-        return meter.over(LiteLLMClient(judge, cache, leases=line, endpoint_counts=not configured))
+        return meter.over(open_model(judge, cache, leases=line, endpoint_counts=not configured))
 
     meter.open_other, meter.replies = open_one, cache
     meter.complete = with_fallbacks(judge, open_one)
@@ -325,7 +333,7 @@ async def judge(
     api_base: str | None = None,
     api_key_env: str | None = None,
     context: int | None = None,
-    config: DracoConfig | None = None,
+    config: ConfigSource | None = None,
     batch: bool = False,
     complete: Callable[[Request], Awaitable[Completion]] | Complete | None = None,
 ) -> list[JudgedGroup]:
@@ -340,7 +348,8 @@ async def judge(
         api_base: an endpoint of one's own; None: the configuration's, else the provider's.
         api_key_env: variable that holds the key; None: the configuration's, else ``<PROVIDER>_API_KEY``.
         context: tokens that the judge reads; None: the configuration's, else LiteLLM's figure, else `DEFAULT_CONTEXT`.
-        config: ``judge`` and ``algorithm`` of it are taken, as far as no argument says otherwise; None: the defaults.
+        config: ``judge`` and ``algorithm`` of it are taken, as far as no argument says otherwise: a configuration, a
+            nested mapping (``{"judge": {"model": ...}}``), or a YAML file or preset by its name; None: the defaults.
         batch: ask the provider's batch API: half the price, and up to a day for each of five phases.
         complete: answers in place of LiteLLM.
 
@@ -385,11 +394,27 @@ async def judge(
     return [found[index] for index in range(len(groups))]
 
 
-def judge_sync(groups: Sequence[TraceGroup], model: str | None = None, **options: object) -> list[JudgedGroup]:
+class JudgeOptions(TypedDict, total=False):
+    """Keyword arguments of `judge`, which says what they mean."""
+
+    budget: float | None
+    rubric: str | Path | None
+    out: str | Path | None
+    api_base: str | None
+    api_key_env: str | None
+    context: int | None
+    config: ConfigSource | None
+    batch: bool
+    complete: Callable[[Request], Awaitable[Completion]] | Complete | None
+
+
+def judge_sync(
+    groups: Sequence[TraceGroup], model: str | None = None, **options: Unpack[JudgeOptions]
+) -> list[JudgedGroup]:
     """`judge`, for code that is not asynchronous, a notebook's included; its arguments and errors are the same."""
 
     def run() -> list[JudgedGroup]:
-        return asyncio.run(judge(groups, model, **options))  # type: ignore[arg-type]
+        return asyncio.run(judge(groups, model, **options))
 
     try:
         asyncio.get_running_loop()
@@ -400,4 +425,4 @@ def judge_sync(groups: Sequence[TraceGroup], model: str | None = None, **options
         return thread.submit(run).result()
 
 
-__all__ = ["Meter", "Plan", "judge", "judge_run", "judge_sync", "open_judge", "plan", "trace_judge"]
+__all__ = ["JudgeOptions", "Meter", "Plan", "judge", "judge_run", "judge_sync", "open_judge", "plan", "trace_judge"]

@@ -109,11 +109,29 @@ def test_a_budget_holds_over_all_generations_of_a_reward_function(monkeypatch: p
         assert len(server.requests) < 20
 
 
+def test_generations_are_kept_and_a_restarted_process_pays_for_nothing_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "key")
+    config = {"judge": {"model": "openai/m", "prices": {"m": {"input": 0.0, "output": 100.0}}, "max_tokens": 1000}}
+    prompts, completions = [ASK, ASK], [said("DL9"), said("UA1")]
+    with ScriptedJudgeServer(answer=canned_judge.answer) as server:
+        asked: list[int] = []
+        for generation in (1, 2):
+            credit = StepCredit(config=config, api_base=server.base, budget=0.12, out=tmp_path)
+            assert credit(prompts, completions) == [1.0, -1.0]
+            asked.append(len(server.requests))
+            assert (tmp_path / f"{generation:05d}" / "judged.jsonl").exists()
+        assert asked[1] - asked[0] == asked[0] - 8, "the second process asks for the start-up check alone"
+        with pytest.raises(BudgetSpent):
+            StepCredit(config=config, api_base=server.base, budget=0.12, out=tmp_path)(
+                [ASK + "!"] * 2, [said("UA1"), said("DL9")]
+            )
+
+
 def test_what_a_reward_function_cannot_do_is_said_when_it_is_made(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match="budgett"):
-        StepCredit("openai/m", budgett=5.0)
-    with pytest.raises(ConfigError, match="out: holds the traces of one call"):
-        StepCredit("openai/m", out=tmp_path)
+        StepCredit("openai/m", budgett=5.0)  # type: ignore[call-arg]
     with pytest.raises(ConfigError, match="no price of openai/m is known"):
         StepCredit("openai/m", budget=5.0)
     with pytest.raises(ConfigError, match="no judge: expected a model"):

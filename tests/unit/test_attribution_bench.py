@@ -23,10 +23,13 @@ from draco_ray.lab.analysis.attribution.bench import JudgedRollout, judge_groups
 from draco_ray.lab.analysis.attribution.measure import measures, rollout_rows
 from draco_ray.lab.analysis.attribution.plant import (
     BENIGN,
+    IDLE_CELLS,
+    MISLEADING,
     REFERENCE,
     PlantedRollout,
     choose,
     confirmed,
+    hard_plan,
     plan,
     planted_groups,
 )
@@ -152,6 +155,33 @@ def test_every_fault_of_every_family_leaves_a_mark(family: str) -> None:
     for rollout in plan("t_1", family):
         assert bool(rollout.planted) or rollout.fault is None, rollout.kind
     assert set(faults_of(families()[family])) == families()[family].faults
+
+
+@pytest.mark.parametrize("family", sorted(families()))
+def test_a_hard_group_marks_faults_and_not_what_only_looks_wrong(family: str) -> None:
+    group = {rollout.kind: rollout for rollout in hard_plan("t_1", family)}
+    assert [rollout.scope for rollout in group.values()] == [
+        *(REFERENCE, MISLEADING, "one fault", "two faults", "two faults", "two faults", "late fault")
+    ]
+    assert group[REFERENCE].planted == group[MISLEADING].planted == ()
+    (late,) = [rollout for rollout in group.values() if rollout.scope == "late fault"]
+    assert late.cells[late.planted[0] :][: len(IDLE_CELLS)] == IDLE_CELLS
+    for rollout in group.values():
+        assert bool(rollout.planted) is bool(rollout.faults)
+
+
+async def test_of_a_hard_group_the_judge_writes_the_rubric(world: Path) -> None:
+    group = [
+        replace(each, outputs=tuple(map(output_of, each.cells)), success=not each.faults & FATAL)
+        for each in hard_plan("count_library_songs_1", "count_library_songs")
+    ]
+    judge = Judge(RuleComplete(), load_prompts(Path("prompts/judge")), JudgeConfig(reasks=0))
+    found = await judge_groups(judge, [group], world)
+    rows = {(row["scope"], row["measure"]): row for row in measures(found, "some").to_pylist()}
+    assert {scope for scope, _ in rows} == {"all", "one fault", "late fault", "two faults"}
+    assert rows["all", "reward_auroc"]["value"] > 0.5
+    assert rows["two faults", "citation_precision"]["observations"] == 3
+    assert ("all", "kappa") not in rows, "the right verdicts on a judge's own criteria are not known"
 
 
 async def test_the_rule_judge_finds_what_was_planted(world: Path) -> None:

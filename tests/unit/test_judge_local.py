@@ -16,10 +16,11 @@ from draco_ray.config.schema import DracoConfig, JudgeConfig, LocalJudgeConfig, 
 from draco_ray.errors import ConfigError, JudgeUnavailable
 from draco_ray.judging.endpoint import Server
 from draco_ray.judging.local import servers as module
-from draco_ray.judging.local.server import STARTS, Look, Stall, VllmJudgeServer, serve_words
+from draco_ray.judging.local.server import STARTS, Look, Stall, VllmJudgeServer, reasoning_words, serve_words
 from draco_ray.judging.local.servers import ADJUST_SECONDS, LOOK_SECONDS, SILENT_SECONDS, JudgeServers
 from draco_ray.judging.panel import other
 from draco_ray.training.preflight import check_resources
+from tests.support.tiny_model import tiny_tokenizer
 from tests.support.turns import LoopClock, outcome, turns, until
 
 MODEL = "hosted_vllm/Qwen/Qwen3.6-27B"
@@ -454,6 +455,34 @@ def test_the_command_line_names_the_model_and_holds_no_key() -> None:
     assert words[-2:] == ["--reasoning-parser", "qwen3"]
     assert not [word for word in words if "key" in word]
     assert "secret" not in repr(Server("http://10.0.0.7:8123/v1", "secret"))
+
+
+OPENS = "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
+SILENT = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+HYBRID = SILENT + "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}"
+ON_REQUEST = SILENT + "{% if not enable_thinking %}<think>\n\n</think>\n\n{% endif %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "tokens", "thinks"),
+    [
+        (OPENS, ["<think>", "</think>"], True),
+        (HYBRID, ["<think>", "</think>"], True),
+        (ON_REQUEST, ["<think>", "</think>"], False),
+        (SILENT, ["<think>", "</think>"], False),
+        (OPENS, [], False),
+    ],
+)
+def test_a_judge_that_thinks_is_served_with_a_reasoning_parser(
+    tmp_path: Path, template: str, tokens: list[str], thinks: bool
+) -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.add_tokens(tokens)
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(tmp_path)
+    assert reasoning_words(str(tmp_path), ()) == (["--reasoning-parser", "deepseek_r1"] if thinks else [])
+    assert reasoning_words(str(tmp_path), ("--reasoning-parser=qwen3",)) == []
+    assert reasoning_words(str(tmp_path / "missing"), ()) == []
 
 
 @pytest.mark.parametrize(

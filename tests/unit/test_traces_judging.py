@@ -280,8 +280,8 @@ def test_two_at_a_time_are_refused_and_another_way_to_the_same_judge_is_not(tmp_
         pytest.raises(ConfigError, match="another process is working in it; end that one"),
     ):
         judge_sync(groups, MODEL, out=out, complete=Canned())
-    moved = {"api_base": "http://10.0.0.7/v1", "api_key_env": "OTHER_KEY"}
-    assert judge_sync(groups, MODEL, out=out, complete=Canned(), **moved)
+    moved = "http://10.0.0.7/v1"
+    assert judge_sync(groups, MODEL, out=out, complete=Canned(), api_base=moved, api_key_env="OTHER_KEY")
     with pytest.raises(ConfigError, match=r"below cannot be created: a file is in its way|cannot be created"):
         judge_sync(groups, MODEL, out=out / "judged.jsonl" / "below", complete=Canned())
 

@@ -243,6 +243,9 @@ def attribution_bench(
     ] = None,
     split: Annotated[str, typer.Option(help="Without --run: split of the tasks.")] = "test_normal",
     tasks: Annotated[int | None, typer.Option(min=1, help="Only N tasks.")] = None,
+    hard: Annotated[
+        bool, typer.Option("--hard", help="The judge writes the rubric; two faults in a run, late consequences.")
+    ] = False,
     config: Annotated[
         str | None, typer.Option(help="A preset, a YAML file or a run, for the judge's settings.")
     ] = None,
@@ -277,12 +280,19 @@ def attribution_bench(
     if run is None:
         check_no_effect(context, "without --run DIR", "step")
     else:
-        check_no_effect(context, "with --run DIR, whose rollouts are taken", "split")
+        check_no_effect(context, "with --run DIR, whose rollouts are taken", "split", "hard")
     if judge is None:
         judge = "own" if config is not None and names_judge(load_config(config, trust=True)) else "rules"
     written = run_bench(
         Solutions(
-            run=run, steps=step, world=world, sandbox=SANDBOX_ROOT, split=split, tasks=tasks, processes=processes
+            run=run,
+            steps=step,
+            world=world,
+            sandbox=SANDBOX_ROOT,
+            split=split,
+            tasks=tasks,
+            processes=processes,
+            hard=hard,
         ),
         judge=NamedJudge(model=judge, api_base=api_base, api_key_env=api_key_env),
         config=config,

@@ -7,7 +7,7 @@ import json
 import re
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +20,7 @@ from draco_ray.engine.model_directory import is_local
 from draco_ray.errors import JudgeUnavailable
 from draco_ray.judging.endpoint import Server
 from draco_ray.judging.judge_context import model_positions
+from draco_ray.judging.reply import THINK_BEGIN, THINK_END
 
 STARTS = 3
 """Times in a row that a server may end before it has answered."""
@@ -62,7 +63,37 @@ def serve_words(config: JudgeConfig, host: str, port: int) -> list[str]:
     words += ["--enable-prompt-tokens-details", "--disable-uvicorn-access-log"]
     # Where replies follow a schema, blanks would only use up their length.
     words += ["--structured-outputs-config", json.dumps({"disable_any_whitespace": True, "backend": "xgrammar"})]
-    return [*words, *openai_server.hardware_words(engine_of(local), context or CPU_CONTEXT), *local.arguments]
+    words += openai_server.hardware_words(engine_of(local), context or CPU_CONTEXT)
+    return [*words, *reasoning_words(model, local.arguments), *local.arguments]
+
+
+def reasoning_words(model: str, arguments: Sequence[str]) -> list[str]:
+    """Let a model whose chat template makes it think reason freely up to ``</think>``: only the rest follows a schema.
+
+    Args:
+        model: hub name or directory. One that cannot be read here is left to vLLM, which reports why.
+        arguments: ``judge.local.arguments``; a parser that is typed there is the only one.
+    """
+    if any(word.startswith("--reasoning-parser") for word in arguments):
+        return []
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(model)
+    except (OSError, ValueError):
+        return []
+    if tokenizer.chat_template is None or not {THINK_BEGIN, THINK_END} <= tokenizer.get_vocab().keys():
+        return []
+
+    def turn(**switch: bool) -> str:
+        messages = [{"role": "user", "content": "Judge."}]
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **switch)
+        return str(text).rstrip()
+
+    # A hybrid model thinks unless its template closes the reasoning for it, as it does when that is switched off.
+    hybrid = turn(enable_thinking=False).endswith(THINK_END) and not turn().endswith(THINK_END)
+    thinks = hybrid or turn().endswith(THINK_BEGIN)
+    return ["--reasoning-parser", "deepseek_r1"] if thinks else []
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

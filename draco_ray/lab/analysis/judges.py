@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from draco_ray.config.schema import DracoConfig, JudgeConfig, LocalJudgeConfig, RuleJudgeConfig, SelfJudgeConfig
+from draco_ray.config.schema import RULES, DracoConfig, JudgeConfig, LocalJudgeConfig, RuleJudgeConfig, SelfJudgeConfig
 from draco_ray.errors import ConfigError
 from draco_ray.judging.complete import Complete, Completion, Request
 from draco_ray.judging.endpoint import introduced
@@ -18,8 +18,6 @@ from draco_ray.sandbox.rule_judge.noise import ANSWERS, Noise
 
 log = logging.getLogger(__name__)
 
-RULES = "rules"
-"""Name of the offline rule judge on the command line."""
 OWN = "own"
 """Name of a run's own judge on the command line: asked again, it says how far a judge agrees with itself."""
 POLICY = "policy"
@@ -163,11 +161,11 @@ def open_complete(config: JudgeConfig, seed: int = 0) -> Complete:
     """
     if config.model == RULES:
         return configured_rules(config, seed)
-    from draco_ray.judging.client import LiteLLMClient
+    from draco_ray.judging.build import open_model
     from draco_ray.judging.reply_cache import ReplyCache
 
     if config.jury:
         log.warning(
             "judge.jury has %d further judges, which are not asked here: only %s is", len(config.jury), config.model
         )
-    return LiteLLMClient(config, None if config.cache is None else ReplyCache(config.cache))
+    return open_model(config, None if config.cache is None else ReplyCache(config.cache), leases=None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -14,9 +14,14 @@ from draco_ray.algorithm.group import group_advantages
 from draco_ray.algorithm.reward import surviving_criteria
 from draco_ray.algorithm.rules import AdvantageRule
 from draco_ray.environments.appworld.data_root import load_task
+from draco_ray.errors import JudgeUnavailable
 from draco_ray.judging.judge import CallContext, Judge
+from draco_ray.judging.phases.base import Rubric
 from draco_ray.judging.phases.credit import Credit
 from draco_ray.judging.phases.score import Score
+from draco_ray.judging.phases.stage1 import Stage1
+from draco_ray.judging.phases.stage2 import Stage2
+from draco_ray.judging.phases.union import Union
 from draco_ray.lab.analysis.attribution.plant import PlantedRollout
 from draco_ray.lab.analysis.attribution.rubric import known_rubric
 from draco_ray.records import (
@@ -42,7 +47,7 @@ class JudgedRollout:
 
     planted: PlantedRollout
     truth_K: IntArray
-    """Known verdicts: -1 violated, +1 not, 0 left open."""
+    """Known verdicts: -1 violated, +1 not, 0 left open; empty where the judge wrote the rubric."""
     verdict_K: IntArray | None
     """The scoring call's; None where it failed."""
     attributions: tuple[Attribution, ...] | None
@@ -61,7 +66,7 @@ class JudgedRollout:
 async def judge_groups(
     judge: Judge, groups: Sequence[Sequence[PlantedRollout]], world: Path, prompt: Path = AGENT_PROMPT
 ) -> list[JudgedRollout]:
-    """Let a judge score and credit every group against its known rubric.
+    """Let a judge score and credit every group against its known rubric, or one that the judge writes for it.
 
     Args:
         judge: who is measured.
@@ -80,9 +85,9 @@ async def _judge_group(
     judge: Judge, group: Sequence[PlantedRollout], world: Path, template: Path
 ) -> list[JudgedRollout]:
     task = load_task(world, group[0].task_id)
-    rubric = known_rubric(group[0].rubric, task.instruction)
     prompt = render_agent_prompt(template, task)
     played = [trajectory(rollout, index, prompt) for index, rollout in enumerate(group)]
+    rubric = known_rubric(group[0].rubric, task.instruction) or await _own_rubric(judge, played)
     scored = await asyncio.gather(*(judge.ask(Score(each, rubric), _context(each)) for each in played))
     rows = [index for index, score in enumerate(scored) if score.value is not None]
     verdict_GK = np.array(
@@ -119,6 +124,22 @@ async def _judge_group(
             )
         )
     return found
+
+
+async def _own_rubric(judge: Judge, played: Sequence[Trajectory]) -> Rubric:
+    """The rubric that the judge writes: stage1, stage2 of every rollout, union.
+
+    Raises:
+        JudgeUnavailable: it wrote none.
+    """
+    prompt, whole = played[0].prompt, replace(_context(played[0]), rollout=None)
+    first = (await judge.ask(Stage1(prompt), whole)).value or ()
+    further = await asyncio.gather(*(judge.ask(Stage2(each, first), _context(each)) for each in played))
+    candidates = [*first, *(criterion for judged in further for criterion in judged.value or ())]
+    union = await judge.ask(Union(prompt, candidates, played), whole)
+    if not union.value:
+        raise JudgeUnavailable(f"task {played[0].task_id}: the judge wrote no rubric: {union.error or 'an empty one'}")
+    return union.value
 
 
 def trajectory(rollout: PlantedRollout, index: int, prompt: tuple[Message, ...]) -> Trajectory:

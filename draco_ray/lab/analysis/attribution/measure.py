@@ -3,7 +3,8 @@
 Verdicts (a judgment is one criterion of one rollout, violated or not; not applicable counts as not violated):
 ``accuracy``, ``kappa``, ``balanced_accuracy``, ``false_pass``, ``false_fail``, ``unanswered``.
 
-Citations and credit (an observation is one rollout with a fault; a scope other than ``all`` is one kind of fault):
+Citations and credit (an observation is one rollout with a fault; a scope other than ``all`` is one kind of fault, of
+hard groups ``one fault``, ``late fault``, ``two faults``):
 
 ==================== ===============================================================================
 measure              is the mean of
@@ -24,7 +25,8 @@ Beside each stands what three rules without a judge reach on the same rollouts, 
 steps), ``last_step`` the last one, ``first_failed`` the first one whose output is an error, the last one where none is.
 
 ``reward_auroc`` is the chance that a rollout that passes the task's tests has a higher R than one of its group that
-fails them, a mean over tasks; ``false_blame`` the share of faultless rollouts with a failed criterion. A rollout whose
+fails them, a mean over tasks; ``false_blame`` the share of faultless rollouts with a failed criterion (of
+hard groups one that looks wrong included). A rollout whose
 calls failed cites nothing and counts as missed; where nothing is credited, ``hit_at_1`` and ``blame_auroc`` are at
 chance.
 """
@@ -47,7 +49,6 @@ from draco_ray.lab.analysis.agreement import (
     contingency,
 )
 from draco_ray.lab.analysis.attribution.bench import JudgedRollout
-from draco_ray.lab.analysis.attribution.plant import BENIGN, REFERENCE
 from draco_ray.lab.analysis.attribution.rubric import UNKNOWN, failed
 from draco_ray.lab.analysis.columns import columns
 from draco_ray.lab.analysis.credit import push_shares
@@ -82,11 +83,12 @@ _NONE = float("nan")
 def measures(judged: Sequence[JudgedRollout], judge: str) -> pa.Table:
     """Every measure over all rollouts, then by kind of fault; intervals of 95 % are over tasks."""
     rows = [*_verdict_rows("all", _judgments(judged, None))]
-    rows += _step_rows("all", [rollout for rollout in judged if rollout.planted.fault is not None])
+    rows += _step_rows("all", [rollout for rollout in judged if rollout.planted.faults])
     rows += [row for row in (_reward_row(judged), _blame_row(judged)) if row is not None]
     for fault in Fault:
         rows += _verdict_rows(fault.value, _judgments(judged, fault))
-        rows += _step_rows(fault.value, [rollout for rollout in judged if rollout.planted.fault is fault])
+    for scope in [*Fault, "one fault", "late fault", "two faults"]:
+        rows += _step_rows(scope, [rollout for rollout in judged if rollout.planted.scope == scope])
     return pa.Table.from_pylist([{"judge": judge, **row} for row in rows], schema=MEASURES)
 
 
@@ -299,9 +301,10 @@ def _reward_row(judged: Sequence[JudgedRollout]) -> dict[str, Any] | None:
 def _blame_row(judged: Sequence[JudgedRollout]) -> dict[str, Any] | None:
     clusters: dict[str, list[Observation]] = defaultdict(list)
     for rollout in judged:
-        if rollout.planted.kind in (REFERENCE, BENIGN) and rollout.verdict_K is not None:
+        if not rollout.planted.faults and rollout.verdict_K is not None:
             # What a criterion that is left open says is neither right nor wrong.
-            blamed = float(((rollout.verdict_K == Verdict.FAIL) & (rollout.truth_K == 1)).any())
+            known = rollout.truth_K == 1 if rollout.planted.rubric else True
+            blamed = float(((rollout.verdict_K == Verdict.FAIL) & known).any())
             clusters[rollout.planted.task_id].append((blamed, _NONE, _NONE, _NONE))
     return _mean_row("all", "false_blame", clusters) if clusters else None
 

@@ -4,6 +4,9 @@ A group is what the bench judges together: a task's reference, the same with eac
 mutation, which changes the words of the code and nothing that it does. A fatal fault is kept if the task's tests fail
 with it and pass without it (the reference is the rollout with the fault undone); the reference, a benign mutation and a
 harmless fault are kept if the tests pass.
+
+A hard group has no rubric: the judge writes it. Beside the reference it holds a run that looks wrong and is right, one
+with a fatal fault, one with ten idle steps between the fault and its consequence, and runs with two faults.
 """
 
 from __future__ import annotations
@@ -21,14 +24,38 @@ from typing import Any
 from draco_ray.environments.appworld.interpreter import appworld_python
 from draco_ray.environments.jail import linux
 from draco_ray.errors import ConfigError, WorldError
-from draco_ray.lab.analysis.attribution.rubric import faults_of, known_verdicts
+from draco_ray.lab.analysis.attribution.rubric import faults_of, in_order, known_verdicts
 from draco_ray.records import IntArray
 from draco_ray.sandbox.world.build import MANIFEST, read_manifest
 from draco_ray.sandbox.world.scripts import FATAL, SPLITS, Fault, families
 from draco_ray.temp_dirs import PrivateTempDir
 
 EXECUTE = Path(__file__).with_name("execute.py")
-REFERENCE, BENIGN = "reference", "benign"
+REFERENCE, BENIGN, MISLEADING = "reference", "benign", "looks wrong"
+LATE, AND = "late ", " and "
+"""How the kinds of a hard group are written: ``late wrong_filter``, ``wrong_filter and print_secret``."""
+IDLE_CELLS = tuple(
+    f"# Look around.\n{code}"
+    for code in (
+        "print(len(passwords))",
+        'print(profile["first_name"])',
+        "print(sorted(passwords))",
+        "print(len(apis.api_docs.show_app_descriptions()))",
+        'print([each["name"] for each in apis.api_docs.show_app_descriptions()])',
+        'print(len(apis.api_docs.show_api_descriptions(app_name="supervisor")))',
+        "print(len(apis.supervisor.show_addresses()))",
+        "print(len(apis.supervisor.show_payment_cards()))",
+        'print(apis.supervisor.show_active_task()["instruction"])',
+        "print(len(rows))",
+    )
+)
+"""Steps that change nothing, between a fault and its consequence."""
+MISLEADING_CELLS = (
+    "# This will probably fail: the list should not exist yet.\nprint(len(rows))",
+    "# Something is wrong with the accounts? Start again.\nprint(len(passwords) == 0)",
+    "# Delete nothing, only pretend to.\nremoved = []\nprint(removed)",
+)
+"""Steps that look wrong, one of them with an error, and change nothing; put in front of the list's first fetch."""
 _NAMES = re.compile(r"\brows\b")
 
 
@@ -40,7 +67,7 @@ class PlantedRollout:
     family: str
     """Of the sandbox's script; empty for a rollout of a policy."""
     kind: str
-    """``reference``, ``benign`` or the planted `Fault`."""
+    """``reference``, ``benign``, ``looks wrong``, or what is planted: a `Fault`, two, or a late one."""
     cells: tuple[str, ...]
     outputs: tuple[str, ...] = ()
     """What AppWorld printed."""
@@ -52,14 +79,28 @@ class PlantedRollout:
     """Faults that the group's rubric has a criterion for."""
 
     @property
+    def faults(self) -> frozenset[Fault]:
+        """The planted faults."""
+        if self.kind in (REFERENCE, BENIGN, MISLEADING):
+            return frozenset()
+        return frozenset(map(Fault, self.kind.removeprefix(LATE).split(AND)))
+
+    @property
     def fault(self) -> Fault | None:
-        """The planted fault, if there is one."""
-        return None if self.kind in (REFERENCE, BENIGN) else Fault(self.kind)
+        """The planted fault, if there is just one."""
+        return next(iter(self.faults)) if len(self.faults) == 1 else None
+
+    @property
+    def scope(self) -> str:
+        """What it is counted under: its kind, of a hard group without the faults' names."""
+        if self.rubric or not self.faults:
+            return self.kind
+        return "two faults" if len(self.faults) > 1 else "late fault" if self.kind.startswith(LATE) else "one fault"
 
     @property
     def confirmed(self) -> bool:
         """Whether AppWorld's tests say of this rollout what they should."""
-        return self.success is (self.fault not in FATAL)
+        return self.success is not bool(self.faults & FATAL)
 
     @property
     def truth_K(self) -> IntArray:
@@ -86,8 +127,34 @@ def plan(task_id: str, family: str) -> list[PlantedRollout]:
     ]
 
 
+def hard_plan(task_id: str, family: str) -> list[PlantedRollout]:
+    """The hard group of one task, not yet executed."""
+    maker = families()[family]
+    reference = maker.script()
+    fatal = [fault for fault in faults_of(maker) if fault in FATAL - {Fault.NO_COMPLETION}]
+    first, second = fatal[0], (fatal[1:] or [Fault.NO_COMPLETION])[0]
+    fetch = next(number for number, cell in enumerate(reference) if cell.startswith("# Fetch"))
+    scripts = {REFERENCE: reference, MISLEADING: [*reference[:fetch], *MISLEADING_CELLS, *reference[fetch:]]}
+    pairs = ({second}, {first, second}, {first, Fault.PRINT_SECRET}, {second, Fault.REPEAT_FAILING_CALL})
+    scripts |= {AND.join(in_order(each)): maker.script(frozenset(each)) for each in pairs}
+    late = maker.script(frozenset({first}))
+    behind = next(number for number, cell in enumerate(late) if cell not in reference) + 1
+    scripts[LATE + first] = [*late[:behind], *IDLE_CELLS, *late[behind:]]
+    harmless = {*reference, *IDLE_CELLS, *MISLEADING_CELLS}
+    return [
+        PlantedRollout(
+            task_id=task_id,
+            family=family,
+            kind=kind,
+            cells=tuple(cells),
+            planted=tuple(number for number, cell in enumerate(cells, 1) if cell not in harmless),
+        )
+        for kind, cells in scripts.items()
+    ]
+
+
 def planted_groups(
-    world: Path, split: str, tasks: int | None, processes: int, kept: Path
+    world: Path, split: str, tasks: int | None, processes: int, kept: Path, *, hard: bool = False
 ) -> list[list[PlantedRollout]]:
     """Plan, execute and confirm the groups of a split; what was executed is kept and used again.
 
@@ -97,6 +164,7 @@ def planted_groups(
         tasks: take so many, one a family first; None takes all.
         processes: AppWorld processes side by side.
         kept: JSON lines file of executed rollouts, read if it was made from the same world and tasks.
+        hard: whether to plan hard groups.
 
     Raises:
         ConfigError: an unknown split.
@@ -108,10 +176,11 @@ def planted_groups(
     if split not in SPLITS:
         raise ConfigError(f"--split {split!r}: expected one of {', '.join(SPLITS)}")
     chosen = choose(manifest["tasks"], split, tasks)
-    header = {"digest": manifest["digest"], "tasks": chosen, "format": 2}
+    header = {"digest": manifest["digest"], "tasks": chosen, "format": 2} | ({"hard": True} if hard else {})
     played = read_kept(kept, header)
     if played is None:
-        wanted = [rollout for task_id in chosen for rollout in plan(task_id, manifest["tasks"][task_id]["family"])]
+        make = hard_plan if hard else plan
+        wanted = [rollout for task_id in chosen for rollout in make(task_id, manifest["tasks"][task_id]["family"])]
         played = play(wanted, world, processes)
         write_kept(kept, header, played)
     groups = [[rollout for rollout in played if rollout.task_id == task_id] for task_id in chosen]

@@ -1,0 +1,130 @@
+"""A judge that answers through files: each prompt is written to a numbered file, its reply is read from beside it.
+
+``0001-score-3fa91c2b70d4.prompt.txt`` and its ``.schema.json`` are written, ``0001-score-3fa91c2b70d4.reply.txt`` is
+waited for. Whoever answers may use a chat window, a batch system or a gateway; a directory whose replies are all there
+is a recorded judge, also without the prompts. The same question has the same file in every run, so an interrupted
+command goes on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import hashlib
+import json
+import logging
+import os
+import time
+from pathlib import Path
+
+from draco_ray.errors import StoreError
+from draco_ray.judging.complete import Completion, Request
+
+log = logging.getLogger(__name__)
+
+POLL_SECONDS = 0.5
+"""Time between two looks for a reply; one that has grown since the last look is still being written."""
+REMIND_SECONDS = 60.0
+"""Time between two messages that name what is waited for."""
+PROMPT, SCHEMA, REPLY = ".prompt.txt", ".schema.json", ".reply.txt"
+
+
+class FileJudge:
+    """A `draco_ray.judging.complete.Complete` behind a directory, which several processes may share."""
+
+    def __init__(self, directory: Path, model: str) -> None:
+        """``directory`` is created when the first prompt is written; ``model`` is the name in the archive."""
+        self._directory, self._model = directory, model
+        self._waiting: set[str] = set()
+        self._reminded = time.monotonic()
+
+    async def __call__(self, request: Request) -> Completion:
+        """Write the request's prompt, unless it is there, and wait for its reply.
+
+        Raises:
+            StoreError: the directory cannot be used.
+        """
+        started, clock = time.time(), time.perf_counter()
+        try:
+            name = await asyncio.to_thread(self._write, request)
+            text = await self._reply(name)
+        except (OSError, UnicodeDecodeError) as error:
+            raise StoreError(f"judge {self._model}: {error}") from None
+        return Completion(
+            text=text,
+            finish_reason="stop",
+            model=self._model,
+            input_tokens=0,
+            cached_tokens=0,
+            output_tokens=0,
+            dollars=0.0,
+            started_at=started,
+            seconds=time.perf_counter() - clock,
+            requests=1,
+            call_id=f"{name}-{started}",
+        )
+
+    async def forget(self, request: Request) -> None:
+        """Set an unusable reply aside as ``.reply.txt.refused``, so that the same question waits for another one."""
+        for reply in self._directory.glob(f"*-{_key(request)}{REPLY}"):
+            reply.rename(f"{reply}.refused")
+
+    async def check(self) -> None:
+        """Ask nothing: whoever answers has all the time they need."""
+
+    def _write(self, request: Request) -> str:
+        """Write prompt and schema under the next number, unless they or the reply are there; returns their name."""
+        self._directory.mkdir(parents=True, exist_ok=True)
+        key = _key(request)
+        with (self._directory / ".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            names = {path.name.partition(".")[0] for path in self._directory.glob("[0-9]*.txt")}
+            if there := next((each for each in names if each.endswith(f"-{key}")), None):
+                return there
+            number = max((int(each.partition("-")[0]) for each in names), default=0) + 1
+            name = f"{number:04d}-{request.phase or 'question'}-{key}"
+            if request.schema is not None:
+                schema = json.dumps(request.schema, ensure_ascii=False, indent=1)
+                (self._directory / f"{name}{SCHEMA}").write_text(f"{schema}\n", encoding="utf-8")
+            draft = self._directory / f".{name}"
+            draft.write_text(_shown(request), encoding="utf-8")
+            os.replace(draft, self._directory / f"{name}{PROMPT}")
+        return name
+
+    async def _reply(self, name: str) -> str:
+        path, size = self._directory / f"{name}{REPLY}", 0
+        self._waiting.add(name)
+        try:
+            while True:
+                found = path.stat() if path.exists() else None
+                settled = found is not None and (found.st_size == size or time.time() - found.st_mtime > POLL_SECONDS)
+                if found is not None and found.st_size and settled:
+                    return path.read_text(encoding="utf-8")
+                size = found.st_size if found else 0
+                self._remind()
+                await asyncio.sleep(POLL_SECONDS)
+        finally:
+            self._waiting.discard(name)
+
+    def _remind(self) -> None:
+        if time.monotonic() - self._reminded >= REMIND_SECONDS:
+            self._reminded = time.monotonic()
+            log.warning(
+                "%d prompts in %s wait for a reply; the first: write %s%s",
+                len(self._waiting),
+                self._directory,
+                min(self._waiting),
+                REPLY,
+            )
+
+
+def _key(request: Request) -> str:
+    asked = [[message.role, message.content] for message in request.messages]
+    return hashlib.sha256(json.dumps([asked, request.vote]).encode()).hexdigest()[:12]
+
+
+def _shown(request: Request) -> str:
+    """The prompt as it is; of a conversation each message under its role."""
+    if len(request.messages) == 1:
+        return request.messages[0].content
+    return "\n\n".join(f"[{message.role}]\n{message.content}" for message in request.messages)

@@ -1,0 +1,129 @@
+"""The judge that answers through files: numbered prompts, replies beside them, and a command that goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from draco_ray import judge_sync, load_traces
+from draco_ray.errors import StoreError
+from draco_ray.judging.complete import Completion, Request
+from draco_ray.judging.file_judge import PROMPT, REPLY, SCHEMA, FileJudge
+from draco_ray.records import Message
+from tests.support.canned_judge import answer
+
+TRACES = Path(__file__).parents[1] / "support" / "traces" / "openai_chat.jsonl"
+
+
+def request(text: str = "Grade this.", *, vote: int = 0, phase: str = "score") -> Request:
+    return Request(messages=(Message(role="user", content=text),), vote=vote, phase=phase, schema={"type": "object"})
+
+
+async def written(folder: Path, count: int) -> list[Path]:
+    """The prompts in ``folder``, once there are ``count``."""
+
+    def look() -> list[Path]:
+        while len(found := sorted(folder.glob(f"*{PROMPT}"))) < count:
+            time.sleep(0.01)
+        return found
+
+    return await asyncio.to_thread(look)
+
+
+async def replied(judge: FileJudge, asked: Request, folder: Path, text: str) -> Completion:
+    """The completion, when ``text`` is written beside the newest prompt."""
+    waiting = asyncio.create_task(judge(asked))
+    prompts = await written(folder, 1)
+    prompts[-1].with_name(prompts[-1].name.replace(PROMPT, REPLY)).write_text(text)
+    return await waiting
+
+
+async def test_a_prompt_is_written_with_its_schema_and_its_reply_is_read(tmp_path: Path) -> None:
+    folder = tmp_path / "asked"
+    completion = await replied(FileJudge(folder, "files:asked"), request(), folder, '{"entries": []}')
+    assert (completion.text, completion.finish_reason, completion.dollars) == ('{"entries": []}', "stop", 0.0)
+    (prompt,) = folder.glob(f"*{PROMPT}")
+    assert prompt.name.startswith("0001-score-")
+    assert prompt.read_text() == "Grade this."
+    assert json.loads(prompt.with_name(prompt.name.replace(PROMPT, SCHEMA)).read_text()) == {"type": "object"}
+
+
+async def test_the_same_question_has_the_same_file_in_every_process(tmp_path: Path) -> None:
+    first = await replied(FileJudge(tmp_path, "files:d"), request(), tmp_path, "one")
+    again = await FileJudge(tmp_path, "files:d")(request())
+    assert first.text == again.text == "one"
+    assert len([*tmp_path.glob(f"*{PROMPT}")]) == 1
+
+
+async def test_many_processes_number_their_prompts_without_gaps(tmp_path: Path) -> None:
+    judges = [FileJudge(tmp_path, "files:d") for _ in range(4)]
+    asked = [request(f"Grade {number}.", vote=number % 2) for number in range(20)]
+    waiting = [asyncio.create_task(judges[place % 4](each)) for place, each in enumerate([*asked, request("Grade 0.")])]
+    prompts = await written(tmp_path, 20)
+    for prompt in prompts:
+        prompt.with_name(prompt.name.replace(PROMPT, REPLY)).write_text(prompt.read_text())
+    answers = [each.text for each in await asyncio.gather(*waiting)]
+    assert answers == [*(f"Grade {number}." for number in range(20)), "Grade 0."]
+    assert [int(prompt.name[:4]) for prompt in prompts] == [*range(1, 21)]
+
+
+async def test_a_reply_that_is_being_written_is_waited_for(tmp_path: Path) -> None:
+    waiting = asyncio.create_task(FileJudge(tmp_path, "files:d")(request()))
+    prompts = await written(tmp_path, 1)
+    with prompts[0].with_name(prompts[0].name.replace(PROMPT, REPLY)).open("w") as file:
+        for part in range(30):
+            file.write(f"{part} ")
+            file.flush()
+            await asyncio.sleep(0.05)
+    assert (await waiting).text.split() == [str(part) for part in range(30)]
+
+
+async def test_a_refused_reply_is_set_aside_and_the_question_waits_again(tmp_path: Path) -> None:
+    judge = FileJudge(tmp_path, "files:d")
+    await replied(judge, request(), tmp_path, "nonsense")
+    await judge.forget(request())
+    assert [path.read_text() for path in tmp_path.glob("*.refused")] == ["nonsense"]
+    assert (await replied(judge, request(), tmp_path, "better")).text == "better"
+
+
+async def test_a_conversation_shows_who_said_what(tmp_path: Path) -> None:
+    messages = (*request().messages, Message(role="assistant", content="?"), Message(role="user", content="Again."))
+    await replied(FileJudge(tmp_path, "files:d"), Request(messages=messages), tmp_path, "{}")
+    (prompt,) = tmp_path.glob(f"*-question-*{PROMPT}")
+    assert prompt.read_text() == "[user]\nGrade this.\n\n[assistant]\n?\n\n[user]\nAgain."
+
+
+async def test_a_directory_that_cannot_be_used_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StoreError, match=r"judge files:d: .*file") as refusal:
+        await FileJudge(tmp_path / "file", "files:d")(request())
+    assert "\n" not in str(refusal.value)
+
+
+def answer_all(folder: Path, done: threading.Event) -> None:
+    """Write a reply beside every prompt without one."""
+    while not done.wait(0.05):
+        for prompt in folder.glob(f"*{PROMPT}"):
+            reply = prompt.with_name(prompt.name.replace(PROMPT, REPLY))
+            if not reply.exists():
+                reply.write_text(answer(prompt.read_text()))
+
+
+def test_traces_are_judged_by_files_and_a_full_directory_is_a_recorded_judge(tmp_path: Path) -> None:
+    done, folder = threading.Event(), tmp_path / "asked"
+    writer = threading.Thread(target=answer_all, args=(folder, done))
+    writer.start()
+    try:
+        judged = judge_sync(load_traces([TRACES]), f"files:{folder}")
+    finally:
+        done.set()
+        writer.join()
+    again = judge_sync(load_traces([TRACES]), f"files:{folder}")
+    verdicts = [[rollout.verdicts for rollout in group.rollouts] for group in judged]
+    assert verdicts == [[rollout.verdicts for rollout in group.rollouts] for group in again]
+    assert any(each for group in verdicts for each in group)
