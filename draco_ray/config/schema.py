@@ -115,6 +115,9 @@ class AgentConfig(Tree):
     """Tokens sampled in one turn at most; null: what the response has left, the only limit of the paper."""
     max_output_characters: int = Field(20000, ge=100)
     """Length at which one tool output is cut, the cut marked in the text."""
+    closing_turn: Literal["step", "gap"] | None = None
+    """Whether the message that ends an episode is a step, with credit, or a gap; null: a gap for agent.use=code, as in
+    the paper, a step for all others."""
 
 
 class EnvironmentConfig(Tree):

@@ -382,8 +382,7 @@ const barKind = (turn) => (turn.step === null || !turn.push || sign(turn.advanta
 function turnCard(turn, order, text, here, share, prefix = "t") {
   const gap = turn.step === null;
   const head = el("header", {}, el("a.anchor", { href: here("t" + (order + 1)), title: "Link to this message" }, gap ? (turn.role === "assistant" ? `Turn ${order + 1}` : turn.role) : `Step ${turn.step}`));
-  if (gap) head.append(el("span.muted", {}, " no action: in no step"));
-  else if (share) {
+  if (!gap && share) {
     const bar = el("i." + barKind(turn));
     bar.style.width = Math.round((turn.push || 0) * 100) + "%";
     head.append(el("span.track", { title: "share of the trajectory's push" }, bar), el("span.push", {}, percent(turn.push)), el("span", { title: "quality: the share that passes of the verdicts that cite it" }, "Q ", el("b", {}, fixed(turn.quality))), el("span", { title: "advantage of each of its tokens" }, "a ", el("b", {}, signed(turn.advantage))));
@@ -392,7 +391,7 @@ function turnCard(turn, order, text, here, share, prefix = "t") {
   head.append(el("span.spring"), el("span.muted", {}, `${plural(turn.tokens, "token")} · ${fixed(turn.generating)} s generating, ${fixed(turn.executing)} s executing`));
   const before = text(turn.before), after = text(turn.after), output = text(turn.observation);
   return el("article.turn" + (gap ? ".isgap" : turn.cited || !share ? "" : ".isuncited"), { id: prefix + (order + 1), "data-step": turn.step }, head,
-    before ? folded(gap ? "Message" : "Reasoning", before, { open: true, kind: "reasoning" }) : null,
+    before ? folded(turn.action === null ? "Message" : "Reasoning", before, { open: true, kind: "reasoning" }) : null,
     turn.action ? copied(el("pre.code", { tabindex: "0" }, colored(text(turn.action))), text(turn.action)) : null,
     after ? folded("After the action", after, { kind: "reasoning" }) : null,
     turn.observation !== null ? folded("Output", output, { open: output.length < 1500, kind: "output" }) : null);
