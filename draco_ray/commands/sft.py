@@ -85,7 +85,7 @@ def _adapted(
         samples: Sequence[Any] = chosen.samples
         console.print(f"{chosen.rollouts} of {chosen.seen} rollouts, of {chosen.tasks} tasks")
     else:
-        chat = ChatTokens(load_tokenizer(config.model.path), thinking=config.agent.thinking)
+        chat = ChatTokens(load_tokenizer(config.model.path, config.model.chat_template), thinking=config.agent.thinking)
         samples = _samples(config, source, chat)
     samples = _fitting(config, samples, console)
     loss = train(config, samples, out, epochs=epochs, on_update=_progress(console))

@@ -75,6 +75,9 @@ class ModelConfig(Tree):
 
     path: str = "Qwen/Qwen3.6-27B"
     """Model directory or hub name, with its tokenizer and chat template."""
+    chat_template: str | None = None
+    """A Jinja file, or hermes (comes with this package), in place of the tokenizer's own chat template, e.g. for a
+    model whose template has no tools; null: the tokenizer's own. A run directory holds its text."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Of the frozen base; the adapter is always float32 in the learner."""
 

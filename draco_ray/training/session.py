@@ -17,7 +17,7 @@ from rich.console import Console
 from draco_ray.config.schema import DracoConfig, JudgeConfig, LearnerConfig
 from draco_ray.engine.actor import EngineClient
 from draco_ray.engine.model_directory import check_model_directory
-from draco_ray.engine.tokenizer import load_tokenizer
+from draco_ray.engine.tokenizer import chat_template_text, load_tokenizer
 from draco_ray.environments.base import Environment, find_environment, make_environment
 from draco_ray.environments.tools.rows import check_id
 from draco_ray.errors import BudgetSpent, ClusterError, ConfigError, DracoError, RunStopped
@@ -63,12 +63,14 @@ def checked_model(config: DracoConfig) -> DracoConfig:
     Raises:
         ConfigError: the model cannot be used.
     """
-    check_model_directory(config.model.path)
-    if not Path(config.model.path).is_dir():
-        return config
+    model, changed = config.model, {}
+    check_model_directory(model.path, model.chat_template)
     # Workers need not share this process's working directory.
-    model = config.model.model_copy(update={"path": str(Path(config.model.path).resolve())})
-    return config.model_copy(update={"model": model})
+    if Path(model.path).is_dir():
+        changed["path"] = str(Path(model.path).resolve())
+    if model.chat_template is not None:
+        changed["chat_template"] = chat_template_text(model.chat_template)
+    return config.model_copy(update={"model": model.model_copy(update=changed)})
 
 
 def with_environment(config: DracoConfig) -> DracoConfig:
@@ -110,7 +112,7 @@ def task_prompts(
             f"agent.pass_environment: add {', '.join(missing)}: environment.use={config.environment.use} needs it in "
             "the agent's program, which gets no variable that is not named there"
         )
-    chat = ChatTokens(load_tokenizer(config.model.path), thinking=config.agent.thinking)
+    chat = ChatTokens(load_tokenizer(config.model.path, config.model.chat_template), thinking=config.agent.thinking)
     environment.check_model(config.model.path)
     template = agent_template(config.agent.prompt, environment.agent_prompt)
     # Nothing is sampled here.
