@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
+from draco_ray.config.machine import thread_environment
 from draco_ray.config.schema import EngineConfig, ModelConfig
 from draco_ray.engine.adapter_files import AdapterFiles
 from draco_ray.engine.chat import ChatTokens
@@ -561,10 +562,7 @@ def hardware_environment(config: EngineConfig) -> dict[str, str]:
 def cpu_environment(config: EngineConfig) -> dict[str, str]:
     """Environment variables of a vLLM process without a GPU."""
     return {
-        # One thread where the cores are shared. More of them must not spin while they wait for each other: beside busy
-        # neighbours that is ten times slower than sleeping.
-        "OMP_NUM_THREADS": str(max(1, int(config.cpus_per_engine / config.tensor_parallel))),
-        "OMP_WAIT_POLICY": "PASSIVE",
+        **thread_environment(config.cpus_per_engine / config.tensor_parallel),
         # vLLM gives each tensor-parallel rank a NUMA node of its own, and starts none where there are too few.
         "VLLM_CPU_OMP_THREADS_BIND": os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "nobind"),
         # All that is left to compile is a small function of the sampler, which would need a C++ compiler and cost

@@ -11,12 +11,15 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import psutil
 import ray
 from rich.console import Console
 
+from draco_ray.config.machine import memory_bytes
 from draco_ray.config.schema import DracoConfig, JudgeConfig, LearnerConfig
 from draco_ray.engine.actor import EngineClient
 from draco_ray.engine.model_directory import check_model_directory
+from draco_ray.engine.model_shape import model_shape
 from draco_ray.engine.tokenizer import chat_template_text, load_tokenizer
 from draco_ray.environments.base import Environment, find_environment, make_environment
 from draco_ray.environments.tools.rows import check_id
@@ -58,7 +61,8 @@ STALE_IMPORTANCE_CAP = 2.0
 
 
 def checked_model(config: DracoConfig) -> DracoConfig:
-    """The configuration with a model that can be used, its path absolute if it is a directory.
+    """The configuration with a model that can be used, and what depends on it: its path absolute if it is a directory,
+    the text of its chat template, whether activations are kept.
 
     Raises:
         ConfigError: the model cannot be used.
@@ -70,7 +74,27 @@ def checked_model(config: DracoConfig) -> DracoConfig:
         changed["path"] = str(Path(model.path).resolve())
     if model.chat_template is not None:
         changed["chat_template"] = chat_template_text(model.chat_template)
-    return config.model_copy(update={"model": model.model_copy(update=changed)})
+    config = config.model_copy(update={"model": model.model_copy(update=changed)})
+    if config.learner.gradient_checkpointing is None:
+        learner = config.learner.model_copy(update={"gradient_checkpointing": not keeps_activations(config)})
+        config = config.model_copy(update={"learner": learner})
+    return config
+
+
+def keeps_activations(config: DracoConfig) -> bool:
+    """Whether a learner on the CPU has memory for all activations: they take no more than half of what is free now."""
+    learner, agent = config.learner, config.agent
+    if learner.gpus_per_worker > 0:
+        return False
+    try:
+        shape = model_shape(config.model.path)
+    except ConfigError:  # A model whose shape is not known here.
+        return False
+    inputs = sum(linear.inputs for layer in shape.layers for linear in layer.linears)
+    others = len(shape.order) * (shape.mlp_saved * shape.intermediate + 3 * shape.queries + 4 * shape.keys)
+    tokens = max(learner.micro_batch_tokens, agent.max_prompt_length + agent.max_response_length)
+    needed = learner.workers * tokens * (inputs + others) * (2 if config.model.dtype == "bfloat16" else 4)
+    return needed <= min(psutil.virtual_memory().available, memory_bytes()) / 2
 
 
 def with_environment(config: DracoConfig) -> DracoConfig:
@@ -120,25 +144,27 @@ def task_prompts(
     return {task_id: agent.prompt(environment.task(task_id)) for task_id in tasks}, chat
 
 
-def usable_prompts(config: DracoConfig, environment: Environment, console: Console) -> dict[str, tuple[Message, ...]]:
+def usable_prompts(
+    config: DracoConfig, environment: Environment, console: Console, needed: int = 0
+) -> dict[str, tuple[Message, ...]]:
     """Prompts of the training tasks that fit ``agent.max_prompt_length``, by task id; says how many do not.
 
     Raises:
-        ConfigError, WorldError: the split, its tasks or the agent's prompt cannot be used.
+        ConfigError, WorldError: the split, its tasks or the agent's prompt cannot be used, or too few fit.
     """
     prompts, chat = task_prompts(config, environment, environment.tasks(config.data.train_split))
     for task_id in prompts:
         check_id(task_id, f"environment.use={config.environment.use}")
-    usable = {
-        task_id: prompt
-        for task_id, prompt in prompts.items()
-        if len(chat.prompt(prompt)) <= config.agent.max_prompt_length
-    }
+    most, lengths = config.agent.max_prompt_length, {each: len(chat.prompt(prompts[each])) for each in prompts}
+    usable = {task_id: prompts[task_id] for task_id, length in lengths.items() if length <= most}
     if len(usable) < len(prompts):
-        console.print(
+        said = (
             f"{len(prompts) - len(usable)} of {len(prompts)} training tasks left out: their prompt is longer than "
-            f"agent.max_prompt_length={config.agent.max_prompt_length} tokens"
+            f"agent.max_prompt_length={most} tokens, the longest has {max(lengths.values())}"
         )
+        if len(usable) < needed:
+            raise ConfigError(f"{said}, so fewer than train.prompts_per_step={needed} are left: raise it")
+        console.print(said)
     return usable
 
 

@@ -39,7 +39,8 @@ def fine_tune(
     plain = dict.fromkeys(("kl_coefficient", "entropy_coefficient"), 0.0)
     uncorrected = dict.fromkeys(("importance_cap", "mask_low", "mask_high"))
     device = "cuda" if torch.cuda.is_available() and config.learner.gpus_per_worker > 0 else "cpu"
-    settings = config.learner.model_copy(update=plain | uncorrected)
+    rate = {"learning_rate": config.learner.sft_learning_rate or config.learner.learning_rate}
+    settings = config.learner.model_copy(update=plain | uncorrected | rate)
     learner = LoraLearner(config.model, settings, seed=config.seed, device=device)
     order = np.random.default_rng(config.seed)
     size = settings.minibatch_prompts
