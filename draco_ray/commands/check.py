@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import shutil
 
 import psutil
 from rich.console import Console
 
 from draco_ray.commands.plan import host_bytes, memory_problems
+from draco_ray.config.machine import memory_bytes
 from draco_ray.config.schema import DracoConfig
 from draco_ray.engine.model_shape import model_shape
 from draco_ray.environments.base import Environment, make_environment
@@ -32,7 +32,7 @@ def check(config: DracoConfig, console: Console | None = None) -> None:
     """
     console = console or PlainConsole()
     start = Start(config, console)
-    found = findings(start, (*CHECKS, check_root, check_memory, check_programs, check_world, check_judge))
+    found = findings(start, (*CHECKS, check_root, check_memory, check_world, check_judge))
     for number, error in enumerate(found, start=1):
         console.print(f"{number}. {error}")
     if (address := address_of(config)) is not None:
@@ -47,51 +47,40 @@ def check_memory(start: Start) -> None:
     config = start.config
     if not start.has_model or address_of(config) is not None:
         return
-    on_gpu = config.learner.gpus_per_worker > 0 or config.engine.gpus_per_engine > 0
     try:
-        shape = model_shape(config.model.path, None)
+        shape = model_shape(config.model.path)
     except ConfigError as error:
         start.console.print(f"not checked: memory ({error})")
         return
-    problems: list[str] = []
-    if on_gpu:
+    gpu = 0
+    if config.learner.gpus_per_worker > 0 or config.engine.gpus_per_engine > 0:
         import torch
 
         if not torch.cuda.is_available():
             return  # The check of resources says so.
         gpu = torch.cuda.get_device_properties(0).total_memory
-        problems = memory_problems(config, shape, gpu, int(Assumptions().reserved_gib * GIB))
-    else:
-        problems = memory_problems(config, shape, 0, 0)
-    needed, memory = host_bytes(config, shape), psutil.virtual_memory()
-    if needed > memory.total:
+    problems = memory_problems(config, shape, gpu, int(Assumptions().reserved_gib * GIB))
+    needed, total, free = host_bytes(config, shape), memory_bytes(), psutil.virtual_memory().available
+    if needed > total:
         problems.append(
-            f"engines, learner and Ray may take {needed / GIB:.1f} GiB of memory, this machine has "
-            f"{memory.total / GIB:.1f}: set learner.gradient_checkpointing=true, or lower engine.kv_cache_gib, "
-            "learner.micro_batch_tokens or agent.max_response_length"
+            f"engines, learner and Ray may take {needed / GIB:.1f} GiB of memory, this machine has {total / GIB:.1f}: "
+            "set learner.gradient_checkpointing=true, or lower engine.kv_cache_gib, learner.micro_batch_tokens or "
+            "agent.max_response_length"
         )
-    elif needed > memory.available:
+    elif needed > free:
         start.console.print(
-            f"warning: engines, learner and Ray may take {needed / GIB:.1f} GiB of memory, of which "
-            f"{memory.available / GIB:.1f} are free now"
+            f"warning: engines, learner and Ray may take {needed / GIB:.1f} GiB of memory, {free / GIB:.1f} are free"
         )
     if problems:
         raise ConfigError("; ".join(problems))
 
 
-def check_programs(start: Start) -> None:
-    """The agent's program exists."""
-    agent = start.config.agent
-    if agent.use == "command" and agent.command and shutil.which(word := agent.command.split()[0]) is None:
-        raise ConfigError(f"agent.command: no program {word!r} on the PATH; install it, or set its whole path")
-
-
 def check_world(start: Start) -> None:
     """A task can be begun: tools and servers start."""
-    if start.environment is None or start.prompts is None:
-        return
     config = start.config
-    task = next(iter(start.prompts), None) or start.environment.tasks(config.data.train_split)[0]
+    if start.environment is None or not (tasks := start.environment.tasks(config.data.train_split)):
+        return
+    task = tasks[0]
     environment = make_environment(config.environment, config.data, name="check")
     try:
         asyncio.run(_begin(environment, task, 2 * config.environment.start_timeout_seconds))

@@ -205,7 +205,8 @@ class ChatTokens:
             if name not in self._render(ask, tools=[_function(name)]) or end is None:
                 raise ConfigError(
                     f"the chat template of {self.tokenizer.name_or_path!r} has no place for tools (`tools=`, calls "
-                    "and role `tool`): use a model that was trained to call tools, or set model.chat_template"
+                    "and role `tool`): use a model that was trained to call tools, or set model.chat_template, e.g. to "
+                    "hermes"
                 )
             self._end_of_call = end[0]
             turn = self._render([*ask, {"role": "assistant", "content": content}]).partition(content)[0]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import psutil
 import pytest
 from rich.console import Console
 
@@ -56,6 +55,7 @@ def test_all_findings_come_at_once_with_keys_and_values(
     context, template, cpus, cache, judge = found([*shop, *broken, "judge.max_attempts=1"], capsys)[:5]
     assert "set agent.max_response_length=1024" in context
     assert "no place for tools" in template
+    assert "set model.chat_template, e.g. to hermes" in template
     assert "need 98 CPUs" in cpus
     assert "environment.slots_per_worker=48 and environment.cpus_per_worker=0 fit" in cpus
     assert "raise engine.kv_cache_gib to 0.1" in cache
@@ -98,7 +98,7 @@ def test_memory_that_the_machine_does_not_have_is_found(
 ) -> None:
     (line,) = found([*shop, "model.chat_template=hermes", "engine.kv_cache_gib=1000000"], capsys)
     assert "of memory, this machine has" in line
-    monkeypatch.setattr(command, "host_bytes", lambda *_: psutil.virtual_memory().total - 1)
+    monkeypatch.setattr(command, "host_bytes", lambda *_: machine.memory_bytes() - 1)
     assert found([*shop, "model.chat_template=hermes"], capsys) == []
 
 
