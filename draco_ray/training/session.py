@@ -74,11 +74,15 @@ def checked_model(config: DracoConfig) -> DracoConfig:
         changed["path"] = str(Path(model.path).resolve())
     if model.chat_template is not None:
         changed["chat_template"] = chat_template_text(model.chat_template)
-    config = config.model_copy(update={"model": model.model_copy(update=changed)})
-    if config.learner.gradient_checkpointing is None:
-        learner = config.learner.model_copy(update={"gradient_checkpointing": not keeps_activations(config)})
-        config = config.model_copy(update={"learner": learner})
-    return config
+    return with_checkpointing(config.model_copy(update={"model": model.model_copy(update=changed)}))
+
+
+def with_checkpointing(config: DracoConfig) -> DracoConfig:
+    """The configuration with ``learner.gradient_checkpointing`` decided."""
+    if config.learner.gradient_checkpointing is not None:
+        return config
+    learner = config.learner.model_copy(update={"gradient_checkpointing": not keeps_activations(config)})
+    return config.model_copy(update={"learner": learner})
 
 
 def keeps_activations(config: DracoConfig) -> bool:
