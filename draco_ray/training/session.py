@@ -11,15 +11,12 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import psutil
 import ray
 from rich.console import Console
 
-from draco_ray.config.machine import memory_bytes
 from draco_ray.config.schema import DracoConfig, JudgeConfig, LearnerConfig
 from draco_ray.engine.actor import EngineClient
 from draco_ray.engine.model_directory import check_model_directory
-from draco_ray.engine.model_shape import model_shape
 from draco_ray.engine.tokenizer import chat_template_text, load_tokenizer
 from draco_ray.environments.base import Environment, find_environment, make_environment
 from draco_ray.environments.tools.rows import check_id
@@ -42,7 +39,7 @@ from draco_ray.training.cluster import connect, unless_gone
 from draco_ray.training.engines import WeightSync, engines_asleep
 from draco_ray.training.held_out import BeforeAfter, JudgedBeforeAfter, Tell
 from draco_ray.training.observer import RunObserver, StepWatch
-from draco_ray.training.preflight import check_judge_context
+from draco_ray.training.preflight import check_judge_context, with_checkpointing
 from draco_ray.training.progress import StepProgress, most_phases, shown, watch_judge
 from draco_ray.training.resume import StartPoint
 from draco_ray.training.room import begun, unplaced
@@ -75,30 +72,6 @@ def checked_model(config: DracoConfig) -> DracoConfig:
     if model.chat_template is not None:
         changed["chat_template"] = chat_template_text(model.chat_template)
     return with_checkpointing(config.model_copy(update={"model": model.model_copy(update=changed)}))
-
-
-def with_checkpointing(config: DracoConfig) -> DracoConfig:
-    """The configuration with ``learner.gradient_checkpointing`` decided."""
-    if config.learner.gradient_checkpointing is not None:
-        return config
-    learner = config.learner.model_copy(update={"gradient_checkpointing": not keeps_activations(config)})
-    return config.model_copy(update={"learner": learner})
-
-
-def keeps_activations(config: DracoConfig) -> bool:
-    """Whether a learner on the CPU has memory for all activations: they take no more than half of what is free now."""
-    learner, agent = config.learner, config.agent
-    if learner.gpus_per_worker > 0:
-        return False
-    try:
-        shape = model_shape(config.model.path)
-    except ConfigError:  # A model whose shape is not known here.
-        return False
-    inputs = sum(linear.inputs for layer in shape.layers for linear in layer.linears)
-    others = len(shape.order) * (shape.mlp_saved * shape.intermediate + 3 * shape.queries + 4 * shape.keys)
-    tokens = max(learner.micro_batch_tokens, agent.max_prompt_length + agent.max_response_length)
-    needed = learner.workers * tokens * (inputs + others) * (2 if config.model.dtype == "bfloat16" else 4)
-    return needed <= min(psutil.virtual_memory().available, memory_bytes()) / 2
 
 
 def with_environment(config: DracoConfig) -> DracoConfig:
