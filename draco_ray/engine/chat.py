@@ -162,10 +162,24 @@ class ChatTokens:
         end = self._find_end(rendered, [{"role": "user", "content": "-"}, turn], mark)
         if end is None:
             raise ConfigError(f"the chat template of {self.tokenizer.name_or_path!r} does not end this turn")
+        self._check_late([{"role": "user", "content": "-"}, turn], mark, told)
         glue = self._encode(rendered[end.start() :], hidden)
         # Where the next role's token ends a turn, only that token ends it.
         ends = glue[:1] if self._ends_by_role else (self.end_of_turn_id, self._control.get(END_OF_CALL))
         return glue[1:] if sampled and sampled[-1] in ends else glue
+
+    def _check_late(self, chat: list[dict[str, Any]], mark: str, told: list[Mapping[str, Any]]) -> None:
+        """Raise ConfigError where the template loses a message after the turn with ``mark``, or moves it to the prompt,
+        as some do with a late system message.
+        """
+        said = f"late{self._nonce}"
+        for role in {each["role"] for each in told} - {"user", "tool", "assistant"}:
+            rendered = self._render_checked([*chat, {"role": role, "content": said}], [])
+            if said not in rendered.rpartition(mark)[2]:
+                raise ConfigError(
+                    f"the chat template of {self.tokenizer.name_or_path!r} has no place for a message of role {role!r} "
+                    "after a turn"
+                )
 
     def _find_end(self, rendered: str, chat: list[dict[str, Any]], mark: str) -> re.Match[str] | None:
         """The token that ends the turn with ``mark`` in a rendered conversation; None where there is none.

@@ -194,6 +194,22 @@ def test_a_turn_that_ends_for_another_role_is_not_ended_by_it() -> None:
     assert chat.text([5, results]) == chat.text([5])
 
 
+HOISTED = (
+    "{% for m in messages if m.role == 'system' %}<|system|>{{ m.content }}{% endfor %}"
+    "{% for m in messages if m.role != 'system' %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+@pytest.mark.parametrize("template", [HOISTED, HOISTED.replace("<|system|>{{ m.content }}", "")])
+def test_a_late_system_message_that_the_template_would_lose_or_move_is_refused(template: str) -> None:
+    chat = ChatTokens(made(byte_level(), template, ROLES), thinking=False)
+    messages = [{"role": "user", "content": "b"}, {"role": "system", "content": "No refunds."}]
+    with pytest.raises(ConfigError, match="no place for a message of role 'system' after a turn"):
+        chat.after_messages([5], False, messages)
+    assert chat.after_messages([5], False, messages[:1]) == chat.after_turn([5], "b")
+
+
 def test_a_chat_template_can_be_a_shipped_one_a_file_or_its_text(tmp_path: Path) -> None:
     made(byte_level(), CHATML, ("<|im_start|>", "<|im_end|>")).save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match=r"has no place for tools .* or set model\.chat_template"):
