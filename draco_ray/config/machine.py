@@ -14,8 +14,12 @@ BFLOAT16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}
 
 
 def cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0))
+    """Cores that this process may use, or its container where it has fewer."""
+    found = len(os.sched_getaffinity(0))
+    with suppress(OSError, ValueError):
+        quota, period = map(int, Path("/sys/fs/cgroup/cpu.max").read_text().split())
+        found = min(found, max(1, quota // period))
+    return found
 
 
 def memory_bytes() -> int:
