@@ -75,6 +75,9 @@ class ModelConfig(Tree):
 
     path: str = "Qwen/Qwen3.6-27B"
     """Model directory or hub name, with its tokenizer and chat template."""
+    chat_template: str | None = None
+    """A Jinja file, or hermes (comes with this package), in place of the tokenizer's own chat template, e.g. for a
+    model whose template has no tools; null: the tokenizer's own. A run directory holds its text."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Of the frozen base; the adapter is always float32 in the learner."""
 
@@ -601,6 +604,8 @@ class LearnerConfig(Tree):
     is beside experts and router, which stay frozen."""
     learning_rate: float = Field(5e-5, gt=0)
     """Constant, no warm-up."""
+    sft_learning_rate: float | None = Field(None, gt=0)
+    """Of `draco sft`; null: learning_rate."""
     adam_beta1: float = Field(0.9, ge=0, lt=1)
     """Of AdamW."""
     adam_beta2: float = Field(0.999, ge=0, lt=1)
@@ -638,8 +643,9 @@ class LearnerConfig(Tree):
     """Tokens in one forward pass, a prompt that rollouts share counted once; a longer sequence gets one of its own."""
     logprob_chunk_tokens: int = Field(1024, ge=1)
     """Tokens whose logits exist at one time."""
-    gradient_checkpointing: bool = True
-    """Compute activations again in the backward pass instead of keeping them."""
+    gradient_checkpointing: bool | None = None
+    """Compute activations again in the backward pass instead of keeping them; null: on GPUs, and on a CPU where they
+    would take more than half of the free memory. Keeping them is a fifth faster."""
     offload_activations: bool = False
     """Keep what gradient_checkpointing still keeps, the inputs of all layers, in the host's memory."""
     compile: bool = False
@@ -667,7 +673,7 @@ class LearnerConfig(Tree):
                 f"learner.context_parallel={self.context_parallel} does not divide learner.workers={self.workers}; "
                 "expected a whole number of groups of workers that share their rows"
             )
-        if self.offload_activations and not self.gradient_checkpointing:
+        if self.offload_activations and self.gradient_checkpointing is False:
             raise ValueError(
                 "learner.offload_activations without learner.gradient_checkpointing would move all that layers keep to "
                 "the host and back; set both, or neither"
