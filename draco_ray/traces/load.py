@@ -211,7 +211,7 @@ class _Loader:
             trace_id=trace_id,
             format=trace.format,
             source=trace.source,
-            steps=len(trace.steps),
+            steps=len(trace.judged_steps),
             turns=len(trace.turns),
             characters=trace.characters,
             prompt_characters=sum(len(message.content) for message in trace.prompt),

@@ -284,9 +284,9 @@ def test_a_run_is_the_same_in_every_format(name: str, tmp_path: Path) -> None:
     trace = groups[0].traces[0]
     assert trace.notes == ()
     assert ASKED in [message.content for message in trace.prompt]
-    calls = [(turn.action, turn.role) for turn in trace.steps if not turn.message]
+    calls = [(turn.action, turn.role) for turn in trace.judged_steps if not turn.message]
     assert calls == [('find_room({"day": "Fri"})', "assistant")]
-    assert (trace.steps[-1].text, trace.steps[-1].message) == (DONE, True)
+    assert (trace.judged_steps[-1].text, trace.steps[-1].message) == (DONE, True)
     assert RESULT in (trace.steps[0].observation or "")
     assert trace.turns[-1].text == DONE
     if name != "sharegpt":
