@@ -25,6 +25,10 @@ class ModelCall:
 
     inputs: list[Entry]
     outputs: list[Entry]
+    names: tuple[str, ...] = ()
+    """Ids by which a later call may say that it follows this one."""
+    follows: str = ""
+    """The id of the call that it continues, where the provider keeps the history."""
     sub_agent: bool = False
     """Whether it was made by a sub-agent of the one that is judged."""
 
@@ -50,13 +54,29 @@ def threads(calls: Sequence[ModelCall]) -> list[Thread]:
         calls: in the order of time.
     """
     found: list[Thread] = []
+    ending: dict[object, list[Thread]] = {}
+    answered: dict[str, tuple[Thread, int]] = {}
     for place, call in enumerate(calls):
-        matches = [(match, thread) for thread in found if (match := _continued(thread.entries, call.inputs))]
-        (_, new), thread = max(matches, key=lambda each: each[0][0], default=((0, 0), Thread()))
+        inputs = call.inputs
+        if call.follows in answered:
+            thread, length = answered[call.follows]
+            inputs = [entry for entry in inputs if entry.role != "system" or entry not in thread.entries]
+            if length < len(thread.entries):
+                # Another call has followed the same one.
+                thread = Thread(entries=thread.entries[:length])
+        else:
+            keys = {None, *(_key(entry) for entry in inputs if entry.role == AGENT)}
+            near = [thread for key in keys for thread in ending.get(key, ())]
+            matches = [(match, thread) for thread in near if (match := _continued(thread.entries, inputs))]
+            (_, new), thread = max(matches, key=lambda each: each[0][0], default=((0, 0), Thread()))
+            inputs = inputs[new:]
         if not thread.calls:
             found.append(thread)
         thread.calls.append(place)
-        thread.entries += call.inputs[new:] + call.outputs
+        thread.entries += inputs + call.outputs
+        last = next((entry for entry in reversed(thread.entries) if entry.role == AGENT), None)
+        ending.setdefault(last and _key(last), []).append(thread)
+        answered |= {name: (thread, len(thread.entries)) for name in call.names}
     return found
 
 
@@ -114,7 +134,8 @@ def _continued(known: Sequence[Entry], inputs: Sequence[Entry]) -> tuple[int, in
     known = _own_entries(known)
     last = next((place for place in range(len(known) - 1, -1, -1) if known[place].role == AGENT), None)
     if last is None:
-        return None
+        # A state before the agent's first turn.
+        return (len(known), len(known)) if known and _equal(known, inputs) == len(known) else None
     for place in range(len(inputs) - 1, -1, -1):
         if _same(known[last], inputs[place]):
             equal = 0
@@ -138,9 +159,10 @@ def _equal(known: Sequence[Entry], inputs: Sequence[Entry]) -> int:
 def _same(one: Entry, other: Entry) -> bool:
     if one.role != other.role:
         return False
-    mine, theirs = ([(call.name, str(call)) for call in each.calls] for each in (one, other))
-    if one.role == AGENT:
-        # Reasoning is often not sent back.
-        texts = [_THOUGHT.sub("", each.text).strip() for each in (one, other)]
-        return mine == theirs and (bool(mine) or texts[0] == texts[1])
-    return mine == theirs and one.text == other.text
+    return _key(one) == _key(other) if one.role == AGENT else (one.text, one.calls) == (other.text, other.calls)
+
+
+def _key(entry: Entry) -> object:
+    """What is the same wherever a turn of the agent is repeated: its calls, else its text; reasoning is often not sent
+    back."""
+    return tuple(map(str, entry.calls)) or _THOUGHT.sub("", entry.text).strip()

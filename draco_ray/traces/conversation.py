@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from draco_ray.records import EpisodeEnd, Message, is_step
-from draco_ray.traces.entry import AGENT, Call, Entry, compact, kind
+from draco_ray.traces.entry import AGENT, Call, Entry, compact, kind, object_of
 from draco_ray.traces.model import TraceTurn, clean
 
 CODE = re.compile(r"<code>\n?(.*?)</code>", re.DOTALL)
@@ -173,7 +173,13 @@ def tool_texts(tools: object) -> tuple[str, ...]:
     """Tools as the agent was told of them: name, description, parameters; whatever dialect they are declared in."""
     if not isinstance(tools, Iterable) or isinstance(tools, str | Mapping):
         return ()
-    return tuple(filter(None, map(_tool, tools)))
+    declared: list[object] = []
+    for tool in tools:
+        # Gemini declares several functions in one tool.
+        named = tool if isinstance(tool, Mapping) else {}
+        inner = named.get("functionDeclarations") or named.get("function_declarations")
+        declared += inner if isinstance(inner, list) else [tool]
+    return tuple(filter(None, map(_tool, declared)))
 
 
 def _tool(tool: object) -> str:
@@ -181,9 +187,11 @@ def _tool(tool: object) -> str:
         return clean(tool)
     if not isinstance(tool, Mapping):
         return clean(f"({kind(tool)})")
-    about: Mapping[str, Any] = tool["function"] if isinstance(tool.get("function"), Mapping) else tool
+    about: Mapping[str, Any] = object_of(tool, "function") or object_of(tool, "toolSpec") or tool
     name = str(about.get("name") or tool.get("type") or "tool")
-    parameters = about.get("parameters") or about.get("input_schema") or {}
+    names = ("parameters", "input_schema", "inputSchema", "parametersJsonSchema")
+    parameters: Any = next((about[each] for each in names if about.get(each)), {})
+    parameters = object_of(parameters, "json") or parameters if isinstance(parameters, Mapping) else parameters
     properties = parameters.get("properties") if isinstance(parameters, Mapping) else None
     taken = compact(properties) if properties else ""
     return clean(f"{name}: {about.get('description') or ''} {taken}".strip())

@@ -25,6 +25,10 @@ class BadTrace(ValueError):
     """A record that is not what its format says; the message tells what was expected."""
 
 
+UNREADABLE = (BadTrace, KeyError, TypeError, ValueError, AttributeError, IndexError, RecursionError)
+"""What a reader raises over a record that is not what its format says."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
     """One call of a tool."""
@@ -102,9 +106,24 @@ def size(base64: str) -> str:
     return next((f"{count / unit:{form}} {name}" for unit, name, form in units if count >= unit), f"{count} bytes")
 
 
+def decoded(value: Any, starts: str = "[{") -> Any:
+    """The value of JSON text that begins with one of these characters; anything else as it is."""
+    if not isinstance(value, str) or value[:1] not in tuple(starts):
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError):
+        return value
+
+
 def text_of(holder: Mapping[str, Any], *names: str) -> str:
     """The first of these fields that holds text; empty: none does."""
     return next((clean(holder[name]) for name in names if isinstance(holder.get(name), str) and holder[name]), "")
+
+
+def first_of(holder: Mapping[str, Any], *names: str) -> Any:
+    """The first of these fields that holds anything; None: none does."""
+    return next((holder[name] for name in names if holder.get(name) is not None), None)
 
 
 def object_of(holder: Mapping[str, Any], name: str) -> Mapping[str, Any]:

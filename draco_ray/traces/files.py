@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any, cast
 
 from draco_ray.errors import TraceError
-from draco_ray.traces.entry import BadTrace
+from draco_ray.traces.entry import BadTrace, decoded
+from draco_ray.traces.templates import templated
 
 LINES = (".jsonl", ".ndjson", ".jsonlines")
 DOCUMENTS = (".json", ".traj")
@@ -168,16 +169,7 @@ def _parquet(path: Path) -> Iterator[Found]:
         for batch in file.iter_batches(batch_size=ROWS_AT_ONCE):
             for record in batch.to_pylist():
                 row += 1
-                yield Found(f"{path}[{row}]", {key: _json_column(value) for key, value in record.items()})
-
-
-def _json_column(value: object) -> object:
-    if isinstance(value, str) and value[:1] in "[{":
-        try:
-            return json.loads(value)
-        except (ValueError, RecursionError):
-            return value
-    return value
+                yield Found(f"{path}[{row}]", {key: decoded(value) for key, value in record.items()})
 
 
 def _zip(path: Path, inside: str | None) -> Iterator[Found]:
@@ -230,13 +222,13 @@ def _line(line: bytes, where: str) -> Iterator[Found]:
 
 
 def _chatml(content: bytes, where: str) -> Iterator[Found]:
-    """The conversation of a text in ChatML."""
+    """The conversation of a text that a chat template printed."""
     text = content.decode("utf-8", "replace")
-    turns = re.findall(r"<\|im_start\|>(\w+)\n(.*?)(?:<\|im_end\|>|\Z)", text, re.DOTALL)
-    if not turns:
-        yield Found(where, problem="text without ChatML's <|im_start|>; expected JSON or JSON Lines")
-        return
-    yield Found(where, {"messages": [{"role": role, "content": said.strip("\n")} for role, said in turns]})
+    messages = templated(text)
+    if messages:
+        yield Found(where, {"messages": messages})
+    else:
+        yield Found(where, problem="text without a chat template's marks (<|im_start|>); expected JSON or JSON Lines")
 
 
 def _document(content: bytes, where: str, inside: str | None) -> Iterator[Found]:
@@ -297,11 +289,16 @@ def _values(where: str, content: bytes, problem: BadTrace) -> Iterator[Found]:
 _BETWEEN = re.compile(r"[\s,]*")
 
 
-def _several(document: object, where: str) -> Iterator[Found]:
-    """The records of a list, or the one that it is."""
+def _several(document: Any, where: str) -> Iterator[Found]:
+    """The records of a list, or of the list that an object of no known format holds; else the one record that it is."""
     from draco_ray.traces.readers import recognised
 
-    if isinstance(document, list) and recognised(document) is None:
+    known = recognised(document) is not None
+    if isinstance(document, dict) and not known:
+        lists = ((key, value) for key, value in document.items() if isinstance(value, list) and value)
+        name = next((key for key, value in lists if all(recognised(each) for each in value[:3])), None)
+        document, where = (document, where) if name is None else (document[name], f"{where}.{name}")
+    if isinstance(document, list) and not known:
         for place, record in enumerate(document, 1):
             yield Found(f"{where}[{place}]", record)
         if not document:

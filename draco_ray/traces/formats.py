@@ -22,6 +22,19 @@ TASK_IDS = ("task_id", "example_id", "problem_id", "instance_id", "question_id",
 TRACE_IDS = ("trace_id", "id", "run_id", "custom_id", "session_id", "conversation_id", "uuid")
 
 
+class Gathered(list[Any]):
+    """The records of one session."""
+
+    wheres: Sequence[str] = ()
+    """Where each of them was found."""
+
+    def map(self, function: Callable[[Any], Any]) -> Gathered:
+        """The same with a function applied to each record."""
+        mapped = Gathered(map(function, self))
+        mapped.wheres = self.wheres
+        return mapped
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reading:
     """How records are read, beyond their format."""
@@ -30,6 +43,12 @@ class Reading:
     """Dotted path of what names the task; None: the format's own, or one of `TASK_IDS`, else equal prompts."""
     code: re.Pattern[str] = CODE
     """See `draco_ray.traces.conversation.assemble`."""
+    format: str = ""
+    """Name of the format of the records."""
+    where: str = ""
+    """Where the record was found."""
+    unreadable: Callable[[str, Exception], None] = lambda where, problem: None
+    """(place, error): notes a record of a session that cannot be read, so that the others are."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,14 +59,17 @@ class Format:
     shape: str
     """What a record of it looks like, for messages."""
     recognises: Callable[[object], bool]
-    read: Callable[[Any, str, Reading], Iterator[Trace]]
-    """The traces of a record found at a place, or of all records of a session as a list.
+    read: Callable[[Any, Reading], Iterator[Trace]]
+    """The traces of a record, or of all records of a session as a list.
 
     BadTrace: it is not what it should be."""
-    session: Callable[[Any, str], str | None] | None = None
-    """(record, file) -> what records of one session have in common; None: the record is read by itself."""
+    session: Callable[[Any, str], str | tuple[str, ...] | None] | None = None
+    """(record, file) -> what records of one session have in common, or several names each of which a session shares;
+    None: the record is read by itself."""
     split: Callable[[Any], Iterable[Any]] | None = None
     """The records that a record holds, such as the spans of an export."""
+    repeated: tuple[str, ...] = ()
+    """Fields that repeat what is read elsewhere in the record."""
     metered: bool = True
     """Whether fields that were not read are reported; off where a format holds what must stay unread, as answers."""
 
@@ -108,11 +130,9 @@ def number(value: object) -> float | None:
 
 def build(
     said: Sequence[Entry],
-    *,
     record: object,
-    where: str,
-    format_: str,
     reading: Reading,
+    *,
     task_id: str = "",
     trace_id: str = "",
     instruction: str | None = None,
@@ -136,8 +156,8 @@ def build(
         task=conversation.task,
         prompt=conversation.prompt,
         turns=conversation.turns,
-        format=format_,
-        source=where,
+        format=reading.format,
+        source=reading.where,
         ended=ended or conversation.ended,
         outcome=outcome,
         notes=conversation.notes,

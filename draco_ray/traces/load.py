@@ -21,13 +21,14 @@ from pydantic import TypeAdapter
 
 from draco_ray.errors import ConfigError, TraceError
 from draco_ray.records import Message, Trajectory
-from draco_ray.traces.entry import BadTrace, kind
+from draco_ray.traces.conversation import CODE
+from draco_ray.traces.entry import UNREADABLE, BadTrace, kind
 from draco_ray.traces.files import Found, is_run, records, trace_files
-from draco_ray.traces.formats import Format, Reading
+from draco_ray.traces.formats import Format, Gathered, Reading
 from draco_ray.traces.mapping import Mapped, load_mapping, mapped_format
 from draco_ray.traces.model import Summary, Trace, TraceGroup, TraceTurn, clean
 from draco_ray.traces.readers import FORMATS, recognised
-from draco_ray.traces.readers.chat import Gathered
+from draco_ray.traces.readers.chat import session as chat_session
 from draco_ray.traces.unread import unread, watched
 
 log = logging.getLogger(__name__)
@@ -47,14 +48,6 @@ Place = tuple[int, int]
 def format_names() -> list[str]:
     """What ``format`` may be."""
     return [AUTO, *FORMATS, RUN]
-
-
-_UNREADABLE = (BadTrace, KeyError, TypeError, ValueError, AttributeError, IndexError, RecursionError)
-"""What a reader raises over a record that is not what its format says."""
-
-
-def _said(problem: Exception) -> str:
-    return str(problem) if isinstance(problem, BadTrace) else f"{type(problem).__name__}: {problem}"
 
 
 class Groups(list[TraceGroup]):
@@ -103,6 +96,20 @@ class Spool:
             return self._file.read(place[1])
 
 
+_Name = tuple[Any, str]
+"""Of a session: the function that names the sessions of its formats, and its name."""
+
+
+@dataclass(slots=True)
+class _Session:
+    """Records that were found apart and belong together."""
+
+    format: Format
+    where: str
+    places: list[tuple[Place, str]] = field(default_factory=list)
+    """Its records in the spool, and where each was found."""
+
+
 @dataclass(slots=True)
 class _Loader:
     reading: Reading
@@ -111,8 +118,9 @@ class _Loader:
     spool: Spool = field(default_factory=Spool)
     members: dict[str, list[tuple[Summary, Place]]] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
-    sessions: dict[tuple[str, str], tuple[str, list[Place]]] = field(default_factory=dict)
-    """By format and session: where its first record was found, and its records."""
+    sessions: dict[_Name, _Session] = field(default_factory=dict)
+    joined: dict[_Name, _Name] = field(default_factory=dict)
+    """By the name of a session: another name of it."""
     taken: dict[str, int] = field(default_factory=dict)
     tasks: dict[str, list[str]] = field(default_factory=dict)
     """By task id: the digests of the tasks that have it."""
@@ -122,81 +130,103 @@ class _Loader:
     def file(self, path: Path, inside: str | None) -> None:
         """Read everything in a file."""
         latest: Format | None = None
-        found_any = False
+        refused = False
         for found in records(path, inside):
             if found.problem is not None:
                 self.problem(found.where, found.problem)
                 continue
-            known = self.forced or recognised(found.record)
-            if known is None and latest is None and found_any:
-                continue  # Said once of a file.
-            found_any = True
-            if known is None and latest is None:
+            latest = self.forced or recognised(found.record) or latest
+            if latest is not None:
+                self._record(found, latest)
+            elif not refused:
+                # Said once of a file.
+                refused = True
                 self.problem(
                     found.where,
                     f"no known format, found {_described(found.record)}; expected one of {', '.join(FORMATS)}; for any "
                     "other a mapping says where things are (--mapping FILE)",
                 )
-                continue
-            latest = known or latest
-            assert latest is not None
-            self._record(found, latest)
 
     def problem(self, where: str, text: str) -> None:
         """Note what cannot be read."""
         self.problems.append(f"{where}: {text}")
 
     def _record(self, found: Found, format_: Format) -> None:
-        try:
-            for record in (found.record,) if format_.split is None else format_.split(found.record):
-                file = re.sub(r"(:\d+|\[\d+\])+$", "", found.where)
-                if format_.session is not None and (name := format_.session(record, file)) is not None:
-                    where = file if name == file else found.where
-                    kept = self.sessions.setdefault((format_.name, name), (where, []))
-                    kept[1].append(self.spool.put_record(record))
-                    continue
-                self._read(format_, Found(found.where, record))
-        except _UNREADABLE as problem:
-            self.problem(found.where, f"{_said(problem)}; expected {format_.shape}")
-
-    def _each(self, format_: Format, found: Found) -> Iterator[Trace]:
-        """The traces of a record; one that is bad among many is noted, and the others follow."""
-        many = _several(found.record)
-        if many is None:
-            yield from format_.read(found.record, found.where, self.reading)
-            return
-        name, records_ = many
-        for place, one in enumerate(records_, 1):
-            where = f"{found.where} {name.removesuffix('s')} {place}"
+        for each in _single(found) if format_.session is None else (found,):
             try:
-                for trace in format_.read({**found.record, name: [one]}, found.where, self.reading):
-                    yield replace(trace, source=where)
-            except _UNREADABLE as problem:
-                self.problem(where, f"{_said(problem)}; expected {format_.shape}")
+                for record in (each.record,) if format_.split is None else format_.split(each.record):
+                    self._part(Found(each.where, record), format_)
+            except UNREADABLE as problem:
+                self.unreadable(each.where, problem, format_)
+
+    def _part(self, found: Found, format_: Format) -> None:
+        """Read a record, or keep it until its session is whole."""
+        file = re.sub(r"(:\d+|\[\d+\])+$", "", found.where)
+        names = None if format_.session is None else format_.session(found.record, file)
+        if names is None:
+            self._read(format_, found)
+            return
+        first, *others = [(format_.session, each) for each in ([names] if isinstance(names, str) else names)]
+        for other in others:
+            self._join(first, other)
+        kept = self.sessions.setdefault(first, _Session(format_, file if names == file else found.where))
+        kept.places.append((self.spool.put_record(found.record), found.where))
 
     def _read(self, format_: Format, found: Found) -> None:
         """Add the traces of a record, or of a session's records, and note what of them was not read."""
         record = found.record
         if format_.metered:
-            record = Gathered(map(watched, record)) if isinstance(record, Gathered) else watched(record)
+            record = record.map(watched) if isinstance(record, Gathered) else watched(record)
         traces = []
         # Added one by one: what precedes a bad trace of a document is not lost with it.
-        for trace in self._each(format_, Found(found.where, record)):
+        reading = replace(
+            self.reading,
+            format=format_.name,
+            where=found.where,
+            unreadable=lambda where, problem: self.unreadable(where, problem, format_),
+        )
+        for trace in format_.read(record, reading):
             self.add(trace)
             traces.append(trace)
         if format_.metered:
-            self.lost.setdefault(format_.name, Counter()).update(unread(record, traces))
+            self.lost.setdefault(format_.name, Counter()).update(unread(record, traces, format_.repeated))
 
-    def finish_sessions(self) -> None:
-        """Put together the sessions whose records were found, wherever these were."""
-        for (name, _), (where, places) in self.sessions.items():
-            format_ = self.forced or FORMATS[name]
+    def _root(self, name: _Name) -> _Name:
+        while (other := self.joined.get(name, name)) != name:
+            name = other
+        return name
+
+    def _join(self, one: _Name, other: _Name) -> None:
+        """Note that two names are of the same session."""
+        if (root := self._root(one)) != (end := self._root(other)):
+            self.joined[root] = end
+
+    def finish_sessions(self, one_file_a_call: bool = True) -> None:
+        """Put together the sessions whose records were found, wherever these were.
+
+        Args:
+            one_file_a_call: whether files of one request each, in one folder, may be calls of the same conversation.
+        """
+        together: dict[_Name, list[_Session]] = {}
+        for name, session in self.sessions.items():
+            lone = one_file_a_call and name[0] is chat_session and name[1] == session.where and len(session.places) == 1
+            key = (name[0], str(Path(session.where).parent)) if lone else self._root(name)
+            together.setdefault(key, []).append(session)
+        for sessions in together.values():
+            format_, where = self.forced or sessions[0].format, sessions[0].where
+            places = [place for session in sessions for place in session.places]
+            gathered = Gathered(self.spool.get_record(place) for place, _ in places)
+            gathered.wheres = [each for _, each in places]
             try:
-                gathered = Gathered(map(self.spool.get_record, places))
                 self._read(format_, Found(where, gathered))
-            except _UNREADABLE as problem:
-                self.problem(where, f"{_said(problem)}; expected {format_.shape}")
+            except UNREADABLE as problem:
+                self.unreadable(where, problem, format_)
         self.sessions = {}
+
+    def unreadable(self, where: str, problem: Exception, format_: Format) -> None:
+        """Note what a reader raised."""
+        said = str(problem) if isinstance(problem, BadTrace) else f"{type(problem).__name__}: {problem}"
+        self.problem(where, f"{said}; expected {format_.shape}")
 
     def add(self, trace: Trace) -> None:
         """Lay down a trace with its group."""
@@ -282,7 +312,7 @@ def load_traces(
         raise ConfigError(f"format {format} and a mapping both say what the records are; give one of them")
     mapped = None if mapping is None else load_mapping(Path(mapping))
     loader = _Loader(
-        Reading(group_by=None if group_by == NO_GROUPS else group_by, **_code(mapped)),
+        Reading(group_by=None if group_by == NO_GROUPS else group_by, code=_code(mapped)),
         mapped_format(mapped) if mapped is not None else FORMATS.get(format),
         alone=group_by == NO_GROUPS,
     )
@@ -339,7 +369,7 @@ def groups_of(records: Sequence[Any], group_by: str | None = None) -> Groups:
             loader.problem(where, f"no known format, found {_described(record)}")
         else:
             loader._record(Found(where, record), known)
-    loader.finish_sessions()
+    loader.finish_sessions(one_file_a_call=False)
     if not loader.members:
         raise TraceError(f"no trace: {loader.problems[0] if loader.problems else 'no records'}")
     return loader.groups()
@@ -401,19 +431,20 @@ def _read_file(loader: _Loader, file: Path, inside: str | None) -> None:
     loader.file(file, inside)
 
 
-def _several(record: object) -> tuple[str, list[Any]] | None:
-    """The field of a record that holds a trace each, where it has one."""
+def _single(found: Found) -> Iterator[Found]:
+    """The traces of a record, each as a record of its own: one that is bad does not take the others with it."""
     for name in ("samples", "simulations", "traces"):
-        value = record.get(name) if isinstance(record, dict) else None
-        if isinstance(value, list) and len(value) > 1:
-            return name, value
-    return None
+        inner = found.record.get(name) if isinstance(found.record, dict) else None
+        if isinstance(inner, list) and inner:
+            for place, one in enumerate(inner, 1):
+                yield Found(f"{found.where} {name.removesuffix('s')} {place}", {**found.record, name: [one]})
+            return
+    yield found
 
 
-def _code(mapped: Mapped | None) -> dict[str, re.Pattern[str]]:
-    if mapped is None or mapped.action_pattern is None:
-        return {}
-    return {"code": re.compile(mapped.action_pattern, re.DOTALL)}
+def _code(mapped: Mapped | None) -> re.Pattern[str]:
+    given = mapped is not None and mapped.action_pattern
+    return re.compile(given, re.DOTALL) if given else CODE
 
 
 def _reader(spool: Spool, places: Sequence[Place]) -> Callable[[], Sequence[Trace]]:

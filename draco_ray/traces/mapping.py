@@ -80,12 +80,12 @@ def mapped_format(mapped: Mapped) -> Format:
     )
 
 
-def _reader(mapped: Mapped) -> Callable[[Any, str, Reading], Iterator[Trace]]:
+def _reader(mapped: Mapped) -> Callable[[Any, Reading], Iterator[Trace]]:
     def text(record: object, path: str | None) -> str:
         value = None if path is None else path_value(record, path)
         return value if isinstance(value, str) else "" if value is None else str(value)
 
-    def read(record: Any, where: str, reading: Reading) -> Iterator[Trace]:
+    def read(record: Any, reading: Reading) -> Iterator[Trace]:
         messages = path_value(record, mapped.messages)
         if messages is None:
             raise BadTrace(f'nothing at "{mapped.messages}", where the mapping says that messages are')
@@ -94,10 +94,8 @@ def _reader(mapped: Mapped) -> Callable[[Any, str, Reading], Iterator[Trace]]:
             said = [Entry(role="system", text=clean(system)), *said]
         yield build(
             said,
-            record=record,
-            where=where,
-            format_="mapped",
-            reading=reading,
+            record,
+            reading,
             task_id=identifier(text(record, mapped.task_id)),
             trace_id=identifier(text(record, mapped.trace_id)),
             instruction=clean(text(record, mapped.instruction)) or None,

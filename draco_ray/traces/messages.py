@@ -8,6 +8,7 @@ LangChain          ``type: human | ai | tool``, also below ``data``, and in Lang
 AutoGen            ``source`` and ``type: TextMessage | ToolCallRequestEvent | ToolCallExecutionEvent | ...``
 ShareGPT           ``from: human | gpt`` and ``value``
 smolagents         roles ``tool-call`` and ``tool-response``
+Gemini CLI         ``type: user | gemini``, ``toolCalls`` with their ``result``, ``thoughts``
 Vercel AI SDK      ``parts`` of its user interface, ``toolInvocations``
 =================  =====================================================================================================
 
@@ -25,6 +26,8 @@ from typing import Any
 from draco_ray.traces.entry import AGENT, BadTrace, Call, Entry, kind, object_of, shown, text_of, thinking
 from draco_ray.traces.model import clean
 from draco_ray.traces.parts import HIDDEN, part, parts, plain
+from draco_ray.traces.streams import whole
+from draco_ray.traces.templates import tagged, templated
 
 AGENT_ROLES = ("assistant", "model", "ai", "agent", "bot")
 RESULT_ROLES = ("tool", "function", "environment", "ipython", "tool-response")
@@ -37,11 +40,15 @@ LANGCHAIN = {
     "developer": "system",
 }
 """LangChain's message types, as it writes them and as the beginnings of its class names."""
+GEMINI_CLI = {"user": "user", "gemini": AGENT, "info": "system", "warning": "system", "error": "system"}
+"""Types of the messages in sessions of Gemini CLI."""
 AUTOGEN = ("Message", "Event")
 """How AutoGen's message types end."""
 _RESULTS = ("result", "results", "outputs", "output")
-_CONTAINERS = ("message", "output", "messages", "body", "response")
+_CONTAINERS = ("message", "output", "messages", "body", "response", "outputBodyJson", "body_raw")
 """Fields of a response below which the answer is."""
+_CONTENTS = ("content", "blocks", "text", "system_prompt")
+"""Fields of a message that hold what is said."""
 _REPLY_KEYS = ("role", "content", "tool_calls", "toolCalls", "text", "choices", "candidates", "output", "message")
 
 
@@ -52,13 +59,13 @@ def entries(messages: object, where: str = "message") -> list[Entry]:
         BadTrace: it is no list, or one of them is no message.
     """
     if isinstance(messages, str):
-        return [Entry(role="user", text=clean(messages))]
+        messages = templated(messages) or [{"role": "user", "content": messages}]
     if not isinstance(messages, Sequence):
         raise BadTrace(f"expected a list of {where}s, found {kind(messages)}")
     found: list[Entry] = []
     for number, message in enumerate(messages, 1):
         try:
-            found += message_entries(message)
+            found += [each for entry in message_entries(message) for each in tagged(entry)]
         except BadTrace as problem:
             raise BadTrace(f"{where} {number}: {problem}") from None
     return found
@@ -70,14 +77,20 @@ def reply_entries(reply: object, where: str = "response") -> list[Entry]:
     Raises:
         BadTrace: it holds something that is no message.
     """
+    reply = whole(reply)
     if isinstance(reply, str):
-        return [Entry(role=AGENT, text=clean(reply))] if reply.strip() else []
+        return entries([{"role": AGENT, "content": reply}], where) if reply.strip() else []
     if isinstance(reply, list):
-        if reply and all(isinstance(each, Mapping) and "choices" in each for each in reply):
-            return entries([_streamed(reply)], where)
         return [each for part_ in reply for each in reply_entries(part_, where)]
     if not isinstance(reply, Mapping):
         return []
+    if "finishReason" in reply and ("toolCalls" in reply or isinstance(reply.get("content"), list)):
+        # A step of the AI SDK: what it called and what came back.
+        said = {"role": AGENT, "content": reply.get("content") or reply.get("text"), "tool_calls": ()}
+        if "content" not in reply:
+            said = {**said, "reasoning": reply.get("reasoning"), "tool_calls": reply["toolCalls"]}
+        results = reply.get("toolResults") if "content" not in reply else None
+        return entries([said, *([{"role": "tool", "content": results}] if results else [])], where)
     if ("role" in reply or "type" in reply or "parts" in reply) and not isinstance(reply.get("message"), Mapping):
         known = _langchain(reply) is not None or "role" in reply or reply.get("type") not in (None, "message")
         return entries([reply if known else {"role": AGENT, **reply}], where)
@@ -87,7 +100,8 @@ def reply_entries(reply: object, where: str = "response") -> list[Entry]:
             first = first[0] if isinstance(first, list) and first else first
             return reply_entries(first, where)
     inner = next(
-        (reply[name] for name in _CONTAINERS if isinstance(reply.get(name), Mapping | list)), reply.get("content")
+        (value for name in _CONTAINERS if isinstance(value := whole(reply.get(name)), Mapping | list)),
+        reply.get("content"),
     )
     if isinstance(inner, Mapping) or (isinstance(inner, list) and inner is not reply.get("content")):
         return reply_entries(inner, where)
@@ -99,24 +113,6 @@ def reply_entries(reply: object, where: str = "response") -> list[Entry]:
     return entries([{**named, "role": AGENT, "content": content, "tool_calls": calls}], where)
 
 
-def _streamed(chunks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The message that chunks of a streamed chat completion add up to."""
-    said: dict[str, str] = {"content": "", "reasoning_content": ""}
-    calls: dict[int, dict[str, str]] = {}
-    for chunk in chunks:
-        for choice in [each for each in chunk["choices"] or () if isinstance(each, Mapping)][:1]:
-            delta = object_of(choice, "delta")
-            for name in said:
-                said[name] += text_of(delta, name)
-            for call in delta.get("tool_calls") or ():
-                known = calls.setdefault(call.get("index", 0), {"id": "", "name": "", "arguments": ""})
-                function = call.get("function") or {}
-                known["id"] = known["id"] or text_of(call, "id")
-                known["name"] += text_of(function, "name")
-                known["arguments"] += text_of(function, "arguments")
-    return {"role": AGENT, **said, "tool_calls": [calls[index] for index in sorted(calls)]}
-
-
 def message_entries(value: object) -> list[Entry]:
     """The entries of one message or item.
 
@@ -125,10 +121,16 @@ def message_entries(value: object) -> list[Entry]:
     """
     if not isinstance(value, Mapping):
         raise BadTrace(f"expected an object with a role, found {kind(value)}")
-    message: Mapping[str, Any] = value
-    if isinstance(message.get("message"), Mapping) and "role" not in message:
-        # A choice of an API's response, as ART keeps them.
-        message = message["message"]
+    message = _unwrapped(value)
+    if message.get("object") == "response":
+        return entries(message["output"], "item")
+    if message.get("kind") in ("request", "response") and "parts" in message:
+        return [each for part_ in message["parts"] for each in _pydantic(part_)]
+    if "author" in message and not message.get("content"):
+        # An event of Google's ADK in which nothing is said.
+        return []
+    if (converted := _gemini_cli(message)) is not None:
+        message = converted
     if (converted := _langchain(message)) is not None:
         message = converted
     elif "source" in message and str(message.get("type")).endswith(AUTOGEN):
@@ -144,8 +146,39 @@ def message_entries(value: object) -> list[Entry]:
     return [replace(each, item=True) for each in found] if message.get("type") == "message" else found
 
 
+def is_wrapped(value: Any) -> bool:
+    """Whether it is a message in the wrapping of a framework: Google's ADK, OpenCode, Pydantic AI."""
+    if not isinstance(value, Mapping):
+        return False
+    adk = "author" in value and isinstance(value.get("content"), Mapping | None)
+    return adk or ("parts" in value and ("info" in value or value.get("kind") in ("request", "response")))
+
+
+def _unwrapped(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The message in what a framework keeps about it."""
+    if isinstance(message.get("message"), Mapping) and "role" not in message:
+        # A choice of an API's response, as ART keeps them.
+        return object_of(message, "message")
+    if isinstance(message.get("content"), Mapping) and "parts" in message["content"]:
+        return object_of(message, "content")
+    # OpenCode says beside its parts who speaks, LlamaIndex beside its blocks what is called.
+    beside = {**object_of(message, "info"), **(object_of(message, "additional_kwargs") if "role" in message else {})}
+    return {**beside, **message} if beside else message
+
+
+def _pydantic(each: Mapping[str, Any]) -> list[Entry]:
+    """A part of a message of Pydantic AI."""
+    kind_ = str(each.get("part_kind"))
+    if kind_ in ("tool-return", "retry-prompt"):
+        error = {"error": kind_ == "retry-prompt"}
+        return list(_message("tool" if each.get("tool_name") else "user", {**each, **error}))
+    role = {"system-prompt": "system", "user-prompt": "user"}.get(kind_, AGENT)
+    content = [{**each, "type": kind_}] if role == AGENT else each.get("content")
+    return [replace(entry, item=True) for entry in _message(role, {"content": content})]
+
+
 def _message(role: str, message: Mapping[str, Any]) -> Iterator[Entry]:
-    content = message.get("parts") or message.get("content")
+    content = message.get("parts") or next((message[name] for name in _CONTENTS if message.get(name) is not None), None)
     if role == "tool-call":
         yield Entry(role=AGENT, calls=tuple(_smolagents(plain(content))), item=True)
         return
@@ -160,20 +193,32 @@ def _message(role: str, message: Mapping[str, Any]) -> Iterator[Entry]:
         return
     invoked = [each for each in message.get("toolInvocations") or () if isinstance(each, Mapping)]
     pieces = [*parts(content), *(e for each in invoked if not message.get("parts") for e in part(_invocation(each)))]
+    inside = [call for piece in pieces for call in piece.calls]
+    # Calls in the content are often repeated beside it.
+    calls = [call for call in _calls(message) if not any(_same_call(call, each) for each in inside)]
     if role != AGENT:
         results = [piece for piece in pieces if piece.role == "tool"]
-        yield from results
         text = "\n".join(piece.text for piece in pieces if piece.role != "tool" and piece.text)
-        calls = (*(call for piece in pieces for call in piece.calls), *_calls(message))
+        if role == "tool" and results:
+            # Media of a result stand beside it.
+            results[-1] = replace(results[-1], text="\n".join(filter(None, [results[-1].text, text])))
+            text = ""
+        yield from results
+        calls = [*inside, *calls]
         if text or calls or not results:
-            yield Entry(role=role, text=text, calls=calls)
+            yield Entry(role=role, text=text, calls=tuple(calls))
         return
     thought = [Entry(role="", text=text) for text in _thoughts(message)]
     refusal = text_of(message, "refusal")
     after = [Entry(role="", text=f"[refusal] {refusal}")] if refusal else []
-    yield from _turns(
-        [*thought, *pieces, *after, *(Entry(role="", calls=(call,)) for call in _calls(message))], _tokens(message)
-    )
+    yield from _turns([*thought, *pieces, *after, *(Entry(role="", calls=(call,)) for call in calls)], _tokens(message))
+
+
+def _same_call(one: Call, other: Call) -> bool:
+    """Whether two calls are the same one: by their ids, else by what they say."""
+    if one.call_id and other.call_id:
+        return one.call_id == other.call_id
+    return str(one) == str(other)
 
 
 def _turns(pieces: Iterable[Entry], tokens: int | None) -> Iterator[Entry]:
@@ -279,19 +324,42 @@ def _autogen(message: Mapping[str, Any]) -> Iterator[Entry]:
     role = "user" if source.casefold() in ("user", "user_proxy", "human") else AGENT
     usage = message.get("models_usage")
     tokens = usage.get("completion_tokens") if isinstance(usage, Mapping) else None
-    if type_ == "ToolCallRequestEvent" and isinstance(content, list):
+    if type_ == "CodeGenerationEvent":
+        blocks = [text_of(each, "code") for each in message.get("code_blocks") or ()]
+        yield Entry(role=AGENT, text=plain(content), code="\n\n".join(blocks) or None, tokens=tokens or None)
+    elif type_ == "CodeExecutionEvent":
+        result = object_of(message, "result")
+        failed: dict[str, Any] = {"error": f"exit code {result['exit_code']}"} if result.get("exit_code") else {}
+        yield Entry(role="tool", text=_marked(plain(result.get("output")), failed))
+    elif type_ == "ToolCallRequestEvent" and isinstance(content, list):
         yield Entry(role=AGENT, calls=tuple(_calls({"tool_calls": content})), tokens=tokens or None)
     elif type_ == "ToolCallExecutionEvent" and isinstance(content, list):
         for each in content:
             if not isinstance(each, Mapping):
                 raise BadTrace(f"expected a tool's result as an object, found {kind(each)}")
-            failed = {"error": True} if each.get("is_error") else {}
-            text = _marked(plain(each.get("content")), failed)
-            yield Entry(role="tool", text=text, call_id=text_of(each, "call_id"), name=text_of(each, "name"))
+            yield from _message("tool", {**each, "error": bool(each.get("is_error"))})
     elif type_ == "ThoughtEvent":
         yield Entry(role=AGENT, text=thinking(plain(content)), item=True)
     else:
         yield Entry(role=role, text=plain(content), tokens=tokens or None)
+
+
+def _gemini_cli(message: Mapping[str, Any]) -> dict[str, Any] | None:
+    """A message of a Gemini CLI session in Gemini's form; None: it is none."""
+    if "role" in message or message.get("type") not in GEMINI_CLI or "content" not in message:
+        return None
+    thoughts = [
+        {
+            "type": "thinking",
+            "thinking": "\n".join(filter(None, [text_of(each, "subject"), text_of(each, "description")])),
+        }
+        for each in message.get("thoughts") or ()
+    ]
+    called = message.get("toolCalls") or ()
+    results = [result for each in called for result in each.get("result") or ()]
+    said = message["content"] if isinstance(message["content"], list) else [message["content"]]
+    content = [*thoughts, *filter(None, said), *({"functionCall": each} for each in called), *results]
+    return {"role": GEMINI_CLI[message["type"]], "content": content}
 
 
 def _sharegpt(who: str, value: object) -> Iterator[Entry]:
@@ -341,7 +409,9 @@ def _calls(message: Mapping[str, Any]) -> Iterator[Call]:
         function = call.get("function", call.get("custom", call))
         if isinstance(function, str):
             function = {"name": function, "arguments": call.get("arguments")}
-        name = text_of(function, "name", "toolName", "tool_name") if isinstance(function, Mapping) else ""
+        name = (
+            text_of(function, "name", "toolName", "tool_name", "function_name") if isinstance(function, Mapping) else ""
+        )
         if not name:
             raise BadTrace(f"expected a tool call with the name of a function, found {shown(call)[:200]}")
         names = ("arguments", "input", "args")

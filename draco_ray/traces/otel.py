@@ -25,21 +25,21 @@ have names of their own, are put into the form of spans.
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from typing import Any, TypeGuard
 
 from draco_ray.traces.calls import SUB_AGENT, ModelCall, continues, main_conversation
-from draco_ray.traces.entry import AGENT, BadTrace, Entry, kind
-from draco_ray.traces.formats import Reading, build, number, path_value
+from draco_ray.traces.entry import AGENT, BadTrace, Entry, decoded, first_of, kind, object_of
+from draco_ray.traces.formats import Reading, build, field, number, path_value
 from draco_ray.traces.messages import entries, reply_entries
 from draco_ray.traces.model import Trace, identifier
 from draco_ray.traces.parts import plain
 
 Span = dict[str, Any]
-CALL_SPANS = ("chat", "text_completion", "generate_content")
+CALL_SPANS = ("chat", "text_completion", "generate_content", "llm", "generation", "chat_model")
+AGENT_SPANS = ("invoke_agent", "agent")
 INPUTS = (
     "gen_ai.input.messages",
     "langfuse.observation.input",
@@ -54,6 +54,7 @@ OUTPUTS = (
 )
 FLAT_INPUTS = ("llm.input_messages", "gen_ai.prompt")
 FLAT_OUTPUTS = ("llm.output_messages", "gen_ai.completion")
+TOOL_LISTS = ("gen_ai.tool.definitions", "mlflow.chat.tools")
 OUTPUT_TOKENS = ("gen_ai.usage.output_tokens", "gen_ai.usage.completion_tokens", "llm.token_count.completion")
 TASK_ATTRIBUTES = ("draco.task_id", "gen_ai.task.id", "task_id", "langfuse.trace.metadata.task_id", "metadata.task_id")
 
@@ -61,14 +62,6 @@ TASK_ATTRIBUTES = ("draco.task_id", "gen_ai.task.id", "task_id", "langfuse.trace
 OTLP = ("resourceSpans", "resource_spans", "batches", "scopeSpans", "scope_spans")
 HOLDERS = (*OTLP, "spans", "observations", "data", "traces", "trace")
 """What spans are below, in exports."""
-OBSERVATION = {
-    "id": ("id",),
-    "type": ("type",),
-    "trace": ("traceId", "trace_id"),
-    "start": ("startTime", "start_time"),
-    "parent": ("parentObservationId", "parent_observation_id"),
-}
-"""What every observation of Langfuse has, in the spelling of its API and of its tables."""
 MAX_DEPTH = 8
 KINDS = ("gen_ai.operation.name", "openinference.span.kind", "langfuse.observation.type", "mlflow.spanType")
 """Attributes that say what a span is."""
@@ -89,12 +82,17 @@ def _is_span(record: object) -> bool:
     if not isinstance(record, Mapping):
         return False
     own = "attributes" in record and any(name in record for name in ("spanId", "span_id", "context", "traceId"))
-    return own or _is_observation(record) or "context.span_id" in record
+    return own or "context.span_id" in record or _is_row(record)
 
 
-def _is_observation(record: Mapping[str, Any]) -> bool:
-    """Whether Langfuse's API or its export to a bucket wrote it."""
-    return all(any(name in record for name in spellings) for spellings in OBSERVATION.values())
+def _is_row(record: Mapping[str, Any]) -> bool:
+    """Whether it is an observation of Langfuse, a row of Braintrust's, or a span of OpenAI's Agents SDK."""
+    observed = {"id", "type"} <= record.keys() and bool(
+        {"parentObservationId", "parent_observation_id"} & record.keys()
+    )
+    return (
+        observed or {"span_attributes", "span_id"} <= record.keys() or record.get("object") in ("trace", "trace.span")
+    )
 
 
 def spans(record: Any) -> Iterator[Span]:
@@ -137,29 +135,30 @@ def _observed(span: object, holder: str) -> TypeGuard[Mapping[str, Any]]:
 
 
 def _renamed(span: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A row of Phoenix's table, or an observation of Langfuse, in the shape of a span."""
+    """A row of Phoenix's table or of those that `_is_row` knows in the shape of a span."""
     if "context.span_id" in span:
         named = {key: value for key, value in span.items() if value is not None}
         attributes = {key.removeprefix("attributes."): named[key] for key in named if key.startswith("attributes.")}
         context = {key: span.get(f"context.{key}") for key in ("trace_id", "span_id")}
         return {**span, "attributes": attributes, "context": context}
-    if "attributes" in span or not _is_observation(span):
+    if "attributes" in span or not _is_row(span):
         return span
-    own = {name: next(span[each] for each in spellings if each in span) for name, spellings in OBSERVATION.items()}
-    usage = _json(span.get("usageDetails") or span.get("usage_details") or span.get("usage"))
-    attributes = {
-        **{f"langfuse.observation.{key}": span[key] for key in ("type", "input", "output") if span.get(key)},
-        "langfuse.trace.metadata": path_value(span, "trace.metadata"),
-        "metadata": _json(span.get("metadata")),
-        "gen_ai.usage.output_tokens": path_value(usage, "output"),
-    }
+    said = object_of(span, "span_data") or {**span, **object_of(span, "span_attributes")}
+    kinds = {"type": "tool" if said.get("type") == "function" else said.get("type")}
+    usage = _json(first_of(span, "usageDetails", "usage_details", "usage"))
     return {
-        "traceId": own["trace"],
-        "spanId": own["id"],
-        "parentSpanId": own["parent"],
-        "name": span.get("name"),
-        "start_time": own["start"],
-        "attributes": attributes,
+        "traceId": first_of(span, "traceId", "trace_id", "root_span_id", "id"),
+        "spanId": first_of(span, "span_id", "id"),
+        "parentSpanId": first_of(span, "parentObservationId", "parent_observation_id", "parent_id")
+        or path_value(span, "span_parents.0"),
+        "name": said.get("name"),
+        "start_time": first_of(span, "startTime", "start_time", "started_at", "created"),
+        "attributes": {
+            **{f"langfuse.observation.{key}": {**said, **kinds}.get(key) for key in ("type", "input", "output")},
+            "langfuse.trace.metadata": path_value(span, "trace.metadata"),
+            "metadata": _json(span.get("metadata")),
+            "gen_ai.usage.output_tokens": path_value(usage, "output"),
+        },
     }
 
 
@@ -168,7 +167,10 @@ def _span(span: object) -> Span:
         raise BadTrace(f"expected a span as an object, found {kind(span)}")
     span = _renamed(span)
     attributes = _attributes(span.get("attributes"))
-    events = [
+    # Logfire writes the events as an attribute.
+    written = _json(attributes.get("events"))
+    events = [(str(field(each, "event.name")), each) for each in written] if isinstance(written, list) else []
+    events += [
         (str(event.get("name", "")), _attributes(event.get("attributes")))
         for event in span.get("events") or ()
         if isinstance(event, Mapping)
@@ -237,21 +239,46 @@ CONVERSATION = "gen_ai.conversation.id"
 SESSIONS = (CONVERSATION, "session.id", "langfuse.session.id")
 
 
-def session(span: Span, file: str) -> str | None:
-    """What spans that may belong together have in common: a conversation, a session, or else a trace."""
+def session(span: Span, file: str) -> tuple[str, ...]:
+    """What spans that may belong together have in common: a trace, and a conversation or a session."""
     attributes = span["attributes"]
-    named = (attributes[name] for name in SESSIONS if isinstance(attributes.get(name), str) and attributes[name])
-    return str(next(named, span["trace"]))
+    named = [attributes[name] for name in SESSIONS if isinstance(attributes.get(name), str) and attributes[name]]
+    return (str(span["trace"]), *named[:1])
 
 
-def read(spans_: Any, where: str, reading: Reading) -> Iterator[Trace]:
+def read(spans_: Any, reading: Reading) -> Iterator[Trace]:
     """The traces of the spans of a session. Raises: BadTrace where none of them holds messages."""
     ordered = sorted(spans_, key=lambda span: str(span["at"]))
-    named = any(span["attributes"].get(CONVERSATION) for span in ordered)
-    groups = [ordered] if named else _conversations(ordered)
-    for group in groups:
-        name = session(group[0], "") if len(groups) == 1 else str(group[0]["trace"])
-        yield _trace(group, identifier(name), f"{where} trace {identifier(name)}", reading)
+    named = _named(ordered)
+    groups = list(named.items())
+    if not named:
+        unnamed = _conversations(ordered)
+        groups = [(session(each[0], "")[-1 if len(unnamed) == 1 else 0], each) for each in unnamed]
+    for name, group in groups:
+        yield _trace(group, identifier(name), replace(reading, where=f"{reading.where} trace {identifier(name)}"))
+
+
+def _named(ordered: list[Span]) -> dict[str, list[Span]]:
+    """The spans by conversation. A span without a name belongs to the conversation that is named above it, or to the
+    only one that is named below the nearest span around it."""
+    by_id = {span["id"]: span for span in ordered}
+    above: dict[str, list[str]] = {}
+    around: dict[str, set[str]] = {}
+    for span in ordered:
+        at, above[span["id"]] = span, [span["id"]]
+        while at["parent"] in by_id and at["parent"] not in above[span["id"]]:
+            at = by_id[at["parent"]]
+            above[span["id"]].append(at["id"])
+        if name := span["attributes"].get(CONVERSATION):
+            for each in (*above[span["id"]], span["trace"]):
+                around.setdefault(each, set()).add(str(name))
+    found: dict[str, list[Span]] = {}
+    for span in ordered:
+        own = [str(name) for each in above[span["id"]] if (name := by_id[each]["attributes"].get(CONVERSATION))]
+        alone = (next(iter(around[e])) for e in (*above[span["id"]], span["trace"]) if len(around.get(e, ())) == 1)
+        if around:
+            found.setdefault(next(iter(own), None) or next(alone, str(span["trace"])), []).append(span)
+    return {name: group for name, group in found.items() if len(found) == 1 or _model_calls(group)}
 
 
 def _conversations(ordered: list[Span]) -> list[list[Span]]:
@@ -264,22 +291,26 @@ def _conversations(ordered: list[Span]) -> list[list[Span]]:
         calls = [call for _, call in _model_calls(group)]
         place = next((n for n, (_, said) in enumerate(found) if any(continues(said, c.inputs) for c in calls)), None)
         joined = group if place is None else [*found[place][0], *group]
-        said = main_conversation([call for _, call in _model_calls(joined)])
-        if place is None:
-            found.append((joined, said))
-        else:
-            found[place] = (joined, said)
+        end = len(found) if place is None else place
+        found[end : end + 1] = [(joined, main_conversation([call for _, call in _model_calls(joined)]))]
     return [group for group, _ in found]
 
 
 def _model_calls(of_trace: list[Span]) -> list[tuple[Span, ModelCall]]:
     """The spans that are calls of a model, without those around others, which may repeat what these hold."""
-    said = [(span, ModelCall(inputs=found[0], outputs=found[1])) for span in of_trace if (found := _said(span))]
-    parents = {span["parent"] for span, _ in said}
-    return [each for each in said if each[0]["id"] not in parents] or said
+    for of_agents in (False, True):
+        said = [
+            (span, ModelCall(inputs=found[0], outputs=found[1]))
+            for span in of_trace
+            if (found := _said(span, of_agents))
+        ]
+        parents = {span["parent"] for span, _ in said}
+        if said:
+            return [each for each in said if each[0]["id"] not in parents] or said
+    return []
 
 
-def _trace(of_trace: list[Span], trace_id: str, where: str, reading: Reading) -> Trace:
+def _trace(of_trace: list[Span], trace_id: str, reading: Reading) -> Trace:
     calls = _model_calls(of_trace)
     if not calls:
         raise BadTrace(
@@ -291,17 +322,25 @@ def _trace(of_trace: list[Span], trace_id: str, where: str, reading: Reading) ->
     own = [
         call if _agent(span, by_id) == main else _of_sub_agent(call, _agent(span, by_id), by_id) for span, call in calls
     ]
-    defined = (_json(span["attributes"].get("gen_ai.tool.definitions")) for span, _ in calls)
     return build(
         _with_results(main_conversation(own), of_trace),
-        record=_record(of_trace),
-        where=where,
-        format_="otel",
-        reading=reading,
+        _record(of_trace),
+        reading,
         task_id=_task(of_trace),
         trace_id=trace_id,
-        tools=next(filter(None, defined), None),
+        tools=next((tools for span, _ in calls if (tools := _tools(span["attributes"]))), None),
     )
+
+
+def _tools(attributes: Mapping[str, Any]) -> Any:
+    """The tools that a call of a model declares, in an attribute or in its input."""
+    for name in (*TOOL_LISTS, "llm.invocation_parameters", *INPUTS):
+        value = _json(attributes.get(name))
+        value = _json(path_value(value, "tools")) if name not in TOOL_LISTS else value
+        if isinstance(value, list) and value:
+            return value
+    numbered = _numbered(_tree(attributes, "llm.tools."))
+    return [_json(path_value(each, "tool.json_schema")) for _, each in numbered]
 
 
 def _of_sub_agent(call: ModelCall, agent: str, by_id: Mapping[str, Span]) -> ModelCall:
@@ -316,13 +355,20 @@ def _record(of_trace: list[Span]) -> dict[str, Any]:
     merged: dict[str, Any] = {}
     for span in reversed(of_trace):
         merged |= span["attributes"]
+    return _tree(merged)
+
+
+def _tree(attributes: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Attributes with points in their names as objects in objects; only those below a prefix."""
     tree: dict[str, Any] = {}
-    for key, value in merged.items():
-        node = tree
-        *path, leaf = key.split(".")
-        for part in path:
-            node = node.setdefault(part, {}) if isinstance(node.setdefault(part, {}), dict) else {}
-        node[leaf] = value
+    for key, value in attributes.items():
+        if key.startswith(prefix):
+            node = tree
+            *path, leaf = key.removeprefix(prefix).split(".")
+            for part in path:
+                below = node.setdefault(part, {})
+                node = below if isinstance(below, dict) else {}
+            node[leaf] = value
     return tree
 
 
@@ -334,33 +380,27 @@ def _task(of_trace: list[Span]) -> str:
     return ""
 
 
+def _kind(span: Span) -> str:
+    """What a span is, in small letters; empty: it does not say."""
+    attributes = span["attributes"]
+    return next((str(attributes[name]).strip('"').casefold() for name in KINDS if attributes.get(name)), "")
+
+
 def _agent(span: Span, by_id: Mapping[str, Span]) -> str:
     """The span of the agent that made a call: the nearest ``invoke_agent`` above it; empty: there is none."""
     seen = set()
     while span["parent"] in by_id and span["parent"] not in seen:
         span = by_id[span["parent"]]
         seen.add(span["id"])
-        kind_ = span["attributes"].get("gen_ai.operation.name") or span["attributes"].get("openinference.span.kind")
-        if str(kind_).casefold() in ("invoke_agent", "agent"):
+        if _kind(span) in AGENT_SPANS:
             return str(span["id"])
     return ""
 
 
-def _said(span: Span) -> tuple[list[Entry], list[Entry]] | None:
-    """A model's input and output, of a span that holds them."""
+def _said(span: Span, of_agents: bool) -> tuple[list[Entry], list[Entry]] | None:
+    """A model's input and output, of a span that holds them; or of the agent's span around its calls."""
     attributes = span["attributes"]
-    operation = str(attributes.get("gen_ai.operation.name") or "").casefold()
-    kind_ = (
-        str(
-            attributes.get("openinference.span.kind")
-            or attributes.get("langfuse.observation.type")
-            or attributes.get("mlflow.spanType")
-            or ""
-        )
-        .strip('"')
-        .casefold()
-    )
-    if (operation and operation not in CALL_SPANS) or (kind_ and kind_ not in ("llm", "generation", "chat_model")):
+    if _kind(span) not in ("", *(AGENT_SPANS if of_agents else CALL_SPANS)):
         return None
     outputs = _messages(attributes, OUTPUTS, FLAT_OUTPUTS, AGENT) or _choices(span)
     if not outputs:
@@ -410,19 +450,11 @@ def _messages(attributes: Mapping[str, Any], names: tuple[str, ...], flat: tuple
 
 def _flat_messages(attributes: Mapping[str, Any], prefix: str) -> list[dict[str, Any]]:
     """Messages that were flattened into attributes with numbers in their names."""
-    tree: dict[str, Any] = {}
-    for key, value in attributes.items():
-        if key.startswith(f"{prefix}."):
-            node = tree
-            *path, leaf = key.removeprefix(f"{prefix}.").split(".")
-            for part in path:
-                below = node.setdefault(part, {})
-                node = below if isinstance(below, dict) else {}
-            node[leaf] = value
+    tree = _tree(attributes, f"{prefix}.")
     found = []
     for index in sorted((key for key in tree if key.isdigit()), key=int):
         message = tree[index].get("message", tree[index]) if isinstance(tree[index], dict) else {}
-        calls = [_flat_call(call) for _, call in _numbered(message.get("tool_calls"))]
+        calls = [call.get("tool_call", call) for _, call in _numbered(message.get("tool_calls"))]
         parts = [part.get("message_content", part) for _, part in _numbered(message.get("contents"))]
         content = message.get("content", parts or None)
         found.append({**message, "content": content, "tool_calls": calls, "role": message.get("role", "user")})
@@ -433,16 +465,6 @@ def _numbered(tree: object) -> list[tuple[int, Any]]:
     if not isinstance(tree, Mapping):
         return []
     return sorted((int(key), value) for key, value in tree.items() if str(key).isdigit() and isinstance(value, Mapping))
-
-
-def _flat_call(call: Mapping[str, Any]) -> dict[str, Any]:
-    inner = call.get("tool_call", call)
-    function = inner.get("function", inner) if isinstance(inner, Mapping) else {}
-    return {
-        "id": str(path_value(inner, "id") or ""),
-        "name": path_value(function, "name"),
-        "arguments": path_value(function, "arguments"),
-    }
 
 
 def _earlier(span: Span) -> list[Entry]:
@@ -461,19 +483,13 @@ def _choices(span: Span) -> list[Entry]:
     for name, attributes in span["events"]:
         if name == "gen_ai.choice":
             message = _json(attributes.get("message")) or attributes
-            if isinstance(message, str):
-                message = {"content": message}
+            message = message if isinstance(message, Mapping) else {"content": message}
             return entries([{**message, "role": AGENT}])
     return []
 
 
 def _json(value: object) -> Any:
-    if isinstance(value, str) and value[:1] in '[{"':
-        try:
-            return json.loads(value)
-        except (ValueError, RecursionError):
-            return value
-    return value
+    return decoded(value, '[{"')
 
 
 def _with_results(known: list[Entry], of_trace: list[Span]) -> list[Entry]:
@@ -501,8 +517,7 @@ def _with_results(known: list[Entry], of_trace: list[Span]) -> list[Entry]:
 def _tool_result(span: Span) -> Entry | None:
     """The result that a span of a tool holds; None: it is no such span, or holds none."""
     attributes = span["attributes"]
-    kind_ = next((str(attributes[name]).casefold() for name in KINDS if attributes.get(name)), "")
-    if "tool" not in kind_ and not attributes.get("gen_ai.tool.call.id"):
+    if "tool" not in _kind(span) and not attributes.get("gen_ai.tool.call.id"):
         return None
     value = next((attributes[name] for name in TOOL_RESULTS if attributes.get(name) is not None), None)
     name = str(attributes.get("gen_ai.tool.name") or attributes.get("tool.name") or span["name"])

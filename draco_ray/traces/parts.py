@@ -17,10 +17,25 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from draco_ray.traces.entry import BadTrace, Call, Entry, compact, kind, shown, size, text_of, thinking, without_encoded
+from draco_ray.traces.entry import (
+    BadTrace,
+    Call,
+    Entry,
+    compact,
+    first_of,
+    kind,
+    object_of,
+    shown,
+    size,
+    text_of,
+    thinking,
+    without_encoded,
+)
 from draco_ray.traces.model import clean
 
 HIDDEN = "[thinking that the provider does not show]"
+MARKERS = ("step-start", "step-finish", "finish-step", "snapshot", "ghost_snapshot", "cachePoint")
+"""Types of parts and items that hold nothing that anybody said."""
 MEDIA = ("image", "audio", "video", "document", "file", "blob", "uri", "screenshot")
 
 
@@ -48,21 +63,31 @@ def parts(content: object) -> Iterator[Entry]:
 
 def part(each: Mapping[str, Any]) -> Iterator[Entry]:
     """The entries of one part: one, or two where a part holds a call and its result."""
-    type_ = str(each.get("type") or "")
+    type_ = str(each.get("type") or each.get("block_type") or "")
+    if type_ in ("toolRequest", "toolResponse"):
+        # Goose: the call or its result in a result of Rust.
+        held = object_of(each, "toolCall" if type_ == "toolRequest" else "toolResult")
+        type_ = "tool_call" if type_ == "toolRequest" else "tool_result"
+        inner = held.get("value", held.get("error"))
+        each = {
+            "id": each.get("id"),
+            **(inner if isinstance(inner, Mapping) else {"content": inner}),
+            "status": held.get("status"),
+        }
     if not type_:
         yield from _typeless(each)
     elif type_ in ("text", "input_text", "output_text", "refusal", "summary_text"):
         said = next((each[name] for name in ("text", "content", "refusal") if each.get(name) is not None), None)
         yield Entry(role="", text=("[refusal] " if type_ == "refusal" else "") + plain(said))
     elif type_ in ("thinking", "reasoning", "reasoning.text", "reasoning.summary"):
-        names = ("thinking", "reasoning", "text", "content", "summary")
-        said = "" if each.get("redacted") else plain(next((each[name] for name in names if each.get(name)), None))
+        names = ("summary",) if each.get("redacted") else ("thinking", "reasoning", "text", "content", "summary")
+        said = plain(next((each[name] for name in names if each.get(name)), None))
         yield Entry(role="", text=thinking(said) or HIDDEN)
     elif type_ in ("redacted_thinking", "reasoning.encrypted"):
         yield Entry(role="", text=HIDDEN)
-    elif type_ in ("step-start", "finish-step"):
+    elif type_ in MARKERS:
         return
-    elif type_.endswith(("tool_use", "tool_call", "tool-call")):
+    elif type_.endswith(("tool_use", "tool_call", "tool-call", "function_call")):
         yield Entry(role="", calls=(_call(each, type_),))
     elif type_.endswith(("tool_result", "tool_call_response", "tool-result", "tool-error")):
         yield _result(each, type_)
@@ -70,6 +95,10 @@ def part(each: Mapping[str, Any]) -> Iterator[Entry]:
         yield from _call_and_result(each["toolInvocation"], type_)
     elif "toolCallId" in each and (type_.startswith("tool-") or type_ == "dynamic-tool"):
         yield from _call_and_result(each, type_)
+    elif type_ == "tool" and isinstance(each.get("state"), Mapping):
+        yield from _call_and_result(
+            {**each["state"], "toolCallId": each.get("callID"), "toolName": each.get("tool")}, type_
+        )
     elif type_ == "search_result":
         head = ", ".join(filter(None, [text_of(each, "title"), text_of(each, "source", "url")]))
         yield Entry(role="", text=f"[search result: {head}]\n{plain(each.get('content'))}".rstrip())
@@ -81,11 +110,13 @@ def part(each: Mapping[str, Any]) -> Iterator[Entry]:
 
 def _typeless(each: Mapping[str, Any]) -> Iterator[Entry]:
     """A part whose only key says what it is: the form of Bedrock and Gemini."""
-    call = _first(each, "toolUse", "functionCall", "function_call")
-    result = _first(each, "toolResult", "functionResponse", "function_response")
-    code = _first(each, "executableCode", "executable_code")
-    output = _first(each, "codeExecutionResult", "code_execution_result")
-    thought = _first(each, "reasoningContent", "reasoning_content")
+    call = first_of(each, "toolUse", "functionCall", "function_call", "tool_call")
+    result = first_of(each, "toolResult", "functionResponse", "function_response", "tool_call_result")
+    code = first_of(each, "executableCode", "executable_code")
+    output = first_of(each, "codeExecutionResult", "code_execution_result")
+    thought = first_of(each, "reasoningContent", "reasoning_content")
+    if each.keys() <= {"cachePoint"}:
+        return
     if isinstance(call, Mapping):
         yield Entry(role="", calls=(_call(call, "tool"),))
     elif isinstance(result, Mapping):
@@ -101,7 +132,7 @@ def _typeless(each: Mapping[str, Any]) -> Iterator[Entry]:
         yield Entry(role="", text=thinking(each["text"]) if each.get("thought") is True else clean(each["text"]))
     elif isinstance(each.get("json"), Mapping | list):
         yield Entry(role="", text=compact(each["json"]))
-    elif (medium := _first(each, "inlineData", "inline_data", "fileData", "file_data")) is not None:
+    elif (medium := first_of(each, "inlineData", "inline_data", "fileData", "file_data")) is not None:
         yield Entry(role="", text=_medium("file", medium if isinstance(medium, Mapping) else {}) or "[file]")
     elif (name := next((name for name in MEDIA if isinstance(each.get(name), Mapping)), None)) is not None:
         yield Entry(role="", text=_medium(name, each[name]) or f"[{name}]")
@@ -110,11 +141,11 @@ def _typeless(each: Mapping[str, Any]) -> Iterator[Entry]:
 
 
 def _call(each: Mapping[str, Any], type_: str) -> Call:
-    names = ("input", "arguments", "args", "server_tool_call")
+    names = ("input", "arguments", "args", "tool_kwargs", "server_tool_call")
     return Call(
         name=text_of(each, "name", "toolName", "tool_name") or type_,
         arguments=next((each[name] for name in names if each.get(name) is not None), None),
-        call_id=text_of(each, "id", "toolUseId", "toolCallId", "call_id"),
+        call_id=text_of(each, "call_id", "id", "toolUseId", "toolCallId", "tool_call_id"),
     )
 
 
@@ -128,7 +159,9 @@ def _result(each: Mapping[str, Any], type_: str) -> Entry:
     return Entry(
         role="tool",
         text=("[error] " if failed else "") + plain(said),
-        call_id=text_of(each, "tool_use_id", "toolUseId", "toolCallId", "tool_call_id", "id"),
+        call_id=text_of(
+            {**object_of(each, "origin"), **each}, "tool_use_id", "toolUseId", "toolCallId", "tool_call_id", "id"
+        ),
         name=text_of(each, "name", "toolName", "tool_name"),
     )
 
@@ -138,8 +171,9 @@ def _call_and_result(each: Mapping[str, Any], type_: str) -> Iterator[Entry]:
     named = {"toolName": text_of(each, "toolName") or type_.removeprefix("tool-")}
     yield Entry(role="", calls=(_call({**each, **named}, type_),))
     outcome = {name: each[name] for name in ("output", "result") if each.get(name) is not None}
-    if outcome or each.get("errorText") is not None:
-        error = {"output": each["errorText"], "is_error": True} if each.get("errorText") else {}
+    failed = each.get("errorText") or each.get("error")
+    if outcome or failed is not None:
+        error = {"output": failed, "is_error": True} if failed else {}
         yield _result({"toolCallId": each.get("toolCallId"), **named, **outcome, **error}, "tool")
 
 
@@ -150,7 +184,7 @@ def _medium(type_: str, each: Mapping[str, Any]) -> str | None:
         return None
     modality = each.get("modality")
     label = str(modality) if isinstance(modality, str) and modality else name
-    holder = _first(each, type_, "source", name, "image_url", "input_audio", "file")
+    holder = first_of(each, type_, "source", name, "image_url", "input_audio", "file")
     holder = {"url": holder} if isinstance(holder, str) else holder if isinstance(holder, Mapping) else each
     format_ = text_of(holder, "media_type", "mime_type", "mimeType", "mediaType", "format") or text_of(
         each, "mime_type", "media_type", "mediaType", "format"
@@ -188,7 +222,3 @@ def _shown_part(each: Mapping[str, Any]) -> str:
         entry.calls or entry.text.startswith((f"[{each.get('type')}: {{", "[part: {")) for entry in found
     )
     return "\n".join(entry.text for entry in found) if known else compact(each)
-
-
-def _first(each: Mapping[str, Any], *names: str) -> Any:
-    return next((each[name] for name in names if each.get(name) is not None), None)

@@ -15,7 +15,7 @@ MIN_PROSE = 40
 """Minimum length of text with blanks that counts as evidence, in characters."""
 COMPARED = 60
 """Characters of a text that are searched for in the traces."""
-_NAMES = ("name", "toolName", "tool_name", "function_name", "function")
+_NAMES = ("name", "tool", "toolName", "tool_name", "function_name", "function")
 _ARGUMENTS = ("arguments", "args", "input", "parameters", "tool_input", "action_input")
 MAX_REPORTED = 3
 
@@ -56,19 +56,23 @@ def watched(value: Any) -> Any:
     return [watched(each) for each in value] if isinstance(value, list) else value
 
 
-def unread(record: Any, traces: Sequence[Trace]) -> tuple[str, ...]:
+def unread(record: Any, traces: Sequence[Trace], repeated: Sequence[str] = ()) -> tuple[str, ...]:
     """Paths of fields with evidence that no reader looked up and no trace shows; at most `MAX_REPORTED`.
 
     Args:
         record: a `watched` record, after it was read.
         traces: what was made of it.
+        repeated: fields that repeat what was read elsewhere.
     """
-    found = dict.fromkeys(path for path, texts in _evidence(record, "") if texts)
+    found = dict.fromkeys(path for path, texts in _evidence(record, "", repeated) if texts)
     if not found:
         return ()
     shown = "\n".join(_texts_of(traces))
     lost = dict.fromkeys(
-        path for path, texts in _evidence(record, "") for text in texts if clean(text.strip())[:COMPARED] not in shown
+        path
+        for path, texts in _evidence(record, "", repeated)
+        for text in texts
+        if clean(text.strip())[:COMPARED] not in shown
     )
     return tuple(lost)[:MAX_REPORTED]
 
@@ -81,18 +85,18 @@ def _texts_of(traces: Sequence[Trace]) -> Iterator[str]:
             yield turn.observation or ""
 
 
-def _evidence(value: Any, path: str) -> Iterator[tuple[str, list[str]]]:
+def _evidence(value: Any, path: str, repeated: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
     """Path and texts of each field below that nobody looked up."""
     if isinstance(value, list):
         for each in value:
-            yield from _evidence(each, path)
+            yield from _evidence(each, path, repeated)
     elif isinstance(value, Record):
         for key in value:
             below = f"{path}.{key}".lstrip(".")
             inner = dict.__getitem__(value, key)
             if key in value.read:
-                yield from _evidence(inner, below)
-            else:
+                yield from _evidence(inner, below, repeated)
+            elif key not in repeated:
                 yield below, list(_texts(inner))
 
 

@@ -269,7 +269,7 @@ def test_logs_of_api_calls_hold_a_conversation(name: str, tmp_path: Path) -> Non
     ("record", "said"),
     [
         ({"data": {"data": [{"data": {"data": [[[[[[7]]]]]]}}]}}, "no known format"),
-        ({"data": [{"messages": 7}]}, "no known format"),
+        ({"data": [{"messages": 7}]}, "expected a list of messages, found a number"),
         ({"observations": 7}, "no known format"),
         ({"resourceSpans": [{"scopeSpans": [{"spans": [7]}]}]}, "expected a span as an object, found a number"),
         ({"resourceSpans": [7]}, "no spans in it, found a number"),

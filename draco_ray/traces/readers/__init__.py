@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+
 from draco_ray.traces import otel
+from draco_ray.traces.entry import UNREADABLE
 from draco_ray.traces.formats import Format
 from draco_ray.traces.readers import benchmarks, chat, coding, langsmith
 
-
-def _messages(name: str, shape: str, recognises: object) -> Format:
-    return Format(name=name, shape=shape, recognises=recognises, read=chat.reader(name), session=chat.session)  # type: ignore[arg-type]
-
-
+MESSAGES = {
+    "anthropic": 'an object with "messages", whose content are blocks (tool_use, tool_result), and perhaps "system"',
+    "openai-responses": 'an object with "input" and "output" items (function_call, function_call_output)',
+    "openai-chat": 'an object with "messages", each with "role" and "content" or "tool_calls"',
+    "messages": "messages of LangChain, AutoGen, Gemini, ShareGPT and their like",
+}
+"""What records of messages look like, by dialect."""
 FORMATS: dict[str, Format] = {
     each.name: each
     for each in (
@@ -78,12 +83,14 @@ FORMATS: dict[str, Format] = {
             name="smolagents",
             shape='the memory of a smolagents agent: "steps" with "step_number" and "task"',
             recognises=coding.is_smolagents,
+            repeated=("model_input_messages", "model_output_message", "tool_calls"),
             read=coding.read_smolagents,
         ),
         Format(
             name="openhands",
             shape='events of OpenHands: objects with "source" and "action" or "observation"',
             recognises=coding.is_openhands,
+            repeated=("model_response", "message"),
             read=coding.read_openhands,
             session=coding.openhands_session,
         ),
@@ -96,25 +103,9 @@ FORMATS: dict[str, Format] = {
             session=otel.session,
             metered=False,
         ),
-        _messages(
-            "anthropic",
-            'an object with "messages", whose content are blocks (tool_use, tool_result), and perhaps "system"',
-            chat.is_anthropic,
-        ),
-        _messages(
-            "openai-responses",
-            'an object with "input" and "output" items (function_call, function_call_output)',
-            chat.is_items,
-        ),
-        _messages(
-            "openai-chat",
-            'an object with "messages", each with "role" and "content" or "tool_calls"',
-            chat.is_chat,
-        ),
-        _messages(
-            "messages",
-            "messages of LangChain, AutoGen, Gemini, ShareGPT and their like",
-            chat.is_other,
+        *(
+            Format(name=name, shape=shape, recognises=chat.is_dialect(name), read=chat.read, session=chat.session)
+            for name, shape in MESSAGES.items()
         ),
     )
 }
@@ -122,4 +113,9 @@ FORMATS: dict[str, Format] = {
 
 def recognised(record: object) -> Format | None:
     """The format of a record; None: it is none of them."""
-    return next((each for each in FORMATS.values() if each.recognises(record)), None)
+    for each in FORMATS.values():
+        # A record that is not what it seems to be is no reason to stop.
+        with contextlib.suppress(*UNREADABLE):
+            if each.recognises(record):
+                return each
+    return None

@@ -17,21 +17,16 @@ def is_inspect(record: object) -> bool:
     return isinstance(record, Mapping) and isinstance(record.get("eval"), Mapping) and "status" in record
 
 
-def read_inspect(record: Any, where: str, reading: Reading) -> Iterator[Trace]:
+def read_inspect(record: Any, reading: Reading) -> Iterator[Trace]:
     """A trace of every sample. Raises: BadTrace for a log without samples."""
     samples = record.get("samples")
     if not isinstance(samples, list) or not samples:
         raise BadTrace(f"an Inspect log without samples (status {record.get('status')!r})")
-    for place, sample in enumerate(samples):
-        yield from read_sample(sample, f"{where} sample {place + 1}", reading, str(record["eval"].get("task", "")))
+    for sample in samples:
+        yield _inspect_sample(sample, reading, str(record["eval"].get("task", "")))
 
 
-def read_sample(sample: Any, where: str, reading: Reading, task: str) -> Iterator[Trace]:
-    """The trace of one sample of an Inspect log.
-
-    Raises:
-        BadTrace: it is none.
-    """
+def _inspect_sample(sample: Any, reading: Reading, task: str) -> Trace:
     if not isinstance(sample, Mapping):
         raise BadTrace(f"expected a sample as an object, found {kind(sample)}")
     limit = path_value(sample, "limit.type")
@@ -45,12 +40,10 @@ def read_sample(sample: Any, where: str, reading: Reading, task: str) -> Iterato
     first = next(iter(scores.values()), None) if isinstance(scores, Mapping) and scores else None
     value = field(first, "value")
     attached = sample.get("attachments")
-    yield build(
+    return build(
         entries(_attached(sample.get("messages"), attached if isinstance(attached, Mapping) else {})),
-        record=sample,
-        where=where,
-        format_="inspect",
-        reading=reading,
+        sample,
+        reading,
         task_id=f"{task}/{named_}".strip("/"),
         trace_id=f"{named_}/{sample.get('epoch', 1)}",
         ended=ended,
@@ -89,16 +82,15 @@ def is_tau2(record: object) -> bool:
     return many or _is_simulation(record)
 
 
-def read_tau2(record: Any, where: str, reading: Reading) -> Iterator[Trace]:
+def read_tau2(record: Any, reading: Reading) -> Iterator[Trace]:
     """A trace of every simulation."""
     simulations = [record] if _is_simulation(record) else record["simulations"]
     tasks = {str(field(task, "id")): task for task in field(record, "tasks") or ()}
     policy = path_value(record, "info.environment_info.policy")
     domain = str(path_value(record, "info.environment_info.domain_name") or "")
-    for place, simulation in enumerate(simulations):
-        at = where if simulation is record else f"{where} simulation {place + 1}"
+    for simulation in simulations:
         if not isinstance(simulation, Mapping):
-            raise BadTrace(f"{at}: expected a simulation as an object, found {kind(simulation)}")
+            raise BadTrace(f"expected a simulation as an object, found {kind(simulation)}")
         told = simulation.get("policy") or policy
         said = _tau2_entries(simulation.get("messages"))
         if isinstance(told, str) and told:
@@ -106,10 +98,8 @@ def read_tau2(record: Any, where: str, reading: Reading) -> Iterator[Trace]:
         task_id = identifier(f"{domain}/{simulation.get('task_id', '')}".strip("/"))
         yield build(
             said,
-            record=simulation,
-            where=at,
-            format_="tau2",
-            reading=reading,
+            simulation,
+            reading,
             task_id=task_id,
             trace_id=identifier(simulation.get("id", "")),
             instruction=_scenario(tasks.get(str(simulation.get("task_id")))),
@@ -145,13 +135,7 @@ def _scenario(task: object) -> str | None:
     told = path_value(task, "user_scenario.instructions")
     if not told:
         return None
-    lines = (
-        told
-        if isinstance(told, str)
-        else "\n".join(f"{k}: {v}" for k, v in told.items() if v)
-        if isinstance(told, Mapping)
-        else str(told)
-    )
+    lines = "\n".join(f"{k}: {v}" for k, v in told.items() if v) if isinstance(told, Mapping) else str(told)
     return clean(f"What the agent's user wants and knows; the agent was not told this, only the user:\n{lines}")
 
 
@@ -164,30 +148,27 @@ def is_verifiers(record: object) -> bool:
     return episode or ("nodes" in record and "task" in record) or old
 
 
-def read_verifiers(record: Any, where: str, reading: Reading) -> Iterator[Trace]:
+def read_verifiers(record: Any, reading: Reading) -> Iterator[Trace]:
     """Traces of an episode, or the one of a result."""
     if "completion" in record and "nodes" not in record and "traces" not in record:
         environment, example = field(record, "task"), field(record, "example_id")
         own = f"{environment}/{example}" if isinstance(environment, str) and example is not None else ""
         yield build(
             [*entries(record["prompt"], "prompt message"), *entries(record["completion"], "completion message")],
-            record=record,
-            where=where,
-            format_="verifiers",
-            reading=reading,
+            record,
+            reading,
             task_id=identifier(own),
             tools=field(record, "tools") or path_value(record, "info.oai_tools"),
             outcome=number(record.get("reward")),
         )
         return
-    for place, trace in enumerate(record.get("traces", [record])):
-        at = where if trace is record else f"{where} trace {place + 1}"
+    for trace in record.get("traces", [record]):
         if not isinstance(trace, Mapping):
-            raise BadTrace(f"{at}: expected a trace as an object, found {kind(trace)}")
-        yield _verifiers_trace(trace, at, reading)
+            raise BadTrace(f"expected a trace as an object, found {kind(trace)}")
+        yield _verifiers_trace(trace, reading)
 
 
-def _verifiers_trace(trace: Record, where: str, reading: Reading) -> Trace:
+def _verifiers_trace(trace: Record, reading: Reading) -> Trace:
     nodes = trace.get("nodes")
     if not isinstance(nodes, list) or not all(isinstance(node, Mapping) for node in nodes):
         raise BadTrace(f'expected "nodes" as a list of objects, found {kind(nodes)}')
@@ -204,10 +185,8 @@ def _verifiers_trace(trace: Record, where: str, reading: Reading) -> Trace:
     environment = None if number_ is None else field(task, "environment") or field(trace, "environment")
     return build(
         _walk(nodes),
-        record=trace,
-        where=where,
-        format_="verifiers",
-        reading=reading,
+        trace,
+        reading,
         task_id=identifier("/".join(str(each) for each in (environment, number_) if each not in (None, ""))),
         trace_id=identifier(trace.get("id", "")),
         instruction=clean(asked) if isinstance(asked, str) and not any(_said_by(n) == "user" for n in nodes) else None,

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from draco_ray.records import EpisodeEnd
 from draco_ray.traces.calls import ModelCall, threads
-from draco_ray.traces.entry import AGENT, Entry
-from draco_ray.traces.formats import Reading, build, field, number, path_value
-from draco_ray.traces.messages import LANGCHAIN, entries, reply_entries
+from draco_ray.traces.entry import AGENT, UNREADABLE, Entry, decoded
+from draco_ray.traces.formats import Gathered, Reading, build, field, number, path_value
+from draco_ray.traces.messages import AGENT_ROLES, AUTOGEN, GEMINI_CLI, LANGCHAIN, entries, is_wrapped, reply_entries
 from draco_ray.traces.model import Trace, clean
+from draco_ray.traces.streams import whole
+from draco_ray.traces.templates import templated
 
 ITEM = re.compile(r"message|reasoning|item_reference|compaction|mcp_\w+|\w+_call|\w+_output")
 """Types of the items of OpenAI's responses."""
+REQUESTS = ("request.body", "request", "request_body", "body", "params", "input.inputBodyJson", "values", "")
+"""Where the request in a record is, or the state that holds its messages; else the record is the request."""
 HISTORIES = (
     "messages",
     "messages_and_choices",
@@ -25,16 +30,40 @@ HISTORIES = (
     "input",
     "inputs",
     "prompt",
+    "automatic_function_calling_history",
+    "trajectory",
+    "text",
 )
 """Fields that hold the messages of a record or a request."""
-REPLIES = ("response", "response_body", "completion", "output", "outputs", "choices", "candidates", "generations")
+REPLIES = (
+    "response",
+    "response_body",
+    "result.message",
+    "completion",
+    "output",
+    "outputs",
+    "choices",
+    "candidates",
+    "generations",
+    "steps",
+)
 """Fields that hold what the model answered to them."""
+SYSTEM = (
+    "system",
+    "instructions",
+    "systemInstruction",
+    "system_instruction",
+    "config.system_instruction",
+    "config.systemInstruction",
+    "developer",
+)
+"""Where a request tells its system prompt, if not among its messages."""
+TOOLS = ("tools", "functions", "toolConfig.tools", "tool_config.tools", "config.tools")
 ANTHROPIC_BLOCKS = {"tool_use", "tool_result", "thinking", "server_tool_use", "redacted_thinking"}
 RESPONSE_ITEMS = {"function_call", "function_call_output", "reasoning", "custom_tool_call", "mcp_call"}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Parts:
+class _Parts(NamedTuple):
     """The parts of a record that holds a conversation."""
 
     request: Mapping[str, Any]
@@ -50,24 +79,56 @@ def _parts(record: object) -> _Parts | None:
         return _Parts(request={}, history=record, reply=None) if is_messages(record) else None
     if not isinstance(record, Mapping):
         return None
-    inner = next((value for name in ("request", "body") if isinstance(value := field(record, name), Mapping)), record)
-    if isinstance(body := field(inner, "body"), Mapping):
-        inner = body
-    broken = "messages" if "messages" in inner else None
-    name = next((name for name in HISTORIES if _is_history(inner.get(name), name)), broken)
-    if name is None:
-        return None
-    history = inner[name].get("messages", inner[name]) if isinstance(inner[name], Mapping) else inner[name]
-    replies = [
-        value for each in REPLIES if each != name and (value := record.get(each, inner.get(each))) not in (None, "", [])
-    ]
-    return _Parts(request=inner, history=history, reply=replies[0] if replies else None)
+    for path in REQUESTS:
+        request = decoded(path_value(record, path)) if path else record
+        if isinstance(request, Mapping) and (name := _history_name(request)) is not None:
+            break
+    else:
+        # The results of a batch of requests lie in a file of their own.
+        reply = _reply(record, record, "") if "custom_id" in record else None
+        return None if reply is None else _Parts(request={}, history=[], reply=reply)
+    history = decoded(request[name])
+    reply = _reply(record, request, name)
+    called = field(reply, "automatic_function_calling_history")
+    return _Parts(
+        request=request,
+        history=called or (history.get("messages", history) if isinstance(history, Mapping) else history),
+        reply=reply,
+    )
+
+
+def _history_name(request: Mapping[str, Any]) -> str | None:
+    """The field of a request that holds its messages."""
+    # A copy, since looking a field up in the record counts as reading it.
+    fields = dict(request)
+    known = (name for name in HISTORIES if name in fields and _is_history(decoded(fields[name]), name))
+    others = (name for name, value in fields.items() if _is_dialogue(value))
+    return next(known, None) or ("messages" if "messages" in fields else next(others, None))
+
+
+def _reply(record: Mapping[str, Any], request: Mapping[str, Any], history: str) -> Any:
+    """What the model answered, put together if it was streamed; None: the history is the whole conversation."""
+    for path in REPLIES:
+        if path != history:
+            value = decoded(path_value(record, path) or path_value(request, path))
+            if value and (path != "steps" or path_value(value, "0.finishReason")):
+                return whole(value)
+    return None
 
 
 def _is_history(value: object, name: str) -> bool:
     if isinstance(value, Mapping):
         value = value.get("messages")
-    return is_messages(value) or (isinstance(value, str) and name in ("input", "prompt"))
+    if isinstance(value, str):
+        return name in ("input", "prompt") or (name == "text" and bool(templated(value)))
+    return is_messages(value)
+
+
+def _is_dialogue(value: Any) -> bool:
+    """Whether it is a list of messages, one of them by an agent."""
+    return is_messages(value) and any(
+        is_wrapped(each) or str(field(each, "role")).casefold() in AGENT_ROLES for each in value
+    )
 
 
 def is_messages(value: object) -> bool:
@@ -79,7 +140,10 @@ def is_message(value: object) -> bool:
     """Whether it is a chat message or an item, in any dialect."""
     if not isinstance(value, Mapping):
         return False
-    if "role" in value or ("from" in value and "value" in value) or ("source" in value and "content" in value):
+    autogen = "source" in value and ("content" in value or str(value.get("type")).endswith(AUTOGEN))
+    if "role" in value or ("from" in value and "value" in value) or autogen or is_wrapped(value):
+        return True
+    if value.get("type") in GEMINI_CLI and "content" in value:
         return True
     choice = isinstance(value.get("message"), Mapping) and ("finish_reason" in value or "index" in value)
     return choice or _is_langchain(value) or bool(ITEM.fullmatch(str(value.get("type"))))
@@ -95,87 +159,113 @@ def _is_langchain(value: Mapping[str, Any]) -> bool:
 def _types(messages: object) -> set[str]:
     """The types of messages, items and of the parts of their contents."""
     found: set[str] = set()
+    if isinstance(messages, Mapping):
+        messages = messages.get("output") or [messages]
     for message in messages if isinstance(messages, list) else ():
         content = field(message, "content")
         found |= {str(field(each, "type")) for each in [message, *(content if isinstance(content, list) else ())]}
     return found
 
 
-def is_anthropic(record: object) -> bool:
-    """Whether a record holds Anthropic messages."""
-    known = _parts(record)
-    return (
-        known is not None
-        and is_messages(known.history)
-        and all("role" in each for each in known.history if isinstance(each, Mapping))
-        and (bool(_types(known.history) & ANTHROPIC_BLOCKS) or "system" in known.request)
-    )
+def is_dialect(name: str) -> Callable[[object], bool]:
+    """A test for records in a dialect: one of the formats of messages by name."""
+    return lambda record: _dialect(record) == name
 
 
-def is_items(record: object) -> bool:
-    """Whether a record holds items of OpenAI's responses."""
+def _dialect(record: object) -> str | None:
     known = _parts(record)
     if known is None:
-        return field(record, "object") == "response"
-    if {"messages", "contents"} & known.request.keys():
-        return False
-    listed = _types(known.history) | _types(known.reply)
-    return bool(listed & RESPONSE_ITEMS) or field(record, "object") == "response" or "input" in known.request
-
-
-def is_chat(record: object) -> bool:
-    """Whether a record holds OpenAI's chat messages."""
-    known = _parts(record)
-    if known is None or not is_messages(known.history):
-        return known is not None and "messages" in known.request
-    return all("role" in each for each in known.history[:3] if isinstance(each, Mapping))
-
-
-def is_other(record: object) -> bool:
-    """Whether a record holds messages in another dialect (LangChain, AutoGen, Gemini, ...)."""
-    return _parts(record) is not None
+        return "openai-responses" if field(record, "object") == "response" else None
+    types = _types(known.history) | _types(known.reply)
+    roles = [field(each, "role") is not None for each in known.history] if is_messages(known.history) else []
+    if roles and all(roles) and (types & ANTHROPIC_BLOCKS or "system" in known.request):
+        return "anthropic"
+    items = types & RESPONSE_ITEMS or "input" in known.request or field(record, "object") == "response"
+    if items and not {"messages", "contents"} & known.request.keys():
+        return "openai-responses"
+    chat = all(roles[:3]) if roles else "messages" in known.request
+    return "openai-chat" if chat else "messages"
 
 
 def session(record: Any, file: str) -> str | None:
-    """The file, for records that are a request with its response: later requests repeat earlier ones."""
+    """The file, for records that are a request with its response, since later requests repeat earlier ones; of a batch
+    the request, whose response is in another file; of a graph's states its thread."""
+    if isinstance(record, Mapping) and "custom_id" in record:
+        return f"{Path(file).parent} {record['custom_id']}"
+    threads_ = (path_value(record, path) for path in ("config.configurable.thread_id", "checkpoint.thread_id"))
+    if (thread := next(filter(None, threads_), None)) is not None:
+        return str(thread)
     known = _parts(record)
     return None if known is None or known.reply is None else file
 
 
-def reader(name: str) -> Callable[[Any, str, Reading], Iterator[Trace]]:
-    """The reader of messages, as those of the format ``name``."""
+def read(record: Any, reading: Reading) -> Iterator[Trace]:
+    """The traces of a record, or of the calls in a log. Raises: BadTrace where no agent says anything."""
+    if not isinstance(record, Gathered):
+        yield _trace(record, threads([_call(record)])[0].entries, reading)
+        return
+    logged: list[tuple[str, Any]] = []
+    calls: list[ModelCall] = []
+    for where, each in _answered(record):
+        try:
+            calls.append(_call(each))
+            logged.append((where, each))
+        except UNREADABLE as problem:
+            reading.unreadable(where, problem)
+    # Files of one call each lie in any order: later requests hold more.
+    order = sorted(range(len(calls)), key=lambda n: 0 if any(c.follows for c in calls) else len(calls[n].inputs))
+    found = [(sorted(order[n] for n in thread.calls), thread) for thread in threads([calls[n] for n in order])]
+    for own, thread in sorted(found, key=lambda each: each[0]):
+        where = logged[own[0]][0]
+        try:
+            yield _trace(logged[own[-1]][1], thread.entries, replace(reading, where=where))
+        except UNREADABLE as problem:
+            reading.unreadable(where, problem)
 
-    def read(record: Any, where: str, reading: Reading) -> Iterator[Trace]:
-        records = record if isinstance(record, Gathered) else [record]
-        calls = [_call(each) for each in records]
-        for thread in threads(calls):
-            last = records[thread.calls[-1]]
-            place = f"{where} record {thread.calls[0] + 1}" if len(records) > 1 else where
-            yield _trace(name, last, thread.entries, place, reading)
 
-    return read
+def _answered(records: Gathered) -> list[tuple[str, Any]]:
+    """The records of a session with their places, as requests with their responses: those of a batch are joined, and a
+    response that was logged twice comes once."""
+    found = list(zip(records.wheres, records, strict=True))
+    if all(isinstance(each, Mapping) and "custom_id" in each for each in records):
+        asked = [each for each in records if (known := _parts(each)) is not None and known.reply is None]
+        return [(where, {**(asked or [{}])[0], **each}) for where, each in found if each not in asked] or found
+    once: dict[object, tuple[str, Any]] = {}
+    for where, each in found:
+        known = _parts(each)
+        named = known is not None and field(known.reply, "id") is not None
+        key = repr((known.history, known.reply)) if known is not None and named else len(once)
+        once.setdefault(key, (where, each))
+    return list(once.values())
 
 
-class Gathered(list[Any]):
-    """The records of one session."""
-
-
-def _trace(name: str, record: Any, said: Sequence[Entry], where: str, reading: Reading) -> Trace:
+def _trace(record: Any, said: Sequence[Entry], reading: Reading) -> Trace:
     known = _parts(record) or _Parts(request=record, history=[], reply=record)
-    named = ("tools", "functions", "toolConfig.tools", "tool_config.tools", "config.tools")
     stopped = path_value(record, "incomplete_details.reason") == "max_output_tokens"
     return build(
         said,
-        record=record,
-        where=where,
-        format_=name,
-        reading=reading,
-        tools=next(
-            (tools for each in named if (tools := path_value(known.request, each) or path_value(record, each))), None
-        ),
+        record,
+        reading,
+        tools=_told(record, known, TOOLS),
         outcome=number(field(record, "reward")),
         ended=EpisodeEnd.RESPONSE_LIMIT if stopped else None,
     )
+
+
+def _told(record: Any, known: _Parts, paths: Sequence[str]) -> Any:
+    """The first of these that a request, its record or its response holds."""
+    holders = (known.request, record, known.reply)
+    return next((value for path in paths for each in holders if (value := path_value(each, path))), None)
+
+
+def _intermediate(record: Any) -> list[Entry]:
+    """What an agent executor of LangChain did before its output."""
+    found: list[Entry] = []
+    for place, (action, observation) in enumerate(field(record, "intermediate_steps") or ()):
+        call = {"id": f"step {place}", "name": action["tool"], "arguments": action.get("tool_input")}
+        said = {"role": AGENT, "content": action.get("log"), "tool_calls": [call]}
+        found += entries([said, {"role": "tool", "content": observation, "tool_call_id": call["id"]}])
+    return found
 
 
 def _call(record: Any) -> ModelCall:
@@ -184,22 +274,28 @@ def _call(record: Any) -> ModelCall:
     if known is None:
         # A response of OpenAI's alone: its input was not logged.
         return ModelCall(inputs=[], outputs=reply_entries(record))
-    inputs = entries(known.history, "item" if "input" in known.request else "message")
-    names = ("system", "instructions", "systemInstruction", "system_instruction", "developer")
-    told = next((value for each in names if (value := known.request.get(each, field(record, each)))), None)
-    if told is not None:
-        inner = told.get("parts", told) if isinstance(told, Mapping) else told
-        inputs = [
-            *(Entry(role="system", text=each.text) for each in entries([{"role": "system", "content": inner}])),
-            *inputs,
-        ]
-    outputs = reply_entries(known.reply)
-    if isinstance(known.reply, list) and _types(known.reply) & LANGCHAIN.keys():
-        outputs = entries(known.reply)
+    history, reply = known.history, known.reply
+    inputs = entries(history, "item" if "input" in known.request else "message")
+    answered = reply_entries(reply)
+    if isinstance(history, str) and isinstance(reply, str) and templated(history):
+        # The prompt may end within the agent's message.
+        inputs = inputs[:-1] if inputs and inputs[-1].role == AGENT else inputs
+        answered = entries(history + reply)[len(inputs) :]
+    if (told := _told(record, known, SYSTEM)) is not None:
+        content = told.get("parts", told) if isinstance(told, Mapping) else told
+        inputs = entries([{"role": "system", "content": content}]) + inputs
+    outputs = entries(reply) if isinstance(reply, list) and _types(reply) & LANGCHAIN.keys() else answered
+    outputs = [*_intermediate(record), *outputs]
     # Some logs hold the history again in front of what was answered.
     if len(outputs) >= len(inputs) > 0 and outputs[: len(inputs)] == inputs:
         outputs = outputs[len(inputs) :]
+    if outputs == inputs[-len(outputs) :]:
+        outputs = []
+    conversation = known.request.get("conversation")
+    kept = str(field(conversation, "id") or conversation or "") if not isinstance(conversation, list) else ""
     return ModelCall(
+        names=tuple(filter(None, [str(field(reply, "id") or ""), kept])),
+        follows=str(known.request.get("previous_response_id") or field(reply, "previous_response_id") or kept),
         inputs=inputs,
         outputs=[each if each.role != "" else Entry(role=AGENT, text=clean(each.text)) for each in outputs],
     )

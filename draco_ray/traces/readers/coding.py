@@ -9,7 +9,7 @@ from typing import Any
 
 from draco_ray.records import EpisodeEnd
 from draco_ray.traces.calls import SUB_AGENT
-from draco_ray.traces.entry import AGENT, BadTrace, Call, Entry, compact, kind, object_of, text_of, thinking
+from draco_ray.traces.entry import AGENT, BadTrace, Call, Entry, compact, first_of, kind, object_of, text_of, thinking
 from draco_ray.traces.formats import Reading, build, field, number, path_value
 from draco_ray.traces.messages import entries
 from draco_ray.traces.model import Trace, clean, identifier
@@ -17,29 +17,21 @@ from draco_ray.traces.parts import parts, plain
 
 MINI_SWE_CODE = re.compile(r"```(?:mswea_bash_command|bash)[ \t]*\n(.*?)\n?```", re.DOTALL)
 """How mini-swe-agent marks the command of a turn."""
-_OPENHANDS_META = (
-    "id",
-    "timestamp",
-    "source",
-    "action",
-    "observation",
-    "args",
-    "extras",
-    "cause",
-    "message",
-    "tool_call_metadata",
-)
 
 
 # --- Claude Code -----------------------------------------------------------------------------------------------------
 
+SUMMARY = "This session is being continued from a previous conversation"
+"""How the summary begins that stands in the place of a conversation that was compacted."""
+
 
 def is_claude_code(record: object) -> bool:
-    """Whether it is a line of a session of Claude Code."""
+    """Whether it is a line of a session of Claude Code, or of what it prints (``--output-format stream-json``)."""
     if not isinstance(record, Mapping) or not isinstance(record.get("type"), str):
         return False
     return (
         ("sessionId" in record and "uuid" in record)
+        or ("session_id" in record and record["type"] in ("system", "user", "assistant", "result", "stream_event"))
         or "leafUuid" in record
         or (
             record["type"] in ("file-history-snapshot", "queue-operation")
@@ -50,31 +42,55 @@ def is_claude_code(record: object) -> bool:
 
 def claude_code_session(record: Any, file: str) -> str | None:
     """The session of a line; lines that belong to none hold no turn."""
-    return str(record.get("sessionId") or file)
+    return str(record.get("sessionId") or record.get("session_id") or file)
 
 
-def read_claude_code(lines: Any, where: str, reading: Reading) -> Iterator[Trace]:
+def read_claude_code(lines: Any, reading: Reading) -> Iterator[Trace]:
     """The trace of a session. Raises: BadTrace where the agent says nothing in it."""
-    lines = lines if isinstance(lines, list) else [lines]
+    lines = _in_order(lines if isinstance(lines, list) else [lines])
     said: list[Entry] = []
     for line in _one_line_a_message(_without_rewound(lines)):
         message = line.get("message")
         if not isinstance(message, Mapping):
             continue
         of_line = [replace(each, item=True) if each.role == AGENT else each for each in entries([message])]
-        if line.get("isSidechain"):
-            of_line = [Entry(role=SUB_AGENT, text=e.text, calls=e.calls) for e in of_line if e.role == AGENT]
+        if line.get("isSidechain") or line.get("parent_tool_use_id"):
+            # What a sub-agent was asked stands in the call that started it.
+            role = {AGENT: SUB_AGENT, "tool": f"{SUB_AGENT}'s tool"}
+            of_line = [Entry(role=role[e.role], text=e.text, calls=e.calls) for e in of_line if e.role in role]
+        elif line.get("isMeta") or line.get("isApiErrorMessage"):
+            # Neither the user's words nor the agent's.
+            of_line = [e if e.role == "tool" else Entry(role="system", text=e.text) for e in of_line]
         said += of_line
     if not said:
         return
+    first: Mapping[str, Any] = next((line for line in lines if "sessionId" in line or "session_id" in line), {})
     yield build(
         said,
-        record=next((line for line in lines if "sessionId" in line), {}),
-        where=where,
-        format_="claude-code",
-        reading=reading,
-        trace_id=identifier(next((line["sessionId"] for line in lines if "sessionId" in line), "")),
+        first,
+        reading,
+        trace_id=identifier(claude_code_session(first, "")),
+        tools=next((line["tools"] for line in lines if line.get("subtype") == "init" and "tools" in line), None),
     )
+
+
+def _in_order(lines: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The lines with those of each sub-agent, which may be in a file of its own, before the result of the call that
+    started it; without such a link where their time says."""
+    main: list[Mapping[str, Any]] = []
+    apart: dict[object, list[Mapping[str, Any]]] = {}
+    for line in lines:
+        agent = line.get("agentId") if line.get("isSidechain") else None
+        (main if agent is None else apart.setdefault(agent, [])).append(line)
+    found = []
+    for line in main:
+        found += apart.pop(path_value(line, "toolUseResult.agentId"), [])
+        found.append(line)
+    for rest in apart.values():
+        began = text_of(rest[0], "timestamp")
+        place = next((n for n, line in enumerate(found) if text_of(line, "timestamp") > began), len(found))
+        found[place:place] = rest
+    return found
 
 
 def _without_rewound(lines: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
@@ -98,7 +114,9 @@ def _is_prompt(line: Mapping[str, Any]) -> bool:
     typed = isinstance(content, str) or (
         isinstance(content, list) and all(field(each, "type") != "tool_result" for each in content)
     )
-    return line.get("type") == "user" and typed and not line.get("isMeta") and not line.get("isSidechain")
+    apart = any(line.get(name) for name in ("isMeta", "isSidechain", "isCompactSummary"))
+    summary = isinstance(content, str) and content.startswith(SUMMARY)
+    return line.get("type") == "user" and "parentUuid" in line and typed and not apart and not summary
 
 
 def _one_line_a_message(lines: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
@@ -123,27 +141,40 @@ def _one_line_a_message(lines: Sequence[Mapping[str, Any]]) -> list[Mapping[str,
 
 # --- Codex -----------------------------------------------------------------------------------------------------------
 
+CODEX_ITEMS = ("reasoning", "function_call", "function_call_output", "local_shell_call", "message")
+"""Types of the lines of its first form, which are items of OpenAI's responses."""
 CODEX_LINES = ("session_meta", "response_item", "event_msg", "turn_context", "compacted")
 
 
+EXEC_LINES = ("thread.started", "turn.started", "turn.completed", "turn.failed", "item.started", "item.updated")
+EXEC_ITEM = "item.completed"
+"""Types of the lines that ``codex exec --json`` prints."""
+
+
 def is_codex(record: object) -> bool:
-    """Whether it is a line of a rollout of Codex."""
-    return (
-        isinstance(record, Mapping) and record.get("type") in CODEX_LINES and isinstance(record.get("payload"), Mapping)
-    )
+    """Whether it is a line of a rollout of Codex, also of its first form, or of what ``codex exec --json`` prints."""
+    if not isinstance(record, Mapping):
+        return False
+    if record.get("type") in CODEX_LINES:
+        return isinstance(record.get("payload"), Mapping)
+    first = {"id", "timestamp", "instructions"} <= record.keys() or record.get("record_type") == "state"
+    item = record.get("type") in CODEX_ITEMS and not {"messages", "uuid", "source"} & record.keys()
+    return first or item or record.get("type") in (*EXEC_LINES, EXEC_ITEM)
 
 
-def read_codex(lines: Any, where: str, reading: Reading) -> Iterator[Trace]:
+def read_codex(lines: Any, reading: Reading) -> Iterator[Trace]:
     """The trace of a rollout file. Raises: BadTrace where the agent says nothing in it."""
     lines = lines if isinstance(lines, list) else [lines]
     said: list[Entry] = []
     meta: Mapping[str, Any] = {}
     tokens = None
     for line in lines:
-        payload, type_ = line["payload"], line["type"]
-        if type_ == "session_meta":
+        payload, type_ = line.get("payload", line), line.get("type")
+        if type_ == "session_meta" or "instructions" in line:
             meta = meta or payload
-        elif type_ == "response_item":
+        elif type_ == EXEC_ITEM:
+            said += _exec_item(object_of(line, "item"))
+        elif type_ == "response_item" or type_ in CODEX_ITEMS:
             items = entries([payload], "item")
             said += [replace(each, item=True) for each in items]
         elif type_ == "compacted" and payload.get("message"):
@@ -156,15 +187,33 @@ def read_codex(lines: Any, where: str, reading: Reading) -> Iterator[Trace]:
     told = text_of(meta, "instructions") or str(path_value(meta, "base_instructions.text") or "")
     yield build(
         [*([Entry(role="system", text=clean(told))] if told else []), *said],
-        record=meta,
-        where=where,
-        format_="codex",
-        reading=reading,
-        trace_id=identifier(meta.get("id", "")),
+        meta,
+        reading,
+        trace_id=identifier(meta.get("id") or next((line["thread_id"] for line in lines if "thread_id" in line), "")),
     )
 
 
+def _exec_item(item: Mapping[str, Any]) -> Iterator[Entry]:
+    """What ``codex exec --json`` prints of something the agent did."""
+    type_, said = str(item.get("type")), text_of(item, "text", "message")
+    if type_ in ("agent_message", "reasoning"):
+        yield Entry(role=AGENT, text=thinking(said) if type_ == "reasoning" else said, item=True)
+    elif type_ == "error":
+        yield Entry(role="system", text=said)
+    else:
+        about = {key: item[key] for key in item if key not in ("id", "type", "status", *_EXEC_RESULTS)}
+        call = Call(name=type_, arguments=about, call_id=text_of(item, "id"))
+        yield Entry(role=AGENT, calls=(call,), item=True)
+        results = {key: item[key] for key in _EXEC_RESULTS if item.get(key) not in (None, "")}
+        if results:
+            only = results.get("aggregated_output") if not results.get("exit_code") else None
+            yield Entry(role="tool", text=plain(only or results), call_id=text_of(item, "id"))
+
+
 # --- OpenHands -------------------------------------------------------------------------------------------------------
+
+
+_EXEC_RESULTS = ("aggregated_output", "exit_code", "result", "error")
 
 
 def is_openhands(record: object) -> bool:
@@ -186,17 +235,15 @@ def openhands_session(record: Any, file: str) -> str | None:
     return None if isinstance(record, list) or "history" in record else file
 
 
-def read_openhands(record: Any, where: str, reading: Reading) -> Iterator[Trace]:
+def read_openhands(record: Any, reading: Reading) -> Iterator[Trace]:
     """The trace of a list of events. Raises: BadTrace where the agent does nothing in it."""
     events = record if isinstance(record, list) else record["history"]
     said = [entry for event in events if isinstance(event, Mapping) for entry in _event(event)]
     about = {} if isinstance(record, list) else record
     yield build(
         said,
-        record=about,
-        where=where,
-        format_="openhands",
-        reading=reading,
+        about,
+        reading,
         instruction=text_of(about, "instruction") or None,
         tools=next((event["tools"] for event in events if isinstance(field(event, "tools"), list)), None),
         outcome=number(path_value(about, "test_result.report.resolved")),
@@ -205,7 +252,7 @@ def read_openhands(record: Any, where: str, reading: Reading) -> Iterator[Trace]
 
 def _event(event: Mapping[str, Any]) -> Iterator[Entry]:
     if "kind" in event:
-        yield from _new_event(event)
+        yield from entries([each for each in (_sdk_message(event),) if each is not None])
         return
     arguments = object_of(event, "args")
     action, source = event.get("action"), str(event["source"])
@@ -237,32 +284,26 @@ def _id(event: Mapping[str, Any]) -> str:
     return str(event.get("id", ""))
 
 
-def _new_event(event: Mapping[str, Any]) -> Iterator[Entry]:
-    """An event of OpenHands' agent SDK."""
+def _sdk_message(event: Mapping[str, Any]) -> Any:
+    """The message of an event of OpenHands' agent SDK; None: nothing is said in it."""
     kind_ = str(event["kind"])
     if kind_ == "SystemPromptEvent":
-        yield Entry(role="system", text=plain(event.get("system_prompt")))
-    elif kind_ == "MessageEvent":
-        yield from entries([event["llm_message"]])
-    elif kind_ == "ActionEvent":
-        thought = "\n".join(each.text for each in parts(event.get("thought")))
-        reasoning = thinking(text_of(event, "reasoning_content"))
-        call = object_of(event, "tool_call")
-        action = object_of(event, "action")
+        return {"role": "system", "content": event.get("system_prompt")}
+    if kind_ == "MessageEvent":
+        return event["llm_message"]
+    identity = {"name": event.get("tool_name"), "tool_call_id": event.get("tool_call_id")}
+    if kind_ == "ActionEvent":
+        call, action = object_of(event, "tool_call"), object_of(event, "action")
         arguments = call.get("arguments") or {key: action[key] for key in action if key != "kind"}
-        name = text_of(event, "tool_name") or text_of(call, "name") or str(action.get("kind", "action"))
-        called = Call(name=name, arguments=arguments, call_id=text_of(event, "tool_call_id"))
-        yield Entry(role=AGENT, text="\n".join(filter(None, [reasoning, thought])), calls=(called,))
-    elif kind_.endswith("ObservationEvent") or kind_ == "AgentErrorEvent":
+        name = identity["name"] or call.get("name") or action.get("kind", "action")
+        said = {"role": AGENT, "reasoning_content": event.get("reasoning_content"), "content": event.get("thought")}
+        return {**said, "tool_calls": [{**identity, "name": name, "arguments": arguments}]}
+    if kind_.endswith("ObservationEvent") or kind_ == "AgentErrorEvent":
         observed = event.get("observation", event.get("error"))
-        content = field(observed, "content") if isinstance(observed, Mapping) else observed
-        yield Entry(
-            role="tool",
-            text=("[error] " if kind_ == "AgentErrorEvent" else "")
-            + plain(content if content is not None else observed),
-            call_id=text_of(event, "tool_call_id"),
-            name=text_of(event, "tool_name"),
-        )
+        content = first_of(observed, "content") if isinstance(observed, Mapping) else observed
+        content = observed if content is None else content
+        return {"role": "tool", **identity, "content": content, "error": kind_ == "AgentErrorEvent"}
+    return None
 
 
 # --- SWE-agent and mini-swe-agent ------------------------------------------------------------------------------------
@@ -276,7 +317,7 @@ def is_swe_agent(record: object) -> bool:
     )
 
 
-def read_swe_agent(record: Any, where: str, reading: Reading) -> Iterator[Trace]:
+def read_swe_agent(record: Any, reading: Reading) -> Iterator[Trace]:
     """The trace of a trajectory. Raises: BadTrace where it has no steps."""
     history = [each for each in record.get("history") or () if isinstance(each, Mapping) and not each.get("is_demo")]
     first = next((place for place, each in enumerate(history) if each.get("role") == "assistant"), len(history))
@@ -290,7 +331,7 @@ def read_swe_agent(record: Any, where: str, reading: Reading) -> Iterator[Trace]
         said.append(Entry(role=AGENT, text=spoken, code=action or None))
         if text_of(step, "observation") or action:
             said.append(Entry(role="tool", text=text_of(step, "observation")))
-    yield build(said, record=record, where=where, format_="swe-agent", reading=reading, ended=_swe_end(record))
+    yield build(said, record, reading, ended=_swe_end(record))
 
 
 def _swe_end(record: Mapping[str, Any]) -> EpisodeEnd | None:
@@ -305,17 +346,10 @@ def is_mini_swe(record: object) -> bool:
     return str(field(record, "trajectory_format") or "").startswith("mini-swe-agent")
 
 
-def read_mini_swe(record: Any, where: str, reading: Reading) -> Iterator[Trace]:
+def read_mini_swe(record: Any, reading: Reading) -> Iterator[Trace]:
     """The trace of a trajectory. Raises: BadTrace where the agent says nothing in it."""
     messages = [each for each in record.get("messages") or () if field(each, "role") != "exit"]
-    yield build(
-        entries(messages),
-        record=record,
-        where=where,
-        format_="mini-swe-agent",
-        reading=replace(reading, code=MINI_SWE_CODE),
-        ended=_swe_end(record),
-    )
+    yield build(entries(messages), record, replace(reading, code=MINI_SWE_CODE), ended=_swe_end(record))
 
 
 # --- ATIF and smolagents ---------------------------------------------------------------------------------------------
@@ -326,47 +360,26 @@ def is_atif(record: object) -> bool:
     return str(field(record, "schema_version") or "").startswith("ATIF") and isinstance(field(record, "steps"), list)
 
 
-def read_atif(record: Any, where: str, reading: Reading) -> Iterator[Trace]:
+def read_atif(record: Any, reading: Reading) -> Iterator[Trace]:
     """The trace of a trajectory. Raises: BadTrace where it has a step that is none, or none of an agent."""
     said: list[Entry] = []
     for place, step in enumerate(record["steps"], 1):
         if not isinstance(step, Mapping):
             raise BadTrace(f"step {place}: expected an object, found {kind(step)}")
         source = str(step.get("source"))
-        text = "\n".join(each.text for each in parts(step.get("message")))
+        message = {"role": source if source in ("agent", "system") else "user", "content": step.get("message")}
         if source == "agent":
-            reasoning = thinking(text_of(step, "reasoning_content"))
-            calls = [
-                Call(
-                    name=text_of(call, "function_name", "name") or "tool",
-                    arguments=call.get("arguments"),
-                    call_id=text_of(call, "tool_call_id"),
-                )
-                for call in step.get("tool_calls") or ()
-                if isinstance(call, Mapping)
-            ]
-            tokens = path_value(step, "metrics.completion_tokens")
-            said.append(
-                Entry(
-                    role=AGENT,
-                    text="\n".join(filter(None, [reasoning, text])),
-                    calls=tuple(calls),
-                    tokens=tokens if isinstance(tokens, int) and tokens > 0 else None,
-                )
-            )
-        else:
-            said.append(Entry(role="system" if source == "system" else "user", text=text))
-        said += (
-            Entry(role="tool", text=plain(result.get("content")), call_id=text_of(result, "source_call_id"))
+            message |= {name: step.get(name) for name in ("reasoning_content", "tool_calls")}
+            message["usage"] = step.get("metrics")
+        results = [
+            {"role": "tool", "content": result.get("content"), "tool_call_id": text_of(result, "source_call_id")}
             for result in path_value(step, "observation.results") or ()
-            if isinstance(result, Mapping)
-        )
+        ]
+        said += entries([message, *results])
     yield build(
         said,
-        record=record,
-        where=where,
-        format_="atif",
-        reading=reading,
+        record,
+        reading,
         trace_id=identifier(record.get("session_id") or ""),
         tools=path_value(record, "agent.tool_definitions"),
     )
@@ -375,7 +388,7 @@ def read_atif(record: Any, where: str, reading: Reading) -> Iterator[Trace]:
 def is_smolagents(record: object) -> bool:
     """Whether it is the memory of a smolagents agent: its steps, or an object that holds them."""
     steps = record if isinstance(record, list) else field(record, "steps")
-    named = ("step_number", "task", "system_prompt")
+    named = ("step_number", "task", "system_prompt", "plan")
     return (
         isinstance(steps, list)
         and bool(steps)
@@ -384,21 +397,29 @@ def is_smolagents(record: object) -> bool:
     )
 
 
-def read_smolagents(record: Any, where: str, reading: Reading) -> Iterator[Trace]:
+def read_smolagents(record: Any, reading: Reading) -> Iterator[Trace]:
     """The trace of an agent's memory. Raises: BadTrace where the agent does nothing in it."""
     said: list[Entry] = []
-    for step in record if isinstance(record, list) else record["steps"]:
+    steps = record if isinstance(record, list) else record["steps"]
+    if not any("system_prompt" in step for step in steps):
+        asked: Any = next((step["model_input_messages"] for step in steps if step.get("model_input_messages")), [])
+        said += [each for each in entries(asked) if each.role == "system"]
+    for step in steps:
         if "step_number" not in step:
-            role, name = ("system", "system_prompt") if "system_prompt" in step else ("user", "task")
-            said.append(Entry(role=role, text=plain(step.get(name))))
+            told = (("system", "system_prompt"), ("user", "task"), (AGENT, "plan"))
+            said += [Entry(role=role, text=plain(step[name])) for role, name in told if name in step]
             continue
         text = "\n".join(each.text for each in parts(step.get("model_output")))
-        listed = [{"role": AGENT, "content": text, "tool_calls": step.get("tool_calls") or []}]
-        said += entries(listed)
+        code = text_of(step, "code_action")
+        # The call of the interpreter repeats the code.
+        calls = () if code else step.get("tool_calls")
+        spoken = text if code in text else f"{text}\n{code}".strip()
+        message = {"role": AGENT, "content": spoken, "tool_calls": calls, "usage": step.get("token_usage")}
+        said += [replace(each, code=code or None) for each in entries([message])]
         observed = "\n".join(
             filter(None, [plain(step.get("observations")), plain(field(step.get("error"), "message"))])
         )
-        if said[-1].calls and (observed or step.get("action_output") is not None):
+        if (code or said[-1].calls) and (observed or step.get("action_output") is not None):
             said.append(Entry(role="tool", text=observed or plain(step.get("action_output"))))
     about = {} if isinstance(record, list) else record
-    yield build(said, record=about, where=where, format_="smolagents", reading=reading)
+    yield build(said, about, reading)

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from draco_ray.traces.calls import ModelCall, main_conversation
-from draco_ray.traces.entry import AGENT, BadTrace, Entry
+from draco_ray.traces.entry import AGENT, BadTrace, Entry, object_of
 from draco_ray.traces.formats import Reading, build, field, path_value
 from draco_ray.traces.messages import entries, reply_entries
 from draco_ray.traces.model import Trace, identifier
@@ -23,33 +23,38 @@ def session(record: Any, file: str) -> str | None:
     return str(record.get("trace_id") or record.get("id") or file)
 
 
-def read(runs: Any, where: str, reading: Reading) -> Iterator[Trace]:
+def read(runs: Any, reading: Reading) -> Iterator[Trace]:
     """The trace of all of its runs. Raises: BadTrace where none of them holds messages."""
-    runs = runs if isinstance(runs, list) else [runs]
-    runs = sorted(runs, key=lambda run: str(run.get("dotted_order") or run.get("start_time") or ""))
+    runs = sorted(
+        _flat(runs if isinstance(runs, list) else [runs]),
+        key=lambda run: str(run.get("dotted_order") or run.get("start_time") or ""),
+    )
     ids = {str(run.get("id")) for run in runs}
     root = next((run for run in runs if str(run.get("parent_run_id")) not in ids), runs[0])
     said = _state(root)
+    models = [run for run in runs if run.get("run_type") in ("llm", "chat_model")]
     if not any(entry.role == AGENT for entry in said):
-        models = [run for run in runs if run.get("run_type") in ("llm", "chat_model")]
         said = main_conversation([ModelCall(inputs=_messages(run["inputs"]), outputs=_answer(run)) for run in models])
+    elif not any(entry.role == "system" for entry in said):
+        # A graph's state does not hold the prompt that a node puts before it.
+        told = [entry for run in models[:1] for entry in _messages(run["inputs"]) if entry.role == "system"]
+        said = told + said
     if not said:
         raise BadTrace("none of its runs holds messages")
     yield build(
         said,
-        record={**path_value_map(root, "extra.metadata"), **root},
-        where=where,
-        format_="langsmith",
-        reading=reading,
+        {**object_of(object_of(root, "extra"), "metadata"), **root},
+        reading,
         trace_id=identifier(root.get("trace_id") or root.get("id") or ""),
         tools=next((tools for run in runs if (tools := path_value(run, "extra.invocation_params.tools"))), None),
     )
 
 
-def path_value_map(record: object, path: str) -> dict[str, Any]:
-    """What a dotted path leads to, if that is an object; else an empty one."""
-    value = path_value(record, path)
-    return dict(value) if isinstance(value, Mapping) else {}
+def _flat(runs: Any) -> Iterator[Any]:
+    """Runs with those below them."""
+    for run in runs:
+        yield run
+        yield from _flat(run.get("child_runs") or ())
 
 
 def _state(run: Mapping[str, Any]) -> list[Entry]:

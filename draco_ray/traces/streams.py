@@ -1,0 +1,104 @@
+"""Streamed answers: the events of any provider's API put together into the answer that they add up to."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from draco_ray.traces.entry import AGENT, object_of, text_of
+
+Events = Sequence[Mapping[str, Any]]
+
+
+def server_sent(text: str) -> list[Any]:
+    """The JSON values of server-sent events (``data: {...}`` lines); empty: the text is something else."""
+    if not text.lstrip().startswith(("data:", "event:", ": ")):
+        return []
+    found = []
+    for line in text.splitlines():
+        data = line.removeprefix("data:").strip()
+        if line.startswith("data:") and data != "[DONE]":
+            try:
+                found.append(json.loads(data))
+            except (ValueError, RecursionError):
+                return []
+    return found
+
+
+def whole(reply: Any) -> Any:
+    """An answer, put together if it was streamed: from a list of events, or from text of server-sent events."""
+    events = server_sent(reply) if isinstance(reply, str) else reply
+    if not isinstance(events, list) or not events or not all(isinstance(each, Mapping) for each in events):
+        return reply
+    if all("choices" in each or ("done" in each and "message" in each) for each in events):
+        return _chat(events)
+    if all("candidates" in each for each in events):
+        return _gemini(events)
+    type_ = str(events[0].get("type"))
+    return (
+        _responses(events)
+        if type_.startswith("response.")
+        else _anthropic(events)
+        if type_ == "message_start"
+        else reply
+    )
+
+
+def _chat(chunks: Events) -> dict[str, Any]:
+    """Chunks of OpenAI's chat completions, or of Ollama's, which are messages."""
+    said: dict[str, str] = {"content": "", "reasoning_content": "", "reasoning": ""}
+    calls: dict[int, dict[str, str]] = {}
+    for chunk in chunks:
+        choices = chunk.get("choices", [chunk])
+        for choice in [each for each in choices or () if isinstance(each, Mapping)][:1]:
+            delta = object_of(choice, "delta") or object_of(choice, "message")
+            for name in said:
+                said[name] += text_of(delta, name)
+            for call in delta.get("tool_calls") or ():
+                known = calls.setdefault(call.get("index", len(calls)), {"id": "", "name": "", "arguments": ""})
+                function = call.get("function") or {}
+                if isinstance(function.get("arguments"), Mapping):
+                    function = {**function, "arguments": json.dumps(function["arguments"])}
+                known["id"] = known["id"] or text_of(call, "id")
+                known["name"] += text_of(function, "name")
+                known["arguments"] += text_of(function, "arguments")
+    usage = next((chunk["usage"] for chunk in reversed(chunks) if chunk.get("usage")), None)
+    return {"role": AGENT, **said, "tool_calls": [calls[index] for index in sorted(calls)], "usage": usage}
+
+
+def _responses(events: Events) -> Mapping[str, Any]:
+    """Events of OpenAI's Responses API: the response at the end, or else the items that were finished."""
+    last = next((object_of(each, "response") for each in reversed(events) if "response" in each), {})
+    done = [each["item"] for each in events if each.get("type") == "response.output_item.done" and "item" in each]
+    return last if last.get("output") else {**last, "output": done}
+
+
+def _anthropic(events: Events) -> dict[str, Any]:
+    """Events of Anthropic's messages."""
+    message = dict(object_of(events[0], "message"))
+    blocks: dict[Any, dict[str, Any]] = {}
+    for event in events:
+        if event.get("type") == "content_block_start":
+            blocks[event.get("index")] = dict(object_of(event, "content_block"))
+        block = blocks.get(event.get("index"), {})
+        for name, value in object_of(event, "delta").items():
+            name = "input" if name == "partial_json" else name
+            if name != "type" and isinstance(value, str):
+                block[name] = (block[name] if isinstance(block.get(name), str) else "") + value
+        message["usage"] = event.get("usage") or message.get("usage")
+    return {**message, "role": AGENT, "content": list(blocks.values())}
+
+
+def _gemini(chunks: Events) -> dict[str, Any]:
+    """Chunks of Gemini's streamed answers."""
+    parts: list[dict[str, Any]] = []
+    for chunk in chunks:
+        for candidate in [each for each in chunk["candidates"] or () if isinstance(each, Mapping)][:1]:
+            for part in object_of(candidate, "content").get("parts") or ():
+                same = parts and text_of(part, "text") and text_of(parts[-1], "text")
+                if same and part.get("thought") == parts[-1].get("thought"):
+                    parts[-1]["text"] += part["text"]
+                else:
+                    parts.append(dict(part))
+    return {"role": "model", "parts": parts}
