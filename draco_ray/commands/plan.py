@@ -33,8 +33,7 @@ from draco_ray.lab.planning.memory import (
 )
 from draco_ray.lab.planning.step_time import Assumptions, step_time
 from draco_ray.terminal import PlainConsole
-from draco_ray.training.checks import context_problems
-from draco_ray.training.preflight import with_checkpointing
+from draco_ray.training.sizes import context_problems, with_checkpointing
 
 MOMENTS = {"forward": "at the LM head", "backward": "in a layer's backward", "update": "in the optimizer's update"}
 PROCESSES_BYTES = 5 * GIB

@@ -15,7 +15,7 @@ from draco_ray.algorithm.rules import find_rule
 from draco_ray.config.schema import DracoConfig, LearnerConfig, TrainConfig
 from draco_ray.environments.base import Environment, make_environment
 from draco_ray.errors import ConfigError, DracoError
-from draco_ray.judging.judge_context import context_problem, model_positions
+from draco_ray.judging.judge_context import model_positions
 from draco_ray.learner.base import find_learner
 from draco_ray.records import Message
 from draco_ray.training.batches import EarlierTasks, TaskOrder
@@ -29,6 +29,7 @@ from draco_ray.training.preflight import (
     check_trainable,
 )
 from draco_ray.training.session import checked_model, say_cut_prompts, usable_prompts, with_environment
+from draco_ray.training.sizes import context_problems
 
 
 @dataclass(slots=True)
@@ -83,24 +84,6 @@ def check_context(start: Start) -> None:
     positions = model_positions(path, cached_config(path))
     if problems := context_problems(start.config, positions):
         raise ConfigError("; ".join(problems))
-
-
-def context_problems(config: DracoConfig, positions: int | None) -> list[str]:
-    """What is longer than the model's context of ``positions`` tokens (None: not known), and what to set instead."""
-    agent, problems = config.agent, []
-    tokens = agent.max_prompt_length + agent.max_response_length
-    if positions is not None and tokens > positions and "hf_overrides" not in config.engine.vllm:
-        prompt = min(agent.max_prompt_length, positions // 2)
-        shorter = f"agent.max_response_length={positions - prompt}"
-        if prompt < agent.max_prompt_length:
-            shorter = f"agent.max_prompt_length={prompt} and {shorter}"
-        problems.append(
-            f"agent.max_prompt_length + agent.max_response_length = {tokens:,} tokens, but {config.model.path} accepts "
-            f"{positions:,}: set {shorter}, or choose a model with a longer context"
-        )
-    if (problem := context_problem(config, positions)) is not None:
-        problems.append(problem)
-    return problems
 
 
 def check_prompts(start: Start) -> None:

@@ -20,14 +20,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
 import ray
 from ray.autoscaler.v2.sdk import get_cluster_status
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from rich.console import Console
 from safetensors import SafetensorError, safe_open
 
-from draco_ray.config.machine import memory_bytes
 from draco_ray.config.schema import DracoConfig, LearnerConfig
 from draco_ray.engine.experts import is_frozen
 from draco_ray.engine.model_shape import PUBLIC_CONFIGS, check_experts, check_heads, check_split, model_shape
@@ -130,30 +128,6 @@ def check_trainable(model_path: str, learner: LearnerConfig, tensor_parallel: in
         check_experts(config, learner, model_path)
         check_heads(config, learner.context_parallel, model_path)
         check_split(config, tensor_parallel, model_path)
-
-
-def with_checkpointing(config: DracoConfig) -> DracoConfig:
-    """The configuration with ``learner.gradient_checkpointing`` decided."""
-    if config.learner.gradient_checkpointing is not None:
-        return config
-    learner = config.learner.model_copy(update={"gradient_checkpointing": not keeps_activations(config)})
-    return config.model_copy(update={"learner": learner})
-
-
-def keeps_activations(config: DracoConfig) -> bool:
-    """Whether a learner on the CPU has memory for all activations: they take no more than half of what is free now."""
-    learner, agent = config.learner, config.agent
-    if learner.gpus_per_worker > 0:
-        return False
-    try:
-        shape = model_shape(config.model.path)
-    except ConfigError:  # A model whose shape is not known here.
-        return False
-    inputs = sum(linear.inputs for layer in shape.layers for linear in layer.linears)
-    others = len(shape.order) * (shape.mlp_saved * shape.intermediate + 3 * shape.queries + 4 * shape.keys)
-    tokens = max(learner.micro_batch_tokens, agent.max_prompt_length + agent.max_response_length)
-    needed = learner.workers * tokens * (inputs + others) * (2 if config.model.dtype == "bfloat16" else 4)
-    return needed <= min(psutil.virtual_memory().available, memory_bytes()) / 2
 
 
 def cached_config(model_path: str) -> Path | None:

@@ -39,10 +39,11 @@ from draco_ray.training.cluster import connect, unless_gone
 from draco_ray.training.engines import WeightSync, engines_asleep
 from draco_ray.training.held_out import BeforeAfter, JudgedBeforeAfter, Tell
 from draco_ray.training.observer import RunObserver, StepWatch
-from draco_ray.training.preflight import check_judge_context, with_checkpointing
+from draco_ray.training.preflight import check_judge_context
 from draco_ray.training.progress import StepProgress, most_phases, shown, watch_judge
 from draco_ray.training.resume import StartPoint
 from draco_ray.training.room import begun, unplaced
+from draco_ray.training.sizes import with_checkpointing
 from draco_ray.training.trainer import Trainer
 from draco_ray.training.watchdog import Pending, in_time, watch_quiet
 
