@@ -24,7 +24,7 @@ export LITELLM_LOCAL_MODEL_COST_MAP := True
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-gpu setup-verifiers install-check lock lock-hashes lock-gpu world demo example-shop sample example-desk example-parcels example-hangman bench bench-overlap bench-learner bench-intervals gpu-check ablation bench-noise chaos mutate mutate-method adapters-check frameworks-check check format docs test test-deployment test-all test-fast fuzz-replies clean
+.PHONY: help setup setup-gpu setup-verifiers install-check lock lock-hashes lock-gpu world demo demo-real example-shop sample example-desk example-parcels example-hangman bench bench-overlap bench-learner bench-intervals gpu-check ablation bench-noise chaos mutate mutate-method adapters-check frameworks-check check format docs test test-deployment test-all test-fast fuzz-replies clean
 
 # List the targets.
 help:
@@ -145,6 +145,14 @@ world: setup
 # Train the starter policy with DRACO: a few minutes on 2 cores, no GPU, no key, no download.
 demo: world
 	$(DRACO) train $(SANDBOX)
+
+# Train a real small language model (examples/library): fetch, demonstrations, then DRACO; goes on where it stopped (ARGS="train.steps=3").
+demo-real: setup
+	test -d .cache/models/smollm2-135m || $(DRACO) model fetch smollm2-135m
+	mkdir -p .cache/library && $(VENV)/bin/python examples/library/demonstrations.py .cache/library
+	test -d .cache/library/policy || $(DRACO) sft examples/library/environment.yaml .cache/library/demonstrations.jsonl --epochs 2 --out .cache/library/policy
+	$(DRACO) train examples/library/environment.yaml --resume-or-start run.name=library run.root=.cache/library/runs model.path=.cache/library/policy $(ARGS)
+	$(DRACO) runs show .cache/library/runs/library
 
 # Train an agent with tools of its own (examples/shop): demonstrations, a policy from them, then DRACO (ten minutes).
 example-shop: setup

@@ -7,7 +7,7 @@ around NumPy buffers, so Ray keeps one copy in the object store and every reader
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
 from itertools import pairwise
@@ -21,7 +21,7 @@ IntArray = NDArray[np.integer]
 BoolArray = NDArray[np.bool_]
 
 GAP = -1
-"""Step index of a token that belongs to no step: prompt, template glue, tool output, a turn without an action."""
+"""Step index of a token that belongs to no step: prompt, template glue, tool output, a turn that nobody received."""
 
 
 TOOLS = "tools"
@@ -34,7 +34,7 @@ class EpisodeEnd(StrEnum):
     """What stopped the agent's loop; `Termination` says how that counts."""
 
     FINISHED = "finished"
-    """The agent wrote a turn without an action."""
+    """The agent ended it, by a turn without an action."""
     TURN_LIMIT = "turn_limit"
     RESPONSE_LIMIT = "response_limit"
     """The next turn or the environment's output would not fit the response length."""
@@ -47,12 +47,12 @@ class EpisodeEnd(StrEnum):
 
 
 class Termination(StrEnum):
-    """How a rollout ended (the modes of Figure "terminations"); the environment tells them apart."""
+    """How a rollout ended; the environment tells them apart. `FINISHED` is the word where no benchmark has its own."""
 
     SUBMITTED = "submitted"
-    """It handed its work in; AppWorld: it called ``complete_task``."""
+    """AppWorld: it called ``complete_task``."""
     GAVE_UP = "gave_up"
-    """It said so, or stopped without having handed anything in; AppWorld: status "fail", or no call."""
+    """AppWorld: it called ``complete_task`` with status "fail", or stopped without a call of it."""
     NO_ACTION = "no_action"
     """It ended itself without a step."""
     RESPONSE_LIMIT = "response_limit"
@@ -61,6 +61,15 @@ class Termination(StrEnum):
     """Its own code ended or spoiled its environment."""
     SERVER_ERROR = "server_error"
     """It was lost: its environment failed until the retries were spent."""
+    FINISHED = "finished"
+    """The agent ended it."""
+
+    @classmethod
+    def shown(cls, used: Iterable[Termination]) -> list[Termination]:
+        """The modes that a table of these rollouts lists: AppWorld's words, or `FINISHED`, or both where both occur."""
+        occur = set(used)
+        unused = ({cls.SUBMITTED, cls.GAVE_UP} if cls.FINISHED in occur else {cls.FINISHED}) - occur
+        return [mode for mode in cls if mode not in unused]
 
 
 class Verdict(IntEnum):
@@ -100,12 +109,12 @@ class Message:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
-    """One agent turn. It is a *step* if it acted, a gap otherwise."""
+    """One turn: a *step* or a gap (`is_step`)."""
 
     text: str
     """What the policy sampled, decoded, without the end-of-turn token."""
     action: str | None
-    """What the environment was given, the contents of the code block say; None for a turn that did nothing."""
+    """What the environment was given, the contents of the code block say; None for a message or a gap."""
     observation: str | None
     """What the environment answered, as fed back to the policy (already cut). None where nothing was done."""
     first_token: int
@@ -120,6 +129,24 @@ class Turn:
     """Which of the rollout's token sequences it stands in (`Trajectory.branches`)."""
     policy_version: int | None = None
     """Adapter version that sampled it, where that is known for each turn."""
+    message: bool = False
+    """Whether it is a step without an action: a message that somebody received."""
+
+    @property
+    def is_step(self) -> bool:
+        """Whether it acted, or is a message that somebody received."""
+        return self.action is not None or self.message
+
+
+def is_step(*, acts: bool, message: str = "", answered: bool = False) -> bool:
+    """The rule of what a step is (docs/method.md): a turn of the policy that somebody receives.
+
+    Args:
+        acts: it calls a tool or runs code.
+        message: what it says after its reasoning to a user, a caller or another agent; empty if none received it.
+        answered: somebody answered it.
+    """
+    return acts or answered or bool(message.strip())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,11 +181,11 @@ class Usage:
 class Trajectory:
     """One rollout of T tokens (prompt included), written once and read by everyone.
 
-    A two-turn example, ``P`` prompt, ``a`` sampled in step 0, ``g`` glue and tool output, ``c`` a closing turn::
+    A two-turn example, ``P`` prompt, ``a`` sampled in step 0, ``g`` glue and tool output, ``c`` a closing message::
 
         tokens     P  P  P  a  a  a  g  g  c  c
         sampled_T  0  0  0  1  1  1  0  0  1  1
-        step_T    -1 -1 -1  0  0  0 -1 -1 -1 -1
+        step_T    -1 -1 -1  0  0  0 -1 -1  1  1
 
     An agent that rewrites its history, or has sub-agents, leaves several token sequences: its *branches*. They stand
     one behind the other in the arrays; turns, and so steps, are numbered in time over all of them.
@@ -212,8 +239,13 @@ class Trajectory:
 
     @property
     def steps(self) -> tuple[Turn, ...]:
-        """The turns that acted, in order; index j here is the value in ``step_T``."""
-        return tuple(turn for turn in self.turns if turn.action is not None)
+        """The turns that are steps, in order; index j here is the value in ``step_T``."""
+        return tuple(turn for turn in self.turns if turn.is_step)
+
+    @property
+    def acted(self) -> bool:
+        """Whether a step called a tool or ran code."""
+        return any(turn.action is not None for turn in self.turns)
 
     @property
     def tokens_M(self) -> IntArray:

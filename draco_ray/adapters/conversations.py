@@ -46,7 +46,7 @@ async def judge_conversations(
     found: list[JudgedConversation | None] = [None] * len(records)
     for group, judged in zip(groups, await judge(groups, model, **options), strict=True):
         for trace, part in zip(group.traces, judged.rollouts, strict=True):
-            acted = tuple(turn.action is not None for turn in trace.turns if turn.role == "assistant")
+            acted = tuple(turn.is_step for turn in trace.turns if turn.role == "assistant")
             found[place_of(trace)] = JudgedConversation(trace=part, acted=acted)
     return found
 

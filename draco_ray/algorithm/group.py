@@ -118,10 +118,10 @@ def training_samples(
 
     A rollout has one advantage, whatever its branches: A_i, spread by n_j and Q_j over the steps of all of them.
 
-    With credit, a token of step j receives a_j and a gap token 0, also a sampled one (a closing turn, or one that a
-    length limit cut before its code closed), and also where a fallback made a_j uniform: the conserved total is that of
-    the step tokens. Without credit, and in a rollout without any step, every sampled token receives A_i, as in vanilla
-    GRPO. Either way all sampled tokens are in the loss mask: they count in the token-mean and in the KL term.
+    With credit, a token of step j receives a_j and a gap token 0, also a sampled one (a turn that nobody received), and
+    also where a fallback made a_j uniform: the conserved total is that of the step tokens. Without credit, and in a
+    rollout without any step, every sampled token receives A_i, as in vanilla GRPO. Either way all sampled tokens are in
+    the loss mask: they count in the token-mean and in the KL term.
 
     Args:
         trajectory: the rollout.

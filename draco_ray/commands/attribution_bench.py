@@ -14,6 +14,7 @@ from rich.console import Console
 from draco_ray.commands.printing import print_table
 from draco_ray.commands.replay import judges_own_config, open_run
 from draco_ray.config.load import load_config
+from draco_ray.config.schema import RULES as RULE_JUDGE
 from draco_ray.errors import ConfigError, WorldError
 from draco_ray.judging.build import prompts_of
 from draco_ray.judging.judge import Judge
@@ -30,7 +31,6 @@ from draco_ray.lab.analysis.attribution.step_labels import (
     read_step_labels,
 )
 from draco_ray.lab.analysis.judges import OWN, NamedJudge, RuleComplete, asked, folder_name, judge_config, open_complete
-from draco_ray.lab.analysis.judges import RULES as RULE_JUDGE
 from draco_ray.lab.analysis.tables import write_table
 from draco_ray.lab.files import check_folder
 from draco_ray.sandbox.rule_judge.answering import answer

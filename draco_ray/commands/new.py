@@ -5,8 +5,13 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+from draco_ray.config.machine import cores, has_gpu
+from draco_ray.config.schema import AlgorithmConfig
 from draco_ray.errors import ConfigError
 
+PROMPTS_PER_STEP = 2
+SLOTS_PER_CORE = 16
+"""Slots, each with processes of its own, that one core carries."""
 TEMPLATE = Path(__file__).with_name("environment_template")
 
 
@@ -20,6 +25,17 @@ def new_environment(folder: Path) -> list[Path]:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         files = [path for path in sorted(TEMPLATE.iterdir()) if path.is_file()]
-        return [Path(shutil.copyfile(path, folder / path.name)) for path in files]
+        written = [Path(shutil.copyfile(path, folder / path.name)) for path in files]
+        configuration = folder / "environment.yaml"
+        configuration.write_text(_for_this_machine(configuration.read_text(encoding="utf-8")), encoding="utf-8")
+        return written
     except OSError as error:
         raise ConfigError(f"{folder}: cannot be written: {error.strerror}") from None
+
+
+def _for_this_machine(text: str) -> str:
+    """The configuration with the slots that a step can use and this machine can carry, and on the CPU without a GPU."""
+    slots = min(PROMPTS_PER_STEP * AlgorithmConfig().group_size, SLOTS_PER_CORE * cores())
+    for mark, value in (("SLOTS", slots), ("GROUP", AlgorithmConfig().group_size), ("PROMPTS", PROMPTS_PER_STEP)):
+        text = text.replace(f"{{{mark}}}", str(value))
+    return text.replace("{EXTENDS}\n", "" if has_gpu() else "extends: cpu # no GPU was found on this machine\n")

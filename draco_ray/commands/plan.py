@@ -13,7 +13,6 @@ from draco_ray.config.schema import DracoConfig
 from draco_ray.engine.model_shape import ModelShape, check_heads, check_rounding, model_shape
 from draco_ray.errors import ConfigError
 from draco_ray.judging.judge_context import (
-    context_problem,
     context_warning,
     judge_context,
     model_positions,
@@ -34,8 +33,11 @@ from draco_ray.lab.planning.memory import (
 )
 from draco_ray.lab.planning.step_time import Assumptions, step_time
 from draco_ray.terminal import PlainConsole
+from draco_ray.training.sizes import context_problems, with_checkpointing
 
 MOMENTS = {"forward": "at the LM head", "backward": "in a layer's backward", "update": "in the optimizer's update"}
+PROCESSES_BYTES = 5 * GIB
+"""Memory of a run's processes without weights, caches and activations: the demo's peak is 6 GiB."""
 MOST_TOKENS = 1 << 24
 """Largest micro-batch, in tokens, of the search for one that fits."""
 MOST_WORKERS = 64
@@ -58,7 +60,7 @@ def plan(
         given: throughputs, and the memory that is not ours.
     Raises: ConfigError: it does not fit; the largest item and the keys to change. Or the model's shape is not known.
     """
-    console = console or PlainConsole()
+    console, config = console or PlainConsole(), with_checkpointing(config)
     shape = model_shape(config.model.path, model_config)
     check_heads(_heads(shape), config.learner.context_parallel, config.model.path)
     check_rounding(shape, config.learner, config.model.path)
@@ -77,26 +79,51 @@ def plan(
             f"engines and learner take turns: awake, an engine's {_size(engine.limit)} and the {_size(resting)} of a "
             f"resting learner worker share {_size(gpu)}; asleep, its weights lie in host memory"
         )
-    problems = []
     if uses_self_judge(config):
         context = judge_context(config)
         console.print(f"self-judge: {context.shows}, at full length {context}")
         if (warning := context_warning(config)) is not None:
             console.print(warning)
-    if (problem := context_problem(config, model_positions(config.model.path, model_config))) is not None:
-        problems.append(problem)
-    if learner_on_gpu and learner.peak > room:
-        problems.append(learner_problem(config, shape, learner, room, gpu_memory_gib))
-    if engine.sequences < 1:
-        problems.append(engine_problem(config, engine, gpu_memory_gib))
-    elif engine_on_gpu and (problem := room_problem(config, shape, engine, gpu, reserved, resting)) is not None:
-        problems.append(problem)
+    problems = context_problems(config, model_positions(config.model.path, model_config))
+    problems += memory_problems(config, shape, gpu, reserved)
     if problems:
         raise ConfigError("; ".join(problems))
     if learner_on_gpu and engine_on_gpu:
         _print_time(console, config, shape, engine, given)
     else:
         console.print("time: not estimated, the throughput assumptions are those of GPUs")
+
+
+def memory_problems(config: DracoConfig, shape: ModelShape, gpu: int, reserved: int) -> list[str]:
+    """Why learner or engines do not fit, and what to change.
+
+    Args:
+        gpu: memory of one GPU, bytes.
+        reserved: of it, for one process's CUDA context.
+    """
+    learner, engine = learner_memory(config, shape), engine_memory(config, shape, gpu, reserved)
+    room, problems = learner_room(config, gpu, reserved), []
+    if config.learner.gpus_per_worker > 0 and learner.peak > room:
+        problems.append(learner_problem(config, shape, learner, room, gpu / GIB))
+    resting = total(learner.resident) + reserved
+    if engine.sequences < 1:
+        problems.append(engine_problem(config, engine, gpu / GIB))
+    elif config.engine.gpus_per_engine > 0:
+        problem = room_problem(config, shape, engine, gpu, reserved, resting)
+        problems += [] if problem is None else [problem]
+    return problems
+
+
+def host_bytes(config: DracoConfig, shape: ModelShape) -> int:
+    """Memory of this machine that a run on it may take, bytes: what computes on the CPU, Ray, and its processes."""
+    learner, engine = config.learner, config.engine
+    needed = PROCESSES_BYTES + ((config.ray.object_store_mib or 0) << 20)
+    if learner.gpus_per_worker == 0:
+        needed += learner.workers * learner_memory(config, shape).peak
+    if engine.gpus_per_engine == 0:
+        memory = engine_memory(config, shape, 0, 0)
+        needed += engine.engines * (total(memory.items) + memory.kv_cache)
+    return needed
 
 
 def _print_gpus(console: Console, config: DracoConfig) -> None:
@@ -163,7 +190,7 @@ def engine_problem(config: DracoConfig, memory: EngineMemory, gpu_memory_gib: fl
     )
     needs = f"{has}needs {_size(memory.sequence)}"
     if engine.kv_cache_gib is not None or engine.gpus_per_engine == 0:
-        return f"{needs}: raise engine.kv_cache_gib"
+        return f"{needs}: raise engine.kv_cache_gib to {math.ceil(10 * memory.sequence / GIB) / 10:g}"
     verb = "raise" if largest.keys == "engine.tensor_parallel" else "lower"
     return (
         f"{needs}; of the {_size(memory.limit)} it may take of a GPU of {gpu_memory_gib:g} GiB, most is {largest.name} "

@@ -12,7 +12,7 @@ from rich.console import Console
 from draco_ray.algorithm.rules import find_rule
 from draco_ray.commands.printing import print_means, print_overall, print_table
 from draco_ray.config.load import load_config
-from draco_ray.config.schema import DracoConfig, JudgeConfig
+from draco_ray.config.schema import RULES, DracoConfig, JudgeConfig
 from draco_ray.errors import ConfigError
 from draco_ray.judging.build import prompts_of
 from draco_ray.judging.complete import Complete
@@ -25,7 +25,6 @@ from draco_ray.lab.analysis.judge_loss import judge_loss
 from draco_ray.lab.analysis.judges import (
     OWN,
     POLICY,
-    RULES,
     NamedJudge,
     asked,
     folder_name,

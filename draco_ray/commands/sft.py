@@ -9,10 +9,12 @@ from typing import Any
 
 from rich.console import Console
 
+from draco_ray.config.machine import cores, set_threads
 from draco_ray.config.schema import DracoConfig
 from draco_ray.environments.base import make_environment
 from draco_ray.errors import ConfigError
 from draco_ray.extras import need
+from draco_ray.judging.outage import span
 from draco_ray.runs.directory import RunDirectory
 from draco_ray.temp_dirs import PrivateTempDir
 from draco_ray.terminal import PlainConsole
@@ -23,11 +25,14 @@ OF_ROLLOUTS = ("kl_coefficient", "entropy_coefficient", "importance_cap", "mask_
 """Keys of ``learner`` that are about rewards."""
 
 
-def idle_keys(*, new: bool) -> dict[str, str]:
+def idle_keys(config: DracoConfig, *, new: bool) -> dict[str, str]:
     """Keys that `READ` names and have no effect; see `draco_ray.config.effect.check_effect`."""
     if new:
         return dict.fromkeys(("model", "learner"), "with --new")
-    return {f"learner.{key}": "on demonstrations" for key in OF_ROLLOUTS}
+    idle = {f"learner.{key}": "on demonstrations" for key in OF_ROLLOUTS}
+    if config.learner.sft_learning_rate is not None:
+        idle["learner.learning_rate"] = "with learner.sft_learning_rate; set that"
+    return idle
 
 
 def fine_tune(config: DracoConfig, source: Path, out: Path, *, epochs: int, best: int, new: bool) -> None:
@@ -42,6 +47,7 @@ def fine_tune(config: DracoConfig, source: Path, out: Path, *, epochs: int, best
         new: train a small model from nothing instead of ``model.path``.
     Raises: ConfigError.
     """
+    set_threads(cores())
     for package in ("torch", "transformers"):
         need(package)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
@@ -85,7 +91,7 @@ def _adapted(
         samples: Sequence[Any] = chosen.samples
         console.print(f"{chosen.rollouts} of {chosen.seen} rollouts, of {chosen.tasks} tasks")
     else:
-        chat = ChatTokens(load_tokenizer(config.model.path), thinking=config.agent.thinking)
+        chat = ChatTokens(load_tokenizer(config.model.path, config.model.chat_template), thinking=config.agent.thinking)
         samples = _samples(config, source, chat)
     samples = _fitting(config, samples, console)
     loss = train(config, samples, out, epochs=epochs, on_update=_progress(console))
@@ -147,10 +153,12 @@ def _fitting(config: DracoConfig, samples: Sequence[Any], console: Console) -> l
 
 
 def _progress(console: Console) -> Callable[[int, int, float], None]:
-    """One line for every tenth of the updates."""
+    """One line for the first update and for every tenth of them, with the time that is left."""
+    began = time.monotonic()
 
     def tell(done: int, total: int, loss: float) -> None:
-        if done == total or done % max(1, total // 10) == 0:
-            console.print(f"sft: update {done}/{total}, {loss:.3f} nats a token")
+        if done in (1, total) or done % max(1, total // 10) == 0:
+            left = span((total - done) * (time.monotonic() - began) / done)
+            console.print(f"sft: update {done}/{total}, {loss:.3f} nats a token, about {left} left")
 
     return tell

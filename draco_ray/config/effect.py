@@ -87,6 +87,7 @@ def judge_idle(config: DracoConfig) -> dict[str, str]:
 def check_training(overrides: Iterable[str], config: DracoConfig) -> None:
     """Refuse typed keys that have no effect on a training run. Raises: ConfigError."""
     train, idle = config.train, judge_idle(config)
+    idle["learner.sft_learning_rate"] = "on rollouts; it is of draco sft"
     if config.algorithm.rubric != "static":
         idle["algorithm.static_rubric"] = "without algorithm.rubric=static"
     if config.agent.use != "command":

@@ -24,6 +24,7 @@ from pydantic import ValidationError
 
 from draco_ray.config import plain_yaml
 from draco_ray.config.keys import dotted_keys, subtree
+from draco_ray.config.machine import cpu_values
 from draco_ray.config.origin import changed, is_ours, is_run_directory
 from draco_ray.config.schema import DracoConfig, Tree
 from draco_ray.errors import ConfigError
@@ -158,6 +159,8 @@ def _read(source: str, children: tuple[Path, ...] = (), *, named_by_theirs: bool
     layers: list[_Layer] = []
     for parent in parents if isinstance(parents, list) else [parents]:
         layers += _read(str(parent), (*children, real), named_by_theirs=theirs)
+    if path == PRESETS / "cpu.yaml":
+        layers.append(_Layer(cpu_values()))
     return [*layers, _Layer(tree, path if theirs else None)]
 
 

@@ -75,6 +75,9 @@ class ModelConfig(Tree):
 
     path: str = "Qwen/Qwen3.6-27B"
     """Model directory or hub name, with its tokenizer and chat template."""
+    chat_template: str | None = None
+    """A Jinja file, or hermes (comes with this package), in place of the tokenizer's own chat template, e.g. for a
+    model whose template has no tools; null: the tokenizer's own. A run directory holds its text."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Of the frozen base; the adapter is always float32 in the learner."""
 
@@ -115,6 +118,9 @@ class AgentConfig(Tree):
     """Tokens sampled in one turn at most; null: what the response has left, the only limit of the paper."""
     max_output_characters: int = Field(20000, ge=100)
     """Length at which one tool output is cut, the cut marked in the text."""
+    closing_turn: Literal["step", "gap"] | None = None
+    """Whether the message that ends an episode is a step, with credit, or a gap; null: a gap for agent.use=code, as in
+    the paper, a step for all others."""
 
 
 class EnvironmentConfig(Tree):
@@ -288,9 +294,11 @@ class Price(Tree):
 
 
 LOCAL_PROVIDER = "hosted_vllm/"
+"""LiteLLM's for a vLLM server of one's own."""
+RULES = "rules"
+"""Name of the offline judge, which knows the sandbox's tasks."""
 FILES = "files:"
 """Prefix of a judge that answers through the files of a directory (`draco_ray.judging.file_judge`)."""
-"""LiteLLM's for a vLLM server of one's own."""
 
 
 def provider_key(model: str) -> str:
@@ -596,6 +604,8 @@ class LearnerConfig(Tree):
     is beside experts and router, which stay frozen."""
     learning_rate: float = Field(5e-5, gt=0)
     """Constant, no warm-up."""
+    sft_learning_rate: float | None = Field(None, gt=0)
+    """Of `draco sft`; null: learning_rate."""
     adam_beta1: float = Field(0.9, ge=0, lt=1)
     """Of AdamW."""
     adam_beta2: float = Field(0.999, ge=0, lt=1)
@@ -633,8 +643,9 @@ class LearnerConfig(Tree):
     """Tokens in one forward pass, a prompt that rollouts share counted once; a longer sequence gets one of its own."""
     logprob_chunk_tokens: int = Field(1024, ge=1)
     """Tokens whose logits exist at one time."""
-    gradient_checkpointing: bool = True
-    """Compute activations again in the backward pass instead of keeping them."""
+    gradient_checkpointing: bool | None = None
+    """Compute activations again in the backward pass instead of keeping them; null: on GPUs, and on a CPU where they
+    would take more than half of the free memory. Keeping them is a fifth faster."""
     offload_activations: bool = False
     """Keep what gradient_checkpointing still keeps, the inputs of all layers, in the host's memory."""
     compile: bool = False
@@ -662,7 +673,7 @@ class LearnerConfig(Tree):
                 f"learner.context_parallel={self.context_parallel} does not divide learner.workers={self.workers}; "
                 "expected a whole number of groups of workers that share their rows"
             )
-        if self.offload_activations and not self.gradient_checkpointing:
+        if self.offload_activations and self.gradient_checkpointing is False:
             raise ValueError(
                 "learner.offload_activations without learner.gradient_checkpointing would move all that layers keep to "
                 "the host and back; set both, or neither"

@@ -31,6 +31,7 @@ from draco_ray.engine.core_watch import CoreWatch
 from draco_ray.engine.placement import actor_resources, shared_gpus, visible_gpus
 from draco_ray.engine.sampler import Sample
 from draco_ray.engine.statistics import EngineStatistics
+from draco_ray.engine.tokenizer import load_tokenizer
 from draco_ray.engine.tool_calls import ToolCallReader, ToolUse
 from draco_ray.errors import ConfigError, EngineAway, EngineError
 from draco_ray.observability.logs import start_run_log
@@ -95,7 +96,7 @@ class PolicyEngineActor:
             live_adapters=live_adapters(staleness),
         )
         self._config, self._group = config, group
-        self._model_path = model.path
+        self._model = model
         self._readers: dict[tuple[str | None, bool], ToolCallReader] = {}
         self._readers_made = threading.Lock()
         self._identity = uuid.uuid4().hex
@@ -158,9 +159,8 @@ class PolicyEngineActor:
     def _read_calls(self, text: str, tools: str, parser: str | None, thinking: bool) -> ToolUse | None:
         with self._readers_made:
             if (parser, thinking) not in self._readers:
-                from transformers import AutoTokenizer
-
-                chat = ChatTokens(AutoTokenizer.from_pretrained(self._model_path), thinking=thinking)
+                tokenizer = load_tokenizer(self._model.path, self._model.chat_template)
+                chat = ChatTokens(tokenizer, thinking=thinking)
                 self._readers[parser, thinking] = ToolCallReader(chat, parser)
             reader = self._readers[parser, thinking]
         return reader.read(text, tools, thinking=reader.opens_thinking)

@@ -9,6 +9,7 @@ it is spelled out in ordinary tokens, and only the template's own are control to
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import re
@@ -17,7 +18,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from jinja2 import TemplateError
-from tokenizers import Tokenizer
+from tokenizers import AddedToken, Tokenizer
 
 from draco_ray.errors import ConfigError
 from draco_ray.records import TOOLS, Message
@@ -35,8 +36,8 @@ class ChatTokens:
         Args:
             tokenizer: a fast Hugging Face tokenizer with a chat template.
             thinking: the template's ``enable_thinking``; templates without that switch ignore it.
-        Raises: ConfigError when the tokenizer has no template, is not a fast one, or its template does not part turns
-            by a token.
+        Raises: ConfigError when the tokenizer has no template, is not a fast one, or its template does not end a turn
+            with a token; or where the tokens here are not those of `apply_chat_template`.
         """
         if not getattr(tokenizer, "chat_template", None):
             raise ConfigError(
@@ -49,27 +50,38 @@ class ChatTokens:
         self.tokenizer = tokenizer
         self._thinking = thinking
         backend: Tokenizer = tokenizer.backend_tokenizer
-        self._control = {token.content: id_ for id_, token in backend.get_added_tokens_decoder().items()}
+        added = backend.get_added_tokens_decoder()
+        self._control = {token.content: id_ for id_, token in added.items() if _is_control(token)}
         self._control_pattern = _any_of(self._control)
-        special = (token.content for token in backend.get_added_tokens_decoder().values() if token.special)
-        self._special_pattern = _any_of(special)
-        # The same tokenizer without any control token: the encoder of all text.
-        description = json.loads(backend.to_str())
-        description["added_tokens"] = []
-        self._plain = Tokenizer.from_str(json.dumps(description))
-        # Stands for a control token inside somebody's text while the template is rendered. Nobody can guess it.
+        self._special_pattern = _any_of(token.content for token in added.values() if token.special)
+        # Part of the names and marks that stand for control tokens. Nobody can guess it.
         self._nonce = secrets.token_hex(8)
+        self._names = {content: f"<{self._nonce}-{id_}>" for content, id_ in self._control.items()}
+        self._encoder = _renamed(backend, self._names)
+        self._ids = {self._encoder.token_to_id(self._names[content]): id_ for content, id_ in self._control.items()}
         self._call: str | None = None
-        glue = self._encode_after_turn("")
-        if not glue or glue[0] not in self._control.values():
+        self._end_of_call: str | None = None
+        said = f"turn{self._nonce}"
+        ask, turn = {"role": "user", "content": "-"}, {"role": "assistant", "content": said}
+        rest = self._render_checked([ask, turn, ask], []).rpartition(said)[2]
+        end = self._control_pattern.search(rest)
+        if end is None or rest[: end.start()].strip():
             raise ConfigError(
                 f"the chat template of {tokenizer.name_or_path!r} does not end a turn with a control token"
             )
-        self.end_of_turn_id: int = glue[0]
+        self._end_of_turn = rest[: end.end()]
+        self.end_of_turn_id: int = self._control[end[0]]
         """What ends a turn; normally sampled by the policy."""
-        end_of_turn = next(text for text, id_ in self._control.items() if id_ == self.end_of_turn_id)
-        self._ends_turn = re.compile(f"{re.escape(end_of_turn)}|{re.escape(END_OF_CALL)}")
-        self._ends = {self.end_of_turn_id, *tokenizer.all_special_ids}
+        self._ends_turn = re.compile(f"{re.escape(end[0])}|{re.escape(END_OF_CALL)}")
+        alone = self._render([ask, turn], opened=False).rpartition(said)[2]
+        self._ends_by_role = not self._ends_turn.search(alone)
+        self.ends = {self.end_of_turn_id}
+        """Every token that ends a turn by the template: after a call it may be another one."""
+        if self._ends_by_role:
+            with contextlib.suppress(ConfigError):  # A template without tools.
+                self.written_call()
+                self.ends.add(self._control[str(self._end_of_call)])
+        self._check_tokens()
 
     @property
     def opens_thinking(self) -> bool:
@@ -98,8 +110,7 @@ class ChatTokens:
             sampled: the turn's token ids, exactly as sampled.
             output: what the tool printed, already cut.
         """
-        glue = self._encode_after_turn(output)
-        return glue[1:] if sampled and sampled[-1] == self.end_of_turn_id else glue
+        return self.after_messages(sampled, False, [{"role": "user", "content": output}])
 
     def after_calls(self, sampled: list[int], results: Sequence[str]) -> list[int]:
         """What follows a turn that called tools: its end if it was cut, a tool message for each result, the beginning
@@ -148,12 +159,42 @@ class ChatTokens:
         ]
         rendered = self._render_checked([{"role": "user", "content": "-"}, turn, *results], [])
         # After a call's arguments comes what closes the call, which was sampled, and then the end of the turn.
-        end = self._ends_turn.search(rendered, rendered.rindex(mark))
+        end = self._find_end(rendered, [{"role": "user", "content": "-"}, turn], mark)
         if end is None:
             raise ConfigError(f"the chat template of {self.tokenizer.name_or_path!r} does not end this turn")
+        self._check_late([{"role": "user", "content": "-"}, turn], mark, told)
         glue = self._encode(rendered[end.start() :], hidden)
-        ended = sampled and sampled[-1] in (self.end_of_turn_id, self._control.get(END_OF_CALL))
-        return glue[1:] if ended else glue
+        # Where the next role's token ends a turn, only that token ends it.
+        ends = glue[:1] if self._ends_by_role else (self.end_of_turn_id, self._control.get(END_OF_CALL))
+        return glue[1:] if sampled and sampled[-1] in ends else glue
+
+    def _check_late(self, chat: list[dict[str, Any]], mark: str, told: list[Mapping[str, Any]]) -> None:
+        """Raise ConfigError where the template loses a message after the turn with ``mark``, or moves it to the prompt,
+        as some do with a late system message.
+        """
+        said = f"late{self._nonce}"
+        for role in {each["role"] for each in told} - {"user", "tool", "assistant"}:
+            rendered = self._render_checked([*chat, {"role": role, "content": said}], [])
+            if said not in rendered.rpartition(mark)[2]:
+                raise ConfigError(
+                    f"the chat template of {self.tokenizer.name_or_path!r} has no place for a message of role {role!r} "
+                    "after a turn"
+                )
+
+    def _find_end(self, rendered: str, chat: list[dict[str, Any]], mark: str) -> re.Match[str] | None:
+        """The token that ends the turn with ``mark`` in a rendered conversation; None where there is none.
+
+        Args:
+            rendered: the conversation.
+            chat: its messages up to this turn.
+            mark: the last words of the turn's content, or of its call's arguments.
+        """
+        start = rendered.rindex(mark) + len(mark)
+        if not self._ends_by_role:
+            return self._ends_turn.search(rendered, start)
+        # The turn ends where what is rendered without an answer ends.
+        alone = self._render(chat, opened=False).rpartition(mark)[2]
+        return self._control_pattern.match(rendered, start + _alike(alone, rendered[start:]))
 
     def _render_checked(self, chat: list[dict[str, Any]], tools: list[Any]) -> str:
         try:
@@ -172,13 +213,16 @@ class ChatTokens:
         if self._call is None:
             ask = [{"role": "user", "content": "-"}]
             name, content = f"name{self._nonce}", f"content{self._nonce}"
-            rendered, mark = self._render_call(("",))
-            head, found, rest = rendered.rpartition(mark)
-            if name not in self._render(ask, tools=[_function(name)]) or not found or not self._ends_turn.search(rest):
+            rendered, chat, mark = self._render_call(("",))
+            head, found, _ = rendered.rpartition(mark)
+            end = self._find_end(rendered, chat, mark) if found else None
+            if name not in self._render(ask, tools=[_function(name)]) or end is None:
                 raise ConfigError(
                     f"the chat template of {self.tokenizer.name_or_path!r} has no place for tools (`tools=`, calls "
-                    "and role `tool`): use a model that was trained to call tools, or give its tokenizer such a one"
+                    "and role `tool`): use a model that was trained to call tools, or set model.chat_template, e.g. to "
+                    "hermes"
                 )
+            self._end_of_call = end[0]
             turn = self._render([*ask, {"role": "assistant", "content": content}]).partition(content)[0]
             self._call = _beyond(head, turn).rpartition("</think>")[2].strip().replace(name, "NAME")
         return self._call
@@ -203,16 +247,14 @@ class ChatTokens:
             content = f"{opened}{reasoning}\n</think>\n\n{content}"
         elif content:
             content = self._lead() + content
-        calls, end = "", self.end_of_turn_id
+        rest = self._end_of_turn
         if message.get("tool_calls"):
-            calls, end = self._calls_as_text(self._hide_all(_numbered([message])[0]["tool_calls"], hidden))
-            # Most templates part what is said from what is called.
-            calls = calls if content.strip() else calls.lstrip()
-        return [*self._encode(content + calls, hidden), end]
+            rest = self._calls_as_text(self._hide_all(_numbered([message])[0]["tool_calls"], hidden), content)
+        return self._encode_turn(content + rest, hidden)
 
     def text(self, sampled: list[int]) -> str:
         """A sampled turn as text, without the token that ended it."""
-        kept = sampled[:-1] if sampled and sampled[-1] in self._ends else sampled
+        kept = sampled[:-1] if sampled and sampled[-1] in self.ends.union(self.tokenizer.all_special_ids) else sampled
         return str(self.tokenizer.decode(kept, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
     def _lead(self) -> str:
@@ -224,40 +266,38 @@ class ChatTokens:
         lead = before.removeprefix(opened)
         return lead if lead.isspace() and before.startswith(opened) else ""
 
-    def _calls_as_text(self, calls: list[Any]) -> tuple[str, int]:
-        """How the template writes calls after something that was said, and the token that ends such a turn."""
+    def _calls_as_text(self, calls: list[Any], content: str) -> str:
+        """How the template writes calls after ``content``, up to the token that ends such a turn."""
         self.written_call()
         ask: dict[str, Any] = {"role": "user", "content": "-"}
         said = f"content{self._nonce}"
         turn = {"role": "assistant", "content": said, "tool_calls": calls}
         try:
-            rendered = self._render([ask, turn])
+            rendered = self._render([ask, turn], opened=not self._ends_by_role)
+            bare = self._render([ask, {**turn, "content": ""}], opened=not self._ends_by_role)
         except (TemplateError, TypeError, ArithmeticError) as error:
             raise ConfigError(
                 f"the chat template of {self.tokenizer.name_or_path!r} refuses {len(calls)} calls in a turn: {error}"
             ) from error
-        if said in rendered:
+        if not content and bare.startswith(opened := self._render([ask])):
+            after = bare.removeprefix(opened)
+        elif said in rendered:
             after = rendered.partition(said)[2]
+            # Most templates separate the calls from the content.
+            after = after if content.strip() else after.lstrip()
         else:
             # A template without a place for both.
             after = _beyond(rendered, self._render([ask, {**turn, "tool_calls": []}]).partition(said)[0])
+        if self._ends_by_role:
+            return after + str(self._end_of_call)
         end = self._ends_turn.search(after)
         assert end is not None, "written_call has seen it"
-        return after[: end.start()], self._control[end[0]]
+        return after[: end.end()]
 
-    def _encode_after_turn(self, output: str) -> list[int]:
-        # Any earlier conversation does: what follows a turn does not depend on what came before it.
-        hidden: list[str] = []
-        turn = f"turn{self._nonce}"
-        chat = [
-            {"role": "user", "content": "-"},
-            {"role": "assistant", "content": turn},
-            {"role": "user", "content": self._hide(output, hidden)},
-        ]
-        return self._encode(self._render_checked(chat, []).rpartition(turn)[2], hidden)
-
-    def _render_call(self, results: Sequence[str]) -> tuple[str, str]:
-        """A conversation in which one call is answered by all ``results``, and the mark in the call's arguments."""
+    def _render_call(self, results: Sequence[str]) -> tuple[str, list[dict[str, Any]], str]:
+        """A conversation in which one call is answered by all ``results``; its messages up to the call; the mark in the
+        call's arguments.
+        """
         mark = f"argument{self._nonce}"
         identity = {"tool_call_id": "call00001", "name": f"name{self._nonce}"}
         function = {"name": identity["name"], "arguments": {"x": mark}}
@@ -268,19 +308,20 @@ class ChatTokens:
             *({"role": "tool", "content": result, **identity} for result in results),
         ]
         try:
-            return self._render(chat), mark
+            return self._render(chat), chat[:2], mark
         except (TemplateError, TypeError, ArithmeticError) as error:
             raise ConfigError(
                 f"the chat template of {self.tokenizer.name_or_path!r} refuses results of tools: {error}"
             ) from error
 
-    def _render(self, chat: list[dict[str, Any]], tools: list[Any] | None = None) -> str:
+    def _render(self, chat: list[dict[str, Any]], tools: list[Any] | None = None, *, opened: bool = True) -> str:
+        """A conversation as text; ``opened``: with the beginning of the next turn."""
         return str(
             self.tokenizer.apply_chat_template(
                 chat,
                 tools=tools or None,
                 tokenize=False,
-                add_generation_prompt=True,
+                add_generation_prompt=opened,
                 enable_thinking=self._thinking,
             )
         )
@@ -306,17 +347,53 @@ class ChatTokens:
 
     def _encode(self, rendered: str, hidden: list[str]) -> list[int]:
         """Token ids of a rendered template: its control tokens are control tokens, marks are spelled out."""
-        ids: list[int] = []
-        position = 0
-        for match in self._control_pattern.finditer(rendered):
-            ids += self._encode_text(rendered[position : match.start()], hidden)
-            ids.append(self._control[match[0]])
-            position = match.end()
-        return ids + self._encode_text(rendered[position:], hidden)
+        named = self._control_pattern.sub(lambda match: self._names[match[0]], rendered)
+        spelled = re.sub(rf"{self._nonce}:(\d+);", lambda match: hidden[int(match[1])], named)
+        return [self._ids.get(id_, id_) for id_ in self._encoder.encode(spelled, add_special_tokens=False).ids]
 
-    def _encode_text(self, text: str, hidden: list[str]) -> list[int]:
-        spelled = re.sub(rf"{self._nonce}:(\d+);", lambda match: hidden[int(match[1])], text)
-        return list(self._plain.encode(spelled, add_special_tokens=False).ids)
+    def _encode_turn(self, text: str, hidden: list[str]) -> list[int]:
+        """Token ids of what follows the beginning of a turn."""
+        opened = self._render([{"role": "user", "content": "-"}])
+        tail = opened[[match.start() for match in self._control_pattern.finditer(opened)][-1] :]
+        before, whole = self._encode(tail, []), self._encode(tail + text, hidden)
+        # Some tokenizers join the last characters of the prompt with the first of the turn, which no policy can do.
+        return whole[len(before) :] if whole[: len(before)] == before else self._encode(text, hidden)
+
+    def _check_tokens(self) -> None:
+        """Compare with what transformers makes of a conversation, and of every control token.
+
+        Raises: ConfigError where they differ: the policy would be trained on other tokens than it is served with.
+        """
+        chat = [
+            {"role": "user", "content": "Hello,  world:\n\n 1. é 日本"},
+            {"role": "assistant", "content": "-"},
+            {"role": "user", "content": " Yes.\n"},
+        ]
+        rendered = self._render_checked(chat, [])
+        probe = rendered + "".join(f" {token} b\n" for token in self._control)
+        theirs = self.tokenizer(probe, add_special_tokens=False, verbose=False)["input_ids"]
+        glue = self.after_messages([], False, chat[2:])
+        if theirs != self._encode(probe, []) or glue != self._encode(rendered, [])[-len(glue) :]:
+            raise ConfigError(
+                f"tokenizer {self.tokenizer.name_or_path!r}: its chat template becomes other tokens here than with "
+                "transformers' apply_chat_template, so training would differ from serving; use another tokenizer"
+            )
+
+
+def _is_control(token: AddedToken) -> bool:
+    """Whether an added token is more than text, e.g. ``<think>``; some tokenizers add words or runs of blanks."""
+    return token.special or re.search(r"[!-/:-@\[-^`{-~]", token.content) is not None
+
+
+def _renamed(tokenizer: Tokenizer, names: Mapping[str, str]) -> Tokenizer:
+    """The tokenizer with other names for some added tokens; what they are called otherwise is ordinary text to it."""
+    description = json.loads(tokenizer.to_str()) | dict.fromkeys(("truncation", "padding", "post_processor"))
+    for token in description["added_tokens"]:
+        token["content"] = names.get(token["content"], token["content"])
+    if isinstance(vocabulary := description["model"]["vocab"], list):
+        # A unigram model would find the token in its vocabulary.
+        description["model"]["vocab"] = [[names.get(piece, piece), score] for piece, score in vocabulary]
+    return Tokenizer.from_str(json.dumps(description))
 
 
 def _any_of(tokens: Iterable[str]) -> re.Pattern[str]:
@@ -331,8 +408,13 @@ def _beyond(text: str, other: str) -> str:
     >>> _beyond("[/INST][TOOL_CALLS]", "[/INST] ")
     '[TOOL_CALLS]'
     """
+    return text[_alike(text, other) :]
+
+
+def _alike(text: str, other: str) -> int:
+    """Number of characters with which both begin."""
     alike = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(text, other, strict=False))
-    return text[sum(1 for _ in alike) :]
+    return sum(1 for _ in alike)
 
 
 def _numbered(chat: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -15,8 +15,9 @@ WEIGHT_INDICES = ("model.safetensors.index.json", "pytorch_model.bin.index.json"
 HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 
 
-def check_model_directory(path: str | Path) -> None:
-    """Check that ``path`` holds configuration, weights, tokenizer and chat template of a model vLLM knows.
+def check_model_directory(path: str | Path, chat_template: str | None = None) -> None:
+    """Check that ``path`` holds configuration, weights, tokenizer and chat template of a model vLLM knows; no template
+    is needed where `model.chat_template` says one.
 
     A name that is no directory but could be one on the model hub passes: only a download can tell.
 
@@ -31,7 +32,7 @@ def check_model_directory(path: str | Path) -> None:
         )
     _check_architecture(directory, _read_json(directory, "config.json", "a Hugging Face model configuration"))
     _check_weights(directory)
-    _check_tokenizer(directory)
+    _check_tokenizer(directory, needs_template=chat_template is None)
 
 
 def is_local(path: str | Path) -> bool:
@@ -80,20 +81,21 @@ def _check_weights(directory: Path) -> None:
         )
 
 
-def _check_tokenizer(directory: Path) -> None:
+def _check_tokenizer(directory: Path, *, needs_template: bool) -> None:
     if not any((directory / name).is_file() for name in TOKENIZER_FILES):
         raise EngineError(
             f"model {directory}: no tokenizer; expected one of {', '.join(TOKENIZER_FILES)}; "
             "save it there with tokenizer.save_pretrained"
         )
-    if (directory / "chat_template.jinja").is_file() or (directory / "chat_template.json").is_file():
+    files = ("chat_template.jinja", "chat_template.json")
+    if not needs_template or any((directory / name).is_file() for name in files):
         return
     settings = directory / "tokenizer_config.json"
     if settings.is_file() and _read_json(directory, settings.name, "the tokenizer's settings").get("chat_template"):
         return
     raise EngineError(
         f"model {directory}: the tokenizer has no chat template; expected chat_template.jinja or the key "
-        "'chat_template' in tokenizer_config.json; use an instruction-tuned model's tokenizer"
+        "'chat_template' in tokenizer_config.json; use an instruction-tuned model, or set model.chat_template"
     )
 
 

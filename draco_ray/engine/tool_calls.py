@@ -15,6 +15,7 @@ from draco_ray.errors import ConfigError
 _FORMS = {
     "<tool_call><function=NAME>": "qwen3_xml",
     '<tool_call>{"name":"NAME"': "hermes",
+    "<tool_call>NAME<arg_key>": "glm47",
     # vLLM's own for Mistral reads the list of earlier models only with Mistral's tokenizer.
     '[TOOL_CALLS][{"name":"NAME"': "xlam",
     "[TOOL_CALLS]NAME": "mistral",

@@ -18,13 +18,16 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
+from draco_ray.config.machine import thread_environment
 from draco_ray.config.schema import EngineConfig, ModelConfig
 from draco_ray.engine.adapter_files import AdapterFiles
+from draco_ray.engine.chat import ChatTokens
 from draco_ray.engine.gate import RequestGate
 from draco_ray.engine.model_directory import architectures, check_model_directory, is_local
 from draco_ray.engine.model_shape import engine_targets
 from draco_ray.engine.sampler import Sample
 from draco_ray.engine.statistics import EngineStatistics, collector
+from draco_ray.engine.tokenizer import load_tokenizer
 from draco_ray.errors import EngineError
 from draco_ray.extras import naming_extras, uncollected
 from draco_ray.records import Adapter, WeightUpdate
@@ -42,7 +45,6 @@ LIVE_ADAPTERS = 2
 more where ``train.staleness`` lets a request outlast several syncs."""
 SLEEP_LEVEL = 1
 """vLLM's: base weights and adapters go to host memory and come back; level 2 would drop them."""
-TURN_END = "<|im_end|>"
 SOCKET_BYTES = 107
 """Maximum length of a Unix socket path, in bytes."""
 SOCKET_NAME_BYTES = 36
@@ -137,7 +139,7 @@ class VllmEngine:
 
         Raises: EngineError when the model directory is unusable (before anything slow begins) or vLLM refuses it.
         """
-        check_model_directory(self._model.path)
+        check_model_directory(self._model.path, self._model.chat_template)
         self._architectures = architectures(self._model.path)
         self._files.claim()
         # Importing vLLM and waiting for its core takes seconds: not in the event loop.
@@ -427,7 +429,7 @@ class VllmEngine:
                 from vllm.platforms import current_platform
 
             self._check_platform(current_platform.is_cpu())
-            self._stop_ids = _end_of_turn_ids(self._model.path)
+            self._stop_ids = _end_of_turn_ids(self._model)
             try:
                 # Not returned: the pool's thread would hold on to it after `stop`.
                 self._llm = self._construct(current_platform.is_cpu())
@@ -560,10 +562,7 @@ def hardware_environment(config: EngineConfig) -> dict[str, str]:
 def cpu_environment(config: EngineConfig) -> dict[str, str]:
     """Environment variables of a vLLM process without a GPU."""
     return {
-        # One thread where the cores are shared. More of them must not spin while they wait for each other: beside busy
-        # neighbours that is ten times slower than sleeping.
-        "OMP_NUM_THREADS": str(max(1, int(config.cpus_per_engine / config.tensor_parallel))),
-        "OMP_WAIT_POLICY": "PASSIVE",
+        **thread_environment(config.cpus_per_engine / config.tensor_parallel),
         # vLLM gives each tensor-parallel rank a NUMA node of its own, and starts none where there are too few.
         "VLLM_CPU_OMP_THREADS_BIND": os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "nobind"),
         # All that is left to compile is a small function of the sampler, which would need a C++ compiler and cost
@@ -594,16 +593,18 @@ def _model_config(path: str) -> dict[str, Any]:
     return dict(config)
 
 
-def _end_of_turn_ids(path: str) -> list[int]:
-    """Every token id that ends a turn: the model's and the tokenizer's end of sequence, and Qwen's end of turn."""
-    from transformers import AutoTokenizer, GenerationConfig
+def _end_of_turn_ids(model: ModelConfig) -> list[int]:
+    """Every token id that ends a turn: the model's and the tokenizer's end of sequence, and those of the chat template.
 
-    tokenizer = AutoTokenizer.from_pretrained(path)
-    ends = {tokenizer.eos_token_id}
+    Raises: ConfigError where the template cannot be used.
+    """
+    from transformers import GenerationConfig
+
+    tokenizer = load_tokenizer(model.path, model.chat_template)
+    ends = {tokenizer.eos_token_id, *ChatTokens(tokenizer, thinking=False).ends}
     with contextlib.suppress(OSError):  # A model need not come with a generation_config.json.
-        declared = GenerationConfig.from_pretrained(path).eos_token_id
+        declared = GenerationConfig.from_pretrained(model.path).eos_token_id
         ends.update(declared if isinstance(declared, list) else [declared])
-    ends.add(tokenizer.get_vocab().get(TURN_END))
     return sorted(token for token in ends if token is not None)
 
 

@@ -134,8 +134,8 @@ class Environment(ABC):
         return
 
     def termination(self, trajectory: Trajectory) -> Termination:
-        """How a rollout ended. Here the agent has submitted when it stops acting; override it where it must say so."""
-        return ended_by(trajectory) or (Termination.SUBMITTED if trajectory.steps else Termination.NO_ACTION)
+        """How a rollout ended; override it where an agent may also submit or give up."""
+        return ended_by(trajectory) or (Termination.FINISHED if trajectory.steps else Termination.NO_ACTION)
 
     def difficulty(self, task_id: str) -> int | None:
         """The benchmark's label, 1 easy .. 3 hard, for tables; it may come from ground truth, so only for evaluation.

@@ -28,8 +28,8 @@ WORKSPACE = "workspace"
 KEPT = "kept"
 """Folder of the workspace whose files stay with the run."""
 _HOW_AGENTS_ACT = """\
-- The agent is a program with a loop and tools of its own. A step is a turn of the policy that called a tool, that was \
-answered, or, where it was offered no tools, that anything came after; what tools answered stands as its output.
+- The agent is a program with a loop and tools of its own. A step is a turn of the policy that it received: calls of \
+tools, whose answers stand as its output, or a message, the last one included.
 - Turns of sub-agents, and those after a rewritten history, stand in branches of their own, in the order of time.
 - What stands under USER, SYSTEM or CONTEXT was said to the policy, by the program or by whom it speaks for.
 - The episode ends with the program. What it printed stands at the end, under PROGRAM."""

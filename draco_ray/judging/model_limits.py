@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
+import json
 import logging
 import os
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Literal
+
+from draco_ray.config.schema import FILES, RULES
 
 
 def quiet_litellm() -> Any:
@@ -51,8 +57,36 @@ def model_limit(model: str, kind: Literal["max_input_tokens", "max_output_tokens
         model: LiteLLM's name of it, provider prefix included.
         kind: of prompts or of replies.
     """
-    try:
-        known = quiet_litellm().get_model_info(model).get(kind)
-    except Exception:  # It raises a plain one for a model it does not know.
-        return None
+    known = listed_model(model).get(kind)
     return known if isinstance(known, int) and known > 0 else None
+
+
+def listed_model(model: str) -> Mapping[str, Any]:
+    """The row of LiteLLM's price table for a model; empty for one that it does not have.
+
+    The file is read without importing LiteLLM, which takes seconds, and is only needed for names that it rewrites.
+    """
+    if model == RULES or model.startswith(FILES):
+        return {}
+    if os.environ.get("LITELLM_LOCAL_MODEL_COST_MAP", "True").lower() == "true":
+        table = _table()
+        provider, _, name = model.partition("/")
+        if (row := table.get(model)) or (
+            (row := table.get(name)) and str(row.get("litellm_provider")).startswith(provider)
+        ):
+            return row
+    litellm = quiet_litellm()
+    try:
+        key = litellm.get_model_info(model)["key"]
+    except Exception:  # It raises a plain one for a model it does not know.
+        return {}
+    listed: Mapping[str, Any] = litellm.model_cost.get(key, {})
+    return listed
+
+
+@functools.cache
+def _table() -> dict[str, dict[str, Any]]:
+    spec = importlib.util.find_spec("litellm")
+    folder = Path(spec.origin or "").parent if spec else Path()
+    file = folder / "model_prices_and_context_window_backup.json"
+    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}

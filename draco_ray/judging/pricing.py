@@ -15,7 +15,7 @@ from typing import Any
 
 from draco_ray.config.schema import FILES, JudgeConfig, Price, PriceTier
 from draco_ray.errors import ConfigError
-from draco_ray.judging.model_limits import quiet_litellm
+from draco_ray.judging.model_limits import listed_model
 from draco_ray.records import Message
 
 REQUEST_TOKENS = 512
@@ -236,13 +236,7 @@ def _rates(price: Price, input_tokens: int) -> Price | PriceTier:
 
 
 def _litellm_price(model: str, extra_body: Mapping[str, object]) -> Price | None:
-    litellm = quiet_litellm()
-    try:
-        key = litellm.get_model_info(model)["key"]
-    except Exception:
-        # For a model that it does not know it raises a plain Exception.
-        return None
-    listed: Mapping[str, Any] = litellm.model_cost.get(key, {})
+    listed = listed_model(model)
     tier = extra_body.get("service_tier")
     if tier == "priority" and "input_cost_per_token_priority" not in listed:
         return None

@@ -10,13 +10,14 @@ evidence               ``[BEGIN EVIDENCE c0de] ...``, the text, ``[END EVIDENCE 
 agent_prompt           evidence: ``[SYSTEM c0de]`` / ``[USER c0de]`` on its own line, the text, a blank line
 task, task_input       evidence: the user part of the agent's prompt
 agent_trajectory       evidence: ``[SYSTEM c0de]``, ``[USER c0de]``, ``[ASSISTANT c0de] (step N)``,
-                       ``[ENVIRONMENT c0de] (output of step N)``, ``[ASSISTANT c0de] (no action)`` blocks; the last line
-                       is ``[END c0de] <reason>``
+                       ``[ENVIRONMENT c0de] (output of step N)``, ``[ASSISTANT c0de] (no action)`` blocks; a message
+                       is ``(step N, message)``; the last line is ``[END c0de] <reason>``
 group_trajectories     evidence: ``<rollout index="i" code="c0de">``, the same without the shared prompt,
                        ``</rollout code="c0de">``
 steps_summary          evidence: ``### Step N [c0de]`` with sections ``Reasoning [c0de]:``, ``Action [c0de]:``,
-                       ``Output [c0de]:``; ``### Closing turn (no action) [c0de]``, earlier ones
-                       ``### Turn (no action) [c0de]``
+                       ``Output [c0de]:``, of a message ``Message [c0de]:``; gaps are
+                       ``### Closing turn (no action) [c0de]``, earlier ones ``### Turn (no action) [c0de]``; the last
+                       line is ``[END c0de] <reason>``
 existing_rubrics,      JSON arrays of title, description, evaluator_instruction; candidates add candidate_index and
 candidate_rubrics,     source, rubrics add rubric_index (0-based)
 rubrics
@@ -89,21 +90,25 @@ def steps_summary(trajectory: Trajectory, code: str) -> str:
     last = next((turn for turn in reversed(trajectory.turns) if turn.role == AGENT), None)
     for turn in trajectory.turns:
         named = [branch.capitalize()] if (branch := _branch(trajectory, turn)) else []
-        if turn.action is None:
+        if not turn.is_step:
             heading = _gap(turn, turn is last)
             blocks.append("\n".join([f"### {heading} [{code}]", *named, escape(turn.text.strip())]).rstrip())
             continue
         step += 1
         sections = [f"### Step {step} [{code}]", *named]
-        if reasoning := _outside_code(turn.text, turn.action):
+        if turn.action is None:
+            name, (reasoning, end, delivered) = "Message", turn.text.rpartition("</think>")
+            reasoning, delivered = (reasoning + end).strip(), delivered.strip()
+        else:
+            # Its indentation stays: on the first line it is an error, which must be seen.
+            name, reasoning, delivered = "Action", _outside_code(turn.text, turn.action), turn.action.strip("\r\n")
+        if reasoning:
             sections.append(f"Reasoning [{code}]:\n{escape(reasoning)}")
-        # Its indentation stays: on the first line it is an error, which must be seen.
-        executed = turn.action.strip("\r\n")
-        sections.append(f"Action [{code}]:\n{escape(executed)}")
+        sections.append(f"{name} [{code}]:\n{escape(delivered)}")
         if turn.observation is not None:
             sections.append(f"Output [{code}]:\n{escape(turn.observation.strip())}")
         blocks.append("\n".join(sections))
-    return evidence("\n\n".join(blocks), code)
+    return evidence("\n\n".join([*blocks, _end(trajectory, code)]), code)
 
 
 def existing_rubrics(criteria: Iterable[Criterion]) -> str:
@@ -165,15 +170,17 @@ def _conversation(trajectory: Trajectory, code: str) -> str:
             named = f" ({branch})" if branch else ""
             blocks.append(f"[{turn.role.upper()} {code}]{named}\n{escape(turn.text.strip())}")
             continue
-        what = "no action" if turn.action is None else f"step {step + 1}"
-        named = ", ".join(filter(None, (branch, what)))
+        step += turn.is_step
+        what = f"step {step}" if turn.is_step else "no action"
+        named = ", ".join(filter(None, (branch, what, "message" if turn.message else "")))
         blocks.append(f"[ASSISTANT {code}] ({named})\n{escape(turn.text.strip())}")
-        if turn.action is None:
-            continue
-        step += 1
         if turn.observation is not None:
             blocks.append(f"[ENVIRONMENT {code}] (output of step {step})\n{escape(turn.observation.strip())}")
-    return "\n\n".join([*blocks, f"[END {code}] {trajectory.ended.value}"])
+    return "\n\n".join([*blocks, _end(trajectory, code)])
+
+
+def _end(trajectory: Trajectory, code: str) -> str:
+    return f"[END {code}] {trajectory.ended.value}"
 
 
 def _branch(trajectory: Trajectory, turn: Turn) -> str:

@@ -68,7 +68,7 @@ class AdaptedModel:
         if context is not None:
             check_heads(base.config.to_dict(), context.size, model.path)
         base.requires_grad_(False)
-        if config.gradient_checkpointing:
+        if config.gradient_checkpointing is not False:
             base.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         lora = LoraConfig(
             r=config.lora_rank,

@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from draco_ray.config.machine import set_threads
 from draco_ray.config.schema import LearnerConfig, ModelConfig
 from draco_ray.errors import DracoError
 from draco_ray.learner.messages import Failed, Start, Stop
@@ -94,7 +95,6 @@ def _told(answer: Any) -> Any:
 def _carry_out(given: LoopSettings, start: Start) -> None:
     import ray
     import ray.train.torch
-    import torch
     import torch.distributed
     from torch.distributed.device_mesh import init_device_mesh
 
@@ -108,7 +108,7 @@ def _carry_out(given: LoopSettings, start: Start) -> None:
     context = ray.train.get_context()
     rank, workers = context.get_world_rank(), context.get_world_size()
     if given.config.gpus_per_worker == 0:
-        torch.set_num_threads(max(1, int(given.config.cpus_per_worker)))
+        set_threads(given.config.cpus_per_worker)
     checkpoints = checkpoints_of(given.node)
     device = ray.train.torch.get_device()
     sharded = given.config.sharding == "full" and workers > 1

@@ -5,8 +5,8 @@
     Agent ──► Conversation (what was said so far, and its tokens) ──► an engine, or an API
       └─────► World (draco_ray.environments.base)
 
-An agent decides what a turn means and what the policy is told next; a conversation samples, and keeps the books. A step
-is an action, whatever an agent's kind.
+An agent decides what a turn means and what the policy is told next; a conversation samples, and records the tokens.
+What a step is, `draco_ray.records.is_step` says for all agents.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The tool-calling agent: the model's own chat template with its tools, calls made in their order, until none is made.
 
-A step is a turn that asks for at least one call; several calls of a turn are one step. A call that cannot be read is a
-step as well, and is answered with what is wrong with it.
+Several calls of a turn are one step. A call that cannot be read is a step as well, and is answered with what is wrong
+with it; so is the message at the end.
 """
 
 from __future__ import annotations

@@ -6,11 +6,13 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from typing import ClassVar, Literal
 
 from draco_ray.config.schema import AgentConfig
+from draco_ray.engine.tool_calls import after_reasoning
 from draco_ray.environments.base import World
 from draco_ray.errors import EnvironmentCrashed
-from draco_ray.records import GAP, EpisodeEnd, Message, Task, Trajectory, Turn
+from draco_ray.records import GAP, EpisodeEnd, Message, Task, Trajectory, Turn, is_step
 from draco_ray.rollout.agent import Conversation, Policy, RolloutRequest, Said, end_of, fill_agent_prompt
 from draco_ray.rollout.code_block import cut_output, extract_code
 
@@ -29,6 +31,9 @@ class Step:
 
 class TurnAgent(ABC):
     """An agent that is known by what its turns do (`step`)."""
+
+    closing_turn: ClassVar[Literal["step", "gap"]] = "step"
+    """What ``agent.closing_turn: null`` stands for."""
 
     def __init__(self, policy: Policy, config: AgentConfig, template: str) -> None:
         self._policy = policy
@@ -60,7 +65,8 @@ class TurnAgent(ABC):
                 error, ended = said.error, EpisodeEnd.SERVER_ERROR
                 break
             step = None if said.too_long else self.step(said)
-            first, last = conversation.keep(GAP if step is None else steps)
+            message = step is None and is_step(acts=False, message=self._received(said))
+            first, last = conversation.keep(GAP if step is None and not message else steps)
             observation: str | None = None
             if step is None:
                 # A turn cut before it came to its action did not decide to end.
@@ -80,6 +86,7 @@ class TurnAgent(ABC):
                     last_token=last,
                     seconds_generating=sampled_at - asked_at,
                     seconds_executing=0.0 if step is None else time.monotonic() - sampled_at,
+                    message=message,
                 )
             )
             if observation is None:
@@ -110,9 +117,17 @@ class TurnAgent(ABC):
             usage=books.usage,
         )
 
+    def _received(self, said: Said) -> str:
+        """What of a closing turn somebody receives: nothing of one that a limit cut."""
+        if said.cut or said.too_long or (self._config.closing_turn or self.closing_turn) == "gap":
+            return ""
+        return after_reasoning(said.text, thinking=said.opens_thinking)
+
 
 class CodeAgent(TurnAgent):
     """AppWorld's Simplified ReAct Code Agent; an action is the contents of the turn's code block."""
+
+    closing_turn = "gap"
 
     def step(self, said: Said) -> Step | None:
         """See `TurnAgent`."""

@@ -17,7 +17,7 @@ import numpy as np
 
 from draco_ray.config.schema import AgentConfig
 from draco_ray.engine.tool_calls import after_reasoning
-from draco_ray.records import GAP, PROGRAM, TOOLS, EpisodeEnd, Message, Task, Trajectory, Turn, Usage
+from draco_ray.records import GAP, PROGRAM, TOOLS, EpisodeEnd, Message, Task, Trajectory, Turn, Usage, is_step
 from draco_ray.rollout.agent import RolloutRequest
 from draco_ray.rollout.code_block import cut_output
 from draco_ray.rollout.endpoint.token_episode import Sampled, TokenEpisode
@@ -50,6 +50,10 @@ class _Turn:
     role: str = "assistant"
     found: Sampled | None = None
     """Of a turn of the policy."""
+    received: str = ""
+    """Of a turn of the policy: the text that its harness was given."""
+    calls: bool = False
+    """Whether it calls tools."""
     answered: list[Node] = field(default_factory=list)
     """What the policy was told next."""
     answered_seconds: float = 0.0
@@ -81,12 +85,12 @@ def trajectory_of(
     steps = 0
     for turn in graph.turns:
         offset = int(offsets[turn.branch]) if turn.branch is not None else 0
-        acted = _acted(turn)
-        if acted:
+        step = graph.is_step(turn, config)
+        if step:
             step_T[offset + turn.first : offset + turn.last] = steps
             steps += 1
         number = graph.branches.index(turn.branch) if turn.branch is not None else 0
-        turns.append(_record(turn, number, offset, acted, policy, config))
+        turns.append(_record(turn, number, offset, step, policy, config))
     turns.append(_closing(traces, error))
     said = [turn.found for turn in graph.turns if turn.found is not None]
     first = next((turn.first for turn in graph.turns if turn.found is not None), 0)
@@ -173,9 +177,18 @@ class _Graph:
         last = len(branch.ids)
         text = self._policy.chat.text(found.sample.token_ids)
         turn = _Turn(branch=branch, first=last - count, last=last, text=text, found=found)
+        turn.received, turn.calls = str(node["text"]), bool(node["calls"])
         self._own[place] = turn
         self._shown.add(place)
         self.turns.append(turn)
+
+    def is_step(self, turn: _Turn, config: AgentConfig) -> bool:
+        """Whether a turn is the policy's and somebody received it; to be asked once all turns are there."""
+        if turn.found is None:
+            return False
+        last = next(each for each in reversed(self.turns) if each.found is not None)
+        message = "" if turn is last and config.closing_turn == "gap" else turn.received
+        return is_step(acts=turn.calls, message=message, answered=bool(turn.answered))
 
     def _open(self, way: Sequence[Place], branch: _Branch) -> None:
         """Show what opens a branch and has not been said before; the rest is counted."""
@@ -225,14 +238,7 @@ class _Graph:
         return node
 
 
-def _acted(turn: _Turn) -> bool:
-    """Whether a turn is a step: what the policy says it hands on, unless a limit cut it and nothing came of it."""
-    if turn.found is None or not turn.text.strip():
-        return False
-    return turn.found.sample.finish_reason != "length" or bool(turn.answered)
-
-
-def _record(turn: _Turn, branch: int, offset: int, acted: bool, policy: TokenPolicy, config: AgentConfig) -> Turn:
+def _record(turn: _Turn, branch: int, offset: int, step: bool, policy: TokenPolicy, config: AgentConfig) -> Turn:
     if turn.found is None:
         text = turn.text if turn.role == TOOLS else cut_output(turn.text, config.max_output_characters)
         return Turn(
@@ -245,12 +251,15 @@ def _record(turn: _Turn, branch: int, offset: int, acted: bool, policy: TokenPol
             branch=branch,
         )
     observation = None
-    if acted and turn.answered:
+    if step and turn.answered:
         observation = cut_output(_told(turn.answered), config.max_output_characters)
-    action = after_reasoning(turn.text, thinking=policy.chat.opens_thinking).strip() or turn.text
+    # As behind the endpoint: a text that was answered may be an action.
+    action = None
+    if step and (turn.calls or turn.answered):
+        action = after_reasoning(turn.text, thinking=policy.chat.opens_thinking).strip() or turn.text
     return Turn(
         text=turn.text,
-        action=action if acted else None,
+        action=action,
         observation=observation,
         first_token=offset + turn.first,
         last_token=offset + turn.last,
@@ -258,6 +267,7 @@ def _record(turn: _Turn, branch: int, offset: int, acted: bool, policy: TokenPol
         seconds_executing=max(0.0, turn.answered_seconds),
         branch=branch,
         policy_version=turn.found.sample.policy_version,
+        message=step and action is None,
     )
 
 

@@ -276,7 +276,7 @@ def summarise(trajectory: Trajectory) -> RolloutSummary:
         rollout=trajectory.rollout,
         attempt=trajectory.attempt,
         ended=trajectory.ended,
-        termination=trajectory.termination or ended_by(trajectory) or Termination.SUBMITTED,
+        termination=trajectory.termination or ended_by(trajectory) or Termination.FINISHED,
         error=trajectory.error,
         turns=len(trajectory.turns),
         steps=len(trajectory.steps),

@@ -58,13 +58,13 @@ def trajectory_rows(step: int, trajectory: Trajectory) -> list[Row]:
 
 
 def step_rows(step: int, trajectory: Trajectory) -> list[Row]:
-    """One row of ``steps`` per turn; ``step`` is null for a turn without an action."""
+    """One row of ``steps`` per turn; ``step`` is null for a gap, ``action`` for a gap or a message."""
     rows: list[Row] = []
     number = 0
     for index, turn in enumerate(trajectory.turns, start=1):
-        number += turn.action is not None
+        number += turn.is_step
         which = {"task_id": trajectory.task_id, "rollout": trajectory.rollout, "turn": index}
-        rows.append(_row("steps", step, turn, **which, step=None if turn.action is None else number))
+        rows.append(_row("steps", step, turn, **which, step=number if turn.is_step else None))
     return rows
 
 
@@ -271,6 +271,8 @@ def _turn(row: Row) -> Turn:
         role=row["role"],
         branch=row["branch"],
         policy_version=row["policy_version"],
+        # The record decides, not today's rule: a run of an earlier version has gaps where a message is a step now.
+        message=row["step"] is not None and row["action"] is None,
     )
 
 

@@ -14,6 +14,7 @@ import json
 import keyword
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from draco_ray.sandbox.rule_judge.reading import Run, Step
@@ -30,10 +31,12 @@ Known = dict[str | int, str]
 
 
 def in_code(run: Run) -> Run:
-    """The run with its calls as code, one statement each; what is code already stays."""
+    """The run with its calls as code, one statement each, and without messages; what is code already stays."""
     known: Known = {}
     steps: list[Step] = []
     for step in run.steps:
+        if step.message:
+            continue
         calls = _calls(step.code)
         results = _results(step.output, len(calls))
         for (name, arguments), result in zip(calls, results, strict=True):
@@ -43,7 +46,7 @@ def in_code(run: Run) -> Run:
             known |= {value: f"{variable}{key}" for key, value in _leaves(result)}
         if not calls:
             steps.append(step)
-    return Run(steps=tuple(steps))
+    return replace(run, steps=tuple(steps))
 
 
 def _calls(action: str) -> list[tuple[str, dict[str, Any]]]:

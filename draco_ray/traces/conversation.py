@@ -1,8 +1,7 @@
 """A conversation as prompt, steps and gaps.
 
-What precedes the agent's first turn is its prompt. From then on each of its turns that calls at least one tool, or
-holds code that is run, is a step, whose observation is what came back; every other turn is a gap and shown with who
-spoke.
+What precedes the agent's first turn is its prompt. From then on each of its turns is a step, with what came back as
+its observation, unless it is empty or only reasons. Turns of others are gaps and shown with who spoke.
 """
 
 from __future__ import annotations
@@ -12,12 +11,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from draco_ray.records import EpisodeEnd, Message
+from draco_ray.records import EpisodeEnd, Message, is_step
 from draco_ray.traces.entry import AGENT, Call, Entry, compact, decoded, kind, object_of
 from draco_ray.traces.model import TraceTurn, clean
 
 CODE = re.compile(r"<code>\n?(.*?)</code>", re.DOTALL)
 """How code agents mark what is to be run, unless a mapping says otherwise."""
+_THOUGHT = re.compile(r"<think>.*?(?:</think>|\Z)", re.DOTALL)
 NO_TASK = "(the trace does not say what was asked of the agent)"
 
 
@@ -57,7 +57,14 @@ class _Turn:
     def finished(self) -> TraceTurn:
         action = "\n".join(map(str, self.calls)) if self.calls else self.code
         text = f"{self.said}\n\n{action}".strip() if self.calls else self.said
-        return TraceTurn(role=self.role, text=text, action=action, observation=self._observation(), tokens=self.tokens)
+        return TraceTurn(
+            role=self.role,
+            text=text,
+            action=action,
+            observation=self._observation(),
+            tokens=self.tokens,
+            message=action is None and self.role == AGENT and is_step(acts=False, message=_THOUGHT.sub("", self.said)),
+        )
 
     def _observation(self) -> str | None:
         if not self.results:
@@ -127,7 +134,7 @@ def _add(turns: list[_Turn], entry: Entry, code: re.Pattern[str] | None, notes: 
         elif entry.text or entry.calls:
             said = "\n".join([*filter(None, [entry.text]), *map(str, entry.calls)])
             turns.append(_Turn(role_name(entry.role), said, None))
-    elif last is not None and entry.item and last.item and last.role == AGENT and _one_turn(last, entry):
+    elif last is not None and last.role == AGENT and _one_turn(last, entry):
         last.said = "\n".join(filter(None, [last.said, entry.text]))
         last.calls += entry.calls
         last.tokens = entry.tokens or last.tokens
@@ -153,7 +160,8 @@ def _matches(result: Entry) -> Iterator[tuple[Callable[[Call], bool], Callable[[
 
 def _one_turn(last: _Turn, entry: Entry) -> bool:
     """Whether an item goes on with the turn before it: thoughts, then what is said, then the calls."""
-    return not last.results and last.code is None and bool(entry.calls or not last.calls)
+    known = entry.item and (last.item or bool(entry.calls))
+    return known and not last.results and last.code is None and bool(entry.calls or not last.calls)
 
 
 def role_name(role: str) -> str:

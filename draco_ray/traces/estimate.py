@@ -7,6 +7,7 @@ not counted, asking again neither.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -18,7 +19,7 @@ from draco_ray.judging.phases.score import Score
 from draco_ray.judging.phases.stage1 import Stage1
 from draco_ray.judging.phases.stage2 import Stage2
 from draco_ray.judging.phases.union import Union
-from draco_ray.judging.pricing import price_of
+from draco_ray.judging.pricing import REQUEST_TOKENS, price_of
 from draco_ray.judging.prompts import Prompts
 from draco_ray.traces.judging import MOST_IN_UNION
 from draco_ray.traces.model import Summary, TraceGroup
@@ -40,6 +41,13 @@ class PhaseEstimate:
     output_tokens: int = 0
     dollars: float | None = None
     """None where no price is known."""
+    largest: float = 0.0
+    """Most dollars that one of the calls may cost, with a token a character and the longest reply."""
+
+    @property
+    def budget(self) -> float | None:
+        """Smallest budget that finishes, in whole cents: the last call must fit beside what all have cost."""
+        return None if self.dollars is None else math.ceil(100 * (self.dollars + self.largest)) / 100
 
     def __add__(self, other: PhaseEstimate) -> PhaseEstimate:
         known = self.dollars is not None and other.dollars is not None
@@ -48,6 +56,7 @@ class PhaseEstimate:
             input_tokens=self.input_tokens + other.input_tokens,
             output_tokens=self.output_tokens + other.output_tokens,
             dollars=(self.dollars or 0.0) + (other.dollars or 0.0) if known else None,
+            largest=max(self.largest, other.largest),
         )
 
 
@@ -67,8 +76,13 @@ def estimate(
         template = prompts.length(phase) if phase in prompts.templates else 0
         tokens = (template + characters) // CHARACTERS_PER_TOKEN
         dollars = None if price is None else calls * price_of(price, tokens, 0, reply)
+        bound = template + characters + REQUEST_TOKENS
         found[phase] += PhaseEstimate(
-            calls=calls, input_tokens=calls * tokens, output_tokens=calls * reply, dollars=dollars
+            calls=calls,
+            input_tokens=calls * tokens,
+            output_tokens=calls * reply,
+            dollars=dollars,
+            largest=0.0 if price is None else price_of(price, bound, 0, config.judge.max_tokens),
         )
 
     rubric = CRITERIA * CRITERION_TOKENS * CHARACTERS_PER_TOKEN

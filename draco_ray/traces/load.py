@@ -241,7 +241,7 @@ class _Loader:
             trace_id=trace_id,
             format=trace.format,
             source=trace.source,
-            steps=len(trace.steps),
+            steps=len(trace.judged_steps),
             turns=len(trace.turns),
             characters=trace.characters,
             prompt_characters=sum(len(message.content) for message in trace.prompt),
@@ -396,11 +396,12 @@ def trace_of(trajectory: Trajectory, source: str, training_step: int) -> Trace:
         prompt=tuple(Message(role=each.role, content=clean(each.content)) for each in trajectory.prompt),
         turns=tuple(
             TraceTurn(
-                role="assistant",
+                role=turn.role,
                 text=clean(turn.text),
                 action=None if turn.action is None else clean(turn.action),
                 observation=None if turn.observation is None else clean(turn.observation),
                 tokens=turn.last_token - turn.first_token or None,
+                message=turn.message,
             )
             for turn in trajectory.turns
         ),

@@ -15,18 +15,25 @@ MAX_ID_CHARACTERS = 200
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceTurn:
-    """One turn: a *step* if the agent acted in it, a gap otherwise."""
+    """One turn: a *step* or a gap (`draco_ray.records.is_step`)."""
 
     role: str
     """``assistant`` for the agent's own turns; anybody else's (``user``, ``tool``, a sub-agent's name) are gaps."""
     text: str
     """Everything said in it, the action included."""
     action: str | None = None
-    """The tool calls, one after the other, or the code; None in a gap."""
+    """The tool calls, one after the other, or the code; None in a message or a gap."""
     observation: str | None = None
     """What came back; None where nothing did, or nothing is recorded."""
     tokens: int | None = None
     """Sampled tokens, where the trace says so."""
+    message: bool = False
+    """Whether it is a step without an action: a message that somebody received."""
+
+    @property
+    def is_step(self) -> bool:
+        """Whether it acted, or is a message that somebody received."""
+        return self.action is not None or self.message
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,8 +62,13 @@ class Trace:
 
     @property
     def steps(self) -> tuple[TraceTurn, ...]:
-        """The turns in which the agent acted, in order."""
+        """The turns that act, with code or tool calls, in order."""
         return tuple(turn for turn in self.turns if turn.action is not None)
+
+    @property
+    def judged_steps(self) -> tuple[TraceTurn, ...]:
+        """The steps that a judge may cite: turns that act, and messages that somebody received."""
+        return tuple(turn for turn in self.turns if turn.is_step)
 
     @property
     def tokens_counted(self) -> bool:

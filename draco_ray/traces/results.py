@@ -182,11 +182,11 @@ def _verdict(
 
 def _steps(state: GroupJudgement, rollout: int) -> Iterator[JudgedStep]:
     trace, share = state.traces[rollout], state.share(rollout)
-    for index, turn in enumerate(trace.steps):
+    for index, turn in enumerate(trace.judged_steps):
         quality = float("nan") if share is None else float(share.quality_M[index])
         yield JudgedStep(
             step=index + 1,
-            action=turn.action or "",
+            action=turn.text if turn.action is None else turn.action,
             tokens=trace.tokens(turn),
             quality=None if math.isnan(quality) else quality,
             advantage=None if share is None or state.single else float(share.step_advantage_M[index]),

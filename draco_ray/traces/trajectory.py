@@ -26,7 +26,7 @@ def as_trajectory(trace: Trace, group: str, rollout: int) -> Trajectory:
     counts = [trace.tokens(turn) for turn in trace.turns]
     ends = list(itertools.accumulate(counts))
     steps = itertools.count()
-    step_of = [next(steps) if turn.action is not None else GAP for turn in trace.turns]
+    step_of = [next(steps) if turn.is_step else GAP for turn in trace.turns]
     total = sum(counts)
     return Trajectory(
         task_id=trace.task_id,
@@ -43,6 +43,7 @@ def as_trajectory(trace: Trace, group: str, rollout: int) -> Trajectory:
                 role=turn.role,
                 first_token=end - count,
                 last_token=end,
+                message=turn.message,
             )
             for turn, count, end in zip(trace.turns, counts, ends, strict=True)
         ),
@@ -63,23 +64,23 @@ def environment_facts(traces: Sequence[Trace]) -> str:
     Only words of our own and names of tools; what the agents were told stands with their prompt.
     """
     turns = [turn for trace in traces for turn in trace.turns]
-    steps = [turn for turn in turns if turn.action is not None]
-    called = sorted({name for turn in steps for name in _called(turn.action or "")})
-    facts = []
+    actions = [turn.action for turn in turns if turn.action is not None]
+    called = sorted({name for action in actions for name in _called(action)})
+    facts = ["A step is a turn of the agent that somebody or something received: an action or a message."]
     if called:
         more = f" and {len(called) - MOST_TOOLS} more" if len(called) > MOST_TOOLS else ""
         facts.append(
-            "The agent acts by calling tools: a step is a turn with at least one call, several calls in a turn are "
-            "made together, and what the environment answered follows. Tools seen here: "
+            "The agent acts by calling tools: several calls in a turn are made together and are one step, and what "
+            "the environment answered follows. Tools seen here: "
             f"{', '.join(called[:MOST_TOOLS])}{more}."
         )
-    elif steps:
-        facts.append("The agent acts by code that is run: a step is a turn with code, and its output follows.")
+    elif actions:
+        facts.append("The agent acts by code that is run, and its output follows.")
     else:
         facts.append("The agent only speaks here: no turn of these runs acts on anything.")
     others = sorted({turn.role for turn in turns if turn.role != AGENT})
     if "user" in others:
-        facts.append("It talks with a user: a turn without a step is said to the user, who may answer.")
+        facts.append("It talks with a user: its messages are said to the user, who may answer.")
     if rest := [role for role in others if role not in ("user", "tool")]:
         facts.append(f"Turns under another name ({', '.join(rest[:10])}) are not the agent's own.")
     if any(trace.ended is EpisodeEnd.UNSTATED for trace in traces):

@@ -87,7 +87,7 @@ class Actors:
         self._limiter = start_judge_limiter(judge, run.path, name) if judged else None
         self._servers = start_judge_servers(judge, run.path, name) if judged else None
         self._replies = start_replies(judge, name) if judged else None
-        self._tokenizer = load_tokenizer(config.model.path)
+        self._tokenizer = load_tokenizer(config.model.path, config.model.chat_template)
         policy = PolicyJudge(samplers=self.clients, tokenizer=self._tokenizer, name=Path(config.model.path).name)
         leases = None if self._limiter is None else self._limiter[1]
         servers = None if self._servers is None else self._servers[1]

@@ -15,6 +15,7 @@ from typing import Any
 import ray
 from rich.console import Console
 
+from draco_ray.config.machine import thread_environment
 from draco_ray.config.schema import DracoConfig
 from draco_ray.errors import ClusterError, ConfigError
 from draco_ray.interruption import handler_kept
@@ -75,7 +76,7 @@ async def head_answers(address: str, within: float = LOOK_SECONDS) -> bool:
     return True
 
 
-FORWARDED = ("LITELLM_LOCAL_MODEL_COST_MAP", "RAY_TRAIN_V2_ENABLED", "DRACO_RUN_DIRECTORY")
+FORWARDED = ("LITELLM_LOCAL_MODEL_COST_MAP", "RAY_TRAIN_V2_ENABLED", "DRACO_RUN_DIRECTORY", "OMP_WAIT_POLICY")
 """Environment variables that are passed on to the workers of a cluster that was started elsewhere."""
 
 LOCAL_JUDGE_SLOTS = 64
@@ -113,6 +114,8 @@ def connect(config: DracoConfig, *, judges: bool = True, console: Console | None
     # Inherited by Ray's processes: LiteLLM is not to fetch its price map.
     os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")
     os.environ.setdefault("RAY_TRAIN_V2_ENABLED", "1")
+    # PyTorch reads it when a worker imports it, before `set_threads` is called there.
+    os.environ.setdefault("OMP_WAIT_POLICY", thread_environment(1)["OMP_WAIT_POLICY"])
     # Ray ends a driver 60 s after it has lost the head, even if it still has to write something.
     os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", "600")
     address = address_of(config)

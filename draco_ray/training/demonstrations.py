@@ -157,35 +157,29 @@ def as_sample(demonstration: Demonstration, chat: ChatTokens) -> TrainingSample:
         ids = chat.prompt(demonstration.opening)
         prompt_length, sampled = len(ids), [False] * len(ids)
         for index, (message, answers) in enumerate(turns):
-            turn = chat.turn(message)
-            ids, sampled = ids + turn, sampled + [_learned(message)] * len(turn)
-            if index == len(turns) - 1:
-                break
-            texts = [str(answer.get("content") or "") for answer in answers]
-            by_tools = answers[0]["role"] == "tool"
-            glue = chat.after_calls(turn, texts) if by_tools else chat.after_turn(turn, texts[0])
-            ids, sampled = ids + glue, sampled + [False] * len(glue)
+            turn, glue = chat.turn(message), []
+            if index < len(turns) - 1:
+                said = [{"role": each["role"], "content": str(each.get("content") or "")} for each in answers]
+                # What follows begins with the end of the turn, which some templates choose by what follows.
+                end, *glue = chat.after_messages([], bool(message.get("tool_calls")), said)
+                turn[-1] = end
+            ids = ids + turn + glue
+            sampled = sampled + [_learned(message)] * len(turn) + [False] * len(glue)
     except ConfigError as error:
         raise ConfigError(f"{demonstration.name}: {error}") from error
     return _sample(demonstration.name, 0, ids, sampled, prompt_length)
 
 
 def _turns(demonstration: Demonstration) -> list[tuple[Mapping[str, Any], list[Mapping[str, Any]]]]:
-    """Every turn of the assistant with what answers it: results of tools, or one message."""
+    """Every turn of the assistant with the messages that answer it."""
     turns: list[tuple[Mapping[str, Any], list[Mapping[str, Any]]]] = []
     for message in demonstration.rest:
         if message["role"] == "assistant":
             if turns and not turns[-1][1]:
                 raise ConfigError(f"{demonstration.name}: two turns of the assistant in a row: join them")
             turns.append((message, []))
-            continue
-        answers = turns[-1][1]
-        if answers and not (message["role"] == answers[0]["role"] == "tool"):
-            raise ConfigError(
-                f"{demonstration.name}: a turn is answered by {answers[0]['role']} and {message['role']}; expected "
-                "results of tools, or one message"
-            )
-        answers.append(message)
+        else:
+            turns[-1][1].append(message)
     for message, answers in turns:
         calls, results = len(message.get("tool_calls") or ()), sum(answer["role"] == "tool" for answer in answers)
         # What nobody has answered is the end.

@@ -71,7 +71,7 @@ def step_metrics(step: int, groups: Sequence[Group], group_size: int) -> dict[st
         "rollouts": len(rollouts),
         "rollouts_lost": lost,
         "rollouts_retried": sum(rollout.attempt for rollout in rollouts),
-        "ended": {mode.value: ended[mode] for mode in Termination},
+        "ended": {mode.value: ended[mode] for mode in Termination.shown(+ended)},
         "turns": _mean([rollout.turns for rollout in rollouts]),
         "sampled_tokens": sum(rollout.sampled_tokens for rollout in rollouts),
         "inert_share": _ratio(sum(advantage.inert for advantage in advantages), shares),

@@ -92,6 +92,7 @@ FREE = (
     *("engine.min_engines", "engine.max_failures", "engine.stall_seconds"),
     *("environment.min_slots", "environment.idle_seconds"),
     *("learner.max_failures", "learner.stall_seconds", "learner.hang_seconds"),
+    *("learner.gradient_checkpointing", "learner.sft_learning_rate"),
 )
 """Keys that say where a run happens, by what way the same judge is reached, and what it may spend, not what it
 computes: they may change between runs."""

@@ -20,42 +20,30 @@ from typing import Any
 
 from rich.console import Console
 
-from draco_ray.algorithm.rules import find_rule
 from draco_ray.config.effect import check_training
 from draco_ray.config.load import dump_config, load_config
-from draco_ray.config.schema import DracoConfig, JudgeConfig, LearnerConfig, TrainConfig
-from draco_ray.environments.base import make_environment
+from draco_ray.config.schema import DracoConfig, JudgeConfig
 from draco_ray.errors import ClusterError, ConfigError
 from draco_ray.interruption import ended_as_interrupted
-from draco_ray.learner.base import find_learner
 from draco_ray.observability.logs import start_run_log, stop_run_log
 from draco_ray.records import Message
 from draco_ray.runs.directory import RunDirectory, sole_driver
 from draco_ray.runs.evaluations import read_evaluations, read_judged
 from draco_ray.runs.remote.place import Place, begun, place_at, place_of, working
 from draco_ray.terminal import PlainConsole
-from draco_ray.training.batches import EarlierTasks, TaskOrder
+from draco_ray.training.batches import TaskOrder
+from draco_ray.training.checks import CHECKS, Check, Start, check_root, findings, refuse, task_order
 from draco_ray.training.cluster import address_of, head_failure
 from draco_ray.training.engines import unless_lost
 from draco_ray.training.memory import NodeMemory, PeakMemory, node_memory
-from draco_ray.training.preflight import (
-    check_disk,
-    check_outlives_job,
-    check_paid_replies,
-    check_replies,
-    check_trainable,
-)
+from draco_ray.training.preflight import check_disk, check_paid_replies, check_replies
 from draco_ray.training.resume import StartPoint, adopt_config, adopt_tasks, rewind
 from draco_ray.training.session import (
     TrainingSession,
-    checked_model,
     open_judge,
     ray_session,
-    say_cut_prompts,
     stopped_plainly,
     training_session,
-    usable_prompts,
-    with_environment,
 )
 
 
@@ -67,8 +55,7 @@ def train(config: DracoConfig, console: Console | None = None) -> Path:
         DracoError: what is wrong, in one line; whatever was finished before is in the run directory.
     """
     console = console or PlainConsole()
-    check_outlives_job(config.run.root)
-    config, prompts, order = _checked(config, console)
+    config, prompts, order = _checked(config, console, (*CHECKS, check_root))
     name = config.run.name or name_of(config.setting, datetime.now())
     with working(place_of(config.run, name), console.print, new=True) as path:
         run = _directory(path, config)
@@ -188,7 +175,7 @@ def _resume(
     old = load_config(str(run.path), trust=True)
     config = load_config(source or str(run.path), overrides, setting, trust=trust)
     check_training(overrides, config)
-    config, prompts, order = _checked(config, console)
+    config, prompts, order = _checked(config, console, CHECKS)
     with sole_driver(run):
         check_disk(config, run.path)
         check_paid_replies(run, old, config)
@@ -214,61 +201,15 @@ def _resume(
         return _train(config, prompts, order, run, start, console)
 
 
-def _checked(config: DracoConfig, console: Console) -> tuple[DracoConfig, dict[str, tuple[Message, ...]], TaskOrder]:
+def _checked(
+    config: DracoConfig, console: Console, checks: Sequence[Check]
+) -> tuple[DracoConfig, dict[str, tuple[Message, ...]], TaskOrder]:
     """The configuration as it is run, the prompts of usable tasks, and their order."""
-    config = with_environment(config)
-    environment = make_environment(config.environment, config.data)
-    environment.tasks(config.data.train_split)
-    if not environment.evaluates:
-        config = _without_evaluator(config, console)
-    held_out: Sequence[str] = ()
-    if config.train.evaluate_before_after:
-        held_out = environment.tasks(config.data.eval_split)[: config.data.eval_tasks]
-    find_rule(config.algorithm.rule, config.algorithm.reliability)
-    find_learner(config.learner.use)
-    config = checked_model(config)
-    if config.learner.use == LearnerConfig().use:
-        check_trainable(config.model.path, config.learner, config.engine.tensor_parallel)
-    prompts = usable_prompts(config, environment, console)
-    say_cut_prompts(config, environment, held_out, console)
-    return config, prompts, task_order(config, list(prompts))
-
-
-def task_order(config: DracoConfig, tasks: Sequence[str], earlier: Sequence[EarlierTasks] = ()) -> TaskOrder:
-    """The order of a run's tasks. Raises: ConfigError where it is a judge's to say, and there is none."""
-    train = config.train
-    if config.algorithm.reward != "rubric":
-        said = {"skip_solved": "what is solved", "order": "what is easy"}
-        for key in (key for key in said if getattr(train, key) != getattr(TrainConfig(), key)):
-            raise ConfigError(
-                f"train.{key}: a judge's verdicts say {said[key]}, not algorithm.reward={config.algorithm.reward}"
-            )
-    return TaskOrder(
-        tasks,
-        train.prompts_per_step,
-        config.seed,
-        skip_solved=train.skip_solved,
-        behind=train.staleness,
-        order=train.order,
-        earlier=earlier,
-    )
-
-
-def _without_evaluator(config: DracoConfig, console: Console) -> DracoConfig:
-    """The configuration for an environment without an evaluator. Raises: ConfigError where that is the reward."""
-    name = f"environment.use={config.environment.use}"
-    if config.algorithm.reward == "outcome":
-        raise ConfigError(f"algorithm.reward=outcome: {name} has no evaluator; take the reward of a rubric")
-    if not config.train.evaluate_before_after:
-        return config
-    if config.algorithm.reward == "rubric" and not config.judge.self_judge.enabled:
-        console.print(f"{name} has no evaluator: the judge's pass rate on held-out tasks stands in")
-        return config
-    # A judge that is itself trained between the two measurements compares nothing.
-    why = "the policy is its own judge" if config.algorithm.reward == "rubric" else "there is no judge"
-    console.print(f"{name} has no evaluator and {why}: nothing is measured before and after")
-    off = {"evaluate_before_after": False, "evaluate_every": None}
-    return config.model_copy(update={"train": config.train.model_copy(update=off)})
+    start = Start(config, console)
+    refuse(findings(start, checks))
+    assert start.prompts is not None
+    assert start.order is not None
+    return start.config, start.prompts, start.order
 
 
 def _steps(config: DracoConfig, order: TaskOrder) -> int:

@@ -17,7 +17,7 @@ from rich.console import Console
 from draco_ray.config.schema import DracoConfig, JudgeConfig, LearnerConfig
 from draco_ray.engine.actor import EngineClient
 from draco_ray.engine.model_directory import check_model_directory
-from draco_ray.engine.tokenizer import load_tokenizer
+from draco_ray.engine.tokenizer import chat_template_text, load_tokenizer
 from draco_ray.environments.base import Environment, find_environment, make_environment
 from draco_ray.environments.tools.rows import check_id
 from draco_ray.errors import BudgetSpent, ClusterError, ConfigError, DracoError, RunStopped
@@ -43,6 +43,7 @@ from draco_ray.training.preflight import check_judge_context
 from draco_ray.training.progress import StepProgress, most_phases, shown, watch_judge
 from draco_ray.training.resume import StartPoint
 from draco_ray.training.room import begun, unplaced
+from draco_ray.training.sizes import with_checkpointing
 from draco_ray.training.trainer import Trainer
 from draco_ray.training.watchdog import Pending, in_time, watch_quiet
 
@@ -58,17 +59,20 @@ STALE_IMPORTANCE_CAP = 2.0
 
 
 def checked_model(config: DracoConfig) -> DracoConfig:
-    """The configuration with a model that can be used, its path absolute if it is a directory.
+    """The configuration with a model that can be used, and what depends on it: its path absolute if it is a directory,
+    the text of its chat template, whether activations are kept.
 
     Raises:
         ConfigError: the model cannot be used.
     """
-    check_model_directory(config.model.path)
-    if not Path(config.model.path).is_dir():
-        return config
+    model, changed = config.model, {}
+    check_model_directory(model.path, model.chat_template)
     # Workers need not share this process's working directory.
-    model = config.model.model_copy(update={"path": str(Path(config.model.path).resolve())})
-    return config.model_copy(update={"model": model})
+    if Path(model.path).is_dir():
+        changed["path"] = str(Path(model.path).resolve())
+    if model.chat_template is not None:
+        changed["chat_template"] = chat_template_text(model.chat_template)
+    return with_checkpointing(config.model_copy(update={"model": model.model_copy(update=changed)}))
 
 
 def with_environment(config: DracoConfig) -> DracoConfig:
@@ -110,7 +114,7 @@ def task_prompts(
             f"agent.pass_environment: add {', '.join(missing)}: environment.use={config.environment.use} needs it in "
             "the agent's program, which gets no variable that is not named there"
         )
-    chat = ChatTokens(load_tokenizer(config.model.path), thinking=config.agent.thinking)
+    chat = ChatTokens(load_tokenizer(config.model.path, config.model.chat_template), thinking=config.agent.thinking)
     environment.check_model(config.model.path)
     template = agent_template(config.agent.prompt, environment.agent_prompt)
     # Nothing is sampled here.
@@ -118,25 +122,27 @@ def task_prompts(
     return {task_id: agent.prompt(environment.task(task_id)) for task_id in tasks}, chat
 
 
-def usable_prompts(config: DracoConfig, environment: Environment, console: Console) -> dict[str, tuple[Message, ...]]:
+def usable_prompts(
+    config: DracoConfig, environment: Environment, console: Console, needed: int = 0
+) -> dict[str, tuple[Message, ...]]:
     """Prompts of the training tasks that fit ``agent.max_prompt_length``, by task id; says how many do not.
 
     Raises:
-        ConfigError, WorldError: the split, its tasks or the agent's prompt cannot be used.
+        ConfigError, WorldError: the split, its tasks or the agent's prompt cannot be used, or too few fit.
     """
     prompts, chat = task_prompts(config, environment, environment.tasks(config.data.train_split))
     for task_id in prompts:
         check_id(task_id, f"environment.use={config.environment.use}")
-    usable = {
-        task_id: prompt
-        for task_id, prompt in prompts.items()
-        if len(chat.prompt(prompt)) <= config.agent.max_prompt_length
-    }
+    most, lengths = config.agent.max_prompt_length, {each: len(chat.prompt(prompts[each])) for each in prompts}
+    usable = {task_id: prompts[task_id] for task_id, length in lengths.items() if length <= most}
     if len(usable) < len(prompts):
-        console.print(
+        said = (
             f"{len(prompts) - len(usable)} of {len(prompts)} training tasks left out: their prompt is longer than "
-            f"agent.max_prompt_length={config.agent.max_prompt_length} tokens"
+            f"agent.max_prompt_length={most} tokens, the longest has {max(lengths.values())}"
         )
+        if len(usable) < needed:
+            raise ConfigError(f"{said}, so fewer than train.prompts_per_step={needed} are left: raise it")
+        console.print(said)
     return usable
 
 

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from draco_ray.config.schema import DracoConfig
+from draco_ray.engine.tokenizer import load_tokenizer
 from draco_ray.errors import ConfigError
 from draco_ray.learner.lora_learner import LoraLearner
 from draco_ray.records import TrainingSample
@@ -35,12 +36,11 @@ def fine_tune(
     Returns: the mean loss of the last epoch, nats a token, each update measured before it is made.
     Raises: ConfigError when the model cannot be used.
     """
-    from transformers import AutoTokenizer
-
     plain = dict.fromkeys(("kl_coefficient", "entropy_coefficient"), 0.0)
     uncorrected = dict.fromkeys(("importance_cap", "mask_low", "mask_high"))
     device = "cuda" if torch.cuda.is_available() and config.learner.gpus_per_worker > 0 else "cpu"
-    settings = config.learner.model_copy(update=plain | uncorrected)
+    rate = {"learning_rate": config.learner.sft_learning_rate or config.learner.learning_rate}
+    settings = config.learner.model_copy(update=plain | uncorrected | rate)
     learner = LoraLearner(config.model, settings, seed=config.seed, device=device)
     order = np.random.default_rng(config.seed)
     size = settings.minibatch_prompts
@@ -60,5 +60,5 @@ def fine_tune(
             on_update(metrics.update, total, losses[-1])
     merged = learner.policy.peft.merge_and_unload()
     merged.save_pretrained(out)
-    AutoTokenizer.from_pretrained(config.model.path).save_pretrained(out)
+    load_tokenizer(config.model.path, config.model.chat_template).save_pretrained(out)
     return float(np.mean(losses))

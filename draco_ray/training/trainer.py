@@ -16,6 +16,7 @@ from draco_ray.config.schema import DracoConfig
 from draco_ray.engine.canary import Probe
 from draco_ray.engine.fleet import EngineFleet
 from draco_ray.errors import RunStopped
+from draco_ray.judging.outage import span
 from draco_ray.learner.base import Learner
 from draco_ray.pipeline import GroupState
 from draco_ray.runs.directory import RunDirectory
@@ -87,8 +88,12 @@ class Trainer:
         seconds = self._config.watch.step_seconds
         try:
             for step in range(first, last + 1):
+                began = time.monotonic()
                 metrics = await in_time(self._step(step, last), seconds, partial(self._late, step))
                 self._console.print(step_line(metrics, last))
+                if step == first < last:
+                    left = span((last - step) * (time.monotonic() - began))
+                    self._console.print(f"{last - step} steps are left: about {left} at this rate")
                 if between is not None:
                     await between(step)
             self._watchdog.end()

@@ -76,7 +76,7 @@ def test_the_branches_of_every_rollout_are_recorded_with_their_tokens(run: RunDi
 def test_the_judge_sees_the_branches_by_name_and_the_policy_is_updated(run: RunDirectory) -> None:
     calls = run.table("judge_calls").to_pylist()
     assert {call["phase"] for call in calls} == {"stage1", "stage2", "union", "score", "credit"}
-    assert any("(branch 2, step 2)" in call["prompt"] for call in calls if call["phase"] == "score")
+    assert any("(branch 2, step 2, message)" in call["prompt"] for call in calls if call["phase"] == "score")
     assert all("late are refunded, no others" in call["prompt"] for call in calls)
     (line,) = run.metrics()
     assert line["updates"] == 1

@@ -36,7 +36,7 @@ def test_rollouts_are_of_this_environment(run: RunDirectory) -> None:
     assert any(text == "sent" for text in seen)
     rows = run.table("trajectories").to_pylist()
     assert len(rows) == 2 * 2 * 6
-    assert {row["termination"] for row in rows} <= {"submitted", "no_action", "turn_limit", "response_limit"}
+    assert {row["termination"] for row in rows} <= {"finished", "no_action", "turn_limit", "response_limit"}
     assert any("order desk of a shop" in message["content"] for message in rows[0]["prompt"])
 
 

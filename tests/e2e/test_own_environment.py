@@ -42,7 +42,7 @@ def test_steps_are_turns_with_calls_whose_results_came_back(run: RunDirectory) -
     assert seen & {"3 left", "1 left", "sold", "error: sell: ValueError: only 0 left"}
     (line,) = run.metrics()
     assert line["rollouts_lost"] == 0
-    assert line["ended"]["submitted"] + line["ended"]["no_action"] > 0
+    assert line["ended"].get("finished", 0) + line["ended"]["no_action"] > 0
 
 
 def test_the_tools_are_in_the_prompt_and_in_what_the_judge_is_told(run: RunDirectory) -> None:

@@ -48,22 +48,23 @@ def test_a_real_step_of_trl_is_pushed_by_our_advantages() -> None:
     assert found["rewards"] == [1.0, -1.0]
     assert found["moved"]
     given = np.array(found["advantages"])
-    # Both runs cite their second step only, so the first has its quality: the same total for steps of 3 and 4 tokens.
+    # Both runs cite their second step only, so the others have its quality: the same total for 3, 4 and 2 tokens.
     expected = step_advantages(
-        verdicts=[[1], [-1]], citations=[{0: [2]}, {0: [2]}], tokens=[[3, 4], [3, 4]], std_epsilon=1e-4
+        verdicts=[[1], [-1]], citations=[{0: [2]}, {0: [2]}], tokens=[[3, 4, 2], [3, 4, 2]], std_epsilon=1e-4
     )
     for row, advantage_M in zip(given, expected, strict=True):
         assert row[:3].tolist() == pytest.approx([advantage_M[0]] * 3, rel=1e-5)
         assert row[5:9].tolist() == pytest.approx([advantage_M[1]] * 4, rel=1e-5)
-    assert not given[:, [3, 4, 9, 10, 11, 12]].any()
+        assert row[11:13].tolist() == pytest.approx([advantage_M[2]] * 2, rel=1e-5)
+    assert not given[:, [3, 4, 9, 10]].any()
 
 
 def test_traces_of_verifiers_get_rewards_and_advantages() -> None:
     found = run("verifiers_group", "DRACO_VERIFIERS_PYTHON", ".venv-adapter-verifiers/bin/python")
     assert found["rewards"] == [1.0, -1.0]
-    good, bad = step_advantages(verdicts=[[1], [-1]], citations=[{0: [2]}, {0: [2]}], tokens=[[3, 4], [3, 4]])
+    good, bad = step_advantages(verdicts=[[1], [-1]], citations=[{0: [2]}, {0: [2]}], tokens=[[3, 4, 2], [3, 4, 2]])
     for row, advantage_M in zip(found["advantages"], (good, bad), strict=True):
-        assert row == pytest.approx([*[advantage_M[0]] * 3, *[advantage_M[1]] * 4, 0.0, 0.0])
+        assert row == pytest.approx([*[advantage_M[0]] * 3, *[advantage_M[1]] * 4, *[advantage_M[2]] * 2])
 
 
 def test_inspects_log_holds_the_verdicts() -> None:
@@ -79,19 +80,19 @@ def test_a_group_of_art_comes_back_scored() -> None:
     assert [each["reward"] for each in found] == [1.0, -1.0]
     assert [each["before"] for each in found] == [0.25, 0.25]
     assert found[0]["metrics"] == {"independent_reward": 0.25, "draco_score": 1.0}
-    assert len(json.loads(found[0]["metadata"]["step_advantages"])) == 2
+    assert len(json.loads(found[0]["metadata"]["step_advantages"])) == 3
     assert found[1]["logs"][0] == "FAIL: Books the cheapest flight (steps 2): because"
 
 
 def test_verls_batch_holds_our_advantages() -> None:
     found = run("verl_estimator", "DRACO_VERL_PYTHON", ".venv-adapter-verl/bin/python")
     good, bad = step_advantages(
-        verdicts=[[1], [-1]], citations=[{0: [2]}, {0: [2]}], tokens=[[3, 4], [4, 2]], std_epsilon=1e-6
+        verdicts=[[1], [-1]], citations=[{0: [2]}, {0: [2]}], tokens=[[3, 4, 2], [4, 2, 2]], std_epsilon=1e-6
     )
     assert found["of_sequences"] == pytest.approx([0.707106, -0.707106], abs=1e-4)
     rows = found["advantages"]
-    assert rows[0] == pytest.approx([*[good[0]] * 3, 0, *[good[1]] * 4, 0, 0, 0], rel=1e-5)
-    assert rows[1] == pytest.approx([*[bad[0]] * 4, 0, *[bad[1]] * 2, 0, 0, 0, 0], rel=1e-5)
+    assert rows[0] == pytest.approx([*[good[0]] * 3, 0, *[good[1]] * 4, 0, *[good[2]] * 2], rel=1e-5)
+    assert rows[1] == pytest.approx([*[bad[0]] * 4, 0, *[bad[1]] * 2, 0, *[bad[2]] * 2, 0], rel=1e-5)
 
 
 def test_inspect_opens_the_logs_of_a_run_and_packs_them() -> None:

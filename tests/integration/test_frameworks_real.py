@@ -53,6 +53,7 @@ async def test_openais_agents_sdk_with_a_sub_agent(tmp_path: Path, api: str, way
         (0, "It may."),
         (1, None),
         (0, "refunded A1"),
+        (0, None),
     ]
     assert done(trajectory) == "All done."
 
@@ -70,7 +71,8 @@ async def test_langgraph(tmp_path: Path, api: str, way: str) -> None:
         way,
     )
     assert trajectory.branches == (0,)
-    assert [step.observation for step in trajectory.steps] == ["(1) refund: refunded A1\n(2) refund: refunded A2"]
+    refunds = "(1) refund: refunded A1\n(2) refund: refunded A2"
+    assert [step.observation for step in trajectory.steps] == [refunds, None]
     assert done(trajectory) == "All done."
 
 

@@ -172,10 +172,10 @@ def test_a_dry_run_asks_nothing_and_writes_nothing(tmp_path: Path) -> None:
     shown = draco_here("judge", str(FILES / "openai_chat.jsonl"), "--dry-run", "--out", str(tmp_path / "out"))
     assert shown.returncode == 0, shown.stderr
     assert not (tmp_path / "out").exists()
-    assert "2 traces (openai-chat 2), 4 steps, in 1 group\n" in shown.stdout
+    assert "2 traces (openai-chat 2), 8 steps, in 1 group\n" in shown.stdout
     assert "about 8 calls (stage1 1, stage2 2, union 1, score 2, credit 2)" in shown.stdout
     assert "about $0." in shown.stdout
-    assert "(step 2)\nbook(" in shown.stdout
+    assert "(step 3)\nbook(" in shown.stdout
 
 
 async def test_the_library_over_http_with_traces_of_another_world(tmp_path: Path) -> None:

@@ -33,6 +33,7 @@ from draco_ray.runs.remote.store import ObjectStore
 from draco_ray.runs.store import RunStore
 from draco_ray.training import run as run_module
 from draco_ray.training.batches import TaskOrder
+from draco_ray.training.checks import task_order
 from tests.support.autoscaling import free_port
 from tests.support.object_store import Faults, faulty_proxy
 from tests.support.small_checkpoint import small_checkpoint
@@ -164,8 +165,10 @@ def test_a_training_run_is_in_the_store_goes_on_from_there_and_is_read_there(
     """As `draco train` works with it, but for what trains: the steps are written, not played."""
     steps: list[int] = []
 
-    def checked(config: DracoConfig, console: Console) -> tuple[DracoConfig, dict[str, tuple[Message, ...]], TaskOrder]:
-        return config, dict.fromkeys(TASKS, ()), run_module.task_order(config, TASKS)
+    def checked(
+        config: DracoConfig, console: Console, checks: object
+    ) -> tuple[DracoConfig, dict[str, tuple[Message, ...]], TaskOrder]:
+        return config, dict.fromkeys(TASKS, ()), task_order(config, TASKS)
 
     def played(
         config: DracoConfig, prompts: object, order: object, run: RunDirectory, start: Any, console: Any

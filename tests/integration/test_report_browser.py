@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from draco_ray import judge_sync
 from draco_ray.judging.labels import Label, load_labels
 from draco_ray.lab.report.page import write_report
 from draco_ray.lab.report.serving import ReportServer
@@ -20,7 +21,9 @@ from draco_ray.records import Criterion, EpisodeEnd, Evaluation
 from draco_ray.runs import rows
 from draco_ray.runs.directory import RunDirectory
 from draco_ray.runs.store import RunStore
+from draco_ray.traces.load import groups_of
 from tests.support import small_run as small_run_module
+from tests.support.adapters import Canned
 from tests.support.browser import NAMES, Browser, find_browser
 from tests.support.measured_run import HELD_OUT, judged_run
 from tests.support.small_run import CODE, HOSTILE, PROMPT, TASKS, small_run, write_group
@@ -726,3 +729,48 @@ def test_a_wrong_link_is_no_error(browser: Browser, page: str, place: str) -> No
     browser.goto(page + place)
     browser.wait("!['#overview', undefined].includes(document.body.dataset.ready)")
     assert len(shown(browser)) == 1
+
+
+@pytest.fixture(scope="module")
+def traces_page(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The page of three judged traces of two tasks, whose names and texts are hostile."""
+    folder = tmp_path_factory.mktemp("traces")
+
+    def chat(flight: str) -> dict[str, object]:
+        call = {
+            "id": "c",
+            "type": "function",
+            "function": {"name": "book", "arguments": json.dumps({"flight": flight})},
+        }
+        said = [
+            {"role": "user", "content": f"Book the cheapest flight. {HOSTILE}"},
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": "c", "content": f"booked {flight}"},
+        ]
+        return {"id": f"{flight} {HOSTILE}", "task_id": "cheap" if flight != "UA2" else "other", "messages": said}
+
+    groups = groups_of([chat("DL9"), chat("UA1"), chat("UA2")])
+    judge_sync(groups, "canned", complete=Canned(), out=folder / "judged")
+    write_report(RunDirectory.open(folder / "judged"), folder / "report.html")
+    return (folder / "report.html").as_uri()
+
+
+def test_judged_traces_are_listed_worst_first_sorted_and_filtered(started_browser: Browser, traces_page: str) -> None:
+    browser = started_browser
+    browser.console.clear()
+    browser.goto(traces_page)
+    at(browser, "#overview")
+    shares = "#traces tbody tr:not([hidden]) td:nth-child(2)"
+    assert texts(browser, shares) == ["50%", "50%", "100%"]
+    browser.click("#traces th:nth-child(2) button")
+    browser.click("#traces th:nth-child(2) button")
+    assert texts(browser, shares) == ["100%", "50%", "50%"]
+    browser.type("#trace-filter", "UA2")
+    assert texts(browser, shares) == ["50%"]
+    assert texts(browser, "#trace-count") == ["1 of 3 traces"]
+    # The name has several lines, and the middle of its box may be beside them.
+    browser.run("document.querySelector('#traces tbody tr:not([hidden]) a').click()")
+    browser.wait("location.hash.startsWith('#rollout/1/other/0') && !document.getElementById('rollout').hidden")
+    assert browser.run("document.querySelector('#rollout').textContent.includes('UA2')")
+    assert browser.run("typeof window.hacked") == "undefined"
+    assert browser.console == []

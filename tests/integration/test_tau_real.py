@@ -89,7 +89,7 @@ async def test_an_episode_of_retail_is_rewarded_by_tau2(tmp_path: Path, monkeypa
         lines = [LOOK_UP + END, f"It is done.{END}", f"Bye.{END}"]
         played = await play_tau(tau_config(customer.base), "0", lines, tmp_path / "kept", ground_truth=True)
     assert (played.trajectory.ended, played.trajectory.error) == (EpisodeEnd.FINISHED, None)
-    assert [step.observation for step in played.trajectory.steps] == ["yusuf_rossi_9620", None]
+    assert [step.observation for step in played.trajectory.steps] == ["yusuf_rossi_9620", None, None]
     assert played.evaluated is not None
     # The exchange was never made.
     assert (played.evaluated.evaluation.reward, played.evaluated.evaluation.failures) == (0.0, ("DB",))

@@ -65,7 +65,7 @@ async def test_an_episode_is_recorded_and_tau2s_result_file_is_kept(machine: Pat
     played = await play(machine, LOOKS_UP, [*ASKS])
     rollout = played.trajectory
     assert (rollout.ended, rollout.error, rollout.branches) == (EpisodeEnd.FINISHED, None, (0,))
-    assert [step.observation for step in rollout.steps] == ["yusuf_rossi_9620"]
+    assert [step.observation for step in rollout.steps] == ["yusuf_rossi_9620", None]
     assert [turn.role for turn in rollout.turns] == [
         *("tools", "system", "earlier assistant", "user", "assistant", "assistant", "program")
     ]
@@ -135,7 +135,7 @@ async def test_a_rollout_worker_keeps_files_below_the_group_and_of_the_last_time
         outside = replace(request, group="../step1/..")
         assert (await worker.rollout(outside, 0))[1].ended is EpisodeEnd.FINISHED
     assert trajectory is not None
-    assert (summary.ended, summary.termination, evaluated) == (EpisodeEnd.FINISHED, Termination.SUBMITTED, None)
+    assert (summary.ended, summary.termination, evaluated) == (EpisodeEnd.FINISHED, Termination.FINISHED, None)
     assert {path.name for path in folder.iterdir()} == {"results.json", "tau2.log"}
     assert [path.name for path in (machine / "episodes").iterdir()] == ["step1"]
 

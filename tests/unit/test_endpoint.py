@@ -55,7 +55,9 @@ async def test_a_conversation_is_continued_on_its_recorded_tokens() -> None:
     assert first.action == call(order="A1").removesuffix(END)
     assert (first.observation, second.observation) == ('done {"order": "A1"}', 'done {"order": "A2"}')
     assert (closing.action, closing.observation) == (None, None)
-    assert played.tokens_M.tolist() == [len(encoded(call(order=each))) for each in ("A1", "A2")]
+    said = [call(order="A1"), call(order="A2"), f"Done.{END}"]
+    assert played.tokens_M.tolist() == [len(encoded(each)) for each in said]
+    assert closing.message
     # The second prompt begins with the first and what was sampled, token for token.
     assert at.sampler.asked[1][: len(at.sampler.asked[0])] == at.sampler.asked[0]
     assert at.sampler.asked[1] == played.token_ids_T[: second.first_token].tolist()
@@ -128,10 +130,13 @@ async def test_a_sub_agent_and_a_rewritten_history_are_branches_of_the_same_roll
         *((role, 2) for role in ("context", "user", "assistant")),
     ]
     assert [turn.text for turn in played.turns if turn.role == "context"] == ["(1 messages as before)"]
-    # Steps run over all branches in time; the sub-agent's answer is one, since something came after it.
-    assert [(step.branch, step.observation) for step in played.steps] == [(0, "yes"), (1, None), (0, "yes")]
+    # Steps run over all branches in time; the sub-agent's answer is one, as is all that the program received.
+    assert [(step.branch, step.observation, step.message) for step in played.steps] == [
+        *((0, "yes", False), (1, None, True), (0, "yes", False)),
+        *((0, None, True), (2, None, True)),
+    ]
     sampled = [len(encoded(line)) for line in lines]
-    assert played.tokens_M.tolist() == sampled[:3]
+    assert played.tokens_M.tolist() == sampled
     assert int(played.sampled_T.sum()) == sum(sampled)
     # One advantage for all of them, each branch a sample that begins with its own prompt.
     shares = group_advantages_from_rewards(
@@ -224,7 +229,7 @@ async def test_a_whole_number_is_the_same_however_an_agents_language_spells_it(s
         assert len(at.trajectory().branches) == branches
 
 
-async def test_without_tools_a_turn_is_a_step_when_anything_comes_after_it() -> None:
+async def test_every_turn_that_the_program_received_is_a_step() -> None:
     async with served([f"Look.{END}", f"Refund.{END}", f"Bye.{END}"]) as at:
         client = at.openai.chat.completions
         turn = (await client.create(model="m", messages=ASK)).choices[0].message
@@ -232,25 +237,45 @@ async def test_without_tools_a_turn_is_a_step_when_anything_comes_after_it() -> 
         await client.create(model="m", messages=[*ASK, {"role": "assistant", "content": turn.content}, more])
         await client.create(model="m", messages=[{"role": "user", "content": "Say goodbye."}])
         played = at.trajectory()
-    assert [(turn.role, turn.text, turn.action) for turn in played.turns if turn.role != "system"] == [
-        ("user", ASK[-1]["content"], None),
-        ("assistant", "Look.", "Look."),
+    assert [(turn.role, turn.text, turn.action, turn.message) for turn in played.turns if turn.role != "system"] == [
+        ("user", ASK[-1]["content"], None, False),
+        # The program may have run what it answered.
+        ("assistant", "Look.", "Look.", False),
         # What a user says is a turn of the user's and no result of a tool.
-        ("user", "It is delivered.", None),
-        ("assistant", "Refund.", "Refund."),
-        ("user", "Say goodbye.", None),
-        ("assistant", "Bye.", None),
+        ("user", "It is delivered.", None, False),
+        ("assistant", "Refund.", None, True),
+        ("user", "Say goodbye.", None, False),
+        ("assistant", "Bye.", None, True),
     ]
     assert {step.observation for step in played.steps} == {None}
     summary = render.steps_summary(played, "c0de1234")
     assert "### USER [c0de1234]\nBranch 1\nIt is delivered.\n\n### Step 2 [c0de1234]" in summary
 
 
+async def test_what_nobody_received_is_a_gap_and_a_cut_answer_that_was_delivered_a_step() -> None:
+    async with served(["<think>\nWhat now?", "It is refun", f"It is refunded.{END}"]) as at:
+        client = at.openai.chat.completions
+        nothing = (await client.create(model="m", messages=ASK, max_tokens=3)).choices[0]
+        assert (nothing.finish_reason, nothing.message.content) == ("length", "")
+        cut = (await client.create(model="m", messages=ASK, max_tokens=8)).choices[0]
+        assert (cut.finish_reason, cut.message.content) == ("length", "It is refu")
+        await client.create(model="m", messages=ASK)
+        assert [turn.is_step for turn in at.trajectory().turns if turn.role == "assistant"] == [False, True, True]
+    async with served([f"Refunds{END}", f"Done.{END}"]) as at:
+        client = at.openai.chat.completions
+        await client.create(model="m", messages=ASK, metadata={"side_call": "title"})
+        await at.openai.responses.create(model="m", input="Sum up.", metadata={"side_call": "summary"})
+        assert at.trajectory().steps == ()
+    async with served([call(order="A1"), f"Done.{END}"], closing_turn="gap") as at:
+        await play_tools(at)
+        assert [turn.is_step for turn in at.trajectory().turns if turn.role == "assistant"] == [True, False]
+
+
 async def test_several_calls_of_a_turn_are_one_step() -> None:
     turn = call(order="A1").removesuffix(END) + "\n" + call("ship", order="A2")
     async with served([turn, f"Done.{END}"]) as at:
         await play_tools(at)
-        (step,) = at.trajectory().steps
+        step, _ = at.trajectory().steps
     assert step.observation == '(1) refund: done {"order": "A1"}\n(2) ship: done {"order": "A2"}'
 
 
@@ -265,7 +290,7 @@ async def test_results_are_told_in_the_order_of_their_calls_whichever_came_first
         await at.openai.chat.completions.create(model="m", messages=unknown, tools=[TOOL])
         asked = [TOKENIZER.decode(each) for each in at.sampler.asked]
         observations = [step.observation for step in at.trajectory().steps]
-    assert observations == ["(1) refund: refund done\n(2) ship: ship done", None]
+    assert observations == ["(1) refund: refund done\n(2) ship: ship done", None, None]
     assert asked[1].index("refund done") < asked[1].index("ship done")
     # Whose call a result answers is not known, so they stay as they came.
     assert asked[2].rindex("<tool_response>\nb\n") < asked[2].index("refund done")
@@ -279,7 +304,7 @@ async def test_a_call_that_cannot_be_read_is_text_for_the_agent() -> None:
         assert (choice.finish_reason, choice.message.content, choice.message.tool_calls) == ("stop", broken, None)
         more = [{"role": "assistant", "content": broken}, {"role": "user", "content": "That is no call."}]
         await client.create(model="m", messages=[*ASK, *more], tools=[TOOL])
-        (step,) = at.trajectory().steps
+        step, _ = at.trajectory().steps
         told = [turn.text for turn in at.trajectory().turns if turn.role == "user"]
     assert (step.action, step.observation) == (broken, None)
     assert told == [ASK[-1]["content"], "That is no call."]
@@ -358,7 +383,7 @@ async def test_responses_are_answered_and_continued() -> None:
         assert third.output_text == "Once more."
         played = at.trajectory()
     assert played.branches == (0,)
-    assert [step.observation for step in played.steps] == ["yes", None]
+    assert [step.observation for step in played.steps] == ["yes", None, None]
     assert [turn.text for turn in played.turns if turn.role == "user"] == ["Refund A1.", "And?"]
 
 

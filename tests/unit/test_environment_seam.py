@@ -144,7 +144,7 @@ def ended(how: EpisodeEnd, *, steps: bool = True) -> Trajectory:
 @pytest.mark.parametrize(
     ("trajectory", "expected"),
     [
-        (ended(EpisodeEnd.FINISHED), Termination.SUBMITTED),
+        (ended(EpisodeEnd.FINISHED), Termination.FINISHED),
         (ended(EpisodeEnd.FINISHED, steps=False), Termination.NO_ACTION),
         (ended(EpisodeEnd.TURN_LIMIT), Termination.TURN_LIMIT),
         (ended(EpisodeEnd.RESPONSE_LIMIT), Termination.RESPONSE_LIMIT),
@@ -152,7 +152,7 @@ def ended(how: EpisodeEnd, *, steps: bool = True) -> Trajectory:
         (ended(EpisodeEnd.SERVER_ERROR), Termination.SERVER_ERROR),
     ],
 )
-def test_an_agent_that_stops_acting_has_submitted_unless_the_environment_says_otherwise(
+def test_an_agent_that_stops_acting_has_finished_unless_the_environment_says_otherwise(
     trajectory: Trajectory, expected: Termination
 ) -> None:
     assert plain().termination(trajectory) is expected

@@ -13,7 +13,7 @@ from draco_ray.records import Criterion, ScoredCriterion, Verdict
 from draco_ray.sandbox.function_calls import in_code
 from draco_ray.sandbox.rule_judge.answering import answer
 from draco_ray.sandbox.rule_judge.case import Finding
-from draco_ray.sandbox.rule_judge.reading import Run
+from draco_ray.sandbox.rule_judge.reading import Run, Step
 from draco_ray.sandbox.rule_judge.rules import RULES
 from tests.support.rule_judge_runs import run_of, trajectory_of
 
@@ -50,6 +50,15 @@ def test_arguments_that_a_result_held_come_from_it() -> None:
     ]
     for key in ("errors", "secrets", "completion"):
         assert find(key, played()).verdict is Verdict.PASS, (key, find(key, played()).because)
+
+
+def test_messages_are_no_code_and_bear_the_blame_where_there_is_no_call() -> None:
+    said = Step(number=5, code="complete_task(", output=None, message=True)
+    spoken = replace(played(), steps=(*played().steps, said))
+    assert in_code(spoken) == in_code(played())
+    assert find("errors", spoken).verdict is Verdict.PASS
+    only = find("errors", Run(steps=(replace(said, number=1),)))
+    assert (only.verdict, only.steps) == (Verdict.FAIL, (1,))
 
 
 def test_what_goes_wrong_is_found_at_its_step() -> None:

@@ -129,7 +129,9 @@ def test_a_step_that_was_cut_off_by_a_dead_server_has_no_output_block() -> None:
     assert inside(render.agent_trajectory(trajectory, CODE)).endswith(
         "[ASSISTANT c0de1234] (step 1)\n<code>\nx\n</code>\n\n[END c0de1234] server_error"
     )
-    assert inside(render.steps_summary(trajectory, CODE)) == "### Step 1 [c0de1234]\nAction [c0de1234]:\nx"
+    assert inside(render.steps_summary(trajectory, CODE)) == (
+        "### Step 1 [c0de1234]\nAction [c0de1234]:\nx\n\n[END c0de1234] server_error"
+    )
 
 
 def test_steps_are_summarised_as_reasoning_code_and_output() -> None:
@@ -138,8 +140,21 @@ def test_steps_are_summarised_as_reasoning_code_and_output() -> None:
         "Action:\nsongs = apis.spotify.show_song_library(page_index=0)\nprint(len(songs))\nOutput:\n5\n\n"
         "### Step 2\nReasoning:\n&lt;think>Next, step 2.&lt;/think>\n"
         "Action:\napis.supervisor.complete_task(answer=len(songs))\nOutput:\nExecution successful.\n\n"
-        "### Closing turn (no action)\nDone."
+        "### Closing turn (no action)\nDone.\n\n[END c0de1234] finished"
     )
+
+
+def test_a_message_that_somebody_received_is_a_numbered_step() -> None:
+    example = example_trajectory()
+    closing = replace(example.turns[-1], text="<think>Lie.</think>\nIt is refunded.", message=True)
+    trajectory = replace(example, turns=(*example.turns[:-1], closing))
+    assert len(trajectory.steps) == 3
+    summary = inside(render.steps_summary(trajectory, CODE)).replace(f" [{CODE}]", "")
+    assert summary.endswith(
+        "\n\n### Step 3\nReasoning:\n&lt;think>Lie.&lt;/think>\nMessage:\nIt is refunded.\n\n[END c0de1234] finished"
+    )
+    text = inside(render.agent_trajectory(trajectory, CODE))
+    assert "[ASSISTANT c0de1234] (step 3, message)\n&lt;think>Lie.&lt;/think>\nIt is refunded.\n\n[END" in text
 
 
 @pytest.mark.parametrize(("block", "shown"), [("<code></code>", ""), ("<code>\n \n</code>", " ")])
@@ -148,7 +163,7 @@ def test_an_empty_code_block_is_a_step_like_any_other(block: str, shown: str) ->
     code = block.removeprefix("<code>").removesuffix("</code>")
     turn = replace(trajectory.turns[0], text=f"I give up. {block}", action=code, observation="")
     summary = inside(render.steps_summary(replace(trajectory, turns=(turn,)), CODE)).replace(f" [{CODE}]", "")
-    assert summary == f"### Step 1\nReasoning:\nI give up.\nAction:\n{shown}\nOutput:\n"
+    assert summary == f"### Step 1\nReasoning:\nI give up.\nAction:\n{shown}\nOutput:\n\n\n[END c0de1234] finished"
 
 
 def test_turns_without_a_step_are_told_apart_and_need_no_text() -> None:
@@ -157,9 +172,10 @@ def test_turns_without_a_step_are_told_apart_and_need_no_text() -> None:
     summary = inside(render.steps_summary(replace(example_trajectory(), turns=turns), CODE))
     assert summary == (
         f"### Turn (no action) [{CODE}]\n\n### USER [{CODE}]\nGo on.\n\n### Closing turn (no action) [{CODE}]\nbye"
+        f"\n\n[END {CODE}] finished"
     )
     of_nobody = replace(example_trajectory(), turns=turns[1:2])
-    assert inside(render.steps_summary(of_nobody, CODE)) == f"### USER [{CODE}]\nGo on."
+    assert inside(render.steps_summary(of_nobody, CODE)) == f"### USER [{CODE}]\nGo on.\n\n[END {CODE}] finished"
 
 
 @pytest.mark.parametrize(
@@ -180,7 +196,7 @@ def test_what_a_turn_says_besides_its_code(text: str, code: str, reasoning: str)
 def test_an_action_keeps_its_letters_and_its_indentation() -> None:
     turn = replace(example_trajectory().turns[0], text="", action="\r\n  X = 1\nX\n", observation=None)
     summary = inside(render.steps_summary(replace(example_trajectory(), turns=(turn,)), CODE))
-    assert summary == f"### Step 1 [{CODE}]\nAction [{CODE}]:\n  X = 1\nX"
+    assert summary == f"### Step 1 [{CODE}]\nAction [{CODE}]:\n  X = 1\nX\n\n[END {CODE}] finished"
 
 
 def test_the_group_shares_its_prompt_and_keeps_its_rollout_numbers() -> None:

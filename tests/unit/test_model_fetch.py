@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from draco_ray.commands import model
-from draco_ray.commands.model import MODELS, TEMPLATES, download, fetch
+from draco_ray.commands.model import MODELS, download, fetch
 from draco_ray.engine.chat import ChatTokens
+from draco_ray.engine.tokenizer import chat_template_text
 from draco_ray.engine.tool_calls import ToolCallReader
 from draco_ray.errors import ConfigError
 from draco_ray.records import TOOLS, Message
@@ -82,7 +83,7 @@ def test_unknown_models_and_existing_folders_are_refused(tmp_path: Path) -> None
 
 
 def test_the_hermes_template_has_tools_calls_and_results() -> None:
-    tokenizer = chat_tokenizer((TEMPLATES / "hermes.jinja").read_text(encoding="utf-8"))
+    tokenizer = chat_tokenizer(chat_template_text("hermes"))
     chat = ChatTokens(tokenizer, thinking=False)
     told = [Message(role="system", content="Calculate."), Message(role=TOOLS, content=json.dumps([TOOL]))]
     prompt = tokenizer.decode(chat.prompt([*told, Message(role="user", content="1 + 2?")]))

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from draco_ray.judging import model_limits
-from draco_ray.judging.model_limits import model_limit, quiet_litellm, refuses_temperature
+from draco_ray.judging.model_limits import listed_model, model_limit, quiet_litellm, refuses_temperature
+from tests.conftest import REPOSITORY
 
 
 def test_the_price_list_is_the_packages_own_and_nothing_is_sent_or_printed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -36,10 +39,39 @@ def test_whoever_wants_the_latest_price_list_can_have_it(monkeypatch: pytest.Mon
 def test_a_limit_is_a_number_of_tokens_or_not_known(
     monkeypatch: pytest.MonkeyPatch, listed: object, limit: int | None
 ) -> None:
-    table = SimpleNamespace(get_model_info=lambda model: {"max_input_tokens": listed, "max_output_tokens": 7})
+    row = {"max_input_tokens": listed, "max_output_tokens": 7}
+    table = SimpleNamespace(get_model_info=lambda model: {"key": model}, model_cost={"openai/m": row})
     monkeypatch.setattr(model_limits, "quiet_litellm", lambda: table)
     assert model_limit("openai/m", "max_input_tokens") == limit
     assert model_limit("openai/m", "max_output_tokens") == 7
+
+
+def test_the_price_file_is_read_as_litellm_reads_it() -> None:
+    """For every chat model of the table, under its name and under its provider's prefix."""
+    litellm = quiet_litellm()
+    others = []
+    for name, row in model_limits._table().items():
+        provider = row.get("litellm_provider")
+        if row.get("mode") != "chat" or name == "sample_spec" or provider not in litellm.provider_list:
+            continue
+        for asked in {name, name if "/" in name else f"{provider}/{name}"}:
+            try:
+                theirs = litellm.model_cost[litellm.get_model_info(asked)["key"]]
+            except Exception:
+                continue
+            if any(theirs.get(field) != value for field, value in listed_model(asked).items()):
+                others.append(asked)
+    assert others == []
+
+
+def test_a_dry_run_does_without_litellm() -> None:
+    code = (
+        "import sys; from draco_ray.cli import main\n"
+        "try: main(['judge', 'examples/traces', '--judge', 'anthropic/claude-sonnet-4-5', '--dry-run'])\n"
+        "except SystemExit: print('imported' if 'litellm' in sys.modules else 'not imported')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=REPOSITORY)
+    assert done.stdout.splitlines()[-1] == "not imported"
 
 
 class Table:

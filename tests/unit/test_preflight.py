@@ -6,7 +6,6 @@ import json
 import re
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,6 +24,7 @@ from draco_ray.judging.prompts import KEY_FILE
 from draco_ray.judging.reply_cache import FILE, file_system_of
 from draco_ray.runs.directory import RunDirectory
 from draco_ray.training import run
+from draco_ray.training.checks import Start, check_model
 from draco_ray.training.preflight import (
     SUBMITTED,
     adapter_bytes,
@@ -452,15 +452,12 @@ def test_gpus_that_do_not_divide_a_model_are_refused_before_an_engine_loads_it(
 
 
 def test_training_on_gpus_that_do_not_divide_a_model_ends_before_anything_starts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
     model = build_tiny_model(tmp_path / "model")
-    monkeypatch.setattr(run, "with_environment", lambda config: config)
-    environment = SimpleNamespace(tasks=lambda split: [], evaluates=True)
-    monkeypatch.setattr(run, "make_environment", lambda *given: environment)
     paper = load_config("qwen3.6-27b", [f"model.path={model}", "engine.tensor_parallel=3", "engine.gpus_per_engine=3"])
     with pytest.raises(ConfigError, match="engine.tensor_parallel=3 does not divide model"):
-        run._checked(paper, Console(quiet=True))
+        check_model(Start(paper, Console(quiet=True)))
 
 
 def test_workers_that_do_not_divide_into_groups_are_refused() -> None:
@@ -469,14 +466,11 @@ def test_workers_that_do_not_divide_into_groups_are_refused() -> None:
 
 
 def test_training_a_mixture_of_experts_of_another_family_ends_before_anything_starts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
     model = build_tiny_model(tmp_path / "model")
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps({**config, "num_experts": 4}))
-    monkeypatch.setattr(run, "with_environment", lambda config: config)
-    environment = SimpleNamespace(tasks=lambda split: [], evaluates=True)
-    monkeypatch.setattr(run, "make_environment", lambda *given: environment)
     paper = load_config("qwen3.6-27b", [f"model.path={model}"])
     with pytest.raises(ConfigError, match="a mixture of experts"):
-        run._checked(paper, Console(quiet=True))
+        check_model(Start(paper, Console(quiet=True)))

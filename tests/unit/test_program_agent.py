@@ -125,7 +125,7 @@ async def test_a_shell_script_with_curl_is_an_agent(rollouts: Rollouts) -> None:
         ("user", "Do it."),
         ("assistant", "Refunded."),
     ]
-    assert [(step.action, step.observation) for step in played.steps] == [("Look first.", None)]
+    assert [(step.action, step.message) for step in played.steps] == [("Look first.", False), (None, True)]
     assert "exit code 0" in program(played)
     assert "standard output:\nRefunded." in program(played)
     assert rollouts.world.given == ["Refunded."]
@@ -357,7 +357,8 @@ async def test_a_program_calls_the_tools_of_its_world(rollouts: Rollouts) -> Non
     assert [json.loads(each) for each in rollouts.world.given] == [
         {"name": "refund", "arguments": {"order": order}} for order in ("A1", "A2")
     ]
-    (step,) = played.steps
+    step, closing = played.steps
+    assert (closing.text, closing.message) == ("Done.", True)
     assert (step.observation or "").startswith("(1) refund: refunded ☃x")
     assert len(step.observation or "") < 700
     assert program(played).endswith("standard output:\nDone.")

@@ -15,11 +15,12 @@ from draco_ray.judging.phases.stage1 import Stage1
 from draco_ray.judging.phases.stage2 import Stage2
 from draco_ray.judging.phases.union import Union
 from draco_ray.judging.prompts import Prompts, load_prompts
-from draco_ray.records import Turn
+from draco_ray.records import EpisodeEnd, Turn, Verdict
 from draco_ray.rollout.code_block import extract_code
 from draco_ray.sandbox.rule_judge.answering import answer
 from draco_ray.sandbox.rule_judge.demands import read_demands
 from draco_ray.sandbox.rule_judge.reading import JudgePrompt, Run, instruction, read_prompt
+from draco_ray.sandbox.rule_judge.simple import SimpleRule, Steps, rule_judge
 from draco_ray.sandbox.rule_judge.trace import trace
 from draco_ray.sandbox.world.scripts import families
 from tests.support.rule_judge_runs import instruction as task_of
@@ -102,6 +103,24 @@ def test_what_a_rollout_writes_stays_its_own(prompts: Prompts, text: str) -> Non
         assert found.task in (TASK, "")
     union = read(Union(PROMPT, RUBRIC, [trajectory, honest]).prompt(prompts))
     assert [seen(run) for run in union.runs] == [expected, EXPECTED]
+
+
+@each_set
+def test_a_rule_of_ones_own_sees_the_closing_message_and_how_the_run_ended(prompts: Prompts) -> None:
+    shown: list[tuple[list[tuple[str, bool]], str]] = []
+
+    def check(task: str, steps: Steps) -> tuple[Verdict, list[int]]:
+        shown.append(([(step.code, step.message) for step in steps[-1:]], steps.ended))
+        return Verdict.FAIL, []
+
+    example = example_trajectory()
+    closing = replace(example.turns[-1], text="<think>Hm.</think>\nIt is refunded.", message=True)
+    trajectory = replace(example, turns=(*example.turns[:-1], closing), ended=EpisodeEnd.TURN_LIMIT)
+    judge = rule_judge([SimpleRule(title=each.title, instruction="Look.", check=check) for each in RUBRIC])
+    judge(Score(trajectory, RUBRIC).prompt(prompts))
+    _, said = judge(Credit(trajectory, RUBRIC, SCORES).prompt(prompts))
+    assert shown == [([("It is refunded.", True)], "turn_limit")] * 4
+    assert [each["relevant_steps"] for each in json.loads(said)["entries"]] == [[3], [3]]
 
 
 def test_other_text_gets_a_plain_word() -> None:

@@ -37,6 +37,7 @@ from draco_ray.runs.rows import read_trajectory, recorded_rollouts
 from draco_ray.runs.schema import TABLES
 from draco_ray.runs.store import RunStore
 from draco_ray.runs.store_actor import RunStoreActor
+from draco_ray.traces.load import trace_of
 from tests.support.killed import Killed, killed_after
 
 
@@ -122,6 +123,24 @@ def test_a_rollout_with_branches_reads_back_whole(store: RunStore) -> None:
 def test_a_closing_turn_has_no_step_number(store: RunStore) -> None:
     store.write("steps", 1, "a", rows.step_rows(1, a_trajectory()))
     assert store.directory.table("steps").column("step").to_pylist() == [1, None]
+
+
+@pytest.mark.parametrize("message", [False, True])
+def test_a_rollout_keeps_the_steps_it_was_recorded_with(store: RunStore, message: bool) -> None:
+    """A run from before a closing message was a step says null, and a new one a number; neither is decided again."""
+    step, closing = a_trajectory().turns
+    token_step = np.array([-1, -1, 0, 0, 0, -1, -1, *([1, 1] if message else [-1, -1])])
+    played = replace(a_trajectory(), turns=(step, replace(closing, message=message)), step_T=token_step)
+    key = f"{played.task_id}-{played.rollout}"
+    store.write("trajectories", 1, key, rows.trajectory_rows(1, played))
+    store.write("steps", 1, key, rows.step_rows(1, played))
+    assert store.directory.table("steps").column("step").to_pylist() == [1, 2 if message else None]
+    again = read_trajectory(store.directory, 1, played.task_id, played.rollout)
+    assert again.turns == played.turns
+    assert [turn.text for turn in again.steps] == [turn.text for turn in played.turns[: 1 + message]]
+    assert again.tokens_M.tolist() == ([3, 2] if message else [3])
+    as_trace = trace_of(again, "run", 1)
+    assert [turn.is_step for turn in as_trace.turns] == [True, message]
 
 
 def test_verdicts_citations_and_advantages_read_back(store: RunStore) -> None:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import pytest
@@ -233,7 +234,7 @@ class Desk:
 
 
 async def play(
-    family: str, lines: list[str], answers: Sequence[str | EnvironmentCrashed], *, cut: bool = False, **limits: int
+    family: str, lines: list[str], answers: Sequence[str | EnvironmentCrashed], *, cut: bool = False, **limits: Any
 ) -> tuple[Trajectory, Desk, ChatTokens]:
     chat = chat_of(family)
     sampler, desk = Says(chat, lines, cut), Desk(list(answers))
@@ -264,12 +265,26 @@ async def test_an_episode_with_parallel_calls_and_a_call_that_is_mended(family: 
     assert mended.observation.startswith("error: the call cannot be read")
     assert parallel.observation == "(1) refund: paid\n(2) refund: no such order"
     assert (closing.action, closing.observation) == (None, None)
-    # One step for both calls; the closing turn is a gap.
-    assert len(trajectory.steps) == 2
-    assert set(trajectory.step_T[trajectory.sampled_T].tolist()) == {0, 1, GAP}
+    # One step for both calls, one for the message at the end.
+    assert trajectory.steps == trajectory.turns
+    assert closing.message
+    assert set(trajectory.step_T[trajectory.sampled_T].tolist()) == {0, 1, 2}
+    assert set(trajectory.step_T[closing.first_token : closing.last_token].tolist()) == {2}
     text = chat.tokenizer.decode(trajectory.token_ids_T.tolist())
     assert text.count("no such order") == 1
     assert np.array_equal(trajectory.step_T != GAP, trajectory.sampled_T & (trajectory.step_T >= 0))
+
+
+async def test_a_closing_turn_may_be_a_gap() -> None:
+    lines = [said_by("qwen3", {"order": "7"}), "It is paid back."]
+    played, _, _ = await play("qwen3", lines, ["ok"], closing_turn="gap")
+    assert (len(played.steps), played.turns[-1].message) == (1, False)
+    assert set(played.step_T[played.turns[-1].first_token :].tolist()) == {GAP}
+    # Nobody receives a turn that only reasons, or one that a limit cut.
+    thought, _, _ = await play("qwen3", ["<think>What now?"], [])
+    assert (thought.ended, thought.steps) == (EpisodeEnd.FINISHED, ())
+    cut, _, _ = await play("qwen3", ["It is paid"], [], cut=True)
+    assert (cut.ended, cut.steps) == (EpisodeEnd.RESPONSE_LIMIT, ())
 
 
 async def test_how_episodes_end() -> None:

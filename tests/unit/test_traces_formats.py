@@ -676,7 +676,9 @@ def test_a_run_is_the_same_in_every_format(name: str, tmp_path: Path) -> None:
     trace = groups[0].traces[0]
     assert trace.notes == ()
     assert ASKED in [message.content for message in trace.prompt]
-    assert [(turn.action, turn.role) for turn in trace.steps] == [('find_room({"day": "Fri"})', "assistant")]
+    calls = [(turn.action, turn.role) for turn in trace.judged_steps if not turn.message]
+    assert calls == [('find_room({"day": "Fri"})', "assistant")]
+    assert (trace.judged_steps[-1].text, trace.judged_steps[-1].message) == (DONE, True)
     assert RESULT in (trace.steps[0].observation or "")
     assert trace.turns[-1].text == DONE
     if name != "sharegpt":

@@ -81,13 +81,15 @@ def test_a_group_is_judged_as_the_method_says() -> None:
     assert [trace.reward for trace in group.rollouts] == [1.0, -1.0]
     assert [trace.advantage for trace in group.rollouts] == pytest.approx([2**-0.5, -(2**-0.5)], rel=1e-5)
     for trace in group.rollouts:
-        assert [(step.step, step.cited) for step in trace.steps] == [(1, False), (2, True)]
+        # A search, a message to the user, the booking, a message at the end.
+        assert [step.cited for step in trace.steps] == [False, False, True, False]
+        assert not trace.steps[1].action.startswith("search_flights(")
         # The whole advantage, N A, on all steps (property P1).
         tokens = np.array([step.tokens for step in trace.steps])
         assert trace.advantage is not None
         pushed = sum(step.tokens * (step.advantage or 0.0) for step in trace.steps)
         assert pushed == pytest.approx(trace.advantage * tokens.sum())
-        assert trace.verdicts[0].steps == (2,)
+        assert trace.verdicts[0].steps == (3,)
         assert trace.verdicts[0].evidence == "as it says"
     assert canned.phases() == ["stage1", *["stage2"] * 2, "union", *["score"] * 2, *["credit"] * 2]
     assert group.dollars == pytest.approx(0.08)
@@ -110,10 +112,10 @@ def test_a_single_trace_has_a_rubric_verdicts_and_citations_but_no_advantage() -
     assert group.notes == ("a single trace: no dropout, no advantage",)
     assert group.survived == (True, True)
     assert (trace.reward, trace.advantage) == (1.0, None)
-    assert [step.advantage for step in trace.steps] == [None, None]
-    assert [step.quality for step in trace.steps] == [1.0, 1.0]
+    assert [step.advantage for step in trace.steps] == [None] * 4
+    assert [step.quality for step in trace.steps] == [1.0] * 4
     assert [each.verdict for each in trace.verdicts] == ["PASS", "PASS"]
-    assert trace.verdicts[0].steps == (2,)
+    assert trace.verdicts[0].steps == (3,)
     # Nothing to merge: the union, which keeps what some run fails, is not asked.
     assert canned.phases().count("union") == 0
     assert [each.title for each in group.rubric] == ["Books the cheapest flight", "Searches before it answers"]
@@ -143,7 +145,7 @@ def test_what_fails_is_said_and_is_no_verdict() -> None:
     )
     assert [trace.fallback for trace in uncredited.rollouts] == ["credit_call_failed"] * 2
     assert uncredited.rollouts[0].notes[0].startswith("no step credit: credit of jfk-sfo")
-    assert [step.advantage for step in uncredited.rollouts[0].steps] == [uncredited.rollouts[0].advantage] * 2
+    assert [step.advantage for step in uncredited.rollouts[0].steps] == [uncredited.rollouts[0].advantage] * 4
     (unwritten,) = judge_sync(
         load_traces(FILES / "openai_chat.jsonl"),
         MODEL,
@@ -153,13 +155,18 @@ def test_what_fails_is_said_and_is_no_verdict() -> None:
 
 
 def test_traces_that_say_little_are_judged(tmp_path: Path) -> None:
-    """One turn, no tool, no task: nothing to cite, and no credit call."""
+    """One turn, no tool, no task: its message is what a verdict cites."""
     file = written(tmp_path / "a.jsonl", {"messages": [{"role": "assistant", "content": "The answer is DL9."}]})
     canned = Canned()
     (group,) = judge_sync(load_traces(file), MODEL, complete=canned)
     assert group.rollouts[0].reward == 1.0
-    assert group.rollouts[0].steps == ()
+    assert [(step.action, step.cited) for step in group.rollouts[0].steps] == [("The answer is DL9.", True)]
     assert group.rollouts[0].notes == ("it does not say what the agent was asked",)
+    # A trace that only reasons has no step: there is nothing to ask.
+    silent = written(tmp_path / "b.jsonl", {"messages": [{"role": "assistant", "content": "<think>DL9?</think>"}]})
+    canned = Canned()
+    (group,) = judge_sync(load_traces(silent), MODEL, complete=canned)
+    assert group.rollouts[0].steps == ()
     assert "credit" not in canned.phases()
 
 
@@ -380,10 +387,10 @@ def test_the_facts_are_of_what_is_seen() -> None:
 def test_tokens_are_the_traces_own_where_it_counts_them() -> None:
     trace = load_traces(FILES / "openai_chat.jsonl")[0].traces[0]
     trajectory = as_trajectory(trace, "g", 0)
-    assert trajectory.tokens_M.tolist() == [-(-len(turn.text) // 4) for turn in trace.steps]
+    assert trajectory.tokens_M.tolist() == [-(-len(turn.text) // 4) for turn in trace.judged_steps]
     assert (trajectory.token_ids_T == -1).all()
     counted = replace(trace, turns=tuple(replace(t, tokens=7 if t.role == "assistant" else None) for t in trace.turns))
-    assert as_trajectory(counted, "g", 0).tokens_M.tolist() == [7, 7]
+    assert as_trajectory(counted, "g", 0).tokens_M.tolist() == [7, 7, 7, 7]
     assert len(as_trajectory(counted, "g", 0).token_ids_T) == 28
 
 

@@ -59,7 +59,7 @@ def test_the_examples_traces_are_four_of_one_task() -> None:
     assert groups.problems == ()
     (group,) = groups
     steps = {each.trace_id: each.steps for each in group.summaries}
-    assert steps == {"careful": 3, "tries first": 3, "does not look": 1, "mends it": 4}
+    assert steps == {"careful": 4, "tries first": 4, "does not look": 2, "mends it": 5}
 
 
 @pytest.mark.parametrize("name", sorted(BY_FORMAT))
@@ -70,10 +70,10 @@ def test_each_format_is_recognised_and_named(name: str) -> None:
     summary = groups[0].summaries[0]
     assert (summary.format, bool(summary.notes)) == (name, False)
     trace = groups[-1].traces[0]
-    assert trace.steps[0].action is not None
-    assert SEARCH in trace.steps[0].action
-    assert "DL9 380 USD" in (trace.steps[0].observation or "")
-    assert trace.steps[0].action in trace.steps[0].text
+    first = next(turn for turn in trace.judged_steps if turn.action is not None)
+    assert SEARCH in (first.action or "")
+    assert "DL9 380 USD" in (first.observation or "")
+    assert (first.action or "") in first.text
     assert "JFK to SFO" in trace.prompt[-1 if name == "tau2" else 1].content
     assert load_traces(FILES / BY_FORMAT[name], format=name)[-1].traces[0] == trace
     assert len({each.trace_id for each in groups[0].traces}) == 2
@@ -81,12 +81,12 @@ def test_each_format_is_recognised_and_named(name: str) -> None:
 
 def test_a_chat_is_steps_gaps_and_what_came_back() -> None:
     trace = one(FILES / "openai_chat.jsonl")
-    assert [(turn.role, turn.action is not None) for turn in trace.turns] == [
-        ("assistant", True),
-        ("assistant", False),
-        ("user", False),
-        ("assistant", True),
-        ("assistant", False),
+    assert [(turn.role, turn.action is not None, turn.is_step) for turn in trace.turns] == [
+        ("assistant", True, True),
+        ("assistant", False, True),
+        ("user", False, False),
+        ("assistant", True, True),
+        ("assistant", False, True),
     ]
     # Two calls at once, whose results come in another order.
     assert trace.steps[0].observation == (
@@ -101,7 +101,7 @@ def test_a_chat_is_steps_gaps_and_what_came_back() -> None:
 def test_the_same_run_in_four_dialects_is_the_same_trace() -> None:
     """But for what one of them has and others have not: a user's turn, a failed tool, thinking."""
     actions = [
-        [turn.action for turn in one(FILES / BY_FORMAT[name]).steps]
+        [turn.action for turn in one(FILES / BY_FORMAT[name]).judged_steps if not turn.message]
         for name in ("openai-chat", "openai-responses", "anthropic")
     ]
     assert actions[0] == actions[1] == actions[2]
@@ -113,8 +113,8 @@ def test_the_same_run_in_four_dialects_is_the_same_trace() -> None:
 
 def test_spans_of_two_traces_interleaved_are_two_conversations() -> None:
     first, second = load_traces(FILES / "otlp.jsonl")[0].traces
-    assert [turn.action for turn in first.steps][1:] == ['book({"flight": "DL9"})']
-    assert [turn.action for turn in second.steps][1:] == ['book({"flight": "UA1"})']
+    assert [turn.action for turn in first.judged_steps][1:] == ['book({"flight": "DL9"})', None]
+    assert [turn.action for turn in second.judged_steps][1:] == ['book({"flight": "UA1"})', None]
     # What the spans repeat of the conversation so far is there once.
     assert [turn.role for turn in first.turns] == ["assistant", "assistant", "sub-agent checker", "assistant"]
     assert first.turns[2].text == "The price is right."

@@ -19,6 +19,7 @@ from draco_ray.config.schema import DracoConfig
 from draco_ray.engine import openai_server
 from draco_ray.engine.child import Child, Scrubber
 from draco_ray.engine.model_directory import is_local
+from draco_ray.engine.tokenizer import chat_template_text
 from draco_ray.engine.vllm_engine import LORA_RANKS
 from draco_ray.errors import ConfigError, TauBenchError
 
@@ -99,6 +100,8 @@ def serve_command(config: DracoConfig, policy: TauPolicy, port: int, adapter: Pa
     words += ["--enable-auto-tool-choice", "--tool-call-parser", tool_parser]
     # Sampling is what the request says; the model's own defaults would add a repetition penalty, say.
     words += ["--generation-config", "vllm", "--disable-log-stats", "--disable-uvicorn-access-log"]
+    if config.model.chat_template is not None:
+        words += ["--chat-template", chat_template_text(config.model.chat_template)]
     if thinks is not None:
         words += ["--default-chat-template-kwargs", json.dumps({"enable_thinking": config.agent.thinking})]
         if config.agent.thinking:

@@ -19,11 +19,12 @@ from draco_ray.sandbox.rule_judge.simple import SimpleRule, rule_judge
 HERE = Path(__file__).parent
 
 
-def _takes_two_steps(task: str, steps: Sequence[Step]) -> tuple[Verdict, list[int]]:
-    return (Verdict.PASS if len(steps) > 1 else Verdict.FAIL), [steps[-1].number]
+def _acts_twice(task: str, steps: Sequence[Step]) -> tuple[Verdict, list[int]]:
+    acts = [step for step in steps if not step.message]
+    return (Verdict.PASS if len(acts) > 1 else Verdict.FAIL), [steps[-1].number]
 
 
-canned = rule_judge([SimpleRule(title="Canned", instruction="At least two steps are taken.", check=_takes_two_steps)])
+canned = rule_judge([SimpleRule(title="Canned", instruction="At least two turns call tools.", check=_acts_twice)])
 
 
 def draco(*arguments: object) -> None:

@@ -105,6 +105,21 @@ def show_config(
         typer.echo(textwrap.fill(f"{key.kind}. {key.meaning}", 110, initial_indent="    ", subsequent_indent="    "))
 
 
+@app.command(name="check", epilog="Try:  draco check sandbox      draco check shop/environment.yaml model.path=DIR")
+def check_config(
+    config: Annotated[str, typer.Argument(help=f"A preset ({', '.join(preset_names())}) or a YAML file.")],
+    overrides: Overrides = None,
+    setting: Setting = None,
+    trust: Trust = False,
+) -> None:
+    """Say everything that would stop a run of this configuration on this machine, and what to set instead."""
+    from draco_ray.commands.check import check
+
+    loaded = load_config(config, overrides or [], setting, trust=trust)
+    check_training(overrides or [], loaded)
+    check(loaded)
+
+
 @app.command(
     epilog="Try:  draco plan qwen3.6-27b --gpu-memory-gib 140      draco plan --simulate runs/NAME --rollouts 1024"
 )
@@ -201,8 +216,9 @@ def sft(
 
     if not source.is_dir():
         check_no_effect(context, "on demonstrations; it selects rollouts of a run", "best")
-    check_effect("draco sft", overrides or [], READ, idle_keys(new=new))
-    fine_tune(load_config(config, overrides or []), source, out, epochs=epochs, best=best, new=new)
+    loaded = load_config(config, overrides or [])
+    check_effect("draco sft", overrides or [], READ, idle_keys(loaded, new=new))
+    fine_tune(loaded, source, out, epochs=epochs, best=best, new=new)
 
 
 @rubric.command(name="author", epilog="Then:  draco train CONFIG --setting static algorithm.static_rubric=FILE")
@@ -238,7 +254,7 @@ def new_environment(folder: Annotated[Path, typer.Argument(help="The folder to w
     for path in write(folder):
         typer.echo(path)
     typer.echo(
-        f"\npython -m pytest {folder}\ndraco train {folder}/environment.yaml model.path=DIR judge.model=openai/gpt-5.4"
+        f"\npython -m pytest {folder}\ndraco check {folder}/environment.yaml model.path=DIR judge.model=openai/gpt-5.4"
     )
 
 

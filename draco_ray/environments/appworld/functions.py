@@ -26,11 +26,12 @@ from draco_ray.records import Task, Termination, Trajectory
 DESCRIBED = 40
 """Tools that the judge is told of in full; of more it is told the names."""
 _HOW_AGENTS_ACT = """\
-- The agent acts by calling the APIs of apps as functions, named app__api. A step is a turn with at least one call; \
-several calls of a turn are one step. How the calls are spelled is the model's own form, and no criterion may punish it.
+- The agent acts by calling the APIs of apps as functions, named app__api. Several calls of a turn are \
+one step, and its last message is one. How the calls are spelled is the model's own form, and no criterion may \
+punish it.
 - A call that fails is answered with `error: ...`, which the agent sees and may mend.
-- Calling supervisor__complete_task leaves the episode open; it is over once the agent sends a turn without a call, \
-which nobody may hold against it."""
+- Calling supervisor__complete_task leaves the episode open; it is over once the agent sends a turn without a call. \
+Nobody may hold against it that there is such a turn."""
 
 
 class FunctionsOptions(Tree):
@@ -76,10 +77,11 @@ class AppWorldFunctions(AppWorldEnvironment):
     def termination(self, trajectory: Trajectory) -> Termination:
         """See `Environment`."""
         for step in reversed(trajectory.steps):
-            if "supervisor__complete_task" in (step.action or "") and "error: " not in (step.observation or ""):
-                gave_up = '"status": "fail"' in (step.action or "")
+            action = step.action or ""
+            if "supervisor__complete_task" in action and "error: " not in (step.observation or ""):
+                gave_up = '"status": "fail"' in action
                 return Termination.GAVE_UP if gave_up else Termination.SUBMITTED
-        return ended_by(trajectory) or (Termination.GAVE_UP if trajectory.steps else Termination.NO_ACTION)
+        return ended_by(trajectory) or (Termination.GAVE_UP if trajectory.acted else Termination.NO_ACTION)
 
     @functools.cached_property
     def _functions(self) -> Mapping[str, dict[str, Any]]:

@@ -39,7 +39,9 @@ def termination(ended: EpisodeEnd, steps: Iterable[tuple[str | None, str | None]
 
 def termination_of(trajectory: Trajectory) -> Termination:
     """`termination` of a whole trajectory."""
-    return termination(trajectory.ended, ((turn.action, turn.observation) for turn in trajectory.steps))
+    return termination(
+        trajectory.ended, ((turn.action, turn.observation) for turn in trajectory.turns if turn.action is not None)
+    )
 
 
 def _completion(code: str) -> str | None:

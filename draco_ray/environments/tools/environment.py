@@ -331,11 +331,12 @@ def _deeper(value: object, limit: int) -> bool:
 
 
 _HOW_AGENTS_ACT = (
-    "- The agent acts by calling tools. A step is a turn with at least one call; several calls of a turn are one step, "
-    "made in the order in which they are written, and what each returned follows. How the calls are spelled is the "
-    "model's own form, and no criterion may punish it.",
+    "- The agent acts by calling tools. Several calls of a turn are one step, made in the order in which they are "
+    "written, and what each returned follows. How the calls are spelled is the model's own form, and no criterion may "
+    "punish it.",
     "- A call that fails or cannot be read is answered with `error: ...`, which the agent sees and may mend.",
-    "- The episode is over once the agent sends a turn without a call, which is what it says to whom it serves.",
+    "- The episode is over once the agent sends a turn without a call. That is what it says to whom it serves, and a "
+    "step too.",
 )
 
 

@@ -7,11 +7,11 @@ import os
 from typing import Any
 
 from draco_ray.config.schema import DataConfig, EnvironmentConfig
-from draco_ray.environments.base import Environment, WorldVerdict, ended_by
+from draco_ray.environments.base import Environment, WorldVerdict
 from draco_ray.environments.verifiers.options import read_options, told_to_bridge
 from draco_ray.environments.verifiers.process import Listing, check_renderer, leave_bridge, listing, need, shared_bridge
 from draco_ray.errors import EnvironmentCrashed, WorldError
-from draco_ray.records import Task, Termination, Trajectory
+from draco_ray.records import Task
 
 _HOW_AGENTS_ACT = """\
 - The agent is a program with a loop and tools of its own, or talks with its environment. A step is a turn of the \
@@ -75,10 +75,6 @@ class VerifiersEnvironment(Environment):
     async def stop(self) -> None:
         """See `Environment`."""
         await leave_bridge(self)
-
-    def termination(self, trajectory: Trajectory) -> Termination:
-        """See `Environment`: what the agent said last it has handed in."""
-        return ended_by(trajectory) or (Termination.SUBMITTED if trajectory.turns else Termination.NO_ACTION)
 
     @property
     def _listing(self) -> Listing:

@@ -11,6 +11,7 @@ from contextlib import asynccontextmanager
 from typing import Protocol
 
 from draco_ray.config.schema import DracoConfig
+from draco_ray.engine.tokenizer import load_tokenizer
 from draco_ray.errors import ConfigError
 from draco_ray.judging.complete import Complete
 from draco_ray.judging.judge_context import context_tokens
@@ -100,9 +101,9 @@ async def open_checkpoints(
     from draco_ray.engine.model_directory import check_model_directory
 
     kept = checkpoints_before(run, steps)
-    check_model_directory(config.model.path)
+    check_model_directory(config.model.path, config.model.chat_template)
     # Here, since they take seconds: the other judges need neither.
-    from transformers import AutoConfig, AutoTokenizer
+    from transformers import AutoConfig
 
     from draco_ray.engine.vllm_engine import VllmEngine
 
@@ -120,7 +121,7 @@ async def open_checkpoints(
     )
     await engine.start()
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path)
+        tokenizer = load_tokenizer(path, config.model.chat_template)
         complete = SelfJudgeClient([engine], tokenizer, config.judge, model=f"self/{run.path.name}")
         yield CheckpointJudge(engine, complete, kept)
     finally:

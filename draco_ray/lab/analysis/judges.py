@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from draco_ray.config.schema import DracoConfig, JudgeConfig, LocalJudgeConfig, RuleJudgeConfig, SelfJudgeConfig
+from draco_ray.config.schema import RULES, DracoConfig, JudgeConfig, LocalJudgeConfig, RuleJudgeConfig, SelfJudgeConfig
 from draco_ray.errors import ConfigError
 from draco_ray.judging.complete import Complete, Completion, Request
 from draco_ray.judging.endpoint import introduced
@@ -18,8 +18,6 @@ from draco_ray.sandbox.rule_judge.noise import ANSWERS, Noise
 
 log = logging.getLogger(__name__)
 
-RULES = "rules"
-"""Name of the offline rule judge on the command line."""
 OWN = "own"
 """Name of a run's own judge on the command line: asked again, it says how far a judge agrees with itself."""
 POLICY = "policy"

@@ -89,7 +89,7 @@ def terminations(run: RunDirectory) -> pa.Table:
                 "share": ended[mode.value] / total,
                 "retried": retried if mode is Termination.SERVER_ERROR else 0,
             }
-            for mode in Termination
+            for mode in Termination.shown(map(Termination, +ended))
             if total
         ]
     return pa.Table.from_pylist(rows, schema=TERMINATIONS)

@@ -238,7 +238,9 @@ class _Evaluator:
             number = config.engine.engines
             clients = [EngineClient(index, self._name, number) for index in range(number)]
             self._price = find_price(config.model.path, config.judge.prices)
-            policies = EnginePolicies(samplers=clients, tokenizer=load_tokenizer(config.model.path))
+            policies = EnginePolicies(
+                samplers=clients, tokenizer=load_tokenizer(config.model.path, config.model.chat_template)
+            )
         start = rollout_starter(
             policies,
             agent=config.agent,
@@ -432,7 +434,7 @@ def _probe(config: DracoConfig, environment: Environment, task_id: str) -> list[
     from draco_ray.engine.chat import ChatTokens
     from draco_ray.rollout.agent import agent_template, fill_agent_prompt
 
-    chat = ChatTokens(load_tokenizer(config.model.path), thinking=config.agent.thinking)
+    chat = ChatTokens(load_tokenizer(config.model.path, config.model.chat_template), thinking=config.agent.thinking)
     prompt = fill_agent_prompt(agent_template(config.agent.prompt, environment.agent_prompt), environment.task(task_id))
     return chat.prompt(prompt)[-_PROBE_TOKENS:]
 

@@ -232,11 +232,12 @@ def termination_table(settings: Settings) -> Table:
 
     results = [(label, split, result) for label, splits in settings.items() for split, result in splits.items()]
     unknown = [f"{label} on {split}" for label, split, result in results if result.terminations is None]
+    used = {mode for *_, result in results for mode, part in (result.terminations or {}).items() if part}
     return _table(
         settings,
         "terminations",
         "How rollouts ended (%)",
-        lambda _: [(Column((mode.value.replace("_", " "),)), share(mode)) for mode in Termination],
+        lambda _: [(Column((mode.value.replace("_", " "),)), share(mode)) for mode in Termination.shown(used)],
         notes=(f"Termination modes were not recorded: {', '.join(unknown)}.",) if unknown else (),
     )
 

@@ -110,7 +110,8 @@ def pass_rate(runs: Sequence[RunDirectory]) -> Drawing:
 
 def terminations(rows: Sequence[Row], label: str = "") -> Drawing:
     """How rollouts ended, as shares of a training step."""
-    names = {mode.value: mode.value.replace("_", " ") for mode in Termination}
+    found = {row["ended"] for row in rows}
+    names = {mode.value: mode.value.replace("_", " ") for mode in Termination if mode.value in found}
     return bars_by_step(f"How rollouts ended{label}", rows, "ended", "share", names, number=percent, whole=1.0)
 
 

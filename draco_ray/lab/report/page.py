@@ -29,6 +29,7 @@ from draco_ray.lab.report import figures
 from draco_ray.lab.report.charts import Series, line_chart, percent, timeline
 from draco_ray.lab.report.drawing import PALETTE, Drawing, to_svg, visible
 from draco_ray.lab.report.groups import pack, packed_groups
+from draco_ray.lab.report.judged_traces import criterion_rows, trace_rows
 from draco_ray.lab.report.measured import packed_evaluations, packed_judged
 from draco_ray.runs.directory import RunDirectory
 from draco_ray.traces.keeping import SETTING
@@ -37,7 +38,7 @@ ASSETS = files("draco_ray.lab.report") / "assets"
 PAGE_WIDTH = 980.0
 """Width in points of a chart over the whole page; its letters are then as large as those of three charts in a row."""
 
-SCRIPTS = ("report.js", "labels.js", "beside.js", "search.js", "keys.js", "live.js", "route.js")
+SCRIPTS = ("report.js", "labels.js", "beside.js", "search.js", "keys.js", "live.js", "traces.js", "route.js")
 """Parts of the page's script, in order; the last one starts it."""
 
 Row = dict[str, Any]
@@ -53,7 +54,8 @@ def write_report(run: RunDirectory, path: Path, *, live: str = "") -> None:
     """
     script = "".join((ASSETS / name).read_text(encoding="utf-8") for name in SCRIPTS)
     summaries: list[Row] = []
-    steps = [int(line["step"]) for line in run.metrics()]
+    traces = trace_rows(run) if _of_traces(run) else []
+    steps = [] if _of_traces(run) else [int(line["step"]) for line in run.metrics()]
 
     def groups() -> Iterator[str]:
         for group in itertools.chain(packed_groups(run), packed_evaluations(run), packed_judged(run)):
@@ -69,14 +71,18 @@ def write_report(run: RunDirectory, path: Path, *, live: str = "") -> None:
         timelines=((step, pack(to_svg(when_it_ran(run, step)))) for step in steps),
         steps=steps,
         last_timeline=to_svg(when_it_ran(run, steps[-1])) if steps else "",
-        windows=tidy("inert_windows", [run]).to_pylist(),
-        census=tidy("census_summary", [run]).to_pylist(),
+        traces=traces,
+        criteria=criterion_rows(run) if traces else [],
+        windows=[] if traces else tidy("inert_windows", [run]).to_pylist(),
+        census=[] if traces else tidy("census_summary", [run]).to_pylist(),
         rubrics=[row for row in tidy("rubric_rates", [run]).to_pylist() if row["training_step"] is None],
         config=run.config_text(),
         script=Markup(script),
         script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
         groups=groups(),
-        index=lambda: pack({"run": run.path.name, "id": run_id(run), "groups": summaries}),
+        index=lambda: pack(
+            {"run": run.path.name, "id": run_id(run), "groups": summaries, "of_traces": _of_traces(run)}
+        ),
         percent=lambda value: "–" if value is None else percent(value),
     )
     page.enable_buffering(64)
@@ -121,7 +127,9 @@ class Chart:
 
 
 def overview(run: RunDirectory) -> list[Chart]:
-    """The charts of the first page."""
+    """The charts of the first page; none of judged traces, which are listed."""
+    if _of_traces(run):
+        return []
     metrics = run.metrics()
     steps = [line["step"] for line in metrics]
     reward = [Series("reward", steps, [line.get("reward") for line in metrics])]
@@ -138,7 +146,7 @@ def overview(run: RunDirectory) -> list[Chart]:
         Chart(figures.judge_cost_by_step(tidy("judge_cost", [run]).to_pylist())),
         Chart(line_chart("Rollouts on which credit is inert", inert, bounds=(0.0, 1.0), number=percent), note=INERT),
         Chart(line_chart("Spread of step quality, active rollouts", spread, bounds=(0.0, 0.5)), note=QUALITY),
-        *([] if _of_traces(run) else _of_training(run)),
+        *_of_training(run),
         Chart(
             figures.pass_rate_by_criterion(by_criterion, left_out(run), width=PAGE_WIDTH),
             wide=True,
@@ -164,11 +172,6 @@ def ceiling(run: RunDirectory) -> str:
     size = int(run.setting("algorithm.group_size"))
     if not _by_rubric(run) or run.setting("algorithm.rule") == "no_dropout":
         return ""
-    if _of_traces(run):
-        return (
-            "A criterion that all traces of a group pass is dropped, so none that counts is passed by all. Verdicts on "
-            "dropped ones and on traces alone in their group are in the rate."
-        )
     return (
         f"A criterion that all rollouts of a group pass is dropped: one that counts is passed by {size - 1} of {size} "
         f"at most, so {percent((size - 1) / size)} is the ceiling and not 100%. Verdicts on dropped ones are in the "
@@ -186,8 +189,8 @@ def how_to_read(run: RunDirectory) -> str:
         played = f"The policy plays a task {run.setting('algorithm.group_size')} times: a group of rollouts."
     named = " and names the steps responsible" if run.setting("algorithm.rule") != "grpo" else ""
     return (
-        f"{played} A judge gives each of them a verdict on every criterion of the group's rubric{named}. To see one: "
-        "Groups, a rollout, a verdict."
+        f"{played} A judge gives each of them a verdict on every criterion of the group's rubric{named}. "
+        f"{'A trace below leads to its steps.' if _of_traces(run) else 'To see one: Groups, a rollout, a verdict.'}"
     )
 
 
@@ -241,6 +244,15 @@ def _facts(run: RunDirectory) -> list[tuple[str, str]]:
     rollouts = sum(line.get("rollouts") or 0 for line in metrics)
     dollars = sum(line.get("judge_dollars") or 0.0 for line in metrics)
     seconds = sum(line.get("seconds") or 0.0 for line in metrics)
+    if _of_traces(run):
+        shares = [row["pass_share"] for row in trace_rows(run) if row["pass_share"] is not None]
+        return [
+            ("judge", ", ".join(judges) or value("judge.model")),
+            ("traces", f"{rollouts:,}"),
+            ("pass share", percent(sum(shares) / len(shares)) if shares else "–"),
+            ("judge cost", f"${dollars:,.2f}" if dollars else "–"),
+            *_self_contradictions(metrics),
+        ]
     return [
         ("setting", value("setting")),
         ("model", value("model.path")),

@@ -177,10 +177,11 @@ def _turns(trajectory: Trajectory) -> Iterator[Json]:
     for turn in trajectory.turns:
         if turn.role != "assistant":
             yield {"role": "user", "content": turn.text if turn.role == "user" else f"[{turn.role}]\n{turn.text}"}
-        elif turn.action is None:
+            continue
+        number += turn.is_step
+        if turn.action is None:
             yield {"role": "assistant", "content": turn.text}
         else:
-            number += 1
             yield from _step(turn, number)
 
 

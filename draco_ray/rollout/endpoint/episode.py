@@ -23,7 +23,7 @@ from draco_ray.config.schema import AgentConfig
 from draco_ray.engine.sampler import Sample
 from draco_ray.engine.tool_calls import ToolCall, ToolUse, after_reasoning
 from draco_ray.errors import ConfigError
-from draco_ray.records import GAP, PROGRAM, TOOLS, EpisodeEnd, Message, Task, Trajectory, Turn, Usage
+from draco_ray.records import GAP, PROGRAM, TOOLS, EpisodeEnd, Message, Task, Trajectory, Turn, Usage, is_step
 from draco_ray.rollout.agent import RolloutRequest
 from draco_ray.rollout.code_block import cut_output
 from draco_ray.rollout.endpoint.turns import Answer, Ask, Refused, identity, no_turn_left, room_left
@@ -44,8 +44,7 @@ class _Turn:
     """Messages of the conversation up to it, itself included."""
     text: str
     use: ToolUse | None
-    toolless: bool
-    """It was offered no tools."""
+    side_call: bool
     opening: Sequence[Mapping[str, Any]]
     """What its request said that no branch had said before; for the first turn of a branch."""
     seconds: float
@@ -175,7 +174,7 @@ class Episode:
             heard=len(heard) + 1,
             text=text,
             use=use,
-            toolless=ask.tools == _NO_TOOLS,
+            side_call=ask.side_call,
             opening=opening,
             seconds=time.monotonic() - began,
             policy_version=sample.policy_version,
@@ -213,11 +212,11 @@ class Episode:
         for turn in self._turns:
             number, offset = self._branches.index(turn.branch), offsets[turn.branch]
             turns += [_context(each, number, offset + turn.first, self._config) for each in turn.opening]
-            acted = self._acted(turn)
-            if acted:
+            step = self._is_step(turn)
+            if step:
                 step_T[offset + turn.first : offset + turn.last] = steps
                 steps += 1
-            turns.append(self._record(turn, number, offset, acted))
+            turns.append(self._record(turn, number, offset, step))
             spoken = [message for message in turn.answered or () if message["role"] != "tool"]
             turns += [_context(each, number, offset + turn.last, self._config) for each in spoken]
         if closing:
@@ -339,14 +338,19 @@ class Episode:
         tools = [{"role": TOOLS, "content": ask.tools}] if ask.tools not in {_NO_TOOLS, *self._said} else []
         return [*tools, *counted, *new]
 
-    def _acted(self, turn: _Turn) -> bool:
-        """Whether a turn is a step: it called tools, or was answered; without tools, whether anything came after it."""
-        later = turn.toolless and any(other.at - other.seconds >= turn.at for other in self._turns)
-        return turn.called or turn.answered is not None or later
+    def _is_step(self, turn: _Turn) -> bool:
+        """Every turn here was sent to the agent's program, so its message was received."""
+        if turn.side_call:
+            return False
+        message = after_reasoning(turn.text, thinking=self._chat.opens_thinking)
+        if turn is self._turns[-1] and self._config.closing_turn == "gap":
+            message = ""
+        return is_step(acts=turn.called, message=message, answered=turn.answered is not None)
 
-    def _record(self, turn: _Turn, branch: int, offset: int, acted: bool) -> Turn:
+    def _record(self, turn: _Turn, branch: int, offset: int, step: bool) -> Turn:
         action = None
-        if acted:
+        # A text that the program answered may be an action in a form of its own: only one that it did not is a message.
+        if step and (turn.called or turn.answered is not None):
             action = turn.use.text if turn.use is not None else turn.text
         observation = None
         if results := [message for message in turn.answered or () if message["role"] == "tool"]:
@@ -361,6 +365,7 @@ class Episode:
             seconds_executing=max(0.0, turn.answered_at - turn.at) if turn.answered is not None else 0.0,
             branch=branch,
             policy_version=turn.policy_version,
+            message=step and action is None,
         )
 
 

@@ -71,6 +71,7 @@ def read_chat(body: Any) -> Ask:
         stream=_flag(body, "stream"),
         usage_in_stream=isinstance(options, dict) and bool(options.get("include_usage")),
         model=_text(body.get("model") or "policy", "model"),
+        side_call=_side_call(body),
     )
 
 
@@ -107,8 +108,14 @@ def read_responses(body: Any, stored: Mapping[str, Sequence[Mapping[str, Any]]])
         max_tokens=_count(body, "max_output_tokens"),
         stream=_flag(body, "stream"),
         model=_text(body.get("model") or "policy", "model"),
+        side_call=_side_call(body),
         instructed=bool(instructions),
     )
+
+
+def _side_call(body: Mapping[str, Any]) -> bool:
+    metadata = body.get("metadata")
+    return isinstance(metadata, dict) and bool(metadata.get("side_call"))
 
 
 def read_generate(body: Any) -> TokenAsk:

@@ -55,6 +55,8 @@ class Ask:
     usage_in_stream: bool = False
     model: str = ""
     """What the agent calls the policy."""
+    side_call: bool = False
+    """Its ``metadata`` names it a side call: a title or a summary, say, that nobody is told."""
     instructed: bool = False
     """The first message is of this request alone, and not of those that go on from its answer by an id."""
 

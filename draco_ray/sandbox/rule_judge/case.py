@@ -38,6 +38,7 @@ class Case:
 
     def __init__(self, run: Run, task: str) -> None:
         self.run = in_code(run)
+        self._messages = [step for step in run.steps if step.message]
         self.demands = read_demands(task)
         self.trace = trace(self.run.steps, task)
         done = [call for call in self.trace.calls if not call.failed]
@@ -97,7 +98,9 @@ class Case:
     def _citable(self, steps: Iterable[Steps]) -> tuple[int, ...]:
         named = {number for each in steps for number in ([each] if isinstance(each, int) else each)}
         numbers = [step.number for step in self.run.steps]
-        return tuple(number for number in numbers if number in named) or tuple(numbers[-1:])
+        # Of a run that only speaks, its last message.
+        last = numbers[-1:] or [step.number for step in self._messages[-1:]]
+        return tuple(number for number in numbers if number in named) or tuple(last)
 
 
 def not_applicable(because: str) -> Finding:

@@ -28,11 +28,12 @@ _TASK = re.compile(r"^.*?\btask(?: for you)?(?: is)?:[ ]*(.+?)(?=\n\s*\n|\Z)", r
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """One action, by code or by calls of tools; ``number`` is 1-based."""
+    """One action, by code or by calls of tools, or a message, whose text is ``code``; ``number`` is 1-based."""
 
     number: int
     code: str
     output: str | None
+    message: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +41,8 @@ class Run:
     """One rollout as a judge sees it."""
 
     steps: tuple[Step, ...]
+    ended: str = ""
+    """Why it ended (`draco_ray.records.EpisodeEnd`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,23 +139,33 @@ def _runs(text: str, code: str) -> list[Run]:
     rollout = rf'^<rollout index="\d+" code="{code}">\n(.*?)\n</rollout code="{code}">$'
     if found := re.findall(rollout, text, re.MULTILINE | re.DOTALL):
         return [_conversation(each, code) for each in found]
-    if re.search(rf"^\[END {code}\]", text, re.MULTILINE):
-        return [_conversation(text, code)]
     if re.search(rf"^### [^\n]* \[{code}\]$", text, re.MULTILINE):
         return [_summary(text, code)]
-    return []
+    return [_conversation(text, code)] if _ended(text, code) else []
+
+
+def _ended(text: str, code: str) -> str:
+    found = re.search(rf"^\[END {code}\] (\w+)", text, re.MULTILINE)
+    return found[1] if found else ""
 
 
 def _conversation(text: str, code: str) -> Run:
     codes: dict[int, str] = {}
     outputs: dict[int, str] = {}
+    messages: set[int] = set()
     for role, rest, body in _parts(rf"^\[([A-Z ]+) {code}\](.*)$", text):
-        if number := re.search(r"step (\d+)\)$", rest):
-            if role == "ASSISTANT":
-                codes[int(number[1])] = _code(unescape(body.strip("\n")))
-            elif role == "ENVIRONMENT":
-                outputs[int(number[1])] = unescape(body.strip("\n"))
-    return Run(steps=tuple(Step(number=each, code=codes[each], output=outputs.get(each)) for each in sorted(codes)))
+        if found := re.search(r"step (\d+)(, message)?\)$", rest):
+            number, text_of = int(found[1]), unescape(body.strip("\n"))
+            if role == "ENVIRONMENT":
+                outputs[number] = text_of
+            elif role == "ASSISTANT":
+                codes[number] = text_of.rpartition("</think>")[2].strip() if found[2] else _code(text_of)
+                messages |= {number} if found[2] else set()
+    steps = (
+        Step(number=each, code=codes[each], output=outputs.get(each), message=each in messages)
+        for each in sorted(codes)
+    )
+    return Run(steps=tuple(steps), ended=_ended(text, code))
 
 
 def _code(turn: str) -> str:
@@ -166,13 +179,17 @@ def _code(turn: str) -> str:
 
 
 def _summary(text: str, code: str) -> Run:
-    steps = []
+    steps, ended = [], _ended(text, code)
+    text = re.split(rf"^\[END {code}\]", text, maxsplit=1, flags=re.MULTILINE)[0].rstrip("\n")
     for title, number, body in _parts(rf"^### (?:(Step) (\d+)|[A-Z][^\n]*) \[{code}\]$", text):
         if title:
-            parts = _parts(rf"^(Reasoning|Action|Output) (\[{code}\]):$", body)
+            parts = _parts(rf"^(Reasoning|Action|Message|Output) (\[{code}\]):$", body)
             sections = {name: unescape(content.strip("\n")) for name, _, content in parts}
-            steps.append(Step(number=int(number), code=sections.get("Action", ""), output=sections.get("Output")))
-    return Run(steps=tuple(steps))
+            said = sections.get("Message")
+            action = sections.get("Action", "") if said is None else said
+            output = sections.get("Output")
+            steps.append(Step(number=int(number), code=action, output=output, message=said is not None))
+    return Run(steps=tuple(steps), ended=ended)
 
 
 def _rubrics(text: str) -> tuple[Rubric, ...]:

@@ -13,7 +13,14 @@ from draco_ray.sandbox.rule_judge.case import Finding
 from draco_ray.sandbox.rule_judge.phases import RuleJudge
 from draco_ray.sandbox.rule_judge.reading import Run, Step
 
-Check = Callable[[str, tuple[Step, ...]], tuple[Verdict, Sequence[int]]]
+
+class Steps(tuple[Step, ...]):
+    """The steps of a run, messages included, and in ``ended`` why it ended, such as ``finished`` or ``turn_limit``."""
+
+    ended: str = ""
+
+
+Check = Callable[[str, Steps], tuple[Verdict, Sequence[int]]]
 """(the task's text, the steps of a run) -> verdict, and the numbers of the steps responsible; for a pass or a fail none
 stands for the last step."""
 
@@ -38,7 +45,9 @@ class SimpleRule:
 
     def judge(self, run: Run, task: str) -> Finding:
         """What the check says; a run without steps fails."""
-        verdict, steps = self.check(task, run.steps) if run.steps else (Verdict.FAIL, ())
+        shown = Steps(run.steps)
+        shown.ended = run.ended
+        verdict, steps = self.check(task, shown) if run.steps else (Verdict.FAIL, ())
         if verdict is not Verdict.NOT_APPLICABLE and not steps:
             steps = [step.number for step in run.steps[-1:]]
         return Finding(verdict, tuple(steps), "The rule's check says so.")

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from draco_ray.config.load import load_config
+from draco_ray.config.machine import set_threads
 from draco_ray.config.schema import AgentConfig
 from draco_ray.environments.appworld.data_root import check_data_root, load_split, load_task
 from draco_ray.environments.appworld.environment import AppWorldEnvironment
@@ -155,6 +156,8 @@ def _build(
 
     from draco_ray.engine.chat import ChatTokens
     from draco_ray.sandbox.starter.tokenizer import train_tokenizer
+
+    set_threads(settings.threads)
     from draco_ray.sandbox.starter.train import new_model, train
 
     tasks = _tasks(world, manifest, settings.split)

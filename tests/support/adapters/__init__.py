@@ -46,7 +46,7 @@ def call(name: str, number: int, **arguments: str) -> dict[str, Any]:
 
 
 def said(flight: str) -> list[dict[str, Any]]:
-    """A run that searches, books this flight and says so: two steps and a gap."""
+    """A run that searches, books this flight and says so: three steps."""
     return [
         {"role": "assistant", "content": "I search.", "tool_calls": [call("search", 1, to="SFO")]},
         {"role": "tool", "tool_call_id": "call_1", "content": "UA1 420 USD, DL9 380 USD"},

@@ -182,7 +182,7 @@ function groupsView() {
     more.hidden = hits.length <= shown;
     for (const head of heads) head.setAttribute("aria-sort", head.dataset.column === sorting.by ? (sorting.down ? "descending" : "ascending") : "none");
   }
-  const heads = Object.keys(COLUMNS).map((name) => el("th" + (NUMBERS.has(name) ? ".n" : ""), { scope: "col", "data-column": name }, el("button.sort", { type: "button", onclick: () => {
+  const heads = Object.keys(COLUMNS).filter((name) => name !== "step" || !index.of_traces).map((name) => el("th" + (NUMBERS.has(name) ? ".n" : ""), { scope: "col", "data-column": name }, el("button.sort", { type: "button", onclick: () => {
     sorting.down = sorting.by === name && !sorting.down;
     sorting.by = name;
     fill();
@@ -191,7 +191,7 @@ function groupsView() {
   const bar = el("div.bar", {},
     el("input", { type: "search", id: "filter-text", placeholder: "Task, instruction or criterion", "aria-label": "Task, instruction or criterion", value: filters.text, oninput: (event) => { filters.text = event.target.value; shown = PAGE; fill(); } }),
     measured.length ? choose("of", "rollouts", [["trained", "trained on"], ["evaluated", "held out and evaluated"], ...measured.map((key) => [key, key])]) : null,
-    choose("step", "step", steps.map((step) => [step, step])),
+    index.of_traces ? null : choose("step", "step", steps.map((step) => [step, step])),
     choose("ended", "ended", ends.map((end) => [end, words(end)])),
     choose("kind", "show", [["signal", "with signal"], ["nosignal", "without signal"], ["active", "credit active"], ["dropped", "with dropped criteria"], ["problem", "with errors"], ["failed", "with failed rollouts"]]),
     count, el("span.spring"), exportButton(() => [`${index.run}-groups.json`, index.groups.filter((group) => passes(group, filters.text.toLocaleLowerCase().trim()))]));
@@ -225,7 +225,7 @@ function chip(group, [rollout, ended, reward, advantage, , , success], extra = "
 function groupRow(group) {
   const kept = group.titles.length - group.dropped.length;
   return el("tr", {},
-    el("td.n", {}, group.split ? keyOf(group) : group.step), el("td", {}, el("a.item", { href: groupLink(group) }, group.task), group.state === "failed" ? el("span.bad", {}, " failed") : null, group.lost ? el("span.bad", {}, ` ${group.lost} lost`) : null),
+    index.of_traces ? null : el("td.n", {}, group.split ? keyOf(group) : group.step), el("td", {}, el("a.item", { href: groupLink(group) }, group.task), group.state === "failed" ? el("span.bad", {}, " failed") : null, group.lost ? el("span.bad", {}, ` ${group.lost} lost`) : null),
     el("td.asked", {}, group.asked), el("td.n", { "data-label": "criteria" }, group.split && !group.titles.length ? "–" : group.dropped.length ? `${kept} of ${group.titles.length}` : kept),
     el("td.chips", {}, group.rollouts.map((rollout) => chip(group, rollout))), el("td.n", { "data-label": "judge" }, group.dollars ? "$" + group.dollars.toFixed(3) : "–", group.failed_calls ? el("span.bad", {}, ` ${group.failed_calls} failed`) : null));
 }
@@ -382,8 +382,7 @@ const barKind = (turn) => (turn.step === null || !turn.push || sign(turn.advanta
 function turnCard(turn, order, text, here, share, prefix = "t") {
   const gap = turn.step === null;
   const head = el("header", {}, el("a.anchor", { href: here("t" + (order + 1)), title: "Link to this message" }, gap ? (turn.role === "assistant" ? `Turn ${order + 1}` : turn.role) : `Step ${turn.step}`));
-  if (gap) head.append(el("span.muted", {}, " no action: in no step"));
-  else if (share) {
+  if (!gap && share) {
     const bar = el("i." + barKind(turn));
     bar.style.width = Math.round((turn.push || 0) * 100) + "%";
     head.append(el("span.track", { title: "share of the trajectory's push" }, bar), el("span.push", {}, percent(turn.push)), el("span", { title: "quality: the share that passes of the verdicts that cite it" }, "Q ", el("b", {}, fixed(turn.quality))), el("span", { title: "advantage of each of its tokens" }, "a ", el("b", {}, signed(turn.advantage))));
@@ -392,7 +391,7 @@ function turnCard(turn, order, text, here, share, prefix = "t") {
   head.append(el("span.spring"), el("span.muted", {}, `${plural(turn.tokens, "token")} · ${fixed(turn.generating)} s generating, ${fixed(turn.executing)} s executing`));
   const before = text(turn.before), after = text(turn.after), output = text(turn.observation);
   return el("article.turn" + (gap ? ".isgap" : turn.cited || !share ? "" : ".isuncited"), { id: prefix + (order + 1), "data-step": turn.step }, head,
-    before ? folded(gap ? "Message" : "Reasoning", before, { open: true, kind: "reasoning" }) : null,
+    before ? folded(turn.action === null ? "Message" : "Reasoning", before, { open: true, kind: "reasoning" }) : null,
     turn.action ? copied(el("pre.code", { tabindex: "0" }, colored(text(turn.action))), text(turn.action)) : null,
     after ? folded("After the action", after, { kind: "reasoning" }) : null,
     turn.observation !== null ? folded("Output", output, { open: output.length < 1500, kind: "output" }) : null);

@@ -1,0 +1,118 @@
+"""``draco check``: everything that would stop a run on this machine, all findings at once."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+
+import psutil
+from rich.console import Console
+
+from draco_ray.commands.plan import host_bytes, memory_problems
+from draco_ray.config.machine import memory_bytes
+from draco_ray.config.schema import DracoConfig
+from draco_ray.engine.model_shape import model_shape
+from draco_ray.environments.base import Environment, make_environment
+from draco_ray.errors import ConfigError, DracoError, EnvironmentCrashed
+from draco_ray.lab.planning.memory import GIB
+from draco_ray.lab.planning.step_time import Assumptions
+from draco_ray.terminal import PlainConsole, counted
+from draco_ray.training.checks import CHECKS, Start, check_root, findings
+from draco_ray.training.cluster import address_of
+from draco_ray.training.session import open_judge
+
+JUDGE_SECONDS = 60.0
+"""Time that the judge has for its first answer, unless ``watch.start_seconds`` is set."""
+
+
+def check(config: DracoConfig, console: Console | None = None) -> None:
+    """Check a configuration and print what was found, a line for each finding.
+
+    Raises: ConfigError where there are some.
+    """
+    console = console or PlainConsole()
+    start = Start(config, console)
+    found = findings(start, (*CHECKS, check_root, check_memory, check_world, check_judge))
+    for number, error in enumerate(found, start=1):
+        console.print(f"{number}. {error}")
+    if (address := address_of(config)) is not None:
+        console.print(f"not checked: whether the Ray cluster at {address} has room; the run asks it when it starts")
+    if found:
+        raise ConfigError(f"{counted(len(found), 'finding')} would stop this run")
+    console.print(f"nothing stops this run: {len(start.prompts or ())} training tasks, model {start.config.model.path}")
+
+
+def check_memory(start: Start) -> None:
+    """Learner, engines and Ray fit into memory: of the GPU where they use one, else of this machine."""
+    config = start.config
+    if not start.has_model or address_of(config) is not None:
+        return
+    try:
+        shape = model_shape(config.model.path)
+    except ConfigError as error:
+        start.console.print(f"not checked: memory ({error})")
+        return
+    gpu = 0
+    if config.learner.gpus_per_worker > 0 or config.engine.gpus_per_engine > 0:
+        import torch
+
+        if not torch.cuda.is_available():
+            return  # The check of resources says so.
+        gpu = torch.cuda.get_device_properties(0).total_memory
+    problems = memory_problems(config, shape, gpu, int(Assumptions().reserved_gib * GIB))
+    needed, total, free = host_bytes(config, shape), memory_bytes(), psutil.virtual_memory().available
+    if needed > total:
+        problems.append(
+            f"engines, learner and Ray may take {needed / GIB:.1f} GiB of memory, this machine has {total / GIB:.1f}: "
+            "set learner.gradient_checkpointing=true, or lower engine.kv_cache_gib, learner.micro_batch_tokens or "
+            "agent.max_response_length"
+        )
+    elif needed > free:
+        start.console.print(
+            f"warning: engines, learner and Ray may take {needed / GIB:.1f} GiB of memory, {free / GIB:.1f} are free"
+        )
+    if problems:
+        raise ConfigError("; ".join(problems))
+
+
+def check_world(start: Start) -> None:
+    """A task can be begun: tools and servers start."""
+    config = start.config
+    if start.environment is None or not (tasks := start.environment.tasks(config.data.train_split)):
+        return
+    task = tasks[0]
+    environment = make_environment(config.environment, config.data, name="check")
+    try:
+        asyncio.run(_begin(environment, task, 2 * config.environment.start_timeout_seconds))
+    except DracoError:
+        raise
+    except TimeoutError:
+        raise EnvironmentCrashed(
+            f"environment.use={config.environment.use}: task {task} has not begun in twice "
+            f"environment.start_timeout_seconds={config.environment.start_timeout_seconds:g}; raise it, or see what "
+            "its tools wait for"
+        ) from None
+    except Exception as error:
+        # The environment is the user's code.
+        raise EnvironmentCrashed(
+            f"environment.use={config.environment.use}: task {task} cannot be begun: {type(error).__name__}: {error}"
+        ) from error
+
+
+async def _begin(environment: Environment, task: str, seconds: float) -> None:
+    try:
+        async with asyncio.timeout(seconds):
+            world = await environment.open(task)
+            await world.close()
+    finally:
+        with contextlib.suppress(Exception):
+            await environment.stop()
+
+
+def check_judge(start: Start) -> None:
+    """The judge answers."""
+    watch = start.config.watch
+    seconds = watch.start_seconds or JUDGE_SECONDS
+    config = start.config.model_copy(update={"watch": watch.model_copy(update={"start_seconds": seconds})})
+    with open_judge(config, start.console):
+        pass

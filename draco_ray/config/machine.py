@@ -1,0 +1,69 @@
+"""This machine: cores, memory, bfloat16; what the preset `cpu` takes from it, and the threads of a process."""
+
+from __future__ import annotations
+
+import os
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+GIB = 1 << 30
+BFLOAT16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}
+"""Flags of /proc/cpuinfo, of x86 and of ARM; others compute bfloat16 in float32, slower than float32 itself."""
+
+
+def cores() -> int:
+    """Cores that this process may use, or its container where it has fewer."""
+    found = len(os.sched_getaffinity(0))
+    with suppress(OSError, ValueError):
+        quota, period = map(int, Path("/sys/fs/cgroup/cpu.max").read_text().split())
+        found = min(found, max(1, quota // period))
+    return found
+
+
+def memory_bytes() -> int:
+    """Memory of the machine, or of this container where it has less."""
+    found = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    with suppress(OSError, ValueError):
+        found.append(int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    return min(found)
+
+
+def has_gpu() -> bool:
+    """Whether there is an NVIDIA or AMD GPU."""
+    return any(Path(device).exists() for device in ("/dev/nvidia0", "/dev/kfd"))
+
+
+def has_bfloat16() -> bool:
+    """Whether the CPU has instructions for bfloat16."""
+    with suppress(OSError):
+        return not BFLOAT16_FLAGS.isdisjoint(Path("/proc/cpuinfo").read_text(encoding="utf-8").split())
+    return False
+
+
+def thread_environment(cpus: float) -> dict[str, str]:
+    """Environment variables of a process that computes on ``cpus`` cores, at least one.
+
+    Its threads sleep while they wait for each other: spinning is ten times slower beside busy neighbours.
+    """
+    return {"OMP_NUM_THREADS": str(max(1, int(cpus))), "OMP_WAIT_POLICY": "PASSIVE"}
+
+
+def set_threads(cpus: float) -> None:
+    """Let this process compute as `thread_environment` says; before PyTorch is imported, which reads it once."""
+    os.environ.update(thread_environment(cpus))
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.set_num_threads(max(1, int(cpus)))
+
+
+def cpu_values() -> dict[str, Any]:
+    """Keys of the preset `cpu` that depend on the machine."""
+    memory = memory_bytes() / GIB
+    # Half of the cores each: engines generate while the learner computes.
+    threads = max(1, cores() // 2)
+    return {
+        "model": {"dtype": "bfloat16" if has_bfloat16() else "float32"},
+        "engine": {"cpus_per_engine": threads, "kv_cache_gib": min(8.0, max(0.5, round(memory / 16, 1)))},
+        "learner": {"cpus_per_worker": threads, "micro_batch_tokens": 4096 if memory > 12 else 2048},
+    }

@@ -1,0 +1,198 @@
+"""What would stop a run before anything is started, as one list of checks.
+
+`draco check` prints every finding; `draco train` stops at them; `draco plan` takes those that need no machine.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from rich.console import Console
+
+from draco_ray.algorithm.rules import find_rule
+from draco_ray.config.schema import DracoConfig, LearnerConfig, TrainConfig
+from draco_ray.environments.base import Environment, make_environment
+from draco_ray.errors import ConfigError, DracoError
+from draco_ray.judging.judge_context import model_positions
+from draco_ray.learner.base import find_learner
+from draco_ray.records import Message
+from draco_ray.training.batches import EarlierTasks, TaskOrder
+from draco_ray.training.cluster import LOCAL_JUDGE_SLOTS, address_of
+from draco_ray.training.preflight import (
+    cached_config,
+    check_disk,
+    check_object_store,
+    check_outlives_job,
+    check_resources,
+    check_trainable,
+)
+from draco_ray.training.session import checked_model, say_cut_prompts, usable_prompts, with_environment
+from draco_ray.training.sizes import context_problems
+
+
+@dataclass(slots=True)
+class Start:
+    """A run that is to start: its configuration, and what the checks have found of it."""
+
+    config: DracoConfig
+    """The checks resolve it: the model's path is absolute, the judge knows the environment."""
+    console: Console
+    environment: Environment | None = None
+    has_model: bool = False
+    """Whether the model can be used."""
+    prompts: dict[str, tuple[Message, ...]] | None = None
+    """Of the usable training tasks, by id."""
+    order: TaskOrder | None = None
+
+
+Check = Callable[[Start], None]
+"""Raises DracoError where a run could not start; changes nothing where an earlier check has failed that it needs."""
+
+
+def check_parts(start: Start) -> None:
+    """The parts that are named exist."""
+    algorithm = start.config.algorithm
+    find_rule(algorithm.rule, algorithm.reliability)
+    find_learner(start.config.learner.use)
+
+
+def check_environment(start: Start) -> None:
+    """The environment has the tasks, and says how it is measured."""
+    config = with_environment(start.config)
+    environment = make_environment(config.environment, config.data)
+    environment.tasks(config.data.train_split)
+    if not environment.evaluates:
+        config = _without_evaluator(config, start.console)
+    if config.train.evaluate_before_after:
+        environment.tasks(config.data.eval_split)
+    start.config, start.environment = config, environment
+
+
+def check_model(start: Start) -> None:
+    """The model is here, and can be trained and divided as it is to be."""
+    config = start.config = checked_model(start.config)
+    start.has_model = True
+    if config.learner.use == LearnerConfig().use:
+        check_trainable(config.model.path, config.learner, config.engine.tensor_parallel)
+
+
+def check_context(start: Start) -> None:
+    """The model accepts sequences as long as the rollouts and, if it is its own judge, the judge's prompts."""
+    path = start.config.model.path
+    positions = model_positions(path, cached_config(path))
+    if problems := context_problems(start.config, positions):
+        raise ConfigError("; ".join(problems))
+
+
+def check_prompts(start: Start) -> None:
+    """The chat template can show the tasks to the model, and enough of them are short enough."""
+    config, environment = start.config, start.environment
+    if environment is None or not start.has_model:
+        return
+    prompts = usable_prompts(config, environment, start.console, config.train.prompts_per_step)
+    if config.train.evaluate_before_after:
+        held_out = environment.tasks(config.data.eval_split)[: config.data.eval_tasks]
+        say_cut_prompts(config, environment, held_out, start.console)
+    start.prompts, start.order = prompts, task_order(config, list(prompts))
+
+
+def check_machine(start: Start) -> None:
+    """CPUs, GPUs and Ray's object store suffice where Ray is started here; a cluster is asked once it is joined."""
+    config = start.config
+    if address_of(config) is not None:
+        return
+    check_resources(config, machine := machine_resources(config), [machine])
+    if config.ray.object_store_mib is not None:
+        check_object_store(config, config.ray.object_store_mib << 20)
+
+
+def machine_resources(config: DracoConfig) -> dict[str, float]:
+    """What Ray offers when it is started on this machine."""
+    gpus = 0
+    if config.engine.gpus_per_engine or config.learner.gpus_per_worker or config.judge.local.enabled:
+        import torch
+
+        gpus = torch.cuda.device_count()
+    return {"CPU": max(os.cpu_count() or 1, 2), "GPU": gpus, "judge": LOCAL_JUDGE_SLOTS}
+
+
+def check_root(start: Start) -> None:
+    """A new run directory can be written, outlives the job, and has room for a step."""
+    root = start.config.run.root
+    check_outlives_job(root)
+    if isinstance(root, str):
+        return
+    folder = next(each for each in (root.absolute(), *root.absolute().parents) if each.exists())
+    if not os.access(folder, os.W_OK):
+        raise ConfigError(f"run.root={root}: {folder} cannot be written; set run.root to a folder this user owns")
+    check_disk(start.config, folder)
+
+
+CHECKS: tuple[Check, ...] = (
+    check_parts,
+    check_environment,
+    check_model,
+    check_context,
+    check_prompts,
+    check_machine,
+)
+"""Of every run, in the order in which they need each other."""
+
+
+def findings(start: Start, checks: Sequence[Check]) -> list[DracoError]:
+    """What the checks have found, all of it."""
+    found: list[DracoError] = []
+    for check in checks:
+        try:
+            check(start)
+        except DracoError as error:
+            found.append(error)
+    return found
+
+
+def refuse(found: Sequence[DracoError]) -> None:
+    """Raise what was found: the error itself, or a ConfigError that lists several."""
+    if len(found) == 1:
+        raise found[0]
+    if found:
+        listed = "; ".join(f"({number}) {error}" for number, error in enumerate(found, start=1))
+        raise ConfigError(f"{len(found)} findings stop this run: {listed}")
+
+
+def task_order(config: DracoConfig, tasks: Sequence[str], earlier: Sequence[EarlierTasks] = ()) -> TaskOrder:
+    """The order of a run's tasks. Raises: ConfigError where it is a judge's to say, and there is none."""
+    train = config.train
+    if config.algorithm.reward != "rubric":
+        said = {"skip_solved": "what is solved", "order": "what is easy"}
+        for key in (key for key in said if getattr(train, key) != getattr(TrainConfig(), key)):
+            raise ConfigError(
+                f"train.{key}: a judge's verdicts say {said[key]}, not algorithm.reward={config.algorithm.reward}"
+            )
+    return TaskOrder(
+        tasks,
+        train.prompts_per_step,
+        config.seed,
+        skip_solved=train.skip_solved,
+        behind=train.staleness,
+        order=train.order,
+        earlier=earlier,
+    )
+
+
+def _without_evaluator(config: DracoConfig, console: Console) -> DracoConfig:
+    """The configuration for an environment without an evaluator. Raises: ConfigError where that is the reward."""
+    name = f"environment.use={config.environment.use}"
+    if config.algorithm.reward == "outcome":
+        raise ConfigError(f"algorithm.reward=outcome: {name} has no evaluator; take the reward of a rubric")
+    if not config.train.evaluate_before_after:
+        return config
+    if config.algorithm.reward == "rubric" and not config.judge.self_judge.enabled:
+        console.print(f"{name} has no evaluator: the judge's pass rate on held-out tasks stands in")
+        return config
+    # A judge that is itself trained between the two measurements compares nothing.
+    why = "the policy is its own judge" if config.algorithm.reward == "rubric" else "there is no judge"
+    console.print(f"{name} has no evaluator and {why}: nothing is measured before and after")
+    off = {"evaluate_before_after": False, "evaluate_every": None}
+    return config.model_copy(update={"train": config.train.model_copy(update=off)})

@@ -1,0 +1,134 @@
+"""`draco check` finds everything that stops a run, at once and with what to set; a run stops at the same list."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from draco_ray.cli import main
+from draco_ray.commands import check as command
+from draco_ray.commands.new import new_environment
+from draco_ray.config import machine
+from draco_ray.config.load import load_config
+from draco_ray.errors import ConfigError
+from draco_ray.training.checks import machine_resources
+from draco_ray.training.run import train
+from draco_ray.training.session import checked_model
+from draco_ray.training.sizes import context_problems
+from tests.support.tiny_model import build_tiny_model
+
+
+@pytest.fixture
+def shop(tmp_path: Path) -> list[str]:
+    """The command line's words for a new environment, a tiny model whose template has no tools, and a judge."""
+    folder = tmp_path / "shop"
+    new_environment(folder)
+    model = build_tiny_model(tmp_path / "model")
+    words = [str(folder / "small.yaml"), f"model.path={model}", f"run.root={tmp_path / 'runs'}"]
+    return [*words, "agent.max_prompt_length=1024"]
+
+
+def found(words: list[str], capsys: pytest.CaptureFixture[str]) -> list[str]:
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as ended:
+        main(["check", *words])
+    out, err = capsys.readouterr()
+    lines = [line for line in out.splitlines() if line[:1].isdigit()]
+    assert ended.value.code == (2 if lines else 0), err
+    return lines
+
+
+def test_a_run_that_can_start_has_no_findings(shop: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert found([*shop, "model.chat_template=hermes"], capsys) == []
+
+
+def test_all_findings_come_at_once_with_keys_and_values(
+    shop: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "none")
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    broken = ["environment.slots=48", "environment.slots_per_worker=1", "environment.cpus_per_worker=1"]
+    broken += ["engine.kv_cache_gib=0.00001", "agent.max_response_length=4000"]
+    broken += ["judge.rule_judge.start=false", "judge.model=openai/none", "judge.api_base=http://127.0.0.1:9/v1"]
+    context, template, cpus, cache, judge = found([*shop, *broken, "judge.max_attempts=1"], capsys)[:5]
+    assert "set agent.max_response_length=1024" in context
+    assert "no place for tools" in template
+    assert "set model.chat_template, e.g. to hermes" in template
+    assert "need 98 CPUs" in cpus
+    assert "environment.slots_per_worker=48 and environment.cpus_per_worker=0 fit" in cpus
+    assert "raise engine.kv_cache_gib to 0.1" in cache
+    assert "judge openai/none at http://127.0.0.1:9/v1: unreachable" in judge
+
+
+def test_tools_that_do_not_start_are_found(shop: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tools = tmp_path / "shop" / "tools.py"
+    tools.write_text(tools.read_text() + "\n\ndef reset(task: dict) -> None:\n    raise OSError('no stock room')\n")
+    (line,) = found([*shop, "model.chat_template=hermes"], capsys)
+    assert "cannot be begun" in line
+    assert "no stock room" in line
+
+
+def test_tasks_that_are_too_long_are_found(shop: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = tmp_path / "shop" / "tasks.jsonl"
+    told = [json.loads(line) for line in rows.read_text().splitlines()]
+    for row in told:
+        row["instruction"] *= 200
+    rows.write_text("".join(json.dumps(row) + "\n" for row in told))
+    (line,) = found([*shop, "model.chat_template=hermes"], capsys)
+    assert "2 of 2 training tasks left out" in line
+    assert "agent.max_prompt_length=1024 tokens, the longest has" in line
+
+
+def test_a_missing_model_hides_nothing_else(shop: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    lines = found([*shop, "model.path=/nowhere/at/all", "data.train_split=none", "algorithm.rule=none"], capsys)
+    assert [word for line, word in zip(lines, ("algorithm.rule", "none", "/nowhere"), strict=True) if word in line]
+
+
+def test_a_run_stops_at_the_same_findings(shop: list[str], tmp_path: Path) -> None:
+    config = load_config(shop[0], [*shop[1:], "engine.cpus_per_engine=500", "agent.max_response_length=4000"])
+    with pytest.raises(ConfigError, match=r"^3 findings stop this run: \(1\) agent.max_prompt.* \(3\) .* CPUs"):
+        train(config, Console(quiet=True))
+    assert not (tmp_path / "runs").exists()
+
+
+def test_memory_that_the_machine_does_not_have_is_found(
+    shop: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (line,) = found([*shop, "model.chat_template=hermes", "engine.kv_cache_gib=1000000"], capsys)
+    assert "of memory, this machine has" in line
+    monkeypatch.setattr(command, "host_bytes", lambda *_: machine.memory_bytes() - 1)
+    assert found([*shop, "model.chat_template=hermes"], capsys) == []
+
+
+def test_a_context_that_is_extended_by_hand_is_not_refused() -> None:
+    config = load_config("cpu", ["model.path=x"])
+    assert context_problems(config, 2048) == []
+    assert "agent.max_prompt_length=500 and agent.max_response_length=500" in context_problems(config, 1000)[0]
+    assert context_problems(config, None) == []
+    longer = load_config("cpu", ["model.path=x", "engine.vllm={hf_overrides: {max_position_embeddings: 4096}}"])
+    assert context_problems(longer, 1000) == []
+
+
+def test_the_preset_cpu_fits_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "cores", lambda: 8)
+    monkeypatch.setattr(machine, "memory_bytes", lambda: 8 << 30)
+    monkeypatch.setattr(machine, "has_bfloat16", lambda: False)
+    values = machine.cpu_values()
+    assert values["model"] == {"dtype": "float32"}
+    assert values["engine"] == {"cpus_per_engine": 4, "kv_cache_gib": 0.5}
+    assert values["learner"] == {"cpus_per_worker": 4, "micro_batch_tokens": 2048}
+    config = load_config("cpu")
+    assert config.environment.slots == config.train.prompts_per_step * config.algorithm.group_size
+    assert machine_resources(config)["GPU"] == 0
+
+
+def test_activations_are_kept_where_memory_allows_it(tmp_path: Path) -> None:
+    model = build_tiny_model(tmp_path / "model")
+    for tokens, checkpointing in ((4096, False), (10**12, True)):
+        config = load_config("cpu", [f"model.path={model}", f"learner.micro_batch_tokens={tokens}"])
+        assert checked_model(config).learner.gradient_checkpointing is checkpointing
+    config = load_config("cpu", [f"model.path={model}", "learner.gpus_per_worker=1"])
+    assert checked_model(config).learner.gradient_checkpointing is True
