@@ -183,7 +183,7 @@ def read_run(run: RunDirectory) -> RecordedRun:
             "what they would do to each other at another size is not recorded"
         )
     # Forward and backward of a frozen base cost alike.
-    passes = 2 + (value("learner.kl_coefficient") > 0) + value("learner.gradient_checkpointing")
+    passes = 2 + (value("learner.kl_coefficient") > 0) + (value("learner.gradient_checkpointing") is not False)
     return RecordedRun(
         name=run.path.name,
         setting=_setting(run),
