@@ -176,7 +176,8 @@ def expected_tables(invented: Invented) -> dict[str, dict[str, dict[str, Number]
                 cost / len(row.difficulty) if row and cost is not None else None
             )
             tables["efficiency"][label][title] = row.turns(row.flat) if row else None
-            for mode in Termination:
+            # The word of other environments; AppWorld's are listed whether they occur or not.
+            for mode in set(Termination) - {Termination.FINISHED}:
                 share = 100 * fmean(each.evaluation.termination is mode for each in row.flat) if row else None
                 tables["terminations"][label][f"{title} {mode.value.replace('_', ' ')}"] = share
             for level, name in ((1, "Easy"), (2, "Medium"), (3, "Hard")):
