@@ -205,7 +205,7 @@ def test_seconds_that_are_none_are_named(tmp_path: Path, table: str, column: str
     place = rows.schema.get_field_index(column)
     values = pa.array([value, *rows.column(column).to_pylist()[1:]], rows.schema.types[place])
     write_parquet(file, rows.set_column(place, rows.schema.field(column), values))
-    with pytest.raises(DamagedRun, match=rf"step00002\.parquet: damaged: its column '{column}' holds what is no "):
+    with pytest.raises(DamagedRun, match=rf"step00002\.parquet: damaged: its column '{column}' holds an invalid "):
         read_run(run)
 
 
