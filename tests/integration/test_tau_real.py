@@ -13,10 +13,10 @@ import pytest
 import yaml
 from tokenizers import AddedToken
 
-from draco_ray.benchmarks.tau.episodes import read_episodes
 from draco_ray.benchmarks.tau.evaluate import evaluate_tau
-from draco_ray.benchmarks.tau.installation import HOME_VARIABLE
-from draco_ray.benchmarks.tau.policy import api_policy
+from draco_ray.benchmarks.tau.results import read_episodes
+from draco_ray.benchmarks.tau.server import api_policy
+from draco_ray.benchmarks.tau.tau2_process import HOME_VARIABLE
 from draco_ray.config.schema import DracoConfig
 from draco_ray.records import EpisodeEnd
 from draco_ray.runs.directory import RunDirectory

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from draco_ray.benchmarks.tau.domain import read_domain, short_id
-from draco_ray.benchmarks.tau.environment import TauEnvironment
+from draco_ray.benchmarks.tau.environment import TauEnvironment, read_domain, short_id
 from draco_ray.environments.tools.rows import check_id
 from draco_ray.errors import ConfigError, WorldError
 from draco_ray.training.session import task_prompts
@@ -54,11 +53,11 @@ def test_ids_are_names_of_files() -> None:
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
-        ({"db.json": None}, "retail has no db.json: retail cannot be played; expected a whole checkout"),
+        ({"db.json": None}, "retail has no db.json; expected a whole checkout"),
         ({"db.json": None, "tasks.json": None}, "retail has no db.json, tasks.json"),
         ({"tasks.json": "version https://git-lfs"}, r"not the task files of tau2-bench 1.0.1 \(JSONDecodeError"),
         ({"tasks.json": [{"id": 3}]}, r"not the task files of tau2-bench 1.0.1"),
-        ({"split_tasks.json": {"train": ["0", "9"]}}, "split 'train' lists 1 tasks that tasks.json has not: 9"),
+        ({"split_tasks.json": {"train": ["0", "9"]}}, "split 'train' lists 1 tasks missing in tasks.json: 9"),
     ],
 )
 def test_a_domain_whose_files_cannot_be_used_is_one_line(tmp_path: Path, changed: dict[str, Any], said: str) -> None:
@@ -72,7 +71,7 @@ def test_a_domain_whose_files_cannot_be_used_is_one_line(tmp_path: Path, changed
     [
         (["environment.options.domain=banking"], "domain: Input should be 'retail', 'airline' or 'telecom'"),
         (["environment.options.domane=retail"], "domane: Extra inputs are not permitted"),
-        (["environment.options.user.api_key_env=OPENAI_API_KEY"], "that is the episode's own in an agent's program"),
+        (["environment.options.user.api_key_env=OPENAI_API_KEY"], "the agent program's endpoint uses that variable"),
     ],
 )
 def test_options_that_cannot_be_used_are_one_line(tmp_path: Path, options: list[str], said: str) -> None:
@@ -87,7 +86,7 @@ def test_what_is_missing_is_said_before_anything_starts(tmp_path: Path, monkeypa
     with pytest.raises(ConfigError, match="user simulator: no key in the environment variable TAU2_USER_API_KEY"):
         made(home).tasks("train")
     monkeypatch.setenv("TAU2_USER_API_KEY", USER_KEY)
-    with pytest.raises(ConfigError, match="user.api_base: cannot be told to provider 'anthropic'"):
+    with pytest.raises(ConfigError, match="user.api_base: cannot be set for provider 'anthropic'"):
         made(home, "environment.options.user.model=anthropic/claude").tasks("train")
     bare = write_python(tmp_path / "bare", version=None, package=tmp_path)
     with pytest.raises(ConfigError, match="has no tau2 and is Python 3.*needs 3.12 or later"):

@@ -10,14 +10,18 @@ from typing import Any
 
 import pytest
 
-from draco_ray.benchmarks.tau.episodes import (
+from draco_ray.benchmarks.tau.results import (
     Episode,
+    Measured,
     Tokens,
-    count_episodes,
+    cost_by_role_table,
+    failure_table,
     read_episodes,
     read_judge_tokens,
+    rollout_result,
+    simulation_files,
+    summary,
 )
-from draco_ray.benchmarks.tau.report import cost_by_role_table, failure_table, rollout_result, summary
 from draco_ray.config.schema import DracoConfig
 from draco_ray.errors import TauBenchError
 from draco_ray.lab.evaluation.results import Plan
@@ -161,7 +165,7 @@ def test_a_repeated_episode_counts_once(tmp_path: Path) -> None:
 def test_a_file_that_is_being_written_is_not_read(tmp_path: Path) -> None:
     folder = write(tmp_path / "r", [simulation("task_001", 0)])
     (folder / "simulations" / ".sim_x.json").write_text('{"id": "half')
-    assert count_episodes(folder) == 1
+    assert len(simulation_files(folder)) == 1
     assert read_episodes(folder, ["task_001"], 1)[0].success
 
 
@@ -255,7 +259,7 @@ def test_costs_are_apart_at_configured_prices(tmp_path: Path) -> None:
     assert found["failures"] == {"infrastructure_error (RuntimeError)": 1, "missing": 1}
     assert (found["episodes"], found["successes"], found["infrastructure_errors"], found["missing"]) == (4, 2, 1, 1)
 
-    costs = cost_by_role_table({"DRACO": [found, found]})
+    costs = cost_by_role_table({"DRACO": [Measured.model_validate(found)] * 2})
     cells = dict(zip((column.path for column in costs.columns), costs.rows[0][1], strict=True))
     tokens, paid = cells["agent", "input tokens"], cells["user", "dollars"]
     assert tokens is not None
@@ -265,7 +269,7 @@ def test_costs_are_apart_at_configured_prices(tmp_path: Path) -> None:
     total = cells["together", "dollars"]
     assert total is not None
     assert total.mean == pytest.approx(sum(dollars.values()) / 2)
-    failures = failure_table({"DRACO": [found]})
+    failures = failure_table({"DRACO": [Measured.model_validate(found)]})
     shares = dict(zip((column.path[0] for column in failures.columns), failures.rows[0][1], strict=True))
     assert {kind: cell and cell.mean for kind, cell in shares.items()} == {
         "success": 50.0,
@@ -278,6 +282,6 @@ def test_an_unknown_price_is_no_price(tmp_path: Path) -> None:
     episodes = read_episodes(write(tmp_path / "r", [simulation("task_001", 0)]), ["task_001"], 1)
     found = summary(episodes, Tokens(), "a/model-without-a-price", DracoConfig(), "unknown")
     assert found["costs"]["agent"]["dollars"] is None
-    cells = cost_by_role_table({"x": [found]}).rows[0][1]
+    cells = cost_by_role_table({"x": [Measured.model_validate(found)]}).rows[0][1]
     assert (cells[2], cells[-1]) == (None, None)
     assert cells[5] is not None
