@@ -1,4 +1,4 @@
-"""What tau2's process and the policy's server are told: no key in a word or a file, the right flags, clear refusals."""
+"""The job and environment of tau2's process, and the command of the policy's server: flags, keys and errors."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_the_job_holds_the_papers_numbers_and_no_key(tau2: Tau2, tmp_path: Path)
         ("openai/gpt-5", 1.0, {"temperature": 1.0}),
     ],
 )
-def test_no_temperature_is_said_that_no_request_carries(
+def test_a_temperature_the_model_refuses_is_not_recorded(
     model: str, temperature: float | None, told: dict[str, float], caplog: pytest.LogCaptureFixture
 ) -> None:
     tau_bench = config().tau_bench
@@ -144,7 +144,7 @@ def test_one_variable_cannot_serve_two_roles(tau2: Tau2, tmp_path: Path) -> None
         tau2_environment(config().tau_bench, tau2.home, policy, None, {**KEYS, "agent": "another"}, tmp_path)
 
 
-def test_an_endpoint_the_provider_would_not_hear_of_is_refused(tau2: Tau2, tmp_path: Path) -> None:
+def test_an_endpoint_that_cannot_be_set_is_refused(tau2: Tau2, tmp_path: Path) -> None:
     tau = config(user={"model": "anthropic/claude", "api_base": "http://here"}).tau_bench
     with pytest.raises(ConfigError, match="tau_bench.user.api_base: cannot be set for provider 'anthropic'"):
         tau2_environment(tau, tau2.home, POLICY, SERVED, KEYS, tmp_path)
@@ -211,7 +211,7 @@ def test_qwen25_is_served_with_yarn_and_without_thinking() -> None:
     assert value_after(words, "--served-model-name") == "policy"
 
 
-def test_a_local_model_says_itself_how_long_it_is(tmp_path: Path) -> None:
+def test_the_context_of_a_local_model_is_read_from_its_config(tmp_path: Path) -> None:
     model = model_directory(tmp_path / "m", model_type="qwen2", max_position_embeddings=65536, rope_theta=5e6)
     words = serve_command(DracoConfig(), find_policy(str(model), DracoConfig()), 8123, None)
     rope = json.loads(value_after(words, "--hf-overrides"))["rope_parameters"]
@@ -280,7 +280,7 @@ def test_an_unusable_policy_directory_is_one_line(tmp_path: Path, prepare: Any, 
 
 
 def test_an_adapter_is_served_under_the_names_vllm_looks_for(tmp_path: Path) -> None:
-    """Of a text model inside a wrapper vLLM would pass over the learner's names without a word."""
+    """vLLM silently ignores the learner's tensor names if the text model is inside a wrapper."""
     base = model_directory(tmp_path / "base", architecture="Qwen3_5ForConditionalGeneration", model_type="qwen3_5")
     settings = DracoConfig.model_validate({"model": {"path": str(base)}})
     policy = find_policy(str(adapter_directory(tmp_path / "step00001")), settings)

@@ -22,7 +22,7 @@ from typing import Any, Literal
 
 from pydantic import Field, ValidationError
 
-from draco_ray.benchmarks.tau.results import ENDED_WELL, Simulation, read_simulations
+from draco_ray.benchmarks.tau.results import ENDED_WELL, Episode, read_records
 from draco_ray.benchmarks.tau.tau2_process import (
     DOMAINS,
     JUDGE_KEY,
@@ -48,15 +48,6 @@ from draco_ray.temp_dirs import PrivateTempDir
 
 JOB = "tau2"
 """Field of an open task: the job for `draco_ray.benchmarks.tau.play`, without keys."""
-FILES = {
-    "retail": ("db.json", "policy.md", "tasks.json", "split_tasks.json"),
-    "airline": ("db.json", "policy.md", "tasks.json", "split_tasks.json"),
-    "telecom": (
-        *("db.toml", "user_db.toml", "main_policy.md", "tech_support_manual.md"),
-        *("tasks.json", "split_tasks.json"),
-    ),
-}
-"""Files that tau2 reads of each domain."""
 MAX_ID_LENGTH = 100
 _HOW_AGENTS_ACT = """\
 - The agent serves one customer in the support chat of a company: domain {domain} of τ-bench. The task's text is what \
@@ -95,22 +86,14 @@ class TauOptions(Tree):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DomainTask:
-    """One task as its customer and its agent know it, without evaluation criteria."""
-
-    task_id: str
-    """Usable as a file name."""
-    tau2_id: str
-    scenario: str
-    """The customer's instructions."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Domain:
-    """Tasks by id, and the ids of each split in tau2's order."""
+    """Tasks as their customers know them, without evaluation criteria."""
 
-    tasks: Mapping[str, DomainTask]
+    tasks: Mapping[str, Task]
+    """Id -> task; ids can be file names."""
+    tau2_ids: Mapping[str, str]
     splits: Mapping[str, tuple[str, ...]]
+    """Ids of each split, in tau2's order."""
 
 
 @functools.cache
@@ -120,25 +103,21 @@ def read_domain(home: Path, domain: str) -> Domain:
     Raises: ConfigError: a file is missing or unreadable, or a split lists an unknown task.
     """
     folder = home / DOMAINS / domain
-    if missing := [name for name in FILES[domain] if not (folder / name).is_file()]:
-        raise ConfigError(
-            f"tau2_home {home}: {DOMAINS / domain} has no {', '.join(missing)}; expected a whole checkout of tau2-bench"
-        )
-    found: dict[str, DomainTask] = {}
     try:
-        for row in json.loads((folder / "tasks.json").read_text(encoding="utf-8")):
-            task = DomainTask(task_id=short_id(row["id"]), tau2_id=row["id"], scenario=_scenario(row["user_scenario"]))
-            found[task.task_id] = task
+        rows = json.loads((folder / "tasks.json").read_text(encoding="utf-8"))
+        tau2_ids = {short_id(row["id"]): row["id"] for row in rows}
+        scenarios = {short_id(row["id"]): _scenario(row["user_scenario"]) for row in rows}
         listed = json.loads((folder / "split_tasks.json").read_text(encoding="utf-8"))
         splits = {name: tuple(map(short_id, ids)) for name, ids in listed.items()}
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise ConfigError(
             f"{folder}: not the task files of tau2-bench 1.0.1 ({type(error).__name__}: {error})"
         ) from None
+    tasks = {task_id: Task(task_id=task_id, instruction=scenario) for task_id, scenario in scenarios.items()}
     for name, ids in splits.items():
-        if absent := [task_id for task_id in ids if task_id not in found]:
+        if absent := [task_id for task_id in ids if task_id not in tasks]:
             raise ConfigError(f"{folder}: split {name!r} lists {len(absent)} tasks missing in tasks.json: {absent[0]}")
-    return Domain(tasks=found, splits=splits)
+    return Domain(tasks=tasks, tau2_ids=tau2_ids, splits=splits)
 
 
 def short_id(tau2_id: str) -> str:
@@ -147,7 +126,7 @@ def short_id(tau2_id: str) -> str:
     >>> short_id("17")
     '17'
     >>> short_id("[mms_issue]bad_wifi_calling|data_mode_off[PERSONA:Hard]")
-    'mms_issue_bad_wifi_calling_data_mode_off_PERSONA_Hard-6c9dbe7d'
+    'mms_issue_bad_wifi_calling_data_mode_off_PERSONA_Hard-fc70ec53'
     """
     if re.fullmatch(r"\w[\w.-]*", tau2_id, re.ASCII) and len(tau2_id) <= MAX_ID_LENGTH:
         return tau2_id
@@ -226,10 +205,9 @@ class TauEnvironment(Environment):
 
     def task(self, task_id: str) -> Task:
         """See `Environment`."""
-        task = self._domain.tasks.get(task_id)
-        if task is None:
+        if task_id not in self._domain.tasks:
             raise WorldError(f"domain {self.options.domain}: no task {task_id!r}")
-        return Task(task_id=task_id, instruction=task.scenario)
+        return self._domain.tasks[task_id]
 
     async def open(self, task_id: str) -> TauWorld:
         """See `Environment`."""
@@ -249,7 +227,7 @@ class TauEnvironment(Environment):
             "python": find_python(options.tau2_python, self._home),
             "runner": str(RUNNER),
             "domain": options.domain,
-            "task": self._domain.tasks[task_id].tau2_id,
+            "task": self._domain.tau2_ids[task_id],
             "evaluate": self.ground_truth,
             "seed": options.seed,
             "max_steps": options.max_steps,
@@ -305,20 +283,20 @@ class TauWorld:
         self.task = replace(task, fields={WORKSPACE: str(self._folder.path), JOB: job})
 
     async def act(self, action: str) -> str:
-        """Check that tau2 has written its result; what the program printed says less. Raises: EnvironmentCrashed."""
-        self._simulation()
+        """Check that tau2 has written its result file. Raises: EnvironmentCrashed."""
+        self._episode()
         return ""
 
     async def evaluate(self) -> WorldVerdict:
         """Return tau2's reward. Raises: see `World`."""
         if not self._environment.ground_truth:
             raise WorldError(f"task {self.task.task_id}: the environment was opened without ground truth")
-        simulation = self._simulation()
-        if simulation.termination_reason not in ENDED_WELL:
-            return WorldVerdict(success=False, reward=0.0, failures=(simulation.termination_reason,))
-        reward = simulation.reward_info
+        episode = self._episode()
+        if episode.termination_reason not in ENDED_WELL:
+            return WorldVerdict(success=False, reward=0.0, failures=(episode.termination_reason,))
+        reward = episode.reward_info
         if reward is None:
-            problem = (simulation.info or {}).get("evaluation_error")
+            problem = (episode.info or {}).get("evaluation_error")
             raise EnvironmentCrashed(f"task {self.task.task_id}: tau2 could not evaluate it: {problem}")
         parts = len(reward.reward_breakdown or {})
         return WorldVerdict(
@@ -341,9 +319,9 @@ class TauWorld:
         """Remove the folder."""
         await asyncio.to_thread(self._folder.remove)
 
-    def _simulation(self) -> Simulation:
+    def _episode(self) -> Episode:
         try:
-            (simulation,) = read_simulations(self._kept)
+            (episode,) = read_records(self._kept)
         except (TauBenchError, ValueError) as error:
             raise EnvironmentCrashed(f"task {self.task.task_id}: tau2 left no result file ({error!r})") from None
-        return simulation
+        return episode

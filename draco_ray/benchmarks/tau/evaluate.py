@@ -25,7 +25,7 @@ from draco_ray.benchmarks.tau.results import (
     INFRASTRUCTURE,
     MISSING,
     read_episodes,
-    read_judge_tokens,
+    read_judge_usage,
     rollout_result,
     simulation_files,
     summary,
@@ -98,7 +98,7 @@ def evaluate_tau(
             folder = out / "tau2" / policy.name
             folder.mkdir(parents=True, exist_ok=True)
             episodes = read_episodes(folder, tasks, trials)
-            if any(episode.ended in rerun for episode in episodes):
+            if any(episode.termination_reason in rerun for episode in episodes):
                 try:
                     _run(config, policy, tau2, tasks, folder, out)
                 except KeyboardInterrupt:
@@ -111,7 +111,7 @@ def evaluate_tau(
             (out / "results" / f"{policy.name}.jsonl").unlink(missing_ok=True)
             for episode in episodes:
                 directory.add(policy.name, rollout_result(episode, price))
-            found[policy.name] = summary(episodes, read_judge_tokens(folder), policy.model, config, tau2.commit)
+            found[policy.name] = summary(episodes, read_judge_usage(folder), policy.model, config, tau2.commit)
             _log_lost(policy.name, found[policy.name])
             directory.check_lost(max_lost_share)
         directory.write_summary({"label": directory.plan.label, "measurements": found})

@@ -10,7 +10,7 @@ import json
 import os
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -30,7 +30,8 @@ ENDED_WELL = ("user_stop", "agent_stop")
 """tau2 grades only these; any other ending is a failure."""
 TOLERANCE = 1e-6
 """Largest distance from 1 of a reward that counts as success, as in tau2."""
-ROLES = ("agent", "user", "judge")
+Role = Literal["agent", "user", "judge"]
+ROLES: tuple[Role, ...] = ("agent", "user", "judge")
 ENDS = {
     "user_stop": EpisodeEnd.FINISHED,
     "agent_stop": EpisodeEnd.FINISHED,
@@ -38,35 +39,6 @@ ENDS = {
     "context_window_exceeded": EpisodeEnd.RESPONSE_LIMIT,
 }
 """tau2's termination reason -> ours; any other is a server error."""
-
-
-@dataclass(frozen=True, slots=True)
-class Tokens:
-    """Tokens of one role's calls."""
-
-    input: int = 0
-    output: int = 0
-
-    def __add__(self, other: Tokens) -> Tokens:
-        return Tokens(self.input + other.input, self.output + other.output)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Episode:
-    """One trial of one task."""
-
-    task_id: str
-    trial: int
-    success: bool
-    ended: str
-    """tau2's termination reason, or ``missing``."""
-    failure: str | None
-    """The failed parts of the reward (``DB``, ``ACTION``, ``NL_ASSERTION``), or how it ended; None: success."""
-    turns: int = 0
-    """Agent calls; 0 if the record has no messages."""
-    agent: Tokens = Tokens()
-    user: Tokens = Tokens()
-    seconds: float = 0.0
 
 
 class _Usage(BaseModel):
@@ -92,21 +64,51 @@ class Reward(BaseModel):
 
     @property
     def failed_parts(self) -> tuple[str, ...]:
-        """Names of the parts below 1, e.g. ``DB``, sorted."""
+        """Names of the parts below 1 (``DB``, ``ACTION``, ``NL_ASSERTION``), sorted."""
         return tuple(sorted(part for part, value in (self.reward_breakdown or {}).items() if value < 1 - TOLERANCE))
 
 
-class Simulation(BaseModel):
-    """The fields that are read of tau2's record of an episode."""
+class Episode(BaseModel):
+    """One trial of one task: the fields that are read of tau2's record."""
 
     task_id: str
     trial: int
     timestamp: str
     duration: float = 0.0
     termination_reason: str
+    """tau2's, or ``missing`` if it has no record."""
     reward_info: Reward | None = None
     messages: list[_Message] | None = None
     info: dict[str, Any] | None = None
+
+    @property
+    def success(self) -> bool:
+        """Whether the task is solved."""
+        return self.reward_info is not None and self.reward_info.success
+
+    @property
+    def failure(self) -> str | None:
+        """The failed parts of the reward, or how the episode ended; None: success."""
+        if self.success:
+            return None
+        if self.termination_reason in ENDED_WELL:
+            return "+".join(self.reward_info.failed_parts if self.reward_info else ()) or "ungraded"
+        kind = (self.info or {}).get("error_type")
+        lost = self.termination_reason == INFRASTRUCTURE
+        return f"{INFRASTRUCTURE} ({kind})" if lost and kind else self.termination_reason
+
+    def usage(self, role: str) -> Usage:
+        """Calls and tokens of ``assistant`` or ``user``."""
+        # tau2's greeting is no call of the agent: it has no usage.
+        return _total(each.usage for each in self.messages or () if each.role == role and each.usage)
+
+
+def _total(usages: Iterable[_Usage]) -> Usage:
+    counts = [
+        Usage(calls=1, requests=1, input_tokens=each.prompt_tokens, output_tokens=each.completion_tokens)
+        for each in usages
+    ]
+    return sum(counts, start=Usage())
 
 
 def simulation_files(folder: Path) -> list[Path]:
@@ -114,7 +116,7 @@ def simulation_files(folder: Path) -> list[Path]:
     return sorted((folder / "simulations").glob("[!.]*.json"))
 
 
-def read_simulations(folder: Path) -> list[Simulation]:
+def read_records(folder: Path) -> list[Episode]:
     """Read ``simulations/*.json`` (tau2's directory format), or else the episodes in ``results.json``.
 
     Raises:
@@ -123,9 +125,9 @@ def read_simulations(folder: Path) -> list[Simulation]:
     files, single = simulation_files(folder), folder / "results.json"
     try:
         if files or not single.is_file():
-            return [Simulation.model_validate_json(path.read_bytes()) for path in files]
+            return [Episode.model_validate_json(path.read_bytes()) for path in files]
         content = json.loads(single.read_text(encoding="utf-8"))
-        return [Simulation.model_validate(each) for each in content.get("simulations") or []]
+        return [Episode.model_validate(each) for each in content.get("simulations") or []]
     except (OSError, ValueError, AttributeError) as error:
         reason = error.errors()[0]["msg"] if isinstance(error, ValidationError) else str(error)
         raise TauBenchError(
@@ -138,72 +140,43 @@ def read_episodes(folder: Path, tasks: Sequence[str], trials: int) -> list[Episo
     """Read every planned episode, task by task; one without a record has failed as ``missing``.
 
     Args:
-        folder: tau2's results, see `read_simulations`.
+        folder: tau2's results, see `read_records`.
 
     Raises:
         TauBenchError: a file cannot be read, or holds an episode that was not planned.
     """
-    found: dict[tuple[str, int], Simulation] = {}
+    found: dict[tuple[str, int], Episode] = {}
     # An episode has several records if it was retried after an infrastructure error, or if the process was killed.
     # The earliest counts, those without an infrastructure error first.
-    for simulation in sorted(
-        read_simulations(folder), key=lambda each: (each.termination_reason == INFRASTRUCTURE, each.timestamp)
-    ):
-        if simulation.task_id not in tasks or not 0 <= simulation.trial < trials:
+    records = read_records(folder)
+    for record in sorted(records, key=lambda each: (each.termination_reason == INFRASTRUCTURE, each.timestamp)):
+        if record.task_id not in tasks or not 0 <= record.trial < trials:
             raise TauBenchError(
-                f"{folder}: holds {simulation.task_id}, trial {simulation.trial}, which was not asked for; expected "
+                f"{folder}: holds {record.task_id}, trial {record.trial}, which was not asked for; expected "
                 f"{len(tasks)} tasks with {trials} trials; give other runs a folder of their own"
             )
-        found.setdefault((simulation.task_id, simulation.trial), simulation)
-    return [_episode(task, trial, found.get((task, trial))) for task in tasks for trial in range(trials)]
+        found.setdefault((record.task_id, record.trial), record)
+    return [
+        found.get((task, trial)) or Episode(task_id=task, trial=trial, timestamp="", termination_reason=MISSING)
+        for task in tasks
+        for trial in range(trials)
+    ]
 
 
-def read_judge_tokens(folder: Path) -> Tokens:
+def read_judge_usage(folder: Path) -> Usage:
     """Sum the tokens of all judge calls, including those of episodes that were retried."""
     file = folder / "judge_calls.jsonl"
     if not file.is_file():
-        return Tokens()
+        return Usage()
     # A process that was killed may have left half a line at the end.
     lines = file.read_text(encoding="utf-8").split("\n")[:-1]
-    return _sum(_Usage.model_validate(json.loads(line)["usage"] or {}) for line in lines)
-
-
-def _episode(task: str, trial: int, simulation: Simulation | None) -> Episode:
-    if simulation is None:
-        return Episode(task_id=task, trial=trial, success=False, ended=MISSING, failure=MISSING)
-    success = simulation.reward_info is not None and simulation.reward_info.success
-    # tau2's greeting is no call of the agent: it has no usage.
-    calls = [(each.role, each.usage) for each in simulation.messages or [] if each.usage is not None]
-    agent = [usage for role, usage in calls if role == "assistant"]
-    return Episode(
-        task_id=task,
-        trial=trial,
-        success=success,
-        ended=simulation.termination_reason,
-        failure=None if success else _failure(simulation),
-        turns=len(agent),
-        agent=_sum(agent),
-        user=_sum(usage for role, usage in calls if role == "user"),
-        seconds=simulation.duration,
-    )
-
-
-def _failure(simulation: Simulation) -> str:
-    if simulation.termination_reason == INFRASTRUCTURE:
-        kind = (simulation.info or {}).get("error_type")
-        return f"{INFRASTRUCTURE} ({kind})" if kind else INFRASTRUCTURE
-    if simulation.termination_reason not in ENDED_WELL:
-        return simulation.termination_reason
-    return "+".join(simulation.reward_info.failed_parts if simulation.reward_info else ()) or "ungraded"
-
-
-def _sum(usages: Iterable[_Usage]) -> Tokens:
-    return sum((Tokens(each.prompt_tokens, each.completion_tokens) for each in usages), start=Tokens())
+    return _total(_Usage.model_validate(json.loads(line)["usage"] or {}) for line in lines)
 
 
 def rollout_result(episode: Episode, price: Price | None) -> RolloutResult:
     """Convert an episode to the result that every benchmark stores; ``price`` is the policy's."""
-    lost = episode.ended in (INFRASTRUCTURE, MISSING)
+    failure, usage = episode.failure, episode.usage("assistant")
+    lost = episode.termination_reason in (INFRASTRUCTURE, MISSING)
     return RolloutResult(
         evaluation=Evaluation(
             task_id=episode.task_id,
@@ -211,62 +184,56 @@ def rollout_result(episode: Episode, price: Price | None) -> RolloutResult:
             success=episode.success,
             passed_tests=int(episode.success),
             total_tests=1,
-            turns=episode.turns,
-            ended=ENDS.get(episode.ended, EpisodeEnd.SERVER_ERROR),
-            failures=(() if episode.failure is None else (episode.failure,)) + ((LOST,) if lost else ()),
+            turns=usage.calls,
+            ended=ENDS.get(episode.termination_reason, EpisodeEnd.SERVER_ERROR),
+            failures=(() if failure is None else (failure,)) + ((LOST,) if lost else ()),
         ),
-        usage=Usage(
-            calls=episode.turns,
-            requests=episode.turns,
-            input_tokens=episode.agent.input,
-            output_tokens=episode.agent.output,
-            dollars=_dollars(price, episode.agent),
-        ),
-        seconds=episode.seconds,
-        error=episode.failure if lost else None,
+        usage=replace(usage, dollars=_dollars(price, usage)),
+        seconds=episode.duration,
+        error=failure if lost else None,
     )
 
 
 def summary(
-    episodes: Sequence[Episode], judge: Tokens, policy_model: str, config: DracoConfig, commit: str
+    episodes: Sequence[Episode], judge: Usage, policy_model: str, config: DracoConfig, commit: str
 ) -> dict[str, Any]:
     """Costs and failures of one measurement, as JSON.
 
     Args:
         episodes: every planned one.
-        judge: tokens of all judge calls.
+        judge: usage of all judge calls.
         policy_model: model name for the price.
         commit: of tau2-bench, which decides how episodes are graded.
     """
     tau = config.tau_bench
     used = {
-        "agent": (policy_model, sum((episode.agent for episode in episodes), start=Tokens())),
-        "user": (tau.user.model, sum((episode.user for episode in episodes), start=Tokens())),
+        "agent": (policy_model, sum((episode.usage("assistant") for episode in episodes), start=Usage())),
+        "user": (tau.user.model, sum((episode.usage("user") for episode in episodes), start=Usage())),
         "judge": (tau.judge.model, judge),
     }
     failures = Counter(episode.failure for episode in episodes if episode.failure is not None)
     return {
         "episodes": len(episodes),
         "successes": sum(episode.success for episode in episodes),
-        "infrastructure_errors": sum(episode.ended == INFRASTRUCTURE for episode in episodes),
+        "infrastructure_errors": sum(episode.termination_reason == INFRASTRUCTURE for episode in episodes),
         "missing": failures[MISSING],
         "failures": dict(failures.most_common()),
         "costs": {
             role: {
                 "model": model,
-                "input_tokens": tokens.input,
-                "output_tokens": tokens.output,
-                "dollars": _dollars(find_price(model, config.judge.prices), tokens),
+                "input_tokens": usage.input_tokens,
+                "output_tokens": usage.output_tokens,
+                "dollars": _dollars(find_price(model, config.judge.prices), usage),
             }
-            for role, (model, tokens) in used.items()
+            for role, (model, usage) in used.items()
         },
         "trials": tau.trials,
         "tau2_commit": commit,
     }
 
 
-def _dollars(price: Price | None, tokens: Tokens) -> float | None:
-    return None if price is None else price_of(price, tokens.input, 0, tokens.output)
+def _dollars(price: Price | None, usage: Usage) -> float | None:
+    return None if price is None else price_of(price, usage.input_tokens, 0, usage.output_tokens)
 
 
 class Measured(BaseModel):
@@ -276,7 +243,7 @@ class Measured(BaseModel):
     episodes: Several
     successes: Count
     failures: dict[OneLine, Count]
-    costs: Annotated[dict[Literal["agent", "user", "judge"], RoleCost], Field(min_length=3)]
+    costs: Annotated[dict[Role, RoleCost], Field(min_length=3)]
 
     @model_validator(mode="after")
     def _adds_up(self) -> Measured:
@@ -315,7 +282,7 @@ def cost_by_role_table(summaries: Mapping[str, Sequence[Measured]]) -> Table:
         passes = sum(each.trials for each in measured)
         values: list[float | None] = []
         for role in ROLES:
-            costs = [each.costs[role] for each in measured]  # type: ignore[index]
+            costs = [each.costs[role] for each in measured]
             values += [sum(each.input_tokens for each in costs), sum(each.output_tokens for each in costs)]
             values.append(sum_known(each.dollars for each in costs))
         values.append(sum_known(values[2::3]))

@@ -170,6 +170,18 @@ def hide_environment() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
 
 
+def episode_settings(job: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of tau2's TextRunConfig that evaluation and training have in common."""
+    agent, user = job["agent"], job["user"]
+    models = {
+        "llm_agent": agent["model"],
+        "llm_args_agent": agent["args"],
+        "llm_user": user["model"],
+        "llm_args_user": user["args"],
+    }
+    return {**models, **{name: job[name] for name in ("domain", "max_steps", "seed")}}
+
+
 def run(job: dict[str, Any]) -> None:
     """Run the episodes that are not in the job's result folder yet. Raises: Stopped: a part of tau2 is missing."""
     simulation, helpers, batch, evaluator, embedder, cache, sandbox = load(
@@ -180,18 +192,12 @@ def run(job: dict[str, Any]) -> None:
     use_embedder(embedder, cache, job)
     confine_shell(sandbox, job["unreadable"])
     config = simulation.TextRunConfig(
-        domain=job["domain"],
+        **episode_settings(job),
         retrieval_config=job["retrieval"],
-        llm_agent=job["agent"]["model"],
-        llm_args_agent=job["agent"]["args"],
-        llm_user=job["user"]["model"],
-        llm_args_user=job["user"]["args"],
         num_trials=job["trials"],
-        max_steps=job["max_steps"],
         max_concurrency=job["concurrency"],
         max_retries=job["episode_retries"],
         timeout=job["episode_timeout_seconds"],
-        seed=job["seed"],
         auto_resume=True,
         workers=0,
     )
@@ -213,16 +219,7 @@ def play(job: dict[str, Any]) -> str:
     simulations, helpers, build, progress = load(
         "data_model.simulation", "runner.helpers", "runner.build", "runner.progress"
     )
-    config = simulations.TextRunConfig(
-        domain=job["domain"],
-        llm_agent=job["agent"]["model"],
-        llm_args_agent=job["agent"]["args"],
-        llm_user=job["user"]["model"],
-        llm_args_user=job["user"]["args"],
-        num_trials=1,
-        max_steps=job["max_steps"],
-        seed=job["seed"],
-    )
+    config = simulations.TextRunConfig(**episode_settings(job), num_trials=1)
     (task,) = helpers.get_tasks(job["domain"], task_ids=[job["task"]])
     if not job["evaluate"]:
         task = task.model_copy(update={"evaluation_criteria": None})
