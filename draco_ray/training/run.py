@@ -37,7 +37,7 @@ from draco_ray.terminal import PlainConsole
 from draco_ray.training.batches import EarlierTasks, TaskOrder
 from draco_ray.training.cluster import address_of, head_failure
 from draco_ray.training.engines import unless_lost
-from draco_ray.training.memory import NodeMemory, PeakMemory, node_memory
+from draco_ray.training.memory import PeakMemory
 from draco_ray.training.preflight import (
     check_disk,
     check_outlives_job,
@@ -320,13 +320,9 @@ async def _run(
 ) -> None:
     """Start the actors, train, and report before and after."""
     started, last = time.time(), _steps(config, order)
-    nodes = NodeMemory()
 
     async def work() -> None:
-        async with (
-            training_session(config, judge, prompts, order, run, start, console) as session,
-            node_memory(nodes, joined=address_of(config) is not None),
-        ):
+        async with training_session(config, judge, prompts, order, run, start, console) as session:
             console.print(f"actors ready in {time.time() - started:.0f}s")
             training = _train_and_measure(session, start.step, last, config.train.evaluate_every)
             await unless_lost(training, session.actors.fleet.failure())
@@ -334,7 +330,7 @@ async def _run(
     with _said_at_once(console), PeakMemory() as memory:
         async with _head_watched(console) as head:
             await unless_lost(work(), asyncio.shield(head))
-    used = f"{memory.peak_bytes / 2**30:.1f} GiB {'of the driver, on its nodes ' if str(nodes) else 'in all'}{nodes}"
+    used = f"{memory.peak_bytes / 2**30:.1f} GiB {'in all' if address_of(config) is None else 'of the driver'}"
     console.print(f"done in {time.time() - started:.0f}s, peak memory {used}: {run.path}")
     console.print(f"its page: draco report {shlex.quote(str(run.path))}")
 

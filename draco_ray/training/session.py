@@ -35,6 +35,7 @@ from draco_ray.runs.directory import RunDirectory
 from draco_ray.training.actors import Actors
 from draco_ray.training.advantage_computer import start_advantage_computer
 from draco_ray.training.batches import Batches, RecordedRollouts, TaskOrder
+from draco_ray.training.capacity import pending_demand, release_start_lock
 from draco_ray.training.cluster import connect, unless_gone
 from draco_ray.training.engines import WeightSync, engines_asleep
 from draco_ray.training.held_out import BeforeAfter, JudgedBeforeAfter, Tell
@@ -42,7 +43,6 @@ from draco_ray.training.observer import RunObserver, StepWatch
 from draco_ray.training.preflight import check_judge_context
 from draco_ray.training.progress import StepProgress, most_phases, shown, watch_judge
 from draco_ray.training.resume import StartPoint
-from draco_ray.training.room import begun, unplaced
 from draco_ray.training.trainer import Trainer
 from draco_ray.training.watchdog import Pending, in_time, watch_quiet
 
@@ -355,7 +355,7 @@ async def training_session(
 
         async def begin() -> None:
             await _start(config, actors, learner, pending)
-            begun()
+            release_start_lock()
             if start.step:
                 with pending.of("sync of the adapter to the engines"):
                     await weights.publish(start.step)
@@ -384,7 +384,7 @@ async def training_session(
             console=console,
         )
         await parts.enter_async_context(_beside(watch_judge(actors.judge_pause, progress, console)))
-        await parts.enter_async_context(_beside(watch_quiet(pending, config.watch.quiet_seconds, said, unplaced)))
+        await parts.enter_async_context(_beside(watch_quiet(pending, config.watch.quiet_seconds, said, pending_demand)))
         trainer = Trainer(
             config,
             batches=Batches(prompts, order, pipeline, recorded),
@@ -455,7 +455,7 @@ async def started(
     config: DracoConfig,
     pending: Pending,
     console: Console,
-    why: Callable[[], str] = unplaced,
+    why: Callable[[], str] = pending_demand,
 ) -> None:
     """Do what starts a run, and say what it waits for whenever nothing has happened for a while.
 

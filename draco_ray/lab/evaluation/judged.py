@@ -23,10 +23,10 @@ from draco_ray.runs.directory import RunDirectory, sole_driver
 from draco_ray.runs.evaluations import JudgedRates, judged_rates
 from draco_ray.terminal import PlainConsole
 from draco_ray.training.actors import Actors
+from draco_ray.training.capacity import release_start_lock
 from draco_ray.training.held_out import JudgedBeforeAfter
 from draco_ray.training.progress import StepProgress
 from draco_ray.training.resume import config_changes
-from draco_ray.training.room import begun
 from draco_ray.training.session import (
     checked_model,
     open_judge,
@@ -112,7 +112,7 @@ async def _judge(
     rates = {}
     try:
         await start_actors(actors, config, console)
-        begun()
+        release_start_lock()
         for checkpoint in policy.checkpoints:
             if checkpoint.adapter is not None:
                 await actors.fleet.load(ray.put(load_adapter(checkpoint)))

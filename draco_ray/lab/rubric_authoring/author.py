@@ -53,9 +53,9 @@ from draco_ray.runs.directory import RunDirectory
 from draco_ray.runs.remote.place import place_of
 from draco_ray.terminal import PlainConsole
 from draco_ray.training.actors import Actors
+from draco_ray.training.capacity import release_start_lock
 from draco_ray.training.preflight import check_outlives_job
 from draco_ray.training.progress import StepProgress
-from draco_ray.training.room import begun
 from draco_ray.training.session import (
     checked_model,
     open_judge,
@@ -166,7 +166,7 @@ class RubricAuthor:
         self._actors = Actors(self._config, self._judge, self._run, self._name)
         try:
             await start_actors(self._actors, self._config, self._console)
-            begun()
+            release_start_lock()
             members, sets = await self._propose()
             rubric = await self._reduce(sets)
             measured = await self._measure(rubric, members)
