@@ -16,12 +16,11 @@ from typing import Any, TypeVar
 import ray
 
 from draco_ray.config.schema import DracoConfig, EngineConfig, JudgeConfig, LearnerConfig
+from draco_ray.judging.actors import start_judge_limiter, start_replies
 from draco_ray.judging.judge import CallContext
-from draco_ray.judging.limiter_actor import start_judge_limiter
 from draco_ray.judging.local.actor import start_judge_servers
 from draco_ray.judging.phases.base import Question
 from draco_ray.judging.pool import JudgePool
-from draco_ray.judging.replies_actor import start_replies
 from draco_ray.judging.worker import PolicyJudge, judge_starter
 from draco_ray.records import Judged
 from draco_ray.traces.keeping import JudgingRun

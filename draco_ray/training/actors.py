@@ -14,12 +14,11 @@ from draco_ray.config.schema import DracoConfig, JudgeConfig
 from draco_ray.engine.actor import EngineClient, start_policy_engines
 from draco_ray.engine.fleet import EngineFleet
 from draco_ray.engine.tokenizer import load_tokenizer
+from draco_ray.judging.actors import requests_name, start_judge_limiter, start_replies
 from draco_ray.judging.judge_context import context_tokens, uses_self_judge
-from draco_ray.judging.limiter_actor import requests_name, start_judge_limiter
 from draco_ray.judging.local.actor import start_judge_servers
 from draco_ray.judging.outage import Pause
 from draco_ray.judging.pool import JudgePool
-from draco_ray.judging.replies_actor import start_replies
 from draco_ray.judging.worker import PolicyJudge, judge_starter
 from draco_ray.rollout.pool import RolloutPool, RolloutWorkers
 from draco_ray.rollout.tokens import EnginePolicies
