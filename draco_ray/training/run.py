@@ -23,10 +23,8 @@ from rich.console import Console
 from draco_ray.algorithm.rules import find_rule
 from draco_ray.config.effect import check_training
 from draco_ray.config.load import dump_config, load_config
-from draco_ray.config.schema import DracoConfig, JudgeConfig, LearnerConfig, TrainConfig
-from draco_ray.environments.base import make_environment
+from draco_ray.config.schema import DracoConfig, LearnerConfig, TrainConfig
 from draco_ray.errors import ClusterError, ConfigError
-from draco_ray.interruption import ended_as_interrupted
 from draco_ray.learner.base import find_learner
 from draco_ray.observability.logs import start_run_log, stop_run_log
 from draco_ray.records import Message
@@ -48,14 +46,11 @@ from draco_ray.training.preflight import (
 from draco_ray.training.resume import StartPoint, adopt_config, adopt_tasks, rewind
 from draco_ray.training.session import (
     TrainingSession,
-    checked_model,
-    open_judge,
-    ray_session,
+    opened,
+    resolve_config,
     say_cut_prompts,
-    stopped_plainly,
     training_session,
     usable_prompts,
-    with_environment,
 )
 
 
@@ -216,8 +211,7 @@ def _resume(
 
 def _checked(config: DracoConfig, console: Console) -> tuple[DracoConfig, dict[str, tuple[Message, ...]], TaskOrder]:
     """The configuration as it is run, the prompts of usable tasks, and their order."""
-    config = with_environment(config)
-    environment = make_environment(config.environment, config.data)
+    config, environment = resolve_config(config)
     environment.tasks(config.data.train_split)
     if not environment.evaluates:
         config = _without_evaluator(config, console)
@@ -226,7 +220,6 @@ def _checked(config: DracoConfig, console: Console) -> tuple[DracoConfig, dict[s
         held_out = environment.tasks(config.data.eval_split)[: config.data.eval_tasks]
     find_rule(config.algorithm.rule, config.algorithm.reliability)
     find_learner(config.learner.use)
-    config = checked_model(config)
     if config.learner.use == LearnerConfig().use:
         check_trainable(config.model.path, config.learner, config.engine.tensor_parallel)
     prompts = usable_prompts(config, environment, console)
@@ -267,8 +260,7 @@ def _without_evaluator(config: DracoConfig, console: Console) -> DracoConfig:
     # A judge that is itself trained between the two measurements compares nothing.
     why = "the policy is its own judge" if config.algorithm.reward == "rubric" else "there is no judge"
     console.print(f"{name} has no evaluator and {why}: nothing is measured before and after")
-    off = {"evaluate_before_after": False, "evaluate_every": None}
-    return config.model_copy(update={"train": config.train.model_copy(update=off)})
+    return config.updated(train={"evaluate_before_after": False, "evaluate_every": None})
 
 
 def _steps(config: DracoConfig, order: TaskOrder) -> int:
@@ -295,15 +287,8 @@ def _train(
     check_replies(config, run.path)
     start_run_log(run.path)
     try:
-        with (
-            stopped_plainly(run, console, resumable=True),
-            ended_as_interrupted(),
-            open_judge(config, console) as judge,
-            ray_session(config, console),
-        ):
-            if judge.cache is None:
-                judge = judge.model_copy(update={"cache": run.judge_cache})
-            asyncio.run(_run(config, judge, prompts, order, run, start, console))
+        with opened(config, run, console, resumable=True) as final:
+            asyncio.run(_run(final, prompts, order, run, start, console))
     finally:
         stop_run_log()
     return run.path
@@ -311,7 +296,6 @@ def _train(
 
 async def _run(
     config: DracoConfig,
-    judge: JudgeConfig,
     prompts: Mapping[str, tuple[Message, ...]],
     order: TaskOrder,
     run: RunDirectory,
@@ -322,7 +306,7 @@ async def _run(
     started, last = time.time(), _steps(config, order)
 
     async def work() -> None:
-        async with training_session(config, judge, prompts, order, run, start, console) as session:
+        async with training_session(config, prompts, order, run, start, console) as session:
             console.print(f"actors ready in {time.time() - started:.0f}s")
             training = _train_and_measure(session, start.step, last, config.train.evaluate_every)
             await unless_lost(training, session.actors.fleet.failure())

@@ -14,13 +14,14 @@ from typing import TYPE_CHECKING, Any
 import ray
 from rich.console import Console
 
-from draco_ray.config.schema import DracoConfig, JudgeConfig, LearnerConfig
+from draco_ray.config.schema import DracoConfig, LearnerConfig
 from draco_ray.engine.actor import EngineClient
 from draco_ray.engine.model_directory import check_model_directory
 from draco_ray.engine.tokenizer import load_tokenizer
 from draco_ray.environments.base import Environment, find_environment, make_environment
 from draco_ray.environments.tools.rows import check_id
 from draco_ray.errors import BudgetSpent, ClusterError, ConfigError, DracoError, RunStopped
+from draco_ray.interruption import ended_as_interrupted
 from draco_ray.judging.endpoint import introduced
 from draco_ray.judging.judge_context import api_warning
 from draco_ray.judging.static_rubric import load_static_rubric
@@ -58,29 +59,28 @@ STALE_IMPORTANCE_CAP = 2.0
 
 
 def checked_model(config: DracoConfig) -> DracoConfig:
-    """The configuration with a model that can be used, its path absolute if it is a directory.
+    """Check the model, and make its path absolute if it is a directory.
 
     Raises:
         ConfigError: the model cannot be used.
     """
     check_model_directory(config.model.path)
-    if not Path(config.model.path).is_dir():
-        return config
+    path = Path(config.model.path)
     # Workers need not share this process's working directory.
-    model = config.model.model_copy(update={"path": str(Path(config.model.path).resolve())})
-    return config.model_copy(update={"model": model})
+    return config.updated(model={"path": str(path.resolve())}) if path.is_dir() else config
 
 
-def with_environment(config: DracoConfig) -> DracoConfig:
-    """The configuration with what the environment says of itself to the judge, so that a run directory tells it too.
+def resolve_config(config: DracoConfig) -> tuple[DracoConfig, Environment]:
+    """The configuration with everything a run needs but the judge's endpoint, and its environment.
+
+    What it adds is written to the run directory too: the model's absolute path, what the environment tells the judge,
+    and the environment's static rubric where the setting uses one.
 
     Raises:
-        ConfigError, WorldError: ``environment.use`` names none, or one that cannot be used; a static rubric is wanted,
-            and there is none.
+        ConfigError, WorldError: ``environment.use`` names no environment that can be used, the model cannot be used,
+            or there is no static rubric.
     """
-    facts, algorithm = config.judge.environment_facts, config.algorithm
-    if facts is None:
-        facts = make_environment(config.environment, config.data).facts
+    algorithm, environment = config.algorithm, make_environment(config.environment, config.data)
     if algorithm.reward == "rubric" and algorithm.rubric == "static":
         static = algorithm.static_rubric or find_environment(config.environment.use).static_rubric
         if static is None:
@@ -89,9 +89,10 @@ def with_environment(config: DracoConfig) -> DracoConfig:
                 "with `draco rubric author CONFIG --out FILE` and set algorithm.static_rubric=FILE"
             )
         load_static_rubric(static)
-        algorithm = algorithm.model_copy(update={"static_rubric": static})
-    judge = config.judge.model_copy(update={"environment_facts": facts})
-    return config.model_copy(update={"judge": judge, "algorithm": algorithm})
+        config = config.updated(algorithm={"static_rubric": static})
+    if config.judge.environment_facts is None:
+        config = config.updated(judge={"environment_facts": environment.facts})
+    return checked_model(config), environment
 
 
 def task_prompts(
@@ -159,40 +160,74 @@ def say_cut_prompts(config: DracoConfig, environment: Environment, tasks: Sequen
 
 
 @contextlib.contextmanager
-def open_judge(config: DracoConfig, console: Console) -> Iterator[JudgeConfig]:
-    """The judge this run asks: the configured one, or the rule judge's server for as long as the block runs.
+def opened(
+    config: DracoConfig, run: RunDirectory, console: Console, *, cache: Path | None = None, resumable: bool = False
+) -> Iterator[DracoConfig]:
+    """Judge and Ray of a run for as long as the block runs, whose errors are raised as by `one_line_errors`.
+
+    Args:
+        config: of `resolve_config`.
+        run: its directory.
+        console: for people.
+        cache: folder of the judge's replies where ``judge.cache`` names none; None: in the run directory.
+        resumable: whether `draco train --resume` can continue the run.
+
+    Yields: the final configuration: with the judge's endpoint and cache.
+    Raises: as `open_judge` and `ray_session`.
+    """
+    with (
+        one_line_errors(run, console, resumable=resumable),
+        ended_as_interrupted(),
+        open_judge(config, console, cache or run.judge_cache) as final,
+        ray_session(final, console),
+    ):
+        yield final
+
+
+@contextlib.contextmanager
+def open_judge(config: DracoConfig, console: Console, cache: Path | None = None) -> Iterator[DracoConfig]:
+    """The configuration with the judge's endpoint and, as ``judge.cache`` where that is null, ``cache``.
+
+    The rule judge's server, where one is wanted, runs for as long as the block.
 
     Raises:
-        ConfigError: the policy is to be its own judge and its context is too short for that.
-        JudgeUnavailable: the configured one refuses us or cannot be reached.
-        ConfigError: a budget, and no price of the model.
+        ConfigError: the policy is to be its own judge and its context is too short for that; or a budget without a
+            price of the model.
+        JudgeUnavailable: the judge refuses us or cannot be reached.
     """
     from draco_ray.judging.build import build_judge
     from draco_ray.judging.pricing import check_budget
 
-    judge = config.judge
+    final = config.updated(judge={"cache": config.judge.cache or cache})
+    judge = final.judge
     if judge.self_judge.enabled or config.algorithm.reward != "rubric":
-        asked = "the policy itself" if config.algorithm.reward == "rubric" else "none is asked"
-        console.print(f"judge: {asked}")
+        which = "the policy itself" if config.algorithm.reward == "rubric" else "none is asked"
+        console.print(f"judge: {which}")
         check_judge_context(config, console)
-        yield judge
-        return
-    if judge.local.enabled:
+    elif judge.local.enabled:
         console.print(f"judge: {judge.model}, served on the cluster")
-        # Its servers are a part of the run: the first worker asks them.
+        # Its servers start with the run: the first judge worker checks them.
         check_budget(judge, judge.model)
-        yield judge
+    elif judge.rule_judge.start:
+        with _rule_judge(config, console) as endpoint:
+            yield final.updated(judge=endpoint)
         return
-    if not judge.rule_judge.start:
+    else:
         console.print(f"judge: {introduced(judge)}")
-        # Here, because a judge that refuses us is known in seconds and everything else takes longer to start.
+        # First, because a judge that refuses us is known in seconds and everything else takes longer to start.
         with shown(console, "asking the judge"):
-            asyncio.run(_asked(build_judge(judge, None), config, console))
+            asyncio.run(_check_judge(build_judge(config.judge, None), config, console))
         if (warning := api_warning(config)) is not None:
             console.print(warning)
-        yield judge
-        return
-    rules = judge.rule_judge
+    yield final
+
+
+@contextlib.contextmanager
+def _rule_judge(config: DracoConfig, console: Console) -> Iterator[dict[str, str]]:
+    """The rule judge's server; yields the judge's configuration that reaches it."""
+    from draco_ray.judging.pricing import check_budget
+
+    rules = config.judge.rule_judge
     noise = rules.model_dump(include={"false_pass", "false_fail", "wrong_step", "missed_criterion"})
     with find("judge.rule_judge", RULE_JUDGE, {})(
         use=rules.use, latency=rules.latency_seconds, noise={**noise, "seed": config.seed}
@@ -200,25 +235,21 @@ def open_judge(config: DracoConfig, console: Console) -> Iterator[JudgeConfig]:
         console.print(f"judge: the offline rule judge (a stand-in for a frontier judge) at {server.base_url}")
         # The server asks for no key, but OpenAI's protocol sends one.
         os.environ.setdefault("DRACO_RULE_JUDGE_KEY", "none")
-        served = {
-            "model": f"openai/{server.model}",
-            "api_base": server.base_url,
-            "api_key_env": "DRACO_RULE_JUDGE_KEY",
-        }
-        check_budget(judge, served["model"])
-        yield judge.model_copy(update=served)
+        model = f"openai/{server.model}"
+        check_budget(config.judge, model)
+        yield {"model": model, "api_base": server.base_url, "api_key_env": "DRACO_RULE_JUDGE_KEY"}
 
 
-async def _asked(judge: Judge, config: DracoConfig, console: Console) -> None:
-    """Make sure that the judge answers. One that hangs may take its time and tries again, which is said."""
+async def _check_judge(judge: Judge, config: DracoConfig, console: Console) -> None:
+    """Check that the judge answers, within ``watch.start_seconds``."""
     pending = Pending()
 
-    async def ask() -> None:
+    async def check() -> None:
         with pending.of("the judge's first answer"):
             await judge.check()
 
-    # Nothing waits for a place: there is no Ray yet.
-    await started(ask(), config, pending, console, why=str)
+    # No resources are pending: there is no Ray yet.
+    await started(check(), config, pending, console, why=str)
 
 
 @contextlib.contextmanager
@@ -233,10 +264,10 @@ def ray_session(config: DracoConfig, console: Console | None = None) -> Iterator
 
 
 @contextlib.contextmanager
-def stopped_plainly(run: RunDirectory, console: Console, *, resumable: bool = False) -> Iterator[None]:
-    """Say where the finished part is when interrupted, and a known error of a remote part in one line.
+def one_line_errors(run: RunDirectory, console: Console, *, resumable: bool = False) -> Iterator[None]:
+    """Raise known errors of remote parts as one line, and an interrupt as SystemExit; print where the run is.
 
-    ``resumable``: whether `draco train --resume` can continue the run, which is then said too.
+    ``resumable``: whether `draco train --resume` can continue the run; the command is then printed too.
     """
     try:
         yield
@@ -305,7 +336,6 @@ class TrainingSession:
 @contextlib.asynccontextmanager
 async def training_session(
     config: DracoConfig,
-    judge: JudgeConfig,
     prompts: Mapping[str, tuple[Message, ...]],
     order: TaskOrder,
     run: RunDirectory,
@@ -315,8 +345,7 @@ async def training_session(
     """Put a training run together, start it, and end it after the block, also where the start failed.
 
     Args:
-        config: the run's.
-        judge: what `open_judge` gave, with a reply cache.
+        config: the final one, of `opened`.
         prompts: of the usable tasks, by task id.
         order: of the tasks.
         run: the run directory.
@@ -334,15 +363,14 @@ async def training_session(
         await parts.enter_async_context(_beside(progress.beat()))
         observer = RunObserver(config, run.path, spent=spent_dollars(run), done=start.step)
         parts.callback(observer.close)
-        name = run.path.name
         learner = find_learner(config.learner.use)(
             config.model, learner_config(config), run=run.path, seed=config.seed, resume_from=start.checkpoint
         )
         parts.push_async_callback(partial(unless_gone, learner.stop))
-        actors = Actors(config, judge, run, name)
+        actors = Actors(config, run)
         parts.push_async_callback(partial(unless_gone, actors.stop))
-        parts.push_async_exit(partial(_drain_within_budget, actors, judge))
-        advantages = start_advantage_computer(config.algorithm, name)
+        parts.push_async_exit(partial(_drain_within_budget, actors, config.judge.request_timeout_seconds))
+        advantages = start_advantage_computer(config.algorithm, run.path.name)
         said = console.print
         weights = WeightSync(
             learner,
@@ -370,7 +398,7 @@ async def training_session(
             actors.judges,
             advantages,
             actors.store,
-            static_rubric=ray.put(Judged(value=_static_rubric(config))),
+            static_rubric=ray.put(Judged(value=static_criteria(config))),
             seed=config.seed,
             watch=watch,
             wait=pending.of,
@@ -421,7 +449,7 @@ def _before_after(
     def prompts(tasks: Sequence[str]) -> dict[str, tuple[Message, ...]]:
         return task_prompts(config, environment, tasks)[0]
 
-    static = _static_rubric(config)
+    static = static_criteria(config)
     return JudgedBeforeAfter(
         config, actors, run, progress, console, prompts=prompts, static=static, tell=tell, wait=wait
     )
@@ -436,7 +464,7 @@ def spent_dollars(run: RunDirectory) -> float:
 def learner_config(config: DracoConfig) -> LearnerConfig:
     """The learner's configuration as it is run: with ``train.staleness`` importance weights are capped."""
     if config.train.staleness and config.learner.importance_cap is None:
-        return config.learner.model_copy(update={"importance_cap": STALE_IMPORTANCE_CAP})
+        return config.updated(learner={"importance_cap": STALE_IMPORTANCE_CAP}).learner
     return config.learner
 
 
@@ -498,13 +526,14 @@ async def _start(config: DracoConfig, actors: Actors, learner: Learner, pending:
         await learn()
 
 
-async def _drain_within_budget(actors: Actors, judge: JudgeConfig, kind: Any, error: Any, trace: Any) -> None:
+async def _drain_within_budget(actors: Actors, seconds: float, kind: Any, error: Any, trace: Any) -> None:
     """When the budget is spent, wait for the replies to requests that were sent within it: they are paid for."""
     if isinstance(error, DracoError | ray.exceptions.RayError) and isinstance(plain_error(error), BudgetSpent):
-        await actors.judges.drain(judge.request_timeout_seconds)
+        await actors.judges.drain(seconds)
 
 
-def _static_rubric(config: DracoConfig) -> tuple[Criterion, ...]:
+def static_criteria(config: DracoConfig) -> tuple[Criterion, ...]:
+    """The criteria of the static rubric, where the setting uses one."""
     algorithm = config.algorithm
     if algorithm.reward != "rubric" or algorithm.rubric != "static" or algorithm.static_rubric is None:
         return ()

@@ -24,7 +24,7 @@ from draco_ray.judging import reply_cache
 from draco_ray.judging.prompts import KEY_FILE
 from draco_ray.judging.reply_cache import FILE, file_system_of
 from draco_ray.runs.directory import RunDirectory
-from draco_ray.training import run
+from draco_ray.training import run, session
 from draco_ray.training.capacity import check_resources
 from draco_ray.training.preflight import (
     SUBMITTED,
@@ -447,9 +447,8 @@ def test_training_on_gpus_that_do_not_divide_a_model_ends_before_anything_starts
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = build_tiny_model(tmp_path / "model")
-    monkeypatch.setattr(run, "with_environment", lambda config: config)
-    environment = SimpleNamespace(tasks=lambda split: [], evaluates=True)
-    monkeypatch.setattr(run, "make_environment", lambda *given: environment)
+    environment = SimpleNamespace(tasks=lambda split: [], evaluates=True, facts="")
+    monkeypatch.setattr(session, "make_environment", lambda *given: environment)
     paper = load_config("qwen3.6-27b", [f"model.path={model}", "engine.tensor_parallel=3", "engine.gpus_per_engine=3"])
     with pytest.raises(ConfigError, match="engine.tensor_parallel=3 does not divide model"):
         run._checked(paper, Console(quiet=True))
@@ -466,9 +465,8 @@ def test_training_a_mixture_of_experts_of_another_family_ends_before_anything_st
     model = build_tiny_model(tmp_path / "model")
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps({**config, "num_experts": 4}))
-    monkeypatch.setattr(run, "with_environment", lambda config: config)
-    environment = SimpleNamespace(tasks=lambda split: [], evaluates=True)
-    monkeypatch.setattr(run, "make_environment", lambda *given: environment)
+    environment = SimpleNamespace(tasks=lambda split: [], evaluates=True, facts="")
+    monkeypatch.setattr(session, "make_environment", lambda *given: environment)
     paper = load_config("qwen3.6-27b", [f"model.path={model}"])
     with pytest.raises(ConfigError, match="a mixture of experts"):
         run._checked(paper, Console(quiet=True))

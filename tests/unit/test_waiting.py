@@ -133,10 +133,10 @@ async def test_a_continued_run_whose_first_sync_hangs_has_not_started(
     monkeypatch.setattr(WeightSync, "publish", hang)
     config = load_config("sandbox", ["watch.start_seconds=3600"])
     run = RunDirectory.create(tmp_path / "run", "")
-    start, judge, order = StartPoint(step=3), config.judge, TaskOrder(["a_1"], 1, seed=0)
+    start, order = StartPoint(step=3), TaskOrder(["a_1"], 1, seed=0)
 
     async def begin() -> None:
-        async with session.training_session(config, judge, {}, order, run, start, Console(quiet=True)):
+        async with session.training_session(config, {}, order, run, start, Console(quiet=True)):
             raise AssertionError
 
     beginning, asked = asyncio.ensure_future(begin()), asyncio.ensure_future(hang.asked.wait())
