@@ -24,7 +24,7 @@ export LITELLM_LOCAL_MODEL_COST_MAP := True
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-gpu setup-verifiers install-check lock lock-hashes lock-gpu world demo demo-real example-shop sample example-desk example-parcels example-hangman bench bench-overlap bench-learner bench-intervals gpu-check ablation bench-noise chaos mutate mutate-method adapters-check frameworks-check check format docs test test-deployment test-all test-fast fuzz-replies clean
+.PHONY: help setup setup-gpu setup-verifiers install-check lock lock-hashes lock-gpu world demo demo-real example-shop sample example-desk example-parcels example-hangman bench bench-overlap bench-learner bench-intervals gpu-check ablation bench-noise chaos mutate mutate-method adapters-check frameworks-check check format docs test test-deployment test-all test-fast fuzz-replies clean release-check
 
 # List the targets.
 help:
@@ -302,6 +302,10 @@ test-all: setup setup-verifiers
 # Build the documentation as a site, below site/; a link that leads nowhere fails it.
 docs: .venv-docs/.ready
 	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --quiet --strict
+
+# Builds, metadata, installs in empty environments of each supported Python, links of the README (minutes). Uploads nothing.
+release-check:
+	PIP_ARGS="$(PIP_ARGS)" jobs/release_check.sh
 
 # The tests that start no process (some six minutes on one core).
 test-fast: setup

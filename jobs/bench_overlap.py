@@ -212,11 +212,11 @@ class Bench:
         self._run = run
         self._tasks = TaskOrder(list(prompts), config.train.prompts_per_step, config.seed).tasks(1)
 
-    async def measure(self, judge: Any, cells: Sequence[Cell], repeats: int) -> None:
+    async def measure(self, cells: Sequence[Cell], repeats: int) -> None:
         """Print each cell's step as it is trained, and phase by phase."""
         name = self._run.path.name
         engine = start_paced_engine(repertoire(self._config, self._tasks), WARM_UP_SPEED, name)
-        self._actors = Actors(self._config, judge, self._run, name, engines=[engine])
+        self._actors = Actors(self._config, self._run, engines=[engine])
         self._advantages = start_advantage_computer(self._config.algorithm, name)
         self._learner = PacedLearner(LearnerPace(tokens_per_second=WARM_UP_SPEED), name)
         try:
@@ -299,11 +299,11 @@ def row(cell: Cell, streamed: Measured, phased: Measured) -> str:
 
 
 @contextlib.contextmanager
-def session(config: DracoConfig) -> Iterator[Any]:
-    """Ray, and a judge of the configured speed."""
-    with open_judge(config, Console(quiet=True)) as judge, ray_session(config):
-        # Without a cache of replies: both ways of working ask the same questions.
-        yield judge.model_copy(update={"cache": None})
+def session(config: DracoConfig) -> Iterator[DracoConfig]:
+    """Ray, and a judge of the configured speed; yields the configuration with the judge's endpoint."""
+    # Without a cache of replies: both ways of working ask the same questions.
+    with open_judge(config, Console(quiet=True)) as final, ray_session(final):
+        yield final
 
 
 def main(
@@ -330,9 +330,9 @@ def main(
             config = configuration(world.resolve(), model.resolve(), Path(folder), seconds)
             environment = make_environment(config.environment, config.data)
             run = RunDirectory.create(Path(folder) / f"judge-{seconds}", "")
-            with session(config) as judge:
-                bench = Bench(config, usable_prompts(config, environment, Console(quiet=True)), run)
-                asyncio.run(bench.measure(judge, list(alike), repeats))
+            with session(config) as final:
+                bench = Bench(final, usable_prompts(config, environment, Console(quiet=True)), run)
+                asyncio.run(bench.measure(list(alike), repeats))
 
 
 if __name__ == "__main__":

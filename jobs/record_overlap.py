@@ -42,12 +42,12 @@ class Recorder:
         self._config, self._prompts, self._run = config, prompts, run
         self._order = TaskOrder(list(prompts), config.train.prompts_per_step, config.seed)
 
-    async def record(self, judge: Any, cell: Cell, steps: int) -> None:
+    async def record(self, cell: Cell, steps: int) -> None:
         """Play and write ``steps`` steps."""
         config, name = self._config, self._run.path.name
         tasks = sorted(set(itertools.chain(*(self._order.tasks(step) for step in range(1, steps + 1)))))
         engine = start_paced_engine(repertoire(config, tasks), cell.engine, name)
-        actors = Actors(config, judge, self._run, name, engines=[engine])
+        actors = Actors(config, self._run, engines=[engine])
         learner = PacedLearner(LearnerPace(tokens_per_second=cell.learner), name)
         advantages = start_advantage_computer(config.algorithm, name)
         try:
@@ -103,9 +103,9 @@ def main(
     )
     environment = make_environment(config.environment, config.data)
     run = RunDirectory.create(out.resolve(), dump_config(config))
-    with session(config) as judge:
+    with session(config) as final:
         prompts = usable_prompts(config, environment, Console(quiet=True))
-        asyncio.run(Recorder(config, prompts, run).record(judge, chosen, steps))
+        asyncio.run(Recorder(final, prompts, run).record(chosen, steps))
 
 
 if __name__ == "__main__":

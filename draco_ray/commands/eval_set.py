@@ -233,10 +233,10 @@ def _prepare_split(planned: PlannedEvaluation, told: EvaluateOptions, max_lost_s
 
 def _prepare_tau(planned: PlannedEvaluation, told: EvaluateOptions, max_lost_share: float, starter: Path) -> _Ready:
     from draco_ray.benchmarks.tau.evaluate import evaluate_tau, plan_tau
-    from draco_ray.benchmarks.tau.policy import tau_policies
-    from draco_ray.commands.tau import policy_and_config, say_what_happens
+    from draco_ray.benchmarks.tau.server import tau_policies
+    from draco_ray.commands.tau import log_messages, policy_and_config
 
-    say_what_happens()
+    log_messages()
     policy, config = policy_and_config(told, starter)
     policies = tau_policies(policy, config)
     _, plan = plan_tau(config, policies, planned.label)

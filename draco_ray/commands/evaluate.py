@@ -296,7 +296,7 @@ def _config(options: EvaluateOptions, policy: EvaluatedPolicy) -> DracoConfig:
     config = load_config(options.config or policy.config, options.overrides, trust=options.trust)
     if policy.model is None or "model.path" in typed_keys(options.overrides):
         return config
-    return config.model_copy(update={"model": config.model.model_copy(update={"path": policy.model})})
+    return config.updated(model={"path": policy.model})
 
 
 def _steps_per_epoch(config: DracoConfig) -> int:

@@ -138,7 +138,7 @@ def _configured(config: DracoConfig) -> str | None:
 
 
 def _unlimited(config: DracoConfig) -> DracoConfig:
-    return config.model_copy(update={"judge": config.judge.model_copy(update={"limits": JudgeLimits()})})
+    return config.updated(judge={"limits": JudgeLimits()})
 
 
 def _offline_judge(wanted: Wanted) -> RuleComplete:

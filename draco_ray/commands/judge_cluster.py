@@ -16,18 +16,17 @@ from typing import Any, TypeVar
 import ray
 
 from draco_ray.config.schema import DracoConfig, EngineConfig, JudgeConfig, LearnerConfig
+from draco_ray.judging.actors import start_judge_limiter, start_replies
 from draco_ray.judging.judge import CallContext
-from draco_ray.judging.limiter_actor import start_judge_limiter
 from draco_ray.judging.local.actor import start_judge_servers
 from draco_ray.judging.phases.base import Question
 from draco_ray.judging.pool import JudgePool
-from draco_ray.judging.replies_actor import start_replies
 from draco_ray.judging.worker import PolicyJudge, judge_starter
 from draco_ray.records import Judged
 from draco_ray.traces.keeping import JudgingRun
 from draco_ray.traces.library import Meter
 from draco_ray.traces.trajectory import environment_facts
-from draco_ray.training.room import begun
+from draco_ray.training.capacity import release_start_lock
 from draco_ray.training.session import plain_error, ray_session
 
 ValueT = TypeVar("ValueT")
@@ -121,7 +120,7 @@ async def pooled(config: DracoConfig, kept: JudgingRun, meter: Meter) -> AsyncIt
         saying = None if local is None else asyncio.create_task(_say_what_loads(local[0], meter))
         try:
             await pool.ready()
-            begun()
+            release_start_lock()
             yield PooledJudge(pool, meter)
         except ray.exceptions.RayError as error:
             if (plain := plain_error(error)) is None:

@@ -6,7 +6,7 @@ import logging
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -29,9 +29,8 @@ Trust = Annotated[
 Form = Annotated[TableFormat, typer.Option("--format", help="Format of the tables.")]
 Beside = Annotated[Shown, typer.Option("--show", help="What to print beside a mean.")]
 
-
 READ = ("setting", "seed", "model", "engine", "agent", "judge", "data", "tau_bench")
-"""What of a configuration tau-bench acts on."""
+"""The sections of a configuration that tau-bench reads."""
 
 
 @tau.command(epilog="Try:  draco tau run qwen3.6-27b --policy runs/NAME/checkpoints/step00100 --out tau/draco")
@@ -44,11 +43,11 @@ def run(
             "several checkpoints of one setting."
         ),
     ],
-    out: Annotated[Path, typer.Option(help="Evaluation directory; one that is there is continued.")],
+    out: Annotated[Path, typer.Option(help="Evaluation directory; an existing one is continued.")],
     overrides: Overrides = None,
     label: Annotated[str | None, typer.Option(help="The setting's name in tables.")] = None,
     retry_errors: Annotated[
-        bool, typer.Option("--retry-errors", help="Run episodes again that ended in an infrastructure error.")
+        bool, typer.Option("--retry-errors", help="Retry episodes that ended in an infrastructure error.")
     ] = False,
     form: Form = TableFormat.TEXT,
     show: Beside = Shown.NOTHING,
@@ -56,10 +55,10 @@ def run(
 ) -> None:
     """Serve the policy, run tau2-bench on it, and print the tables."""
     from draco_ray.benchmarks.tau.evaluate import evaluate_tau
-    from draco_ray.benchmarks.tau.policy import find_policy
+    from draco_ray.benchmarks.tau.server import find_policy
     from draco_ray.config.load import load_config
 
-    say_what_happens()
+    log_messages()
     resolved = load_config(config, overrides or [], trust=trust)
     policies = [find_policy(name, resolved) for name in policy]
     check_typed(overrides or [], resolved, [each.api for each in policies])
@@ -69,8 +68,8 @@ def run(
 
 @tau.command()
 def check(config: Config = "qwen3.6-27b", overrides: Overrides = None, trust: Trust = False) -> None:
-    """Say which tau2-bench would be run, or what is missing."""
-    from draco_ray.benchmarks.tau.installation import find_tau2
+    """Print which tau2-bench would be run, or what is missing."""
+    from draco_ray.benchmarks.tau.tau2_process import find_tau2
     from draco_ray.config.effect import check_effect
     from draco_ray.config.load import load_config
 
@@ -86,38 +85,47 @@ def tables(
     show: Beside = Shown.NOTHING,
 ) -> None:
     """Print SR at p^k, pass@k, turns, costs by role and failures by kind of finished evaluations."""
-    from draco_ray.benchmarks.tau.report import read_summaries, tau_tables
+    from draco_ray.benchmarks.tau.results import Measured, cost_by_role_table, failure_table, read_summaries
     from draco_ray.lab.evaluation.rendering import render
     from draco_ray.lab.evaluation.results import EvaluationDirectory
-    from draco_ray.lab.evaluation.tables import read_settings
+    from draco_ray.lab.evaluation.tables import (
+        consistency_table,
+        efficiency_table,
+        frontier_table,
+        main_table,
+        read_settings,
+    )
 
     settings = read_settings(directories)
-    summaries: dict[str, list[dict[str, Any]]] = {}
+    summaries: dict[str, list[Measured]] = {}
     for argument in directories:
         label, separator, name = argument.partition("=")
         if not separator or Path(argument).is_dir():
             label, name = "", argument
-        # Several of one label are its training seeds.
+        # Directories with the same label are training seeds of one setting.
         label = label or EvaluationDirectory.open(Path(name)).plan.label
         summaries.setdefault(label, []).extend(read_summaries(Path(name)))
-    typer.echo("\n".join(render(table, form, show) for table in tau_tables(settings, summaries)), nl=False)
+    printed = [table(settings) for table in (main_table, consistency_table, efficiency_table, frontier_table)]
+    printed += [cost_by_role_table(summaries), failure_table(summaries)]
+    typer.echo("\n".join(render(table, form, show) for table in printed), nl=False)
 
 
 def evaluate(options: EvaluateOptions, starter: Path) -> None:
     """``draco evaluate --benchmark tau-banking``.
 
     Raises:
-        DracoError: as `evaluate_tau`; ConfigError for options of AppWorld alone.
+        DracoError: see `evaluate_tau`.
+        ConfigError: an option applies to AppWorld only.
     """
     from draco_ray.benchmarks.tau.evaluate import BENCHMARK, evaluate_tau
-    from draco_ray.benchmarks.tau.policy import tau_policies
+    from draco_ray.benchmarks.tau.server import tau_policies
     from draco_ray.commands.evaluate import check_options
     from draco_ray.errors import ConfigError
 
     check_options(options)
     if options.split is not None or options.train_curve:
         raise ConfigError(f"--benchmark {BENCHMARK}: has one split, never trained on; leave out --split, --train-curve")
-    say_what_happens()
+    log_messages()
     policy, config = policy_and_config(options, starter)
     check_typed(options.overrides, config, [policy.api_model is not None], runs=options.runs)
     if options.run is not None:
@@ -136,10 +144,10 @@ def evaluate(options: EvaluateOptions, starter: Path) -> None:
 
 
 def policy_and_config(options: EvaluateOptions, starter: Path) -> tuple[EvaluatedPolicy, DracoConfig]:
-    """What is to be measured, and under which configuration, its ``tau_bench`` as the options say.
+    """The policy to evaluate, and its configuration with ``tau_bench`` changed by the options.
 
     Raises:
-        ConfigError: the options name nothing usable.
+        ConfigError: the options name no usable policy or configuration.
     """
     from draco_ray.commands.evaluate import check_api_options, find_policy_and_config
 
@@ -159,8 +167,15 @@ def policy_and_config(options: EvaluateOptions, starter: Path) -> tuple[Evaluate
 
 
 def check_typed(overrides: Sequence[str], config: DracoConfig, api: Sequence[bool], *, runs: int | None = None) -> None:
-    """Refuse typed keys that have no effect on these policies, of which ``api`` are API models. Raises: ConfigError."""
-    from draco_ray.benchmarks.tau.installation import DENSE_RETRIEVAL
+    """Refuse overrides that have no effect on these policies. Raises: ConfigError.
+
+    Args:
+        overrides: as typed.
+        config: the resulting configuration.
+        api: for each policy whether it is an API model.
+        runs: the option ``--runs``.
+    """
+    from draco_ray.benchmarks.tau.tau2_process import DENSE_RETRIEVAL
     from draco_ray.config.effect import check_effect
 
     idle = dict.fromkeys(("judge", "agent", "data"), "on tau-bench")
@@ -180,7 +195,7 @@ def check_typed(overrides: Sequence[str], config: DracoConfig, api: Sequence[boo
     check_effect("tau-bench", overrides, READ, idle)
 
 
-def say_what_happens() -> None:
-    """Log what this package notes of its work."""
+def log_messages() -> None:
+    """Log the messages of this package."""
     logging.basicConfig(format="%(message)s")
     logging.getLogger("draco_ray").setLevel(logging.INFO)

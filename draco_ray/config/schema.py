@@ -7,6 +7,7 @@ the configuration is known to be good. A part of the program receives its subtre
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, get_args
 
@@ -901,6 +902,11 @@ class DracoConfig(Tree):
     tau_bench: TauBenchConfig = TauBenchConfig()
     run: RunConfig = RunConfig()
     ray: RayConfig = RayConfig()
+
+    def updated(self, **sections: Mapping[str, Any]) -> Self:
+        """Copy it with other values in some sections, e.g. ``updated(judge={"cache": folder})``; nothing is checked."""
+        changed = {name: getattr(self, name).model_copy(update=dict(values)) for name, values in sections.items()}
+        return self.model_copy(update=changed)
 
     @model_validator(mode="after")
     def _colocated(self) -> Self:

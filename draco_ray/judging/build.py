@@ -16,7 +16,7 @@ from draco_ray.judging.prompts import Prompts, evidence_key, load_prompts
 if TYPE_CHECKING:
     from draco_ray.judging.endpoint import Servers
     from draco_ray.judging.limiter import Leases
-    from draco_ray.judging.reply_cache import Replies
+    from draco_ray.judging.reply_cache import ReplyCache
     from draco_ray.judging.self_judge import JudgeSampler
 
 
@@ -25,7 +25,7 @@ def build_judge(
     leases: Leases | None = None,
     servers: Servers | None = None,
     *,
-    replies: Replies | None = None,
+    replies: ReplyCache | None = None,
     own_replies: bool = False,
     prompts: Prompts | None = None,
 ) -> Judge:
@@ -61,7 +61,7 @@ def build_judge(
 
 def open_model(
     config: JudgeConfig,
-    cache: Replies | None,
+    cache: ReplyCache | None,
     *,
     leases: Leases | None,
     servers: Servers | None = None,

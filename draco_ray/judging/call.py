@@ -9,6 +9,7 @@ from draco_ray.judging.complete import Request
 from draco_ray.judging.limiter import Asked, Grant
 from draco_ray.judging.outage import FIRST_BACKOFF_SECONDS
 from draco_ray.judging.pricing import Most
+from draco_ray.judging.trouble import is_busy, unconnected
 
 LONGEST_HINT_SECONDS = 60.0
 """Longest wait of one call that an endpoint may ask for; that of the whole pool is `draco_ray.judging.outage`'s."""
@@ -38,7 +39,6 @@ class Call:
     unexplained: int = 0
     """Requests that failed, with no answer to anybody since."""
     answers: int = 0
-    outages: int = 0
     """Of the pool, at the last lease."""
     number: str = ""
     """Of the latest request."""
@@ -64,13 +64,13 @@ class Call:
 
     def note_grant(self, grant: Grant) -> None:
         """The next request may be sent; what the others have seen meanwhile says whose failures the last ones were."""
-        if grant.outages > self.outages:
-            # The judge was down for everybody: these failures are not this call's.
-            self.unexplained = 0
-        elif grant.answers > self.answers:
-            # Several in a row, and then somebody was answered: the judge may have been away for a moment.
+        if grant.answers > self.answers:
+            # Several in a row, and then another request was answered: the judge may have been down in between.
             self.own, self.unexplained = self.own + min(self.unexplained, 1), 0
-        self.answers, self.outages = grant.answers, grant.outages
+        elif grant.alone and self.error is not None and not (unconnected(self.error) or is_busy(self.error)):
+            # The judge can be reached and no other call fails: the prompt may be the cause.
+            self.own, self.unexplained = self.own + self.unexplained, 0
+        self.answers = grant.answers
 
     @property
     def spent(self) -> bool:

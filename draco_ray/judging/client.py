@@ -12,14 +12,14 @@ if the judge has answered somebody since; otherwise the judge is down for everyb
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
+from weakref import WeakValueDictionary
 
 from draco_ray.config.schema import JudgeConfig, JudgeLimits, Price
 from draco_ray.errors import JudgeUnavailable
@@ -27,7 +27,7 @@ from draco_ray.judging.call import Call
 from draco_ray.judging.complete import Completion, Request, reply_of
 from draco_ray.judging.endpoint import Borrowed, Endpoint, Server, Servers
 from draco_ray.judging.limiter import Asked, Ended, Grant, Leases, Limiter, WaitingLine
-from draco_ray.judging.outage import SAID_SECONDS, Next, Trouble
+from draco_ray.judging.outage import LOGGED_SECONDS, Next, Trouble
 from draco_ray.judging.phases import urgency
 from draco_ray.judging.pricing import (
     Most,
@@ -40,12 +40,13 @@ from draco_ray.judging.pricing import (
     read_usage,
     reported_cost,
 )
-from draco_ray.judging.reply_cache import CLAIM_SECONDS, Replies, request_key
+from draco_ray.judging.reply_cache import ReplyCache, request_key
 from draco_ray.judging.structured import PROBE, PROBE_SCHEMA, keeps_to
 from draco_ray.judging.trouble import (
     advice,
     classify,
     disconnected,
+    is_busy,
     possibly_billed,
     unconnected,
 )
@@ -55,12 +56,8 @@ log = logging.getLogger(__name__)
 
 CHECK_ATTEMPTS = 3
 """Requests `LiteLLMClient.check` makes at most: a judge that is down should be known within seconds."""
-BUSY = (429, 503, 529)
-"""Statuses of an endpoint that is there and asks to come back later: the check waits for it as a run does."""
-QUESTION = Request(messages=(Message(role="user", content=PROBE),))
-QUESTION_TOKENS = 32
-QUESTION_SECONDS = 60.0
-"""Time a reply to it may take."""
+PROBE_REQUEST = Request(messages=(Message(role="user", content=PROBE),), schema=PROBE_SCHEMA)
+PROBE_TOKENS = 32
 
 Sleep = Callable[[float], Awaitable[None]]
 
@@ -80,7 +77,7 @@ class LiteLLMClient:
     def __init__(
         self,
         config: JudgeConfig,
-        cache: Replies | None = None,
+        cache: ReplyCache | None = None,
         sleep: Sleep = asyncio.sleep,
         leases: Leases | None = None,
         *,
@@ -111,6 +108,8 @@ class LiteLLMClient:
         self._cache = cache
         self._sleep = sleep
         self._slots = asyncio.Semaphore(config.concurrency_per_worker)
+        self._asking: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        """By the key of the request that is under way."""
         self._warned = False
 
     async def __call__(self, request: Request) -> Completion:
@@ -123,7 +122,7 @@ class LiteLLMClient:
             return await self._answer(request, None)
         key = self._key(request)
         # Identical rollouts are judged at the same time: the second request waits, and takes the first one's answer.
-        async with _claimed(self._cache, key):
+        async with self._asking.setdefault(key, asyncio.Lock()):
             if (stored := await self._cache.get(key)) is not None and (found := _replay(stored)) is not None:
                 return found
             return await self._answer(request, key)
@@ -161,7 +160,7 @@ class LiteLLMClient:
             )
 
     async def _probe(self) -> Completion:
-        call = self._call(replace(QUESTION, schema=PROBE_SCHEMA), QUESTION_TOKENS)
+        call = self._call(PROBE_REQUEST, PROBE_TOKENS)
         call.attempts, call.check = min(CHECK_ATTEMPTS, self._config.max_attempts), True
         completion = await self._ask(call)
         if completion.error is not None:
@@ -174,8 +173,6 @@ class LiteLLMClient:
                 result = await self._try(call, borrowed)
             if isinstance(result, Completion):
                 return result
-            if result is None:
-                continue
             assert call.error is not None
             if result is Next.STOP:
                 raise self._endpoint.refused(call.error)
@@ -188,8 +185,8 @@ class LiteLLMClient:
                 return self._failed(call, call.error)
             await self._wait(call)
 
-    async def _try(self, call: Call, borrowed: Borrowed) -> Completion | Next | None:
-        """Ask for a lease and send one request; None: it was spent on the small question."""
+    async def _try(self, call: Call, borrowed: Borrowed) -> Completion | Next:
+        """Take a lease and send one request."""
         asked = time.perf_counter()
         grant = await self._leases.lease(call.asked)
         call.waited += time.perf_counter() - asked
@@ -197,9 +194,6 @@ class LiteLLMClient:
         if call.spent and call.error is not None:
             await self._leases.give_back(grant.number)
             return self._failed(call, call.error)
-        if grant.question:
-            await self._question(grant, borrowed.server)
-            return None
         result = await self._send(call, grant, borrowed.server)
         if result is Next.AGAIN and call.error is not None:
             borrowed.lost = disconnected(call.error)
@@ -224,9 +218,7 @@ class LiteLLMClient:
         except (openai.OpenAIError, TimeoutError) as error:
             billed = possibly_billed(error)
             ended = self._ended(call.most, error, billed)
-            call.note_failure(
-                error, ended.dollars, counts=call.check and getattr(error, "status_code", None) not in BUSY
-            )
+            call.note_failure(error, ended.dollars, counts=call.check and not is_busy(error))
             if self._cache is not None:
                 await self._cache.settle(grant.number, ended.dollars)
             return await self._leases.settle(grant.number, ended)
@@ -254,13 +246,6 @@ class LiteLLMClient:
             ),
         )
         return completion
-
-    async def _question(self, grant: Grant, server: Server) -> None:
-        """Send the small question whether the judge answers at all, with a lease that was meant for a call."""
-        call = self._call(QUESTION, QUESTION_TOKENS)
-        call.timeout = min(call.timeout, QUESTION_SECONDS)
-        if await self._send(call, grant, server) is Next.STOP and call.error is not None:
-            raise self._endpoint.refused(call.error)
 
     def _ended(self, most: Most, error: BaseException, billed: bool) -> Ended:
         """Account for a request without a reply; one that may be billed counts with the most that it may cost."""
@@ -301,6 +286,7 @@ class LiteLLMClient:
             dollars=most.dollars,
             kind=request.phase or "",
             rank=urgency(request.phase),
+            call=uuid.uuid4().hex,
         )
         return Call(
             request=request,
@@ -387,7 +373,7 @@ class LiteLLMClient:
         assert error is not None
         seconds = call.pause_seconds(self._endpoint.hint(error), self._config.max_backoff_seconds)
         log.log(
-            logging.WARNING if seconds > SAID_SECONDS else logging.INFO,
+            logging.WARNING if seconds > LOGGED_SECONDS else logging.INFO,
             "%s: request %d: %s; again in %.1f s",
             self._endpoint.who(),
             call.requests,
@@ -395,27 +381,6 @@ class LiteLLMClient:
             seconds,
         )
         await self._sleep(seconds)
-
-
-@contextlib.asynccontextmanager
-async def _claimed(cache: Replies, key: str) -> AsyncIterator[None]:
-    """Nobody else asks ``key`` meanwhile, in whatever judge worker."""
-    by = uuid.uuid4().hex
-
-    async def renew() -> None:
-        while True:
-            await asyncio.sleep(CLAIM_SECONDS / 3)
-            await cache.claim(key, by)
-
-    await cache.claim(key, by)
-    renewing = asyncio.create_task(renew())
-    try:
-        yield
-    finally:
-        renewing.cancel()
-        # A renewal that failed is no news: the claim ends by itself.
-        await asyncio.gather(renewing, return_exceptions=True)
-        await cache.release(key, by)
 
 
 _REPLAYED = {

@@ -24,7 +24,7 @@ from draco_ray.judging.tokens import SHORTER, TokenEstimate, is_too_long, part_t
 from draco_ray.records import Judged, Message, Trajectory
 
 if TYPE_CHECKING:
-    from draco_ray.judging.reply_cache import Replies
+    from draco_ray.judging.reply_cache import ReplyCache
 
 ValueT = TypeVar("ValueT")
 CLOSE = 0.97
@@ -55,7 +55,7 @@ class Fitted(Generic[ValueT]):
 class Fitting:
     """What one judge reads, in tokens; learns from its replies and from prompts that it refuses."""
 
-    def __init__(self, config: JudgeConfig, prompts: Prompts, replies: Replies | None = None) -> None:
+    def __init__(self, config: JudgeConfig, prompts: Prompts, replies: ReplyCache | None = None) -> None:
         """``replies``: where the judge's answers are kept; None: nowhere."""
         self._config, self._prompts, self._replies = config, prompts, replies
         self.room = self._first_room = judge_room(config)

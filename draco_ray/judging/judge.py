@@ -28,7 +28,7 @@ from draco_ray.judging.structured import tag_of
 from draco_ray.records import JudgeCall, Judged, Message
 
 if TYPE_CHECKING:
-    from draco_ray.judging.reply_cache import Replies
+    from draco_ray.judging.reply_cache import ReplyCache
 
 ValueT = TypeVar("ValueT")
 
@@ -46,7 +46,7 @@ class Judge:
     """One judge model with one prompt set."""
 
     def __init__(
-        self, complete: Complete, prompts: Prompts, config: JudgeConfig, replies: Replies | None = None
+        self, complete: Complete, prompts: Prompts, config: JudgeConfig, replies: ReplyCache | None = None
     ) -> None:
         """``replies``: where ``complete`` keeps its answers; None: nowhere."""
         self._complete = complete

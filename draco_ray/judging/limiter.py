@@ -44,8 +44,6 @@ LEARNED_AFTER = 12
 MEMORY = 200
 """Number of ended requests over which means are taken."""
 LOOK_AGAIN_SECONDS = 5.0
-QUESTION_SECONDS = 120.0
-"""After which a small question whose sender has died is asked by another."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +57,8 @@ class Asked:
     """Requests of one kind are alike in the length of their replies."""
     rank: int = 0
     """The lowest goes first."""
+    call: str = ""
+    """Identifies the call over all its requests."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,10 +69,8 @@ class Grant:
     """Unique over all runs."""
     answers: int
     """Replies that the whole pool had before it."""
-    outages: int = 0
-    """Small questions that nobody answered before it."""
-    question: bool = False
-    """Nobody was answered lately: only a small question may be sent with it."""
+    alone: bool = False
+    """Whether no other call has failed since the last reply."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,7 +91,7 @@ class Ended:
 
 
 class Leases(Protocol):
-    """Where a judge client takes its leases; `draco_ray.judging.limiter_actor.LimiterClient` in a run."""
+    """Where a judge client takes its leases; `draco_ray.judging.actors.LimiterClient` in a run."""
 
     async def lease(self, asked: Asked) -> Grant:
         """Wait until a request may be sent.
@@ -226,7 +224,8 @@ class _Lease:
     use: _Use
     at: float
     expires_at: float
-    question: bool
+    probe: bool = False
+    """Whether it is the one request that is let through during an outage."""
 
 
 class Limiter:
@@ -276,7 +275,7 @@ class Limiter:
         now = clock()
         for number, dollars in (under_way or {}).items():
             asked = Asked(input_tokens=0, output_tokens=0, dollars=dollars)
-            self._leases[number] = _Lease(asked, _Use(now, 0.0), now, now + lease_seconds, False)
+            self._leases[number] = _Lease(asked, _Use(now, 0.0), now, now + lease_seconds)
 
     @property
     def reserved(self) -> float:
@@ -307,30 +306,24 @@ class Limiter:
 
     def _grant(self, asked: Asked, expected: float, now: float) -> Grant:
         self._requests.take(1, now)
-        question = self.outage.must_ask()
-        if question:
-            self.outage.ask()
+        self.outage.probing = self.outage.down
         grant = Grant(
             number=f"{self._name}{uuid.uuid4().hex}",
             answers=self.outage.answers,
-            outages=self.outage.unanswered,
-            question=question,
+            alone=self.outage.failing <= {asked.call},
         )
-        expires_at = now + (min(QUESTION_SECONDS, self._lease_seconds) if question else self._lease_seconds)
         use = self._tokens.take(expected, now)
-        self._leases[grant.number] = _Lease(asked, use, now, expires_at, question)
+        self._leases[grant.number] = _Lease(asked, use, now, now + self._lease_seconds, self.outage.down)
         return grant
 
     def settle(self, number: str, ended: Ended) -> Next:
         """Book the end of a lease's request. What it did cost counts even if the lease expired."""
         now = self._clock()
         self.spent += ended.dollars - self._booked.pop(number, 0.0)
-        lease = self._leases.pop(number, None)
+        lease = self._remove(number)
         sent_at = now if lease is None else lease.at
         if lease is not None:
-            if lease.question:
-                self.outage.asked(ended.trouble)
-            if ended.trouble is None and not ended.estimated and not lease.question:
+            if ended.trouble is None and not ended.estimated:
                 self._sizes.add(lease.asked, ended.tokens - ended.output_tokens, ended.output_tokens)
             if lease.asked.dollars > 0:
                 self._scale = max(self._scale, ended.dollars / lease.asked.dollars)
@@ -338,28 +331,32 @@ class Limiter:
         if ended.trouble is None:
             self.outage.answered(now)
             return Next.AGAIN
+        if lease is not None:
+            self.outage.failing.add(lease.asked.call)
         return self.outage.failed(ended.trouble, ended.reason, ended.hint, sent_at, now)
 
     def give_back(self, number: str) -> None:
         """Take back a lease whose request was not sent."""
-        lease = self._leases.pop(number, None)
+        lease = self._remove(number)
         if lease is not None:
             self._tokens.correct(lease.use, 0.0, self._clock())
-            if lease.question:
-                self.outage.asked()
 
     def abandon(self, number: str) -> None:
         """Book a request whose end nobody will see: it may be billed."""
-        lease = self._leases.pop(number, None)
+        lease = self._remove(number)
         if lease is not None:
             self._booked[number] = self._scale * lease.asked.dollars
             self.spent += self._booked[number]
-            if lease.question:
-                self.outage.asked()
 
     def pause(self) -> Pause | None:
         """The outage there is, if there is one."""
         return self.outage.pause(self._clock())
+
+    def _remove(self, number: str) -> _Lease | None:
+        lease = self._leases.pop(number, None)
+        if lease is not None and lease.probe:
+            self.outage.probing = False
+        return lease
 
     def _affords(self, dollars: float) -> bool:
         budget = self._limits.dollars

@@ -3,8 +3,8 @@
 ========================  =============================================================================================
 answered                  the judge is well: every count begins anew
 rate limited              everybody waits: as long as the endpoint says, else longer each time
-not available             no connection, 5xx: while nobody is answered everybody waits, longer each time; from the third
-                          time on one small question is asked before anything else is
+not available             no connection, 5xx: while no request is answered everybody waits, longer each time; from the
+                          third time on one request at a time is let through
 timed out                 the same, from the first time on: such requests are slow, and may be billed
 refused (401, 402, 403,   of a judge that has never answered: the run stops. Otherwise the call fails, and the third in
 404)                      a row, without an answer between them, stops the run
@@ -25,10 +25,10 @@ from enum import StrEnum
 log = logging.getLogger(__name__)
 
 FIRST_BACKOFF_SECONDS = 1.0
-ROUNDS_TO_ASK = 3
-"""Times in a row that nobody was answered after which only a small question is sent; unanswered, it is an outage."""
+ROUNDS_TO_PROBE = 3
+"""Failures in a row after which one request at a time is let through, until one is answered."""
 REFUSALS_TO_STOP = 3
-SAID_SECONDS = 30.0
+LOGGED_SECONDS = 30.0
 """Waits that are longer are logged when they begin."""
 
 
@@ -83,13 +83,15 @@ class Outage:
         self._reason = ""
         self._paused_at = -math.inf
         self._paused_until = -math.inf
-        self._asking = False
+        self._logged_until = -math.inf
         self._announced = False
+        self.failing: set[str] = set()
+        """Calls that have failed since the last reply."""
+        self.probing = False
+        """Whether the one request that is let through during an outage is under way."""
         self._refusals = 0
         self.answers = 0
         """Replies so far, requests that were understood and refused included."""
-        self.unanswered = 0
-        """Small questions without a reply so far."""
         self._answered = False
 
     @property
@@ -98,23 +100,15 @@ class Outage:
         return self._max_seconds > 0
 
     def seconds_to_wait(self, now: float) -> float:
-        """Seconds until the next request may be sent; infinite while the small question is under way."""
+        """Seconds until the next request may be sent; infinite while only the request under way can tell."""
         if self._paused_until > now:
             return self._paused_until - now
-        return math.inf if self._asking else 0.0
+        return math.inf if self.probing else 0.0
 
-    def must_ask(self) -> bool:
-        """Whether the next request must be the small question."""
-        return self._rounds >= ROUNDS_TO_ASK
-
-    def ask(self) -> None:
-        """Note that the small question is sent."""
-        self._asking = True
-
-    def asked(self, trouble: Trouble | None = None) -> None:
-        """Note that the small question has ended: answered, not sent, or without a reply."""
-        self._asking = False
-        self.unanswered += trouble in (Trouble.RATE_LIMITED, Trouble.UNAVAILABLE, Trouble.TIMED_OUT)
+    @property
+    def down(self) -> bool:
+        """Whether the judge seems down for everybody, so that one request at a time is let through."""
+        return self._rounds >= ROUNDS_TO_PROBE
 
     def given_up(self, now: float) -> str | None:
         """Why nobody should wait any longer; None while they should."""
@@ -172,7 +166,7 @@ class Outage:
         # One that was sent before the pause began says nothing new.
         new = sent_at >= self._paused_at and now >= self._paused_until
         if new:
-            self._rounds = max(self._rounds + 1, ROUNDS_TO_ASK if trouble is Trouble.TIMED_OUT else 0)
+            self._rounds = max(self._rounds + 1, ROUNDS_TO_PROBE if trouble is Trouble.TIMED_OUT else 0)
             self._paused_at = now
         if hint is not None:
             # A little late: a request that comes early is refused again.
@@ -184,8 +178,9 @@ class Outage:
         ends = self._since + self._max_seconds
         self._paused_until = min(self._paused_until, max(now, ends))
         pause = self._paused_until - now
-        if not self._announced and (self._rounds > ROUNDS_TO_ASK or pause > SAID_SECONDS):
-            self._announced = True
+        long = self._paused_until - max(now, self._logged_until) > LOGGED_SECONDS
+        if long or (not self._announced and self._rounds > ROUNDS_TO_PROBE):
+            self._announced, self._logged_until = True, self._paused_until
             asked = f", which asks to wait {span(hint)}" if hint is not None and hint > pause else ""
             log.warning(
                 "%s answers nobody (%s%s): judging is paused, nothing is dropped; next try in %s, the run stops in %s "
@@ -195,11 +190,12 @@ class Outage:
 
     def _well(self, now: float) -> None:
         self.answers += 1
+        self.failing.clear()
         if self._since is not None and self._announced:
             log.warning("%s answers again after %s: judging goes on", self._who, span(now - self._since))
         self._announced = False
         # A wait that a rate limit asked for holds, even though somebody was answered since.
-        if self._rounds >= ROUNDS_TO_ASK:
+        if self._rounds >= ROUNDS_TO_PROBE:
             self._paused_until = min(self._paused_until, now)
         self._since, self._rounds = None, 0
 

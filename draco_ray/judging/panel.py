@@ -29,7 +29,7 @@ from draco_ray.judging.prompts import Prompts
 from draco_ray.records import Judged, ScoredCriterion
 
 if TYPE_CHECKING:
-    from draco_ray.judging.reply_cache import Replies
+    from draco_ray.judging.reply_cache import ReplyCache
 
 AWAY_SECONDS = 60.0
 """For which a judge that was not there is not asked again, where another one answers."""
@@ -45,7 +45,7 @@ class Panel(Judge):
         complete: Complete,
         prompts: Prompts,
         config: JudgeConfig,
-        replies: Replies | None,
+        replies: ReplyCache | None,
         jury: Sequence[Judge],
         strong: Judge | None,
     ) -> None:
@@ -210,7 +210,7 @@ def panel_judge(
     prompts: Prompts,
     complete: Complete,
     open_one: Callable[[JudgeConfig], Complete],
-    replies: Replies | None = None,
+    replies: ReplyCache | None = None,
 ) -> Judge:
     """The judge of a configuration, with its jury where it has one.
 

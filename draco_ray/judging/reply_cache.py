@@ -26,14 +26,13 @@ import math
 import os
 import re
 import sqlite3
-import time
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from draco_ray.errors import StoreError
 
@@ -93,8 +92,6 @@ FILE = "replies.sqlite"
 BUSY_SECONDS = 180.0
 """For which a write waits for those of other processes; one that is stopped in the midst of a write is ended by then
 (`draco_ray.workers.monitor`)."""
-CLAIM_SECONDS = 15.0
-"""After which a claim ends that was not renewed: whoever asked has died, or is stopped."""
 PUT = "INSERT OR REPLACE INTO replies VALUES (?, ?)"
 SETTLE = "INSERT INTO requests VALUES (?, ?, ?) ON CONFLICT (number) DO UPDATE SET dollars = excluded.dollars"
 
@@ -126,47 +123,6 @@ class Book:
         return math.fsum([*self.settled.values(), *self.under_way.values()])
 
 
-class Replies(Protocol):
-    """Where a judge's answers are kept: `ReplyCache`, or one in another process."""
-
-    async def get(self, key: str) -> dict[str, object] | None:
-        """See `ReplyCache.get`."""
-        ...
-
-    async def put(self, key: str, answer: dict[str, object]) -> None:
-        """See `ReplyCache.put`."""
-        ...
-
-    async def begin(self, number: str, most: float) -> None:
-        """See `ReplyCache.begin`."""
-        ...
-
-    async def settle(self, number: str, dollars: float, reply: tuple[str, dict[str, object]] | None = None) -> None:
-        """See `ReplyCache.settle`."""
-        ...
-
-    async def forget(self, key: str) -> None:
-        """See `ReplyCache.forget`."""
-        ...
-
-    async def claim(self, key: str, by: str) -> None:
-        """See `ReplyCache.claim`."""
-        ...
-
-    async def release(self, key: str, by: str) -> None:
-        """See `ReplyCache.release`."""
-        ...
-
-
-@dataclass(slots=True)
-class _Claim:
-    """Somebody is about to ask."""
-
-    by: str
-    until: float = 0.0
-    ended: asyncio.Event = field(default_factory=asyncio.Event)
-
-
 def request_key(request: dict[str, object]) -> str:
     """SHA-256 of everything that is sent, whatever the order of its keys."""
     canonical = json.dumps(request, sort_keys=True, default=str)
@@ -184,7 +140,6 @@ class ReplyCache:
         """
         check_own_disk(folder)
         self._folder = folder
-        self._claims: dict[str, _Claim] = {}
         # One thread: SQLite's connection belongs to it, and what is asked for happens in that order.
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="replies")
         self._pending: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
@@ -265,30 +220,6 @@ class ReplyCache:
             StoreError: it cannot be dropped.
         """
         await self._run(lambda: self._connection.execute("DELETE FROM replies WHERE key = ?", (key,)))
-
-    async def claim(self, key: str, by: str) -> None:
-        """Wait until nobody else is about to ask ``key``; then ``by`` is, for `CLAIM_SECONDS` from each of its claims.
-
-        Args:
-            key: of the question.
-            by: whose claim; unique to each call.
-        """
-        while (claim := self._claims.get(key)) is not None and claim.by != by:
-            if (left := claim.until - time.monotonic()) <= 0:
-                break
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(left):
-                    await claim.ended.wait()
-        if claim is None or claim.by != by:
-            claim = self._claims[key] = _Claim(by)
-        claim.until = time.monotonic() + CLAIM_SECONDS
-
-    async def release(self, key: str, by: str) -> None:
-        """End a claim; whoever waits for it goes on. One that has ended is no error."""
-        claim = self._claims.get(key)
-        if claim is not None and claim.by == by:
-            del self._claims[key]
-            claim.ended.set()
 
     async def _run(self, work: Callable[[], ResultT]) -> ResultT:
         """Run ``work`` in the connection's thread, in one transaction with all that waits there: it is on disk when

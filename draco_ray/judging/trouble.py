@@ -68,6 +68,11 @@ def possibly_billed(error: BaseException) -> bool:
     return classify(error) in (Trouble.TIMED_OUT, Trouble.UNAVAILABLE)
 
 
+def is_busy(error: BaseException) -> bool:
+    """Whether the endpoint is there and asks to come back later."""
+    return _status(error) in (429, 503, 529)
+
+
 def unconnected(error: BaseException) -> bool:
     """Whether no connection was made; LiteLLM reports that as a 500 with the cause behind it."""
     import httpx

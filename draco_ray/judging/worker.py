@@ -18,7 +18,7 @@ from draco_ray.judging.judge import CallContext, Judge
 from draco_ray.judging.limiter import Leases
 from draco_ray.judging.phases.base import Phase
 from draco_ray.judging.prompts import Prompts
-from draco_ray.judging.reply_cache import Replies
+from draco_ray.judging.reply_cache import ReplyCache
 from draco_ray.observability.logs import start_run_log, working_on
 from draco_ray.records import Judged
 from draco_ray.summaries import PhaseSummary
@@ -45,7 +45,7 @@ class JudgeWorkerActor:
         policy: PolicyJudge,
         leases: Leases | None,
         servers: Servers | None,
-        replies: Replies | None,
+        replies: ReplyCache | None,
         own_replies: bool,
         prompts: Prompts,
     ) -> None:
@@ -108,14 +108,14 @@ def judge_starter(
     leases: Leases | None,
     run_name: str,
     servers: Servers | None = None,
-    replies: Replies | None = None,
+    replies: ReplyCache | None = None,
     *,
     own_replies: bool = False,
 ) -> Callable[[str], Any]:
     """What starts a judge actor of a given name: workers and the union alike ask for one of the resource ``judge``.
 
     They may run on hosts that see no file of the driver's: prompts and examples come with them, and ``replies``
-    (`draco_ray.judging.replies_actor.start_replies`) are reached through Ray; ``own_replies`` as of `build_judge`.
+    (`draco_ray.judging.actors.start_replies`) are reached through Ray; ``own_replies`` as of `build_judge`.
 
     Raises:
         ConfigError, StoreError: as `prompts_of`.

@@ -42,7 +42,7 @@ from draco_ray.traces.model import Trace, TraceGroup
 from draco_ray.traces.trajectory import as_trajectory, environment_facts
 
 if TYPE_CHECKING:
-    from draco_ray.judging.reply_cache import Replies
+    from draco_ray.judging.reply_cache import ReplyCache
 
 MOST_IN_UNION = 16
 """Traces of a group that the union prompt shows; all are scored."""
@@ -123,7 +123,7 @@ class TraceJudge:
         static: Sequence[Criterion] | None = None,
         open_other: Callable[[JudgeConfig], Complete] | None = None,
         asker: Asker | None = None,
-        replies: Replies | None = None,
+        replies: ReplyCache | None = None,
     ) -> None:
         """
         Args:

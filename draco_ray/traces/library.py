@@ -73,8 +73,7 @@ class Plan:
     @property
     def told(self) -> DracoConfig:
         """The configuration, with how much the judge reads."""
-        judge = self.config.judge.model_copy(update={"context_tokens": self.context_tokens})
-        return self.config.model_copy(update={"judge": judge})
+        return self.config.updated(judge={"context_tokens": self.context_tokens})
 
     @property
     def room(self) -> int:

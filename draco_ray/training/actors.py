@@ -10,16 +10,15 @@ from typing import Any
 
 import ray
 
-from draco_ray.config.schema import DracoConfig, JudgeConfig
+from draco_ray.config.schema import DracoConfig
 from draco_ray.engine.actor import EngineClient, start_policy_engines
 from draco_ray.engine.fleet import EngineFleet
 from draco_ray.engine.tokenizer import load_tokenizer
+from draco_ray.judging.actors import requests_name, start_judge_limiter, start_replies
 from draco_ray.judging.judge_context import context_tokens, uses_self_judge
-from draco_ray.judging.limiter_actor import requests_name, start_judge_limiter
 from draco_ray.judging.local.actor import start_judge_servers
 from draco_ray.judging.outage import Pause
 from draco_ray.judging.pool import JudgePool
-from draco_ray.judging.replies_actor import start_replies
 from draco_ray.judging.worker import PolicyJudge, judge_starter
 from draco_ray.rollout.pool import RolloutPool, RolloutWorkers
 from draco_ray.rollout.tokens import EnginePolicies
@@ -41,25 +40,22 @@ class Actors:
     def __init__(
         self,
         config: DracoConfig,
-        judge: JudgeConfig,
         run: RunDirectory,
-        name: str,
         *,
         engines: Sequence[Any] | None = None,
     ) -> None:
         """Create them; they begin to load at once.
 
         Args:
-            config: the run's.
-            judge: what `open_judge` gave, with a reply cache.
-            run: where the run store writes.
-            name: of the run, part of the actors' names.
+            config: the final one, of `draco_ray.training.session.opened`.
+            run: where the run store writes; its name is part of the actors' names.
             engines: policy engine actors that exist already, as many and under the same names; None starts vLLM.
 
         Raises:
             ConfigError, ClusterError: the cluster cannot carry the run (`draco_ray.training.preflight`).
         """
         check_session(config, run.path)
+        judge, name = config.judge, run.path.name
         self._config = config
         self._name = name
         self._kept = run.path.resolve() / EPISODES

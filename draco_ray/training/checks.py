@@ -13,19 +13,19 @@ from rich.console import Console
 
 from draco_ray.algorithm.rules import find_rule
 from draco_ray.config.schema import DracoConfig, LearnerConfig, TrainConfig
-from draco_ray.environments.base import Environment, make_environment
+from draco_ray.environments.base import Environment
 from draco_ray.errors import ConfigError, DracoError
 from draco_ray.judging.judge_context import model_positions
 from draco_ray.learner.base import find_learner
 from draco_ray.records import Message
 from draco_ray.training.batches import EarlierTasks, TaskOrder
+from draco_ray.training.capacity import check_resources
 from draco_ray.training.cluster import LOCAL_JUDGE_SLOTS, address_of
 from draco_ray.training.preflight import (
     cached_config,
     check_disk,
     check_object_store,
     check_outlives_job,
-    check_resources,
     check_trainable,
 )
 from draco_ray.training.session import checked_model, say_cut_prompts, usable_prompts, with_environment
@@ -60,8 +60,7 @@ def check_parts(start: Start) -> None:
 
 def check_environment(start: Start) -> None:
     """The environment has the tasks, and says how it is measured."""
-    config = with_environment(start.config)
-    environment = make_environment(config.environment, config.data)
+    config, environment = with_environment(start.config)
     environment.tasks(config.data.train_split)
     if not environment.evaluates:
         config = _without_evaluator(config, start.console)
@@ -103,7 +102,7 @@ def check_machine(start: Start) -> None:
     config = start.config
     if address_of(config) is not None:
         return
-    check_resources(config, machine := machine_resources(config), [machine])
+    check_resources(config, [machine_resources(config)])
     if config.ray.object_store_mib is not None:
         check_object_store(config, config.ray.object_store_mib << 20)
 
@@ -194,5 +193,4 @@ def _without_evaluator(config: DracoConfig, console: Console) -> DracoConfig:
     # A judge that is itself trained between the two measurements compares nothing.
     why = "the policy is its own judge" if config.algorithm.reward == "rubric" else "there is no judge"
     console.print(f"{name} has no evaluator and {why}: nothing is measured before and after")
-    off = {"evaluate_before_after": False, "evaluate_every": None}
-    return config.model_copy(update={"train": config.train.model_copy(update=off)})
+    return config.updated(train={"evaluate_before_after": False, "evaluate_every": None})

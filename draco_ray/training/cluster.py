@@ -19,8 +19,8 @@ from draco_ray.config.machine import thread_environment
 from draco_ray.config.schema import DracoConfig
 from draco_ray.errors import ClusterError, ConfigError
 from draco_ray.interruption import handler_kept
-from draco_ray.training.preflight import SUBMITTED, check_resources, has_autoscaler
-from draco_ray.training.room import wait_for_room, wait_for_turn
+from draco_ray.training.capacity import check_resources, has_autoscaler, wait_for_room, wait_for_start_lock
+from draco_ray.training.preflight import SUBMITTED
 
 LOOK_SECONDS = 5.0
 GONE_SECONDS = 30.0
@@ -104,7 +104,8 @@ def connect(config: DracoConfig, *, judges: bool = True, console: Console | None
         judges: whether the run has judge workers.
         console: shows what is waited for while other runs hold the cluster or nodes have yet to come.
 
-    On a cluster no other run begins until `draco_ray.training.room.begun` is called or this process leaves.
+    On a shared cluster no other run starts until `draco_ray.training.capacity.release_start_lock` or the end of this
+    process.
 
     Returns: the cluster's resources.
     Raises:
@@ -154,15 +155,13 @@ def connect(config: DracoConfig, *, judges: bool = True, console: Console | None
         raise ClusterError(
             f"{where}: {_one_line(error)}; wait until the machine has CPU and memory to spare and try again"
         ) from None
-    resources: dict[str, Any] = ray.cluster_resources()
-    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     autoscaled = has_autoscaler()
-    check_resources(config, resources, nodes, judges=judges, autoscaled=autoscaled)
+    if not autoscaled:
+        check_resources(config, [node["Resources"] for node in ray.nodes() if node["Alive"]], judges=judges)
     if address:
-        wait_for_turn(config, console)
+        wait_for_start_lock(config, console)
         wait_for_room(config, console, judges=judges, autoscaled=autoscaled)
-        resources = ray.cluster_resources()
-    return resources
+    return dict(ray.cluster_resources())
 
 
 def start_ray(**options: Any) -> None:

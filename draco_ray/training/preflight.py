@@ -9,7 +9,6 @@ adds later cannot be checked: they must be made like the others.
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
 import secrets
@@ -21,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray.autoscaler.v2.sdk import get_cluster_status
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from rich.console import Console
 from safetensors import SafetensorError, safe_open
@@ -36,8 +34,6 @@ from draco_ray.judging.prompts import KEY_FILE, evidence_key
 from draco_ray.judging.reply_cache import FILE, RESTORE, check_own_disk, check_store, create_store
 from draco_ray.runs.directory import RunDirectory
 
-ANONYMOUS_TYPE = "node_"
-"""Begins the node type that Ray reports for a node which is of no autoscaler's making; its own id follows."""
 SUBMITTED = "RAY_JOB_CONFIG_JSON_ENV_VAR"
 """Variable that Ray sets for a submitted job."""
 PROBE_SECONDS = 120.0
@@ -171,107 +167,6 @@ def check_session(config: DracoConfig, run: Path) -> None:
     check_disk(config, run)
     if len(nodes) > 1:
         check_nodes(config, nodes)
-
-
-def has_autoscaler() -> bool:
-    """Whether something adds nodes to the connected cluster: its nodes, the head first, are then of named types."""
-    status = get_cluster_status(ray.get_runtime_context().gcs_address)
-    nodes = [*status.active_nodes, *status.idle_nodes]
-    return any(not node.ray_node_type_name.startswith(ANONYMOUS_TYPE) for node in nodes)
-
-
-def check_resources(
-    config: DracoConfig,
-    cluster: Mapping[str, float],
-    nodes: Sequence[Mapping[str, float]] | None = None,
-    *,
-    judges: bool = True,
-    autoscaled: bool = False,
-) -> None:
-    """Compare what the actors ask for with what the cluster and its largest node have.
-
-    Args:
-        config: the run's.
-        cluster: resources of all nodes together.
-        nodes: of each.
-        judges: whether judge workers are started where the setting uses a rubric.
-        autoscaled: whether nodes come as they are asked for; there may then be less of everything than the run needs.
-
-    Raises:
-        ConfigError: too few of a resource.
-    """
-    judge, problems = config.judge.workers + 1, []
-    needed = judges and config.algorithm.reward == "rubric" and not autoscaled
-    if needed and cluster.get("judge", 0) < judge:
-        problems.append(
-            f"the Ray cluster offers {cluster.get('judge', 0):g} of the custom resource 'judge' and has no autoscaler; "
-            f"judge.workers={config.judge.workers} and the union need {judge}: start a node with "
-            """--resources='{"judge": 16}'"""
-        )
-    engine, learner, local = config.engine, config.learner, config.judge.local
-    served = local.replicas if local.enabled and judges and config.algorithm.reward == "rubric" else 0
-    gpus = engine.fewest * engine.gpus_per_engine + learner.workers * learner.gpus_per_worker
-    # With an autoscaler `draco_ray.training.room` asks for what is missing, and waits for it.
-    if not autoscaled and gpus + served * local.gpus_per_replica > cluster.get("GPU", 0):
-        who, keys = "engines and learner", "engine.engines, engine.gpus_per_engine or learner.gpus_per_worker"
-        if served:
-            who, keys = f"engines, learner and {served} judge servers", f"{keys}, judge.local.replicas"
-        problems.append(
-            f"{who} need {gpus + served * local.gpus_per_replica:g} GPUs, the Ray cluster has "
-            f"{cluster.get('GPU', 0):g}: lower {keys} (0 GPUs each run on the CPU)"
-        )
-    elif not autoscaled:
-        problems += [
-            problem
-            for count, key in (
-                (local.gpus_per_replica if served else 0.0, "judge.local.gpus_per_replica"),
-                (engine.tensor_parallel, "engine.tensor_parallel")
-                if engine.colocate
-                else (engine.gpus_per_engine, "engine.gpus_per_engine"),
-            )
-            if (problem := largest_problem(count, key, nodes)) is not None
-        ]
-    if not autoscaled and (problem := cpu_problem(config, cluster.get("CPU", 0), served)) is not None:
-        problems.append(problem)
-    if problems:
-        raise ConfigError("; ".join(problems))
-
-
-def cpu_problem(config: DracoConfig, available: float, served: int) -> str | None:
-    """Why ``available`` CPUs are too few beside ``served`` judge servers, and what to set; None where they suffice."""
-    engine, learner, environment = config.engine, config.learner, config.environment
-    # The evaluation's workers run beside those that train.
-    workers = environment.min_workers * (2 if config.train.evaluate_before_after else 1)
-    others = (
-        engine.fewest * engine.cpus_per_engine
-        + learner.workers * learner.cpus_per_worker
-        + served * config.judge.local.cpus_per_replica
-    )
-    cpus = workers * environment.cpus_per_worker + others
-    if cpus <= available:
-        return None
-    left = available - others
-    advice = "lower engine.cpus_per_engine or learner.cpus_per_worker, or add a node"
-    if left >= 0:
-        each = math.floor(100 * min(left, 1.0) / (2 if config.train.evaluate_before_after else 1)) / 100
-        one = f"environment.slots_per_worker={environment.slots} and environment.cpus_per_worker={each:g}"
-        advice = f"lower environment.slots or environment.cpus_per_worker (here {one} fit), or add a node"
-    judging = f", {served} judge servers" if served else ""
-    return (
-        f"{workers} rollout workers{judging}, {engine.fewest} engines and {learner.workers} learner workers need "
-        f"{cpus:g} CPUs, the Ray cluster has {available:g}: {advice}"
-    )
-
-
-def largest_problem(gpus: float, key: str, nodes: Sequence[Mapping[str, float]] | None) -> str | None:
-    """Why no node has as many GPUs as one process asks for; None where one has."""
-    largest = max((node.get("GPU", 0) for node in nodes or ()), default=gpus)
-    if gpus <= largest:
-        return None
-    return (
-        f"{key}={gpus:g}, but no node of the Ray cluster has more than {largest:g} GPUs: lower it and the "
-        "tensor_parallel beside it, or add a larger node"
-    )
 
 
 def check_object_store(config: DracoConfig, available: float) -> None:

@@ -22,9 +22,8 @@ from rich.console import Console
 
 from draco_ray.config.effect import check_training
 from draco_ray.config.load import dump_config, load_config
-from draco_ray.config.schema import DracoConfig, JudgeConfig
+from draco_ray.config.schema import DracoConfig
 from draco_ray.errors import ClusterError, ConfigError
-from draco_ray.interruption import ended_as_interrupted
 from draco_ray.observability.logs import start_run_log, stop_run_log
 from draco_ray.records import Message
 from draco_ray.runs.directory import RunDirectory, sole_driver
@@ -35,14 +34,12 @@ from draco_ray.training.batches import TaskOrder
 from draco_ray.training.checks import CHECKS, Check, Start, check_root, findings, refuse, task_order
 from draco_ray.training.cluster import address_of, head_failure
 from draco_ray.training.engines import unless_lost
-from draco_ray.training.memory import NodeMemory, PeakMemory, node_memory
+from draco_ray.training.memory import PeakMemory
 from draco_ray.training.preflight import check_disk, check_paid_replies, check_replies
 from draco_ray.training.resume import StartPoint, adopt_config, adopt_tasks, rewind
 from draco_ray.training.session import (
     TrainingSession,
-    open_judge,
-    ray_session,
-    stopped_plainly,
+    opened,
     training_session,
 )
 
@@ -236,15 +233,8 @@ def _train(
     check_replies(config, run.path)
     start_run_log(run.path)
     try:
-        with (
-            stopped_plainly(run, console, resumable=True),
-            ended_as_interrupted(),
-            open_judge(config, console) as judge,
-            ray_session(config, console),
-        ):
-            if judge.cache is None:
-                judge = judge.model_copy(update={"cache": run.judge_cache})
-            asyncio.run(_run(config, judge, prompts, order, run, start, console))
+        with opened(config, run, console, resumable=True) as final:
+            asyncio.run(_run(final, prompts, order, run, start, console))
     finally:
         stop_run_log()
     return run.path
@@ -252,7 +242,6 @@ def _train(
 
 async def _run(
     config: DracoConfig,
-    judge: JudgeConfig,
     prompts: Mapping[str, tuple[Message, ...]],
     order: TaskOrder,
     run: RunDirectory,
@@ -261,13 +250,9 @@ async def _run(
 ) -> None:
     """Start the actors, train, and report before and after."""
     started, last = time.time(), _steps(config, order)
-    nodes = NodeMemory()
 
     async def work() -> None:
-        async with (
-            training_session(config, judge, prompts, order, run, start, console) as session,
-            node_memory(nodes, joined=address_of(config) is not None),
-        ):
+        async with training_session(config, prompts, order, run, start, console) as session:
             console.print(f"actors ready in {time.time() - started:.0f}s")
             training = _train_and_measure(session, start.step, last, config.train.evaluate_every)
             await unless_lost(training, session.actors.fleet.failure())
@@ -275,7 +260,7 @@ async def _run(
     with _said_at_once(console), PeakMemory() as memory:
         async with _head_watched(console) as head:
             await unless_lost(work(), asyncio.shield(head))
-    used = f"{memory.peak_bytes / 2**30:.1f} GiB {'of the driver, on its nodes ' if str(nodes) else 'in all'}{nodes}"
+    used = f"{memory.peak_bytes / 2**30:.1f} GiB {'in all' if address_of(config) is None else 'of the driver'}"
     console.print(f"done in {time.time() - started:.0f}s, peak memory {used}: {run.path}")
     console.print(f"its page: draco report {shlex.quote(str(run.path))}")
 

@@ -14,13 +14,14 @@ from typing import TYPE_CHECKING, Any
 import ray
 from rich.console import Console
 
-from draco_ray.config.schema import DracoConfig, JudgeConfig, LearnerConfig
+from draco_ray.config.schema import DracoConfig, LearnerConfig
 from draco_ray.engine.actor import EngineClient
 from draco_ray.engine.model_directory import check_model_directory
 from draco_ray.engine.tokenizer import chat_template_text, load_tokenizer
 from draco_ray.environments.base import Environment, find_environment, make_environment
 from draco_ray.environments.tools.rows import check_id
 from draco_ray.errors import BudgetSpent, ClusterError, ConfigError, DracoError, RunStopped
+from draco_ray.interruption import ended_as_interrupted
 from draco_ray.judging.endpoint import introduced
 from draco_ray.judging.judge_context import api_warning
 from draco_ray.judging.static_rubric import load_static_rubric
@@ -35,6 +36,7 @@ from draco_ray.runs.directory import RunDirectory
 from draco_ray.training.actors import Actors
 from draco_ray.training.advantage_computer import start_advantage_computer
 from draco_ray.training.batches import Batches, RecordedRollouts, TaskOrder
+from draco_ray.training.capacity import pending_demand, release_start_lock
 from draco_ray.training.cluster import connect, unless_gone
 from draco_ray.training.engines import WeightSync, engines_asleep
 from draco_ray.training.held_out import BeforeAfter, JudgedBeforeAfter, Tell
@@ -42,7 +44,6 @@ from draco_ray.training.observer import RunObserver, StepWatch
 from draco_ray.training.preflight import check_judge_context
 from draco_ray.training.progress import StepProgress, most_phases, shown, watch_judge
 from draco_ray.training.resume import StartPoint
-from draco_ray.training.room import begun, unplaced
 from draco_ray.training.sizes import with_checkpointing
 from draco_ray.training.trainer import Trainer
 from draco_ray.training.watchdog import Pending, in_time, watch_quiet
@@ -72,19 +73,17 @@ def checked_model(config: DracoConfig) -> DracoConfig:
         changed["path"] = str(Path(model.path).resolve())
     if model.chat_template is not None:
         changed["chat_template"] = chat_template_text(model.chat_template)
-    return with_checkpointing(config.model_copy(update={"model": model.model_copy(update=changed)}))
+    return with_checkpointing(config.updated(model=changed))
 
 
-def with_environment(config: DracoConfig) -> DracoConfig:
-    """The configuration with what the environment says of itself to the judge, so that a run directory tells it too.
+def with_environment(config: DracoConfig) -> tuple[DracoConfig, Environment]:
+    """The configuration with what the environment adds, and the environment: facts for the judge, a static rubric.
 
     Raises:
-        ConfigError, WorldError: ``environment.use`` names none, or one that cannot be used; a static rubric is wanted,
-            and there is none.
+        ConfigError, WorldError: ``environment.use`` names no environment that can be used, or there is no static
+            rubric.
     """
-    facts, algorithm = config.judge.environment_facts, config.algorithm
-    if facts is None:
-        facts = make_environment(config.environment, config.data).facts
+    algorithm, environment = config.algorithm, make_environment(config.environment, config.data)
     if algorithm.reward == "rubric" and algorithm.rubric == "static":
         static = algorithm.static_rubric or find_environment(config.environment.use).static_rubric
         if static is None:
@@ -93,9 +92,21 @@ def with_environment(config: DracoConfig) -> DracoConfig:
                 "with `draco rubric author CONFIG --out FILE` and set algorithm.static_rubric=FILE"
             )
         load_static_rubric(static)
-        algorithm = algorithm.model_copy(update={"static_rubric": static})
-    judge = config.judge.model_copy(update={"environment_facts": facts})
-    return config.model_copy(update={"judge": judge, "algorithm": algorithm})
+        config = config.updated(algorithm={"static_rubric": static})
+    if config.judge.environment_facts is None:
+        config = config.updated(judge={"environment_facts": environment.facts})
+    return config, environment
+
+
+def resolve_config(config: DracoConfig) -> tuple[DracoConfig, Environment]:
+    """The configuration with everything a run needs but the judge's endpoint, and its environment.
+
+    What it adds is written to the run directory too: what `with_environment` and `checked_model` add.
+
+    Raises: as these.
+    """
+    config, environment = with_environment(config)
+    return checked_model(config), environment
 
 
 def task_prompts(
@@ -165,40 +176,74 @@ def say_cut_prompts(config: DracoConfig, environment: Environment, tasks: Sequen
 
 
 @contextlib.contextmanager
-def open_judge(config: DracoConfig, console: Console) -> Iterator[JudgeConfig]:
-    """The judge this run asks: the configured one, or the rule judge's server for as long as the block runs.
+def opened(
+    config: DracoConfig, run: RunDirectory, console: Console, *, cache: Path | None = None, resumable: bool = False
+) -> Iterator[DracoConfig]:
+    """Judge and Ray of a run for as long as the block runs, whose errors are raised as by `one_line_errors`.
+
+    Args:
+        config: of `resolve_config`.
+        run: its directory.
+        console: for people.
+        cache: folder of the judge's replies where ``judge.cache`` names none; None: in the run directory.
+        resumable: whether `draco train --resume` can continue the run.
+
+    Yields: the final configuration: with the judge's endpoint and cache.
+    Raises: as `open_judge` and `ray_session`.
+    """
+    with (
+        one_line_errors(run, console, resumable=resumable),
+        ended_as_interrupted(),
+        open_judge(config, console, cache or run.judge_cache) as final,
+        ray_session(final, console),
+    ):
+        yield final
+
+
+@contextlib.contextmanager
+def open_judge(config: DracoConfig, console: Console, cache: Path | None = None) -> Iterator[DracoConfig]:
+    """The configuration with the judge's endpoint and, as ``judge.cache`` where that is null, ``cache``.
+
+    The rule judge's server, where one is wanted, runs for as long as the block.
 
     Raises:
-        ConfigError: the policy is to be its own judge and its context is too short for that.
-        JudgeUnavailable: the configured one refuses us or cannot be reached.
-        ConfigError: a budget, and no price of the model.
+        ConfigError: the policy is to be its own judge and its context is too short for that; or a budget without a
+            price of the model.
+        JudgeUnavailable: the judge refuses us or cannot be reached.
     """
     from draco_ray.judging.build import build_judge
     from draco_ray.judging.pricing import check_budget
 
-    judge = config.judge
+    final = config.updated(judge={"cache": config.judge.cache or cache})
+    judge = final.judge
     if judge.self_judge.enabled or config.algorithm.reward != "rubric":
-        asked = "the policy itself" if config.algorithm.reward == "rubric" else "none is asked"
-        console.print(f"judge: {asked}")
+        which = "the policy itself" if config.algorithm.reward == "rubric" else "none is asked"
+        console.print(f"judge: {which}")
         check_judge_context(config, console)
-        yield judge
-        return
-    if judge.local.enabled:
+    elif judge.local.enabled:
         console.print(f"judge: {judge.model}, served on the cluster")
-        # Its servers are a part of the run: the first worker asks them.
+        # Its servers start with the run: the first judge worker checks them.
         check_budget(judge, judge.model)
-        yield judge
+    elif judge.rule_judge.start:
+        with _rule_judge(config, console) as endpoint:
+            yield final.updated(judge=endpoint)
         return
-    if not judge.rule_judge.start:
+    else:
         console.print(f"judge: {introduced(judge)}")
-        # Here, because a judge that refuses us is known in seconds and everything else takes longer to start.
+        # First, because a judge that refuses us is known in seconds and everything else takes longer to start.
         with shown(console, "asking the judge"):
-            asyncio.run(_asked(build_judge(judge, None), config, console))
+            asyncio.run(_check_judge(build_judge(config.judge, None), config, console))
         if (warning := api_warning(config)) is not None:
             console.print(warning)
-        yield judge
-        return
-    rules = judge.rule_judge
+    yield final
+
+
+@contextlib.contextmanager
+def _rule_judge(config: DracoConfig, console: Console) -> Iterator[dict[str, str]]:
+    """The rule judge's server; yields the judge's configuration that reaches it."""
+    from draco_ray.judging.pricing import check_budget
+
+    rules = config.judge.rule_judge
     noise = rules.model_dump(include={"false_pass", "false_fail", "wrong_step", "missed_criterion"})
     with find("judge.rule_judge", RULE_JUDGE, {})(
         use=rules.use, latency=rules.latency_seconds, noise={**noise, "seed": config.seed}
@@ -206,25 +251,21 @@ def open_judge(config: DracoConfig, console: Console) -> Iterator[JudgeConfig]:
         console.print(f"judge: the offline rule judge (a stand-in for a frontier judge) at {server.base_url}")
         # The server asks for no key, but OpenAI's protocol sends one.
         os.environ.setdefault("DRACO_RULE_JUDGE_KEY", "none")
-        served = {
-            "model": f"openai/{server.model}",
-            "api_base": server.base_url,
-            "api_key_env": "DRACO_RULE_JUDGE_KEY",
-        }
-        check_budget(judge, served["model"])
-        yield judge.model_copy(update=served)
+        model = f"openai/{server.model}"
+        check_budget(config.judge, model)
+        yield {"model": model, "api_base": server.base_url, "api_key_env": "DRACO_RULE_JUDGE_KEY"}
 
 
-async def _asked(judge: Judge, config: DracoConfig, console: Console) -> None:
-    """Make sure that the judge answers. One that hangs may take its time and tries again, which is said."""
+async def _check_judge(judge: Judge, config: DracoConfig, console: Console) -> None:
+    """Check that the judge answers, within ``watch.start_seconds``."""
     pending = Pending()
 
-    async def ask() -> None:
+    async def check() -> None:
         with pending.of("the judge's first answer"):
             await judge.check()
 
-    # Nothing waits for a place: there is no Ray yet.
-    await started(ask(), config, pending, console, why=str)
+    # No resources are pending: there is no Ray yet.
+    await started(check(), config, pending, console, why=str)
 
 
 @contextlib.contextmanager
@@ -239,10 +280,10 @@ def ray_session(config: DracoConfig, console: Console | None = None) -> Iterator
 
 
 @contextlib.contextmanager
-def stopped_plainly(run: RunDirectory, console: Console, *, resumable: bool = False) -> Iterator[None]:
-    """Say where the finished part is when interrupted, and a known error of a remote part in one line.
+def one_line_errors(run: RunDirectory, console: Console, *, resumable: bool = False) -> Iterator[None]:
+    """Raise known errors of remote parts as one line, and an interrupt as SystemExit; print where the run is.
 
-    ``resumable``: whether `draco train --resume` can continue the run, which is then said too.
+    ``resumable``: whether `draco train --resume` can continue the run; the command is then printed too.
     """
     try:
         yield
@@ -311,7 +352,6 @@ class TrainingSession:
 @contextlib.asynccontextmanager
 async def training_session(
     config: DracoConfig,
-    judge: JudgeConfig,
     prompts: Mapping[str, tuple[Message, ...]],
     order: TaskOrder,
     run: RunDirectory,
@@ -321,8 +361,7 @@ async def training_session(
     """Put a training run together, start it, and end it after the block, also where the start failed.
 
     Args:
-        config: the run's.
-        judge: what `open_judge` gave, with a reply cache.
+        config: the final one, of `opened`.
         prompts: of the usable tasks, by task id.
         order: of the tasks.
         run: the run directory.
@@ -340,15 +379,14 @@ async def training_session(
         await parts.enter_async_context(_beside(progress.beat()))
         observer = RunObserver(config, run.path, spent=spent_dollars(run), done=start.step)
         parts.callback(observer.close)
-        name = run.path.name
         learner = find_learner(config.learner.use)(
             config.model, learner_config(config), run=run.path, seed=config.seed, resume_from=start.checkpoint
         )
         parts.push_async_callback(partial(unless_gone, learner.stop))
-        actors = Actors(config, judge, run, name)
+        actors = Actors(config, run)
         parts.push_async_callback(partial(unless_gone, actors.stop))
-        parts.push_async_exit(partial(_drain_within_budget, actors, judge))
-        advantages = start_advantage_computer(config.algorithm, name)
+        parts.push_async_exit(partial(_drain_within_budget, actors, config.judge.request_timeout_seconds))
+        advantages = start_advantage_computer(config.algorithm, run.path.name)
         said = console.print
         weights = WeightSync(
             learner,
@@ -361,7 +399,7 @@ async def training_session(
 
         async def begin() -> None:
             await _start(config, actors, learner, pending)
-            begun()
+            release_start_lock()
             if start.step:
                 with pending.of("sync of the adapter to the engines"):
                     await weights.publish(start.step)
@@ -376,7 +414,7 @@ async def training_session(
             actors.judges,
             advantages,
             actors.store,
-            static_rubric=ray.put(Judged(value=_static_rubric(config))),
+            static_rubric=ray.put(Judged(value=static_criteria(config))),
             seed=config.seed,
             watch=watch,
             wait=pending.of,
@@ -390,7 +428,7 @@ async def training_session(
             console=console,
         )
         await parts.enter_async_context(_beside(watch_judge(actors.judge_pause, progress, console)))
-        await parts.enter_async_context(_beside(watch_quiet(pending, config.watch.quiet_seconds, said, unplaced)))
+        await parts.enter_async_context(_beside(watch_quiet(pending, config.watch.quiet_seconds, said, pending_demand)))
         trainer = Trainer(
             config,
             batches=Batches(prompts, order, pipeline, recorded),
@@ -427,7 +465,7 @@ def _before_after(
     def prompts(tasks: Sequence[str]) -> dict[str, tuple[Message, ...]]:
         return task_prompts(config, environment, tasks)[0]
 
-    static = _static_rubric(config)
+    static = static_criteria(config)
     return JudgedBeforeAfter(
         config, actors, run, progress, console, prompts=prompts, static=static, tell=tell, wait=wait
     )
@@ -442,7 +480,7 @@ def spent_dollars(run: RunDirectory) -> float:
 def learner_config(config: DracoConfig) -> LearnerConfig:
     """The learner's configuration as it is run: with ``train.staleness`` importance weights are capped."""
     if config.train.staleness and config.learner.importance_cap is None:
-        return config.learner.model_copy(update={"importance_cap": STALE_IMPORTANCE_CAP})
+        return config.updated(learner={"importance_cap": STALE_IMPORTANCE_CAP}).learner
     return config.learner
 
 
@@ -461,7 +499,7 @@ async def started(
     config: DracoConfig,
     pending: Pending,
     console: Console,
-    why: Callable[[], str] = unplaced,
+    why: Callable[[], str] = pending_demand,
 ) -> None:
     """Do what starts a run, and say what it waits for whenever nothing has happened for a while.
 
@@ -504,13 +542,14 @@ async def _start(config: DracoConfig, actors: Actors, learner: Learner, pending:
         await learn()
 
 
-async def _drain_within_budget(actors: Actors, judge: JudgeConfig, kind: Any, error: Any, trace: Any) -> None:
+async def _drain_within_budget(actors: Actors, seconds: float, kind: Any, error: Any, trace: Any) -> None:
     """When the budget is spent, wait for the replies to requests that were sent within it: they are paid for."""
     if isinstance(error, DracoError | ray.exceptions.RayError) and isinstance(plain_error(error), BudgetSpent):
-        await actors.judges.drain(judge.request_timeout_seconds)
+        await actors.judges.drain(seconds)
 
 
-def _static_rubric(config: DracoConfig) -> tuple[Criterion, ...]:
+def static_criteria(config: DracoConfig) -> tuple[Criterion, ...]:
+    """The criteria of the static rubric, where the setting uses one."""
     algorithm = config.algorithm
     if algorithm.reward != "rubric" or algorithm.rubric != "static" or algorithm.static_rubric is None:
         return ()

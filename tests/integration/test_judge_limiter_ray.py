@@ -13,8 +13,8 @@ import ray
 
 from draco_ray.config.schema import JudgeConfig, JudgeLimits
 from draco_ray.errors import BudgetSpent, JudgeUnavailable
+from draco_ray.judging.actors import LimiterClient, start_judge_limiter
 from draco_ray.judging.limiter import Asked, Ended
-from draco_ray.judging.limiter_actor import LimiterClient, start_judge_limiter
 from draco_ray.judging.outage import Next, Trouble
 from draco_ray.judging.reply_cache import ReplyCache
 from draco_ray.runs.directory import RunDirectory

@@ -14,11 +14,11 @@ import pytest
 
 from draco_ray.config.schema import JudgeConfig, JudgeLimits, Price
 from draco_ray.errors import BudgetSpent, JudgeUnavailable
+from draco_ray.judging.actors import JudgeLimiterActor, requests_name
 from draco_ray.judging.client import LiteLLMClient
 from draco_ray.judging.complete import Completion, Request
 from draco_ray.judging.judge import CallContext, Judge
 from draco_ray.judging.limiter import Asked, Ended, Grant
-from draco_ray.judging.limiter_actor import JudgeLimiterActor, requests_name
 from draco_ray.judging.outage import Next
 from draco_ray.judging.phases.score import Score
 from draco_ray.judging.prompts import load_prompts
@@ -266,17 +266,17 @@ async def test_an_outage_pauses_everybody_and_drops_nothing(
 ) -> None:
     caplog.set_level(logging.WARNING)
     with ScriptedJudgeServer(*outage(trouble, before=5, times=34)) as server:
-        # One failure of its own would end a call: none of these is.
-        judge, _ = client(server.base, None, run, max_attempts=1)
+        # The whole outage counts as one failure of a call.
+        judge, _ = client(server.base, None, run, max_attempts=2)
         await asyncio.gather(*(judge(ask(number)) for number in range(5)))
         answers = await asyncio.gather(*(judge(ask(number)) for number in range(100, 108)))
         assert [answer.error for answer in answers] == [None] * 8
-        questions = [body for body in server.requests if "word OK" in body["messages"][0]["content"]]
-    # What was under way is tried three times, and then there is one small question at a time.
-    assert len(questions) >= 10
     assert len(server.requests) <= 5 + 35 + 8
     lines = [record.getMessage() for record in caplog.records]
-    assert [("answers nobody" in line, "answers again" in line) for line in lines] == [(True, False), (False, True)]
+    *paused, ended = [line for line in lines if " answers " in line]
+    assert paused
+    assert all("answers nobody" in line for line in paused)
+    assert "answers again" in ended
 
 
 async def test_an_outage_beyond_the_limit_stops_the_run_resumable(run: RunDirectory) -> None:
@@ -290,14 +290,13 @@ async def test_an_outage_beyond_the_limit_stops_the_run_resumable(run: RunDirect
 
 
 async def test_a_prompt_that_breaks_the_judge_fails_its_call_and_no_other(run: RunDirectory) -> None:
-    """Every other request is answered, the small question as well: it is not the judge."""
+    """No other call fails: it is not the judge."""
     with ScriptedJudgeServer(Reply("fine")) as server:
         server.fails_on = "poison"
         judge, _ = client(server.base, None, run)
         poisoned = await judge(ask(0, "poison"))
         assert poisoned.error is not None
-        # Alone it is repeated until the small question is due.
-        assert 4 <= poisoned.requests <= 12
+        assert poisoned.requests == 4
         assert (await judge(ask(1))).error is None
 
 

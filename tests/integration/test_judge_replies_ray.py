@@ -12,7 +12,7 @@ import ray
 
 from draco_ray.config.schema import JudgeConfig
 from draco_ray.errors import StoreError
-from draco_ray.judging.replies_actor import RepliesClient, start_replies
+from draco_ray.judging.actors import NamedActor, start_replies
 from draco_ray.judging.reply_cache import ReplyCache, read_book
 from draco_ray.training.cluster import start_ray
 
@@ -33,11 +33,8 @@ async def test_replies_and_their_book_outlive_the_actors_process(own_ray: None, 
     await client.begin("one", 0.5)
     await client.begin("two", 0.25)
     await client.settle("one", 0.4, ("key", {"text": "paid for"}))
-    await client.claim("key", "a call")
-    await client.release("key", "a call")
-    await client.claim("key", "another")
     os.kill(await handle.__ray_call__.remote(lambda self: os.getpid()), signal.SIGKILL)
-    assert await RepliesClient("kept").get("key") == {"text": "paid for"}
+    assert await NamedActor("JudgeReplies@kept").get("key") == {"text": "paid for"}
     await client.put("other", {"text": "also"})
     await client.forget("other")
     assert await client.get("other") is None
@@ -46,10 +43,8 @@ async def test_replies_and_their_book_outlive_the_actors_process(own_ray: None, 
     assert await ReplyCache(tmp_path).get("key") == {"text": "paid for"}
 
 
-async def test_a_folder_that_cannot_be_used_is_one_line(own_ray: None, tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_used_is_one_line(own_ray: None, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("", encoding="utf-8")
-    started = start_replies(JudgeConfig(cache=tmp_path / "file" / "replies"), "refused")
-    assert started is not None
     with pytest.raises(StoreError, match="judge replies cannot be kept in .*file/replies") as refusal:
-        await started[1].get("key")
+        start_replies(JudgeConfig(cache=tmp_path / "file" / "replies"), "refused")
     assert "\n" not in str(refusal.value)

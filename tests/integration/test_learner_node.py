@@ -14,7 +14,7 @@ from ray.cluster_utils import Cluster
 from draco_ray.config.schema import ModelConfig
 from draco_ray.learner.lora_learner import LoraLearner
 from draco_ray.learner.ray_lora import RayLoraLearner
-from draco_ray.training.room import unplaced
+from draco_ray.training.capacity import pending_demand
 from tests.integration.test_learner_ray import (
     CONFIG,
     assert_same_adapter,
@@ -52,10 +52,10 @@ async def test_a_lost_node_costs_nothing_but_time_when_another_comes(
     await learner.checkpoint(tmp_path / "run" / "step00001")
     await learner.accumulate(ray.put(make_group(1, 0)))
     alone.accumulate(make_group(1, 0))
-    assert unplaced() == ""
+    assert pending_demand() == ""
 
     nodes.remove_node(node, allow_graceful=False)
-    while not (waiting := unplaced()):  # noqa: ASYNC110 (Ray tells nobody)
+    while not (waiting := pending_demand()):  # noqa: ASYNC110 (Ray tells nobody)
         await asyncio.sleep(0.5)
     assert waiting == "no node has room for 2 x 1 CPU"
     updated = asyncio.create_task(learner.step())
@@ -64,5 +64,5 @@ async def test_a_lost_node_costs_nothing_but_time_when_another_comes(
     assert metrics.grad_norm == pytest.approx(alone.step().grad_norm, rel=1e-3)
     assert metrics.update == 3
     assert_same_adapter(await (await learner.weights(2)), alone.adapter(2))
-    assert unplaced() == ""
+    assert pending_demand() == ""
     await learner.stop()

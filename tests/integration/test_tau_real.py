@@ -1,6 +1,6 @@
-"""The real tau2-bench, where there is one: one task of banking measured, and retail as a training ground.
+"""The real tau2-bench, if installed: one banking task evaluated, and retail as a training environment.
 
-Scripted servers stand for agent and user simulator, and in training a policy that is written by hand for the policy.
+Scripted servers stand in for agent and user simulator, and in training a hand-written policy for the policy.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ import pytest
 import yaml
 from tokenizers import AddedToken
 
-from draco_ray.benchmarks.tau.episodes import read_episodes
 from draco_ray.benchmarks.tau.evaluate import evaluate_tau
-from draco_ray.benchmarks.tau.installation import HOME_VARIABLE
-from draco_ray.benchmarks.tau.policy import api_policy
+from draco_ray.benchmarks.tau.results import read_episodes
+from draco_ray.benchmarks.tau.server import api_policy
+from draco_ray.benchmarks.tau.tau2_process import HOME_VARIABLE
 from draco_ray.config.schema import DracoConfig
 from draco_ray.records import EpisodeEnd
 from draco_ray.runs.directory import RunDirectory
@@ -94,7 +94,7 @@ async def test_an_episode_of_retail_is_rewarded_by_tau2(tmp_path: Path, monkeypa
     # The exchange was never made.
     assert (played.evaluated.evaluation.reward, played.evaluated.evaluation.failures) == (0.0, ("DB",))
     (episode,) = read_episodes(tmp_path / "kept", ["0"], 1)
-    assert (episode.ended, episode.failure, episode.turns) == ("user_stop", "DB", 3)
+    assert (episode.termination_reason, episode.failure, episode.usage("assistant").calls) == ("user_stop", "DB", 3)
 
 
 def _policy(directory: Path) -> Path:

@@ -1,4 +1,4 @@
-"""τ-bench as a training ground: its shipped program plays real episodes of a stand-in for tau2 behind the endpoint.
+"""τ-bench as a training environment: the agent program plays episodes of a stand-in for tau2 behind the endpoint.
 
 The policy is scripted, the user simulator a scripted HTTP server; processes, endpoint, records and files are real.
 """
@@ -107,7 +107,7 @@ async def test_tau2s_reward_is_the_evaluators_number(machine: Path, lines: list[
         (LOOKS_UP, [500], EpisodeEnd.SERVER_ERROR, "never called the endpoint.*the user simulator"),
     ],
 )
-async def test_whose_failure_it_was(
+async def test_only_the_policys_own_failures_are_counted_against_it(
     machine: Path, lines: list[str], said: list[str | int], ended: EpisodeEnd, error: str
 ) -> None:
     played = await play(machine, lines, said, "agent.max_prompt_length=500", "agent.max_response_length=600")
@@ -158,7 +158,7 @@ async def test_assertions_need_a_judges_key(machine: Path, monkeypatch: pytest.M
         await play(machine, LOOKS_UP, [*ASKS], "environment.options.judge.api_key_env=NO_SUCH_KEY", ground_truth=True)
 
 
-def test_what_the_judge_is_told(machine: Path) -> None:
+def test_facts_for_the_judge(machine: Path) -> None:
     environment = tau_environment(tau_config("http://user/v1"))
     assert environment.tasks("train") == ["0", "2"]
     assert "Reason for the call: You want a refund." in environment.task("0").instruction
@@ -167,7 +167,7 @@ def test_what_the_judge_is_told(machine: Path) -> None:
     assert "domain retail" in environment.facts
 
 
-def test_a_package_that_is_not_tau2_bench_is_said_before_anything_starts(
+def test_another_package_named_tau2_is_reported_before_anything_starts(
     machine: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     package = machine / "physics"

@@ -1,8 +1,7 @@
-"""The whole way through tau2's process, with a stand-in for tau2-bench under this Python and an API policy."""
+"""Evaluation end to end: an API policy, and a stand-in for tau2-bench under this Python."""
 
 from __future__ import annotations
 
-import importlib
 import json
 import signal
 import time
@@ -14,9 +13,8 @@ import psutil
 import pytest
 
 from draco_ray.benchmarks.tau.evaluate import evaluate_tau
-from draco_ray.benchmarks.tau.installation import RUNNER, find_tau2
-from draco_ray.benchmarks.tau.policy import api_policy
-from draco_ray.benchmarks.tau.tau2_runner import ADJUSTED, PLAYED
+from draco_ray.benchmarks.tau.server import api_policy
+from draco_ray.benchmarks.tau.tau2_process import RUNNER, find_tau2
 from draco_ray.config.schema import DracoConfig
 from draco_ray.errors import ConfigError, TauBenchError
 from draco_ray.lab.evaluation.results import EvaluationDirectory
@@ -95,7 +93,7 @@ def test_the_full_split_with_what_tau2_lost(machine: Path) -> None:
     assert list((machine / "tmp").iterdir()) == []
 
 
-def test_what_tau2_is_told(machine: Path) -> None:
+def test_settings_reach_tau2(machine: Path) -> None:
     out = machine / "out"
     evaluate(configure(machine), out)
     probe = json.loads((out / "tau2" / AGENT / "probe.json").read_text())
@@ -110,7 +108,7 @@ def test_what_tau2_is_told(machine: Path) -> None:
 
 
 def test_keys_are_in_no_file_and_no_argument(machine: Path) -> None:
-    """Although tau2 prints one and keeps another in a result file, as a provider's error might make it."""
+    """Even if tau2 prints a key and stores it in a result file, as with a provider's error."""
     out = machine / "out"
     evaluate(configure(machine, {"quote": "OPENAI_API_KEY"}), out)
     assert "incorrect key ***" in (out / "tau2" / AGENT / "runner.log").read_text()
@@ -150,7 +148,7 @@ def test_a_stalled_process_is_ended_and_started_again(machine: Path) -> None:
     assert starts(machine) == 2
 
 
-def test_what_was_finished_is_kept_and_gone_on_with(machine: Path) -> None:
+def test_finished_episodes_are_kept_and_the_same_command_continues(machine: Path) -> None:
     out = machine / "out"
     config = configure(machine, {"crash": [1, 1]}, restarts=1)
     with pytest.raises(TauBenchError, match="ended with exit code 9, 2 times in all; 2 of 4 episodes are kept"):
@@ -203,8 +201,8 @@ def test_another_evaluation_is_not_continued(machine: Path) -> None:
         evaluate(config.model_copy(update={"tau_bench": changed}), out)
 
 
-def test_a_part_of_tau2_that_is_gone_is_a_refusal(machine: Path) -> None:
-    """An adjustment that finds nothing to adjust would leave its leak open."""
+def test_nothing_is_run_if_a_patched_part_of_tau2_is_missing(machine: Path) -> None:
+    """A patch that finds nothing to patch would leave its leak open."""
     package = machine / "package"
     for file in STAND_IN.rglob("*.py"):
         copy = package / file.relative_to(STAND_IN)
@@ -214,12 +212,6 @@ def test_a_part_of_tau2_that_is_gone_is_a_refusal(machine: Path) -> None:
     with pytest.raises(TauBenchError, match="tau2 is not run: SandboxManager._create_srt_settings is gone"):
         evaluate(config, machine / "out")
     assert starts(machine) == 0
-
-
-def test_the_stand_in_has_what_is_adjusted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(STAND_IN))
-    for name, attributes in (*ADJUSTED.items(), *PLAYED.items()):
-        assert all(hasattr(importlib.import_module(name), attribute) for attribute in attributes)
 
 
 def refusal(machine: Path, **tau: Any) -> str:
@@ -314,7 +306,7 @@ def eval_set(machine: Path, config: DracoConfig, *more: str) -> list[str]:
     return ["eval-set", str(file), "--out", str(machine / "out"), *more]
 
 
-def test_a_set_that_was_killed_goes_on_and_repeats_nothing(machine: Path) -> None:
+def test_a_killed_set_continues_without_repeating_anything(machine: Path) -> None:
     config = configure(machine, {"hang": [9, 1]}, trials=2)
     command = eval_set(machine, config)
     process = start_draco(command)
@@ -359,7 +351,7 @@ def test_a_set_that_was_killed_goes_on_and_repeats_nothing(machine: Path) -> Non
 
 
 def test_a_set_that_loses_too_much_stops_with_one_line(machine: Path) -> None:
-    """Both policies lose their only task, so the second is not begun until somebody says what may be lost."""
+    """Both policies lose their only task; the second is not started."""
     config = configure(machine, {"errors": [TASKS[0]]}, trials=2)
     command = eval_set(machine, config)
     stopped = draco_here(*command)

@@ -1,4 +1,4 @@
-"""A tau2-bench checkout and interpreter to point the runner at: the stand-in package under this Python."""
+"""A fake tau2-bench checkout, and an interpreter that imports the stand-in package for it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A rollout of τ-bench as a training ground: its environment and its program, under a scripted policy."""
+"""A τ-bench training rollout with a scripted policy: the real environment and agent program."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ USER_KEY = "sk-customer-0123456789"
 
 @dataclass
 class Played:
-    """One rollout, and the folder of what was kept of it."""
+    """One rollout, and the folder with its kept files."""
 
     trajectory: Trajectory
     evaluated: Evaluated | None

@@ -35,10 +35,10 @@ BASE = (
 )
 """Packages that work in the base install, but for these modules of theirs:"""
 ACTORS = (
-    "judging.limiter_actor",
+    "judging.actors",
     "judging.local.actor",
     "judging.pool",
-    "judging.replies_actor",
+    "judging.actors",
     "judging.worker",
     "runs.store_actor",
 )

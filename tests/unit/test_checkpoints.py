@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from draco_ray.benchmarks.tau.policy import find_policy as find_tau_policy
+from draco_ray.benchmarks.tau.server import find_policy as find_tau_policy
 from draco_ray.config.load import dump_config, load_config
 from draco_ray.errors import DamagedRun
 from draco_ray.lab.analysis.checkpoint_judge import checkpoints_before

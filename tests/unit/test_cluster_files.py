@@ -25,9 +25,8 @@ from ray.autoscaler._private.aws.config import DEFAULT_AMI, _check_ami
 from ray.autoscaler._private.util import prepare_config, validate_config
 
 from draco_ray.config.load import load_config
-from draco_ray.config.schema import DracoConfig
 from draco_ray.errors import ConfigError
-from draco_ray.training.preflight import check_resources
+from draco_ray.training.capacity import check_resources
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 CLUSTER = REPOSITORY / "cluster"
@@ -37,15 +36,6 @@ PRESETS = ("qwen3.6-27b", "qwen2.5-32b")
 def loaded(name: str) -> dict[str, Any]:
     content: dict[str, Any] = yaml.safe_load((CLUSTER / name).read_text(encoding="utf-8"))
     return content
-
-
-def carries(config: DracoConfig, nodes: list[dict[str, float]]) -> None:
-    """Raises ConfigError where these nodes are too few for the run."""
-    total: dict[str, float] = {}
-    for node in nodes:
-        for resource, amount in node.items():
-            total[resource] = total.get(resource, 0) + amount
-    check_resources(config, total, nodes)
 
 
 # AWS, through Ray's cluster launcher.
@@ -72,9 +62,9 @@ def test_aws_passes_rays_own_check() -> None:
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_aws_carries_the_presets_before_it_scales(preset: str) -> None:
-    carries(load_config(preset), aws_nodes())
+    check_resources(load_config(preset), aws_nodes())
     with pytest.raises(ConfigError, match="GPUs"):
-        carries(load_config(preset, ["engine.engines=3"]), aws_nodes())
+        check_resources(load_config(preset, ["engine.engines=3"]), aws_nodes())
 
 
 def test_aws_judge_nodes_come_and_go() -> None:
@@ -217,9 +207,9 @@ def test_kuberay_carries_the_presets_before_it_scales(preset: str) -> None:
     cluster = kuberay_cluster()
     nodes = [ray_resources(cluster.headGroupSpec)]
     nodes += [ray_resources(group) for group in cluster.workerGroupSpecs for _ in range(group.minReplicas)]
-    carries(load_config(preset), nodes)
+    check_resources(load_config(preset), nodes)
     with pytest.raises(ConfigError, match="GPUs"):
-        carries(load_config(preset, ["learner.workers=5"]), nodes)
+        check_resources(load_config(preset, ["learner.workers=5"]), nodes)
 
 
 def test_kuberay_judge_pods_come_and_go() -> None:

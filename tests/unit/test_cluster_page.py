@@ -9,7 +9,8 @@ import pytest
 
 from draco_ray.config.load import load_config
 from draco_ray.observability.catalogue import CATALOGUE
-from draco_ray.training.preflight import check_resources, step_size
+from draco_ray.training.capacity import check_resources
+from draco_ray.training.preflight import step_size
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PAGE = (REPOSITORY / "docs" / "cluster.md").read_text(encoding="utf-8")
@@ -28,8 +29,8 @@ def test_the_figures_are_those_of_the_preset() -> None:
     assert size.disk / 1e9 == pytest.approx(2.0, abs=0.05)
     assert (config.train.prompts_per_step, config.algorithm.group_size) == (16, 6)
     # What section 1 asks for is just enough.
-    check_resources(config, {"CPU": 54, "GPU": 8, "judge": 3})
+    check_resources(config, [{"CPU": 54, "GPU": 8, "judge": 3}])
     check_resources(
         config.model_copy(update={"train": config.train.model_copy(update={"evaluate_before_after": True})}),
-        {"CPU": 102, "GPU": 8, "judge": 3},
+        [{"CPU": 102, "GPU": 8, "judge": 3}],
     )

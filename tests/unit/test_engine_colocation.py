@@ -19,9 +19,9 @@ from draco_ray.learner.messages import UpdateMetrics
 from draco_ray.pipeline import Group, GroupState
 from draco_ray.runs.directory import RunDirectory
 from draco_ray.training.batches import Batches, RecordedRollouts, TaskOrder
+from draco_ray.training.capacity import check_resources
 from draco_ray.training.engines import WeightSync, engines_asleep
 from draco_ray.training.observer import StepWatch
-from draco_ray.training.preflight import check_resources
 from draco_ray.training.progress import StepProgress
 from draco_ray.training.trainer import Trainer
 from tests.unit.test_training_metrics import an_update
@@ -43,14 +43,14 @@ def test_one_rank_of_an_engine_and_one_worker_on_each_gpu_are_accepted(overrides
     config = load_config(overrides=overrides)
     assert gpu_share(config.engine) == 0.6
     cluster = {"GPU": float(config.learner.workers), "CPU": 1000.0, "judge": 16.0}
-    check_resources(config, cluster, [cluster])
+    check_resources(config, [cluster])
 
 
 def test_the_gpus_of_an_engine_are_on_one_node() -> None:
     config = load_config(overrides=SPLIT)
     node = {"GPU": 1.0, "CPU": 1000.0, "judge": 16.0}
     with pytest.raises(ConfigError, match=r"^engine\.tensor_parallel=2, but no node .* more than 1 GPUs"):
-        check_resources(config, {**node, "GPU": 8.0}, [node] * 8)
+        check_resources(config, [node] * 8)
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,8 @@ from draco_ray.judging.phases import PHASES
 from draco_ray.judging.prompts import load_prompts
 from draco_ray.records import EpisodeEnd, Task, Termination, Trajectory, Turn
 from draco_ray.rollout.worker import evaluate
-from draco_ray.training.session import with_environment
+from draco_ray.training import session
+from draco_ray.training.session import resolve_config
 from tests.conftest import REPOSITORY
 from tests.unit.test_runs import a_trajectory
 
@@ -235,18 +236,21 @@ def test_a_trajectory_without_a_mode_is_read_as_before() -> None:
     assert a_trajectory().termination is None
 
 
-def test_a_static_rubric_is_the_environments_own_or_has_to_be_named(tmp_path: Path) -> None:
+def test_a_static_rubric_is_the_environments_own_or_has_to_be_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(session, "checked_model", lambda config: config)
     (tmp_path / "tasks.jsonl").write_text('{"id": "1", "instruction": "Refund A1."}\n', encoding="utf-8")
     own = [f"data.root={tmp_path}", "environment.use=tasks"]
     with pytest.raises(ConfigError, match=r"environment\.use=tasks has no static rubric: write one with `draco rubric"):
-        with_environment(load_config("sandbox", own, "static"))
+        resolve_config(load_config("sandbox", own, "static"))[0]
     # Without a static rubric nothing is missing.
-    assert with_environment(load_config("sandbox", own, "draco")).algorithm.static_rubric is None
+    assert resolve_config(load_config("sandbox", own, "draco"))[0].algorithm.static_rubric is None
     rubric = tmp_path / "rubric.yaml"
     rubric.write_text("[{title: Polite, description: Kind words., evaluator_instruction: Look.}]", encoding="utf-8")
-    named = with_environment(load_config("sandbox", [*own, f"algorithm.static_rubric={rubric}"], "static"))
+    named = resolve_config(load_config("sandbox", [*own, f"algorithm.static_rubric={rubric}"], "static"))[0]
     assert named.algorithm.static_rubric == rubric
-    appworld = with_environment(load_config("sandbox", [], "static"))
+    appworld = resolve_config(load_config("sandbox", [], "static"))[0]
     assert appworld.algorithm.static_rubric == Path("prompts/static_rubric.yaml")
     with pytest.raises(ConfigError, match="none.yaml"):
-        with_environment(load_config("sandbox", [*own, f"algorithm.static_rubric={tmp_path}/none.yaml"], "static"))
+        resolve_config(load_config("sandbox", [*own, f"algorithm.static_rubric={tmp_path}/none.yaml"], "static"))[0]

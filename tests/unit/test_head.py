@@ -144,6 +144,6 @@ async def test_a_head_that_is_gone_while_a_run_starts_ends_it(tmp_path: Path, mo
     order = TaskOrder(["a_1"], 1, 0)
     run = RunDirectory.create(tmp_path / "run", "")
     with pytest.raises(ClusterError, match="has not answered for 30 s"):
-        await run_module._run(config, config.judge, {}, order, run, StartPoint(), Console(file=said))
+        await run_module._run(config, {}, order, run, StartPoint(), Console(file=said))
     assert ended == ["session"]
     assert "has not answered" in said.getvalue()

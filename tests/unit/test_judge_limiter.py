@@ -20,7 +20,6 @@ from draco_ray.judging.limiter import (
     LEARNED_AFTER,
     LOOK_AGAIN_SECONDS,
     PACE,
-    QUESTION_SECONDS,
     WINDOW_SECONDS,
     Asked,
     Ended,
@@ -312,22 +311,30 @@ async def test_a_spent_budget_is_told_to_everybody_who_waits(clock: Clock) -> No
     assert [isinstance(result, BudgetSpent) for result in results] == [True] * 3
 
 
-def test_only_a_small_question_leaves_while_nobody_is_answered(clock: Clock) -> None:
-    limiter = Limiter(JudgeLimits(), outage=Outage(max_seconds=600), clock=clock)
+@pytest.mark.parametrize("ends", ["settled", "given back", "abandoned", "expired"])
+def test_one_request_at_a_time_goes_through_while_none_is_answered(clock: Clock, ends: str) -> None:
+    limiter = Limiter(JudgeLimits(), outage=Outage(max_seconds=6000), lease_seconds=600.0, clock=clock)
     for _ in range(3):
         number, _ = lease(limiter)
         limiter.settle(number, Ended(trouble=Trouble.UNAVAILABLE, reason="503"))
         _, wait = lease(limiter)
         assert wait > 0
         clock.now += wait
-    grant, _ = limiter.lease(asked(1))
-    assert grant is not None
-    assert grant.question
+    number, _ = lease(limiter)
+    assert number
     assert lease(limiter) == ("", math.inf)
-    limiter.settle(grant.number, ended(1))
-    after, _ = limiter.lease(asked(1))
-    assert after is not None
-    assert not after.question
+    match ends:
+        case "settled":
+            limiter.settle(number, ended(1))
+        case "given back":
+            limiter.give_back(number)
+        case "abandoned":
+            limiter.abandon(number)
+        case _:
+            clock.now += 600.0
+    assert lease(limiter)[0]
+    # Only an answer lets more than one through.
+    assert bool(lease(limiter)[0]) is (ends == "settled")
 
 
 def test_a_lease_that_nobody_knows_can_be_given_back_or_up(clock: Clock) -> None:
@@ -397,15 +404,15 @@ def test_a_lease_says_what_the_others_have_seen(clock: Clock) -> None:
     for _ in range(3):
         limiter.settle(lease(limiter)[0], Ended(trouble=Trouble.UNAVAILABLE, reason="503"))
         clock.now += 60
-    question, _ = limiter.lease(asked(1))
-    assert question is not None
-    assert (question.answers, question.outages, question.question) == (1, 0, True)
-    assert question.number.startswith("run-")
-    limiter.settle(question.number, Ended(trouble=Trouble.UNAVAILABLE, reason="503"))
+    grant, _ = limiter.lease(asked(1))
+    assert grant is not None
+    assert grant.number.startswith("run-")
+    assert (grant.answers, grant.alone) == (1, True)
+    limiter.settle(grant.number, Ended(trouble=Trouble.UNAVAILABLE, reason="503"))
     clock.now += 120
-    after, _ = limiter.lease(asked(1))
-    assert after is not None
-    assert (after.answers, after.outages) == (1, 1)
+    other, _ = limiter.lease(Asked(input_tokens=0, output_tokens=1, call="another"))
+    assert other is not None
+    assert (other.answers, other.alone) == (1, False)
 
 
 def test_what_the_endpoint_said_becomes_of_its_call_and_of_everybodys_next_request(clock: Clock) -> None:
@@ -429,20 +436,6 @@ def test_a_request_that_was_sent_before_a_pause_makes_it_no_longer(clock: Clock)
     assert lease(limiter)[1] == 0.0
 
 
-@pytest.mark.parametrize(("question", "booked"), [(True, 1.0), (False, 0.0)])
-def test_only_a_small_question_is_given_up_on_within_minutes(clock: Clock, question: bool, booked: float) -> None:
-    limiter = Limiter(JudgeLimits(), outage=Outage(max_seconds=6000), lease_seconds=3600.0, clock=clock)
-    for _ in range(3 if question else 0):
-        limiter.settle(lease(limiter)[0], Ended(trouble=Trouble.UNAVAILABLE, reason="503"))
-        clock.now += 60
-    grant, _ = limiter.lease(asked(1, 1.0))
-    assert grant is not None
-    assert grant.question is question
-    clock.now += QUESTION_SECONDS
-    limiter.lease(asked(1, 2.0))
-    assert limiter.spent == booked
-
-
 def test_what_an_earlier_limiter_had_under_way_takes_dollars_and_no_tokens(clock: Clock) -> None:
     limiter = Limiter(JudgeLimits(dollars=2.0, tokens_per_minute=1000), under_way={"old": 0.5}, clock=clock)
     assert limiter.reserved == 0.5
@@ -454,18 +447,6 @@ def test_what_an_earlier_limiter_had_under_way_takes_dollars_and_no_tokens(clock
     assert limiter.spent == 0.25
     # Those of the old one count with the minute in which it ended: room for 200 when the first leaves it, not for 201.
     assert lease(limiter, 201)[1] == WINDOW_SECONDS
-
-
-def test_the_end_of_what_an_earlier_limiter_sent_is_not_that_of_a_small_question(clock: Clock) -> None:
-    limiter = Limiter(JudgeLimits(), outage=Outage(max_seconds=600), under_way={"old": 0.0}, clock=clock)
-    for _ in range(3):
-        limiter.settle(lease(limiter)[0], Ended(trouble=Trouble.UNAVAILABLE, reason="503"))
-        clock.now += 60
-    question, _ = limiter.lease(asked(1))
-    assert question is not None
-    assert question.question
-    limiter.settle("old", Ended(trouble=Trouble.UNAVAILABLE, reason="503"))
-    assert lease(limiter) == ("", math.inf)
 
 
 def test_how_far_the_most_was_too_little_is_a_factor(clock: Clock) -> None:

@@ -19,7 +19,7 @@ from draco_ray.judging.local import servers as module
 from draco_ray.judging.local.server import STARTS, Look, Stall, VllmJudgeServer, reasoning_words, serve_words
 from draco_ray.judging.local.servers import ADJUST_SECONDS, LOOK_SECONDS, SILENT_SECONDS, JudgeServers
 from draco_ray.judging.panel import other
-from draco_ray.training.preflight import check_resources
+from draco_ray.training.capacity import check_resources
 from tests.support.tiny_model import tiny_tokenizer
 from tests.support.turns import LoopClock, outcome, turns, until
 
@@ -512,9 +512,9 @@ def test_its_gpus_count_before_anything_is_loaded() -> None:
         }
     )
     offered = {"judge": 16, "CPU": 64, "GPU": 6}
-    check_resources(run, offered, [offered])
-    with pytest.raises(ConfigError, match="engines, learner and 2 judge servers need 6 GPUs, the Ray cluster has 5"):
-        check_resources(run, {**offered, "GPU": 5})
-    with pytest.raises(ConfigError, match="judge.local.gpus_per_replica=2, but no node .* more than 1 GPUs"):
-        check_resources(run, offered, [{"GPU": 1}] * 6)
-    check_resources(run, {**offered, "GPU": 2}, judges=False)
+    check_resources(run, [offered])
+    with pytest.raises(ConfigError, match="1 of 1 engines"):
+        check_resources(run, [{**offered, "GPU": 5}])
+    with pytest.raises(ConfigError, match="2 of 2 judge servers .2 GPUs and .* do not fit"):
+        check_resources(run, [{"GPU": 1, "CPU": 64, "judge": 16}] * 6)
+    check_resources(run, [{**offered, "GPU": 2}], judges=False)

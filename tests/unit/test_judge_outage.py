@@ -9,13 +9,13 @@ import pytest
 
 from draco_ray.config.schema import JudgeLimits
 from draco_ray.errors import JudgeUnavailable
-from draco_ray.judging.limiter import Asked, Ended, Grant, Limiter
-from draco_ray.judging.outage import REFUSALS_TO_STOP, ROUNDS_TO_ASK, Next, Outage, Pause, Trouble, span
+from draco_ray.judging.limiter import Asked, Ended, Limiter
+from draco_ray.judging.outage import REFUSALS_TO_STOP, ROUNDS_TO_PROBE, Next, Outage, Pause, Trouble, span
 
 NOBODY = math.inf
 
 
-def down(outage: Outage, now: float, trouble: Trouble = Trouble.UNAVAILABLE, rounds: int = ROUNDS_TO_ASK) -> float:
+def down(outage: Outage, now: float, trouble: Trouble = Trouble.UNAVAILABLE, rounds: int = ROUNDS_TO_PROBE) -> float:
     """Requests fail as soon as one may be sent; returns the time."""
     for _ in range(rounds):
         now += outage.seconds_to_wait(now)
@@ -41,7 +41,7 @@ def test_failures_of_requests_that_were_sent_before_the_pause_are_one() -> None:
     for late in range(200):
         outage.failed(Trouble.UNAVAILABLE, "503", None, 0.0, 0.1 + late / 1000)
     assert outage.seconds_to_wait(0.3) <= 1.0
-    assert not outage.must_ask()
+    assert not outage.down
 
 
 def test_a_pause_begins_anew_with_what_was_sent_since_the_last_one_began() -> None:
@@ -81,15 +81,18 @@ def test_a_rate_limit_makes_everybody_wait_as_long_as_it_says() -> None:
     assert outage.seconds_to_wait(1.0) >= 6.0
 
 
-def test_an_outage_is_one_line_with_the_times_and_its_end_another(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_outage_is_logged_with_its_long_waits_and_its_end(caplog: pytest.LogCaptureFixture) -> None:
     outage = Outage(max_seconds=3600, who="judge openai/x at http://h/v1")
     caplog.set_level(logging.WARNING)
-    now = down(outage, 0.0, rounds=9)
+    now = down(outage, 0.0, rounds=5)
     (line,) = [record.getMessage() for record in caplog.records]
     assert line.startswith(
         "judge openai/x at http://h/v1 answers nobody (503 overloaded): judging is paused, nothing is"
     )
     assert "judge.max_outage_seconds=3600" in line
+    # Waits of half a minute and more are logged when they begin.
+    now = down(outage, now, rounds=4)
+    assert [record.getMessage() == line for record in caplog.records].count(False) >= 3
     pause = outage.pause(now)
     assert pause is not None
     assert pause.lasted == pytest.approx(now)
@@ -137,21 +140,14 @@ def test_the_line_of_an_outage_and_of_its_end_say_how_long(
     assert len(caplog.records) == 1
 
 
-def test_what_a_small_question_means() -> None:
+def test_during_an_outage_nobody_else_goes_while_one_request_is_under_way() -> None:
     outage = Outage(max_seconds=600)
     now = down(outage, 0.0)
-    assert outage.must_ask()
+    assert outage.down
     now += outage.seconds_to_wait(now)
     assert outage.seconds_to_wait(now) == 0.0
-    outage.ask()
+    outage.probing = True
     assert outage.seconds_to_wait(now) == NOBODY
-    counted = []
-    for trouble in (None, *Trouble):
-        outage.asked(trouble)
-        assert outage.seconds_to_wait(now) == 0.0
-        counted.append(outage.unanswered)
-    # Rate limited, unavailable and timed out say that nobody was answered.
-    assert counted == [0, 1, 2, 3, 3, 3, 3]
 
 
 def test_an_answer_counts_whatever_it_says_and_ends_the_pause_but_not_what_a_rate_limit_asks_for() -> None:
@@ -162,7 +158,7 @@ def test_an_answer_counts_whatever_it_says_and_ends_the_pause_but_not_what_a_rat
     now = down(outage, 0.0)
     assert outage.seconds_to_wait(now) > 0
     outage.answered(now)
-    assert (outage.seconds_to_wait(now), outage.must_ask()) == (0.0, False)
+    assert (outage.seconds_to_wait(now), outage.down) == (0.0, False)
     down(outage, now, rounds=1)
     assert outage.seconds_to_wait(now) <= 1.0
     # A hint beyond what others would wait, and one second later at most.
@@ -170,10 +166,10 @@ def test_an_answer_counts_whatever_it_says_and_ends_the_pause_but_not_what_a_rat
     assert 100.0 <= outage.seconds_to_wait(now) <= 101.0
 
 
-def test_a_request_that_hangs_is_not_repeated_by_everybody_before_a_small_question_is() -> None:
+def test_after_a_request_that_hangs_one_at_a_time_goes_through() -> None:
     outage = Outage(max_seconds=600)
     down(outage, 600.0, Trouble.TIMED_OUT, rounds=1)
-    assert outage.must_ask()
+    assert outage.down
 
 
 def test_an_outage_ends_the_run_when_it_has_lasted_too_long() -> None:
@@ -219,7 +215,7 @@ class Pool:
         self.minutes_down = minutes_down
         outage = Outage(max_seconds=max_outage, max_backoff_seconds=60.0)
         self.limiter = Limiter(JudgeLimits(), outage=outage, clock=lambda: self.now)
-        self.sent = self.questions = 0
+        self.sent = 0
 
     def run(self, calls: int) -> int:
         """Calls that were answered."""
@@ -230,24 +226,18 @@ class Pool:
                 assert wait < NOBODY
                 self.now += wait
                 continue
+            self.sent += 1
             well = self.now >= 60 * self.minutes_down
             self.limiter.settle(grant.number, Ended(trouble=None if well else Trouble.UNAVAILABLE, reason="503"))
-            self._count(grant)
-            if well and not grant.question:
+            if well:
                 waiting, answered = waiting - 1, answered + 1
         return answered
 
-    def _count(self, grant: Grant) -> None:
-        self.sent += 1
-        self.questions += grant.question
 
-
-def test_an_outage_of_minutes_drops_nothing_and_is_asked_about_once_a_minute() -> None:
+def test_an_outage_of_minutes_drops_nothing_and_one_request_a_minute_goes_through() -> None:
     pool = Pool(minutes_down=20, max_outage=3600)
     assert pool.run(500) == 500
-    # Two requests before it is called an outage, then one small question a minute.
-    assert pool.sent - 500 <= 40
-    assert pool.questions >= 20
+    assert 20 <= pool.sent - 500 <= 40
 
 
 def test_an_outage_beyond_the_limit_stops_the_run() -> None:

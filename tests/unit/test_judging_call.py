@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import httpx
 import pytest
 
 from draco_ray.judging.call import Call
@@ -29,9 +30,9 @@ def a_call(**changes: Any) -> Call:
     return Call(**(values | changes))
 
 
-def seen(answers: int, outages: int = 0) -> Grant:
+def seen(answers: int, *, alone: bool = False) -> Grant:
     """What the pool has seen by the time of a lease."""
-    return Grant(number="1", answers=answers, outages=outages)
+    return Grant(number="1", answers=answers, alone=alone)
 
 
 def test_alone_every_failure_counts() -> None:
@@ -62,14 +63,16 @@ def test_failures_in_a_row_count_as_one_once_somebody_was_answered() -> None:
     assert call.spent
 
 
-def test_failures_of_an_outage_are_the_judges() -> None:
-    call = a_call()
-    for outage in range(1, 9):
-        for _ in range(4):
-            call.note_failure(TimeoutError(), 0.0)
-        call.note_grant(seen(outage, outages=outage))
-    assert call.own == 0
-    assert not call.spent
+def test_a_call_that_fails_alone_is_told_from_a_judge_that_is_not_there() -> None:
+    call, unanswered = a_call(), a_call()
+    for _ in range(3):
+        call.note_failure(TimeoutError(), 0.0)
+        call.note_grant(seen(0, alone=True))
+        error = TimeoutError()
+        error.__cause__ = httpx.ConnectError("refused")
+        unanswered.note_failure(error, 0.0)
+        unanswered.note_grant(seen(0, alone=True))
+    assert (call.spent, unanswered.spent) == (True, False)
 
 
 def test_what_failed_requests_may_have_cost_adds_up() -> None:

@@ -28,8 +28,7 @@ from draco_ray.judging.limiter import Asked, Ended, Grant, Limiter, WaitingLine
 from draco_ray.judging.outage import Next, Trouble
 from draco_ray.judging.phases import urgency
 from draco_ray.judging.pricing import most_of
-from draco_ray.judging.reply_cache import CLAIM_SECONDS, FILE, ReplyCache, _row, read_book, request_key
-from draco_ray.judging.structured import PROBE_SCHEMA
+from draco_ray.judging.reply_cache import FILE, ReplyCache, _row, read_book, request_key
 from draco_ray.records import Message, Paid
 
 PRICE = Price(input=2.0, output=10.0)
@@ -62,8 +61,6 @@ class Pool(WaitingLine):
         self.numbers: list[str] = []
         self.abandoned: list[str] = []
         self.given_back: list[str] = []
-        self.questions = 0
-        """Of the next leases, those for the small question only."""
         self.others = 0
         """Replies that others have had before each lease."""
 
@@ -73,9 +70,6 @@ class Pool(WaitingLine):
         self.clock.now += 1.0
         grant = await super().lease(asked)
         grant = replace(grant, answers=grant.answers + self.others * len(self.asked))
-        if self.questions:
-            self.questions -= 1
-            grant = replace(grant, question=True)
         self.numbers.append(grant.number)
         return grant
 
@@ -385,78 +379,6 @@ async def test_the_same_question_at_the_same_time_is_asked_once(
     assert len(scripted.sent) == 3
 
 
-async def test_the_same_question_of_two_workers_at_the_same_time_is_paid_once(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    one, other = Scripted(monkeypatch, said("one"), folder=tmp_path), Scripted(monkeypatch, said("other"))
-    other.client._cache = one.cache
-    first, second = await asyncio.gather(one(), other())
-    assert (first.text, second.text, other.sent) == ("one", "one", [])
-    assert (second.dollars, second.paid is not None) == (0.0, True)
-
-
-@pytest.mark.parametrize("end", ["an error", "cancelled"])
-async def test_a_worker_that_got_no_answer_lets_the_next_one_ask(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, end: str
-) -> None:
-    one = Scripted(monkeypatch, trouble(400, "too long"), folder=tmp_path, verdict=Next.FAIL)
-    other = Scripted(monkeypatch, said("other"))
-    other.client._cache = one.cache
-    asking = asyncio.Event()
-    if end == "cancelled":
-
-        async def never(*_: Any) -> Any:
-            asking.set()
-            await asyncio.Event().wait()
-
-        monkeypatch.setattr(one.client._endpoint, "complete", never)
-        first = asyncio.create_task(one())
-        await asking.wait()
-        second = asyncio.create_task(other())
-        await asyncio.sleep(0)
-        first.cancel()
-        assert (await second).text == "other"
-    else:
-        first_answer, second_answer = await asyncio.gather(one(), other())
-        assert (first_answer.error, second_answer.text) == ("too long", "other")
-
-
-async def test_whoever_has_the_same_question_waits_however_long_the_answer_takes(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """A claim is renewed as long as its call lives, long before it ends."""
-    naps: set[float] = set()
-    sleep = asyncio.sleep
-
-    async def nap(seconds: float) -> None:
-        naps.add(seconds)
-        await sleep(0)
-
-    monkeypatch.setattr(asyncio, "sleep", nap)
-    scripted = Scripted(monkeypatch, folder=tmp_path)
-    assert scripted.cache is not None
-    claims: list[str] = []
-    renewed = asyncio.Event()
-    claim = scripted.cache.claim
-
-    async def count(key: str, by: str) -> None:
-        claims.append(by)
-        if len(claims) > 3:
-            renewed.set()
-        await claim(key, by)
-
-    async def slow(*_: Any) -> Any:
-        async with asyncio.timeout(600):
-            await renewed.wait()
-        return said()
-
-    monkeypatch.setattr(scripted.cache, "claim", count)
-    monkeypatch.setattr(scripted.client._endpoint, "complete", slow)
-    assert (await scripted()).text == "fine"
-    assert len(set(claims)) == 1
-    assert naps == {CLAIM_SECONDS / 3}
-
-
 async def test_other_questions_do_not_wait_for_each_other(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     scripted = Scripted(monkeypatch, folder=tmp_path)
     both = asyncio.Barrier(2)
@@ -539,7 +461,7 @@ async def test_a_check_is_small_impatient_and_within_what_a_call_may_try(monkeyp
     scripted = Scripted(monkeypatch, said('{"entries": ["OK"]}'), max_attempts=9)
     await scripted.client.check()
     ((request, _, tokens, _),) = scripted.sent
-    assert (request, tokens) == (replace(client_module.QUESTION, schema=PROBE_SCHEMA), client_module.QUESTION_TOKENS)
+    assert (request, tokens) == (client_module.PROBE_REQUEST, client_module.PROBE_TOKENS)
     assert scripted.client._endpoint.structured.constrained
     for attempts, requests in ((9, client_module.CHECK_ATTEMPTS), (2, 2)):
         scripted = Scripted(monkeypatch, *[trouble(500, "gone")] * 9, max_attempts=attempts)
@@ -579,40 +501,6 @@ async def test_under_a_budget_a_check_wants_the_usage(monkeypatch: pytest.Monkey
         "what is left of judge.limits.dollars=2.5 would be a guess; let the endpoint report it, or set "
         "judge.limits.dollars=null"
     )
-
-
-async def test_a_lease_for_the_small_question_is_spent_on_it_and_the_call_goes_on(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    scripted = Scripted(monkeypatch, said("OK"), said(), folder=tmp_path, request_timeout_seconds=500.0)
-    scripted.pool.questions = 1
-    completion = await scripted()
-    question, call = scripted.sent
-    assert question[1] == Server("http://judge", "none")
-    assert question[0] is client_module.QUESTION
-    assert question[2:] == (client_module.QUESTION_TOKENS, client_module.QUESTION_SECONDS)
-    assert call[2:] == (TOKENS, 500.0)
-    assert (completion.text, completion.requests, completion.call_id) == ("fine", 1, scripted.pool.numbers[1])
-    assert scripted.cache is not None
-    assert len(scripted.cache) == 1
-    short = Scripted(monkeypatch, said("OK"), said(), request_timeout_seconds=5.0)
-    short.pool.questions = 1
-    await short()
-    assert short.sent[0][3] == 5.0
-
-
-async def test_a_small_question_that_nobody_answers_is_no_failure_of_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    scripted = Scripted(monkeypatch, trouble(500, "gone"), said(), max_outage_seconds=0)
-    scripted.pool.questions = 1
-    completion = await scripted()
-    assert (completion.text, completion.requests, completion.error) == ("fine", 1, None)
-
-
-async def test_a_small_question_that_is_refused_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    scripted = Scripted(monkeypatch, trouble(401, "no such key"), verdict=Next.STOP)
-    scripted.pool.questions = 1
-    with pytest.raises(JudgeUnavailable, match="refused: no such key"):
-        await scripted()
 
 
 @pytest.mark.parametrize(("verdict", "requests"), [(Next.FAIL, 1), (Next.AGAIN, 3)])

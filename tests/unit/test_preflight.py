@@ -24,6 +24,7 @@ from draco_ray.judging.prompts import KEY_FILE
 from draco_ray.judging.reply_cache import FILE, file_system_of
 from draco_ray.runs.directory import RunDirectory
 from draco_ray.training import run
+from draco_ray.training.capacity import check_resources
 from draco_ray.training.checks import Start, check_model
 from draco_ray.training.preflight import (
     SUBMITTED,
@@ -33,7 +34,6 @@ from draco_ray.training.preflight import (
     check_outlives_job,
     check_paid_replies,
     check_replies,
-    check_resources,
     check_trainable,
     check_writable,
     probe_node,
@@ -50,15 +50,15 @@ def paper() -> DracoConfig:
     return load_config("qwen3.6-27b")
 
 
-def refusal(config: DracoConfig, cluster: dict[str, float], nodes: list[dict[str, float]] | None = None) -> str:
+def refusal(config: DracoConfig, *nodes: dict[str, float]) -> str:
     with pytest.raises(ConfigError) as caught:
-        check_resources(config, cluster, nodes)
+        check_resources(config, nodes)
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
 
 def test_a_cluster_with_enough_passes(paper: DracoConfig) -> None:
-    check_resources(paper, BIG, [BIG])
+    check_resources(paper, [BIG])
 
 
 def test_no_judge_resource_says_how_to_offer_one(paper: DracoConfig) -> None:
@@ -67,20 +67,12 @@ def test_no_judge_resource_says_how_to_offer_one(paper: DracoConfig) -> None:
     assert "--resources='{\"judge\": 16}'" in line
 
 
-def test_judge_slots_are_asked_for_only_where_a_rubric_is_used_and_nothing_brings_them(paper: DracoConfig) -> None:
-    short = BIG | {"judge": 2.0}
-    assert "judge.workers=2 and the union need 3" in refusal(paper, short)
-    check_resources(paper, short, autoscaled=True)
+def test_judge_slots_are_needed_only_where_a_rubric_is_used(paper: DracoConfig) -> None:
+    assert "judge.workers=2 and the union need 3" in refusal(paper, BIG | {"judge": 2.0})
     # What evaluation asks.
-    check_resources(paper, BIG | {"judge": 0.0}, judges=False)
+    check_resources(paper, [BIG | {"judge": 0.0}], judges=False)
     for setting in ("outcome", "random"):
-        check_resources(load_config("qwen3.6-27b", setting=setting), BIG | {"judge": 0.0})
-
-
-def test_a_gpu_group_that_scales_from_zero_is_not_refused(paper: DracoConfig) -> None:
-    head = {"CPU": 0.0, "judge": 4.0}
-    assert "need 8 GPUs" in refusal(paper, head, [head])
-    check_resources(paper, head, [head], autoscaled=True)
+        check_resources(load_config("qwen3.6-27b", setting=setting), [BIG | {"judge": 0.0}])
 
 
 def test_run_directories_among_a_jobs_files_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -215,22 +207,22 @@ def test_a_run_without_the_replies_it_has_paid_for_is_refused_until_another_fold
 
 
 def test_too_few_gpus(paper: DracoConfig) -> None:
-    assert "need 8 GPUs, the Ray cluster has 7" in refusal(paper, BIG | {"GPU": 7.0})
+    line = refusal(paper, BIG | {"GPU": 7.0})
+    assert "1 of 4 learner workers (1 GPUs and 1 CPUs each, on one node) do not fit into 7 GPUs" in line
 
 
 def test_an_engine_must_fit_one_node(paper: DracoConfig) -> None:
-    line = refusal(paper, BIG, [{"GPU": 1.0}] * 8)
-    assert "engine.gpus_per_engine=2" in line
-    assert "more than 1 GPUs" in line
+    line = refusal(paper, *[{"GPU": 1.0, "CPU": 60.0, "judge": 3.0}] * 8)
+    assert "2 of 2 engines (2 GPUs and 1 CPUs each, on one node) do not fit" in line
 
 
 def test_too_few_cpus_counts_the_evaluation_workers_too(paper: DracoConfig) -> None:
     # 48 slots, 2 engines, 4 learner workers, one CPU each.
-    check_resources(paper, BIG | {"CPU": 54.0})
-    assert "need 54 CPUs, the Ray cluster has 53" in refusal(paper, BIG | {"CPU": 53.0})
+    check_resources(paper, [BIG | {"CPU": 54.0}])
+    assert "1 of 48 rollout workers" in refusal(paper, BIG | {"CPU": 53.0})
     evaluating = load_config("qwen3.6-27b", ["train.evaluate_before_after=true"])
-    assert "96 rollout workers" in refusal(evaluating, BIG | {"CPU": 101.0})
-    check_resources(evaluating, BIG | {"CPU": 102.0})
+    assert "1 of 96 rollout workers" in refusal(evaluating, BIG | {"CPU": 101.0})
+    check_resources(evaluating, [BIG | {"CPU": 102.0}])
 
 
 def test_the_estimate_grows_with_what_a_step_makes(paper: DracoConfig) -> None:

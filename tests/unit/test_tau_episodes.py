@@ -1,4 +1,4 @@
-"""tau2's result files: what is read from them, what counts as a failure, and the rates against brute force."""
+"""tau2's result files: parsing, failures, costs, and success rates compared with brute force."""
 
 from __future__ import annotations
 
@@ -10,19 +10,21 @@ from typing import Any
 
 import pytest
 
-from draco_ray.benchmarks.tau.episodes import (
-    Episode,
-    Tokens,
-    count_episodes,
+from draco_ray.benchmarks.tau.results import (
+    Measured,
+    cost_by_role_table,
+    failure_table,
     read_episodes,
-    read_judge_tokens,
+    read_judge_usage,
+    rollout_result,
+    simulation_files,
+    summary,
 )
-from draco_ray.benchmarks.tau.report import cost_by_role_table, failure_table, rollout_result, summary
 from draco_ray.config.schema import DracoConfig
 from draco_ray.errors import TauBenchError
 from draco_ray.lab.evaluation.results import Plan
 from draco_ray.lab.evaluation.setting import aggregate
-from draco_ray.records import EpisodeEnd
+from draco_ray.records import EpisodeEnd, Usage
 
 USAGE = {"prompt_tokens": 1000, "completion_tokens": 50}
 
@@ -103,17 +105,10 @@ def test_both_formats_give_the_same_episodes(tmp_path: Path) -> None:
 
 def test_an_episode_is_read(tmp_path: Path) -> None:
     [episode] = read_episodes(write(tmp_path / "r", [simulation("task_001", 0)]), ["task_001"], 1)
-    assert episode == Episode(
-        task_id="task_001",
-        trial=0,
-        success=True,
-        ended="user_stop",
-        failure=None,
-        turns=2,
-        agent=Tokens(2000, 100),
-        user=Tokens(2000, 100),
-        seconds=1.5,
-    )
+    assert (episode.task_id, episode.trial, episode.termination_reason) == ("task_001", 0, "user_stop")
+    assert (episode.success, episode.failure, episode.duration) == (True, None, 1.5)
+    for role in ("assistant", "user"):
+        assert episode.usage(role) == Usage(calls=2, requests=2, input_tokens=2000, output_tokens=100)
 
 
 @pytest.mark.parametrize(
@@ -136,7 +131,7 @@ def test_failures_by_kind(tmp_path: Path, fields: dict[str, Any], failure: str |
     assert episode.success == (failure is None)
 
 
-def test_what_tau2_leaves_out_counts_as_a_failure(tmp_path: Path) -> None:
+def test_errors_and_missing_episodes_count_as_failures(tmp_path: Path) -> None:
     """tau2 itself would report 1.0 here: it averages over graded episodes only."""
     records = [simulation(task, trial) for task in ("task_001", "task_002") for trial in range(3)]
     records += [infrastructure_error("task_003", 0), infrastructure_error("task_003", 1)]
@@ -150,7 +145,7 @@ def test_what_tau2_leaves_out_counts_as_a_failure(tmp_path: Path) -> None:
 
 
 def test_a_repeated_episode_counts_once(tmp_path: Path) -> None:
-    """A finished one before an infrastructure error, the earlier before the later: never the better."""
+    """The earliest record counts, infrastructure errors last; never the best one."""
     failed = simulation("task_001", 0, reward_info=graded(DB=0.0), timestamp="2026-11-20T10:00:00")
     solved = simulation("task_001", 0, timestamp="2026-11-20T11:00:00")
     broken = infrastructure_error("task_001", 0, timestamp="2026-11-20T09:00:00")
@@ -161,7 +156,7 @@ def test_a_repeated_episode_counts_once(tmp_path: Path) -> None:
 def test_a_file_that_is_being_written_is_not_read(tmp_path: Path) -> None:
     folder = write(tmp_path / "r", [simulation("task_001", 0)])
     (folder / "simulations" / ".sim_x.json").write_text('{"id": "half')
-    assert count_episodes(folder) == 1
+    assert len(simulation_files(folder)) == 1
     assert read_episodes(folder, ["task_001"], 1)[0].success
 
 
@@ -180,11 +175,11 @@ def test_other_files_are_refused_in_one_line(tmp_path: Path, text: str) -> None:
     assert "\n" not in str(refusal.value)
 
 
-def test_judge_calls_are_added_up_and_half_a_line_is_left(tmp_path: Path) -> None:
+def test_judge_calls_are_summed_without_half_a_line_at_the_end(tmp_path: Path) -> None:
     line = json.dumps({"usage": {"prompt_tokens": 100, "completion_tokens": 10}}) + "\n"
     (tmp_path / "judge_calls.jsonl").write_text(line + line + '{"usage": {"prompt')
-    assert read_judge_tokens(tmp_path) == Tokens(200, 20)
-    assert read_judge_tokens(tmp_path / "nothing") == Tokens()
+    assert read_judge_usage(tmp_path) == Usage(calls=2, requests=2, input_tokens=200, output_tokens=20)
+    assert read_judge_usage(tmp_path / "nothing") == Usage()
 
 
 def random_outcomes(tasks: int, trials: int, seed: int) -> dict[tuple[str, int], bool | None]:
@@ -242,11 +237,11 @@ def test_endings_in_the_tables_of_all_benchmarks(tmp_path: Path) -> None:
     ]
 
 
-def test_costs_are_apart_at_configured_prices(tmp_path: Path) -> None:
+def test_costs_by_role_at_configured_prices(tmp_path: Path) -> None:
     records = [simulation("task_001", trial) for trial in range(2)] + [infrastructure_error("task_002", 0)]
     episodes = read_episodes(write(tmp_path / "r", records), ["task_001", "task_002"], 2)
     config = DracoConfig.model_validate({"tau_bench": {"trials": 2}})
-    found = summary(episodes, Tokens(400, 40), "some/where/Qwen3.6-27B", config, "a2c0247")
+    found = summary(episodes, Usage(input_tokens=400, output_tokens=40), "some/where/Qwen3.6-27B", config, "a2c0247")
     dollars = {role: cost["dollars"] for role, cost in found["costs"].items()}
     # 4,000 tokens in and 200 out for agent and user; 0.289/0.9 and 2.5/15 dollars per million.
     assert dollars["agent"] == pytest.approx((4000 * 0.289 + 200 * 0.9) / 1e6)
@@ -255,7 +250,7 @@ def test_costs_are_apart_at_configured_prices(tmp_path: Path) -> None:
     assert found["failures"] == {"infrastructure_error (RuntimeError)": 1, "missing": 1}
     assert (found["episodes"], found["successes"], found["infrastructure_errors"], found["missing"]) == (4, 2, 1, 1)
 
-    costs = cost_by_role_table({"DRACO": [found, found]})
+    costs = cost_by_role_table({"DRACO": [Measured.model_validate(found)] * 2})
     cells = dict(zip((column.path for column in costs.columns), costs.rows[0][1], strict=True))
     tokens, paid = cells["agent", "input tokens"], cells["user", "dollars"]
     assert tokens is not None
@@ -265,7 +260,7 @@ def test_costs_are_apart_at_configured_prices(tmp_path: Path) -> None:
     total = cells["together", "dollars"]
     assert total is not None
     assert total.mean == pytest.approx(sum(dollars.values()) / 2)
-    failures = failure_table({"DRACO": [found]})
+    failures = failure_table({"DRACO": [Measured.model_validate(found)]})
     shares = dict(zip((column.path[0] for column in failures.columns), failures.rows[0][1], strict=True))
     assert {kind: cell and cell.mean for kind, cell in shares.items()} == {
         "success": 50.0,
@@ -276,8 +271,8 @@ def test_costs_are_apart_at_configured_prices(tmp_path: Path) -> None:
 
 def test_an_unknown_price_is_no_price(tmp_path: Path) -> None:
     episodes = read_episodes(write(tmp_path / "r", [simulation("task_001", 0)]), ["task_001"], 1)
-    found = summary(episodes, Tokens(), "a/model-without-a-price", DracoConfig(), "unknown")
+    found = summary(episodes, Usage(), "a/model-without-a-price", DracoConfig(), "unknown")
     assert found["costs"]["agent"]["dollars"] is None
-    cells = cost_by_role_table({"x": [found]}).rows[0][1]
+    cells = cost_by_role_table({"x": [Measured.model_validate(found)]}).rows[0][1]
     assert (cells[2], cells[-1]) == (None, None)
     assert cells[5] is not None

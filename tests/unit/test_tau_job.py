@@ -1,4 +1,4 @@
-"""What tau2's process and the policy's server are told: no key in a word or a file, the right flags, clear refusals."""
+"""The job and environment of tau2's process, and the command of the policy's server: flags, keys and errors."""
 
 from __future__ import annotations
 
@@ -12,11 +12,24 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from draco_ray.benchmarks.tau import job as jobs
-from draco_ray.benchmarks.tau.evaluate import carried_temperatures
-from draco_ray.benchmarks.tau.installation import Tau2
-from draco_ray.benchmarks.tau.policy import TauPolicy, find_policy, write_served_adapter
-from draco_ray.benchmarks.tau.server import ServedPolicy, free_port, serve_command, serve_environment
+from draco_ray.benchmarks.tau.evaluate import sent_temperatures, task_ids
+from draco_ray.benchmarks.tau.server import (
+    ServedPolicy,
+    TauPolicy,
+    find_policy,
+    free_port,
+    serve_command,
+    write_served_adapter,
+)
+from draco_ray.benchmarks.tau.tau2_process import (
+    EMBEDDER_KEY,
+    JUDGE_KEY,
+    Tau2,
+    read_keys,
+    sampling,
+    tau2_environment,
+    tau2_job,
+)
 from draco_ray.config.load import load_config
 from draco_ray.config.schema import DracoConfig
 from draco_ray.engine import openai_server
@@ -62,7 +75,7 @@ def adapter_directory(folder: Path, rank: Any = 16) -> Path:
 
 
 def test_the_job_holds_the_papers_numbers_and_no_key(tau2: Tau2, tmp_path: Path) -> None:
-    job = jobs.tau2_job(config().tau_bench, tau2, POLICY, SERVED, tmp_path, unreadable=["secret"])
+    job = tau2_job(config().tau_bench, POLICY, SERVED, tmp_path, tasks=tau2.tasks, unreadable=["secret"])
     assert (job["trials"], job["max_steps"], job["seed"]) == (3, 200, 300)
     assert job["retrieval"] == "alltools-qwen"
     assert job["agent"] == {"model": "hosted_vllm/policy", "args": {"temperature": 0.0}}
@@ -82,14 +95,14 @@ def test_the_job_holds_the_papers_numbers_and_no_key(tau2: Tau2, tmp_path: Path)
         ("openai/gpt-5", 1.0, {"temperature": 1.0}),
     ],
 )
-def test_no_temperature_is_said_that_no_request_carries(
+def test_a_temperature_the_model_refuses_is_not_recorded(
     model: str, temperature: float | None, told: dict[str, float], caplog: pytest.LogCaptureFixture
 ) -> None:
     tau_bench = config().tau_bench
     asked = tau_bench.user.model_copy(update={"model": model, "temperature": temperature})
-    assert jobs.sampling(asked) == jobs.sampling(tau_bench.user.model_copy(update={"temperature": temperature}), model)
-    assert jobs.sampling(asked) == told
-    carried = carried_temperatures(tau_bench.model_copy(update={"user": asked}), [POLICY])
+    assert sampling(asked) == sampling(tau_bench.user.model_copy(update={"temperature": temperature}), model)
+    assert sampling(asked) == told
+    carried = sent_temperatures(tau_bench.model_copy(update={"user": asked}), [POLICY])
     assert carried == {"agent": 0.0, "user": told.get("temperature"), "judge": 0.0}
     left_out = temperature is not None and not told
     assert (
@@ -103,14 +116,14 @@ def test_keys_and_endpoints_are_in_the_environment(tau2: Tau2, tmp_path: Path, m
     monkeypatch.setenv("OPENAI_BASE_URL", "http://elsewhere")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "not for tau2")
     tau = config(user={"api_base": "http://user/v1"}).tau_bench
-    environment = jobs.tau2_environment(tau, tau2, POLICY, SERVED, KEYS, tmp_path)
+    environment = tau2_environment(tau, tau2.home, POLICY, SERVED, KEYS, tmp_path)
     assert environment["OPENAI_API_KEY"] == KEYS["user simulator"]
     assert environment["OPENAI_API_BASE"] == "http://user/v1"
     assert environment["HOSTED_VLLM_API_BASE"] == SERVED.api_base
     assert environment["HOSTED_VLLM_API_KEY"] == SERVED.key
-    assert environment[jobs.JUDGE_KEY] == KEYS["judge"]
-    assert environment[jobs.EMBEDDER_KEY] == KEYS["embedder"]
-    assert environment["TAU2_DATA_DIR"] == str(tau2.data)
+    assert environment[JUDGE_KEY] == KEYS["judge"]
+    assert environment[EMBEDDER_KEY] == KEYS["embedder"]
+    assert environment["TAU2_DATA_DIR"] == str(tau2.home / "data")
     assert environment["TMPDIR"] == str(tmp_path)
     assert "127.0.0.1" in environment["NO_PROXY"].split(",")
     assert not environment.keys() & {"OPENAI_BASE_URL", "AWS_SECRET_ACCESS_KEY"}
@@ -119,22 +132,22 @@ def test_keys_and_endpoints_are_in_the_environment(tau2: Tau2, tmp_path: Path, m
 def test_an_api_policy_brings_its_own_key(tau2: Tau2, tmp_path: Path) -> None:
     policy = find_policy("litellm:anthropic/claude", DracoConfig())
     tau = config(agent={"api_key_env": "ANTHROPIC_API_KEY"}).tau_bench
-    environment = jobs.tau2_environment(tau, tau2, policy, None, {**KEYS, "agent": "sk-agent-0"}, tmp_path)
+    environment = tau2_environment(tau, tau2.home, policy, None, {**KEYS, "agent": "sk-agent-0"}, tmp_path)
     assert environment["ANTHROPIC_API_KEY"] == "sk-agent-0"
     assert "HOSTED_VLLM_API_KEY" not in environment
-    assert jobs.tau2_job(tau, tau2, policy, None, tmp_path, unreadable=[])["agent"]["model"] == "anthropic/claude"
+    assert tau2_job(tau, policy, None, tmp_path, tasks=[], unreadable=[])["agent"]["model"] == "anthropic/claude"
 
 
 def test_one_variable_cannot_serve_two_roles(tau2: Tau2, tmp_path: Path) -> None:
     policy = find_policy("litellm:openai/gpt", DracoConfig())
     with pytest.raises(ConfigError, match="agent and user simulator need different OPENAI_API_KEY"):
-        jobs.tau2_environment(config().tau_bench, tau2, policy, None, {**KEYS, "agent": "another"}, tmp_path)
+        tau2_environment(config().tau_bench, tau2.home, policy, None, {**KEYS, "agent": "another"}, tmp_path)
 
 
-def test_an_endpoint_the_provider_would_not_hear_of_is_refused(tau2: Tau2, tmp_path: Path) -> None:
+def test_an_endpoint_that_cannot_be_set_is_refused(tau2: Tau2, tmp_path: Path) -> None:
     tau = config(user={"model": "anthropic/claude", "api_base": "http://here"}).tau_bench
-    with pytest.raises(ConfigError, match="tau_bench.user.api_base: cannot be told to provider 'anthropic'"):
-        jobs.tau2_environment(tau, tau2, POLICY, SERVED, KEYS, tmp_path)
+    with pytest.raises(ConfigError, match="tau_bench.user.api_base: cannot be set for provider 'anthropic'"):
+        tau2_environment(tau, tau2.home, POLICY, SERVED, KEYS, tmp_path)
 
 
 def test_a_missing_key_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,28 +155,26 @@ def test_a_missing_key_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EMPTY_KEY", "")
     tau = config(user={"api_key_env": "USER_KEY"}, judge={"api_key_env": "EMPTY_KEY"}).tau_bench
     with pytest.raises(ConfigError, match="judge: no key in the environment variable EMPTY_KEY"):
-        jobs.read_keys(tau, POLICY)
+        read_keys(tau, POLICY)
 
 
 def test_only_dense_retrieval_needs_the_embedders_key(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OPENROUTER_API_KEY", raising=False)
     monkeypatch.setenv("OPENAI_API_KEY", "x")
-    assert jobs.read_keys(config(retrieval="bm25").tau_bench, POLICY).keys() == {"user simulator", "judge"}
+    assert read_keys(config(retrieval="bm25").tau_bench, POLICY).keys() == {"user simulator", "judge"}
     with pytest.raises(ConfigError, match="embedder: no key .* OPENROUTER_API_KEY"):
-        jobs.read_keys(config().tau_bench, POLICY)
+        read_keys(config().tau_bench, POLICY)
 
 
 def test_a_task_that_does_not_exist_is_refused(tau2: Tau2) -> None:
-    assert jobs.task_ids(config(tasks=["task_002"]).tau_bench, tau2) == ("task_002",)
+    assert task_ids(config(tasks=["task_002"]).tau_bench, tau2) == ("task_002",)
     with pytest.raises(ConfigError, match="'task_999' is no task"):
-        jobs.task_ids(config(tasks=["task_999"]).tau_bench, tau2)
+        task_ids(config(tasks=["task_999"]).tau_bench, tau2)
 
 
-def test_embeddings_of_another_model_are_kept_apart(tau2: Tau2, tmp_path: Path) -> None:
+def test_embeddings_of_another_model_are_kept_apart(tmp_path: Path) -> None:
     folders = {
-        jobs.tau2_job(config(embedder=each).tau_bench, tau2, POLICY, SERVED, tmp_path, unreadable=[])[
-            "embeddings_cache"
-        ]
+        tau2_job(config(embedder=each).tau_bench, POLICY, SERVED, tmp_path, tasks=[], unreadable=[])["embeddings_cache"]
         for each in ({}, {"model": "other"}, {"api_base": "http://other/v1"})
     }
     assert len(folders) == 3
@@ -200,7 +211,7 @@ def test_qwen25_is_served_with_yarn_and_without_thinking() -> None:
     assert value_after(words, "--served-model-name") == "policy"
 
 
-def test_a_local_model_says_itself_how_long_it_is(tmp_path: Path) -> None:
+def test_the_context_of_a_local_model_is_read_from_its_config(tmp_path: Path) -> None:
     model = model_directory(tmp_path / "m", model_type="qwen2", max_position_embeddings=65536, rope_theta=5e6)
     words = serve_command(DracoConfig(), find_policy(str(model), DracoConfig()), 8123, None)
     rope = json.loads(value_after(words, "--hf-overrides"))["rope_parameters"]
@@ -218,7 +229,8 @@ def test_an_unknown_tool_format_is_refused_unless_it_is_named() -> None:
 def test_the_server_gets_its_own_key_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OPENAI_API_KEY", "sk-user")
     monkeypatch.setenv("HF_HOME", "models")
-    environment = serve_environment(DracoConfig(), POLICY, "own-key", ["OPENAI_API_KEY", "OPENROUTER_API_KEY"])
+    withhold = ["OPENAI_API_KEY", "OPENROUTER_API_KEY"]
+    environment = openai_server.server_environment(DracoConfig().engine, POLICY.model, "own-key", withhold)
     assert environment["VLLM_API_KEY"] == "own-key"
     assert environment["HF_HOME"] == "models"
     assert "OPENAI_API_KEY" not in environment
@@ -268,7 +280,7 @@ def test_an_unusable_policy_directory_is_one_line(tmp_path: Path, prepare: Any, 
 
 
 def test_an_adapter_is_served_under_the_names_vllm_looks_for(tmp_path: Path) -> None:
-    """Of a text model inside a wrapper vLLM would pass over the learner's names without a word."""
+    """vLLM silently ignores the learner's tensor names if the text model is inside a wrapper."""
     base = model_directory(tmp_path / "base", architecture="Qwen3_5ForConditionalGeneration", model_type="qwen3_5")
     settings = DracoConfig.model_validate({"model": {"path": str(base)}})
     policy = find_policy(str(adapter_directory(tmp_path / "step00001")), settings)

@@ -128,15 +128,15 @@ async def test_a_continued_run_whose_first_sync_hangs_has_not_started(
     monkeypatch.setattr(session, "Actors", lambda *_: actors)
     monkeypatch.setattr(session, "start_advantage_computer", lambda *_: None)
     monkeypatch.setattr(session, "unless_gone", unless_gone)
-    monkeypatch.setattr(session, "unplaced", lambda: "")
-    monkeypatch.setattr(session, "begun", lambda: None)
+    monkeypatch.setattr(session, "pending_demand", lambda: "")
+    monkeypatch.setattr(session, "release_start_lock", lambda: None)
     monkeypatch.setattr(WeightSync, "publish", hang)
     config = load_config("sandbox", ["watch.start_seconds=3600"])
     run = RunDirectory.create(tmp_path / "run", "")
-    start, judge, order = StartPoint(step=3), config.judge, TaskOrder(["a_1"], 1, seed=0)
+    start, order = StartPoint(step=3), TaskOrder(["a_1"], 1, seed=0)
 
     async def begin() -> None:
-        async with session.training_session(config, judge, {}, order, run, start, Console(quiet=True)):
+        async with session.training_session(config, {}, order, run, start, Console(quiet=True)):
             raise AssertionError
 
     beginning, asked = asyncio.ensure_future(begin()), asyncio.ensure_future(hang.asked.wait())
@@ -168,8 +168,9 @@ async def test_a_judged_evaluation_whose_actors_do_not_start_ends_with_what_it_w
     config = load_config("sandbox", ["watch.start_seconds=0.01"])
     policy: Any = SimpleNamespace(checkpoints=())
     run: Any = SimpleNamespace(path=tmp_path)
+    environment: Any = SimpleNamespace()
     with pytest.raises(ClusterError, match="not started in watch.start_seconds=0.01, waiting for: the engines' start"):
-        await judged._judge(policy, config, config.judge, run, Console(quiet=True))
+        await judged._judge(policy, config, environment, run, Console(quiet=True))
 
 
 async def test_an_evaluation_whose_engines_do_not_start_ends_with_that(

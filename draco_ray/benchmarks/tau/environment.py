@@ -1,42 +1,54 @@
-"""τ-bench as a training ground: an episode is tau2's own, played by its orchestrator, agent and user simulator.
+"""τ-bench as a training environment: tau2's own orchestrator, agent and user simulator play each episode.
 
-The policy is behind the endpoint of an agent's program (``agent.use: command``, `draco_ray.benchmarks.tau.play`). What
-tau2 writes of an episode is kept with the run. Its reward is a number of the evaluator's, and where the environment was
-opened without ground truth there is none: tau2's process is then not told what a task is evaluated by.
+The policy answers behind the endpoint of an agent program (``agent.use: command``, `draco_ray.benchmarks.tau.play`).
+tau2's result file is kept with the run. The reward is tau2's; an environment opened without ground truth has none, and
+tau2's process then does not learn a task's evaluation criteria.
 """
 
 from __future__ import annotations
 
 import asyncio
 import functools
+import hashlib
 import json
 import os
+import re
 import shutil
 import textwrap
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field, ValidationError
 
-from draco_ray.benchmarks.tau.domain import Domain, domain_folder, read_domain
-from draco_ray.benchmarks.tau.episodes import ENDED_WELL, TOLERANCE
-from draco_ray.benchmarks.tau.installation import RUNNER, check_package, find_home, find_python
-from draco_ray.benchmarks.tau.job import JUDGE_KEY, PASSED_ON, litellm_variables, sampling
+from draco_ray.benchmarks.tau.results import ENDED_WELL, Episode, read_records
+from draco_ray.benchmarks.tau.tau2_process import (
+    DOMAINS,
+    JUDGE_KEY,
+    PASSED_ON,
+    RUNNER,
+    check_package,
+    find_home,
+    find_python,
+    judge_job,
+    litellm_variables,
+    sampling,
+    settings_of,
+)
 from draco_ray.config.schema import DataConfig, EnvironmentConfig, TauModelConfig, Tree
 from draco_ray.engine.child import Scrubber
 from draco_ray.environments.base import Environment, WorldVerdict
 from draco_ray.environments.program import MARK
 from draco_ray.environments.tasks import KEPT, WORKSPACE
 from draco_ray.environments.tools.environment import described
-from draco_ray.errors import ConfigError, EnvironmentCrashed, WorldError
+from draco_ray.errors import ConfigError, EnvironmentCrashed, TauBenchError, WorldError
 from draco_ray.records import Task
 from draco_ray.temp_dirs import PrivateTempDir
 
 JOB = "tau2"
-"""Field of an open task: what `draco_ray.benchmarks.tau.play` has to play, without a key."""
-_RESULTS = "results.json"
+"""Field of an open task: the job for `draco_ray.benchmarks.tau.play`, without keys."""
+MAX_ID_LENGTH = 100
 _HOW_AGENTS_ACT = """\
 - The agent serves one customer in the support chat of a company: domain {domain} of τ-bench. The task's text is what \
 the customer is told, and no instruction to the agent, who learns of it only what the customer says under USER: it is \
@@ -48,15 +60,7 @@ may hold that, or the customer's mistakes, against the agent.
 - What stands under PROGRAM at the end says only how the chat ended."""
 
 
-class _User(TauModelConfig):
-    """The user simulator."""
-
-    api_key_env: str = "TAU2_USER_API_KEY"
-
-
-class _Judge(TauModelConfig):
-    """The judge of tau2's natural-language assertions."""
-
+class _Model(TauModelConfig):
     api_key_env: str = "TAU2_USER_API_KEY"
 
 
@@ -64,21 +68,84 @@ class TauOptions(Tree):
     """``environment.options`` of ``environment.use: tau``."""
 
     domain: Literal["retail", "airline", "telecom"]
-    """tau2's domain; banking is for measuring (docs/tau_bench.md)."""
+    """tau2's domain; banking is only evaluated (docs/tau_bench.md)."""
     tau2_python: str | None = None
     """Python that can import tau2; null: TAU2_PYTHON, else .venv/bin/python of tau2_home."""
     tau2_home: Path | None = None
     """Checkout of tau2-bench, for its data; null: TAU2_HOME."""
     tau2_version: str = "1.0.1"
-    """Tasks and grading changed between versions: another one is refused."""
-    user: _User = _User()
-    """The user simulator. Its key's variable has to be named in ``agent.pass_environment``, too."""
-    judge: _Judge = _Judge()
-    """What decides natural-language assertions where an episode is evaluated."""
+    """Required version: tasks and grading changed between versions."""
+    user: _Model = _Model()
+    """The user simulator. ``agent.pass_environment`` must name the variable of its key, too."""
+    judge: _Model = _Model()
+    """The judge of tau2's natural-language assertions, called only where episodes are evaluated."""
     max_steps: int = Field(200, ge=1)
     """tau2's own limit: turns of both sides and of tools."""
     seed: int = Field(300, ge=0, lt=2**32)
-    """Of tau2's episodes: what the user simulator's model is asked with."""
+    """Seed of tau2's episodes, sent to the user simulator's model."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Domain:
+    """Tasks as their customers know them, without evaluation criteria."""
+
+    tasks: Mapping[str, Task]
+    """Id -> task; ids can be file names."""
+    tau2_ids: Mapping[str, str]
+    splits: Mapping[str, tuple[str, ...]]
+    """Ids of each split, in tau2's order."""
+
+
+@functools.cache
+def read_domain(home: Path, domain: str) -> Domain:
+    """Read a domain's tasks and splits from the checkout ``home``.
+
+    Raises: ConfigError: a file is missing or unreadable, or a split lists an unknown task.
+    """
+    folder = home / DOMAINS / domain
+    try:
+        rows = json.loads((folder / "tasks.json").read_text(encoding="utf-8"))
+        tau2_ids = {short_id(row["id"]): row["id"] for row in rows}
+        scenarios = {short_id(row["id"]): _scenario(row["user_scenario"]) for row in rows}
+        listed = json.loads((folder / "split_tasks.json").read_text(encoding="utf-8"))
+        splits = {name: tuple(map(short_id, ids)) for name, ids in listed.items()}
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ConfigError(
+            f"{folder}: not the task files of tau2-bench 1.0.1 ({type(error).__name__}: {error})"
+        ) from None
+    tasks = {task_id: Task(task_id=task_id, instruction=scenario) for task_id, scenario in scenarios.items()}
+    for name, ids in splits.items():
+        if absent := [task_id for task_id in ids if task_id not in tasks]:
+            raise ConfigError(f"{folder}: split {name!r} lists {len(absent)} tasks missing in tasks.json: {absent[0]}")
+    return Domain(tasks=tasks, tau2_ids=tau2_ids, splits=splits)
+
+
+def short_id(tau2_id: str) -> str:
+    """Make a file name of a task's id: short names stay, telecom's long ones are cut and get a digest.
+
+    >>> short_id("17")
+    '17'
+    >>> short_id("[mms_issue]bad_wifi_calling|data_mode_off[PERSONA:Hard]")
+    'mms_issue_bad_wifi_calling_data_mode_off_PERSONA_Hard-fc70ec53'
+    """
+    if re.fullmatch(r"\w[\w.-]*", tau2_id, re.ASCII) and len(tau2_id) <= MAX_ID_LENGTH:
+        return tau2_id
+    words = re.sub(r"\W+", "_", tau2_id, flags=re.ASCII).strip("_")
+    return f"{words[:MAX_ID_LENGTH]}-{hashlib.sha256(tau2_id.encode()).hexdigest()[:8]}"
+
+
+def _scenario(scenario: Mapping[str, Any]) -> str:
+    told = scenario["instructions"]
+    lines = [f"Persona: {scenario['persona']}"] if scenario.get("persona") else []
+    if isinstance(told, str):
+        return "\n".join([*lines, told])
+    titles = {
+        "reason_for_call": "Reason for the call",
+        "known_info": "Knows",
+        "unknown_info": "Does not know",
+        "task_instructions": "Is to behave so",
+    }
+    return "\n".join([*lines, *(f"{title}: {told[name].strip()}" for name, title in titles.items() if told.get(name))])
 
 
 class TauEnvironment(Environment):
@@ -97,30 +164,30 @@ class TauEnvironment(Environment):
         for role, model in (("user", self.options.user), ("judge", self.options.judge)):
             if model.api_key_env in ("OPENAI_API_KEY", "OPENAI_API_BASE", "OPENAI_BASE_URL"):
                 raise ConfigError(
-                    f"environment.options.{role}.api_key_env={model.api_key_env}: that is the episode's own in an "
-                    "agent's program; expected another name, such as TAU2_USER_API_KEY"
+                    f"environment.options.{role}.api_key_env={model.api_key_env}: the agent program's endpoint uses "
+                    "that variable; expected another name, such as TAU2_USER_API_KEY"
                 )
 
     @property
     def facts(self) -> str:  # type: ignore[override]
         """What the judge is told: how episodes go, the agent's policy, and the tools. Raises: ConfigError."""
-        told = self._told
-        policy = textwrap.indent(told["policy"].strip(), "  ")
+        found = self._description
+        policy = textwrap.indent(found["policy"].strip(), "  ")
         lines = [_HOW_AGENTS_ACT.format(domain=self.options.domain), f"- The agent's policy, word for word:\n{policy}"]
-        lines += [described(tool) for tool in told["tools"]]
-        if told["user_tools"]:
-            names = ", ".join(tool["function"]["name"] for tool in told["user_tools"])
+        lines += [described(tool) for tool in found["tools"]]
+        if found["user_tools"]:
+            names = ", ".join(tool["function"]["name"] for tool in found["user_tools"])
             lines.append(f"- The customer has tools of their own, which the agent can only ask them to use: {names}")
         return "\n".join(lines)
 
     @property
     def agent_variables(self) -> list[str]:  # type: ignore[override]
-        """See `Environment`: the user simulator's key, and the judge's where there is one."""
+        """See `Environment`: the key of the user simulator, and that of the judge if it is set."""
         user, judge = self.options.user.api_key_env, self.options.judge.api_key_env
         return list(dict.fromkeys([user, *([judge] if os.environ.get(judge) else [])]))
 
     def tasks(self, split: str) -> list[str]:
-        """See `Environment`. Raises: ConfigError too, one line for what is missing of tau2 or its keys."""
+        """See `Environment`. Raises: ConfigError too: tau2 cannot be used, or a key is missing."""
         found = self._domain.splits.get(split)
         if not found:
             named = ", ".join(self._domain.splits)
@@ -128,90 +195,80 @@ class TauEnvironment(Environment):
         variable = self.options.user.api_key_env
         if not os.environ.get(variable):
             raise ConfigError(
-                f"user simulator: no key in the environment variable {variable}; export it (any text where the "
-                "endpoint asks for none), or name another in environment.options.user.api_key_env and in "
-                "agent.pass_environment"
+                f"user simulator: no key in the environment variable {variable}; export it (any text if the endpoint "
+                "needs no key), or name another in environment.options.user.api_key_env and in agent.pass_environment"
             )
+        # Both raise before anything is started if tau2 cannot be used.
         self.job(found[0], Path())
-        _ = self._told
+        _ = self._description
         return list(found)
 
     def task(self, task_id: str) -> Task:
         """See `Environment`."""
-        task = self._domain.tasks.get(task_id)
-        if task is None:
+        if task_id not in self._domain.tasks:
             raise WorldError(f"domain {self.options.domain}: no task {task_id!r}")
-        return Task(task_id=task_id, instruction=task.scenario)
+        return self._domain.tasks[task_id]
 
     async def open(self, task_id: str) -> TauWorld:
         """See `Environment`."""
         return TauWorld(self, self.task(task_id))
 
     def job(self, task_id: str, folder: Path) -> dict[str, Any]:
-        """One episode as `draco_ray.benchmarks.tau.play` takes it; what it writes is in ``folder``.
+        """Build the job of one episode for `draco_ray.benchmarks.tau.play`, which writes into ``folder``.
 
-        Raises: ConfigError where the user simulator cannot be told to tau2.
+        Raises: ConfigError: the user simulator's endpoint or provider cannot be used.
         """
-        options, domain = self.options, self.options.domain
-        key, variables = litellm_variables("environment.options.user", options.user, options.user.model)
-        # LiteLLM takes one endpoint for all models of a provider, and the policy has its own.
+        options = self.options
+        variables = litellm_variables("environment.options.user", options.user, options.user.model, "")
+        key = next(iter(variables))
+        # LiteLLM has one endpoint per provider, and the policy needs its own.
         agent = "openai" if options.user.model.startswith("hosted_vllm/") else "hosted_vllm"
-        if options.user.model.startswith(f"{agent}/"):
-            raise ConfigError(f"environment.options.user.model: {options.user.model}: expected another provider")
         return {
-            "python": find_python(options, self._home),
+            "python": find_python(options.tau2_python, self._home),
             "runner": str(RUNNER),
-            "domain": domain,
-            "task": self._domain.tasks[task_id].tau2_id,
+            "domain": options.domain,
+            "task": self._domain.tau2_ids[task_id],
             "evaluate": self.ground_truth,
             "seed": options.seed,
             "max_steps": options.max_steps,
-            # What the endpoint refuses it would refuse again.
+            # The endpoint would refuse a retry, too.
             "agent": {"model": f"{agent}/policy", "provider": agent.upper(), "args": {"num_retries": 0}},
             "user": {"model": options.user.model, "args": sampling(options.user)},
-            "judge": {
-                "model": options.judge.model,
-                "api_base": options.judge.api_base,
-                "args": sampling(options.judge),
-                "key": JUDGE_KEY,
-            },
+            "judge": judge_job(options.judge),
             "keys": {key: options.user.api_key_env, JUDGE_KEY: options.judge.api_key_env},
             "passed": [*PASSED_ON, "NO_PROXY", "no_proxy", "TMPDIR", MARK],
-            "variables": {name: value for name, value in variables.items() if value}
-            | {
-                "TAU2_DATA_DIR": str(self._home / "data"),
-                "LITELLM_LOCAL_MODEL_COST_MAP": "True",
-                "PYTHON_DOTENV_DISABLED": "1",
+            "variables": {
+                **{name: value for name, value in variables.items() if value},
+                **settings_of(self._home),
                 "LOGURU_LEVEL": "WARNING",
-                "PYTHONUNBUFFERED": "1",
             },
-            "results": str(folder / _RESULTS),
+            "results": str(folder / "results.json"),
             "judge_calls": str(folder / "judge_calls.jsonl"),
             "log": str(folder / "tau2.log"),
         }
 
     @functools.cached_property
     def _home(self) -> Path:
-        return find_home(self.options, domain_folder(self.options.domain))
+        return find_home(self.options.tau2_home, DOMAINS / self.options.domain)
 
     @functools.cached_property
     def _domain(self) -> Domain:
         return read_domain(self._home, self.options.domain)
 
     @property
-    def _told(self) -> Mapping[str, Any]:
-        """Policy and tools, as tau2 tells its agent."""
+    def _description(self) -> Mapping[str, Any]:
+        """The domain's policy and tools."""
         _ = self._domain
-        return _asked(self.options.model_dump_json(), find_python(self.options, self._home), self._home)
+        python = find_python(self.options.tau2_python, self._home)
+        return _describe(python, self.options.tau2_version, self._home, self.options.domain)
 
 
 @functools.cache
-def _asked(options: str, python: str, home: Path) -> Mapping[str, Any]:
-    read = TauOptions.model_validate_json(options)
-    told: dict[str, Any] = check_package(read, python, home, read.domain)["domain"]
-    if "error" in told:
-        raise ConfigError(f"tau2_python {python}: domain {read.domain} cannot be made: {told['error']}")
-    return told
+def _describe(python: str, version: str, home: Path, domain: str) -> Mapping[str, Any]:
+    found: dict[str, Any] = check_package(python, version, home, domain)["domain"]
+    if "error" in found:
+        raise ConfigError(f"tau2_python {python}: domain {domain} cannot be loaded: {found['error']}")
+    return found
 
 
 class TauWorld:
@@ -226,35 +283,32 @@ class TauWorld:
         self.task = replace(task, fields={WORKSPACE: str(self._folder.path), JOB: job})
 
     async def act(self, action: str) -> str:
-        """Take what the agent's program printed; tau2's result file says more. Raises: EnvironmentCrashed."""
-        self._simulation()
+        """Check that tau2 has written its result file. Raises: EnvironmentCrashed."""
+        self._episode()
         return ""
 
     async def evaluate(self) -> WorldVerdict:
-        """The reward that tau2 gave. Raises: see `World`."""
+        """Return tau2's reward. Raises: see `World`."""
         if not self._environment.ground_truth:
             raise WorldError(f"task {self.task.task_id}: the environment was opened without ground truth")
-        simulation = self._simulation()
-        ended, info = simulation["termination_reason"], simulation.get("info") or {}
-        if ended not in ENDED_WELL:
-            return WorldVerdict(success=False, reward=0.0, failures=(ended,))
-        reward = simulation.get("reward_info")
+        episode = self._episode()
+        if episode.termination_reason not in ENDED_WELL:
+            return WorldVerdict(success=False, reward=0.0, failures=(episode.termination_reason,))
+        reward = episode.reward_info
         if reward is None:
-            raise EnvironmentCrashed(
-                f"task {self.task.task_id}: tau2 could not evaluate it: {info.get('evaluation_error')}"
-            )
-        parts = reward.get("reward_breakdown") or {}
-        failures = tuple(sorted(part for part, value in parts.items() if value < 1 - TOLERANCE))
+            problem = (episode.info or {}).get("evaluation_error")
+            raise EnvironmentCrashed(f"task {self.task.task_id}: tau2 could not evaluate it: {problem}")
+        parts = len(reward.reward_breakdown or {})
         return WorldVerdict(
-            success=abs(reward["reward"] - 1) <= TOLERANCE,
-            reward=reward["reward"],
-            passed_tests=len(parts) - len(failures),
-            total_tests=len(parts),
-            failures=failures,
+            success=reward.success,
+            reward=reward.reward,
+            passed_tests=parts - len(reward.failed_parts),
+            total_tests=parts,
+            failures=reward.failed_parts,
         )
 
     async def keep(self, folder: Path) -> None:
-        """Keep tau2's result file and its log. Keys are taken out: a provider's error may have quoted one."""
+        """Copy tau2's result file and log to ``folder``, keys masked: a provider's error may quote one."""
         options = self._environment.options
         scrubber = Scrubber(os.environ.get(each.api_key_env, "") for each in (options.user, options.judge))
         for file in self._kept.iterdir():
@@ -265,10 +319,9 @@ class TauWorld:
         """Remove the folder."""
         await asyncio.to_thread(self._folder.remove)
 
-    def _simulation(self) -> Mapping[str, Any]:
+    def _episode(self) -> Episode:
         try:
-            (simulation,) = json.loads((self._kept / _RESULTS).read_text(encoding="utf-8"))["simulations"]
-            read: Mapping[str, Any] = {**simulation, "termination_reason": str(simulation["termination_reason"])}
-        except (OSError, ValueError, KeyError, TypeError) as error:
+            (episode,) = read_records(self._kept)
+        except (TauBenchError, ValueError) as error:
             raise EnvironmentCrashed(f"task {self.task.task_id}: tau2 left no result file ({error!r})") from None
-        return read
+        return episode

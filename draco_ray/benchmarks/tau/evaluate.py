@@ -1,9 +1,9 @@
-"""One or several checkpoints on τ-bench banking, into an evaluation directory.
+"""Evaluate one or several checkpoints on τ-bench banking, into an evaluation directory.
 
 ::
 
     evaluation.json                     what is measured (see `draco_ray.lab.evaluation.results`)
-    results/<measurement>.jsonl         every planned episode, once tau2 is done with a measurement
+    results/<measurement>.jsonl         every planned episode, once tau2 has finished a measurement
     summary.json                        costs by role and failures by kind of every measurement
     tau2/<measurement>/results.json     tau2's own files, in its directory format, readable by `tau2 view`
     tau2/<measurement>/simulations/
@@ -14,30 +14,34 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import os
-import sys
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from draco_ray.benchmarks.tau import job as jobs
-from draco_ray.benchmarks.tau.episodes import (
+from draco_ray.benchmarks.tau.results import (
     INFRASTRUCTURE,
     MISSING,
-    Episode,
-    count_episodes,
     read_episodes,
-    read_judge_tokens,
+    read_judge_usage,
+    rollout_result,
+    simulation_files,
+    summary,
 )
-from draco_ray.benchmarks.tau.installation import Tau2, find_tau2
-from draco_ray.benchmarks.tau.job import sampling
-from draco_ray.benchmarks.tau.policy import TauPolicy
-from draco_ray.benchmarks.tau.report import rollout_result, summary
-from draco_ray.benchmarks.tau.server import SERVED, free_port, serve_command, served
-from draco_ray.benchmarks.tau.supervise import run_job
+from draco_ray.benchmarks.tau.server import SERVED, TauPolicy, free_port, serve_command, served
+from draco_ray.benchmarks.tau.tau2_process import (
+    BANKING,
+    Tau2,
+    find_tau2,
+    key_variables,
+    read_keys,
+    run_job,
+    sampling,
+    tau2_environment,
+    tau2_job,
+)
 from draco_ray.config.schema import DracoConfig, TauBenchConfig
 from draco_ray.engine.child import Scrubber
 from draco_ray.errors import ConfigError
@@ -49,17 +53,12 @@ from draco_ray.terminal import PlainConsole
 log = logging.getLogger(__name__)
 
 BENCHMARK = "tau-banking"
-VOLATILE = {
-    "tau2_python",
-    "tau2_home",
-    "tasks",
-    "trials",
-    "concurrency",
-    "stall_timeout_seconds",
-    "restarts",
-    "embeddings_cache",
+NOT_COMPARED = {
+    *("tau2_python", "tau2_home", "embeddings_cache"),
+    *("concurrency", "stall_timeout_seconds", "restarts"),
+    *("tasks", "trials"),
 }
-"""Settings that do not decide the outcome, or that the plan has elsewhere."""
+"""Settings that do not change the outcome, and those that the plan stores elsewhere."""
 
 
 def evaluate_tau(
@@ -71,121 +70,86 @@ def evaluate_tau(
     retry_errors: bool = False,
     max_lost_share: float = 1.0,
 ) -> EvaluationDirectory:
-    """Measure every policy on the full split, ``config.tau_bench.trials`` episodes a task.
+    """Evaluate every policy on the full split, ``config.tau_bench.trials`` episodes a task.
 
-    A directory that holds part of the same evaluation is continued; tau2 then also runs episodes again that had ended
-    in an infrastructure error.
+    A directory that holds part of the same evaluation is continued; tau2 then also retries episodes that ended in an
+    infrastructure error.
 
     Args:
         policies: one, or the checkpoints of one setting; their names are the measurements.
         out: evaluation directory.
         label: the setting's name in tables; None is ``config.setting``.
-        retry_errors: run infrastructure errors again even where nothing is missing.
-        max_lost_share: of all episodes; looked at after each measurement.
+        retry_errors: retry infrastructure errors even if no episode is missing.
+        max_lost_share: largest accepted share of lost episodes, checked after each measurement.
 
     Raises:
-        ConfigError: something that is needed is not there, or ``out`` holds another evaluation, or another process is
-            at it.
-        TooManyLost: more than ``max_lost_share``; what was finished is kept.
-        TauBenchError: the server or tau2 failed for good; what was finished is kept.
+        ConfigError: something that is needed is missing, ``out`` holds another evaluation, or another process uses it.
+        TooManyLost: more than ``max_lost_share`` were lost; finished episodes are kept.
+        TauBenchError: the server or tau2 failed too often; finished episodes are kept.
         SystemExit: 130 after Ctrl-C, with one line that says what is kept.
     """
     tau2, plan = plan_tau(config, policies, label)
-    tasks = tuple(plan.tasks)
+    tasks, trials = tuple(plan.tasks), config.tau_bench.trials
     directory = EvaluationDirectory.begin(out, plan)
+    rerun = {MISSING, INFRASTRUCTURE} if retry_errors else {MISSING}
     found: dict[str, dict[str, Any]] = {}
-    with directory.claimed(), _stopped_plainly(directory):
+    with directory.claimed():
         for policy in policies:
-            folder = _folder(directory, policy.name)
+            folder = out / "tau2" / policy.name
             folder.mkdir(parents=True, exist_ok=True)
-            episodes = read_episodes(folder, tasks, config.tau_bench.trials)
-            if _anything_to_run(episodes, retry_errors):
-                _run(config, policy, tau2, folder, out, len(episodes))
-                episodes = read_episodes(folder, tasks, config.tau_bench.trials)
+            episodes = read_episodes(folder, tasks, trials)
+            if any(episode.termination_reason in rerun for episode in episodes):
+                try:
+                    _run(config, policy, tau2, tasks, folder, out)
+                except KeyboardInterrupt:
+                    kept = sum(len(simulation_files(out / "tau2" / each.name)) for each in policies)
+                    where = f"{kept} of {directory.total} episodes are in {directory.path}"
+                    log.warning("stopped; %s; run the same command again to continue", where)
+                    raise SystemExit(130) from None
+                episodes = read_episodes(folder, tasks, trials)
             price = find_price(policy.model, config.judge.prices)
             (out / "results" / f"{policy.name}.jsonl").unlink(missing_ok=True)
             for episode in episodes:
                 directory.add(policy.name, rollout_result(episode, price))
-            found[policy.name] = summary(episodes, read_judge_tokens(folder), policy.model, config, tau2.commit)
-            _note_errors(policy.name, found[policy.name])
+            found[policy.name] = summary(episodes, read_judge_usage(folder), policy.model, config, tau2.commit)
+            _log_lost(policy.name, found[policy.name])
             directory.check_lost(max_lost_share)
         directory.write_summary({"label": directory.plan.label, "measurements": found})
     return directory
 
 
 def plan_tau(config: DracoConfig, policies: Sequence[TauPolicy], label: str | None = None) -> tuple[Tau2, Plan]:
-    """The tau2-bench that `evaluate_tau` would run, and what it would measure.
+    """Check everything `evaluate_tau` needs; returns the installation and the plan.
 
     Raises:
-        ConfigError: something that is needed is not there.
+        ConfigError: something that is needed is missing.
     """
-    if len({policy.name for policy in policies}) < len(policies):
-        raise ConfigError(f"policies {', '.join(policy.name for policy in policies)}: expected different names")
+    tau = config.tau_bench
+    names = tuple(policy.name for policy in policies)
+    if len(set(names)) < len(names):
+        raise ConfigError(f"policies {', '.join(names)}: expected different names")
     for policy in policies:
-        jobs.read_keys(config.tau_bench, policy)
+        read_keys(tau, policy)
         if not policy.api:
-            serve_command(config, policy, free_port(config.tau_bench.server.port), policy.adapter)
-    tau2 = find_tau2(config.tau_bench)
-    return tau2, _plan(config, policies, tau2, jobs.task_ids(config.tau_bench, tau2), label or config.setting)
-
-
-def _folder(directory: EvaluationDirectory, name: str) -> Path:
-    """Where tau2's files of a measurement lie."""
-    return directory.path / "tau2" / name
-
-
-@contextmanager
-def _stopped_plainly(directory: EvaluationDirectory) -> Iterator[None]:
-    try:
-        yield
-    except KeyboardInterrupt:
-        kept = sum(count_episodes(_folder(directory, name)) for name in directory.plan.measurements)
-        log.warning(
-            "stopped; %d of %d episodes are in %s: the same command goes on from there",
-            kept,
-            directory.total,
-            directory.path,
-        )
-        raise SystemExit(130) from None
-
-
-def carried_temperatures(config: TauBenchConfig, policies: Sequence[TauPolicy]) -> dict[str, float | None]:
-    """The temperature that the requests of each role carry; None, with a line, where they carry none."""
-    models = {
-        "agent": [policy.model for policy in policies if policy.api],
-        "user": [config.user.model],
-        "judge": [config.judge.model],
-    }
-    found: dict[str, float | None] = {}
-    for role, names in models.items():
-        told = getattr(config, role)
-        refused = [name for name in names if told.temperature is not None and not sampling(told, name)]
-        if refused:
-            log.warning(
-                "tau_bench.%s.temperature=%g is not sent, and the evaluation says null: %s takes none",
-                *(role, told.temperature, ", ".join(refused)),
-            )
-        found[role] = None if refused else told.temperature
-    return found
-
-
-def _plan(config: DracoConfig, policies: Sequence[TauPolicy], tau2: Tau2, tasks: Sequence[str], label: str) -> Plan:
-    settings = config.tau_bench.model_dump(mode="json", exclude=VOLATILE)
+            serve_command(config, policy, free_port(tau.server.port), policy.adapter)
+    tau2 = find_tau2(tau)
+    tasks = task_ids(tau, tau2)
+    settings = tau.model_dump(mode="json", exclude=NOT_COMPARED)
     for role in ("agent", "user", "judge", "embedder"):
         del settings[role]["api_key_env"]
-    for role, temperature in carried_temperatures(config.tau_bench, policies).items():
+    for role, temperature in sent_temperatures(tau, policies).items():
         settings[role]["temperature"] = temperature
     del settings["server"]["port"], settings["server"]["start_timeout_seconds"]
     settings |= {f"weights.{policy.name}": policy.digest for policy in policies}
     settings |= {f"model.{policy.name}": policy.model for policy in policies}
     settings |= {"thinking": config.agent.thinking, "dtype": config.model.dtype, "tau2_commit": tau2.commit}
-    return Plan(
+    return tau2, Plan(
         benchmark=BENCHMARK,
         split="full" if len(tasks) == len(tau2.tasks) else "part",
-        label=label,
-        policy=", ".join(policy.name for policy in policies),
-        runs=config.tau_bench.trials,
-        measurements=tuple(policy.name for policy in policies),
+        label=label or config.setting,
+        policy=", ".join(names),
+        runs=tau.trials,
+        measurements=names,
         tasks=dict.fromkeys(tasks),
         world=hashlib.sha256(" ".join((tau2.commit, *tasks)).encode()).hexdigest()[:16],
         split_size=len(tau2.tasks),
@@ -194,58 +158,65 @@ def _plan(config: DracoConfig, policies: Sequence[TauPolicy], tau2: Tau2, tasks:
     )
 
 
-def _anything_to_run(episodes: Sequence[Episode], retry_errors: bool) -> bool:
-    return any(episode.ended == MISSING or (retry_errors and episode.ended == INFRASTRUCTURE) for episode in episodes)
+def task_ids(config: TauBenchConfig, tau2: Tau2) -> tuple[str, ...]:
+    """The tasks to run, in the checkout's order.
+
+    Raises:
+        ConfigError: a configured task does not exist.
+    """
+    if unknown := sorted(set(config.tasks or ()) - set(tau2.tasks)):
+        raise ConfigError(f"tau_bench.tasks: {unknown[0]!r} is no task of {BANKING}; expected e.g. {tau2.tasks[0]!r}")
+    return tuple(task for task in tau2.tasks if config.tasks is None or task in config.tasks)
 
 
-def _run(config: DracoConfig, policy: TauPolicy, tau2: Tau2, folder: Path, out: Path, planned: int) -> None:
+def sent_temperatures(config: TauBenchConfig, policies: Sequence[TauPolicy]) -> dict[str, float | None]:
+    """The temperature in the requests of each role; None, with a warning, for a model that accepts none."""
+    models = {
+        "agent": [policy.model for policy in policies if policy.api],
+        "user": [config.user.model],
+        "judge": [config.judge.model],
+    }
+    found: dict[str, float | None] = {}
+    for role, names in models.items():
+        settings = getattr(config, role)
+        refused = [name for name in names if settings.temperature is not None and not sampling(settings, name)]
+        if refused:
+            log.warning(
+                "tau_bench.%s.temperature=%g is not sent, and the evaluation says null: %s takes none",
+                *(role, settings.temperature, ", ".join(refused)),
+            )
+        found[role] = None if refused else settings.temperature
+    return found
+
+
+def _run(config: DracoConfig, policy: TauPolicy, tau2: Tau2, tasks: Sequence[str], folder: Path, out: Path) -> None:
     tau = config.tau_bench
-    keys = jobs.read_keys(tau, policy)
+    keys = read_keys(tau, policy)
     with ExitStack() as stack:
         tmp = stack.enter_context(PrivateTempDir())
         endpoint = None
         if not policy.api:
-            withhold = list(jobs.key_variables(tau, policy).values())
+            withhold = list(key_variables(tau, policy).values())
             log.info("serving %s as %s", policy.name, SERVED)
             endpoint = stack.enter_context(served(config, policy, folder / "server.log", tmp, withhold))
-        unreadable = [*tau2.solutions, str(out.resolve())]
-        job = jobs.tau2_job(tau, tau2, policy, endpoint, folder.resolve(), unreadable=unreadable)
-        environment = jobs.tau2_environment(tau, tau2, policy, endpoint, keys, tmp)
+        unreadable = [*tau2.secret_paths, str(out.resolve())]
+        job = tau2_job(tau, policy, endpoint, folder.resolve(), tasks=tasks, unreadable=unreadable)
+        environment = tau2_environment(tau, tau2.home, policy, endpoint, keys, tmp)
         scrubber = Scrubber([*keys.values(), *([endpoint.key] if endpoint else [])])
-        bar = stack.enter_context(_bar())
-        shown = bar.add_task(f"τ-bench {policy.name}", total=planned)
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("episodes"))
+        console = PlainConsole(stderr=True, soft_wrap=False)
+        quiet = not console.is_terminal or console.is_dumb_terminal
+        bar = stack.enter_context(Progress(*columns, TimeElapsedColumn(), console=console, disable=quiet))
+        shown = bar.add_task(f"τ-bench {policy.name}", total=len(tasks) * tau.trials)
         run_job(
-            job,
-            tau2.python,
-            environment,
-            folder,
-            tmp,
-            tau,
-            scrubber,
-            lambda done: bar.update(shown, completed=done),
+            job, tau2.python, environment, folder, tmp, tau, scrubber, lambda done: bar.update(shown, completed=done)
         )
 
 
-def _bar() -> Progress:
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("episodes"),
-        TimeElapsedColumn(),
-        console=PlainConsole(stderr=True, soft_wrap=False),
-        disable=not sys.stderr.isatty() or os.environ.get("TERM") == "dumb",
-    )
-
-
-def _note_errors(name: str, found: dict[str, Any]) -> None:
-    lost = found["infrastructure_errors"] + found["missing"]
-    if lost:
+def _log_lost(name: str, found: dict[str, Any]) -> None:
+    errors, missing, episodes = found["infrastructure_errors"], found["missing"], found["episodes"]
+    if errors or missing:
         log.warning(
             "%s: %d of %d episodes are infrastructure errors and %d are missing (%.1f %%); they count as failures",
-            name,
-            found["infrastructure_errors"],
-            found["episodes"],
-            found["missing"],
-            100 * lost / found["episodes"],
+            *(name, errors, episodes, missing, 100 * (errors + missing) / episodes),
         )

@@ -1,7 +1,7 @@
-"""The program of ``agent.command`` that plays one episode of τ-bench: it becomes tau2's own process.
+"""The agent program that plays one τ-bench episode: it replaces itself with tau2's own process.
 
-``python -m draco_ray.benchmarks.tau.play`` is started as any agent's program is (docs/any-agent.md). What is to be
-played stands in its task's field ``tau2`` (`draco_ray.benchmarks.tau.environment`); keys are in the environment only.
+``agent.command`` starts ``python -m draco_ray.benchmarks.tau.play`` like any agent program (docs/any-agent.md). The job
+is in the task's field ``tau2`` (`draco_ray.benchmarks.tau.environment`); keys are in environment variables only.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 
 
 def main() -> None:
-    """Become tau2's process. Raises: SystemExit where that cannot be."""
+    """Read the job and become tau2's process. Raises: SystemExit: there is no job, or a key is missing."""
     try:
         task = json.loads(Path(os.environ["DRACO_TASK_FILE"]).read_text(encoding="utf-8"))
         job = json.loads(task["fields"]["tau2"])

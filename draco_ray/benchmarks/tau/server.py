@@ -1,4 +1,4 @@
-"""The policy behind vLLM's OpenAI-compatible server: a process of this environment, on loopback, with its own key."""
+"""The evaluated policy, and vLLM's OpenAI-compatible server for it: on loopback, behind a random key."""
 
 from __future__ import annotations
 
@@ -13,45 +13,139 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
+from safetensors.numpy import load_file, save_file
 
-from draco_ray.benchmarks.tau.policy import TauPolicy, changes_model, write_served_adapter
 from draco_ray.config.schema import DracoConfig
 from draco_ray.engine import openai_server
+from draco_ray.engine.adapter_files import engine_tensor_name
 from draco_ray.engine.child import Child, Scrubber
-from draco_ray.engine.model_directory import is_local
+from draco_ray.engine.model_directory import architectures, check_model_directory, is_local
 from draco_ray.engine.tokenizer import chat_template_text
 from draco_ray.engine.vllm_engine import LORA_RANKS
-from draco_ray.errors import ConfigError, TauBenchError
+from draco_ray.errors import ConfigError, EngineError, TauBenchError
+from draco_ray.lab.evaluation.policies import API_PREFIX, EvaluatedPolicy
+from draco_ray.runs.checkpoints import ADAPTER, ADAPTER_CONFIG, check_adapter, file_digest
 
-HOST = "127.0.0.1"
+BASE = "base"
+"""``--policy`` of the configured model, and the served name of the model below an adapter."""
 SERVED = "policy"
-"""Name under which the policy answers."""
-BASE_SERVED = "base"
-"""Name of the model below an adapter; nobody asks for it."""
+"""Served name of the policy."""
+HOST = "127.0.0.1"
 POLL_SECONDS = 0.5
 PROBE = "The customer asks which of two credit cards has the lower annual fee, and the agent looks both of them up."
 PROBE_SECONDS = 300.0
-
-
-@dataclass(frozen=True, slots=True)
-class ModelFormat:
-    """How a family of models writes its tool calls and its thinking, in vLLM's names."""
-
-    tool_calls: str
-    thinking: str | None
-
-
-# By `model_type`, and for hub names by how the name goes on.
-FORMATS: tuple[tuple[str, str, ModelFormat], ...] = (
-    ("qwen3_5", r"qwen3\.[56]", ModelFormat("qwen3_coder", "qwen3")),
-    ("qwen3", r"qwen3(?!\.)", ModelFormat("hermes", "qwen3")),
-    ("qwen2", r"qwen2", ModelFormat("hermes", None)),
+FORMATS = (
+    ("qwen3_5", r"qwen3\.[56]", "qwen3_coder", "qwen3"),
+    ("qwen3", r"qwen3(?!\.)", "hermes", "qwen3"),
+    ("qwen2", r"qwen2", "hermes", None),
 )
+"""Model families: prefix of ``model_type``, pattern of a hub name, and vLLM's tool-call and reasoning parsers."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TauPolicy:
+    """A policy that was checked and can be evaluated."""
+
+    name: str
+    """Name of its measurement: ``step00100``, ``base``, the model's name."""
+    model: str
+    """Model directory or hub name to serve, or the LiteLLM name of an API model."""
+    api: bool = False
+    """Called through LiteLLM instead of served here."""
+    adapter: Path | None = None
+    """PEFT adapter on top of ``model``."""
+    rank: int = 0
+    """LoRA rank of the adapter."""
+    digest: str | None = None
+    """SHA-256 of the adapter's weights, so that a result folder never mixes two checkpoints."""
+
+
+def find_policy(named: str, config: DracoConfig) -> TauPolicy:
+    """Find and check the policy of ``--policy``.
+
+    Args:
+        named: ``base`` (the configured model), ``litellm:MODEL``, or a directory: an adapter, such as
+            ``runs/NAME/checkpoints/step00100``, or a model.
+
+    Raises:
+        ConfigError: it is none of these, or the directory is unusable.
+    """
+    if named.startswith(API_PREFIX):
+        return api_policy(named.removeprefix(API_PREFIX))
+    if named == BASE:
+        return served_policy(BASE, config.model.path)
+    directory = Path(named).expanduser().resolve()
+    if (directory / ADAPTER_CONFIG).is_file():
+        return served_policy(directory.name, config.model.path, directory)
+    if not (directory / "config.json").is_file():
+        raise ConfigError(
+            f"policy {named}: expected a folder with {ADAPTER_CONFIG} (a checkpoint) or config.json (a model), "
+            f"'{BASE}' or {API_PREFIX}<provider>/<model>"
+        )
+    return served_policy(directory.name, str(directory))
+
+
+def tau_policies(policy: EvaluatedPolicy, config: DracoConfig) -> list[TauPolicy]:
+    """Convert a policy of `draco evaluate`: its checkpoints on the configured base model, or its API model.
+
+    Raises:
+        ConfigError: one is unusable.
+    """
+    if policy.api_model is not None:
+        return [api_policy(policy.api_model)]
+    return [served_policy(each.name, config.model.path, each.adapter) for each in policy.checkpoints]
+
+
+def api_policy(model: str) -> TauPolicy:
+    """Make the policy of an API model.
+
+    Raises:
+        ConfigError: ``model`` has no provider prefix.
+    """
+    if "/" not in model:
+        raise ConfigError(f"policy {model}: no provider; expected <provider>/<model>, e.g. {API_PREFIX}openai/gpt-5.4")
+    return TauPolicy(name=re.sub(r"[^\w.-]+", "_", model), model=model, api=True)
+
+
+def served_policy(name: str, model: str, adapter: Path | None = None) -> TauPolicy:
+    """Check a policy that is served here: ``model``, with ``adapter`` (a PEFT folder) on top.
+
+    Raises:
+        ConfigError: the model directory is unusable, or the adapter's rank is no positive integer.
+        DamagedRun: the adapter is damaged.
+    """
+    try:
+        check_model_directory(model)
+    except EngineError as error:
+        raise ConfigError(f"policy {name}: {error}") from None
+    if adapter is None:
+        return TauPolicy(name=name, model=model)
+    check_adapter(adapter)
+    rank = json.loads((adapter / ADAPTER_CONFIG).read_text(encoding="utf-8")).get("r")
+    if not isinstance(rank, int) or rank < 1:
+        raise ConfigError(f"policy {adapter}: {ADAPTER_CONFIG} has rank {rank!r}; expected a positive integer")
+    return TauPolicy(name=name, model=model, adapter=adapter, rank=rank, digest=file_digest(adapter / ADAPTER)[0])
+
+
+def write_served_adapter(policy: TauPolicy, folder: Path) -> Path:
+    """Copy the adapter under the tensor names vLLM expects: it silently ignores others. Returns ``folder``."""
+    assert policy.adapter is not None
+    named = architectures(policy.model)
+    folder.mkdir(parents=True)
+    tensors = load_file(policy.adapter / ADAPTER)
+    save_file(
+        {engine_tensor_name(name, named): np.ascontiguousarray(values) for name, values in tensors.items()},
+        folder / ADAPTER,
+    )
+    text = (policy.adapter / ADAPTER_CONFIG).read_text(encoding="utf-8")
+    (folder / ADAPTER_CONFIG).write_text(text, encoding="utf-8")
+    return folder
 
 
 @dataclass(frozen=True, slots=True)
 class ServedPolicy:
-    """Where a served policy answers."""
+    """Endpoint of a served policy."""
 
     model: str
     """LiteLLM name."""
@@ -60,7 +154,7 @@ class ServedPolicy:
 
 
 def free_port(wanted: int | None) -> int:
-    """A port of loopback that nobody listens on.
+    """Find a free port on loopback.
 
     Raises:
         ConfigError: ``wanted`` is taken.
@@ -75,49 +169,44 @@ def free_port(wanted: int | None) -> int:
 
 
 def serve_command(config: DracoConfig, policy: TauPolicy, port: int, adapter: Path | None) -> list[str]:
-    """The command line of vLLM's server; it holds no key.
+    """Build the command line of vLLM's server; it holds no key.
 
     Args:
-        adapter: the folder `write_served_adapter` made, if the policy has one.
+        adapter: the folder that `write_served_adapter` made, if the policy has an adapter.
 
     Raises:
-        ConfigError: vLLM's tool parser for this model is not known and not configured.
+        ConfigError: vLLM's tool parser for this model is neither known nor configured.
     """
-    engine, server = config.engine, config.tau_bench.server
+    server = config.tau_bench.server
     description = _description(policy.model)
-    family = _family(policy.model, description)
-    tool_parser = server.tool_call_parser or (family.tool_calls if family else None)
+    tool_parser, reasoning_parser = _parsers(policy.model, description)
+    tool_parser = server.tool_call_parser or tool_parser
+    reasoning_parser = server.reasoning_parser or reasoning_parser
     if tool_parser is None:
         raise ConfigError(
             f"policy {policy.name}: no tool-call format is known for {policy.model}; "
             "set tau_bench.server.tool_call_parser to vLLM's name of it"
         )
-    thinks = server.reasoning_parser or (family.thinking if family else None)
     words = [*openai_server.PROGRAM, "--model", policy.model]
     words += ["--host", HOST, "--port", str(port), "--dtype", config.model.dtype, "--seed", str(config.seed)]
-    words += ["--served-model-name", SERVED if adapter is None else BASE_SERVED]
+    words += ["--served-model-name", SERVED if adapter is None else BASE]
     words += ["--max-model-len", str(server.max_model_len), "--language-model-only"]
     words += ["--enable-auto-tool-choice", "--tool-call-parser", tool_parser]
-    # Sampling is what the request says; the model's own defaults would add a repetition penalty, say.
+    # Sample as the request says: a model's own defaults could add a repetition penalty.
     words += ["--generation-config", "vllm", "--disable-log-stats", "--disable-uvicorn-access-log"]
     if config.model.chat_template is not None:
         words += ["--chat-template", chat_template_text(config.model.chat_template)]
-    if thinks is not None:
+    if reasoning_parser is not None:
         words += ["--default-chat-template-kwargs", json.dumps({"enable_thinking": config.agent.thinking})]
         if config.agent.thinking:
-            words += ["--reasoning-parser", thinks]
+            words += ["--reasoning-parser", reasoning_parser]
     if (overrides := _long_context(config, description)) is not None:
         words += ["--hf-overrides", json.dumps(overrides)]
     if adapter is not None:
         rank = next((rank for rank in LORA_RANKS if rank >= policy.rank), LORA_RANKS[-1])
         words += ["--enable-lora", "--max-loras", "1", "--max-lora-rank", str(rank)]
         words += ["--lora-modules", json.dumps({"name": SERVED, "path": str(adapter)})]
-    return words + openai_server.hardware_words(engine, server.max_model_len)
-
-
-def serve_environment(config: DracoConfig, policy: TauPolicy, key: str, withhold: Sequence[str]) -> dict[str, str]:
-    """See `openai_server.server_environment`."""
-    return openai_server.server_environment(config.engine, policy.model, key, withhold)
+    return words + openai_server.hardware_words(config.engine, server.max_model_len)
 
 
 @contextmanager
@@ -127,52 +216,50 @@ def served(
     """Serve the policy while the block runs.
 
     Args:
-        log: file for what the server prints.
+        log: file for the server's output.
         folder: private folder for the adapter's copy.
         withhold: environment variables the server must not see.
 
     Raises:
         ConfigError: the port is taken, or see `serve_command`.
-        TauBenchError: the server ended or did not answer in time, or the adapter is not live.
+        TauBenchError: the server ended or did not answer in time, or the adapter has no effect.
     """
     port = free_port(config.tau_bench.server.port)
     adapter = write_served_adapter(policy, folder / "adapter") if policy.adapter is not None else None
     command = serve_command(config, policy, port, adapter)
     key = secrets.token_urlsafe(24)
-    environment = serve_environment(config, policy, key, withhold)
+    environment = openai_server.server_environment(config.engine, policy.model, key, withhold)
     child = Child(command, environment, log, Scrubber([key]), temporary=openai_server.SOCKETS)
     try:
         base = f"http://{HOST}:{port}"
         _wait(child, base, key, config.tau_bench.server.start_timeout_seconds, log)
-        if adapter is not None and changes_model(adapter):
+        # The second factors of an untrained adapter are all zero: it has no effect to look for.
+        if adapter and any(np.any(values) for name, values in load_file(adapter / ADAPTER).items() if "lora_B" in name):
             check_adapter_is_live(base, key, policy.name)
         yield ServedPolicy(f"hosted_vllm/{SERVED}", f"{base}/v1", key)
     finally:
         child.end()
 
 
-def check_adapter_is_live(
-    base_url: str, key: str, name: str, *, served_as: str = SERVED, model: str = BASE_SERVED
-) -> None:
-    """Compare log-probs with and without the adapter: vLLM passes over weights it finds no place for without a word.
+def check_adapter_is_live(base_url: str, key: str, name: str, *, served_as: str = SERVED) -> None:
+    """Compare log-probs with and without the adapter, because vLLM silently ignores weights it cannot place.
 
     Args:
         base_url: of the server, without ``/v1``.
         key: of the server.
         name: of the policy, for the message.
-        served_as: the adapter's name there.
-        model: the name of the model below it.
+        served_as: served name of the adapter.
 
     Raises:
-        TauBenchError: they are the same, or the server does not give them.
+        TauBenchError: they are equal, or the server does not return them.
     """
     request = {"prompt": PROBE, "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
     found = []
-    for asked in (served_as, model):
+    for model in (served_as, BASE):
         try:
             answer = httpx.post(
                 f"{base_url}/v1/completions",
-                json={"model": asked, **request},
+                json={"model": model, **request},
                 headers={"Authorization": f"Bearer {key}"},
                 timeout=PROBE_SECONDS,
                 trust_env=False,
@@ -185,51 +272,44 @@ def check_adapter_is_live(
             ) from None
     if found[0] == found[1]:
         raise TauBenchError(
-            f"policy {name}: its adapter is not live: log-probs with and without it are the same; is it an adapter of "
-            "this model?"
+            f"policy {name}: its adapter has no effect: log-probs with and without it are the same; is it an adapter "
+            "of this model?"
         )
 
 
 def _wait(child: Child, base: str, key: str, seconds: float, log: Path) -> None:
     deadline = time.monotonic() + seconds
-    with httpx.Client(
-        base_url=base, headers={"Authorization": f"Bearer {key}"}, timeout=10.0, trust_env=False
-    ) as client:
-        while True:
-            if child.returncode is not None:
-                raise TauBenchError(
-                    f"vLLM's server ended with exit code {child.returncode}; its last words are in {log}"
-                )
-            if (names := openai_server.served_names(client)) is not None:
-                if SERVED not in names:
-                    raise TauBenchError(f"vLLM's server answers for {sorted(names)}, not {SERVED!r}; see {log}")
-                return
+    headers = {"Authorization": f"Bearer {key}"}
+    with httpx.Client(base_url=base, headers=headers, timeout=10.0, trust_env=False) as client:
+        while SERVED not in (openai_server.served_names(client) or ()):
+            if (code := child.wait(POLL_SECONDS)) is not None:
+                raise TauBenchError(f"vLLM's server ended with exit code {code}; the end of {log} says why")
             if time.monotonic() > deadline:
                 raise TauBenchError(
                     f"vLLM's server did not answer within {seconds:g} s; see {log}, or raise "
                     "tau_bench.server.start_timeout_seconds"
                 )
-            time.sleep(POLL_SECONDS)
 
 
 def _description(model: str) -> Mapping[str, Any]:
-    """A local model's config.json, its text part where it has several; empty for a hub name."""
+    """A local model's config.json with its text part merged in; empty for a hub name."""
     if not is_local(model):
         return {}
     content = json.loads((Path(model).expanduser() / "config.json").read_text(encoding="utf-8"))
     return {**content, **content.get("text_config", {}), "model_type": content.get("model_type", "")}
 
 
-def _family(model: str, description: Mapping[str, Any]) -> ModelFormat | None:
-    if description:
-        kind = str(description["model_type"])
-        return next((found for prefix, _, found in FORMATS if kind.startswith(prefix)), None)
-    name = model.rsplit("/", 1)[-1]
-    return next((found for _, pattern, found in FORMATS if re.match(pattern, name, re.IGNORECASE)), None)
+def _parsers(model: str, description: Mapping[str, Any]) -> tuple[str | None, str | None]:
+    """vLLM's tool-call and reasoning parsers for a model; None where there is none or it is not known."""
+    kind, name = description.get("model_type"), model.rsplit("/", 1)[-1]
+    for prefix, pattern, tool_calls, reasoning in FORMATS:
+        if re.match(pattern, name, re.IGNORECASE) if kind is None else kind.startswith(prefix):
+            return tool_calls, reasoning
+    return None, None
 
 
 def _long_context(config: DracoConfig, description: Mapping[str, Any]) -> dict[str, Any] | None:
-    """YaRN, where the context is longer than the model was trained for (appendix "Serving configuration")."""
+    """YaRN parameters if the context is longer than the model's own (appendix "Serving configuration")."""
     server = config.tau_bench.server
     native = server.native_context or description.get("max_position_embeddings")
     if native is None or native >= server.max_model_len:

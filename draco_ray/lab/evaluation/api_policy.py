@@ -16,9 +16,9 @@ import numpy as np
 
 from draco_ray.config.schema import AgentConfig, JudgeConfig, JudgeLimits
 from draco_ray.errors import ConfigError
+from draco_ray.judging.actors import LimiterActor, LimiterClient, start_limiter
 from draco_ray.judging.complete import Complete, Completion, Request
 from draco_ray.judging.limiter import Ended, Leases
-from draco_ray.judging.limiter_actor import LimiterActor, LimiterClient, start_limiter
 from draco_ray.judging.outage import Next
 from draco_ray.records import TOOLS, Message, Usage
 from draco_ray.rollout.agent import Books, Policy, RolloutRequest, Said

@@ -14,28 +14,19 @@ import ray
 from rich.console import Console
 
 from draco_ray.config.load import dump_config, load_config
-from draco_ray.config.schema import DracoConfig, JudgeConfig
-from draco_ray.environments.base import make_environment
+from draco_ray.config.schema import DracoConfig
+from draco_ray.environments.base import Environment
 from draco_ray.errors import ConfigError
-from draco_ray.judging.static_rubric import load_static_rubric
 from draco_ray.lab.evaluation.policies import EvaluatedPolicy, load_adapter
 from draco_ray.runs.directory import RunDirectory, sole_driver
 from draco_ray.runs.evaluations import JudgedRates, judged_rates
 from draco_ray.terminal import PlainConsole
 from draco_ray.training.actors import Actors
+from draco_ray.training.capacity import release_start_lock
 from draco_ray.training.held_out import JudgedBeforeAfter
 from draco_ray.training.progress import StepProgress
 from draco_ray.training.resume import config_changes
-from draco_ray.training.room import begun
-from draco_ray.training.session import (
-    checked_model,
-    open_judge,
-    ray_session,
-    start_actors,
-    stopped_plainly,
-    task_prompts,
-    with_environment,
-)
+from draco_ray.training.session import opened, resolve_config, start_actors, static_criteria, task_prompts
 
 
 def judge_policy(
@@ -67,19 +58,12 @@ def judge_policy(
         raise ConfigError(f"--policy {policy.name}: environment.use={use} has no evaluator; only weights are judged")
     if config.algorithm.reward != "rubric" or config.judge.self_judge.enabled:
         raise ConfigError(f"draco evaluate: environment.use={use} has no evaluator, and the configuration no judge")
-    data = config.data.model_copy(update={"eval_split": split})
-    train = config.train.model_copy(update={"evaluate_before_after": True, "evaluation_runs": runs})
-    config = checked_model(with_environment(config.model_copy(update={"data": data, "train": train})))
+    measured = {"evaluate_before_after": True, "evaluation_runs": runs}
+    config, environment = resolve_config(config.updated(data={"eval_split": split}, train=measured))
     run = _directory(out, config)
     console.print(f"environment.use={use} has no evaluator: the judge's pass rate stands in")
-    with (
-        sole_driver(run),
-        stopped_plainly(run, console),
-        open_judge(config, console) as judge,
-        ray_session(config, console),
-    ):
-        judge = judge.model_copy(update={"cache": judge.cache or cache or run.judge_cache})
-        rates = asyncio.run(_judge(policy, config, judge, run, console))
+    with sole_driver(run), opened(config, run, console, cache=cache) as final:
+        rates = asyncio.run(_judge(policy, final, environment, run, console))
     numbers = {name: asdict(found) for name, found in rates.items()}
     summary = {"measure": "judge's pass rate, for want of an evaluator", "split": split, "checkpoints": numbers}
     (run.path / "summary.json").write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
@@ -96,10 +80,9 @@ def _directory(path: Path, config: DracoConfig) -> RunDirectory:
 
 
 async def _judge(
-    policy: EvaluatedPolicy, config: DracoConfig, judge: JudgeConfig, run: RunDirectory, console: Console
+    policy: EvaluatedPolicy, config: DracoConfig, environment: Environment, run: RunDirectory, console: Console
 ) -> dict[str, JudgedRates]:
-    environment, static = make_environment(config.environment, config.data), config.algorithm.static_rubric
-    actors, progress = Actors(config, judge, run, run.path.name), StepProgress(console)
+    actors, progress = Actors(config, run), StepProgress(console)
     measured = JudgedBeforeAfter(
         config,
         actors,
@@ -107,12 +90,12 @@ async def _judge(
         progress,
         console,
         prompts=lambda tasks: task_prompts(config, environment, tasks)[0],
-        static=load_static_rubric(static) if config.algorithm.rubric == "static" and static else (),
+        static=static_criteria(config),
     )
     rates = {}
     try:
         await start_actors(actors, config, console)
-        begun()
+        release_start_lock()
         for checkpoint in policy.checkpoints:
             if checkpoint.adapter is not None:
                 await actors.fleet.load(ray.put(load_adapter(checkpoint)))

@@ -1,4 +1,4 @@
-"""Memory of a learner worker and of an engine on one GPU, by kind. docs/planning.md explains every formula."""
+"""Memory of a learner worker and of an engine on one GPU, by kind (docs/planning.md)."""
 
 from __future__ import annotations
 

@@ -26,8 +26,7 @@ import ray
 from rich.console import Console
 
 from draco_ray.config.load import dump_config
-from draco_ray.config.schema import DracoConfig, JudgeConfig
-from draco_ray.environments.base import make_environment
+from draco_ray.config.schema import DracoConfig
 from draco_ray.errors import ConfigError, RubricError
 from draco_ray.judging.judge import CallContext
 from draco_ray.judging.phases.base import Phase
@@ -53,18 +52,10 @@ from draco_ray.runs.directory import RunDirectory
 from draco_ray.runs.remote.place import place_of
 from draco_ray.terminal import PlainConsole
 from draco_ray.training.actors import Actors
+from draco_ray.training.capacity import release_start_lock
 from draco_ray.training.preflight import check_outlives_job
 from draco_ray.training.progress import StepProgress
-from draco_ray.training.room import begun
-from draco_ray.training.session import (
-    checked_model,
-    open_judge,
-    ray_session,
-    start_actors,
-    stopped_plainly,
-    usable_prompts,
-    with_environment,
-)
+from draco_ray.training.session import checked_model, opened, start_actors, usable_prompts, with_environment
 
 PROPOSING, MEASURING = 0, 1
 """Training steps under which the two halves are archived."""
@@ -104,9 +95,7 @@ def author_rubric(
     if out.exists():
         raise ConfigError(f"--out {out}: exists already; choose another file")
     check_file(out)
-    algorithm = config.algorithm.model_copy(update={"rubric": "dynamic"})
-    config = with_environment(config.model_copy(update={"algorithm": algorithm}))
-    environment = make_environment(config.environment, config.data)
+    config, environment = with_environment(config.updated(algorithm={"rubric": "dynamic"}))
     environment.tasks(config.data.train_split)
     config = checked_model(config)
     prompts = dict(list(usable_prompts(config, environment, console).items())[: settings.tasks])
@@ -117,13 +106,13 @@ def author_rubric(
         f"{name}: {len(prompts)} tasks x {settings.rollouts} rollouts of {config.model.path}, environment "
         f"{config.environment.use}",
     )
-    with stopped_plainly(run, console), open_judge(config, console) as judge, ray_session(config, console):
-        author = RubricAuthor(config, judge, settings, prompts, run, name, console)
+    with opened(config, run, console) as final:
+        author = RubricAuthor(final, settings, prompts, run, console)
         kept, pruned = asyncio.run(author.run())
     write_rubric(
         out,
         kept,
-        f"Static rubric authored by {judge.model} on {len(prompts)} tasks x {settings.rollouts} rollouts of "
+        f"Static rubric authored by {final.judge.model} on {len(prompts)} tasks x {settings.rollouts} rollouts of "
         f"{Path(config.model.path).name}; {len(pruned)} criteria pruned (run {name}).",
     )
     # Eighty columns, which a console without a terminal takes, would break titles over lines.
@@ -139,19 +128,15 @@ class RubricAuthor:
     def __init__(
         self,
         config: DracoConfig,
-        judge: JudgeConfig,
         settings: AuthoringSettings,
         prompts: Mapping[str, tuple[Message, ...]],
         run: RunDirectory,
-        name: str,
         console: Console,
     ) -> None:
         self._config = config
-        self._judge = judge if judge.cache is not None else judge.model_copy(update={"cache": run.judge_cache})
         self._settings = settings
         self._prompts = prompts
         self._run = run
-        self._name = name
         self._console = console
         self._progress = StepProgress(console)
         self._template = reduction_template()
@@ -163,10 +148,10 @@ class RubricAuthor:
         Raises:
             RubricError: no criterion is left.
         """
-        self._actors = Actors(self._config, self._judge, self._run, self._name)
+        self._actors = Actors(self._config, self._run)
         try:
             await start_actors(self._actors, self._config, self._console)
-            begun()
+            release_start_lock()
             members, sets = await self._propose()
             rubric = await self._reduce(sets)
             measured = await self._measure(rubric, members)
@@ -274,7 +259,7 @@ class RubricAuthor:
             messages=(),
             candidates=candidates(batch),
             trajectories=(),
-            text=reduction_prompt(batch, self._template, self._judge.environment_facts or ""),
+            text=reduction_prompt(batch, self._template, self._config.judge.environment_facts or ""),
         )
         judged: Judged[tuple[Criterion, ...]] = await merge.judged
         if judged.value is None:

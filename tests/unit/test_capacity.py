@@ -1,9 +1,10 @@
-"""Where a run's processes have a place, and what is said while they have none."""
+"""Whether a run's processes fit on the nodes of a cluster, and what is printed while they do not."""
 
 from __future__ import annotations
 
 import io
 from collections.abc import Mapping, Sequence
+from unittest.mock import patch
 
 import pytest
 import ray
@@ -12,8 +13,8 @@ from rich.console import Console
 
 from draco_ray.config.load import load_config
 from draco_ray.errors import ClusterError
-from draco_ray.training import room
-from draco_ray.training.room import LOOK_SECONDS, bundles, wait_for_room, without_place
+from draco_ray.training import capacity
+from draco_ray.training.capacity import CHECK_SECONDS, bundles, unplaced, wait_for_room
 
 PAPER = load_config("qwen3.6-27b")
 NODE = {"GPU": 8.0, "CPU": 54.0}
@@ -21,7 +22,7 @@ NODE = {"GPU": 8.0, "CPU": 54.0}
 
 
 class Cluster:
-    """What is free on each node at each look; the last look is for ever. Time passes while somebody sleeps."""
+    """What is free on each node at each check; the last one repeats. Time passes while somebody sleeps."""
 
     def __init__(self, *looks: Sequence[Mapping[str, float]]) -> None:
         self.looks = list(looks)
@@ -31,24 +32,23 @@ class Cluster:
     def free(self) -> Sequence[Mapping[str, float]]:
         return self.looks.pop(0) if len(self.looks) > 1 else self.looks[0]
 
-    def clock(self) -> float:
+    def monotonic(self) -> float:
         return self.now
 
     def sleep(self, seconds: float) -> None:
         self.now += seconds
 
     def wait(self, *, autoscaled: bool = False) -> list[str]:
-        """What is said until there is room."""
+        """The lines printed until there is room."""
         text = io.StringIO()
-        wait_for_room(
-            PAPER,
-            Console(file=text, width=1000),
-            autoscaled=autoscaled,
-            free=self.free,
-            ask=self.asked.append,
-            clock=self.clock,
-            sleep=self.sleep,
-        )
+        with patch.object(capacity, "time", self):
+            wait_for_room(
+                PAPER,
+                Console(file=text, width=1000),
+                autoscaled=autoscaled,
+                free=self.free,
+                request=self.asked.append,
+            )
         return text.getvalue().splitlines()
 
 
@@ -63,19 +63,22 @@ def test_another_runs_gpus_are_not_free_and_what_is_waited_for_is_said_once_a_mi
     busy = [{"GPU": 4.0, "CPU": 54.0}]
     cluster = Cluster(*[busy] * 15, [NODE])
     first, second = cluster.wait()
-    assert "4 of 4 learner workers (1 GPUs and 1 CPUs each, on one node) have no place" in first
-    assert "free are 4 GPUs and 54 CPUs on 1 nodes; another run may hold the rest" in first
-    assert "for 60 s:" in second
-    assert cluster.now == 15 * LOOK_SECONDS
+    assert (
+        "4 of 4 learner workers (1 GPUs and 1 CPUs each, on one node) do not fit into 4 GPUs and 54 CPUs on 1 nodes"
+        in first
+    )
+    assert "another run may hold the rest" in first
+    assert "waiting for 60 s: " in second
+    assert cluster.now == 15 * CHECK_SECONDS
 
 
 def test_gpus_that_are_free_on_too_many_nodes_are_no_room() -> None:
     scattered = [{"GPU": 1.0, "CPU": 54.0}] * 8
-    assert without_place(bundles(PAPER), scattered) == {"engines": 2}
-    assert without_place(bundles(PAPER), [{"GPU": 2.0, "CPU": 20.0}] * 4) == {}
+    assert unplaced(bundles(PAPER), scattered) == {"engines": 2}
+    assert unplaced(bundles(PAPER), [{"GPU": 2.0, "CPU": 20.0}] * 4) == {}
     # The engines get the pairs, although the learner's workers could take them.
-    assert without_place(bundles(PAPER), [{"GPU": 1.0, "CPU": 60.0}] * 4 + [{"GPU": 2.0, "CPU": 2.0}] * 2) == {}
-    assert without_place(bundles(PAPER), []) == {"engines": 2, "learner workers": 4, "rollout workers": 48}
+    assert unplaced(bundles(PAPER), [{"GPU": 1.0, "CPU": 60.0}] * 4 + [{"GPU": 2.0, "CPU": 2.0}] * 2) == {}
+    assert unplaced(bundles(PAPER), []) == {"engines": 2, "learner workers": 4, "rollout workers": 48}
 
 
 def test_nodes_that_scale_from_zero_are_asked_for_and_waited_for() -> None:
@@ -83,11 +86,11 @@ def test_nodes_that_scale_from_zero_are_asked_for_and_waited_for() -> None:
     cluster = Cluster([head], [head], [head, NODE])
     (line,) = cluster.wait(autoscaled=True)
     assert "2 of 2 engines (2 GPUs and 1 CPUs each, on one node)" in line
-    assert "nodes were asked for" in line
+    assert "nodes were requested" in line
     wanted, after = cluster.asked
     assert sum(bundle["GPU"] for bundle in wanted) == 8
     assert sum(bundle["CPU"] for bundle in wanted) == 54
-    # The run's own processes ask from there on.
+    # From then on the run's own processes request what they need.
     assert after == []
 
 
@@ -105,14 +108,14 @@ def test_a_run_on_cpus_needs_room_for_its_cpus() -> None:
     sandbox = load_config("sandbox")
     asked = bundles(sandbox)
     assert all(gpus == 0 for of in asked.values() for gpus, _ in of)
-    assert without_place(asked, [{"CPU": 1000.0}]) == {}
+    assert unplaced(asked, [{"CPU": 1000.0}]) == {}
 
 
-def test_a_turn_that_is_left_of_a_ray_that_is_gone_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    def kill(turn: object) -> None:
+def test_a_lock_of_a_ray_session_that_has_ended_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    def kill(lock: object) -> None:
         raise ActorHandleNotFoundError("of another session")
 
-    monkeypatch.setattr(room, "_turns", [object()])
+    monkeypatch.setattr(capacity, "_start_locks", [object()])
     monkeypatch.setattr(ray, "kill", kill)
-    room.begun()
-    assert room._turns == []
+    capacity.release_start_lock()
+    assert capacity._start_locks == []

@@ -1,0 +1,322 @@
+"""tau2's result files as episodes, results and tables.
+
+tau2 leaves episodes that ended in an infrastructure error out of its averages. The paper counts unsolved tasks over
+the full split, so the denominator here is tasks times trials, and a missing episode is a failure.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, Field, ValidationError, model_validator
+
+from draco_ray.config.schema import DracoConfig, Price
+from draco_ray.errors import ConfigError, TauBenchError
+from draco_ray.judging.pricing import find_price, price_of
+from draco_ray.lab.evaluation.rendering import Cell, Column, Table
+from draco_ray.lab.evaluation.results import Count, OneLine, RoleCost, RolloutResult, Several, sum_known
+from draco_ray.records import LOST, EpisodeEnd, Evaluation, Usage
+from draco_ray.runs.directory import damaged, read_text
+
+INFRASTRUCTURE = "infrastructure_error"
+MISSING = "missing"
+ENDED_WELL = ("user_stop", "agent_stop")
+"""tau2 grades only these; any other ending is a failure."""
+TOLERANCE = 1e-6
+"""Largest distance from 1 of a reward that counts as success, as in tau2."""
+Role = Literal["agent", "user", "judge"]
+ROLES: tuple[Role, ...] = ("agent", "user", "judge")
+ENDS = {
+    "user_stop": EpisodeEnd.FINISHED,
+    "agent_stop": EpisodeEnd.FINISHED,
+    "max_steps": EpisodeEnd.TURN_LIMIT,
+    "context_window_exceeded": EpisodeEnd.RESPONSE_LIMIT,
+}
+"""tau2's termination reason -> ours; any other is a server error."""
+
+
+class _Usage(BaseModel):
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+
+
+class _Message(BaseModel):
+    role: str
+    usage: _Usage | None = None
+
+
+class Reward(BaseModel):
+    """tau2's reward of an episode, and its parts."""
+
+    reward: float
+    reward_breakdown: dict[str, float] | None = None
+
+    @property
+    def success(self) -> bool:
+        """Whether the task is solved."""
+        return abs(self.reward - 1) <= TOLERANCE
+
+    @property
+    def failed_parts(self) -> tuple[str, ...]:
+        """Names of the parts below 1 (``DB``, ``ACTION``, ``NL_ASSERTION``), sorted."""
+        return tuple(sorted(part for part, value in (self.reward_breakdown or {}).items() if value < 1 - TOLERANCE))
+
+
+class Episode(BaseModel):
+    """One trial of one task: the fields that are read of tau2's record."""
+
+    task_id: str
+    trial: int
+    timestamp: str
+    duration: float = 0.0
+    termination_reason: str
+    """tau2's, or ``missing`` if it has no record."""
+    reward_info: Reward | None = None
+    messages: list[_Message] | None = None
+    info: dict[str, Any] | None = None
+
+    @property
+    def success(self) -> bool:
+        """Whether the task is solved."""
+        return self.reward_info is not None and self.reward_info.success
+
+    @property
+    def failure(self) -> str | None:
+        """The failed parts of the reward, or how the episode ended; None: success."""
+        if self.success:
+            return None
+        if self.termination_reason in ENDED_WELL:
+            return "+".join(self.reward_info.failed_parts if self.reward_info else ()) or "ungraded"
+        kind = (self.info or {}).get("error_type")
+        lost = self.termination_reason == INFRASTRUCTURE
+        return f"{INFRASTRUCTURE} ({kind})" if lost and kind else self.termination_reason
+
+    def usage(self, role: str) -> Usage:
+        """Calls and tokens of ``assistant`` or ``user``."""
+        # tau2's greeting is no call of the agent: it has no usage.
+        return _total(each.usage for each in self.messages or () if each.role == role and each.usage)
+
+
+def _total(usages: Iterable[_Usage]) -> Usage:
+    counts = [
+        Usage(calls=1, requests=1, input_tokens=each.prompt_tokens, output_tokens=each.completion_tokens)
+        for each in usages
+    ]
+    return sum(counts, start=Usage())
+
+
+def simulation_files(folder: Path) -> list[Path]:
+    """Records of finished episodes in tau2's directory format; hidden files are still being written."""
+    return sorted((folder / "simulations").glob("[!.]*.json"))
+
+
+def read_records(folder: Path) -> list[Episode]:
+    """Read ``simulations/*.json`` (tau2's directory format), or else the episodes in ``results.json``.
+
+    Raises:
+        TauBenchError: a file is not one of tau2-bench 1.0.1.
+    """
+    files, single = simulation_files(folder), folder / "results.json"
+    try:
+        if files or not single.is_file():
+            return [Episode.model_validate_json(path.read_bytes()) for path in files]
+        content = json.loads(single.read_text(encoding="utf-8"))
+        return [Episode.model_validate(each) for each in content.get("simulations") or []]
+    except (OSError, ValueError, AttributeError) as error:
+        reason = error.errors()[0]["msg"] if isinstance(error, ValidationError) else str(error)
+        raise TauBenchError(
+            f"{folder}: not result files of tau2-bench 1.0.1 ({' '.join(reason.split())}); expected results.json, and "
+            "simulations/<id>.json in directory format"
+        ) from None
+
+
+def read_episodes(folder: Path, tasks: Sequence[str], trials: int) -> list[Episode]:
+    """Read every planned episode, task by task; one without a record has failed as ``missing``.
+
+    Args:
+        folder: tau2's results, see `read_records`.
+
+    Raises:
+        TauBenchError: a file cannot be read, or holds an episode that was not planned.
+    """
+    found: dict[tuple[str, int], Episode] = {}
+    # An episode has several records if it was retried after an infrastructure error, or if the process was killed.
+    # The earliest counts, those without an infrastructure error first.
+    records = read_records(folder)
+    for record in sorted(records, key=lambda each: (each.termination_reason == INFRASTRUCTURE, each.timestamp)):
+        if record.task_id not in tasks or not 0 <= record.trial < trials:
+            raise TauBenchError(
+                f"{folder}: holds {record.task_id}, trial {record.trial}, which was not asked for; expected "
+                f"{len(tasks)} tasks with {trials} trials; give other runs a folder of their own"
+            )
+        found.setdefault((record.task_id, record.trial), record)
+    return [
+        found.get((task, trial)) or Episode(task_id=task, trial=trial, timestamp="", termination_reason=MISSING)
+        for task in tasks
+        for trial in range(trials)
+    ]
+
+
+def read_judge_usage(folder: Path) -> Usage:
+    """Sum the tokens of all judge calls, including those of episodes that were retried."""
+    file = folder / "judge_calls.jsonl"
+    if not file.is_file():
+        return Usage()
+    # A process that was killed may have left half a line at the end.
+    lines = file.read_text(encoding="utf-8").split("\n")[:-1]
+    return _total(_Usage.model_validate(json.loads(line)["usage"] or {}) for line in lines)
+
+
+def rollout_result(episode: Episode, price: Price | None) -> RolloutResult:
+    """Convert an episode to the result that every benchmark stores; ``price`` is the policy's."""
+    failure, usage = episode.failure, episode.usage("assistant")
+    lost = episode.termination_reason in (INFRASTRUCTURE, MISSING)
+    return RolloutResult(
+        evaluation=Evaluation(
+            task_id=episode.task_id,
+            run=episode.trial,
+            success=episode.success,
+            passed_tests=int(episode.success),
+            total_tests=1,
+            turns=usage.calls,
+            ended=ENDS.get(episode.termination_reason, EpisodeEnd.SERVER_ERROR),
+            failures=(() if failure is None else (failure,)) + ((LOST,) if lost else ()),
+        ),
+        usage=replace(usage, dollars=_dollars(price, usage)),
+        seconds=episode.duration,
+        error=failure if lost else None,
+    )
+
+
+def summary(
+    episodes: Sequence[Episode], judge: Usage, policy_model: str, config: DracoConfig, commit: str
+) -> dict[str, Any]:
+    """Costs and failures of one measurement, as JSON.
+
+    Args:
+        episodes: every planned one.
+        judge: usage of all judge calls.
+        policy_model: model name for the price.
+        commit: of tau2-bench, which decides how episodes are graded.
+    """
+    tau = config.tau_bench
+    used = {
+        "agent": (policy_model, sum((episode.usage("assistant") for episode in episodes), start=Usage())),
+        "user": (tau.user.model, sum((episode.usage("user") for episode in episodes), start=Usage())),
+        "judge": (tau.judge.model, judge),
+    }
+    failures = Counter(episode.failure for episode in episodes if episode.failure is not None)
+    return {
+        "episodes": len(episodes),
+        "successes": sum(episode.success for episode in episodes),
+        "infrastructure_errors": sum(episode.termination_reason == INFRASTRUCTURE for episode in episodes),
+        "missing": failures[MISSING],
+        "failures": dict(failures.most_common()),
+        "costs": {
+            role: {
+                "model": model,
+                "input_tokens": usage.input_tokens,
+                "output_tokens": usage.output_tokens,
+                "dollars": _dollars(find_price(model, config.judge.prices), usage),
+            }
+            for role, (model, usage) in used.items()
+        },
+        "trials": tau.trials,
+        "tau2_commit": commit,
+    }
+
+
+def _dollars(price: Price | None, usage: Usage) -> float | None:
+    return None if price is None else price_of(price, usage.input_tokens, 0, usage.output_tokens)
+
+
+class Measured(BaseModel):
+    """The fields of `summary` that the tables show."""
+
+    trials: Several
+    episodes: Several
+    successes: Count
+    failures: dict[OneLine, Count]
+    costs: Annotated[dict[Role, RoleCost], Field(min_length=3)]
+
+    @model_validator(mode="after")
+    def _adds_up(self) -> Measured:
+        if self.successes + sum(self.failures.values()) != self.episodes:
+            raise ValueError(f"successes and failures do not add up to {self.episodes} episodes")
+        return self
+
+
+class _Summary(BaseModel):
+    measurements: Annotated[dict[str, Measured], Field(min_length=1)]
+
+
+def read_summaries(directory: Path) -> list[Measured]:
+    """Read the summary of every measurement of a finished evaluation.
+
+    Raises:
+        ConfigError: the evaluation is not finished, or not on τ-bench.
+        DamagedRun: ``summary.json`` cannot be read.
+    """
+    file = directory / "summary.json"
+    if not os.path.lexists(file):
+        raise ConfigError(
+            f"{directory}: no finished evaluation on tau-bench; expected summary.json; `draco tau run` makes it"
+        )
+    try:
+        return list(_Summary.model_validate_json(read_text(file), strict=True).measurements.values())
+    except ValidationError as error:
+        raise damaged(file, error) from None
+
+
+def cost_by_role_table(summaries: Mapping[str, Sequence[Measured]]) -> Table:
+    """Tokens and dollars of one pass over the tasks, by role, and dollars of all roles together."""
+    names = (("input tokens", 0), ("output tokens", 0), ("dollars", 2))
+    rows: list[tuple[str, tuple[Cell | None, ...]]] = []
+    for label, measured in summaries.items():
+        passes = sum(each.trials for each in measured)
+        values: list[float | None] = []
+        for role in ROLES:
+            costs = [each.costs[role] for each in measured]
+            values += [sum(each.input_tokens for each in costs), sum(each.output_tokens for each in costs)]
+            values.append(sum_known(each.dollars for each in costs))
+        values.append(sum_known(values[2::3]))
+        rows.append((label, tuple(None if value is None else Cell(value / passes) for value in values)))
+    return Table(
+        name="tau-costs",
+        title="τ-bench banking: tokens and dollars of one pass over the tasks, by role",
+        row_header="Setting",
+        columns=(
+            *(Column((role, name), digits) for role in ROLES for name, digits in names),
+            Column(("together", "dollars"), 2, "low"),
+        ),
+        rows=tuple(rows),
+        notes=("Attempts that tau2 repeated after an exception are not in its records; -: no price is known.",),
+    )
+
+
+def failure_table(summaries: Mapping[str, Sequence[Measured]]) -> Table:
+    """Failures by kind, in % of all planned episodes; together with the successes they add up to 100."""
+    totals: Counter[str] = Counter()
+    for each in (each for measured in summaries.values() for each in measured):
+        totals.update(each.failures)
+    kinds = [kind for kind, _ in totals.most_common()]
+    rows: list[tuple[str, tuple[Cell | None, ...]]] = []
+    for label, measured in summaries.items():
+        episodes = sum(each.episodes for each in measured)
+        counts = [sum(each.successes for each in measured)]
+        counts += [sum(each.failures.get(kind, 0) for each in measured) for kind in kinds]
+        rows.append((label, tuple(Cell(100 * count / episodes) for count in counts)))
+    return Table(
+        name="tau-failures",
+        title="τ-bench banking: how episodes ended (% of all planned)",
+        row_header="Setting",
+        columns=tuple(Column((name,)) for name in ("success", *kinds)),
+        rows=tuple(rows),
+        notes=("DB, ACTION, NL_ASSERTION: failed parts of the reward; missing: tau2 has no record of the episode.",),
+    )

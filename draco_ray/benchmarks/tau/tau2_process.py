@@ -1,0 +1,380 @@
+"""tau2-bench's own process: which installation runs, the job and the keys it is given, and restarts after failures."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from draco_ray.benchmarks.tau.results import simulation_files
+from draco_ray.benchmarks.tau.server import ServedPolicy, TauPolicy
+from draco_ray.benchmarks.tau.tau2_runner import REFUSED
+from draco_ray.config.schema import TauBenchConfig, TauModelConfig, provider_key
+from draco_ray.engine.child import Child, Scrubber
+from draco_ray.errors import ConfigError, TauBenchError
+from draco_ray.judging.model_limits import refuses_temperature
+
+log = logging.getLogger(__name__)
+
+RUNNER = Path(__file__).with_name("tau2_runner.py")
+PYTHON_VARIABLE, HOME_VARIABLE = "TAU2_PYTHON", "TAU2_HOME"
+BANKING = "banking_knowledge"
+DOMAINS = Path("data/tau2/domains")
+"""Folder of the domains in a checkout."""
+TASKS = DOMAINS / BANKING / "tasks"
+FULL_SPLIT = 97
+TESTED_COMMIT = "a2c0247"
+"""Commit of tau2-bench 1.0.1 that docs/tau_bench.md describes."""
+CHECK_SECONDS = 300.0
+POLL_SECONDS = 0.2
+SHELL_RETRIEVAL = ("alltools-qwen", "terminal_use")
+DENSE_RETRIEVAL = ("alltools-qwen", "qwen_embeddings", "qwen_embeddings_grep")
+SHELL_PROGRAMS = ("srt", "rg", "bwrap", "socat") if sys.platform.startswith("linux") else ("srt", "rg")
+STEPS_PER_TURN = 2
+"""tau2's max_steps counts the messages of both sides."""
+JUDGE_KEY, EMBEDDER_KEY = "DRACO_TAU_JUDGE_KEY", "DRACO_TAU_EMBEDDER_KEY"
+PROVIDER_VARIABLES = {"openai": "OPENAI", "hosted_vllm": "HOSTED_VLLM"}
+"""Providers whose endpoint LiteLLM reads from <NAME>_API_BASE and <NAME>_API_KEY."""
+PASSED_ON = (
+    *("PATH", "HOME", "LANG", "LC_ALL", "TZ"),
+    *("HTTP_PROXY", "HTTPS_PROXY", "http_proxy", "https_proxy"),
+    *("SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE"),
+)
+"""Variables that tau2's process inherits; any other could bring another endpoint or another key."""
+_INSTALL = "install tau2-bench as its own README says (docs/tau_bench.md)"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tau2:
+    """A checked installation of tau2-bench."""
+
+    python: str
+    home: Path
+    version: str
+    commit: str
+    """Commit of the checkout; ``unknown`` if it is no git repository."""
+    tasks: tuple[str, ...]
+    """Ids of the banking domain's tasks."""
+
+    @property
+    def secret_paths(self) -> list[str]:
+        """What the agent's shell must not read: tasks with their solutions, git history, keys."""
+        return [str(path) for name in ("data", ".git", ".env") if (path := self.home / name).exists()]
+
+
+def find_tau2(config: TauBenchConfig) -> Tau2:
+    """Find tau2-bench and check its version, tasks and programs; takes seconds.
+
+    Raises:
+        ConfigError: it is missing, another version, another package of that name, without its data, or without the
+            programs that its shell tool needs.
+    """
+    home = find_home(config.tau2_home, TASKS)
+    python = find_python(config.tau2_python, home)
+    tasks = tuple(sorted(path.stem for path in (home / TASKS).glob("task_*.json")))
+    if len(tasks) != FULL_SPLIT:
+        raise ConfigError(
+            f"tau2_home {home}: {len(tasks)} tasks in {TASKS}; expected the {FULL_SPLIT} of tau2-bench "
+            f"{config.tau2_version}; check out that version"
+        )
+    check_package(python, config.tau2_version)
+    absent = [program for program in SHELL_PROGRAMS if shutil.which(program) is None]
+    if absent and config.retrieval in SHELL_RETRIEVAL:
+        raise ConfigError(
+            f"retrieval {config.retrieval}: {', '.join(absent)} not on PATH; its shell tool needs "
+            f"{', '.join(SHELL_PROGRAMS)}; install them, or set tau_bench.retrieval=bm25"
+        )
+    commit = "unknown"
+    if (home / ".git").exists() and shutil.which("git"):
+        command = ["git", "-C", str(home), "rev-parse", "--verify", "HEAD"]
+        commit = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip() or commit
+    if not commit.startswith(TESTED_COMMIT):
+        log.warning("tau2_home %s is at commit %s; this version was tested with %s", home, commit, TESTED_COMMIT)
+    return Tau2(python=python, home=home, version=config.tau2_version, commit=commit, tasks=tasks)
+
+
+def find_home(configured: Path | None, needed: Path) -> Path:
+    """Find the checkout. Raises: ConfigError: there is none, or it lacks the folder ``needed``."""
+    named = configured or os.environ.get(HOME_VARIABLE)
+    if not named:
+        raise ConfigError(f"tau2_home is not set; expected a checkout of tau2-bench; {_INSTALL}, set {HOME_VARIABLE}")
+    home = Path(named).expanduser().resolve()
+    if not (home / needed).is_dir():
+        raise ConfigError(f"tau2_home {home}: no {needed}; expected a checkout of tau2-bench; {_INSTALL}")
+    return home
+
+
+def find_python(configured: str | None, home: Path) -> str:
+    """Find the Python of tau2-bench's environment. Raises: ConfigError: there is none."""
+    named = configured or os.environ.get(PYTHON_VARIABLE) or str(home / ".venv" / "bin" / "python")
+    if not os.access(named, os.X_OK) or Path(named).is_dir():
+        raise ConfigError(
+            f"tau2_python {named}: no executable file; expected the Python of tau2-bench's own environment; "
+            f"{_INSTALL}, set {PYTHON_VARIABLE}"
+        )
+    # Keep the link: Python finds a virtual environment by the path of its `python` link.
+    return os.path.abspath(named)
+
+
+def check_package(python: str, version: str, home: Path | None = None, domain: str | None = None) -> dict[str, Any]:
+    """Check the tau2 that ``python`` imports; takes seconds.
+
+    Returns: the runner's report, with the policy and the tools of ``domain`` in the checkout ``home``, if given.
+
+    Raises: ConfigError: Python is too old, or has no tau2-bench, another version, or another package of that name.
+    """
+    environment = {"PATH": os.environ.get("PATH", ""), "LITELLM_LOCAL_MODEL_COST_MAP": "True"}
+    try:
+        done = subprocess.run(
+            [python, "-P", str(RUNNER), "check", *([domain] if domain else [])],
+            env=environment | ({} if home is None else {"TAU2_DATA_DIR": str(home / "data")}),
+            capture_output=True,
+            text=True,
+            timeout=CHECK_SECONDS,
+            check=False,
+        )
+        found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    except (OSError, subprocess.TimeoutExpired, ValueError, IndexError) as error:
+        raise ConfigError(
+            f"tau2_python {python}: does not run ({type(error).__name__}); expected Python 3.12 or later; {_INSTALL}"
+        ) from None
+    if found["version"] is None:
+        problem = f"has no tau2 and is Python {found['python']}; tau2-bench needs 3.12 or later; {_INSTALL}"
+    elif found["error"] is not None:
+        problem = (
+            f"tau2 {found['version']} is not tau2-bench or is incomplete ({found['error']}); the package index's "
+            f"'tau2' is a physics program; {_INSTALL}"
+        )
+    elif found["version"] != version:
+        problem = (
+            f"tau2 {found['version']}; expected {version}, because grading changed between versions; install that "
+            "one, or set tau2_version"
+        )
+    else:
+        return found
+    raise ConfigError(f"tau2_python {python}: {problem}")
+
+
+def key_variables(config: TauBenchConfig, policy: TauPolicy) -> dict[str, str]:
+    """Role -> name of the environment variable that holds its key."""
+    variables = {"user simulator": _key_variable(config.user), "judge": _key_variable(config.judge)}
+    if config.retrieval in DENSE_RETRIEVAL:
+        variables["embedder"] = config.embedder.api_key_env
+    if policy.api:
+        variables["agent"] = _key_variable(config.agent, policy.model)
+    return variables
+
+
+def _key_variable(config: TauModelConfig, model: str | None = None) -> str:
+    return config.api_key_env or provider_key(model or config.model)
+
+
+def read_keys(config: TauBenchConfig, policy: TauPolicy) -> dict[str, str]:
+    """Role -> key.
+
+    Raises:
+        ConfigError: one is not set.
+    """
+    variables = key_variables(config, policy)
+    for role, variable in variables.items():
+        if not os.environ.get(variable):
+            raise ConfigError(
+                f"{role}: no key in the environment variable {variable}; export it (any text if the endpoint needs no "
+                "key), or name another variable in tau_bench"
+            )
+    return {role: os.environ[variable] for role, variable in variables.items()}
+
+
+def tau2_environment(
+    config: TauBenchConfig,
+    home: Path,
+    policy: TauPolicy,
+    endpoint: ServedPolicy | None,
+    keys: Mapping[str, str],
+    tmp: Path,
+) -> dict[str, str]:
+    """Build the whole environment of tau2's process.
+
+    Args:
+        home: the checkout of tau2-bench.
+        endpoint: of the policy served here; None for an API policy.
+        keys: see `read_keys`.
+        tmp: private folder for temporary files.
+
+    Raises:
+        ConfigError: two roles need one variable with different values, or the endpoint of a role cannot be set.
+    """
+    user = litellm_variables("tau_bench.user", config.user, config.user.model, keys["user simulator"])
+    if endpoint is not None:
+        agent = {"HOSTED_VLLM_API_BASE": endpoint.api_base, "HOSTED_VLLM_API_KEY": endpoint.key}
+    else:
+        agent = litellm_variables("tau_bench.agent", config.agent, policy.model, keys["agent"])
+    for name in user.keys() & agent.keys():
+        if user[name] != agent[name]:
+            raise ConfigError(
+                f"tau_bench: agent and user simulator need different {name}, which LiteLLM reads for both; give them "
+                "one endpoint and key, or models of different providers"
+            )
+    direct = ",".join(filter(None, (os.environ.get("NO_PROXY"), "127.0.0.1", "localhost")))
+    environment = {name: os.environ[name] for name in PASSED_ON if name in os.environ}
+    environment |= {**settings_of(home), "NO_PROXY": direct, "no_proxy": direct, "TMPDIR": str(tmp)}
+    environment |= {JUDGE_KEY: keys["judge"], EMBEDDER_KEY: keys.get("embedder", "")}
+    return {name: value for name, value in (environment | user | agent).items() if value}
+
+
+def settings_of(home: Path) -> dict[str, str]:
+    """Environment variables that every process of tau2 gets: its data, and nothing read from .env or the network."""
+    return {
+        "TAU2_DATA_DIR": str(home / "data"),
+        "LITELLM_LOCAL_MODEL_COST_MAP": "True",
+        "PYTHON_DOTENV_DISABLED": "1",
+        "PYTHONUNBUFFERED": "1",
+    }
+
+
+def litellm_variables(name: str, config: TauModelConfig, model: str, key: str) -> dict[str, str]:
+    """Environment variables from which LiteLLM reads the key (the first) and the endpoint of a model.
+
+    Args:
+        name: dotted name of ``config``, for messages.
+        config: names the endpoint.
+        model: LiteLLM name.
+        key: value of the key's variable.
+
+    Raises:
+        ConfigError: the provider's endpoint cannot be set.
+    """
+    provider = model.partition("/")[0]
+    if prefix := PROVIDER_VARIABLES.get(provider):
+        return {f"{prefix}_API_KEY": key, f"{prefix}_API_BASE": config.api_base or ""}
+    if config.api_base:
+        raise ConfigError(
+            f"{name}.api_base: cannot be set for provider {provider!r}; expected one of "
+            f"{', '.join(PROVIDER_VARIABLES)} in {name}.model"
+        )
+    return {_key_variable(config, model): key}
+
+
+def tau2_job(
+    config: TauBenchConfig,
+    policy: TauPolicy,
+    endpoint: ServedPolicy | None,
+    folder: Path,
+    *,
+    tasks: Sequence[str],
+    unreadable: Sequence[str],
+) -> dict[str, Any]:
+    """Build the job for `tau2_runner` as JSON; it holds no key.
+
+    Args:
+        folder: where tau2's results go.
+        tasks: ids of the tasks to run.
+        unreadable: files and folders that the agent's shell must not read.
+    """
+    agent = endpoint.model if endpoint else policy.model
+    # One cache per model and endpoint, which tau2's own cache key leaves out.
+    embedder = hashlib.sha256(f"{config.embedder.model} {config.embedder.api_base}".encode()).hexdigest()[:16]
+    return {
+        "domain": BANKING,
+        "retrieval": config.retrieval,
+        "tasks": list(tasks),
+        "trials": config.trials,
+        "max_steps": STEPS_PER_TURN * config.max_turns,
+        "seed": config.seed,
+        "concurrency": config.concurrency,
+        "episode_retries": config.episode_retries,
+        "episode_timeout_seconds": config.episode_timeout_seconds,
+        "agent": {"model": agent, "args": sampling(config.agent, agent)},
+        "user": {"model": config.user.model, "args": sampling(config.user)},
+        "judge": judge_job(config.judge),
+        "embedder": {"model": config.embedder.model, "api_base": config.embedder.api_base, "key": EMBEDDER_KEY},
+        "embeddings_cache": str(config.embeddings_cache.expanduser().resolve() / embedder),
+        "unreadable": list(unreadable),
+        "results": str(folder / "results.json"),
+        "judge_calls": str(folder / "judge_calls.jsonl"),
+    }
+
+
+def judge_job(config: TauModelConfig) -> dict[str, Any]:
+    """The judge of natural-language assertions in a job."""
+    return {"model": config.model, "api_base": config.api_base, "args": sampling(config), "key": JUDGE_KEY}
+
+
+def sampling(config: TauModelConfig, model: str | None = None) -> dict[str, Any]:
+    """Sampling arguments of a model, without a temperature that the model refuses: tau2 would silently drop it.
+
+    Args:
+        config: endpoint and temperature.
+        model: LiteLLM name; None: the configured one.
+    """
+    if config.temperature is None or refuses_temperature(model or config.model, config.api_base, config.temperature):
+        return {}
+    return {"temperature": config.temperature}
+
+
+def run_job(
+    job: Mapping[str, Any],
+    python: str,
+    environment: Mapping[str, str],
+    folder: Path,
+    tmp: Path,
+    config: TauBenchConfig,
+    scrubber: Scrubber,
+    progress: Callable[[int], None],
+) -> None:
+    """Run the job's episodes that are not in ``folder`` yet; restart after a crash or a stall.
+
+    Args:
+        folder: tau2's results, and ``runner.log`` with its output, keys masked.
+        tmp: private folder, tau2's working directory.
+        progress: called with the number of finished episodes whenever it changes.
+
+    Raises:
+        TauBenchError: tau2 refused, or failed more often than ``config.restarts``.
+    """
+    job_file = tmp / "job.json"
+    job_file.write_text(json.dumps(job), encoding="utf-8")
+    logged = folder / "runner.log"
+    for start in range(config.restarts + 1):
+        child = Child([python, "-P", str(RUNNER), "run", str(job_file)], environment, logged, scrubber, folder=tmp)
+        try:
+            problem = _wait(child, folder, config.stall_timeout_seconds, progress)
+        finally:
+            child.end()
+            # tau2 stores the errors of its calls, in which a provider may have quoted the key.
+            for file in folder.rglob("*.json*"):
+                scrubber.file(file)
+        if problem is None:
+            return
+        if child.returncode == REFUSED:
+            raise TauBenchError(f"tau2 is not run: {child.last_line}")
+        kept = f"{len(simulation_files(folder))} of {len(job['tasks']) * config.trials} episodes are kept"
+        if start < config.restarts:
+            log.warning("tau2 %s; %s; restarting it", problem, kept)
+    raise TauBenchError(
+        f"tau2 {problem}, {config.restarts + 1} times in all; {kept}; the end of {logged} says more; run the same "
+        "command again to continue"
+    )
+
+
+def _wait(child: Child, folder: Path, stall_seconds: float, progress: Callable[[int], None]) -> str | None:
+    """Wait for the process; returns what went wrong, or None."""
+    done, changed = -1, time.monotonic()
+    while True:
+        code = child.wait(POLL_SECONDS)
+        if (now := len(simulation_files(folder))) != done:
+            done, changed = now, time.monotonic()
+            progress(done)
+        if code is not None:
+            return None if code == 0 else f"ended with exit code {code}"
+        if time.monotonic() - changed > stall_seconds:
+            return f"finished no episode in {stall_seconds:g} s"

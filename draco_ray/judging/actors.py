@@ -1,0 +1,187 @@
+"""The limiter and the stored replies of a run, as Ray actors beside the driver that all judge workers share.
+
+Judge workers may run on hosts that share no folder with the driver, and SQLite does not work on network file systems.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import RayError, RayTaskError
+
+from draco_ray.config.schema import JudgeConfig
+from draco_ray.errors import DracoError
+from draco_ray.judging.limiter import Asked, Ended, Grant, Limiter, WaitingLine
+from draco_ray.judging.outage import Next, Outage
+from draco_ray.judging.reply_cache import ReplyCache, read_book
+from draco_ray.observability.logs import start_run_log
+from draco_ray.placement import beside_the_driver
+from draco_ray.runs.directory import RunDirectory
+
+LEASE_GRACE_SECONDS = 60.0
+OPTIONS = {
+    "num_cpus": 0,
+    # Each call that waits for a lease occupies one of these.
+    "max_concurrency": 10_000,
+    "max_restarts": -1,
+    "max_task_retries": -1,
+}
+
+
+class NamedActor:
+    """Calls an actor's methods by the actor's name, so that the caller's process can be restarted by Ray.
+
+    Every public attribute is a method of the actor, as a coroutine function. Raises: the actor's own errors.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    @cached_property
+    def _handle(self) -> Any:
+        return ray.get_actor(self._name)
+
+    def __getattr__(self, method: str) -> Callable[..., Awaitable[Any]]:
+        if method.startswith("_"):
+            raise AttributeError(method)
+
+        async def call(*given: Any) -> Any:
+            try:
+                return await getattr(self._handle, method).remote(*given)
+            except RayTaskError as error:
+                if isinstance(error.cause, DracoError):
+                    raise error.cause from None
+                raise
+
+        return call
+
+
+class LimiterActor(WaitingLine):
+    """A `WaitingLine` for callers in other processes."""
+
+    def __init__(
+        self, config: JudgeConfig, spent: float, under_way: Mapping[str, float] | None = None, name: str = ""
+    ) -> None:
+        start_run_log()
+        outage = Outage(
+            max_seconds=config.max_outage_seconds,
+            max_backoff_seconds=config.max_backoff_seconds,
+            who=f"judge {config.model} at {config.api_base or 'its provider'}",
+        )
+        lease_seconds = config.request_timeout_seconds + LEASE_GRACE_SECONDS
+        super().__init__(
+            Limiter(
+                config.limits, spent=spent, under_way=under_way, lease_seconds=lease_seconds, outage=outage, name=name
+            )
+        )
+
+
+class JudgeLimiterActor(LimiterActor):
+    """The limiter of a run.
+
+    It starts with the dollars that the book of requests says the run has spent, so that neither a resumed run nor a
+    restarted process starts from zero. Archived calls that are not in the book were booked under another
+    ``judge.cache``.
+    """
+
+    def __init__(self, config: JudgeConfig, run: Path) -> None:
+        directory = RunDirectory(run)
+        name = requests_name(config, run)
+        book = read_book(config.cache or directory.judge_cache, name)
+        archive = directory.table("judge_calls", columns=["call_id", "dollars"]).to_pylist()
+        booked = book.settled.keys() | book.under_way.keys()
+        earlier = math.fsum(call["dollars"] for call in archive if call["call_id"] not in booked)
+        spent = earlier + math.fsum(book.settled.values())
+        super().__init__(config, spent, book.under_way, name)
+
+
+def requests_name(config: JudgeConfig, run: Path) -> str:
+    """What the numbers of a run's requests begin with in the book; nothing where the book is the run's own."""
+    own = config.cache is None or config.cache.resolve().is_relative_to(run.resolve())
+    return "" if own else f"{run.name}/"
+
+
+class LimiterClient(NamedActor):
+    """A `draco_ray.judging.limiter.Leases` that reaches the actor."""
+
+    # Calls of the actor, by `__getattr__`.
+    settle: Callable[[str, Ended], Coroutine[Any, Any, Next]]
+    give_back: Callable[[str], Coroutine[Any, Any, None]]
+
+    def __init__(self, run_name: str) -> None:
+        super().__init__(_limiter_name(run_name))
+        self._returning: set[asyncio.Task[None]] = set()
+
+    async def lease(self, asked: Asked) -> Grant:
+        """See `draco_ray.judging.limiter.Leases.lease`."""
+        waiting = asyncio.ensure_future(self.__getattr__("lease")(asked))
+        try:
+            grant: Grant = await asyncio.shield(waiting)
+        except asyncio.CancelledError:
+            task = asyncio.create_task(self._return(waiting))
+            self._returning.add(task)
+            task.add_done_callback(self._returning.discard)
+            raise
+        return grant
+
+    def abandon(self, number: str) -> None:
+        """See `draco_ray.judging.limiter.Leases.abandon`."""
+        self._handle.abandon.remote(number)
+
+    async def _return(self, waiting: asyncio.Future[Grant]) -> None:
+        """Give back a lease whose caller was cancelled."""
+        try:
+            grant = await waiting
+        except (DracoError, RayError):
+            return
+        await self.give_back(grant.number)
+
+
+class RepliesActor(ReplyCache):
+    """A `ReplyCache` for callers in other processes. Every call may be repeated."""
+
+    def __init__(self, folder: Path) -> None:
+        start_run_log()
+        super().__init__(folder)
+
+
+def start_judge_limiter(config: JudgeConfig, run: Path, run_name: str) -> tuple[Any, LimiterClient] | None:
+    """Start the limiter of a run; None where the policy is its own judge.
+
+    Returns: the handle, to be kept for as long as the actor is to live, and the client for judge workers.
+    """
+    return None if config.self_judge.enabled else start_limiter(JudgeLimiterActor, config, run, run_name)
+
+
+def start_limiter(
+    actor: type[LimiterActor], config: JudgeConfig, book: Path, run_name: str
+) -> tuple[Any, LimiterClient]:
+    """Start an ``actor`` of this kind, which reads from ``book`` what has been spent; see `start_judge_limiter`."""
+    handle = ray.remote(actor).options(name=_limiter_name(run_name), scheduling_strategy=beside_the_driver(), **OPTIONS)
+    return handle.remote(config, book), LimiterClient(run_name)
+
+
+def start_replies(config: JudgeConfig, run_name: str) -> tuple[Any, Any] | None:
+    """Start the store of the replies in ``judge.cache``; None where none are kept.
+
+    Returns: the handle, to be kept for as long as the actor is to live, and the client for judge workers: a
+        `ReplyCache` in all but type.
+    Raises: StoreError: the store cannot be opened.
+    """
+    if config.cache is None or config.self_judge.enabled:
+        return None
+    # Opened here first: an error in an actor's constructor would reach its callers as the loss of the actor.
+    ReplyCache(config.cache)
+    name = f"JudgeReplies@{run_name}"
+    handle: Any = ray.remote(RepliesActor).options(name=name, scheduling_strategy=beside_the_driver(), **OPTIONS)
+    return handle.remote(config.cache), NamedActor(name)
+
+
+def _limiter_name(run_name: str) -> str:
+    return f"JudgeLimiter@{run_name}"
