@@ -5,7 +5,9 @@ A reward is relative to its group, since criteria that every trace passes are dr
 
 from __future__ import annotations
 
+import html
 import json
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -83,3 +85,38 @@ def described(share: ClusteredMean) -> str:
     interval = rate_interval(share)
     limits = "" if share.clusters < 2 else f" [{interval.low:.1%}, {interval.high:.1%}]"
     return f"{share.mean:.1%}{limits} over {share.clusters} tasks"
+
+
+def annotate(lines: Sequence[Line]) -> None:
+    """Print an annotation of GitHub Actions for each failed criterion, and append a table to the job's summary."""
+    rows = ["| trace | pass share | failed |", "|---|---|---|"]
+    for line in sorted(lines, key=lambda line: -1.0 if line["pass_share"] is None else line["pass_share"]):
+        name, failed = line["trace_id"] or line["task_id"], []
+        for verdict in line["verdicts"] or ():
+            if verdict["verdict"] != "FAIL":
+                continue
+            steps = f" (step {', '.join(map(str, verdict['steps']))})" if verdict["steps"] else ""
+            failed.append(f"{verdict['title']}{steps}")
+            said = verdict["explanation"] or verdict["justification"]
+            file, _, place = line["source"].rpartition(":")
+            where = f"file={_property(file)},line={place}," if place.isdigit() else f"file={_property(line['source'])},"
+            print(f"::error {where}title={_property(failed[-1])}::{_data(f'{name}: {said}')}")
+        share = "not judged" if line["pass_share"] is None else f"{line['pass_share']:.0%}"
+        rows.append(f"| {_cell(name)} | {share} | {_cell('; '.join(failed) or line['error'] or '')} |")
+    if summary := os.environ.get("GITHUB_STEP_SUMMARY"):
+        with Path(summary).open("a", encoding="utf-8") as file_:
+            file_.write("\n".join(rows) + "\n")
+
+
+def _data(text: str) -> str:
+    """Text of a workflow command: what would end the line is escaped."""
+    return text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
+
+
+def _property(text: str) -> str:
+    return _data(text).replace(":", "%3A").replace(",", "%2C")
+
+
+def _cell(text: str) -> str:
+    """Text in a table of Markdown: it cannot end the cell, nor be HTML."""
+    return html.escape(" ".join(text.split())).replace("|", "\\|")

@@ -66,6 +66,7 @@ class Wanted:
     """``KEY=VALUE`` words of it that stand on the command line."""
     batch: bool
     ray: bool
+    github: bool
     dry_run: bool
 
 
@@ -124,6 +125,8 @@ def run(wanted: Wanted, console: Console) -> int:
         totals = _judge(kept, settled, wanted, calls, console)
         _summary(kept, totals, console)
         lines = grade.read_lines(kept.path) if settled.rubric is not None and totals.traces else []
+        if wanted.github and totals.traces:
+            grade.annotate(grade.read_lines(kept.path))
     below = _below(lines, wanted, console)
     return _exit_code(groups, totals, below, console)
 

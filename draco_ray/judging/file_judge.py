@@ -74,14 +74,16 @@ class FileJudge:
 
     def _write(self, request: Request) -> str:
         """Write prompt and schema under the next number, unless they or the reply are there; returns their name."""
-        self._directory.mkdir(parents=True, exist_ok=True)
         key = _key(request)
+        if there := self._found(key):
+            return there
+        self._directory.mkdir(parents=True, exist_ok=True)
         with (self._directory / ".lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            names = {path.name.partition(".")[0] for path in self._directory.glob("[0-9]*.txt")}
-            if there := next((each for each in names if each.endswith(f"-{key}")), None):
+            if there := self._found(key):
                 return there
-            number = max((int(each.partition("-")[0]) for each in names), default=0) + 1
+            numbers = [int(path.name.partition("-")[0]) for path in self._directory.glob("[0-9]*.txt")]
+            number = max(numbers, default=0) + 1
             name = f"{number:04d}-{request.phase or 'question'}-{key}"
             if request.schema is not None:
                 schema = json.dumps(request.schema, ensure_ascii=False, indent=1)
@@ -90,6 +92,10 @@ class FileJudge:
             draft.write_text(_shown(request), encoding="utf-8")
             os.replace(draft, self._directory / f"{name}{PROMPT}")
         return name
+
+    def _found(self, key: str) -> str | None:
+        """Name of the prompt or reply with a key; None where there is none."""
+        return next((path.name.partition(".")[0] for path in self._directory.glob(f"[0-9]*-{key}.*")), None)
 
     async def _reply(self, name: str) -> str:
         path, size = self._directory / f"{name}{REPLY}", 0

@@ -11,10 +11,13 @@ from pathlib import Path
 import pytest
 
 from draco_ray import judge_sync, load_traces
+from draco_ray.cli import main
+from draco_ray.commands.grade import annotate
 from draco_ray.errors import StoreError
 from draco_ray.judging.complete import Completion, Request
 from draco_ray.judging.file_judge import PROMPT, REPLY, SCHEMA, FileJudge
 from draco_ray.records import Message
+from tests.conftest import REPOSITORY
 from tests.support.canned_judge import answer
 
 TRACES = Path(__file__).parents[1] / "support" / "traces" / "openai_chat.jsonl"
@@ -127,3 +130,38 @@ def test_traces_are_judged_by_files_and_a_full_directory_is_a_recorded_judge(tmp
     verdicts = [[rollout.verdicts for rollout in group.rollouts] for group in judged]
     assert verdicts == [[rollout.verdicts for rollout in group.rollouts] for group in again]
     assert any(each for group in verdicts for each in group)
+
+
+def test_the_example_traces_replay_a_recorded_judgement_with_annotations(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(tmp_path / "summary.md"))
+    with pytest.raises(SystemExit, match="0"):
+        main(["judge", str(REPOSITORY / "examples" / "traces"), "--replay", "--github"])
+    lines = [json.loads(line) for line in (tmp_path / "judged" / "judged.jsonl").read_text().splitlines()]
+    shares = {line["trace_id"]: line["pass_share"] for line in lines}
+    assert shares == {"careful": 1.0, "tries first": 0.5, "does not look": 0.0, "mends it": pytest.approx(2 / 3)}
+    # A lie in the closing message is blamed on that message.
+    (look,) = [line for line in lines if line["trace_id"] == "does not look"]
+    assert {verdict["title"]: verdict["steps"] for verdict in look["verdicts"]}["Hides no missed condition"] == [2]
+    assert len([line for line in capsys.readouterr().out.splitlines() if line.startswith("::error file=")]) == 10
+    assert (tmp_path / "summary.md").read_text().count("| ") > 4
+    assert "Traces, worst first" in (tmp_path / "judged" / "report.html").read_text()
+
+
+def test_annotations_and_summaries_hold_no_command_and_no_markup(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(tmp_path / "summary.md"))
+    said = "50% done\n::set-output name=x::1 <img src=x> | cell"
+    verdict = {"title": said, "verdict": "FAIL", "steps": [2], "explanation": said, "justification": ""}
+    line = {"trace_id": said, "task_id": "t", "pass_share": 0.0, "source": f"{said}.jsonl:1", "error": None}
+    annotate([{**line, "verdicts": [verdict]}])
+    out = capsys.readouterr().out
+    assert out.count("\n") == 1
+    assert "%0A%3A%3Aset-output" in out
+    summary = (tmp_path / "summary.md").read_text()
+    assert len(summary.splitlines()) == 3
+    assert "<img" not in summary
+    assert "\\| cell" in summary

@@ -9,6 +9,7 @@ import typer
 
 from draco_ray.commands.groups.options import ApiBase, KeyVariable, options_of, run_folder
 from draco_ray.config.load import load_config
+from draco_ray.errors import ConfigError
 
 app = typer.Typer()
 
@@ -23,7 +24,9 @@ def judge(
     ],
     judge: Annotated[
         str | None,
-        typer.Option(help="A LiteLLM model, or rules (offline) (default: the configuration's, openai/gpt-5.4)."),
+        typer.Option(
+            help="A LiteLLM model, files:DIR, or rules (offline) (default: the configuration's, openai/gpt-5.4)."
+        ),
     ] = None,
     out: Annotated[
         str | None,
@@ -49,6 +52,12 @@ def judge(
             help="judged.jsonl of an earlier judgement under the same --rubric; exit with 3 if it was better."
         ),
     ] = None,
+    github: Annotated[
+        bool, typer.Option("--github", help="Print failed traces as annotations of GitHub Actions, and a summary.")
+    ] = False,
+    replay: Annotated[
+        bool, typer.Option("--replay", help="Take the replies recorded in PATH/.replies (default --out: judged).")
+    ] = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Show what would be judged and the expected cost; send nothing.")
     ] = False,
@@ -75,6 +84,8 @@ def judge(
 
     Exit code: 0 all judged, 3 below --fail-under or --baseline, 4 some traces could not be read or judged.
     """
+    if replay:
+        judge, out = _recorded(paths, judge), out or "judged"
     options = locals()
     from draco_ray.commands.judge import Wanted, run
     from draco_ray.runs.remote.place import results_folder
@@ -87,3 +98,13 @@ def judge(
         code = run(wanted, console)
     if code:
         raise typer.Exit(code)
+
+
+def _recorded(paths: list[str], judge: str | None) -> str:
+    """The judge that answers from the recorded replies beside the traces. Raises: ConfigError: there are none."""
+    folder = Path(paths[0]) / ".replies"
+    if judge is not None:
+        raise ConfigError(f"--judge {judge}: no effect with --replay, which takes recorded replies")
+    if not folder.is_dir():
+        raise ConfigError(f"--replay: {folder} is missing; expected the replies of an earlier --judge files:{folder}")
+    return f"files:{folder}"
