@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import threading
 from collections.abc import Iterator
 
 
 @contextlib.contextmanager
-def ended_as_interrupted() -> Iterator[None]:
+def ended_as_interrupted(said: str = "") -> Iterator[None]:
     """SIGTERM ends the block as Ctrl-C does; main thread only.
+
+    ``said`` is written at once, before anything is tidied up: whoever sent the signal may kill in seconds (`ray job
+    stop` after three, unless ``RAY_JOB_STOP_WAIT_TIME_S`` says otherwise).
 
     A shell starts what it runs behind a script with SIGINT ignored: then, too.
     """
@@ -20,7 +24,15 @@ def ended_as_interrupted() -> Iterator[None]:
     with handler_kept(signal.SIGTERM), handler_kept(signal.SIGINT):
         if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
             signal.signal(signal.SIGINT, signal.default_int_handler)
-        signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
+
+        def interrupt(*_: object) -> None:
+            if said:
+                # print() may be interrupted by this handler.
+                with contextlib.suppress(OSError):
+                    os.write(1, f"{said}\n".encode())
+            signal.raise_signal(signal.SIGINT)
+
+        signal.signal(signal.SIGTERM, interrupt)
         yield
 
 

@@ -523,10 +523,12 @@ def _part_suffix(table: str) -> str:
 
 
 def write_private(path: Path, text: str) -> None:
-    """Write a file of a run directory atomically, readable by its owner only."""
+    """Write a file of a run directory atomically and durably, readable by its owner only."""
     temporary = path.with_name(f"{path.name}.tmp")
     with open(temporary, "w", encoding="utf-8", opener=origin.private) as file:
         file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
     os.replace(temporary, path)
 
 

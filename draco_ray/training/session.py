@@ -193,7 +193,7 @@ def opened(
     """
     with (
         one_line_errors(run, console, resumable=resumable),
-        ended_as_interrupted(),
+        ended_as_interrupted(f"stopping; continue with: draco train --resume {run.path}" if resumable else ""),
         open_judge(config, console, cache or run.judge_cache) as final,
         ray_session(final, console),
     ):

@@ -28,6 +28,20 @@ def test_sigterm_interrupts_the_block_and_means_what_it_meant_afterwards(usual: 
     assert signal.getsignal(signal.SIGTERM) is before
 
 
+def test_what_is_said_is_said_before_anything_is_tidied_up(capfd: pytest.CaptureFixture[str]) -> None:
+    before: list[str] = []
+
+    def work() -> None:
+        try:
+            signal.raise_signal(signal.SIGTERM)
+        finally:
+            before.append(capfd.readouterr().out)
+
+    with pytest.raises(KeyboardInterrupt), ended_as_interrupted("continue with: draco train --resume runs/a"):
+        work()
+    assert before == ["continue with: draco train --resume runs/a\n"]
+
+
 def test_sigterm_cancels_what_runs_in_an_event_loop() -> None:
     seen = []
 
