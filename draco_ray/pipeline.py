@@ -34,7 +34,7 @@ from draco_ray.judging.phases.union import Union
 from draco_ray.judging.pool import Judgement, JudgePool
 from draco_ray.observability.logs import working_on
 from draco_ray.records import Message
-from draco_ray.rollout.pool import Member, RolloutPool
+from draco_ray.rollout.pool import FinishedRollout, RolloutPool
 from draco_ray.summaries import AdvantageSummary, PhaseSummary, RewardSummary, RolloutSummary
 
 MOST_GROUPS = 1_000_000
@@ -145,7 +145,7 @@ class Pipeline:
 
     async def _member(
         self, group: Group, rollout: int, stage1: asyncio.Task[Judgement] | None
-    ) -> tuple[Member, Judgement | None] | None:
+    ) -> tuple[FinishedRollout, Judgement | None] | None:
         """rollout ──► stage2, without waiting for the rest of the group."""
         working_on(group.name, rollout)
         with self._wait("rollout", f"{group.name}/{rollout}"):
@@ -168,7 +168,7 @@ class Pipeline:
     async def _rubric_reward(
         self,
         group: Group,
-        members: list[Member],
+        members: list[FinishedRollout],
         proposals: list[Judgement],
         stage1: asyncio.Task[Judgement] | None,
     ) -> ray.ObjectRef[Any] | None:
@@ -220,7 +220,7 @@ class Pipeline:
         )
         return await self._credited(group, rubric, result)
 
-    async def _plain_reward(self, group: Group, members: list[Member]) -> ray.ObjectRef[Any]:
+    async def _plain_reward(self, group: Group, members: list[FinishedRollout]) -> ray.ObjectRef[Any]:
         """The settings without a rubric: AppWorld's tests, or noise."""
         numbers = [member.rollout for member in members]
         trajectories = [member.trajectory for member in members]
@@ -235,7 +235,7 @@ class Pipeline:
         return await self._credited(group, None, result)
 
     async def _credit(
-        self, group: Group, reward: RewardSummary, member: Member, rubric: ray.ObjectRef[Any], score: Judgement
+        self, group: Group, reward: RewardSummary, member: FinishedRollout, rubric: ray.ObjectRef[Any], score: Judgement
     ) -> Judgement | None:
         if not score.ok:
             return score  # No verdicts to attribute: the rollout has left the statistics already.
@@ -267,7 +267,7 @@ class Pipeline:
         self._watch(group)
         return samples
 
-    async def _ask(self, group: Group, phase: Phase, member: Member | None = None, **given: Any) -> Judgement:
+    async def _ask(self, group: Group, phase: Phase, member: FinishedRollout | None = None, **given: Any) -> Judgement:
         """Ask the judge a question about a member, or about the whole group, and keep what it said."""
         rollout = None if member is None else member.rollout
         context = CallContext(group=group.name, task_id=group.task_id, rollout=rollout)

@@ -19,7 +19,7 @@ from concurrent.futures import ProcessPoolExecutor
 from typing import NamedTuple
 
 from draco_ray.config.schema import JudgeLimits
-from draco_ray.judging.limiter import WINDOW_SECONDS, Asked, Ended, Limiter, WaitingLine
+from draco_ray.judging.limiter import WINDOW_SECONDS, LeaseRequest, Limiter, RequestResult, WaitingLine
 
 MAX_TOKENS = 16_384
 """judge.max_tokens of the paper's presets."""
@@ -118,7 +118,7 @@ async def _judge(limit: float, length: Length, seconds: float, dice: random.Rand
 
     async def call(phase: str, rank: int, prompt: int, bytes_per_token: float) -> None:
         grant = await line.lease(
-            Asked(
+            LeaseRequest(
                 input_tokens=prompt * bytes_per_token + 512,
                 output_tokens=MAX_TOKENS,
                 kind=phase,
@@ -128,7 +128,7 @@ async def _judge(limit: float, length: Length, seconds: float, dice: random.Rand
         reply = min(MAX_TOKENS, length(dice, phase, len(sent)))
         sent.append(Sent(clock() - start, prompt + reply))
         await asyncio.sleep(dice.uniform(1, 10) + reply / dice.uniform(40, 120))
-        await line.settle(grant.number, Ended(tokens=prompt + reply, output_tokens=reply))
+        await line.settle(grant.number, RequestResult(tokens=prompt + reply, output_tokens=reply))
 
     async def group() -> None:
         while True:

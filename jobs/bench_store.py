@@ -53,7 +53,7 @@ from draco_ray.records import (
     Verdict,
 )
 from draco_ray.rollout.agent import RolloutRequest
-from draco_ray.rollout.pool import Played, RolloutPool, RolloutWorkers
+from draco_ray.rollout.pool import RolloutPool, RolloutResult, RolloutWorkers
 from draco_ray.rollout.worker import summarise
 from draco_ray.runs.directory import RunDirectory, read_table
 from draco_ray.runs.schema import STEP_TABLES
@@ -207,7 +207,7 @@ class MeasuredRollouts(RolloutPool):
 
     sizes: Sizes | None = None
 
-    async def run(self, *arguments: Any, **named: Any) -> Played:
+    async def run(self, *arguments: Any, **named: Any) -> RolloutResult:
         """See `RolloutPool`."""
         played = await super().run(*arguments, **named)
         if self.sizes is not None and played.member is not None:

@@ -25,7 +25,7 @@ KEYS = ("run", "judge", "citation_overlap", "unanswered")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Held:
+class HeldOutComparison:
     """The comparison with and without examples."""
 
     run: Path
@@ -36,7 +36,9 @@ class Held:
     trust: bool = False
 
 
-def agreement(paths: Sequence[Path], held: Held | None, *, out: Path | None, console: Console) -> list[Path]:
+def agreement(
+    paths: Sequence[Path], held: HeldOutComparison | None, *, out: Path | None, console: Console
+) -> list[Path]:
     """Print how far a judge agrees with people, and with ``held`` what examples of corrected verdicts change.
 
     Raises:
@@ -95,7 +97,9 @@ def _print_citations(labels: Sequence[Label], console: Console) -> None:
         )
 
 
-def _examples(labels: Sequence[Label], held: Held, folder: Path | None, console: Console) -> dict[str, object]:
+def _examples(
+    labels: Sequence[Label], held: HeldOutComparison, folder: Path | None, console: Console
+) -> dict[str, object]:
     if held.judge.model == POLICY:
         raise ConfigError(f"--judge {POLICY}: examples are measured with a judge that stays the same; name a model")
     run = open_run(held.run, None)

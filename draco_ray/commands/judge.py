@@ -44,7 +44,7 @@ OF_ALGORITHM = ("rubric", "static_rubric", "rule", "reliability", "std_epsilon",
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wanted:
+class JudgeArguments:
     """The command's arguments."""
 
     paths: Sequence[Path]
@@ -70,7 +70,7 @@ class Wanted:
     dry_run: bool
 
 
-def run(wanted: Wanted, console: Console) -> int:
+def run(wanted: JudgeArguments, console: Console) -> int:
     """Judge traces, or say what would be judged; returns the exit code.
 
     Raises:
@@ -144,11 +144,11 @@ def _unlimited(config: DracoConfig) -> DracoConfig:
     return config.updated(judge={"limits": JudgeLimits()})
 
 
-def _offline_judge(wanted: Wanted) -> RuleComplete:
+def _offline_judge(wanted: JudgeArguments) -> RuleComplete:
     return RuleComplete() if wanted.judge == RULES else configured_rules(wanted.config.judge, wanted.config.seed)
 
 
-def _check_together(wanted: Wanted, judge: str | None) -> None:
+def _check_together(wanted: JudgeArguments, judge: str | None) -> None:
     """Refuse options that contradict each other or have no effect on the judge. Raises: ConfigError."""
     if wanted.ray and (wanted.batch or judge == RULES):
         raise ConfigError("--ray: not together with --batch, nor with the offline judge, which needs no cluster")
@@ -174,7 +174,7 @@ def _check_together(wanted: Wanted, judge: str | None) -> None:
             raise ConfigError(f"{option} and --set {twice}: give one of them")
 
 
-def _idle(settled: Plan, wanted: Wanted) -> dict[str, str]:
+def _idle(settled: Plan, wanted: JudgeArguments) -> dict[str, str]:
     """Keys that `READ` names and nothing reads this time, with the reason."""
     judge = settled.config.judge
     named = wanted.judge is not None or judge.model != RULES
@@ -198,7 +198,7 @@ def _idle(settled: Plan, wanted: Wanted) -> dict[str, str]:
     return idle
 
 
-def _judge(kept: JudgingRun, settled: Plan, wanted: Wanted, calls: int, console: Console) -> Totals:
+def _judge(kept: JudgingRun, settled: Plan, wanted: JudgeArguments, calls: int, console: Console) -> Totals:
     offline = settled.config.judge.model == RULES
     if done := len([*kept.results()]):
         console.print(f"{counted(done, 'group')} judged already, going on with {len(kept.pending())}")
@@ -359,7 +359,7 @@ def _summary(kept: JudgingRun, totals: Totals, console: Console) -> None:
     )
 
 
-def _below(lines: Sequence[grade.Line], wanted: Wanted, console: Console) -> bool:
+def _below(lines: Sequence[grade.Line], wanted: JudgeArguments, console: Console) -> bool:
     """Print the grades under a pinned rubric; whether they are below the threshold or the baseline."""
     share = grade.pass_share(lines)
     if share is None:

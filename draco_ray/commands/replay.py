@@ -15,7 +15,7 @@ from draco_ray.config.load import load_config
 from draco_ray.config.schema import RULES, DracoConfig, JudgeConfig
 from draco_ray.errors import ConfigError
 from draco_ray.judging.build import prompts_of
-from draco_ray.judging.complete import Complete
+from draco_ray.judging.completion import Completer
 from draco_ray.judging.judge import Judge
 from draco_ray.judging.static_rubric import load_static_rubric
 from draco_ray.lab.analysis import rubric_overlap
@@ -221,7 +221,7 @@ class _Replay:
         self,
         config: JudgeConfig,
         steps: Iterable[int],
-        ask: Callable[[Complete, Sequence[int]], Awaitable[pa.Table]],
+        ask: Callable[[Completer, Sequence[int]], Awaitable[pa.Table]],
     ) -> pa.Table:
         """Let ``ask`` put what these training steps hold to the judge, or step by step to a policy's checkpoints."""
         wanted = sorted(set(steps))

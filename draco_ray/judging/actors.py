@@ -17,8 +17,8 @@ from ray.exceptions import RayError, RayTaskError
 
 from draco_ray.config.schema import JudgeConfig
 from draco_ray.errors import DracoError
-from draco_ray.judging.limiter import Asked, Ended, Grant, Limiter, WaitingLine
-from draco_ray.judging.outage import Next, Outage
+from draco_ray.judging.limiter import Grant, LeaseRequest, Limiter, RequestResult, WaitingLine
+from draco_ray.judging.outage import NextAction, Outage
 from draco_ray.judging.reply_cache import ReplyCache, read_book
 from draco_ray.observability.logs import start_run_log
 from draco_ray.placement import beside_the_driver
@@ -111,14 +111,14 @@ class LimiterClient(NamedActor):
     """A `draco_ray.judging.limiter.Leases` that reaches the actor."""
 
     # Calls of the actor, by `__getattr__`.
-    settle: Callable[[str, Ended], Coroutine[Any, Any, Next]]
+    settle: Callable[[str, RequestResult], Coroutine[Any, Any, NextAction]]
     give_back: Callable[[str], Coroutine[Any, Any, None]]
 
     def __init__(self, run_name: str) -> None:
         super().__init__(_limiter_name(run_name))
         self._returning: set[asyncio.Task[None]] = set()
 
-    async def lease(self, asked: Asked) -> Grant:
+    async def lease(self, asked: LeaseRequest) -> Grant:
         """See `draco_ray.judging.limiter.Leases.lease`."""
         waiting = asyncio.ensure_future(self.__getattr__("lease")(asked))
         try:

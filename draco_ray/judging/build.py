@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from draco_ray.config.schema import JudgeConfig
-from draco_ray.judging.complete import Complete
+from draco_ray.judging.completion import Completer
 from draco_ray.judging.file_judge import FileJudge
 from draco_ray.judging.judge import Judge
 from draco_ray.judging.labels import examples_of
@@ -46,7 +46,7 @@ def build_judge(
 
     cache = ReplyCache(config.cache) if replies is None and config.cache is not None else replies
 
-    def open_one(judge: JudgeConfig) -> Complete:
+    def open_one(judge: JudgeConfig) -> Completer:
         configured = (judge.model, judge.api_base) == (config.model, config.api_base)
         return open_model(
             judge,
@@ -66,7 +66,7 @@ def open_model(
     leases: Leases | None,
     servers: Servers | None = None,
     endpoint_counts: bool = True,
-) -> Complete:
+) -> Completer:
     """What answers for ``judge.model``: files of a directory, or LiteLLM; for the arguments see its client."""
     if config.files is not None:
         return FileJudge(config.files, config.model)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from draco_ray.judging.complete import Request
-from draco_ray.judging.limiter import Asked, Grant
+from draco_ray.judging.completion import Request
+from draco_ray.judging.failures import is_busy, unconnected
+from draco_ray.judging.limiter import Grant, LeaseRequest
 from draco_ray.judging.outage import FIRST_BACKOFF_SECONDS
-from draco_ray.judging.pricing import Most
-from draco_ray.judging.trouble import is_busy, unconnected
+from draco_ray.judging.pricing import CostBound
 
 LONGEST_HINT_SECONDS = 60.0
 """Longest wait of one call that an endpoint may ask for; that of the whole pool is `draco_ray.judging.outage`'s."""
@@ -20,8 +20,8 @@ class Call:
     """One call and its requests so far."""
 
     request: Request
-    asked: Asked
-    most: Most
+    asked: LeaseRequest
+    most: CostBound
     max_tokens: int
     key: str | None
     attempts: int

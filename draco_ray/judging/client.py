@@ -4,7 +4,7 @@ LiteLLM translates between providers, names the errors and knows prices. Its own
 they ignore Retry-After for some providers, reject instead of queueing, and forget ``extra_body``.
 
 Requests are made in `draco_ray.judging.endpoint`; `draco_ray.judging.call` counts those of a call. Every request's end
-is reported to `draco_ray.judging.outage`, which says what becomes of an error; `draco_ray.judging.trouble` says which
+is reported to `draco_ray.judging.outage`, which says what becomes of an error; `draco_ray.judging.failures` says which
 error is which. In a pool (``leases``) with ``max_outage_seconds`` a failed request counts towards ``max_attempts`` only
 if the judge has answered somebody since; otherwise the judge is down for everybody, and the call waits.
 """
@@ -24,13 +24,21 @@ from weakref import WeakValueDictionary
 from draco_ray.config.schema import JudgeConfig, JudgeLimits, Price
 from draco_ray.errors import JudgeUnavailable
 from draco_ray.judging.call import Call
-from draco_ray.judging.complete import Completion, Request, reply_of
+from draco_ray.judging.completion import Completion, Request, reply_of
 from draco_ray.judging.endpoint import Borrowed, Endpoint, Server, Servers
-from draco_ray.judging.limiter import Asked, Ended, Grant, Leases, Limiter, WaitingLine
-from draco_ray.judging.outage import LOGGED_SECONDS, Next, Trouble
+from draco_ray.judging.failures import (
+    advice,
+    classify,
+    disconnected,
+    is_busy,
+    possibly_billed,
+    unconnected,
+)
+from draco_ray.judging.limiter import Grant, LeaseRequest, Leases, Limiter, RequestResult, WaitingLine
+from draco_ray.judging.outage import LOGGED_SECONDS, FailureKind, NextAction
 from draco_ray.judging.phases import urgency
 from draco_ray.judging.pricing import (
-    Most,
+    CostBound,
     TokenUsage,
     check_budget,
     find_price,
@@ -42,14 +50,6 @@ from draco_ray.judging.pricing import (
 )
 from draco_ray.judging.reply_cache import ReplyCache, request_key
 from draco_ray.judging.structured import PROBE, PROBE_SCHEMA, keeps_to
-from draco_ray.judging.trouble import (
-    advice,
-    classify,
-    disconnected,
-    is_busy,
-    possibly_billed,
-    unconnected,
-)
 from draco_ray.records import Message, Paid
 
 log = logging.getLogger(__name__)
@@ -174,9 +174,9 @@ class LiteLLMClient:
             if isinstance(result, Completion):
                 return result
             assert call.error is not None
-            if result is Next.STOP:
+            if result is NextAction.STOP:
                 raise self._endpoint.refused(call.error)
-            if result is Next.FAIL or call.spent:
+            if result is NextAction.FAIL or call.spent:
                 if unconnected(call.error) and (call.check or not call.patient):
                     reason = self._endpoint.one_line(call.error)
                     raise JudgeUnavailable(
@@ -185,7 +185,7 @@ class LiteLLMClient:
                 return self._failed(call, call.error)
             await self._wait(call)
 
-    async def _try(self, call: Call, borrowed: Borrowed) -> Completion | Next:
+    async def _try(self, call: Call, borrowed: Borrowed) -> Completion | NextAction:
         """Take a lease and send one request."""
         asked = time.perf_counter()
         grant = await self._leases.lease(call.asked)
@@ -195,11 +195,11 @@ class LiteLLMClient:
             await self._leases.give_back(grant.number)
             return self._failed(call, call.error)
         result = await self._send(call, grant, borrowed.server)
-        if result is Next.AGAIN and call.error is not None:
+        if result is NextAction.AGAIN and call.error is not None:
             borrowed.lost = disconnected(call.error)
         return result
 
-    async def _send(self, call: Call, grant: Grant, server: Server) -> Completion | Next:
+    async def _send(self, call: Call, grant: Grant, server: Server) -> Completion | NextAction:
         """Send one request; returns its reply, or what becomes of the call."""
         import openai
 
@@ -238,7 +238,7 @@ class LiteLLMClient:
                 raise
         await self._leases.settle(
             grant.number,
-            Ended(
+            RequestResult(
                 tokens=bill.usage.input_tokens + bill.usage.output_tokens,
                 output_tokens=bill.usage.output_tokens,
                 dollars=bill.dollars,
@@ -247,9 +247,9 @@ class LiteLLMClient:
         )
         return completion
 
-    def _ended(self, most: Most, error: BaseException, billed: bool) -> Ended:
+    def _ended(self, most: CostBound, error: BaseException, billed: bool) -> RequestResult:
         """Account for a request without a reply; one that may be billed counts with the most that it may cost."""
-        return Ended(
+        return RequestResult(
             tokens=most.input_tokens + most.output_tokens if billed else 0.0,
             output_tokens=most.output_tokens if billed else 0.0,
             dollars=most.dollars if billed else 0.0,
@@ -280,7 +280,7 @@ class LiteLLMClient:
     def _call(self, request: Request, max_tokens: int, key: str | None = None) -> Call:
         sent = {**self._config.extra_body, **({"schema": request.schema} if request.schema else {})}
         most = most_of(self._price, request.messages, max_tokens, sent)
-        asked = Asked(
+        asked = LeaseRequest(
             input_tokens=most.input_tokens,
             output_tokens=most.output_tokens,
             dollars=most.dollars,
@@ -305,7 +305,7 @@ class LiteLLMClient:
         """Whether our price holds, and not the figure that LiteLLM has of a reply."""
         return find_price(self._config.model, self._config.prices) is not None
 
-    def _bill(self, response: Any, most: Most) -> _Bill:
+    def _bill(self, response: Any, most: CostBound) -> _Bill:
         usage = read_usage(response, most)
         if usage is None:
             if not self._warned:
@@ -352,7 +352,7 @@ class LiteLLMClient:
     def _failed(self, call: Call, error: BaseException) -> Completion:
         return Completion(
             text="",
-            finish_reason="error" if classify(error) is Trouble.OWN else "unavailable",
+            finish_reason="error" if classify(error) is FailureKind.OWN else "unavailable",
             model=self._config.model,
             input_tokens=0,
             cached_tokens=0,

@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 
 from draco_ray.errors import StoreError
-from draco_ray.judging.complete import Completion, Request
+from draco_ray.judging.completion import Completion, Request
 
 log = logging.getLogger(__name__)
 
@@ -30,7 +30,7 @@ PROMPT, SCHEMA, REPLY = ".prompt.txt", ".schema.json", ".reply.txt"
 
 
 class FileJudge:
-    """A `draco_ray.judging.complete.Complete` behind a directory, which several processes may share."""
+    """A `draco_ray.judging.completion.Completer` behind a directory, which several processes may share."""
 
     def __init__(self, directory: Path, model: str) -> None:
         """``directory`` is created when the first prompt is written; ``model`` is the name in the archive."""

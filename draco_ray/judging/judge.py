@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from draco_ray.config.schema import JudgeConfig
 from draco_ray.errors import ReplyError
 from draco_ray.judging import second_look
-from draco_ray.judging.complete import Complete, Completion, Request
+from draco_ray.judging.completion import Completer, Completion, Request
 from draco_ray.judging.fitting import Fitted, Fitting
 from draco_ray.judging.judge_context import QUOTED_REPLY_CHARACTERS
 from draco_ray.judging.members import ask_without_refused, is_refused
@@ -46,7 +46,7 @@ class Judge:
     """One judge model with one prompt set."""
 
     def __init__(
-        self, complete: Complete, prompts: Prompts, config: JudgeConfig, replies: ReplyCache | None = None
+        self, complete: Completer, prompts: Prompts, config: JudgeConfig, replies: ReplyCache | None = None
     ) -> None:
         """``replies``: where ``complete`` keeps its answers; None: nowhere."""
         self._complete = complete

@@ -29,7 +29,7 @@ from typing import Protocol
 
 from draco_ray.config.schema import JudgeLimits
 from draco_ray.errors import BudgetSpent, JudgeUnavailable
-from draco_ray.judging.outage import Next, Outage, Pause, Trouble
+from draco_ray.judging.outage import FailureKind, NextAction, Outage, Pause
 
 WINDOW_SECONDS = 60.0
 ROUNDING = 1e-9
@@ -47,7 +47,7 @@ LOOK_AGAIN_SECONDS = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class LeaseRequest:
     """A request that is to be sent: the most it can take."""
 
     input_tokens: float
@@ -74,7 +74,7 @@ class Grant:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ended:
+class RequestResult:
     """What became of a request."""
 
     tokens: float = 0.0
@@ -83,7 +83,7 @@ class Ended:
     dollars: float = 0.0
     estimated: bool = False
     """Whether these are guesses: nothing is learned from them."""
-    trouble: Trouble | None = None
+    trouble: FailureKind | None = None
     """Why there is no reply; None where there is one."""
     reason: str = ""
     hint: float | None = None
@@ -93,7 +93,7 @@ class Ended:
 class Leases(Protocol):
     """Where a judge client takes its leases; `draco_ray.judging.actors.LimiterClient` in a run."""
 
-    async def lease(self, asked: Asked) -> Grant:
+    async def lease(self, asked: LeaseRequest) -> Grant:
         """Wait until a request may be sent.
 
         Raises:
@@ -102,7 +102,7 @@ class Leases(Protocol):
         """
         ...
 
-    async def settle(self, number: str, ended: Ended) -> Next:
+    async def settle(self, number: str, ended: RequestResult) -> NextAction:
         """Book the end of a lease's request; returns what becomes of its call if it has no reply."""
         ...
 
@@ -207,12 +207,12 @@ class _Sizes:
         self._tokens_of_a_byte = _Mean()
         self._output: dict[str, _Mean] = {}
 
-    def add(self, asked: Asked, input_tokens: float, output_tokens: float) -> None:
+    def add(self, asked: LeaseRequest, input_tokens: float, output_tokens: float) -> None:
         if asked.input_tokens > 0:
             self._tokens_of_a_byte.add(input_tokens / asked.input_tokens)
         self._output.setdefault(asked.kind, _Mean()).add(output_tokens)
 
-    def expected(self, asked: Asked) -> float:
+    def expected(self, asked: LeaseRequest) -> float:
         """Tokens that a request will take, prompt and reply; no byte makes more than one token."""
         output = self._output.get(asked.kind, _Mean()).expected(asked.output_tokens)
         return self._tokens_of_a_byte.expected(1.0) * asked.input_tokens + output
@@ -220,7 +220,7 @@ class _Sizes:
 
 @dataclass(slots=True)
 class _Lease:
-    asked: Asked
+    asked: LeaseRequest
     use: _Use
     at: float
     expires_at: float
@@ -274,7 +274,7 @@ class Limiter:
         """Dollars of settled requests."""
         now = clock()
         for number, dollars in (under_way or {}).items():
-            asked = Asked(input_tokens=0, output_tokens=0, dollars=dollars)
+            asked = LeaseRequest(input_tokens=0, output_tokens=0, dollars=dollars)
             self._leases[number] = _Lease(asked, _Use(now, 0.0), now, now + lease_seconds)
 
     @property
@@ -282,7 +282,7 @@ class Limiter:
         """Dollars that requests under way may cost at most."""
         return math.fsum(self._scale * lease.asked.dollars for lease in self._leases.values())
 
-    def lease(self, asked: Asked) -> tuple[Grant | None, float]:
+    def lease(self, asked: LeaseRequest) -> tuple[Grant | None, float]:
         """Ask for one request.
 
         Returns: the lease and 0.0, or None and the seconds after which to ask again. They are infinite while only the
@@ -304,7 +304,7 @@ class Limiter:
         wait = max(self._requests.seconds_to_wait(1, now), self._tokens.seconds_to_wait(expected, now))
         return (None, wait) if wait > 0 else (self._grant(asked, expected, now), 0.0)
 
-    def _grant(self, asked: Asked, expected: float, now: float) -> Grant:
+    def _grant(self, asked: LeaseRequest, expected: float, now: float) -> Grant:
         self._requests.take(1, now)
         self.outage.probing = self.outage.down
         grant = Grant(
@@ -316,7 +316,7 @@ class Limiter:
         self._leases[grant.number] = _Lease(asked, use, now, now + self._lease_seconds, self.outage.down)
         return grant
 
-    def settle(self, number: str, ended: Ended) -> Next:
+    def settle(self, number: str, ended: RequestResult) -> NextAction:
         """Book the end of a lease's request. What it did cost counts even if the lease expired."""
         now = self._clock()
         self.spent += ended.dollars - self._booked.pop(number, 0.0)
@@ -330,7 +330,7 @@ class Limiter:
             self._tokens.correct(lease.use, ended.tokens, now)
         if ended.trouble is None:
             self.outage.answered(now)
-            return Next.AGAIN
+            return NextAction.AGAIN
         if lease is not None:
             self.outage.failing.add(lease.asked.call)
         return self.outage.failed(ended.trouble, ended.reason, ended.hint, sent_at, now)
@@ -381,7 +381,7 @@ class Limiter:
 class _Waiting:
     rank: int
     arrival: int
-    asked: Asked = field(compare=False)
+    asked: LeaseRequest = field(compare=False)
     granted: asyncio.Future[Grant] = field(compare=False)
 
 
@@ -395,7 +395,7 @@ class WaitingLine:
         self._news = asyncio.Event()
         self._serving: asyncio.Task[None] | None = None
 
-    async def lease(self, asked: Asked) -> Grant:
+    async def lease(self, asked: LeaseRequest) -> Grant:
         """See `Leases.lease`."""
         granted: asyncio.Future[Grant] = asyncio.get_running_loop().create_future()
         heapq.heappush(self._waiting, _Waiting(asked.rank, next(self._arrivals), asked, granted))
@@ -410,7 +410,7 @@ class WaitingLine:
                 self.limiter.give_back(granted.result().number)
             raise
 
-    async def settle(self, number: str, ended: Ended) -> Next:
+    async def settle(self, number: str, ended: RequestResult) -> NextAction:
         """See `Leases.settle`."""
         verdict = self.limiter.settle(number, ended)
         self._news.set()

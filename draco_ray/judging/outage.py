@@ -32,7 +32,7 @@ LOGGED_SECONDS = 30.0
 """Waits that are longer are logged when they begin."""
 
 
-class Trouble(StrEnum):
+class FailureKind(StrEnum):
     """Why a request has no reply."""
 
     RATE_LIMITED = "rate_limited"
@@ -44,7 +44,7 @@ class Trouble(StrEnum):
     """The request's own: too long, flagged. The judge is well."""
 
 
-class Next(StrEnum):
+class NextAction(StrEnum):
     """What becomes of a call whose request had no reply."""
 
     AGAIN = "again"
@@ -137,7 +137,7 @@ class Outage:
         self._refusals = 0
         self._well(now)
 
-    def failed(self, trouble: Trouble, reason: str, hint: float | None, sent_at: float, now: float) -> Next:
+    def failed(self, trouble: FailureKind, reason: str, hint: float | None, sent_at: float, now: float) -> NextAction:
         """Take in that a request, sent at ``sent_at``, had no reply.
 
         Args:
@@ -147,26 +147,26 @@ class Outage:
             sent_at: on the clock of ``now``.
             now: seconds.
         """
-        if trouble is Trouble.OWN:
+        if trouble is FailureKind.OWN:
             self._well(now)
-            return Next.FAIL
-        if trouble is Trouble.QUOTA_SPENT:
-            return Next.STOP
-        if trouble is Trouble.REFUSED:
+            return NextAction.FAIL
+        if trouble is FailureKind.QUOTA_SPENT:
+            return NextAction.STOP
+        if trouble is FailureKind.REFUSED:
             self._refusals += 1
-            return Next.FAIL if self._answered and self._refusals < REFUSALS_TO_STOP else Next.STOP
+            return NextAction.FAIL if self._answered and self._refusals < REFUSALS_TO_STOP else NextAction.STOP
         if self.patient:
             self._wait(trouble, reason, hint, sent_at, now)
-        return Next.AGAIN
+        return NextAction.AGAIN
 
-    def _wait(self, trouble: Trouble, reason: str, hint: float | None, sent_at: float, now: float) -> None:
+    def _wait(self, trouble: FailureKind, reason: str, hint: float | None, sent_at: float, now: float) -> None:
         self._reason = reason
         if self._since is None:
             self._since = now
         # One that was sent before the pause began says nothing new.
         new = sent_at >= self._paused_at and now >= self._paused_until
         if new:
-            self._rounds = max(self._rounds + 1, ROUNDS_TO_PROBE if trouble is Trouble.TIMED_OUT else 0)
+            self._rounds = max(self._rounds + 1, ROUNDS_TO_PROBE if trouble is FailureKind.TIMED_OUT else 0)
             self._paused_at = now
         if hint is not None:
             # A little late: a request that comes early is refused again.

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from draco_ray.config.schema import JudgeConfig, LocalJudgeConfig, OtherJudgeConfig
 from draco_ray.errors import BudgetSpent, JudgeUnavailable
-from draco_ray.judging.complete import Complete, Completion, Request
+from draco_ray.judging.completion import Completer, Completion, Request
 from draco_ray.judging.judge import CallContext, Judge
 from draco_ray.judging.phases.base import Question, Scores
 from draco_ray.judging.phases.score import Score
@@ -42,7 +42,7 @@ class Panel(Judge):
 
     def __init__(
         self,
-        complete: Complete,
+        complete: Completer,
         prompts: Prompts,
         config: JudgeConfig,
         replies: ReplyCache | None,
@@ -108,9 +108,9 @@ def majority(votes: Sequence[ScoredCriterion]) -> ScoredCriterion:
 
 
 class Fallbacks:
-    """A `Complete` that asks others in turn what the first could not answer."""
+    """A `Completer` that asks others in turn what the first could not answer."""
 
-    def __init__(self, completes: Sequence[Complete], clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, completes: Sequence[Completer], clock: Callable[[], float] = time.monotonic) -> None:
         """``clock`` is for tests."""
         self._completes, self._clock = tuple(completes), clock
         self._away: dict[int, float] = {}
@@ -188,7 +188,7 @@ def other(config: JudgeConfig, judge: OtherJudgeConfig) -> JudgeConfig:
     )
 
 
-def with_fallbacks(config: JudgeConfig, open_one: Callable[[JudgeConfig], Complete]) -> Complete:
+def with_fallbacks(config: JudgeConfig, open_one: Callable[[JudgeConfig], Completer]) -> Completer:
     """What answers for a configuration: the judge, with those that stand in for it.
 
     Raises:
@@ -208,8 +208,8 @@ def with_fallbacks(config: JudgeConfig, open_one: Callable[[JudgeConfig], Comple
 def panel_judge(
     config: JudgeConfig,
     prompts: Prompts,
-    complete: Complete,
-    open_one: Callable[[JudgeConfig], Complete],
+    complete: Completer,
+    open_one: Callable[[JudgeConfig], Completer],
     replies: ReplyCache | None = None,
 ) -> Judge:
     """The judge of a configuration, with its jury where it has one.

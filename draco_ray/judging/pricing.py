@@ -46,7 +46,7 @@ class TokenUsage:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Most:
+class CostBound:
     """The most that one request may take."""
 
     input_tokens: int
@@ -122,7 +122,7 @@ def price_of(price: Price, input_tokens: int, cached_tokens: int, output_tokens:
     ) / 1e6
 
 
-def most_of(price: Price | None, messages: Sequence[Message], max_tokens: int, sent: Mapping[str, Any]) -> Most:
+def most_of(price: Price | None, messages: Sequence[Message], max_tokens: int, sent: Mapping[str, Any]) -> CostBound:
     """The most that a request may take.
 
     No tokenizer makes more tokens than there are bytes in UTF-8: a digit is one where each is a token of its own, a
@@ -138,17 +138,17 @@ def most_of(price: Price | None, messages: Sequence[Message], max_tokens: int, s
     more = len(json.dumps(sent, default=str)) if sent else 0
     input_tokens = text + more + REQUEST_TOKENS
     if price is None:
-        return Most(input_tokens=input_tokens, output_tokens=max_tokens, dollars=0.0)
+        return CostBound(input_tokens=input_tokens, output_tokens=max_tokens, dollars=0.0)
     rates: list[Price | PriceTier] = [price, *(tier for tier in price.tiers if tier.above < input_tokens)]
     # How much of the input is cached, or written to the cache, is the provider's to say.
     inputs = [max(rate.input, rate.cached_input or 0.0, rate.cache_write or 0.0) for rate in rates]
     dollars = max(
         (input_tokens * dearest + max_tokens * rate.output) / 1e6 for dearest, rate in zip(inputs, rates, strict=True)
     )
-    return Most(input_tokens=input_tokens, output_tokens=max_tokens, dollars=dollars)
+    return CostBound(input_tokens=input_tokens, output_tokens=max_tokens, dollars=dollars)
 
 
-def read_usage(response: Any, most: Most) -> TokenUsage | None:
+def read_usage(response: Any, most: CostBound) -> TokenUsage | None:
     """What a reply says it took; None where it says nothing, or what cannot be true.
 
     Args:
@@ -188,7 +188,7 @@ def read_usage(response: Any, most: Most) -> TokenUsage | None:
     )
 
 
-def reported_cost(response: Any, price: Price | None, most: Most) -> float | None:
+def reported_cost(response: Any, price: Price | None, most: CostBound) -> float | None:
     """LiteLLM's own figure for a reply, which knows service tiers and the like; OpenRouter's where that says one.
 
     Args:

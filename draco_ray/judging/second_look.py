@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Literal
 
 from draco_ray.config.load import project_file
-from draco_ray.judging.complete import Request
+from draco_ray.judging.completion import Request
 from draco_ray.judging.escaping import json_text
 from draco_ray.judging.reply import RubricEntry, align, read_entries
 from draco_ray.judging.structured import reply_schema, with_tag

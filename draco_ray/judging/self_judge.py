@@ -17,7 +17,7 @@ from draco_ray.config.schema import JudgeConfig
 from draco_ray.engine.chat import ChatTokens
 from draco_ray.engine.sampler import Sample
 from draco_ray.errors import EngineError
-from draco_ray.judging.complete import Completion, Request
+from draco_ray.judging.completion import Completion, Request
 from draco_ray.judging.pricing import find_price, price_of
 from draco_ray.judging.reply import THINK_BEGIN, THINK_END
 
@@ -40,7 +40,7 @@ class JudgeSampler(Protocol):
 
 
 class SelfJudgeClient:
-    """A `draco_ray.judging.complete.Complete` whose answers the current policy samples."""
+    """A `draco_ray.judging.completion.Completer` whose answers the current policy samples."""
 
     def __init__(self, samplers: Sequence[JudgeSampler], tokenizer: Any, config: JudgeConfig, *, model: str) -> None:
         """Prepare the chat template.

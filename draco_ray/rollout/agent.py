@@ -103,7 +103,7 @@ class RolloutRequest:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Said:
+class PolicyTurn:
     """A turn of the policy."""
 
     text: str
@@ -121,7 +121,7 @@ class Said:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Books:
+class TokenRecord:
     """The tokens of a conversation, as `Trajectory` has them, and what it took."""
 
     token_ids_T: IntArray
@@ -136,7 +136,7 @@ class Books:
 class Conversation(Protocol):
     """One episode's exchange with a policy."""
 
-    async def sample(self) -> Said:
+    async def sample(self) -> PolicyTurn:
         """Have the policy take its turn."""
         ...
 
@@ -155,7 +155,7 @@ class Conversation(Protocol):
         """Tell it what its calls returned, in their order, as `tell` does."""
         ...
 
-    def books(self) -> Books:
+    def books(self) -> TokenRecord:
         """What was recorded."""
         ...
 

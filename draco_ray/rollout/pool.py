@@ -33,7 +33,7 @@ STOP_SECONDS = 15.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Member:
+class FinishedRollout:
     """A finished rollout of a group: references to what is large, the summary itself."""
 
     rollout: int
@@ -43,10 +43,10 @@ class Member:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Played:
+class RolloutResult:
     """What came of a rollout, all its attempts together."""
 
-    member: Member | None
+    member: FinishedRollout | None
     """None when every attempt was lost."""
     attempts: int = 0
     usage: Usage = field(default_factory=Usage)
@@ -129,17 +129,17 @@ class RolloutPool:
         self._policies = policies
         self._retries = retries
         self._seed = seed
-        self._recorded: dict[tuple[str, int], Member] = {}
+        self._recorded: dict[tuple[str, int], FinishedRollout] = {}
         self.lost = 0
 
-    def take_over(self, group: str, member: Member) -> None:
+    def take_over(self, group: str, member: FinishedRollout) -> None:
         """Take a rollout of ``group`` that an earlier process of this run has finished; it is not played again."""
         self._recorded[group, member.rollout] = member
 
-    async def run(self, task_id: str, group: str, rollout: int, *, step: int, priority: int) -> Played:
+    async def run(self, task_id: str, group: str, rollout: int, *, step: int, priority: int) -> RolloutResult:
         """Play one rollout of ``group``, with the policy of ``step``."""
         if (recorded := self._recorded.pop((group, rollout), None)) is not None:
-            return Played(member=recorded, usage=recorded.summary.usage)
+            return RolloutResult(member=recorded, usage=recorded.summary.usage)
         usage, error = Usage(), ""
         for attempt in range(self._retries + 1):
             # Drawn from the identity of the rollout, not from the order of events: a rerun draws the same.
@@ -149,11 +149,11 @@ class RolloutPool:
             member = await self._try(request, priority)
             usage += Usage() if member is None else member.summary.usage
             if member is not None and member.summary.ended is not EpisodeEnd.SERVER_ERROR:
-                return Played(member=member, attempts=attempt + 1, usage=usage)
+                return RolloutResult(member=member, attempts=attempt + 1, usage=usage)
             error = "its worker died" if member is None else member.summary.error or "the world was lost"
             log.warning("%s rollout %d attempt %d: server_error: %s", task_id, rollout, attempt, error)
         self.lost += 1
-        return Played(member=None, attempts=self._retries + 1, usage=usage, error=error)
+        return RolloutResult(member=None, attempts=self._retries + 1, usage=usage, error=error)
 
     @property
     def waiting(self) -> int:
@@ -165,7 +165,7 @@ class RolloutPool:
         """Rollouts that hold a slot."""
         return self._workers.elastic.in_flight
 
-    async def _try(self, request: RolloutRequest, priority: int) -> Member | None:
+    async def _try(self, request: RolloutRequest, priority: int) -> FinishedRollout | None:
         """Play it once, whatever becomes of it; None where its worker was lost."""
         asked: list[ray.ObjectRef[Any]] = []
         given: list[PooledWorker[int]] = []
@@ -190,7 +190,7 @@ class RolloutPool:
             # Ray has repeated the rollout as often as it may: in seconds where a node is out of reach.
             return None
         (trajectory, evaluation), summary = found
-        return Member(rollout=request.rollout, trajectory=trajectory, evaluation=evaluation, summary=summary)
+        return FinishedRollout(rollout=request.rollout, trajectory=trajectory, evaluation=evaluation, summary=summary)
 
 
 def _has_played(summary: RolloutSummary) -> bool:

@@ -15,7 +15,7 @@ from draco_ray.engine.chat import ChatTokens
 from draco_ray.engine.sampler import Sample, Sampler
 from draco_ray.engine.tool_calls import ToolUse, check_calls
 from draco_ray.records import GAP, TOOLS, Message, Usage
-from draco_ray.rollout.agent import Books, Policy, RolloutRequest, Said
+from draco_ray.rollout.agent import Policy, PolicyTurn, RolloutRequest, TokenRecord
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,7 +94,7 @@ class TokenConversation:
         self._spans: list[tuple[int, int]] = []
         self._policy_version: int | None = None
 
-    async def sample(self) -> Said:
+    async def sample(self) -> PolicyTurn:
         """See `Conversation`. Raises: EngineError."""
         room = self._config.max_response_length - self._response_length
         self._turn = sample = await self._sampler.sample(
@@ -108,7 +108,7 @@ class TokenConversation:
         self._policy_version = sample.policy_version if self._policy_version is None else self._policy_version
         text, cut, thinking = self._chat.text(sample.token_ids), sample.finish_reason == "length", self._thinking
         use = None if cut or self._read_calls is None else await self._read_calls(text)
-        return Said(text=text, cut=cut, opens_thinking=thinking, tool_use=use)
+        return PolicyTurn(text=text, cut=cut, opens_thinking=thinking, tool_use=use)
 
     def keep(self, step: int) -> tuple[int, int]:
         """See `Conversation`."""
@@ -134,7 +134,7 @@ class TokenConversation:
         self._add(glue, False, [0.0] * len(glue), GAP)
         return True
 
-    def books(self) -> Books:
+    def books(self) -> TokenRecord:
         """See `Conversation`.
 
         Its usage is what an endpoint would have counted: every turn reads all before it, the turn before being cached
@@ -146,7 +146,7 @@ class TokenConversation:
             cached_tokens=sum(last for _, last in self._spans[:-1]),
             output_tokens=sum(self._sampled),
         )
-        return Books(
+        return TokenRecord(
             token_ids_T=np.array(self._ids, dtype=np.int32),
             sampled_T=np.array(self._sampled, dtype=np.bool_),
             logprob_T=np.array(self._logprobs, dtype=np.float32),

@@ -13,7 +13,7 @@ from draco_ray.engine.tool_calls import ToolCall, ToolUse
 from draco_ray.environments.base import World
 from draco_ray.errors import ConfigError
 from draco_ray.records import TOOLS, Message, Task
-from draco_ray.rollout.agent import Conversation, Said, fill_agent_prompt
+from draco_ray.rollout.agent import Conversation, PolicyTurn, fill_agent_prompt
 from draco_ray.rollout.code_block import cut_output
 from draco_ray.rollout.turn_agent import Step, TurnAgent
 
@@ -31,7 +31,7 @@ class ToolAgent(TurnAgent):
             )
         return (Message(role=TOOLS, content=task.tools), *fill_agent_prompt(self._template, task))
 
-    def step(self, said: Said) -> Step | None:
+    def step(self, said: PolicyTurn) -> Step | None:
         """See `TurnAgent`."""
         use = said.tool_use
         if use is None:

@@ -13,7 +13,7 @@ from draco_ray.engine.tool_calls import after_reasoning
 from draco_ray.environments.base import World
 from draco_ray.errors import EnvironmentCrashed
 from draco_ray.records import GAP, EpisodeEnd, Message, Task, Trajectory, Turn, is_step
-from draco_ray.rollout.agent import Conversation, Policy, RolloutRequest, Said, end_of, fill_agent_prompt
+from draco_ray.rollout.agent import Conversation, Policy, PolicyTurn, RolloutRequest, end_of, fill_agent_prompt
 from draco_ray.rollout.code_block import cut_output, extract_code
 
 
@@ -41,7 +41,7 @@ class TurnAgent(ABC):
         self._template = template
 
     @abstractmethod
-    def step(self, said: Said) -> Step | None:
+    def step(self, said: PolicyTurn) -> Step | None:
         """What a turn does, None where it does nothing; turns that may do nothing are not asked about."""
 
     def prompt(self, task: Task) -> tuple[Message, ...]:
@@ -117,7 +117,7 @@ class TurnAgent(ABC):
             usage=books.usage,
         )
 
-    def _received(self, said: Said) -> str:
+    def _received(self, said: PolicyTurn) -> str:
         """What of a closing turn somebody receives: nothing of one that a limit cut."""
         if said.cut or said.too_long or (self._config.closing_turn or self.closing_turn) == "gap":
             return ""
@@ -129,7 +129,7 @@ class CodeAgent(TurnAgent):
 
     closing_turn = "gap"
 
-    def step(self, said: Said) -> Step | None:
+    def step(self, said: PolicyTurn) -> Step | None:
         """See `TurnAgent`."""
         code = extract_code(said.text, thinking=said.opens_thinking, complete=not said.cut)
         if code is None:

@@ -25,7 +25,7 @@ import httpx
 from draco_ray.config.schema import JudgeConfig, Price
 from draco_ray.errors import ConfigError
 from draco_ray.judging.client import LiteLLMClient
-from draco_ray.judging.complete import Request
+from draco_ray.judging.completion import Request
 from draco_ray.judging.endpoint import Endpoint, Server
 from draco_ray.judging.limiter import Leases
 from draco_ray.judging.model_limits import quiet_litellm

@@ -18,7 +18,7 @@ from draco_ray.algorithm.group import Uncalled, group_advantages
 from draco_ray.algorithm.reward import mixed_verdicts
 from draco_ray.algorithm.rules import NoDropout, find_rule
 from draco_ray.config.schema import DracoConfig, JudgeConfig
-from draco_ray.judging.complete import Complete
+from draco_ray.judging.completion import Completer
 from draco_ray.judging.judge import CallContext
 from draco_ray.judging.panel import panel_judge
 from draco_ray.judging.phases.base import Question
@@ -117,11 +117,11 @@ class TraceJudge:
 
     def __init__(
         self,
-        complete: Complete,
+        complete: Completer,
         prompts: Prompts,
         config: DracoConfig,
         static: Sequence[Criterion] | None = None,
-        open_other: Callable[[JudgeConfig], Complete] | None = None,
+        open_other: Callable[[JudgeConfig], Completer] | None = None,
         asker: Asker | None = None,
         replies: ReplyCache | None = None,
     ) -> None:

@@ -25,7 +25,7 @@ from draco_ray.config.schema import (
 )
 from draco_ray.errors import ConfigError
 from draco_ray.judging.build import open_model, prompts_of
-from draco_ray.judging.complete import Complete, Completion, Request
+from draco_ray.judging.completion import Completer, Completion, Request
 from draco_ray.judging.endpoint import place_of
 from draco_ray.judging.judge_context import judge_room, judge_tokens
 from draco_ray.judging.labels import examples_of
@@ -183,12 +183,12 @@ def _budget(limits: JudgeLimits, budget: float) -> JudgeLimits:
 
 
 class Meter:
-    """A `Complete` that counts what passes through it, and through the other judges beside it."""
+    """A `Completer` that counts what passes through it, and through the other judges beside it."""
 
-    def __init__(self, complete: Complete | None = None) -> None:
+    def __init__(self, complete: Completer | None = None) -> None:
         """``complete`` answers; None: it is set later."""
         self.complete = None if complete is None else self.over(complete)
-        self.open_other: Callable[[JudgeConfig], Complete] | None = None
+        self.open_other: Callable[[JudgeConfig], Completer] | None = None
         """Opens a judge of the jury."""
         self.replies: ReplyCache | None = None
         """Where its answers are kept."""
@@ -199,7 +199,7 @@ class Meter:
         self.begun: dict[int, float] = {}
         self.numbers = itertools.count()
 
-    def over(self, complete: Complete) -> Complete:
+    def over(self, complete: Completer) -> Completer:
         """``complete``, counted."""
         return _Counted(self, complete)
 
@@ -214,17 +214,17 @@ class Meter:
         return time.monotonic() - min(self.begun.values(), default=time.monotonic())
 
     async def __call__(self, request: Request) -> Completion:
-        """See `Complete`."""
+        """See `Completer`."""
         assert self.complete is not None
         return await self.complete(request)
 
     async def forget(self, request: Request) -> None:
-        """See `Complete`."""
+        """See `Completer`."""
         assert self.complete is not None
         await self.complete.forget(request)
 
     async def check(self) -> None:
-        """See `Complete`."""
+        """See `Completer`."""
         assert self.complete is not None
         await self.complete.check()
 
@@ -232,7 +232,7 @@ class Meter:
 @dataclass(frozen=True, slots=True)
 class _Counted:
     meter: Meter
-    complete: Complete
+    complete: Completer
 
     async def __call__(self, request: Request) -> Completion:
         number = next(self.meter.numbers)
@@ -277,7 +277,7 @@ def open_judge(settled: Plan) -> Meter:
     line = WaitingLine(limiter)
     meter = Meter()
 
-    def open_one(judge: JudgeConfig) -> Complete:
+    def open_one(judge: JudgeConfig) -> Completer:
         if settled.batch:
             from draco_ray.traces.batch import BatchClient
 
@@ -290,14 +290,14 @@ def open_judge(settled: Plan) -> Meter:
     return meter
 
 
-def trace_judge(settled: Plan, complete: Complete, asker: Asker | None = None) -> TraceJudge:
+def trace_judge(settled: Plan, complete: Completer, asker: Asker | None = None) -> TraceJudge:
     """What judges by a plan."""
     prompts = prompts_of(settled.config.judge)
     opens, replies = (complete.open_other, complete.replies) if isinstance(complete, Meter) else (None, None)
     return TraceJudge(complete, prompts, settled.told, settled.rubric, opens, asker, replies)
 
 
-async def judge_run(settled: Plan, complete: Complete, run: JudgingRun, asker: Asker | None = None) -> None:
+async def judge_run(settled: Plan, complete: Completer, run: JudgingRun, asker: Asker | None = None) -> None:
     """Judge what is not done yet in a run directory.
 
     Raises:
@@ -334,7 +334,7 @@ async def judge(
     context: int | None = None,
     config: ConfigSource | None = None,
     batch: bool = False,
-    complete: Callable[[Request], Awaitable[Completion]] | Complete | None = None,
+    complete: Callable[[Request], Awaitable[Completion]] | Completer | None = None,
 ) -> list[JudgedGroup]:
     """Judge traces: rubric, verdicts with evidence, the steps responsible, rewards and step advantages.
 
@@ -386,7 +386,7 @@ async def judge(
     async def keep(state: GroupJudgement) -> None:
         found[state.index] = judged_group(state)
 
-    asked: Complete = complete or open_judge(settled)  # type: ignore[assignment]
+    asked: Completer = complete or open_judge(settled)  # type: ignore[assignment]
     if complete is None and groups:
         await asked.check()
     await judge_groups(trace_judge(settled, asked), enumerate(groups), keep, at_once=settled.at_once)
@@ -404,7 +404,7 @@ class JudgeOptions(TypedDict, total=False):
     context: int | None
     config: ConfigSource | None
     batch: bool
-    complete: Callable[[Request], Awaitable[Completion]] | Complete | None
+    complete: Callable[[Request], Awaitable[Completion]] | Completer | None
 
 
 def judge_sync(

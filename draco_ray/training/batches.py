@@ -17,7 +17,7 @@ from draco_ray.config.schema import Order
 from draco_ray.errors import ConfigError
 from draco_ray.pipeline import Group, Pipeline
 from draco_ray.records import Message
-from draco_ray.rollout.pool import Member, RolloutPool
+from draco_ray.rollout.pool import FinishedRollout, RolloutPool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -211,7 +211,9 @@ class RecordedRollouts:
             for task_id, rollout in await self._store.recorded.remote(step, version):
                 if task_id in by_task and rollout < self._group_size:
                     trajectory, summary = self._store.trajectory_again.remote(step, task_id, rollout)
-                    member = Member(rollout=rollout, trajectory=trajectory, evaluation=nothing, summary=await summary)
+                    member = FinishedRollout(
+                        rollout=rollout, trajectory=trajectory, evaluation=nothing, summary=await summary
+                    )
                     self._pool.take_over(by_task[task_id], member)
                     taken += 1
         self._console.print(f"step {step}: {taken} finished rollouts taken from the run directory")

@@ -14,7 +14,7 @@ from safetensors.numpy import save_file
 from draco_ray.cli import main
 from draco_ray.config.load import load_config
 from draco_ray.errors import ConfigError
-from draco_ray.judging.complete import Request
+from draco_ray.judging.completion import Request
 from draco_ray.lab.analysis.checkpoint_judge import CheckpointJudge, checkpoints_before, open_checkpoints
 from draco_ray.lab.analysis.judges import RuleComplete
 from draco_ray.records import Adapter, Message

@@ -14,8 +14,8 @@ import ray
 from draco_ray.config.schema import JudgeConfig, JudgeLimits
 from draco_ray.errors import BudgetSpent, JudgeUnavailable
 from draco_ray.judging.actors import LimiterClient, start_judge_limiter
-from draco_ray.judging.limiter import Asked, Ended
-from draco_ray.judging.outage import Next, Trouble
+from draco_ray.judging.limiter import LeaseRequest, RequestResult
+from draco_ray.judging.outage import FailureKind, NextAction
 from draco_ray.judging.reply_cache import ReplyCache
 from draco_ray.runs.directory import RunDirectory
 from draco_ray.training.cluster import start_ray
@@ -30,8 +30,8 @@ def own_ray() -> Iterator[None]:
     ray.shutdown()
 
 
-def asked(dollars: float) -> Asked:
-    return Asked(input_tokens=10, output_tokens=10, dollars=dollars)
+def asked(dollars: float) -> LeaseRequest:
+    return LeaseRequest(input_tokens=10, output_tokens=10, dollars=dollars)
 
 
 async def test_leases_are_given_waited_for_given_up_and_refused(own_ray: None, tmp_path: Path) -> None:
@@ -47,7 +47,7 @@ async def test_leases_are_given_waited_for_given_up_and_refused(own_ray: None, t
     await asyncio.sleep(0)
     assert await handle.pause.remote() is None
     giving_up.cancel()
-    assert await client.settle(first.number, Ended(tokens=20, dollars=0.3)) is Next.AGAIN
+    assert await client.settle(first.number, RequestResult(tokens=20, dollars=0.3)) is NextAction.AGAIN
     second = await waiting
     assert second.answers >= 1
     await client.give_back(second.number)
@@ -73,12 +73,12 @@ async def test_a_limiter_that_was_killed_goes_on_with_the_book(own_ray: None, tm
     os.kill(pid, signal.SIGKILL)
     with pytest.raises(BudgetSpent, match=r"\$0\.4500"):
         await client.lease(asked(0.6))
-    assert await client.settle(under_way.number, Ended(dollars=0.05)) is Next.AGAIN
+    assert await client.settle(under_way.number, RequestResult(dollars=0.05)) is NextAction.AGAIN
     grant = await client.lease(asked(0.5))
 
     # An outage reaches every caller as one line.
-    verdict = await client.settle(grant.number, Ended(trouble=Trouble.UNAVAILABLE, reason="503"))
-    assert verdict is Next.AGAIN
+    verdict = await client.settle(grant.number, RequestResult(trouble=FailureKind.UNAVAILABLE, reason="503"))
+    assert verdict is NextAction.AGAIN
     await asyncio.sleep(0.3)
     with pytest.raises(JudgeUnavailable, match=r"judge\.max_outage_seconds=0\.2"):
         await client.lease(asked(0.1))

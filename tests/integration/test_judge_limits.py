@@ -16,10 +16,10 @@ from draco_ray.config.schema import JudgeConfig, JudgeLimits, Price
 from draco_ray.errors import BudgetSpent, JudgeUnavailable
 from draco_ray.judging.actors import JudgeLimiterActor, requests_name
 from draco_ray.judging.client import LiteLLMClient
-from draco_ray.judging.complete import Completion, Request
+from draco_ray.judging.completion import Completion, Request
 from draco_ray.judging.judge import CallContext, Judge
-from draco_ray.judging.limiter import Asked, Ended, Grant
-from draco_ray.judging.outage import Next
+from draco_ray.judging.limiter import Grant, LeaseRequest, RequestResult
+from draco_ray.judging.outage import NextAction
 from draco_ray.judging.phases.score import Score
 from draco_ray.judging.prompts import load_prompts
 from draco_ray.judging.reply_cache import ReplyCache, read_book
@@ -43,10 +43,10 @@ class DirectLeases:
     def __init__(self, limiter: JudgeLimiterActor) -> None:
         self.actor = limiter
 
-    async def lease(self, asked: Asked) -> Grant:
+    async def lease(self, asked: LeaseRequest) -> Grant:
         return await self.actor.lease(asked)
 
-    async def settle(self, number: str, ended: Ended) -> Next:
+    async def settle(self, number: str, ended: RequestResult) -> NextAction:
         return await self.actor.settle(number, ended)
 
     async def give_back(self, number: str) -> None:

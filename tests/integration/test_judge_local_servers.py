@@ -15,7 +15,7 @@ import ray
 
 from draco_ray.config.schema import JudgeConfig
 from draco_ray.judging.client import LiteLLMClient
-from draco_ray.judging.complete import Completion, Request
+from draco_ray.judging.completion import Completion, Request
 from draco_ray.judging.limiter import Limiter, WaitingLine
 from draco_ray.judging.local.actor import start_judge_servers
 from draco_ray.judging.outage import Outage

@@ -13,11 +13,11 @@ from draco_ray.config.schema import JudgeConfig, JudgeLimits, Price
 from draco_ray.errors import JudgeUnavailable
 from draco_ray.judging.build import build_judge
 from draco_ray.judging.client import LiteLLMClient
-from draco_ray.judging.complete import Request
+from draco_ray.judging.completion import Request
 from draco_ray.judging.example import PROMPT
 from draco_ray.judging.judge import CallContext
-from draco_ray.judging.limiter import Asked, Ended, Grant, Limiter, WaitingLine
-from draco_ray.judging.outage import Next, Trouble
+from draco_ray.judging.limiter import Grant, LeaseRequest, Limiter, RequestResult, WaitingLine
+from draco_ray.judging.outage import FailureKind, NextAction
 from draco_ray.judging.phases.stage1 import Stage1
 from draco_ray.judging.reply_cache import ReplyCache
 from draco_ray.records import Message, Paid
@@ -44,14 +44,14 @@ class Told(WaitingLine):
 
     def __init__(self) -> None:
         super().__init__(Limiter(JudgeLimits()))
-        self.asked: list[Asked] = []
-        self.ended: list[Ended] = []
+        self.asked: list[LeaseRequest] = []
+        self.ended: list[RequestResult] = []
 
-    async def lease(self, asked: Asked) -> Grant:
+    async def lease(self, asked: LeaseRequest) -> Grant:
         self.asked.append(asked)
         return await super().lease(asked)
 
-    async def settle(self, number: str, ended: Ended) -> Next:
+    async def settle(self, number: str, ended: RequestResult) -> NextAction:
         self.ended.append(ended)
         return await super().settle(number, ended)
 
@@ -265,10 +265,10 @@ async def test_the_pool_is_told_how_each_request_ended(caplog: pytest.LogCapture
     late, refused, fine = told.ended
     # It may be billed: the most that it can be, and a guess, from which nothing is learned.
     assert (late.tokens, late.output_tokens) == (asked.input_tokens + asked.output_tokens, asked.output_tokens)
-    assert (late.dollars, late.estimated, late.trouble, late.hint) == (asked.dollars, True, Trouble.TIMED_OUT, None)
+    assert (late.dollars, late.estimated, late.trouble, late.hint) == (asked.dollars, True, FailureKind.TIMED_OUT, None)
     assert "no answer within 0.4 s" in late.reason
     assert (refused.tokens, refused.output_tokens, refused.dollars, refused.hint) == (0, 0, 0, 0)
-    assert (refused.trouble, refused.estimated) == (Trouble.RATE_LIMITED, True)
+    assert (refused.trouble, refused.estimated) == (FailureKind.RATE_LIMITED, True)
     assert "slow down" in refused.reason
     assert (fine.tokens, fine.output_tokens, fine.estimated, fine.trouble) == (110, 10, False, None)
     assert f"judge openai/scripted at {server.base}: request 1: no answer within 0.4 s; again in " in caplog.text
@@ -411,7 +411,7 @@ async def test_a_replayed_reply_says_what_it_was_paid_with(tmp_path: Path) -> No
 
 async def test_what_a_call_waits_for_leave_is_told_from_what_the_judge_takes(tmp_path: Path) -> None:
     class Slow(Told):
-        async def lease(self, asked: Asked) -> Grant:
+        async def lease(self, asked: LeaseRequest) -> Grant:
             await asyncio.sleep(0.2)
             return await super().lease(asked)
 

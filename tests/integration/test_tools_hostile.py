@@ -22,7 +22,7 @@ from draco_ray.environments.jail.confine import LEVELS
 from draco_ray.environments.tools.environment import ToolsEnvironment
 from draco_ray.errors import EnvironmentCrashed, IsolationUnavailable, WorldBroken
 from draco_ray.records import EpisodeEnd, Message, Usage
-from draco_ray.rollout.agent import Books, RolloutRequest, Said
+from draco_ray.rollout.agent import PolicyTurn, RolloutRequest, TokenRecord
 from draco_ray.rollout.worker import RolloutWorkerActor
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
@@ -352,9 +352,9 @@ class Scripted:
     def begin(self, prompt: tuple[Message, ...], request: RolloutRequest) -> Scripted:
         return self
 
-    async def sample(self) -> Said:
+    async def sample(self) -> PolicyTurn:
         call = next(self._left, None)
-        return Said(text="", cut=False, tool_use=None if call is None else ToolUse(text="", calls=(call,)))
+        return PolicyTurn(text="", cut=False, tool_use=None if call is None else ToolUse(text="", calls=(call,)))
 
     def keep(self, step: int) -> tuple[int, int]:
         return 0, 0
@@ -366,9 +366,9 @@ class Scripted:
         self.told += results
         return True
 
-    def books(self) -> Books:
+    def books(self) -> TokenRecord:
         none = np.zeros(0, int)
-        return Books(
+        return TokenRecord(
             token_ids_T=none,
             sampled_T=none.astype(bool),
             logprob_T=none.astype(np.float32),

@@ -10,7 +10,7 @@ import pytest
 
 from draco_ray.config.schema import DracoConfig, JudgeConfig, Price
 from draco_ray.errors import ConfigError
-from draco_ray.judging.complete import Request
+from draco_ray.judging.completion import Request
 from draco_ray.judging.reply_cache import ReplyCache
 from draco_ray.records import Message
 from draco_ray.traces import library

@@ -26,7 +26,7 @@ import pyarrow.compute as pc
 from draco_ray.config.schema import JudgeConfig, Price
 from draco_ray.judging import pricing, reply_cache
 from draco_ray.judging.build import build_judge
-from draco_ray.judging.complete import Request
+from draco_ray.judging.completion import Request
 from draco_ray.judging.endpoint import Endpoint
 from draco_ray.judging.judge import CallContext
 from draco_ray.judging.phases.stage1 import Stage1

@@ -11,7 +11,7 @@ import pytest
 
 from draco_ray.cli import main
 from draco_ray.config.schema import JudgeConfig, RuleJudgeConfig
-from draco_ray.judging.complete import Completion, Request
+from draco_ray.judging.completion import Completion, Request
 from draco_ray.judging.phases.credit import Credit
 from draco_ray.judging.phases.score import Score
 from draco_ray.judging.prompts import load_prompts

@@ -16,7 +16,7 @@ import pytest
 from draco_ray.cli import main
 from draco_ray.config.schema import JudgeConfig
 from draco_ray.errors import ConfigError, WorldError
-from draco_ray.judging.complete import Completion, Request
+from draco_ray.judging.completion import Completion, Request
 from draco_ray.judging.judge import Judge
 from draco_ray.judging.prompts import load_prompts
 from draco_ray.lab.analysis.attribution.bench import JudgedRollout, judge_groups

@@ -9,7 +9,7 @@ import pytest
 
 from draco_ray.config.schema import JudgeConfig, JudgeLimits, Price
 from draco_ray.errors import BudgetSpent, ConfigError
-from draco_ray.judging.limiter import Asked, Ended
+from draco_ray.judging.limiter import LeaseRequest, RequestResult
 from draco_ray.judging.pricing import check_budget
 from draco_ray.lab.evaluation.api_policy import BOOK, EvaluationLimiterActor, dollars_spent, start_evaluation_limiter
 
@@ -17,8 +17,8 @@ LIMITS = JudgeLimits(dollars=1.0)
 CONFIG = JudgeConfig(limits=LIMITS)
 
 
-def asked(dollars: float) -> Asked:
-    return Asked(input_tokens=50, output_tokens=50, dollars=dollars)
+def asked(dollars: float) -> LeaseRequest:
+    return LeaseRequest(input_tokens=50, output_tokens=50, dollars=dollars)
 
 
 async def test_the_next_process_goes_on_with_the_book_of_the_last(tmp_path: Path) -> None:
@@ -26,7 +26,7 @@ async def test_the_next_process_goes_on_with_the_book_of_the_last(tmp_path: Path
     assert dollars_spent(book) == 0.0
     first = EvaluationLimiterActor(CONFIG, book)
     for cost in (0.25, 0.5):
-        await first.settle((await first.lease(asked(0.5))).number, Ended(dollars=cost))
+        await first.settle((await first.lease(asked(0.5))).number, RequestResult(dollars=cost))
     assert dollars_spent(book) == 0.75
     second = EvaluationLimiterActor(CONFIG, book)
     with pytest.raises(BudgetSpent, match=r"\$0\.7500 of judge\.limits\.dollars=1 is spent"):

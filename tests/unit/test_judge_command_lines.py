@@ -15,7 +15,7 @@ from draco_ray.cli import main
 from draco_ray.commands.judge import _understood, progress_line
 from draco_ray.config.schema import DracoConfig, JudgeConfig
 from draco_ray.errors import ConfigError, JudgeUnavailable
-from draco_ray.judging.complete import Request
+from draco_ray.judging.completion import Request
 from draco_ray.judging.endpoint import introduced
 from draco_ray.judging.pricing import known_price
 from draco_ray.records import Message

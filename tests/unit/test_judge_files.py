@@ -14,7 +14,7 @@ from draco_ray import judge_sync, load_traces
 from draco_ray.cli import main
 from draco_ray.commands.grade import annotate
 from draco_ray.errors import StoreError
-from draco_ray.judging.complete import Completion, Request
+from draco_ray.judging.completion import Completion, Request
 from draco_ray.judging.file_judge import PROMPT, REPLY, SCHEMA, FileJudge
 from draco_ray.records import Message
 from tests.conftest import REPOSITORY

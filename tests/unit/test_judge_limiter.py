@@ -21,13 +21,13 @@ from draco_ray.judging.limiter import (
     LOOK_AGAIN_SECONDS,
     PACE,
     WINDOW_SECONDS,
-    Asked,
-    Ended,
+    LeaseRequest,
     Limiter,
+    RequestResult,
     SlidingWindow,
     WaitingLine,
 )
-from draco_ray.judging.outage import Next, Outage, Pause, Trouble
+from draco_ray.judging.outage import FailureKind, NextAction, Outage, Pause
 from tests.support.turns import LoopClock, outcome, turns
 
 
@@ -44,13 +44,13 @@ def clock() -> Clock:
     return Clock()
 
 
-def asked(tokens: float, dollars: float = 0.0, kind: str = "") -> Asked:
+def asked(tokens: float, dollars: float = 0.0, kind: str = "") -> LeaseRequest:
     """A request that may write so many tokens."""
-    return Asked(input_tokens=0.0, output_tokens=tokens, dollars=dollars, kind=kind)
+    return LeaseRequest(input_tokens=0.0, output_tokens=tokens, dollars=dollars, kind=kind)
 
 
-def ended(tokens: float, dollars: float = 0.0) -> Ended:
-    return Ended(tokens=tokens, output_tokens=tokens, dollars=dollars)
+def ended(tokens: float, dollars: float = 0.0) -> RequestResult:
+    return RequestResult(tokens=tokens, output_tokens=tokens, dollars=dollars)
 
 
 def lease(limiter: Limiter, tokens: float = 1.0, dollars: float = 0.0) -> tuple[str, float]:
@@ -267,14 +267,14 @@ async def test_later_phases_go_before_new_groups_and_equals_in_order(clock: Cloc
     order: list[str] = []
 
     async def wait(name: str, rank: int) -> None:
-        grant = await outcome(line.lease(Asked(input_tokens=0, output_tokens=1, dollars=1.0, rank=rank)))
+        grant = await outcome(line.lease(LeaseRequest(input_tokens=0, output_tokens=1, dollars=1.0, rank=rank)))
         order.append(name)
-        await line.settle(grant.number, Ended())
+        await line.settle(grant.number, RequestResult())
 
     names = [("stage1 a", 0), ("stage1 b", 0), ("credit", -4), ("score", -3), ("credit late", -4)]
     tasks = [asyncio.create_task(wait(name, rank)) for name, rank in names]
     await asyncio.sleep(0)
-    await line.settle(first.number, Ended())
+    await line.settle(first.number, RequestResult())
     await outcome(asyncio.gather(*tasks))
     assert order == ["credit", "credit late", "score", "stage1 a", "stage1 b"]
 
@@ -295,7 +295,7 @@ async def test_who_gives_up_waiting_holds_no_lease(clock: Clock) -> None:
     waiting = [asyncio.create_task(line.lease(asked(1, 1.0))) for _ in range(3)]
     await asyncio.sleep(0)
     waiting[0].cancel()
-    await line.settle(first.number, Ended())
+    await line.settle(first.number, RequestResult())
     waiting[1].cancel()
     assert (await outcome(waiting[2])).number
     assert line.limiter.reserved == 1.0
@@ -316,7 +316,7 @@ def test_one_request_at_a_time_goes_through_while_none_is_answered(clock: Clock,
     limiter = Limiter(JudgeLimits(), outage=Outage(max_seconds=6000), lease_seconds=600.0, clock=clock)
     for _ in range(3):
         number, _ = lease(limiter)
-        limiter.settle(number, Ended(trouble=Trouble.UNAVAILABLE, reason="503"))
+        limiter.settle(number, RequestResult(trouble=FailureKind.UNAVAILABLE, reason="503"))
         _, wait = lease(limiter)
         assert wait > 0
         clock.now += wait
@@ -360,7 +360,7 @@ async def test_who_watches_is_told_of_an_outage_on_the_limiters_clock(clock: Clo
     assert await line.pause() is None
     for _ in range(4):
         grant = await outcome(line.lease(asked(1)))
-        await line.settle(grant.number, Ended(trouble=Trouble.UNAVAILABLE, reason="503"))
+        await line.settle(grant.number, RequestResult(trouble=FailureKind.UNAVAILABLE, reason="503"))
         clock.now += 60
     assert await line.pause() == Pause(reason="503", lasted=240.0, next_try=0.0, gives_up=360.0)
 
@@ -402,15 +402,15 @@ def test_a_lease_says_what_the_others_have_seen(clock: Clock) -> None:
     limiter = Limiter(JudgeLimits(), outage=Outage(max_seconds=600), clock=clock, name="run-")
     limiter.settle(lease(limiter)[0], ended(1))
     for _ in range(3):
-        limiter.settle(lease(limiter)[0], Ended(trouble=Trouble.UNAVAILABLE, reason="503"))
+        limiter.settle(lease(limiter)[0], RequestResult(trouble=FailureKind.UNAVAILABLE, reason="503"))
         clock.now += 60
     grant, _ = limiter.lease(asked(1))
     assert grant is not None
     assert grant.number.startswith("run-")
     assert (grant.answers, grant.alone) == (1, True)
-    limiter.settle(grant.number, Ended(trouble=Trouble.UNAVAILABLE, reason="503"))
+    limiter.settle(grant.number, RequestResult(trouble=FailureKind.UNAVAILABLE, reason="503"))
     clock.now += 120
-    other, _ = limiter.lease(Asked(input_tokens=0, output_tokens=1, call="another"))
+    other, _ = limiter.lease(LeaseRequest(input_tokens=0, output_tokens=1, call="another"))
     assert other is not None
     assert (other.answers, other.alone) == (1, False)
 
@@ -418,21 +418,27 @@ def test_a_lease_says_what_the_others_have_seen(clock: Clock) -> None:
 def test_what_the_endpoint_said_becomes_of_its_call_and_of_everybodys_next_request(clock: Clock) -> None:
     limiter = Limiter(JudgeLimits(), outage=Outage(max_seconds=600), clock=clock)
     first, second, third = (lease(limiter)[0] for _ in range(3))
-    assert limiter.settle(first, ended(1)) is Next.AGAIN
-    assert limiter.settle(second, Ended(trouble=Trouble.OWN, reason="too long")) is Next.FAIL
-    assert limiter.settle(third, Ended(trouble=Trouble.RATE_LIMITED, reason="429", hint=30.0)) is Next.AGAIN
+    assert limiter.settle(first, ended(1)) is NextAction.AGAIN
+    assert limiter.settle(second, RequestResult(trouble=FailureKind.OWN, reason="too long")) is NextAction.FAIL
+    assert (
+        limiter.settle(third, RequestResult(trouble=FailureKind.RATE_LIMITED, reason="429", hint=30.0))
+        is NextAction.AGAIN
+    )
     assert 30.0 <= lease(limiter)[1] <= 31.0
-    assert limiter.settle("of an earlier process", Ended(trouble=Trouble.QUOTA_SPENT, reason="paid up")) is Next.STOP
+    assert (
+        limiter.settle("of an earlier process", RequestResult(trouble=FailureKind.QUOTA_SPENT, reason="paid up"))
+        is NextAction.STOP
+    )
 
 
 def test_a_request_that_was_sent_before_a_pause_makes_it_no_longer(clock: Clock) -> None:
     limiter = Limiter(JudgeLimits(), outage=Outage(max_seconds=600), clock=clock)
     early, late = lease(limiter)[0], lease(limiter)[0]
     clock.now += 10
-    limiter.settle(early, Ended(trouble=Trouble.UNAVAILABLE, reason="503"))
+    limiter.settle(early, RequestResult(trouble=FailureKind.UNAVAILABLE, reason="503"))
     _, wait = lease(limiter)
     clock.now += wait
-    limiter.settle(late, Ended(trouble=Trouble.UNAVAILABLE, reason="503"))
+    limiter.settle(late, RequestResult(trouble=FailureKind.UNAVAILABLE, reason="503"))
     assert lease(limiter)[1] == 0.0
 
 
@@ -470,7 +476,7 @@ def test_a_wait_of_less_than_a_second_is_one(clock: Clock) -> None:
     assert all([lease(by_requests)[0], lease(by_requests)[0], lease(by_tokens, 1000)[0]])
     number, _ = lease(paused)
     clock.now += WINDOW_SECONDS - 0.5
-    paused.settle(number, Ended(trouble=Trouble.RATE_LIMITED, reason="429", hint=0.5))
+    paused.settle(number, RequestResult(trouble=FailureKind.RATE_LIMITED, reason="429", hint=0.5))
     assert lease(by_requests) == ("", pytest.approx(0.5))
     assert lease(by_tokens, 500) == ("", pytest.approx(0.5))
     assert 0.5 <= lease(paused)[1] < 1.0
@@ -513,9 +519,9 @@ async def test_a_lease_that_nobody_waits_for_is_booked_and_the_next_one_may_go(c
 
 def test_a_request_counts_with_what_its_like_have_used(clock: Clock) -> None:
     limiter = Limiter(JudgeLimits(tokens_per_minute=1e6), clock=clock)
-    request = Asked(input_tokens=400, output_tokens=1000, kind="score")
+    request = LeaseRequest(input_tokens=400, output_tokens=1000, kind="score")
 
-    def counted(request: Asked) -> float:
+    def counted(request: LeaseRequest) -> float:
         grant, _ = limiter.lease(request)
         assert grant is not None
         amount = limiter._leases[grant.number].use.amount
@@ -529,7 +535,7 @@ def test_a_request_counts_with_what_its_like_have_used(clock: Clock) -> None:
         assert grant is not None
         clock.now += 5
         written = 10 + 4 * (number % 2)
-        limiter.settle(grant.number, Ended(tokens=100 + written, output_tokens=written))
+        limiter.settle(grant.number, RequestResult(tokens=100 + written, output_tokens=written))
     # A quarter of a token a byte; mean 12 and standard deviation 2 of the reply.
     assert counted(request) == pytest.approx(100 + 12 + 2)
     # Of another kind of reply nothing is known yet.

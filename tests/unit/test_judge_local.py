@@ -16,7 +16,14 @@ from draco_ray.config.schema import DracoConfig, JudgeConfig, LocalJudgeConfig, 
 from draco_ray.errors import ConfigError, JudgeUnavailable
 from draco_ray.judging.endpoint import Server
 from draco_ray.judging.local import servers as module
-from draco_ray.judging.local.server import STARTS, Look, Stall, VllmJudgeServer, reasoning_words, serve_words
+from draco_ray.judging.local.server import (
+    STARTS,
+    ServerStatus,
+    StallDetector,
+    VllmJudgeServer,
+    reasoning_words,
+    serve_words,
+)
 from draco_ray.judging.local.servers import ADJUST_SECONDS, LOOK_SECONDS, SILENT_SECONDS, JudgeServers
 from draco_ray.judging.panel import other
 from draco_ray.training.capacity import check_resources
@@ -32,13 +39,13 @@ class Replica:
     def __init__(self, number: int) -> None:
         self.number = number
         self.ended = False
-        self.found: Look | BaseException = Look(server=None, doing="loads")
+        self.found: ServerStatus | BaseException = ServerStatus(server=None, doing="loads")
         self.looks = 0
         self.there = asyncio.Event()
         """Cleared: it does not answer."""
         self.there.set()
 
-    async def look(self) -> Look:
+    async def look(self) -> ServerStatus:
         self.looks += 1
         await self.there.wait()
         if isinstance(self.found, BaseException):
@@ -50,7 +57,7 @@ class Replica:
 
     def serve(self, port: int = 0) -> None:
         server = Server(f"http://127.0.0.1:{port or 8000 + self.number}/v1", "key")
-        self.found = Look(server=server, doing="serves")
+        self.found = ServerStatus(server=server, doing="serves")
 
 
 class Fleet:
@@ -140,7 +147,7 @@ async def test_a_server_that_a_call_found_gone_gets_no_more_until_it_answers_a_l
         await fleet.up(2)
         lease = await fleet.servers.acquire("a")
         broken = next(each for each in fleet.replicas if each.found.server == lease.server)  # type: ignore[union-attr]
-        broken.found = Look(server=None, doing="loads again")
+        broken.found = ServerStatus(server=None, doing="loads again")
         fleet.servers.release(lease.number, lost=True)
         others = [await fleet.servers.acquire("a") for _ in range(2)]
         assert lease.server not in [each.server for each in others]
@@ -297,7 +304,7 @@ async def test_what_a_server_does_is_told_with_the_time_since_it_does_that(caplo
         (replica,) = fleet.replicas
         for seconds in (7, 8):
             fleet.now += seconds
-            replica.found = Look(server=None, doing=f"loads Qwen, for {seconds} s now")
+            replica.found = ServerStatus(server=None, doing=f"loads Qwen, for {seconds} s now")
             await turns(50)
         # Since it loads, of which no more is said than of the latest look.
         assert fleet.servers.pending() == ["judge server 0 loads Qwen, for 8 s now (since 8 s)"]
@@ -305,7 +312,7 @@ async def test_what_a_server_does_is_told_with_the_time_since_it_does_that(caplo
         await until(lambda: fleet.servers.up)
         assert (fleet.servers.pending(), caplog.messages) == ([], [])
         fleet.now += 100
-        replica.found = Look(server=None, doing="loads Qwen, as the one before ended")
+        replica.found = ServerStatus(server=None, doing="loads Qwen, as the one before ended")
         await until(lambda: not fleet.servers.up)
         fleet.now += 3
         await turns(50)
@@ -396,7 +403,7 @@ async def test_servers_that_cannot_be_asked_for_now_are_asked_for_later(caplog: 
 
 def test_a_stall_is_a_while_without_a_token() -> None:
     now = 0.0
-    stall = Stall(60.0, lambda: now)
+    stall = StallDetector(60.0, lambda: now)
     assert not stall.suspected(10.0)
     now = 59.0
     assert not stall.suspected(10.0)

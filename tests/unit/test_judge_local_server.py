@@ -15,7 +15,7 @@ from draco_ray.config.schema import JudgeConfig
 from draco_ray.engine import openai_server
 from draco_ray.errors import JudgeUnavailable
 from draco_ray.judging.local import server as module
-from draco_ray.judging.local.server import STARTS, Look, VllmJudgeServer, serve_words
+from draco_ray.judging.local.server import STARTS, ServerStatus, VllmJudgeServer, serve_words
 
 MODEL = "hosted_vllm/Qwen/Qwen3.6-27B"
 METRICS = """\
@@ -108,7 +108,7 @@ class Watched:
         config = JudgeConfig.model_validate({"model": MODEL, "api_key_env": "ITS_KEY", "local": local})
         self.server = VllmJudgeServer(config, "127.0.0.1", self.log, lambda: self.now)
 
-    def look(self, later: float = 0.0) -> Look:
+    def look(self, later: float = 0.0) -> ServerStatus:
         self.now += later
         return self.server.look()
 
@@ -131,8 +131,8 @@ def test_it_loads_until_it_names_its_models_and_is_reached_with_its_own_key(
 ) -> None:
     monkeypatch.setenv("ITS_KEY", "the hosted judge's")
     assert watched.server.pid is None
-    assert watched.look() == Look(server=None, doing="loads Qwen/Qwen3.6-27B")
-    assert watched.look(later=7) == Look(server=None, doing="loads Qwen/Qwen3.6-27B, for 7 s now")
+    assert watched.look() == ServerStatus(server=None, doing="loads Qwen/Qwen3.6-27B")
+    assert watched.look(later=7) == ServerStatus(server=None, doing="loads Qwen/Qwen3.6-27B, for 7 s now")
     answers.loaded = True
     found = watched.look(later=1)
     assert found.doing == "serves"
@@ -203,7 +203,7 @@ def test_one_that_hangs_is_waited_for_no_longer_than_it_may_take(
 
 def test_only_ends_in_a_row_before_an_answer_count(watched: Watched, answers: Answers) -> None:
     fails, sleeps = ["sh", "-c", "printf '%s is the key %0300d\\n' $VLLM_API_KEY 0; exit 3"], watched.command
-    loads = Look(server=None, doing="loads Qwen/Qwen3.6-27B, as the one before ended with exit code 3")
+    loads = ServerStatus(server=None, doing="loads Qwen/Qwen3.6-27B, as the one before ended with exit code 3")
     watched.command = fails
     watched.look()
     for command in [fails] * (STARTS - 2) + [sleeps]:

@@ -9,17 +9,19 @@ import pytest
 
 from draco_ray.config.schema import JudgeLimits
 from draco_ray.errors import JudgeUnavailable
-from draco_ray.judging.limiter import Asked, Ended, Limiter
-from draco_ray.judging.outage import REFUSALS_TO_STOP, ROUNDS_TO_PROBE, Next, Outage, Pause, Trouble, span
+from draco_ray.judging.limiter import LeaseRequest, Limiter, RequestResult
+from draco_ray.judging.outage import REFUSALS_TO_STOP, ROUNDS_TO_PROBE, FailureKind, NextAction, Outage, Pause, span
 
 NOBODY = math.inf
 
 
-def down(outage: Outage, now: float, trouble: Trouble = Trouble.UNAVAILABLE, rounds: int = ROUNDS_TO_PROBE) -> float:
+def down(
+    outage: Outage, now: float, trouble: FailureKind = FailureKind.UNAVAILABLE, rounds: int = ROUNDS_TO_PROBE
+) -> float:
     """Requests fail as soon as one may be sent; returns the time."""
     for _ in range(rounds):
         now += outage.seconds_to_wait(now)
-        assert outage.failed(trouble, "503 overloaded", None, now, now) is Next.AGAIN
+        assert outage.failed(trouble, "503 overloaded", None, now, now) is NextAction.AGAIN
     return now
 
 
@@ -27,7 +29,7 @@ def test_everybody_waits_longer_each_time_until_somebody_is_answered() -> None:
     outage = Outage(max_seconds=600, max_backoff_seconds=8)
     now, waits = 0.0, []
     for _ in range(6):
-        outage.failed(Trouble.UNAVAILABLE, "503", None, now, now)
+        outage.failed(FailureKind.UNAVAILABLE, "503", None, now, now)
         waits.append(outage.seconds_to_wait(now))
         now += waits[-1]
     for wait, most in zip(waits, [1, 2, 4, 8, 8, 8], strict=True):
@@ -39,7 +41,7 @@ def test_everybody_waits_longer_each_time_until_somebody_is_answered() -> None:
 def test_failures_of_requests_that_were_sent_before_the_pause_are_one() -> None:
     outage = Outage(max_seconds=600)
     for late in range(200):
-        outage.failed(Trouble.UNAVAILABLE, "503", None, 0.0, 0.1 + late / 1000)
+        outage.failed(FailureKind.UNAVAILABLE, "503", None, 0.0, 0.1 + late / 1000)
     assert outage.seconds_to_wait(0.3) <= 1.0
     assert not outage.down
 
@@ -48,7 +50,7 @@ def test_a_pause_begins_anew_with_what_was_sent_since_the_last_one_began() -> No
     outage = Outage(max_seconds=600)
 
     def fails(sent_at: float, now: float) -> float:
-        outage.failed(Trouble.UNAVAILABLE, "503", None, sent_at, now)
+        outage.failed(FailureKind.UNAVAILABLE, "503", None, sent_at, now)
         return outage.seconds_to_wait(now)
 
     assert 0.5 <= fails(sent_at=0.0, now=10.0) <= 1.0
@@ -63,18 +65,18 @@ def test_a_pause_begins_anew_with_what_was_sent_since_the_last_one_began() -> No
 def test_the_longest_wait_that_was_asked_for_holds() -> None:
     outage = Outage(max_seconds=600)
     for sent_at, hint in enumerate((20.0, 5.0)):
-        outage.failed(Trouble.RATE_LIMITED, "429", hint, sent_at, sent_at)
+        outage.failed(FailureKind.RATE_LIMITED, "429", hint, sent_at, sent_at)
     assert 19.0 <= outage.seconds_to_wait(1.0) <= 20.0
     # Without a hint it holds as well, and a later one may ask for more.
-    outage.failed(Trouble.RATE_LIMITED, "429", None, 2.0, 2.0)
+    outage.failed(FailureKind.RATE_LIMITED, "429", None, 2.0, 2.0)
     assert outage.seconds_to_wait(2.0) >= 18.0
-    outage.failed(Trouble.RATE_LIMITED, "429", 30.0, 2.0, 2.0)
+    outage.failed(FailureKind.RATE_LIMITED, "429", 30.0, 2.0, 2.0)
     assert outage.seconds_to_wait(2.0) >= 30.0
 
 
 def test_a_rate_limit_makes_everybody_wait_as_long_as_it_says() -> None:
     outage = Outage(max_seconds=600)
-    outage.failed(Trouble.RATE_LIMITED, "429", 7.0, 0.0, 0.0)
+    outage.failed(FailureKind.RATE_LIMITED, "429", 7.0, 0.0, 0.0)
     assert 7.0 <= outage.seconds_to_wait(0.0) <= 7.7
     # Somebody who was sent earlier is answered: the allowance is as spent as it was.
     outage.answered(1.0)
@@ -152,7 +154,7 @@ def test_during_an_outage_nobody_else_goes_while_one_request_is_under_way() -> N
 
 def test_an_answer_counts_whatever_it_says_and_ends_the_pause_but_not_what_a_rate_limit_asks_for() -> None:
     outage = Outage(max_seconds=600)
-    outage.failed(Trouble.OWN, "too long", None, 0.0, 0.0)
+    outage.failed(FailureKind.OWN, "too long", None, 0.0, 0.0)
     outage.answered(0.0)
     assert outage.answers == 2
     now = down(outage, 0.0)
@@ -162,13 +164,13 @@ def test_an_answer_counts_whatever_it_says_and_ends_the_pause_but_not_what_a_rat
     down(outage, now, rounds=1)
     assert outage.seconds_to_wait(now) <= 1.0
     # A hint beyond what others would wait, and one second later at most.
-    outage.failed(Trouble.RATE_LIMITED, "429", 100.0, now, now)
+    outage.failed(FailureKind.RATE_LIMITED, "429", 100.0, now, now)
     assert 100.0 <= outage.seconds_to_wait(now) <= 101.0
 
 
 def test_after_a_request_that_hangs_one_at_a_time_goes_through() -> None:
     outage = Outage(max_seconds=600)
-    down(outage, 600.0, Trouble.TIMED_OUT, rounds=1)
+    down(outage, 600.0, FailureKind.TIMED_OUT, rounds=1)
     assert outage.down
 
 
@@ -184,20 +186,20 @@ def test_an_outage_ends_the_run_when_it_has_lasted_too_long() -> None:
 
 def test_a_refusal_stops_a_run_that_was_never_answered_and_else_fails_its_call_until_it_repeats() -> None:
     outage = Outage()
-    assert outage.failed(Trouble.REFUSED, "401", None, 0, 0) is Next.STOP
+    assert outage.failed(FailureKind.REFUSED, "401", None, 0, 0) is NextAction.STOP
     for _ in range(1000):
         outage.answered(1.0)
-        assert outage.failed(Trouble.REFUSED, "404", None, 1, 1) is Next.FAIL
+        assert outage.failed(FailureKind.REFUSED, "404", None, 1, 1) is NextAction.FAIL
     outage.answered(2.0)
-    verdicts = [outage.failed(Trouble.REFUSED, "401", None, 2, 2) for _ in range(REFUSALS_TO_STOP)]
-    assert verdicts == [Next.FAIL] * (REFUSALS_TO_STOP - 1) + [Next.STOP]
+    verdicts = [outage.failed(FailureKind.REFUSED, "401", None, 2, 2) for _ in range(REFUSALS_TO_STOP)]
+    assert verdicts == [NextAction.FAIL] * (REFUSALS_TO_STOP - 1) + [NextAction.STOP]
     outage.answered(3.0)
-    assert outage.failed(Trouble.QUOTA_SPENT, "quota", None, 3, 3) is Next.STOP
+    assert outage.failed(FailureKind.QUOTA_SPENT, "quota", None, 3, 3) is NextAction.STOP
 
 
 def test_a_flagged_prompt_fails_its_call_however_often() -> None:
     outage = Outage()
-    assert {outage.failed(Trouble.OWN, "403 flagged", None, 0, 0) for _ in range(100)} == {Next.FAIL}
+    assert {outage.failed(FailureKind.OWN, "403 flagged", None, 0, 0) for _ in range(100)} == {NextAction.FAIL}
 
 
 def test_without_patience_nobody_waits_for_others() -> None:
@@ -221,14 +223,16 @@ class Pool:
         """Calls that were answered."""
         waiting, answered = calls, 0
         while waiting:
-            grant, wait = self.limiter.lease(Asked(input_tokens=1, output_tokens=1))
+            grant, wait = self.limiter.lease(LeaseRequest(input_tokens=1, output_tokens=1))
             if grant is None:
                 assert wait < NOBODY
                 self.now += wait
                 continue
             self.sent += 1
             well = self.now >= 60 * self.minutes_down
-            self.limiter.settle(grant.number, Ended(trouble=None if well else Trouble.UNAVAILABLE, reason="503"))
+            self.limiter.settle(
+                grant.number, RequestResult(trouble=None if well else FailureKind.UNAVAILABLE, reason="503")
+            )
             if well:
                 waiting, answered = waiting - 1, answered + 1
         return answered
@@ -259,7 +263,7 @@ def test_times_are_counted_from_the_beginning_of_the_outage(
     assert outage.pause(1020.0) == Pause(reason="503 overloaded", lasted=20.0, next_try=0.0, gives_up=580.0)
     caplog.clear()
     # A request that is refused for its own sake is an answer as well.
-    outage.failed(Trouble.OWN, "too long", None, 1079.0, 1080.0)
+    outage.failed(FailureKind.OWN, "too long", None, 1079.0, 1080.0)
     assert [record.getMessage() for record in caplog.records] == ["judge m answers again after 80 s: judging goes on"]
 
 
@@ -267,7 +271,7 @@ def test_how_much_later_than_asked_for_anybody_asks_at_most(monkeypatch: pytest.
     monkeypatch.setattr("random.uniform", lambda least, most: most)
     for hint, wait in ((2.0, 2.2), (10.0, 11.0), (100.0, 101.0)):
         outage = Outage(max_seconds=600)
-        outage.failed(Trouble.RATE_LIMITED, "429", hint, 0.0, 0.0)
+        outage.failed(FailureKind.RATE_LIMITED, "429", hint, 0.0, 0.0)
         assert outage.seconds_to_wait(0.0) == pytest.approx(wait)
     outage = Outage(max_seconds=1e15, max_backoff_seconds=1e15)
     now = down(outage, 0.0, rounds=50)
@@ -287,7 +291,7 @@ def test_words_for_a_time(seconds: float, words: str) -> None:
 
 def test_who_gives_up_says_for_how_long_nobody_answered() -> None:
     outage = Outage(max_seconds=600)
-    outage.failed(Trouble.UNAVAILABLE, "503", None, 1000.0, 1000.0)
+    outage.failed(FailureKind.UNAVAILABLE, "503", None, 1000.0, 1000.0)
     assert outage.given_up(1599.0) is None
     said = outage.given_up(1700.0)
     assert said == "judge: no answer for 11 min 40 s (judge.max_outage_seconds=600), the last: 503"
@@ -295,6 +299,6 @@ def test_who_gives_up_says_for_how_long_nobody_answered() -> None:
 
 def test_a_single_failure_is_no_outage_that_ends(caplog: pytest.LogCaptureFixture) -> None:
     outage = Outage(max_seconds=600)
-    outage.failed(Trouble.UNAVAILABLE, "503", None, 0.0, 0.0)
+    outage.failed(FailureKind.UNAVAILABLE, "503", None, 0.0, 0.0)
     outage.answered(5.0)
     assert caplog.messages == []

@@ -18,7 +18,7 @@ import pytest
 from draco_ray.cli import main
 from draco_ray.commands.import_prompts import import_prompts
 from draco_ray.config.schema import JudgeConfig
-from draco_ray.judging.complete import Completion, Request
+from draco_ray.judging.completion import Completion, Request
 from draco_ray.judging.example import PROMPT, RUBRIC, SCORES, example_trajectory
 from draco_ray.judging.judge import CallContext, Judge
 from draco_ray.judging.phases import PHASES, urgency

@@ -8,17 +8,17 @@ import httpx
 import pytest
 
 from draco_ray.judging.call import Call
-from draco_ray.judging.complete import Request
-from draco_ray.judging.limiter import Asked, Grant
+from draco_ray.judging.completion import Request
+from draco_ray.judging.limiter import Grant, LeaseRequest
 from draco_ray.judging.outage import FIRST_BACKOFF_SECONDS
-from draco_ray.judging.pricing import Most
+from draco_ray.judging.pricing import CostBound
 
 
 def a_call(**changes: Any) -> Call:
     values: dict[str, Any] = {
         "request": Request(messages=()),
-        "asked": Asked(input_tokens=1, output_tokens=1, dollars=0.0),
-        "most": Most(input_tokens=1, output_tokens=1, dollars=0.0),
+        "asked": LeaseRequest(input_tokens=1, output_tokens=1, dollars=0.0),
+        "most": CostBound(input_tokens=1, output_tokens=1, dollars=0.0),
         "max_tokens": 1,
         "key": None,
         "attempts": 3,

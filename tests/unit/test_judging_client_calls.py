@@ -22,10 +22,10 @@ from draco_ray.errors import JudgeUnavailable
 from draco_ray.judging import client as client_module
 from draco_ray.judging import pricing
 from draco_ray.judging.client import LiteLLMClient
-from draco_ray.judging.complete import Completion, Request
+from draco_ray.judging.completion import Completion, Request
 from draco_ray.judging.endpoint import Borrowed, Server
-from draco_ray.judging.limiter import Asked, Ended, Grant, Limiter, WaitingLine
-from draco_ray.judging.outage import Next, Trouble
+from draco_ray.judging.limiter import Grant, LeaseRequest, Limiter, RequestResult, WaitingLine
+from draco_ray.judging.outage import FailureKind, NextAction
 from draco_ray.judging.phases import urgency
 from draco_ray.judging.pricing import most_of
 from draco_ray.judging.reply_cache import FILE, ReplyCache, _row, read_book, request_key
@@ -53,18 +53,18 @@ class Clock:
 class Pool(WaitingLine):
     """Leases without limits that take a second to get; remembers what it was asked and told."""
 
-    def __init__(self, clock: Clock, verdict: Next | None = None) -> None:
+    def __init__(self, clock: Clock, verdict: NextAction | None = None) -> None:
         super().__init__(Limiter(JudgeLimits()))
         self.clock, self.verdict = clock, verdict
-        self.asked: list[Asked] = []
-        self.ended: list[Ended] = []
+        self.asked: list[LeaseRequest] = []
+        self.ended: list[RequestResult] = []
         self.numbers: list[str] = []
         self.abandoned: list[str] = []
         self.given_back: list[str] = []
         self.others = 0
         """Replies that others have had before each lease."""
 
-    async def lease(self, asked: Asked) -> Grant:
+    async def lease(self, asked: LeaseRequest) -> Grant:
         self.asked.append(asked)
         assert len(self.asked) < 50, "asked for leases without end"
         self.clock.now += 1.0
@@ -73,7 +73,7 @@ class Pool(WaitingLine):
         self.numbers.append(grant.number)
         return grant
 
-    async def settle(self, number: str, ended: Ended) -> Next:
+    async def settle(self, number: str, ended: RequestResult) -> NextAction:
         assert number in self.numbers
         self.ended.append(ended)
         found = await super().settle(number, ended)
@@ -123,7 +123,7 @@ class Scripted:
         *script: Any,
         folder: Path | None = None,
         pooled: bool = True,
-        verdict: Next | None = None,
+        verdict: NextAction | None = None,
         **config: Any,
     ) -> None:
         self.clock = Clock()
@@ -163,7 +163,7 @@ def a_request(text: str = TEXT, **changes: Any) -> Request:
     return Request(messages=(Message(role="user", content=text),), **changes)
 
 
-def most(tokens: int = TOKENS, text: str = TEXT, **sent: Any) -> pricing.Most:
+def most(tokens: int = TOKENS, text: str = TEXT, **sent: Any) -> pricing.CostBound:
     return most_of(PRICE, a_request(text).messages, tokens, sent)
 
 
@@ -191,7 +191,7 @@ async def test_a_reply_is_told_with_all_that_it_took(monkeypatch: pytest.MonkeyP
     assert (asked.input_tokens, asked.output_tokens, asked.dollars) == (bound.input_tokens, TOKENS, bound.dollars)
     assert asked.kind == "score"
     assert asked.rank == urgency("score")
-    assert scripted.pool.ended == [Ended(tokens=110, output_tokens=10, dollars=completion.dollars)]
+    assert scripted.pool.ended == [RequestResult(tokens=110, output_tokens=10, dollars=completion.dollars)]
     assert scripted.naps == []
 
 
@@ -232,7 +232,7 @@ async def test_a_reply_that_does_not_say_its_usage_is_booked_at_the_most_with_on
         assert (completion.input_tokens, completion.output_tokens) == (bound.input_tokens, bound.output_tokens)
         assert (completion.cached_tokens, completion.reasoning_tokens, completion.usage_known) == (0, 0, False)
         assert completion.dollars == completion.estimated_dollars == bound.dollars > 0
-    told = Ended(
+    told = RequestResult(
         tokens=bound.input_tokens + bound.output_tokens, output_tokens=bound.output_tokens, dollars=bound.dollars,
         estimated=True,
     )  # fmt: skip
@@ -278,12 +278,12 @@ async def test_requests_that_may_be_billed_are_booked_with_the_call_that_follows
     assert (completion.dollars, completion.estimated_dollars) == (pytest.approx(bound.dollars + paid), bound.dollars)
     assert (completion.requests, completion.waited_seconds, completion.seconds) == (3, 3.0, 233.0)
     late, refused, fine = scripted.pool.ended
-    assert late == Ended(
+    assert late == RequestResult(
         tokens=bound.input_tokens + bound.output_tokens, output_tokens=bound.output_tokens, dollars=bound.dollars,
-        estimated=True, trouble=Trouble.TIMED_OUT, reason="no answer within 20 s",
+        estimated=True, trouble=FailureKind.TIMED_OUT, reason="no answer within 20 s",
     )  # fmt: skip
-    assert refused == Ended(estimated=True, trouble=Trouble.RATE_LIMITED, reason="slow down")
-    assert fine == Ended(tokens=110, output_tokens=10, dollars=paid)
+    assert refused == RequestResult(estimated=True, trouble=FailureKind.RATE_LIMITED, reason="slow down")
+    assert fine == RequestResult(tokens=110, output_tokens=10, dollars=paid)
     assert read_book(tmp_path).settled == dict(
         zip(scripted.pool.numbers, [bound.dollars, 0.0, pytest.approx(paid)], strict=True)
     )
@@ -307,7 +307,7 @@ async def test_a_call_that_failed_says_why_and_what_it_may_have_cost(monkeypatch
 
 async def test_what_may_be_done_about_a_failure_stands_behind_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client_module, "advice", lambda error: f"; see {error}")
-    completion = await Scripted(monkeypatch, trouble(400, "no"), verdict=Next.FAIL)()
+    completion = await Scripted(monkeypatch, trouble(400, "no"), verdict=NextAction.FAIL)()
     assert (completion.error, completion.finish_reason) == ("no; see no", "error")
 
 
@@ -503,9 +503,9 @@ async def test_under_a_budget_a_check_wants_the_usage(monkeypatch: pytest.Monkey
     )
 
 
-@pytest.mark.parametrize(("verdict", "requests"), [(Next.FAIL, 1), (Next.AGAIN, 3)])
+@pytest.mark.parametrize(("verdict", "requests"), [(NextAction.FAIL, 1), (NextAction.AGAIN, 3)])
 async def test_what_the_pool_says_becomes_of_an_error(
-    monkeypatch: pytest.MonkeyPatch, verdict: Next, requests: int
+    monkeypatch: pytest.MonkeyPatch, verdict: NextAction, requests: int
 ) -> None:
     scripted = Scripted(monkeypatch, *[trouble(500, "gone")] * 3, verdict=verdict, max_outage_seconds=0)
     completion = await scripted()
@@ -532,7 +532,7 @@ async def test_a_judge_that_cannot_be_reached_ends_the_run_unless_the_pool_waits
     assert str(problem.value) == "judge openai/m at http://judge: unreachable after 3 attempts: cannot connect"
     assert len(alone.naps) == 2
     # There it is the pool that knows whether anybody is answered.
-    pooled = Scripted(monkeypatch, unreachable(), verdict=Next.FAIL)
+    pooled = Scripted(monkeypatch, unreachable(), verdict=NextAction.FAIL)
     assert (await pooled()).error == "cannot connect"
 
 

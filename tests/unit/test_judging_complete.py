@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from draco_ray.judging.complete import Completion, reply_of
+from draco_ray.judging.completion import Completion, reply_of
 
 CALL = SimpleNamespace(function=SimpleNamespace(name="search", arguments='{"q": 1}'))
 CUSTOM = SimpleNamespace(custom=SimpleNamespace(name="run", input="ls"))

@@ -14,7 +14,7 @@ import pytest
 
 from draco_ray.config.load import load_config
 from draco_ray.errors import BudgetSpent
-from draco_ray.judging.complete import Completion, Request
+from draco_ray.judging.completion import Completion, Request
 from draco_ray.judging.example import PROMPT, RUBRIC, example_trajectory
 from draco_ray.judging.judge import CallContext
 from draco_ray.judging.members import MOST_CALLS

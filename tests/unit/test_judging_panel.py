@@ -12,7 +12,7 @@ import pytest
 from draco_ray.config.load import load_config
 from draco_ray.config.schema import JudgeConfig, JudgeLimits, LocalJudgeConfig, OtherJudgeConfig
 from draco_ray.errors import BudgetSpent, ConfigError, JudgeUnavailable
-from draco_ray.judging.complete import Complete, Completion, Request
+from draco_ray.judging.completion import Completer, Completion, Request
 from draco_ray.judging.example import PROMPT, RUBRIC, example_trajectory
 from draco_ray.judging.judge import CallContext
 from draco_ray.judging.panel import AWAY_SECONDS, Fallbacks, Panel, majority, other, panel_judge, with_fallbacks
@@ -74,7 +74,7 @@ class Scores:
             raise self.error
 
 
-def panel(main: Scores, jury: Sequence[Scores], strong: Scores | None = None) -> tuple[JudgeConfig, Complete]:
+def panel(main: Scores, jury: Sequence[Scores], strong: Scores | None = None) -> tuple[JudgeConfig, Completer]:
     judges = {each.model: each for each in (main, *jury, *([strong] if strong else []))}
     config = JudgeConfig(
         model=main.model,

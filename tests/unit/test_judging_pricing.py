@@ -16,7 +16,7 @@ from draco_ray.judging.pricing import (
     CREDIBLE_TIMES,
     MESSAGE_TOKENS,
     REQUEST_TOKENS,
-    Most,
+    CostBound,
     TokenUsage,
     check_budget,
     find_price,
@@ -142,7 +142,7 @@ def test_no_tokenizer_makes_more_tokens_than_a_lease_holds(text: str) -> None:
 
 def test_a_lone_surrogate_has_a_length() -> None:
     most = most_of(None, (message("\ud800"), message("a\u00e4")), 7, {"a": 1})
-    assert most == Most(
+    assert most == CostBound(
         input_tokens=3 + 3 + 2 * MESSAGE_TOKENS + len('{"a": 1}') + REQUEST_TOKENS, output_tokens=7, dollars=0.0
     )
 
@@ -246,7 +246,7 @@ def test_a_price_of_the_full_name_goes_before_one_of_its_last_part() -> None:
 
 # --- what a reply says it took ----------------------------------------------------------------------------------------
 
-MOST = Most(input_tokens=1_000, output_tokens=100, dollars=0.0)
+MOST = CostBound(input_tokens=1_000, output_tokens=100, dollars=0.0)
 
 
 def reply(content: str = "yes", **usage: Any) -> SimpleNamespace:
@@ -328,7 +328,7 @@ def test_what_a_reply_says_it_took(usage: dict[str, Any], counts: tuple[int, ...
 
 def test_fewer_tokens_than_the_longest_ones_would_make_are_not_true() -> None:
     """A budget of dollars would not be kept where an endpoint says 1 and 1 of whatever it read and wrote."""
-    most = Most(input_tokens=20_000 + REQUEST_TOKENS, output_tokens=9_000, dollars=0.0)
+    most = CostBound(input_tokens=20_000 + REQUEST_TOKENS, output_tokens=9_000, dollars=0.0)
     for written, prompt, completion, true in (
         ("w" * 6_400, 156, 50, True),
         ("w" * 6_400, 155, 50, False),
@@ -350,7 +350,7 @@ def test_fewer_tokens_than_the_longest_ones_would_make_are_not_true() -> None:
     ids=["thought", "refused", "called a tool"],
 )
 def test_what_is_no_answer_was_written_as_well(besides: dict[str, Any]) -> None:
-    most = Most(input_tokens=20_000 + REQUEST_TOKENS, output_tokens=9_000, dollars=0.0)
+    most = CostBound(input_tokens=20_000 + REQUEST_TOKENS, output_tokens=9_000, dollars=0.0)
     for completion, true in ((0, False), (49, False), (50, True)):
         said = reply("", prompt_tokens=156, completion_tokens=completion)
         vars(said.choices[0].message).update(besides)
@@ -358,7 +358,7 @@ def test_what_is_no_answer_was_written_as_well(besides: dict[str, Any]) -> None:
 
 
 def test_even_of_the_shortest_prompt_something_was_read() -> None:
-    most = Most(input_tokens=REQUEST_TOKENS + 100, output_tokens=100, dollars=0.0)
+    most = CostBound(input_tokens=REQUEST_TOKENS + 100, output_tokens=100, dollars=0.0)
     found = [read_usage(reply(prompt_tokens=read, completion_tokens=5), most) for read in (0, 1)]
     assert [usage is not None for usage in found] == [False, True]
 

@@ -13,7 +13,7 @@ import pytest
 from draco_ray.config.schema import JudgeConfig, Price
 from draco_ray.judging import prompt_cache
 from draco_ray.judging.client import LiteLLMClient
-from draco_ray.judging.complete import Request
+from draco_ray.judging.completion import Request
 from draco_ray.judging.example import RUBRIC, SCORES, example_trajectory
 from draco_ray.judging.phases.credit import Credit
 from draco_ray.judging.phases.score import Score

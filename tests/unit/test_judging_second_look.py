@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from draco_ray.config.schema import JudgeConfig
-from draco_ray.judging.complete import Completion, Request
+from draco_ray.judging.completion import Completion, Request
 from draco_ray.judging.example import RUBRIC, example_trajectory
 from draco_ray.judging.judge import CallContext, Judge
 from draco_ray.judging.panel import Panel

@@ -15,7 +15,7 @@ from draco_ray.config.schema import JudgeConfig, Price, SelfJudgeConfig
 from draco_ray.engine.sampler import Sample
 from draco_ray.errors import EngineError
 from draco_ray.judging import self_judge
-from draco_ray.judging.complete import Completion, Request
+from draco_ray.judging.completion import Completion, Request
 from draco_ray.judging.example import PROMPT
 from draco_ray.judging.judge import CallContext, Judge
 from draco_ray.judging.phases.stage1 import Stage1

@@ -9,11 +9,9 @@ import pytest
 
 from draco_ray.config.schema import JudgeConfig
 from draco_ray.errors import JudgeUnavailable
-from draco_ray.judging.complete import Request
+from draco_ray.judging.completion import Request
 from draco_ray.judging.endpoint import Borrowed, Endpoint, Server
-from draco_ray.judging.outage import Trouble
-from draco_ray.judging.prompt_cache import cache_key, marked
-from draco_ray.judging.trouble import (
+from draco_ray.judging.failures import (
     advice,
     classify,
     disconnected,
@@ -22,6 +20,8 @@ from draco_ray.judging.trouble import (
     unconnected,
     wants_completion_tokens,
 )
+from draco_ray.judging.outage import FailureKind
+from draco_ray.judging.prompt_cache import cache_key, marked
 from draco_ray.records import Message
 
 REQUEST = httpx.Request("POST", "http://judge/")
@@ -71,43 +71,43 @@ def test_what_may_have_been_billed(error: Exception, billed: bool) -> None:
 @pytest.mark.parametrize(
     ("error", "trouble"),
     [
-        (Refused(429, body={"code": "insufficient_quota"}), Trouble.QUOTA_SPENT),
-        (Refused(429, body={"type": "insufficient_quota"}), Trouble.QUOTA_SPENT),
-        (Refused(429, "insufficient_quota"), Trouble.QUOTA_SPENT),
-        (Refused(400, "Your credit balance is too low to access the API"), Trouble.QUOTA_SPENT),
-        (Refused(400, body={"code": "billing_hard_limit_reached"}), Trouble.QUOTA_SPENT),
-        (Refused(400, "input_value='your credit balance is too low to pay Ann'"), Trouble.OWN),
-        (Refused(400, body={"code": ["insufficient_quota"], "type": None}), Trouble.OWN),
-        (Refused(429, body={"code": "slow_down"}), Trouble.RATE_LIMITED),
-        (Refused(400, "insufficient_quota"), Trouble.OWN),
-        (Refused(429, body=["insufficient_quota"]), Trouble.RATE_LIMITED),
-        (Refused(403, body={"message": "insufficient_quota"}), Trouble.REFUSED),
-        (Refused(403, "Your prompt was flagged"), Trouble.OWN),
-        (Refused(403, "Request blocked by our guardrails"), Trouble.OWN),
-        (Refused(403, "The input may contain sensitive content"), Trouble.OWN),
-        (Refused(403, "data_inspection_failed"), Trouble.OWN),
-        (Refused(403, "Your request may have violated our usage policies"), Trouble.OWN),
-        (Refused(403, "Your account was suspended for violating our usage policies"), Trouble.REFUSED),
-        (Refused(403, "no identity-based policy allows bedrock:InvokeModel"), Trouble.REFUSED),
-        (Refused(401, "Your prompt was flagged"), Trouble.REFUSED),
-        *((Refused(status), Trouble.REFUSED) for status in (401, 402, 403, 404)),
-        (Refused(400), Trouble.OWN),
-        (Refused(400, "LLM Provider NOT provided. Pass in the model"), Trouble.REFUSED),
-        (Refused(422, "LLM Provider NOT provided. Pass in the model"), Trouble.OWN),
-        (Refused(429, "Request too large for gpt-5.4"), Trouble.OWN),
-        (Refused(503, "Request too large for gpt-5.4"), Trouble.UNAVAILABLE),
-        (TimeoutError(), Trouble.TIMED_OUT),
-        *((Refused(status), Trouble.TIMED_OUT) for status in (408, 504, 522, 524)),
-        *((Refused(status), Trouble.RATE_LIMITED) for status in (425, 429)),
-        (ValueError("no status"), Trouble.UNAVAILABLE),
-        (Refused("500"), Trouble.UNAVAILABLE),  # type: ignore[arg-type]
-        *((Refused(status), Trouble.OWN) for status in (199, 300, 409, 499)),
-        *((Refused(status), Trouble.UNAVAILABLE) for status in (200, 299, 500, 503)),
-        (Refused(400, "Error in response object"), Trouble.UNAVAILABLE),
-        (Refused(422, "Error converting to valid response block=usageMetadata not found"), Trouble.UNAVAILABLE),
+        (Refused(429, body={"code": "insufficient_quota"}), FailureKind.QUOTA_SPENT),
+        (Refused(429, body={"type": "insufficient_quota"}), FailureKind.QUOTA_SPENT),
+        (Refused(429, "insufficient_quota"), FailureKind.QUOTA_SPENT),
+        (Refused(400, "Your credit balance is too low to access the API"), FailureKind.QUOTA_SPENT),
+        (Refused(400, body={"code": "billing_hard_limit_reached"}), FailureKind.QUOTA_SPENT),
+        (Refused(400, "input_value='your credit balance is too low to pay Ann'"), FailureKind.OWN),
+        (Refused(400, body={"code": ["insufficient_quota"], "type": None}), FailureKind.OWN),
+        (Refused(429, body={"code": "slow_down"}), FailureKind.RATE_LIMITED),
+        (Refused(400, "insufficient_quota"), FailureKind.OWN),
+        (Refused(429, body=["insufficient_quota"]), FailureKind.RATE_LIMITED),
+        (Refused(403, body={"message": "insufficient_quota"}), FailureKind.REFUSED),
+        (Refused(403, "Your prompt was flagged"), FailureKind.OWN),
+        (Refused(403, "Request blocked by our guardrails"), FailureKind.OWN),
+        (Refused(403, "The input may contain sensitive content"), FailureKind.OWN),
+        (Refused(403, "data_inspection_failed"), FailureKind.OWN),
+        (Refused(403, "Your request may have violated our usage policies"), FailureKind.OWN),
+        (Refused(403, "Your account was suspended for violating our usage policies"), FailureKind.REFUSED),
+        (Refused(403, "no identity-based policy allows bedrock:InvokeModel"), FailureKind.REFUSED),
+        (Refused(401, "Your prompt was flagged"), FailureKind.REFUSED),
+        *((Refused(status), FailureKind.REFUSED) for status in (401, 402, 403, 404)),
+        (Refused(400), FailureKind.OWN),
+        (Refused(400, "LLM Provider NOT provided. Pass in the model"), FailureKind.REFUSED),
+        (Refused(422, "LLM Provider NOT provided. Pass in the model"), FailureKind.OWN),
+        (Refused(429, "Request too large for gpt-5.4"), FailureKind.OWN),
+        (Refused(503, "Request too large for gpt-5.4"), FailureKind.UNAVAILABLE),
+        (TimeoutError(), FailureKind.TIMED_OUT),
+        *((Refused(status), FailureKind.TIMED_OUT) for status in (408, 504, 522, 524)),
+        *((Refused(status), FailureKind.RATE_LIMITED) for status in (425, 429)),
+        (ValueError("no status"), FailureKind.UNAVAILABLE),
+        (Refused("500"), FailureKind.UNAVAILABLE),  # type: ignore[arg-type]
+        *((Refused(status), FailureKind.OWN) for status in (199, 300, 409, 499)),
+        *((Refused(status), FailureKind.UNAVAILABLE) for status in (200, 299, 500, 503)),
+        (Refused(400, "Error in response object"), FailureKind.UNAVAILABLE),
+        (Refused(422, "Error converting to valid response block=usageMetadata not found"), FailureKind.UNAVAILABLE),
     ],
 )
-def test_what_an_error_means(error: Exception, trouble: Trouble) -> None:
+def test_what_an_error_means(error: Exception, trouble: FailureKind) -> None:
     assert classify(error) is trouble
 
 

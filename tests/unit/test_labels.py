@@ -15,7 +15,7 @@ from draco_ray.cli import main
 from draco_ray.config.schema import JudgeConfig
 from draco_ray.errors import ConfigError
 from draco_ray.judging.build import prompts_of
-from draco_ray.judging.complete import Completion, Request
+from draco_ray.judging.completion import Completion, Request
 from draco_ray.judging.labels import Label, corrected, examples_of, examples_text, load_labels, taken_back
 from draco_ray.judging.phases.score import Score
 from draco_ray.judging.phases.stage1 import Stage1

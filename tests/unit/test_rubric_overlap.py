@@ -15,7 +15,7 @@ import pytest
 from draco_ray.cli import main
 from draco_ray.config.schema import RULES, JudgeConfig, RuleJudgeConfig, SelfJudgeConfig
 from draco_ray.errors import ConfigError, ReplyError
-from draco_ray.judging.complete import Completion, Request
+from draco_ray.judging.completion import Completion, Request
 from draco_ray.lab.analysis.judges import OWN, NamedJudge, RuleComplete, judge_config
 from draco_ray.lab.analysis.pairing import pair_criteria, pairing_prompt, pairing_template, parse_pairs
 from draco_ray.lab.analysis.rubric_overlap import (

@@ -16,7 +16,7 @@ from draco_ray.commands.report import write as write_report
 from draco_ray.config.load import load_config
 from draco_ray.config.schema import DracoConfig
 from draco_ray.errors import BudgetSpent, ConfigError, JudgeUnavailable
-from draco_ray.judging.complete import Completion, Request
+from draco_ray.judging.completion import Completion, Request
 from draco_ray.lab.analysis.judged_groups import recorded_groups
 from draco_ray.lab.analysis.rules import replay_rules
 from draco_ray.records import EpisodeEnd, Message
@@ -33,7 +33,7 @@ MODEL = "openai/a-judge"
 
 
 class Canned:
-    """A `Complete` that answers with `canned_judge`, and by phase with something else."""
+    """A `Completer` that answers with `canned_judge`, and by phase with something else."""
 
     def __init__(self, **instead: Callable[[str], str | Exception]) -> None:
         self.instead = instead

@@ -177,7 +177,7 @@ def test_epochs_of_a_policy_without_any_are_refused() -> None:
 
 
 async def test_a_runs_own_rule_judge_answers_by_the_runs_rules(tmp_path: Path) -> None:
-    from draco_ray.judging.complete import Request
+    from draco_ray.judging.completion import Request
     from draco_ray.records import Message
 
     rules = tmp_path / "rules.py"

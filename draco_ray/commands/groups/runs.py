@@ -200,7 +200,7 @@ def agreement(
     trust: Trust = False,
 ) -> None:
     """Measure a judge against people's labels, and the effect of corrected verdicts as examples."""
-    from draco_ray.commands.agreement import Held
+    from draco_ray.commands.agreement import HeldOutComparison
     from draco_ray.commands.agreement import agreement as measure
     from draco_ray.lab.analysis.judges import NamedJudge
     from draco_ray.terminal import PlainConsole
@@ -208,7 +208,7 @@ def agreement(
     held = None
     if run is not None:
         named = NamedJudge(model=judge, api_base=api_base, api_key_env=api_key_env)
-        held = Held(run=run, judge=named, examples=examples, folds=folds, trust=trust)
+        held = HeldOutComparison(run=run, judge=named, examples=examples, folds=folds, trust=trust)
     else:
         asked = ("judge", "examples", "folds", "api_base", "api_key_env")
         check_no_effect(context, "without --run DIR, whose prompts are asked again", *asked)

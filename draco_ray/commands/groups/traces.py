@@ -87,14 +87,14 @@ def judge(
     if replay:
         judge, out = _recorded(paths, judge), out or "judged"
     options = locals()
-    from draco_ray.commands.judge import Wanted, run
+    from draco_ray.commands.judge import JudgeArguments, run
     from draco_ray.runs.remote.place import results_folder
     from draco_ray.terminal import PlainConsole
 
     console = PlainConsole(width=120)
     with results_folder(None if dry_run else out, console.print) as folder:
         settled = {"config": load_config(config, override or []), "typed": override or [], "out": folder}
-        wanted = options_of(Wanted, options, paths=[run_folder(path) for path in paths], **settled)
+        wanted = options_of(JudgeArguments, options, paths=[run_folder(path) for path in paths], **settled)
         code = run(wanted, console)
     if code:
         raise typer.Exit(code)

@@ -14,9 +14,9 @@ from ray.exceptions import RayError, RayTaskError
 
 from draco_ray.config.schema import JudgeConfig
 from draco_ray.errors import JudgeUnavailable
-from draco_ray.judging.complete import Request
+from draco_ray.judging.completion import Request
 from draco_ray.judging.endpoint import Borrowed
-from draco_ray.judging.local.server import Look, VllmJudgeServer
+from draco_ray.judging.local.server import ServerStatus, VllmJudgeServer
 from draco_ray.judging.local.servers import JudgeServers, Lease
 from draco_ray.judging.phases import urgency
 from draco_ray.observability.logs import start_run_log
@@ -34,7 +34,7 @@ class JudgeServerActor:
         log.parent.mkdir(parents=True, exist_ok=True)
         self._server = VllmJudgeServer(config, ray.util.get_node_ip_address(), log)
 
-    def look(self) -> Look:
+    def look(self) -> ServerStatus:
         """See `VllmJudgeServer.look`."""
         return self._server.look()
 
@@ -50,9 +50,9 @@ class _Handle:
         self.handle = handle
         self.ending: Any = None
 
-    async def look(self) -> Look:
+    async def look(self) -> ServerStatus:
         try:
-            look: Look = await self.handle.look.remote()
+            look: ServerStatus = await self.handle.look.remote()
         except RayTaskError as error:
             raise _plain(error) from None
         return look

@@ -97,7 +97,7 @@ def reasoning_words(model: str, arguments: Sequence[str]) -> list[str]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Look:
+class ServerStatus:
     """How a server was found."""
 
     server: Server | None
@@ -106,7 +106,7 @@ class Look:
     """In words."""
 
 
-class Stall:
+class StallDetector:
     """Whether a server has stopped: no token for a while, and none when it is asked for one."""
 
     def __init__(self, seconds: float, clock: Callable[[], float]) -> None:
@@ -142,7 +142,7 @@ class VllmJudgeServer:
         self._child: Child | None = None
         self._base = ""
         self._began = clock()
-        self._stall: Stall | None = None
+        self._stall: StallDetector | None = None
         """Of a server that has answered."""
         self._failures = 0
         """Servers in a row that ended before they answered."""
@@ -152,7 +152,7 @@ class VllmJudgeServer:
         """Process id of the server there is."""
         return None if self._child is None else self._child.pid
 
-    def look(self) -> Look:
+    def look(self) -> ServerStatus:
         """See to it that a server runs, and say how it does; call it from one thread, now and then.
 
         Raises:
@@ -174,7 +174,7 @@ class VllmJudgeServer:
             self._child.end()
             self._child = None
 
-    def _start(self, why: str = "") -> Look:
+    def _start(self, why: str = "") -> ServerStatus:
         self._base = f"http://{self._host}:{(port := openai_server.free_port(self._host))}"
         model = served_model(self._config.model)
         withheld = (self._config.key_variable,)
@@ -182,9 +182,9 @@ class VllmJudgeServer:
         words = serve_words(self._config, self._host, port)
         self._child = Child(words, environment, self._log, Scrubber([self._key]), temporary=openai_server.SOCKETS)
         self._began, self._stall = self._clock(), None
-        return Look(server=None, doing=f"loads {model}{why}")
+        return ServerStatus(server=None, doing=f"loads {model}{why}")
 
-    def _again(self, child: Child) -> Look:
+    def _again(self, child: Child) -> ServerStatus:
         """Start a server in the place of one that has ended."""
         self._child = None
         why = f"ended with exit code {child.returncode}"
@@ -196,23 +196,23 @@ class VllmJudgeServer:
             )
         return self._start(f", as the one before {why}")
 
-    def _loading(self) -> Look:
+    def _loading(self) -> ServerStatus:
         local, model = self._config.local, served_model(self._config.model)
         with self._client(LOOK_SECONDS) as client:
             names = openai_server.served_names(client)
         seconds = self._clock() - self._began
         if names is not None:
-            self._stall, self._failures = Stall(local.stall_seconds, self._clock), 0
+            self._stall, self._failures = StallDetector(local.stall_seconds, self._clock), 0
             return self._serving()
         if seconds < local.start_timeout_seconds:
-            return Look(server=None, doing=f"loads {model}, for {seconds:.0f} s now")
+            return ServerStatus(server=None, doing=f"loads {model}, for {seconds:.0f} s now")
         self.end()
         raise JudgeUnavailable(
             f"the judge's vLLM server of {model} did not answer within judge.local.start_timeout_seconds="
             f"{local.start_timeout_seconds:g}; see {self._log}"
         )
 
-    def _watched(self, stall: Stall) -> Look:
+    def _watched(self, stall: StallDetector) -> ServerStatus:
         if stall.suspected(self._tokens()):
             if not self._answers():
                 self.end()
@@ -221,8 +221,8 @@ class VllmJudgeServer:
             stall.cleared()
         return self._serving()
 
-    def _serving(self) -> Look:
-        return Look(server=Server(api_base=f"{self._base}/v1", key=self._key), doing="serves")
+    def _serving(self) -> ServerStatus:
+        return ServerStatus(server=Server(api_base=f"{self._base}/v1", key=self._key), doing="serves")
 
     def _tokens(self) -> float | None:
         with contextlib.suppress(httpx.HTTPError), self._client(LOOK_SECONDS) as client:

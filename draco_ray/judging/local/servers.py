@@ -17,7 +17,7 @@ from typing import Protocol
 from draco_ray.config.schema import LocalJudgeConfig
 from draco_ray.errors import JudgeUnavailable
 from draco_ray.judging.endpoint import Server
-from draco_ray.judging.local.server import Look
+from draco_ray.judging.local.server import ServerStatus
 from draco_ray.workers.elastic import ElasticWorkers, PooledWorker
 
 log = logging.getLogger(__name__)
@@ -34,7 +34,7 @@ WAITS_FOR_A_NODE = "waits for a node that has room"
 class Replica(Protocol):
     """Where a `draco_ray.judging.local.server.VllmJudgeServer` runs."""
 
-    async def look(self) -> Look:
+    async def look(self) -> ServerStatus:
         """See `VllmJudgeServer.look`; raises whatever says that there is none any more."""
         ...
 

@@ -13,7 +13,7 @@ from typing import Protocol
 from draco_ray.config.schema import DracoConfig
 from draco_ray.engine.tokenizer import load_tokenizer
 from draco_ray.errors import ConfigError
-from draco_ray.judging.complete import Complete
+from draco_ray.judging.completion import Completer
 from draco_ray.judging.judge_context import context_tokens
 from draco_ray.judging.self_judge import SelfJudgeClient
 from draco_ray.lab.evaluation.policies import Checkpoint, checkpoints, load_adapter, lora_rank
@@ -36,9 +36,9 @@ class AdapterEngine(Protocol):
 
 
 class CheckpointJudge:
-    """Whoever acted in a training step, as a `draco_ray.judging.complete.Complete`; steps are asked for ascending."""
+    """Whoever acted in a training step, as a `draco_ray.judging.completion.Completer`; steps are asked in order."""
 
-    def __init__(self, engine: AdapterEngine, complete: Complete, kept: Sequence[Checkpoint]) -> None:
+    def __init__(self, engine: AdapterEngine, complete: Completer, kept: Sequence[Checkpoint]) -> None:
         """Begin with the model alone, which is whoever acted in step 1.
 
         Args:
@@ -50,7 +50,7 @@ class CheckpointJudge:
         self._complete = complete
         self._kept = {checkpoint.version: checkpoint for checkpoint in kept}
 
-    async def at(self, training_step: int) -> Complete:
+    async def at(self, training_step: int) -> Completer:
         """The judge for that step's prompts.
 
         Raises:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from draco_ray.config.schema import RULES, DracoConfig, JudgeConfig, LocalJudgeConfig, RuleJudgeConfig, SelfJudgeConfig
 from draco_ray.errors import ConfigError
-from draco_ray.judging.complete import Complete, Completion, Request
+from draco_ray.judging.completion import Completer, Completion, Request
 from draco_ray.judging.endpoint import introduced
 from draco_ray.registry import find
 from draco_ray.sandbox.rule_judge.answering import answer
@@ -25,7 +25,7 @@ POLICY = "policy"
 
 
 class RuleComplete:
-    """The rule judge without its server: a `draco_ray.judging.complete.Complete`."""
+    """The rule judge without its server: a `draco_ray.judging.completion.Completer`."""
 
     def __init__(self, rules: Callable[[str], tuple[str | None, str]] = answer) -> None:
         """``rules``: what answers a prompt; the sandbox's unless told."""
@@ -154,7 +154,7 @@ def folder_name(judge: str) -> str:
     return re.sub(r"[^A-Za-z0-9._-]+", "_", judge).strip(".") or "judge"
 
 
-def open_complete(config: JudgeConfig, seed: int = 0) -> Complete:
+def open_complete(config: JudgeConfig, seed: int = 0) -> Completer:
     """What answers: the rule judge for the model `RULES`, otherwise LiteLLM with the durable cache of ``config``.
 
     ``seed``: of the run whose rule judge is asked again, for its noise.

@@ -16,7 +16,7 @@ import numpy as np
 import pyarrow as pa
 
 from draco_ray.errors import ConfigError
-from draco_ray.judging.complete import Complete
+from draco_ray.judging.completion import Completer
 from draco_ray.judging.labels import Label, corrected, examples_text
 from draco_ray.judging.phases.score import Score
 from draco_ray.lab.analysis.agreement import clustered_interval
@@ -130,7 +130,7 @@ def labelled_calls(run: RunDirectory, labels: Sequence[Label]) -> list[ArchivedC
 
 
 async def with_examples(
-    run: RunDirectory, labels: Sequence[Label], complete: Complete, judge: str, *, most: int, folds: int, seed: int = 0
+    run: RunDirectory, labels: Sequence[Label], complete: Completer, judge: str, *, most: int, folds: int, seed: int = 0
 ) -> Examples:
     """Ask a judge the labelled verdicts again, without and with examples.
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from draco_ray.config.load import project_file
 from draco_ray.errors import ReplyError
 from draco_ray.judging import render
-from draco_ray.judging.complete import Complete, Request
+from draco_ray.judging.completion import Completer, Request
 from draco_ray.judging.reply import Entry, Integer, check_finish, read_entries
 from draco_ray.judging.structured import reply_schema
 from draco_ray.records import Criterion, Message
@@ -80,7 +80,7 @@ def parse_pairs(text: str, first: int, second: int) -> Pairs:
 
 
 async def pair_criteria(
-    complete: Complete, one: Sequence[Criterion], other: Sequence[Criterion], template: str, reasks: int = 1
+    complete: Completer, one: Sequence[Criterion], other: Sequence[Criterion], template: str, reasks: int = 1
 ) -> Pairing:
     """Let ``complete`` pair the criteria of two lists; where one is empty, nothing is asked.
 

@@ -17,7 +17,7 @@ import numpy as np
 import pyarrow as pa
 
 from draco_ray.errors import ConfigError, ReplyError
-from draco_ray.judging.complete import Complete, Request
+from draco_ray.judging.completion import Completer, Request
 from draco_ray.judging.phases.credit import Credit, credit_schema, parse_attributions
 from draco_ray.judging.phases.score import Score, parse_scores, score_schema
 from draco_ray.judging.reply import check_finish
@@ -130,7 +130,7 @@ def archived_calls(run: RunDirectory, steps: Sequence[int] | None, phases: Seque
     return found
 
 
-async def replay(run: RunDirectory, complete: Complete, calls: Sequence[ArchivedCall], judge: str) -> pa.Table:
+async def replay(run: RunDirectory, complete: Completer, calls: Sequence[ArchivedCall], judge: str) -> pa.Table:
     """Ask ``complete`` every archived prompt again, many at a time; one row per criterion (`REPLAYED`).
 
     Raises:
@@ -196,7 +196,7 @@ def _answers(rows: list[dict[str, Any]]) -> dict[tuple[str, int], dict[int, tupl
 
 
 async def _ask(
-    complete: Complete, call: ArchivedCall
+    complete: Completer, call: ArchivedCall
 ) -> tuple[list[Verdict], list[tuple[int, ...]], float, str | None]:
     count, scoring = len(call.rubric), call.phase == Score.name
     schema = score_schema(call.prompt, count) if scoring else credit_schema(call.prompt, count, call.steps)

@@ -31,7 +31,7 @@ from draco_ray.algorithm.reward import surviving_criteria
 from draco_ray.config.schema import JudgeConfig
 from draco_ray.errors import ReplyError
 from draco_ray.judging.build import prompts_of
-from draco_ray.judging.complete import Complete, Request
+from draco_ray.judging.completion import Completer, Request
 from draco_ray.judging.judge import CallContext, Judge
 from draco_ray.judging.phases.base import Rubric
 from draco_ray.judging.phases.score import Score
@@ -91,7 +91,7 @@ class WritingCall:
 class ThirdModel:
     """Who pairs criteria, and scores merged sets for both judges alike."""
 
-    complete: Complete
+    complete: Completer
     config: JudgeConfig
 
 
@@ -160,7 +160,7 @@ async def compare_writing(
     run: RunDirectory,
     calls: Sequence[WritingCall],
     judge: str,
-    complete: Complete,
+    complete: Completer,
     config: JudgeConfig,
     third: ThirdModel,
 ) -> pa.Table:
@@ -220,7 +220,7 @@ def overlap_table(comparisons: pa.Table) -> pa.Table:
     return pa.Table.from_pylist(rows, schema=OVERLAP)
 
 
-async def _ask(judge: str, complete: Complete, config: JudgeConfig, call: WritingCall) -> _Comparison:
+async def _ask(judge: str, complete: Completer, config: JudgeConfig, call: WritingCall) -> _Comparison:
     completion = await complete(Request(messages=(Message(role="user", content=call.prompt),)))
     other: Rubric = ()
     error = completion.error

@@ -17,11 +17,11 @@ import numpy as np
 from draco_ray.config.schema import AgentConfig, JudgeConfig, JudgeLimits
 from draco_ray.errors import ConfigError
 from draco_ray.judging.actors import LimiterActor, LimiterClient, start_limiter
-from draco_ray.judging.complete import Complete, Completion, Request
-from draco_ray.judging.limiter import Ended, Leases
-from draco_ray.judging.outage import Next
+from draco_ray.judging.completion import Completer, Completion, Request
+from draco_ray.judging.limiter import Leases, RequestResult
+from draco_ray.judging.outage import NextAction
 from draco_ray.records import TOOLS, Message, Usage
-from draco_ray.rollout.agent import Books, Policy, RolloutRequest, Said
+from draco_ray.rollout.agent import Policy, PolicyTurn, RolloutRequest, TokenRecord
 
 BOOK = "spent.json"
 """File of the evaluation directory with the dollars spent."""
@@ -52,7 +52,7 @@ class ApiPolicies:
 class ChatPolicy:
     """A chat endpoint."""
 
-    def __init__(self, complete: Complete, config: AgentConfig, *, name: str, priced: bool) -> None:
+    def __init__(self, complete: Completer, config: AgentConfig, *, name: str, priced: bool) -> None:
         """Build it.
 
         Args:
@@ -89,7 +89,7 @@ class ChatConversation:
     """
 
     def __init__(
-        self, complete: Complete, config: AgentConfig, prompt: tuple[Message, ...], *, vote: int, priced: bool
+        self, complete: Completer, config: AgentConfig, prompt: tuple[Message, ...], *, vote: int, priced: bool
     ) -> None:
         self._complete = complete
         self._config = config
@@ -100,18 +100,18 @@ class ChatConversation:
         self._first_input: int | None = None
         self._text = ""
 
-    async def sample(self) -> Said:
+    async def sample(self) -> PolicyTurn:
         """See `Conversation`. Raises: JudgeUnavailable when no request can succeed (key refused, model unknown)."""
         reply = await self._complete(Request(messages=tuple(self._messages), vote=self._vote))
         self._usage += self._took(reply)
         self._text = reply.text
         if reply.error is not None:
-            return Said(text=reply.text, cut=False, error=f"the model did not answer: {reply.error}")
+            return PolicyTurn(text=reply.text, cut=False, error=f"the model did not answer: {reply.error}")
         self._first_input = reply.input_tokens if self._first_input is None else self._first_input
         length = reply.input_tokens - self._first_input + reply.output_tokens
         # An endpoint that reports no usage leaves this unknown.
         too_long = reply.usage_known and length >= self._config.max_response_length
-        return Said(text=reply.text, cut=reply.cut, too_long=too_long)
+        return PolicyTurn(text=reply.text, cut=reply.cut, too_long=too_long)
 
     def keep(self, step: int) -> tuple[int, int]:
         """See `Conversation`: there are no tokens."""
@@ -130,9 +130,9 @@ class ChatConversation:
         """See `Conversation`; without tools there is one result."""
         return self.tell("\n".join(results))
 
-    def books(self) -> Books:
+    def books(self) -> TokenRecord:
         """See `Conversation`."""
-        return Books(
+        return TokenRecord(
             token_ids_T=np.zeros(0, dtype=np.int32),
             sampled_T=np.zeros(0, dtype=np.bool_),
             logprob_T=np.zeros(0, dtype=np.float32),
@@ -160,7 +160,7 @@ class EvaluationLimiterActor(LimiterActor):
         super().__init__(config, dollars_spent(book))
         self._book = book
 
-    async def settle(self, number: str, ended: Ended) -> Next:
+    async def settle(self, number: str, ended: RequestResult) -> NextAction:
         """See `LimiterActor.settle`."""
         verdict = await super().settle(number, ended)
         self._keep()

@@ -47,7 +47,7 @@ from draco_ray.lab.rubric_authoring.reduction import (
 )
 from draco_ray.lab.rubric_authoring.statistics import MeasuredCriterion, measure, prune
 from draco_ray.records import Criterion, Judged, Message, ScoredCriterion, Verdict
-from draco_ray.rollout.pool import Member
+from draco_ray.rollout.pool import FinishedRollout
 from draco_ray.runs.directory import RunDirectory
 from draco_ray.runs.remote.place import place_of
 from draco_ray.terminal import PlainConsole
@@ -170,7 +170,7 @@ class RubricAuthor:
             )
         return kept, pruned
 
-    async def _propose(self) -> tuple[list[Member], list[CriterionSet]]:
+    async def _propose(self) -> tuple[list[FinishedRollout], list[CriterionSet]]:
         """rollout ×8 ──► stage2 ×8 ──► union, for every task at the same time."""
         number = len(self._prompts)
         self._pool = self._actors.pool(self._actors.workers)
@@ -194,7 +194,7 @@ class RubricAuthor:
 
     async def _task(
         self, index: int, task_id: str, prompt: tuple[Message, ...]
-    ) -> tuple[list[Member], CriterionSet | None]:
+    ) -> tuple[list[FinishedRollout], CriterionSet | None]:
         group = f"step{PROPOSING}/{task_id}"
         stage1 = asyncio.create_task(self._ask(Stage1, group, task_id, messages=prompt))
         played = await asyncio.gather(
@@ -222,7 +222,7 @@ class RubricAuthor:
 
     async def _member(
         self, index: int, task_id: str, group: str, rollout: int, stage1: asyncio.Task[Judgement]
-    ) -> tuple[Member, Judgement] | None:
+    ) -> tuple[FinishedRollout, Judgement] | None:
         played = await self._pool.run(task_id, group, rollout, step=PROPOSING, priority=index)
         member = played.member
         self._progress.advance()
@@ -269,7 +269,9 @@ class RubricAuthor:
         prompts = tuple(prompt for each in batch for prompt in each.prompts)
         return CriterionSet(name=name, prompts=prompts, criteria=judged.value)
 
-    async def _measure(self, rubric: tuple[Criterion, ...], members: Sequence[Member]) -> tuple[MeasuredCriterion, ...]:
+    async def _measure(
+        self, rubric: tuple[Criterion, ...], members: Sequence[FinishedRollout]
+    ) -> tuple[MeasuredCriterion, ...]:
         """Score every rollout against the whole set."""
         reference = ray.put(Judged(value=rubric))
         scores = await asyncio.gather(*(self._score(member, reference) for member in members))
@@ -288,7 +290,7 @@ class RubricAuthor:
         )
         return measure(rubric, verdicts)
 
-    async def _score(self, member: Member, rubric: ray.ObjectRef[Any]) -> Judgement:
+    async def _score(self, member: FinishedRollout, rubric: ray.ObjectRef[Any]) -> Judgement:
         task_id = member.summary.task_id
         group = f"step{PROPOSING}/{task_id}"
         return await self._ask(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from draco_ray.judging.complete import Completion, Request
+from draco_ray.judging.completion import Completion, Request
 from tests.support import canned_judge
 
 ASK = "Find the cheapest flight from JFK to SFO and book it."

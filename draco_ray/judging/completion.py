@@ -73,7 +73,7 @@ class Completion:
         return self.finish_reason not in _ENDED
 
 
-class Complete(Protocol):
+class Completer(Protocol):
     """Answers requests; `draco_ray.judging.client.LiteLLMClient` in production, a script in tests."""
 
     async def __call__(self, request: Request) -> Completion:

@@ -7,7 +7,7 @@ import re
 import time
 from collections.abc import Iterator, Mapping
 
-from draco_ray.judging.outage import Trouble
+from draco_ray.judging.outage import FailureKind
 
 _REFUSED = {401, 402, 403, 404}
 _TIMED_OUT = {408, 504, 522, 524}
@@ -32,27 +32,27 @@ _ADVICE = (
 """What a parameter is called where a request is refused for it, and the key that sets it."""
 
 
-def classify(error: BaseException) -> Trouble:
+def classify(error: BaseException) -> FailureKind:
     """Whose fault it is."""
     status, text = _status(error), str(error)
     if _quota_spent(error):
-        return Trouble.QUOTA_SPENT
+        return FailureKind.QUOTA_SPENT
     if status == 403 and _FLAGGED.search(text):
-        return Trouble.OWN
+        return FailureKind.OWN
     if status in _REFUSED or (status == 400 and "LLM Provider NOT provided" in text):
-        return Trouble.REFUSED
+        return FailureKind.REFUSED
     if status in (400, 422) and _UNREADABLE.search(text):
-        return Trouble.UNAVAILABLE
+        return FailureKind.UNAVAILABLE
     if status == 429 and _TOO_LARGE.search(text):
         # The request is larger than what a minute allows: asking again would never help.
-        return Trouble.OWN
+        return FailureKind.OWN
     if isinstance(error, TimeoutError) or status in _TIMED_OUT:
-        return Trouble.TIMED_OUT
+        return FailureKind.TIMED_OUT
     if status in _AGAIN:
-        return Trouble.RATE_LIMITED
+        return FailureKind.RATE_LIMITED
     if status is None or status >= 500 or 200 <= status < 300:
-        return Trouble.UNAVAILABLE
-    return Trouble.OWN
+        return FailureKind.UNAVAILABLE
+    return FailureKind.OWN
 
 
 def possibly_billed(error: BaseException) -> bool:
@@ -65,7 +65,7 @@ def possibly_billed(error: BaseException) -> bool:
         if isinstance(cause, httpx.HTTPStatusError):
             # A gateway has timed out; the server behind it may still make the reply.
             return cause.response.status_code in _TIMED_OUT
-    return classify(error) in (Trouble.TIMED_OUT, Trouble.UNAVAILABLE)
+    return classify(error) in (FailureKind.TIMED_OUT, FailureKind.UNAVAILABLE)
 
 
 def is_busy(error: BaseException) -> bool:
@@ -93,7 +93,9 @@ def misread(error: BaseException) -> bool:
     """Whether a reply came and was no completion; LiteLLM reports that as a 500, with no error of HTTP behind it."""
     of_http = ("httpx", "httpcore", "aiohttp", "openai")
     causes = list(_causes(error))
-    if classify(error) is not Trouble.UNAVAILABLE or any(isinstance(cause, OSError | TimeoutError) for cause in causes):
+    if classify(error) is not FailureKind.UNAVAILABLE or any(
+        isinstance(cause, OSError | TimeoutError) for cause in causes
+    ):
         return False
     return len(causes) > 1 and not any(type(cause).__module__.partition(".")[0] in of_http for cause in causes)
 
