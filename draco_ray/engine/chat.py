@@ -58,7 +58,11 @@ class ChatTokens:
         self._nonce = secrets.token_hex(8)
         self._names = {content: f"<{self._nonce}-{id_}>" for content, id_ in self._control.items()}
         self._encoder = _renamed(backend, self._names)
-        self._ids = {self._encoder.token_to_id(self._names[content]): id_ for content, id_ in self._control.items()}
+        # Of all added tokens: where one has a new name, those behind it may have new ids.
+        self._ids = {
+            self._encoder.token_to_id(self._names.get(token.content, token.content)): id_
+            for id_, token in added.items()
+        }
         self._call: str | None = None
         self._end_of_call: str | None = None
         said = f"turn{self._nonce}"
@@ -360,7 +364,7 @@ class ChatTokens:
         return whole[len(before) :] if whole[: len(before)] == before else self._encode(text, hidden)
 
     def _check_tokens(self) -> None:
-        """Compare with what transformers makes of a conversation, and of every control token.
+        """Compare with what transformers makes of a conversation, and of every added token.
 
         Raises: ConfigError where they differ: the policy would be trained on other tokens than it is served with.
         """
@@ -370,7 +374,7 @@ class ChatTokens:
             {"role": "user", "content": " Yes.\n"},
         ]
         rendered = self._render_checked(chat, [])
-        probe = rendered + "".join(f" {token} b\n" for token in self._control)
+        probe = rendered + "".join(f" {token} b\n" for token in self.tokenizer.get_added_vocab())
         theirs = self.tokenizer(probe, add_special_tokens=False, verbose=False)["input_ids"]
         glue = self.after_messages([], False, chat[2:])
         if theirs != self._encode(probe, []) or glue != self._encode(rendered, [])[-len(glue) :]:

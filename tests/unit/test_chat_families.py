@@ -87,6 +87,18 @@ def blanks() -> PreTrainedTokenizerFast:
     return made(backend, CHATML, ("<|im_start|>", "<|im_end|>"))
 
 
+def words() -> PreTrainedTokenizerFast:
+    """Its control tokens are in the model's vocabulary, and words are added behind them."""
+    backend = Tokenizer(BPE())
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    special = ["<|im_start|>", "<|im_end|>"]
+    trainer = BpeTrainer(vocab_size=400, initial_alphabet=alphabet, special_tokens=special, show_progress=False)
+    backend.train_from_iterator(TEXTS, trainer)
+    backend.add_tokens([AddedToken(word, normalized=False) for word in ("yes", "please")])
+    return made(backend, CHATML, ())
+
+
 PREPEND = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
 UNIGRAM = UnigramTrainer(vocab_size=120, special_tokens=["<unk>", "<|user|>"], unk_token="<unk>", show_progress=False)
 TOKENIZERS = {
@@ -96,6 +108,7 @@ TOKENIZERS = {
     "normalized": lambda: made(byte_level(), PHI, ROLES, normalized=True),
     "prefix space": lambda: made(byte_level(prefix=True), PHI, ROLES),
     "blanks": blanks,
+    "words": words,
     "first": lambda: made(sentence_piece("first"), LLAMA2, ("<s>", "</s>")),
     "always": lambda: made(sentence_piece("always"), PHI, ROLES, rstrip=True),
     "never": lambda: made(sentence_piece("never"), LLAMA2, ("<s>", "</s>")),
