@@ -20,7 +20,7 @@ from draco_ray.errors import BudgetSpent, ConfigError, JudgeUnavailable, StoreEr
 from draco_ray.judging.endpoint import introduced
 from draco_ray.judging.panel import other
 from draco_ray.judging.pricing import known_price
-from draco_ray.judging.reply_cache import FILE
+from draco_ray.judging.reply_cache import FILE, read_book, release_unanswered
 from draco_ray.judging.tokens import BYTES_PER_TOKEN
 from draco_ray.lab.analysis.judges import RuleComplete, configured_rules
 from draco_ray.lab.report.page import write_report
@@ -67,6 +67,7 @@ class JudgeArguments:
     batch: bool
     ray: bool
     github: bool
+    release: bool
     dry_run: bool
 
 
@@ -198,6 +199,17 @@ def _idle(settled: Plan, wanted: JudgeArguments) -> dict[str, str]:
     return idle
 
 
+def _settle_unanswered(cache: Path, wanted: JudgeArguments, console: Console) -> None:
+    """Say what requests of killed processes hold of the budget, or free it."""
+    if wanted.release:
+        console.print(f"${release_unanswered(cache):.4f} of requests without an answer count as not billed")
+    elif waiting := read_book(cache).under_way:
+        console.print(
+            f"{counted(len(waiting), 'request')} of an earlier process had no answer and may have been billed: "
+            f"${math.fsum(waiting.values()):.4f} stay booked; --release frees them, if the provider's record says so"
+        )
+
+
 def _judge(kept: JudgingRun, settled: Plan, wanted: JudgeArguments, calls: int, console: Console) -> Totals:
     offline = settled.config.judge.model == RULES
     if done := len([*kept.results()]):
@@ -208,6 +220,8 @@ def _judge(kept: JudgingRun, settled: Plan, wanted: JudgeArguments, calls: int, 
                 f"{replies} is missing: judged groups are kept, calls of other groups are sent and paid for again, and "
                 "earlier costs do not count towards the budget"
             )
+    if not offline:
+        _settle_unanswered(settled.config.judge.cache or kept.directory.judge_cache, wanted, console)
     meter = Meter(_offline_judge(wanted)) if offline else open_judge(settled)
     began = time.monotonic()
     try:

@@ -379,5 +379,23 @@ def read_book(folder: Path, run: str = "") -> Book:
     )
 
 
+def release_unanswered(folder: Path) -> float:
+    """Book requests that were sent and never answered as free; returns the dollars that are free again.
+
+    For whoever knows from the provider's record that they were not billed. No other process may be using the cache.
+
+    Raises:
+        StoreError: the book cannot be read or written.
+    """
+    freed = math.fsum(read_book(folder).under_way.values())
+    if freed:
+        try:
+            with contextlib.closing(sqlite3.connect(folder / FILE, timeout=BUSY_SECONDS)) as connection, connection:
+                connection.execute("UPDATE requests SET dollars = 0.0 WHERE dollars IS NULL")
+        except sqlite3.Error as error:
+            raise StoreError(f"the book of judge requests in {folder / FILE} cannot be written: {error}") from None
+    return freed
+
+
 def _is_amount(value: object) -> bool:
     return value is None or (isinstance(value, float) and 0 <= value < math.inf)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import sqlite3
 import threading
 import time
 from pathlib import Path
@@ -16,9 +18,11 @@ from draco_ray.commands.grade import annotate
 from draco_ray.errors import StoreError
 from draco_ray.judging.completion import Completion, Request
 from draco_ray.judging.file_judge import PROMPT, REPLY, SCHEMA, FileJudge
+from draco_ray.judging.reply_cache import FILE, read_book
 from draco_ray.records import Message
 from tests.conftest import REPOSITORY
 from tests.support.canned_judge import answer
+from tests.support.scripted_judge_server import ScriptedJudgeServer
 
 TRACES = Path(__file__).parents[1] / "support" / "traces" / "openai_chat.jsonl"
 
@@ -165,3 +169,29 @@ def test_annotations_and_summaries_hold_no_command_and_no_markup(
     assert len(summary.splitlines()) == 3
     assert "<img" not in summary
     assert "\\| cell" in summary
+
+
+def test_unanswered_requests_stay_booked_until_they_are_released(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "key")
+    with ScriptedJudgeServer(answer=answer) as server:
+        command = ["judge", str(TRACES), "--judge", "openai/gpt-5.4", "--api-base", server.base, "--budget", "5"]
+        command += ["--out", str(tmp_path / "judged")]
+
+        def said(*more: str) -> str:
+            with pytest.raises(SystemExit, match="0"):
+                main([*command, *more])
+            return capsys.readouterr().out
+
+        assert "stay booked" not in said()
+        cache = tmp_path / "judged" / "judge_cache"
+        spent = read_book(cache).dollars
+        # A process that was killed between sending and the reply.
+        with contextlib.closing(sqlite3.connect(cache / FILE)) as connection, connection:
+            connection.execute("INSERT INTO requests VALUES ('killed-1', 0.25, NULL)")
+        assert "1 request of an earlier process had no answer and may have been billed: $0.2500 stay booked" in said()
+        assert read_book(cache).dollars == pytest.approx(spent + 0.25)
+        assert "$0.2500 of requests without an answer count as not billed" in said("--release")
+        assert read_book(cache).dollars == pytest.approx(spent)
+        assert "stay booked" not in said()

@@ -55,6 +55,9 @@ def judge(
     github: Annotated[
         bool, typer.Option("--github", help="Print failed traces as annotations of GitHub Actions, and a summary.")
     ] = False,
+    release: Annotated[
+        bool, typer.Option("--release", help="Count requests that a killed process left unanswered as not billed.")
+    ] = False,
     replay: Annotated[
         bool, typer.Option("--replay", help="Take the replies recorded in PATH/.replies (default --out: judged).")
     ] = False,
