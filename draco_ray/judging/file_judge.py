@@ -26,6 +26,8 @@ POLL_SECONDS = 0.5
 """Time between two looks for a reply; one that has grown since the last look is still being written."""
 REMIND_SECONDS = 60.0
 """Time between two messages that name what is waited for."""
+RECORDED = "recorded"
+"""File that says by whom and when all replies of a directory were given: a prompt without one is then an error."""
 PROMPT, SCHEMA, REPLY = ".prompt.txt", ".schema.json", ".reply.txt"
 
 
@@ -42,7 +44,7 @@ class FileJudge:
         """Write the request's prompt, unless it is there, and wait for its reply.
 
         Raises:
-            StoreError: the directory cannot be used.
+            StoreError: the directory cannot be used, or is a record without this reply.
         """
         started, clock = time.time(), time.perf_counter()
         try:
@@ -77,6 +79,11 @@ class FileJudge:
         key = _key(request)
         if there := self._found(key):
             return there
+        if (self._directory / RECORDED).exists():
+            raise StoreError(
+                f"judge {self._model}: no recorded reply to this {request.phase} prompt: the traces or the prompts have "
+                f"changed since; remove {self._directory / RECORDED} to write the prompt and wait for a reply"
+            )
         self._directory.mkdir(parents=True, exist_ok=True)
         with (self._directory / ".lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)

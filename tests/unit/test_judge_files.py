@@ -98,6 +98,15 @@ async def test_a_refused_reply_is_set_aside_and_the_question_waits_again(tmp_pat
     assert (await replied(judge, request(), tmp_path, "better")).text == "better"
 
 
+async def test_a_record_without_a_reply_is_an_error_and_waits_for_nobody(tmp_path: Path) -> None:
+    (tmp_path / "recorded").write_text("somebody, some day")
+    with pytest.raises(
+        StoreError, match="no recorded reply to this score prompt: the traces or the prompts have changed"
+    ):
+        await FileJudge(tmp_path, "files:d")(request())
+    assert [path.name for path in tmp_path.iterdir()] == ["recorded"]
+
+
 async def test_a_conversation_shows_who_said_what(tmp_path: Path) -> None:
     messages = (*request().messages, Message(role="assistant", content="?"), Message(role="user", content="Again."))
     await replied(FileJudge(tmp_path, "files:d"), Request(messages=messages), tmp_path, "{}")
