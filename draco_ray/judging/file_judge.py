@@ -81,8 +81,8 @@ class FileJudge:
             return there
         if (self._directory / RECORDED).exists():
             raise StoreError(
-                f"judge {self._model}: no recorded reply to this {request.phase} prompt: the traces or the prompts have "
-                f"changed since; remove {self._directory / RECORDED} to write the prompt and wait for a reply"
+                f"judge {self._model}: no recorded reply to this {request.phase} prompt: the traces or the prompts "
+                f"have changed since; remove {self._directory / RECORDED} to write the prompt and wait for a reply"
             )
         self._directory.mkdir(parents=True, exist_ok=True)
         with (self._directory / ".lock").open("w") as lock:
