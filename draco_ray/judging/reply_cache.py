@@ -8,8 +8,8 @@ The same file holds the book of requests: each is entered with the most that it 
 what it did cost together with its reply, in one transaction. So whatever is killed, no reply is paid for that is not
 booked; a request whose end nobody saw stays in the book with the most, since it may be billed.
 
-Who is about to ask claims the question first, and whoever has the same one waits for that answer: all judge workers of
-a run share one of these. A claim is in memory only and ends by itself, so nobody waits for the dead.
+All judge workers of a run share one of these. Within a worker equal requests wait for the first one's answer; two
+workers that ask the same at the same moment both send it.
 
 One SQLite file of JSON values. A run directory may come from somebody else, so nothing in it is ever unpickled.
 """
