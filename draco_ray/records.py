@@ -358,7 +358,7 @@ class Judged(Generic[ValueT]):
     left_out: int = 0
     """Characters of the prompt that the judge could not have read and was not shown."""
     looked_at: int = 0
-    """Verdicts whose justifications were read a second time (`draco_ray.judging.second_look`)."""
+    """Verdicts whose justifications were read a second time (`draco_ray.judging.judge`)."""
     contradicted: int = 0
     """Those whose justification argues for another verdict."""
 

@@ -44,13 +44,11 @@ from draco_ray.rollout.agent import agent_template, fill_agent_prompt
 from draco_ray.runs.directory import RunDirectory
 from draco_ray.sandbox.world.build import read_manifest
 from draco_ray.sandbox.world.scripts import Family, Fault, families
-from draco_ray.training.actors import Actors
 from draco_ray.training.advantage_computer import start_advantage_computer
-from draco_ray.training.batches import TaskOrder
 from draco_ray.training.metrics import generation_intervals, judge_intervals
 from draco_ray.training.overlap import busy_seconds
-from draco_ray.training.session import open_judge, ray_session, usable_prompts
-from draco_ray.training.streaming import streamed_update
+from draco_ray.training.session import Actors, open_judge, ray_session, usable_prompts
+from draco_ray.training.trainer import TaskOrder, streamed_update
 
 GROUP, SLOTS = 3, 9
 WARM_UP_SPEED = 1e6

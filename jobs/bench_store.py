@@ -36,8 +36,7 @@ from draco_ray.config.load import load_config
 from draco_ray.config.schema import DracoConfig, EnvironmentConfig, JudgeConfig
 from draco_ray.judging.judge import CallContext
 from draco_ray.judging.phases.base import Phase
-from draco_ray.judging.pool import Judgement, JudgePool
-from draco_ray.judging.worker import phase_summary
+from draco_ray.judging.pool import Judgement, JudgePool, phase_summary
 from draco_ray.pipeline import Group, Pipeline
 from draco_ray.records import (
     Attribution,
@@ -61,8 +60,7 @@ from draco_ray.runs.store import RunStore
 from draco_ray.runs.store_actor import start_run_store
 from draco_ray.training.advantage_computer import start_advantage_computer
 from draco_ray.training.metrics import step_metrics, step_spans
-from draco_ray.training.observer import RunObserver, StepWatch
-from draco_ray.training.progress import StepProgress, most_phases
+from draco_ray.training.progress import RunObserver, StepProgress, StepWatch, most_phases
 from draco_ray.workers.elastic import fixed_workers
 
 GROUP, TURNS, TOKENS, PROMPT_TOKENS, CRITERIA = 6, 40, 30_000, 2_000, 15

@@ -57,7 +57,7 @@ from draco_ray.engine.model_shape import PUBLIC_CONFIGS, model_shape
 from draco_ray.errors import DracoError
 from draco_ray.lab.planning.memory import engine_memory, learner_memory, total
 from draco_ray.lab.planning.step_time import Assumptions, learner_flops, step_time
-from draco_ray.learner import delta
+from draco_ray.learner import model as learner_model
 from draco_ray.learner.lora_learner import LoraLearner
 from draco_ray.records import FloatArray, TrainingSample
 
@@ -397,8 +397,8 @@ def check_kernels(check: Check) -> None:
 
     def computed(dtype: Any, *, fused: bool, **keys: Any) -> tuple[FloatArray, torch.Tensor, float]:
         """Log-probs of all sampled tokens, the adapter's gradient, and seconds, with what is built left out."""
-        before = delta.KERNEL_DEVICES
-        delta.KERNEL_DEVICES = before if fused else ()
+        before = learner_model.KERNEL_DEVICES
+        learner_model.KERNEL_DEVICES = before if fused else ()
         try:
             with nullcontext() if fused else plain_passes():
                 learner = check.learner(dtype, **keys)
@@ -413,7 +413,7 @@ def check_kernels(check: Check) -> None:
                 check.gpu.peak()
                 return logprobs, gradient, time.perf_counter() - began
         finally:
-            delta.KERNEL_DEVICES = before
+            learner_model.KERNEL_DEVICES = before
             check.gpu.release()
 
     truth, true_gradient, _ = computed("float32", fused=False, micro_batch_tokens=1)

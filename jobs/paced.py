@@ -18,7 +18,7 @@ from critical_path import LearnerTask
 
 from draco_ray.engine.actor import EngineProcess
 from draco_ray.engine.sampler import Sample
-from draco_ray.learner.messages import UpdateMetrics
+from draco_ray.learner.base import UpdateMetrics
 from draco_ray.records import TrainingSample
 
 Script = tuple[tuple[int, ...], ...]

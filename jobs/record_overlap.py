@@ -26,13 +26,11 @@ from draco_ray.environments.base import make_environment
 from draco_ray.pipeline import Group, GroupState, Pipeline
 from draco_ray.records import Message
 from draco_ray.runs.directory import RunDirectory
-from draco_ray.training.actors import Actors
 from draco_ray.training.advantage_computer import start_advantage_computer
-from draco_ray.training.batches import TaskOrder
 from draco_ray.training.metrics import step_metrics, step_spans, update_metrics
 from draco_ray.training.overlap import busy_seconds, merged
-from draco_ray.training.session import usable_prompts
-from draco_ray.training.streaming import streamed_update
+from draco_ray.training.session import Actors, usable_prompts
+from draco_ray.training.trainer import TaskOrder, streamed_update
 
 
 class Recorder:

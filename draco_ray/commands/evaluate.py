@@ -302,8 +302,8 @@ def _config(options: EvaluateOptions, policy: EvaluatedPolicy) -> DracoConfig:
 def _steps_per_epoch(config: DracoConfig) -> int:
     from draco_ray.environments.base import make_environment
     from draco_ray.terminal import PlainConsole
-    from draco_ray.training.batches import TaskOrder
     from draco_ray.training.session import usable_prompts
+    from draco_ray.training.trainer import TaskOrder
 
     prompts = usable_prompts(config, make_environment(config.environment, config.data), PlainConsole(quiet=True))
     return TaskOrder(list(prompts), config.train.prompts_per_step, config.seed).steps_per_epoch

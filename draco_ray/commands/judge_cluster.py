@@ -20,13 +20,12 @@ from draco_ray.judging.actors import start_judge_limiter, start_replies
 from draco_ray.judging.judge import CallContext
 from draco_ray.judging.local.actor import start_judge_servers
 from draco_ray.judging.phases.base import Question
-from draco_ray.judging.pool import JudgePool
-from draco_ray.judging.worker import PolicyJudge, judge_starter
+from draco_ray.judging.pool import JudgePool, PolicyJudge, judge_starter
 from draco_ray.records import Judged
 from draco_ray.traces.keeping import JudgingRun
 from draco_ray.traces.library import Meter
 from draco_ray.traces.trajectory import environment_facts
-from draco_ray.training.capacity import release_start_lock
+from draco_ray.training.cluster import release_start_lock
 from draco_ray.training.session import plain_error, ray_session
 
 ValueT = TypeVar("ValueT")

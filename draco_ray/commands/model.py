@@ -17,7 +17,7 @@ from typing import Annotated
 
 import typer
 
-from draco_ray.engine.tokenizer import chat_template_text
+from draco_ray.engine.model_directory import chat_template_text
 from draco_ray.errors import ConfigError
 
 
@@ -137,7 +137,7 @@ def convert(gguf: str, template: str, folder: str) -> None:
 
     Args:
         gguf: path of the file.
-        template: name of a chat template of `draco_ray.engine.tokenizer`.
+        template: name of a chat template of `draco_ray.engine.model_directory`.
         folder: where to write.
     """
     import torch

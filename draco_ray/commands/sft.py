@@ -73,7 +73,7 @@ def _adapted(
     config: DracoConfig, source: Path, out: Path, epochs: int, best: int, console: Console
 ) -> tuple[int, float]:
     from draco_ray.engine.chat import ChatTokens
-    from draco_ray.engine.tokenizer import load_tokenizer
+    from draco_ray.engine.model_directory import load_tokenizer
     from draco_ray.training.demonstrations import best_rollouts
     from draco_ray.training.preflight import check_trainable
     from draco_ray.training.session import checked_model

@@ -1,21 +1,26 @@
-"""The Ray shell of the policy engines, and the sampler a rollout worker reaches one by.
+"""The Ray actors of the policy engines, and the client by which a rollout worker samples from one.
 
-An engine that dies or goes with its node is replaced without anybody's rollout being lost: requests that it had are
-asked again of an engine that serves, with the same seeds. Ray starts its actor anew wherever there is room, and the
-driver (`draco_ray.engine.fleet`) gives the new process its model and the current adapter before it serves.
+If an engine dies or its node goes away, no rollout is lost: its requests are sent to another engine with the same
+seeds. Ray restarts the actor wherever there is room, and the driver (`draco_ray.engine.fleet`) loads the model and the
+current adapter into it before it serves.
+
+Ray gives an actor a share of one GPU, or several whole GPUs, but not a share of several. So a tensor-parallel engine
+that takes turns with the learner (``engine.colocate``) reserves a placement group with a share of one GPU in each
+bundle, and runs in the first.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
 import random
 import threading
 import time
 import uuid
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -23,19 +28,105 @@ from typing import Any
 import psutil
 import ray
 from ray.exceptions import RayActorError, RayError
-from ray.util.placement_group import PlacementGroup
+from ray.util.placement_group import PlacementGroup, placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from draco_ray.config.schema import EngineConfig, ModelConfig
 from draco_ray.engine.chat import ChatTokens
-from draco_ray.engine.core_watch import CoreWatch
-from draco_ray.engine.placement import actor_resources, shared_gpus, visible_gpus
-from draco_ray.engine.sampler import Sample
-from draco_ray.engine.statistics import EngineStatistics
-from draco_ray.engine.tokenizer import load_tokenizer
+from draco_ray.engine.model_directory import load_tokenizer
+from draco_ray.engine.sampler import EngineStatistics, Sample
 from draco_ray.engine.tool_calls import ToolCallReader, ToolUse
 from draco_ray.errors import ConfigError, EngineAway, EngineError
 from draco_ray.observability.logs import start_run_log
 from draco_ray.records import WeightUpdate
+
+RESOLUTION = 4
+"""Decimals of a resource that Ray tells apart."""
+
+
+def gpu_share(config: EngineConfig) -> float:
+    """Share of each of its GPUs that an engine reserves."""
+    return round(config.gpus_per_engine / config.tensor_parallel, RESOLUTION)
+
+
+def shared_gpus(config: EngineConfig) -> PlacementGroup | None:
+    """Reserve a share of each GPU of one engine, all on one node; None where the actor can ask for its GPUs itself."""
+    if not config.colocate or config.tensor_parallel == 1:
+        return None
+    # More than half of a GPU each, so that no two bundles share one.
+    bundles = [{"GPU": gpu_share(config)} for _ in range(config.tensor_parallel)]
+    bundles[0]["CPU"] = config.cpus_per_engine
+    return placement_group(
+        [{name: amount for name, amount in bundle.items() if amount} for bundle in bundles], strategy="STRICT_PACK"
+    )
+
+
+def actor_resources(config: EngineConfig, group: PlacementGroup | None) -> dict[str, Any]:
+    """Ray's options of an engine's actor."""
+    if group is None:
+        return {"num_gpus": config.gpus_per_engine, "num_cpus": config.cpus_per_engine}
+    return {
+        "num_gpus": gpu_share(config),
+        "num_cpus": config.cpus_per_engine,
+        "scheduling_strategy": PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0),
+    }
+
+
+async def visible_gpus(config: EngineConfig, group: PlacementGroup) -> list[str]:
+    """Ids of the GPUs of a group's bundles, in their order; they may be others once Ray has replaced a node."""
+    ask = ray.remote(_gpu_ids)
+    others = [
+        ask.options(
+            num_gpus=gpu_share(config),
+            num_cpus=0,
+            scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index),
+        ).remote()
+        for index in range(1, config.tensor_parallel)
+    ]
+    return [gpu for gpus in (_gpu_ids(), *await asyncio.gather(*others)) for gpu in gpus]
+
+
+def _gpu_ids() -> list[str]:
+    return [str(gpu) for gpu in ray.get_gpu_ids()]
+
+
+class CoreWatch:
+    """Looks again and again whether calls that are under way come any further.
+
+    Looks are counted and not the time between them, which also passes while this process is stopped itself.
+    """
+
+    def __init__(self, stall_seconds: float, look_seconds: float) -> None:
+        """
+        Args:
+            stall_seconds: without progress, after which the core counts as standing still.
+            look_seconds: between two looks.
+        """
+        self._most = math.ceil(stall_seconds / look_seconds)
+        self._calls = self._answered = self._still = 0
+        self._seen = (0, 0)
+
+    @contextmanager
+    def call(self) -> Iterator[None]:
+        """Something is asked of the core inside the block."""
+        self._calls += 1
+        try:
+            yield
+        finally:
+            self._calls -= 1
+            self._answered += 1
+
+    def stands_still(self, iterations: int) -> bool:
+        """Take a look, and say whether it was one too many with calls under way and nothing new.
+
+        Args:
+            iterations: that the core has done so far.
+        """
+        now = (iterations, self._answered)
+        self._still = self._still + 1 if self._calls and now == self._seen else 0
+        self._seen = now
+        return self._still >= self._most
+
 
 log = logging.getLogger(__name__)
 

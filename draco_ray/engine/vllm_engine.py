@@ -12,6 +12,7 @@ import itertools
 import os
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,18 +23,55 @@ from draco_ray.config.machine import thread_environment
 from draco_ray.config.schema import EngineConfig, ModelConfig
 from draco_ray.engine.adapter_files import AdapterFiles
 from draco_ray.engine.chat import ChatTokens
-from draco_ray.engine.gate import RequestGate
-from draco_ray.engine.model_directory import architectures, check_model_directory, is_local
+from draco_ray.engine.model_directory import architectures, check_model_directory, is_local, load_tokenizer
 from draco_ray.engine.model_shape import engine_targets
-from draco_ray.engine.sampler import Sample
-from draco_ray.engine.statistics import EngineStatistics, collector
-from draco_ray.engine.tokenizer import load_tokenizer
+from draco_ray.engine.sampler import EngineStatistics, Sample, collector
 from draco_ray.errors import EngineError
 from draco_ray.extras import naming_extras, uncollected
 from draco_ray.records import Adapter, WeightUpdate
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
+
+
+class RequestGate:
+    """Counts the requests under way; while it is shut, new ones wait in the order they came."""
+
+    def __init__(self) -> None:
+        self._open = asyncio.Event()
+        self._open.set()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._under_way = 0
+
+    @asynccontextmanager
+    async def request(self) -> AsyncIterator[None]:
+        """Count a request as under way inside the block; entering waits while the gate is shut."""
+        # Whoever was let out may find it shut again.
+        while not self._open.is_set():
+            await self._open.wait()
+        self._under_way += 1
+        self._idle.clear()
+        try:
+            yield
+        finally:
+            self._under_way -= 1
+            if self._under_way == 0:
+                self._idle.set()
+
+    async def shut(self) -> None:
+        """Hold new requests, and return once those under way have ended; open again if this is cancelled."""
+        self._open.clear()
+        try:
+            await self._idle.wait()
+        except BaseException:
+            self._open.set()
+            raise
+
+    def open(self) -> None:
+        """Let in what waits, and what comes."""
+        self._open.set()
+
 
 GIB = 1 << 30
 CPU_KV_CACHE_GIB = 1.0

@@ -3,16 +3,16 @@
 LiteLLM translates between providers, names the errors and knows prices. Its own retries, rate limits and cache are off:
 they ignore Retry-After for some providers, reject instead of queueing, and forget ``extra_body``.
 
-Requests are made in `draco_ray.judging.endpoint`; `draco_ray.judging.call` counts those of a call. Every request's end
-is reported to `draco_ray.judging.outage`, which says what becomes of an error; `draco_ray.judging.failures` says which
-error is which. In a pool (``leases``) with ``max_outage_seconds`` a failed request counts towards ``max_attempts`` only
-if the judge has answered somebody since; otherwise the judge is down for everybody, and the call waits.
+`draco_ray.judging.endpoint` makes the requests; `draco_ray.judging.outage` classifies errors and decides what becomes
+of their calls. In a pool (``leases``) with ``max_outage_seconds`` a failed request counts towards ``max_attempts`` only
+if the judge has answered another request since; otherwise the judge is down for all calls, and this one waits.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import random
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Mapping
@@ -23,10 +23,14 @@ from weakref import WeakValueDictionary
 
 from draco_ray.config.schema import JudgeConfig, JudgeLimits, Price
 from draco_ray.errors import JudgeUnavailable
-from draco_ray.judging.call import Call
 from draco_ray.judging.completion import Completion, Request, reply_of
 from draco_ray.judging.endpoint import Borrowed, Endpoint, Server, Servers
-from draco_ray.judging.failures import (
+from draco_ray.judging.limiter import Grant, LeaseRequest, Leases, Limiter, RequestResult, WaitingLine
+from draco_ray.judging.outage import (
+    FIRST_BACKOFF_SECONDS,
+    LOGGED_SECONDS,
+    FailureKind,
+    NextAction,
     advice,
     classify,
     disconnected,
@@ -34,8 +38,6 @@ from draco_ray.judging.failures import (
     possibly_billed,
     unconnected,
 )
-from draco_ray.judging.limiter import Grant, LeaseRequest, Leases, Limiter, RequestResult, WaitingLine
-from draco_ray.judging.outage import LOGGED_SECONDS, FailureKind, NextAction
 from draco_ray.judging.phases import urgency
 from draco_ray.judging.pricing import (
     CostBound,
@@ -51,6 +53,87 @@ from draco_ray.judging.pricing import (
 from draco_ray.judging.reply_cache import ReplyCache, request_key
 from draco_ray.judging.structured import PROBE, PROBE_SCHEMA, keeps_to
 from draco_ray.records import Message, Paid
+
+LONGEST_HINT_SECONDS = 60.0
+"""Longest wait of one call that an endpoint may ask for; that of the whole pool is `draco_ray.judging.outage`'s."""
+
+
+@dataclass(slots=True)
+class Call:
+    """One call and its requests so far."""
+
+    request: Request
+    asked: LeaseRequest
+    most: CostBound
+    max_tokens: int
+    key: str | None
+    attempts: int
+    patient: bool
+    """Whether failures are waited out while the judge answers nobody."""
+    timeout: float
+    """Seconds that one request may take."""
+    started_at: float
+    clock: float
+    check: bool = False
+    """Whether it is the start-up check, which waits only for an endpoint that says it is busy."""
+    requests: int = 0
+    own: int = 0
+    """Times that it failed while the judge answered others."""
+    unexplained: int = 0
+    """Requests that failed, with no answer to anybody since."""
+    answers: int = 0
+    """Of the pool, at the last lease."""
+    number: str = ""
+    """Of the latest request."""
+    guessed: float = 0.0
+    """Dollars of requests that may have been billed without a reply."""
+    waited: float = 0.0
+    """Seconds for leave to send its requests."""
+    error: BaseException | None = None
+
+    def note_failure(self, error: BaseException, billed: float, *, counts: bool = False) -> None:
+        """A request failed.
+
+        Args:
+            error: why.
+            billed: dollars that may be owed for it all the same.
+            counts: whether it counts towards `attempts` although failures are waited out.
+        """
+        self.error, self.guessed = error, self.guessed + billed
+        if self.patient and not counts:
+            self.unexplained += 1
+        else:
+            self.own += 1
+
+    def note_grant(self, grant: Grant) -> None:
+        """The next request may be sent; what the others have seen meanwhile says whose failures the last ones were."""
+        if grant.answers > self.answers:
+            # Several in a row, and then another request was answered: the judge may have been down in between.
+            self.own, self.unexplained = self.own + min(self.unexplained, 1), 0
+        elif grant.alone and self.error is not None and not (unconnected(self.error) or is_busy(self.error)):
+            # The judge can be reached and no other call fails: the prompt may be the cause.
+            self.own, self.unexplained = self.own + self.unexplained, 0
+        self.answers = grant.answers
+
+    @property
+    def spent(self) -> bool:
+        """Whether it has failed often enough."""
+        return self.own >= self.attempts
+
+    def pause_seconds(self, hint: float | None, max_backoff: float) -> float:
+        """Seconds to wait before the next request.
+
+        Args:
+            hint: what the endpoint asks for, if it does.
+            max_backoff: the most to wait without a hint.
+        """
+        if hint is not None:
+            # A little late: a request that comes early is refused again.
+            return min(hint, max(max_backoff, LONGEST_HINT_SECONDS)) + random.uniform(0, min(1.0, 0.1 * hint))
+        doubled = FIRST_BACKOFF_SECONDS * 2.0 ** min(self.own + self.unexplained - 1, 30)
+        ceiling = min(max_backoff, doubled)
+        return random.uniform(ceiling / 2, ceiling)
+
 
 log = logging.getLogger(__name__)
 

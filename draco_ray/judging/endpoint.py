@@ -13,10 +13,10 @@ from typing import Any, Protocol
 from draco_ray.config.schema import JudgeConfig, provider_key
 from draco_ray.errors import JudgeUnavailable
 from draco_ray.judging.completion import Request
-from draco_ray.judging.failures import headers_of, retry_after_seconds, wants_completion_tokens
-from draco_ray.judging.model_limits import quiet_litellm
+from draco_ray.judging.outage import headers_of, retry_after_seconds, wants_completion_tokens
 from draco_ray.judging.prompt_cache import cache_key, marked, told
 from draco_ray.judging.structured import StructuredOutput
+from draco_ray.judging.tokens import quiet_litellm
 from draco_ray.records import Message
 
 log = logging.getLogger(__name__)

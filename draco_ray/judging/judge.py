@@ -1,36 +1,170 @@
 """Asking the judge (Section "Dynamic Per-Trajectory Rubrics"): prompt, ask, parse, ask once more, or give up.
 
-What is asked is in `draco_ray.judging.phases`. No phase raises over a reply: it returns a `Judged` that holds either
-its value or the reason there is none, and every call it made. Only a judge that cannot answer at all
-(`JudgeUnavailable`) climbs.
+The prompts are in `draco_ray.judging.phases`. No phase raises over a reply: it returns a `Judged` with its value or the
+reason there is none, and every call it made. Only a judge that cannot answer at all raises (`JudgeUnavailable`).
+
+A content filter, or a rollout that is too long whatever is cut, must not cost the other rollouts of a group their
+rubric: a question about several rollouts is asked again without those for which the judge refuses it. Rollouts whose
+own stage2 call failed are left out first, which takes one more call. Otherwise the refused ones are found by bisection:
+a part is added to what the judge has accepted, and split if that is refused; the last accepted answer counts. One
+refused rollout of eight takes at most 6 more calls; after `MOST_CALLS` whatever is not shown yet is left out.
+
+One more call for some rollouts (``judge.second_look``) shows the judge its own notes without the verdicts, and asks
+which verdict they argue for. The result is a rate in the metrics and the report; no verdict is changed by it.
 """
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import uuid
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
+from draco_ray.config.load import project_file
 from draco_ray.config.schema import JudgeConfig
 from draco_ray.errors import ReplyError
-from draco_ray.judging import second_look
 from draco_ray.judging.completion import Completer, Completion, Request
+from draco_ray.judging.escaping import json_text
 from draco_ray.judging.fitting import Fitted, Fitting
 from draco_ray.judging.judge_context import QUOTED_REPLY_CHARACTERS
-from draco_ray.judging.members import ask_without_refused, is_refused
 from draco_ray.judging.phases.base import Question
 from draco_ray.judging.phases.score import Score
 from draco_ray.judging.prompt_cache import shared_ends
 from draco_ray.judging.prompts import Prompts
-from draco_ray.judging.reply import Entry, Parsed, check_finish, own_answer
-from draco_ray.judging.structured import tag_of
-from draco_ray.records import JudgeCall, Judged, Message
+from draco_ray.judging.reply import Entry, Parsed, RubricEntry, align, check_finish, own_answer, read_entries
+from draco_ray.judging.structured import reply_schema, tag_of, with_tag
+from draco_ray.records import Criterion, JudgeCall, Judged, Message, ScoredCriterion
 
 if TYPE_CHECKING:
     from draco_ray.judging.reply_cache import ReplyCache
 
+MOST_CALLS = 12
+"""Times that the question is asked again, each with less than all of its rollouts."""
+
 ValueT = TypeVar("ValueT")
+Ask = Callable[[Question[ValueT]], Awaitable[Judged[ValueT]]]
+
+
+def is_refused(judged: Judged[ValueT]) -> bool:
+    """Whether a question was refused for what it shows: it does not fit, or the judge declined."""
+    if judged.ok or not judged.calls:
+        return not judged.ok
+    last = judged.calls[-1]
+    # A provider may call it an error, too, that it broke a reply off.
+    return last.finish_reason in ("content_filter", "refusal") or (last.finish_reason == "error" and not last.reply)
+
+
+async def ask_without_refused(question: Question[ValueT], whole: Judged[ValueT], ask: Ask[ValueT]) -> Judged[ValueT]:
+    """The answer about as many of the question's rollouts as the judge accepts, with a note of the others.
+
+    Args:
+        question: about several.
+        whole: what came of asking about all of them.
+        ask: asks about some.
+
+    Returns: ``whole`` with all calls where it accepts none of them.
+    """
+    search = _Search(question, ask)
+    sure = [each for each in question.members if each not in question.doubtful]
+    others = sure or question.members
+    await search.add(others, refused=len(others) == len(question.members))
+    calls = (*whole.calls, *search.calls)
+    if search.answer is None:
+        return replace(whole, calls=calls)
+    without = ", ".join(str(each) for each in question.members if each not in search.shown)
+    note = f"{question.name} was asked without rollout {without}, for which the judge refused it: {whole.error}"
+    return replace(search.answer, calls=calls, notes=(note, *search.answer.notes))
+
+
+class _Search(Generic[ValueT]):
+    """The rollouts that the judge has accepted, and its answer about them."""
+
+    def __init__(self, question: Question[ValueT], ask: Ask[ValueT]) -> None:
+        self._question, self._ask = question, ask
+        self._asked = 0
+        self.shown: list[int] = []
+        self.answer: Judged[ValueT] | None = None
+        self.calls: list[JudgeCall] = []
+
+    async def add(self, part: Sequence[int], *, refused: bool) -> bool:
+        """Add what can be added of ``part``; returns whether that is all of it.
+
+        Args:
+            part: rollouts.
+            refused: whether the judge has refused what is shown together with all of them.
+        """
+        if not refused:
+            if self._asked == MOST_CALLS:
+                return False
+            judged = await self._ask(self._question.only([*self.shown, *part]))
+            self._asked += 1
+            self.calls += judged.calls
+            if judged.ok:
+                self.shown, self.answer = [*self.shown, *part], judged
+                return True
+        if len(part) < 2:
+            return False
+        half = len(part) // 2
+        first = await self.add(part[:half], refused=False)
+        await self.add(part[half:], refused=first)
+        return False
+
+
+SECOND_LOOK = "second_look"
+"""Of these calls in the archive and in cost tables."""
+PROMPT = Path("prompts/second_look.txt")
+
+
+class LookEntry(RubricEntry):
+    """The verdict that a criterion's notes argue for."""
+
+    decides = ("verdict",)
+    verdict: Literal["PASS", "FAIL", "NOT_APPLICABLE", "UNCLEAR"]
+
+
+def gets_second_look(share: float, group: str, rollout: int | None) -> bool:
+    """Whether a rollout belongs to the sample: the same again for the same rollout.
+
+    Args:
+        share: of all rollouts, 0 .. 1.
+        group: the rollout's.
+        rollout: its number in there.
+    """
+    digest = hashlib.blake2b(f"{group}/{rollout}".encode(), digest_size=7).digest()
+    return int.from_bytes(digest, "big") < share * 2**56
+
+
+def second_look_request(rubric: Sequence[Criterion], scores: Sequence[ScoredCriterion], group: str) -> Request:
+    """What is asked about the notes on a rubric, one score a criterion."""
+    template = project_file(PROMPT).read_text(encoding="utf-8")
+    notes = [
+        {
+            "rubric_index": index,
+            "rubric_title": criterion.title,
+            "evaluator_instruction": criterion.evaluator_instruction,
+            "evidence": score.evidence,
+            "justification": score.justification,
+        }
+        for index, (criterion, score) in enumerate(zip(rubric, scores, strict=True))
+    ]
+    prompt = with_tag(template.replace("{{ notes }}", json_text(notes)))
+    schema = reply_schema(LookEntry, template, least=len(rubric), most=len(rubric))
+    return Request(messages=(Message(role="user", content=prompt),), schema=schema, phase=SECOND_LOOK, group=group)
+
+
+def count_contradictions(text: str, rubric: Sequence[Criterion], scores: Sequence[ScoredCriterion]) -> int:
+    """The number of scores whose own notes argue for another verdict; unclear notes contradict nothing.
+
+    Raises:
+        ReplyError: not exactly one entry per criterion.
+    """
+    entries, _ = align(read_entries(text, LookEntry, len(rubric), last=True).value, rubric)
+    return sum(
+        entry.verdict not in ("UNCLEAR", score.verdict.name) for entry, score in zip(entries, scores, strict=True)
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,23 +240,23 @@ class Judge:
             return Judged(value=None, calls=calls, error=failed.error, notes=notes)
         values = [vote.value for vote in votes if vote.value is not None]
         judged = Judged(value=question.combine(values), calls=calls, notes=notes)
-        looks = second_look.sampled(self._config.second_look, context.group, context.rollout)
+        looks = gets_second_look(self._config.second_look, context.group, context.rollout)
         return await self._looked_at(judged, question, context) if isinstance(question, Score) and looks else judged
 
     async def _looked_at(self, judged: Judged[Any], question: Score, context: CallContext) -> Judged[Any]:
         """``judged``, and how many of its scores contradict their own justifications; nothing where that call fails."""
         scores: Any = judged.value
-        request = second_look.request(question.rubric, scores, context.group)
+        request = second_look_request(question.rubric, scores, context.group)
         completion = await self._complete(request)
         error = completion.error
         found = 0
         if error is None:
             try:
-                reply = _answer(completion, tag_of(request.messages[0].content), second_look.LookEntry)
-                found = second_look.contradictions(reply, question.rubric, scores)
+                reply = _answer(completion, tag_of(request.messages[0].content), LookEntry)
+                found = count_contradictions(reply, question.rubric, scores)
             except ReplyError as problem:
                 error = str(problem)
-        call = _call(second_look.NAME, context, request.messages[0].content, completion, error)
+        call = _call(SECOND_LOOK, context, request.messages[0].content, completion, error)
         looked_at = len(question.rubric) if error is None else 0
         return replace(judged, calls=(*judged.calls, call), looked_at=looked_at, contradicted=found)
 

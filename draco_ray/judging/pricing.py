@@ -15,7 +15,7 @@ from typing import Any
 
 from draco_ray.config.schema import FILES, JudgeConfig, Price, PriceTier
 from draco_ray.errors import ConfigError
-from draco_ray.judging.model_limits import listed_model
+from draco_ray.judging.tokens import listed_model
 from draco_ray.records import Message
 
 REQUEST_TOKENS = 512

@@ -1,18 +1,179 @@
-"""The seam between the loop and whatever updates the weights (``learner.use``)."""
+"""The interface of learners (``learner.use``), and the commands of the one that ships to its workers. No torch here."""
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from draco_ray.config.schema import LearnerConfig, ModelConfig
 from draco_ray.errors import ConfigError
-from draco_ray.learner.messages import UpdateMetrics
 from draco_ray.records import FloatArray
 from draco_ray.registry import find
 
 if TYPE_CHECKING:
     import ray
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpdateMetrics:
+    """One optimizer update, over all workers. Means are over the minibatch's valid tokens."""
+
+    update: int
+    """Updates applied so far, this one included if it was."""
+    skipped: str | None
+    """Why the weights were left alone; None when they were updated."""
+    grad_norm: float
+    """Before clipping."""
+    samples: int
+    valid_tokens: int
+    computed_tokens: int
+    """Tokens of the forward passes; a prompt that sequences of a row share counts once."""
+    policy_loss: float
+    kl: float
+    """k3 estimate against the base model, nats a token; 0 where its coefficient is 0."""
+    entropy: float
+    """Nats a token."""
+    clip_fraction: float
+    dual_clip_fraction: float
+    engine_gap: float
+    """Mean |engine's log-prob at sampling - learner's at the weights of the training step's start|, nats. Rollouts that
+    an older adapter sampled (`train.staleness`) widen it."""
+    learning_rate: float
+    importance_weight: float = 1.0
+    """Mean truncated weight, p(weights of the step's start) / p(at sampling); 1 where there is none."""
+    truncated_fraction: float = 0.0
+    """Share of tokens whose weight was cut at `learner.importance_cap`."""
+    masked_fraction: float = 0.0
+    """Share of tokens that `learner.mask_low` and `learner.mask_high` left out of the policy loss."""
+    engine_k1: float = 0.0
+    """Mean of -log r, with r = p(weights of the step's start) / p(at sampling): an estimate, which may be negative, of
+    KL(who sampled || who learns), nats a token."""
+    engine_k3: float = 0.0
+    """Mean of r - 1 - log r: the same, never negative."""
+    engine_ratio_p01: float = 1.0
+    """Quantile of r over tokens, to half a percent within e^-2 to e^2."""
+    engine_ratio_p50: float = 1.0
+    engine_ratio_p99: float = 1.0
+    engine_ratio_min: float = 1.0
+    """Smallest r of a token, at most 1."""
+    engine_ratio_max: float = 1.0
+    """Largest r of a token, at least 1."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Command:
+    """One order to all workers, carried out in the order of submission."""
+
+    def combine(self, results: Sequence[Any]) -> Any:
+        """One answer from the workers' answers, by rank."""
+        return results[0]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Accumulate(Command):
+    """Add the gradients of whole groups. Answers token counts and loss sums of what it computed, added over workers.
+
+    With a sharded base some samples may wait for those of later commands, at the latest for the update.
+
+    Before the first update of a training step the policy is the one that sampled them and the importance ratio is 1;
+    afterwards they must have been remembered.
+    """
+
+    groups: tuple[Any, ...]
+    """References to lists of TrainingSample."""
+
+    def combine(self, results: Sequence[Any]) -> dict[str, float]:
+        """Sums over workers."""
+        return _added(results)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Remember(Command):
+    """Keep the old log-probs of groups of a later minibatch. Answers `samples`, how many there were."""
+
+    groups: tuple[Any, ...]
+
+    def combine(self, results: Sequence[Any]) -> dict[str, float]:
+        """Sums over workers."""
+        return _added(results)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Update(Command):
+    """One optimizer step from the accumulated gradients. Answers UpdateMetrics."""
+
+    def combine(self, results: Sequence[UpdateMetrics]) -> UpdateMetrics:
+        """One worker's, which are over all workers, but for the extremes: these are each worker's own.
+
+        A quantile is the middle of a histogram bin, so it is clipped to the extremes.
+        """
+        first = results[0]
+        low = min(result.engine_ratio_min for result in results)
+        high = max(result.engine_ratio_max for result in results)
+        return replace(
+            first,
+            engine_ratio_p01=min(max(first.engine_ratio_p01, low), high),
+            engine_ratio_p50=min(max(first.engine_ratio_p50, low), high),
+            engine_ratio_p99=min(max(first.engine_ratio_p99, low), high),
+            engine_ratio_min=low,
+            engine_ratio_max=high,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Publish(Command):
+    """Answers a reference to the current Adapter, and ends the training step: what comes next is sampled with it."""
+
+    version: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveCheckpoint(Command):
+    """Write a complete checkpoint, and end the training step. Work before it is never repeated, should a worker die."""
+
+    directory: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenLogprobs(Command):
+    """Answers every token's log-prob given those before it, 0.0 for the first: the learner's side of the canary."""
+
+    token_ids: tuple[int, ...]
+    adapter: bool
+    """False: of the base model."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stop(Command):
+    """End the training loop."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failed:
+    """A worker's answer to a command it could not carry out, and would not on a second try either."""
+
+    message: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Start:
+    """Where a worker begins, fresh or after a failure."""
+
+    checkpoint: str | None
+    """Load this first; None: the untrained adapter."""
+    position: int
+    """First command to carry out."""
+
+
+def _added(results: Sequence[dict[str, float]]) -> dict[str, float]:
+    total: Counter[str] = Counter()
+    for result in results:
+        total.update(result)
+    return dict(total)
+
 
 LEARNERS = {"ray_lora": "draco_ray.learner.ray_lora:RayLoraLearner"}
 """Learners that ship, by name."""

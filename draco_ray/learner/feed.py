@@ -14,7 +14,7 @@ from typing import Any
 import ray
 
 from draco_ray.errors import LearnerError
-from draco_ray.learner.messages import Command, Failed, SaveCheckpoint, Start, Stop
+from draco_ray.learner.base import Command, Failed, SaveCheckpoint, Start, Stop
 from draco_ray.placement import beside_the_driver
 from draco_ray.records import TrainingSample
 

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from draco_ray.config.schema import LearnerConfig, ModelConfig
 from draco_ray.errors import LearnerError
+from draco_ray.learner.base import UpdateMetrics
 from draco_ray.learner.checkpoint import Snapshot, read_checkpoint
 from draco_ray.learner.context import Context
 from draco_ray.learner.loss import (
@@ -26,7 +27,6 @@ from draco_ray.learner.loss import (
     ratio_quantile,
     spread,
 )
-from draco_ray.learner.messages import UpdateMetrics
 from draco_ray.learner.model import AdaptedModel
 from draco_ray.learner.packing import Packable, Row, lay_out, pack
 from draco_ray.records import Adapter, FloatArray, IntArray, TrainingSample

@@ -1,17 +1,42 @@
-"""The policy as the learner holds it: a frozen base model, a LoRA adapter in float32, log-probs of chosen tokens."""
+"""The policy in the learner: a frozen base model, a LoRA adapter in float32, log-probs of chosen tokens.
+
+Sharding (``learner.sharding``): FSDP2 splits the base over the workers. Each decoder layer, the token embedding and the
+LM head are a group; every worker keeps a part of each, and the whole group only while it computes with it. The adapter,
+the last norm and a tied embedding, which FSDP2 cannot share between two groups, stay whole on every worker. Every pass
+is then a collective: all workers must take part in it, in the same order.
+
+Gated delta nets (Qwen3.5 and 3.6): on a GPU flash-linear-attention computes their rule and their convolution, elsewhere
+transformers' own code does.
+
+Frozen weights in 8 bits (``learner.base_precision``): a weight is a code times the scale of its output row, and is
+decoded for each product. Adapter, embedding, LM head, norms and convolutions are not rounded.
+
+LoRA: PEFT computes an adapted layer as a chain of operations on float32 copies, which it keeps for the backward pass.
+`FusedLora` adds the adapter's product into the layer's own output and keeps only the layer's input and the adapter's
+inner activations. Autograd sees the adapter's product, with the backward pass of the whole layer; the frozen layer's
+product is added afterwards, so that a checkpointed decoder layer that is recomputed can skip its last product.
+"""
 
 from __future__ import annotations
 
+import inspect
 import json
+import logging
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from importlib import import_module, util
+from types import ModuleType
 from typing import Any
 
 import numpy as np
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
+from peft.tuners import lora
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
@@ -20,16 +45,233 @@ from draco_ray.engine.adapter_files import engine_tensor_name
 from draco_ray.engine.model_shape import check_experts, check_heads, lora_target
 from draco_ray.errors import ConfigError, LearnerError
 from draco_ray.learner.context import Context
-from draco_ray.learner.delta import use_kernels
-from draco_ray.learner.frozen import round_base
-from draco_ray.learner.logprobs import token_logprobs
-from draco_ray.learner.lora import FusedLora
+from draco_ray.learner.loss import token_logprobs
 from draco_ray.learner.packing import Packable, Row, lay_out, part_of
 from draco_ray.learner.pointwise import fuse, kernels
 from draco_ray.learner.segments import NotPlainError, install
-from draco_ray.learner.sharding import gathered, shard_base
 from draco_ray.records import Adapter, FloatArray
 from draco_ray.temp_dirs import PrivateTempDir
+
+
+def shard_base(model: Any, mesh: DeviceMesh, device: torch.device) -> None:
+    """Spread the base of a causal language model with an adapter over the mesh, group by group, onto `device`.
+
+    Args:
+        model: transformers' model, on the CPU, its PEFT layers in place; only the adapter requires gradients.
+        mesh: one dimension, the workers.
+        device: this worker's; a group is whole there only while it is cut.
+    Raises: ConfigError if the decoder's layers are not found.
+    """
+    decoder, head, embedding = model.get_decoder(), model.get_output_embeddings(), model.get_input_embeddings()
+    layers = getattr(decoder, "layers", None)
+    if not isinstance(layers, torch.nn.ModuleList):
+        raise ConfigError(
+            f"learner.sharding=full: {type(decoder).__name__} has no list of layers to shard; set learner.sharding=none"
+        )
+    groups = [*layers] if head.weight is embedding.weight else [embedding, *layers, head]
+    sharded = {parameter for group in groups for parameter in group.parameters() if not parameter.requires_grad}
+    whole = {parameter for parameter in model.parameters() if parameter not in sharded}
+    for parameter in whole:
+        parameter.data = parameter.data.to(device)
+    for group in groups:
+        fully_shard(group, mesh=mesh, reshard_after_forward=True, ignored_params=whole)
+    if isinstance(embedding, FSDPModule):
+        # Frozen, and nothing below it: its backward needs no weight.
+        embedding.set_unshard_in_backward(False)
+    # The root, without parameters of its own, makes one pass of all groups: each fetches the next while it computes.
+    fully_shard(decoder, mesh=mesh, ignored_params=whole)
+
+
+@contextmanager
+def gathered(module: torch.nn.Module) -> Iterator[None]:
+    """Make the parameters of a sharded module whole on every worker inside the block; others are whole already."""
+    if not isinstance(module, FSDPModule):
+        yield
+        return
+    module.unshard()
+    try:
+        yield
+    finally:
+        module.reshard()
+
+
+log = logging.getLogger(__name__)
+
+KERNEL_DEVICES: tuple[str, ...] = ("cuda",)
+"""Where the kernels run."""
+RULE, CONVOLUTION = "torch_chunk_gated_delta_rule", "causal_conv1d_fn"
+"""Transformers' names, in the module of a model."""
+
+
+def use_kernels(decoder: torch.nn.Module, device: torch.device) -> None:
+    """Let a decoder's delta nets be computed by flash-linear-attention where it is installed.
+
+    It is put into transformers' module, for every model of its kind in this process.
+
+    Args:
+        decoder: anything; one without delta nets is left alone.
+        device: where it will compute; a GPU without the kernels is worth a warning.
+    """
+    mixers = [mixer for module in decoder.modules() if (mixer := getattr(module, "linear_attn", None)) is not None]
+    modules = {sys.modules[type(mixer).__module__] for mixer in mixers}
+    if util.find_spec("fla") is not None:
+        for module in modules:
+            _put_kernels(module)
+    elif modules and device.type in KERNEL_DEVICES:
+        log.warning(
+            "flash-linear-attention is not installed: gated delta nets are computed by transformers' own code, many "
+            "times as slow and with twice the memory that `draco plan` counts for a layer; install the 'gpu' extra"
+        )
+
+
+def _put_kernels(module: ModuleType) -> None:
+    rule, convolution = getattr(module, RULE), getattr(module, CONVOLUTION)
+    if not hasattr(rule, "elsewhere"):
+        # Transformers' own code is what its wrapper, whichever kernel it calls, is named after.
+        setattr(module, RULE, _on_device(rule, inspect.unwrap(rule)))
+        kernel = convolution if util.find_spec("causal_conv1d") is not None else _convolution
+        setattr(module, CONVOLUTION, _on_device(kernel, inspect.unwrap(convolution)))
+
+
+def _on_device(kernel: Callable[..., Any], elsewhere: Callable[..., Any]) -> Callable[..., Any]:
+    def computed(first: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return (kernel if first.device.type in KERNEL_DEVICES else elsewhere)(first, *args, **kwargs)
+
+    computed.elsewhere = elsewhere  # type: ignore[attr-defined]
+    return computed
+
+
+def _convolution(
+    hidden_states: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None, **_: Any
+) -> Tensor:
+    """As transformers calls it: arrays are 1 x channels x tokens, the weight channels x width."""
+    kernel = import_module("fla.modules.causal_conv1d").causal_conv1d
+    output: Tensor = kernel(hidden_states.transpose(1, 2), weight, bias, activation=activation)[0]
+    return output.transpose(1, 2)
+
+
+FORMATS: dict[str, tuple[torch.dtype, float]] = {"int8": (torch.int8, 127.0), "fp8": (torch.float8_e4m3fn, 448.0)}
+"""Type of the codes, and the largest of them, which is that of the row's largest weight."""
+
+
+class RoundedLinear(torch.nn.Linear):
+    """A frozen linear layer: codes O x I in `weight`, scales O x 1, in the layer's type, in `weight_scale`."""
+
+    def __init__(self, layer: torch.nn.Linear, precision: str) -> None:
+        """Round the layer's weights to the nearest of `precision`, a name in `FORMATS`."""
+        super().__init__(layer.in_features, layer.out_features, bias=False, device="meta")
+        codes, scale = rounded(layer.weight, precision)
+        self.weight = torch.nn.Parameter(codes, requires_grad=False)
+        self.weight_scale = torch.nn.Parameter(scale, requires_grad=False)
+        self.bias = layer.bias
+
+    def forward(self, input: Tensor) -> Tensor:
+        """The product with the rounded weights, in the type of the input."""
+        product: Tensor = _RoundedProduct.apply(input, self.weight, self.weight_scale, self.bias)
+        return product
+
+
+class _RoundedProduct(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, codes_OI: Tensor, scale_O1: Tensor, bias_O: Tensor | None) -> Tensor:
+        ctx.save_for_backward(codes_OI, scale_O1)
+        return torch.nn.functional.linear(x, whole_weight(codes_OI, scale_O1, x.dtype), bias_O)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        codes_OI, scale_O1 = ctx.saved_tensors
+        return gradients[0] @ whole_weight(codes_OI, scale_O1, gradients[0].dtype), None, None, None
+
+
+@torch.no_grad()
+def rounded(weight_OI: Tensor, precision: str) -> tuple[Tensor, Tensor]:
+    """Codes O x I and the scale of each row, O x 1 in the weight's type, whose product is nearest to the weight."""
+    dtype, largest = FORMATS[precision]
+    rows_O1 = weight_OI.to(torch.float32).abs().amax(dim=1, keepdim=True)
+    # A row of zeros has a scale, too; and a scale that was rounded down must not push a code over the largest.
+    scale_O1 = (rows_O1 / largest).clamp_min(torch.finfo(weight_OI.dtype).tiny).to(weight_OI.dtype)
+    codes_OI = (weight_OI.to(torch.float32) / scale_O1.to(torch.float32)).clamp_(-largest, largest)
+    return (codes_OI if dtype.is_floating_point else codes_OI.round_()).to(dtype), scale_O1
+
+
+def whole_weight(weight_OI: Tensor, scale_O1: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """The weight that codes and scales stand for; without scales it is itself."""
+    return weight_OI if scale_O1 is None else weight_OI.to(dtype, copy=True).mul_(scale_O1)
+
+
+def round_base(model: torch.nn.Module, precision: str) -> None:
+    """Put rounded layers into the place of a decoder's frozen linear layers, under their names.
+
+    Args:
+        model: its adapter, if any, is in place; only that requires gradients.
+        precision: `learner.base_precision`; "model" leaves all as it is.
+    """
+    if precision == "model":
+        return
+    for parent in [*model.modules()]:
+        for name, layer in [*parent.named_children()]:
+            if isinstance(layer, torch.nn.Linear) and not layer.weight.requires_grad:
+                setattr(parent, name, RoundedLinear(layer, precision))
+
+
+class FusedLora(lora.Linear):
+    """PEFT's LoRA layer around a frozen linear layer, for one adapter without dropout."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The base layer's output plus ``scaling * B A x``; the base layer's alone where adapters are disabled."""
+        base = self.base_layer
+        if self.disable_adapters:
+            output: Tensor = base(x)
+            return output
+        (name,) = self.active_adapters
+        weight_a, weight_b = self.lora_A[name].weight, self.lora_B[name].weight
+        scale = getattr(base, "weight_scale", None)
+        adapted: Tensor = _Adapter.apply(x, base.weight, scale, base.bias, weight_a, weight_b, self.scaling[name])
+        with torch.no_grad():
+            weight_IO = whole_weight(base.weight, scale, x.dtype).T
+            adapted.detach().view(-1, adapted.shape[-1]).addmm_(x.flatten(0, -2), weight_IO)
+        return adapted
+
+
+class _Adapter(torch.autograd.Function):
+    """N tokens, I inputs, O outputs, rank R: forwards bias and share of the adapter, backwards the whole layer."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight_OI: Tensor,
+        scale_O1: Tensor | None,
+        bias_O: Tensor | None,
+        a_RI: Tensor,
+        b_OR: Tensor,
+        scaling: float,
+    ) -> Tensor:
+        inner_NR = x.flatten(0, -2) @ a_RI.to(x.dtype).T
+        # No view is returned: it is added to behind autograd's back.
+        share = x.new_empty(*x.shape[:-1], len(b_OR))
+        bias, bias_counts = (x.new_zeros(()), 0) if bias_O is None else (bias_O, 1)
+        out_NO = share.view(-1, len(b_OR))
+        torch.addmm(bias, inner_NR, b_OR.to(x.dtype).T, beta=bias_counts, alpha=scaling, out=out_NO)
+        ctx.save_for_backward(x, weight_OI, scale_O1, a_RI, b_OR, inner_NR)
+        ctx.scaling = scaling
+        return share
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight_OI, scale_O1, a_RI, b_OR, inner_NR = ctx.saved_tensors
+        slope_NO = gradients[0].flatten(0, -2)
+        inner_slope_NR = (slope_NO @ b_OR.to(x.dtype)).mul_(ctx.scaling)
+        x_slope = None
+        if ctx.needs_input_grad[0]:
+            x_slope_NI = slope_NO @ whole_weight(weight_OI, scale_O1, x.dtype)
+            x_slope = x_slope_NI.addmm_(inner_slope_NR, a_RI.to(x.dtype)).view_as(x)
+        a_slope_RI = (inner_slope_NR.T @ x.flatten(0, -2)).to(a_RI.dtype)
+        b_slope_OR = (slope_NO.T @ inner_NR).to(b_OR.dtype).mul_(ctx.scaling)
+        return x_slope, None, None, None, a_slope_RI, b_slope_OR, None
+
 
 PACKING_TOLERANCE = 0.1
 """Largest mean relative difference between the decoder's outputs in a row of sequences and alone: bfloat16 rounds, and

@@ -11,8 +11,7 @@ import ray
 
 from draco_ray.config.schema import LearnerConfig, ModelConfig
 from draco_ray.errors import ConfigError, LearnerError
-from draco_ray.learner.feed import start_learner_feed
-from draco_ray.learner.messages import (
+from draco_ray.learner.base import (
     Accumulate,
     Command,
     Publish,
@@ -23,6 +22,7 @@ from draco_ray.learner.messages import (
     Update,
     UpdateMetrics,
 )
+from draco_ray.learner.feed import start_learner_feed
 from draco_ray.learner.train_loop import LoopSettings, fit
 from draco_ray.placement import beside_the_driver
 from draco_ray.records import FloatArray, IntArray

@@ -1,16 +1,18 @@
-"""The Ray Train loop: one per worker, alive for a whole run, fed with commands.
+"""The Ray Train loop: one per worker, alive for a whole run, which executes the commands of the feed.
 
-Ray Train starts the workers, joins them in a process group (gloo on CPUs, nccl on GPUs) and starts them anew when one
-dies. Where they begin is asked from the feed and not from `ray.train.get_checkpoint`: a checkpoint is of use only
-together with the position in the feed that it stands for, and the two must change in one place.
+Ray Train starts the workers, joins them in a process group (gloo on CPUs, nccl on GPUs) and restarts them when one
+dies. Where they begin is asked from the feed and not from `ray.train.get_checkpoint`: a checkpoint is useful only with
+its position in the feed, and both must change in one place. `PassWatch` ends a worker whose passes hang.
 """
 
 from __future__ import annotations
 
 import os
 import signal
+import threading
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -18,9 +20,63 @@ from typing import Any
 
 from draco_ray.config.machine import set_threads
 from draco_ray.config.schema import LearnerConfig, ModelConfig
+from draco_ray.engine.actor import CoreWatch
 from draco_ray.errors import DracoError
-from draco_ray.learner.messages import Failed, Start, Stop
-from draco_ray.learner.pass_watch import PassWatch
+from draco_ray.learner.base import Failed, Start, Stop
+
+LOOK_SECONDS = 5.0
+
+
+class PassWatch:
+    """Looks from a thread of its own whether a command comes any further.
+
+    Ray Train asks the process, which answers beside the thread that computes; so it sees a process that is stopped, and
+    not a pass that is.
+    """
+
+    def __init__(
+        self,
+        seconds: float,
+        progress: Callable[[], int],
+        end: Callable[[], object],
+        *,
+        look_seconds: float | None = None,
+    ) -> None:
+        """
+        Args:
+            seconds: without progress, after which a command counts as hung.
+            progress: grows while a command comes further.
+            end: called then, once, in the watch's thread.
+            look_seconds: between two looks; None: `LOOK_SECONDS`.
+        """
+        self._look_seconds = LOOK_SECONDS if look_seconds is None else look_seconds
+        self._watch = CoreWatch(seconds, self._look_seconds)
+        self._progress, self._end = progress, end
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Look for as long as the block runs."""
+        over = threading.Event()
+        thread = threading.Thread(target=self._look, args=(over,), name="pass watch", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join()
+
+    @contextmanager
+    def command(self) -> Iterator[None]:
+        """A command is carried out inside the block."""
+        with self._watch.call():
+            yield
+
+    def _look(self, over: threading.Event) -> None:
+        while not over.wait(self._look_seconds):
+            if self._watch.stands_still(self._progress()):
+                self._end()
+                return
+
 
 TELL_SECONDS = 10.0
 """For the feed to take why a worker ends."""

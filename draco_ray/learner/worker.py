@@ -7,10 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from draco_ray.learner.checkpoint import Snapshot
-from draco_ray.learner.feed import Shares
-from draco_ray.learner.lora_learner import LoraLearner, trained_length
-from draco_ray.learner.messages import (
+from draco_ray.learner.base import (
     Accumulate,
     Command,
     Publish,
@@ -20,6 +17,9 @@ from draco_ray.learner.messages import (
     TokenLogprobs,
     Update,
 )
+from draco_ray.learner.checkpoint import Snapshot
+from draco_ray.learner.feed import Shares
+from draco_ray.learner.lora_learner import LoraLearner, trained_length
 from draco_ray.learner.packing import deal
 from draco_ray.records import Adapter, FloatArray, TrainingSample
 

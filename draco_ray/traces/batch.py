@@ -28,9 +28,9 @@ from draco_ray.judging.client import LiteLLMClient
 from draco_ray.judging.completion import Request
 from draco_ray.judging.endpoint import Endpoint, Server
 from draco_ray.judging.limiter import Leases
-from draco_ray.judging.model_limits import quiet_litellm
 from draco_ray.judging.pricing import check_budget, known_price
 from draco_ray.judging.reply_cache import ReplyCache
+from draco_ray.judging.tokens import quiet_litellm
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from draco_ray.config.schema import DracoConfig, Price
-from draco_ray.judging import second_look
+from draco_ray.judging.judge import SECOND_LOOK
 from draco_ray.judging.phases import PHASES
 from draco_ray.judging.phases.credit import Credit
 from draco_ray.judging.phases.score import Score
@@ -102,8 +102,8 @@ def estimate(
             add(Score.name, length + rubric, REPLY_TOKENS[Score.name] + verdicts, calls=votes)
             add(Credit.name, length + 2 * rubric, REPLY_TOKENS[Credit.name] + verdicts)
     if looks := round(config.judge.second_look * scored):
-        found[second_look.NAME] = PhaseEstimate(dollars=None if price is None else 0.0)
-        add(second_look.NAME, 2 * rubric, CRITERIA * VERDICT_TOKENS, calls=looks)
+        found[SECOND_LOOK] = PhaseEstimate(dollars=None if price is None else 0.0)
+        add(SECOND_LOOK, 2 * rubric, CRITERIA * VERDICT_TOKENS, calls=looks)
     return found
 
 

@@ -18,9 +18,7 @@ from draco_ray.errors import ConfigError, DracoError
 from draco_ray.judging.judge_context import model_positions
 from draco_ray.learner.base import find_learner
 from draco_ray.records import Message
-from draco_ray.training.batches import EarlierTasks, TaskOrder
-from draco_ray.training.capacity import check_resources
-from draco_ray.training.cluster import LOCAL_JUDGE_SLOTS, address_of
+from draco_ray.training.cluster import LOCAL_JUDGE_SLOTS, address_of, check_resources
 from draco_ray.training.preflight import (
     cached_config,
     check_disk,
@@ -30,6 +28,7 @@ from draco_ray.training.preflight import (
 )
 from draco_ray.training.session import checked_model, say_cut_prompts, usable_prompts, with_environment
 from draco_ray.training.sizes import context_problems
+from draco_ray.training.trainer import EarlierTasks, TaskOrder
 
 
 @dataclass(slots=True)

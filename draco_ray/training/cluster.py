@@ -1,4 +1,4 @@
-"""Join or start Ray, and refuse a cluster that cannot run the configuration."""
+"""Join or start Ray, check whether the cluster has room for a run, and wait until it has."""
 
 from __future__ import annotations
 
@@ -6,21 +6,279 @@ import asyncio
 import contextlib
 import json
 import logging
+import math
 import os
 import re
 import signal
-from collections.abc import Awaitable, Callable
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 import ray
+from ray.autoscaler.sdk import request_resources
+from ray.autoscaler.v2.sdk import get_cluster_status
+from ray.exceptions import RayError
 from rich.console import Console
 
 from draco_ray.config.machine import thread_environment
 from draco_ray.config.schema import DracoConfig
 from draco_ray.errors import ClusterError, ConfigError
 from draco_ray.interruption import handler_kept
-from draco_ray.training.capacity import check_resources, has_autoscaler, wait_for_room, wait_for_start_lock
+from draco_ray.judging.outage import span
+from draco_ray.placement import beside_the_driver
 from draco_ray.training.preflight import SUBMITTED
+
+log = logging.getLogger(__name__)
+
+Bundle = tuple[float, float]
+"""GPUs and CPUs that one process needs on one node."""
+Resources = Mapping[str, float]
+CHECK_SECONDS = 5.0
+"""Interval between two checks of what is free."""
+LOG_SECONDS = 60.0
+"""Interval between two lines on what the run waits for."""
+ROUNDING = 1e-6
+"""Ray counts resources in ten-thousandths; sums of floats are off by less than this."""
+STATUS_TIMEOUT_SECONDS = 5
+ANONYMOUS_TYPE = "node_"
+"""Prefix of the node type that Ray reports for a node that no autoscaler started; the node's id follows."""
+START_LOCK, NAMESPACE = "starting", "draco-ray"
+"""Name of the actor that the run which is starting holds, and the namespace all runs of a cluster look it up in."""
+_start_locks: list[Any] = []
+"""The lock that this process holds, if any."""
+
+
+class StartLock:
+    """Holds its name while a run starts, and dies with its driver."""
+
+
+def has_autoscaler() -> bool:
+    """Whether an autoscaler adds nodes to the connected cluster: its nodes are then of named types."""
+    status = get_cluster_status(ray.get_runtime_context().gcs_address)
+    nodes = [*status.active_nodes, *status.idle_nodes]
+    return any(not node.ray_node_type_name.startswith(ANONYMOUS_TYPE) for node in nodes)
+
+
+def bundles(config: DracoConfig, *, judges: bool = True) -> dict[str, list[Bundle]]:
+    """What the processes of a run that starts need, by kind; kinds that need nothing are left out."""
+    engine, learner, environment, local = config.engine, config.learner, config.environment, config.judge.local
+    # The evaluation's workers run beside those that train.
+    rollouts = (2 if config.train.evaluate_before_after else 1) * environment.min_workers
+    served = local.replicas if local.enabled and judges and config.algorithm.reward == "rubric" else 0
+    needed: dict[str, list[Bundle]] = {
+        "engines": [(engine.gpus_per_engine, engine.cpus_per_engine)] * engine.fewest,
+        "learner workers": [(learner.gpus_per_worker, learner.cpus_per_worker)] * learner.workers,
+        "judge servers": [(local.gpus_per_replica, local.cpus_per_replica)] * served,
+        "rollout workers": [(0.0, environment.cpus_per_worker)] * rollouts,
+    }
+    return {name: each for name, each in needed.items() if each and any(each[0])}
+
+
+def unplaced(needed: Mapping[str, Sequence[Bundle]], nodes: Sequence[Resources]) -> dict[str, int]:
+    """Number of processes of each kind that fit on no node; the largest are placed first, on the fullest node.
+
+    A process needs all its resources on one node: an engine of two GPUs finds no room where one GPU is free on each.
+    """
+    left = [[node.get("GPU", 0.0), node.get("CPU", 0.0)] for node in nodes]
+    missing: Counter[str] = Counter()
+    for (gpus, cpus), name in sorted(((bundle, name) for name, of in needed.items() for bundle in of), reverse=True):
+        fits = [node for node in left if node[0] + ROUNDING >= gpus and node[1] + ROUNDING >= cpus]
+        if not fits:
+            missing[name] += 1
+            continue
+        node = min(fits, key=lambda each: each[0])
+        node[0], node[1] = node[0] - gpus, node[1] - cpus
+    return dict(missing)
+
+
+def _describe(needed: Mapping[str, Sequence[Bundle]], missing: Mapping[str, int], nodes: Sequence[Resources]) -> str:
+    parts = []
+    for name, number in missing.items():
+        gpus, cpus = needed[name][0]
+        parts.append(f"{number} of {len(needed[name])} {name} ({gpus:g} GPUs and {cpus:g} CPUs each, on one node)")
+    gpus_free, cpus_free = (sum(node.get(kind, 0) for node in nodes) for kind in ("GPU", "CPU"))
+    return f"{', '.join(parts)} do not fit into {gpus_free:g} GPUs and {cpus_free:g} CPUs on {len(nodes)} nodes"
+
+
+def check_resources(config: DracoConfig, nodes: Sequence[Resources], *, judges: bool = True) -> None:
+    """Check that the nodes of a cluster without an autoscaler, were they idle, have room for a run.
+
+    Args:
+        config: of the run.
+        nodes: all resources of each node.
+        judges: whether judge workers are started where the setting uses a rubric.
+
+    Raises:
+        ConfigError: they have not.
+    """
+    offered, workers = sum(node.get("judge", 0) for node in nodes), config.judge.workers
+    if judges and config.algorithm.reward == "rubric" and offered < workers + 1:
+        raise ConfigError(
+            f"the Ray cluster offers {offered:g} of the custom resource 'judge' and has no autoscaler; "
+            f"judge.workers={workers} and the union need {workers + 1}: start a node with "
+            """--resources='{"judge": 16}'"""
+        )
+    engine, largest = config.engine, max(node.get("GPU", 0) for node in nodes)
+    if engine.colocate and engine.tensor_parallel > largest:
+        raise ConfigError(
+            f"engine.tensor_parallel={engine.tensor_parallel}, but no node of the Ray cluster has more than "
+            f"{largest:g} GPUs: lower it, or add a larger node"
+        )
+    needed = bundles(config, judges=judges)
+    if missing := unplaced(needed, nodes):
+        cpus, served = sum(node.get("CPU", 0) for node in nodes), len(needed.get("judge servers", ()))
+        on_cpus = not config.engine.gpus_per_engine and not config.learner.gpus_per_worker
+        if on_cpus and (problem := cpu_problem(config, cpus, served)):
+            raise ConfigError(problem)
+        raise ConfigError(
+            f"the Ray cluster is too small: {_describe(needed, missing, nodes)}: add nodes, or lower the number of "
+            "these processes or what each needs (engine.*, learner.*, judge.local.*, environment.slots, "
+            "environment.cpus_per_worker; 0 GPUs each run on the CPU)"
+        )
+
+
+def cpu_problem(config: DracoConfig, available: float, served: int) -> str | None:
+    """Why ``available`` CPUs are too few beside ``served`` judge servers, and what to set; None where they suffice."""
+    engine, learner, environment = config.engine, config.learner, config.environment
+    # The evaluation's workers run beside those that train.
+    workers = environment.min_workers * (2 if config.train.evaluate_before_after else 1)
+    others = (
+        engine.fewest * engine.cpus_per_engine
+        + learner.workers * learner.cpus_per_worker
+        + served * config.judge.local.cpus_per_replica
+    )
+    cpus = workers * environment.cpus_per_worker + others
+    if cpus <= available:
+        return None
+    left = available - others
+    advice = "lower engine.cpus_per_engine or learner.cpus_per_worker, or add a node"
+    if left >= 0:
+        each = math.floor(100 * min(left, 1.0) / (2 if config.train.evaluate_before_after else 1)) / 100
+        one = f"environment.slots_per_worker={environment.slots} and environment.cpus_per_worker={each:g}"
+        advice = f"lower environment.slots or environment.cpus_per_worker (here {one} fit), or add a node"
+    judging = f", {served} judge servers" if served else ""
+    return (
+        f"{workers} rollout workers{judging}, {engine.fewest} engines and {learner.workers} learner workers need "
+        f"{cpus:g} CPUs, the Ray cluster has {available:g}: {advice}"
+    )
+
+
+def wait_for_start_lock(config: DracoConfig, console: Console | None) -> None:
+    """Return once no other run of the cluster is starting, and let none start until `release_start_lock`.
+
+    Two runs that count free resources at the same moment would both find room, and each might get half of what it
+    needs.
+
+    Raises:
+        ClusterError: another run is still starting after ``watch.start_seconds``.
+    """
+    lock = ray.remote(StartLock).options(
+        name=START_LOCK, namespace=NAMESPACE, num_cpus=0, scheduling_strategy=beside_the_driver()
+    )
+
+    def problem() -> str:
+        try:
+            _start_locks[:] = [lock.remote()]
+        except ValueError:  # the name is taken
+            return "it waits for its own processes"
+        return ""
+
+    _wait(config, console, "another run is starting on the Ray cluster", problem)
+
+
+def release_start_lock() -> None:
+    """Let the next run count free resources: all processes of this run have their places."""
+    while _start_locks:
+        # The lock may be of a Ray session that has ended.
+        with contextlib.suppress(RayError):
+            ray.kill(_start_locks.pop())
+
+
+def wait_for_room(
+    config: DracoConfig,
+    console: Console | None,
+    *,
+    judges: bool = True,
+    autoscaled: bool = False,
+    free: Callable[[], Sequence[Resources]] | None = None,
+    request: Callable[[Sequence[Mapping[str, float]]], object] | None = None,
+) -> None:
+    """Return once every process of a run fits on some node; request the nodes from the autoscaler if there is one.
+
+    Free resources count, not all: of two runs that each hold half of what they need, neither would ever start.
+
+    Args:
+        config: of the run.
+        console: shows what the run waits for; None: nothing is shown.
+        judges: see `check_resources`.
+        autoscaled: whether the cluster has an autoscaler.
+        free: free resources of each node; None asks Ray.
+        request: requests bundles from the autoscaler; None asks Ray.
+
+    Raises:
+        ClusterError: there is no room after ``watch.start_seconds``.
+    """
+    free = free or _free
+    request = request or (lambda wanted: request_resources(bundles=[dict(each) for each in wanted]))
+    needed, requested = bundles(config, judges=judges), False
+
+    def problem() -> str:
+        nonlocal requested
+        nodes = free()
+        missing = unplaced(needed, nodes)
+        if missing and autoscaled and not requested:
+            requested = True
+            request([{"GPU": gpus, "CPU": cpus} for of in needed.values() for gpus, cpus in of])
+        why = "nodes were requested" if autoscaled else "another run may hold the rest (`ray status`)"
+        return f"{_describe(needed, missing, nodes)}; {why}" if missing else ""
+
+    try:
+        _wait(config, console, "no room on the Ray cluster", problem)
+    finally:
+        if requested:
+            # From now on the run's own processes request what they need.
+            request([])
+
+
+def _wait(config: DracoConfig, console: Console | None, what: str, problem: Callable[[], str]) -> None:
+    """Wait until ``problem`` returns nothing. Raises: ClusterError: that takes longer than ``watch.start_seconds``."""
+    started, logged, limit = time.monotonic(), -float("inf"), config.watch.start_seconds
+    while reason := problem():
+        now = time.monotonic()
+        if limit is not None and now - started >= limit:
+            raise ClusterError(f"{what} after watch.start_seconds={limit:g}: {reason}")
+        if console is not None and now - logged >= LOG_SECONDS:
+            logged = now
+            console.print(f"{what}, waiting for {span(now - started)}: {reason}")
+        time.sleep(CHECK_SECONDS)
+
+
+def pending_demand() -> str:
+    """What waits for a node with room for it, of all runs on the cluster, e.g. ``no node has room for 2 x 1 CPU``.
+
+    Returns: an empty string if nothing is known to wait, or Ray's head does not answer.
+    """
+    try:
+        status = get_cluster_status(ray.get_runtime_context().gcs_address, timeout=STATUS_TIMEOUT_SECONDS)
+    except Exception as error:  # a head that is gone is reported elsewhere
+        log.debug("Ray's head does not report pending demand: %s", error)
+        return ""
+    demands = [*status.resource_demands.placement_group_demand, *status.resource_demands.ray_task_actor_demand]
+    counts: Counter[str] = Counter()
+    for demand in demands:
+        for each in demand.bundles_by_count:
+            named = [f"{each.bundle[kind]:g} {kind}" for kind in ("GPU", "CPU") if each.bundle.get(kind)]
+            counts[" and ".join(named)] += each.count
+    del counts[""]
+    return f"no node has room for {', '.join(f'{count} x {what}' for what, count in counts.items())}" if counts else ""
+
+
+def _free() -> list[Resources]:
+    """Free resources of each node."""
+    status = get_cluster_status(ray.get_runtime_context().gcs_address, timeout=STATUS_TIMEOUT_SECONDS)
+    return [node.available_resources() for node in (*status.active_nodes, *status.idle_nodes)]
+
 
 LOOK_SECONDS = 5.0
 GONE_SECONDS = 30.0
@@ -104,7 +362,7 @@ def connect(config: DracoConfig, *, judges: bool = True, console: Console | None
         judges: whether the run has judge workers.
         console: shows what is waited for while other runs hold the cluster or nodes have yet to come.
 
-    On a shared cluster no other run starts until `draco_ray.training.capacity.release_start_lock` or the end of this
+    On a shared cluster no other run starts until `draco_ray.training.cluster.release_start_lock` or the end of this
     process.
 
     Returns: the cluster's resources.

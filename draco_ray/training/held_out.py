@@ -36,9 +36,9 @@ from draco_ray.runs.evaluations import (
 from draco_ray.training.progress import StepProgress
 
 if TYPE_CHECKING:
-    from draco_ray.training.actors import Actors
+    from draco_ray.training.session import Actors
 if TYPE_CHECKING:
-    from draco_ray.training.actors import Actors
+    from draco_ray.training.session import Actors
 
 
 Tell = Callable[[int, Mapping[str, float]], object]

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from draco_ray.judging.phases import PHASES
-from draco_ray.learner.messages import UpdateMetrics
+from draco_ray.learner.base import UpdateMetrics
 from draco_ray.pipeline import Group, GroupState
 from draco_ray.records import Termination
 from draco_ray.summaries import PhaseSummary, RolloutSummary, has_spread

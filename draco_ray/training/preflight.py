@@ -25,8 +25,7 @@ from rich.console import Console
 from safetensors import SafetensorError, safe_open
 
 from draco_ray.config.schema import DracoConfig, LearnerConfig
-from draco_ray.engine.experts import is_frozen
-from draco_ray.engine.model_shape import PUBLIC_CONFIGS, check_experts, check_heads, check_split, model_shape
+from draco_ray.engine.model_shape import PUBLIC_CONFIGS, check_experts, check_heads, check_split, is_frozen, model_shape
 from draco_ray.errors import ClusterError, ConfigError, StoreError
 from draco_ray.judging.judge_context import context_problem, context_warning, model_positions
 from draco_ray.judging.local.server import served_model

@@ -10,7 +10,7 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -19,60 +19,15 @@ from typing import Any, get_args
 from rich.console import Console
 
 from draco_ray.config.load import dump_config
-from draco_ray.config.schema import DracoConfig, LearnerConfig, Order, TrainConfig
+from draco_ray.config.schema import DracoConfig, LearnerConfig, Order
 from draco_ray.errors import ConfigError, DamagedRun
 from draco_ray.runs.checkpoints import COUNTERS, checkpoint_damage
 from draco_ray.runs.directory import RunDirectory, damaged, read_table, read_text, write_private
 from draco_ray.runs.schema import STEP_TABLES, TABLES
 from draco_ray.runs.store import RunStore
-from draco_ray.training.batches import EarlierTasks, OrderRules
+from draco_ray.training.trainer import EarlierTasks, OrderRules
 
 log = logging.getLogger(__name__)
-
-
-def checkpoints_to_keep(steps: Iterable[int], metrics: Iterable[Mapping[str, Any]], config: TrainConfig) -> set[int]:
-    """Which of the checkpoints after ``steps`` stay; all of them where ``train.keep_last`` is null.
-
-    Args:
-        steps: that have a checkpoint.
-        metrics: of the finished steps. A step's rollouts measure the policy that played them: that of the step before,
-            or with ``train.staleness`` of the one before that.
-        config: ``keep_last``, ``keep_every``, ``keep_best``.
-    """
-    present = sorted(steps)
-    if config.keep_last is None:
-        return set(present)
-    keep = set(present[-config.keep_last :])
-    if config.keep_every is not None:
-        keep |= {step for step in present if step % config.keep_every == 0}
-    rates = {line["step"] - 1 - config.staleness: _rate(line) for line in metrics}
-    measured = [step for step in present if rates.get(step) is not None]
-    # Of equals the later one.
-    best = sorted(measured, key=lambda step: (rates[step], step), reverse=True)
-    return keep | set(best[: config.keep_best])
-
-
-def _rate(line: Mapping[str, Any]) -> float | None:
-    """A step's pass rate; its mean reward where no judge gives one."""
-    rate = line.get("pass_rate")
-    return line.get("reward") if rate is None else rate
-
-
-def drop_checkpoints(run: RunDirectory, config: TrainConfig) -> None:
-    """Remove the checkpoints of a run that do not stay, each at once or not at all."""
-    if config.keep_last is None:
-        return
-    present = run.checkpoint_steps()
-    for step in set(present) - checkpoints_to_keep(present, run.metrics(), config):
-        folder = run.checkpoint(step)
-        dropped = folder.with_name(f".{folder.name}.dropped")
-        shutil.rmtree(dropped, ignore_errors=True)
-        try:
-            folder.rename(dropped)
-        except OSError as error:
-            log.warning("checkpoint %s cannot be removed: %s", folder, error.strerror)
-            continue
-        shutil.rmtree(dropped, ignore_errors=True)
 
 
 FREE = (

@@ -30,11 +30,8 @@ from draco_ray.runs.directory import RunDirectory, sole_driver
 from draco_ray.runs.evaluations import read_evaluations, read_judged
 from draco_ray.runs.remote.place import Place, begun, place_at, place_of, working
 from draco_ray.terminal import PlainConsole
-from draco_ray.training.batches import TaskOrder
 from draco_ray.training.checks import CHECKS, Check, Start, check_root, findings, refuse, task_order
 from draco_ray.training.cluster import address_of, head_failure
-from draco_ray.training.engines import unless_lost
-from draco_ray.training.memory import PeakMemory
 from draco_ray.training.preflight import check_disk, check_paid_replies, check_replies
 from draco_ray.training.resume import StartPoint, adopt_config, adopt_tasks, rewind
 from draco_ray.training.session import (
@@ -42,6 +39,8 @@ from draco_ray.training.session import (
     opened,
     training_session,
 )
+from draco_ray.training.trainer import TaskOrder, unless_lost
+from draco_ray.training.watchdog import PeakMemory
 
 
 def train(config: DracoConfig, console: Console | None = None) -> Path:

@@ -1,11 +1,11 @@
-"""What a run starts: a usable model, prompts that fit, a judge, Ray, the actors; for training, all of its parts."""
+"""What a run needs before its first step: a usable model, prompts that fit, a judge, Ray, and its actors."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import os
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -15,42 +15,176 @@ import ray
 from rich.console import Console
 
 from draco_ray.config.schema import DracoConfig, LearnerConfig
-from draco_ray.engine.actor import EngineClient
-from draco_ray.engine.model_directory import check_model_directory
-from draco_ray.engine.tokenizer import chat_template_text, load_tokenizer
+from draco_ray.engine.actor import EngineClient, start_policy_engines
+from draco_ray.engine.fleet import EngineFleet
+from draco_ray.engine.model_directory import chat_template_text, check_model_directory, load_tokenizer
 from draco_ray.environments.base import Environment, find_environment, make_environment
 from draco_ray.environments.tools.rows import check_id
 from draco_ray.errors import BudgetSpent, ClusterError, ConfigError, DracoError, RunStopped
 from draco_ray.interruption import ended_as_interrupted
+from draco_ray.judging.actors import requests_name, start_judge_limiter, start_replies
 from draco_ray.judging.endpoint import introduced
-from draco_ray.judging.judge_context import api_warning
+from draco_ray.judging.judge_context import api_warning, context_tokens, uses_self_judge
+from draco_ray.judging.local.actor import start_judge_servers
+from draco_ray.judging.outage import Pause
+from draco_ray.judging.pool import JudgePool, PolicyJudge, judge_starter
 from draco_ray.judging.static_rubric import load_static_rubric
 from draco_ray.learner.base import Learner, find_learner
 from draco_ray.pipeline import Pipeline, Wait
 from draco_ray.records import Criterion, Judged, Message
 from draco_ray.registry import find
 from draco_ray.rollout.agent import agent_template, find_agent
-from draco_ray.rollout.tokens import TokenPolicy
+from draco_ray.rollout.pool import RolloutPool, RolloutWorkers
+from draco_ray.rollout.tokens import EnginePolicies, TokenPolicy
 from draco_ray.rollout.turn_agent import TurnAgent
+from draco_ray.rollout.worker import EPISODES, rollout_starter
 from draco_ray.runs.directory import RunDirectory
-from draco_ray.training.actors import Actors
+from draco_ray.runs.store_actor import start_run_store
 from draco_ray.training.advantage_computer import start_advantage_computer
-from draco_ray.training.batches import Batches, RecordedRollouts, TaskOrder
-from draco_ray.training.capacity import pending_demand, release_start_lock
-from draco_ray.training.cluster import connect, unless_gone
-from draco_ray.training.engines import WeightSync, engines_asleep
+from draco_ray.training.cluster import connect, pending_demand, release_start_lock, unless_gone
 from draco_ray.training.held_out import BeforeAfter, JudgedBeforeAfter, Tell
-from draco_ray.training.observer import RunObserver, StepWatch
-from draco_ray.training.preflight import check_judge_context
-from draco_ray.training.progress import StepProgress, most_phases, shown, watch_judge
+from draco_ray.training.preflight import check_judge_context, check_session
+from draco_ray.training.progress import RunObserver, StepProgress, StepWatch, most_phases, shown, watch_judge
 from draco_ray.training.resume import StartPoint
 from draco_ray.training.sizes import with_checkpointing
-from draco_ray.training.trainer import Trainer
+from draco_ray.training.trainer import Batches, RecordedRollouts, TaskOrder, Trainer, WeightSync, engines_asleep
 from draco_ray.training.watchdog import Pending, in_time, watch_quiet
 
 if TYPE_CHECKING:
     from draco_ray.engine.chat import ChatTokens
     from draco_ray.judging.judge import Judge
+
+
+async def _awaited(work: Awaitable[Any], pending: Pending, what: str) -> Any:
+    with pending.of(what):
+        return await work
+
+
+class Actors:
+    """Engines, judge, rollout workers and run store of one run."""
+
+    def __init__(
+        self,
+        config: DracoConfig,
+        run: RunDirectory,
+        *,
+        engines: Sequence[Any] | None = None,
+    ) -> None:
+        """Create them; they begin to load at once.
+
+        Args:
+            config: the final one, of `draco_ray.training.session.opened`.
+            run: where the run store writes; its name is part of the actors' names.
+            engines: policy engine actors that exist already, as many and under the same names; None starts vLLM.
+
+        Raises:
+            ConfigError, ClusterError: the cluster cannot carry the run (`draco_ray.training.preflight`).
+        """
+        check_session(config, run.path)
+        judge, name = config.judge, run.path.name
+        self._config = config
+        self._name = name
+        self._kept = run.path.resolve() / EPISODES
+        self._ready = False
+        length = config.agent.max_prompt_length + config.agent.max_response_length
+        if uses_self_judge(config):
+            length = max(length, context_tokens(config))
+        self.fleet = EngineFleet(
+            engines
+            if engines is not None
+            else start_policy_engines(
+                config.engine,
+                config.model,
+                max_model_len=length,
+                lora_rank=config.learner.lora_rank,
+                seed=config.seed,
+                run_name=name,
+                staleness=config.train.staleness,
+            ),
+            config.engine,
+        )
+        number = len(self.fleet.engines)
+        self.clients = [EngineClient(index, name, number) for index in range(number)]
+        judged = config.algorithm.reward == "rubric"
+        self._limiter = start_judge_limiter(judge, run.path, name) if judged else None
+        self._servers = start_judge_servers(judge, run.path, name) if judged else None
+        self._replies = start_replies(judge, name) if judged else None
+        self._tokenizer = load_tokenizer(config.model.path, config.model.chat_template)
+        policy = PolicyJudge(samplers=self.clients, tokenizer=self._tokenizer, name=Path(config.model.path).name)
+        leases = None if self._limiter is None else self._limiter[1]
+        servers = None if self._servers is None else self._servers[1]
+        replies = None if self._replies is None else self._replies[1]
+        own = not requests_name(judge, run.path)
+        starter = judge_starter(judge, policy, leases, name, servers, replies, own_replies=own)
+        self.judges = JudgePool(starter, judge)
+        if judged:
+            self.judges.open()
+        self.workers = self._rollout_workers(ground_truth=config.algorithm.reward == "outcome")
+        self.store = start_run_store(run.path, name, requests_name(judge, run.path))
+
+    async def start(self, pending: Pending | None = None) -> None:
+        """Return once the judge and every engine answer; ``pending`` is told what is waited for.
+
+        Raises:
+            JudgeUnavailable: the judge cannot be reached from where its worker runs; not asked where no rubric is used.
+            ClusterError: no judge worker came up.
+            EngineError: the model cannot be loaded.
+        """
+        pending = pending or Pending()
+        ready: list[Awaitable[Any]] = [_awaited(self.fleet.start(), pending, "the engines' start")]
+        if self._config.algorithm.reward == "rubric":
+            ready.insert(
+                0, _awaited(self.judges.ready(), pending, "the first judge worker, and the judge's answer to it")
+            )
+        if self._servers is not None:
+            ready.insert(0, _awaited(self._servers[0].ready.remote(), pending, "the first of the judge's vLLM servers"))
+        await asyncio.gather(*ready)
+        self._ready = True
+
+    async def judge_pause(self) -> Pause | None:
+        """The outage of the judge, if there is one and the limiter is there to tell."""
+        if self._limiter is None:
+            return None
+        try:
+            pause: Pause | None = await self._limiter[0].pause.remote()
+        except ray.exceptions.RayError:
+            return None
+        return pause
+
+    def evaluation_workers(self) -> RolloutWorkers:
+        """New workers for ``environment.slots`` that see the ground truth, beside those of training."""
+        return self._rollout_workers(ground_truth=True, kind="EvaluationWorker")
+
+    def _rollout_workers(self, *, ground_truth: bool, kind: str = "RolloutWorker") -> RolloutWorkers:
+        config = self._config
+        start = rollout_starter(
+            EnginePolicies(samplers=self.clients, tokenizer=self._tokenizer),
+            agent=config.agent,
+            environment=config.environment,
+            data=config.data,
+            ground_truth=ground_truth,
+            run_name=self._name,
+            kind=kind,
+            kept=self._kept,
+        )
+        workers = RolloutWorkers(start, config.environment)
+        workers.open()
+        return workers
+
+    def pool(self, workers: RolloutWorkers) -> RolloutPool:
+        """A pool over ``workers``, on every engine."""
+        return RolloutPool(workers, self.fleet.workers, self._config.environment.rollout_retries, self._config.seed)
+
+    async def stop(self) -> None:
+        """End what holds processes of its own; Ray ends the rest."""
+        self.judges.close()
+        stops: list[Awaitable[Any]] = [self.fleet.stop(), self.workers.stop()]
+        if self._ready:
+            stops += [self.store.settle.remote()]
+            stops += [] if self._servers is None else [self._servers[0].stop.remote()]
+        with contextlib.suppress(Exception):
+            await asyncio.wait_for(asyncio.gather(*stops), timeout=20)
+
 
 START_SAY_SECONDS = 60.0
 RULE_JUDGE = "draco_ray.sandbox.judge_server:JudgeServer"

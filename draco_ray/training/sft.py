@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from draco_ray.config.schema import DracoConfig
-from draco_ray.engine.tokenizer import load_tokenizer
+from draco_ray.engine.model_directory import load_tokenizer
 from draco_ray.errors import ConfigError
 from draco_ray.learner.lora_learner import LoraLearner
 from draco_ray.records import TrainingSample

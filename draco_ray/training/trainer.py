@@ -1,35 +1,565 @@
-"""The loop over training steps. What it works with is put together in `draco_ray.training.session`."""
+"""The loop over training steps; `draco_ray.training.session` puts its parts together.
+
+The learner gets each group as soon as its advantages exist. Until the first update the weights stay the same, so groups
+may come in any order: gradients of the first minibatch are summed, old log-probs of the later ones are computed. The
+order of the batch decides which group belongs to which minibatch: by order of arrival the first update would be that of
+the short groups.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
+import shutil
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Collection,
+    Coroutine,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import islice, takewhile
 from typing import Any
 
+import numpy as np
+import ray
 from rich.console import Console
 
-from draco_ray.config.schema import DracoConfig
-from draco_ray.engine.canary import Probe
+from draco_ray.config.schema import DracoConfig, Order, TrainConfig
+from draco_ray.engine.canary import CanaryReading, Probe, Scorer, run_canary
 from draco_ray.engine.fleet import EngineFleet
-from draco_ray.errors import RunStopped
+from draco_ray.errors import ClusterError, ConfigError, RunStopped
 from draco_ray.judging.outage import span
-from draco_ray.learner.base import Learner
-from draco_ray.pipeline import GroupState
+from draco_ray.learner.base import GroupLearner, Learner, UpdateMetrics
+from draco_ray.pipeline import Group, GroupState, Pipeline, gather_or_cancel
+from draco_ray.records import Message
+from draco_ray.rollout.pool import FinishedRollout, RolloutPool
 from draco_ray.runs.directory import RunDirectory
-from draco_ray.training.batches import Batch, Batches
-from draco_ray.training.engines import WeightSync, engines_asleep
 from draco_ray.training.metrics import step_metrics, step_spans, update_metrics
-from draco_ray.training.observer import RunObserver, StepWatch
-from draco_ray.training.overlap import busy_seconds, merged
+from draco_ray.training.overlap import Interval, busy_seconds, merged
 from draco_ray.training.preflight import check_disk
-from draco_ray.training.progress import step_line
-from draco_ray.training.resume import drop_checkpoints
-from draco_ray.training.streaming import StreamedUpdate, streamed_update
+from draco_ray.training.progress import RunObserver, StepWatch, step_line
 from draco_ray.training.watchdog import Pending, Watchdog, in_time
+
+
+@dataclass(slots=True)
+class StreamedUpdate:
+    """What became of a training step's groups in the learner."""
+
+    updates: list[UpdateMetrics] = field(default_factory=list)
+    """One a minibatch."""
+    fed: list[Any] = field(default_factory=list)
+    """The groups' samples, in the order in which the learner was given them."""
+    busy: list[Interval] = field(default_factory=list)
+    """When the learner had something to do, Unix seconds."""
+
+
+async def streamed_update(
+    learner: GroupLearner,
+    groups: Sequence[Awaitable[Any | None]],
+    minibatch_prompts: int,
+    pending: Pending | None = None,
+) -> StreamedUpdate:
+    """Give the learner every group as soon as it is there, and update once a minibatch.
+
+    Equal to float tolerance to accumulating whole minibatches one after the other. A group that takes long holds up no
+    other: what can be done for the others before the first update has been done when it arrives.
+
+    Args:
+        learner: at the weights that sampled the groups.
+        groups: each ends with a reference to its samples, or None if the group failed; in the batch's order.
+        minibatch_prompts: groups an update.
+        pending: is told when the learner is waited for.
+    Raises: the first error of a group or of the learner.
+    """
+    result, pending = StreamedUpdate(), pending or Pending()
+
+    async def ask(order: Callable[[Any], Awaitable[Any]], samples: Any) -> None:
+        began = time.time()
+        with pending.of("a group's gradients in the learner"):
+            await order(samples)
+        result.busy.append((began, time.time()))
+
+    async def first_pass(position: int, group: Awaitable[Any | None]) -> Any | None:
+        samples = await group
+        if samples is not None:
+            result.fed.append(samples)
+            await ask(learner.accumulate if position < minibatch_prompts else learner.remember_old_logprobs, samples)
+        return samples
+
+    async def update() -> None:
+        began = time.time()
+        with pending.of("the learner's update"):
+            result.updates.append(await learner.step())
+        result.busy.append((began, time.time()))
+
+    finished = await gather_or_cancel(first_pass(position, group) for position, group in enumerate(groups))
+    await update()
+    for start in range(minibatch_prompts, len(finished), minibatch_prompts):
+        minibatch = finished[start : start + minibatch_prompts]
+        # Awaited before the update: calls to an asynchronous actor may be carried out in another order.
+        await gather_or_cancel(ask(learner.accumulate, samples) for samples in minibatch if samples is not None)
+        await update()
+    return result
+
+
+PROBE_TOKENS, PROBE_LENGTH = 512, 8192
+"""Sampled tokens of one of the step's rollouts on which engine and learner are compared after a sync, and all tokens up
+to the last of them, at most."""
+PUBLISH_ATTEMPTS = 3
+"""Times the weights are asked for, should the learner's worker die between handing them out and their being copied."""
+
+
+class WeightSync:
+    """Brings the learner's weights to every engine, and proves that they are live."""
+
+    def __init__(
+        self,
+        learner: Learner,
+        fleet: EngineFleet,
+        advantages: Any,
+        *,
+        tolerance: float,
+        moved: bool,
+        first_gap: float | None = None,
+        canary: Callable[..., Awaitable[CanaryReading]] = run_canary,
+    ) -> None:
+        """
+        Args:
+            learner: whose weights.
+            fleet: the engines.
+            advantages: the advantage actor, which knows how samples begin.
+            tolerance: of the canary's mean gap, nats.
+            moved: whether the weights differ from the base model's already.
+            first_gap: the mean gap of the run's first step, nats; None: it is still to come.
+            canary: `draco_ray.engine.canary.run_canary`.
+        """
+        self._learner = learner
+        self._fleet = fleet
+        self._advantages = advantages
+        self._tolerance = tolerance
+        self._moved = moved
+        self._first_gap = first_gap
+        self._canary = canary
+        self.proven = False
+        """Whether the canary has seen, on quiet engines, that an update has an effect that is not rounding."""
+
+    async def probe(self, fed: Sequence[ray.ObjectRef[Any]]) -> Probe | None:
+        """Let the learner score the beginning of one of these groups' rollouts; None if there is none."""
+        for samples in fed:
+            begun = await self._advantages.probe.remote(samples, PROBE_TOKENS, PROBE_LENGTH)
+            if begun is not None:
+                token_ids, compared_T = begun
+                on_T = (await self._learner.token_logprobs(token_ids))[1:]
+                off_T = (await self._learner.token_logprobs(token_ids, adapter=False))[1:]
+                return Probe(token_ids, compared_T, on_T, off_T)
+        return None
+
+    async def sync(self, version: int, probe: Probe | None, *, updated: bool, quiet: bool) -> float | None:
+        """Bring the new weights to every engine and prove that they are live; returns the mean log-prob gap, nats.
+
+        Args:
+            version: of the weights.
+            probe: what is compared; None: nothing, and nothing is proven.
+            updated: whether the last step changed the weights.
+            quiet: whether no rollouts run. Beside rollouts an engine's passes differ by rounding, which the effect of a
+                small update may not exceed. So any effect at all is asked of quiet engines only; the gap is bounded and
+                the base model looked for always.
+
+        Raises:
+            CanaryFailed: an engine serves other weights.
+        """
+        # A step without any signal leaves the weights as they were: then no effect can be asked for.
+        self._moved = self._moved or updated
+        await self.publish(version)
+        if probe is None:
+            return None
+        moved, first = self._moved and quiet, self._first_gap
+
+        async def proof(scorer: Scorer) -> CanaryReading:
+            return await self._canary(
+                scorer, [probe], version=version, moved=moved, tolerance=self._tolerance, first=first
+            )
+
+        readings = await self._fleet.prove(proof)
+        self.proven = self.proven or (moved and all(reading.live for reading in readings))
+        gap = max(reading.gap_mean for reading in readings)
+        self._first_gap = gap if first is None else first
+        return gap
+
+    async def publish(self, version: int) -> None:
+        """Bring the learner's weights to every engine.
+
+        Raises:
+            ClusterError: they were lost on the way time and again.
+        """
+        for _ in range(PUBLISH_ATTEMPTS):
+            try:
+                # Copied into an object that the driver owns: one owned by the worker is lost when the worker dies.
+                update = ray.put(await (await self._learner.weights(version)))
+                await self._fleet.load(update)
+            except ray.exceptions.ObjectLostError:
+                continue
+            return
+        raise ClusterError(
+            f"weights of version {version} were lost {PUBLISH_ATTEMPTS} times on their way to the engines: "
+            "the learner's workers keep dying"
+        )
+
+
+@asynccontextmanager
+async def engines_asleep(
+    fleet: EngineFleet,
+    *,
+    colocate: bool,
+    after: Sequence[asyncio.Future[Any]] = (),
+    pending: Pending | None = None,
+) -> AsyncIterator[None]:
+    """Give the engines' GPUs to the learner inside the block, which begins when ``after`` has ended.
+
+    ``pending`` is told that the engines are waited for.
+    """
+    pending = pending or Pending()
+    if not colocate:
+        yield
+        return
+    if after:
+        # Errors are left to the caller, who awaits the same tasks.
+        await asyncio.wait(after)
+    with pending.of("the engines' going to sleep"):
+        await fleet.sleep()
+    yield
+    with pending.of("the engines' waking up"):
+        await fleet.wake()
+
+
+async def unless_lost(work: Coroutine[Any, Any, None], *losses: Awaitable[None]) -> None:
+    """Do ``work``, or raise what became of something that is lost for good, without which it would wait for ever.
+
+    Args:
+        losses: each waits for one such loss, and raises.
+    """
+    task, *watched = (asyncio.ensure_future(each) for each in (work, *losses))
+    try:
+        await asyncio.wait({task, *watched}, return_when=asyncio.FIRST_COMPLETED)
+        for loss in watched:
+            if loss.done():
+                await loss
+        await task
+    finally:
+        for each in (task, *watched):
+            each.cancel()
+        await asyncio.gather(task, *watched, return_exceptions=True)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OrderRules:
+    """By what tasks are chosen; see `TaskOrder`."""
+
+    per_step: int
+    seed: int
+    skip_solved: int | None = None
+    behind: int = 0
+    order: Order = "shuffled"
+
+
+@dataclass(frozen=True, slots=True)
+class EarlierTasks:
+    """What the training tasks were, and how they were chosen, before a run was resumed with others."""
+
+    tasks: tuple[str, ...]
+    last_step: int
+    """The last step that was done so."""
+    rules: OrderRules
+
+
+class TaskOrder:
+    """A fresh shuffle every epoch; the tasks that do not fill a last batch wait for the next epoch's shuffle.
+
+    90 tasks at 16 a step give 5 steps an epoch (appendix "Training Hyperparameters": 100 steps in 20 epochs).
+
+    With ``skip_solved`` = n a task whose rollouts failed no criterion in n visits one after the other rests for n
+    epochs, and then comes again; steps are then filled from the tasks that do not rest. Where these are too few for a
+    step, nobody rests in that epoch.
+
+    With another ``order`` than ``shuffled`` the tasks of an epoch are sorted by the pass rate that each had when it was
+    last visited; those of which none is known come first, and equal ones stay as they were shuffled. Which tasks do not
+    fill a last batch is still up to the shuffle: else the same ones would never be trained on.
+
+    Tasks that were added since an earlier part of the run take part from the first epoch that begins after it; those
+    that were removed are left out at once, and the epoch is that much shorter. What was chosen before by other rules
+    stays chosen, and so do the visits in which a task was solved: new rules hold from the first step that they choose;
+    a new ``order`` with the first epoch that begins then.
+
+    Args:
+        tasks: the training tasks as they are now.
+        per_step: B, tasks a step.
+        seed: of the shuffles.
+        skip_solved: n; None: no task rests.
+        behind: steps before a step whose verdicts it does not know yet (``train.staleness``).
+        order: of the tasks of an epoch.
+        earlier: what tasks and rules were in earlier parts of the run, oldest first.
+
+    Raises:
+        ConfigError: if there are fewer tasks than one step needs.
+    """
+
+    def __init__(
+        self,
+        tasks: Sequence[str],
+        per_step: int,
+        seed: int,
+        *,
+        skip_solved: int | None = None,
+        behind: int = 0,
+        order: Order = "shuffled",
+        earlier: Sequence[EarlierTasks] = (),
+    ) -> None:
+        if len(tasks) < per_step:
+            raise ConfigError(
+                f"train.prompts_per_step is {per_step}, but the training split has {len(tasks)} usable tasks: lower "
+                "it, or add tasks"
+            )
+        self._tasks = tuple(sorted(tasks))
+        self.rules = OrderRules(per_step=per_step, seed=seed, skip_solved=skip_solved, behind=behind, order=order)
+        self._earlier = [replace(part, tasks=tuple(sorted(part.tasks))) for part in earlier]
+        self._solved: dict[int, frozenset[str]] = {}
+        self._pass_rates: dict[int, dict[str, float]] = {}
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Whole steps in an epoch of the tasks as they are now, in which none rests."""
+        return len(self._tasks) // self.rules.per_step
+
+    def last_step(self, epochs: int) -> int:
+        """Steps of so many epochs in which no task rests."""
+        if not self._earlier:
+            return epochs * self.steps_per_epoch
+        return sum(1 for _ in takewhile(lambda step: step[0] < epochs, self._steps(resting=False)))
+
+    def note(self, step: int, solved: Collection[str], pass_rates: Mapping[str, float]) -> None:
+        """Take in whose rollouts failed no criterion in a step that is done, and each task's share of passes in it."""
+        self._solved[step] = frozenset(solved)
+        self._pass_rates[step] = dict(pass_rates)
+
+    def tasks(self, step: int) -> list[str]:
+        """The B tasks of a step; steps count from 1. Those before it have been noted where the rules ask for it."""
+        return next(islice(self._steps(resting=True), step - 1, None))[1]
+
+    def _steps(self, *, resting: bool) -> Iterator[tuple[int, list[str]]]:
+        """Epoch and tasks of every step from the first, each with what was known when it began."""
+        epoch, left = 0, self._shuffled(0, first_step=1)
+        streak: Counter[str] = Counter()
+        rests_until: dict[str, int] = {}
+        pass_rates: dict[str, float] = {}
+        visited: list[tuple[int, list[str]]] = []
+        heard = 0
+        while True:
+            step = len(visited) + 1
+            tasks, rules = self._known(step)
+            patience = rules.skip_solved if resting else None
+            while heard < step - 1 - rules.behind:
+                of_epoch, played = visited[heard]
+                heard += 1
+                pass_rates |= self._pass_rates.get(heard, {})
+                for task in played:
+                    streak[task] = streak[task] + 1 if task in self._solved.get(heard, ()) else 0
+                    if patience is not None and streak[task] >= patience:
+                        rests_until[task] = of_epoch + patience
+            there = {task for task in tasks if patience is None or rests_until.get(task, -1) < epoch}
+            left = [task for task in left if task in there]
+            if len(left) < rules.per_step:
+                epoch += 1
+                shuffled = self._shuffled(epoch, first_step=step)
+                awake = [task for task in shuffled if patience is None or rests_until.get(task, -1) < epoch]
+                left = _sorted(awake if len(awake) >= rules.per_step else shuffled, rules, pass_rates)
+            chosen, left = left[: rules.per_step], left[rules.per_step :]
+            visited.append((epoch, chosen))
+            yield epoch, chosen
+
+    def _known(self, step: int) -> tuple[Sequence[str], OrderRules]:
+        """The training tasks when a step began, sorted, and the rules by which its tasks were chosen."""
+        found = ((part.tasks, part.rules) for part in self._earlier if step <= part.last_step)
+        return next(found, (self._tasks, self.rules))
+
+    def _shuffled(self, epoch: int, *, first_step: int) -> list[str]:
+        tasks, rules = self._known(first_step)
+        order = np.random.default_rng((rules.seed, epoch)).permutation(len(tasks))
+        return [tasks[index] for index in order]
+
+
+def _sorted(shuffled: list[str], rules: OrderRules, pass_rates: Mapping[str, float]) -> list[str]:
+    """An epoch's tasks, those that fill its steps by difficulty."""
+    if rules.order == "shuffled":
+        return shuffled
+    sign = -1.0 if rules.order == "easy_first" else 1.0
+    whole = len(shuffled) - len(shuffled) % rules.per_step
+    known = {task: sign * pass_rates[task] for task in shuffled if task in pass_rates}
+    return sorted(shuffled[:whole], key=lambda task: known.get(task, -2.0)) + shuffled[whole:]
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """The groups of one training step."""
+
+    groups: list[Group]
+    work: list[asyncio.Task[Any]]
+    """Each ends with a reference to the group's samples, or None."""
+
+    async def cancel(self) -> None:
+        """Cancel what is not done. Errors that follow are dropped: the caller reports the first one."""
+        for task in self.work:
+            task.cancel()
+        await asyncio.gather(*self.work, return_exceptions=True)
+
+
+class RecordedRollouts:
+    """Finished rollouts of an earlier process of this run, which are not played again."""
+
+    def __init__(
+        self, store: Any, pool: RolloutPool, steps: frozenset[int], *, group_size: int, staleness: int, console: Console
+    ) -> None:
+        """
+        Args:
+            store: the run store's actor.
+            pool: which hands them out instead of playing.
+            steps: of which there are some.
+            group_size: G.
+            staleness: versions that a rollout may be behind.
+            console: where a line says how many were taken.
+        """
+        self._store, self._pool, self._steps = store, pool, steps
+        self._group_size, self._staleness, self._console = group_size, staleness, console
+
+    async def take_over(self, groups: Sequence[Group]) -> None:
+        """Hand the pool the recorded rollouts of a step's groups."""
+        step = groups[0].step
+        if step not in self._steps:
+            return
+        nothing = ray.put(None)
+        by_task = {group.task_id: group.name for group in groups}
+        taken = 0
+        for version in range(max(0, step - 1 - self._staleness), step):
+            for task_id, rollout in await self._store.recorded.remote(step, version):
+                if task_id in by_task and rollout < self._group_size:
+                    trajectory, summary = self._store.trajectory_again.remote(step, task_id, rollout)
+                    member = FinishedRollout(
+                        rollout=rollout, trajectory=trajectory, evaluation=nothing, summary=await summary
+                    )
+                    self._pool.take_over(by_task[task_id], member)
+                    taken += 1
+        self._console.print(f"step {step}: {taken} finished rollouts taken from the run directory")
+
+
+class Batches:
+    """Sends the tasks of each step into the pipeline.
+
+    With ``train.staleness`` the rollouts of so many later steps begin as soon as those of this one leave slots free.
+    They are sampled with the weights that are live then, so at most as many versions before those they are learned
+    with. Which groups are a step's is known beforehand and no accident of their lengths: a step waits for its own.
+    """
+
+    def __init__(
+        self,
+        prompts: Mapping[str, tuple[Message, ...]],
+        order: TaskOrder,
+        pipeline: Pipeline,
+        recorded: RecordedRollouts,
+    ) -> None:
+        self._prompts, self._order, self._pipeline, self._recorded = prompts, order, pipeline, recorded
+        self._ahead: dict[int, Batch] = {}
+        """Step -> its groups, of the steps that have begun."""
+
+    def note(self, step: int, solved: Sequence[str], pass_rates: Mapping[str, float]) -> None:
+        """Take in which tasks of a step that is done nobody failed, and each task's share of passes."""
+        self._order.note(step, solved, pass_rates)
+
+    @property
+    def ahead(self) -> bool:
+        """Whether a later step has begun."""
+        return bool(self._ahead)
+
+    async def take(self, step: int) -> Batch:
+        """Return the step's groups; those that `run_ahead` began are taken over, others begin now."""
+        return self._ahead.pop(step, None) or await self._begin(step)
+
+    async def run_ahead(self, steps: Sequence[int]) -> None:
+        """Begin these steps, where they have not begun, while the one before is judged and learned."""
+        for step in steps:
+            if step not in self._ahead:
+                self._ahead[step] = await self._begin(step)
+
+    async def cancel(self) -> None:
+        """End what runs ahead."""
+        await asyncio.gather(*(batch.cancel() for batch in self._ahead.values()))
+
+    async def _begin(self, step: int) -> Batch:
+        """Rollouts of earlier steps come first."""
+        groups = [
+            Group(step=step, index=index, task_id=task_id, prompt=self._prompts[task_id])
+            for index, task_id in enumerate(self._order.tasks(step))
+        ]
+        await self._recorded.take_over(groups)
+        return Batch(groups, [asyncio.create_task(self._pipeline.run(group)) for group in groups])
+
+
+log = logging.getLogger(__name__)
+
+
+def checkpoints_to_keep(steps: Iterable[int], metrics: Iterable[Mapping[str, Any]], config: TrainConfig) -> set[int]:
+    """Which of the checkpoints after ``steps`` stay; all of them where ``train.keep_last`` is null.
+
+    Args:
+        steps: that have a checkpoint.
+        metrics: of the finished steps. A step's rollouts measure the policy that played them: that of the step before,
+            or with ``train.staleness`` of the one before that.
+        config: ``keep_last``, ``keep_every``, ``keep_best``.
+    """
+    present = sorted(steps)
+    if config.keep_last is None:
+        return set(present)
+    keep = set(present[-config.keep_last :])
+    if config.keep_every is not None:
+        keep |= {step for step in present if step % config.keep_every == 0}
+    rates = {line["step"] - 1 - config.staleness: _rate(line) for line in metrics}
+    measured = [step for step in present if rates.get(step) is not None]
+    # Of equals the later one.
+    best = sorted(measured, key=lambda step: (rates[step], step), reverse=True)
+    return keep | set(best[: config.keep_best])
+
+
+def _rate(line: Mapping[str, Any]) -> float | None:
+    """A step's pass rate; its mean reward where no judge gives one."""
+    rate = line.get("pass_rate")
+    return line.get("reward") if rate is None else rate
+
+
+def drop_checkpoints(run: RunDirectory, config: TrainConfig) -> None:
+    """Remove the checkpoints of a run that do not stay, each at once or not at all."""
+    if config.keep_last is None:
+        return
+    present = run.checkpoint_steps()
+    for step in set(present) - checkpoints_to_keep(present, run.metrics(), config):
+        folder = run.checkpoint(step)
+        dropped = folder.with_name(f".{folder.name}.dropped")
+        shutil.rmtree(dropped, ignore_errors=True)
+        try:
+            folder.rename(dropped)
+        except OSError as error:
+            log.warning("checkpoint %s cannot be removed: %s", folder, error.strerror)
+            continue
+        shutil.rmtree(dropped, ignore_errors=True)
+
 
 STOPPING_SECONDS = 60.0
 """A checkpoint has to reach the disk when the run is stopped."""

@@ -14,7 +14,7 @@ from ray.cluster_utils import Cluster
 from draco_ray.config.schema import ModelConfig
 from draco_ray.learner.lora_learner import LoraLearner
 from draco_ray.learner.ray_lora import RayLoraLearner
-from draco_ray.training.capacity import pending_demand
+from draco_ray.training.cluster import pending_demand
 from tests.integration.test_learner_ray import (
     CONFIG,
     assert_same_adapter,

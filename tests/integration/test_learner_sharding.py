@@ -20,9 +20,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from draco_ray.config.schema import LearnerConfig, ModelConfig
 from draco_ray.errors import ConfigError
+from draco_ray.learner.base import Accumulate, Publish, Remember, SaveCheckpoint, TokenLogprobs, Update
 from draco_ray.learner.context import rows_shared
 from draco_ray.learner.lora_learner import LoraLearner
-from draco_ray.learner.messages import Accumulate, Publish, Remember, SaveCheckpoint, TokenLogprobs, Update
 from draco_ray.learner.worker import LearnerWorker
 from draco_ray.records import TrainingSample
 from tests.support import double_learner

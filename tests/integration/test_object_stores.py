@@ -32,8 +32,8 @@ from draco_ray.runs.remote.place import Place, readable, working
 from draco_ray.runs.remote.store import ObjectStore
 from draco_ray.runs.store import RunStore
 from draco_ray.training import run as run_module
-from draco_ray.training.batches import TaskOrder
 from draco_ray.training.checks import task_order
+from draco_ray.training.trainer import TaskOrder
 from tests.support.autoscaling import free_port
 from tests.support.object_store import Faults, faulty_proxy
 from tests.support.small_checkpoint import small_checkpoint

@@ -21,7 +21,7 @@ from draco_ray.judging.phases import PHASES
 from draco_ray.observability.catalogue import CATALOGUE, Kind
 from draco_ray.observability.logs import start_run_log, stop_run_log, working_on
 from draco_ray.training.cluster import start_ray
-from draco_ray.training.observer import RunObserver
+from draco_ray.training.progress import RunObserver
 from tests.support.observed_run import REPORT_SECONDS
 
 pytestmark = pytest.mark.slow

@@ -21,9 +21,8 @@ from rich.console import Console
 from draco_ray.config.load import load_config
 from draco_ray.config.schema import DracoConfig
 from draco_ray.errors import ClusterError
-from draco_ray.training import capacity, preflight
-from draco_ray.training.capacity import wait_for_room
-from draco_ray.training.cluster import connect
+from draco_ray.training import cluster, preflight
+from draco_ray.training.cluster import connect, wait_for_room
 
 pytestmark = [pytest.mark.slow, pytest.mark.deployment]
 
@@ -32,7 +31,7 @@ HEAD = {"num_cpus": 2, "resources": {"judge": 4}, "object_store_memory": 80 << 2
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
+def two_node_cluster() -> Iterator[Cluster]:
     cluster = Cluster(initialize_head=True, head_node_args=HEAD)
     cluster.add_node(num_cpus=0, object_store_memory=80 << 20)
     yield cluster
@@ -40,9 +39,9 @@ def cluster() -> Iterator[Cluster]:
 
 
 @pytest.fixture
-def two_nodes(cluster: Cluster) -> Iterator[Cluster]:
+def two_nodes(two_node_cluster: Cluster) -> Iterator[Cluster]:
     """The same ones for every test, which leaves them."""
-    yield cluster
+    yield two_node_cluster
     ray.shutdown()
 
 
@@ -65,7 +64,7 @@ def waits_while_another_holds_the_cpus(config: DracoConfig) -> None:
             ray.kill(other)
         time.sleep(0.2)
 
-    with patch.object(capacity, "time", SimpleNamespace(monotonic=time.monotonic, sleep=sleep)):
+    with patch.object(cluster, "time", SimpleNamespace(monotonic=time.monotonic, sleep=sleep)):
         wait_for_room(config, Console(file=text, width=1000))
     assert looks >= 1
     assert text.getvalue().startswith("no room on the Ray cluster, waiting for ")

@@ -19,19 +19,19 @@ import sys
 import ray
 from rich.console import Console
 from draco_ray.config.load import load_config
-from draco_ray.training import capacity
+from draco_ray.training import cluster
 from draco_ray.training.cluster import connect
 
-capacity.CHECK_SECONDS, capacity.LOG_SECONDS = 0.2, 1.0
+cluster.CHECK_SECONDS, cluster.LOG_SECONDS = 0.2, 1.0
 address, root, name = sys.argv[1:]
 config = load_config("sandbox", [f"ray.address={address}", f"data.root={root}", f"run.name={name}"])
 sys.stdin.readline()
 connect(config, console=Console(width=1000))
 print("has room", flush=True)
 sys.stdin.readline()
-places = ray.remote(num_cpus=2)(capacity.StartLock).remote()
+places = ray.remote(num_cpus=2)(cluster.StartLock).remote()
 ray.get(places.__ray_ready__.remote())
-capacity.release_start_lock()
+cluster.release_start_lock()
 print("has begun", flush=True)
 sys.stdin.readline()
 """

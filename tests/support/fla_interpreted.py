@@ -26,7 +26,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from draco_ray.config.schema import LearnerConfig, ModelConfig
 from draco_ray.engine.model_shape import read_shape
 from draco_ray.lab.planning.memory import saved_bytes
-from draco_ray.learner import delta
+from draco_ray.learner import model
 from draco_ray.learner.lora_learner import LoraLearner
 from draco_ray.learner.packing import Packable, lay_out
 from draco_ray.records import TrainingSample
@@ -165,7 +165,7 @@ def main() -> None:
     # On a machine with the kernels a learner on the CPU does without them.
     expected, expected_gradient, _ = learned(folder)
     on_cpu = len(asked)
-    delta.KERNEL_DEVICES = ("cuda", "cpu")
+    model.KERNEL_DEVICES = ("cuda", "cpu")
     found, gradient, learner = learned(folder)
     shape = read_shape(config.to_dict(), "toy")
     layer = next(layer for layer in shape.layers if layer.kind == "linear_attention")

@@ -19,9 +19,9 @@ from draco_ray.judging.reply_cache import ReplyCache
 from draco_ray.observability.logs import start_run_log
 from draco_ray.runs.directory import RunDirectory
 from draco_ray.runs.store_actor import RunStoreActor
-from draco_ray.training.batches import TaskOrder
 from draco_ray.training.resume import StartPoint
 from draco_ray.training.run import _train
+from draco_ray.training.trainer import TaskOrder
 from tests.support.small_run import a_trajectory, small_run
 
 TRIES = 10_000

@@ -17,15 +17,15 @@ import httpx
 import ray
 
 from draco_ray.config.schema import DracoConfig
-from draco_ray.engine.statistics import EngineStatistics
+from draco_ray.engine.sampler import EngineStatistics
 from draco_ray.judging.phases import PHASES
 from draco_ray.observability.catalogue import CATALOGUE, STEP_GAUGES
 from draco_ray.pipeline import Group, GroupState
 from draco_ray.records import EpisodeEnd
 from draco_ray.summaries import PhaseSummary
-from draco_ray.training import observer
+from draco_ray.training import progress
 from draco_ray.training.cluster import start_ray
-from draco_ray.training.observer import RunObserver
+from draco_ray.training.progress import RunObserver
 from tests.support.summaries import a_phase, a_rollout
 
 REPORT_SECONDS = 2
@@ -85,7 +85,7 @@ async def seen() -> dict[str, float]:
 async def watched(run: Path) -> dict[str, dict[str, float]]:
     """What is seen after a step, and what some time later, when nothing has happened since."""
     # As much less than Ray's interval as it is in a run.
-    observer.SAMPLE_SECONDS = REPORT_SECONDS / 5
+    progress.SAMPLE_SECONDS = REPORT_SECONDS / 5
     watcher = RunObserver(DracoConfig(), run, spent=10.0)
     watcher.watch_pools(Queue(), Queue())  # type: ignore[arg-type]
     watcher.watch_engines(Engines())  # type: ignore[arg-type]

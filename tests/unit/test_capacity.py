@@ -13,8 +13,8 @@ from rich.console import Console
 
 from draco_ray.config.load import load_config
 from draco_ray.errors import ClusterError
-from draco_ray.training import capacity
-from draco_ray.training.capacity import CHECK_SECONDS, bundles, unplaced, wait_for_room
+from draco_ray.training import cluster
+from draco_ray.training.cluster import CHECK_SECONDS, bundles, unplaced, wait_for_room
 
 PAPER = load_config("qwen3.6-27b")
 NODE = {"GPU": 8.0, "CPU": 54.0}
@@ -41,7 +41,7 @@ class Cluster:
     def wait(self, *, autoscaled: bool = False) -> list[str]:
         """The lines printed until there is room."""
         text = io.StringIO()
-        with patch.object(capacity, "time", self):
+        with patch.object(cluster, "time", self):
             wait_for_room(
                 PAPER,
                 Console(file=text, width=1000),
@@ -115,7 +115,7 @@ def test_a_lock_of_a_ray_session_that_has_ended_is_forgotten(monkeypatch: pytest
     def kill(lock: object) -> None:
         raise ActorHandleNotFoundError("of another session")
 
-    monkeypatch.setattr(capacity, "_start_locks", [object()])
+    monkeypatch.setattr(cluster, "_start_locks", [object()])
     monkeypatch.setattr(ray, "kill", kill)
-    capacity.release_start_lock()
-    assert capacity._start_locks == []
+    cluster.release_start_lock()
+    assert cluster._start_locks == []

@@ -13,7 +13,7 @@ from tokenizers.trainers import BpeTrainer, UnigramTrainer
 from transformers import PreTrainedTokenizerFast
 
 from draco_ray.engine.chat import ChatTokens
-from draco_ray.engine.tokenizer import chat_template_text, load_tokenizer
+from draco_ray.engine.model_directory import chat_template_text, load_tokenizer
 from draco_ray.engine.tool_calls import check_calls
 from draco_ray.errors import ConfigError
 from draco_ray.records import TOOLS, Message

@@ -26,7 +26,7 @@ from ray.autoscaler._private.util import prepare_config, validate_config
 
 from draco_ray.config.load import load_config
 from draco_ray.errors import ConfigError
-from draco_ray.training.capacity import check_resources
+from draco_ray.training.cluster import check_resources
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 CLUSTER = REPOSITORY / "cluster"

@@ -9,7 +9,7 @@ import pytest
 
 from draco_ray.config.load import load_config
 from draco_ray.observability.catalogue import CATALOGUE
-from draco_ray.training.capacity import check_resources
+from draco_ray.training.cluster import check_resources
 from draco_ray.training.preflight import step_size
 
 REPOSITORY = Path(__file__).resolve().parents[2]

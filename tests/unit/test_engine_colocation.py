@@ -13,17 +13,14 @@ import ray
 from rich.console import Console
 
 from draco_ray.config.load import load_config
-from draco_ray.engine.placement import gpu_share
+from draco_ray.engine.actor import gpu_share
 from draco_ray.errors import ConfigError
-from draco_ray.learner.messages import UpdateMetrics
+from draco_ray.learner.base import UpdateMetrics
 from draco_ray.pipeline import Group, GroupState
 from draco_ray.runs.directory import RunDirectory
-from draco_ray.training.batches import Batches, RecordedRollouts, TaskOrder
-from draco_ray.training.capacity import check_resources
-from draco_ray.training.engines import WeightSync, engines_asleep
-from draco_ray.training.observer import StepWatch
-from draco_ray.training.progress import StepProgress
-from draco_ray.training.trainer import Trainer
+from draco_ray.training.cluster import check_resources
+from draco_ray.training.progress import StepProgress, StepWatch
+from draco_ray.training.trainer import Batches, RecordedRollouts, TaskOrder, Trainer, WeightSync, engines_asleep
 from tests.unit.test_training_metrics import an_update
 
 SHARED = (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from draco_ray.engine.core_watch import CoreWatch
+from draco_ray.engine.actor import CoreWatch
 
 
 def test_a_core_stands_still_after_so_many_looks_with_calls_under_way_and_nothing_new() -> None:

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from draco_ray.engine.gate import RequestGate
+from draco_ray.engine.vllm_engine import RequestGate
 
 
 async def settle() -> None:

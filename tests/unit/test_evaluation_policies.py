@@ -24,7 +24,7 @@ from draco_ray.lab.evaluation.policies import (
 )
 from draco_ray.runs.directory import RunDirectory
 from draco_ray.terminal import plain
-from draco_ray.training.batches import TaskOrder
+from draco_ray.training.trainer import TaskOrder
 from tests.support.tiny_model import build_tiny_model
 
 

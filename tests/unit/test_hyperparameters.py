@@ -8,7 +8,7 @@ import pytest
 
 from draco_ray.config.load import load_config
 from draco_ray.environments.appworld.slot import soft_cell_timeout
-from draco_ray.training.batches import TaskOrder
+from draco_ray.training.trainer import TaskOrder
 
 # Typed from the table; the comment is the row's name there.
 PAPER: dict[str, Any] = {

@@ -398,7 +398,7 @@ async def test_whoever_waits_for_time_alone_is_served_without_news(
 
 
 def test_a_lease_says_what_the_others_have_seen(clock: Clock) -> None:
-    """A call tells by it whether failures were its own (`draco_ray.judging.call`)."""
+    """A call tells by it whether failures were its own (`draco_ray.judging.client`)."""
     limiter = Limiter(JudgeLimits(), outage=Outage(max_seconds=600), clock=clock, name="run-")
     limiter.settle(lease(limiter)[0], ended(1))
     for _ in range(3):

@@ -26,7 +26,7 @@ from draco_ray.judging.local.server import (
 )
 from draco_ray.judging.local.servers import ADJUST_SECONDS, LOOK_SECONDS, SILENT_SECONDS, JudgeServers
 from draco_ray.judging.panel import other
-from draco_ray.training.capacity import check_resources
+from draco_ray.training.cluster import check_resources
 from tests.support.tiny_model import tiny_tokenizer
 from tests.support.turns import LoopClock, outcome, turns, until
 

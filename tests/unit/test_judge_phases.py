@@ -28,8 +28,8 @@ from draco_ray.judging.phases.score import Score
 from draco_ray.judging.phases.stage1 import Stage1
 from draco_ray.judging.phases.stage2 import Stage2
 from draco_ray.judging.phases.union import Union
+from draco_ray.judging.pool import JudgeWorkerActor, phase_summary
 from draco_ray.judging.prompts import load_prompts
-from draco_ray.judging.worker import JudgeWorkerActor, phase_summary
 from draco_ray.lab.runs.phase_costs import cost_table, phase_costs
 from draco_ray.pipeline import Group
 from draco_ray.records import Attribution, Criterion, EpisodeEnd, Judged

@@ -9,8 +9,7 @@ from typing import Any
 from draco_ray.config.schema import JudgeConfig
 from draco_ray.judging.judge import CallContext
 from draco_ray.judging.phases import PHASES
-from draco_ray.judging.pool import JudgePool
-from draco_ray.judging.worker import phase_summary
+from draco_ray.judging.pool import JudgePool, phase_summary
 from draco_ray.records import Judged
 
 

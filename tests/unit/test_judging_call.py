@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 import pytest
 
-from draco_ray.judging.call import Call
+from draco_ray.judging.client import Call
 from draco_ray.judging.completion import Request
 from draco_ray.judging.limiter import Grant, LeaseRequest
 from draco_ray.judging.outage import FIRST_BACKOFF_SECONDS

@@ -16,8 +16,7 @@ from draco_ray.config.load import load_config
 from draco_ray.errors import BudgetSpent
 from draco_ray.judging.completion import Completion, Request
 from draco_ray.judging.example import PROMPT, RUBRIC, example_trajectory
-from draco_ray.judging.judge import CallContext
-from draco_ray.judging.members import MOST_CALLS
+from draco_ray.judging.judge import MOST_CALLS, CallContext
 from draco_ray.judging.phases.stage2 import Stage2
 from draco_ray.judging.phases.union import Union
 from draco_ray.pipeline import Group, Pipeline

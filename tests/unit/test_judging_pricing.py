@@ -109,7 +109,7 @@ def test_what_litellm_lists_is_read_to_the_last_tier(monkeypatch: pytest.MonkeyP
         model_cost={"key": listed, "half": {"input_cost_per_token": 1e-6}, "free": {"output_cost_per_token": 1e-6}},
         get_model_info=lambda model: {"key": model},
     )
-    monkeypatch.setattr("draco_ray.judging.model_limits.quiet_litellm", lambda: table)
+    monkeypatch.setattr("draco_ray.judging.tokens.quiet_litellm", lambda: table)
     judge = JudgeConfig(prices={})
     price = known_price(judge, "key")
     assert price is not None

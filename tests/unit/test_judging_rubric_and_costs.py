@@ -10,7 +10,7 @@ import yaml
 
 from draco_ray.config.schema import JudgeConfig, Price
 from draco_ray.errors import ConfigError
-from draco_ray.judging.failures import retry_after_seconds
+from draco_ray.judging.outage import retry_after_seconds
 from draco_ray.judging.phases import PHASES
 from draco_ray.judging.pricing import find_price, price_of
 from draco_ray.judging.static_rubric import load_static_rubric

@@ -9,11 +9,10 @@ from typing import Any
 from draco_ray.config.schema import JudgeConfig
 from draco_ray.judging.completion import Completion, Request
 from draco_ray.judging.example import RUBRIC, example_trajectory
-from draco_ray.judging.judge import CallContext, Judge
+from draco_ray.judging.judge import SECOND_LOOK, CallContext, Judge, gets_second_look
 from draco_ray.judging.panel import Panel
 from draco_ray.judging.phases.score import Score
 from draco_ray.judging.prompts import load_prompts
-from draco_ray.judging.second_look import NAME, sampled
 from draco_ray.records import Judged
 from draco_ray.traces.library import judge_sync
 from draco_ray.traces.load import load_traces
@@ -37,11 +36,11 @@ class Answers:
             {"rubric_index": index, "rubric_title": criterion.title} for index, criterion in enumerate(RUBRIC)
         ]
         for entry, verdict in zip(entries, self.looked, strict=True):
-            if request.phase == NAME:
+            if request.phase == SECOND_LOOK:
                 entry["verdict"] = verdict
             else:
                 entry |= {"evidence": "step 1", "justification": "It never read page 2.", "score": 1}
-        text = json.dumps({"entries": entries}) if request.phase != NAME or self.look is None else self.look
+        text = json.dumps({"entries": entries}) if request.phase != SECOND_LOOK or self.look is None else self.look
         return Completion(
             text=text, finish_reason="stop", model="m", input_tokens=9, cached_tokens=0, output_tokens=9, dollars=0.25,
             started_at=0.0, seconds=0.0, requests=1,
@@ -65,7 +64,7 @@ async def test_a_contradiction_is_counted_and_changes_no_verdict() -> None:
     found = await judged(answers, 1.0)
     assert (found.looked_at, found.contradicted) == (2, 1)
     assert [int(each.verdict) for each in found.value or ()] == [1, 1]
-    assert [(call.phase, call.dollars) for call in found.calls] == [("score", 0.25), (NAME, 0.25)]
+    assert [(call.phase, call.dollars) for call in found.calls] == [("score", 0.25), (SECOND_LOOK, 0.25)]
     score, look = answers.asked
     assert "It never read page 2." in look.messages[0].content
     assert '"score"' not in look.messages[0].content
@@ -89,18 +88,18 @@ async def test_a_panel_counts_what_its_members_found() -> None:
 
 
 def test_the_sample_is_a_share_of_rollouts_and_the_same_again() -> None:
-    drawn = [sampled(0.1, f"step{step}/t", rollout) for step in range(500) for rollout in range(4)]
+    drawn = [gets_second_look(0.1, f"step{step}/t", rollout) for step in range(500) for rollout in range(4)]
     assert 140 < sum(drawn) < 260
-    assert drawn == [sampled(0.1, f"step{step}/t", rollout) for step in range(500) for rollout in range(4)]
-    assert not sampled(0.0, "g", 0)
-    assert sampled(1.0, "g", 0)
+    assert drawn == [gets_second_look(0.1, f"step{step}/t", rollout) for step in range(500) for rollout in range(4)]
+    assert not gets_second_look(0.0, "g", 0)
+    assert gets_second_look(1.0, "g", 0)
 
 
 def test_judged_traces_say_how_many_were_looked_at() -> None:
     class Canned(Answers):
         async def __call__(self, request: Request) -> Completion:
             answer = await super().__call__(request)
-            if request.phase == NAME:
+            if request.phase == SECOND_LOOK:
                 return answer
             text = canned_judge.answer(request.messages[0].content)
             return Completion(**{**{name: getattr(answer, name) for name in answer.__slots__}, "text": text})

@@ -20,9 +20,9 @@ from draco_ray.judging.phases.score import Score
 from draco_ray.judging.phases.stage1 import Stage1
 from draco_ray.judging.phases.stage2 import Stage2
 from draco_ray.judging.phases.union import Union
+from draco_ray.judging.pool import phase_summary
 from draco_ray.judging.prompts import load_prompts
 from draco_ray.judging.shortening import LENGTHS, LEVELS, cut, shortened, shorter_prompt
-from draco_ray.judging.worker import phase_summary
 from draco_ray.records import Message, Trajectory
 from tests.unit.test_judging_judge import Script
 

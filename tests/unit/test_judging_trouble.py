@@ -11,7 +11,8 @@ from draco_ray.config.schema import JudgeConfig
 from draco_ray.errors import JudgeUnavailable
 from draco_ray.judging.completion import Request
 from draco_ray.judging.endpoint import Borrowed, Endpoint, Server
-from draco_ray.judging.failures import (
+from draco_ray.judging.outage import (
+    FailureKind,
     advice,
     classify,
     disconnected,
@@ -20,7 +21,6 @@ from draco_ray.judging.failures import (
     unconnected,
     wants_completion_tokens,
 )
-from draco_ray.judging.outage import FailureKind
 from draco_ray.judging.prompt_cache import cache_key, marked
 from draco_ray.records import Message
 

@@ -21,10 +21,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from draco_ray.config.schema import LearnerConfig, ModelConfig
 from draco_ray.errors import ConfigError, LearnerError
-from draco_ray.learner.checkpoint import Snapshot
-from draco_ray.learner.lora_learner import SUMS, LoraLearner, trained_length
-from draco_ray.learner.loss import SPREAD_BINS
-from draco_ray.learner.messages import (
+from draco_ray.learner.base import (
     Accumulate,
     Publish,
     Remember,
@@ -34,6 +31,9 @@ from draco_ray.learner.messages import (
     Update,
     UpdateMetrics,
 )
+from draco_ray.learner.checkpoint import Snapshot
+from draco_ray.learner.lora_learner import SUMS, LoraLearner, trained_length
+from draco_ray.learner.loss import SPREAD_BINS
 from draco_ray.learner.worker import LearnerWorker
 from draco_ray.records import Adapter, TrainingSample
 from draco_ray.runs.checkpoints import ADAPTER, OPTIMIZER, read_updates

@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 
 from draco_ray.errors import LearnerError
+from draco_ray.learner.base import Accumulate, Failed, Publish, SaveCheckpoint, Start, Stop, TokenLogprobs, Update
 from draco_ray.learner.feed import LearnerFeed
-from draco_ray.learner.messages import Accumulate, Failed, Publish, SaveCheckpoint, Start, Stop, TokenLogprobs, Update
 from tests.unit.test_training_metrics import an_update
 
 CANARY = TokenLogprobs(token_ids=(1, 2), adapter=True)

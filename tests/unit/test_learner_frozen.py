@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM
 from draco_ray.config.schema import LearnerConfig, ModelConfig
 from draco_ray.engine.canary import judge_canary
 from draco_ray.errors import CanaryFailed
-from draco_ray.learner.frozen import FORMATS, RoundedLinear, rounded, whole_weight
 from draco_ray.learner.lora_learner import LoraLearner
+from draco_ray.learner.model import FORMATS, RoundedLinear, rounded, whole_weight
 from tests.support.double_learner import CASES, MODELS, double, gradient_of, learner_of, oracle, samples_of, save_models
 
 PRECISIONS = list(FORMATS)

@@ -12,7 +12,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from draco_ray.learner.lora import FusedLora
+from draco_ray.learner.model import FusedLora
 
 TOKENS, INPUTS, OUTPUTS, RANK = 30, 48, 40, 4
 

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from draco_ray.config.schema import LearnerConfig
+from draco_ray.learner.base import Update, UpdateMetrics
 from draco_ray.learner.loss import SPREAD_BINS, correction, k3_estimates, ratio_quantile, spread
-from draco_ray.learner.messages import Update, UpdateMetrics
 
 samples = st.lists(st.lists(st.floats(-30, 30), min_size=1, max_size=6), min_size=1, max_size=5)
 """Log-ratios of each sample's tokens."""

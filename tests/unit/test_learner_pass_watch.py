@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from draco_ray.learner.pass_watch import PassWatch
+from draco_ray.learner.train_loop import PassWatch
 
 
 class Worker:

@@ -31,12 +31,9 @@ from draco_ray.records import Adapter, TrainingSample
 from draco_ray.runs.directory import RunDirectory
 from draco_ray.runs.store_actor import RunStoreActor
 from draco_ray.training.advantage_computer import AdvantageComputerActor
-from draco_ray.training.batches import Batches, RecordedRollouts, TaskOrder
-from draco_ray.training.engines import WeightSync
-from draco_ray.training.observer import StepWatch
-from draco_ray.training.progress import StepProgress
+from draco_ray.training.progress import StepProgress, StepWatch
 from draco_ray.training.resume import rewind
-from draco_ray.training.trainer import Trainer
+from draco_ray.training.trainer import Batches, RecordedRollouts, TaskOrder, Trainer, WeightSync
 from tests.support.killed import Killed
 from tests.support.tiny_model import build_tiny_model
 

@@ -15,8 +15,8 @@ import torch
 import torch.distributed
 
 from draco_ray.config.schema import LearnerConfig
-from draco_ray.learner import carried, lora_learner, pass_watch, worker
-from draco_ray.learner.messages import Start, Stop, Update
+from draco_ray.learner import carried, lora_learner, train_loop, worker
+from draco_ray.learner.base import Start, Stop, Update
 from draco_ray.learner.train_loop import _carry_out, _start
 from draco_ray.observability import logs
 
@@ -106,7 +106,7 @@ def test_a_worker_that_hangs_in_a_command_says_so_and_ends_itself(monkeypatch: p
     monkeypatch.setattr(logs, "private_files", lambda: None)
     monkeypatch.setattr(lora_learner, "LoraLearner", lambda *_, **__: SimpleNamespace(policy=policy))
     monkeypatch.setattr(worker, "LearnerWorker", Worker)
-    monkeypatch.setattr(pass_watch, "LOOK_SECONDS", 0.001)
+    monkeypatch.setattr(train_loop, "LOOK_SECONDS", 0.001)
     monkeypatch.setattr(os, "kill", lambda process, number: killed.set())
     _carry_out(given, Start(checkpoint=None, position=0))
     assert killed.is_set()

@@ -8,10 +8,10 @@ import sys
 CHILD = "import sys; held = bytearray(b'x' * (96 << 20)); print('grown', flush=True); sys.stdin.read()"
 GROWS = f"""
 import subprocess, sys, time
-from draco_ray.training import memory
+from draco_ray.training import watchdog
 
-memory.COST = 0
-with memory.PeakMemory(every_seconds=0.01) as peak:
+watchdog.COST = 0
+with watchdog.PeakMemory(every_seconds=0.01) as peak:
     while not peak.peak_bytes:
         time.sleep(0.01)
     before = peak.peak_bytes

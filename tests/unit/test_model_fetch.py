@@ -13,7 +13,7 @@ import pytest
 from draco_ray.commands import model
 from draco_ray.commands.model import MODELS, download, fetch
 from draco_ray.engine.chat import ChatTokens
-from draco_ray.engine.tokenizer import chat_template_text
+from draco_ray.engine.model_directory import chat_template_text
 from draco_ray.engine.tool_calls import ToolCallReader
 from draco_ray.errors import ConfigError
 from draco_ray.records import TOOLS, Message

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from draco_ray.judging import model_limits
-from draco_ray.judging.model_limits import listed_model, model_limit, quiet_litellm, refuses_temperature
+from draco_ray.judging import tokens
+from draco_ray.judging.tokens import listed_model, model_limit, quiet_litellm, refuses_temperature
 from tests.conftest import REPOSITORY
 
 
@@ -41,7 +41,7 @@ def test_a_limit_is_a_number_of_tokens_or_not_known(
 ) -> None:
     row = {"max_input_tokens": listed, "max_output_tokens": 7}
     table = SimpleNamespace(get_model_info=lambda model: {"key": model}, model_cost={"openai/m": row})
-    monkeypatch.setattr(model_limits, "quiet_litellm", lambda: table)
+    monkeypatch.setattr(tokens, "quiet_litellm", lambda: table)
     assert model_limit("openai/m", "max_input_tokens") == limit
     assert model_limit("openai/m", "max_output_tokens") == 7
 
@@ -50,7 +50,7 @@ def test_the_price_file_is_read_as_litellm_reads_it() -> None:
     """For every chat model of the table, under its name and under its provider's prefix."""
     litellm = quiet_litellm()
     others = []
-    for name, row in model_limits._table().items():
+    for name, row in tokens._table().items():
         provider = row.get("litellm_provider")
         if row.get("mode") != "chat" or name == "sample_spec" or provider not in litellm.provider_list:
             continue
@@ -106,7 +106,7 @@ def test_a_temperature_is_refused_where_it_is_known_to_be(
     monkeypatch: pytest.MonkeyPatch, model: str, temperature: float, refuses: bool
 ) -> None:
     table = Table()
-    monkeypatch.setattr(model_limits, "quiet_litellm", lambda: table)
+    monkeypatch.setattr(tokens, "quiet_litellm", lambda: table)
     assert refuses_temperature.__wrapped__(model, "http://own", temperature) is refuses
     asked = [] if model == "nobody/cold" else [(model[2:], "p", temperature)]
     assert table.asked == ["http://own", *asked]

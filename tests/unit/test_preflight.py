@@ -24,8 +24,8 @@ from draco_ray.judging.prompts import KEY_FILE
 from draco_ray.judging.reply_cache import FILE, file_system_of
 from draco_ray.runs.directory import RunDirectory
 from draco_ray.training import run
-from draco_ray.training.capacity import check_resources
 from draco_ray.training.checks import Start, check_model
+from draco_ray.training.cluster import check_resources
 from draco_ray.training.preflight import (
     SUBMITTED,
     adapter_bytes,

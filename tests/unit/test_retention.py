@@ -10,7 +10,8 @@ from draco_ray.config.load import load_config
 from draco_ray.config.schema import DracoConfig
 from draco_ray.runs.directory import RunDirectory
 from draco_ray.runs.store import RunStore
-from draco_ray.training.resume import checkpoints_to_keep, config_changes, drop_checkpoints
+from draco_ray.training.resume import config_changes
+from draco_ray.training.trainer import checkpoints_to_keep, drop_checkpoints
 
 RATES = {1: 0.1, 2: 0.9, 3: 0.2, 4: 0.9, 5: 0.3, 6: None, 7: 0.4}
 METRICS = [{"step": step, "pass_rate": rate} for step, rate in RATES.items()]

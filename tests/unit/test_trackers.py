@@ -19,8 +19,7 @@ from draco_ray.records import Evaluation, JudgedRollout
 from draco_ray.runs.directory import RunDirectory
 from draco_ray.training import held_out
 from draco_ray.training.held_out import BeforeAfter, JudgedBeforeAfter
-from draco_ray.training.observer import RunObserver, rollout_table
-from draco_ray.training.progress import StepProgress
+from draco_ray.training.progress import RunObserver, StepProgress, rollout_table
 from tests.support.evaluations import a_result
 from tests.support.small_run import small_run
 

@@ -22,12 +22,9 @@ from draco_ray.engine.canary import CanaryReading
 from draco_ray.errors import LearnerError, RunStopped
 from draco_ray.pipeline import MOST_GROUPS, Group, GroupState
 from draco_ray.runs.directory import RunDirectory
-from draco_ray.training.batches import Batches, RecordedRollouts, TaskOrder
-from draco_ray.training.engines import WeightSync
-from draco_ray.training.observer import StepWatch
-from draco_ray.training.progress import StepProgress
+from draco_ray.training.progress import StepProgress, StepWatch
 from draco_ray.training.resume import StartPoint
-from draco_ray.training.trainer import Trainer
+from draco_ray.training.trainer import Batches, RecordedRollouts, TaskOrder, Trainer, WeightSync
 from draco_ray.workers.elastic import fixed_workers
 from tests.unit.test_training_metrics import an_update
 

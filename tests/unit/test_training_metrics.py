@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from draco_ray.learner.messages import UpdateMetrics
+from draco_ray.learner.base import UpdateMetrics
 from draco_ray.pipeline import Group, GroupState
 from draco_ray.records import EpisodeEnd
 from draco_ray.summaries import AdvantageSummary, RewardSummary

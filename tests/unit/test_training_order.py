@@ -13,9 +13,9 @@ from draco_ray.config.load import load_config
 from draco_ray.errors import ConfigError
 from draco_ray.pipeline import Group
 from draco_ray.summaries import RewardSummary
-from draco_ray.training.batches import EarlierTasks, OrderRules, TaskOrder
 from draco_ray.training.checks import task_order
 from draco_ray.training.metrics import group_pass_rate, solved
+from draco_ray.training.trainer import EarlierTasks, OrderRules, TaskOrder
 
 NINETY = [f"task{index:02d}" for index in range(90)]
 AS_EVER = OrderRules(per_step=16, seed=4)

@@ -17,8 +17,8 @@ from draco_ray.runs import rows
 from draco_ray.runs.directory import RunDirectory, sole_driver
 from draco_ray.runs.rows import read_trajectory, recorded_rollouts
 from draco_ray.runs.store import RunStore
-from draco_ray.training.batches import EarlierTasks, OrderRules
 from draco_ray.training.resume import adopt_config, adopt_tasks, config_changes, rewind
+from draco_ray.training.trainer import EarlierTasks, OrderRules
 from tests.support.small_checkpoint import small_checkpoint
 from tests.support.small_run import TASKS, a_call, a_trajectory, write_group
 

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from draco_ray.config.schema import LearnerConfig, ModelConfig
+from draco_ray.learner.base import Accumulate, Remember, Update, UpdateMetrics
 from draco_ray.learner.lora_learner import LoraLearner
-from draco_ray.learner.messages import Accumulate, Remember, Update, UpdateMetrics
 from draco_ray.learner.worker import LearnerWorker
 from draco_ray.records import TrainingSample
-from draco_ray.training.streaming import StreamedUpdate, streamed_update
+from draco_ray.training.trainer import StreamedUpdate, streamed_update
 from tests.support.tiny_model import VOCABULARY, build_tiny_model
 
 CONFIG = LearnerConfig(

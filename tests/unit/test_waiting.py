@@ -17,11 +17,10 @@ from draco_ray.judging import build as judge_module
 from draco_ray.lab.evaluation import evaluate, judged
 from draco_ray.pipeline import Group, Pipeline
 from draco_ray.runs.directory import RunDirectory
-from draco_ray.training import observer, session
-from draco_ray.training.batches import TaskOrder
-from draco_ray.training.engines import WeightSync
+from draco_ray.training import progress, session
 from draco_ray.training.held_out import evaluate_tasks
 from draco_ray.training.resume import StartPoint
+from draco_ray.training.trainer import TaskOrder, WeightSync
 from draco_ray.training.watchdog import Pending
 
 
@@ -102,9 +101,9 @@ async def test_a_run_in_whose_first_step_nothing_happens_has_a_step_that_stands_
     """The alert on steps that do not end compares figures; where there was none it was silent."""
     steps: asyncio.Queue[Any] = asyncio.Queue()
     metrics = SimpleNamespace(set=lambda *_: None, step=steps.put_nowait)
-    monkeypatch.setattr(observer, "RunMetrics", lambda name: metrics)
+    monkeypatch.setattr(progress, "RunMetrics", lambda name: metrics)
     pools: Any = SimpleNamespace(waiting=0, in_flight=0, up=0, wanted=0)
-    watching = observer.RunObserver(load_config("sandbox", ["run.trackers=[]"]), tmp_path, done=3)
+    watching = progress.RunObserver(load_config("sandbox", ["run.trackers=[]"]), tmp_path, done=3)
     watching.watch_pools(pools, pools)
     assert await steps.get() == {"step": 3}
     watching.close()

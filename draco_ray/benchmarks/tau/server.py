@@ -20,8 +20,7 @@ from draco_ray.config.schema import DracoConfig
 from draco_ray.engine import openai_server
 from draco_ray.engine.adapter_files import engine_tensor_name
 from draco_ray.engine.child import Child, Scrubber
-from draco_ray.engine.model_directory import architectures, check_model_directory, is_local
-from draco_ray.engine.tokenizer import chat_template_text
+from draco_ray.engine.model_directory import architectures, chat_template_text, check_model_directory, is_local
 from draco_ray.engine.vllm_engine import LORA_RANKS
 from draco_ray.errors import ConfigError, EngineError, TauBenchError
 from draco_ray.lab.evaluation.policies import API_PREFIX, EvaluatedPolicy

@@ -21,7 +21,7 @@ from draco_ray.benchmarks.tau.tau2_runner import REFUSED
 from draco_ray.config.schema import TauBenchConfig, TauModelConfig, provider_key
 from draco_ray.engine.child import Child, Scrubber
 from draco_ray.errors import ConfigError, TauBenchError
-from draco_ray.judging.model_limits import refuses_temperature
+from draco_ray.judging.tokens import refuses_temperature
 
 log = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager
 from typing import Protocol
 
 from draco_ray.config.schema import DracoConfig
-from draco_ray.engine.tokenizer import load_tokenizer
+from draco_ray.engine.model_directory import load_tokenizer
 from draco_ray.errors import ConfigError
 from draco_ray.judging.completion import Completer
 from draco_ray.judging.judge_context import context_tokens

@@ -23,12 +23,12 @@ from draco_ray.config.schema import AgentConfig, DracoConfig, Price
 from draco_ray.engine.actor import EngineClient, start_policy_engines
 from draco_ray.engine.canary import Scorer
 from draco_ray.engine.fleet import EngineFleet
-from draco_ray.engine.tokenizer import load_tokenizer
+from draco_ray.engine.model_directory import load_tokenizer
 from draco_ray.environments.base import Environment, make_environment
 from draco_ray.errors import BudgetSpent, CanaryFailed, ConfigError, JudgeUnavailable
 from draco_ray.judging.endpoint import introduced
-from draco_ray.judging.model_limits import model_limit
 from draco_ray.judging.pricing import check_budget, find_price, known_price, price_of
+from draco_ray.judging.tokens import model_limit
 from draco_ray.lab.evaluation.api_policy import ApiPolicies, start_evaluation_limiter
 from draco_ray.lab.evaluation.appworld import AppWorldOutputs
 from draco_ray.lab.evaluation.policies import Checkpoint, EvaluatedPolicy, deciding_settings, load_adapter, lora_rank
@@ -41,8 +41,7 @@ from draco_ray.rollout.tokens import EnginePolicies
 from draco_ray.rollout.worker import EPISODES, Evaluated, rollout_starter
 from draco_ray.sandbox.world.build import MANIFEST
 from draco_ray.terminal import PlainConsole
-from draco_ray.training.capacity import release_start_lock
-from draco_ray.training.cluster import connect
+from draco_ray.training.cluster import connect, release_start_lock
 from draco_ray.training.session import checked_model, plain_error, say_cut_prompts, started
 from draco_ray.training.watchdog import Pending
 from draco_ray.workers.elastic import fixed_workers

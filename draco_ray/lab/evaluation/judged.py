@@ -21,12 +21,11 @@ from draco_ray.lab.evaluation.policies import EvaluatedPolicy, load_adapter
 from draco_ray.runs.directory import RunDirectory, sole_driver
 from draco_ray.runs.evaluations import JudgedRates, judged_rates
 from draco_ray.terminal import PlainConsole
-from draco_ray.training.actors import Actors
-from draco_ray.training.capacity import release_start_lock
+from draco_ray.training.cluster import release_start_lock
 from draco_ray.training.held_out import JudgedBeforeAfter
 from draco_ray.training.progress import StepProgress
 from draco_ray.training.resume import config_changes
-from draco_ray.training.session import opened, resolve_config, start_actors, static_criteria, task_prompts
+from draco_ray.training.session import Actors, opened, resolve_config, start_actors, static_criteria, task_prompts
 
 
 def judge_policy(

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from draco_ray.config.schema import DracoConfig
-from draco_ray.engine.experts import ExpertsShape
-from draco_ray.engine.model_shape import DeltaShape, LayerShape, ModelShape, check_split
+from draco_ray.engine.model_shape import DeltaShape, ExpertsShape, LayerShape, ModelShape, check_split
 from draco_ray.engine.vllm_engine import CPU_KV_CACHE_GIB, LORA_RANKS, live_adapters
 from draco_ray.errors import ConfigError
 from draco_ray.judging.judge_context import context_tokens, uses_self_judge

@@ -51,11 +51,10 @@ from draco_ray.rollout.pool import FinishedRollout
 from draco_ray.runs.directory import RunDirectory
 from draco_ray.runs.remote.place import place_of
 from draco_ray.terminal import PlainConsole
-from draco_ray.training.actors import Actors
-from draco_ray.training.capacity import release_start_lock
+from draco_ray.training.cluster import release_start_lock
 from draco_ray.training.preflight import check_outlives_job
 from draco_ray.training.progress import StepProgress
-from draco_ray.training.session import checked_model, opened, start_actors, usable_prompts, with_environment
+from draco_ray.training.session import Actors, checked_model, opened, start_actors, usable_prompts, with_environment
 
 PROPOSING, MEASURING = 0, 1
 """Training steps under which the two halves are archived."""

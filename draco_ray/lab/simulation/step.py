@@ -1,6 +1,6 @@
 """Discrete-event simulation of training steps, on a clock that jumps from one event to the next.
 
-The dependencies are those of `draco_ray.pipeline` and `draco_ray.training.streaming`; work of engines, environments,
+The dependencies are those of `draco_ray.pipeline` and `draco_ray.training.trainer`; work of engines, environments,
 judge and learner is a wait of its duration.
 """
 
