@@ -11,15 +11,15 @@ if the judge has answered another request since; otherwise the judge is down for
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import random
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
-from weakref import WeakValueDictionary
 
 from draco_ray.config.schema import JudgeConfig, JudgeLimits, Price
 from draco_ray.errors import JudgeUnavailable
@@ -50,7 +50,7 @@ from draco_ray.judging.pricing import (
     read_usage,
     reported_cost,
 )
-from draco_ray.judging.reply_cache import ReplyCache, request_key
+from draco_ray.judging.reply_cache import CLAIM_SECONDS, ReplyCache, request_key
 from draco_ray.judging.structured import PROBE, PROBE_SCHEMA, keeps_to
 from draco_ray.records import Message, Paid
 
@@ -191,8 +191,6 @@ class LiteLLMClient:
         self._cache = cache
         self._sleep = sleep
         self._slots = asyncio.Semaphore(config.concurrency_per_worker)
-        self._asking: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
-        """By the key of the request that is under way."""
         self._warned = False
 
     async def __call__(self, request: Request) -> Completion:
@@ -205,7 +203,7 @@ class LiteLLMClient:
             return await self._answer(request, None)
         key = self._key(request)
         # Identical rollouts are judged at the same time: the second request waits, and takes the first one's answer.
-        async with self._asking.setdefault(key, asyncio.Lock()):
+        async with _claimed(self._cache, key):
             if (stored := await self._cache.get(key)) is not None and (found := _replay(stored)) is not None:
                 return found
             return await self._answer(request, key)
@@ -464,6 +462,27 @@ class LiteLLMClient:
             seconds,
         )
         await self._sleep(seconds)
+
+
+@contextlib.asynccontextmanager
+async def _claimed(cache: ReplyCache, key: str) -> AsyncIterator[None]:
+    """Hold the claim on a question, so that no judge worker asks it meanwhile."""
+    holder = uuid.uuid4().hex
+
+    async def renew() -> None:
+        while True:
+            await asyncio.sleep(CLAIM_SECONDS / 3)
+            await cache.claim(key, holder)
+
+    await cache.claim(key, holder)
+    renewing = asyncio.create_task(renew())
+    try:
+        yield
+    finally:
+        renewing.cancel()
+        # A renewal that failed needs no report: the claim expires.
+        await asyncio.gather(renewing, return_exceptions=True)
+        await cache.release(key, holder)
 
 
 _REPLAYED = {
