@@ -75,6 +75,13 @@ def test_inspects_log_holds_the_verdicts() -> None:
     assert found["scores"]["DL9"]["metadata"]["verdicts"][0]["steps"] == [1]
 
 
+def test_scouts_results_hold_the_verdicts() -> None:
+    found = run("scout_scan", "DRACO_INSPECT_PYTHON", ".venv-adapter-inspect/bin/python")
+    assert found["complete"]
+    assert {name: result["value"] for name, result in found["results"].items()} == {"DL9": 1.0, "UA1": 0.5}
+    assert "FAIL" in str(found["results"]["UA1"]["metadata"])
+
+
 def test_a_group_of_art_comes_back_scored() -> None:
     found = run("art_group", "DRACO_ART_PYTHON", ".venv-adapter-art/bin/python")
     assert [each["reward"] for each in found] == [1.0, -1.0]
