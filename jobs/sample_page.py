@@ -55,7 +55,7 @@ def write_sample(run: RunDirectory, out: Path) -> None:
             elif (run.path / name).exists():
                 shutil.copy(run.path / name, neutral.path / name)
         page = Path(folder) / "report.html"
-        write_report(neutral, page)
+        write_report(neutral, page, tokens=True)
         if left := sorted(set(places(page.read_text(encoding="utf-8")))):
             raise ConfigError(f"{run.path}: its page would name {', '.join(left[:5])}")
         out.parent.mkdir(parents=True, exist_ok=True)

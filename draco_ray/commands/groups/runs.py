@@ -79,6 +79,9 @@ def report(
     ],
     figures: Annotated[bool, typer.Option("--figures", help="Write the paper's figures as SVG instead.")] = False,
     tables: Annotated[bool, typer.Option("--tables", help="Write tidy tables as Parquet and CSV instead.")] = False,
+    tokens: Annotated[
+        bool, typer.Option("--tokens", help="Show each sampled token with its log-probability and advantage.")
+    ] = False,
     out: Annotated[
         Path | None, typer.Option(help="The file, or the folder of figures and tables (default: inside the first run).")
     ] = None,
@@ -93,12 +96,15 @@ def report(
     if not serve:
         check_no_effect(context, "without --serve", "port")
     if serve:
-        if len(directories) > 1 or figures or tables or out is not None:
-            raise ConfigError("--serve: the page of one run; expected one DIR, and no --figures, --tables or --out")
+        if len(directories) > 1 or figures or tables or tokens or out is not None:
+            raise ConfigError("--serve: the page of one run; expected one DIR and no other option but --port")
         serve_page(run_folder(directories[0]), port, typer.echo)
         return
 
-    for path in write([run_folder(each) for each in directories], figures=figures, tables=tables, out=out):
+    if tokens and (figures or tables):
+        raise ConfigError("--tokens: part of the page; expected no --figures or --tables")
+    directories_here = [run_folder(each) for each in directories]
+    for path in write(directories_here, figures=figures, tables=tables, tokens=tokens, out=out):
         typer.echo(path)
 
 
