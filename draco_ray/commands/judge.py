@@ -8,7 +8,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rich.console import Console
@@ -37,7 +37,7 @@ BELOW, PARTIAL = 3, 4
 """Exit codes: the mean reward is below ``--fail-under``; some traces could not be read or judged."""
 SAY_SECONDS = 15.0
 """Between two lines of progress where nobody watches."""
-SHOWN_PROBLEMS = 20
+SHOWN_PROBLEMS, SHOWN_GROUPS = 20, 5
 READ = ("judge", "algorithm", "ray")
 """What of a configuration the command acts on."""
 OF_ALGORITHM = ("rubric", "static_rubric", "rule", "reliability", "std_epsilon", "skip_inert_credit_calls")
@@ -112,7 +112,7 @@ def run(wanted: JudgeArguments, console: Console) -> int:
         own=settled.rubric is None,
     )
     console.print(_asked(settled.config.judge))
-    console.print(_estimated(guessed, batch=wanted.batch))
+    console.print(_estimated(guessed, batch=wanted.batch, free=settled.config.judge.files is not None))
     if judge == RULES:
         console.print(
             "the offline judge is a stand-in with rules for the sandbox's tasks: of other traces its verdicts show the "
@@ -234,7 +234,7 @@ def _judge(kept: JudgingRun, settled: Plan, wanted: JudgeArguments, calls: int, 
         with contextlib.suppress(OSError, StoreError):
             kept.finish(time.monotonic() - began)
         more = "a larger --budget" if isinstance(error, BudgetSpent) else "the same command"
-        raise type(error)(f"{error}; what is judged is in {kept.path}, {more} goes on there") from None
+        raise type(error)(f"{error}; answers so far are kept in {kept.path}, {more} goes on there") from None
     return kept.finish(time.monotonic() - began)
 
 
@@ -295,13 +295,13 @@ def _understood(groups: Groups, settled: Plan) -> list[str]:
         f"{counted(steps, 'step')}, in {counted(len(groups), 'group')}"
     ]
     if sizes:
-        lines.append(
-            f"  judged together: {', '.join(f'{count} of {size} traces' for size, count in sorted(sizes.items()))}"
-        )
+        lines += [f"  {counted(count, 'group')} of {size} traces of one task" for size, count in sorted(sizes.items())]
+        several = [group for group in groups if len(group) > 1]
+        lines += [f"    {', '.join(each.source for each in group.summaries)}" for group in several[:SHOWN_GROUPS]]
     if single:
         lines.append(
             f"  {counted(single, 'single trace')}: rubric, verdicts and step qualities, but no dropout and no "
-            "advantage; --group-by says which belong to one task"
+            "advantage; if some are of one task, --group-by FIELD names the field that holds the task"
         )
     long = [each for each in summaries if each.characters + each.prompt_characters > settled.room]
     if long:
@@ -310,7 +310,7 @@ def _understood(groups: Groups, settled: Plan) -> list[str]:
             f"{BYTES_PER_TOKEN} bytes a token: first outputs, then turns, then the prompt are cut to one length, no "
             "step is left out"
         )
-    if not settled.context_known and settled.config.judge.model != RULES:
+    if not settled.context_known and settled.config.judge.model != RULES and settled.config.judge.files is None:
         lines.append(
             f"  how much {settled.config.judge.model} reads is not known: {settled.context_tokens:,} tokens are "
             "assumed, --context says otherwise"
@@ -342,11 +342,13 @@ def _asked(judge: JudgeConfig) -> str:
     return f"judge: {where}{''.join(others)}"
 
 
-def _estimated(phases: Mapping[str, PhaseEstimate], *, batch: bool) -> str:
+def _estimated(phases: Mapping[str, PhaseEstimate], *, batch: bool, free: bool) -> str:
     total = sum(phases.values(), start=PhaseEstimate(dollars=0.0))
     share = DISCOUNT if batch else 1.0
     money = "no price of it is known" if total.dollars is None else f"about ${share * total.dollars:.2f}"
     parts = ", ".join(f"{phase} {each.calls}" for phase, each in phases.items() if each.calls)
+    if free:
+        return f"about {total.calls} prompts ({parts}), {total.input_tokens:,} tokens to read"
     return (
         f"about {total.calls} calls ({parts}), {total.input_tokens:,} tokens in, "
         f"{total.output_tokens:,} out, {money}{' in batches' if batch else ''} before the provider's prompt cache"
@@ -355,7 +357,9 @@ def _estimated(phases: Mapping[str, PhaseEstimate], *, batch: bool) -> str:
 
 
 def _show_one(groups: Groups, settled: Plan, console: Console) -> None:
-    trace, text = trace_judge(settled, RuleComplete()).prompt_of(groups[0])
+    # The offline judge keeps no secret beside its replies, so that a dry run writes nothing.
+    offline = replace(settled, config=settled.config.updated(judge={"model": RULES, "cache": None}))
+    trace, text = trace_judge(offline, RuleComplete()).prompt_of(groups[0])
     console.print(f"\n{trace.trace_id} of {trace.source}, as the judge sees it:\n")
     console.print(text)
 

@@ -64,7 +64,7 @@ def place_of(config: JudgeConfig) -> str:
 def introduced(config: JudgeConfig) -> str:
     """Who is asked, where, and whose key: what a command says before its first request."""
     if config.files is not None:
-        return f"whoever answers the prompts in {config.files}, each in a file of its name that ends in .reply.txt"
+        return f"you, through files: {config.files}/NAME.prompt.txt is answered by {config.files}/NAME.reply.txt"
     return f"{config.model} at {place_of(config)}, key in {config.key_variable}"
 
 
