@@ -15,7 +15,6 @@ from draco_ray.config.schema import JudgeConfig, Price
 from draco_ray.judging.pricing import known_price
 from draco_ray.judging.reply_cache import read_book
 from draco_ray.lab.runs.phase_costs import PhaseCost, call_cost, cost_table, phase_costs, without_prompt_cache
-from draco_ray.lab.runs.savings import savings
 from draco_ray.records import JudgeCall
 from draco_ray.runs.directory import RunDirectory
 from draco_ray.runs.schema import TABLES
@@ -40,7 +39,7 @@ def prices(run: RunDirectory) -> Callable[[str], Price | None]:
 
 
 def show_cost(directory: Path, console: Console | None = None) -> None:
-    """Print tokens (cached apart), dollars and failures by phase, then by step, then what was not asked.
+    """Print tokens (cached apart), dollars and failures by phase, then by step.
 
     Raises:
         ConfigError: if ``directory`` is not a run directory.
@@ -65,12 +64,6 @@ def show_cost(directory: Path, console: Console | None = None) -> None:
         numbers = (cost.calls, cost.replayed, cost.failures, cost.input_tokens, cost.cached_tokens, cost.output_tokens)
         table.add_row(str(step), *(f"{number:,}" for number in numbers), f"{cost.dollars:.4f}")
     console.print(table)
-    if saved := savings(run, [(step, call) for step, of_step in by_step.items() for call in of_step]):
-        console.print("not asked, and what asking would have cost about:")
-    for each in saved:
-        amount = f"{each.calls:>6,} calls {each.tokens:>11,} tokens {each.dollars:>10.4f} dollars"
-        switch = f"; {each.switch}" if each.switch else ""
-        console.print(f"{amount}  {each.what}{switch} (changes: {each.changes})")
 
 
 def _calls(table: pa.Table, step: int) -> list[JudgeCall]:

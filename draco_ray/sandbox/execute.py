@@ -1,10 +1,11 @@
 """Executes scripted rollouts in AppWorld, without a server. Runs under AppWorld's own Python.
 
-    python -P execute.py < jobs.jsonl > outputs.jsonl
+    python -P -B execute.py [--evaluate] < jobs.jsonl > results.jsonl
 
 with ``APPWORLD_ROOT`` set. A job is a line ``{"task_id": ..., "cells": [...]}`` and is answered, in order, by a line
-``{"outputs": [...]}``: what each cell printed. Every job starts from the task's initial state, without ground truth.
-The scripts are the project's own; what a policy writes runs in confined servers instead.
+``{"outputs": [...], "success": ...}``: what each cell printed and, with ``--evaluate``, whether the task passes its
+tests. Every job starts from the task's initial state. The scripts are the project's own; what a policy writes runs in
+confined servers instead.
 """
 
 from __future__ import annotations
@@ -28,17 +29,20 @@ class Rehearsal(AppWorld):
         pass
 
 
-def run_cells(task_id: str, cells: list[str]) -> list[str]:
-    """What each cell prints, executed one after the other from the task's initial state."""
-    with Rehearsal(task_id=task_id, experiment_name=f"rehearsal-{os.getpid()}", load_ground_truth=False) as world:
-        return [world.execute(cell) for cell in cells]
+def play(task_id: str, cells: list[str], *, evaluate: bool) -> dict[str, Any]:
+    """What each cell prints, executed one after the other from the task's initial state, and whether it succeeded."""
+    kind = AppWorld if evaluate else Rehearsal
+    with kind(task_id=task_id, experiment_name=f"scripts-{os.getpid()}", load_ground_truth=evaluate) as world:
+        outputs = [world.execute(cell) for cell in cells]
+        success = bool(world.evaluate(suppress_errors=True).success) if evaluate else None
+        return {"outputs": outputs, "success": success}
 
 
-def main(jobs: TextIO, results: TextIO) -> None:
+def main(jobs: TextIO, results: TextIO, *, evaluate: bool) -> None:
     """Answer every job line as soon as it is done."""
     for line in jobs:
         job: dict[str, Any] = json.loads(line)
-        results.write(json.dumps({"outputs": run_cells(job["task_id"], job["cells"])}) + "\n")
+        results.write(json.dumps(play(job["task_id"], job["cells"], evaluate=evaluate)) + "\n")
         results.flush()
 
 
@@ -48,6 +52,6 @@ if __name__ == "__main__":
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     # AppWorld leaves objects behind with every task: collections take ever longer and free nothing.
     gc.disable()
-    main(sys.stdin, results_stream)
+    main(sys.stdin, results_stream, evaluate="--evaluate" in sys.argv)
     # AppWorld's interactive shells, one a task, would take minutes to shut down.
     os._exit(0)
