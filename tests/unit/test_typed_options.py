@@ -22,7 +22,6 @@ from draco_ray.traces.load import load_traces
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("plan sandbox --gpu-dollars 0", "--gpu-dollars: no effect without --simulate RUN"),
         ("plan sandbox --seed 0", "--seed: no effect without --simulate RUN"),
         ("plan --simulate RUN --gpu-memory-gib 80", "--gpu-memory-gib: no effect with --simulate RUN"),
         ("plan --simulate RUN --setting static --assume x=1", "--setting, --assume: no effect with --simulate RUN"),
