@@ -66,7 +66,7 @@ def runs_inspect(
     """Write a run with its evaluations, or one evaluation, as logs for the viewer of Inspect.
 
     Rollouts become samples; rewards and verdicts, or whether the task was solved, become scores."""
-    from draco_ray.lab.runs.inspect_evaluations import write_logs
+    from draco_ray.lab.runs.inspect_logs import write_logs
 
     typer.echo(f"{out}: {len(write_logs(run_folder(directory), out))} logs")
 
