@@ -206,11 +206,6 @@ bench: world
 bench-overlap: world
 	$(VENV)/bin/python jobs/bench_overlap.py $(ARGS)
 
-# What a group costs driver, run store and object store, at 16 to 1,024 groups a step, e.g. make bench-store ARGS="--groups 16" (half an hour for all).
-.PHONY: bench-store
-bench-store: setup
-	$(VENV)/bin/python jobs/bench_store.py $(ARGS)
-
 # One update of the learner against TRL's GRPO trainer: speed and memory, e.g. make bench-learner ARGS="--repeats 1".
 bench-learner: $(BENCH_VENV)/.ready
 	$(BENCH_VENV)/bin/python jobs/bench_learner.py $(ARGS)
