@@ -22,12 +22,12 @@ from typing import Any, Literal
 import numpy as np
 import pyarrow as pa
 from pydantic import BaseModel, ValidationError
+from scipy.special import stdtrit
 
 from draco_ray.algorithm.credit import step_advantages, step_quality
 from draco_ray.errors import ConfigError
 from draco_ray.lab.analysis.columns import columns
 from draco_ray.lab.analysis.credit import push_shares
-from draco_ray.lab.evaluation.distributions import student_quantile
 from draco_ray.records import Attribution, BoolArray, FloatArray, IntArray, Verdict
 
 Label = Literal[-1, 0, 1]
@@ -198,7 +198,7 @@ def reliability(gain_N: FloatArray, question_N: IntArray) -> float:
         return 0.0
     off_Q = np.bincount(index_N, weights=gain_N - gain)
     variance = float(off_Q @ off_Q) * many / (many - 1) / len(gain_N) ** 2
-    return max(0.0, 1.0 - variance * student_quantile(many - 1, LEVEL) ** 2 / gain**2)
+    return max(0.0, 1.0 - variance * float(stdtrit(many - 1, LEVEL)) ** 2 / gain**2)
 
 
 def reliabilities(found: StepLabelFile) -> pa.Table:
