@@ -24,8 +24,8 @@ from draco_ray.judging.reply_cache import FILE, read_book, release_unanswered
 from draco_ray.judging.tokens import BYTES_PER_TOKEN
 from draco_ray.lab.analysis.judges import RuleComplete, configured_rules
 from draco_ray.lab.report.page import write_report
-from draco_ray.lab.runs.cost import prices, read_calls
-from draco_ray.lab.runs.phase_costs import cost_table, phase_costs, without_prompt_cache
+from draco_ray.lab.runs.cost import read_calls
+from draco_ray.lab.runs.phase_costs import cost_table, phase_costs
 from draco_ray.terminal import counted
 from draco_ray.traces.batch import DISCOUNT
 from draco_ray.traces.estimate import PhaseEstimate, estimate
@@ -362,7 +362,7 @@ def _show_one(groups: Groups, settled: Plan, console: Console) -> None:
 
 def _summary(kept: JudgingRun, totals: Totals, console: Console) -> None:
     calls = [call for step in read_calls(kept.directory).values() for call in step]
-    console.print(cost_table(phase_costs(calls), without_prompt_cache(calls, prices(kept.directory))))
+    console.print(cost_table(phase_costs(calls)))
     page = kept.path / "report.html"
     write_report(kept.directory, page)
     mean = f"mean reward {math.fsum(totals.rewards) / len(totals.rewards):+.3f}" if totals.rewards else "no rewards"
