@@ -9,7 +9,6 @@ VERIFIERS_VENV := .venv-verifiers
 GPU_VENV := .venv-gpu
 # A Python of a GPU machine that has what it has: `make gpu-check GPU_PYTHON=python3` then installs nothing.
 GPU_PYTHON ?=
-MUTATE_VENV := .venv-mutate
 # The sandbox of world, demo, ablation and bench-noise: standard, or hard (make demo WORLD=hard).
 WORLD ?= standard
 SANDBOX := $(if $(filter-out standard,$(WORLD)),sandbox-$(WORLD),sandbox)
@@ -24,7 +23,7 @@ export LITELLM_LOCAL_MODEL_COST_MAP := True
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-gpu setup-verifiers install-check lock lock-hashes lock-gpu world demo demo-real example-shop sample example-desk example-parcels example-hangman bench bench-overlap bench-learner bench-intervals gpu-check ablation bench-noise chaos mutate mutate-method adapters-check frameworks-check check format docs test test-deployment test-all test-fast fuzz-replies clean release-check
+.PHONY: help setup setup-gpu setup-verifiers install-check lock lock-hashes lock-gpu world demo demo-real example-shop sample example-desk example-parcels example-hangman bench bench-overlap bench-learner bench-intervals gpu-check ablation bench-noise chaos mutate-method adapters-check frameworks-check check format docs test test-deployment test-all test-fast fuzz-replies clean release-check
 
 # List the targets.
 help:
@@ -61,8 +60,8 @@ $(GPU_VENV)/.bench-ready: requirements/gpu-bench.lock $(GPU_VENV)/.ready
 	$(GPU_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --require-hashes $(PIP_ARGS) -r requirements/gpu-bench.lock
 	touch $@
 
-# TRL, mutmut or mkdocs, and of what they require only what the main environment lacks; the rest they see there.
-.venv-bench/.ready .venv-mutate/.ready .venv-docs/.ready: .venv-%/.ready: requirements/%.lock $(VENV)/.ready
+# TRL or mkdocs, and of what they require only what the main environment lacks; the rest they see there.
+.venv-bench/.ready .venv-docs/.ready: .venv-%/.ready: requirements/%.lock $(VENV)/.ready
 	test -x .venv-$*/bin/python || $(PYTHON) -m venv .venv-$*
 	$(VENV)/bin/python -c "import site; print('import site; site.addsitedir(' + repr(site.getsitepackages()[0]) + ')')" \
 		> $$(.venv-$*/bin/python -c "import site; print(site.getsitepackages()[0])")/main.pth
@@ -128,7 +127,7 @@ lock-check:
 
 # Write the hashes of the versions that the lock files name, after one was changed by hand.
 lock-hashes: .venv-tools/bin/uv
-	for lock in cpu appworld verifiers bench mutate docs; do \
+	for lock in cpu appworld verifiers bench docs; do \
 		sed -n 's/^\([A-Za-z0-9][^ ]*==[^ ]*\).*/\1/p' requirements/$$lock.lock > requirements/.$$lock.in && \
 		env -u PIP_FIND_LINKS $(UV_COMPILE) requirements/.$$lock.in --no-deps --generate-hashes -o requirements/.$$lock.lock && \
 		mv requirements/.$$lock.lock requirements/$$lock.lock && rm requirements/.$$lock.in || exit 1; \
@@ -250,12 +249,7 @@ soak: world
 
 # Break every rule of docs/method.md and see the test that it names fail, e.g. make mutate-method ARGS="credit" (ten minutes).
 mutate-method: setup
-	$(VENV)/bin/python jobs/mutate.py method $(ARGS)
-
-# Change the method's code in thousands of places and print what no test noticed (docs/testing.md; an hour or two).
-mutate: .venv-mutate/.ready
-	$(MUTATE_VENV)/bin/mutmut run --max-children 2 $(ARGS)
-	$(VENV)/bin/python jobs/mutate.py report
+	$(VENV)/bin/python jobs/mutate.py $(ARGS)
 
 # The adapters with the real TRL, verifiers, Inspect, ART and verl, each in an environment of its own (2 GB, minutes).
 adapters-check: setup $(BENCH_VENV)/.ready $(ADAPTERS:%=.venv-adapter-%/.ready)
