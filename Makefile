@@ -55,7 +55,7 @@ $(GPU_VENV)/.ready: requirements/gpu.lock pyproject.toml setup.py
 	$(GPU_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation $(PIP_ARGS) --editable .
 	touch $@
 
-# TRL and Liger kernels beside the GPU environment, for one part of `make gpu-check`.
+# TRL and Liger kernels beside the GPU environment.
 $(GPU_VENV)/.bench-ready: requirements/gpu-bench.lock $(GPU_VENV)/.ready
 	$(GPU_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --require-hashes $(PIP_ARGS) -r requirements/gpu-bench.lock
 	touch $@
@@ -205,6 +205,11 @@ bench: world
 bench-learner: $(BENCH_VENV)/.ready
 	$(BENCH_VENV)/bin/python jobs/bench_learner.py $(ARGS)
 
+# The same on one GPU, at the widths of Qwen3.6-27B's layers, with TRL's Liger kernels too.
+.PHONY: bench-learner-gpu
+bench-learner-gpu: $(GPU_VENV)/.bench-ready
+	$(GPU_VENV)/bin/python jobs/bench_learner.py --trl-python $(GPU_VENV)/bin/python --device cuda --shapes 27b-layers --repeats 1 $(ARGS)
+
 # How often the 95 % intervals of evaluations hold the truth, by simulation, beside other methods (some minutes).
 bench-intervals: setup
 	$(VENV)/bin/python jobs/bench_intervals.py $(ARGS)
@@ -222,7 +227,7 @@ image-check: setup
 # Layers of the paper's models at real size on one GPU: agreement, speed, memory, e.g. make gpu-check ARGS="--parts learner"; says so where there is none.
 gpu-check:
 	@if nvidia-smi --list-gpus 2> /dev/null | grep -q .; then \
-		$(if $(GPU_PYTHON),true,$(MAKE) $(GPU_VENV)/.bench-ready) && \
+		$(if $(GPU_PYTHON),true,$(MAKE) $(GPU_VENV)/.ready) && \
 		PYTHONPATH=$(CURDIR) $(or $(GPU_PYTHON),$(GPU_VENV)/bin/python) jobs/gpu_check.py $(ARGS); \
 	else echo "gpu-check: skipped: nvidia-smi lists no GPU here"; fi
 

