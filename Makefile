@@ -243,11 +243,6 @@ bench-noise: world
 chaos: world
 	$(VENV)/bin/python jobs/chaos.py $(ARGS)
 
-# Many small steps, and what each process of the run takes in memory meanwhile, e.g. make soak ARGS="--steps 50" (a quarter of an hour).
-.PHONY: soak
-soak: world
-	$(VENV)/bin/python jobs/soak.py $(ARGS)
-
 # Break every rule of docs/method.md and see the test that it names fail, e.g. make mutate-method ARGS="credit" (ten minutes).
 mutate-method: setup
 	$(VENV)/bin/python jobs/mutate.py $(ARGS)
