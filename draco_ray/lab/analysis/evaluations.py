@@ -17,7 +17,7 @@ from draco_ray.runs.directory import RunDirectory
 from draco_ray.runs.evaluations import read_evaluations, scenario_goal_completion, task_goal_completion
 
 TRAINING = "training"
-"""Stands for the evaluations that training itself made (train.evaluate_before_after)."""
+"""Name of the evaluations made during training (train.evaluate_before_after)."""
 
 _KEYS = ("string: run evaluation split", "int64: training_step")
 EVALUATIONS = columns(*_KEYS, "int64: tasks runs lost", "float64: tgc sgc dollars_per_pass tokens_per_pass")
@@ -31,7 +31,7 @@ class _Measurement:
     evaluations: list[Evaluation]
     scenarios: bool = True
     dollars: float | None = None
-    """Of all runs together."""
+    """Cost of all runs together."""
     tokens: float | None = None
 
     @property
@@ -75,9 +75,9 @@ def _keys(run: RunDirectory, found: _Measurement) -> dict[str, object]:
 
 
 def evaluation_directories(run: RunDirectory) -> Iterator[EvaluationDirectory]:
-    """What `draco evaluate --run` has left in a run, in the order of the names.
+    """Evaluation directories that `draco evaluate --run` wrote into a run, by name.
 
-    One of another version of this program is no reason not to show the run, and is left out.
+    A directory of another version of this program is skipped.
     """
     for file in sorted((run.path / "evaluations").glob("*/evaluation.json")):
         with contextlib.suppress(ConfigError):
@@ -85,7 +85,7 @@ def evaluation_directories(run: RunDirectory) -> Iterator[EvaluationDirectory]:
 
 
 def judged_directories(run: RunDirectory) -> Iterator[RunDirectory]:
-    """What `draco evaluate --run` has left in a run whose environment has no evaluator, in the order of the names."""
+    """Judged evaluations that `draco evaluate --run` wrote into a run without an evaluator, by name."""
     for file in sorted((run.path / "evaluations").glob("*/config.yaml")):
         with contextlib.suppress(ConfigError, DamagedRun):
             yield RunDirectory.open(file.parent)

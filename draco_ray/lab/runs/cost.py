@@ -17,7 +17,7 @@ from draco_ray.runs.schema import TABLES
 from draco_ray.terminal import PlainConsole
 
 LEAST_DOLLARS = 0.00005
-"""Below which four decimals show nothing."""
+"""Smaller amounts would be printed as 0.0000."""
 
 
 def read_calls(run: RunDirectory) -> dict[int, list[JudgeCall]]:

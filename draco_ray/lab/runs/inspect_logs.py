@@ -63,7 +63,7 @@ def _training_logs(run: RunDirectory) -> Iterator[Json]:
         scores = _rewards(run, step)
         times = [(each.started_at, each.ended_at) for each in rollouts if each.started_at]
         if not times:
-            # Traces of others do not say when they were played: the time of their judging.
+            # Imported traces have no start time; use that of their judging.
             calls = run.table("judge_calls", step, ["started_at", "seconds"]).to_pylist()
             times = [(call["started_at"], call["started_at"] + call["seconds"]) for call in calls]
         yield {
@@ -237,7 +237,7 @@ def _evaluated_sample(evaluation: Evaluation, played: Trajectory | None, error: 
 
 def _judged_sample(row: Row, played: Trajectory | None) -> Json:
     share = passed_share(row["verdicts"] or ())
-    # A rollout that was not scored has the criteria all the same.
+    # List the criteria for rollouts without a score, too.
     verdicts = [
         {"title": title, "verdict": Verdict(verdict).name}
         for title, verdict in zip(row["criteria"] or (), row["verdicts"] or (), strict=False)

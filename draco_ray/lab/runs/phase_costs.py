@@ -14,23 +14,23 @@ class PhaseCost:
     """Sums over the calls of one phase. Answers from the durable cache cost nothing and count only as ``replayed``."""
 
     calls: int = 0
-    """Answers asked for, asking again included, replays not."""
+    """Calls that reached the judge, re-asks included."""
     replayed: int = 0
     requests: int = 0
     """HTTP requests, retries included."""
     failures: int = 0
     """Calls whose answer could not be used."""
     input_tokens: int = 0
-    """Cached ones included."""
+    """Input tokens, cached ones included."""
     cached_tokens: int = 0
     output_tokens: int = 0
-    """Reasoning included."""
+    """Output tokens, reasoning included."""
     reasoning_tokens: int = 0
     dollars: float = 0.0
     estimated_dollars: float = 0.0
-    """The part that no reply states."""
+    """Estimated part of the dollars, for replies without token counts."""
     seconds: float = 0.0
-    """Of all calls together: calls in flight at one time each count in full."""
+    """Sum of the calls' durations, including overlaps."""
 
     def __add__(self, other: PhaseCost) -> PhaseCost:
         names = (field.name for field in fields(self))
@@ -38,7 +38,7 @@ class PhaseCost:
 
 
 def call_cost(call: JudgeCall) -> PhaseCost:
-    """What one call adds."""
+    """The costs of one call."""
     failures = int(call.error is not None)
     if call.requests == 0:
         return PhaseCost(replayed=1, failures=failures)

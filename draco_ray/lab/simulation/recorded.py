@@ -82,7 +82,7 @@ class Group:
     rollouts: tuple[Rollout, ...]
     phases: Mapping[Key, Phase] = field(default_factory=dict)
     failed: bool = False
-    """Whether it is left out of the update."""
+    """Whether the group is left out of the update."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Reference solutions with one planted fault each, executed in AppWorld and kept only if its tests bear the plan out.
+"""Reference solutions with one planted fault each, executed in AppWorld and kept only if AppWorld's tests confirm it.
 
 A group is what the bench judges together: a task's reference, the same with each fault of its family, and a benign
 mutation, which changes the words of the code and nothing that it does. A fatal fault is kept if the task's tests fail
@@ -55,7 +55,7 @@ _NAMES = re.compile(r"\brows\b")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlantedRollout:
-    """A rollout of which it is known what is wrong, and where."""
+    """A rollout with known faults at known steps."""
 
     task_id: str
     family: str
@@ -64,7 +64,7 @@ class PlantedRollout:
     """``reference``, ``benign``, ``looks wrong``, or what is planted: a `Fault`, two, or a late one."""
     cells: tuple[str, ...]
     outputs: tuple[str, ...] = ()
-    """What AppWorld printed."""
+    """AppWorld's output of each step."""
     success: bool = False
     """Whether the task's own tests pass."""
     planted: tuple[int, ...] = ()
@@ -86,14 +86,14 @@ class PlantedRollout:
 
     @property
     def scope(self) -> str:
-        """What it is counted under: its kind, of a hard group without the faults' names."""
+        """Group of rollouts in the tables: the kind, for a hard group without the names of its faults."""
         if self.rubric or not self.faults:
             return self.kind
         return "two faults" if len(self.faults) > 1 else "late fault" if self.kind.startswith(LATE) else "one fault"
 
     @property
     def confirmed(self) -> bool:
-        """Whether AppWorld's tests say of this rollout what they should."""
+        """Whether AppWorld's tests confirm the plan: they fail where the planted fault breaks the task, else pass."""
         return self.success is not bool(self.faults & FATAL)
 
     @property

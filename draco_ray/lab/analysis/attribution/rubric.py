@@ -12,7 +12,7 @@ from draco_ray.sandbox.world.scripts import Family, Fault
 
 COMPLETION = "complete_task("
 UNKNOWN = 0
-"""Stands where a fault leaves open whether another criterion is violated."""
+"""Verdict of a criterion that a fault may or may not violate."""
 
 _CRITERIA = {
     Fault.FIRST_PAGE_ONLY: Criterion(
@@ -85,7 +85,7 @@ def known_rubric(faults: Sequence[Fault], task: str) -> tuple[Criterion, ...]:
 def known_verdicts(
     faults: Sequence[Fault], planted: Fault | None, cells: Sequence[str], outputs: Sequence[str]
 ) -> IntArray:
-    """What a judge should say of a rollout: -1 violated, +1 not (not applicable included), `UNKNOWN` left open.
+    """The right verdicts on a rollout: -1 violated, +1 not (not applicable included), `UNKNOWN` left open.
 
     The planted fault is violated. What an execution shows is read from it, since a fault has consequences: a wrong list
     may lack a field, and the cell that wants it raises, and then the answer to hand in is missing. Whether a task is

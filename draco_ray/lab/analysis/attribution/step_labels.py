@@ -55,7 +55,7 @@ class LabelledTrajectory(BaseModel):
     """One trajectory, without its text."""
 
     q: int | str
-    """Question: trajectories of one are resampled and split together."""
+    """Question that the trajectory answers; trajectories of one question are resampled together."""
     human: list[Label]
     final: Literal[-1, 1]
     call: list[bool] | None = None
