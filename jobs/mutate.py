@@ -28,7 +28,7 @@ import typer
 REPOSITORY = Path(__file__).resolve().parents[1]
 METHOD = REPOSITORY / "tests" / "mutation" / "method.toml"
 COPIED = ("draco_ray", "prompts")
-"""What a mutation may touch; everything else is seen through links."""
+"""Copied because mutations change them; everything else is linked."""
 SLOW = ("tests/e2e/", "tests/integration/")
 FORK = multiprocessing.get_context("fork")
 PRELOADED = (
@@ -43,18 +43,18 @@ class Mutation:
     """One broken rule, and the tests that hold it."""
 
     row: str
-    """Of docs/method.md."""
+    """Row of the table in docs/method.md."""
     breaks: str
     file: str
     old: str
     """Text that occurs once in ``file``."""
     new: str
     tests: list[str]
-    """Each has to fail."""
+    """Tests that have to fail."""
 
 
 def mutations(path: Path = METHOD) -> list[Mutation]:
-    """The table."""
+    """Read the table of mutations."""
     return [Mutation(**entry) for entry in tomllib.loads(path.read_text(encoding="utf-8"))["mutation"]]
 
 
@@ -85,7 +85,7 @@ class Results:
         self.names: dict[str, list[str]] = {"failed": [], "skipped": []}
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Of set-up, test and tear-down alike."""
+        """Record failures of set-up, test and tear-down."""
         self.names.get(report.outcome, []).append(report.nodeid)
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:

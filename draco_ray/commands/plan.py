@@ -114,7 +114,7 @@ def memory_problems(config: DracoConfig, shape: ModelShape, gpu: int, reserved: 
 
 
 def host_bytes(config: DracoConfig, shape: ModelShape) -> int:
-    """Memory of this machine that a run on it may take, bytes: what computes on the CPU, Ray, and its processes."""
+    """Bytes of this machine's memory available to a run: CPU computation, Ray and its processes."""
     learner, engine = config.learner, config.engine
     needed = PROCESSES_BYTES + ((config.ray.object_store_mib or 0) << 20)
     if learner.gpus_per_worker == 0:

@@ -1,4 +1,4 @@
-"""What `draco replay` does."""
+"""`draco replay`: advantage rules on recorded verdicts, and archived judge calls repeated with another judge."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def _check_named(
 
 
 class _Replay:
-    """One judge asked what a run asked its own; prints what is found and writes its tables."""
+    """Repeats a run's judge calls with another judge, prints the agreement and writes its tables."""
 
     def __init__(
         self, run: RunDirectory, judge: str, own: JudgeConfig, config: JudgeConfig, folder: Path, console: Console
@@ -144,7 +144,7 @@ class _Replay:
         self.dollars = 0.0
 
     def verdicts(self, calls: Sequence[ArchivedCall]) -> list[Path]:
-        """How far its verdicts and citations agree, and what training would lose."""
+        """Agreement of verdicts and citations, and the loss for training."""
         self._console.print(f"{len(calls)} archived prompts to {self._asked}")
         replayed = self._ask(
             self._config,
@@ -160,7 +160,7 @@ class _Replay:
         return self._written({"judge_loss": lost, "agreement": agreed, "replayed": replayed})
 
     def written(self, calls: Sequence[rubric_overlap.WritingCall], third: JudgeConfig) -> list[Path]:
-        """How far its criteria are the same checks, as the third model says."""
+        """Overlap of the criteria, paired by the third model."""
         self._console.print(f"{len(calls)} archived prompts to {self._asked}, paired by {asked(third.model, third)}")
         model = rubric_overlap.ThirdModel(complete=open_complete(third, self._seed), config=third)
         compared = self._ask(
@@ -206,14 +206,14 @@ class _Replay:
         steps: Iterable[int],
         ask: Callable[[Completer, Sequence[int]], Awaitable[pa.Table]],
     ) -> pa.Table:
-        """Let ``ask`` put what these training steps hold to the judge, or step by step to a policy's checkpoints."""
+        """Run ``ask`` for these training steps, with the judge or with the policy's checkpoint of each step."""
         wanted = sorted(set(steps))
 
         async def asked() -> pa.Table:
-            # A client of its own each time: another one's locks belong to an event loop that has ended.
+            # A new client each time: locks of the previous one belong to a closed event loop.
             if self._judge != POLICY:
                 return await ask(open_complete(config, self._seed), wanted)
-            # Whether its configuration may be acted on was asked when the judge was named.
+            # `judges_own_config` has already checked --trust.
             trusted = load_config(str(self._run.path), trust=True)
             async with open_checkpoints(trusted, self._run, wanted) as policy:
                 return pa.concat_tables([await ask(await policy.at(step), [step]) for step in wanted])
@@ -237,7 +237,7 @@ def judges_own_config(source: str | None, *judges: NamedJudge, trust: bool) -> D
 
 
 def open_run(directory: Path, steps: Sequence[int] | None) -> RunDirectory:
-    """A run with rows, and with these steps.
+    """Open a run and check that it has rows and these steps.
 
     Raises:
         ConfigError: it is none, or has no such step.
@@ -250,7 +250,7 @@ def open_run(directory: Path, steps: Sequence[int] | None) -> RunDirectory:
 
 
 def _print_loss(console: Console, table: pa.Table) -> None:
-    """A line a measure of what training would lose, where both judges have scored a group."""
+    """Print the loss for training, a line per measure, if both judges have scored a group."""
     for row in table.to_pylist():
         if row["groups"]:
             names = [name for name in table.column_names if name not in ("run", "judge")]

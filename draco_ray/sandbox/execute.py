@@ -30,7 +30,7 @@ class Rehearsal(AppWorld):
 
 
 def play(task_id: str, cells: list[str], *, evaluate: bool) -> dict[str, Any]:
-    """What each cell prints, executed one after the other from the task's initial state, and whether it succeeded."""
+    """Execute the cells from the task's initial state; returns their outputs and whether the task succeeded."""
     kind = AppWorld if evaluate else Rehearsal
     with kind(task_id=task_id, experiment_name=f"scripts-{os.getpid()}", load_ground_truth=evaluate) as world:
         outputs = [world.execute(cell) for cell in cells]
@@ -47,7 +47,7 @@ def main(jobs: TextIO, results: TextIO, *, evaluate: bool) -> None:
 
 
 if __name__ == "__main__":
-    # AppWorld and IPython print at times, which must not mix with the results.
+    # AppWorld and IPython print to stdout, which must hold only results.
     results_stream = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     # AppWorld leaves objects behind with every task: collections take ever longer and free nothing.

@@ -22,10 +22,10 @@ Script = tuple[str, tuple[str, ...]]
 
 @dataclass(frozen=True, slots=True)
 class Executed:
-    """What a script did."""
+    """Result of a script."""
 
     outputs: tuple[str, ...]
-    """What AppWorld printed for each cell, not truncated."""
+    """AppWorld's output of each cell, not truncated."""
     success: bool | None
     """Whether the task's own tests pass; None if they were not run."""
 

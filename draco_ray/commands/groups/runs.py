@@ -34,7 +34,7 @@ def runs_show(directory: RunArgument) -> None:
     from draco_ray.lab.runs.show import show
     from draco_ray.runs.remote.place import checkpoint_steps
 
-    # They are large, and stay in the store: their number is what is shown of them.
+    # Checkpoints are large and stay in the store; only their number is printed.
     show(run_folder(directory), checkpoints=checkpoint_steps(directory))
 
 

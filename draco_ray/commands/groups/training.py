@@ -65,7 +65,7 @@ def train(
         _say_how_sure(run_training(loaded))
         return
     if config is not None and "=" in config:
-        # The first word names the configuration only where there is one to name.
+        # With --resume, the first word is an override.
         overrides = [config, *overrides]
         config = None
     from draco_ray.training.run import resume as resume_training
@@ -112,7 +112,7 @@ def check_config(
     setting: Setting = None,
     trust: Trust = False,
 ) -> None:
-    """Say everything that would stop a run of this configuration on this machine, and what to set instead."""
+    """List everything that would stop a run of this configuration on this machine, and what to set instead."""
     from draco_ray.commands.check import check
 
     loaded = load_config(config, overrides or [], setting, trust=trust)
