@@ -23,7 +23,7 @@ from draco_ray.lab.report.page import write_report
 from draco_ray.runs.directory import RunDirectory
 
 NAME = "shop"
-"""What the run is called on its page."""
+"""Name of the run on its page."""
 COPIED = ("metrics.jsonl", "tables", "evaluations")
 _PATH = re.compile(r"(?<![\w./<])/(?:home|root|tmp|work|mnt|opt|usr|var|data|Users|dev/shm)/[\w./-]+")
 _PACKED = re.compile(r'<script type="text/plain" id="\w+">([\w+/=]*)</script>')

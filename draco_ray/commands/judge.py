@@ -1,4 +1,4 @@
-"""What `draco judge` prints and does."""
+"""`draco judge`: judge traces and print the results."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from draco_ray.judging.reply_cache import FILE, read_book, release_unanswered
 from draco_ray.judging.tokens import BYTES_PER_TOKEN
 from draco_ray.lab.analysis.judges import RuleComplete, configured_rules
 from draco_ray.lab.report.page import write_report
-from draco_ray.lab.runs.cost import prices, read_calls
-from draco_ray.lab.runs.phase_costs import cost_table, phase_costs, without_prompt_cache
+from draco_ray.lab.runs.cost import read_calls
+from draco_ray.lab.runs.phase_costs import cost_table, phase_costs
 from draco_ray.terminal import counted
 from draco_ray.traces.batch import DISCOUNT
 from draco_ray.traces.estimate import PhaseEstimate, estimate
@@ -36,10 +36,10 @@ from draco_ray.traces.load import Groups, load_traces
 BELOW, PARTIAL = 3, 4
 """Exit codes: the mean reward is below ``--fail-under``; some traces could not be read or judged."""
 SAY_SECONDS = 15.0
-"""Between two lines of progress where nobody watches."""
+"""Seconds between two progress lines without a terminal."""
 SHOWN_PROBLEMS, SHOWN_GROUPS = 20, 5
 READ = ("judge", "algorithm", "ray")
-"""What of a configuration the command acts on."""
+"""Sections of the configuration that the command uses."""
 OF_ALGORITHM = ("rubric", "static_rubric", "rule", "reliability", "std_epsilon", "skip_inert_credit_calls")
 
 
@@ -49,7 +49,7 @@ class JudgeArguments:
 
     paths: Sequence[Path]
     judge: str | None
-    """None: the configuration's."""
+    """None uses the configuration's value."""
     out: Path | None
     format: str
     group_by: str | None
@@ -63,7 +63,7 @@ class JudgeArguments:
     context: int | None
     config: DracoConfig
     typed: Sequence[str]
-    """``KEY=VALUE`` words of it that stand on the command line."""
+    """``KEY=VALUE`` words of the command line."""
     batch: bool
     ray: bool
     github: bool
@@ -83,8 +83,8 @@ def run(wanted: JudgeArguments, console: Console) -> int:
         raise ConfigError("draco judge: --out DIR says where the results go (or --dry-run, which writes nothing)")
     judge = wanted.judge or _configured(wanted.config)
     _check_together(wanted, judge)
-    # What is wrong with the arguments is said before anything long is read.
-    # The offline judge costs nothing, and nobody knows a price of it.
+    # Check the arguments before reading any trace.
+    # The offline judge is free and has no price.
     settled = plan(
         judge,
         config=_unlimited(wanted.config) if judge == RULES else wanted.config,
@@ -93,7 +93,7 @@ def run(wanted: JudgeArguments, console: Console) -> int:
         api_key_env=wanted.api_key_env,
         rubric=wanted.rubric,
         context=wanted.context,
-        # The secret that marks evidence in the prompts is kept there.
+        # The folder keeps the secret that marks evidence in the prompts.
         out=None if wanted.dry_run else wanted.out,
         batch=wanted.batch,
         ray=wanted.ray,
@@ -133,7 +133,7 @@ def run(wanted: JudgeArguments, console: Console) -> int:
 
 
 def _configured(config: DracoConfig) -> str | None:
-    """Who judges where ``--judge`` names nobody; None leaves it to `plan`."""
+    """The judge without ``--judge``; None leaves the choice to `plan`."""
     judge = config.judge
     if judge.self_judge.enabled or judge.rule_judge.start:
         return None if judge.self_judge.enabled else RULES
@@ -257,7 +257,7 @@ async def _with_progress(
 
 
 async def _say(kept: JudgingRun, meter: Meter, calls: int, console: Console) -> None:
-    """A line that moves where somebody watches, else a line now and then."""
+    """A progress bar on a terminal, otherwise an occasional line."""
     began, total = time.monotonic(), len(kept.pending())
     if console.is_terminal:
         with console.status("") as status:
@@ -333,7 +333,7 @@ def _understood(groups: Groups, settled: Plan) -> list[str]:
 
 
 def _asked(judge: JudgeConfig) -> str:
-    """Who is asked, and where: nothing is sent before this is said."""
+    """The judge and its endpoint, printed before the first request."""
     if judge.model == RULES:
         return "judge: the offline judge, in this process"
     beside = {"jury": judge.jury, "strong": [judge.strong] if judge.strong else [], "fallbacks": judge.fallbacks}
@@ -366,7 +366,7 @@ def _show_one(groups: Groups, settled: Plan, console: Console) -> None:
 
 def _summary(kept: JudgingRun, totals: Totals, console: Console) -> None:
     calls = [call for step in read_calls(kept.directory).values() for call in step]
-    console.print(cost_table(phase_costs(calls), without_prompt_cache(calls, prices(kept.directory))))
+    console.print(cost_table(phase_costs(calls)))
     page = kept.path / "report.html"
     write_report(kept.directory, page)
     mean = f"mean reward {math.fsum(totals.rewards) / len(totals.rewards):+.3f}" if totals.rewards else "no rewards"

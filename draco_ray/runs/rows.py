@@ -227,13 +227,6 @@ def scenario_of(row: Row) -> str:
     return scenario
 
 
-def training_scenarios(run: RunDirectory) -> dict[str, str]:
-    """Task id -> scenario, for every task with a recorded rollout."""
-    return {
-        row["task_id"]: scenario_of(row) for row in run.table("trajectories", None, ["task_id", "scenario"]).to_pylist()
-    }
-
-
 def _trajectory(row: Row, turns: Sequence[Row]) -> Trajectory:
     return Trajectory(
         task_id=row["task_id"],

@@ -107,7 +107,7 @@ def test_inspect_opens_the_logs_of_a_run_and_packs_them() -> None:
     assert plain == packed
     tasks = ("aaa1111_1", "bbb2222_1")
     assert plain["samples"] == [[task, epoch] for task in tasks for epoch in (1, 2)]
-    assert (plain["logs"], plain["status"], plain["summaries"]) == (2, "success", 4)
+    assert (plain["logs"], plain["status"], plain["summaries"]) == (3, "success", 4)
     assert (plain["value"], plain["mean"]) == (1.0, 0.0)
     assert plain["verdicts"] == ["PASS"] * 3
     assert plain["steps"] == [[2], [1, 2], []]

@@ -325,7 +325,6 @@ def test_several_runs_share_figures_and_keep_their_own(tmp_path: Path) -> None:
         "inert_share",
         "judge_cost_by_phase",
         "success",
-        "judge_cost_and_success",
     }
 
 

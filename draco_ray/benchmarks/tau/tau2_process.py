@@ -67,7 +67,7 @@ class Tau2:
 
     @property
     def secret_paths(self) -> list[str]:
-        """What the agent's shell must not read: tasks with their solutions, git history, keys."""
+        """Paths that the agent's shell must not read: tasks with their solutions, git history, keys."""
         return [str(path) for name in ("data", ".git", ".env") if (path := self.home / name).exists()]
 
 

@@ -49,7 +49,7 @@ from draco_ray.runs.rows import step_trajectories
 PHASES = (Stage1.name, Stage2.name, Union.name)
 """The phases whose replies are criteria."""
 CEILING = "ceiling"
-"""Stands in the column ``judge`` for the run's own judge compared with itself."""
+"""Value of the column ``judge`` where the run's own judge is compared with itself."""
 
 _SHARES = "reference_discriminative discriminative reference_differing differing"
 COMPARISONS = columns(
@@ -89,7 +89,7 @@ class WritingCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ThirdModel:
-    """Who pairs criteria, and scores merged sets for both judges alike."""
+    """The model that pairs criteria and scores the merged sets of both judges."""
 
     complete: Completer
     config: JudgeConfig
@@ -100,7 +100,7 @@ class _Comparison:
     judge: str
     call: WritingCall
     against: str
-    """Empty for another judge's answer to the same prompt, else what the run's own judge is compared on."""
+    """Empty for another judge's answer; for the ceiling, the rollout or step compared with."""
     other: Rubric
     dollars: float = 0.0
     error: str | None = None
@@ -108,7 +108,7 @@ class _Comparison:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Marks:
-    """What one scorer makes of one set of criteria on a group's rollouts."""
+    """Verdicts of one scorer with one set of criteria on a group's rollouts, counted."""
 
     failed: int
     """Criteria that at least one rollout fails."""

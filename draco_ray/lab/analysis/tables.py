@@ -10,8 +10,7 @@ import pyarrow.csv
 import pyarrow.parquet as pq
 
 from draco_ray.lab.analysis.credit import citations_a_step, credit_by_step, inert_windows
-from draco_ray.lab.analysis.dropout import dropout_variance, survival_by_group_size
-from draco_ray.lab.analysis.evaluations import consistency, evaluations
+from draco_ray.lab.analysis.evaluations import evaluations
 from draco_ray.lab.analysis.progress import judge_cost, judged, stage_seconds, success, terminations
 from draco_ray.lab.analysis.rescoring import rubric_rates
 from draco_ray.lab.analysis.rubrics import census_summary, criteria_census, criterion_pass_rates, pass_rates
@@ -33,10 +32,7 @@ TIDY: dict[str, Callable[[RunDirectory], pa.Table]] = {
     "judged": judged,
     "stage_seconds": stage_seconds,
     "evaluations": evaluations,
-    "consistency": consistency,
     "rules": replay_rules,
-    "dropout": dropout_variance,
-    "survival": survival_by_group_size,
 }
 """Table name -> what makes it. Each has a ``run`` column, so tables of several runs stack."""
 

@@ -65,10 +65,10 @@ TABLE_WIDTH = 120
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AuthoringSettings:
-    """What the paper states, and what it leaves open."""
+    """Settings of the authoring job; defaults are the paper's where it states them."""
 
     rollouts: int = 8
-    """Per training task."""
+    """Rollouts per training task."""
     tasks: int | None = None
     """Only the first so many training tasks; None takes all."""
     max_candidates: int = 120
@@ -76,7 +76,7 @@ class AuthoringSettings:
     min_applicability: float = 0.2
     """Share of rollouts a criterion must apply to; the rarest of the paper's 21 applies to 29.9 %."""
     min_discrimination: float = 0.02
-    """Share of tasks whose rollouts a criterion must tell apart."""
+    """Minimum share of tasks on which some rollouts pass a criterion and others fail it."""
 
 
 def author_rubric(
@@ -299,7 +299,7 @@ class RubricAuthor:
     async def _ask(
         self, phase: Phase, group: str, task_id: str, rollout: int | None = None, step: int = PROPOSING, **given: Any
     ) -> Judgement:
-        """Ask the judge, and keep what it said."""
+        """Ask the judge and archive its calls."""
         context = CallContext(group=group, task_id=task_id, rollout=rollout)
         judgement = await self._actors.judges.ask(phase, context, **given)
         self._actors.store.judged.remote(step, task_id, rollout, phase.name, judgement.archived)
@@ -318,5 +318,5 @@ class RubricAuthor:
 
 @ray.remote(num_cpus=0)
 def _verdicts(judged: Judged[tuple[ScoredCriterion, ...]]) -> tuple[Verdict, ...]:
-    """The verdicts alone, so that the driver does not fetch the prompts of every call."""
+    """Return only the verdicts, so that the driver does not fetch every prompt."""
     return tuple(score.verdict for score in judged.value or ())

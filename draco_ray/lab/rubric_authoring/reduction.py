@@ -36,7 +36,7 @@ class Reduction(Union):
 
     @property
     def identity(self) -> str:
-        """The prompt itself: no other begins like it."""
+        """The whole prompt: it is different for every merge."""
         return self.text
 
     def prompt(self, prompts: PromptSet) -> str:
@@ -57,7 +57,7 @@ def batches(sets: Sequence[CriterionSet], max_candidates: int) -> list[list[Crit
         else:
             cut.append([each])
     if len(cut) > 1 and len(cut[-1]) == 1:
-        # A single set would only be reworded.
+        # A merge of a single set would only reword it.
         cut[-2].extend(cut.pop())
     return cut
 

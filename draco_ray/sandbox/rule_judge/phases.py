@@ -20,7 +20,7 @@ Entries = list[dict[str, Any]]
 
 
 class Rule(Protocol):
-    """One criterion and how it is decided."""
+    """A criterion and its check."""
 
     @property
     def discovered(self) -> bool:

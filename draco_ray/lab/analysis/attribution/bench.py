@@ -43,7 +43,7 @@ AGENT_PROMPT = Path("prompts/agent_think.txt")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JudgedRollout:
-    """A planted rollout with what the judge and the algorithm made of it."""
+    """A planted rollout, its verdicts, attributions and advantages."""
 
     planted: PlantedRollout
     truth_K: IntArray
@@ -59,7 +59,7 @@ class JudgedRollout:
 
     @property
     def steps(self) -> int:
-        """M."""
+        """M, the number of steps."""
         return len(self.planted.cells)
 
 
