@@ -23,7 +23,7 @@ export LITELLM_LOCAL_MODEL_COST_MAP := True
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-gpu setup-verifiers install-check lock lock-hashes lock-gpu world demo demo-real example-shop sample example-desk example-parcels example-hangman bench bench-learner bench-intervals gpu-check ablation bench-noise chaos mutate-method adapters-check frameworks-check check format docs test test-deployment test-all test-fast fuzz-replies clean release-check
+.PHONY: help setup setup-gpu setup-verifiers install-check lock lock-hashes lock-gpu world demo demo-real example-shop sample example-desk example-parcels example-hangman bench bench-overlap bench-learner bench-intervals gpu-check ablation bench-noise chaos mutate-method adapters-check frameworks-check check format docs test test-deployment test-all test-fast fuzz-replies clean release-check
 
 # List the targets.
 help:
@@ -200,6 +200,15 @@ examples: setup setup-verifiers
 # Print the numbers of docs/benchmarks.md: three seeds, overlap with a slow judge, peak memory.
 bench: world
 	$(VENV)/bin/python jobs/bench.py
+
+# Step time against its critical path, and against working phase by phase, e.g. make bench-overlap ARGS="--repeats 3".
+bench-overlap: world
+	$(VENV)/bin/python jobs/bench_overlap.py $(ARGS)
+
+# What a group costs driver, run store and object store, at 16 to 1,024 groups a step, e.g. make bench-store ARGS="--groups 16" (half an hour for all).
+.PHONY: bench-store
+bench-store: setup
+	$(VENV)/bin/python jobs/bench_store.py $(ARGS)
 
 # One update of the learner against TRL's GRPO trainer: speed and memory, e.g. make bench-learner ARGS="--repeats 1".
 bench-learner: $(BENCH_VENV)/.ready

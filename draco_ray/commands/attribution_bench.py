@@ -21,9 +21,10 @@ from draco_ray.lab.analysis.attribution.plant import planted_groups
 from draco_ray.lab.analysis.attribution.step_labels import (
     BEFORE_ANSWER,
     EVERYTHING,
+    TOLERANCE,
+    calibration_rows,
     label_rows,
     read_step_labels,
-    reliabilities,
 )
 from draco_ray.lab.analysis.judges import OWN, NamedJudge, RuleComplete, asked, folder_name, judge_config, open_complete
 from draco_ray.lab.analysis.tables import write_table
@@ -33,6 +34,8 @@ from draco_ray.sandbox.rule_judge.noise import Noise
 
 SHOWN_BY_FAULT = ("kappa", "citation_precision", "citation_recall", "hit_at_1", "push_share")
 """Measures printed for each kind of fault."""
+SPLITS = 200
+"""Random splits of the questions with --labels."""
 ROLLOUTS = "rollouts.jsonl"
 """File of executed rollouts in the folder of the tables; reused by the next call."""
 
@@ -112,7 +115,8 @@ def attribution_labels(path: Path, *, out: Path, console: Console) -> list[Path]
     """
     check_folder(out)
     found = read_step_labels(path)
-    measured, reliable = label_rows(found), reliabilities(found)
+    measured = label_rows(found)
+    calibrated, least_S = calibration_rows(found, splits=SPLITS)
     rows = measured.to_pylist()
     for scope, title in (
         (EVERYTHING, "share of the push on bad steps"),
@@ -126,16 +130,23 @@ def attribution_labels(path: Path, *, out: Path, console: Console) -> list[Path]
         print_table(
             console,
             f"{title}: losers ({counts.get('losers')}) and winners ({counts.get('winners')})",
-            ["", "losers (more is better)", "first error found", "winners (less is better)"],
+            ["", "losers (more is better)", "first error found", "all on first error", "winners (less is better)"],
             cells,
         )
+    heads = ("reliability", "mean_reliability", "uniform", "draco", "calibrated", "low", "within_tolerance")
+    judges = calibrated.to_pylist()
     print_table(
         console,
-        "algorithm.reliability recommended for draco_calibrated",
-        ["", "reliability"],
-        {row["judge"]: [row["reliability"]] for row in reliable.to_pylist()},
+        f"draco_calibrated on losers, {SPLITS} splits by question into calibration and test",
+        ["", *heads],
+        {row["judge"]: [row[head] for head in heads] for row in judges},
     )
-    return [*write_table(measured, out, "labels"), *write_table(reliable, out, "reliability")]
+    worst, best = min(judges, key=lambda row: row["within_tolerance"]), judges[0]
+    console.print(
+        f"at least uniform - {TOLERANCE:g}: every judge in {worst['within_tolerance']:.1%} of the splits or more, all "
+        f"in the same {(least_S >= -TOLERANCE).mean():.1%}; the best judge, {best['judge']}: {best['calibrated']:.3f}"
+    )
+    return [*write_table(measured, out, "labels"), *write_table(calibrated, out, "calibration")]
 
 
 def _with_interval(row: dict[str, Any]) -> str | None:

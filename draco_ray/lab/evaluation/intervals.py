@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from statistics import NormalDist
 
 import numpy as np
-from scipy.special import betaincinv, stdtr, stdtrit
 
+from draco_ray.lab.evaluation.distributions import beta_quantile, student_cdf, student_quantile
 from draco_ray.records import FloatArray
 
 LEVEL = 0.95
@@ -174,7 +174,7 @@ def student_p_value(difference: float, variance: float, degrees: float) -> float
     """Two-sided p-value of Student's test that ``difference`` is 0; 1 if the variance is zero or unknown."""
     if variance <= _ROUNDING**2 or not math.isfinite(variance):
         return 1.0
-    return 2 * float(stdtr(degrees, -abs(difference) / math.sqrt(variance)))
+    return 2 * student_cdf(-abs(difference) / math.sqrt(variance), degrees)
 
 
 def bounded_limits(
@@ -208,11 +208,11 @@ def bounded_limits(
         effective = min(room / variance if variance > _ROUNDING**2 else math.inf, max(trials, clusters))
         effective = effective if math.isfinite(effective) else float(clusters)
     tail = (1 - level) / 2
-    student = float(stdtrit(clusters - 1 if degrees is None else degrees, 1 - tail))
+    student = student_quantile(clusters - 1 if degrees is None else degrees, 1 - tail)
     effective *= (NormalDist().inv_cdf(1 - tail) / student) ** 2 if room > _ROUNDING else 1.0
     events = share * effective
-    low = 0.0 if share == 0 else float(betaincinv(events, effective - events + 1, tail))
-    high = 1.0 if share == 1 else float(betaincinv(events + 1, effective - events, 1 - tail))
+    low = 0.0 if share == 0 else beta_quantile(events, effective - events + 1, tail)
+    high = 1.0 if share == 1 else beta_quantile(events + 1, effective - events, 1 - tail)
     return least + low * (largest - least), least + high * (largest - least)
 
 
@@ -228,7 +228,7 @@ def satterthwaite(parts: Sequence[tuple[float, float]]) -> float:
 def _student(mean: float, variance: float, degrees: float) -> Interval:
     if variance <= _ROUNDING**2 or not math.isfinite(variance):
         return Interval(mean, -math.inf, math.inf)
-    half = float(stdtrit(degrees, (1 + LEVEL) / 2)) * math.sqrt(variance)
+    half = student_quantile(degrees, (1 + LEVEL) / 2) * math.sqrt(variance)
     return Interval(mean, mean - half, mean + half)
 
 

@@ -22,12 +22,12 @@ from typing import Any, Literal
 import numpy as np
 import pyarrow as pa
 from pydantic import BaseModel, ValidationError
-from scipy.special import stdtrit
 
 from draco_ray.algorithm.credit import step_advantages, step_quality
 from draco_ray.errors import ConfigError
 from draco_ray.lab.analysis.columns import columns
 from draco_ray.lab.analysis.credit import push_shares
+from draco_ray.lab.evaluation.distributions import student_quantile
 from draco_ray.records import Attribution, BoolArray, FloatArray, IntArray, Verdict
 
 Label = Literal[-1, 0, 1]
@@ -35,8 +35,8 @@ StepLabels = Sequence[Label | None]
 LEVEL = 0.95
 DRAWS = 2000
 """Resamples of the bootstrap."""
-MIN_QUESTIONS = 4
-"""Minimum number of questions for a reliability."""
+TOLERANCE = 0.02
+"""How far below uniform GRPO a calibrated judge may be."""
 PEOPLE, UNIFORM, LAST_STEP = "people's own labels", "uniform GRPO", "last step"
 """Rows beside the judges: people's labels through the same rule, no credit, and all of the push on the last step."""
 EVERYTHING, BEFORE_ANSWER = "all", "before the answer"
@@ -48,14 +48,19 @@ VERDICTS: dict[Label | None, tuple[Verdict, ...]] = {
     None: (),
 }
 LABELS = columns("string: judge scope measure", "int64: trajectories questions", "float64: value low high")
-RELIABILITY = columns("string: judge", "float64: reliability")
+CALIBRATION = columns(
+    "string: judge", "float64: reliability mean_reliability uniform draco calibrated within_tolerance low"
+)
+"""``reliability``: recommended, from all labels. The others are of the splits: means of the reliability and of the push
+on losers' bad steps in the test half; the share of splits with ``calibrated`` at least ``uniform`` less `TOLERANCE`;
+the 5th percentile of ``calibrated``."""
 
 
 class LabelledTrajectory(BaseModel):
     """One trajectory, without its text."""
 
     q: int | str
-    """Question that the trajectory answers; trajectories of one question are resampled together."""
+    """Question: trajectories of one are resampled and split together."""
     human: list[Label]
     final: Literal[-1, 1]
     call: list[bool] | None = None
@@ -91,6 +96,8 @@ class Sample:
     """The same with the paper's rule, by judge (and for the rows beside them)."""
     first_error_N: Mapping[str, FloatArray]
     """Whether the judge's first bad step is people's; for `UNIFORM` the chance of it."""
+    first_push_N: Mapping[str, FloatArray]
+    """Share on bad steps if the judge's first bad step took all of the push; uniform where it names none."""
 
     @property
     def questions(self) -> int:
@@ -146,6 +153,15 @@ def sample(found: StepLabelFile, *, winners: bool, scope: str = EVERYTHING) -> S
         judge: np.array([_first(own) == _first(each.human) for own, each in zip(given, chosen, strict=True)], float)
         for judge, given in labels.items()
     }
+    pushes = {
+        judge: np.array(
+            [
+                each.bad_M.mean() if (first := _first(own)) is None else float(each.bad_M[first])
+                for own, each in zip(given, chosen, strict=True)
+            ]
+        )
+        for judge, given in labels.items()
+    }
     last_N = np.array([float(each.bad_M[-1]) for each in chosen])
     last_first_N = np.array([float(_first(each.human) == len(each.human) - 1) for each in chosen])
     chance_N = np.array([1.0 / len(each.human) for each in chosen])
@@ -154,6 +170,7 @@ def sample(found: StepLabelFile, *, winners: bool, scope: str = EVERYTHING) -> S
         uniform_N=uniform_N,
         share_N={UNIFORM: uniform_N, LAST_STEP: last_N, **shares},
         first_error_N={UNIFORM: chance_N, LAST_STEP: last_first_N, **firsts},
+        first_push_N={UNIFORM: uniform_N, LAST_STEP: last_N, **pushes},
     )
 
 
@@ -165,6 +182,7 @@ def label_rows(found: StepLabelFile, *, seed: int = 0) -> pa.Table:
         measured = {
             "losers": (losers, losers.share_N),
             "first_error": (losers, losers.first_error_N),
+            "first_push": (losers, losers.first_push_N),
             "winners": (winners, winners.share_N),
         }
         for judge in sorted(losers.share_N, key=lambda name: -float(np.sum(losers.share_N[name]))):
@@ -198,25 +216,53 @@ def reliability(gain_N: FloatArray, question_N: IntArray) -> float:
         return 0.0
     off_Q = np.bincount(index_N, weights=gain_N - gain)
     variance = float(off_Q @ off_Q) * many / (many - 1) / len(gain_N) ** 2
-    return max(0.0, 1.0 - variance * float(stdtrit(many - 1, LEVEL)) ** 2 / gain**2)
+    return max(0.0, 1.0 - variance * student_quantile(many - 1, LEVEL) ** 2 / gain**2)
 
 
-def reliabilities(found: StepLabelFile) -> pa.Table:
-    """The recommended `algorithm.reliability` of every judge, highest first.
+def calibration_rows(found: StepLabelFile, *, splits: int, seed: int = 0) -> tuple[pa.Table, FloatArray]:
+    """The reliability of every judge, and what it does on questions that it was not measured on.
 
+    A split deals the questions of losers at random into two halves: the reliability is measured on one, and
+    ``draco_calibrated`` with it is applied to the other. Its share of the push is the mix of both rules' shares, as
+    both have the same total.
+
+    Returns: a row a judge, by falling ``draco``; and for each split, the least margin of a judge over uniform GRPO.
     Raises: ConfigError if fewer than four questions have a loser with mixed labels.
     """
     losers = sample(found, winners=False)
-    if losers.questions < MIN_QUESTIONS:
+    questions = np.unique(losers.question_N)
+    if len(questions) < 4:
         raise ConfigError(
-            f"--labels: {losers.questions} questions have a failed trajectory with both bad and other steps; expected "
-            f"at least {MIN_QUESTIONS}"
+            f"--labels: {len(questions)} questions have a failed trajectory with both bad and other steps; expected at "
+            "least 4, to measure a reliability on some and try it on the others"
         )
-    rows = [
-        {"judge": judge, "reliability": reliability(losers.share_N[judge] - losers.uniform_N, losers.question_N)}
-        for judge in found.judges
-    ]
-    return pa.Table.from_pylist(sorted(rows, key=lambda row: -row["reliability"]), schema=RELIABILITY)
+    random = np.random.default_rng(seed)
+    calibrating_SN = np.array(
+        [np.isin(losers.question_N, random.permutation(questions)[: len(questions) // 2]) for _ in range(splits)]
+    )
+    uniform_S = np.array([losers.uniform_N[~half_N].mean() for half_N in calibrating_SN])
+    rows: list[dict[str, Any]] = []
+    margins: list[FloatArray] = []
+    for judge in found.judges:
+        gain_N = losers.share_N[judge] - losers.uniform_N
+        trusted_S = np.array([reliability(gain_N[half_N], losers.question_N[half_N]) for half_N in calibrating_SN])
+        test_gain_S = np.array([gain_N[~half_N].mean() for half_N in calibrating_SN])
+        calibrated_S = uniform_S + trusted_S * test_gain_S
+        margins.append(calibrated_S - uniform_S)
+        rows.append(
+            {
+                "judge": judge,
+                "reliability": reliability(gain_N, losers.question_N),
+                "mean_reliability": float(trusted_S.mean()),
+                "uniform": float(uniform_S.mean()),
+                "draco": float((uniform_S + test_gain_S).mean()),
+                "calibrated": float(calibrated_S.mean()),
+                "within_tolerance": float(np.mean(margins[-1] >= -TOLERANCE)),
+                "low": float(np.quantile(calibrated_S, 1 - LEVEL)),
+            }
+        )
+    rows.sort(key=lambda row: -row["draco"])
+    return pa.Table.from_pylist(rows, schema=CALIBRATION), np.min(margins, axis=0)
 
 
 def _pushes(advantage: float, labels: Sequence[StepLabels], chosen: Sequence[LabelledTrajectory]) -> FloatArray:

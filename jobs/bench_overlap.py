@@ -1,0 +1,337 @@
+"""How close a training step comes to its critical path, and what the same work costs phase by phase.
+
+python jobs/bench_overlap.py [--world DIR] [--model DIR] [--cells "balanced judge-bound"] [--repeats 1]
+
+The pipeline, Ray, the agent loop, AppWorld, the judge's client and HTTP server, the advantages and the run store are
+real. The policy engine and the learner are stand-ins of a given speed (`paced.py`), and the rule judge is told how long
+a reply takes, so that one machine shows any ratio of generation, judging and learning. Weight sync and checkpoint come
+after a step in either way of working and are left out. `critical_path.py` says what the bound is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import os
+import platform
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Awaitable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import psutil
+import ray
+import typer
+from critical_path import CriticalPath, LearnerTask, critical_path
+from paced import LearnerPace, PacedLearner, Repertoire, Script, start_paced_engine
+from rich.console import Console
+
+from draco_ray.config.load import load_config
+from draco_ray.config.schema import DracoConfig
+from draco_ray.engine.chat import ChatTokens
+from draco_ray.environments.appworld.data_root import load_task
+from draco_ray.environments.appworld.environment import AppWorldEnvironment
+from draco_ray.environments.base import make_environment
+from draco_ray.judging.phases.base import Phase
+from draco_ray.pipeline import Group, GroupState, Pipeline
+from draco_ray.records import Message
+from draco_ray.rollout.agent import agent_template, fill_agent_prompt
+from draco_ray.runs.directory import RunDirectory
+from draco_ray.sandbox.world.build import read_manifest
+from draco_ray.sandbox.world.scripts import Family, Fault, families
+from draco_ray.training.advantage_computer import start_advantage_computer
+from draco_ray.training.metrics import generation_intervals, judge_intervals
+from draco_ray.training.overlap import busy_seconds
+from draco_ray.training.session import Actors, open_judge, ray_session, usable_prompts
+from draco_ray.training.trainer import TaskOrder, streamed_update
+
+GROUP, SLOTS = 3, 9
+WARM_UP_SPEED = 1e6
+STEP_SECONDS = 600.0
+"""A step that takes longer has lost something."""
+FAULTS: tuple[frozenset[Fault], ...] = (
+    frozenset(),
+    frozenset({Fault.NO_COMPLETION}),
+    frozenset({Fault.PRINT_SECRET}),
+    frozenset({Fault.REPEAT_FAILING_CALL, Fault.NO_COMPLETION}),
+)
+"""Of the scripts: the verdicts of a group must differ, or nothing is left to credit."""
+LENGTHS = (0, 0, 0, 0, 1, 1, 2, 6)
+"""Lines of thought that a script adds to each of its cells: a few rollouts are several times as long as most."""
+THOUGHT = "# I look at this once more before I go on."
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """One line of the table: how fast each part is."""
+
+    name: str
+    engine: float
+    """Tokens a second of one rollout."""
+    judge: float
+    """Seconds a reply."""
+    learner: float
+    """Sampled tokens a second."""
+    prompts: int = 6
+    """Of the step."""
+    updates: int = 2
+    """Minibatches that they make."""
+
+    @property
+    def minibatch(self) -> int:
+        """Prompts an update."""
+        return self.prompts // self.updates
+
+
+CELLS = {
+    cell.name: cell
+    for cell in (
+        Cell(name="balanced", engine=100.0, judge=1.5, learner=1000.0),
+        Cell(name="one-update", engine=100.0, judge=1.5, learner=1000.0, updates=1),
+        Cell(name="generation-bound", engine=50.0, judge=0.5, learner=4000.0),
+        Cell(name="judge-bound", engine=300.0, judge=4.0, learner=4000.0),
+        Cell(name="learner-bound", engine=300.0, judge=0.5, learner=300.0, updates=1),
+        Cell(name="wide", engine=200.0, judge=2.0, learner=1500.0, prompts=16, updates=1),
+    )
+}
+
+
+def scripts(family: Family, tokenizer: Any, chat: ChatTokens) -> tuple[Script, ...]:
+    """Every fault at every length; no two begin with the same turn."""
+    made: list[Script] = []
+    for length in LENGTHS:
+        for faults in FAULTS:
+            thoughts = [THOUGHT] * length
+            cells = ["\n".join([cell, *thoughts]) for cell in family.script(faults & family.faults)]
+            cells[0] += f"\n# Plan {len(made)}."
+            turns = [*(f"<code>\n{cell}\n</code>" for cell in cells), "Done."]
+            made.append(
+                tuple((*tokenizer.encode(turn, add_special_tokens=False), chat.end_of_turn_id) for turn in turns)
+            )
+    return tuple(made)
+
+
+def repertoire(config: DracoConfig, tasks: Sequence[str]) -> Repertoire:
+    """What the engine says to these tasks."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(config.model.path)
+    chat = ChatTokens(tokenizer, thinking=config.agent.thinking)
+    manifest = read_manifest(config.data.root)
+    if manifest is None:
+        sys.exit(f"bench-overlap: {config.data.root} is no sandbox; run `make world`, or name one with --world")
+    known, template = families(), agent_template(config.agent.prompt, AppWorldEnvironment.agent_prompt)
+    spoken = {}
+    for task_id in tasks:
+        prompt = chat.prompt(fill_agent_prompt(template, load_task(config.data.root, task_id)))
+        family = known[manifest["tasks"][task_id]["family"]]
+        spoken[tuple(prompt[-config.agent.max_prompt_length :])] = scripts(family, tokenizer, chat)
+    return Repertoire(scripts=spoken, end_of_turn_id=chat.end_of_turn_id)
+
+
+BEFORE = {"stage2": "run", "union": "stage2", "score": "union", "credit": "score"}
+"""A phase, or a rollout's ``run``, -> that which must be over."""
+
+
+class Barriers:
+    """Nobody begins a phase before everybody has ended the one before it."""
+
+    def __init__(self, prompts: int, group_size: int) -> None:
+        rollouts = prompts * group_size
+        self._left = Counter({"run": rollouts, "stage2": rollouts, "union": prompts, "score": rollouts})
+        self._over = {phase: asyncio.Event() for phase in (*self._left, "credit")}
+
+    async def hold(self, phase: str, work: Awaitable[Any]) -> Any:
+        """Do ``work`` of that phase, behind its barrier."""
+        if phase in BEFORE:
+            await self._over[BEFORE[phase]].wait()
+        result = await work
+        self._left[phase] -= 1
+        if phase in self._over and self._left[phase] == 0:
+            self._over[phase].set()
+        return result
+
+
+class Held:
+    """A pool whose phases wait at barriers; stage1 goes on beside the rollouts."""
+
+    def __init__(self, pool: Any, barriers: Barriers) -> None:
+        self._pool = pool
+        self._barriers = barriers
+
+    async def run(self, *arguments: Any, **named: Any) -> Any:
+        """A rollout."""
+        return await self._barriers.hold("run", self._pool.run(*arguments, **named))
+
+    async def ask(self, phase: Phase, *arguments: Any, **named: Any) -> Any:
+        """A judge phase."""
+        return await self._barriers.hold(phase.name, self._pool.ask(phase, *arguments, **named))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """A step that ran."""
+
+    seconds: float
+    groups: list[Group]
+    learned: list[LearnerTask]
+    bound: CriticalPath
+
+    @property
+    def parts(self) -> tuple[float, float, float]:
+        """Seconds in which some rollout, some judge phase, the learner were at work."""
+        learner = sum(task.seconds for task in self.learned)
+        return busy_seconds(generation_intervals(self.groups)), busy_seconds(judge_intervals(self.groups)), learner
+
+    @property
+    def early(self) -> int:
+        """Groups that the learner was done with, as far as the first update lets it, before the last rollout ended."""
+        last = max(rollout.ended_at for group in self.groups for rollout in group.rollouts)
+        done: set[str] = set()
+        for task in self.learned:
+            if task.kind == "update":
+                break
+            if task.ended_at < last:
+                done.add(task.group)
+        return len(done)
+
+
+class Bench:
+    """The actors of the cells with one speed of the judge, and their steps."""
+
+    def __init__(self, config: DracoConfig, prompts: dict[str, tuple[Message, ...]], run: RunDirectory) -> None:
+        self._config = config
+        self._prompts = prompts
+        self._run = run
+        self._tasks = TaskOrder(list(prompts), config.train.prompts_per_step, config.seed).tasks(1)
+
+    async def measure(self, cells: Sequence[Cell], repeats: int) -> None:
+        """Print each cell's step as it is trained, and phase by phase."""
+        name = self._run.path.name
+        engine = start_paced_engine(repertoire(self._config, self._tasks), WARM_UP_SPEED, name)
+        self._actors = Actors(self._config, self._run, engines=[engine])
+        self._advantages = start_advantage_computer(self._config.algorithm, name)
+        self._learner = PacedLearner(LearnerPace(tokens_per_second=WARM_UP_SPEED), name)
+        try:
+            await self._actors.start()
+            # Every process has then imported what it needs, and every slot has an AppWorld.
+            await self._step(cells[0], barriers=False)
+            for cell in cells:
+                await engine.set_speed.remote(cell.engine)
+                await self._learner.set_pace(LearnerPace(tokens_per_second=cell.learner))
+                for _ in range(repeats):
+                    streamed = await self._step(cell, barriers=False)
+                    phased = await self._step(cell, barriers=True)
+                    print(row(cell, streamed, phased), flush=True)
+        finally:
+            await self._actors.stop()
+            self._learner.stop()
+            ray.kill(engine)
+
+    async def _step(self, cell: Cell, *, barriers: bool) -> Measured:
+        groups = [
+            Group(step=1, index=index, task_id=task_id, prompt=self._prompts[task_id])
+            for index, task_id in enumerate(self._tasks[: cell.prompts])
+        ]
+        rollouts: Any = self._actors.pool(self._actors.workers)
+        judges: Any = self._actors.judges
+        if barriers:
+            gates = Barriers(cell.prompts, GROUP)
+            rollouts, judges = Held(rollouts, gates), Held(judges, gates)
+        pipeline = Pipeline(self._config.algorithm, rollouts, judges, self._advantages, self._actors.store)
+        started = time.time()
+        async with asyncio.timeout(STEP_SECONDS):
+            work = [asyncio.create_task(pipeline.run(group)) for group in groups]
+            if barriers:
+                await asyncio.gather(*work)
+            await streamed_update(self._learner, work, cell.minibatch)
+        seconds = time.time() - started
+        failed = [f"{group.name}: {group.reason}" for group in groups if group.state is not GroupState.CREDITED]
+        if failed or any(len(group.rollouts) < GROUP for group in groups):
+            sys.exit(f"bench-overlap: the step lost rollouts or groups ({failed}); free memory and run it again")
+        learned = await self._learner.done()
+        bound = critical_path(groups, learned, slots=SLOTS, minibatch_prompts=cell.minibatch)
+        return Measured(seconds=seconds, groups=groups, learned=learned, bound=bound)
+
+
+def configuration(
+    world: Path, model: Path, root: Path, judge_seconds: float, overrides: Sequence[str] = ()
+) -> DracoConfig:
+    """The sandbox preset at the bench's size, and what ``overrides`` change of it."""
+    return load_config(
+        "sandbox",
+        [
+            f"data.root={world}",
+            f"model.path={model}",
+            f"run.root={root}",
+            f"environment.slots={SLOTS}",
+            f"environment.slots_per_worker={SLOTS}",
+            f"train.prompts_per_step={max(cell.prompts for cell in CELLS.values())}",
+            f"algorithm.group_size={GROUP}",
+            "agent.max_response_length=8192",
+            "agent.max_turn_tokens=2048",
+            f"judge.rule_judge.latency_seconds={judge_seconds}",
+            "judge.concurrency_per_worker=128",
+            "environment.start_timeout_seconds=600",
+            "environment.cell_timeout_seconds=300",
+            "ray.dashboard=false",
+            *overrides,
+        ],
+    )
+
+
+def row(cell: Cell, streamed: Measured, phased: Measured) -> str:
+    """A line of the table."""
+    longest = ", ".join(f"{stage} {seconds:.1f}" for stage, seconds in streamed.bound.by_stage.items())
+    parts = " : ".join(f"{part:.1f}" for part in phased.parts)
+    return (
+        f"| {cell.name} | {cell.prompts} | {cell.updates} | {parts} | {streamed.seconds:.2f} | "
+        f"{streamed.bound.seconds:.2f} | {streamed.seconds / streamed.bound.seconds:.2f} | {phased.seconds:.2f} | "
+        f"{phased.seconds / streamed.seconds:.2f}x | {streamed.early} of {cell.prompts} | {longest} |"
+    )
+
+
+@contextlib.contextmanager
+def session(config: DracoConfig) -> Iterator[DracoConfig]:
+    """Ray, and a judge of the configured speed; yields the configuration with the judge's endpoint."""
+    # Without a cache of replies: both ways of working ask the same questions.
+    with open_judge(config, Console(quiet=True)) as final, ray_session(final):
+        yield final
+
+
+def main(
+    cells: Annotated[str, typer.Option(help=f"Of: {' '.join(CELLS)}.")] = " ".join(CELLS),
+    repeats: Annotated[int, typer.Option(min=1, help="Measurements of each.")] = 1,
+    world: Annotated[Path, typer.Option(help="Data root of a sandbox world.")] = Path(".cache/sandbox"),
+    model: Annotated[Path, typer.Option(help="The starter policy; its tokenizer is used.")] = Path(".cache/starter"),
+) -> None:
+    """Measure every cell and print the table; about a minute a cell on a quiet machine."""
+    if unknown := [name for name in cells.split() if name not in CELLS]:
+        sys.exit(f"bench-overlap: unknown cell {unknown[0]!r}; expected one of {', '.join(CELLS)}")
+    memory = psutil.virtual_memory().total / 2**30
+    print(
+        f"Machine: {platform.machine()}, {os.cpu_count()} cores, {memory:.0f} GiB, Python {platform.python_version()}, "
+        f"load average {os.getloadavg()[0]:.1f} at the start\n\n"
+        f"{GROUP} rollouts a prompt on {SLOTS} slots. Seconds.\n\n"
+        "| cell | prompts | updates | generation : judging : learning | step | bound | step / bound | phase by phase | "
+        "gain | learned before the last rollout ended | longest path |\n|---|---|---|---|---|---|---|---|---|---|---|",
+        flush=True,
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        chosen = sorted((CELLS[name] for name in cells.split()), key=lambda cell: cell.judge)
+        for seconds, alike in itertools.groupby(chosen, key=lambda cell: cell.judge):
+            config = configuration(world.resolve(), model.resolve(), Path(folder), seconds)
+            environment = make_environment(config.environment, config.data)
+            run = RunDirectory.create(Path(folder) / f"judge-{seconds}", "")
+            with session(config) as final:
+                bench = Bench(final, usable_prompts(config, environment, Console(quiet=True)), run)
+                asyncio.run(bench.measure(list(alike), repeats))
+
+
+if __name__ == "__main__":
+    typer.run(main)
