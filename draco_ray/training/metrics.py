@@ -13,6 +13,13 @@ from draco_ray.records import Termination
 from draco_ray.summaries import PhaseSummary, RolloutSummary, has_spread
 from draco_ray.training.overlap import Interval, busy_seconds, hidden_share
 
+UPDATE_MEANS = (
+    *("policy_loss", "kl", "entropy", "clip_fraction", "dual_clip_fraction"),
+    *("importance_weight", "truncated_fraction", "masked_fraction"),
+    *("engine_gap", "engine_k1", "engine_k3", "engine_ratio_p01", "engine_ratio_p50", "engine_ratio_p99"),
+)
+"""Fields of `UpdateMetrics` that are averaged over a step's updates, in the order of the metrics line."""
+
 
 def generation_intervals(groups: Sequence[Group]) -> list[Interval]:
     """When each finished rollout ran."""
@@ -120,20 +127,7 @@ def update_metrics(updates: Sequence[UpdateMetrics]) -> dict[str, Any]:
         "updates": sum(update.skipped is None for update in updates),
         "updates_skipped": [update.skipped for update in updates if update.skipped is not None],
         "valid_tokens": tokens,
-        "policy_loss": mean("policy_loss"),
-        "kl": mean("kl"),
-        "entropy": mean("entropy"),
-        "clip_fraction": mean("clip_fraction"),
-        "dual_clip_fraction": mean("dual_clip_fraction"),
-        "importance_weight": mean("importance_weight"),
-        "truncated_fraction": mean("truncated_fraction"),
-        "masked_fraction": mean("masked_fraction"),
-        "engine_gap": mean("engine_gap"),
-        "engine_k1": mean("engine_k1"),
-        "engine_k3": mean("engine_k3"),
-        "engine_ratio_p01": mean("engine_ratio_p01"),
-        "engine_ratio_p50": mean("engine_ratio_p50"),
-        "engine_ratio_p99": mean("engine_ratio_p99"),
+        **{name: mean(name) for name in UPDATE_MEANS},
         "engine_ratio_min": min((update.engine_ratio_min for update in updates), default=None),
         "engine_ratio_max": max((update.engine_ratio_max for update in updates), default=None),
         "grad_norm": max((update.grad_norm for update in updates), default=None),

@@ -27,7 +27,7 @@ from draco_ray.lab.planning.memory import (
     total,
 )
 from draco_ray.learner.lora_learner import LoraLearner
-from draco_ray.learner.packing import Packable, lay_out
+from draco_ray.learner.packing import TokenSequence, concatenate
 from draco_ray.records import TrainingSample
 
 # They are of what a learner takes on GPUs, and real updates of many models.
@@ -263,7 +263,9 @@ class Measured:
         with pytest.MonkeyPatch.context() as patch:
             for layer, mine in zip(layers, kept, strict=True):
                 patch.setattr(layer, "forward", watched(layer.forward, mine))
-            self.learner.policy.logprobs(lay_out([Packable(o.token_ids_T, o.loss_mask_T, PROMPT) for o in samples()]))
+            self.learner.policy.logprobs(
+                concatenate([TokenSequence(o.token_ids_T, o.loss_mask_T, PROMPT) for o in samples()])
+            )
         return [sum(tensor.untyped_storage().nbytes() for tensor in mine.values()) for mine in kept]
 
 

@@ -24,7 +24,7 @@ def soak() -> ModuleType:
         (["ray::RolloutWorkerActor.rollout"], "RolloutWorker"),
         (["ray::score"], None),
         (["ray::PolicyEngineActor"], "PolicyEngine"),
-        (["ray::LearnerFeed"], "LearnerFeed"),
+        (["ray::CommandLog"], "CommandLog"),
         (["ray::IDLE", "", ""], "Ray: idle workers"),
         (["VLLM::EngineCore"], "engine core"),
         (["/x/ray/core/src/ray/gcs/gcs_server", "--log_dir=/y"], "Ray: GCS"),
