@@ -443,9 +443,7 @@ async def check_engine(check: Check) -> None:
     from draco_ray.engine.vllm_engine import VllmEngine
 
     longest = max(size.prompt + 4 * size.continuation, size.probe) + 1
-    engine = VllmEngine(
-        config, check.model, max_model_len=longest, lora_rank=16, seed=0, name="engine-0", run_name="check"
-    )
+    engine = VllmEngine(config, check.model, max_model_len=longest, lora_rank=16, seed=0, name="engine-0")
     empty, began = gpu.used(), time.perf_counter()
     await engine.start()
     started, serving = time.perf_counter() - began, gpu.used()

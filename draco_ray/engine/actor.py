@@ -169,7 +169,6 @@ class PolicyEngineActor:
         lora_rank: int,
         seed: int,
         name: str,
-        run_name: str,
         staleness: int = 0,
         group: PlacementGroup | None = None,
     ) -> None:
@@ -183,7 +182,6 @@ class PolicyEngineActor:
             lora_rank=lora_rank,
             seed=seed,
             name=name,
-            run_name=run_name,
             live_adapters=live_adapters(staleness),
         )
         self._config, self._group = config, group
@@ -345,7 +343,6 @@ def start_policy_engines(
             lora_rank=lora_rank,
             seed=seed + index,
             name=f"engine-{index}",
-            run_name=run_name,
             staleness=staleness,
             group=group,
         )

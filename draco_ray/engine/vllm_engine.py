@@ -10,6 +10,7 @@ import difflib
 import gc
 import itertools
 import os
+import shutil
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -27,7 +28,7 @@ from draco_ray.engine.model_directory import architectures, check_model_director
 from draco_ray.engine.model_shape import engine_targets
 from draco_ray.engine.sampler import EngineStatistics, Sample, collector
 from draco_ray.errors import EngineError
-from draco_ray.extras import naming_extras, uncollected
+from draco_ray.extras import naming_extras
 from draco_ray.records import Adapter, WeightUpdate
 
 if TYPE_CHECKING:
@@ -120,7 +121,6 @@ class VllmEngine:
         lora_rank: int,
         seed: int,
         name: str,
-        run_name: str,
         use_adapter: bool = True,
         live_adapters: int = LIVE_ADAPTERS,
     ) -> None:
@@ -131,8 +131,6 @@ class VllmEngine:
             lora_rank: of the adapters that will come.
             seed: of requests that bring none.
             name: identity of this engine in the run, recorded with every trajectory.
-            run_name: adapters are written below ``<engine.adapter_directory>/<run name>/<engine name>``; vLLM's sockets
-                lie there, too.
             use_adapter: False gives an engine of the base model alone, without the cost of LoRA.
             live_adapters: adapter versions that may generate side by side; requests of further ones wait.
         """
@@ -143,7 +141,7 @@ class VllmEngine:
         self._seed = seed
         self._name = name
         self._use_adapter, self._live_adapters = use_adapter, live_adapters
-        self._files = AdapterFiles(config.adapter_directory, run_name, name)
+        self._files = AdapterFiles(config.adapter_directory)
         self._architectures: tuple[str, ...] = ()
         self._stop_ids: list[int] = []
         self._llm: AsyncLLM | None = None
@@ -179,7 +177,7 @@ class VllmEngine:
         """
         check_model_directory(self._model.path, self._model.chat_template)
         self._architectures = architectures(self._model.path)
-        self._files.claim()
+        self._files.open()
         # Importing vLLM and waiting for its core takes seconds: not in the event loop.
         try:
             await asyncio.to_thread(self._launch)
@@ -294,9 +292,8 @@ class VllmEngine:
     async def load_adapter(self, adapter: Adapter) -> float:
         """Make ``adapter`` what new requests sample from, without a restart; returns seconds.
 
-        vLLM gets every version under an id, a name and a path of its own. Requests under way keep the weights they
-        began with, and no version finds another's keys and values in the prefix cache. With ``engine.sync: drain`` it
-        waits for those requests first, and holds new ones until the adapter is live.
+        Every version has its own id, name and path in vLLM, so that running requests keep the weights they began with,
+        and no version finds another's keys and values in the prefix cache.
 
         Raises: EngineError when vLLM refuses it (rank too high, modules the model does not have).
         """
@@ -311,11 +308,10 @@ class VllmEngine:
             number = next(self._adapter_ids)
             request = LoRARequest(f"draco-adapter-{number}", number, str(path))
             try:
-                async with self._drained():
-                    await llm.add_lora(request)
-                    previous, self._current = self._current, _Version(adapter.version, request, path)
+                await llm.add_lora(request)
+                previous, self._current = self._current, _Version(adapter.version, request, path)
             except Exception as error:
-                self._files.discard(path)
+                shutil.rmtree(path, ignore_errors=True)
                 self._raise_if_dead(llm, error)
                 raise EngineError(
                     f"engine {self._name}: adapter version {adapter.version} cannot be loaded: {_first_line(error)}; "
@@ -414,18 +410,6 @@ class VllmEngine:
             raise EngineError(f"engine {self._name}: stopped before the request was finished")
         return output
 
-    @contextlib.asynccontextmanager
-    async def _drained(self) -> AsyncIterator[None]:
-        """Hold requests back inside the block, where ``engine.sync`` says so."""
-        if self._config.sync == "serve":
-            yield
-            return
-        await self._gate.shut()
-        try:
-            yield
-        finally:
-            self._gate.open()
-
     def _awake(self) -> AsyncLLM:
         if self._asleep:
             raise EngineError(f"engine {self._name}: asleep; expected wake() before an adapter is loaded")
@@ -444,7 +428,7 @@ class VllmEngine:
     def _retire(self, version: _Version) -> None:
         """Remove a version's files once nothing will ask vLLM for them again."""
         if version is not self._current and version.users == 0:
-            self._files.discard(version.path)
+            shutil.rmtree(version.path, ignore_errors=True)
 
     def _raise_if_dead(self, llm: AsyncLLM, error: Exception) -> None:
         if llm.errored:
@@ -462,7 +446,7 @@ class VllmEngine:
         """Import vLLM, start the engine core and wait until it serves. Blocks for seconds."""
         sockets = socket_environment(self._files.directory)
         with _environment(vllm_environment(self._config, self._model) | sockets):
-            with naming_extras(), uncollected():
+            with naming_extras():
                 import vllm.v1.engine.async_llm  # noqa: F401  # Nearly all that will be imported.
                 from vllm.platforms import current_platform
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import secrets
 import shutil
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -162,7 +161,6 @@ def check_session(config: DracoConfig, run: Path) -> None:
     """
     nodes = [node for node in ray.nodes() if node["Alive"]]
     check_object_store(config, sum(node["Resources"].get("object_store_memory", 0) for node in nodes))
-    check_writable(run)
     check_disk(config, run)
     if len(nodes) > 1:
         check_nodes(config, nodes)
@@ -186,22 +184,6 @@ def check_object_store(config: DracoConfig, available: float) -> None:
             f"calls {_gib(size.judge_calls)}, adapter twice {_gib(2 * size.adapter)}{both}): start Ray with a larger "
             "--object-store-memory (ray.object_store_mib where it starts here) or lower train.prompts_per_step"
         )
-
-
-def check_writable(run: Path) -> None:
-    """Write and read back a file of the run directory.
-
-    Raises:
-        StoreError: it cannot be written.
-    """
-    probe = run / f".probe-{secrets.token_hex(4)}"
-    try:
-        probe.write_text("probe", encoding="utf-8")
-        probe.unlink()
-    except OSError as error:
-        raise StoreError(
-            f"run directory {run} cannot be written: {error.strerror}; set run.root to a folder this user owns"
-        ) from None
 
 
 def check_outlives_job(root: Path | str) -> None:

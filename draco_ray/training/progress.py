@@ -159,31 +159,23 @@ class StepProgress:
         self._note = text
 
     def line(self, width: int = 1000) -> str:
-        """Clock, stage and counts, in the longest form that fits into so many columns."""
+        """Clock, stage and counts; counts that do not fit into ``width`` columns are left out."""
         self._count()
         doing = self._note or stage(self._pending)
         head = f"{self._title} {_clock(self._clock() - self._begun)}"
         if not self._of_rollouts:
             return " · ".join(filter(None, [head, doing]))
-        rollouts = f"{self._rollouts}/{self._of_rollouts}"
         about = "" if self._ready == self._of_groups else "about "
-        judged = f"{self._judged} of {about}{self._phases}" if self._phases else ""
-        # What is said in the stage's place says the most important thing first.
-        brief, shorter = doing.split(", ")[0], judged.replace("about ", "~")
-        forms = [
-            [head, doing, f"{rollouts} rollouts", judged and f"{judged} judge phases", self._done_groups],
-            [head, doing, f"{rollouts} rollouts", judged and f"{shorter} judged"],
-            [head, doing, rollouts, shorter],
-            [head, brief, rollouts, shorter],
-            [head, brief, rollouts],
-            [head, brief],
+        counts = [
+            f"{self._rollouts}/{self._of_rollouts} rollouts",
+            f"{self._judged} of {about}{self._phases} judge phases" if self._phases else "",
+            f"{self._ready}/{self._of_groups} groups" if self._of_groups else "",
         ]
-        lines = [" · ".join(filter(None, form)) for form in forms]
-        return next((line for line in lines if len(line) <= width), lines[-1])
-
-    @property
-    def _done_groups(self) -> str:
-        return f"{self._ready}/{self._of_groups} groups" if self._of_groups else ""
+        parts = [part for part in (head, doing, *counts) if part]
+        # The most important parts come first.
+        while len(line := " · ".join(parts)) > width and len(parts) > 2:
+            parts.pop()
+        return line
 
     def due(self) -> str | None:
         """The line, where nothing is alive and none was printed for ``heartbeat_seconds``."""

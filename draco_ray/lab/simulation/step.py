@@ -15,7 +15,6 @@ from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from draco_ray.extras import uncollected
 from draco_ray.judging.limiter import BURST_REQUESTS, BURST_SECONDS, BURST_SHARE, PACE, WINDOW_SECONDS, SlidingWindow
 from draco_ray.judging.phases import PHASES, urgency
 from draco_ray.lab.simulation.recorded import Group, Phase, Rollout, Setting
@@ -106,9 +105,7 @@ def on_a_clock(main: Any) -> Any:
     loop = asyncio.SelectorEventLoop(clock)
     loop.time = lambda: clock.now  # type: ignore[method-assign]
     try:
-        # Nothing becomes garbage before the end.
-        with uncollected():
-            return loop.run_until_complete(main)
+        return loop.run_until_complete(main)
     finally:
         for task in asyncio.all_tasks(loop):
             task.cancel()
