@@ -53,9 +53,10 @@ from draco_ray.config.schema import (
     TrainConfig,
 )
 from draco_ray.engine.canary import Probe, run_canary
-from draco_ray.engine.model_shape import PUBLIC_CONFIGS, model_shape
+from draco_ray.engine.model_config import PUBLIC_CONFIGS
 from draco_ray.errors import DracoError
 from draco_ray.lab.planning.memory import engine_memory, learner_memory, total
+from draco_ray.lab.planning.model_shape import model_shape
 from draco_ray.lab.planning.step_time import Assumptions, learner_flops, step_time
 from draco_ray.learner import model as learner_model
 from draco_ray.learner.lora_learner import LoraLearner

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from draco_ray.config.schema import DracoConfig
-from draco_ray.engine.model_shape import ModelShape, check_heads, check_rounding, model_shape
+from draco_ray.engine.model_config import check_heads, check_rounding
 from draco_ray.errors import ConfigError
 from draco_ray.judging.judge_context import (
     context_warning,
@@ -31,6 +31,7 @@ from draco_ray.lab.planning.memory import (
     sequence_tokens,
     total,
 )
+from draco_ray.lab.planning.model_shape import ModelShape, model_shape
 from draco_ray.lab.planning.step_time import Assumptions, step_time
 from draco_ray.terminal import PlainConsole
 from draco_ray.training.sizes import context_problems
@@ -63,7 +64,7 @@ def plan(
     console = console or PlainConsole()
     shape = model_shape(config.model.path, model_config)
     check_heads(_heads(shape), config.learner.context_parallel, config.model.path)
-    check_rounding(shape, config.learner, config.model.path)
+    check_rounding(config.learner, config.model.path, mixture=shape.experts is not None)
     gpu, reserved = int(gpu_memory_gib * GIB), int(given.reserved_gib * GIB)
     learner = learner_memory(config, shape)
     engine = engine_memory(config, shape, gpu, reserved)

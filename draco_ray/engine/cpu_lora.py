@@ -98,7 +98,7 @@ def expand_batch_to_tokens(
 
 
 def select_experts(moe_config: FusedMoEConfig) -> tuple[Any, Any]:
-    """vLLM's choice of kernels for experts without an adapter, as all are here (`draco_ray.engine.model_shape`)."""
+    """vLLM's choice of kernels for experts without an adapter, as all are here (`draco_ray.engine.model_config`)."""
     return select_unquantized_moe_backend(dataclasses.replace(moe_config, is_lora_enabled=False))
 
 

@@ -24,8 +24,8 @@ from draco_ray.config.machine import thread_environment
 from draco_ray.config.schema import EngineConfig, ModelConfig
 from draco_ray.engine.adapter_files import AdapterFiles
 from draco_ray.engine.chat import ChatTokens
+from draco_ray.engine.model_config import engine_targets
 from draco_ray.engine.model_directory import architectures, check_model_directory, is_local, load_tokenizer
-from draco_ray.engine.model_shape import engine_targets
 from draco_ray.engine.sampler import EngineStatistics, Sample, collector
 from draco_ray.errors import EngineError
 from draco_ray.extras import naming_extras

@@ -41,7 +41,7 @@ from transformers.utils import logging as transformers_logging
 
 from draco_ray.config.schema import LearnerConfig, ModelConfig
 from draco_ray.engine.adapter_files import engine_tensor_name
-from draco_ray.engine.model_shape import check_experts, check_heads, lora_target
+from draco_ray.engine.model_config import check_experts, check_heads, lora_target
 from draco_ray.errors import ConfigError, LearnerError
 from draco_ray.learner.context import Context
 from draco_ray.learner.loss import token_logprobs

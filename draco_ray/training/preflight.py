@@ -24,7 +24,7 @@ from rich.console import Console
 from safetensors import SafetensorError, safe_open
 
 from draco_ray.config.schema import DracoConfig, LearnerConfig
-from draco_ray.engine.model_shape import PUBLIC_CONFIGS, check_experts, check_heads, check_split, is_frozen, model_shape
+from draco_ray.engine.model_config import TABLE, check_experts, check_heads, check_split, is_frozen
 from draco_ray.errors import ClusterError, ConfigError, StoreError
 from draco_ray.judging.judge_context import context_problem, context_warning, model_positions
 from draco_ray.judging.local.server import served_model
@@ -88,12 +88,12 @@ def step_size(config: DracoConfig) -> StepSize:
 
 
 def adapter_bytes(model_path: str, learner: LearnerConfig) -> int:
-    """Size of the float32 LoRA adapter, by the shapes of the checkpoint's matrices; 0 where there is none here."""
-    if model_path in PUBLIC_CONFIGS:
-        with suppress(ConfigError):  # the learner refuses a target that matches nothing
-            shape = model_shape(model_path)
-            return shape.adapter_parameters(learner.lora_target, learner.lora_rank) * FLOAT32_BYTES
-        return 0
+    """Size of the float32 LoRA adapter, by the checkpoint's matrices; 0 if it is not on this machine."""
+    if model_path in TABLE:
+        shape = TABLE[model_path]["shape"]
+        layers = (shape["distinct"][index]["linears"] for index in shape["order"])
+        sides = sum(linear["inputs"] + linear["outputs"] for linears in layers for linear in linears)
+        return learner.lora_rank * sides * FLOAT32_BYTES
     config, sides = cached_config(model_path), 0
     wanted = r".*\.\d+\..*" if learner.lora_target == "all-linear" else learner.lora_target
     for file in (Path(model_path).expanduser() if config is None else config.parent).glob("*.safetensors"):

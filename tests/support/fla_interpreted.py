@@ -24,8 +24,8 @@ import triton.runtime.interpreter
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from draco_ray.config.schema import LearnerConfig, ModelConfig
-from draco_ray.engine.model_shape import read_shape
 from draco_ray.lab.planning.memory import saved_bytes
+from draco_ray.lab.planning.model_shape import read_shape
 from draco_ray.learner import model
 from draco_ray.learner.lora_learner import LoraLearner
 from draco_ray.learner.packing import TokenSequence, concatenate

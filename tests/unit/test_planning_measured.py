@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from draco_ray.config.schema import AgentConfig, AlgorithmConfig, DracoConfig, LearnerConfig, ModelConfig
-from draco_ray.engine.model_shape import PUBLIC_CONFIGS, ModelShape, lora_target, read_shape
+from draco_ray.engine.model_config import PUBLIC_CONFIGS, lora_target
 from draco_ray.lab.planning.memory import (
     LearnerMemory,
     chunk_bytes,
@@ -26,6 +26,7 @@ from draco_ray.lab.planning.memory import (
     shared_prompt_bytes,
     total,
 )
+from draco_ray.lab.planning.model_shape import ModelShape, read_shape
 from draco_ray.learner.lora_learner import LoraLearner
 from draco_ray.learner.packing import TokenSequence, concatenate
 from draco_ray.records import TrainingSample

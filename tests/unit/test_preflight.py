@@ -17,11 +17,12 @@ from safetensors.numpy import save_file
 from draco_ray.cli import main
 from draco_ray.config.load import load_config
 from draco_ray.config.schema import DracoConfig, LearnerConfig, SelfJudgeConfig
-from draco_ray.engine.model_shape import PUBLIC_CONFIGS, model_shape
+from draco_ray.engine.model_config import PUBLIC_CONFIGS
 from draco_ray.errors import ClusterError, ConfigError, StoreError
 from draco_ray.judging import reply_cache
 from draco_ray.judging.prompts import KEY_FILE
 from draco_ray.judging.reply_cache import FILE, file_system_of
+from draco_ray.lab.planning.model_shape import model_shape
 from draco_ray.runs.directory import RunDirectory
 from draco_ray.training import run
 from draco_ray.training.checks import Start, check_model

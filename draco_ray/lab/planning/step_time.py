@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pydantic import Field, ValidationError
 
 from draco_ray.config.schema import DracoConfig, Tree
-from draco_ray.engine.model_shape import ModelShape
 from draco_ray.errors import ConfigError
 from draco_ray.lab.planning.memory import DTYPE_BYTES, FLOAT32, GIB, EngineMemory, kv_bytes, kv_width, state_bytes
+from draco_ray.lab.planning.model_shape import ModelShape
 
 
 class Assumptions(Tree):
