@@ -198,21 +198,21 @@ def _free() -> list[Resources]:
 
 LOOK_SECONDS = 5.0
 GONE_SECONDS = 30.0
-"""Half of the minute after which Ray's own processes end, where the head does not come back."""
+"""Half of the minute after which Ray's own processes exit without a head."""
 
 
 async def head_failure(address: str | None = None, *, look: float = LOOK_SECONDS, gone: float = GONE_SECONDS) -> None:
-    """Wait until the head of the cluster has not answered for long.
+    """Wait until the head of the cluster has not answered for ``gone`` seconds.
 
-    Looks are counted and not the time between them, which also passes while this process is stopped.
+    It counts checks instead of measuring time, which also passes while this process is stopped.
 
     Args:
-        address: HOST:PORT of the head; None is that of the cluster that was joined.
-        look: seconds between two looks, and for an answer.
-        gone: seconds.
+        address: HOST:PORT of the head; None: of the cluster that was joined.
+        look: interval between two checks and timeout of one, in seconds.
+        gone: seconds without an answer.
 
     Raises:
-        ClusterError: then.
+        ClusterError: the head does not answer.
     """
     address = address or head_address()
     missed = 0
@@ -226,7 +226,7 @@ async def head_failure(address: str | None = None, *, look: float = LOOK_SECONDS
 
 
 async def unless_gone(stop: Callable[[], Awaitable[object]], look: float = LOOK_SECONDS) -> None:
-    """Do ``stop``, which waits for actors of this run; where the head is gone they may never answer."""
+    """Call ``stop``, which waits for actors of this run, unless the head is lost: they may then never answer."""
     if await head_answers(head_address(), look):
         await stop()
 
@@ -237,7 +237,7 @@ def head_address() -> str:
 
 
 async def head_answers(address: str, within: float = LOOK_SECONDS) -> bool:
-    """Whether the head takes a connection within so many seconds; what asks it through Ray waits for it instead."""
+    """Whether the head accepts a connection in time; calls through Ray would wait for it."""
     host, _, port = address.rpartition(":")
     try:
         async with asyncio.timeout(within):
