@@ -5,7 +5,6 @@ Judging, the algorithm, reading runs and reports need none of it.
 
 from __future__ import annotations
 
-import gc
 import importlib.util
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -43,18 +42,3 @@ def need(package: str) -> None:
     """Import nothing, and raise ModuleNotFoundError where the package is not installed."""
     if importlib.util.find_spec(package) is None:
         raise ModuleNotFoundError(f"No module named {package!r}", name=package)
-
-
-@contextmanager
-def uncollected() -> Iterator[None]:
-    """Import large packages inside the block without the garbage collector.
-
-    It looks for cycles again and again while what is imported only grows: much of the time that vLLM's import takes.
-    """
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()

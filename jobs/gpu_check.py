@@ -52,9 +52,10 @@ from draco_ray.config.schema import (
     TrainConfig,
 )
 from draco_ray.engine.canary import Probe, run_canary
-from draco_ray.engine.model_shape import PUBLIC_CONFIGS, model_shape
+from draco_ray.engine.model_config import PUBLIC_CONFIGS
 from draco_ray.errors import DracoError
 from draco_ray.lab.planning.memory import engine_memory, learner_memory, total
+from draco_ray.lab.planning.model_shape import model_shape
 from draco_ray.lab.planning.step_time import Assumptions, learner_flops, step_time
 from draco_ray.learner import model as learner_model
 from draco_ray.learner.lora_learner import LoraLearner
@@ -442,9 +443,7 @@ async def check_engine(check: Check) -> None:
     from draco_ray.engine.vllm_engine import VllmEngine
 
     longest = max(size.prompt + 4 * size.continuation, size.probe) + 1
-    engine = VllmEngine(
-        config, check.model, max_model_len=longest, lora_rank=16, seed=0, name="engine-0", run_name="check"
-    )
+    engine = VllmEngine(config, check.model, max_model_len=longest, lora_rank=16, seed=0, name="engine-0")
     empty, began = gpu.used(), time.perf_counter()
     await engine.start()
     started, serving = time.perf_counter() - began, gpu.used()

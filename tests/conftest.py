@@ -16,8 +16,8 @@ from hypothesis import Phase, settings
 
 from draco_ray.environments.appworld.interpreter import appworld_python
 from draco_ray.environments.jail import confine
-from draco_ray.environments.verifiers.options import VerifiersOptions, verifiers_python
 from draco_ray.errors import WorldError
+from draco_ray.verifiers.options import VerifiersOptions, verifiers_python
 from tests.support import skips
 
 REPOSITORY = Path(__file__).resolve().parents[1]

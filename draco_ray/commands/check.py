@@ -11,10 +11,10 @@ from rich.console import Console
 from draco_ray.commands.plan import host_bytes, memory_problems
 from draco_ray.config.machine import memory_bytes
 from draco_ray.config.schema import DracoConfig
-from draco_ray.engine.model_shape import model_shape
 from draco_ray.environments.base import Environment, make_environment
 from draco_ray.errors import ConfigError, DracoError, EnvironmentCrashed
 from draco_ray.lab.planning.memory import GIB
+from draco_ray.lab.planning.model_shape import model_shape
 from draco_ray.lab.planning.step_time import Assumptions
 from draco_ray.terminal import PlainConsole, counted
 from draco_ray.training.checks import CHECKS, Start, check_root, findings

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from draco_ray.config.schema import DracoConfig, LearnerConfig
-from draco_ray.engine.model_shape import ModelShape, check_heads, check_rounding, model_shape
+from draco_ray.engine.model_config import check_heads, check_rounding
 from draco_ray.errors import ConfigError
 from draco_ray.judging.judge_context import (
     context_warning,
@@ -30,9 +30,10 @@ from draco_ray.lab.planning.memory import (
     sequence_tokens,
     total,
 )
+from draco_ray.lab.planning.model_shape import ModelShape, model_shape
 from draco_ray.lab.planning.step_time import Assumptions, step_time
 from draco_ray.terminal import PlainConsole
-from draco_ray.training.sizes import context_problems, with_checkpointing
+from draco_ray.training.sizes import context_problems
 
 MOMENTS = {"forward": "at the LM head", "backward": "in a layer's backward", "update": "in the optimizer's update"}
 PROCESSES_BYTES = 5 * GIB
@@ -59,10 +60,10 @@ def plan(
         given: throughputs, and the memory that is not ours.
     Raises: ConfigError: it does not fit; the largest item and the keys to change. Or the model's shape is not known.
     """
-    console, config = console or PlainConsole(), with_checkpointing(config)
+    console = console or PlainConsole()
     shape = model_shape(config.model.path, model_config)
     check_heads(_heads(shape), config.learner.context_parallel, config.model.path)
-    check_rounding(shape, config.learner, config.model.path)
+    check_rounding(config.learner, config.model.path, mixture=shape.experts is not None)
     gpu, reserved = int(gpu_memory_gib * GIB), int(given.reserved_gib * GIB)
     learner = learner_memory(config, shape)
     engine = engine_memory(config, shape, gpu, reserved)

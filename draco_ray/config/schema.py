@@ -232,9 +232,6 @@ class EngineConfig(Tree):
     """Time that an engine may do nothing while something is asked of it, before its process is replaced as stopped."""
     adapter_directory: Path = Field(Path("/dev/shm/draco-ray"), json_schema_extra=CONFIRMED)
     """Where engines write the versions of the adapter they load, and have their sockets."""
-    sync: Literal["serve", "drain"] = "serve"
-    """serve: a new adapter is for new requests, those under way end with theirs; drain: it comes once these have ended,
-    and what arrives meanwhile waits for it, so that no two versions generate side by side."""
     colocate: bool = False
     """Engines and learner take turns on the same GPUs: the engines sleep (base weights in host memory, no KV cache)
     while the learner computes, which then begins only when a step is generated and judged."""
@@ -644,9 +641,9 @@ class LearnerConfig(Tree):
     """Tokens in one forward pass, a prompt that rollouts share counted once; a longer sequence gets one of its own."""
     logprob_chunk_tokens: int = Field(1024, ge=1)
     """Tokens whose logits exist at one time."""
-    gradient_checkpointing: bool | None = None
-    """Compute activations again in the backward pass instead of keeping them; null: on GPUs, and on a CPU where they
-    would take more than half of the free memory. Keeping them is a fifth faster."""
+    gradient_checkpointing: bool = True
+    """Recompute activations in the backward pass instead of keeping them; false is a fifth faster and takes more
+    memory."""
     offload_activations: bool = False
     """Keep what gradient_checkpointing still keeps, the inputs of all layers, in the host's memory."""
     compile: bool = False
@@ -674,7 +671,7 @@ class LearnerConfig(Tree):
                 f"learner.context_parallel={self.context_parallel} does not divide learner.workers={self.workers}; "
                 "expected a whole number of groups of workers that share their rows"
             )
-        if self.offload_activations and self.gradient_checkpointing is False:
+        if self.offload_activations and not self.gradient_checkpointing:
             raise ValueError(
                 "learner.offload_activations without learner.gradient_checkpointing would move all that layers keep to "
                 "the host and back; set both, or neither"

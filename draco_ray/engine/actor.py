@@ -1,12 +1,12 @@
 """The Ray actors of the policy engines, and the client by which a rollout worker samples from one.
 
-If an engine dies or its node goes away, no rollout is lost: its requests are sent to another engine with the same
-seeds. Ray restarts the actor wherever there is room, and the driver (`draco_ray.engine.fleet`) loads the model and the
-current adapter into it before it serves.
+If an engine dies or its node is lost, no rollout is lost: its requests are sent to another engine with the same seeds.
+Ray restarts the actor wherever there is room, and the driver (`draco_ray.engine.fleet`) loads the model and the current
+adapter into it before it serves.
 
-Ray gives an actor a share of one GPU, or several whole GPUs, but not a share of several. So a tensor-parallel engine
-that takes turns with the learner (``engine.colocate``) reserves a placement group with a share of one GPU in each
-bundle, and runs in the first.
+Ray can give an actor a fraction of one GPU, or several whole GPUs, but not fractions of several. So a tensor-parallel
+engine that takes turns with the learner (``engine.colocate``) reserves a placement group with a fraction of one GPU in
+each bundle, and runs in the first bundle.
 """
 
 from __future__ import annotations
@@ -41,19 +41,19 @@ from draco_ray.observability.logs import start_run_log
 from draco_ray.records import WeightUpdate
 
 RESOLUTION = 4
-"""Decimals of a resource that Ray tells apart."""
+"""Number of decimals of a resource amount in Ray."""
 
 
 def gpu_share(config: EngineConfig) -> float:
-    """Share of each of its GPUs that an engine reserves."""
+    """Fraction of each of its GPUs that an engine reserves."""
     return round(config.gpus_per_engine / config.tensor_parallel, RESOLUTION)
 
 
 def shared_gpus(config: EngineConfig) -> PlacementGroup | None:
-    """Reserve a share of each GPU of one engine, all on one node; None where the actor can ask for its GPUs itself."""
+    """Reserve a fraction of each GPU of one engine, all on one node; None if the actor can request its GPUs itself."""
     if not config.colocate or config.tensor_parallel == 1:
         return None
-    # More than half of a GPU each, so that no two bundles share one.
+    # Fractions above one half, so that no two bundles share a GPU.
     bundles = [{"GPU": gpu_share(config)} for _ in range(config.tensor_parallel)]
     bundles[0]["CPU"] = config.cpus_per_engine
     return placement_group(
@@ -62,7 +62,7 @@ def shared_gpus(config: EngineConfig) -> PlacementGroup | None:
 
 
 def actor_resources(config: EngineConfig, group: PlacementGroup | None) -> dict[str, Any]:
-    """Ray's options of an engine's actor."""
+    """Ray's actor options for an engine."""
     if group is None:
         return {"num_gpus": config.gpus_per_engine, "num_cpus": config.cpus_per_engine}
     return {
@@ -73,7 +73,7 @@ def actor_resources(config: EngineConfig, group: PlacementGroup | None) -> dict[
 
 
 async def visible_gpus(config: EngineConfig, group: PlacementGroup) -> list[str]:
-    """Ids of the GPUs of a group's bundles, in their order; they may be others once Ray has replaced a node."""
+    """Ids of the GPUs of a group's bundles, in order. They change when Ray replaces a lost node."""
     ask = ray.remote(_gpu_ids)
     others = [
         ask.options(
@@ -91,16 +91,16 @@ def _gpu_ids() -> list[str]:
 
 
 class CoreWatch:
-    """Looks again and again whether calls that are under way come any further.
+    """Detects a stall: no progress over several checks while calls are under way.
 
-    Looks are counted and not the time between them, which also passes while this process is stopped itself.
+    It counts checks instead of measuring time, which also passes while this process itself is stopped.
     """
 
     def __init__(self, stall_seconds: float, look_seconds: float) -> None:
         """
         Args:
-            stall_seconds: without progress, after which the core counts as standing still.
-            look_seconds: between two looks.
+            stall_seconds: time without progress that counts as a stall.
+            look_seconds: interval between two checks.
         """
         self._most = math.ceil(stall_seconds / look_seconds)
         self._calls = self._answered = self._still = 0
@@ -108,7 +108,7 @@ class CoreWatch:
 
     @contextmanager
     def call(self) -> Iterator[None]:
-        """Something is asked of the core inside the block."""
+        """Count the block as a call under way."""
         self._calls += 1
         try:
             yield
@@ -117,10 +117,10 @@ class CoreWatch:
             self._answered += 1
 
     def stands_still(self, iterations: int) -> bool:
-        """Take a look, and say whether it was one too many with calls under way and nothing new.
+        """Check for progress, and return whether there has been none for ``stall_seconds``.
 
         Args:
-            iterations: that the core has done so far.
+            iterations: a counter that grows with progress.
         """
         now = (iterations, self._answered)
         self._still = self._still + 1 if self._calls and now == self._seen else 0
@@ -131,33 +131,33 @@ class CoreWatch:
 log = logging.getLogger(__name__)
 
 ANSWER_SECONDS = 5.0
-"""In which an engine says whether it serves, or is passed over."""
+"""Timeout for an engine to say whether it serves."""
 HOME_SECONDS = 10.0
-"""Between two looks of a client that samples elsewhere whether its own engine serves again."""
+"""Interval at which a client that samples elsewhere checks whether its own engine serves again."""
 PAUSE_SECONDS = 1.0
-"""Between two looks of a client while no engine serves."""
+"""Interval between two checks of a client while no engine serves."""
 CORE_CHECK_SECONDS = 1.0
 MAX_CALLS = 10_000
-"""Of one engine at one time: requests that wait for it must leave room for the calls that bring it its adapter. (Ray's
-concurrency groups would, too, but run in event loops of their own, and vLLM's front end belongs to one loop.)"""
+"""Maximum number of concurrent calls of one engine: waiting requests must leave room for the calls that load adapters.
+(Ray's concurrency groups run in separate event loops, and vLLM's front end belongs to one.)"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineProcess:
-    """The process of an engine, as it answers."""
+    """State of an engine's process."""
 
     identity: str
-    """Another one for every process."""
+    """Unique to the process."""
     node: str
-    """Ray's id of its node."""
+    """Ray's id of the node."""
     serves: bool
 
 
 class PolicyEngineActor:
     """One vLLM engine (`draco_ray.engine.vllm_engine.VllmEngine`).
 
-    The process ends with its engine core, and where that stands still (``engine.stall_seconds``), so that there is one
-    way to die. It refuses requests until `serve`.
+    The process exits when its engine core dies or stalls (``engine.stall_seconds``), so every failure looks the same to
+    Ray. It refuses requests until `serve`.
     """
 
     def __init__(
@@ -169,7 +169,6 @@ class PolicyEngineActor:
         lora_rank: int,
         seed: int,
         name: str,
-        run_name: str,
         staleness: int = 0,
         group: PlacementGroup | None = None,
     ) -> None:
@@ -183,7 +182,6 @@ class PolicyEngineActor:
             lora_rank=lora_rank,
             seed=seed,
             name=name,
-            run_name=run_name,
             live_adapters=live_adapters(staleness),
         )
         self._config, self._group = config, group
@@ -199,18 +197,18 @@ class PolicyEngineActor:
 
     @ray.method(max_task_retries=0)
     async def look(self) -> EngineProcess:
-        """How this process does."""
+        """Return the state of this process."""
         node = ray.get_runtime_context().get_node_id()
         return EngineProcess(identity=self._identity, node=node, serves=self._serves)
 
     @ray.method(max_task_retries=0)
     async def start(self) -> None:
-        """Load the model, if that has not been done; raises EngineError."""
+        """Load the model, unless it is loaded. Raises: EngineError."""
         async with self._starting:
             if self._started.is_set():
                 return
             if self._group is not None:
-                # Ray shows an actor the GPUs of its own bundle only. CUDA reads this when it is first used.
+                # Ray makes only the GPUs of the actor's own bundle visible. CUDA reads this at its first use.
                 os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(await visible_gpus(self._config, self._group))
             await self._engine.start()
             self._core_watch = asyncio.create_task(self._end_with_core())
@@ -218,7 +216,7 @@ class PolicyEngineActor:
 
     @ray.method(max_task_retries=0)
     async def serve(self) -> None:
-        """Let requests in from here on."""
+        """Accept requests from now on."""
         self._serves = True
 
     @ray.method(max_task_retries=0)
@@ -257,7 +255,7 @@ class PolicyEngineActor:
         return reader.read(text, tools, thinking=reader.opens_thinking)
 
     async def sleep(self) -> None:
-        """Give the GPU away once nothing is under way; calls that come wait for `wake`."""
+        """Free the GPU once no request is running; new calls wait for `wake`."""
         await self._started.wait()
         async with self._alive():
             await self._engine.sleep()
@@ -270,7 +268,7 @@ class PolicyEngineActor:
 
     @ray.method(max_task_retries=0)
     async def statistics(self) -> EngineStatistics:
-        """What the engine does at this moment."""
+        """Return the current statistics."""
         return self._engine.statistics
 
     async def stop(self) -> None:
@@ -281,7 +279,7 @@ class PolicyEngineActor:
 
     @asynccontextmanager
     async def _alive(self) -> AsyncIterator[None]:
-        """Watch over a call, and end this process where it left the engine dead."""
+        """Watch a call for stalls, and end this process if the call killed the engine."""
         try:
             with self._watch.call():
                 yield
@@ -297,7 +295,7 @@ class PolicyEngineActor:
         while True:
             self._end_if_dead()
             if self._watch.stands_still(self._engine.statistics.iterations):
-                log.error("the engine core has done nothing for %g s: it is ended", self._config.stall_seconds)
+                log.error("the engine core has made no progress for %g s and is killed", self._config.stall_seconds)
                 _end_process()
             await asyncio.sleep(CORE_CHECK_SECONDS)
 
@@ -307,9 +305,9 @@ class PolicyEngineActor:
 
 
 def _end_process() -> None:
-    """End this process and those it has started: one that is stopped does not notice that it is left alone.
+    """Kill this process and its children, since a stopped child would not notice the end of its parent.
 
-    Not by an exception: Ray repeats the calls of a process that died, not of one that refused.
+    Not an exception: Ray retries the calls of a process that died, but not calls that raised.
     """
     for child in psutil.Process().children(recursive=True):
         with suppress(psutil.Error):
@@ -327,7 +325,7 @@ def start_policy_engines(
     run_name: str,
     staleness: int = 0,
 ) -> list[Any]:
-    """One actor handle per engine of the configuration, not started yet; ``staleness`` as of `TrainConfig`."""
+    """One actor handle per configured engine, not started yet; ``staleness``: see `TrainConfig`."""
     remote = ray.remote(PolicyEngineActor)
     groups = [shared_gpus(config) for _ in range(config.engines)]
     return [
@@ -335,7 +333,7 @@ def start_policy_engines(
             name=_actor_name(index, run_name),
             **actor_resources(config, group),
             max_concurrency=MAX_CALLS,
-            # Processes that die are counted by the fleet, which tells them from nodes that go.
+            # The fleet counts processes that die, and distinguishes them from lost nodes.
             max_restarts=-1,
             max_task_retries=-1,
         ).remote(
@@ -345,7 +343,6 @@ def start_policy_engines(
             lora_rank=lora_rank,
             seed=seed + index,
             name=f"engine-{index}",
-            run_name=run_name,
             staleness=staleness,
             group=group,
         )
@@ -354,18 +351,18 @@ def start_policy_engines(
 
 
 class EngineClient:
-    """A `draco_ray.engine.sampler.Sampler` that reaches a `PolicyEngineActor`, or another while that one is away.
+    """A `draco_ray.engine.sampler.Sampler` for one `PolicyEngineActor`, or for another while that one is unavailable.
 
-    It carries actors' names rather than their handles, so that a rollout worker holding it can be restarted by Ray.
+    It holds actor names instead of handles, so that Ray can restart a rollout worker that has a copy of it.
     """
 
     def __init__(self, index: int, run_name: str, engines: int = 1) -> None:
-        """The client of engine ``index`` of so many ``engines``."""
+        """Make the client of engine ``index`` out of ``engines``."""
         others = (each for each in range(engines) if each != index)
         self._actor_names = [_actor_name(each, run_name) for each in (index, *others)]
         self.name = f"engine-{index}"
         self._at: int | None = None
-        """Which of the names requests go to; 0 is its own, None where that has to be looked for."""
+        """Index of the name that requests go to: 0 is its own engine; None: to be found."""
         self._looked_at = 0.0
         self._looking = asyncio.Lock()
 
@@ -394,21 +391,21 @@ class EngineClient:
             try:
                 return await asked
             except asyncio.CancelledError:
-                # Cancelling only the wait would leave the engine generating for nobody.
+                # Otherwise the engine would go on generating.
                 ray.cancel(asked)
                 raise
             except (RayActorError, EngineAway) as error:
-                log.warning("%s is away and is asked elsewhere: %s", self.name, first_line(error))
+                log.warning("%s is unavailable, its request goes to another engine: %s", self.name, first_line(error))
                 self._at = None
 
     async def _serving(self) -> Any:
-        """The engine, or another that serves while it is away; waits while none does."""
+        """Its own engine, or another one that serves while it does not; waits while none serves."""
         async with self._looking:
             while not self._known:
                 self._looked_at = time.monotonic()
                 found = await asyncio.gather(*(_serves(handle) for handle in self._handles))
                 there = [index for index, serves in enumerate(found) if serves]
-                # Spread over the others; which of them it is changes no token.
+                # A random one, to spread the load; the choice does not change the tokens.
                 self._at = 0 if found[0] else random.choice(there) if there else None
                 if self._at is None:
                     await asyncio.sleep(PAUSE_SECONDS)
@@ -426,14 +423,14 @@ async def _serves(engine: Any) -> bool:
         async with asyncio.timeout(ANSWER_SECONDS):
             found: EngineProcess = await asked
     except (RayError, TimeoutError):
-        # One without a node would keep the question until it has one.
+        # An actor without a node would queue the call until it has one.
         ray.cancel(asked)
         return False
     return found.serves
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's cause, or of its own."""
+    """First line of the message of an error's cause, or of the error."""
     cause = getattr(error, "cause", None)
     return next(iter(str(cause or error).strip().splitlines()), type(error).__name__)
 

@@ -1,13 +1,13 @@
-"""The canary: after every weight sync, prove that the engine samples from what the learner trained.
+"""The canary: after every weight sync, check that the engine samples from the weights that the learner trained.
 
-An adapter that is not live fails silently: names that do not map are passed over, a stale path serves old weights, and
-rollouts go on from the wrong policy. So tokens that the policy sampled are scored by both sides, with the adapter and
-without it, and the run stops if they differ by more than rounding explains.
+An adapter that is not live fails silently: the engine ignores tensor names that it does not know, or serves old weights
+from a stale path, and rollouts continue with the wrong policy. So engine and learner both score tokens that the policy
+sampled, with and without the adapter, and the run stops if they differ by more than rounding explains.
 
-What rounding explains is not known beforehand: healthy engines and learners in bfloat16 differ by some hundredths of a
-nat, more where either holds its numbers in 8 bits. So the band is the run's own, from the first step and from what the
-two differ by without any adapter, and an adapter that is not live is found by which of the learner's two policies the
-engine's answers are nearer to, however wide the band is.
+How much rounding explains is not known in advance: healthy engines and learners in bfloat16 differ by some hundredths
+of a nat, and by more in 8 bits. So the tolerance band comes from the run itself: from the gap of its first step and
+from the gap without the adapter. Independently of the band, an adapter that is not live is detected because the
+engine's log-probs are then closer to the learner's base model than to its policy.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from draco_ray.errors import CanaryFailed
 from draco_ray.records import BoolArray, FloatArray
 
 BAND = 2.0
-"""Largest gap, in multiples of the first step's and of that without the adapter, that is taken for rounding."""
+"""Maximum gap that counts as rounding, in multiples of the larger of the first step's and of that without adapter."""
 OTHER_BASE = 4.0
-"""Gap without the adapter, in multiples of the tolerance, that rounding of one and the same base model never makes."""
+"""Maximum gap without the adapter, in multiples of the tolerance; a larger one means different base models."""
 CERTAIN = 6.0
-"""Standard errors by which the engine's answers must be nearer to one of the learner's two policies."""
+"""Number of standard errors by which the engine must be closer to one of the learner's two policies."""
 
 
 class Scorer(Protocol):
-    """An engine, as far as the canary is concerned."""
+    """An engine that can score tokens."""
 
     @property
     def name(self) -> str:
@@ -38,48 +38,48 @@ class Scorer(Protocol):
         ...
 
     async def logprobs(self, token_ids: list[int], *, adapter: bool) -> list[float]:
-        """Log-prob of each of ``token_ids[1:]`` given what precedes it, with or without the adapter."""
+        """Log-prob of each of ``token_ids[1:]`` given the tokens before it, with or without the adapter."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CanaryReading:
-    """What one probe of one engine showed; all values in nats a token."""
+    """Result of the canary for one engine; all values in nats a token."""
 
     engine: str
     version: int
     tokens: int
     gap_mean: float
-    """Mean |engine - learner|, adapter on: what the band bounds."""
+    """Mean |engine - learner| with the adapter, which the band limits."""
     gap_max: float
     base_gap_mean: float
-    """The same without the adapter: what rounding and other kernels alone make of one base model."""
+    """The same without the adapter: the effect of rounding and of different kernels alone."""
     shift_mean: float
-    """Mean |adapter on - adapter off| in the engine: how far training has moved the policy on the probes."""
+    """Mean |with adapter - without adapter| in the engine: how far training has moved the policy."""
     shift_max: float
     noise_max: float
-    """Largest difference between two equal passes of the engine; 0 where its arithmetic repeats exactly."""
+    """Maximum difference between two equal requests to the engine; 0 if its arithmetic is deterministic."""
     nearness: float
-    """How much nearer the engine's answers are to the learner with the adapter than to it without, in standard errors;
-    negative where they are nearer to the base model. Around 0 the adapter's effect is less than rounding."""
+    """By how many standard errors the engine is closer to the learner's policy than to its base model; negative if it
+    is closer to the base model. Near 0 the adapter's effect is smaller than rounding."""
 
     @property
     def live(self) -> bool:
-        """Whether the adapter has an effect that is not rounding."""
+        """Whether the adapter certainly has an effect, beyond rounding."""
         return self.nearness > CERTAIN or self.shift_max > self.noise_max == 0
 
 
 class Probe(NamedTuple):
-    """Tokens that engine and learner are compared on."""
+    """Tokens on which engine and learner are compared."""
 
     token_ids: list[int]
     """At least 2."""
     compared_T: BoolArray
-    """Of ``token_ids[1:]``, those that count: what the policy sampled."""
+    """Mask over ``token_ids[1:]`` of the compared tokens, which the policy sampled."""
     learner_T: FloatArray
-    """The learner's log-prob of each of ``token_ids[1:]``, adapter on, temperature 1."""
+    """The learner's log-prob of each of ``token_ids[1:]``, with the adapter, at temperature 1."""
     learner_off_T: FloatArray
-    """Those of its base model."""
+    """The same without the adapter."""
 
 
 async def run_canary(
@@ -89,17 +89,17 @@ async def run_canary(
 
     Args:
         engine: scores with and without its current adapter.
-        probes: what is scored.
-        version: adapter version that was just loaded, for the message.
-        moved: whether the adapter differs from the base model at all; before the first update it does not.
-        tolerance: of the mean gap, nats.
-        first: mean gap of the run's first step, nats; None: this is it.
+        probes: the tokens to score.
+        version: adapter version that was just loaded, for messages.
+        moved: whether the adapter differs from the base model; before the first update it does not.
+        tolerance: mean gap that is always accepted, nats.
+        first: mean gap of the run's first step, nats; None: this is the first step.
     Raises: CanaryFailed.
     """
     on: list[FloatArray] = []
     off: list[FloatArray] = []
     again: list[FloatArray] = []
-    # One after the other: batches of another composition round differently, and that is not what is measured.
+    # Sequentially, because other requests in the batch change the rounding.
     for probe in probes:
         for adapter, scores in ((True, on), (False, off), (False, again)):
             scores.append(np.asarray(await engine.logprobs(list(probe.token_ids), adapter=adapter)))
@@ -146,15 +146,12 @@ def judge_canary(
 
     Args:
         on_T: the engine with its adapter.
-        off_T: the engine without it, and ``off_again_T`` a second time: their difference is the engine's noise.
-        learner_T: the learner with its adapter, and ``learner_off_T`` without.
-        moved: see `run_canary`.
-        tolerance: of the mean |on - learner|, nats: less is never held against a run.
-        first: see `run_canary`.
-    Returns: the reading.
-    Raises: CanaryFailed when a value is not finite, the base models differ, the adapter has no effect where the
-        learner's has one, the mean gap is above both the tolerance and `BAND` times the larger of the first step's and
-        of the gap without the adapter, or the engine's answers are nearer to the base model's.
+        off_T: the engine without it; ``off_again_T``: a second time, which shows the engine's noise.
+        learner_T: the learner with its adapter; ``learner_off_T``: without.
+        moved, tolerance, first: see `run_canary`.
+    Raises: CanaryFailed if a value is not finite, the base models differ, the adapter has no effect in the engine but
+        one in the learner, the mean gap is above both the tolerance and `BAND` times the larger of the first step's gap
+        and the gap without the adapter, or the engine is closer to the learner's base model.
 
     >>> base = np.array([-1.0, -2.0])
     >>> reading = judge_canary(
@@ -214,10 +211,10 @@ def judge_canary(
 
 
 def _nearness(on_T: FloatArray, learner_T: FloatArray, learner_off_T: FloatArray) -> float:
-    """By how many standard errors the engine is nearer to the learner with the adapter than to it without.
+    """By how many standard errors the engine is closer to the learner with the adapter than to it without.
 
-    Distances are compared token by token. Rounding is in both of them alike, so it widens the error and moves nothing;
-    no token counts for more than the adapter's effect on it, nor for more than one standard error.
+    Distances are compared for each token. Rounding affects both alike, so it increases the error without a bias. No
+    token counts for more than the adapter's effect on it, nor for more than one standard error.
     """
     nearer_T = np.abs(on_T - learner_off_T) - np.abs(on_T - learner_T)
     error = float(np.sqrt((nearer_T**2).sum()))

@@ -1,10 +1,9 @@
-"""LoRA on vLLM's CPU workers: one small matrix product for each run of tokens that share an adapter.
+"""LoRA on vLLM's CPU workers: one matrix product for each run of consecutive tokens with the same adapter.
 
-vLLM's own CPU path (0.32) copies an adapter's matrices once for every token of a batch, which makes the adapter the
-larger part of a small model's step. It takes "no adapter" for index -1: in a batch of base-model and adapter requests
-a base-model token gets the adapter of the last slot. And the engine core dies when a sequence is scored while others
-generate, because the LM head's adapter expects as many rows as there are requests. And where adapters are enabled it
-computes experts with Triton, which has no CPU, though it has kernels for CPUs.
+It works around four defects of vLLM 0.32 on CPUs: an adapter's matrices are copied once for every token of a batch; in
+a batch with base-model and adapter requests, tokens without an adapter (index -1) get that of the last slot; the engine
+core dies when a sequence is scored while others generate, because the LM head's adapter expects one row for each
+request; and with adapters enabled, experts are computed with Triton, which does not run on CPUs.
 """
 
 from __future__ import annotations
@@ -23,17 +22,17 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 
 
 class RunwiseLora(PunicaWrapperCPU):
-    """Adds the adapters' share to a batch's activations in place; tokens without an adapter are left as they are."""
+    """Adds the adapters' products to a batch's activations in place; tokens without an adapter are unchanged."""
 
     def __init__(
         self, max_num_batched_tokens: int, max_batches: int, device: torch.device | str, **kwargs: Any
     ) -> None:
         super().__init__(max_num_batched_tokens, max_batches, device, **kwargs)
         self._runs: list[tuple[int, slice]] = []
-        """Adapter slot and rows of each run of neighbouring tokens that use one."""
+        """Adapter slot and rows of each run of consecutive tokens with the same adapter."""
 
     def update_metadata(self, *args: Any, **kwargs: Any) -> None:
-        """Note which rows of the coming batch use which adapter slot."""
+        """Find the runs of the next batch."""
         super().update_metadata(*args, **kwargs)
         slots, lengths = torch.unique_consecutive(self.token_lora_indices, return_counts=True)
         self._runs = []
@@ -81,16 +80,16 @@ class RunwiseLora(PunicaWrapperCPU):
 def expand_batch_to_tokens(
     x: torch.Tensor, cu_num_tokens: torch.Tensor, num_tokens: int, replace_from: int = 0, replace_to: int = 0
 ) -> torch.Tensor:
-    """Each request's value, once for each of its drafted tokens.
+    """Repeat each request's value for each of its draft tokens.
 
-    vLLM's own (0.32) leaves what it returns on the CPU unwritten unless it is int64: drafted tokens are then checked at
-    whatever temperature that memory holds.
+    vLLM 0.32's own function leaves its result uninitialised on CPUs, unless it is int64: draft tokens are then verified
+    at an arbitrary temperature.
 
     Args:
         x: (requests,).
-        cu_num_tokens: (requests,), drafted tokens up to and with each.
-        num_tokens: all of them.
-        replace_from: a value that ``replace_to`` stands for.
+        cu_num_tokens: (requests,), cumulative numbers of draft tokens.
+        num_tokens: total number of draft tokens.
+        replace_from: a value that is replaced by ``replace_to``.
     Returns: (num_tokens,).
     """
     counts = torch.diff(cu_num_tokens.long(), prepend=torch.zeros(1, dtype=torch.long))
@@ -98,15 +97,15 @@ def expand_batch_to_tokens(
 
 
 def select_experts(moe_config: FusedMoEConfig) -> tuple[Any, Any]:
-    """vLLM's choice of kernels for experts without an adapter, as all are here (`draco_ray.engine.model_shape`)."""
+    """vLLM's choice of kernels for experts without adapters; experts are never adapted here."""
     return select_unquantized_moe_backend(dataclasses.replace(moe_config, is_lora_enabled=False))
 
 
 class CpuWorker(CPUWorker):
-    """vLLM's CPU worker with `RunwiseLora`, experts, and drafted tokens that are sampled at their temperature."""
+    """vLLM's CPU worker with these corrections."""
 
     def init_device(self) -> None:
-        """Set up the device; the model that is loaded next asks the platform for its LoRA kernels."""
+        """Set up the device, before the model is loaded with the replaced functions."""
         current_platform.get_punica_wrapper = lambda: f"{__name__}.{RunwiseLora.__qualname__}"
         rejection_sampler.expand_batch_to_tokens = expand_batch_to_tokens
         unquantized_fused_moe_method.select_unquantized_moe_backend = select_experts

@@ -1,11 +1,11 @@
-"""vLLM's executors, tied to the life of the process that started them.
+"""vLLM executors that end with the process that started the engine.
 
-vLLM's engine core is a process of its own and does not notice when its parent is killed: an actor that Ray ends with
-SIGKILL would leave it behind, with its memory. These executors live in that core process and take it down.
+vLLM's engine core is a separate process that does not notice when its parent is killed: an actor that Ray kills would
+leave it behind, with its memory. These executors run in the core process and kill it.
 
-The single-worker one has a second purpose. On CPU vLLM replaces its own single-process executor by one that starts a
-third process, to bind threads to cores: 7 more seconds of start and 600 MiB, for a binding that a shared machine does
-not want. An executor given as a class is left alone.
+`AttachedExecutor` has a second purpose: on CPUs vLLM would replace its own single-process executor by one that starts a
+third process to bind threads to cores, which takes 7 seconds and 600 MiB. vLLM keeps an executor that is given as a
+class.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class AttachedExecutor(UniProcExecutor):
 
 
 class AttachedMultiprocExecutor(MultiprocExecutor):
-    """One worker process a tensor-parallel rank; vLLM ends these itself when the core has gone."""
+    """One worker process for each tensor-parallel rank; vLLM ends them when the core has ended."""
 
     def _init_executor(self) -> None:
         die_with_parent()

@@ -1,9 +1,9 @@
-"""The driver's hold on the engines: which of them serve, with which weights, and what becomes of one that is gone.
+"""The driver's view of the engines: which of them serve, with which weights, and how lost ones are replaced.
 
-Every engine of the configuration is asked for at all times. One that serves is up; one whose process ended, or whose
-node is gone, or that never found room, is not: rollouts are given to those that are up, and no sync waits for the rest
-once the fewest are up. Ray starts its actor anew wherever there is room; it serves again when it has its model and the
-current weights and, where the last sync had one, has passed the canary.
+All configured engines are requested at all times. An engine that serves is up; one whose process died, whose node is
+lost, or that has found no room, is down. Rollouts use the engines that are up, and a weight sync does not wait for the
+others if the minimum number is up. Ray restarts the actor of a lost engine wherever there is room; it serves again once
+it has the model and the current weights and has passed the canary, if the last sync had one.
 """
 
 from __future__ import annotations
@@ -30,24 +30,24 @@ ProofT = TypeVar("ProofT")
 Proof = Callable[[Scorer], Awaitable[Any]]
 
 STATISTICS_SECONDS = 2.0
-"""In which an engine says what it does, or is passed over."""
+"""Timeout for the statistics of an engine."""
 AWAY = (RayActorError, EngineAway)
-"""What a call raises whose engine is not there, or is a new process that has not been started."""
+"""Errors of calls to an engine that is lost, or whose new process has not been started."""
 
 
 class EngineFleet:
-    """Starts the engines, brings them adapters, and sets up those that come later or anew."""
+    """Starts the engines, sends them adapters, and sets up those that start later or restart."""
 
     def __init__(self, engines: Sequence[Any], config: EngineConfig) -> None:
         """Prepare the fleet; the engines begin to load with `start`.
 
         Args:
-            engines: actor handles, one for each engine of the configuration.
-            config: how many must be up, and how often the process of one may die.
+            engines: actor handles, one for each configured engine.
+            config: the minimum number of engines, and how often the process of one may die.
         """
         self.engines = list(engines)
         self.replaced = 0
-        """Engine processes that died, or went with their node, and were replaced."""
+        """Number of engine processes that were replaced after they died or their node was lost."""
         self.workers: ElasticWorkers[int] = ElasticWorkers(
             lambda number: number,
             slots=MAX_CALLS,
@@ -55,88 +55,88 @@ class EngineFleet:
             max_workers=len(self.engines),
             idle_seconds=0.0,
         )
-        """By their numbers; those that serve are up. Whoever samples takes one."""
+        """Engines by number; those that serve are up. A rollout acquires one."""
         self._fewest = min(config.fewest, len(self.engines))
         self._max_failures = config.max_failures
         self._watched = MonitoredWorkers(self.workers, up=self._bring_up, end=self._renew, restart=self._renew)
         self._processes: dict[int, EngineProcess] = {}
-        """The last process of each engine that was started."""
+        """The last known process of each engine."""
         self._failures = [0] * len(self.engines)
         self._weights: ray.ObjectRef[Any] | None = None
         self._holds: dict[int, ray.ObjectRef[Any]] = {}
-        """The weights that each engine's process has."""
+        """The weights that each engine's process has loaded."""
         self._updating = [asyncio.Lock() for _ in self.engines]
         self._proof: Proof | None = None
         self._proven: dict[int, Any] = {}
-        """What the proof gave, by engine."""
+        """Results of the proof, by engine."""
         self._loading: set[int] = set()
         self._asleep = False
         self._changed = asyncio.Event()
         self._failed: asyncio.Future[None] | None = None
 
     async def start(self) -> None:
-        """Return once the fewest engines serve and no other that has a place is still loading.
+        """Return once the minimum number of engines serve and no other one is still loading.
 
-        From then on engines that come, or come anew, are set up as they do.
+        Engines that start or restart later are set up in the background.
 
         Raises:
             EngineError: the model cannot be loaded.
         """
         self._failed = asyncio.get_running_loop().create_future()
-        # Its error counts as read even if nobody waits for it: calls to a lost engine raise one of their own.
+        # Mark its exception as retrieved: calls to a lost engine raise their own errors.
         self._failed.add_done_callback(lambda failed: failed.cancelled() or failed.exception())
         self._watched.open()
         await self._until(lambda: self.workers.up >= self._fewest and not self._loading)
 
     async def load(self, update: ray.ObjectRef[Any]) -> None:
-        """Switch the engines that are up to a weight update, and return once the fewest have it.
+        """Load a weight update into the engines that are up, and return once the minimum number has it.
 
-        The reference must outlive its maker, for engines that come later.
+        The driver must own the reference, because engines that start later load it, too.
 
         Raises:
             EngineError: an engine refuses it, or is lost for good.
         """
-        # Remembered first: an engine that is set up meanwhile ends with it.
+        # Set first, so that engines that are being set up load it, too.
         self._weights, self._proof, self._proven = update, None, {}
         await self._each_up(self._update)
 
     async def prove(self, proof: Callable[[Scorer], Awaitable[ProofT]]) -> list[ProofT]:
-        """Ask a proof of every engine that is up, and until the next `load` of each that comes, before it serves.
+        """Run a proof on every engine that is up and, until the next `load`, on each that starts, before it serves.
 
-        Returns: what it gave; of the fewest engines at least.
-        Raises: what the proof raises; EngineError when an engine is lost for good.
+        Returns: the results, of at least the minimum number of engines.
+        Raises: what the proof raises; EngineError if an engine is lost for good.
         """
         self._proof, self._proven = proof, {}
         await self._each_up(self._prove)
         return list(self._proven.values())
 
     async def sleep(self) -> None:
-        """Return once every engine has given its GPU away (`engine.colocate`); requests that come wait for `wake`.
+        """Return once every engine has freed its GPU (`engine.colocate`); new requests wait for `wake`.
 
         Raises:
             EngineError: an engine is lost for good, or cannot sleep.
         """
-        # Remembered first: an engine that is replaced meanwhile is put to sleep as well.
+        # Set first, so that a replaced engine is put to sleep as well.
         self._asleep = True
         await self._each("sleep")
 
     async def wake(self) -> None:
-        """Return once every engine serves again; raises EngineError when one is lost for good."""
+        """Return once every engine serves again. Raises: EngineError if one is lost for good."""
         self._asleep = False
         await self._each("wake")
 
     async def failure(self) -> None:
-        """Wait until an engine is lost for good, or cannot be used.
+        """Wait until an engine fails for good.
 
         Raises:
-            EngineError: then.
-            CanaryFailed: it came with other weights.
+            EngineError: an engine is lost for good.
+            CanaryFailed: an engine started with other weights.
         """
         assert self._failed is not None
         await asyncio.shield(self._failed)
 
     async def statistics(self) -> Mapping[int, EngineStatistics]:
-        """What each engine that is up does at this moment, but for those that cannot be asked now."""
+        """Statistics of the engines that are up and answer in time, by number."""
 
         async def ask(index: int) -> tuple[int, EngineStatistics | None]:
             try:
@@ -150,12 +150,12 @@ class EngineFleet:
         return {index: found for index, found in every if found is not None}
 
     async def stop(self) -> None:
-        """Set up no engine any more, and end them."""
+        """End all engines."""
         self._watched.close()
         there = {place.worker for place in self._places_up()}
         for index, engine in enumerate(self.engines):
             if index not in there:
-                # It loads, and would answer late, or has no place; its processes end with it.
+                # It is loading or has no node, and would answer late; its processes end with it.
                 ray.kill(engine)
         await asyncio.gather(*(self.engines[index].stop.remote() for index in there))
 
@@ -169,20 +169,20 @@ class EngineFleet:
             raise _lost(error) from None
 
     async def _each_up(self, work: Callable[[int], Awaitable[None]]) -> None:
-        """Do ``work`` with every engine that is up; one that is lost meanwhile does it when it is set up again."""
+        """Do ``work`` for every engine that is up; for an engine that is lost meanwhile, `_bring_up` does it."""
 
         async def unless_away(place: PooledWorker[int]) -> None:
             try:
                 await work(place.worker)
             except AWAY as error:
-                log.warning("engine %d is away: %s", place.worker, first_line(error))
+                log.warning("engine %d is unavailable: %s", place.worker, first_line(error))
                 self.workers.mark_down(place)
 
         await asyncio.gather(*(unless_away(place) for place in self._places_up()))
         await self._until(lambda: self.workers.up >= self._fewest)
 
     async def _until(self, true: Callable[[], bool]) -> None:
-        """Wait until something is so. Raises: EngineError: an engine is lost for good."""
+        """Wait until a condition is true. Raises: EngineError: an engine is lost for good."""
         assert self._failed is not None
         while not true():
             self._changed.clear()
@@ -194,7 +194,7 @@ class EngineFleet:
                 self._failed.result()
 
     async def _update(self, index: int) -> None:
-        """Bring an engine the current weights."""
+        """Load the current weights into an engine."""
         async with self._updating[index]:
             while (weights := self._weights) is not None and self._holds.get(index) is not weights:
                 await self.engines[index].load.remote(weights)
@@ -207,11 +207,11 @@ class EngineFleet:
                 self._proven[index] = proven
 
     async def _bring_up(self, index: int) -> None:
-        """Return at once if an engine serves with the current weights, else once it does.
+        """Return once an engine serves with the current weights.
 
         Raises:
-            WorkerUnavailable: it cannot be asked now.
-            WorkerLost: it is lost for good, and with it the run.
+            WorkerUnavailable: it does not answer now.
+            WorkerLost: it is lost for good, which fails the run.
         """
         try:
             await self._bring_up_unless_away(index)
@@ -251,14 +251,14 @@ class EngineFleet:
         finally:
             self._loading.discard(index)
             self._tell()
-        # Sent before any later update, which is sent to an engine that is up and waited for.
+        # Not awaited: it is sent before any later update.
         engine.serve.remote()
 
     async def _count(self, index: int, before: EngineProcess) -> None:
-        """Take note of an engine's new process; its old one has failed if its node is still there."""
+        """Count the replacement of an engine's process, which is a failure if the node is still alive."""
         self.replaced += 1
         gone = await asyncio.to_thread(_is_gone, before.node)
-        log.warning("engine %d has a new process: %s", index, "its node is gone" if gone else "the old one died")
+        log.warning("engine %d has a new process: %s", index, "its node was lost" if gone else "the old one died")
         if gone:
             return
         self._failures[index] += 1
@@ -266,7 +266,7 @@ class EngineFleet:
             raise EngineError(_too_often(f"engine {index}, {self._failures[index]} times"))
 
     def _tell(self) -> None:
-        # In the next turn of the loop: the engine is noted as up in this one.
+        # Later in the event loop: the engine is marked as up right after this.
         asyncio.get_running_loop().call_soon(self._changed.set)
 
     def _renew(self, index: int) -> None:

@@ -1,4 +1,4 @@
-"""Checks whether an engine can load a model directory, without importing vLLM, and loads its tokenizer."""
+"""Checks, without vLLM, whether an engine can load a model directory; loads tokenizers."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from typing import Any
 from draco_ray.errors import ConfigError, EngineError
 
 TEMPLATES = Path(__file__).with_name("templates")
-"""Chat templates that come with this package, for `model.chat_template`."""
+"""Folder of this package's chat templates, for `model.chat_template`."""
 
 PLAIN = ("TokenizersBackend", "PreTrainedTokenizerFast")
-"""Names of the class that is nothing but its tokenizer.json, in this version of transformers and in earlier ones."""
+"""transformers' names, current and earlier, of the tokenizer class that consists of a tokenizer.json only."""
 
 
 def load_tokenizer(path: str, chat_template: str | None = None) -> Any:
-    """Load what `transformers.AutoTokenizer` would, with another chat template if one is named.
+    """Load a tokenizer as `transformers.AutoTokenizer` does, optionally with another chat template.
 
-    A plain one is loaded by its own class: AutoTokenizer imports PyTorch, which takes seconds and 350 MiB.
+    Plain tokenizers are loaded without AutoTokenizer, which imports PyTorch: seconds and 350 MiB.
 
     Args:
         path: a model directory, or a name on the model hub.
@@ -34,7 +34,7 @@ def load_tokenizer(path: str, chat_template: str | None = None) -> Any:
 
 
 def chat_template_text(value: str) -> str:
-    """The template that `model.chat_template` names: one of `TEMPLATES`, a file, or the template itself.
+    """The text of `model.chat_template`, which is a name in `TEMPLATES`, a file, or the template itself.
 
     Raises: ConfigError.
     """
@@ -76,11 +76,13 @@ HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 
 
 def check_model_directory(path: str | Path, chat_template: str | None = None) -> None:
-    """Check that ``path`` holds configuration, weights, tokenizer and chat template of a model vLLM knows; no template
-    is needed where `model.chat_template` says one.
+    """Check that ``path`` holds configuration, weights, tokenizer and chat template of a model that vLLM supports.
 
-    A name that is no directory but could be one on the model hub passes: only a download can tell.
+    Names of the model hub pass without a check.
 
+    Args:
+        path: `model.path`.
+        chat_template: `model.chat_template`; if set, the directory needs none.
     Raises: EngineError, one line: what is missing, where, what was expected and what to do.
     """
     directory = Path(path).expanduser()
@@ -173,7 +175,7 @@ def _read_json(directory: Path, name: str, meaning: str) -> dict[str, Any]:
 
 
 def _registry_text() -> str:
-    """Source of vLLM's table of models: reading it is instant, importing it takes seconds. Empty if not installed."""
+    """Source code of vLLM's model registry, whose import would take seconds; empty if vLLM is not installed."""
     found = importlib.util.find_spec("vllm")
     for root in (found.submodule_search_locations if found else None) or ():
         registry = Path(root) / "model_executor" / "models" / "registry.py"

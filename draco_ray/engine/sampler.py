@@ -1,4 +1,4 @@
-"""What the agent loop sees of an engine: samples and statistics."""
+"""The interface of an engine for the agent loop: samples and statistics."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True, kw_only=True)
 class EngineStatistics:
-    """Figures of one engine process: the first three as of now, the others since it was started."""
+    """Statistics of one engine process: the first three are current values, the others count since its start."""
 
     running: int = 0
     """Requests in the batch."""
     waiting: int = 0
-    """Requests that wait for a place in it."""
+    """Requests that wait to enter the batch."""
     kv_cache: float = 0.0
-    """Share of the KV cache that is taken."""
+    """Share of the KV cache that is in use."""
     sampled_tokens: int = 0
     prompt_tokens: int = 0
-    """Of prompts, those that the prefix cache had included."""
+    """Tokens of prompts, including those from the prefix cache."""
     preemptions: int = 0
-    """Requests that lost their place to others for want of KV cache, and are computed anew."""
+    """Requests that were preempted for lack of KV cache, and recomputed."""
     iterations: int = 0
-    """That vLLM has reported: none while requests wait is an engine that stands still."""
+    """Iterations that vLLM has reported; if none come while requests wait, the engine has stalled."""
 
     def take(self, scheduler: Any, iteration: Any) -> None:
-        """Take in ``SchedulerStats`` and ``IterationStats`` of one iteration; either may be None."""
+        """Add vLLM's ``SchedulerStats`` and ``IterationStats`` of one iteration; either may be None."""
         if scheduler is not None:
             self.running, self.waiting = scheduler.num_running_reqs, scheduler.num_waiting_reqs
             self.kv_cache = scheduler.kv_cache_usage
@@ -41,11 +41,11 @@ class EngineStatistics:
 
 
 def collector(into: EngineStatistics) -> type:
-    """A class for vLLM's ``stat_loggers`` whose one instance fills ``into``."""
+    """A class for vLLM's ``stat_loggers`` that adds to ``into``."""
     from vllm.v1.metrics.loggers import PrometheusStatLogger
 
     class Collector(PrometheusStatLogger):
-        """Stands where vLLM would keep 40 Prometheus metrics of its own, which nobody scrapes in an actor."""
+        """Replaces vLLM's 40 Prometheus metrics, which nobody scrapes in an actor."""
 
         def __init__(self, vllm_config: Any, engine_indexes: list[int] | None = None) -> None:
             self._told = False
@@ -57,7 +57,7 @@ def collector(into: EngineStatistics) -> type:
             try:
                 into.take(scheduler_stats, iteration_stats)
             except Exception:
-                # Raised here it would end the engine. vLLM may rename what it counts.
+                # An error here would kill the engine, and vLLM may rename its statistics.
                 if not self._told:
                     log.exception("vLLM's statistics cannot be read")
                 self._told = True
@@ -75,7 +75,7 @@ def collector(into: EngineStatistics) -> type:
 
 
 def growth(before: EngineStatistics, now: EngineStatistics, name: str) -> int:
-    """By how much a count has grown; an engine that was replaced counts from zero."""
+    """The increase of a counter; a replaced engine counts from zero again."""
     assert name in {field.name for field in fields(EngineStatistics)}
     old, new = getattr(before, name), getattr(now, name)
     return int(new - old if new >= old else new)
@@ -83,14 +83,14 @@ def growth(before: EngineStatistics, now: EngineStatistics, name: str) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """One sampled continuation: token-out."""
+    """One sampled continuation."""
 
     token_ids: list[int]
-    """What was sampled, the end-of-turn token included when it was reached."""
+    """Sampled token ids, including the end-of-turn token if it was sampled."""
     logprobs: list[float]
     """Natural-log probability of each sampled token under the sampling policy."""
     finish_reason: str
-    """``stop`` when the end-of-turn token was sampled, ``length`` when the limit cut it."""
+    """``stop`` if the end-of-turn token was sampled, ``length`` if a limit was reached."""
     policy_version: int
 
 
@@ -107,9 +107,9 @@ class Sampler(Protocol):
         ...
 
     async def read_calls(self, text: str, tools: str, *, parser: str | None, thinking: bool) -> ToolUse | None:
-        """What a turn asks for (`draco_ray.engine.tool_calls.ToolCallReader.read`).
+        """Parse the tool calls of a turn (`draco_ray.engine.tool_calls.ToolCallReader.read`).
 
-        It is read where vLLM is loaded anyway: its parsers take ten seconds and 600 MiB to import.
+        This runs in the engine's process, because vLLM's parsers take ten seconds and 600 MiB to import.
 
         Args:
             text: the turn as sampled.

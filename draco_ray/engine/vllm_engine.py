@@ -1,4 +1,4 @@
-"""The policy engine: vLLM's `AsyncLLM`, token-in and token-out, with a LoRA adapter that changes while it runs."""
+"""The policy engine: vLLM's `AsyncLLM`, token-in and token-out, with a LoRA adapter that can be replaced."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import difflib
 import gc
 import itertools
 import os
+import shutil
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -23,11 +24,11 @@ from draco_ray.config.machine import thread_environment
 from draco_ray.config.schema import EngineConfig, ModelConfig
 from draco_ray.engine.adapter_files import AdapterFiles
 from draco_ray.engine.chat import ChatTokens
+from draco_ray.engine.model_config import engine_targets
 from draco_ray.engine.model_directory import architectures, check_model_directory, is_local, load_tokenizer
-from draco_ray.engine.model_shape import engine_targets
 from draco_ray.engine.sampler import EngineStatistics, Sample, collector
 from draco_ray.errors import EngineError
-from draco_ray.extras import naming_extras, uncollected
+from draco_ray.extras import naming_extras
 from draco_ray.records import Adapter, WeightUpdate
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
 
 
 class RequestGate:
-    """Counts the requests under way; while it is shut, new ones wait in the order they came."""
+    """Counts the running requests; while it is closed, new ones wait in order of arrival."""
 
     def __init__(self) -> None:
         self._open = asyncio.Event()
@@ -46,8 +47,8 @@ class RequestGate:
 
     @asynccontextmanager
     async def request(self) -> AsyncIterator[None]:
-        """Count a request as under way inside the block; entering waits while the gate is shut."""
-        # Whoever was let out may find it shut again.
+        """Count the block as a running request; waits while the gate is closed."""
+        # The gate may have closed again: check once more.
         while not self._open.is_set():
             await self._open.wait()
         self._under_way += 1
@@ -60,7 +61,7 @@ class RequestGate:
                 self._idle.set()
 
     async def shut(self) -> None:
-        """Hold new requests, and return once those under way have ended; open again if this is cancelled."""
+        """Hold new requests, and return once running ones have ended; opens again if cancelled."""
         self._open.clear()
         try:
             await self._idle.wait()
@@ -69,20 +70,20 @@ class RequestGate:
             raise
 
     def open(self) -> None:
-        """Let in what waits, and what comes."""
+        """Admit waiting and new requests."""
         self._open.set()
 
 
 GIB = 1 << 30
 CPU_KV_CACHE_GIB = 1.0
-"""KV cache of a CPU engine whose configuration names none; vLLM itself would take most of the machine's memory."""
+"""Default KV cache of a CPU engine; vLLM itself would take most of the machine's memory."""
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""What vLLM allocates room for; an adapter takes the next one up."""
+"""Ranks that vLLM allocates; an adapter's rank is rounded up to the next one."""
 LIVE_ADAPTERS = 2
-"""Adapter versions that may generate side by side: the current one, and one that unfinished requests started with;
-more where ``train.staleness`` lets a request outlast several syncs."""
+"""Minimum number of adapter versions in use at a time: the current one, and the one that running requests began with.
+With ``train.staleness`` a request may outlast several syncs."""
 SLEEP_LEVEL = 1
-"""vLLM's: base weights and adapters go to host memory and come back; level 2 would drop them."""
+"""vLLM's sleep level 1 moves base weights and adapters to host memory; level 2 would discard them."""
 SOCKET_BYTES = 107
 """Maximum length of a Unix socket path, in bytes."""
 SOCKET_NAME_BYTES = 36
@@ -90,13 +91,13 @@ SOCKET_NAME_BYTES = 36
 
 
 def live_adapters(staleness: int) -> int:
-    """Adapter versions that may generate side by side with this ``train.staleness``."""
+    """Number of adapter versions that may be in use at a time with this ``train.staleness``."""
     return max(LIVE_ADAPTERS, 1 + staleness)
 
 
 @dataclass(slots=True)
 class _Version:
-    """An adapter version inside the engine, and how many requests generate with it."""
+    """An adapter version in the engine, and the number of requests that use it."""
 
     number: int
     request: Any
@@ -105,7 +106,7 @@ class _Version:
 
 
 class VllmEngine:
-    """One vLLM engine: a front end in this process and an engine core in a child process that dies with it.
+    """One vLLM engine: a front end in this process, and an engine core in a child process that ends with it.
 
     A `draco_ray.engine.sampler.Sampler`. Before the first adapter is loaded it samples from the base model, as
     version 0.
@@ -120,21 +121,18 @@ class VllmEngine:
         lora_rank: int,
         seed: int,
         name: str,
-        run_name: str,
         use_adapter: bool = True,
         live_adapters: int = LIVE_ADAPTERS,
     ) -> None:
         """Remember the settings; `start` does the work.
 
         Args:
-            max_model_len: longest sequence, prompt and continuation, tokens.
-            lora_rank: of the adapters that will come.
-            seed: of requests that bring none.
+            max_model_len: maximum length of a sequence, prompt and continuation, in tokens.
+            lora_rank: maximum rank of the adapters.
+            seed: for requests without their own.
             name: identity of this engine in the run, recorded with every trajectory.
-            run_name: adapters are written below ``<engine.adapter_directory>/<run name>/<engine name>``; vLLM's sockets
-                lie there, too.
-            use_adapter: False gives an engine of the base model alone, without the cost of LoRA.
-            live_adapters: adapter versions that may generate side by side; requests of further ones wait.
+            use_adapter: False: only the base model, without the cost of LoRA.
+            live_adapters: maximum number of adapter versions in use at a time; requests with others wait.
         """
         self._config = config
         self._model = model
@@ -143,7 +141,7 @@ class VllmEngine:
         self._seed = seed
         self._name = name
         self._use_adapter, self._live_adapters = use_adapter, live_adapters
-        self._files = AdapterFiles(config.adapter_directory, run_name, name)
+        self._files = AdapterFiles(config.adapter_directory)
         self._architectures: tuple[str, ...] = ()
         self._stop_ids: list[int] = []
         self._llm: AsyncLLM | None = None
@@ -155,7 +153,7 @@ class VllmEngine:
         self._gate = RequestGate()
         self._asleep = False
         self.statistics = EngineStatistics()
-        """Of this process; filled as the engine goes."""
+        """Of this process; updated continuously."""
 
     @property
     def name(self) -> str:
@@ -164,12 +162,12 @@ class VllmEngine:
 
     @property
     def dead(self) -> bool:
-        """Whether the engine core has ended unexpectedly; this engine then serves no more."""
+        """Whether the engine core has died."""
         return self._llm is not None and bool(self._llm.errored)
 
     @property
     def policy_version(self) -> int:
-        """Version that a request starting now samples from."""
+        """Adapter version of new requests."""
         return self._current.number if self._current else 0
 
     async def start(self) -> None:
@@ -179,8 +177,8 @@ class VllmEngine:
         """
         check_model_directory(self._model.path, self._model.chat_template)
         self._architectures = architectures(self._model.path)
-        self._files.claim()
-        # Importing vLLM and waiting for its core takes seconds: not in the event loop.
+        self._files.open()
+        # In a thread, because importing vLLM and starting its core takes seconds.
         try:
             await asyncio.to_thread(self._launch)
         except BaseException:
@@ -197,22 +195,21 @@ class VllmEngine:
         stop_at: int | None = None,
         schema: Mapping[str, Any] | None = None,
     ) -> Sample:
-        """Continue ``token_ids`` by at most ``max_tokens`` tokens with the adapter that is current now.
+        """Continue ``token_ids`` by at most ``max_tokens`` tokens with the current adapter.
 
-        A swap during generation does not touch it: it ends with the version it began with, and says so.
+        A request keeps the adapter version that it began with.
 
         Args:
-            token_ids: the whole sequence so far; what an earlier call left in the prefix cache is not computed again.
-            max_tokens: at least 1; generation also ends where the sequence reaches the model's length.
-            seed: makes the draw repeatable for equal log-probs.
-            temperature: instead of the configured one, for requests that are not rollouts.
-            stop_at: a further token that ends generation, itself included in what is returned.
-            schema: JSON schema that the text is held to.
-        Returns: the sampled tokens, the end-of-turn token included, with their log-probs under the model as it is:
-            temperature 1, nothing cut off. That is what the learner recomputes. It is the distribution sampled from
-            only with the default sampling parameters; another temperature, top_p or top_k makes samples that are
-            off-policy by exactly that much.
-        Raises: EngineError when the prompt leaves no room or the engine core has died.
+            token_ids: the whole sequence so far.
+            max_tokens: at least 1; generation also ends at ``max_model_len``.
+            seed: makes sampling reproducible for equal log-probs.
+            temperature: replaces the configured one, for requests that are not rollouts.
+            stop_at: another token id that ends generation; it is part of the result.
+            schema: JSON schema that constrains the text.
+        Returns: the sampled tokens, including the end-of-turn token, with their log-probs at temperature 1 without
+            truncation, as the learner recomputes them. With another temperature, top_p or top_k the samples are
+            off-policy by the difference.
+        Raises: EngineError if the prompt leaves no room or the engine core has died.
         """
         if not token_ids:
             raise EngineError(f"engine {self._name}: prompt is empty; expected at least one token")
@@ -250,11 +247,11 @@ class VllmEngine:
         )
 
     async def logprobs(self, token_ids: list[int], *, adapter: bool) -> list[float]:
-        """Log-prob of each of ``token_ids[1:]`` given what precedes it, at temperature 1, nats.
+        """Log-prob of each of ``token_ids[1:]`` given the tokens before it, at temperature 1, nats.
 
         Args:
-            token_ids: at least 2 tokens, fewer than the engine's length.
-            adapter: with the current adapter, or with the base model alone.
+            token_ids: at least 2 tokens, fewer than ``max_model_len``.
+            adapter: use the current adapter, or only the base model.
         Raises: EngineError.
         """
         if not 2 <= len(token_ids) < self._max_model_len:
@@ -265,7 +262,7 @@ class VllmEngine:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        # Log-probs of prompt tokens are computed anew: vLLM does not read the prefix cache for such a request.
+        # vLLM does not use the prefix cache for requests with prompt log-probs.
         parameters = SamplingParams(
             temperature=0.0,
             max_tokens=1,
@@ -280,10 +277,7 @@ class VllmEngine:
         return list(output.prompt_logprobs.logprobs)
 
     async def load(self, update: WeightUpdate) -> float:
-        """Make the weights of ``update`` what new requests sample from; returns seconds.
-
-        Raises: EngineError when it cannot take them.
-        """
+        """Load ``update`` for new requests; returns seconds. Raises: EngineError."""
         match update:
             case Adapter():
                 return await self.load_adapter(update)
@@ -292,11 +286,10 @@ class VllmEngine:
         )
 
     async def load_adapter(self, adapter: Adapter) -> float:
-        """Make ``adapter`` what new requests sample from, without a restart; returns seconds.
+        """Load ``adapter`` for new requests; returns seconds.
 
-        vLLM gets every version under an id, a name and a path of its own. Requests under way keep the weights they
-        began with, and no version finds another's keys and values in the prefix cache. With ``engine.sync: drain`` it
-        waits for those requests first, and holds new ones until the adapter is live.
+        Every version has its own id, name and path in vLLM, so that running requests keep the weights they began with,
+        and no version finds another's keys and values in the prefix cache.
 
         Raises: EngineError when vLLM refuses it (rank too high, modules the model does not have).
         """
@@ -311,11 +304,10 @@ class VllmEngine:
             number = next(self._adapter_ids)
             request = LoRARequest(f"draco-adapter-{number}", number, str(path))
             try:
-                async with self._drained():
-                    await llm.add_lora(request)
-                    previous, self._current = self._current, _Version(adapter.version, request, path)
+                await llm.add_lora(request)
+                previous, self._current = self._current, _Version(adapter.version, request, path)
             except Exception as error:
-                self._files.discard(path)
+                shutil.rmtree(path, ignore_errors=True)
                 self._raise_if_dead(llm, error)
                 raise EngineError(
                     f"engine {self._name}: adapter version {adapter.version} cannot be loaded: {_first_line(error)}; "
@@ -326,9 +318,9 @@ class VllmEngine:
         return time.perf_counter() - began
 
     async def sleep(self) -> None:
-        """Give the GPU away: end what is under way, move the base weights to host memory, drop the KV cache.
+        """Free the GPU: finish running requests, move the base weights to host memory, drop the KV cache.
 
-        Requests that come wait for `wake`. Safe to call again.
+        New requests wait for `wake`. Safe to call again.
 
         Raises: EngineError unless it was started with ``engine.colocate``.
         """
@@ -348,7 +340,7 @@ class VllmEngine:
             self._asleep = True
 
     async def wake(self) -> None:
-        """Take the GPU back, and serve what has waited. Safe to call again."""
+        """Load the weights back to the GPU and admit waiting requests. Safe to call again."""
         async with self._swap:
             if not self._asleep:
                 return
@@ -372,22 +364,22 @@ class VllmEngine:
         llm, self._llm, self._current = self._llm, None, None
         if llm is None:
             return
-        # What waits finds no engine.
+        # Waiting requests then fail.
         self._asleep = False
         self._gate.open()
         with contextlib.suppress(Exception):  # The core may be dead already.
             await llm.abort(list(self._unfinished))
-        # The core holds nothing worth seconds of orderly teardown. In this thread, so that vLLM's output handler does
-        # not find it dead and report that at length before it is cancelled.
+        # Without a timeout, because the core has nothing to save. In this thread, so that vLLM's output handler is
+        # cancelled before it notices and reports the end of the core.
         llm.shutdown(timeout=0)
         self._files.remove()
-        # vLLM's front end is part of a reference cycle, with a finalizer that fails if it runs at interpreter exit.
+        # vLLM's front end is in a reference cycle, and its finalizer fails at interpreter exit.
         del llm
         await asyncio.sleep(0)
         gc.collect()
 
     async def _generate(self, token_ids: list[int], parameters: Any, version: _Version | None) -> Any:
-        """Run one request to its end and return vLLM's only output for it."""
+        """Run one request and return vLLM's final output."""
         from vllm.inputs.engine import tokens_input
 
         llm = self._running()
@@ -414,25 +406,13 @@ class VllmEngine:
             raise EngineError(f"engine {self._name}: stopped before the request was finished")
         return output
 
-    @contextlib.asynccontextmanager
-    async def _drained(self) -> AsyncIterator[None]:
-        """Hold requests back inside the block, where ``engine.sync`` says so."""
-        if self._config.sync == "serve":
-            yield
-            return
-        await self._gate.shut()
-        try:
-            yield
-        finally:
-            self._gate.open()
-
     def _awake(self) -> AsyncLLM:
         if self._asleep:
             raise EngineError(f"engine {self._name}: asleep; expected wake() before an adapter is loaded")
         return self._running()
 
     def _check_vocabulary(self, token_ids: list[int]) -> None:
-        """Refuse tokens that the model does not have: without a tokenizer vLLM does not look, and its core dies."""
+        """Refuse token ids outside the vocabulary, which vLLM does not check and which kill its core."""
         words = self._running().model_config.get_vocab_size()
         strange = next((token for token in token_ids if not 0 <= token < words), None)
         if strange is not None:
@@ -442,9 +422,9 @@ class VllmEngine:
             )
 
     def _retire(self, version: _Version) -> None:
-        """Remove a version's files once nothing will ask vLLM for them again."""
+        """Remove a version's files once it is neither current nor in use."""
         if version is not self._current and version.users == 0:
-            self._files.discard(version.path)
+            shutil.rmtree(version.path, ignore_errors=True)
 
     def _raise_if_dead(self, llm: AsyncLLM, error: Exception) -> None:
         if llm.errored:
@@ -462,14 +442,14 @@ class VllmEngine:
         """Import vLLM, start the engine core and wait until it serves. Blocks for seconds."""
         sockets = socket_environment(self._files.directory)
         with _environment(vllm_environment(self._config, self._model) | sockets):
-            with naming_extras(), uncollected():
+            with naming_extras():
                 import vllm.v1.engine.async_llm  # noqa: F401  # Nearly all that will be imported.
                 from vllm.platforms import current_platform
 
             self._check_platform(current_platform.is_cpu())
             self._stop_ids = _end_of_turn_ids(self._model)
             try:
-                # Not returned: the pool's thread would hold on to it after `stop`.
+                # Not returned: the thread pool would keep a reference to it after `stop`.
                 self._llm = self._construct(current_platform.is_cpu())
             except EngineError:
                 raise
@@ -486,21 +466,21 @@ class VllmEngine:
         from vllm.v1.engine.async_llm import AsyncLLM
 
         self._check_arguments([field.name for field in dataclasses.fields(AsyncEngineArgs)])
-        # A copy: vLLM writes into what is nested.
+        # A deep copy, because vLLM changes nested values.
         engine_args = AsyncEngineArgs(**self._arguments(cpu) | copy.deepcopy(self._config.vllm))
         if cpu and engine_args.create_model_config().is_hybrid:
-            # The prefix cache of a model with recurrent layers needs prompts computed in parts.
+            # For models with recurrent layers, the prefix cache needs chunked prefill.
             engine_args.enable_prefix_caching = False
-        # As vLLM sizes the parts of long prompts where nobody waits for the first token of an answer.
+        # vLLM's offline defaults for chunked prefill: nobody waits for the first token.
         vllm_config = engine_args.create_engine_config(usage_context=UsageContext.LLM_CLASS)
-        # For a model from the hub the architectures are known only now.
+        # For a hub model the architectures are known only now.
         self._architectures = tuple(vllm_config.model_config.architectures)
-        # Those loggers alone: vLLM's own print lines.
+        # Only this logger: vLLM's own ones print.
         loggers = [collector(self.statistics)]
         return AsyncLLM.from_vllm_config(vllm_config, stat_loggers=loggers, disable_log_stats=True)
 
     def _check_arguments(self, known: Sequence[str]) -> None:
-        """Refuse a name in ``engine.vllm`` that vLLM does not have."""
+        """Refuse unknown names in ``engine.vllm``. Raises: EngineError."""
         for name in self._config.vllm:
             if name not in known:
                 close = difflib.get_close_matches(name, known, n=3)
@@ -508,7 +488,7 @@ class VllmEngine:
                 raise EngineError(f"engine {self._name}: engine.vllm.{name}: vLLM has no such argument; {hint}")
 
     def _arguments(self, cpu: bool) -> dict[str, Any]:
-        """What vLLM is told beside ``engine.vllm``."""
+        """vLLM's arguments, without those of ``engine.vllm``."""
         from draco_ray.engine.executor import AttachedExecutor, AttachedMultiprocExecutor
 
         config = self._config
@@ -518,7 +498,7 @@ class VllmEngine:
             "seed": self._seed,
             "max_model_len": self._max_model_len,
             "max_num_seqs": config.max_num_seqs,
-            # Nothing is compiled on CPU: with LoRA vLLM cannot, and without it the wait is longer than a run.
+            # No compilation on CPUs: vLLM cannot with LoRA, and without LoRA it takes longer than a run.
             "enforce_eager": cpu or config.enforce_eager,
             "enable_prefix_caching": True,
             "tensor_parallel_size": config.tensor_parallel,
@@ -539,8 +519,8 @@ class VllmEngine:
             arguments |= {
                 "worker_cls": "draco_ray.engine.cpu_lora.CpuWorker",
                 "kv_cache_memory_bytes": int((config.kv_cache_gib or CPU_KV_CACHE_GIB) * GIB),
-                # A prompt computed in parts makes vLLM 0.32 rewind the generator of a seeded request, which its CPU
-                # generators cannot do: the engine core dies. Whole prompts only, so a batch must hold the longest.
+                # With chunked prefill vLLM 0.32 rewinds the generator of a seeded request, which CPU generators cannot
+                # do: the engine core dies. Without it, a batch must hold the longest prompt.
                 "enable_chunked_prefill": False,
                 "max_num_batched_tokens": max(8192, self._max_model_len),
             }
@@ -565,7 +545,7 @@ class VllmEngine:
 
 
 def vllm_environment(config: EngineConfig, model: ModelConfig) -> dict[str, str]:
-    """Environment variables that vLLM is imported and its core process starts under."""
+    """Environment variables for importing vLLM and starting its core process."""
     settings = {
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "ERROR"),
@@ -578,9 +558,9 @@ def vllm_environment(config: EngineConfig, model: ModelConfig) -> dict[str, str]
 
 
 def socket_environment(folder: Path) -> dict[str, str]:
-    """Let vLLM's sockets lie in ``folder``: processes that are killed leave them behind.
+    """Environment variable that puts vLLM's sockets, which killed processes leave behind, into ``folder``.
 
-    Where their paths would be too long, or somebody has said where they are to be, nothing is changed.
+    Returns: nothing if the paths would be too long, or the user has set the variable.
     """
     folder = folder.absolute()
     fits = len(os.fsencode(folder)) + 1 + SOCKET_NAME_BYTES <= SOCKET_BYTES
@@ -588,10 +568,10 @@ def socket_environment(folder: Path) -> dict[str, str]:
 
 
 def hardware_environment(config: EngineConfig) -> dict[str, str]:
-    """Environment variables of a vLLM process for what it runs on, whoever starts it."""
+    """Environment variables of a vLLM process that depend on its hardware."""
     if config.gpus_per_engine > 0:
-        # vLLM would compile FlashInfer's top-p and top-k kernels at the first start on a machine: a minute and a half,
-        # and where nvcc or ninja are not on the PATH the engine core dies of it. It has others.
+        # vLLM would compile FlashInfer's top-p and top-k kernels at the first start on a machine, which takes 90
+        # seconds and kills the engine core if nvcc or ninja is missing. It has other kernels.
         name = "VLLM_USE_FLASHINFER_SAMPLER"
         return {name: os.environ.get(name, "0")}
     return cpu_environment(config)
@@ -601,23 +581,22 @@ def cpu_environment(config: EngineConfig) -> dict[str, str]:
     """Environment variables of a vLLM process without a GPU."""
     return {
         **thread_environment(config.cpus_per_engine / config.tensor_parallel),
-        # vLLM gives each tensor-parallel rank a NUMA node of its own, and starts none where there are too few.
+        # vLLM binds each tensor-parallel rank to its own NUMA node, and fails if there are too few.
         "VLLM_CPU_OMP_THREADS_BIND": os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "nobind"),
-        # All that is left to compile is a small function of the sampler, which would need a C++ compiler and cost
-        # seconds at the first request.
+        # Otherwise a small function of the sampler is compiled at the first request, which needs a C++ compiler.
         "TORCHDYNAMO_DISABLE": "1",
     }
 
 
 @contextlib.contextmanager
 def _environment(settings: dict[str, str]) -> Iterator[None]:
-    """Set variables for the child to inherit, and take back these and whatever vLLM set on its way."""
+    """Set environment variables inside the block; restores these and all that vLLM changes."""
     before = dict(os.environ)
     os.environ.update(settings)
     try:
         yield
     finally:
-        # Variable by variable: other threads read the environment meanwhile.
+        # One variable at a time, because other threads may read the environment.
         for name in os.environ.keys() - before.keys():
             del os.environ[name]
         os.environ.update({name: value for name, value in before.items() if os.environ.get(name) != value})
@@ -632,7 +611,7 @@ def _model_config(path: str) -> dict[str, Any]:
 
 
 def _end_of_turn_ids(model: ModelConfig) -> list[int]:
-    """Every token id that ends a turn: the model's and the tokenizer's end of sequence, and those of the chat template.
+    """All token ids that end a turn: end-of-sequence tokens of model and tokenizer, and those of the chat template.
 
     Raises: ConfigError where the template cannot be used.
     """
@@ -647,6 +626,6 @@ def _end_of_turn_ids(model: ModelConfig) -> list[int]:
 
 
 def _first_line(error: BaseException) -> str:
-    """The first line of an error's message that says something, or its type where there is none."""
+    """The first non-empty line of an error's message, or else its type."""
     text = error.errors()[0]["msg"] if isinstance(error, ValidationError) else str(error)
     return next((line.strip() for line in text.splitlines() if line.strip()), type(error).__name__)

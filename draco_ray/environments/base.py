@@ -24,7 +24,7 @@ ENVIRONMENTS = {
     "tasks": "draco_ray.environments.tasks:TasksEnvironment",
     "tau": "draco_ray.benchmarks.tau.environment:TauEnvironment",
     "tools": "draco_ray.environments.tools.environment:ToolsEnvironment",
-    "verifiers": "draco_ray.environments.verifiers.environment:VerifiersEnvironment",
+    "verifiers": "draco_ray.verifiers.environment:VerifiersEnvironment",
 }
 """The environments that ship, by the name that ``environment.use`` may give them."""
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from draco_ray.config.load import project_file
 from draco_ray.config.schema import LOCAL_PROVIDER, DracoConfig, JudgeConfig
-from draco_ray.engine.model_shape import PUBLIC_CONFIGS
+from draco_ray.engine.model_config import PUBLIC_CONFIGS
 from draco_ray.judging.labels import examples_of
 from draco_ray.judging.phases.credit import Credit
 from draco_ray.judging.phases.union import Union

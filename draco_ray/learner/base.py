@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -65,50 +64,43 @@ class UpdateMetrics:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Command:
-    """One order to all workers, carried out in the order of submission."""
+    """A command to all workers; commands run in the order of submission."""
 
     def combine(self, results: Sequence[Any]) -> Any:
-        """One answer from the workers' answers, by rank."""
+        """The command's result, from the workers' results by rank."""
         return results[0]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Accumulate(Command):
-    """Add the gradients of whole groups. Answers token counts and loss sums of what it computed, added over workers.
+    """Add the gradients of whole groups.
 
-    With a sharded base some samples may wait for those of later commands, at the latest for the update.
+    With a sharded base, samples may wait for those of later commands, at the latest until the update.
 
-    Before the first update of a training step the policy is the one that sampled them and the importance ratio is 1;
-    afterwards they must have been remembered.
+    Before the first update of a training step the importance ratio is 1, because the current policy sampled the
+    groups; after it, their old log-probs must have been computed with `Remember`.
     """
 
     groups: tuple[Any, ...]
     """References to lists of TrainingSample."""
 
-    def combine(self, results: Sequence[Any]) -> dict[str, float]:
-        """Sums over workers."""
-        return _added(results)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Remember(Command):
-    """Keep the old log-probs of groups of a later minibatch. Answers `samples`, how many there were."""
+    """Compute and keep the old log-probs of groups of a later minibatch."""
 
     groups: tuple[Any, ...]
-
-    def combine(self, results: Sequence[Any]) -> dict[str, float]:
-        """Sums over workers."""
-        return _added(results)
+    """References to lists of TrainingSample."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Update(Command):
-    """One optimizer step from the accumulated gradients. Answers UpdateMetrics."""
+    """One optimizer step from the accumulated gradients. Result: UpdateMetrics."""
 
     def combine(self, results: Sequence[UpdateMetrics]) -> UpdateMetrics:
-        """One worker's, which are over all workers, but for the extremes: these are each worker's own.
+        """The metrics, which are equal on all workers except for the extremes.
 
-        A quantile is the middle of a histogram bin, so it is clipped to the extremes.
+        Quantiles are midpoints of histogram bins, so they are clipped to the extremes.
         """
         first = results[0]
         low = min(result.engine_ratio_min for result in results)
@@ -125,21 +117,24 @@ class Update(Command):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Publish(Command):
-    """Answers a reference to the current Adapter, and ends the training step: what comes next is sampled with it."""
+    """End the training step. Result: a reference to the current Adapter, with which later groups are sampled."""
 
     version: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveCheckpoint(Command):
-    """Write a complete checkpoint, and end the training step. Work before it is never repeated, should a worker die."""
+    """End the training step. Result of the worker of rank 0: a Snapshot, which the log writes to ``directory``.
+
+    After the checkpoint is written, no earlier command is repeated when workers restart.
+    """
 
     directory: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenLogprobs(Command):
-    """Answers every token's log-prob given those before it, 0.0 for the first: the learner's side of the canary."""
+    """Result: each token's log-prob given the tokens before it, 0.0 for the first. For the canary."""
 
     token_ids: tuple[int, ...]
     adapter: bool
@@ -153,26 +148,19 @@ class Stop(Command):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failed:
-    """A worker's answer to a command it could not carry out, and would not on a second try either."""
+    """A worker's result for a command that failed and would fail again after a restart."""
 
     message: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
-    """Where a worker begins, fresh or after a failure."""
+    """Where workers start, at first or after a failure."""
 
     checkpoint: str | None
-    """Load this first; None: the untrained adapter."""
+    """Path of the checkpoint to load; None: the untrained adapter."""
     position: int
-    """First command to carry out."""
-
-
-def _added(results: Sequence[dict[str, float]]) -> dict[str, float]:
-    total: Counter[str] = Counter()
-    for result in results:
-        total.update(result)
-    return dict(total)
+    """Position of the first command to run."""
 
 
 LEARNERS = {"ray_lora": "draco_ray.learner.ray_lora:RayLoraLearner"}

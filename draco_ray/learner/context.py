@@ -1,9 +1,8 @@
-"""One row over several workers (Ulysses): each has a part of its tokens, and in attention a part of its heads.
+"""Context parallelism (Ulysses): workers share a micro-batch, each with a part of its tokens and of its heads.
 
-Everything in a decoder but attention and a delta net's convolution and states is of one token alone, and is computed
-where the token is. Around these two the workers exchange what they have: every worker gets all tokens of its own heads,
-runs the model's own code on them as if there were no others, and hands the result back. Where there are fewer heads
-than workers (of keys, or of a delta net's keys), each is sent to all that need it.
+Most of a decoder works on each token separately. Around attention, and around the convolution and the states of gated
+delta nets, the workers exchange tokens for heads (all-to-all): each gets all tokens of its own heads, runs the model's
+own code on them, and sends the result back. Where there are fewer key heads than workers, each is sent to several.
 """
 
 from __future__ import annotations
@@ -23,27 +22,27 @@ from torch.distributed.device_mesh import init_device_mesh
 from draco_ray.records import IntArray
 
 PROJECTIONS = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
-"""What a gated delta net projects its inputs with, as Qwen3.5 and 3.6 call it."""
+"""Names of a gated delta net's input projections in Qwen3.5 and 3.6."""
 
 
-def rows_shared(workers: int, sharing: int, device: str) -> Context | None:
-    """The workers that share their rows with this one, neighbours by rank; None where each has its own.
+def context_group(workers: int, size: int, device: str) -> Context | None:
+    """The workers, of consecutive ranks, that share their micro-batches with this one; None for ``size`` 1.
 
     Args:
-        workers: all of them, in torch's default process group; every one must call this.
-        sharing: N of them share a row.
-        device: torch's name of the kind of device.
+        workers: number of workers in torch's default process group; each of them must call this.
+        size: number of workers that share a micro-batch.
+        device: torch's device type.
     """
-    if sharing == 1:
+    if size == 1:
         return None
-    mesh = init_device_mesh(device, (workers // sharing, sharing), mesh_dim_names=("data", "context"))
+    mesh = init_device_mesh(device, (workers // size, size), mesh_dim_names=("data", "context"))
     return Context(mesh.get_group("context"))
 
 
 class Context:
-    """The N workers that share a row of T tokens, t = T / N each, as this one sees them.
+    """The N workers that share a micro-batch of T tokens, t = T / N each.
 
-    Every method but `is_first` is a collective of all of them, and so is its backward.
+    `to_heads`, `to_tokens` and `gather` are collectives of all N workers, and so are their backward passes.
     """
 
     def __init__(self, group: ProcessGroup) -> None:
@@ -53,15 +52,15 @@ class Context:
 
     @property
     def is_first(self) -> bool:
-        """Whether this worker counts what all of them know."""
+        """Whether this worker has rank 0 in the group."""
         return self.rank == 0
 
-    def by_head(self, arrays: Sequence[Tensor]) -> list[Tensor]:
-        """From this worker's tokens of all heads to all tokens of its heads.
+    def to_heads(self, arrays: Sequence[Tensor]) -> list[Tensor]:
+        """Exchange this worker's tokens of all heads for all tokens of its heads.
 
         Args:
-            arrays: t x heads x width, in one type; the heads may differ.
-        Returns: T x heads / N x width, one head at least: each is repeated where N asks for more.
+            arrays: t x heads x width, of the same dtype; the numbers of heads may differ.
+        Returns: T x heads / N x width; heads are repeated where their number does not divide by N.
         """
         parts_tNC = [
             array.repeat_interleave(repeats(array.shape[1], self.size), dim=1).reshape(len(array), self.size, -1)
@@ -72,42 +71,41 @@ class Context:
         found = _Exchange.apply(sent_NtC, self._group).flatten(0, 1).split(widths, dim=1)
         return [one.unflatten(1, (-1, array.shape[2])) for one, array in zip(found, arrays, strict=True)]
 
-    def by_token(self, array_THD: Tensor) -> Tensor:
-        """From all tokens of this worker's heads back to its tokens of all heads: t x N heads x width."""
+    def to_tokens(self, array_THD: Tensor) -> Tensor:
+        """The inverse of `to_heads`: t x N heads x width."""
         sent_NtC = array_THD.flatten(1).unflatten(0, (self.size, -1))
         found_tNC = _Exchange.apply(sent_NtC, self._group).transpose(0, 1)
         return found_tNC.reshape(found_tNC.shape[0], -1, array_THD.shape[2])
 
-    def join(self, array_V: Tensor, mine_V: IntArray, wanted: int) -> Tensor:
-        """What each worker has of an array, on all of them.
+    def gather(self, array_V: Tensor, mine_V: IntArray, total: int) -> Tensor:
+        """All-gather the entries of an array.
 
-        Backwards each keeps its own part: all compute one and the same loss of the whole, and the parts of its gradient
-        add up.
+        In the backward pass each worker keeps the gradient of its own entries: all workers compute the same loss.
 
         Args:
             array_V: this worker's entries.
-            mine_V: where in the whole they are.
-            wanted: entries of the whole.
+            mine_V: their indices in the whole array.
+            total: number of entries of the whole array.
         """
-        joined: Tensor = _Join.apply(array_V, torch.from_numpy(mine_V).to(array_V.device), wanted, self._group)
-        return joined
+        gathered: Tensor = _Gather.apply(array_V, torch.from_numpy(mine_V).to(array_V.device), total, self._group)
+        return gathered
 
     def heads(self, total: int) -> list[int]:
-        """Which of so many heads `by_head` brings to this worker."""
+        """Indices of the heads, of ``total``, that `to_heads` sends to this worker."""
         copies = repeats(total, self.size)
         mine = total * copies // self.size
         return [head // copies for head in range(self.rank * mine, (self.rank + 1) * mine)]
 
 
 def repeats(heads: int, workers: int) -> int:
-    """How often each head is sent so that all workers have as many; 1 where they divide."""
+    """Number of copies of each head with which all workers get equally many; 1 where the heads divide."""
     return lcm(heads, workers) // heads
 
 
-class DeltaHeads:
-    """A gated delta net (Qwen3.5 and 3.6) of this worker's heads alone, for the model's own forward.
+class DeltaNetHeads:
+    """A gated delta net (Qwen3.5 and 3.6) with this worker's heads only, on which the model's own forward runs.
 
-    What that reads as its input is what `exchanged` returns: the projections of all tokens for these heads.
+    Its input is the result of `exchanged`: the projections of all tokens for these heads.
     """
 
     def __init__(self, mixer: Any, context: Context) -> None:
@@ -136,11 +134,11 @@ class DeltaHeads:
         return getattr(self._mixer, name)
 
     def out_proj(self, output: Tensor) -> Tensor:
-        """Leave the output as it is: the projection needs all heads, and follows the exchange."""
+        """The identity: the projection needs all heads, so `returned` applies it after the exchange."""
         return output
 
     def exchanged(self, hidden_1tH: Tensor) -> Tensor:
-        """Projections of all tokens for this worker's heads: 1 x T x their widths, one behind the other."""
+        """Projections of all tokens for this worker's heads, concatenated: 1 x T x sum of their widths."""
         mixer = self._mixer
         qkv, z, b, a = (getattr(mixer, name)(hidden_1tH)[0] for name in PROJECTIONS)
         query, key, value = qkv.split([mixer.key_dim, mixer.key_dim, mixer.value_dim], dim=-1)
@@ -149,17 +147,17 @@ class DeltaHeads:
             *(array.unflatten(1, (-1, mixer.head_v_dim)) for array in (value, z)),
             *(array[:, :, None] for array in (b, a)),
         ]
-        return torch.cat([array.flatten(1) for array in self._context.by_head(whole)], dim=1)[None]
+        return torch.cat([array.flatten(1) for array in self._context.to_heads(whole)], dim=1)[None]
 
     def forward(self, hidden_states: Tensor, **given: Any) -> Tensor:
-        """The model's own, over some of its heads."""
+        """The model's own forward, on this worker's heads."""
         output: Tensor = type(self._mixer).forward(self, hidden_states=hidden_states, **given)
         return output
 
     def returned(self, output_1TC: Tensor) -> Tensor:
         """The layer's output for this worker's tokens, from all tokens of its heads: 1 x t x hidden size."""
         output_THD = output_1TC[0].unflatten(1, (-1, self._mixer.head_v_dim))
-        projected: Tensor = self._mixer.out_proj(self._context.by_token(output_THD).flatten(1)[None])
+        projected: Tensor = self._mixer.out_proj(self._context.to_tokens(output_THD).flatten(1)[None])
         return projected
 
 
@@ -168,7 +166,7 @@ def _columns(which: slice) -> Callable[[Tensor], Tensor]:
 
 
 class _Exchange(torch.autograd.Function):
-    """Entry n of the first dimension goes to worker n; what comes back is of worker n at entry n."""
+    """All-to-all over the first dimension: entry n is sent to worker n, and replaced by an entry of worker n."""
 
     @staticmethod
     def forward(ctx: Any, sent: Tensor, group: ProcessGroup) -> Tensor:
@@ -182,13 +180,13 @@ class _Exchange(torch.autograd.Function):
         return _Exchange.apply(gradients[0], ctx.group), None
 
 
-class _Join(torch.autograd.Function):
-    """V entries of W from this worker, the rest from the others."""
+class _Gather(torch.autograd.Function):
+    """V of W entries come from this worker, the rest from the others."""
 
     @staticmethod
-    def forward(ctx: Any, array_V: Tensor, mine_V: Tensor, wanted: int, group: ProcessGroup) -> Tensor:
+    def forward(ctx: Any, array_V: Tensor, mine_V: Tensor, total: int, group: ProcessGroup) -> Tensor:
         ctx.save_for_backward(mine_V)
-        joined_W = array_V.new_zeros((wanted, *array_V.shape[1:]))
+        joined_W = array_V.new_zeros((total, *array_V.shape[1:]))
         joined_W[mine_V] = array_V
         torch.distributed.all_reduce(joined_W, group=group)
         return joined_W

@@ -1,16 +1,16 @@
-"""Log-probs of tokens from hidden states, and the GRPO loss with per-token advantages over them, as verl computes it.
+"""Log-probs of tokens from hidden states, and the GRPO loss with per-token advantages, as verl computes it.
 
-The loss is a sum over tokens: token-mean divides once, at the optimizer step, by the valid tokens of the whole
-minibatch over all micro-batches and workers.
+The loss is a sum over tokens. For the token mean, the optimizer step divides once by the valid tokens of the whole
+minibatch, over all micro-batches and workers.
 
-The full logits never exist: for one 28,672-token trajectory over 248,320 words they would take 28.5 GB in float32. The
-LM head and the log-softmax run over chunks of tokens. The head is frozen, so the gradient of a token's log-prob by its
-hidden state does not depend on the loss:
+The full logits of one 28,672-token trajectory and a vocabulary of 248,320 would take 28.5 GB in float32, so the LM head
+and the log-softmax run over chunks of tokens. The head is frozen, so the gradient of a token's log-prob with respect to
+its hidden state does not depend on the loss:
 
     d log p(y) / d h = W[y] - sum_v p(v) W[v].
 
-It is computed with the chunk's logits and stored instead of the hidden state; the backward pass multiplies it by the
-incoming gradient, and recomputes nothing.
+It is computed from the chunk's logits in the forward pass and saved instead of the hidden state; the backward pass
+multiplies it by the incoming gradient and recomputes nothing.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ def token_logprobs(
         hidden_VH: last hidden states at the V positions that predict a target.
         head: the frozen LM head; its weight receives no gradient.
         target_V: token ids.
-        chunk_tokens: positions whose logits exist at one time.
-        entropy_gradient: whether the entropy is part of the loss; without, it is a number only.
-    Returns: logprob_V and entropy_V, nats, in float32 (float64 where the hidden states are); differentiable in
-            `hidden_VH`, once.
+        chunk_tokens: number of positions whose logits exist at the same time.
+        entropy_gradient: whether the entropy needs a gradient.
+    Returns: logprob_V and entropy_V, nats, in float32 (float64 for hidden states in float64); once differentiable with
+            respect to ``hidden_VH``.
     """
     logprob_V, entropy_V = _ChunkedLogprobs.apply(
         hidden_VH, head.weight, head.bias, target_V, chunk_tokens, entropy_gradient
@@ -69,7 +69,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
         entropy_slope_VH = torch.empty_like(hidden_VH) if needs_gradient and entropy_gradient else None
         for start in range(0, tokens, chunk_tokens):
             chunk = slice(start, start + chunk_tokens)
-            logprob_V[chunk], entropy_V[chunk], logprob_slope, entropy_slope = _of_one_chunk(
+            logprob_V[chunk], entropy_V[chunk], logprob_slope, entropy_slope = _chunk_logprobs(
                 hidden_VH[chunk], weight, bias, target_V[chunk], needs_gradient, needs_gradient and entropy_gradient
             )
             if logprob_slope_VH is not None and logprob_slope is not None:
@@ -92,7 +92,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
         return gradient_VH, None, None, None, None, None
 
 
-def _of_one_chunk(
+def _chunk_logprobs(
     hidden_CH: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -100,10 +100,10 @@ def _of_one_chunk(
     needs_logprob_slope: bool,
     needs_entropy_slope: bool,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Log-probs, entropies and their slopes, of which None are not needed.
+    """Log-probs, entropies, and their gradients with respect to the hidden states; None where not needed.
 
-    A function of its own so that nothing of a chunk outlives it. Two float32 arrays of the size of its logits are the
-    most that exists at a time: the logits, and their exponentials, which become probabilities where slopes are needed.
+    At most two float32 arrays of the size of the chunk's logits exist at a time: the logits, and their exponentials,
+    which become probabilities in place. Both are freed when this function returns.
     """
     logits = torch.nn.functional.linear(hidden_CH, weight, bias)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
@@ -113,7 +113,7 @@ def _of_one_chunk(
     normaliser_C1 = largest_C1 + sum_C1.log()
     target_C1 = target_C[:, None]
     logprob_C1 = logits.gather(1, target_C1) - normaliser_C1
-    # As a batched matrix product, which needs no product array of the size of the logits.
+    # A batched matrix product, because an elementwise one would need another array of the size of the logits.
     mean_logit_C1 = torch.bmm(exponentials[:, None, :], logits[:, :, None])[:, :, 0] / sum_C1
     logprob_slope_CH = entropy_slope_CH = None
     if needs_logprob_slope or needs_entropy_slope:
@@ -130,39 +130,38 @@ def _of_one_chunk(
 
 
 LOG_RATIO_BOUND = 20.0
-"""Clamp on differences of log-probs before they are exponentiated."""
-SPREAD_BOUND, SPREAD_BINS = 2.0, 800
-"""Log-ratios are counted in so many bins from -bound to bound, half a percent of ratio each; the outermost are open."""
+"""Log-ratios are clamped to plus or minus this before exponentiation."""
+HISTOGRAM_BOUND, HISTOGRAM_BINS = 2.0, 800
+"""Log-ratios are counted in bins from -bound to bound, each half a percent of ratio wide; the outermost are open."""
 
 
 class Correction(NamedTuple):
-    """What the policy loss of each token is multiplied by, and how many tokens it changed the most."""
+    """Importance weights of the tokens' policy loss."""
 
     weight_V: Tensor | None
-    """None where nothing is corrected, which is a factor of 1."""
+    """None: all are 1."""
     truncated: Tensor
-    """Tokens whose ratio was cut at the cap."""
+    """Number of tokens whose ratio was truncated at the cap."""
     masked: Tensor
-    """Tokens with weight 0."""
+    """Number of tokens with weight 0."""
 
 
 def correction(old_logprob_V: Tensor, sampled_logprob_V: Tensor, sample_V: Tensor, config: LearnerConfig) -> Correction:
     """Importance weights, at most `learner.importance_cap`, and 0 outside `learner.mask_low` to `learner.mask_high`.
 
-    A masked token still counts among those that the loss is divided by, and keeps its KL and entropy terms: the mask is
-    a weight, so the rest of the minibatch is pushed as if it were not there.
+    A masked token keeps its KL and entropy terms and still counts in the token mean.
 
     Args:
-        old_logprob_V: under the policy of the start of the training step.
+        old_logprob_V: under the policy at the start of the training step.
         sampled_logprob_V: under the policy that sampled the token, as the engine reported it.
-        sample_V: which sample a token is of, 0 to the number of samples - 1; each has a token.
+        sample_V: index of each token's sample, from 0; every sample has a token.
         config: levels and bounds.
     """
     log_ratio_V = old_logprob_V - sampled_logprob_V
     weight_V = None
     truncated = masked = torch.zeros((), dtype=torch.int64, device=log_ratio_V.device)
     if config.importance_cap is not None:
-        weight_V = levelled(log_ratio_V, sample_V, config.importance_level).exp().clamp(max=config.importance_cap)
+        weight_V = log_ratios_at(log_ratio_V, sample_V, config.importance_level).exp().clamp(max=config.importance_cap)
         truncated = (weight_V >= config.importance_cap).sum()
     if config.mask_low is not None or config.mask_high is not None:
         kept_V = _kept(log_ratio_V, sample_V, config)
@@ -171,8 +170,8 @@ def correction(old_logprob_V: Tensor, sampled_logprob_V: Tensor, sample_V: Tenso
     return Correction(weight_V=weight_V, truncated=truncated, masked=masked)
 
 
-def levelled(log_ratio_V: Tensor, sample_V: Tensor, level: ImportanceLevel) -> Tensor:
-    """Each token's log-ratio at a level: its own, the sum over its sample, or the mean over its sample; within ±20."""
+def log_ratios_at(log_ratio_V: Tensor, sample_V: Tensor, level: ImportanceLevel) -> Tensor:
+    """Each token's log-ratio at a level: its own, its sample's sum, or its sample's mean; clamped to ±20."""
     if level != "token":
         samples = int(sample_V.max()) + 1
         sum_S = log_ratio_V.new_zeros(samples).index_add_(0, sample_V, log_ratio_V)
@@ -184,7 +183,7 @@ def levelled(log_ratio_V: Tensor, sample_V: Tensor, level: ImportanceLevel) -> T
 
 def _kept(log_ratio_V: Tensor, sample_V: Tensor, config: LearnerConfig) -> Tensor:
     level: MaskLevel = config.mask_level
-    ratio_V = levelled(log_ratio_V, sample_V, "token" if level == "any_token" else level).exp()
+    ratio_V = log_ratios_at(log_ratio_V, sample_V, "token" if level == "any_token" else level).exp()
     outside_V = torch.zeros_like(ratio_V, dtype=torch.bool)
     if config.mask_low is not None:
         outside_V |= ratio_V < config.mask_low
@@ -198,41 +197,41 @@ def _kept(log_ratio_V: Tensor, sample_V: Tensor, config: LearnerConfig) -> Tenso
 
 
 def k3_estimates(log_ratio_V: Tensor) -> Tensor:
-    """Each token's share r - 1 - log r of an estimate of KL(who sampled || who learns), never negative; nats."""
+    """Each token's k3 estimate r - 1 - log r of KL(sampling policy || learner); never negative; nats."""
     log_ratio_V = log_ratio_V.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
     return (torch.expm1(log_ratio_V) - log_ratio_V).clamp(min=0.0)
 
 
-def spread(log_ratio_V: Tensor) -> Tensor:
-    """How many log-ratios are in each of `SPREAD_BINS` bins. Of parts of the tokens it adds up to that of all."""
-    share_V = (log_ratio_V.clamp(-SPREAD_BOUND, SPREAD_BOUND) + SPREAD_BOUND) / (2 * SPREAD_BOUND)
-    bin_V = (share_V * SPREAD_BINS).long().clamp(max=SPREAD_BINS - 1)
-    return torch.bincount(bin_V, minlength=SPREAD_BINS).to(torch.float32)
+def log_ratio_histogram(log_ratio_V: Tensor) -> Tensor:
+    """Number of log-ratios in each of `HISTOGRAM_BINS` bins; histograms of disjoint sets of tokens can be added."""
+    share_V = (log_ratio_V.clamp(-HISTOGRAM_BOUND, HISTOGRAM_BOUND) + HISTOGRAM_BOUND) / (2 * HISTOGRAM_BOUND)
+    bin_V = (share_V * HISTOGRAM_BINS).long().clamp(max=HISTOGRAM_BINS - 1)
+    return torch.bincount(bin_V, minlength=HISTOGRAM_BINS).to(torch.float32)
 
 
-def ratio_quantile(spread_B: Tensor, share: float) -> float:
-    """The ratio below which that share of the tokens lies: the middle of its bin; 1 where there are no tokens."""
-    counted_B = spread_B.double().cumsum(0)
+def ratio_quantile(histogram_B: Tensor, share: float) -> float:
+    """The ratio's quantile, to the middle of its bin; 1 if there are no tokens."""
+    counted_B = histogram_B.double().cumsum(0)
     if counted_B[-1] == 0:
         return 1.0
     bin_ = int(torch.searchsorted(counted_B, share * counted_B[-1]))
-    return float(torch.tensor((bin_ + 0.5) / SPREAD_BINS * 2 * SPREAD_BOUND - SPREAD_BOUND).exp())
+    return float(torch.tensor((bin_ + 0.5) / HISTOGRAM_BINS * 2 * HISTOGRAM_BOUND - HISTOGRAM_BOUND).exp())
 
 
 K3_BOUND = 10.0
-"""Most that a token's KL estimate may be."""
+"""Maximum KL estimate of a token."""
 
 
 class LossSums(NamedTuple):
-    """Sums over valid tokens; `total` carries the gradient."""
+    """Sums over valid tokens; only ``total`` has a gradient."""
 
     total: Tensor
     policy: Tensor
     kl: Tensor
     clipped: Tensor
-    """Tokens where the clipped ratio decided."""
+    """Number of tokens at which the clipped ratio is active."""
     dual_clipped: Tensor
-    """Tokens where the dual clip decided."""
+    """Number of tokens at which the dual clip is active."""
 
 
 def grpo_loss(
@@ -252,12 +251,12 @@ def grpo_loss(
 
     Args:
         logprob_V: under the current policy, with gradient.
-        old_logprob_V: under the policy of the start of the training step.
-        reference_logprob_V: under the base model; None where the KL coefficient is 0.
+        old_logprob_V: under the policy at the start of the training step.
+        reference_logprob_V: under the base model; None if the KL coefficient is 0.
         advantage_V: a_j of each token's step, 0 on sampled tokens outside any step.
-        entropy_V: nats; carries a gradient only where its coefficient is positive.
+        entropy_V: nats; has a gradient only if its coefficient is positive.
         config: clip ranges and coefficients.
-        importance_V: factor on each token's policy loss, see `draco_ray.learner.loss.correction`; None is 1.
+        importance_V: factor on each token's policy loss, see `correction`; None is 1.
     """
     ratio_V = (logprob_V - old_logprob_V).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
     plain_V = -advantage_V * ratio_V

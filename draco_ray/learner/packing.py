@@ -1,7 +1,8 @@
-"""How samples of very different lengths share forward passes and workers: one row a pass, nothing padded.
+"""Packing sequences of very different lengths into micro-batches without padding, and balancing them over workers.
 
-A row is segments, one behind the other: a whole sequence, a prompt that several sequences of the row begin with, or
-what one of these has after it. The prompt is computed once, and its gradient is the sum of theirs.
+The tokens of a micro-batch are concatenated segments: a whole sequence, a prompt that several of its sequences share,
+or the part of one of these after the shared prompt. A shared prompt is computed once, and its gradient is the sum of
+theirs.
 """
 
 from __future__ import annotations
@@ -16,167 +17,167 @@ from draco_ray.records import BoolArray, IntArray
 
 
 class Segment(NamedTuple):
-    """Tokens of a row that attend to each other, and to those of the segment that they continue."""
+    """Tokens that attend to each other, and to those of the segment that they continue."""
 
     start: int
     length: int
     after: int | None
-    """Which segment of the row these tokens continue, an earlier one; None: they begin a sequence."""
+    """Index of the earlier segment that these tokens continue; None: they begin a sequence."""
 
 
-class Packable(NamedTuple):
-    """One sequence on its way into a row."""
+class TokenSequence(NamedTuple):
+    """One sequence to be packed."""
 
     token_ids_T: IntArray
-    wanted_T: BoolArray
-    """Tokens whose log-prob is wanted; never the first, which nothing predicts."""
-    prompt: int
-    """Tokens at its start, before the first wanted one, that others may begin with as well."""
+    target_mask_T: BoolArray
+    """Tokens whose log-prob is computed; never the first, which nothing predicts."""
+    prompt_length: int
+    """Number of tokens before the first target that other sequences may share."""
 
     @property
-    def family(self) -> Hashable:
+    def prompt_key(self) -> Hashable:
         """Equal for sequences with the same prompt."""
-        return self.token_ids_T[: self.prompt].tobytes()
+        return self.token_ids_T[: self.prompt_length].tobytes()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
-    """What one forward pass computes: T tokens, of which V log-probs are wanted, sequence after sequence."""
+class MicroBatch:
+    """The input of one forward pass: T tokens with V targets, which are in the order of the sequences."""
 
     token_ids_T: IntArray
     position_T: IntArray
-    """Each token's place in its own sequence."""
+    """Position of each token in its own sequence."""
     segments: tuple[Segment, ...]
     predictor_V: IntArray
-    """Where in the row the token before each wanted one is."""
+    """Index of the token before each target."""
     target_V: IntArray
-    """The wanted tokens."""
+    """Token ids of the targets."""
 
 
 @dataclass(slots=True)
-class _Piece:
-    """Sequences of one family that are in the same row."""
+class _Bin:
+    """Sequences, by their indices, that are packed together."""
 
     tokens: int
     members: list[int] = field(default_factory=list)
 
 
 def pack(sequences: Sequence[tuple[int, int, Hashable]], token_budget: int) -> list[list[int]]:
-    """Rows of at most so many tokens, as few as first-fit finds: families first, then what is left of them together.
+    """Pack sequences into micro-batches by first-fit: first those with a common prompt, then the results.
 
-    Which rows there are does not change when those from some place on are taken away: workers that keep a part for
-    later agree on the rest.
+    Removing the sequences of the last micro-batches does not change the others, so workers that process only some of
+    them agree on the rest.
 
     Args:
-        sequences: tokens, tokens of the prompt, and the family of each, which is equal where the prompts are.
-        token_budget: tokens of a row, a shared prompt counted once; a longer sequence gets a row of its own.
-    Returns: indices into `sequences`, every one exactly once; a family's next to each other.
+        sequences: length, prompt length, and prompt key of each.
+        token_budget: tokens of a micro-batch, a shared prompt counted once; a longer sequence is alone in one.
+    Returns: indices into ``sequences``, each exactly once; those with a common prompt next to each other.
 
     >>> pack([(10, 4, "a"), (3, 1, "b"), (9, 4, "a"), (4, 1, "c")], token_budget=16)
     [[0, 2], [3, 1]]
     """
-    families: dict[Hashable, list[_Piece]] = {}
-    pieces: list[_Piece] = []
+    by_prompt: dict[Hashable, list[_Bin]] = {}
+    with_prompt: list[_Bin] = []
     for index in sorted(range(len(sequences)), key=lambda index: -sequences[index][0]):
-        length, prompt, family = sequences[index]
-        mine = families.setdefault(family, [])
-        piece = next((piece for piece in mine if piece.tokens + length - prompt <= token_budget), None)
-        if piece is None:
-            piece = _Piece(tokens=prompt)
-            mine.append(piece)
-            pieces.append(piece)
-        piece.tokens += length - prompt
-        piece.members.append(index)
-    rows: list[_Piece] = []
-    for piece in sorted(pieces, key=lambda piece: -piece.tokens):
-        row = next((row for row in rows if row.tokens + piece.tokens <= token_budget), None)
-        if row is None:
-            row = _Piece(tokens=0)
-            rows.append(row)
-        row.tokens += piece.tokens
-        row.members += piece.members
-    return [row.members for row in rows]
+        length, prompt, key = sequences[index]
+        same = by_prompt.setdefault(key, [])
+        found = next((each for each in same if each.tokens + length - prompt <= token_budget), None)
+        if found is None:
+            found = _Bin(tokens=prompt)
+            same.append(found)
+            with_prompt.append(found)
+        found.tokens += length - prompt
+        found.members.append(index)
+    packed: list[_Bin] = []
+    for part in sorted(with_prompt, key=lambda each: -each.tokens):
+        found = next((each for each in packed if each.tokens + part.tokens <= token_budget), None)
+        if found is None:
+            found = _Bin(tokens=0)
+            packed.append(found)
+        found.tokens += part.tokens
+        found.members += part.members
+    return [each.members for each in packed]
 
 
-def lay_out(sequences: Sequence[Packable]) -> Row:
-    """Put sequences into one row, those with the same prompt behind it. Wanted tokens keep the order of `sequences`."""
-    members: dict[Hashable, list[int]] = {}
+def concatenate(sequences: Sequence[TokenSequence]) -> MicroBatch:
+    """Make a micro-batch; sequences with the same prompt follow it, and targets keep the order of ``sequences``."""
+    by_prompt: dict[Hashable, list[int]] = {}
     for index, sequence in enumerate(sequences):
-        members.setdefault(sequence.family, []).append(index)
+        by_prompt.setdefault(sequence.prompt_key, []).append(index)
     segments: list[Segment] = []
     tokens: list[IntArray] = []
     positions: list[IntArray] = []
     predictors: list[IntArray] = [np.zeros(0, dtype=np.int64) for _ in sequences]
 
-    def append(sequence: Packable, first: int, end: int, after: int | None) -> int:
+    def append(sequence: TokenSequence, first: int, end: int, after: int | None) -> int:
         start = segments[-1].start + segments[-1].length if segments else 0
         segments.append(Segment(start, end - first, after))
         tokens.append(sequence.token_ids_T[first:end])
         positions.append(np.arange(first, end))
         return start
 
-    for family in members.values():
-        shared = sequences[family[0]].prompt if len(family) > 1 else 0
+    for members in by_prompt.values():
+        shared = sequences[members[0]].prompt_length if len(members) > 1 else 0
         after = None
         if shared:
-            prompt_start = append(sequences[family[0]], 0, shared, None)
+            prompt_start = append(sequences[members[0]], 0, shared, None)
             after = len(segments) - 1
-        for index in family:
+        for index in members:
             sequence = sequences[index]
             start = append(sequence, shared, len(sequence.token_ids_T), after)
-            before_V = np.flatnonzero(sequence.wanted_T) - 1
+            before_V = np.flatnonzero(sequence.target_mask_T) - 1
             # The prompt's last token predicts the first one after it.
             predictors[index] = np.where(
                 before_V < shared, prompt_start + before_V if shared else 0, start + before_V - shared
             )
-    return Row(
+    return MicroBatch(
         token_ids_T=np.concatenate(tokens).astype(np.int64),
         position_T=np.concatenate(positions),
         segments=tuple(segments),
         predictor_V=np.concatenate(predictors).astype(np.int64),
-        target_V=np.concatenate([one.token_ids_T[one.wanted_T] for one in sequences]).astype(np.int64),
+        target_V=np.concatenate([each.token_ids_T[each.target_mask_T] for each in sequences]).astype(np.int64),
     )
 
 
-def part_of(row: Row, worker: int, workers: int) -> tuple[Row, IntArray]:
-    """One worker's tokens of a row that several share, equally many each: tokens that count for nothing fill it up.
+def token_shard(batch: MicroBatch, worker: int, workers: int) -> tuple[MicroBatch, IntArray]:
+    """One worker's tokens of a micro-batch that workers share in equal parts; padding fills the last part.
 
     Args:
-        row: T tokens, of which V log-probs are wanted.
-        worker: whose part.
-        workers: how many share the row.
-    Returns: the part, whose segments are those of the whole row with what fills it up behind the last one; and which of
-            the row's wanted tokens are predicted there.
+        batch: T tokens with V targets.
+        worker: index of the worker.
+        workers: number of workers that share the micro-batch.
+    Returns: the part, with the segments of the whole micro-batch, of which the last one includes the padding; and the
+            indices of the targets that are predicted there.
     """
-    tokens = -(-len(row.token_ids_T) // workers)
-    missing = tokens * workers - len(row.token_ids_T)
+    tokens = -(-len(batch.token_ids_T) // workers)
+    missing = tokens * workers - len(batch.token_ids_T)
     first, end = worker * tokens, (worker + 1) * tokens
-    mine_V = np.flatnonzero((row.predictor_V >= first) & (row.predictor_V < end))
-    last = row.segments[-1]
-    part = Row(
-        token_ids_T=np.pad(row.token_ids_T, (0, missing))[first:end],
-        position_T=np.pad(row.position_T, (0, missing))[first:end],
-        segments=(*row.segments[:-1], last._replace(length=last.length + missing)),
-        predictor_V=row.predictor_V[mine_V] - first,
-        target_V=row.target_V[mine_V],
+    mine_V = np.flatnonzero((batch.predictor_V >= first) & (batch.predictor_V < end))
+    last = batch.segments[-1]
+    part = MicroBatch(
+        token_ids_T=np.pad(batch.token_ids_T, (0, missing))[first:end],
+        position_T=np.pad(batch.position_T, (0, missing))[first:end],
+        segments=(*batch.segments[:-1], last._replace(length=last.length + missing)),
+        predictor_V=batch.predictor_V[mine_V] - first,
+        target_V=batch.target_V[mine_V],
     )
     return part, mine_V
 
 
-def deal(lengths: Sequence[int], load_W: Sequence[int]) -> list[int]:
-    """Give each sequence, longest first, to the worker with the least to do so far.
+def balance(lengths: Sequence[int], loads: Sequence[int]) -> list[int]:
+    """Assign each sequence, longest first, to the shard with the fewest tokens so far.
 
     Args:
         lengths: tokens of each sequence.
-        load_W: tokens each of the W workers already has.
-    Returns: the worker of each sequence; the same on every worker that asks with the same numbers.
+        loads: tokens that each shard already has.
+    Returns: the shard of each sequence; the same on every worker for the same arguments.
 
-    >>> deal([5, 9, 4], load_W=[0, 0])
+    >>> balance([5, 9, 4], loads=[0, 0])
     [1, 0, 1]
     """
-    loads = list(load_W)
-    workers = [0] * len(lengths)
+    loads = list(loads)
+    shards = [0] * len(lengths)
     for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
-        workers[index] = min(range(len(loads)), key=lambda worker: loads[worker])
-        loads[workers[index]] += lengths[index]
-    return workers
+        shards[index] = min(range(len(loads)), key=lambda shard: loads[shard])
+        loads[shards[index]] += lengths[index]
+    return shards

@@ -1,11 +1,11 @@
-"""A decoder's norms and gated MLPs as one operation each.
+"""RMS norms and gated MLPs as single autograd functions, which save less memory for the backward pass.
 
-Written out, an RMS norm in float32 and ``silu(gate) * up`` are chains of operations that keep what is between them.
-Here a norm keeps what it reads, in the base's type, and a number a token; a gated MLP its two projections; the rest is
-computed again in the backward. What is computed, and where it is rounded, is as in transformers' own code, which each
-kind of layer is compared with when it is put in place; one that differs stays as it is.
+In transformers' code an RMS norm in float32 and ``silu(gate) * up`` are chains of operations that save every
+intermediate. Here a norm saves its input, in the base's dtype, and one number a token, and a gated MLP its two
+projections; the rest is recomputed in the backward pass. Results and rounding are those of transformers' code. Each
+kind of layer is compared with it when it is replaced; one that differs is left unchanged.
 
-The arithmetic is in four functions without autograd, which ``learner.compile`` lets torch.compile make kernels of.
+The arithmetic is in four functions without autograd, which torch.compile compiles with ``learner.compile``.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 TOLERANCE = 0.01
-"""Largest mean relative difference from the layer's own code: bfloat16 rounds to 0.004 at one place or another."""
+"""Maximum mean relative difference from the layer's own code; bfloat16 rounds to 0.004."""
 MLP_PARTS = ("gate_proj", "up_proj", "down_proj", "act_fn")
 
 
@@ -28,10 +28,10 @@ def normed(x: Tensor, weight: Tensor, eps: float, centred: bool) -> tuple[Tensor
 
     Args:
         x: ... x H.
-        weight: H factors; with `centred` one more than it is.
+        weight: H factors; with ``centred`` the factors minus 1.
         eps: added to the mean square.
-        centred: Qwen3.5's form, which multiplies before it rounds; otherwise Llama's, which rounds before.
-    Returns: the norm in `x`'s type, and 1 / root mean square, ... x 1, in float32 at least.
+        centred: Qwen3.5's form, which multiplies before rounding; otherwise Llama's, which rounds first.
+    Returns: the norm in the dtype of ``x``, and 1 / root mean square, ... x 1, in at least float32.
     """
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     scale = torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + eps)
@@ -41,7 +41,7 @@ def normed(x: Tensor, weight: Tensor, eps: float, centred: bool) -> tuple[Tensor
 
 
 def norm_slope(slope: Tensor, x: Tensor, weight: Tensor, scale: Tensor, centred: bool) -> Tensor:
-    """The loss's gradient by `x`, given that by the norm."""
+    """Gradient with respect to ``x``, given the gradient with respect to the norm."""
     unit = x.to(scale.dtype) * scale
     factor = 1.0 + weight.to(scale.dtype) if centred else weight
     slope = (slope * factor).to(scale.dtype)
@@ -55,7 +55,7 @@ def gated(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def gated_slopes(slope: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-    """The loss's gradients by `gate` and `up`, given that by their product."""
+    """Gradients with respect to ``gate`` and ``up``, given the gradient with respect to their product."""
     gate_slope = torch.ops.aten.silu_backward(slope * up, gate)
     return gate_slope, slope * torch.nn.functional.silu(gate)
 
@@ -70,7 +70,7 @@ class Kernels(NamedTuple):
 
 
 def kernels(*, compiled: bool) -> Kernels:
-    """As they are, or one kernel each for any number of tokens, made at its first use."""
+    """The four functions, or compiled ones for any number of tokens, which are compiled at first use."""
     if not compiled:
         return Kernels(normed, norm_slope, gated, gated_slopes)
 
@@ -82,12 +82,12 @@ def kernels(*, compiled: bool) -> Kernels:
 
 
 def fuse(decoder: torch.nn.Module, using: Kernels) -> int:
-    """Put the fused operations into the place of a decoder's norms and gated MLPs.
+    """Replace the forward of a decoder's norms and gated MLPs.
 
     Args:
-        decoder: whole, on any device; its adapter, if any, is in place.
-        using: what computes them.
-    Returns: how many layers are fused; those that are neither, or compute something else, stay as they are.
+        decoder: not sharded yet, on any device, with its adapter, if any.
+        using: the functions.
+    Returns: the number of replaced layers.
     """
     alike: dict[tuple[type, int], Callable[[Any], Callable[[Tensor], Tensor]] | None] = {}
     fused = 0
@@ -106,7 +106,7 @@ def fuse(decoder: torch.nn.Module, using: Kernels) -> int:
 
 
 def _width(module: Any) -> int | None:
-    """Numbers of a token that the layer reads; None if it is neither a norm nor a gated MLP by its parts."""
+    """Input width of an RMS norm or a gated MLP, which are recognised by their attributes; None for other layers."""
     if type(module).__name__.endswith("RMSNorm") and _eps(module) is not None:
         return len(module.weight)
     if all(hasattr(module, part) for part in MLP_PARTS) and not module.gate_proj.weight.requires_grad:
@@ -120,7 +120,7 @@ def _eps(norm: Any) -> float | None:
 
 @torch.no_grad()
 def _equal(module: Any, width: int, using: Kernels) -> Callable[[Any], Callable[[Tensor], Tensor]] | None:
-    """The fused form of a layer that computes what its own code does; None if there is none."""
+    """What makes the forward with the same results as a layer's own code; None if there is none."""
     weight = next(module.parameters())
     drawn = torch.randn(3, width, generator=torch.Generator().manual_seed(0))
     x = drawn.to(weight.device, weight.dtype)[None]
@@ -154,7 +154,7 @@ def _mlp(mlp: Any, using: Kernels) -> Callable[[Tensor], Tensor]:
 class _Norm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, centred: bool, using: Kernels) -> Tensor:
-        # Detached here and below: one kernel is compiled for tensors with gradients, another for those without.
+        # Detached here and below, since torch.compile would compile again for tensors that require gradients.
         y, scale = using.normed(x.detach(), weight, eps, centred)
         ctx.save_for_backward(x, weight, scale)
         ctx.centred, ctx.using = centred, using

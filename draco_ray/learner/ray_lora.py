@@ -22,20 +22,20 @@ from draco_ray.learner.base import (
     Update,
     UpdateMetrics,
 )
-from draco_ray.learner.feed import start_learner_feed
+from draco_ray.learner.command_log import start_command_log
 from draco_ray.learner.train_loop import LoopSettings, fit
 from draco_ray.placement import beside_the_driver
 from draco_ray.records import FloatArray, IntArray
 
 PATIENCE_SECONDS = 30.0
-"""For an end of its own, and for one after an interrupt."""
+"""Timeout for a regular end, and for the end after an interrupt."""
 
 
 class RayLoraLearner:
     """All workers, as one `draco_ray.learner.base.Learner`.
 
-    Each call raises LearnerError once workers are lost for good; until then a dead worker costs the work since the last
-    checkpoint, which is done again unasked.
+    Each call raises LearnerError once workers are lost for good. Before that, a dead worker costs the work since the
+    last checkpoint, which is repeated automatically.
     """
 
     def __init__(
@@ -55,27 +55,26 @@ class RayLoraLearner:
         if config.options:
             raise ConfigError(f"learner.options: ray_lora takes none, found {', '.join(config.options)}")
         self._config = config
-        # Ray Train's workers run in a folder of their own: a relative path would point elsewhere.
+        # Ray Train's workers have another working directory.
         path = Path(model.path)
         self._model = model.model_copy(update={"path": str(path.resolve())}) if path.is_dir() else model
         self._run = run.resolve()
         self._seed = seed
         self._resume_from = str(resume_from.resolve()) if resume_from is not None else None
-        self._feed: Any = None
+        self._log: Any = None
         self._fit: Any = None
         self._watch: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Start the workers and wait until each has its model."""
-        self._feed = start_learner_feed(
+        """Start the workers and wait until each has loaded its model."""
+        self._log = start_command_log(
             self._config.workers, self._resume_from, self._config.max_failures, self._run.name
         )
         storage = self._run / "checkpoints"
-        # Ray Train's controller, a process of the cluster's, would make it for all to read.
+        # Made here, because Ray Train's controller would make it readable for all users.
         storage.mkdir(mode=0o700, parents=True, exist_ok=True)
         settings = LoopSettings(
-            feed=self._feed,
-            node=ray.get_runtime_context().get_node_id(),
+            log=self._log,
             model=self._model,
             config=self._config,
             seed=self._seed,
@@ -92,9 +91,9 @@ class RayLoraLearner:
         self._watch = asyncio.create_task(self._watch_fit())
         await self.token_logprobs([0, 0])
 
-    async def accumulate(self, group: ray.ObjectRef[Any]) -> dict[str, float]:
-        """Add the gradients of one group's samples; returns its token counts and loss sums."""
-        return await self._submit(Accumulate(groups=(group,)))
+    async def accumulate(self, group: ray.ObjectRef[Any]) -> None:
+        """Add the gradients of one group's samples."""
+        await self._submit(Accumulate(groups=(group,)))
 
     async def remember_old_logprobs(self, group: ray.ObjectRef[Any]) -> None:
         """Keep the log-probs of a group of a later minibatch under the weights of the step's start."""
@@ -105,7 +104,7 @@ class RayLoraLearner:
         return await self._submit(Update())
 
     async def weights(self, version: int) -> ray.ObjectRef[Any]:
-        """A reference to the current Adapter; groups accumulated from here on are taken as sampled with it."""
+        """A reference to the current Adapter; groups that are accumulated later count as sampled with it."""
         return await self._submit(Publish(version=version))
 
     async def checkpoint(self, directory: Path) -> None:
@@ -113,40 +112,40 @@ class RayLoraLearner:
         await self._submit(SaveCheckpoint(directory=str(directory.resolve())))
 
     async def token_logprobs(self, token_ids: IntArray | list[int], *, adapter: bool = True) -> FloatArray:
-        """The learner's side of the canary: log-prob of every token, 0.0 for the first."""
+        """Log-prob of every token, 0.0 for the first; for the canary."""
         return await self._submit(TokenLogprobs(token_ids=tuple(int(t) for t in token_ids), adapter=adapter))
 
     async def stop(self, timeout: float = PATIENCE_SECONDS) -> None:
-        """End the loop and its processes; what is still busy after `timeout` seconds is interrupted, then killed."""
-        if self._feed is None or self._watch is None:
+        """End the loop and its processes; after ``timeout`` seconds they are interrupted, then killed."""
+        if self._log is None or self._watch is None:
             return
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout):
                 with contextlib.suppress(LearnerError):
                     await self._submit(Stop())
                 await asyncio.shield(self._watch)
-        # At first as Ctrl-C does: Ray Train then gives back the place of its workers. Where its process was killed, Ray
-        # keeps it until the job ends.
+        # First an interrupt, on which Ray Train frees its placement group; after a kill Ray keeps that until the job
+        # ends.
         for force in (False, True):
             if not self._watch.done():
                 ray.cancel(self._fit, force=force)
                 await asyncio.wait([self._watch], timeout=PATIENCE_SECONDS)
-        # What is still waited for then is the feed's answer, which one that is stopped never gives.
-        ray.kill(self._feed)
+        # The watch may still wait for the log.
+        ray.kill(self._log)
         await asyncio.wait([self._watch], timeout=PATIENCE_SECONDS)
-        self._feed = None
+        self._log = None
 
     async def _submit(self, command: Command) -> Any:
         try:
-            return await self._feed.submit.remote(command)
+            return await self._log.submit.remote(command)
         except ray.exceptions.ActorDiedError:
             raise LearnerError(
-                "learner: the actor that hands it its commands was lost, beside the driver; look for lack of memory "
-                "there and continue the run"
+                "learner: the actor with its command log was lost; look for lack of memory on the driver's node and "
+                "continue the run"
             ) from None
 
     async def _watch_fit(self) -> None:
-        """Wait for the loop's end, and fail every call that still waits for an answer."""
+        """Wait for the end of the loop, and fail every call that still waits for a result."""
         message = "the learner has stopped"
         try:
             await self._fit
@@ -156,4 +155,4 @@ class RayLoraLearner:
                 f"learner failed: {reason[-1] if reason else type(error).__name__}; see its log in the Ray dashboard"
             )
         with contextlib.suppress(ray.exceptions.RayActorError):
-            await self._feed.fail.remote(message)
+            await self._log.fail.remote(message)

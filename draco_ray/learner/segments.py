@@ -1,10 +1,9 @@
-"""One row of segments through a decoder: attention and recurrent states that end where a sequence ends.
+"""Attention and gated delta nets over packed segments, so that packed sequences do not see each other.
 
-Everything else in a decoder is of one token alone. Attention is computed segment by segment, over the keys of the
-segment and of the one that it continues; on a GPU each is one call of a Flash kernel. A gated delta net
-(Qwen3.5 and 3.6) is called segment by segment with the states that the segment before left, so the model's own code
-computes both, with whatever kernels it has. Gradients go back through keys, values and states. Where workers
-share a row, each does this for its heads (`draco_ray.learner.context`).
+Attention is computed for each segment, over the keys of the segment and of the one that it continues; on a GPU each is
+one call of a Flash kernel. A gated delta net (Qwen3.5 and 3.6) is called for each segment with the states after the
+segment that it continues, so that the model's own code and kernels are used. Gradients flow through keys, values and
+states. Workers that share a micro-batch each compute their heads (`draco_ray.learner.context`).
 """
 
 from __future__ import annotations
@@ -18,29 +17,29 @@ from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
-from draco_ray.learner.context import PROJECTIONS, Context, DeltaHeads
+from draco_ray.learner.context import PROJECTIONS, Context, DeltaNetHeads
 from draco_ray.learner.packing import Segment
 
 ATTENTION = "draco_segments"
-"""Name of this attention among transformers'."""
+"""Name under which this attention is registered with transformers."""
 PLAIN = ("sliding_window", "softcap", "s_aux", "position_bias")
-"""What a layer may ask its attention for that is not done here."""
+"""Attention arguments that are not supported here."""
 PLAIN_LAYERS = {"full_attention", "linear_attention"}
 FLASH_HEAD = 256
-"""Largest head of the kernels that take grouped keys."""
+"""Maximum head size of the kernels that support grouped-query attention."""
 
 
-class NotPlainError(Exception):
-    """A layer asks for more than causal attention."""
+class UnsupportedLayer(Exception):
+    """A layer needs more than causal attention."""
 
 
-def install(base: Any, *, shared: bool = False) -> bool:
-    """Make a causal language model take rows of segments (the keyword ``segments`` of its decoder).
+def install_attention(base: Any, *, shared: bool = False) -> bool:
+    """Make a causal language model's decoder accept packed segments (the keyword ``segments``).
 
     Args:
         base: transformers' model.
-        shared: whether workers share its rows (the keyword ``context``).
-    Returns: False if its layers are not known to be of the kinds that are done here; it is as it was then.
+        shared: whether workers share micro-batches (the keyword ``context``).
+    Returns: False if its layers may be of other kinds than are supported; the model is then unchanged.
     """
     text = base.config.get_text_config()
     if not set(getattr(text, "layer_types", None) or ()) <= PLAIN_LAYERS:
@@ -68,15 +67,18 @@ def _attention(
     context: Context | None = None,
     **asked: Any,
 ) -> tuple[Tensor, None]:
-    """Attention as transformers calls it: arrays are batch x heads x tokens x head; without `segments` all is one."""
+    """Attention with transformers' signature: arrays are batch x heads x tokens x head size.
+
+    Without ``segments`` all tokens are one segment.
+    """
     for name in PLAIN:
         if asked.get(name) is not None:
-            raise NotPlainError(name)
+            raise UnsupportedLayer(name)
     if context is not None:
-        found = context.by_head([array[0].transpose(0, 1) for array in (query, key, value)])
+        found = context.to_heads([array[0].transpose(0, 1) for array in (query, key, value)])
         query, key, value = (array.transpose(0, 1)[None] for array in found)
         output, _ = _attention(module, query, key, value, None, scaling, segments)
-        return context.by_token(output[0])[None], None
+        return context.to_tokens(output[0])[None], None
     if segments is None:
         segments = (Segment(0, query.shape[2], None),)
     outputs = []
@@ -93,7 +95,7 @@ def _attention(
 
 
 def _causal(query: Tensor, keys: Tensor, values: Tensor, scaling: float | None) -> Tensor:
-    """Attention of the last tokens of a sequence, all of whose keys are given."""
+    """Causal attention of the last tokens of a sequence, over the keys of all its tokens."""
     tokens, seen = query.shape[2], keys.shape[2]
     groups = query.shape[1] // keys.shape[1]
     grouped = groups > 1 and keys.shape[3] == values.shape[3] <= FLASH_HEAD
@@ -105,32 +107,32 @@ def _causal(query: Tensor, keys: Tensor, values: Tensor, scaling: float | None) 
     if query.is_cuda:
         return scaled_dot_product_attention(query, keys, values, attn_mask=causal_lower_right(tokens, seen), **how)
     if seen < 2 * tokens:
-        # The kernel skips what a causal mask hides, of a mask that is given nothing: queries of the prompt, whose
-        # output nobody reads, cost less than the hidden half.
-        unread = query.new_zeros(*query.shape[:2], seen - tokens, query.shape[3])
-        query = torch.cat([unread, query], dim=2)
+        # The kernel skips masked blocks only with is_causal. So adding unused queries for the prompt costs less than
+        # computing the masked half with an explicit mask.
+        unused = query.new_zeros(*query.shape[:2], seen - tokens, query.shape[3])
+        query = torch.cat([unused, query], dim=2)
         return scaled_dot_product_attention(query, keys, values, is_causal=True, **how)[:, :, seen - tokens :]
     mask = torch.ones(tokens, seen, dtype=torch.bool, device=query.device).tril(seen - tokens)
     return scaled_dot_product_attention(query, keys, values, attn_mask=mask, **how)
 
 
-class _States:
-    """A gated delta net's states between two segments, as its layer asks a cache for them."""
+class _DeltaNetCache:
+    """A gated delta net's states between two segments, with the interface of transformers' cache."""
 
     record_past = True
-    """So that nothing is changed in place: several segments continue the same one, and all have gradients."""
+    """Prevents in-place changes: several segments may continue the same one, and all have gradients."""
 
-    def __init__(self, before: _States | None) -> None:
+    def __init__(self, before: _DeltaNetCache | None) -> None:
         self.before = before
         self.recurrent_states: list[Tensor] = before.recurrent_states if before is not None else []
         self.inputs: Tensor | None = None
 
     @property
-    def layers(self) -> _States:
-        """No attribute: an object that holds itself keeps its tensors until the garbage collector runs."""
+    def layers(self) -> _DeltaNetCache:
+        """A property, because a reference to itself would keep the tensors until garbage collection."""
         return self
 
-    def __getitem__(self, layer: int) -> _States:
+    def __getitem__(self, layer: int) -> _DeltaNetCache:
         return self
 
     def has_previous_state(self, layer: int, **_: Any) -> bool:
@@ -148,13 +150,13 @@ class _States:
 
 
 def _over_tokens(mixer: Any) -> Callable[..., Tensor]:
-    """The forward of a gated delta net over a row, or over this worker's part of it."""
+    """The forward of a gated delta net over a micro-batch, or over this worker's part of it."""
     whole = mixer.forward
 
     def call(hidden_states: Tensor, *, context: Context | None = None, **given: Any) -> Tensor:
         if context is None:
             return _by_segment(whole, hidden_states, **given)
-        heads = DeltaHeads(mixer, context)
+        heads = DeltaNetHeads(mixer, context)
         return heads.returned(_by_segment(heads.forward, heads.exchanged(hidden_states), **given))
 
     return call
@@ -163,17 +165,17 @@ def _over_tokens(mixer: Any) -> Callable[..., Tensor]:
 def _by_segment(
     forward: Callable[..., Tensor], hidden_states: Tensor, segments: Sequence[Segment] | None = None, **given: Any
 ) -> Tensor:
-    """The forward of a gated delta net, segment after segment where there are several."""
+    """Call the forward of a gated delta net for each segment."""
     if segments is None or len(segments) == 1:
         return forward(hidden_states=hidden_states, **given)
     given = given | {"attention_mask": None}
     continued = {segment.after for segment in segments}
-    left: dict[int, _States] = {}
+    left: dict[int, _DeltaNetCache] = {}
     outputs = []
     for index, segment in enumerate(segments):
         states = None
         if index in continued or segment.after is not None:
-            states = _States(left[segment.after] if segment.after is not None else None)
+            states = _DeltaNetCache(left[segment.after] if segment.after is not None else None)
             left[index] = states
         mine = hidden_states[:, segment.start : segment.start + segment.length]
         outputs.append(forward(hidden_states=mine, **given | {"cache_params": states}))

@@ -1,10 +1,8 @@
-"""One worker's part in the commands of a run: which samples are its own, and which old log-probs belong to them."""
+"""One worker's part in the commands of a run: its shard of the samples, and their old log-probs."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 from draco_ray.learner.base import (
@@ -17,24 +15,67 @@ from draco_ray.learner.base import (
     TokenLogprobs,
     Update,
 )
-from draco_ray.learner.checkpoint import Snapshot
-from draco_ray.learner.feed import Shares
 from draco_ray.learner.lora_learner import LoraLearner, trained_length
-from draco_ray.learner.packing import deal
+from draco_ray.learner.packing import balance
 from draco_ray.records import Adapter, FloatArray, TrainingSample
 
 SampleKey = tuple[str, int, int]
-"""A sample's group and rollout."""
+"""Group, rollout and branch of a sample."""
+
+
+class PendingSamples:
+    """The samples of every shard that wait for a forward pass.
+
+    All workers keep the same record, so that they make the same decisions without communication. Where the base is
+    sharded, every pass needs all workers, and a worker without samples wastes its pass. So only as many micro-batches
+    are taken as every shard has; the rest waits for later samples.
+    """
+
+    def __init__(self, shards: int) -> None:
+        self._samples: list[list[TrainingSample]] = [[] for _ in range(shards)]
+        """By shard."""
+
+    def __bool__(self) -> bool:
+        return any(self._samples)
+
+    def add(self, samples: Sequence[TrainingSample], shards: Sequence[int]) -> None:
+        """Add each sample to its shard."""
+        for sample, shard in zip(samples, shards, strict=True):
+            self._samples[shard].append(sample)
+
+    def take(
+        self,
+        micro_batches: Callable[[Sequence[TrainingSample]], list[list[int]]],
+        shard: int,
+        *,
+        everything: bool,
+    ) -> tuple[list[TrainingSample], int]:
+        """Remove the samples that are processed now.
+
+        Args:
+            micro_batches: `LoraLearner.micro_batches`.
+            shard: whose samples are returned.
+            everything: leave none behind.
+        Returns: the samples of ``shard``, and the largest number of micro-batches of any shard.
+        """
+        batches = [micro_batches(samples) for samples in self._samples]
+        count = (max if everything else min)(map(len, batches))
+        taken: list[TrainingSample] = []
+        for index, samples in enumerate(self._samples):
+            later = {position for batch in batches[index][count:] for position in batch}
+            if index == shard:
+                taken = [sample for position, sample in enumerate(samples) if position not in later]
+            self._samples[index] = [samples[position] for position in sorted(later)]
+        return taken, count
 
 
 class LearnerWorker:
-    """Carries out commands on one of `workers` replicas of the learner.
+    """Runs commands on one of ``workers`` replicas of the learner.
 
-    Every worker sees every command and deals its samples in the same way without asking the others: the next sample
-    goes to the worker with the fewest tokens since the last update. Only `Update` makes workers wait for each other;
-    where the base is sharded every pass through the model does, so samples may wait until every worker has as many
-    micro-batches, at the latest for the update. Workers that share their rows (`learner.context_parallel`) are dealt
-    the same samples, as if they were one.
+    Every worker sees every command and assigns the samples to shards in the same way: each sample goes to the shard
+    with the fewest tokens since the last update. Only `Update` synchronises the workers; where the base is sharded,
+    every pass does, so samples may wait until every shard has as many micro-batches, at the latest until the update.
+    Workers that share sequences (`learner.context_parallel`) have the same shard.
     """
 
     def __init__(
@@ -45,49 +86,44 @@ class LearnerWorker:
         workers: int,
         fetch: Callable[[Sequence[Any]], Sequence[Sequence[TrainingSample]]],
         publish: Callable[[Adapter], Any],
-        save: Callable[[Snapshot, Path], None] | None = None,
     ) -> None:
         """
         Args:
             learner: this worker's replica.
             rank: of this worker.
-            workers: how many there are.
+            workers: number of workers.
             fetch: resolves references to groups of samples.
-            publish: puts the adapter where a reference can reach it, and returns the reference.
-            save: writes a checkpoint; None: on this machine.
+            publish: puts the adapter into the object store and returns a reference.
         """
         self._learner = learner
         self._rank = rank
-        self._share, self._shares = rank // learner.sharing, workers // learner.sharing
-        """Which part of the samples is this worker's, of how many."""
+        self._shard, self._shards = rank // learner.context_size, workers // learner.context_size
+        """Index of this worker's shard, and the number of shards."""
         self._fetch = fetch
         self._publish = publish
-        self._save = save or _write
-        self._owner: dict[SampleKey, int] = {}
-        """The worker that remembers a sample."""
+        self._remembered_by: dict[SampleKey, int] = {}
+        """The shard that has a sample's old log-probs."""
         self._old_logprobs: dict[SampleKey, FloatArray] = {}
-        """Of the samples that this worker remembers."""
-        self._to_remember, self._to_accumulate, self._to_accumulate_with_old = (Shares(self._shares) for _ in range(3))
+        """Of this shard's samples."""
+        self._to_remember, self._on_policy, self._with_old = (PendingSamples(self._shards) for _ in range(3))
         self._updated = False
         """Whether the weights have changed since the training step began."""
-        self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        """Writes checkpoints one after the other, beside the commands that follow."""
-        self._forget_loads()
+        self._reset_loads()
 
     def execute(self, command: Command) -> Any:
-        """Carry out one command and return this worker's answer, or a future of it where it comes while others run.
+        """Run one command and return this worker's result.
 
-        Raises: ValueError if samples whose old log-probs are needed were not remembered.
+        Raises: ValueError if the old log-probs of samples are needed and were not computed.
         """
         match command:
             case Accumulate(groups=groups):
-                return self._accumulate([sample for group in self._fetch(groups) for sample in group])
+                self._accumulate([sample for group in self._fetch(groups) for sample in group])
             case Remember(groups=groups):
-                return self._remember([sample for group in self._fetch(groups) for sample in group])
+                self._remember([sample for group in self._fetch(groups) for sample in group])
             case Update():
-                self._remember_dealt(everything=True)
-                self._accumulate_dealt(everything=True)
-                self._forget_loads()
+                self._run_remember(everything=True)
+                self._run_accumulate(everything=True)
+                self._reset_loads()
                 self._updated = True
                 metrics = self._learner.step()
                 self._learner.release_memory()
@@ -96,77 +132,70 @@ class LearnerWorker:
                 self._updated = False
                 return self._publish(self._learner.adapter(version)) if self._rank == 0 else None
             case SaveCheckpoint(directory=directory):
-                if self._owner or self._to_accumulate or self._to_accumulate_with_old:
+                if self._remembered_by or self._on_policy or self._with_old:
                     raise ValueError(f"checkpoint {directory} in the middle of a training step; finish its minibatches")
                 self._updated = False
-                if self._rank > 0:
-                    return None
-                return self._writer.submit(self._save, self._learner.snapshot(), Path(directory))
+                return self._learner.snapshot() if self._rank == 0 else None
             case TokenLogprobs(token_ids=token_ids, adapter=adapter):
-                if self._share > 0 and not self._learner.sharded:
+                if self._shard > 0 and not self._learner.sharded:
                     return None
                 logprobs = self._learner.token_logprobs(token_ids, adapter=adapter)
                 self._learner.release_memory()
                 return logprobs
             case Stop():
-                self._writer.shutdown()
                 return None
-        raise ValueError(f"unknown learner command {command!r}")
+            case _:
+                raise ValueError(f"unknown learner command {command!r}")
+        return None
 
-    def _accumulate(self, samples: Sequence[TrainingSample]) -> dict[str, float]:
-        remembered = [sample for sample in samples if _key(sample) in self._owner]
-        fresh = [sample for sample in samples if _key(sample) not in self._owner]
+    def _accumulate(self, samples: Sequence[TrainingSample]) -> None:
+        remembered = [sample for sample in samples if _key(sample) in self._remembered_by]
+        fresh = [sample for sample in samples if _key(sample) not in self._remembered_by]
         if fresh and self._updated:
             raise ValueError(
-                f"{len(fresh)} samples, first {_key(fresh[0])}, follow an update but were not remembered before it; "
-                "their importance ratio is unknown"
+                f"{len(fresh)} samples, first {_key(fresh[0])}, follow an update but their old log-probs were not "
+                "computed before it; their importance ratio is unknown"
             )
         if remembered:
-            self._remember_dealt(everything=True)
-        self._to_accumulate.add(fresh, self._dealt(fresh, self._load_W))
-        owners = [self._owner.pop(_key(sample)) for sample in remembered]
-        self._to_accumulate_with_old.add(remembered, owners)
-        return self._accumulate_dealt(everything=not self._learner.sharded)
+            self._run_remember(everything=True)
+        self._on_policy.add(fresh, self._assign(fresh, self._loads))
+        self._with_old.add(remembered, [self._remembered_by.pop(_key(sample)) for sample in remembered])
+        self._run_accumulate(everything=not self._learner.sharded)
 
-    def _accumulate_dealt(self, *, everything: bool) -> dict[str, float]:
-        mine, passes = self._taken(self._to_accumulate_with_old, everything)
-        old_logprobs = [self._old_logprobs.pop(_key(sample)) for sample in mine]
-        with_old = self._learner.accumulate(mine, old_logprobs, passes=passes)
-        mine, passes = self._taken(self._to_accumulate, everything)
-        on_policy = self._learner.accumulate(mine, passes=passes)
-        return {name: on_policy[name] + with_old[name] for name in on_policy}
+    def _run_accumulate(self, *, everything: bool) -> None:
+        samples, count = self._take(self._with_old, everything)
+        old_logprobs = [self._old_logprobs.pop(_key(sample)) for sample in samples]
+        self._learner.accumulate(samples, old_logprobs, num_micro_batches=count)
+        samples, count = self._take(self._on_policy, everything)
+        self._learner.accumulate(samples, num_micro_batches=count)
 
-    def _remember(self, samples: Sequence[TrainingSample]) -> dict[str, float]:
-        owners = self._dealt(samples, self._remembered_load_W)
-        self._owner.update(zip(map(_key, samples), owners, strict=True))
-        self._to_remember.add(samples, owners)
-        self._remember_dealt(everything=not self._learner.sharded)
-        return {"samples": float(owners.count(self._share)) if self._learner.counts else 0.0}
+    def _remember(self, samples: Sequence[TrainingSample]) -> None:
+        shards = self._assign(samples, self._remembered_loads)
+        self._remembered_by.update(zip(map(_key, samples), shards, strict=True))
+        self._to_remember.add(samples, shards)
+        self._run_remember(everything=not self._learner.sharded)
 
-    def _remember_dealt(self, *, everything: bool) -> None:
-        mine, passes = self._taken(self._to_remember, everything)
-        self._old_logprobs.update(zip(map(_key, mine), self._learner.old_logprobs(mine, passes=passes), strict=True))
+    def _run_remember(self, *, everything: bool) -> None:
+        samples, count = self._take(self._to_remember, everything)
+        old_logprobs = self._learner.old_logprobs(samples, num_micro_batches=count)
+        self._old_logprobs.update(zip(map(_key, samples), old_logprobs, strict=True))
 
-    def _dealt(self, samples: Sequence[TrainingSample], load_W: list[int]) -> list[int]:
-        """The worker of each sample; `load_W` is brought up to date."""
+    def _assign(self, samples: Sequence[TrainingSample], loads: list[int]) -> list[int]:
+        """The shard of each sample; adds their tokens to ``loads``."""
         lengths = [trained_length(sample) for sample in samples]
-        owners = deal(lengths, load_W)
-        for length, owner in zip(lengths, owners, strict=True):
-            load_W[owner] += length
-        return owners
+        shards = balance(lengths, loads)
+        for length, shard in zip(lengths, shards, strict=True):
+            loads[shard] += length
+        return shards
 
-    def _taken(self, shares: Shares, everything: bool) -> tuple[list[TrainingSample], int]:
-        """This worker's samples to work off now, and the passes to make of them, with the others where they matter."""
-        mine, passes = shares.take(self._learner.micro_batches, self._share, everything=everything)
-        return mine, passes if self._learner.sharded else 0
+    def _take(self, pending: PendingSamples, everything: bool) -> tuple[list[TrainingSample], int]:
+        """This shard's samples to process now, and the number of micro-batches that all workers run together."""
+        samples, count = pending.take(self._learner.micro_batches, self._shard, everything=everything)
+        return samples, count if self._learner.sharded else 0
 
-    def _forget_loads(self) -> None:
-        self._load_W = [0] * self._shares
-        self._remembered_load_W = [0] * self._shares
-
-
-def _write(snapshot: Snapshot, directory: Path) -> None:
-    snapshot.write(directory)
+    def _reset_loads(self) -> None:
+        self._loads = [0] * self._shards
+        self._remembered_loads = [0] * self._shards
 
 
 def _key(sample: TrainingSample) -> SampleKey:

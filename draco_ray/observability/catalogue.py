@@ -84,31 +84,8 @@ JUDGE_TOKENS = Metric(
 )
 JUDGE_DOLLARS = Metric("draco_judge_dollars_total", Kind.COUNTER, "Dollars this process spent on judging.", ("phase",))
 
-EVENTS = (
-    ROLLOUTS_WAITING,
-    ROLLOUTS_IN_FLIGHT,
-    JUDGE_IN_FLIGHT,
-    JUDGE_WAITING,
-    JUDGE_WORKERS_UP,
-    JUDGE_WORKERS_WANTED,
-    ENGINE_RUNNING,
-    ENGINE_WAITING,
-    ENGINE_KV_CACHE,
-    ENGINE_SAMPLED,
-    ENGINE_PROMPTS,
-    ENGINE_PREEMPTIONS,
-    ENGINES_UP,
-    ENGINES_REPLACED,
-    RUN_DOLLARS,
-    ROLLOUTS,
-    ROLLOUT_SECONDS,
-    SAMPLED_TOKENS,
-    JUDGE_PHASES,
-    JUDGE_SECONDS,
-    JUDGE_REQUESTS,
-    JUDGE_TOKENS,
-    JUDGE_DOLLARS,
-)
+EVENTS = tuple(value for value in list(globals().values()) if isinstance(value, Metric))
+"""The metrics above."""
 
 STEP_GAUGES = {
     "step": Metric("draco_step", Kind.GAUGE, "Finished training steps."),

@@ -9,9 +9,7 @@ from their own environment variables.
 from __future__ import annotations
 
 import importlib
-import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -74,8 +72,7 @@ class TensorBoard:
     shows_tables = False
 
     def __init__(self, run: Path, config: Mapping[str, Any]) -> None:
-        with _without("torch", "boto3"):
-            package = _package("tensorboardX", "tensorboard")
+        package = _package("tensorboardX", "tensorboard")
         self._writer = package.SummaryWriter(str(run / "tensorboard"))
 
     def step(self, step: int, scalars: Mapping[str, float]) -> None:
@@ -156,23 +153,6 @@ class MLflow:
 
 
 TRACKERS: dict[str, Any] = {"tensorboard": TensorBoard, "wandb": WandB, "mlflow": MLflow}
-
-
-@contextmanager
-def _without(*modules: str) -> Iterator[None]:
-    """Let imports inside the block find none of these unless it is here already.
-
-    tensorboardX imports PyTorch for the type of its tensors and boto3 for files in a bucket, which costs the driver
-    seconds and 300 MiB for numbers and files of its own.
-    """
-    hidden = [module for module in modules if module not in sys.modules]
-    for module in hidden:
-        sys.modules[module] = None  # type: ignore[assignment]  # The import system's own way to say "not to be found".
-    try:
-        yield
-    finally:
-        for module in hidden:
-            del sys.modules[module]
 
 
 def _package(module: str, extra: str) -> Any:

@@ -85,7 +85,7 @@ AGENTS: Mapping[str, str] = {
     "code": "draco_ray.rollout.turn_agent:CodeAgent",
     "command": "draco_ray.rollout.program_agent:ProgramAgent",
     "tool_calling": "draco_ray.rollout.tool_agent:ToolAgent",
-    "verifiers": "draco_ray.rollout.verifiers_agent:VerifiersAgent",
+    "verifiers": "draco_ray.verifiers.agent:VerifiersAgent",
 }
 """The agents that ship, by the name that ``agent.use`` may give them."""
 

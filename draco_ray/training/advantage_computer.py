@@ -35,14 +35,14 @@ Attributions = Judged[tuple[Attribution, ...]]
 
 
 class AdvantageComputerActor:
-    """Holds nothing but the configuration."""
+    """Computes rewards and advantages; its only state is the configuration."""
 
     def __init__(self, config: AlgorithmConfig) -> None:
         self._config = config
         self._rule = find_rule(config.rule, config.reliability)
 
     async def rewards(self, rollouts: Sequence[int], scores: Sequence[ray.ObjectRef[Scores]]) -> RewardSummary:
-        """Dropout and Eq. ``rubric-reward`` over the rollouts whose score call succeeded."""
+        """Discriminative dropout and Eq. ``rubric-reward``, for the rollouts whose scoring call succeeded."""
         scored, verdict_GK = _verdicts(rollouts, [await ref for ref in scores])
         surviving_K = self._rule.surviving(verdict_GK)
         rewards_G = self._rule.rewards(verdict_GK, surviving_K)
@@ -69,8 +69,8 @@ class AdvantageComputerActor:
     ) -> tuple[list[TrainingSample], GroupAdvantages, dict[int, Sequence[int]], AdvantageSummary]:
         """Step credit (Eq. ``credit``).
 
-        ``attributions`` None means that no credit call was worth making for the group; an entry None, that the
-        rollout's verdicts are unanimous and no call was made for it.
+        ``attributions`` is None if no credit calls were made for the group; an entry is None if none was made for a
+        rollout with unanimous verdicts.
         """
         scored, verdict_GK = _verdicts(rollouts, [await ref for ref in scores])
         played = {rollout: await ref for rollout, ref in zip(rollouts, trajectories, strict=True)}
@@ -98,7 +98,7 @@ class AdvantageComputerActor:
         trajectories: Sequence[ray.ObjectRef[Trajectory]],
         evaluations: Sequence[ray.ObjectRef[Evaluated]],
     ) -> tuple[list[TrainingSample], GroupAdvantages, dict[int, Sequence[int]], AdvantageSummary]:
-        """The ``outcome`` setting: vanilla GRPO on the environment's verdict, its reward where it gives one."""
+        """The ``outcome`` setting: plain GRPO on the environment's reward, or else on its verdict."""
         verdicts = [(await ref).evaluation for ref in evaluations]
         reward_G = np.array([float(each.success if each.reward is None else each.reward) for each in verdicts])
         return await self._from_rewards(group, rollouts, trajectories, reward_G)
@@ -107,17 +107,18 @@ class AdvantageComputerActor:
     async def from_noise(
         self, group: str, rollouts: Sequence[int], trajectories: Sequence[ray.ObjectRef[Trajectory]], key: Sequence[int]
     ) -> tuple[list[TrainingSample], GroupAdvantages, dict[int, Sequence[int]], AdvantageSummary]:
-        """The ``random`` setting: vanilla GRPO on coin flips; ``key`` is this group's alone."""
+        """The ``random`` setting: plain GRPO on random rewards; ``key`` is the group's random seed."""
         return await self._from_rewards(group, rollouts, trajectories, random_rewards(key, len(rollouts)))
 
     def probe(self, samples: Sequence[TrainingSample], sampled: int, most: int) -> tuple[list[int], BoolArray] | None:
-        """What the canary compares of a group: the beginning of the sample that comes to its sampled tokens first.
+        """The tokens of a group that the canary compares: the beginning of one sample, with most sampled tokens.
 
         Args:
-            sampled: so many sampled tokens are enough.
-            most: tokens of the beginning, the last of a sample never among them: an engine generates one more.
-        Returns: token ids, at least 2, and which of those behind the first the policy sampled; all of them where it
-            sampled none so early. None if no sample has as many tokens.
+            sampled: maximum number of sampled tokens.
+            most: maximum number of tokens; the last token of a sample is never included, since an engine generates one
+                more.
+        Returns: at least 2 token ids, and a mask of those after the first that the policy sampled (all, if it sampled
+            none of them). None if every sample is too short.
         """
         begun = [_beginning(sample, sampled, most) for sample in samples if len(sample.token_ids_T) > 2]
         if not begun:
@@ -173,14 +174,14 @@ def start_advantage_computer(config: AlgorithmConfig, run_name: str) -> Any:
         num_cpus=0,
         scheduling_strategy=beside_the_driver(),
         max_concurrency=64,
-        # It holds no state: a new process answers the same.
+        # It is stateless, so restarts change nothing.
         max_restarts=-1,
         max_task_retries=3,
     ).remote(config)
 
 
 def _beginning(sample: TrainingSample, sampled: int, most: int) -> tuple[IntArray, BoolArray]:
-    """A sample up to so many sampled tokens, and which of its tokens were sampled."""
+    """The beginning of a sample with at most ``sampled`` sampled tokens, and the mask of sampled tokens."""
     found = np.flatnonzero(sample.loss_mask_T)[:sampled]
     end = int(found[-1]) + 1 if len(found) else sampled
     end = min(end, most, len(sample.token_ids_T) - 1)
@@ -188,7 +189,7 @@ def _beginning(sample: TrainingSample, sampled: int, most: int) -> tuple[IntArra
 
 
 def _verdicts(rollouts: Sequence[int], scores: Sequence[Scores]) -> tuple[list[int], np.ndarray]:
-    """The rollouts whose score call succeeded, and their verdicts as a (G, K) matrix."""
+    """The rollouts whose scoring call succeeded, and their verdicts as a (G, K) matrix."""
     scored = [(rollout, judged.value) for rollout, judged in zip(rollouts, scores, strict=True) if judged.ok]
     rows = [[int(score.verdict) for score in value or ()] for _, value in scored]
     criteria = len(rows[0]) if rows else 0

@@ -1,7 +1,4 @@
-"""What would stop a run before anything is started, as one list of checks.
-
-`draco check` prints every finding; `draco train` stops at them; `draco plan` takes those that need no machine.
-"""
+"""The checks before a run starts. `draco check` prints all findings; `draco train` stops if there is one."""
 
 from __future__ import annotations
 
@@ -28,37 +25,37 @@ from draco_ray.training.preflight import (
 )
 from draco_ray.training.session import checked_model, say_cut_prompts, usable_prompts, with_environment
 from draco_ray.training.sizes import context_problems
-from draco_ray.training.trainer import EarlierTasks, TaskOrder
+from draco_ray.training.trainer import TaskOrder
 
 
 @dataclass(slots=True)
 class Start:
-    """A run that is to start: its configuration, and what the checks have found of it."""
+    """A run to be started: its configuration, and results of the checks that later checks use."""
 
     config: DracoConfig
-    """The checks resolve it: the model's path is absolute, the judge knows the environment."""
+    """The checks resolve it: the model's path becomes absolute, the judge gets the environment's facts."""
     console: Console
     environment: Environment | None = None
     has_model: bool = False
-    """Whether the model can be used."""
+    """Whether the check of the model has passed."""
     prompts: dict[str, tuple[Message, ...]] | None = None
-    """Of the usable training tasks, by id."""
+    """Prompts of the usable training tasks, by task id."""
     order: TaskOrder | None = None
 
 
 Check = Callable[[Start], None]
-"""Raises DracoError where a run could not start; changes nothing where an earlier check has failed that it needs."""
+"""Raises DracoError if the run cannot start; does nothing if a check that it needs has failed."""
 
 
 def check_parts(start: Start) -> None:
-    """The parts that are named exist."""
+    """Check that the advantage rule and the learner exist."""
     algorithm = start.config.algorithm
     find_rule(algorithm.rule, algorithm.reliability)
     find_learner(start.config.learner.use)
 
 
 def check_environment(start: Start) -> None:
-    """The environment has the tasks, and says how it is measured."""
+    """Check that the environment has the tasks, and whether it can evaluate."""
     config, environment = with_environment(start.config)
     environment.tasks(config.data.train_split)
     if not environment.evaluates:
@@ -69,7 +66,7 @@ def check_environment(start: Start) -> None:
 
 
 def check_model(start: Start) -> None:
-    """The model is here, and can be trained and divided as it is to be."""
+    """Check that the model exists and can be trained and sharded as configured."""
     config = start.config = checked_model(start.config)
     start.has_model = True
     if config.learner.use == LearnerConfig().use:
@@ -77,7 +74,7 @@ def check_model(start: Start) -> None:
 
 
 def check_context(start: Start) -> None:
-    """The model accepts sequences as long as the rollouts and, if it is its own judge, the judge's prompts."""
+    """Check that the model's context fits the rollouts and, if it is its own judge, the judge's prompts."""
     path = start.config.model.path
     positions = model_positions(path, cached_config(path))
     if problems := context_problems(start.config, positions):
@@ -85,7 +82,7 @@ def check_context(start: Start) -> None:
 
 
 def check_prompts(start: Start) -> None:
-    """The chat template can show the tasks to the model, and enough of them are short enough."""
+    """Check that the chat template can render the tasks, and that enough of them are short enough."""
     config, environment = start.config, start.environment
     if environment is None or not start.has_model:
         return
@@ -97,7 +94,7 @@ def check_prompts(start: Start) -> None:
 
 
 def check_machine(start: Start) -> None:
-    """CPUs, GPUs and Ray's object store suffice where Ray is started here; a cluster is asked once it is joined."""
+    """Check CPUs, GPUs and object store if Ray is started here; a cluster is checked after joining it."""
     config = start.config
     if address_of(config) is not None:
         return
@@ -107,7 +104,7 @@ def check_machine(start: Start) -> None:
 
 
 def machine_resources(config: DracoConfig) -> dict[str, float]:
-    """What Ray offers when it is started on this machine."""
+    """The resources of a Ray that is started on this machine."""
     gpus = 0
     if config.engine.gpus_per_engine or config.learner.gpus_per_worker or config.judge.local.enabled:
         import torch
@@ -117,7 +114,7 @@ def machine_resources(config: DracoConfig) -> dict[str, float]:
 
 
 def check_root(start: Start) -> None:
-    """A new run directory can be written, outlives the job, and has room for a step."""
+    """Check that a new run directory is writable, outlives the job, and has room for a step."""
     root = start.config.run.root
     check_outlives_job(root)
     if isinstance(root, str):
@@ -136,11 +133,11 @@ CHECKS: tuple[Check, ...] = (
     check_prompts,
     check_machine,
 )
-"""Of every run, in the order in which they need each other."""
+"""The checks of every run; later ones use results of earlier ones."""
 
 
 def findings(start: Start, checks: Sequence[Check]) -> list[DracoError]:
-    """What the checks have found, all of it."""
+    """Run the checks and return all findings."""
     found: list[DracoError] = []
     for check in checks:
         try:
@@ -151,7 +148,7 @@ def findings(start: Start, checks: Sequence[Check]) -> list[DracoError]:
 
 
 def refuse(found: Sequence[DracoError]) -> None:
-    """Raise what was found: the error itself, or a ConfigError that lists several."""
+    """Raise a single finding as it is, and several as one ConfigError that lists them."""
     if len(found) == 1:
         raise found[0]
     if found:
@@ -159,8 +156,8 @@ def refuse(found: Sequence[DracoError]) -> None:
         raise ConfigError(f"{len(found)} findings stop this run: {listed}")
 
 
-def task_order(config: DracoConfig, tasks: Sequence[str], earlier: Sequence[EarlierTasks] = ()) -> TaskOrder:
-    """The order of a run's tasks. Raises: ConfigError where it is a judge's to say, and there is none."""
+def task_order(config: DracoConfig, tasks: Sequence[str]) -> TaskOrder:
+    """The order of a run's tasks. Raises: ConfigError if it depends on a judge's verdicts and there are none."""
     train = config.train
     if config.algorithm.reward != "rubric":
         said = {"skip_solved": "what is solved", "order": "what is easy"}
@@ -175,12 +172,11 @@ def task_order(config: DracoConfig, tasks: Sequence[str], earlier: Sequence[Earl
         skip_solved=train.skip_solved,
         behind=train.staleness,
         order=train.order,
-        earlier=earlier,
     )
 
 
 def _without_evaluator(config: DracoConfig, console: Console) -> DracoConfig:
-    """The configuration for an environment without an evaluator. Raises: ConfigError where that is the reward."""
+    """The configuration for an environment without an evaluator. Raises: ConfigError if the reward needs one."""
     name = f"environment.use={config.environment.use}"
     if config.algorithm.reward == "outcome":
         raise ConfigError(f"algorithm.reward=outcome: {name} has no evaluator; take the reward of a rubric")
@@ -189,7 +185,7 @@ def _without_evaluator(config: DracoConfig, console: Console) -> DracoConfig:
     if config.algorithm.reward == "rubric" and not config.judge.self_judge.enabled:
         console.print(f"{name} has no evaluator: the judge's pass rate on held-out tasks stands in")
         return config
-    # A judge that is itself trained between the two measurements compares nothing.
+    # A judge that is trained between the two measurements cannot compare them.
     why = "the policy is its own judge" if config.algorithm.reward == "rubric" else "there is no judge"
     console.print(f"{name} has no evaluator and {why}: nothing is measured before and after")
     return config.updated(train={"evaluate_before_after": False, "evaluate_every": None})

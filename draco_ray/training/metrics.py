@@ -1,4 +1,4 @@
-"""The metrics line of a training step: fixed names, fixed order, one place."""
+"""The metrics line and the spans of a training step."""
 
 from __future__ import annotations
 
@@ -13,6 +13,13 @@ from draco_ray.records import Termination
 from draco_ray.summaries import PhaseSummary, RolloutSummary, has_spread
 from draco_ray.training.overlap import Interval, busy_seconds, hidden_share
 
+UPDATE_MEANS = (
+    *("policy_loss", "kl", "entropy", "clip_fraction", "dual_clip_fraction"),
+    *("importance_weight", "truncated_fraction", "masked_fraction"),
+    *("engine_gap", "engine_k1", "engine_k3", "engine_ratio_p01", "engine_ratio_p50", "engine_ratio_p99"),
+)
+"""Fields of `UpdateMetrics` that are averaged over a step's updates, in the order of the metrics line."""
+
 
 def generation_intervals(groups: Sequence[Group]) -> list[Interval]:
     """When each finished rollout ran."""
@@ -25,15 +32,15 @@ def judge_intervals(groups: Sequence[Group]) -> list[Interval]:
 
 
 def step_metrics(step: int, groups: Sequence[Group], group_size: int) -> dict[str, Any]:
-    """Everything a step's rollouts, judge phases and advantages say; the trainer adds the learner's part.
+    """Metrics of a step's rollouts, judge phases and advantages; `update_metrics` are the learner's.
 
-    Rates are shares in [0, 1], times are seconds, costs are dollars. A mean over nothing is null.
+    Rates are in [0, 1], times in seconds, costs in dollars. A mean over nothing is null.
     """
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     phases = [phase for group in groups for phase in group.phases]
     rewards = [group.reward for group in groups if group.reward is not None]
     advantages = [group.advantage for group in groups if group.advantage is not None]
-    # Where no rubric is used rewards come with the advantages.
+    # Without a rubric, the rewards are part of the advantages.
     group_rewards = [known.rewards for group in groups if (known := group.reward or group.advantage) is not None]
     shares = sum(len(advantage.rollouts) for advantage in advantages)
     generation, judging = generation_intervals(groups), judge_intervals(groups)
@@ -92,25 +99,25 @@ def step_metrics(step: int, groups: Sequence[Group], group_size: int) -> dict[st
 
 
 def solved(group: Group, group_size: int) -> bool:
-    """Whether, by the judge's measure, nothing is left to learn from a task: no rollout failed a criterion."""
+    """Whether no rollout of a task failed a criterion, so that nothing is left to learn from it."""
     reward = group.reward
     if reward is None or reward.surviving or len(reward.scored) < group_size:
         return False
-    # The union drops what all pass; of a fixed rubric that applies to nothing nothing is known.
+    # The union drops criteria that all pass. If no criterion of a fixed rubric applies, nothing is known.
     return reward.criteria == 0 or reward.applicable > 0
 
 
 def group_pass_rate(group: Group) -> float | None:
-    """The share of a task's applicable verdicts that are passes; None where nothing is known of it."""
+    """Share of passes among a task's applicable verdicts; None without verdicts."""
     reward = group.reward
     if reward is None or not reward.scored:
         return None
-    # The union drops what all pass.
+    # The union drops criteria that all pass.
     return 1.0 if reward.criteria == 0 else _ratio(reward.passed, reward.applicable)
 
 
 def update_metrics(updates: Sequence[UpdateMetrics]) -> dict[str, Any]:
-    """The learner's part of the line: means over the step's optimizer updates, weighted by valid tokens."""
+    """The learner's metrics: means over the step's optimizer updates, weighted by valid tokens."""
     tokens = sum(update.valid_tokens for update in updates)
 
     def mean(name: str) -> float | None:
@@ -120,20 +127,7 @@ def update_metrics(updates: Sequence[UpdateMetrics]) -> dict[str, Any]:
         "updates": sum(update.skipped is None for update in updates),
         "updates_skipped": [update.skipped for update in updates if update.skipped is not None],
         "valid_tokens": tokens,
-        "policy_loss": mean("policy_loss"),
-        "kl": mean("kl"),
-        "entropy": mean("entropy"),
-        "clip_fraction": mean("clip_fraction"),
-        "dual_clip_fraction": mean("dual_clip_fraction"),
-        "importance_weight": mean("importance_weight"),
-        "truncated_fraction": mean("truncated_fraction"),
-        "masked_fraction": mean("masked_fraction"),
-        "engine_gap": mean("engine_gap"),
-        "engine_k1": mean("engine_k1"),
-        "engine_k3": mean("engine_k3"),
-        "engine_ratio_p01": mean("engine_ratio_p01"),
-        "engine_ratio_p50": mean("engine_ratio_p50"),
-        "engine_ratio_p99": mean("engine_ratio_p99"),
+        **{name: mean(name) for name in UPDATE_MEANS},
         "engine_ratio_min": min((update.engine_ratio_min for update in updates), default=None),
         "engine_ratio_max": max((update.engine_ratio_max for update in updates), default=None),
         "grad_norm": max((update.grad_norm for update in updates), default=None),
@@ -141,11 +135,11 @@ def update_metrics(updates: Sequence[UpdateMetrics]) -> dict[str, Any]:
 
 
 def step_spans(groups: Sequence[Group], rest: Mapping[str, Sequence[Interval]]) -> list[dict[str, Any]]:
-    """What ran when: rows of the ``spans`` table.
+    """Rows of the ``spans`` table: start and end of each activity.
 
     Args:
         groups: of the step; their rollouts and judge phases are spans of a task.
-        rest: what belongs to no task, by stage: when the learner, the sync and the checkpoint were at work.
+        rest: activities of no task, by stage: learner, sync and checkpoint.
     """
     timed: list[tuple[str, RolloutSummary | PhaseSummary]] = []
     for group in groups:

@@ -1,4 +1,4 @@
-"""How much of one kind of work was hidden behind another, from recorded intervals."""
+"""How much two kinds of work overlap, from recorded intervals."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Interval = tuple[float, float]
 
 
 def merged(intervals: Iterable[Interval]) -> list[Interval]:
-    """The same time as disjoint intervals in ascending order.
+    """Merge overlapping intervals; the result is in ascending order.
 
     >>> merged([(3, 4), (0, 2), (1, 2.5)])
     [(0, 2.5), (3, 4)]
@@ -35,7 +35,7 @@ def busy_seconds(intervals: Iterable[Interval]) -> float:
 
 
 def hidden_seconds(work: Iterable[Interval], behind: Iterable[Interval]) -> float:
-    """Seconds of ``work``, each interval counted in full, during which something in ``behind`` runs as well.
+    """Sum over the intervals of ``work`` of the seconds in which ``behind`` runs as well.
 
     >>> hidden_seconds([(0, 2), (0, 2), (9, 10)], behind=[(1, 5)])
     2
@@ -46,14 +46,14 @@ def hidden_seconds(work: Iterable[Interval], behind: Iterable[Interval]) -> floa
 
     def covered(until: float) -> float:
         begun = bisect_right(begins, until)
-        # The last one that has begun may still run.
+        # The last interval that has begun may not have ended.
         return before[begun] - (max(0, cover[begun - 1][1] - until) if begun else 0)
 
     return sum(max(0, covered(end) - covered(start)) for start, end in work)
 
 
 def seconds_together(lanes: Mapping[str, Iterable[Interval]]) -> dict[frozenset[str], float]:
-    """Seconds for which exactly these lanes run at the same time, so that they add up to when any does.
+    """Seconds in which exactly these lanes run at the same time, for each set of lanes.
 
     >>> seconds_together({"a": [(0, 2), (0, 1)], "b": [(1, 4)]}) == {
     ...     frozenset({"a"}): 1, frozenset({"a", "b"}): 1, frozenset({"b"}): 2
@@ -73,7 +73,7 @@ def seconds_together(lanes: Mapping[str, Iterable[Interval]]) -> dict[frozenset[
 
 
 def hidden_share(work: Iterable[Interval], behind: Iterable[Interval]) -> float | None:
-    """`hidden_seconds` as a share of all of ``work``; None when there was no work.
+    """`hidden_seconds` as a share of all of ``work``; None without work.
 
     >>> hidden_share([(0, 2), (4, 6)], behind=[(0, 3)])
     0.5

@@ -1,9 +1,7 @@
-"""Checks whether the cluster can carry the run: once, before anything is loaded, with one line where it cannot.
+"""Checks whether model, disk, object store and nodes suffice for a run, before anything is loaded.
 
-What is checked: GPUs and CPUs of the whole cluster, and ``judge`` slots where a rubric is used, if no autoscaler brings
-them; that one node holds a whole engine; object store and disk against an upper estimate of a training step; that every
-node which carries engines, slots or learners sees the data and the model under the same path. Nodes that an autoscaler
-adds later cannot be checked: they must be made like the others.
+Object store and disk are compared with an upper estimate of a training step. Every node with CPUs or GPUs must see data
+and model under the same path; nodes that an autoscaler adds later cannot be checked.
 """
 
 from __future__ import annotations
@@ -11,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import secrets
 import shutil
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -25,7 +22,7 @@ from rich.console import Console
 from safetensors import SafetensorError, safe_open
 
 from draco_ray.config.schema import DracoConfig, LearnerConfig
-from draco_ray.engine.model_shape import PUBLIC_CONFIGS, check_experts, check_heads, check_split, is_frozen, model_shape
+from draco_ray.engine.model_config import TABLE, check_experts, check_heads, check_split, is_frozen
 from draco_ray.errors import ClusterError, ConfigError, StoreError
 from draco_ray.judging.judge_context import context_problem, context_warning, model_positions
 from draco_ray.judging.local.server import served_model
@@ -36,38 +33,38 @@ from draco_ray.runs.directory import RunDirectory
 SUBMITTED = "RAY_JOB_CONFIG_JSON_ENV_VAR"
 """Variable that Ray sets for a submitted job."""
 PROBE_SECONDS = 120.0
-"""Time a node has to start a process and look at the run directory."""
+"""Timeout for a node to start a process and look for data and model."""
 
 TRAJECTORY_BYTES = 21
-"""Of one token of a trajectory: id, log-prob and step at 4 bytes, the mask at 1, its text (the code twice) at 8."""
+"""Bytes a token of a trajectory: id, log-prob and step 4 each, the mask 1, its text (code is stored twice) 8."""
 SAMPLE_BYTES = 13
-"""Of one token of a training sample: id, log-prob and advantage at 4 bytes, the mask at 1."""
+"""Bytes a token of a training sample: id, log-prob and advantage 4 each, the mask 1."""
 PROMPT_BYTES = 4
-"""Of one trajectory token in a judge prompt, which is archived with the reply."""
+"""Bytes a trajectory token in a judge prompt, which is archived with the reply."""
 FLOAT32_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepSize:
-    """Upper estimate of what one training step makes, every rollout at its full length; bytes."""
+    """Upper estimate of the data of one training step, in bytes, with rollouts of maximum length."""
 
     rollouts: int
     trajectories: int
     samples: int
     judge_calls: int
     adapter: int
-    """0 where the model's checkpoint is not here."""
+    """0 if the model's checkpoint is not on this machine."""
 
     @property
     def object_store(self) -> int:
-        """Bytes in memory: all of it, and the adapter twice: the learner's and the engines' copy."""
+        """Bytes in memory, with the learner's and the engines' copy of the adapter."""
         return self.trajectories + self.samples + self.judge_calls + 2 * self.adapter
 
     @property
     def disk(self) -> int:
         """Bytes on disk: tables before compression, and a checkpoint.
 
-        That is the adapter, under two sets of names where the model is wrapped, and two moments of the optimizer.
+        A checkpoint is the adapter, twice for wrapped models, and two moments of the optimizer.
         """
         return self.trajectories + self.judge_calls + 4 * self.adapter
 
@@ -89,12 +86,12 @@ def step_size(config: DracoConfig) -> StepSize:
 
 
 def adapter_bytes(model_path: str, learner: LearnerConfig) -> int:
-    """Size of the float32 LoRA adapter, by the shapes of the checkpoint's matrices; 0 where there is none here."""
-    if model_path in PUBLIC_CONFIGS:
-        with suppress(ConfigError):  # the learner refuses a target that matches nothing
-            shape = model_shape(model_path)
-            return shape.adapter_parameters(learner.lora_target, learner.lora_rank) * FLOAT32_BYTES
-        return 0
+    """Size of the float32 LoRA adapter, by the checkpoint's matrices; 0 if it is not on this machine."""
+    if model_path in TABLE:
+        shape = TABLE[model_path]["shape"]
+        layers = (shape["distinct"][index]["linears"] for index in shape["order"])
+        sides = sum(linear["inputs"] + linear["outputs"] for linears in layers for linear in linears)
+        return learner.lora_rank * sides * FLOAT32_BYTES
     config, sides = cached_config(model_path), 0
     wanted = r".*\.\d+\..*" if learner.lora_target == "all-linear" else learner.lora_target
     for file in (Path(model_path).expanduser() if config is None else config.parent).glob("*.safetensors"):
@@ -107,15 +104,15 @@ def adapter_bytes(model_path: str, learner: LearnerConfig) -> int:
 
 
 def check_trainable(model_path: str, learner: LearnerConfig, tensor_parallel: int = 1) -> None:
-    """Check that a model can be adapted and divided as it is to be, where its ``config.json`` is on this machine.
+    """Check that a model can be adapted and divided as configured, if its ``config.json`` is on this machine.
 
     Args:
         model_path: `model.path`.
-        learner: what adapts it, with workers that may divide its heads among them.
-        tensor_parallel: GPUs that an engine divides it among.
+        learner: its LoRA target, precision and context parallelism.
+        tensor_parallel: number of GPUs of an engine.
 
     Raises:
-        ConfigError: it is a mixture of experts that is not trained here, or not so, or does not divide.
+        ConfigError: its mixture of experts is not supported, or its heads or sizes do not divide.
     """
     file = Path(model_path).expanduser() / "config.json" if Path(model_path).is_dir() else cached_config(model_path)
     if file is not None:
@@ -126,7 +123,7 @@ def check_trainable(model_path: str, learner: LearnerConfig, tensor_parallel: in
 
 
 def cached_config(model_path: str) -> Path | None:
-    """The ``config.json`` that the hub's cache holds of a model which is no directory here; None where it has none."""
+    """The ``config.json`` of a hub model in the local cache; None if there is none or ``model_path`` is a directory."""
     if Path(model_path).is_dir():
         return None
     from huggingface_hub import try_to_load_from_cache
@@ -135,16 +132,16 @@ def cached_config(model_path: str) -> Path | None:
     try:
         cached = try_to_load_from_cache(model_path, "config.json")
     except HFValidationError:
-        # The engine refuses a folder that is missing.
+        # A missing folder, which `check_model_directory` reports.
         return None
     return Path(cached) if isinstance(cached, str) else None
 
 
 def check_judge_context(config: DracoConfig, console: Console) -> None:
-    """Check that the policy's context is long enough for its prompts as a judge; say where it is set to be shorter.
+    """Check that the policy's context is long enough for its prompts as a judge; warn if it is configured shorter.
 
     Raises:
-        ConfigError: it is not; the numbers, and what to change.
+        ConfigError: it is too short.
     """
     problem = context_problem(config, model_positions(config.model.path, cached_config(config.model.path)))
     if problem is not None:
@@ -154,15 +151,14 @@ def check_judge_context(config: DracoConfig, console: Console) -> None:
 
 
 def check_session(config: DracoConfig, run: Path) -> None:
-    """Check what a run needs beyond the resources that `check_resources` compares: room, the data and the model.
+    """Check object stores, disk, and whether the nodes see data and model; `check_resources` checks CPUs and GPUs.
 
     Raises:
         ClusterError: the object stores are too small, or a node does not see the data or the model.
-        StoreError: the run directory cannot be written, or its disk is full.
+        StoreError: the disk of the run directory is full.
     """
     nodes = [node for node in ray.nodes() if node["Alive"]]
     check_object_store(config, sum(node["Resources"].get("object_store_memory", 0) for node in nodes))
-    check_writable(run)
     check_disk(config, run)
     if len(nodes) > 1:
         check_nodes(config, nodes)
@@ -172,10 +168,10 @@ def check_object_store(config: DracoConfig, available: float) -> None:
     """Compare the cluster's object stores, ``available`` bytes together, with a step's estimate.
 
     Raises:
-        ClusterError: too small; Ray would spill to disk and slow the step down.
+        ClusterError: they are too small; Ray would spill to disk, which slows the step down.
     """
     size = step_size(config)
-    # With staleness later steps' rollouts are there while this one's are learned.
+    # With staleness, rollouts of later steps exist while this step is learned.
     steps = 1 + config.train.staleness
     needed = steps * size.object_store - (steps - 1) * 2 * size.adapter
     if needed > available:
@@ -188,28 +184,12 @@ def check_object_store(config: DracoConfig, available: float) -> None:
         )
 
 
-def check_writable(run: Path) -> None:
-    """Write and read back a file of the run directory.
-
-    Raises:
-        StoreError: it cannot be written.
-    """
-    probe = run / f".probe-{secrets.token_hex(4)}"
-    try:
-        probe.write_text("probe", encoding="utf-8")
-        probe.unlink()
-    except OSError as error:
-        raise StoreError(
-            f"run directory {run} cannot be written: {error.strerror}; set run.root to a folder this user owns"
-        ) from None
-
-
 def check_outlives_job(root: Path | str) -> None:
     """Check that run directories outlive the job that makes them.
 
     Raises:
-        ConfigError: they would lie where Ray unpacks a submitted job's files, which it deletes, or wherever the cluster
-            was started, in a container's own file system say.
+        ConfigError: they would be in the folder into which Ray unpacks the job's files and which it deletes, or in the
+            working directory of the cluster, which may be a container's own file system.
     """
     if isinstance(root, str):
         return  # An object store.
@@ -227,16 +207,16 @@ def check_outlives_job(root: Path | str) -> None:
 
 
 def check_replies(config: DracoConfig, run: Path, mounts: str | None = None) -> None:
-    """Check that the judge's replies are kept on a disk of this machine, and say what else a run could do.
+    """Check that the judge's replies are stored on a local disk.
 
     Args:
         config: the run's.
         run: its directory.
-        mounts: what /proc/mounts says; None: of this machine.
+        mounts: content of /proc/mounts; None: of this machine.
 
     Raises:
-        ConfigError: they would lie on a file system that machines share.
-        StoreError: those that are there are damaged.
+        ConfigError: they would be on a network file system; the message says what to change.
+        StoreError: existing replies are damaged.
     """
     if not keeps_replies(config):
         return
@@ -254,17 +234,17 @@ def check_replies(config: DracoConfig, run: Path, mounts: str | None = None) -> 
 
 
 def keeps_replies(config: DracoConfig) -> bool:
-    """Whether the judge's replies are kept: those of a judge that is paid."""
+    """Whether the judge's replies are stored, as for every judge but the policy itself."""
     return config.algorithm.reward == "rubric" and not config.judge.self_judge.enabled
 
 
 def check_paid_replies(run: RunDirectory, before: DracoConfig, config: DracoConfig) -> None:
-    """Check that the replies a run has paid for are there, unless the user has named another folder for them.
+    """Check that the replies that a run has paid for exist, unless the user has set another folder for them.
 
     Args:
-        run: to be continued.
-        before: its configuration until now.
-        config: its configuration from now on.
+        run: to be resumed.
+        before: its previous configuration.
+        config: its new configuration.
 
     Raises:
         StoreError: they are missing or damaged.
@@ -273,7 +253,7 @@ def check_paid_replies(run: RunDirectory, before: DracoConfig, config: DracoConf
         return
     folder = config.judge.cache or run.judge_cache
     missing = None if check_store(folder) else FILE
-    # Every question holds a code that is made with it: with another one no reply would be found.
+    # Every prompt contains a code derived from this key: with another key no reply would be found.
     missing = missing or (None if (folder / KEY_FILE).exists() else KEY_FILE)
     if missing is not None and config.judge.cache == before.judge.cache:
         raise StoreError(f"judge replies: {folder / missing} is missing, this run has paid for some: {RESTORE}")
@@ -282,10 +262,10 @@ def check_paid_replies(run: RunDirectory, before: DracoConfig, config: DracoConf
 
 
 def check_disk(config: DracoConfig, run: Path) -> None:
-    """Check that there is room for one more training step; before each, so that a full disk stops the run between two.
+    """Check that there is disk space for another training step. Called before each one.
 
     Raises:
-        StoreError: less is free than a step may write.
+        StoreError: there is not.
     """
     needed, free = step_size(config).disk, shutil.disk_usage(run).free
     if free < needed:
@@ -296,13 +276,13 @@ def check_disk(config: DracoConfig, run: Path) -> None:
 
 
 def check_nodes(config: DracoConfig, nodes: Sequence[Mapping[str, Any]]) -> None:
-    """Let a task look for the data and the model on every node that may hold engines, rollout slots or learners.
+    """Check on every node that may run engines, rollout workers or learners that data and model exist.
 
-    Nodes without CPUs and GPUs hold judge workers or the driver: those need neither. The run directory is the driver's
-    alone; what other nodes have to say to it goes through Ray.
+    Nodes without CPUs and GPUs run judge workers or the driver, which need neither. Only the driver's node needs the
+    run directory.
 
     Raises:
-        ClusterError: the first node that does not see them under the same path, or does not answer.
+        ClusterError: names the first node that does not see them under the same path, or does not answer.
     """
     data, judge = [config.data.root.resolve()], config.judge
     models = [Path(config.model.path), *([Path(served_model(judge.model))] if judge.local.enabled else [])]
@@ -330,7 +310,7 @@ def check_nodes(config: DracoConfig, nodes: Sequence[Mapping[str, Any]]) -> None
 
 
 def probe_node(paths: Sequence[str]) -> str | None:
-    """The first of these paths that is missing on the node it runs on."""
+    """The first of these paths that does not exist on this node."""
     return next((path for path in paths if not os.path.exists(path)), None)
 
 

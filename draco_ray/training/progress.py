@@ -1,4 +1,4 @@
-"""What a run shows and reports from its driver: a live line, a line after each step, metrics, trackers and logs."""
+"""What the driver of a run prints and reports: a live line, a line after each step, metrics, trackers and logs."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ from draco_ray.terminal import plain
 from draco_ray.training.watchdog import Pending
 
 LOOK_SECONDS = 1.0
-"""Between two looks at whether the judge is there, or a line is due."""
+"""Interval between two checks of the judge, and of whether a line is due."""
 STAGES = {
     "rollout": "generating",
     "judge's ": "judging",
@@ -67,17 +67,17 @@ STAGES = {
     "the learner's start": "loading learner",
     "the first": "waiting for the judge",
 }
-"""What is waited for, by how its kind begins -> what that is called; the first that applies is shown."""
+"""Prefix of the kind of a pending operation -> name of the stage; the first match is shown."""
 
 
 def stage(pending: Pending) -> str:
-    """What a run is doing, in a word or two; empty where nothing is waited for."""
+    """Name of a run's current stage; empty if nothing is pending."""
     kinds = pending.kinds
     return next((name for begins, name in STAGES.items() if any(kind.startswith(begins) for kind in kinds)), "")
 
 
 def most_phases(config: AlgorithmConfig) -> int:
-    """Judge phases that a group has at most: stage1 and union; stage2, score and credit of each rollout."""
+    """Maximum number of judge phases of a group: stage1 and union; stage2, score and credit of each rollout."""
     if config.reward != "rubric":
         return 0
     each = 1 + find_rule(config.rule, config.reliability).cites
@@ -85,7 +85,7 @@ def most_phases(config: AlgorithmConfig) -> int:
 
 
 class StepProgress:
-    """A line with clock, stage and counts; on a terminal it is alive, elsewhere it is printed now and then."""
+    """A line with clock, stage and counts: live on a terminal, elsewhere printed at intervals."""
 
     def __init__(
         self,
@@ -97,10 +97,10 @@ class StepProgress:
     ) -> None:
         """
         Args:
-            console: where the line stands.
-            pending: knows what is waited for, which is the stage that is shown.
+            console: where the line is printed.
+            pending: the pending operations, which determine the stage.
             heartbeat_seconds: see ``watch.heartbeat_seconds``.
-            clock: seconds, for tests.
+            clock: monotonic time in seconds; replaced by tests.
         """
         self._console, self._pending, self._clock = console, pending or Pending(), clock
         self._heartbeat = heartbeat_seconds
@@ -111,16 +111,16 @@ class StepProgress:
         self._begun = self._said = clock()
         self._rollouts = self._of_rollouts = self._ready = self._of_groups = self._judged = self._phases = 0
         self._most = 0
-        """Judge phases of a group that is not done: the upper bound, then the mean of those that are."""
+        """Expected judge phases of an unfinished group: the upper bound, later the mean of finished groups."""
 
     def start(self, title: str, groups: int = 0, rollouts: int = 0, phases: int = 0) -> None:
-        """Begin a step, or something else that takes its time.
+        """Begin a step or another long operation.
 
         Args:
-            title: what it is called.
-            groups: of the step.
-            rollouts: of all of them; 0 shows no counts.
-            phases: that a group has at most (`most_phases`).
+            title: its name.
+            groups: number of groups.
+            rollouts: number of rollouts of all groups; 0: counts are not shown.
+            phases: maximum number of judge phases of a group (`most_phases`).
         """
         self._title, self._note, self._groups = title, "", {}
         self._begun = self._said = self._clock()
@@ -133,14 +133,14 @@ class StepProgress:
             self._live.start()
 
     def update(self, group: Group) -> None:
-        """Take in a group's news."""
+        """Update the state of a group."""
         self._groups[group.name] = group
 
     def _count(self) -> None:
-        """Add the groups up: when somebody looks, since news come so often that a large step would do little else."""
+        """Sum over the groups. Only when the line is shown, because updates are frequent."""
         if not self._groups:
             return
-        # A copy: a terminal's line is made in a thread of its own.
+        # A copy, because the live line is rendered in another thread.
         known = list(self._groups.values())
         self._rollouts = sum(len(each.rollouts) for each in known)
         self._judged = sum(len(each.phases) for each in known)
@@ -151,42 +151,34 @@ class StepProgress:
         self._phases = sum(done) + under_way + (self._of_groups - len(self._groups)) * most
 
     def advance(self) -> None:
-        """One more rollout that belongs to no group."""
+        """Count a rollout that belongs to no group."""
         self._rollouts += 1
 
     def note(self, text: str) -> None:
-        """Say something in the place of the stage; empty: nothing any more."""
+        """Show ``text`` instead of the stage; an empty text shows the stage again."""
         self._note = text
 
     def line(self, width: int = 1000) -> str:
-        """Clock, stage and counts, in the longest form that fits into so many columns."""
+        """Clock, stage and counts; counts that do not fit into ``width`` columns are left out."""
         self._count()
         doing = self._note or stage(self._pending)
         head = f"{self._title} {_clock(self._clock() - self._begun)}"
         if not self._of_rollouts:
             return " · ".join(filter(None, [head, doing]))
-        rollouts = f"{self._rollouts}/{self._of_rollouts}"
         about = "" if self._ready == self._of_groups else "about "
-        judged = f"{self._judged} of {about}{self._phases}" if self._phases else ""
-        # What is said in the stage's place says the most important thing first.
-        brief, shorter = doing.split(", ")[0], judged.replace("about ", "~")
-        forms = [
-            [head, doing, f"{rollouts} rollouts", judged and f"{judged} judge phases", self._done_groups],
-            [head, doing, f"{rollouts} rollouts", judged and f"{shorter} judged"],
-            [head, doing, rollouts, shorter],
-            [head, brief, rollouts, shorter],
-            [head, brief, rollouts],
-            [head, brief],
+        counts = [
+            f"{self._rollouts}/{self._of_rollouts} rollouts",
+            f"{self._judged} of {about}{self._phases} judge phases" if self._phases else "",
+            f"{self._ready}/{self._of_groups} groups" if self._of_groups else "",
         ]
-        lines = [" · ".join(filter(None, form)) for form in forms]
-        return next((line for line in lines if len(line) <= width), lines[-1])
-
-    @property
-    def _done_groups(self) -> str:
-        return f"{self._ready}/{self._of_groups} groups" if self._of_groups else ""
+        parts = [part for part in (head, doing, *counts) if part]
+        # The most important parts come first.
+        while len(line := " · ".join(parts)) > width and len(parts) > 2:
+            parts.pop()
+        return line
 
     def due(self) -> str | None:
-        """The line, where nothing is alive and none was printed for ``heartbeat_seconds``."""
+        """The line, if there is no live one and none was printed for ``heartbeat_seconds``; else None."""
         now = self._clock()
         if self._heartbeat is None or self._live is not None or not self._title or now - self._said < self._heartbeat:
             return None
@@ -194,7 +186,7 @@ class StepProgress:
         return self.line()
 
     async def beat(self, look_seconds: float = LOOK_SECONDS) -> None:
-        """Print the line whenever it is due, until cancelled: what a job's log shows within a step."""
+        """Print the line whenever it is due, until cancelled; for the log of a job."""
         while True:
             await asyncio.sleep(look_seconds)
             if (line := self.due()) is not None:
@@ -202,7 +194,7 @@ class StepProgress:
 
     def stop(self) -> None:
         """End the live line."""
-        # Cleared first: after an interrupt between any two lines this runs a second time.
+        # Cleared first, because an interrupt may call this a second time.
         live, self._live = self._live, None
         if live is not None:
             live.stop()
@@ -245,13 +237,13 @@ async def watch_judge(
     console: Console,
     seconds: float = LOOK_SECONDS,
 ) -> None:
-    """Say, until cancelled, that judging is paused and that it goes on: a line each, and a countdown as the stage.
+    """Report outages of the judge until cancelled: a line when one begins and ends, and a countdown as the stage.
 
     Args:
-        pause: the outage there is, if there is one.
-        progress: where the countdown stands.
-        console: where the lines go.
-        seconds: between two looks.
+        pause: returns the current outage, if any.
+        progress: shows the countdown.
+        console: prints the lines.
+        seconds: interval between two checks.
     """
     shown = False
     while True:
@@ -269,7 +261,7 @@ async def watch_judge(
 
 
 def step_line(metrics: Mapping[str, Any], steps: int) -> str:
-    """A step in one line; keys in a fixed order, named as in metrics.jsonl."""
+    """A step in one line; names as in metrics.jsonl."""
     ended = " ".join(f"{mode} {count}" for mode, count in metrics["ended"].items() if count)
     parts = [
         f"step {metrics['step']}/{steps} {metrics['seconds']:.0f}s",
@@ -305,9 +297,9 @@ VERDICTS = {1: "passed", -1: "failed", 0: "not_applicable"}
 
 
 def rollout_table(run: RunDirectory, step: int) -> dict[str, list[Any]]:
-    """Columns by name: the rollout, how it ended, its reward and advantage, criteria by verdict, evidence of failures.
+    """Columns by name: rollout, termination, reward, advantage, criteria by verdict, evidence of failures.
 
-    Reward and advantage are null for a rollout whose group was dropped.
+    Reward and advantage are null for rollouts of dropped groups.
 
     Raises:
         DamagedRun: a table of the run cannot be read.
@@ -342,11 +334,11 @@ def rollout_table(run: RunDirectory, step: int) -> dict[str, list[Any]]:
 log = logging.getLogger(__name__)
 
 SAMPLE_SECONDS = 2.0
-"""Between two readings of the queues; Prometheus scrapes Ray less often."""
+"""Interval between two readings of the queues; Prometheus scrapes Ray less often."""
 
 
 class RunObserver:
-    """Records groups and steps; an error while recording never stops the run."""
+    """Records groups and steps in metrics, logs and trackers; errors of trackers do not stop the run."""
 
     def __init__(self, config: DracoConfig, run: Path, spent: float = 0.0, done: int = 0) -> None:
         """Open the trackers; needs a connected Ray.
@@ -354,8 +346,8 @@ class RunObserver:
         Args:
             config: the run's.
             run: its directory.
-            spent: dollars of judging before this process.
-            done: steps before this process.
+            spent: dollars spent on judging before this process.
+            done: steps finished before this process.
 
         Raises:
             ConfigError: a tracker of ``run.trackers`` cannot be used.
@@ -366,13 +358,13 @@ class RunObserver:
         self._sampling: asyncio.Task[None] | None = None
         self._asking: asyncio.Task[None] | None = None
         self._seen: dict[str, tuple[int, int]] = {}
-        """Group -> its rollouts and phases that were taken in already."""
-        # Before the first step ends as well: whoever is told that none does needs a figure that stands still.
+        """By group: number of its rollouts and phases that have been recorded."""
+        # Reported before the first step ends as well, for alerts on runs without progress.
         self._last_step: Mapping[str, Any] = {"step": done}
-        """Metrics line of the step that ended last."""
+        """Metrics line of the last finished step."""
 
     def group(self, group: Group) -> None:
-        """Take in what is new in a group since the last call."""
+        """Record what is new in a group since the last call."""
         rollouts, phases = self._seen.get(group.name, (0, 0))
         self._seen[group.name] = (len(group.rollouts), len(group.phases))
         where = {"step": group.step, "task": group.task_id}
@@ -397,7 +389,7 @@ class RunObserver:
             log.warning("group dropped: %s", group.reason, extra=where)
 
     def step(self, line: Mapping[str, Any]) -> None:
-        """Take in a finished step's metrics line."""
+        """Record a finished step's metrics line."""
         self._last_step = line
         self._metrics.step(line)
         self._seen.clear()
@@ -405,7 +397,7 @@ class RunObserver:
         self._track(line["step"], scalars(line))
 
     def held_out(self, step: int, rates: Mapping[str, float]) -> None:
-        """Take in what the policy of ``step`` achieves on held-out tasks, a rate in [0, 1] by name."""
+        """Record results of the policy of ``step`` on held-out tasks: rates in [0, 1] by name."""
         self._track(step, {f"held_out/{name}": rate for name, rate in rates.items()})
 
     def _track(self, step: int, numbers: Mapping[str, float]) -> None:
@@ -413,7 +405,7 @@ class RunObserver:
             try:
                 tracker.step(step, numbers)
             except Exception:
-                log.exception("tracker %s failed and is left out from here on", name)
+                log.exception("tracker %s failed and is not used any more", name)
                 del self._trackers[name]
 
     def rollouts(self, step: int, run: RunDirectory) -> None:
@@ -422,28 +414,28 @@ class RunObserver:
         try:
             table = rollout_table(run, step) if showing else {}
         except Exception:
-            log.exception("the table of the rollouts of step %d cannot be made", step)
+            log.exception("the table of rollouts of step %d cannot be made", step)
             return
         for name, tracker in showing.items():
             try:
                 tracker.rollouts(step, table)
             except Exception:
-                log.exception("tracker %s failed and is left out from here on", name)
+                log.exception("tracker %s failed and is not used any more", name)
                 del self._trackers[name]
 
     def watch_pools(self, rollouts: RolloutPool, judges: JudgePool) -> None:
-        """Read the pools' queues every few seconds until `close`; needs a running event loop.
+        """Record the pools' queues every few seconds until `close`; needs a running event loop.
 
-        Keeps the last step's gauges up as well: Ray forgets one that was not set again for two of its report intervals.
+        Also sets the last step's gauges again, since Ray drops gauges that are not set for two report intervals.
         """
         self._sampling = asyncio.create_task(self._sample(rollouts, judges))
 
     def watch_engines(self, fleet: EngineFleet) -> None:
-        """Ask the engines every few seconds what they do, until `close`; needs a running event loop."""
+        """Record the engines' statistics every few seconds until `close`; needs a running event loop."""
         self._asking = asyncio.create_task(self._ask(fleet))
 
     def close(self) -> None:
-        """Write what is buffered."""
+        """Stop recording and close the trackers."""
         for task in filter(None, (self._sampling, self._asking)):
             task.cancel()
         for tracker in self._trackers.values():
@@ -470,7 +462,7 @@ class RunObserver:
             for index, now in (await fleet.statistics()).items():
                 engine = str(index)
                 self._engine(engine, before.get(engine, EngineStatistics()), now)
-                # Copied: what an engine in this process fills is one and the same.
+                # A copy, because an engine in this process updates its statistics in place.
                 before[engine] = replace(now)
             await asyncio.sleep(SAMPLE_SECONDS)
 
@@ -487,7 +479,7 @@ class RunObserver:
 
 
 class StepWatch:
-    """Shows and counts the groups of the step under way; the pipeline tells it of every change."""
+    """Shows and records the groups of the current step; the pipeline calls it at every change."""
 
     def __init__(self, progress: StepProgress, observer: RunObserver, phases: int = 0) -> None:
         """``phases``: see `draco_ray.training.progress.most_phases`."""
@@ -495,7 +487,7 @@ class StepWatch:
         self._step = 0
 
     def __call__(self, group: Group) -> None:
-        """Take in a group's news. One that runs ahead is taken in, with all its news, when its step begins."""
+        """Update a group. Groups of later steps are updated when their step begins."""
         if group.step == self._step:
             self._progress.update(group)
             self._observer.group(group)

@@ -1,13 +1,8 @@
-"""What fits the model's context and this machine's memory; without Ray, for `draco plan`."""
+"""Whether a run's sequences fit into the model's context. Without Ray, for `draco plan`."""
 
 from __future__ import annotations
 
-import psutil
-
-from draco_ray.config.machine import memory_bytes
 from draco_ray.config.schema import DracoConfig
-from draco_ray.engine.model_shape import model_shape
-from draco_ray.errors import ConfigError
 from draco_ray.judging.judge_context import context_problem
 
 
@@ -27,27 +22,3 @@ def context_problems(config: DracoConfig, positions: int | None) -> list[str]:
     if (problem := context_problem(config, positions)) is not None:
         problems.append(problem)
     return problems
-
-
-def with_checkpointing(config: DracoConfig) -> DracoConfig:
-    """The configuration with ``learner.gradient_checkpointing`` decided."""
-    if config.learner.gradient_checkpointing is not None:
-        return config
-    learner = config.learner.model_copy(update={"gradient_checkpointing": not keeps_activations(config)})
-    return config.model_copy(update={"learner": learner})
-
-
-def keeps_activations(config: DracoConfig) -> bool:
-    """Whether a learner on the CPU has memory for all activations: they take no more than half of what is free now."""
-    learner, agent = config.learner, config.agent
-    if learner.gpus_per_worker > 0:
-        return False
-    try:
-        shape = model_shape(config.model.path)
-    except ConfigError:  # A model whose shape is not known here.
-        return False
-    inputs = sum(linear.inputs for layer in shape.layers for linear in layer.linears)
-    others = len(shape.order) * (shape.mlp_saved * shape.intermediate + 3 * shape.queries + 4 * shape.keys)
-    tokens = max(learner.micro_batch_tokens, agent.max_prompt_length + agent.max_response_length)
-    needed = learner.workers * tokens * (inputs + others) * (2 if config.model.dtype == "bfloat16" else 4)
-    return needed <= min(psutil.virtual_memory().available, memory_bytes()) / 2

@@ -161,7 +161,7 @@ async def test_engine_and_learner_agree_in_bfloat16_with_an_adapter_on_all_linea
     learner.policy.load_adapter(trained, "a trained one")
 
     config = EngineConfig(gpus_per_engine=0, kv_cache_gib=0.25, max_num_seqs=4, adapter_directory=tmp_path / "adapters")
-    engine = VllmEngine(config, model, max_model_len=512, lora_rank=16, seed=0, name="engine-0", run_name="run")
+    engine = VllmEngine(config, model, max_model_len=512, lora_rank=16, seed=0, name="engine-0")
     await engine.start()
     try:
         await engine.load_adapter(learner.adapter(1))

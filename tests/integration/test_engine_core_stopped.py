@@ -33,7 +33,7 @@ async def main():
             gpus_per_engine=0, kv_cache_gib=0.1, max_num_seqs=2, adapter_directory=Path(sys.argv[2]), stall_seconds=5
         ),
         ModelConfig(path=sys.argv[1], dtype="float32"),
-        max_model_len=256, lora_rank=8, seed=0, name="engine-0", run_name="run",
+        max_model_len=256, lora_rank=8, seed=0, name="engine-0",
     )
     await actor.start()
     await actor.serve()
@@ -85,8 +85,8 @@ def test_a_core_that_is_stopped_under_a_request_is_ended_and_its_front_end_with_
         assert seen["iterations"] >= seen["tokens"] == 8
         left = [path for path in Path(short).rglob("*") if path.is_socket()]
         assert left
-        assert {path.parent for path in left} == {adapters / "run" / "engine-0"}
-        AdapterFiles(adapters, "later", "engine-0").claim()
+        assert {path.parent.parent.parent for path in left} == {adapters}
+        AdapterFiles(adapters).open()
         assert not any(path.is_socket() for path in Path(short).rglob("*"))
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from draco_ray.config.schema import ModelConfig
-from draco_ray.engine.model_shape import model_shape
+from draco_ray.lab.planning.model_shape import model_shape
 from tests.conftest import REPOSITORY
 from tests.support.jobs import load_job
 

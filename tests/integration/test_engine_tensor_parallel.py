@@ -39,7 +39,7 @@ async def test_two_ranks_sample_what_the_learner_trained(tmp_path: Path, monkeyp
     config = EngineConfig(
         gpus_per_engine=0, tensor_parallel=2, kv_cache_gib=0.1, max_num_seqs=8, adapter_directory=tmp_path / "adapters"
     )
-    engine = VllmEngine(config, model, max_model_len=1024, lora_rank=8, seed=0, name="engine-0", run_name="two-ranks")
+    engine = VllmEngine(config, model, max_model_len=1024, lora_rank=8, seed=0, name="engine-0")
     await engine.start()
     try:
         processes = ranks()

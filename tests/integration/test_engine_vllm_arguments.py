@@ -38,7 +38,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> ModelConfig:
 @asynccontextmanager
 async def engine_with(model: ModelConfig, folder: Path, **vllm: Any) -> AsyncIterator[VllmEngine]:
     config = EngineConfig(gpus_per_engine=0, kv_cache_gib=0.1, max_num_seqs=16, adapter_directory=folder, vllm=vllm)
-    engine = VllmEngine(config, model, max_model_len=1024, lora_rank=8, seed=0, name="engine-0", run_name="arguments")
+    engine = VllmEngine(config, model, max_model_len=1024, lora_rank=8, seed=0, name="engine-0")
     await engine.start()
     try:
         yield engine

@@ -39,8 +39,8 @@ asyncio.run(main(*json.loads(sys.argv[1])))
 BRIDGE = """\
 import asyncio, json, sys
 from draco_ray.config.schema import EnvironmentConfig
-from draco_ray.environments.verifiers.options import VerifiersOptions
-from draco_ray.environments.verifiers.process import BridgeProcess
+from draco_ray.verifiers.options import VerifiersOptions
+from draco_ray.verifiers.process import BridgeProcess
 
 async def main(options):
     config = EnvironmentConfig(start_timeout_seconds=600)

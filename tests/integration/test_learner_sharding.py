@@ -21,7 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from draco_ray.config.schema import LearnerConfig, ModelConfig
 from draco_ray.errors import ConfigError
 from draco_ray.learner.base import Accumulate, Publish, Remember, SaveCheckpoint, TokenLogprobs, Update
-from draco_ray.learner.context import rows_shared
+from draco_ray.learner.context import context_group
 from draco_ray.learner.lora_learner import LoraLearner
 from draco_ray.learner.worker import LearnerWorker
 from draco_ray.records import TrainingSample
@@ -220,11 +220,11 @@ def run_sharing_rank(rank: int, directory: Path) -> None:
             seed=0,
             reduce=torch.distributed.all_reduce,
             mesh=init_device_mesh("cpu", (SHARING,)) if config.sharding == "full" else None,
-            context=rows_shared(SHARING, config.context_parallel, "cpu"),
+            context=context_group(SHARING, config.context_parallel, "cpu"),
         )
         (directory / f"shared {case}").mkdir(exist_ok=True)
         found[case] = play(worker_of(learner, rank, SHARING), directory / f"shared {case}")
-    four = rows_shared(SHARING, SHARING, "cpu")
+    four = context_group(SHARING, SHARING, "cpu")
     with pytest.raises(ConfigError) as refused:
         LoraLearner(*settings(directory, "qwen3_5, checkpointed"), seed=0, context=four)
     found["refused"] = str(refused.value)

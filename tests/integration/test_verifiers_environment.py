@@ -29,8 +29,8 @@ from draco_ray.records import EpisodeEnd, Trajectory
 from draco_ray.rollout.agent import RolloutRequest
 from draco_ray.rollout.endpoint.server import shared_endpoint
 from draco_ray.rollout.tokens import TokenPolicy
-from draco_ray.rollout.verifiers_agent import VerifiersAgent
 from draco_ray.training.session import task_prompts
+from draco_ray.verifiers.agent import VerifiersAgent
 from tests.conftest import REPOSITORY
 from tests.support.endpoint_episode import END, TOKENIZER, ScriptedSampler
 from tests.support.tool_templates import QWEN3, in_words

@@ -37,7 +37,7 @@ async def played(folder: Path) -> dict[str, Any]:
     learner = LoraLearner(model, LearnerConfig(gpus_per_worker=0, lora_rank=8, lora_alpha=16), seed=0)
     config = EngineConfig(gpus_per_engine=0, kv_cache_gib=0.1, max_num_seqs=4, adapter_directory=folder / "adapters")
     # Its core is forked: nothing of this process needs another thread of it.
-    engine = VllmEngine(config, model, max_model_len=256, lora_rank=8, seed=0, name="engine-0", run_name="second")
+    engine = VllmEngine(config, model, max_model_len=256, lora_rank=8, seed=0, name="engine-0")
     await engine.start()
     llm, cached = engine._running(), []
     generate = llm.generate

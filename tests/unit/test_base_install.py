@@ -124,8 +124,9 @@ import draco_ray
 from draco_ray.config.schema import EngineConfig, ModelConfig
 from draco_ray.engine.vllm_engine import VllmEngine
 engine = VllmEngine(
-    EngineConfig(), ModelConfig(path="x"), max_model_len=64, lora_rank=8, seed=0, name="engine-0", run_name="r"
+    EngineConfig(), ModelConfig(path="x"), max_model_len=64, lora_rank=8, seed=0, name="engine-0"
 )
+engine._files.open()
 for use in (engine._launch, lambda: draco_ray.train):
     try:
         use()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -28,15 +29,14 @@ def adapter(version: int, fill: float = 1.0) -> Adapter:
 
 @pytest.fixture
 def files(tmp_path: Path) -> Iterator[AdapterFiles]:
-    files = AdapterFiles(tmp_path / "adapters", "run", "engine-0")
-    files.claim()
+    files = AdapterFiles(tmp_path / "adapters")
+    files.open()
     yield files
     files.remove()
 
 
 def test_a_version_reads_back_and_its_config_is_pefts(files: AdapterFiles) -> None:
     path = files.write(adapter(3), ["Qwen3ForCausalLM"])
-    assert path.name == "v3"
     read = load_file(path / "adapter_model.safetensors")
     assert np.array_equal(read[NAME], np.ones((3, 2)))
     config = LoraConfig.from_pretrained(path)
@@ -47,7 +47,7 @@ def test_no_path_is_ever_used_twice(files: AdapterFiles) -> None:
     paths = []
     for version in (1, 2, 2, 2, 1):
         paths.append(files.write(adapter(version), []))
-        files.discard(paths[-1])
+        shutil.rmtree(paths[-1])
     assert len(set(paths)) == len(paths)
     assert not any(path.exists() for path in paths)
 
@@ -63,46 +63,31 @@ def test_what_a_killed_engine_left_goes_when_another_starts(tmp_path: Path) -> N
     root = tmp_path / "adapters"
     code = (
         "import os, signal, sys\nfrom pathlib import Path\nfrom draco_ray.engine.adapter_files import AdapterFiles\n"
-        "files = AdapterFiles(Path(sys.argv[1]), 'killed-run', 'engine-0')\nfiles.claim()\n"
-        "(files.directory / 'v1').mkdir()\nos.kill(os.getpid(), signal.SIGKILL)"
+        "files = AdapterFiles(Path(sys.argv[1]))\nfiles.open()\n(files.directory / 'v1').mkdir()\n"
+        "os.kill(os.getpid(), signal.SIGKILL)"
     )
     subprocess.run([sys.executable, "-c", code, str(root)], check=False)
-    assert (root / "killed-run" / "engine-0" / "v1").is_dir()
-    files = AdapterFiles(root, "run", "engine-0")
-    files.claim()
-    assert [path.name for path in root.iterdir()] == ["run"]
-    files.remove()
-
-
-def test_engines_leave_the_living_alone_and_the_last_one_takes_the_runs_directory(files: AdapterFiles) -> None:
-    path = files.write(adapter(1), [])
-    other = AdapterFiles(files.directory.parents[1], "run", "engine-1")
-    other.claim()
-    assert path.is_dir()
-    files.remove()
-    assert not files.directory.exists()
-    assert other.directory.is_dir()
-    other.remove()
-    assert not other.directory.parent.exists()
-    other.remove()
-
-
-def test_a_directory_can_be_claimed_once_until_it_is_removed(files: AdapterFiles) -> None:
-    twin = AdapterFiles(files.directory.parents[1], "run", "engine-0")
-    with pytest.raises(EngineError, match=r"run/engine-0: another engine uses it.*set another run.name"):
-        twin.claim()
-    twin.remove()
+    (left,) = root.glob("*/*/v1")
+    files = AdapterFiles(root)
+    files.open()
+    assert not left.exists()
     assert files.directory.is_dir()
     files.remove()
-    twin.claim()
-    assert twin.directory.is_dir()
-    twin.remove()
+    files.remove()
+
+
+def test_an_engine_removes_only_its_own_files(files: AdapterFiles) -> None:
+    path = files.write(adapter(1), [])
+    other = AdapterFiles(files.directory.parents[1])
+    other.open()
+    other.remove()
+    assert path.is_dir()
 
 
 def test_a_directory_that_cannot_be_made_is_one_clear_line(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
-    with pytest.raises(EngineError, match=r"^adapter directory .*file/run/engine-0: .*engine.adapter_directory") as e:
-        AdapterFiles(tmp_path / "file", "run", "engine-0").claim()
+    with pytest.raises(EngineError, match=r"^adapter directory .*file: .*engine.adapter_directory") as e:
+        AdapterFiles(tmp_path / "file").open()
     assert "\n" not in str(e.value)
 
 

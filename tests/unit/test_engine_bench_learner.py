@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.numpy import save_file
 
-from draco_ray.engine.model_shape import model_shape, read_shape
+from draco_ray.lab.planning.model_shape import model_shape, read_shape
 from tests.support.jobs import load_job
 
 

@@ -113,7 +113,7 @@ def test_neither_the_check_nor_importing_the_engine_imports_vllm_or_torch(model:
         "from draco_ray.engine.vllm_engine import VllmEngine\n"
         "from draco_ray.errors import EngineError\n"
         "engine = VllmEngine(EngineConfig(), ModelConfig(path=sys.argv[1]), max_model_len=64, lora_rank=8, seed=0,\n"
-        "                    name='engine-0', run_name='run')\n"
+        "                    name='engine-0')\n"
         "try:\n"
         "    asyncio.run(engine.start())\n"
         "except EngineError as error:\n"

@@ -14,7 +14,6 @@ from rich.console import Console
 from draco_ray.cli import main
 from draco_ray.config.load import load_config
 from draco_ray.config.schema import AgentConfig, DracoConfig, JudgeConfig
-from draco_ray.engine.model_shape import model_shape
 from draco_ray.environments.appworld.environment import AppWorldEnvironment
 from draco_ray.errors import ConfigError
 from draco_ray.judging.judge_context import (
@@ -36,6 +35,7 @@ from draco_ray.judging.phases.union import Union
 from draco_ray.judging.prompts import load_prompts
 from draco_ray.judging.static_rubric import load_static_rubric
 from draco_ray.lab.planning.memory import GIB, engine_memory
+from draco_ray.lab.planning.model_shape import model_shape
 from draco_ray.records import EpisodeEnd, Message, Trajectory, Turn
 from draco_ray.training.preflight import check_judge_context
 

@@ -1,4 +1,4 @@
-"""A base held in 8 bits: against a model whose weights were rounded to the same grid, and against the unrounded one."""
+"""A base in 8 bits: against a model whose weights were rounded to the same grid, and against the unrounded one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from draco_ray.config.schema import LearnerConfig, ModelConfig
 from draco_ray.engine.canary import judge_canary
 from draco_ray.errors import CanaryFailed
 from draco_ray.learner.lora_learner import LoraLearner
-from draco_ray.learner.model import FORMATS, RoundedLinear, rounded, whole_weight
+from draco_ray.learner.model import FORMATS, QuantizedLinear, dequantized, quantized
 from tests.support.double_learner import CASES, MODELS, double, gradient_of, learner_of, oracle, samples_of, save_models
 
 PRECISIONS = list(FORMATS)
@@ -50,18 +50,18 @@ def test_weights_are_rounded_to_the_nearest_code_of_their_row(precision: str) ->
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(64, 512, generator=generator) * torch.logspace(-6, 6, 64)[:, None]
     weight[3] = 0
-    codes, scale = rounded(weight, precision)
+    codes, scale = quantized(weight, precision)
     assert codes.element_size() == 1
-    found = whole_weight(codes, scale, torch.float32)
+    found = dequantized(codes, scale, torch.float32)
     assert found[3].abs().max() == 0
     rows = [row for row in range(64) if row != 3]
     error = (found - weight).norm(dim=1)[rows] / weight.norm(dim=1)[rows]
     assert error.max() < ERROR[precision]
     # Rounding what is on the grid already changes nothing.
-    torch.testing.assert_close(whole_weight(*rounded(found, precision), torch.float32), found, rtol=1e-6, atol=0)
-    half = rounded(weight.bfloat16(), precision)
+    torch.testing.assert_close(dequantized(*quantized(found, precision), torch.float32), found, rtol=1e-6, atol=0)
+    half = quantized(weight.bfloat16(), precision)
     assert half[1].dtype == torch.bfloat16
-    assert whole_weight(*half, torch.bfloat16).isfinite().all()
+    assert dequantized(*half, torch.bfloat16).isfinite().all()
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
@@ -116,7 +116,7 @@ def test_a_weight_takes_one_byte_and_the_adapter_is_what_it_was(kind: str, preci
     linears = {
         name
         for name, module in learner.policy.peft.get_base_model().get_decoder().named_modules()
-        if isinstance(module, RoundedLinear)
+        if isinstance(module, QuantizedLinear)
     }
     assert linears
     assert all(parameter.dtype == torch.float32 for parameter in learner.policy.parameters)
@@ -126,7 +126,7 @@ def test_a_weight_takes_one_byte_and_the_adapter_is_what_it_was(kind: str, preci
 
 def test_nothing_whole_is_kept_for_the_backward() -> None:
     torch.manual_seed(0)
-    layer = RoundedLinear(torch.nn.Linear(48, 40).requires_grad_(False), "int8")
+    layer = QuantizedLinear(torch.nn.Linear(48, 40).requires_grad_(False), "int8")
     x = torch.randn(7, 48, requires_grad=True)
     kept: list[Tensor] = []
 
@@ -138,7 +138,7 @@ def test_nothing_whole_is_kept_for_the_backward() -> None:
         y = layer(x)
     assert {one.data_ptr() for one in kept} == {layer.weight.data_ptr(), layer.weight_scale.data_ptr()}
     y.sum().backward()
-    expected = whole_weight(layer.weight, layer.weight_scale, torch.float32).sum(dim=0).expand(7, -1)
+    expected = dequantized(layer.weight, layer.weight_scale, torch.float32).sum(dim=0).expand(7, -1)
     torch.testing.assert_close(x.grad, expected)
 
 

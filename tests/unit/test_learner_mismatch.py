@@ -15,7 +15,7 @@ from pydantic import ValidationError
 
 from draco_ray.config.schema import LearnerConfig
 from draco_ray.learner.base import Update, UpdateMetrics
-from draco_ray.learner.loss import SPREAD_BINS, correction, k3_estimates, ratio_quantile, spread
+from draco_ray.learner.loss import HISTOGRAM_BINS, correction, k3_estimates, log_ratio_histogram, ratio_quantile
 
 samples = st.lists(st.lists(st.floats(-30, 30), min_size=1, max_size=6), min_size=1, max_size=5)
 """Log-ratios of each sample's tokens."""
@@ -98,15 +98,15 @@ def test_k3_is_never_negative_and_zero_where_both_agree(told: list[float]) -> No
 def test_quantiles_of_parts_are_those_of_the_whole_to_half_a_percent() -> None:
     log_ratios = np.random.default_rng(0).normal(scale=0.4, size=10_001)
     parts = [torch.from_numpy(part) for part in np.array_split(log_ratios, 7)]
-    added = torch.stack([spread(part) for part in parts]).sum(0)
+    added = torch.stack([log_ratio_histogram(part) for part in parts]).sum(0)
     for share in (0.01, 0.5, 0.99):
         expected = math.exp(float(np.quantile(log_ratios, share)))
         assert ratio_quantile(added, share) == pytest.approx(expected, rel=0.01)
 
 
 def test_of_nothing_the_quantile_is_one_and_of_the_far_it_is_the_bound() -> None:
-    assert ratio_quantile(torch.zeros(SPREAD_BINS), 0.5) == 1.0
-    far = spread(torch.tensor([-50.0, 50.0, 50.0]))
+    assert ratio_quantile(torch.zeros(HISTOGRAM_BINS), 0.5) == 1.0
+    far = log_ratio_histogram(torch.tensor([-50.0, 50.0, 50.0]))
     assert far.sum() == 3
     assert ratio_quantile(far, 0.01) == pytest.approx(math.exp(-2), rel=0.01)
     assert ratio_quantile(far, 0.99) == pytest.approx(math.exp(2), rel=0.01)

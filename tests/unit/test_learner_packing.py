@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from draco_ray.learner.packing import Packable, Segment, deal, lay_out, pack, part_of
+from draco_ray.learner.packing import Segment, TokenSequence, balance, concatenate, pack, token_shard
 
 lengths = st.lists(st.integers(1, 500), max_size=60)
 shapes = st.lists(
@@ -60,10 +60,10 @@ def test_a_group_shares_its_prompt_and_a_row() -> None:
 
 
 def test_a_row_has_the_prompt_once_and_wanted_tokens_in_the_order_of_the_sequences() -> None:
-    def packable(token_ids: list[int], wanted: list[int], prompt: int) -> Packable:
-        return Packable(np.array(token_ids), np.isin(np.arange(len(token_ids)), wanted), prompt)
+    def packable(token_ids: list[int], wanted: list[int], prompt: int) -> TokenSequence:
+        return TokenSequence(np.array(token_ids), np.isin(np.arange(len(token_ids)), wanted), prompt)
 
-    row = lay_out(
+    row = concatenate(
         [packable([7, 8, 1, 2], [2, 3], 2), packable([5, 6, 4], [1, 2], 1), packable([7, 8, 3], [2], 2)],
     )
     assert row.token_ids_T.tolist() == [7, 8, 1, 2, 3, 5, 6, 4]
@@ -74,27 +74,27 @@ def test_a_row_has_the_prompt_once_and_wanted_tokens_in_the_order_of_the_sequenc
 
 
 def test_sequences_without_a_prompt_share_nothing() -> None:
-    alike = Packable(np.array([1, 2]), np.array([False, True]), 0)
-    assert lay_out([alike, alike]).segments == (Segment(0, 2, None), Segment(2, 2, None))
+    alike = TokenSequence(np.array([1, 2]), np.array([False, True]), 0)
+    assert concatenate([alike, alike]).segments == (Segment(0, 2, None), Segment(2, 2, None))
 
 
 @given(lengths, st.integers(1, 8))
 def test_no_worker_is_ahead_by_more_than_one_sequence(lengths: list[int], workers: int) -> None:
-    owners = deal(lengths, [0] * workers)
+    owners = balance(lengths, [0] * workers)
     loads = [sum(n for n, owner in zip(lengths, owners, strict=True) if owner == w) for w in range(workers)]
     assert max(loads) - min(loads) <= max(lengths, default=0)
 
 
 def test_dealing_goes_on_where_it_stopped() -> None:
-    assert deal([5, 5], load_W=[9, 0, 0]) == [1, 2]
+    assert balance([5, 5], loads=[9, 0, 0]) == [1, 2]
 
 
 @given(st.lists(st.integers(2, 40), min_size=1, max_size=5), st.integers(0, 3), st.integers(1, 9))
 def test_the_parts_of_a_row_are_the_row_and_what_fills_it_up(lengths: list[int], prompt: int, workers: int) -> None:
-    row = lay_out(
-        [Packable(np.arange(n) + 1, np.arange(n) >= min(prompt + 1, n - 1), min(prompt, n - 1)) for n in lengths]
+    row = concatenate(
+        [TokenSequence(np.arange(n) + 1, np.arange(n) >= min(prompt + 1, n - 1), min(prompt, n - 1)) for n in lengths]
     )
-    parts = [part_of(row, worker, workers) for worker in range(workers)]
+    parts = [token_shard(row, worker, workers) for worker in range(workers)]
     tokens, filling = len(row.token_ids_T), -len(row.token_ids_T) % workers
     assert {len(part.token_ids_T) for part, _ in parts} == {(tokens + filling) // workers}
     assert filling < workers

@@ -1,4 +1,4 @@
-"""How the workers of Ray Train's loop begin, where one asks the feed and all are told the same; and one that hangs."""
+"""How the workers of Ray Train's loop begin, where one asks the log and all are told the same; and one that hangs."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ import torch
 import torch.distributed
 
 from draco_ray.config.schema import LearnerConfig
-from draco_ray.learner import carried, lora_learner, train_loop, worker
+from draco_ray.learner import lora_learner, train_loop, worker
 from draco_ray.learner.base import Start, Stop, Update
-from draco_ray.learner.train_loop import _carry_out, _start
+from draco_ray.learner.train_loop import _run, _start
 from draco_ray.observability import logs
 
 BEGIN = Start(checkpoint="first", position=3)
@@ -30,7 +30,7 @@ class Group:
         self.asked = 0
         self._answer, self._patch = answer, patch
         self._carried: list[Start | None] = []
-        self._feed = SimpleNamespace(start=SimpleNamespace(remote=self._ask))
+        self._log = SimpleNamespace(start=SimpleNamespace(remote=self._ask))
         patch.setattr(ray, "get", self._get)
         patch.setattr(ray.train.torch, "get_device", lambda: "cuda:1")
         patch.setattr(torch.distributed, "broadcast_object_list", self._broadcast)
@@ -41,7 +41,7 @@ class Group:
         for self._rank in range(2):
             context = SimpleNamespace(get_world_rank=lambda: self._rank, get_world_size=lambda: 2)
             self._patch.setattr(ray.train, "get_context", lambda context=context: context)
-            found.append(_start(self._feed))
+            found.append(_start(self._log))
         return found
 
     def _ask(self) -> str:
@@ -71,7 +71,7 @@ def test_one_worker_asks_where_to_begin_and_all_are_told_the_same(
     assert group.asked == 1
 
 
-def test_where_the_feed_is_lost_all_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_the_log_is_lost_all_end(monkeypatch: pytest.MonkeyPatch) -> None:
     group = Group(monkeypatch, ray.exceptions.ActorDiedError())
     assert group.begin() == [None, None]
 
@@ -88,13 +88,13 @@ def test_a_worker_that_hangs_in_a_command_says_so_and_ends_itself(monkeypatch: p
                 assert killed.wait(60)
 
     commands = [Update(), Stop()]
-    feed = SimpleNamespace(
+    log = SimpleNamespace(
         next=SimpleNamespace(remote=lambda position: commands[position]),
-        answer=SimpleNamespace(remote=lambda *answer: None),
-        trouble=SimpleNamespace(remote=said.append),
+        finish=SimpleNamespace(remote=lambda *result: None),
+        report_failure=SimpleNamespace(remote=said.append),
     )
     config = LearnerConfig(workers=1, gpus_per_worker=0, hang_seconds=0.003)
-    given: Any = SimpleNamespace(feed=feed, node="here", model=None, config=config, seed=0)
+    given: Any = SimpleNamespace(log=log, model=None, config=config, seed=0)
     context = SimpleNamespace(get_world_rank=lambda: 0, get_world_size=lambda: 1)
     policy = SimpleNamespace(progress=7)
     monkeypatch.setattr(ray, "get", lambda reference: reference)
@@ -102,12 +102,11 @@ def test_a_worker_that_hangs_in_a_command_says_so_and_ends_itself(monkeypatch: p
     monkeypatch.setattr(ray.train, "get_context", lambda: context)
     monkeypatch.setattr(ray.train.torch, "get_device", lambda: torch.device("cpu"))
     monkeypatch.setattr(torch, "set_num_threads", lambda number: None)
-    monkeypatch.setattr(carried, "checkpoints_of", lambda node: SimpleNamespace(save=None))
     monkeypatch.setattr(logs, "private_files", lambda: None)
     monkeypatch.setattr(lora_learner, "LoraLearner", lambda *_, **__: SimpleNamespace(policy=policy))
     monkeypatch.setattr(worker, "LearnerWorker", Worker)
     monkeypatch.setattr(train_loop, "LOOK_SECONDS", 0.001)
     monkeypatch.setattr(os, "kill", lambda process, number: killed.set())
-    _carry_out(given, Start(checkpoint=None, position=0))
+    _run(given, Start(checkpoint=None, position=0))
     assert killed.is_set()
     assert said == ["a worker ran no layer for learner.hang_seconds=0.003: its kernel hangs"]

@@ -13,7 +13,7 @@ import pytest
 from draco_ray.cli import main
 from draco_ray.config.load import load_config
 from draco_ray.config.schema import DracoConfig
-from draco_ray.engine.model_shape import PUBLIC_CONFIGS, ModelShape, model_shape, read_shape
+from draco_ray.engine.model_config import PUBLIC_CONFIGS
 from draco_ray.errors import ConfigError
 from draco_ray.judging.judge_context import context_tokens
 from draco_ray.lab.planning.memory import (
@@ -27,6 +27,7 @@ from draco_ray.lab.planning.memory import (
     micro_batch_tokens,
     state_bytes,
 )
+from draco_ray.lab.planning.model_shape import ModelShape, model_shape, read_shape
 from draco_ray.lab.planning.step_time import Assumptions, assumptions, learner_flops, step_time
 
 QWEN30 = {
@@ -242,7 +243,7 @@ def test_models_that_name_their_parts_otherwise_are_counted_too(
     shape = read_shape(config, "config.json")
     assert shape.parameters == parameters
     assert shape.kv_heads == kv_heads
-    assert set(shape.adaptable) == adapted
+    assert {linear.name for layer in shape.distinct for linear in layer.linears} == adapted
     assert shape.count("full_attention") == len(shape.layers)
 
 

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from draco_ray.config.schema import AgentConfig, AlgorithmConfig, DracoConfig, LearnerConfig, ModelConfig
-from draco_ray.engine.model_shape import PUBLIC_CONFIGS, ModelShape, lora_target, read_shape
+from draco_ray.engine.model_config import PUBLIC_CONFIGS, lora_target
 from draco_ray.lab.planning.memory import (
     LearnerMemory,
     chunk_bytes,
@@ -26,8 +26,9 @@ from draco_ray.lab.planning.memory import (
     shared_prompt_bytes,
     total,
 )
+from draco_ray.lab.planning.model_shape import ModelShape, read_shape
 from draco_ray.learner.lora_learner import LoraLearner
-from draco_ray.learner.packing import Packable, lay_out
+from draco_ray.learner.packing import TokenSequence, concatenate
 from draco_ray.records import TrainingSample
 
 # They are of what a learner takes on GPUs, and real updates of many models.
@@ -263,7 +264,9 @@ class Measured:
         with pytest.MonkeyPatch.context() as patch:
             for layer, mine in zip(layers, kept, strict=True):
                 patch.setattr(layer, "forward", watched(layer.forward, mine))
-            self.learner.policy.logprobs(lay_out([Packable(o.token_ids_T, o.loss_mask_T, PROMPT) for o in samples()]))
+            self.learner.policy.logprobs(
+                concatenate([TokenSequence(o.token_ids_T, o.loss_mask_T, PROMPT) for o in samples()])
+            )
         return [sum(tensor.untyped_storage().nbytes() for tensor in mine.values()) for mine in kept]
 
 

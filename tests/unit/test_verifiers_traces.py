@@ -19,8 +19,8 @@ from draco_ray.rollout.endpoint.server import shared_endpoint
 from draco_ray.rollout.endpoint.token_episode import TokenEpisode
 from draco_ray.rollout.endpoint.turns import TokenAsk
 from draco_ray.rollout.tokens import TokenPolicy
-from draco_ray.rollout.verifiers_agent import VerifiersAgent, _end
-from draco_ray.rollout.verifiers_traces import trajectory_of
+from draco_ray.verifiers.agent import VerifiersAgent, _end
+from draco_ray.verifiers.traces import trajectory_of
 from tests.support.endpoint_episode import CHAT, END, REQUEST, TASK, ScriptedSampler, encoded
 from tests.unit.test_program_agent import HandIn
 

@@ -10,11 +10,11 @@ from draco_ray.config.keys import dotted_keys
 from draco_ray.config.load import dump_config, load_config
 from draco_ray.config.schema import EngineConfig, ModelConfig
 from draco_ray.config.vllm_arguments import TAKEN
-from draco_ray.engine.model_shape import model_shape
 from draco_ray.engine.openai_server import server_environment
 from draco_ray.engine.vllm_engine import vllm_environment
 from draco_ray.errors import ConfigError
 from draco_ray.lab.planning.memory import GIB, engine_memory
+from draco_ray.lab.planning.model_shape import model_shape
 from draco_ray.training.resume import config_changes
 
 

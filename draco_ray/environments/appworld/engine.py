@@ -84,7 +84,6 @@ def cut_with_mark(text: str, limit: int) -> str:
 def prepare(output_bytes: int) -> None:
     """Import what a task needs and bound what it can print, so that forks share it."""
     gc.disable()  # all of it stays, and looking for what does not is a fifth of the time
-    ask_models_by_inheritance()
     import uvicorn.lifespan.off
     import uvicorn.loops.asyncio
     import uvicorn.protocols.http.h11_impl  # noqa: F401
@@ -144,19 +143,6 @@ def prepare(output_bytes: int) -> None:
     # more is a fiftieth of it, and stays too: to find it takes a second.
     gc.freeze()
     gc.enable()
-
-
-def ask_models_by_inheritance() -> None:
-    """Let pydantic's models answer `issubclass` as classes do.
-
-    They are abstract base classes, and to learn that something is none of them Python asks every one of a thousand: a
-    fifth of the time in which AppWorld is loaded. What may be registered with such a class beside its heirs, nobody
-    registers with a model.
-    """
-    from pydantic import BaseModel
-
-    models: Any = type(BaseModel)
-    models.__subclasscheck__ = type.__subclasscheck__
 
 
 def serve(listener: socket.socket) -> None:

@@ -117,7 +117,6 @@ async def open_checkpoints(
         lora_rank=max([config.learner.lora_rank, *(lora_rank(checkpoint) or 0 for checkpoint in kept)]),
         seed=config.seed,
         name="replay",
-        run_name=f"{run.path.name}-replay",
     )
     await engine.start()
     try:

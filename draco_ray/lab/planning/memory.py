@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from draco_ray.config.schema import DracoConfig
-from draco_ray.engine.model_shape import DeltaShape, ExpertsShape, LayerShape, ModelShape, check_split
+from draco_ray.engine.model_config import check_split
 from draco_ray.engine.vllm_engine import CPU_KV_CACHE_GIB, LORA_RANKS, live_adapters
 from draco_ray.errors import ConfigError
 from draco_ray.judging.judge_context import context_tokens, uses_self_judge
+from draco_ray.lab.planning.model_shape import DeltaShape, ExpertsShape, LayerShape, ModelShape
 
 GIB = 1 << 30
 DTYPE_BYTES = {"bfloat16": 2, "float32": 4}
@@ -262,7 +263,7 @@ def _activations(
     config: DracoConfig, shape: ModelShape, tokens: int, kept: Sequence[int]
 ) -> tuple[tuple[Item, ...], tuple[Item, ...]]:
     """Bytes of all layers during the whole pass, and of the one that is recomputed; `kept` is what a layer keeps."""
-    if config.learner.gradient_checkpointing is False:
+    if not config.learner.gradient_checkpointing:
         return (Item("activations: all layers", sum(kept), "learner.gradient_checkpointing"),), ()
     inputs = layer_inputs(config, shape, tokens)
     if config.learner.offload_activations:

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pydantic import Field, ValidationError
 
 from draco_ray.config.schema import DracoConfig, Tree
-from draco_ray.engine.model_shape import ModelShape
 from draco_ray.errors import ConfigError
 from draco_ray.lab.planning.memory import DTYPE_BYTES, FLOAT32, GIB, EngineMemory, kv_bytes, kv_width, state_bytes
+from draco_ray.lab.planning.model_shape import ModelShape
 
 
 class Assumptions(Tree):
@@ -121,7 +121,7 @@ def learner_flops(config: DracoConfig, shape: ModelShape, *, length: float, samp
     """
     learner = config.learner
     reference = 1 if learner.kl_coefficient > 0 else 0
-    recompute = 0 if learner.gradient_checkpointing is False else 1
+    recompute = int(learner.gradient_checkpointing)
     prompts = config.train.prompts_per_step
     # Old log-probs are computed for every minibatch but the first.
     remembered = max(0, prompts - learner.minibatch_prompts) / prompts

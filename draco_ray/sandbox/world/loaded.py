@@ -7,10 +7,7 @@ free nothing. A fork should therefore end after some tasks.
 import gc
 import importlib
 
-from draco_ray.environments.appworld.engine import ask_models_by_inheritance
-
 gc.disable()
-ask_models_by_inheritance()
 
 from appworld.apps import get_all_apps  # noqa: E402
 from appworld.environment import AppWorld  # noqa: E402, F401

@@ -1,39 +1,31 @@
-"""The shape of a model: its parameters and linear layers, counted on the model that transformers builds.
+"""The shape of a model for `draco plan`: parameters, layers and linear layers of the model that transformers builds.
 
 The model is built on torch's meta device from its ``config.json``, so no weight is loaded or allocated. The base
 install has no torch: the shapes of the two presets' models are in ``model_shapes.json``.
-
-Of a mixture of experts the experts and the router stay frozen, and the linear layers beside them are adapted: PEFT
-adapts all experts of a layer as one tensor, partly with twice the rank, which vLLM does not accept
-(docs/decisions/engines-and-adapters.md).
 """
 
 from __future__ import annotations
 
 import json
-import math
-import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib.resources import files
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from pydantic import TypeAdapter
 
-from draco_ray.config.schema import LearnerConfig
+from draco_ray.engine.model_config import (
+    PUBLIC_CONFIGS,
+    TABLE,
+    build_model,
+    expert_family,
+    language_config,
+    linear_layers,
+    matching_names,
+    number_of_experts,
+)
 from draco_ray.errors import ConfigError
-
-FAMILIES = ("qwen3_moe", "qwen3_5_moe", "mixtral")
-"""Model types that are trained here: learner and engine were compared for these."""
-NUMBER_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-"""Under which a ``config.json`` says how many experts a layer has."""
-MATRICES = ("", ".gate_up_proj", ".gate_proj", ".up_proj", ".down_proj", ".w1", ".w2", ".w3")
-"""What names of an expert, or of all of a layer, end in."""
-ROUTERS = ("gate", "router", "shared_expert_gate")
-MLPS = ("mlp", "block_sparse_moe")
-"""Where they are below their decoder layer, in memory and in checkpoints."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,38 +52,19 @@ class ExpertsShape:
         return self.shared + self.active * self.width
 
     def read(self, tokens: int) -> float:
-        """Weights of the experts that so many tokens pass together, each drawing its own evenly."""
+        """Weights of the experts that ``tokens`` tokens use together, each routed at random."""
         return self.of_one * self.number * (1 - (1 - self.active / self.number) ** tokens)
-
-
-def number_of_experts(text: Mapping[str, Any]) -> tuple[str, int] | None:
-    """Key and number of the experts of a layer, by a language model's ``config.json``; None of a dense model."""
-    for key in NUMBER_KEYS:
-        if isinstance(number := text.get(key), int) and number > 1:
-            return key, number
-    return None
 
 
 def experts_shape(config: Mapping[str, Any], source: str) -> ExpertsShape | None:
     """The experts that a ``config.json`` describes; None for a dense model.
 
-    Raises: ConfigError: a mixture of experts that is not trained here, or a key missing.
+    Raises: ConfigError: a mixture of experts that cannot be trained here, or a missing key.
     """
-    text = config.get("text_config") or config
-    family = str(text.get("model_type") or config.get("model_type")).removesuffix("_text")
-    found = number_of_experts(text)
-    if found is None:
+    family, text = expert_family(config, source), language_config(config)
+    if family is None:
         return None
-    key, number = found
-    problem = None
-    if family not in FAMILIES:
-        problem = f"of a family ({family}) that is not trained here; expected one of {', '.join(FAMILIES)}"
-    elif text.get("mlp_only_layers") or text.get("decoder_sparse_step", 1) != 1:
-        problem = "in some layers only (mlp_only_layers, decoder_sparse_step); expected it in each"
-    elif text.get("quantization_config") or config.get("quantization_config"):
-        problem = "in a quantized checkpoint (quantization_config); expected one in bfloat16"
-    if problem is not None:
-        raise ConfigError(f"model {source}: a mixture of experts ({key}={number}) {problem}, or a dense model")
+    _, number = number_of_experts(config) or ("", 0)
 
     def size(key: str) -> int:
         value = text.get(key)
@@ -109,42 +82,6 @@ def experts_shape(config: Mapping[str, Any], source: str) -> ExpertsShape | None
     )
 
 
-def is_frozen(name: str) -> bool:
-    """Whether a linear layer of this name is a router, or an expert."""
-    return name.rpartition(".")[2] in ROUTERS or ".experts." in name
-
-
-def frozen_name(target: str, layers: int, experts: int) -> str | None:
-    """Which router or expert a regular expression over module names asks for, the first; None: none."""
-    wanted = re.compile(target)
-    groups = ["experts", *(f"experts.{index}" for index in range(experts))]
-    below = [*ROUTERS, *(f"{group}{matrix}" for group in groups for matrix in MATRICES)]
-    names = (f"model.layers.{layer}.{mlp}.{name}" for layer in range(layers) for mlp in MLPS for name in below)
-    return next((name for name in names if wanted.fullmatch(name)), None)
-
-
-TABLE: dict[str, dict[str, Any]] = json.loads(
-    files("draco_ray.engine").joinpath("model_shapes.json").read_text(encoding="utf-8")
-)
-PUBLIC_CONFIGS: dict[str, dict[str, Any]] = {name: known["config"] for name, known in TABLE.items()}
-"""The values of the presets' models' public ``config.json`` that decide their size and their longest context."""
-
-HEAD_KEYS = ("num_attention_heads", "linear_num_value_heads")
-"""Keys of ``config.json`` whose heads are divided among workers that share a row."""
-REPEATED = "num_key_value_heads"
-SPLIT_KEYS = (
-    "num_attention_heads",
-    REPEATED,
-    "linear_num_value_heads",
-    "linear_num_key_heads",
-    "intermediate_size",
-    "moe_intermediate_size",
-    "shared_expert_intermediate_size",
-)
-"""Keys of ``config.json`` that tensor parallelism divides."""
-MAX_SIZES = {"num_hidden_layers": 10_000, "hidden_size": 1 << 20, "vocab_size": 1 << 24}
-"""Keys that every ``config.json`` must have, since transformers would put its own defaults in their place; and what
-they are at most."""
 LayerKind = Literal["full_attention", "linear_attention", "other"]
 
 
@@ -277,11 +214,6 @@ class ModelShape:
         spared = self.experts.active * self.experts.of_one - self.experts.read(tokens)
         return self.matrix_parameters - len(self.order) * spared
 
-    @property
-    def adaptable(self) -> tuple[str, ...]:
-        """Names, below their decoder layers, of the linear layers that ``all-linear`` adapts."""
-        return tuple(dict.fromkeys(linear.name for layer in self.distinct for linear in layer.linears))
-
     def adapted(self, target: str) -> dict[str, LinearShape]:
         """The linear layers that LoRA adapts, by module name.
 
@@ -294,20 +226,9 @@ class ModelShape:
             for index, layer in enumerate(self.layers)
             for linear in layer.linears
         } | {linear.name: linear for linear in self.outside}
-        if target == "all-linear":
-            return names
-        if self.experts is not None:
-            frozen = frozen_name(target, len(self.order), self.experts.number)
-            if frozen is not None:
-                raise ConfigError(
-                    f"learner.lora_target={target!r} asks for experts or their router ({frozen}), which stay frozen; "
-                    f"expected all-linear, which is {', '.join(self.adaptable)} here, or a regex that matches only "
-                    "such names"
-                )
-        found = {name: linear for name, linear in names.items() if re.fullmatch(target, name)}
-        if not found:
-            raise ConfigError(f"learner.lora_target={target!r} matches no linear layer; expected all-linear or a regex")
-        return found
+        experts = 0 if self.experts is None else self.experts.number
+        found = matching_names(list(names), target, layers=len(self.order), experts=experts)
+        return {name: names[name] for name in found}
 
     def adapter_parameters(self, target: str, rank: int) -> int:
         """Number of parameters of the LoRA adapter: two matrices for each adapted linear layer."""
@@ -341,91 +262,6 @@ def model_shape(path: str, config_file: Path | None = None) -> ModelShape:
     return read_shape(config, str(file))
 
 
-def check_experts(config: Mapping[str, Any], learner: LearnerConfig, source: str) -> None:
-    """Refuse what cannot be trained of a mixture of experts, by its ``config.json``; a dense model passes.
-
-    Raises: ConfigError.
-    """
-    if number_of_experts(config.get("text_config") or config) is None:
-        return
-    shape = read_shape(config, source)
-    shape.adapted(learner.lora_target)
-    check_rounding(shape, learner, source)
-
-
-def check_rounding(shape: ModelShape, learner: LearnerConfig, source: str) -> None:
-    """Refuse a mixture of experts in 8 bits. Raises: ConfigError."""
-    if shape.experts is not None and learner.base_precision != "model":
-        raise ConfigError(
-            f"learner.base_precision={learner.base_precision}: the experts of model {source}, nearly all of its "
-            "weights, are not linear layers, which alone are held in 8 bits; set it to model (learner.sharding=full "
-            "spreads the experts over the workers)"
-        )
-
-
-def lora_target(config: Mapping[str, Any], target: str, source: str) -> str | list[str]:
-    """`learner.lora_target` as PEFT is told it: in a mixture of experts, every module by its name.
-
-    There PEFT (0.21) takes ``all-linear`` to include experts and router, and matches a regex against the last parts of
-    names.
-
-    Raises: ConfigError, as `check_experts` does.
-    """
-    if number_of_experts(config.get("text_config") or config) is None:
-        return target
-    return [*read_shape(config, source).adapted(target)]
-
-
-def engine_targets(config: Mapping[str, Any], source: str) -> list[str] | None:
-    """Modules that an engine reserves adapter slots for, by the last part of their names; None: all that vLLM adapts.
-
-    Raises: ConfigError: a mixture of experts that is not trained here.
-    """
-    if number_of_experts(config.get("text_config") or config) is None:
-        return None
-    return sorted({name.rpartition(".")[2] for name in read_shape(config, source).adaptable})
-
-
-def check_heads(config: Mapping[str, Any], workers: int, source: str) -> None:
-    """Refuse a model whose heads do not divide by ``workers``, which share its rows; by its ``config.json``.
-
-    Raises: ConfigError.
-    """
-    text: Mapping[str, Any] = config.get("text_config") or config
-    found = {key: number for key in HEAD_KEYS if isinstance(number := text.get(key), int) and number > 0}
-    for key, number in found.items():
-        if number % workers:
-            most = math.gcd(*found.values())
-            fitting = ", ".join(str(one) for one in range(1, most + 1) if most % one == 0)
-            raise ConfigError(
-                f"learner.context_parallel={workers} does not divide the {number} heads of model {source} ({key}); "
-                f"expected one of {fitting}"
-            )
-
-
-def check_split(config: Mapping[str, Any], parallel: int, source: str) -> None:
-    """Refuse a model that does not divide by ``parallel`` GPUs of an engine; by its ``config.json``.
-
-    vLLM asserts the same once it loads the model, without a message. Fewer key heads than GPUs are repeated where the
-    GPUs divide by them.
-
-    Raises: ConfigError.
-    """
-    text: Mapping[str, Any] = config.get("text_config") or config
-
-    def splits(gpus: int) -> bool:
-        return all(number % gpus == 0 or (key == REPEATED and gpus % number == 0) for key, number in found.items())
-
-    found = {key: number for key in SPLIT_KEYS if isinstance(number := text.get(key), int) and number > 0}
-    for key, number in found.items():
-        if number % parallel and not (key == REPEATED and parallel % number == 0):
-            fitting = ", ".join(str(gpus) for gpus in range(1, min(found.values()) * 4 + 1) if splits(gpus))
-            raise ConfigError(
-                f"engine.tensor_parallel={parallel} does not divide model {source} ({key}={number}); expected one of "
-                f"{fitting}"
-            )
-
-
 def read_shape(config: Mapping[str, Any], source: str) -> ModelShape:
     """The shape of the model that transformers builds from the content of a ``config.json``.
 
@@ -433,7 +269,7 @@ def read_shape(config: Mapping[str, Any], source: str) -> ModelShape:
         trained here.
     """
     experts = experts_shape(config, source)
-    model, text = _build(config, source)
+    model, text = build_model(config, source)
     prefix, blocks = _decoder_layers(model)
     if not len(blocks):
         raise ConfigError(f"model config {source}: its model has no list of decoder layers")
@@ -484,34 +320,6 @@ def read_shape(config: Mapping[str, Any], source: str) -> ModelShape:
     )
 
 
-def _build(config: Mapping[str, Any], source: str) -> tuple[Any, Any]:
-    """The model on the meta device, as the learner loads it, and the configuration of its language model."""
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    text: Mapping[str, Any] = config.get("text_config") or config
-    values = dict(config if "model_type" in config else text)
-    kind = values.pop("model_type", None)
-    for key in ("auto_map", "quantization_config"):
-        values.pop(key, None)
-    try:
-        made = AutoConfig.for_model(kind, **values)
-        for key, most in MAX_SIZES.items():
-            name = made.get_text_config().attribute_map.get(key, key)
-            value = text.get(name, text.get(key))
-            if not isinstance(value, int) or not 0 < value <= most:
-                raise ValueError(f"{name} is {value!r}, expected a whole number from 1 to {most}")
-        # Gemma 4's heads differ from layer to layer: `_mixer` compares every layer with what is read here.
-        made.get_text_config().allow_global_per_layer_attribute_access = True
-        with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(made, attn_implementation="eager"), made.get_text_config()
-    except Exception as error:  # whatever transformers and torch make of a wrong value
-        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
-        raise ConfigError(
-            f"model config {source}: transformers builds no language model of model_type {kind!r} from it ({reason})"
-        ) from None
-
-
 def _decoder_layers(model: Any) -> tuple[str, Any]:
     """Name and modules of the decoder layers: the largest list of modules in the model."""
     lists = [(name, module) for name, module in model.named_modules() if type(module).__name__ == "ModuleList"]
@@ -524,14 +332,9 @@ def _linears(module: Any, hidden: int, mixture: bool) -> tuple[LinearShape, ...]
     Those of one parent that are as wide as the hidden states read its input; the last square one writes its output
     instead if no other does. Where several are square it does not matter which of them that is.
     """
-    from torch.nn import Linear
-    from transformers.pytorch_utils import Conv1D
-
     groups: dict[str, dict[str, tuple[int, int]]] = defaultdict(dict)
-    for name, each in module.named_modules():
-        if isinstance(each, Linear | Conv1D) and not (mixture and is_frozen(name)):
-            inputs, outputs = each.weight.shape[::-1] if isinstance(each, Linear) else each.weight.shape
-            groups[name.rpartition(".")[0]][name] = (inputs, outputs)
+    for name, inputs, outputs in linear_layers(module, mixture=mixture):
+        groups[name.rpartition(".")[0]][name] = (inputs, outputs)
     found = []
     for parent, sizes in groups.items():
         writers = {name for name, (inputs, _) in sizes.items() if inputs != hidden}

@@ -1,10 +1,10 @@
-"""When a learner worker's passes count as hung."""
+"""When a learner worker counts as hung."""
 
 from __future__ import annotations
 
 import threading
 
-from draco_ray.learner.train_loop import PassWatch
+from draco_ray.learner.train_loop import HangWatchdog
 
 
 class Worker:
@@ -12,7 +12,7 @@ class Worker:
 
     def __init__(self, *, advances: bool) -> None:
         self.ended, self.looked = threading.Event(), threading.Semaphore(0)
-        self.watch = PassWatch(0.003, self.progress, self.ended.set, look_seconds=0.001)
+        self.watch = HangWatchdog(0.003, self.progress, self.ended.set, look_seconds=0.001)
         self._advances, self._progress = advances, 0
 
     def progress(self) -> int:

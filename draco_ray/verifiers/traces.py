@@ -71,7 +71,7 @@ def trajectory_of(
     ended: EpisodeEnd,
     error: str | None,
 ) -> Trajectory:
-    """One rollout of the traces of an episode (`draco_ray.environments.verifiers.bridge` says what they have).
+    """One rollout of the traces of an episode (`draco_ray.verifiers.bridge` says what they have).
 
     Tokens that the endpoint has not sampled, and those of agents and branches that verifiers does not train, are no
     turns of the policy: they are context, or stand under the role of who said them.

@@ -8,10 +8,10 @@ from typing import Any
 
 from draco_ray.config.schema import DataConfig, EnvironmentConfig
 from draco_ray.environments.base import Environment, WorldVerdict
-from draco_ray.environments.verifiers.options import read_options, told_to_bridge
-from draco_ray.environments.verifiers.process import Listing, check_renderer, leave_bridge, listing, need, shared_bridge
 from draco_ray.errors import EnvironmentCrashed, WorldError
 from draco_ray.records import Task
+from draco_ray.verifiers.options import read_options, told_to_bridge
+from draco_ray.verifiers.process import Listing, check_renderer, leave_bridge, listing, need, shared_bridge
 
 _HOW_AGENTS_ACT = """\
 - The agent is a program with a loop and tools of its own, or talks with its environment. A step is a turn of the \
@@ -24,7 +24,7 @@ other agents or the environment said stands under their role.
 class VerifiersEnvironment(Environment):
     """``environment.use: verifiers``; see `VerifiersOptions`, and docs/verifiers.md for how it is used.
 
-    Its one action plays a whole episode (`draco_ray.rollout.verifiers_agent`), within
+    Its one action plays a whole episode (`draco_ray.verifiers.agent`), within
     ``environment.cell_timeout_seconds``.
     """
 

@@ -20,9 +20,9 @@ from typing import Any
 from draco_ray.config.schema import EnvironmentConfig
 from draco_ray.environments.jail import linux
 from draco_ray.environments.program import MARK, end_strays, passed_environment
-from draco_ray.environments.verifiers.options import VerifiersOptions, told_to_bridge, verifiers_python
 from draco_ray.errors import ConfigError, EnvironmentCrashed, WorldError
 from draco_ray.temp_dirs import PrivateTempDir
+from draco_ray.verifiers.options import VerifiersOptions, told_to_bridge, verifiers_python
 
 _BRIDGE = Path(__file__).with_name("bridge.py")
 _PASSED = ("HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "HF_ENDPOINT", "NLTK_DATA", "UV_CACHE_DIR", "XDG_CACHE_HOME")

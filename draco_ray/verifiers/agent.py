@@ -16,7 +16,7 @@ from draco_ray.rollout.agent import Policy, RolloutRequest, end_of, fill_agent_p
 from draco_ray.rollout.endpoint.server import shared_endpoint
 from draco_ray.rollout.endpoint.token_episode import TokenEpisode
 from draco_ray.rollout.tokens import EnginePolicies, TokenPolicy
-from draco_ray.rollout.verifiers_traces import trajectory_of
+from draco_ray.verifiers.traces import trajectory_of
 
 _NOBODYS = {"SandboxError", "ToolsetError", "InterceptionError", "TunnelError", "ProviderError", "TaskError"}
 """Errors of verifiers that are no doing of the policy's: what it runs on, or the taskset's own code."""

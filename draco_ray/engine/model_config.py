@@ -1,0 +1,255 @@
+"""What a model's ``config.json`` says about training and serving it: its experts, its heads, its adapted layers.
+
+Experts and routers of a mixture of experts stay frozen; only the linear layers beside them are adapted. PEFT adapts all
+experts of a layer as one tensor, partly with twice the rank, which vLLM does not accept
+(docs/decisions/engines-and-adapters.md).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from importlib.resources import files
+from typing import Any
+
+from draco_ray.config.schema import LearnerConfig
+from draco_ray.errors import ConfigError
+
+TABLE: dict[str, dict[str, Any]] = json.loads(
+    files("draco_ray.engine").joinpath("model_shapes.json").read_text(encoding="utf-8")
+)
+"""The presets' models by hub name, for the base install, which cannot build models."""
+PUBLIC_CONFIGS: dict[str, dict[str, Any]] = {name: known["config"] for name, known in TABLE.items()}
+"""Values of these models' public ``config.json`` that decide their size and their longest context."""
+
+FAMILIES = ("qwen3_moe", "qwen3_5_moe", "mixtral")
+"""Model types of the mixtures of experts for which learner and engine were compared."""
+NUMBER_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+"""Keys of ``config.json`` for the number of experts of a layer."""
+MATRICES = ("", ".gate_up_proj", ".gate_proj", ".up_proj", ".down_proj", ".w1", ".w2", ".w3")
+"""Suffixes of the names of an expert's matrices, or of all experts' of a layer."""
+ROUTERS = ("gate", "router", "shared_expert_gate")
+MLPS = ("mlp", "block_sparse_moe")
+"""Names of the experts' parent module, in memory and in checkpoints."""
+HEAD_KEYS = ("num_attention_heads", "linear_num_value_heads")
+"""Keys of ``config.json`` whose heads are divided among workers that share a micro-batch."""
+REPEATED = "num_key_value_heads"
+SPLIT_KEYS = (
+    "num_attention_heads",
+    REPEATED,
+    "linear_num_value_heads",
+    "linear_num_key_heads",
+    "intermediate_size",
+    "moe_intermediate_size",
+    "shared_expert_intermediate_size",
+)
+"""Keys of ``config.json`` that tensor parallelism divides."""
+MAX_SIZES = {"num_hidden_layers": 10_000, "hidden_size": 1 << 20, "vocab_size": 1 << 24}
+"""Required keys of ``config.json``, for which transformers has defaults, and their maximum values."""
+
+
+def language_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The part of a ``config.json`` that describes the language model."""
+    text: Mapping[str, Any] = config.get("text_config") or config
+    return text
+
+
+def number_of_experts(config: Mapping[str, Any]) -> tuple[str, int] | None:
+    """Key and number of the experts of a layer, by a ``config.json``; None for a dense model."""
+    for key in NUMBER_KEYS:
+        if isinstance(number := language_config(config).get(key), int) and number > 1:
+            return key, number
+    return None
+
+
+def expert_family(config: Mapping[str, Any], source: str) -> str | None:
+    """The model type of a mixture of experts, by its ``config.json``; None for a dense model.
+
+    Raises: ConfigError: a mixture of experts that cannot be trained here.
+    """
+    text = language_config(config)
+    family = str(text.get("model_type") or config.get("model_type")).removesuffix("_text")
+    found = number_of_experts(config)
+    if found is None:
+        return None
+    key, number = found
+    problem = None
+    if family not in FAMILIES:
+        problem = f"of a family ({family}) that is not trained here; expected one of {', '.join(FAMILIES)}"
+    elif text.get("mlp_only_layers") or text.get("decoder_sparse_step", 1) != 1:
+        problem = "in some layers only (mlp_only_layers, decoder_sparse_step); expected it in each"
+    elif text.get("quantization_config") or config.get("quantization_config"):
+        problem = "in a quantized checkpoint (quantization_config); expected one in bfloat16"
+    if problem is not None:
+        raise ConfigError(f"model {source}: a mixture of experts ({key}={number}) {problem}, or a dense model")
+    return family
+
+
+def is_frozen(name: str) -> bool:
+    """Whether a linear layer of this name is a router, or an expert."""
+    return name.rpartition(".")[2] in ROUTERS or ".experts." in name
+
+
+def frozen_name(target: str, layers: int, experts: int) -> str | None:
+    """The first router or expert whose name matches a regular expression; None: no match."""
+    wanted = re.compile(target)
+    groups = ["experts", *(f"experts.{index}" for index in range(experts))]
+    below = [*ROUTERS, *(f"{group}{matrix}" for group in groups for matrix in MATRICES)]
+    names = (f"model.layers.{layer}.{mlp}.{name}" for layer in range(layers) for mlp in MLPS for name in below)
+    return next((name for name in names if wanted.fullmatch(name)), None)
+
+
+def build_model(config: Mapping[str, Any], source: str) -> tuple[Any, Any]:
+    """Build a model on torch's meta device, where it takes no memory.
+
+    Args:
+        config: content of a ``config.json``.
+        source: its path, for messages.
+    Returns: the model as the learner loads it, and the configuration of its language model.
+    Raises: ConfigError: transformers cannot build a language model from it.
+    """
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    text = language_config(config)
+    values = dict(config if "model_type" in config else text)
+    kind = values.pop("model_type", None)
+    for key in ("auto_map", "quantization_config"):
+        values.pop(key, None)
+    try:
+        made = AutoConfig.for_model(kind, **values)
+        for key, most in MAX_SIZES.items():
+            name = made.get_text_config().attribute_map.get(key, key)
+            value = text.get(name, text.get(key))
+            if not isinstance(value, int) or not 0 < value <= most:
+                raise ValueError(f"{name} is {value!r}, expected a whole number from 1 to {most}")
+        # Gemma 4's heads differ from layer to layer, which `draco plan` compares with these.
+        made.get_text_config().allow_global_per_layer_attribute_access = True
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(made, attn_implementation="eager"), made.get_text_config()
+    except Exception as error:  # Of many types, depending on the wrong value.
+        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        raise ConfigError(
+            f"model config {source}: transformers builds no language model of model_type {kind!r} from it ({reason})"
+        ) from None
+
+
+def linear_layers(module: Any, *, mixture: bool) -> Iterator[tuple[str, int, int]]:
+    """Name, inputs and outputs of the linear layers below a module; ``mixture``: without experts and routers."""
+    from torch.nn import Linear
+    from transformers.pytorch_utils import Conv1D
+
+    for name, each in module.named_modules():
+        if isinstance(each, Linear | Conv1D) and not (mixture and is_frozen(name)):
+            inputs, outputs = each.weight.shape[::-1] if isinstance(each, Linear) else each.weight.shape
+            yield name, inputs, outputs
+
+
+def matching_names(names: Sequence[str], target: str, *, layers: int, experts: int) -> list[str]:
+    """The names of linear layers that LoRA adapts.
+
+    Args:
+        names: of all linear layers except the LM head, experts and routers.
+        target: `learner.lora_target`: ``all-linear``, or a regular expression over module names.
+        layers: number of decoder layers.
+        experts: number of experts of a layer; 0: a dense model.
+    Raises: ConfigError if it matches none, or matches experts or routers.
+    """
+    if target == "all-linear":
+        return list(names)
+    if experts and (frozen := frozen_name(target, layers, experts)) is not None:
+        adaptable = dict.fromkeys(re.sub(r"^.*?\.\d+\.", "", name) for name in names)
+        raise ConfigError(
+            f"learner.lora_target={target!r} asks for experts or their router ({frozen}), which stay frozen; "
+            f"expected all-linear, which is {', '.join(adaptable)} here, or a regex that matches only such names"
+        )
+    found = [name for name in names if re.fullmatch(target, name)]
+    if not found:
+        raise ConfigError(f"learner.lora_target={target!r} matches no linear layer; expected all-linear or a regex")
+    return found
+
+
+def lora_target(config: Mapping[str, Any], target: str, source: str) -> str | list[str]:
+    """`learner.lora_target` as PEFT's ``target_modules``: for a mixture of experts, the names of all modules.
+
+    For these PEFT's ``all-linear`` would include experts and routers, and PEFT matches a regex with the end of a name.
+
+    Raises: ConfigError, as `expert_family` and `matching_names` do.
+    """
+    if expert_family(config, source) is None:
+        return target
+    model, text = build_model(config, source)
+    head = model.get_output_embeddings()
+    names = [name for name, *_ in linear_layers(model, mixture=True) if model.get_submodule(name) is not head]
+    _, experts = number_of_experts(config) or ("", 0)
+    return matching_names(names, target, layers=text.num_hidden_layers, experts=experts)
+
+
+def check_experts(config: Mapping[str, Any], learner: LearnerConfig, source: str) -> None:
+    """Refuse a mixture of experts that cannot be trained, by its ``config.json``; dense models pass.
+
+    Raises: ConfigError.
+    """
+    lora_target(config, learner.lora_target, source)
+    check_rounding(learner, source, mixture=number_of_experts(config) is not None)
+
+
+def check_rounding(learner: LearnerConfig, source: str, *, mixture: bool) -> None:
+    """Refuse a mixture of experts in 8 bits. Raises: ConfigError."""
+    if mixture and learner.base_precision != "model":
+        raise ConfigError(
+            f"learner.base_precision={learner.base_precision}: the experts of model {source}, nearly all of its "
+            "weights, are not linear layers, which alone are held in 8 bits; set it to model (learner.sharding=full "
+            "spreads the experts over the workers)"
+        )
+
+
+def engine_targets(config: Mapping[str, Any], source: str) -> list[str] | None:
+    """The last parts of the names of modules that an engine reserves adapter slots for; None: vLLM's default.
+
+    Raises: ConfigError: a mixture of experts that cannot be trained here.
+    """
+    targets = lora_target(config, "all-linear", source)
+    return None if isinstance(targets, str) else sorted({name.rpartition(".")[2] for name in targets})
+
+
+def check_heads(config: Mapping[str, Any], workers: int, source: str) -> None:
+    """Refuse a model whose heads do not divide by the ``workers`` that share a micro-batch, by its ``config.json``.
+
+    Raises: ConfigError.
+    """
+    text = language_config(config)
+    found = {key: number for key in HEAD_KEYS if isinstance(number := text.get(key), int) and number > 0}
+    for key, number in found.items():
+        if number % workers:
+            most = math.gcd(*found.values())
+            fitting = ", ".join(str(one) for one in range(1, most + 1) if most % one == 0)
+            raise ConfigError(
+                f"learner.context_parallel={workers} does not divide the {number} heads of model {source} ({key}); "
+                f"expected one of {fitting}"
+            )
+
+
+def check_split(config: Mapping[str, Any], parallel: int, source: str) -> None:
+    """Refuse a model that does not divide by the ``parallel`` GPUs of an engine, by its ``config.json``.
+
+    vLLM asserts the same while it loads the model, without a message. Fewer key heads than GPUs are repeated if the
+    number of GPUs divides by theirs.
+
+    Raises: ConfigError.
+    """
+    text = language_config(config)
+
+    def splits(gpus: int) -> bool:
+        return all(number % gpus == 0 or (key == REPEATED and gpus % number == 0) for key, number in found.items())
+
+    found = {key: number for key in SPLIT_KEYS if isinstance(number := text.get(key), int) and number > 0}
+    for key, number in found.items():
+        if number % parallel and not (key == REPEATED and parallel % number == 0):
+            fitting = ", ".join(str(gpus) for gpus in range(1, min(found.values()) * 4 + 1) if splits(gpus))
+            raise ConfigError(
+                f"engine.tensor_parallel={parallel} does not divide model {source} ({key}={number}); expected one of "
+                f"{fitting}"
+            )

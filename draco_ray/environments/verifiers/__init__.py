@@ -1,1 +1,0 @@
-"""Tasksets and harnesses of the package `verifiers`, as an environment and an agent (docs/any-agent.md)."""

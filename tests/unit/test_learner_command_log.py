@@ -1,0 +1,190 @@
+"""The log of commands: order, combined answers, and what happens when workers die."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from draco_ray.errors import LearnerError
+from draco_ray.learner.base import Failed, Publish, SaveCheckpoint, Start, Stop, TokenLogprobs, Update
+from draco_ray.learner.checkpoint import Snapshot
+from draco_ray.learner.command_log import CommandLog
+from tests.unit.test_training_metrics import an_update
+
+
+class Writes:
+    """A snapshot that is written once the disk is ready."""
+
+    def __init__(self, disk_ready: threading.Event | None = None, error: Exception | None = None) -> None:
+        self.disk_ready, self._error = disk_ready, error
+        self.written: list[Path] = []
+
+    def write(self, directory: Path) -> None:
+        """As `Snapshot.write`."""
+        if self.disk_ready is not None:
+            assert self.disk_ready.wait(60)
+        if self._error is not None:
+            raise self._error
+        self.written.append(directory)
+
+
+CANARY = TokenLogprobs(token_ids=(1, 2), adapter=True)
+
+
+async def submitted(log: CommandLog, command: object) -> asyncio.Task[object]:
+    """Submit and let it reach the log."""
+    task = asyncio.create_task(log.submit(command))  # type: ignore[arg-type]
+    await asyncio.sleep(0)
+    return task
+
+
+async def started(log: CommandLog) -> Start:
+    """Where workers begin that may."""
+    start = await log.start()
+    assert start is not None
+    return start
+
+
+async def test_every_worker_gets_every_command_in_order() -> None:
+    log = CommandLog(workers=2)
+    commands = (Publish(version=1), CANARY, Stop())
+    tasks = [await submitted(log, command) for command in commands]
+    for rank in range(2):
+        assert [await log.next(position) for position in range(3)] == list(commands)
+        for position in range(3):
+            await log.finish(rank, position, ((rank, position),))
+    assert await asyncio.gather(*tasks) == [(0, 0), (0, 1), (0, 2)]  # rank 0 speaks for all
+
+
+async def test_an_updates_extremes_are_those_of_any_worker() -> None:
+    log = CommandLog(workers=2)
+    task = await submitted(log, Update())
+    metrics = an_update(100, kl=0.0)
+    await log.finish(1, 0, (replace(metrics, engine_ratio_min=0.5, engine_ratio_max=2.0),))
+    await log.finish(0, 0, (replace(metrics, engine_ratio_min=0.75, engine_ratio_max=4.0),))
+    assert await task == replace(metrics, engine_ratio_min=0.5, engine_ratio_max=4.0)
+
+
+async def test_a_worker_waits_for_the_next_command() -> None:
+    log = CommandLog(workers=1)
+    waiting = asyncio.create_task(log.next(0))
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    await submitted(log, CANARY)
+    assert await waiting == CANARY
+
+
+async def test_new_workers_begin_after_the_last_complete_checkpoint() -> None:
+    log = CommandLog(workers=2, resume_from="first", max_failures=1)
+    await submitted(log, Publish(version=1))
+    saving = await submitted(log, SaveCheckpoint(directory="second"))
+    await submitted(log, CANARY)
+    for rank in range(2):
+        await log.finish(rank, 0, (None,))
+    await log.finish(0, 1, (Writes(),))
+    assert await started(log) == Start(checkpoint="first", position=0)  # one worker has not finished
+    await log.finish(1, 1, (None,))
+    await saving
+    start = await started(log)
+    assert start.checkpoint == "second"
+    assert await log.next(start.position) == CANARY
+
+
+async def test_work_after_a_checkpoint_is_done_again_until_it_is_written() -> None:
+    log = CommandLog(workers=1, max_failures=1)
+    saving = await submitted(log, SaveCheckpoint(directory="second"))
+    task = await submitted(log, CANARY)
+    await log.finish(0, 1, ("learned meanwhile",))
+    assert await task == "learned meanwhile"
+    assert not saving.done()
+    # A worker that starts now begins before the checkpoint.
+    assert (await started(log)).position == 0
+    snapshot = Writes(threading.Event())
+    await log.finish(0, 0, (snapshot,))
+    # While it is written, the result of a worker that has started anew changes nothing.
+    await log.finish(0, 0, (Writes(),))
+    assert not saving.done()
+    snapshot.disk_ready.set()
+    await saving
+    assert snapshot.written == [Path("second")]
+    assert (await started(log)) == Start(checkpoint="second", position=1)
+    assert await log.next(1) == CANARY
+
+
+async def test_a_repeated_answer_changes_nothing() -> None:
+    log = CommandLog(workers=1)
+    task = await submitted(log, CANARY)
+    await log.finish(0, 0, ("first",))
+    await log.finish(0, 0, ("again",))
+    assert await task == "first"
+
+
+async def test_a_command_that_one_worker_could_not_carry_out_raises() -> None:
+    log = CommandLog(workers=2)
+    task = await submitted(log, SaveCheckpoint(directory="full-disk"))
+    await log.finish(0, 0, (Failed(message="no space left on device"),))
+    await log.finish(1, 0, (None,))
+    with pytest.raises(LearnerError, match="no space left"):
+        await task
+    assert (await started(log)).position == 0
+
+
+async def test_a_checkpoint_that_cannot_be_written_raises_and_workers_begin_before_it() -> None:
+    log = CommandLog(workers=1)
+    task = await submitted(log, SaveCheckpoint(directory="second"))
+    await log.finish(0, 0, (Writes(error=OSError(28, "No space left on device")),))
+    with pytest.raises(LearnerError, match="checkpoint second: .*No space left"):
+        await task
+    assert (await started(log)).position == 0
+
+
+async def test_a_checkpoint_is_read_for_the_workers(tmp_path: Path) -> None:
+    log = CommandLog(workers=1)
+    snapshot = Snapshot(
+        adapter={"a": np.ones(3, np.float32)},
+        adapter_config={"r": 1},
+        optimizer={"0.step": np.array(2, np.float32), "0.exp_avg": np.zeros(3, np.float32)},
+        updates=2,
+    )
+    task = await submitted(log, SaveCheckpoint(directory=str(tmp_path / "step00001")))
+    await log.finish(0, 0, (snapshot,))
+    await task
+    found = await log.read_checkpoint(str(tmp_path / "step00001"))
+    assert isinstance(found, Snapshot)
+    assert (found.updates, found.adapter_config) == (2, {"r": 1})
+    np.testing.assert_array_equal(found.adapter["a"], snapshot.adapter["a"])
+    assert not isinstance(await log.read_checkpoint(str(tmp_path / "none")), Snapshot)
+
+
+async def test_losing_the_workers_for_good_fails_everything_that_waits() -> None:
+    log = CommandLog(workers=1)
+    task = await submitted(log, CANARY)
+    await log.fail("workers died 4 times")
+    with pytest.raises(LearnerError, match="died 4 times"):
+        await task
+    with pytest.raises(LearnerError, match="died 4 times"):
+        await log.submit(CANARY)
+    assert await log.next(1) == Stop()
+
+
+async def test_workers_that_fail_too_often_between_two_checkpoints_are_given_up() -> None:
+    log = CommandLog(workers=1, max_failures=1)
+    for directory in ("first", "second"):
+        start = await started(log)
+        saving = await submitted(log, SaveCheckpoint(directory=directory))
+        await log.finish(0, start.position, (Writes(),))
+        await saving
+    await started(log)
+    waiting = await submitted(log, CANARY)
+    await log.report_failure("RuntimeError: out of memory")
+    assert await log.start() is None
+    with pytest.raises(LearnerError, match=r"RuntimeError: out of memory; 2 times since the last checkpoint, .*=1"):
+        await waiting
+    await log.fail("the learner has stopped")
+    with pytest.raises(LearnerError, match="out of memory"):
+        await log.submit(CANARY)
