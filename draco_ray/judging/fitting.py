@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 from draco_ray.config.schema import JudgeConfig
 from draco_ray.errors import ReplyError
 from draco_ray.judging.judge_context import judge_room
-from draco_ray.judging.phases.base import Question
+from draco_ray.judging.phases import Question
 from draco_ray.judging.prompts import Prompts
 from draco_ray.judging.shortening import LENGTHS, LEVELS
 from draco_ray.judging.tokens import SHORTER, TokenEstimate, is_too_long, part_to_keep, tokenizer

@@ -30,8 +30,7 @@ from draco_ray.judging.completion import Completer, Completion, Request
 from draco_ray.judging.escaping import json_text
 from draco_ray.judging.fitting import Fitted, Fitting
 from draco_ray.judging.judge_context import QUOTED_REPLY_CHARACTERS
-from draco_ray.judging.phases.base import Question
-from draco_ray.judging.phases.score import Score
+from draco_ray.judging.phases import Question, Score
 from draco_ray.judging.prompt_cache import shared_ends
 from draco_ray.judging.prompts import Prompts
 from draco_ray.judging.reply import Entry, Parsed, RubricEntry, align, check_finish, own_answer, read_entries

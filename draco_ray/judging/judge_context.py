@@ -17,8 +17,7 @@ from draco_ray.config.load import project_file
 from draco_ray.config.schema import LOCAL_PROVIDER, DracoConfig, JudgeConfig
 from draco_ray.engine.model_shape import PUBLIC_CONFIGS
 from draco_ray.judging.labels import examples_of
-from draco_ray.judging.phases.credit import Credit
-from draco_ray.judging.phases.union import Union
+from draco_ray.judging.phases import Credit, Union
 from draco_ray.judging.tokens import model_limit
 
 CHARACTERS_PER_TOKEN = 3

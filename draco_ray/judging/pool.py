@@ -19,9 +19,7 @@ from draco_ray.judging.build import prompts_of
 from draco_ray.judging.endpoint import Servers
 from draco_ray.judging.judge import CallContext, Judge
 from draco_ray.judging.limiter import Leases
-from draco_ray.judging.phases import urgency
-from draco_ray.judging.phases.base import Phase
-from draco_ray.judging.phases.union import Union
+from draco_ray.judging.phases import Phase, Union, urgency
 from draco_ray.judging.prompts import Prompts
 from draco_ray.judging.reply_cache import ReplyCache
 from draco_ray.observability.logs import start_run_log, working_on

@@ -43,12 +43,12 @@ def shortened(shown: ShownT, level: int) -> ShownT:
     turns = (replace(turn, observation=turn.observation and cut(turn.observation, observation)) for turn in shown.turns)
     if said is not None:
         turns = (_shorter_turn(turn, said) for turn in turns)
-    changed: Any = replace(shown, turns=tuple(turns), prompt=shorter_prompt(shown.prompt, level))  # type: ignore[type-var]
+    changed: Any = replace(shown, turns=tuple(turns), prompt=shortened_prompt(shown.prompt, level))  # type: ignore[type-var]
     found: ShownT = changed
     return found
 
 
-def shorter_prompt(prompt: tuple[Message, ...], level: int) -> tuple[Message, ...]:
+def shortened_prompt(prompt: tuple[Message, ...], level: int) -> tuple[Message, ...]:
     """What the agent was told, at ``level``."""
     length = _length(level - 2 * len(LENGTHS))
     if length is None:

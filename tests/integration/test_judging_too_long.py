@@ -15,7 +15,7 @@ from draco_ray.config.schema import DracoConfig, JudgeConfig
 from draco_ray.judging.build import build_judge
 from draco_ray.judging.example import RUBRIC, example_trajectory
 from draco_ray.judging.judge import CallContext
-from draco_ray.judging.phases.score import Score
+from draco_ray.judging.phases import Score
 from draco_ray.judging.reply_cache import ReplyCache
 from draco_ray.judging.tokens import tokenizer
 from draco_ray.records import Judged, Trajectory

@@ -31,8 +31,7 @@ from draco_ray.judging.judge_context import (
     uses_self_judge,
 )
 from draco_ray.judging.labels import examples_of
-from draco_ray.judging.phases.credit import Credit
-from draco_ray.judging.phases.union import Union
+from draco_ray.judging.phases import Credit, Union
 from draco_ray.judging.prompts import load_prompts
 from draco_ray.judging.static_rubric import load_static_rubric
 from draco_ray.lab.planning.memory import GIB, engine_memory

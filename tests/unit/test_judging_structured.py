@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from draco_ray.config.schema import JudgeConfig
-from draco_ray.judging.phases import PHASES
-from draco_ray.judging.phases.credit import AttributionEntry, credit_schema
+from draco_ray.judging.example import EXAMPLES
+from draco_ray.judging.phases import PHASES, AttributionEntry, credit_schema
 from draco_ray.judging.prompts import load_prompts
 from draco_ray.judging.reply import CriterionEntry
 from draco_ray.judging.structured import PROBE_SCHEMA, StructuredOutput, keeps_to, reply_schema
@@ -26,7 +26,7 @@ SETS = [load_prompts(Path("prompts/judge")), load_prompts(Path("prompts/judge-ca
 def test_schema_and_prompt_ask_for_the_same_fields_in_the_same_order(prompts: Any, phase: str) -> None:
     template = prompts.templates[phase]
     example = json.loads(template[template.rindex("```json") + 7 : template.rindex("```")])
-    schema = PHASES[phase].example().schema(template, JudgeConfig())
+    schema = EXAMPLES[phase].schema(template, JudgeConfig())
     assert (schema["required"], schema["additionalProperties"]) == (["request_tag", "entries"], False)
     items = schema["properties"]["entries"]["items"]
     for entry in items.get("anyOf", [items]):

@@ -18,7 +18,7 @@ import pyarrow as pa
 from draco_ray.errors import ConfigError
 from draco_ray.judging.completion import Completer
 from draco_ray.judging.labels import Label, corrected, examples_text
-from draco_ray.judging.phases.score import Score
+from draco_ray.judging.phases import Score
 from draco_ray.lab.analysis.agreement import clustered_interval
 from draco_ray.lab.analysis.replay import REPLAYED, ArchivedCall, agreement_table, archived_calls
 from draco_ray.lab.analysis.replay import replay as ask_again

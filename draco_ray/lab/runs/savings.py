@@ -11,9 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from draco_ray.algorithm.rules import RULES, find_rule
-from draco_ray.judging.phases import PHASES
-from draco_ray.judging.phases.credit import Credit
-from draco_ray.judging.phases.stage1 import Stage1
+from draco_ray.judging.phases import PHASES, Credit, Stage1
 from draco_ray.records import JudgeCall
 from draco_ray.runs.directory import RunDirectory
 
