@@ -229,10 +229,9 @@ class LiteLLMClient:
         check_budget(self._config, self._config.model)
         structured = self._endpoint.structured
         completion = await self._probe()
-        # A reply that its reasoning used up says nothing of the schema.
-        while structured.constrained and completion.finish_reason == "stop" and not keeps_to(completion.text):
-            structured.ignored()
-            completion = await self._probe() if structured.constrained else completion
+        # A reply that its reasoning used up says nothing about the schema.
+        if structured.constrained and completion.finish_reason == "stop" and not keeps_to(completion.text):
+            structured.drop("ignores a JSON schema")
         if not completion.usage_known and self._config.limits.dollars is not None:
             raise JudgeUnavailable(
                 f"{self._endpoint.who()}: its replies do not say their usage (prompt_tokens, completion_tokens), so "

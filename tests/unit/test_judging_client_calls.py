@@ -550,10 +550,10 @@ async def test_a_check_waits_for_an_endpoint_that_is_busy(monkeypatch: pytest.Mo
 
 
 async def test_a_check_finds_out_that_a_schema_is_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As response_format, then as a function call; a reply that reasoning used up says nothing of it."""
-    scripted = Scripted(monkeypatch, said("OK"), said("OK"))
+    """A reply that reasoning used up says nothing about it."""
+    scripted = Scripted(monkeypatch, said("OK"))
     await scripted.client.check()
-    assert len(scripted.sent) == 2
+    assert len(scripted.sent) == 1
     assert not scripted.client._endpoint.structured.constrained
     thought = said("")
     thought.choices[0].finish_reason = "length"

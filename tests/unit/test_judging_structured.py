@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -77,16 +76,11 @@ class Provider:
         self.sent: list[str] = []
 
     async def acompletion(self, **arguments: Any) -> Any:
-        self.sent.append(next((name for name in ("response_format", "tools") if name in arguments), "plain"))
+        self.sent.append("response_format" if "response_format" in arguments else "plain")
         if self.sent[-1] in self.refuses:
             raise self.error
-        if self.sent[-1] == "tools":
-            assert arguments["tool_choice"]["function"]["name"] == "answer"
-            call = SimpleNamespace(function=SimpleNamespace(name="answer", arguments='{"entries": []}'))
-            message, reason = SimpleNamespace(content=None, tool_calls=[call]), "tool_calls"
-        else:
-            message, reason = SimpleNamespace(content="reply", tool_calls=None), "stop"
-        return SimpleNamespace(choices=[SimpleNamespace(message=message, finish_reason=reason)])
+        message = SimpleNamespace(content="reply", tool_calls=None)
+        return SimpleNamespace(choices=[SimpleNamespace(message=message, finish_reason="stop")])
 
 
 async def texts(structured: StructuredOutput, provider: Provider, times: int = 1) -> list[str]:
@@ -108,44 +102,31 @@ async def test_a_schema_is_sent_wherever_it_is_not_switched_off() -> None:
 
 
 @pytest.mark.parametrize("status", [400, 404, 422, 501])
-async def test_an_endpoint_that_refuses_a_schema_is_held_to_it_by_a_function(
+async def test_an_endpoint_that_refuses_a_schema_is_asked_without(
     status: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.INFO)
     provider, structured = Provider("response_format", error=Refused(status)), StructuredOutput(JudgeConfig(model="m"))
-    assert await texts(structured, provider, 2) == ['{"entries": []}'] * 2
-    assert provider.sent == ["response_format", "tools", "tools"]
-    assert structured.constrained
+    assert await texts(structured, provider, 2) == ["reply"] * 2
+    assert provider.sent == ["response_format", "plain", "plain"]
+    assert not structured.constrained
     assert [record.getMessage() for record in caplog.records] == [
-        "m refuses a schema as response_format: no such parameter; next: function call"
+        "m refuses a JSON schema: no such parameter; replies are read as they come"
     ]
 
 
-async def test_one_that_refuses_both_is_asked_without() -> None:
-    provider, structured = Provider("response_format", "tools"), StructuredOutput(JudgeConfig(model="m"))
-    assert await texts(structured, provider, 2) == ["reply"] * 2
-    assert provider.sent == ["response_format", "tools", "plain", "plain"]
-    assert not structured.constrained
-
-
-async def test_one_that_ignores_a_schema_counts_as_unconstrained_once_nothing_is_left_to_try() -> None:
-    structured = StructuredOutput(JudgeConfig(model="m"))
+def test_the_probe_tells_whether_a_schema_is_kept_to() -> None:
     assert not keeps_to("OK")
     assert keeps_to('{"entries": ["OK"]}')
-    structured.ignored()
-    assert structured.constrained
-    structured.ignored()
-    assert not structured.constrained
 
 
 async def test_what_is_refused_without_a_schema_too_or_for_another_reason_does_not_speak_against_schemas() -> None:
     structured = StructuredOutput(JudgeConfig(model="m"))
-    everything = ("response_format", "tools", "plain")
+    everything = ("response_format", "plain")
     for provider, requests in (
         (Provider(*everything, error=Refused(500)), 1),
         (Provider(*everything, error=ContextWindowExceededError(400)), 1),
         (Provider(*everything, error=ValueError("no status")), 1),
-        (Provider(*everything), 3),
+        (Provider(*everything), 2),
     ):
         with pytest.raises((Refused, ValueError), match=re.escape(str(provider.error))):
             await texts(structured, provider)
