@@ -56,13 +56,8 @@ class FileJudge:
             text=text,
             finish_reason="stop",
             model=self._model,
-            input_tokens=0,
-            cached_tokens=0,
-            output_tokens=0,
-            dollars=0.0,
             started_at=started,
             seconds=time.perf_counter() - clock,
-            requests=1,
             call_id=f"{name}-{started}",
         )
 

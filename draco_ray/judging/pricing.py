@@ -36,13 +36,13 @@ class TokenUsage:
     """Tokens of one reply."""
 
     input_tokens: int
-    cached_tokens: int
-    """The part of the input that came from the provider's prompt cache."""
-    written_tokens: int
+    cached_tokens: int = 0
+    """The part of the input that was read from the provider's prompt cache."""
+    written_tokens: int = 0
     """The part of the input that was written to it."""
     output_tokens: int
     """Reasoning included."""
-    reasoning_tokens: int
+    reasoning_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

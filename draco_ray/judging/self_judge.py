@@ -127,12 +127,10 @@ class SelfJudgeClient:
             finish_reason=finish_reason,
             model=self._model,
             input_tokens=input_tokens,
-            cached_tokens=0,
             output_tokens=output_tokens,
             dollars=dollars,
             started_at=started_at,
             seconds=time.perf_counter() - clock,
-            requests=1,
             error=error,
         )
 
