@@ -239,7 +239,7 @@ async def test_a_reply_that_does_not_say_its_usage_is_booked_at_the_most_with_on
     assert scripted.pool.ended == [told, told]
     (line,) = [record.getMessage() for record in caplog.records]
     assert line.startswith("judge openai/m at http://judge: a reply states no plausible usage (")
-    assert line.endswith("): such replies are booked at the most that they may cost")
+    assert line.endswith("): such replies are booked at the most they may cost")
     assert ("None" if usage == {"none": 1} else "namespace(prompt_tokens=") in line
 
 
