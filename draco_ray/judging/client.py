@@ -392,7 +392,7 @@ class LiteLLMClient:
                 )
             return TokenUsage(input_tokens=most.input_tokens, output_tokens=most.output_tokens), most.dollars, True
         configured = find_price(self._config.model, self._config.prices) is not None
-        dollars = None if configured else reported_cost(response, self._price, most)
+        dollars = None if configured else reported_cost(response)
         if dollars is None and self._price is not None:
             counts = (usage.input_tokens, usage.cached_tokens, usage.output_tokens, usage.written_tokens)
             dollars = price_of(self._price, *counts)

@@ -144,28 +144,6 @@ def context_problem(config: DracoConfig, positions: int | None) -> str | None:
     )
 
 
-def context_warning(config: DracoConfig) -> str | None:
-    """The warning that ``judge.self_judge.context_tokens`` is below what full length takes; None where it is not."""
-    given, needed = config.judge.self_judge.context_tokens, judge_context(config)
-    if not uses_self_judge(config) or given is None or given >= needed.tokens:
-        return None
-    return (
-        f"self-judge: judge.self_judge.context_tokens={given:,}; {needed.shows}, at full length {needed}: longer "
-        "prompts are cut; null sizes it"
-    )
-
-
-def api_warning(config: DracoConfig) -> str | None:
-    """The warning that the judge reads less than full length takes; None where it does not, or that is not known."""
-    reads, needed = judge_tokens(config.judge), judge_context(config)
-    if reads is None or config.judge.self_judge.enabled or needed.tokens <= reads:
-        return None
-    return (
-        f"judge {config.judge.model} reads {reads:,} tokens; {needed.shows}, at full length {needed}: longer prompts "
-        "are cut, outputs first (judge.context_tokens)"
-    )
-
-
 def model_positions(path: str, config_file: Path | None = None) -> int | None:
     """Tokens that the model of `model.path` accepts, by its ``config.json``; None where that is not known.
 
