@@ -317,7 +317,14 @@ def _understood(groups: Groups, settled: Plan) -> list[str]:
             f"  {settled.config.judge.model} is served on the cluster: {local.replicas} to {most} vLLM servers {each} "
             "(judge.local)"
         )
-    noted = [f"  {each.source}: {note}" for each in summaries for note in each.notes]
+    places: dict[str, list[str]] = {}
+    for each in summaries:
+        for note in each.notes:
+            places.setdefault(note, []).append(each.source)
+    noted = [
+        f"  {sources[0]}{f' and {len(sources) - 1} more' if len(sources) > 1 else ''}: {note}"
+        for note, sources in places.items()
+    ]
     lines += noted[:SHOWN_PROBLEMS]
     if len(noted) > SHOWN_PROBLEMS:
         lines.append(f"  and {len(noted) - SHOWN_PROBLEMS} more such lines")

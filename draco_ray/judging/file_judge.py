@@ -12,7 +12,6 @@ import asyncio
 import fcntl
 import hashlib
 import json
-import logging
 import os
 import time
 from pathlib import Path
@@ -20,12 +19,8 @@ from pathlib import Path
 from draco_ray.errors import StoreError
 from draco_ray.judging.completion import Completion, Request
 
-log = logging.getLogger(__name__)
-
 POLL_SECONDS = 0.5
 """Time between two looks for a reply; one that has grown since the last look is still being written."""
-REMIND_SECONDS = 60.0
-"""Time between two messages that name what is waited for."""
 RECORDED = "recorded"
 """File that says by whom and when all replies of a directory were given: a prompt without one is then an error."""
 PROMPT, SCHEMA, REPLY = ".prompt.txt", ".schema.json", ".reply.txt"
@@ -37,8 +32,6 @@ class FileJudge:
     def __init__(self, directory: Path, model: str) -> None:
         """``directory`` is created when the first prompt is written; ``model`` is the name in the archive."""
         self._directory, self._model = directory, model
-        self._waiting: set[str] = set()
-        self._reminded = time.monotonic()
 
     async def __call__(self, request: Request) -> Completion:
         """Write the request's prompt, unless it is there, and wait for its reply.
@@ -101,29 +94,13 @@ class FileJudge:
 
     async def _reply(self, name: str) -> str:
         path, size = self._directory / f"{name}{REPLY}", 0
-        self._waiting.add(name)
-        try:
-            while True:
-                found = path.stat() if path.exists() else None
-                settled = found is not None and (found.st_size == size or time.time() - found.st_mtime > POLL_SECONDS)
-                if found is not None and found.st_size and settled:
-                    return path.read_text(encoding="utf-8")
-                size = found.st_size if found else 0
-                self._remind()
-                await asyncio.sleep(POLL_SECONDS)
-        finally:
-            self._waiting.discard(name)
-
-    def _remind(self) -> None:
-        if time.monotonic() - self._reminded >= REMIND_SECONDS:
-            self._reminded = time.monotonic()
-            log.warning(
-                "%d prompts in %s wait for a reply; the first: write %s%s",
-                len(self._waiting),
-                self._directory,
-                min(self._waiting),
-                REPLY,
-            )
+        while True:
+            found = path.stat() if path.exists() else None
+            settled = found is not None and (found.st_size == size or time.time() - found.st_mtime > POLL_SECONDS)
+            if found is not None and found.st_size and settled:
+                return path.read_text(encoding="utf-8")
+            size = found.st_size if found else 0
+            await asyncio.sleep(POLL_SECONDS)
 
 
 def _key(request: Request) -> str:

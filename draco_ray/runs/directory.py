@@ -24,7 +24,7 @@ import math
 import os
 import re
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from enum import Enum
 from functools import cached_property
 from itertools import pairwise
@@ -87,8 +87,6 @@ STEP = re.compile(r"step([0-9]{1,9})")
 """Name of a training step's folder or file."""
 READ_ATTEMPTS = 10
 """Attempts to read a table while a writer gathers its parts."""
-THREADED_ROWS = 1_000
-"""Rows from which Parquet is read in threads: for fewer, starting threads takes longer."""
 _VALUES: dict[tuple[str, str], type[Enum]] = {
     ("trajectories", "ended"): EpisodeEnd,
     ("trajectories", "termination"): Termination,
@@ -155,10 +153,17 @@ def read_parquet(path: Path, schema: pa.Schema) -> pa.Table:
     """
     try:
         check_regular(path)
-        names, read = _opened(path)
-        if absent := [column for column in schema.names if column not in names]:
+        if path.suffix == SUFFIX:
+            rows = read_part(path)
+            # Copy the columns: all columns share one buffer, which would stay in memory.
+            found = rows.select([name for name in schema.names if name in rows.column_names])
+            found = found.take(pa.array(range(rows.num_rows)))
+        else:
+            with pq.ParquetFile(path, page_checksum_verification=True) as file:
+                found = file.read([name for name in schema.names if name in file.schema_arrow.names])
+        if absent := [column for column in schema.names if column not in found.column_names]:
             raise DamagedRun(f"it has no column {absent[0]!r}")
-        found = read(schema.names)
+        found = found.select(schema.names)
         for field in schema:
             if found.schema.field(field.name).type != field.type:
                 kind = found.schema.field(field.name).type
@@ -168,22 +173,6 @@ def read_parquet(path: Path, schema: pa.Schema) -> pa.Table:
     except (OSError, pa.ArrowException, DamagedRun, UnicodeDecodeError, ValueError, KeyError, TypeError) as error:
         raise damaged(path, error) from None
     return found
-
-
-def _opened(path: Path) -> tuple[list[str], Callable[[list[str]], pa.Table]]:
-    """The column names of a file, and a function that reads some of them in the given order."""
-    if path.suffix == SUFFIX:
-        rows = read_part(path)
-        # Copy the columns: all columns share one buffer, which would stay in memory.
-        every = pa.array(range(rows.num_rows))
-        return rows.column_names, lambda columns: rows.select(columns).take(every)
-    file = pq.ParquetFile(path, page_checksum_verification=True)
-
-    def read(columns: list[str]) -> pa.Table:
-        with file:
-            return file.read(columns, use_threads=file.metadata.num_rows > THREADED_ROWS).select(columns)
-
-    return file.schema_arrow.names, read
 
 
 def _check_rows(table: pa.Table, name: str) -> None:
