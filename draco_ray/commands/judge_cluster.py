@@ -19,7 +19,7 @@ from draco_ray.config.schema import DracoConfig, EngineConfig, JudgeConfig, Lear
 from draco_ray.judging.actors import start_judge_limiter, start_replies
 from draco_ray.judging.judge import CallContext
 from draco_ray.judging.local.actor import start_judge_servers
-from draco_ray.judging.phases.base import Question
+from draco_ray.judging.phases import Question
 from draco_ray.judging.pool import JudgePool, PolicyJudge, judge_starter
 from draco_ray.records import Judged
 from draco_ray.traces.keeping import JudgingRun

@@ -13,7 +13,6 @@ from draco_ray.config.schema import DracoConfig, LearnerConfig
 from draco_ray.engine.model_config import check_heads, check_rounding
 from draco_ray.errors import ConfigError
 from draco_ray.judging.judge_context import (
-    context_warning,
     judge_context,
     model_positions,
     uses_self_judge,
@@ -82,8 +81,6 @@ def plan(
     if uses_self_judge(config):
         context = judge_context(config)
         console.print(f"self-judge: {context.shows}, at full length {context}")
-        if (warning := context_warning(config)) is not None:
-            console.print(warning)
     problems = context_problems(config, model_positions(config.model.path, model_config))
     problems += memory_problems(config, shape, gpu, reserved)
     if problems:

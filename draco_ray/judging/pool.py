@@ -19,9 +19,7 @@ from draco_ray.judging.build import prompts_of
 from draco_ray.judging.endpoint import Servers
 from draco_ray.judging.judge import CallContext, Judge
 from draco_ray.judging.limiter import Leases
-from draco_ray.judging.phases import urgency
-from draco_ray.judging.phases.base import Phase
-from draco_ray.judging.phases.union import Union
+from draco_ray.judging.phases import Phase, Union, urgency
 from draco_ray.judging.prompts import Prompts
 from draco_ray.judging.reply_cache import ReplyCache
 from draco_ray.observability.logs import start_run_log, working_on
@@ -147,25 +145,21 @@ def judge_starter(
 
 
 def phase_summary(phase: str, context: CallContext, judged: Judged[Any], started: float) -> PhaseSummary:
-    """What the driver is told of a phase that began at ``started`` and ends now."""
-    calls = judged.calls
+    """The driver's summary of a phase that began at ``started`` and ends now."""
+    summed = ("requests", "input_tokens", "cached_tokens", "output_tokens", "dollars")
     return PhaseSummary(
         phase=phase,
         task_id=context.task_id,
         rollout=context.rollout,
         error=judged.error,
         criteria=len(judged.value or ()),
-        calls=len(calls),
-        requests=sum(call.requests for call in calls),
-        input_tokens=sum(call.input_tokens for call in calls),
-        cached_tokens=sum(call.cached_tokens for call in calls),
-        output_tokens=sum(call.output_tokens for call in calls),
-        dollars=sum(call.dollars for call in calls),
+        calls=len(judged.calls),
         looked_at=judged.looked_at,
         contradicted=judged.contradicted,
         prompt_cut=judged.left_out > 0,
         started_at=started,
         ended_at=time.time(),
+        **{name: sum(getattr(call, name) for call in judged.calls) for name in summed},
     )
 
 

@@ -24,7 +24,7 @@ from draco_ray.errors import BudgetSpent, ClusterError, ConfigError, DracoError,
 from draco_ray.interruption import ended_as_interrupted
 from draco_ray.judging.actors import requests_name, start_judge_limiter, start_replies
 from draco_ray.judging.endpoint import introduced
-from draco_ray.judging.judge_context import api_warning, context_tokens, uses_self_judge
+from draco_ray.judging.judge_context import context_tokens, uses_self_judge
 from draco_ray.judging.local.actor import start_judge_servers
 from draco_ray.judging.outage import Pause
 from draco_ray.judging.pool import JudgePool, PolicyJudge, judge_starter
@@ -351,7 +351,7 @@ def open_judge(config: DracoConfig, console: Console, cache: Path | None = None)
     if judge.self_judge.enabled or config.algorithm.reward != "rubric":
         which = "the policy itself" if config.algorithm.reward == "rubric" else "none is asked"
         console.print(f"judge: {which}")
-        check_judge_context(config, console)
+        check_judge_context(config)
     elif judge.local.enabled:
         console.print(f"judge: {judge.model}, served on the cluster")
         # Its servers start with the run: the first judge worker checks them.
@@ -365,8 +365,6 @@ def open_judge(config: DracoConfig, console: Console, cache: Path | None = None)
         # First, because a judge that refuses us is known in seconds and everything else takes longer to start.
         with shown(console, "asking the judge"):
             asyncio.run(_check_judge(build_judge(config.judge, None), config, console))
-        if (warning := api_warning(config)) is not None:
-            console.print(warning)
     yield final
 
 

@@ -29,7 +29,7 @@ from draco_ray.judging.build import build_judge
 from draco_ray.judging.completion import Request
 from draco_ray.judging.endpoint import Endpoint
 from draco_ray.judging.judge import CallContext
-from draco_ray.judging.phases.stage1 import Stage1
+from draco_ray.judging.phases import Stage1
 from draco_ray.judging.reply_cache import read_book
 from draco_ray.records import Message
 from draco_ray.runs import directory as parts

@@ -15,10 +15,7 @@ from draco_ray.judging import prompt_cache
 from draco_ray.judging.client import LiteLLMClient
 from draco_ray.judging.completion import Request
 from draco_ray.judging.example import RUBRIC, SCORES, example_trajectory
-from draco_ray.judging.phases.credit import Credit
-from draco_ray.judging.phases.score import Score
-from draco_ray.judging.phases.stage1 import Stage1
-from draco_ray.judging.phases.stage2 import Stage2
+from draco_ray.judging.phases import Credit, Score, Stage1, Stage2
 from draco_ray.judging.pricing import known_price
 from draco_ray.judging.prompt_cache import LEAST_CHARACTERS, cache_key, marked, shared_ends, told
 from draco_ray.judging.prompts import load_prompts

@@ -16,8 +16,7 @@ from draco_ray.config.schema import JudgeConfig
 from draco_ray.errors import ConfigError
 from draco_ray.judging.build import prompts_of
 from draco_ray.judging.labels import Label, corrected, examples_of, examples_text, load_labels, taken_back
-from draco_ray.judging.phases.score import Score
-from draco_ray.judging.phases.stage1 import Stage1
+from draco_ray.judging.phases import Score, Stage1
 from draco_ray.judging.prompt_cache import shared_ends
 from draco_ray.lab.analysis.labels import against_people, between_people, citations
 from draco_ray.records import JudgeCall, ScoredCriterion, Verdict

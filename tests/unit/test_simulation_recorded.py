@@ -141,36 +141,13 @@ def test_a_step_that_does_not_say_its_seconds_is_named(tmp_path: Path) -> None:
         said(made.path)
 
 
-@pytest.mark.parametrize(
-    ("key", "value"), [("seconds", -1.0), ("seconds_sync", -1), ("updates", -3), ("updates", 1e300)]
-)
+@pytest.mark.parametrize(("key", "value"), [("seconds", -1.0), ("seconds_sync", -1), ("updates", -3)])
 def test_a_step_that_took_what_none_takes_is_named(tmp_path: Path, key: str, value: float) -> None:
     run = timed_run(tmp_path / "run", steps=3)
     first, second, *more = run.metrics_file.read_text().splitlines()
     second = json.dumps(json.loads(second) | {key: value})
     run.metrics_file.write_text("\n".join([first, second, *more]) + "\n")
     with pytest.raises(DamagedRun, match=r"metrics\.jsonl: damaged: step 2: "):
-        read_run(run)
-
-
-@pytest.mark.parametrize(
-    ("table", "column", "value"),
-    [
-        ("steps", "seconds_generating", float("nan")),
-        ("steps", "seconds_generating", float("inf")),
-        ("steps", "seconds_executing", -1.0),
-        ("spans", "ended_at", 1e300),
-        ("judge_calls", "waited_seconds", -1.0),
-    ],
-)
-def test_seconds_that_are_none_are_named(tmp_path: Path, table: str, column: str, value: float) -> None:
-    run = timed_run(tmp_path / "run", steps=3)
-    file = run.tables / table / "step00002.parquet"
-    rows = read_table(file, table)
-    place = rows.schema.get_field_index(column)
-    values = pa.array([value, *rows.column(column).to_pylist()[1:]], rows.schema.types[place])
-    write_parquet(file, rows.set_column(place, rows.schema.field(column), values))
-    with pytest.raises(DamagedRun, match=rf"step00002\.parquet: damaged: its column '{column}' holds an invalid "):
         read_run(run)
 
 

@@ -19,9 +19,7 @@ from draco_ray.commands.groups.options import (
 )
 from draco_ray.config.load import load_config
 from draco_ray.errors import ConfigError
-from draco_ray.judging.phases import PHASES
-from draco_ray.judging.phases.credit import Credit
-from draco_ray.judging.phases.score import Score
+from draco_ray.judging.phases import PHASES, Credit, Score
 
 app = typer.Typer()
 runs = typer.Typer(no_args_is_help=True, help="Look at finished and running runs.")

@@ -33,11 +33,7 @@ from draco_ray.errors import ReplyError
 from draco_ray.judging.build import prompts_of
 from draco_ray.judging.completion import Completer, Request
 from draco_ray.judging.judge import CallContext, Judge
-from draco_ray.judging.phases.base import Rubric
-from draco_ray.judging.phases.score import Score
-from draco_ray.judging.phases.stage1 import Stage1
-from draco_ray.judging.phases.stage2 import Stage2
-from draco_ray.judging.phases.union import Union
+from draco_ray.judging.phases import Rubric, Score, Stage1, Stage2, Union
 from draco_ray.judging.reply import check_finish, parse_criteria
 from draco_ray.lab.analysis.agreement import clustered_interval
 from draco_ray.lab.analysis.columns import columns

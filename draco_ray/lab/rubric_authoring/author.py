@@ -29,11 +29,7 @@ from draco_ray.config.load import dump_config
 from draco_ray.config.schema import DracoConfig
 from draco_ray.errors import ConfigError, RubricError
 from draco_ray.judging.judge import CallContext
-from draco_ray.judging.phases.base import Phase
-from draco_ray.judging.phases.score import Score
-from draco_ray.judging.phases.stage1 import Stage1
-from draco_ray.judging.phases.stage2 import Stage2
-from draco_ray.judging.phases.union import Union
+from draco_ray.judging.phases import Phase, Score, Stage1, Stage2, Union
 from draco_ray.judging.pool import Judgement
 from draco_ray.lab.files import check_file
 from draco_ray.lab.rubric_authoring.output import rubric_table, write_rubric

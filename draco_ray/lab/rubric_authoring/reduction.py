@@ -9,8 +9,8 @@ from pathlib import Path
 
 from draco_ray.config.load import project_file
 from draco_ray.judging import render
-from draco_ray.judging.phases.base import PromptSet
-from draco_ray.judging.phases.union import Union
+from draco_ray.judging.phases import Union
+from draco_ray.judging.prompts import Prompts
 from draco_ray.records import Criterion, Message
 
 PROMPT = Path("prompts/reduce_rubrics.txt")
@@ -39,7 +39,7 @@ class Reduction(Union):
         """The whole prompt: it is different for every merge."""
         return self.text
 
-    def prompt(self, prompts: PromptSet) -> str:
+    def prompt(self, prompts: Prompts) -> str:
         """``text``, whatever the prompt set."""
         return self.text
 
