@@ -27,6 +27,7 @@ from draco_ray.lab.report.page import write_report
 from draco_ray.lab.runs.cost import read_calls
 from draco_ray.lab.runs.phase_costs import cost_table, phase_costs
 from draco_ray.terminal import counted
+from draco_ray.traces.batch import DISCOUNT
 from draco_ray.traces.estimate import PhaseEstimate, estimate
 from draco_ray.traces.keeping import LINES, JudgingRun, Totals
 from draco_ray.traces.library import Meter, Plan, judge_run, open_judge, plan, trace_judge
@@ -63,6 +64,7 @@ class JudgeArguments:
     config: DracoConfig
     typed: Sequence[str]
     """``KEY=VALUE`` words of the command line."""
+    batch: bool
     ray: bool
     github: bool
     release: bool
@@ -93,6 +95,7 @@ def run(wanted: JudgeArguments, console: Console) -> int:
         context=wanted.context,
         # The folder keeps the secret that marks evidence in the prompts.
         out=None if wanted.dry_run else wanted.out,
+        batch=wanted.batch,
         ray=wanted.ray,
     )
     judge = settled.config.judge.model
@@ -109,7 +112,7 @@ def run(wanted: JudgeArguments, console: Console) -> int:
         own=settled.rubric is None,
     )
     console.print(_asked(settled.config.judge))
-    console.print(_estimated(guessed, free=settled.config.judge.files is not None))
+    console.print(_estimated(guessed, batch=wanted.batch, free=settled.config.judge.files is not None))
     if judge == RULES:
         console.print(
             "the offline judge is a stand-in with rules for the sandbox's tasks: of other traces its verdicts show the "
@@ -148,9 +151,9 @@ def _offline_judge(wanted: JudgeArguments) -> RuleComplete:
 
 def _check_together(wanted: JudgeArguments, judge: str | None) -> None:
     """Refuse options that contradict each other or have no effect on the judge. Raises: ConfigError."""
-    if wanted.ray and judge == RULES:
-        raise ConfigError("--ray: no effect with the offline judge, which needs no cluster")
-    sent = {"--api-base": wanted.api_base, "--api-key-env": wanted.api_key_env}
+    if wanted.ray and (wanted.batch or judge == RULES):
+        raise ConfigError("--ray: not together with --batch, nor with the offline judge, which needs no cluster")
+    sent = {"--api-base": wanted.api_base, "--api-key-env": wanted.api_key_env, "--batch": wanted.batch}
     local = judge is not None and (judge == RULES or judge.startswith(FILES))
     if local and (given := [name for name, value in sent.items() if value]):
         raise ConfigError(f"{given[0]}: no effect with --judge {judge}, to which nothing is sent")
@@ -190,6 +193,9 @@ def _idle(settled: Plan, wanted: JudgeArguments) -> dict[str, str]:
     if judge.model == RULES:
         sent = ("api_base", "api_key_env", "temperature", "reasoning_effort", "extra_body", "service_tier", "limits")
         idle |= dict.fromkeys((f"judge.{key}" for key in sent), "with the offline judge, which answers in this process")
+    if wanted.batch:
+        own = ("service_tier", "prompt_cache", "request_timeout_seconds", "concurrency_per_worker")
+        idle |= dict.fromkeys((f"judge.{key}" for key in own), "with --batch")
     return idle
 
 
@@ -343,16 +349,17 @@ def _asked(judge: JudgeConfig) -> str:
     return f"judge: {where}{''.join(others)}"
 
 
-def _estimated(phases: Mapping[str, PhaseEstimate], *, free: bool) -> str:
+def _estimated(phases: Mapping[str, PhaseEstimate], *, batch: bool, free: bool) -> str:
     total = sum(phases.values(), start=PhaseEstimate(dollars=0.0))
-    money = "no price of it is known" if total.dollars is None else f"about ${total.dollars:.2f}"
+    share = DISCOUNT if batch else 1.0
+    money = "no price of it is known" if total.dollars is None else f"about ${share * total.dollars:.2f}"
     parts = ", ".join(f"{phase} {each.calls}" for phase, each in phases.items() if each.calls)
     if free:
         return f"about {total.calls} prompts ({parts}), {total.input_tokens:,} tokens to read"
     return (
         f"about {total.calls} calls ({parts}), {total.input_tokens:,} tokens in, "
-        f"{total.output_tokens:,} out, {money} before the provider's prompt cache"
-        + (f"; --budget {total.budget:.2f} should be enough" if total.budget else "")
+        f"{total.output_tokens:,} out, {money}{' in batches' if batch else ''} before the provider's prompt cache"
+        + (f"; --budget {total.budget:.2f} should be enough" if total.budget and not batch else "")
     )
 
 

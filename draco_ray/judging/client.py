@@ -380,6 +380,10 @@ class LiteLLMClient:
             clock=time.perf_counter(),
         )
 
+    def _configured_price(self) -> bool:
+        """Whether our price holds, and not the figure that LiteLLM has of a reply."""
+        return find_price(self._config.model, self._config.prices) is not None
+
     def _bill(self, response: Any, most: CostBound) -> tuple[TokenUsage, float, bool]:
         """Usage and dollars of a reply, and whether they are estimates, since the reply does not state them."""
         usage = read_usage(response, most)
@@ -391,8 +395,7 @@ class LiteLLMClient:
                     *(self._endpoint.who(), self._endpoint.one_line(str(getattr(response, "usage", None)))),
                 )
             return TokenUsage(input_tokens=most.input_tokens, output_tokens=most.output_tokens), most.dollars, True
-        configured = find_price(self._config.model, self._config.prices) is not None
-        dollars = None if configured else reported_cost(response)
+        dollars = None if self._configured_price() else reported_cost(response)
         if dollars is None and self._price is not None:
             counts = (usage.input_tokens, usage.cached_tokens, usage.output_tokens, usage.written_tokens)
             dollars = price_of(self._price, *counts)

@@ -48,6 +48,8 @@ DEFAULT_CONTEXT = 128_000
 STATIC_RUBRIC = Path("prompts/static_rubric.yaml")
 STATIC = "static"
 """For ``rubric``: the one that ships."""
+GROUPS_IN_BATCH = 500
+"""Groups in memory and under way where each phase takes a batch's time."""
 
 
 ConfigSource = DracoConfig | Mapping[str, Any] | str | Path
@@ -64,6 +66,8 @@ class Plan:
     context_known: bool
     """Whether the judge's context is known, or a guess."""
     rubric: tuple[Criterion, ...] | None
+    batch: bool = False
+    """Whether the provider's batch API is asked."""
 
     @property
     def told(self) -> DracoConfig:
@@ -80,7 +84,7 @@ class Plan:
         """Groups in memory and under way: enough for every request that may be in flight, as a group of one trace has
         one at a time."""
         judge = self.config.judge
-        return judge.concurrency_per_worker * max(judge.max_workers, judge.workers)
+        return GROUPS_IN_BATCH if self.batch else judge.concurrency_per_worker * max(judge.max_workers, judge.workers)
 
 
 def plan(
@@ -93,6 +97,7 @@ def plan(
     rubric: str | Path | None = None,
     context: int | None = None,
     out: Path | None = None,
+    batch: bool = False,
     ray: bool = False,
 ) -> Plan:
     """Settle how traces are judged; the arguments are those of `judge`.
@@ -139,6 +144,7 @@ def plan(
         context_tokens=tokens,
         context_known=bool(context or known),
         rubric=load_static_rubric(static) if static is not None else None,
+        batch=batch,
     )
 
 
@@ -271,6 +277,10 @@ def open_judge(settled: Plan) -> Meter:
     meter = Meter()
 
     def open_one(judge: JudgeConfig) -> Completer:
+        if settled.batch:
+            from draco_ray.traces.batch import BatchClient
+
+            return meter.over(BatchClient(judge, cache, line))
         configured = (judge.model, judge.api_base) == (settled.config.judge.model, settled.config.judge.api_base)
         return meter.over(open_model(judge, cache, leases=line, endpoint_counts=not configured))
 
@@ -322,6 +332,7 @@ async def judge(
     api_key_env: str | None = None,
     context: int | None = None,
     config: ConfigSource | None = None,
+    batch: bool = False,
     complete: Callable[[Request], Awaitable[Completion]] | Completer | None = None,
 ) -> list[JudgedGroup]:
     """Judge traces: rubric, verdicts with evidence, the steps responsible, rewards and step advantages.
@@ -337,6 +348,7 @@ async def judge(
         context: tokens that the judge reads; None: the configuration's, else LiteLLM's figure, else `DEFAULT_CONTEXT`.
         config: ``judge`` and ``algorithm`` of it are taken, as far as no argument says otherwise: a configuration, a
             nested mapping (``{"judge": {"model": ...}}``), or a YAML file or preset by its name; None: the defaults.
+        batch: ask the provider's batch API: half the price, and up to a day for each of five phases.
         complete: answers in place of LiteLLM.
 
     Returns: one a group, in their order; ``error`` says why a group or a trace has no reward.
@@ -346,6 +358,8 @@ async def judge(
         JudgeUnavailable: the judge answers nothing; BudgetSpent where the budget allows no more. What was judged is in
             ``out`` then.
     """
+    if batch and complete is not None:
+        raise ConfigError("batch: has no effect with complete, which answers in the place of the provider")
     folder = None if out is None else Path(out)
     settled = plan(
         model,
@@ -356,6 +370,7 @@ async def judge(
         rubric=rubric,
         context=context,
         out=folder,
+        batch=batch,
     )
     if folder is not None:
         with JudgingRun.open(folder, settled.config, groups) as run:
@@ -387,6 +402,7 @@ class JudgeOptions(TypedDict, total=False):
     api_key_env: str | None
     context: int | None
     config: ConfigSource | None
+    batch: bool
     complete: Callable[[Request], Awaitable[Completion]] | Completer | None
 
 

@@ -170,9 +170,12 @@ def test_an_endpoint_from_the_environment_is_said_too(monkeypatch: pytest.Monkey
         ("--set algorithm.static_rubric=r.yaml", "has no effect without algorithm.rubric=static"),
         ("--set judge.rule_judge.false_pass=0.5", "judge.rule_judge.false_pass has no effect"),
         ("--set judge.local={replicas: 3}", "judge.local.replicas has no effect unless the cluster serves the judge"),
+        ("--batch --set judge.service_tier=flex", "judge.service_tier has no effect with --batch"),
         ("--judge rules --set judge.temperature=0", "judge.temperature has no effect with the offline judge"),
         ("--judge rules --api-base http://x", "--api-base: no effect with --judge rules"),
+        ("--judge files:/tmp/d --batch", "--batch: no effect with --judge files:/tmp/d, to which nothing is sent"),
         ("--judge files:/tmp/d --set judge.temperature=0", "judge.temperature has no effect with judge.model=files:"),
+        ("--judge rules --batch", "--batch: no effect with --judge rules"),
         ("--judge a/b --set judge.model=c", "--judge and --set judge.model: give one of them"),
         ("--budget 3 --set judge.limits={dollars: 4}", "--budget and --set judge.limits.dollars: give one of them"),
         ("--rubric static --set algorithm.rubric=dynamic", "--rubric and --set algorithm.rubric: give one of them"),
@@ -206,6 +209,8 @@ def test_without_out_the_judge_is_asked_first_whether_it_answers(monkeypatch: py
     quick = DracoConfig.model_validate({"judge": {"max_backoff_seconds": 0.01}})
     with pytest.raises(JudgeUnavailable, match=r"openai/x at http://127.0.0.1:9/v1: unreachable after 3 attempts"):
         judge_sync(load_traces(TRACES), "openai/x", api_base="http://127.0.0.1:9/v1", config=quick)
+    with pytest.raises(ConfigError, match="batch: has no effect with complete"):
+        judge_sync(load_traces(TRACES), MODEL, complete=Canned(), batch=True)
 
 
 def test_the_offline_judge_spends_no_budget_and_is_called_a_stand_in(

@@ -64,6 +64,9 @@ def judge(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Show what would be judged and the expected cost; send nothing.")
     ] = False,
+    batch: Annotated[
+        bool, typer.Option("--batch", help="Use the provider's batch API: half the price, up to a day per phase.")
+    ] = False,
     ray: Annotated[
         bool, typer.Option("--ray", help="Ask through the judge pool of a Ray cluster (ray.address).")
     ] = False,

@@ -1,0 +1,371 @@
+"""The judge through its provider's batch API: half the price, within a day instead of at once.
+
+`BatchClient` is `draco_ray.judging.client.LiteLLMClient` but for how a request travels: those that are asked within
+`QUIET_SECONDS` of each other go out as one batch, and each gets its reply when the batch has ended. Leases, budget,
+books and kept replies are the same. A batch is written down beside the replies when it is submitted, so whoever goes on
+after a kill waits for it instead of paying again.
+
+OpenAI's API (and servers that speak it) is reached through OpenAI's client; Anthropic's over HTTP, in LiteLLM's
+translation of requests and replies.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import httpx
+
+from draco_ray.config.schema import JudgeConfig, Price
+from draco_ray.errors import ConfigError
+from draco_ray.judging.client import LiteLLMClient
+from draco_ray.judging.completion import Request
+from draco_ray.judging.endpoint import Endpoint, Server
+from draco_ray.judging.limiter import Leases
+from draco_ray.judging.pricing import check_budget, known_price
+from draco_ray.judging.reply_cache import ReplyCache
+from draco_ray.judging.tokens import quiet_litellm
+
+if TYPE_CHECKING:
+    from openai import AsyncOpenAI
+
+DISCOUNT = 0.5
+"""What both providers charge of their price."""
+QUIET_SECONDS = 3.0
+POLL_SECONDS = 20.0
+MOST_REQUESTS = 20_000
+"""Of one batch; OpenAI takes 50,000, and 200 MB."""
+DAY_SECONDS = 26 * 3600.0
+FILE = "batches.json"
+MANY = 10_000
+"""Requests under way at one time."""
+
+Result = tuple[str, Any]
+"""``ok`` and the provider's reply; ``refused``, as the next one would be, or ``error``, and what it says."""
+
+
+class BatchApi(Protocol):
+    """A provider's."""
+
+    async def submit(self, bodies: Mapping[str, dict[str, Any]]) -> str:
+        """Hand in requests by their ids; returns the batch's."""
+        ...
+
+    async def results(self, batch: str) -> dict[str, Result] | None:
+        """Replies by the ids of requests; None while the batch is under way."""
+        ...
+
+
+class BatchClient(LiteLLMClient):
+    """Completes requests in batches; use it where a reply may take a day."""
+
+    def __init__(
+        self,
+        config: JudgeConfig,
+        cache: ReplyCache | None = None,
+        leases: Leases | None = None,
+        *,
+        quiet_seconds: float = QUIET_SECONDS,
+        poll_seconds: float = POLL_SECONDS,
+    ) -> None:
+        """
+        Args:
+            config: as of `LiteLLMClient`; its timeout and concurrency are a batch's own.
+            cache: where answers are kept, and which batches are under way.
+            leases: asked before each request.
+            quiet_seconds: without a new request, after which a batch goes out.
+            poll_seconds: between two looks at a batch.
+
+        Raises:
+            ConfigError: the provider has no batch API that is known.
+        """
+        waiting = config.model_copy(update={"request_timeout_seconds": DAY_SECONDS, "concurrency_per_worker": MANY})
+        super().__init__(waiting, cache, leases=leases)
+        self._endpoint = BatchEndpoint(waiting, quiet_seconds, poll_seconds)
+
+    async def check(self) -> None:
+        """Whether there are a key and, under a budget, a price: an answer would take hours.
+
+        Raises:
+            JudgeUnavailable: no key.
+            ConfigError: a budget, and no price.
+        """
+        self._endpoint.api_key()
+        check_budget(self._config, self._config.model)
+
+    @cached_property
+    def _price(self) -> Price | None:
+        price = known_price(self._config, self._config.model)
+        return None if price is None else _cheaper(price)
+
+    def _configured_price(self) -> bool:
+        """LiteLLM's figure of a reply does not know that it came in a batch."""
+        return self._price is not None
+
+
+class BatchEndpoint(Endpoint):
+    """The model behind its provider's batch API."""
+
+    def __init__(self, config: JudgeConfig, quiet_seconds: float, poll_seconds: float) -> None:
+        """See `BatchClient`."""
+        super().__init__(config, "judge", "judge.model, judge.api_base")
+        self._api = _api(config, self.api_key)
+        self.quiet_seconds, self.poll_seconds = quiet_seconds, poll_seconds
+        self._file = None if config.cache is None else config.cache / FILE
+        self._asked: dict[str, dict[str, Any]] = {}
+        self._replies: dict[str, asyncio.Future[Result]] = {}
+        self._news = asyncio.Event()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._sending: asyncio.Task[None] | None = None
+        self._batches: dict[str, list[str]] = self._read()
+
+    async def complete(self, request: Request, server: Server, max_tokens: int, timeout: float) -> Any:
+        """Put one request into a batch, or take the place it has in one that is under way, and wait for its reply.
+
+        Raises:
+            OpenAIError: the batch could not be handed in, or has no reply to this request.
+        """
+        litellm = quiet_litellm()
+        body = _body(litellm, self._config, request, max_tokens)
+        number = hashlib.sha256(json.dumps([body, request.vote], sort_keys=True, default=str).encode()).hexdigest()[:48]
+        for batch, members in self._batches.items():
+            if number in members and number not in self._replies:
+                self._watch(batch, members)
+        if number not in self._replies:
+            self._replies[number] = asyncio.get_running_loop().create_future()
+            self._asked[number] = body
+            self._news.set()
+            if self._sending is None or self._sending.done():
+                self._sending = asyncio.create_task(self._send_when_quiet())
+        try:
+            kind, reply = await asyncio.shield(self._replies[number])
+        finally:
+            self._replies.pop(number, None)
+        if kind == "refused":
+            raise litellm.BadRequestError(message=f"batch: {reply}", model=self._config.model, llm_provider="batch")
+        if kind == "error":
+            raise litellm.InternalServerError(message=f"batch: {reply}", model=self._config.model, llm_provider="batch")
+        return reply
+
+    async def _send_when_quiet(self) -> None:
+        while self._asked:
+            self._news.clear()
+            try:
+                async with asyncio.timeout(self.quiet_seconds):
+                    await self._news.wait()
+            except TimeoutError:
+                bodies = dict(list(self._asked.items())[:MOST_REQUESTS])
+                for number in bodies:
+                    del self._asked[number]
+                await self._submit(bodies)
+
+    async def _submit(self, bodies: dict[str, dict[str, Any]]) -> None:
+        try:
+            batch = await self._api.submit(bodies)
+        except Exception as error:  # Of the provider, or the way there: every request of it has failed.
+            self._fail(bodies, error)
+            return
+        self._batches[batch] = list(bodies)
+        self._write()
+        self._watch(batch, list(bodies))
+
+    def _watch(self, batch: str, members: list[str]) -> None:
+        for number in members:
+            self._replies.setdefault(number, asyncio.get_running_loop().create_future())
+        task = asyncio.create_task(self._wait_for(batch, members))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _wait_for(self, batch: str, members: list[str]) -> None:
+        failures = 0
+        while True:
+            try:
+                results = await self._api.results(batch)
+                failures = 0
+            except Exception as error:  # A look at it failed, which says nothing of the batch.
+                failures += 1
+                results = None
+                if failures >= self._config.max_attempts:
+                    self._fail(members, error)
+                    return
+            if results is not None:
+                break
+            await asyncio.sleep(self.poll_seconds)
+        for number in members:
+            future = self._replies.get(number)
+            if future is not None and not future.done():
+                future.set_result(results.get(number, ("error", "the batch ended without a reply to this request")))
+        self._batches.pop(batch, None)
+        self._write()
+
+    def _fail(self, members: Mapping[str, Any] | list[str], error: Exception) -> None:
+        for number in members:
+            future = self._replies.get(number)
+            if future is not None and not future.done():
+                future.set_exception(error)
+
+    def _read(self) -> dict[str, list[str]]:
+        if self._file is None or not self._file.is_file():
+            return {}
+        known = json.loads(self._file.read_text(encoding="utf-8"))
+        return {str(batch): [str(number) for number in members] for batch, members in known.items()}
+
+    def _write(self) -> None:
+        if self._file is not None:
+            temporary = Path(f"{self._file}.tmp")
+            temporary.write_text(json.dumps(self._batches), encoding="utf-8")
+            os.replace(temporary, self._file)
+
+
+def _json_lines(content: bytes) -> list[Any]:
+    """The values of a file of JSON lines, whose texts may hold other ends of lines unescaped."""
+    return [json.loads(line) for line in content.split(b"\n") if line.strip()]
+
+
+def _cheaper(price: Price) -> Price:
+    def half(rate: float | None) -> float | None:
+        return None if rate is None else rate * DISCOUNT
+
+    names = ("input", "cached_input", "cache_write", "output")
+    tiers = tuple(tier.model_copy(update={name: half(getattr(tier, name)) for name in names}) for tier in price.tiers)
+    return price.model_copy(update={name: half(getattr(price, name)) for name in names} | {"tiers": tiers})
+
+
+def _body(litellm: Any, config: JudgeConfig, request: Request, max_tokens: int) -> dict[str, Any]:
+    """A request in its provider's words."""
+    name, provider, _, _ = litellm.get_llm_provider(config.model, api_base=config.api_base)
+    wanted = {
+        "temperature": config.temperature,
+        "reasoning_effort": config.reasoning_effort,
+        "max_tokens": max_tokens,
+    }
+    sent = {key: value for key, value in wanted.items() if value is not None}
+    given = litellm.utils.get_optional_params(model=name, custom_llm_provider=provider, drop_params=True, **sent)
+    given = {key: value for key, value in given.items() if key not in ("stream", "extra_body", "json_mode")}
+    messages = [{"role": message.role, "content": message.content} for message in request.messages]
+    if provider == "anthropic":
+        from litellm.llms.anthropic.chat.transformation import AnthropicConfig
+
+        body: dict[str, Any] = AnthropicConfig().transform_request(
+            model=name, messages=messages, optional_params=given, litellm_params={}, headers={}
+        )
+        return body
+    return {"model": name, "messages": messages, **given, **config.extra_body}
+
+
+def _api(config: JudgeConfig, key: Any) -> BatchApi:
+    litellm = quiet_litellm()
+    try:
+        _, provider, _, _ = litellm.get_llm_provider(config.model, api_base=config.api_base)
+    except litellm.BadRequestError:
+        provider = "nobody"
+    if provider == "openai":
+        return OpenAIBatches(litellm, config, key)
+    if provider == "anthropic":
+        return AnthropicBatches(config, key)
+    raise ConfigError(f"--batch: {config.model}: batches of OpenAI and Anthropic are known, not of {provider}")
+
+
+class OpenAIBatches:
+    """OpenAI's: a file of requests in, a file of replies out."""
+
+    def __init__(self, litellm: Any, config: JudgeConfig, key: Any) -> None:
+        self._litellm, self._base, self._key = litellm, config.api_base, key
+
+    async def submit(self, bodies: Mapping[str, dict[str, Any]]) -> str:
+        """See `BatchApi`."""
+        lines = [
+            json.dumps({"custom_id": number, "method": "POST", "url": "/v1/chat/completions", "body": body})
+            for number, body in bodies.items()
+        ]
+        content = "\n".join(lines).encode()
+        async with self._client() as client:
+            file = await client.files.create(file=("requests.jsonl", content), purpose="batch")
+            batch = await client.batches.create(
+                completion_window="24h", endpoint="/v1/chat/completions", input_file_id=file.id
+            )
+        return batch.id
+
+    async def results(self, batch: str) -> dict[str, Result] | None:
+        """See `BatchApi`."""
+        found: dict[str, Result] = {}
+        async with self._client() as client:
+            state = await client.batches.retrieve(batch)
+            if state.status not in ("completed", "failed", "expired", "cancelled"):
+                return None
+            files = list(filter(None, [state.output_file_id, state.error_file_id]))
+            if state.status == "completed" and not files:
+                # Its files come a moment later than its end; without them every request would be paid again.
+                return None
+            for file in files:
+                for entry in _json_lines((await client.files.content(file)).content):
+                    found[entry["custom_id"]] = self._result(entry)
+        return found
+
+    def _client(self) -> AsyncOpenAI:
+        # LiteLLM's own form of these calls fetches the replies a second time, in the background, to price them.
+        from openai import AsyncOpenAI
+
+        return AsyncOpenAI(api_key=self._key(), base_url=self._base, max_retries=0)
+
+    def _result(self, entry: dict[str, Any]) -> Result:
+        response = entry.get("response") or {}
+        if response.get("status_code") != 200:
+            kind = "refused" if response.get("status_code") in (400, 422) else "error"
+            return kind, " ".join(str(entry.get("error") or response.get("body")).split())[:300]
+        return "ok", self._litellm.ModelResponse(**response["body"])
+
+
+class AnthropicBatches:
+    """Anthropic's Message Batches."""
+
+    def __init__(self, config: JudgeConfig, key: Any) -> None:
+        self._base = (config.api_base or "https://api.anthropic.com").rstrip("/").removesuffix("/v1")
+        self._key = key
+
+    async def submit(self, bodies: Mapping[str, dict[str, Any]]) -> str:
+        """See `BatchApi`."""
+        requests = [{"custom_id": number, "params": body} for number, body in bodies.items()]
+        reply = await self._ask("POST", f"{self._base}/v1/messages/batches", {"requests": requests})
+        return str(reply.json()["id"])
+
+    async def results(self, batch: str) -> dict[str, Result] | None:
+        """See `BatchApi`."""
+        state = (await self._ask("GET", f"{self._base}/v1/messages/batches/{batch}")).json()
+        if state["processing_status"] != "ended":
+            return None
+        # The address of its own, so that the key goes nowhere else.
+        reply = await self._ask("GET", f"{self._base}/v1/messages/batches/{batch}/results")
+        return {entry["custom_id"]: self._result(entry["result"]) for entry in _json_lines(reply.content)}
+
+    async def _ask(self, method: str, url: str, body: object = None) -> httpx.Response:
+        headers = {"x-api-key": self._key(), "anthropic-version": "2023-06-01"}
+        async with httpx.AsyncClient(timeout=120.0) as client:
+            reply = await client.request(method, url, json=body, headers=headers)
+        if reply.status_code >= 400:
+            litellm = quiet_litellm()
+            raise litellm.exceptions.APIError(
+                status_code=reply.status_code, message=reply.text[:300], llm_provider="anthropic", model="batch"
+            )
+        return reply
+
+    def _result(self, result: dict[str, Any]) -> Result:
+        from litellm.llms.anthropic.chat.transformation import AnthropicConfig
+
+        if result["type"] != "succeeded":
+            error = str(result.get("error") or "")
+            kind = "refused" if "invalid_request_error" in error else "error"
+            return kind, f"{result['type']}: {' '.join(error.split())[:300]}"
+        litellm = quiet_litellm()
+        message = result["message"]
+        return "ok", AnthropicConfig().transform_parsed_response(
+            completion_response=message,
+            raw_response=httpx.Response(200, json=message),
+            model_response=litellm.ModelResponse(),
+        )

@@ -1,0 +1,130 @@
+"""The batch APIs, against a stand-in of both behind a real HTTP server."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+
+from draco_ray.config.schema import DracoConfig, JudgeConfig, Price
+from draco_ray.errors import ConfigError
+from draco_ray.judging.completion import Request
+from draco_ray.judging.reply_cache import ReplyCache
+from draco_ray.records import Message
+from draco_ray.traces import library
+from draco_ray.traces.batch import FILE, BatchClient
+from draco_ray.traces.library import judge, open_judge
+from draco_ray.traces.load import load_traces
+from tests.support.batch_server import BatchServer
+from tests.support.canned_judge import answer
+from tests.unit.test_traces_load import FILES
+
+pytestmark = [
+    pytest.mark.slow,
+    # A coroutine that nobody awaited is said when it is thrown away, wherever that is.
+    pytest.mark.filterwarnings("error:coroutine:RuntimeWarning"),
+    pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning"),
+]
+
+MODELS = {"openai": "openai/own", "anthropic": "anthropic/claude-own"}
+SEPARATED = "two\u2028three\x85four"
+"""Has ends of lines that JSON leaves as they are."""
+PRICE = Price(input=10.0, output=100.0)
+
+
+@pytest.fixture(autouse=True)
+def _key(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("DRACO_TEST_KEY", "OPENAI_API_KEY"):
+        monkeypatch.setenv(name, "key-for-the-test")
+
+
+def client(server: BatchServer, provider: str, cache: Path | None = None) -> BatchClient:
+    config = JudgeConfig(
+        model=MODELS[provider],
+        api_base=server.base if provider == "openai" else server.root,
+        api_key_env="DRACO_TEST_KEY",
+        prices={"own": PRICE, "claude-own": PRICE},
+        cache=cache,
+        max_backoff_seconds=0.05,
+        max_attempts=2,
+    )
+    kept = None if cache is None else ReplyCache(cache)
+    return BatchClient(config, kept, quiet_seconds=0.1, poll_seconds=0.02)
+
+
+def asked(text: str) -> Request:
+    return Request(messages=(Message(role="user", content=text),), phase="score")
+
+
+@pytest.mark.parametrize("provider", sorted(MODELS))
+async def test_requests_go_out_together_and_cost_half(provider: str) -> None:
+    with BatchServer(lambda prompt: f"re: {prompt}", fails="bad") as server:
+        complete = client(server, provider)
+        await complete.check()
+        found = await asyncio.gather(*(complete(asked(text)) for text in ("one", SEPARATED, "bad")))
+    assert [each.text for each in found[:2]] == ["re: one", f"re: {SEPARATED}"]
+    # Each file of replies was fetched once.
+    assert len(server.fetched) == len(set(server.fetched)) == (2 if provider == "openai" else 0)
+    assert "broken" in (found[2].error or "")
+    # The third was asked again, alone.
+    assert [len(batch["requests"]) for batch in server.batches.values()] == [3, 1]
+    # 1000 tokens in and 100 out, at half of 10 and 100 dollars a million.
+    assert [each.dollars for each in found[:2]] == [pytest.approx(0.01)] * 2
+    assert [each.input_tokens for each in found[:2]] == [1000, 1000]
+
+
+@pytest.mark.parametrize("provider", sorted(MODELS))
+async def test_a_request_that_was_refused_is_not_put_into_another_batch(provider: str) -> None:
+    with BatchServer(lambda prompt: f"re: {prompt}", refuses="bad") as server:
+        complete = client(server, provider)
+        good, bad = await asyncio.gather(complete(asked("one")), complete(asked("bad")))
+    assert good.text == "re: one"
+    assert (bad.finish_reason, bad.requests) == ("error", 1)
+    assert "prompt was flagged" in (bad.error or "")
+    assert len(server.batches) == 1
+
+
+@pytest.mark.parametrize("provider", sorted(MODELS))
+async def test_who_goes_on_waits_for_the_batch_that_is_under_way(provider: str, tmp_path: Path) -> None:
+    with BatchServer(lambda prompt: f"re: {prompt}") as server:
+        server.held.set()
+        first = client(server, provider, tmp_path)
+        waiting = asyncio.gather(*(first(asked(text)) for text in ("one", "two")))
+        while not (tmp_path / FILE).is_file():  # noqa: ASYNC110 (written by another's task)
+            await asyncio.sleep(0.01)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        server.held.clear()
+        again = client(server, provider, tmp_path)
+        found = await asyncio.gather(*(again(asked(text)) for text in ("one", "two", "three")))
+        assert [each.text for each in found] == ["re: one", "re: two", "re: three"]
+        assert [len(batch["requests"]) for batch in server.batches.values()] == [2, 1]
+        third = client(server, provider, tmp_path)
+        assert [(await third(asked(text))).requests for text in ("one", "two", "three")] == [0, 0, 0]
+    assert json.loads((tmp_path / FILE).read_text(encoding="utf-8")) == {}
+
+
+async def test_traces_are_judged_in_five_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def quick(settled: library.Plan) -> library.Meter:
+        meter = open_judge(settled)
+        endpoint = meter.complete.complete._endpoint  # type: ignore[union-attr]
+        endpoint.quiet_seconds, endpoint.poll_seconds = 0.3, 0.02
+        return meter
+
+    monkeypatch.setattr(library, "open_judge", quick)
+    groups = load_traces([FILES / "openai_chat.jsonl", FILES / "tau2.json"])
+    priced = DracoConfig(judge=JudgeConfig(prices={"own": PRICE}))
+    with BatchServer(answer) as server:
+        judged = await judge(
+            groups, "openai/own", api_base=server.base, config=priced, batch=True, out=tmp_path / "out", budget=50.0
+        )
+    assert [[trace.reward for trace in group.rollouts] for group in judged] == [[1.0, -1.0]] * 2
+    assert [len(batch["requests"]) for batch in server.batches.values()] == [2, 4, 2, 4, 4]
+
+
+def test_providers_without_batches_are_named() -> None:
+    with pytest.raises(ConfigError, match="batches of OpenAI and Anthropic are known, not of gemini"):
+        BatchClient(JudgeConfig(model="gemini/gemini-2.5-pro"))
