@@ -32,6 +32,14 @@ def _absolute(name: str) -> str:
     return f"{Path(file).resolve()}:{attribute}" if colon and file.endswith(".py") else name
 
 
+def _compiles(expression: str) -> str:
+    try:
+        re.compile(expression)
+    except re.error as error:
+        raise ValueError(f"not a regular expression: {error}") from None
+    return expression
+
+
 Part = Annotated[str, AfterValidator(_absolute), Field(json_schema_extra=CONFIRMED_PATH)]
 """A part by name; see `draco_ray.registry`."""
 
@@ -99,6 +107,9 @@ class AgentConfig(Tree):
     """Working directory of the command."""
     pass_environment: tuple[str, ...] = Field((), json_schema_extra=CONFIRMED)
     """Environment variables that the command gets beside PATH, HOME and their like: keys of services that it uses."""
+    side_calls: tuple[Annotated[str, AfterValidator(_compiles)], ...] = ()
+    """Regular expressions of requests that get no credit, e.g. for a title or a summary of the history: searched in the
+    first message of the system or user, and in the last one."""
     timeout_seconds: float = Field(3600.0, gt=0)
     """Wall clock of one run of the command; it and all that it started are ended then."""
     tool_parser: str | None = None

@@ -141,6 +141,9 @@ class ProgramAgent:
                 "OPENAI_BASE_URL": base_url,
                 "OPENAI_API_BASE": base_url,
                 "OPENAI_API_KEY": key,
+                # Anthropic's clients append the version themselves.
+                "ANTHROPIC_BASE_URL": base_url.removesuffix("/v1"),
+                "ANTHROPIC_API_KEY": key,
                 "NO_PROXY": "127.0.0.1,localhost",
                 "no_proxy": "127.0.0.1,localhost",
                 "TMPDIR": str(scratch),

@@ -381,7 +381,7 @@ async def test_a_world_that_is_lost_under_a_program_is_no_rollout(rollouts: Roll
         ("[]", "400.*expected {"),
         ('{"name": 1}', "400.*expected {"),
         ('{"name": "refund", "arguments": [1]}', "400.*arguments: expected an object"),
-        ("{", "400.*no JSON"),
+        ("{", "400.*not JSON"),
         ('{"name": "refund"}', "200.*refunded"),
     ],
 )
