@@ -103,6 +103,9 @@ class AgentConfig(Tree):
     python is the one that runs draco."""
     function: Part | None = None
     """In its place a Python function, package.module:name or folder/file.py:name, called in a process of its own."""
+    harness: str | None = Field(None, json_schema_extra=CONFIRMED)
+    """In its place a coding agent in environment.use=workspace: claude-code, codex, mini-swe-agent, opencode, or a YAML
+    file of your own (docs/coding-agents.md)."""
     folder: Path = Field(Path("."), json_schema_extra=CONFIRMED)
     """Working directory of the command."""
     pass_environment: tuple[str, ...] = Field((), json_schema_extra=CONFIRMED)
@@ -140,11 +143,12 @@ class EnvironmentConfig(Tree):
 
     use: Part = "appworld"
     """appworld; tools (your own tasks and tools, docs/own-agent.md); tasks (tasks alone, for agents that bring their
-    own world, docs/any-agent.md); tau (retail, airline or telecom of tau2-bench, docs/tau_bench.md); verifiers (any
-    taskset of that package, docs/verifiers.md); or one of your own, package.module:Class or folder/file.py:Class
+    own world, docs/any-agent.md); workspace (a copy of a repository for each rollout, docs/coding-agents.md); tau
+    (retail, airline or telecom of tau2-bench, docs/tau_bench.md); verifiers (any taskset of that package,
+    docs/verifiers.md); or one of your own, package.module:Class or folder/file.py:Class
     (docs/extending/environment.md)."""
     options: dict[str, Any] = Field(default_factory=dict, json_schema_extra=CONFIRMED)
-    """Of tools and tasks, or of an environment of your own: whatever it takes."""
+    """Of tools, tasks and workspace, or of an environment of your own: whatever it takes."""
     slots: int = Field(48, ge=1)
     """Rollouts in the environment at one time."""
     min_slots: int | None = Field(None, ge=1)

@@ -127,7 +127,7 @@ async def test_errors_that_anthropics_clients_know() -> None:
 
 
 async def test_custom_tools_and_namespaces_of_responses() -> None:
-    patch = {"type": "custom", "name": "apply_patch", "description": "Edits files."}
+    patch: dict[str, Any] = {"type": "custom", "name": "apply_patch", "description": "Edits files."}
     patch["format"] = {"type": "grammar", "syntax": "lark", "definition": "start: line+"}
     spawn = {"type": "function", "name": "spawn", "parameters": {"type": "object", "properties": {"task": {}}}}
     tools: list[Any] = [patch, {"type": "namespace", "name": "agents", "description": "Helpers.", "tools": [spawn]}]
@@ -168,4 +168,22 @@ async def test_requests_that_a_rule_names_are_side_calls() -> None:
         ("Title", False),
         ("Look.", True),
         ("Summary", False),
+    ]
+
+
+async def test_results_in_a_rewritten_history_are_the_observation_of_their_turn() -> None:
+    tool = {"type": "function", "function": {"name": "refund", "parameters": TOOL["input_schema"]}}
+    async with served([call(order="A1"), f"Done.{END}"]) as at:
+        chat = at.openai.chat.completions
+        turn = (await chat.create(model="m", messages=[{"role": "user", "content": "Go."}], tools=[tool])).choices[0]
+        result = {"role": "tool", "tool_call_id": turn.message.tool_calls[0].id, "content": "refunded"}
+        summary = {"role": "user", "content": "Summary: an order."}
+        history = [summary, turn.message.model_dump(exclude_none=True), result]
+        await chat.create(model="m", messages=history, tools=[tool])
+        played = at.trajectory()
+    assert [(step.branch, step.observation) for step in played.steps] == [(0, "refunded"), (1, None)]
+    assert [turn.text for turn in played.turns if turn.branch == 1] == [
+        "(2 messages as before)",
+        "Summary: an order.",
+        "Done.",
     ]

@@ -52,6 +52,7 @@ class _Turn:
     policy_version: int
     at: float
     """Monotonic seconds when it was there."""
+    call_ids: frozenset[str] = frozenset()
     answered: Sequence[Mapping[str, Any]] | None = None
     """What its agent came back with."""
     answered_at: float = 0.0
@@ -139,6 +140,7 @@ class Episode:
         heard, began = [self._identity(message) for message in ask.messages], time.monotonic()
         turn = self._longest(heard, ask.tools)
         branch, ids = self._tokens(ask, turn)
+        self._attach_results(ask, turn, began)
         opening = self._opening(ask, turn, branch)
         if turn is not None and turn.answered is None:
             # Also where what follows does not fit: it is what came of the turn.
@@ -187,6 +189,7 @@ class Episode:
         cached = turn.last if turn else 0
         self._cached += cached
         answer = self._answer(said, sample, ask.stop, len(ids), cached)
+        said.call_ids = frozenset(each for each, _ in answer.calls)
         branch.heard = [*heard, identity(answer.message())]
         if answer.stopped_by:
             # Many agents put it back where they want it.
@@ -253,6 +256,16 @@ class Episode:
             usage=usage,
             branches=tuple(offsets.values()) or (0,),
         )
+
+    def _attach_results(self, ask: TurnRequest, continued: _Turn | None, began: float) -> None:
+        """Give turns their tool results where a rewritten history brings both."""
+        for turn in self._turns:
+            if turn is continued or turn.answered is not None or not turn.call_ids:
+                continue
+            results = [each for each in ask.messages if each.get("tool_call_id") in turn.call_ids]
+            if results:
+                turn.answered, turn.answered_at = results, began
+                self._said.update(map(self._identity, results))
 
     def _longest(self, heard: Sequence[str], tools: str) -> _Turn | None:
         """The turn up to which most of a conversation is recorded; of several the latest."""

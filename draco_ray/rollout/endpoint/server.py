@@ -12,6 +12,7 @@ import contextlib
 import functools
 import hmac
 import json
+import os
 import secrets
 import socket
 from collections import OrderedDict
@@ -31,6 +32,7 @@ from draco_ray.rollout.endpoint.fields import clean, finite
 from draco_ray.rollout.endpoint.token_episode import TokenEpisode
 from draco_ray.rollout.endpoint.turns import Conversations, Json, Refused, TurnReply, TurnRequest
 from draco_ray.rollout.endpoint.world_tools import WorldTools
+from draco_ray.temp_dirs import PrivateTempDir
 
 HOST = "127.0.0.1"
 MOST_BYTES = 16 << 20
@@ -75,6 +77,7 @@ class Endpoint:
         self._serving: asyncio.Task[None] | None = None
         self._starting = asyncio.Lock()
         self._base = ""
+        self._folder: PrivateTempDir | None = None
 
     @asynccontextmanager
     async def serving(self, episode: Episode, tools: WorldTools | None = None) -> AsyncIterator[str]:
@@ -112,12 +115,20 @@ class Endpoint:
             del self._token_episodes[episode.key]
             self._remember(episode.key)
 
+    @property
+    def socket_path(self) -> str:
+        """While it serves, the Unix socket on which it listens, too, for programs that have no network."""
+        assert self._folder is not None
+        return str(self._folder.path / "socket")
+
     async def stop(self) -> None:
         """End the server. Safe to call again."""
         if self._server is not None and self._serving is not None:
             self._server.should_exit = self._server.force_exit = True
             await self._serving
             self._server = self._serving = None
+        if self._folder is not None:
+            self._folder.remove()
 
     def _remember(self, name: str) -> None:
         self._ended[name] = None
@@ -128,8 +139,13 @@ class Endpoint:
         async with self._starting:
             if self._serving is not None and not self._serving.done():
                 return
-            listening = socket.create_server((HOST, 0), backlog=1024)
-            self._base = f"http://{HOST}:{listening.getsockname()[1]}"
+            self._folder = PrivateTempDir()
+            listening = [socket.create_server((HOST, 0), backlog=1024), socket.socket(socket.AF_UNIX)]
+            listening[1].bind(self.socket_path)
+            # Its folder is private; programs in jails, which are shown the socket, may have another user.
+            os.chmod(self.socket_path, 0o666)
+            listening[1].listen(1024)
+            self._base = f"http://{HOST}:{listening[0].getsockname()[1]}"
             routes = [
                 *(
                     Route(f"/{{episode}}/v1/{path}", functools.partial(self._turn, dialect), methods=["POST"])
@@ -143,7 +159,7 @@ class Endpoint:
             app = Starlette(routes=routes, exception_handlers={404: _unknown, 405: _unknown})
             config = uvicorn.Config(app, log_config=None, access_log=False, lifespan="off", timeout_keep_alive=3600)
             self._server = _Server(config)
-            self._serving = asyncio.create_task(self._server.serve(sockets=[listening]))
+            self._serving = asyncio.create_task(self._server.serve(sockets=listening))
 
     async def _turn(self, dialect: _Dialect, request: Request) -> Response:
         async def reply() -> Response:
