@@ -32,6 +32,14 @@ def _absolute(name: str) -> str:
     return f"{Path(file).resolve()}:{attribute}" if colon and file.endswith(".py") else name
 
 
+def _compiles(expression: str) -> str:
+    try:
+        re.compile(expression)
+    except re.error as error:
+        raise ValueError(f"not a regular expression: {error}") from None
+    return expression
+
+
 Part = Annotated[str, AfterValidator(_absolute), Field(json_schema_extra=CONFIRMED_PATH)]
 """A part by name; see `draco_ray.registry`."""
 
@@ -95,10 +103,16 @@ class AgentConfig(Tree):
     python is the one that runs draco."""
     function: Part | None = None
     """In its place a Python function, package.module:name or folder/file.py:name, called in a process of its own."""
+    harness: str | None = Field(None, json_schema_extra=CONFIRMED)
+    """In its place a coding agent in environment.use=workspace: claude-code, codex, mini-swe-agent, opencode, or a YAML
+    file of your own (docs/coding-agents.md)."""
     folder: Path = Field(Path("."), json_schema_extra=CONFIRMED)
     """Working directory of the command."""
     pass_environment: tuple[str, ...] = Field((), json_schema_extra=CONFIRMED)
     """Environment variables that the command gets beside PATH, HOME and their like: keys of services that it uses."""
+    side_calls: tuple[Annotated[str, AfterValidator(_compiles)], ...] = ()
+    """Regular expressions of requests that get no credit, e.g. for a title or a summary of the history: searched in the
+    first message of the system or user, and in the last one."""
     timeout_seconds: float = Field(3600.0, gt=0)
     """Wall clock of one run of the command; it and all that it started are ended then."""
     tool_parser: str | None = None
@@ -129,11 +143,12 @@ class EnvironmentConfig(Tree):
 
     use: Part = "appworld"
     """appworld; tools (your own tasks and tools, docs/own-agent.md); tasks (tasks alone, for agents that bring their
-    own world, docs/any-agent.md); tau (retail, airline or telecom of tau2-bench, docs/tau_bench.md); verifiers (any
-    taskset of that package, docs/verifiers.md); or one of your own, package.module:Class or folder/file.py:Class
+    own world, docs/any-agent.md); workspace (a copy of a repository for each rollout, docs/coding-agents.md); tau
+    (retail, airline or telecom of tau2-bench, docs/tau_bench.md); verifiers (any taskset of that package,
+    docs/verifiers.md); or one of your own, package.module:Class or folder/file.py:Class
     (docs/extending/environment.md)."""
     options: dict[str, Any] = Field(default_factory=dict, json_schema_extra=CONFIRMED)
-    """Of tools and tasks, or of an environment of your own: whatever it takes."""
+    """Of tools, tasks and workspace, or of an environment of your own: whatever it takes."""
     slots: int = Field(48, ge=1)
     """Rollouts in the environment at one time."""
     min_slots: int | None = Field(None, ge=1)

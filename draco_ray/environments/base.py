@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 from draco_ray.config.schema import DataConfig, EnvironmentConfig
 from draco_ray.errors import ConfigError, EnvironmentCrashed, WorldError
@@ -25,6 +25,7 @@ ENVIRONMENTS = {
     "tau": "draco_ray.benchmarks.tau.environment:TauEnvironment",
     "tools": "draco_ray.environments.tools.environment:ToolsEnvironment",
     "verifiers": "draco_ray.verifiers.environment:VerifiersEnvironment",
+    "workspace": "draco_ray.environments.workspace:WorkspaceEnvironment",
 }
 """The environments that ship, by the name that ``environment.use`` may give them."""
 
@@ -198,6 +199,11 @@ class GuardedWorld:
     def task(self) -> Task:
         """See `World`."""
         return self._world.task
+
+    @property
+    def workspace(self) -> Any:
+        """The world if it confines agents' programs to a folder (`draco_ray.environments.workspace`), else None."""
+        return getattr(self._world, "workspace", None)
 
     async def act(self, action: str) -> str:
         """See `World`. Raises: EnvironmentCrashed, WorldBroken."""

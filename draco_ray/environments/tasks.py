@@ -11,7 +11,7 @@ import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from pydantic import Field, ValidationError
 
@@ -55,11 +55,13 @@ class TasksOptions(Tree):
 class TasksEnvironment(Environment):
     """Lists tasks, gives each rollout a folder, and has it evaluated where there is an evaluator."""
 
+    options_type: ClassVar[type[TasksOptions]] = TasksOptions
+
     def __init__(self, config: EnvironmentConfig, data: DataConfig, *, ground_truth: bool, name: str) -> None:
         """See `Environment`."""
         super().__init__(config, data, ground_truth=ground_truth, name=name)
         try:
-            self.options = TasksOptions.model_validate(config.options)
+            self.options = self.options_type.model_validate(config.options)
         except ValidationError as error:
             problems = (f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors())
             raise ConfigError(f"environment.options: {'; '.join(problems)}") from None

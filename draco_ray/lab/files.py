@@ -57,3 +57,8 @@ def whole_file(path: Path) -> Iterator[Path]:
         raise ConfigError(f"--out {path}: cannot be written: {error.strerror or error}") from None
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def csv_text(text: str) -> str:
+    """A text as a CSV cell that spreadsheets do not run as a formula: an apostrophe marks it as text."""
+    return f"'{text}" if text.startswith(("=", "+", "-", "@", "\t", "\r")) else text
