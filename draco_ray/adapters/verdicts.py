@@ -17,9 +17,11 @@ import asyncio
 import hashlib
 import json
 import logging
+import shutil
 import sqlite3
 import tempfile
 import time
+import weakref
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -116,7 +118,9 @@ class VerdictStore:
         if missing not in ("error", "uniform"):
             raise ConfigError(f"missing={missing!r}: expected 'error' or 'uniform'")
         if path is None:
-            path = Path(tempfile.mkdtemp(prefix="draco-verdicts-")) / "verdicts.sqlite"
+            folder = tempfile.mkdtemp(prefix="draco-verdicts-")
+            path = Path(folder) / "verdicts.sqlite"
+            weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
         self.path, self.missing = Path(path).absolute(), missing
         self.counts: Counter[str] = Counter()
         """Rows that `spread` has seen in this process: spread, uncited, cut, failed, stale, missing."""
