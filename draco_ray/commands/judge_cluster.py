@@ -25,6 +25,7 @@ from draco_ray.records import Judged
 from draco_ray.traces.keeping import JudgingRun
 from draco_ray.traces.library import Meter
 from draco_ray.traces.trajectory import environment_facts
+from draco_ray.training.cluster import release_start_lock
 from draco_ray.training.session import plain_error, ray_session
 
 ValueT = TypeVar("ValueT")
@@ -118,6 +119,7 @@ async def pooled(config: DracoConfig, kept: JudgingRun, meter: Meter) -> AsyncIt
         saying = None if local is None else asyncio.create_task(_say_what_loads(local[0], meter))
         try:
             await pool.ready()
+            release_start_lock()
             yield PooledJudge(pool, meter)
         except ray.exceptions.RayError as error:
             if (plain := plain_error(error)) is None:

@@ -32,7 +32,7 @@ from draco_ray.lab.planning.memory import (
 from draco_ray.lab.planning.model_shape import ModelShape, model_shape
 from draco_ray.lab.planning.step_time import Assumptions, step_time
 from draco_ray.terminal import PlainConsole
-from draco_ray.training.sizes import context_problems
+from draco_ray.training.sizes import context_problems, with_checkpointing
 
 MOMENTS = {"forward": "at the LM head", "backward": "in a layer's backward", "update": "in the optimizer's update"}
 PROCESSES_BYTES = 5 * GIB
@@ -59,7 +59,7 @@ def plan(
         given: throughputs, and the memory that is not ours.
     Raises: ConfigError: it does not fit; the largest item and the keys to change. Or the model's shape is not known.
     """
-    console = console or PlainConsole()
+    console, config = console or PlainConsole(), with_checkpointing(config)
     shape = model_shape(config.model.path, model_config)
     check_heads(_heads(shape), config.learner.context_parallel, config.model.path)
     check_rounding(config.learner, config.model.path, mixture=shape.experts is not None)

@@ -656,9 +656,9 @@ class LearnerConfig(Tree):
     """Tokens in one forward pass, a prompt that rollouts share counted once; a longer sequence gets one of its own."""
     logprob_chunk_tokens: int = Field(1024, ge=1)
     """Tokens whose logits exist at one time."""
-    gradient_checkpointing: bool = True
-    """Recompute activations in the backward pass instead of keeping them; false is a fifth faster and takes more
-    memory."""
+    gradient_checkpointing: bool | None = None
+    """Compute activations again in the backward pass instead of keeping them; null: on GPUs, and on a CPU where they
+    would take more than half of the free memory. Keeping them is a fifth faster."""
     offload_activations: bool = False
     """Keep what gradient_checkpointing still keeps, the inputs of all layers, in the host's memory."""
     compile: bool = False
@@ -686,7 +686,7 @@ class LearnerConfig(Tree):
                 f"learner.context_parallel={self.context_parallel} does not divide learner.workers={self.workers}; "
                 "expected a whole number of groups of workers that share their rows"
             )
-        if self.offload_activations and not self.gradient_checkpointing:
+        if self.offload_activations and self.gradient_checkpointing is False:
             raise ValueError(
                 "learner.offload_activations without learner.gradient_checkpointing would move all that layers keep to "
                 "the host and back; set both, or neither"

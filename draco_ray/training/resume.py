@@ -10,18 +10,22 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
+
+from rich.console import Console
 
 from draco_ray.config.load import dump_config
-from draco_ray.config.schema import DracoConfig, LearnerConfig
+from draco_ray.config.schema import DracoConfig, LearnerConfig, Order
 from draco_ray.errors import ConfigError, DamagedRun
 from draco_ray.runs.checkpoints import COUNTERS, checkpoint_damage
-from draco_ray.runs.directory import RunDirectory, read_table, write_private
+from draco_ray.runs.directory import RunDirectory, damaged, read_table, read_text, write_private
 from draco_ray.runs.schema import STEP_TABLES, TABLES
 from draco_ray.runs.store import RunStore
+from draco_ray.training.trainer import EarlierTasks, OrderRules
 
 log = logging.getLogger(__name__)
 
@@ -103,6 +107,55 @@ def adopt_config(run: RunDirectory, old: DracoConfig, new: DracoConfig, *, allow
         write_private(run.path / f"config.before-resume-{copies + 1}.yaml", run.config_text())
         run.write_config(text)
     return changes
+
+
+def adopt_tasks(
+    run: RunDirectory, tasks: Collection[str], rules: OrderRules, step: int, console: Console
+) -> list[EarlierTasks]:
+    """Write down that these are the run's training tasks after ``step`` steps, and say how they differ from before.
+
+    Args:
+        rules: by which they are chosen from then on.
+
+    Returns: what they and the rules were in earlier parts of the run, oldest first; none where that was not written
+        down.
+    Raises:
+        DamagedRun: the run directory's list of them cannot be read.
+    """
+    path = run.path / "tasks.json"
+    parts: list[tuple[int, list[str], OrderRules]] = []
+    if path.exists():
+        try:
+            parts = [
+                (
+                    int(part["first_step"]),
+                    [str(task) for task in part["tasks"]],
+                    _rules(part["rules"]),
+                )
+                for part in json.loads(read_text(path))
+            ]
+        except (ValueError, TypeError, KeyError) as error:
+            raise damaged(path, f"{type(error).__name__} {error}") from None
+    # A part of which no step is left is done again, with the tasks there are now.
+    parts = [part for part in parts if part[0] <= step]
+    before, now = set(parts[-1][1]) if parts else set(tasks), set(tasks)
+    if new := now - before:
+        console.print(f"training tasks: {len(new)} new; they take part from the next epoch on")
+    if gone := before - now:
+        console.print(f"training tasks: {len(gone)} gone; they are left out from step {step + 1} on")
+    if not parts or now != before or parts[-1][2] != rules:
+        parts.append((step + 1 if parts else 1, sorted(now), rules))
+    told = [{"first_step": first, "tasks": ids, "rules": asdict(by)} for first, ids, by in parts]
+    write_private(path, json.dumps(told))
+    return [EarlierTasks(tuple(ids), after - 1, by) for (_, ids, by), (after, _, _) in pairwise(parts)]
+
+
+def _rules(written: Mapping[str, Any]) -> OrderRules:
+    read = dict(written)
+    if (order := read.pop("order")) not in get_args(Order):
+        raise ValueError(f"order {order!r}")
+    numbers: dict[str, Any] = {name: None if value is None else int(value) for name, value in read.items()}
+    return OrderRules(**numbers, order=order)
 
 
 def rewind(run: RunDirectory, *, reuse: bool) -> StartPoint:

@@ -41,11 +41,12 @@ from draco_ray.rollout.worker import EPISODES, rollout_starter
 from draco_ray.runs.directory import RunDirectory
 from draco_ray.runs.store_actor import start_run_store
 from draco_ray.training.advantage_computer import start_advantage_computer
-from draco_ray.training.cluster import connect, pending_demand, unless_gone
+from draco_ray.training.cluster import connect, pending_demand, release_start_lock, unless_gone
 from draco_ray.training.held_out import BeforeAfter, JudgedBeforeAfter, Tell
 from draco_ray.training.preflight import check_judge_context, check_session
 from draco_ray.training.progress import RunObserver, StepProgress, StepWatch, most_phases, shown, watch_judge
 from draco_ray.training.resume import StartPoint
+from draco_ray.training.sizes import with_checkpointing
 from draco_ray.training.trainer import Batches, RecordedRollouts, TaskOrder, Trainer, WeightSync, engines_asleep
 from draco_ray.training.watchdog import Pending, in_time, watch_quiet
 
@@ -193,7 +194,8 @@ STALE_IMPORTANCE_CAP = 2.0
 
 
 def checked_model(config: DracoConfig) -> DracoConfig:
-    """The configuration with a checked model: its path is absolute if it is a directory, and its chat template is text.
+    """The configuration with a model that can be used, and what depends on it: its path absolute if it is a directory,
+    the text of its chat template, whether activations are kept.
 
     Raises:
         ConfigError: the model cannot be used.
@@ -205,7 +207,7 @@ def checked_model(config: DracoConfig) -> DracoConfig:
         changed["path"] = str(Path(model.path).resolve())
     if model.chat_template is not None:
         changed["chat_template"] = chat_template_text(model.chat_template)
-    return config.updated(model=changed)
+    return with_checkpointing(config.updated(model=changed))
 
 
 def with_environment(config: DracoConfig) -> tuple[DracoConfig, Environment]:
@@ -529,6 +531,7 @@ async def training_session(
 
         async def begin() -> None:
             await _start(config, actors, learner, pending)
+            release_start_lock()
             if start.step:
                 with pending.of("sync of the adapter to the engines"):
                     await weights.publish(start.step)

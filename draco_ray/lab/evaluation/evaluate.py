@@ -41,7 +41,7 @@ from draco_ray.rollout.tokens import EnginePolicies
 from draco_ray.rollout.worker import EPISODES, Evaluated, rollout_starter
 from draco_ray.sandbox.world.build import MANIFEST
 from draco_ray.terminal import PlainConsole
-from draco_ray.training.cluster import connect
+from draco_ray.training.cluster import connect, release_start_lock
 from draco_ray.training.session import checked_model, plain_error, say_cut_prompts, started
 from draco_ray.training.watchdog import Pending
 from draco_ray.workers.elastic import fixed_workers
@@ -256,6 +256,7 @@ class _Evaluator:
             pending = Pending()
             with pending.of("the engines' start"):
                 await started(self._fleet.start(), config, pending, self._console)
+        release_start_lock()
 
     def _api_policies(self, model: str) -> ApiPolicies:
         config, api = self._config, self._api

@@ -263,7 +263,7 @@ def _activations(
     config: DracoConfig, shape: ModelShape, tokens: int, kept: Sequence[int]
 ) -> tuple[tuple[Item, ...], tuple[Item, ...]]:
     """Bytes of all layers during the whole pass, and of the one that is recomputed; `kept` is what a layer keeps."""
-    if not config.learner.gradient_checkpointing:
+    if config.learner.gradient_checkpointing is False:
         return (Item("activations: all layers", sum(kept), "learner.gradient_checkpointing"),), ()
     inputs = layer_inputs(config, shape, tokens)
     if config.learner.offload_activations:

@@ -47,6 +47,7 @@ from draco_ray.rollout.pool import FinishedRollout
 from draco_ray.runs.directory import RunDirectory
 from draco_ray.runs.remote.place import place_of
 from draco_ray.terminal import PlainConsole
+from draco_ray.training.cluster import release_start_lock
 from draco_ray.training.preflight import check_outlives_job
 from draco_ray.training.progress import StepProgress
 from draco_ray.training.session import Actors, checked_model, opened, start_actors, usable_prompts, with_environment
@@ -145,6 +146,7 @@ class RubricAuthor:
         self._actors = Actors(self._config, self._run)
         try:
             await start_actors(self._actors, self._config, self._console)
+            release_start_lock()
             members, sets = await self._propose()
             rubric = await self._reduce(sets)
             measured = await self._measure(rubric, members)
