@@ -517,10 +517,11 @@ class VllmEngine:
             "dtype": self._model.dtype,
             "seed": self._seed,
             "max_model_len": self._max_model_len,
-            "max_num_seqs": config.max_num_seqs,
+            # Beside other sequences, and behind a cached prefix, log-probs are rounded differently.
+            "max_num_seqs": 1 if config.deterministic else config.max_num_seqs,
             # Nothing is compiled on CPU: with LoRA vLLM cannot, and without it the wait is longer than a run.
             "enforce_eager": cpu or config.enforce_eager,
-            "enable_prefix_caching": True,
+            "enable_prefix_caching": not config.deterministic,
             "tensor_parallel_size": config.tensor_parallel,
             "distributed_executor_backend": AttachedExecutor
             if config.tensor_parallel == 1
@@ -600,7 +601,7 @@ def hardware_environment(config: EngineConfig) -> dict[str, str]:
 def cpu_environment(config: EngineConfig) -> dict[str, str]:
     """Environment variables of a vLLM process without a GPU."""
     return {
-        **thread_environment(config.cpus_per_engine / config.tensor_parallel),
+        **thread_environment(1 if config.deterministic else config.cpus_per_engine / config.tensor_parallel),
         # vLLM gives each tensor-parallel rank a NUMA node of its own, and starts none where there are too few.
         "VLLM_CPU_OMP_THREADS_BIND": os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "nobind"),
         # All that is left to compile is a small function of the sampler, which would need a C++ compiler and cost

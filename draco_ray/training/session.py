@@ -612,7 +612,10 @@ def spent_dollars(run: RunDirectory) -> float:
 
 
 def learner_config(config: DracoConfig) -> LearnerConfig:
-    """The learner's configuration as it is run: with ``train.staleness`` importance weights are capped."""
+    """The learner's configuration as it is run: importance weights are capped with ``train.staleness``, and it computes
+    on one thread with ``engine.deterministic``."""
+    if config.engine.deterministic:
+        config = config.updated(learner={"cpus_per_worker": min(1.0, config.learner.cpus_per_worker)})
     if config.train.staleness and config.learner.importance_cap is None:
         return config.updated(learner={"importance_cap": STALE_IMPORTANCE_CAP}).learner
     return config.learner
