@@ -236,8 +236,8 @@ class EngineConfig(Tree):
     """serve: a new adapter is for new requests, those under way end with theirs; drain: it comes once these have ended,
     and what arrives meanwhile waits for it, so that no two versions generate side by side."""
     deterministic: bool = False
-    """Compute the same numbers on any CPU with the same instructions, however many cores it has: one thread a process, one
-    sequence at a time, no prefix cache, gradients added up in the batch's order. Slower; `draco verify` can then
+    """Compute the same numbers on any CPU with the same instructions, however many cores it has: one thread a process,
+    one sequence at a time, no prefix cache, gradients added up in the batch's order. Slower; `draco verify` can then
     recompute the adapters."""
     colocate: bool = False
     """Engines and learner take turns on the same GPUs: the engines sleep (base weights in host memory, no KV cache)
@@ -915,7 +915,9 @@ class DracoConfig(Tree):
     @model_validator(mode="after")
     def _deterministic(self) -> Self:
         learner = self.learner
-        if self.engine.deterministic and (self.engine.gpus_per_engine or learner.gpus_per_worker or learner.workers > 1):
+        if self.engine.deterministic and (
+            self.engine.gpus_per_engine or learner.gpus_per_worker or learner.workers > 1
+        ):
             raise ValueError(
                 "engine.deterministic: needs CPUs and one learner worker; expected engine.gpus_per_engine=0, "
                 "learner.gpus_per_worker=0 and learner.workers=1"

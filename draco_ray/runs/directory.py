@@ -5,6 +5,7 @@
     run.json                          schema version, and whose configuration it is (`draco_ray.config.origin`)
     config.yaml                       the resolved configuration
     metrics.jsonl                     one line a training step
+    manifest.json                     SHA-256 digests of finished steps (`draco_ray.runs.manifest`)
     tables/<table>/step00003.parquet  a finished step (of measurements of a policy, step00003/*.parquet)
     tables/<table>/step00003/*.arrow  an unfinished step: one file per rollout or group, as they finish
     checkpoints/step00003/            adapter (PEFT format), optimizer, counters and digests
