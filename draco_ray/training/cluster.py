@@ -280,6 +280,8 @@ def _free() -> list[Resources]:
     return [node.available_resources() for node in (*status.active_nodes, *status.idle_nodes)]
 
 
+HTTP2_GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))
+"""The preface of a client's connection, and its empty settings."""
 LOOK_SECONDS = 5.0
 GONE_SECONDS = 30.0
 """Half of the minute after which Ray's own processes end, where the head does not come back."""
@@ -321,11 +323,18 @@ def head_address() -> str:
 
 
 async def head_answers(address: str, within: float = LOOK_SECONDS) -> bool:
-    """Whether the head takes a connection within so many seconds; what asks it through Ray waits for it instead."""
+    """Whether the head answers within so many seconds; what asks it through Ray waits for it instead.
+
+    The kernel takes connections for a process that hangs. So it is greeted as a server of gRPC, and says something, or
+    ends the connection.
+    """
     host, _, port = address.rpartition(":")
     try:
         async with asyncio.timeout(within):
-            _, writer = await asyncio.open_connection(host.strip("[]"), int(port))
+            reader, writer = await asyncio.open_connection(host.strip("[]"), int(port))
+            writer.write(HTTP2_GREETING)
+            with contextlib.suppress(ConnectionError):
+                await reader.read(1)
     except (OSError, TimeoutError):
         return False
     writer.close()

@@ -76,6 +76,8 @@ class StartPoint:
     """What is wrong with later checkpoints, and where they were moved to; a line each."""
     dropped: tuple[Path, ...] = ()
     """Files of rows of steps after it that could not be read: the machine was lost before they were on its disk."""
+    unmeasured: tuple[int, ...] = ()
+    """Steps that are done, without a line in ``metrics.jsonl``."""
     first_gap: float | None = None
     """The canary's mean gap in the first step that has one, nats."""
 
@@ -214,6 +216,7 @@ def rewind(run: RunDirectory, *, reuse: bool) -> StartPoint:
         recorded=frozenset(later) if reuse else frozenset(),
         damaged=damaged,
         dropped=dropped,
+        unmeasured=tuple(sorted({*range(1, step + 1)} - {line["step"] for line in done})),
         first_gap=next((gap for line in done if (gap := line.get("canary_gap")) is not None), None),
     )
 
