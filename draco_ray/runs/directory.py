@@ -40,7 +40,8 @@ from pydantic import TypeAdapter, ValidationError
 
 from draco_ray.config import origin, plain_yaml
 from draco_ray.config.file_names import file_name
-from draco_ray.config.origin import private, write_private
+from draco_ray.config.origin import private
+from draco_ray.config.origin import write_private as write_private
 from draco_ray.config.schema import DracoConfig, Tree
 from draco_ray.errors import ConfigError, DamagedRun, StoreError
 from draco_ray.records import EpisodeEnd, Termination, Verdict

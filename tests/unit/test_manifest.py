@@ -61,6 +61,20 @@ def test_a_change_is_named(run: RunDirectory, damage: Callable[[RunDirectory], o
         check_digests(run, read_manifest(run), dropped=False)
 
 
+@pytest.mark.parametrize(
+    ("section", "entry", "said"),
+    [
+        ("files", "tables/verdicts/step00001.parquet", "manifest.json: tables/verdicts/step00001.parquet is not in it"),
+        ("metrics", "1", "manifest.json: step 1 is not in it"),
+    ],
+)
+def test_what_is_missing_from_it_is_named(run: RunDirectory, section: str, entry: str, said: str) -> None:
+    found = read_manifest(run)
+    del found[section][entry]
+    with pytest.raises(DamagedRun, match=said):
+        check_digests(run, found, dropped=False)
+
+
 def test_bytes_that_change_between_two_drivers_keep_their_digest(run: RunDirectory) -> None:
     path = run.tables / "verdicts" / "step00001.parquet"
     _flip(path)

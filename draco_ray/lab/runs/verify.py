@@ -35,6 +35,7 @@ from draco_ray.judging.pool import Judgement, ask_phase
 from draco_ray.judging.prompts import KEY_FILE
 from draco_ray.judging.reply_cache import FILE as REPLIES
 from draco_ray.judging.reply_cache import ReplyCache
+from draco_ray.learner.base import Accumulate, Publish, Remember, Update, UpdateMetrics
 from draco_ray.pipeline import Group, Pipeline
 from draco_ray.records import EpisodeEnd, Evaluation, Judged, TrainingSample, Trajectory
 from draco_ray.rollout.pool import FinishedRollout, RolloutResult
@@ -43,12 +44,13 @@ from draco_ray.runs.checkpoints import ADAPTER, ADAPTER_CONFIG, COUNTERS, OPTIMI
 from draco_ray.runs.directory import RunDirectory, check_regular
 from draco_ray.runs.manifest import FILE, line_digest, read_manifest, this_machine
 from draco_ray.runs.rows import Row, step_trajectories
+from draco_ray.runs.schema import STEP_TABLES
 from draco_ray.runs.store_actor import RunStoreActor
 from draco_ray.training.advantage_computer import AdvantageComputerActor
-from draco_ray.training.metrics import update_metrics
+from draco_ray.training.metrics import step_metrics, update_metrics
 from draco_ray.training.resume import config_changes, recorded_order
 from draco_ray.training.session import learner_config, static_criteria
-from draco_ray.training.trainer import TaskOrder, streamed_update
+from draco_ray.training.trainer import streamed_update
 
 if TYPE_CHECKING:
     from draco_ray.learner.lora_learner import LoraLearner
@@ -64,6 +66,11 @@ COMPARED: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
 )
 """Tables in the order in which one follows from another, with the columns that tell their rows apart and those that are
 compared later."""
+MEASURED = (
+    *("reward", "pass_rate", "criteria", "surviving_criteria", "groups_with_signal", "groups_failed", "solved_tasks"),
+    *("task_pass_rates", "rollouts", "sampled_tokens", "inert_share", "quality_spread", "credit_fallbacks"),
+)
+"""Metrics that follow from rollouts and replies."""
 LENGTH = ("train.steps", "train.epochs", "train.evaluate", "train.checkpoint_every", "data.eval")
 """Keys that may change on the way: what a step computes does not depend on them."""
 RATIO_SLACK = 1e-4
@@ -135,6 +142,11 @@ def check_digests(run: RunDirectory, manifest: Mapping[str, Any], *, dropped: bo
                 raise OSError("its SHA-256 is not the one in manifest.json")
         except OSError as error:
             raise DamagedRun(f"{path}: {error}") from None
+    for number in range(1, 1 + max(map(int, manifest["metrics"]), default=0)):
+        names = [f"tables/{table}/step{number:05d}.parquet" for table in STEP_TABLES]
+        unlisted = [name for name in names if name not in manifest["files"] and (run.path / name).exists()]
+        if unlisted or str(number) not in manifest["metrics"]:
+            raise DamagedRun(f"{run.path / FILE}: {(*unlisted, f'step {number}')[0]} is not in it")
     lines = {str(line["step"]): line_digest(line) for line in run.metrics()}
     for step, digest in manifest["metrics"].items():
         if lines.get(step) != digest:
@@ -158,7 +170,7 @@ async def _recompute(run: RunDirectory, config: DracoConfig, steps: Sequence[int
     if learner is None:
         console.print("adapters are not recomputed: engine.deterministic is false, or the learner is your own")
     for step in steps:
-        groups, samples = await rejudge(run, config, step, order, judge)
+        groups, samples = await _Step(run, config, step, judge).again(order.tasks(step), metrics[step])
         said = f"step {step}: {len(groups)} groups, {sum(len(group.rollouts) for group in groups)} rollouts as recorded"
         if learner is not None:
             gap = learner.check_tokens(step, samples, metrics[step])
@@ -167,90 +179,103 @@ async def _recompute(run: RunDirectory, config: DracoConfig, steps: Sequence[int
         console.print(said)
 
 
-async def rejudge(
-    run: RunDirectory, config: DracoConfig, step: int, order: TaskOrder, judge: RecordedJudge | None
-) -> tuple[list[Group], list[list[TrainingSample] | None]]:
-    """Take the recorded rollouts of a step through the pipeline again.
+class _Step:
+    """What a run recorded of one step, and the step computed again from it."""
 
-    Returns: the groups, and the training samples of each; None of one that failed.
-    Raises:
-        DamagedRun: the first difference from what the run recorded.
-    """
-    played = step_trajectories(run, step)
-    found = {name: _by_task(run, name, step) for name in {each for each, _, _ in COMPARED}}
-    if set(found["groups"]) != (chosen := set(order.tasks(step))):
-        strange = sorted(set(found["groups"]) ^ chosen)
-        raise DamagedRun(f"{run.path}: step {step}: task {strange[0]}: tasks.json and the seed give other tasks")
-    outcomes = {
-        (row["task_id"], row["rollout"]): Evaluated(evaluation=_evaluation(row))
-        for row in run.table("outcomes", step).to_pylist()
-    }
-    groups: list[Group] = []
-    samples: list[list[TrainingSample] | None] = []
-    for index, task_id in enumerate(order.tasks(step)):
-        members = {each.rollout: each for each in played.get(task_id, [])}
+    def __init__(self, run: RunDirectory, config: DracoConfig, step: int, judge: RecordedJudge | None) -> None:
+        """
+        Raises:
+            DamagedRun: a table cannot be read.
+        """
+        self._run, self._config, self._step, self._judge = run, config, step, judge
+        self._played = step_trajectories(run, step)
+        self._recorded = {name: _by_task(run, name, step) for name in {each for each, _, _ in COMPARED}}
+        self._outcomes = {
+            (row["task_id"], row["rollout"]): Evaluated(evaluation=_evaluation(row))
+            for row in run.table("outcomes", step).to_pylist()
+        }
+
+    async def again(
+        self, tasks: Sequence[str], metrics: Mapping[str, Any]
+    ) -> tuple[list[Group], list[list[TrainingSample] | None]]:
+        """Take the recorded rollouts through the pipeline.
+
+        Args:
+            tasks: of the step, in their order.
+            metrics: the step's line.
+
+        Returns: the groups, and the training samples of each; None of one that failed.
+        Raises:
+            DamagedRun: the first difference from what the run recorded.
+        """
+        if strange := sorted(self._recorded["groups"].keys() ^ set(tasks)):
+            raise self._differs(f"task {strange[0]}: tasks.json and the seed give other tasks")
+        found = [await self._group(index, task_id) for index, task_id in enumerate(tasks)]
+        groups = [group for group, _ in found]
+        made = step_metrics(self._step, groups, self._config.algorithm.group_size)
+        for name in MEASURED:
+            if not _equal(metrics.get(name), made[name]):
+                raise self._differs(
+                    f"{name} in metrics.jsonl is {_short(metrics.get(name))}, recomputed {_short(made[name])}"
+                )
+        return groups, [samples for _, samples in found]
+
+    async def _group(self, index: int, task_id: str) -> tuple[Group, list[TrainingSample] | None]:
+        members = {each.rollout: each for each in self._played.get(task_id, [])}
+        # Without a rollout there is no prompt to ask stage1 about, and the group has failed.
         prompt = next((each.prompt for each in members.values()), ())
-        group, problem = Group(step=step, index=index, task_id=task_id, prompt=prompt), None
+        group, problem = Group(step=self._step, index=index, task_id=task_id, prompt=prompt), None
+        samples: Any = None
         with tempfile.TemporaryDirectory() as scratch:
-            again = RunDirectory(Path(scratch))
-            kept = _Local(RunStoreActor(again.path))
-            pipeline = Pipeline(
-                config.algorithm,
-                _Rollouts(members, outcomes),  # type: ignore[arg-type]
-                _Judges(judge, step) if judge is not None else None,  # type: ignore[arg-type]
-                _Local(
-                    AdvantageComputerActor(config.algorithm),
-                    {"from_verdicts": 4, "from_evaluations": 4, "from_noise": 4},
-                ),
-                kept,
-                static_rubric=Judged(value=static_criteria(config)),
-                seed=config.seed,
-            )
+            store = _Local(RunStoreActor(Path(scratch)))
             try:
-                # Without a rollout there is no prompt to ask stage1 about.
-                result: Any = await pipeline.run(group) if members else None
+                samples = await self._pipeline(members, store).run(group) if members else None
             except _NotAsked as error:
-                problem, result = error, None
-            await kept.done()
+                problem = error
+            await store.done()
             if members:
-                _compare(run, found, again, group, complete=problem is None)
+                self._compare(RunDirectory(Path(scratch)), task_id, complete=problem is None)
         if problem is not None:
-            raise DamagedRun(f"{run.path}: step {step}, task {task_id}: {problem}")
-        groups.append(group)
-        samples.append(None if result is None else await result)
-    return groups, samples
+            raise self._differs(f"task {task_id}: {problem}")
+        return group, None if samples is None else await samples
 
+    def _pipeline(self, members: Mapping[int, Trajectory], store: _Local) -> Pipeline:
+        results = {"from_verdicts": 4, "from_evaluations": 4, "from_noise": 4}
+        rollouts, judges = _Rollouts(members, self._outcomes), _Judges(self._judge, self._step)
+        return Pipeline(
+            self._config.algorithm,
+            rollouts,  # type: ignore[arg-type]
+            judges,  # type: ignore[arg-type]
+            _Local(AdvantageComputerActor(self._config.algorithm), results),
+            store,
+            static_rubric=Judged(value=static_criteria(self._config)),
+            seed=self._config.seed,
+        )
 
-def _compare(
-    run: RunDirectory,
-    found: Mapping[str, Mapping[str, list[Row]]],
-    again: RunDirectory,
-    group: Group,
-    *,
-    complete: bool,
-) -> None:
-    """Compare a group's recorded rows with recomputed ones. Raises: DamagedRun: the first difference."""
-    for table, keys, later in COMPARED:
-        recomputed = _sorted(_by_task(again, table, group.step).get(group.task_id, []), keys)
-        recorded = _sorted(found[table].get(group.task_id, []), keys)
-        if not complete:
-            # The judge's next question was another one: what came before it is compared.
-            names = [[row[key] for key in keys] for row in recomputed]
-            recorded = [row for row in recorded if [row[key] for key in keys] in names] if keys else []
-            recomputed = recomputed if keys else []
-        for old, new in zip_longest(recorded, recomputed):
-            row = old or new
-            where = [f"step {group.step}", f"task {group.task_id}"]
-            where += [f"{key} {row[key]}" for key in keys if row[key] is not None]
-            if old is None or new is None:
-                what = "is not recorded" if old is None else "does not follow from the judge's replies"
-                raise DamagedRun(f"{run.path}: {', '.join(where)}: a row of {table} {what}")
-            for column in old:
-                if column not in later and not _equal(old[column], new[column]):
-                    raise DamagedRun(
-                        f"{run.path}: {', '.join(where)}: {table}.{column} is {_short(old[column])}, recomputed from "
-                        f"the stored replies {_short(new[column])}"
-                    )
+    def _compare(self, again: RunDirectory, task_id: str, *, complete: bool) -> None:
+        """Compare a group's rows with recomputed ones; only with those where the group could not be completed."""
+        for table, keys, later in COMPARED:
+            recomputed = _sorted(_by_task(again, table, self._step).get(task_id, []), keys)
+            recorded = _sorted(self._recorded[table].get(task_id, []), keys)
+            if not complete:
+                names = [[row[key] for key in keys] for row in recomputed]
+                recorded = [row for row in recorded if [row[key] for key in keys] in names] if keys else []
+                recomputed = recomputed if keys else []
+            for old, new in zip_longest(recorded, recomputed):
+                row = old or new
+                where = ", ".join([f"task {task_id}", *(f"{key} {row[key]}" for key in keys if row[key] is not None)])
+                if old is None or new is None:
+                    what = "is not recorded" if old is None else "does not follow from the judge's replies"
+                    raise self._differs(f"{where}: a row of {table} {what}")
+                for column in old:
+                    if column not in later and not _equal(old[column], new[column]):
+                        raise self._differs(
+                            f"{where}: {table}.{column} is {_short(old[column])}, recomputed from the stored replies "
+                            f"{_short(new[column])}"
+                        )
+
+    def _differs(self, what: str) -> DamagedRun:
+        return DamagedRun(f"{self._run.path}: step {self._step}: {what}")
 
 
 def _by_task(run: RunDirectory, table: str, step: int) -> dict[str, list[Row]]:
@@ -349,11 +374,13 @@ class _Rollouts:
 class _Judges:
     """The recorded judge in the place of a `JudgePool`, for one step."""
 
-    def __init__(self, judge: RecordedJudge, step: int) -> None:
+    def __init__(self, judge: RecordedJudge | None, step: int) -> None:
+        """``judge``: None where the reward is no judge's."""
         self._judge, self._step = judge, step
 
     async def ask(self, phase: Phase, context: CallContext, **given: Any) -> Judgement:
         """See `JudgePool.ask`."""
+        assert self._judge is not None
         judge = self._judge.of(self._step, phase, context)
         judged, summary = await ask_phase(judge, phase, context, given)
         found: Any = judged
@@ -509,8 +536,6 @@ class _Relearner:
         Raises:
             DamagedRun: the gradient, or the step's checkpoint, is another one.
         """
-        from draco_ray.learner.base import Publish
-
         groups = [_given(group) for group in samples]
         update = await streamed_update(_LocalLearner(self._worker), groups, self._minibatch, in_order=True)
         self._worker.execute(Publish(version=step))
@@ -547,20 +572,14 @@ class _LocalLearner:
 
     async def accumulate(self, group: Any) -> object:
         """See `GroupLearner`."""
-        from draco_ray.learner.base import Accumulate
-
         return self._worker.execute(Accumulate(groups=(group,)))
 
     async def remember_old_logprobs(self, group: Any) -> object:
         """See `GroupLearner`."""
-        from draco_ray.learner.base import Remember
-
         return self._worker.execute(Remember(groups=(group,)))
 
-    async def step(self) -> Any:
+    async def step(self) -> UpdateMetrics:
         """See `GroupLearner`."""
-        from draco_ray.learner.base import Update
-
         return Update().combine([self._worker.execute(Update())])
 
 
