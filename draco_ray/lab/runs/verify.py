@@ -101,13 +101,8 @@ def verify(directory: Path, *, model: Path | None, trust: bool, console: Console
     config = load_config(str(run.path), trust=trust)
     if model is not None:
         config = config.updated(model={"path": str(model.resolve())})
-    if config.algorithm.reward == "rubric" and config.judge.self_judge.enabled:
-        raise ConfigError(
-            f"{run.path}: the policy was its own judge; draco verify needs replies of a judge that stays fixed"
-        )
-    if not (run.path / FILE).exists():
-        raise ConfigError(f"{run.path}: no {FILE}: no step was finished, or an earlier draco-ray wrote this run")
-    manifest = read_manifest(run)
+    if not (run.path / FILE).exists() or not (manifest := read_manifest(run))["metrics"]:
+        raise ConfigError(f"{run.path}: no step in {FILE}: none was finished, or an earlier draco-ray wrote this run")
     steps = sorted(int(step) for step in manifest["metrics"])
     check_digests(run, manifest, dropped=config.train.keep_last is not None)
     console.print(f"{len(manifest['files'])} files of {len(steps)} steps have the manifest's digests")
