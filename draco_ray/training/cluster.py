@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import contextlib
 import json
 import logging
@@ -10,6 +11,8 @@ import math
 import os
 import re
 import signal
+import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -285,6 +288,8 @@ HTTP2_GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 
 LOOK_SECONDS = 5.0
 GONE_SECONDS = 30.0
 """Half of the minute after which Ray's own processes end, where the head does not come back."""
+LEAVE_SECONDS = 20.0
+"""Time for leaving a cluster whose head does not answer."""
 
 
 async def head_failure(address: str | None = None, *, look: float = LOOK_SECONDS, gone: float = GONE_SECONDS) -> None:
@@ -315,6 +320,29 @@ async def unless_gone(stop: Callable[[], Awaitable[object]], look: float = LOOK_
     """Do ``stop``, which waits for actors of this run; where the head is gone they may never answer."""
     if await head_answers(head_address(), look):
         await stop()
+
+
+def leave_ray(within: float = LEAVE_SECONDS) -> None:
+    """Leave the cluster, or end the Ray of this process.
+
+    Where the head hangs that takes for ever. It is waited for so many seconds, and this process then ends without it.
+    """
+    if not ray.is_initialized() or asyncio.run(head_answers(head_address())):
+        ray.shutdown()
+        return
+    leaving = threading.Thread(target=ray.shutdown, daemon=True)
+    leaving.start()
+    leaving.join(within)
+    if leaving.is_alive():
+        # Ray would try again at the end of the interpreter.
+        atexit.unregister(ray.shutdown)
+        atexit.register(_end_at_once)
+
+
+def _end_at_once() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(1)
 
 
 def head_address() -> str:
