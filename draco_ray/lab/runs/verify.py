@@ -25,7 +25,7 @@ from rich.console import Console
 
 from draco_ray.config.load import load_config
 from draco_ray.config.schema import DracoConfig, JudgeConfig, LearnerConfig
-from draco_ray.errors import ConfigError, DamagedRun, DracoError
+from draco_ray.errors import ConfigError, DamagedRun, DracoError, StoreError
 from draco_ray.judging.build import prompts_of
 from draco_ray.judging.completion import Completer, Completion, Request
 from draco_ray.judging.judge import SECOND_LOOK, CallContext
@@ -209,10 +209,9 @@ class _Step:
         groups = [group for group, _ in found]
         made = step_metrics(self._step, groups, self._config.algorithm.group_size)
         for name in MEASURED:
-            if not _equal(metrics.get(name), made[name]):
-                raise self._differs(
-                    f"{name} in metrics.jsonl is {_short(metrics.get(name))}, recomputed {_short(made[name])}"
-                )
+            old, new = metrics.get(name), made[name]
+            if not _equal(old, new):
+                raise self._differs(f"{name} in metrics.jsonl is {_short(old, new)}, recomputed {_short(new, old)}")
         return groups, [samples for _, samples in found]
 
     async def _group(self, index: int, task_id: str) -> tuple[Group, list[TrainingSample] | None]:
@@ -225,7 +224,8 @@ class _Step:
             store = _Local(RunStoreActor(Path(scratch)))
             try:
                 samples = await self._pipeline(members, store).run(group) if members else None
-            except _NotAsked as error:
+            except (_NotAsked, ValueError) as error:
+                # A ValueError: rows of a rollout contradict each other.
                 problem = error
             await store.done()
             if members:
@@ -262,15 +262,14 @@ class _Step:
                 if old is None or new is None:
                     what = "is not recorded" if old is None else "does not follow from the judge's replies"
                     raise self._differs(f"{where}: a row of {table} {what}")
-                for column in old:
-                    if column not in later and not _equal(old[column], new[column]):
-                        raise self._differs(
-                            f"{where}: {table}.{column} is {_short(old[column])}, recomputed from the stored replies "
-                            f"{_short(new[column])}"
-                        )
+                for column in (each for each in old if each not in later and not _equal(old[each], new[each])):
+                    shown, recomputed_shown = _short(old[column], new[column]), _short(new[column], old[column])
+                    raise self._differs(
+                        f"{where}: {table}.{column} is {shown}, recomputed from the stored replies {recomputed_shown}"
+                    )
 
     def _differs(self, what: str) -> DamagedRun:
-        return DamagedRun(f"{self._run.path}: step {self._step}: {what}")
+        return DamagedRun(f"{self._run.path}: step {self._step}, {what}")
 
 
 def _by_task(run: RunDirectory, table: str, step: int) -> dict[str, list[Row]]:
@@ -295,9 +294,17 @@ def _equal(old: Any, new: Any, *, exact: bool = False) -> bool:
     return bool(old == new)
 
 
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= SHOWN else f"{text[:SHOWN]}…"
+def _short(value: Any, other: Any) -> str:
+    """A value from shortly before the place where it differs from another one."""
+    text, other = (each if isinstance(each, str) else repr(each) for each in (value, other))
+    first = max(0, _common(text, other) - SHOWN // 4)
+    return f"{'…' * (first > 0)}{text[first : first + SHOWN]}{'…' * (first + SHOWN < len(text))}"
+
+
+def _common(text: str, other: str) -> int:
+    """Characters that two texts begin with alike."""
+    pairs = enumerate(zip(text, other, strict=False))
+    return next((at for at, (one, two) in pairs if one != two), min(len(text), len(other)))
 
 
 def _evaluation(row: Row) -> Evaluation:
@@ -319,8 +326,10 @@ class _Local:
         return _Method(getattr(self._target, name), self._results.get(name, 1), self._calls)
 
     async def done(self) -> None:
-        """Wait for all calls."""
-        await asyncio.gather(*self._calls)
+        """Wait for all calls. Raises: StoreError: one could not write; other errors reach whoever awaits a result."""
+        for each in await asyncio.gather(*self._calls, return_exceptions=True):
+            if isinstance(each, StoreError):
+                raise each
 
 
 class _Method:
@@ -330,7 +339,13 @@ class _Method:
     def remote(self, *given: Any) -> Any:
         call = asyncio.ensure_future(self._call(given))
         self._calls.append(call)
-        return call if self._results == 1 else [asyncio.ensure_future(_nth(call, n)) for n in range(self._results)]
+        if self._results == 1:
+            return call
+        found = [asyncio.ensure_future(_nth(call, index)) for index in range(self._results)]
+        for each in found:
+            # Of an error the first one that is awaited tells; asyncio would report the others at length.
+            each.add_done_callback(lambda done: done.cancelled() or done.exception())
+        return found
 
     async def _call(self, given: Sequence[Any]) -> Any:
         given = [await each if isinstance(each, asyncio.Future) else each for each in given]
@@ -462,17 +477,11 @@ def _unlike(phase: str, prompt: str, recorded: Sequence[str]) -> str:
     if not recorded:
         return f"the run has no (further) reply to {phase}"
 
-    def common(other: str) -> int:
-        return next(
-            (at for at, pair in enumerate(zip(prompt, other, strict=False)) if pair[0] != pair[1]),
-            min(len(prompt), len(other)),
-        )
-
-    nearest = max(recorded, key=common)
-    at = common(nearest)
+    nearest = max(recorded, key=lambda other: _common(prompt, other))
     return (
-        f"the prompt of {phase} is not the recorded one from character {at} on: {_short(nearest[at : at + SHOWN])} is "
-        f"recorded, {_short(prompt[at : at + SHOWN])} follows from rollouts, rubric and the installed prompts"
+        f"the prompt of {phase} is not the recorded one from character {_common(prompt, nearest)} on: "
+        f"{_short(nearest, prompt)!r} is recorded, {_short(prompt, nearest)!r} follows from rollouts, rubric and the "
+        "installed prompts"
     )
 
 
