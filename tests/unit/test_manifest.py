@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from draco_ray.errors import DamagedRun
-from draco_ray.lab.runs.verify import check_digests
+from draco_ray.lab.verify import check_digests
 from draco_ray.runs.directory import RunDirectory
 from draco_ray.runs.manifest import FILE, Manifest, forget_steps, read_manifest
 from tests.support.small_checkpoint import small_checkpoint

@@ -113,7 +113,7 @@ def verify_run(
     """Check a run's files, and compute its rewards, advantages and adapters again; name the first difference.
 
     Adapters only of runs with engine.deterministic=true."""
-    from draco_ray.lab.runs.verify import verify
+    from draco_ray.lab.verify import verify
     from draco_ray.terminal import PlainConsole
 
     verify(run_folder(directory, checkpoints=True), model=model, trust=trust, console=PlainConsole(width=120))
