@@ -66,18 +66,19 @@ COMPARED: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
 )
 """Tables in the order in which one follows from another, with the columns that tell their rows apart and those that are
 compared later."""
-MEASURED = (
+DERIVED_METRICS = (
     *("reward", "pass_rate", "criteria", "surviving_criteria", "groups_with_signal", "groups_failed", "solved_tasks"),
     *("task_pass_rates", "rollouts", "sampled_tokens", "inert_share", "quality_spread", "credit_fallbacks"),
 )
 """Metrics that follow from rollouts and replies."""
-LENGTH = ("train.steps", "train.epochs", "train.evaluate", "train.checkpoint_every", "data.eval")
-"""Keys that may change on the way: what a step computes does not depend on them."""
+UNRELATED_KEYS = ("train.steps", "train.epochs", "train.evaluate", "train.checkpoint_every", "data.eval")
+"""Keys that may change between steps: what a step computes does not depend on them."""
 RATIO_SLACK = 1e-4
 """Log-probs of a pass with and without gradients may differ by rounding, nats."""
-OF_THE_PLACE = {"base_model_name_or_path", "sha256"}
+LOCAL_KEYS = {"base_model_name_or_path", "sha256"}
 """Keys of a checkpoint's JSON files that name the base model's folder, or depend on it."""
 SHOWN = 80
+"""Characters of a value in a message."""
 
 
 class _NotAsked(DracoError):
@@ -153,8 +154,10 @@ def _check_unchanged(run: RunDirectory, config: DracoConfig) -> None:
     """Refuse a run whose configuration changed between its steps. Raises: ConfigError."""
     for path in sorted(run.path.glob("config.before-resume-*.yaml")):
         changes = config_changes(load_config(str(path), trust=True), config)
-        if changes := [each for each in changes if not each.startswith(LENGTH)]:
-            raise ConfigError(f"{run.path}: its configuration changed on the way ({path.name}): {'; '.join(changes)}")
+        if changes := [each for each in changes if not each.startswith(UNRELATED_KEYS)]:
+            raise ConfigError(
+                f"{run.path}: its configuration changed between steps ({path.name}): {'; '.join(changes)}"
+            )
 
 
 async def _recompute(run: RunDirectory, config: DracoConfig, steps: Sequence[int], console: Console) -> None:
@@ -165,7 +168,7 @@ async def _recompute(run: RunDirectory, config: DracoConfig, steps: Sequence[int
     if learner is None:
         console.print("adapters are not recomputed: engine.deterministic is false, or the learner is your own")
     for step in steps:
-        groups, samples = await _Step(run, config, step, judge).again(order.tasks(step), metrics[step])
+        groups, samples = await _Step(run, config, step, judge).recompute(order.tasks(step), metrics[step])
         said = f"step {step}: {len(groups)} groups, {sum(len(group.rollouts) for group in groups)} rollouts as recorded"
         if learner is not None:
             gap = learner.check_tokens(step, samples, metrics[step])
@@ -190,7 +193,7 @@ class _Step:
             for row in run.table("outcomes", step).to_pylist()
         }
 
-    async def again(
+    async def recompute(
         self, tasks: Sequence[str], metrics: Mapping[str, Any]
     ) -> tuple[list[Group], list[list[TrainingSample] | None]]:
         """Take the recorded rollouts through the pipeline.
@@ -208,7 +211,7 @@ class _Step:
         found = [await self._group(index, task_id) for index, task_id in enumerate(tasks)]
         groups = [group for group, _ in found]
         made = step_metrics(self._step, groups, self._config.algorithm.group_size)
-        for name in MEASURED:
+        for name in DERIVED_METRICS:
             old, new = metrics.get(name), made[name]
             if not _equal(old, new):
                 raise self._differs(f"{name} in metrics.jsonl is {_short(old, new)}, recomputed {_short(new, old)}")
@@ -356,10 +359,10 @@ class _Method:
 
 
 def _reference(value: Any) -> Any:
-    return value if value is None or isinstance(value, int) else _given(value)
+    return value if value is None or isinstance(value, int) else _resolved(value)
 
 
-async def _given(value: Any) -> Any:
+async def _resolved(value: Any) -> Any:
     return value
 
 
@@ -540,7 +543,7 @@ class _Relearner:
         Raises:
             DamagedRun: the gradient, or the step's checkpoint, is another one.
         """
-        groups = [_given(group) for group in samples]
+        groups = [_resolved(group) for group in samples]
         update = await streamed_update(_LocalLearner(self._worker), groups, self._minibatch, in_order=True)
         self._worker.execute(Publish(version=step))
         learned = update_metrics(update.updates)
@@ -562,7 +565,7 @@ class _Relearner:
                     raise DamagedRun(f"{recorded / name}: {_tensor_difference(recorded / name, Path(scratch) / name)}")
             for name in (ADAPTER_CONFIG, COUNTERS):
                 old, new = (json.loads((folder / name).read_text()) for folder in (recorded, Path(scratch)))
-                for key in sorted((old.keys() | new.keys()) - OF_THE_PLACE):
+                for key in sorted((old.keys() | new.keys()) - LOCAL_KEYS):
                     if old.get(key) != new.get(key):
                         raise DamagedRun(f"{recorded / name}: {key} is {old.get(key)}, recomputed {new.get(key)}")
         return "adapter and optimizer as recorded, byte by byte"
