@@ -139,6 +139,12 @@ def stop(scene: Scene, victims: Sequence[int]) -> None:
         os.kill(victim, signal.SIGSTOP)
 
 
+def stop_and_hold(scene: Scene, victims: Sequence[int]) -> None:
+    """SIGSTOP until the run has ended, which it does not before it notices: the judge is held meanwhile."""
+    stop(scene, victims)
+    time.sleep(STOP_SECONDS)
+
+
 def stop_for_a_while(scene: Scene, victims: Sequence[int]) -> None:
     """SIGSTOP for `STOP_SECONDS`, unless the process is ended meanwhile."""
     stop(scene, victims)
@@ -332,6 +338,7 @@ FAULTS: dict[str, Fault] = {
     "SIGTERM": Fault(find=the_driver, strike=terminate),
     "two Ctrl-C": Fault(find=the_driver, strike=interrupt_twice),
     "GCS": Fault(find=of_words("gcs_server"), strike=kill_and_hold),
+    "GCS stopped": Fault(find=of_words("gcs_server"), strike=stop_and_hold),
     "object store full": Fault(
         find=of_head, strike=fill_object_store, head=partial(ray_head, store_mib=SMALL_STORE_MIB)
     ),

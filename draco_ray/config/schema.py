@@ -247,6 +247,10 @@ class EngineConfig(Tree):
     """Time that an engine may do nothing while something is asked of it, before its process is replaced as stopped."""
     adapter_directory: Path = Field(Path("/dev/shm/draco-ray"), json_schema_extra=CONFIRMED)
     """Where engines write the versions of the adapter they load, and have their sockets."""
+    deterministic: bool = False
+    """Compute the same numbers on any CPU with the same instructions, however many cores it has: one thread a process,
+    one sequence at a time, no prefix cache, gradients added up in the batch's order. Slower; `draco verify` can then
+    recompute the adapters."""
     colocate: bool = False
     """Engines and learner take turns on the same GPUs: the engines sleep (base weights in host memory, no KV cache)
     while the learner computes, which then begins only when a step is generated and judged."""
@@ -919,6 +923,18 @@ class DracoConfig(Tree):
         """Copy it with other values in some sections, e.g. ``updated(judge={"cache": folder})``; nothing is checked."""
         changed = {name: getattr(self, name).model_copy(update=dict(values)) for name, values in sections.items()}
         return self.model_copy(update=changed)
+
+    @model_validator(mode="after")
+    def _deterministic(self) -> Self:
+        learner = self.learner
+        if self.engine.deterministic and (
+            self.engine.gpus_per_engine or learner.gpus_per_worker or learner.workers > 1
+        ):
+            raise ValueError(
+                "engine.deterministic: needs CPUs and one learner worker; expected engine.gpus_per_engine=0, "
+                "learner.gpus_per_worker=0 and learner.workers=1"
+            )
+        return self
 
     @model_validator(mode="after")
     def _colocated(self) -> Self:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -86,13 +86,20 @@ class JudgeWorkerActor:
                 failed; a list may hold references, and the values of several phases become one sequence.
         """
         working_on(context.group, context.rollout)
-        started = time.time()
-        question = phase(**{name: await _value(each) for name, each in given.items()})
-        judged = await self._judge.ask(question, context)
+        judged, summary = await ask_phase(self._judge, phase, context, given)
         for note in judged.notes:
             log.warning("%s of %s: %s", phase.name, context.group, note)
         # Whoever reads verdicts is spared the prompts: they go from here to the run store.
-        return replace(judged, calls=()), judged, phase_summary(phase.name, context, judged, started)
+        return replace(judged, calls=()), judged, summary
+
+
+async def ask_phase(
+    judge: Judge, phase: Phase, context: CallContext, given: Mapping[str, Any]
+) -> tuple[Judged[Any], PhaseSummary]:
+    """Ask ``judge`` a question of ``phase``; the arguments are those of `JudgeWorkerActor.ask`."""
+    started = time.time()
+    judged = await judge.ask(phase(**{name: await _value(each) for name, each in given.items()}), context)
+    return judged, phase_summary(phase.name, context, judged, started)
 
 
 async def _value(given: Any) -> Any:

@@ -5,6 +5,7 @@
     run.json                          schema version, and whose configuration it is (`draco_ray.config.origin`)
     config.yaml                       the resolved configuration
     metrics.jsonl                     one line a training step
+    manifest.json                     SHA-256 digests of finished steps (`draco_ray.runs.manifest`)
     tables/<table>/step00003.parquet  a finished step (of measurements of a policy, step00003/*.parquet)
     tables/<table>/step00003/*.arrow  an unfinished step: one file per rollout or group, as they finish
     checkpoints/step00003/            adapter (PEFT format), optimizer, counters and digests
@@ -40,6 +41,7 @@ from pydantic import TypeAdapter, ValidationError
 from draco_ray.config import origin, plain_yaml
 from draco_ray.config.file_names import file_name
 from draco_ray.config.origin import private
+from draco_ray.config.origin import write_private as write_private
 from draco_ray.config.schema import DracoConfig, Tree
 from draco_ray.errors import ConfigError, DamagedRun, StoreError
 from draco_ray.records import EpisodeEnd, Termination, Verdict
@@ -472,16 +474,6 @@ def _of_its_step(path: Path, rows: pa.Table) -> pa.Table:
 def _part_suffix(table: str) -> str:
     """Suffix of a table's parts; those that are never gathered are Parquet."""
     return SUFFIX if table in STEP_TABLES else ".parquet"
-
-
-def write_private(path: Path, text: str) -> None:
-    """Write a file of a run directory atomically and durably, readable by its owner only."""
-    temporary = path.with_name(f"{path.name}.tmp")
-    with open(temporary, "w", encoding="utf-8", opener=origin.private) as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
 
 
 @contextlib.contextmanager

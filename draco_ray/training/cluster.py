@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import contextlib
 import json
 import logging
@@ -10,6 +11,8 @@ import math
 import os
 import re
 import signal
+import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -280,9 +283,13 @@ def _free() -> list[Resources]:
     return [node.available_resources() for node in (*status.active_nodes, *status.idle_nodes)]
 
 
+HTTP2_GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))
+"""The preface of a client's connection, and its empty settings."""
 LOOK_SECONDS = 5.0
 GONE_SECONDS = 30.0
 """Half of the minute after which Ray's own processes exit without a head."""
+LEAVE_SECONDS = 20.0
+"""Time for leaving a cluster whose head does not answer."""
 
 
 async def head_failure(address: str | None = None, *, look: float = LOOK_SECONDS, gone: float = GONE_SECONDS) -> None:
@@ -315,17 +322,47 @@ async def unless_gone(stop: Callable[[], Awaitable[object]], look: float = LOOK_
         await stop()
 
 
+def leave_ray(within: float = LEAVE_SECONDS) -> None:
+    """Leave the cluster, or end the Ray of this process.
+
+    Where the head hangs that takes for ever. It is waited for so many seconds, and this process then ends without it.
+    """
+    if not ray.is_initialized() or asyncio.run(head_answers(head_address())):
+        ray.shutdown()
+        return
+    leaving = threading.Thread(target=ray.shutdown, daemon=True)
+    leaving.start()
+    leaving.join(within)
+    if leaving.is_alive():
+        # Ray would try again at the end of the interpreter.
+        atexit.unregister(ray.shutdown)
+        atexit.register(_end_at_once)
+
+
+def _end_at_once() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(1)
+
+
 def head_address() -> str:
     """HOST:PORT of the head of the cluster that was joined."""
     return str(ray.get_runtime_context().gcs_address)
 
 
 async def head_answers(address: str, within: float = LOOK_SECONDS) -> bool:
-    """Whether the head accepts a connection in time; calls through Ray would wait for it."""
+    """Whether the head answers within so many seconds; what asks it through Ray waits for it instead.
+
+    The kernel takes connections for a process that hangs. So it is greeted as a server of gRPC, and says something, or
+    ends the connection.
+    """
     host, _, port = address.rpartition(":")
     try:
         async with asyncio.timeout(within):
-            _, writer = await asyncio.open_connection(host.strip("[]"), int(port))
+            reader, writer = await asyncio.open_connection(host.strip("[]"), int(port))
+            writer.write(HTTP2_GREETING)
+            with contextlib.suppress(ConnectionError):
+                await reader.read(1)
     except (OSError, TimeoutError):
         return False
     writer.close()

@@ -258,6 +258,10 @@ def check_paid_replies(run: RunDirectory, before: DracoConfig, config: DracoConf
     create_store(folder)
 
 
+FILES_PER_ROLLOUT = 16
+"""Parts of tables that a step writes for one of its rollouts: 8, with room for those of groups and for evaluations."""
+
+
 def check_disk(config: DracoConfig, run: Path) -> None:
     """Check that there is disk space for another training step. Called before each one.
 
@@ -269,6 +273,13 @@ def check_disk(config: DracoConfig, run: Path) -> None:
         raise StoreError(
             f"run directory {run}: {_gib(free)} free on its disk, a training step may write {_gib(needed)}: free "
             "space there, or set run.root"
+        )
+    files, status = FILES_PER_ROLLOUT * config.train.prompts_per_step * config.algorithm.group_size, os.statvfs(run)
+    # Some file systems have no limit, and say 0 of 0.
+    if status.f_files and status.f_favail < files:
+        raise StoreError(
+            f"run directory {run}: its disk has room for {status.f_favail} files, a training step may write {files}: "
+            "remove files there, or set run.root"
         )
 
 

@@ -10,7 +10,7 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -23,9 +23,10 @@ from draco_ray.config.schema import DracoConfig, LearnerConfig, Order
 from draco_ray.errors import ConfigError, DamagedRun
 from draco_ray.runs.checkpoints import COUNTERS, checkpoint_damage
 from draco_ray.runs.directory import RunDirectory, damaged, read_table, read_text, write_private
+from draco_ray.runs.manifest import forget_steps
 from draco_ray.runs.schema import STEP_TABLES, TABLES
 from draco_ray.runs.store import RunStore
-from draco_ray.training.trainer import EarlierTasks, OrderRules
+from draco_ray.training.trainer import EarlierTasks, OrderRules, TaskOrder
 
 log = logging.getLogger(__name__)
 
@@ -51,6 +52,7 @@ FREE = (
 )
 """Keys that say where a run happens, by what way the same judge is reached, and what it may spend, not what it
 computes: they may change between runs."""
+TASKS = "tasks.json"
 KEPT = {
     "trajectories": ("task_id", "rollout"),
     "steps": ("task_id", "rollout"),
@@ -74,6 +76,8 @@ class StartPoint:
     """What is wrong with later checkpoints, and where they were moved to; a line each."""
     dropped: tuple[Path, ...] = ()
     """Files of rows of steps after it that could not be read: the machine was lost before they were on its disk."""
+    unmeasured: tuple[int, ...] = ()
+    """Steps that are done, without a line in ``metrics.jsonl``."""
     first_gap: float | None = None
     """The canary's mean gap in the first step that has one, nats."""
 
@@ -122,22 +126,8 @@ def adopt_tasks(
     Raises:
         DamagedRun: the run directory's list of them cannot be read.
     """
-    path = run.path / "tasks.json"
-    parts: list[tuple[int, list[str], OrderRules]] = []
-    if path.exists():
-        try:
-            parts = [
-                (
-                    int(part["first_step"]),
-                    [str(task) for task in part["tasks"]],
-                    _rules(part["rules"]),
-                )
-                for part in json.loads(read_text(path))
-            ]
-        except (ValueError, TypeError, KeyError) as error:
-            raise damaged(path, f"{type(error).__name__} {error}") from None
     # A part of which no step is left is done again, with the tasks there are now.
-    parts = [part for part in parts if part[0] <= step]
+    parts = [part for part in _task_parts(run) if part[0] <= step]
     before, now = set(parts[-1][1]) if parts else set(tasks), set(tasks)
     if new := now - before:
         console.print(f"training tasks: {len(new)} new; they take part from the next epoch on")
@@ -146,7 +136,40 @@ def adopt_tasks(
     if not parts or now != before or parts[-1][2] != rules:
         parts.append((step + 1 if parts else 1, sorted(now), rules))
     told = [{"first_step": first, "tasks": ids, "rules": asdict(by)} for first, ids, by in parts]
-    write_private(path, json.dumps(told))
+    write_private(run.path / TASKS, json.dumps(told))
+    return _earlier(parts)
+
+
+def recorded_order(run: RunDirectory) -> TaskOrder:
+    """The order in which the run took its tasks, from ``tasks.json`` and the metrics.
+
+    Raises:
+        DamagedRun: one of them is missing or cannot be read.
+    """
+    if not (parts := _task_parts(run)):
+        raise damaged(run.path / TASKS, "it is missing or empty")
+    _, tasks, rules = parts[-1]
+    order = TaskOrder(tasks, **asdict(rules), earlier=_earlier(parts))
+    for line in run.metrics():
+        order.note(line["step"], line.get("solved_tasks") or (), line.get("task_pass_rates") or {})
+    return order
+
+
+def _task_parts(run: RunDirectory) -> list[tuple[int, list[str], OrderRules]]:
+    """First step, tasks and rules of each part of a run. Raises: DamagedRun: they cannot be read."""
+    path = run.path / TASKS
+    if not path.exists():
+        return []
+    try:
+        return [
+            (int(part["first_step"]), [str(task) for task in part["tasks"]], _rules(part["rules"]))
+            for part in json.loads(read_text(path))
+        ]
+    except (ValueError, TypeError, KeyError) as error:
+        raise damaged(path, f"{type(error).__name__} {error}") from None
+
+
+def _earlier(parts: Sequence[tuple[int, list[str], OrderRules]]) -> list[EarlierTasks]:
     return [EarlierTasks(tuple(ids), after - 1, by) for (_, ids, by), (after, _, _) in pairwise(parts)]
 
 
@@ -173,6 +196,7 @@ def rewind(run: RunDirectory, *, reuse: bool) -> StartPoint:
         f"damaged one is moved to {_moved_aside(run.checkpoint(later))}"
         for later, found in damage.items()
     )
+    forget_steps(run, step)
     metrics = run.metrics()
     done = [line for line in metrics if line["step"] <= step]
     if not done:
@@ -192,6 +216,7 @@ def rewind(run: RunDirectory, *, reuse: bool) -> StartPoint:
         recorded=frozenset(later) if reuse else frozenset(),
         damaged=damaged,
         dropped=dropped,
+        unmeasured=tuple(sorted({*range(1, step + 1)} - {line["step"] for line in done})),
         first_gap=next((gap for line in done if (gap := line.get("canary_gap")) is not None), None),
     )
 

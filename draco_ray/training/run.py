@@ -192,6 +192,11 @@ def _resume(
                 f"{len(start.dropped)} files of later steps are not whole and are made again, the first is "
                 f"{start.dropped[0]}: what was not on the disk when the machine was lost",
             )
+        if start.unmeasured:
+            console.print(
+                f"metrics.jsonl has no line of {len(start.unmeasured)} steps that are done, the first is "
+                f"{start.unmeasured[0]}: restore the file, or tasks are chosen as if nothing was known of these steps"
+            )
         for change in changes:
             console.print(f"changed: {change}")
         return _train(config, prompts, order, run, start, console)

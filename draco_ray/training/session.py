@@ -41,7 +41,7 @@ from draco_ray.rollout.worker import EPISODES, rollout_starter
 from draco_ray.runs.directory import RunDirectory
 from draco_ray.runs.store_actor import start_run_store
 from draco_ray.training.advantage_computer import start_advantage_computer
-from draco_ray.training.cluster import connect, pending_demand, release_start_lock, unless_gone
+from draco_ray.training.cluster import connect, leave_ray, pending_demand, release_start_lock, unless_gone
 from draco_ray.training.held_out import BeforeAfter, JudgedBeforeAfter, Tell
 from draco_ray.training.preflight import check_judge_context, check_session
 from draco_ray.training.progress import RunObserver, StepProgress, StepWatch, most_phases, shown, watch_judge
@@ -408,7 +408,7 @@ def ray_session(config: DracoConfig, console: Console | None = None) -> Iterator
     try:
         yield
     finally:
-        ray.shutdown()
+        leave_ray()
 
 
 @contextlib.contextmanager
@@ -610,7 +610,10 @@ def spent_dollars(run: RunDirectory) -> float:
 
 
 def learner_config(config: DracoConfig) -> LearnerConfig:
-    """The learner's configuration as it is run: with ``train.staleness`` importance weights are capped."""
+    """The learner's configuration as it is run: importance weights are capped with ``train.staleness``, and it computes
+    on one thread with ``engine.deterministic``."""
+    if config.engine.deterministic:
+        config = config.updated(learner={"cpus_per_worker": min(1.0, config.learner.cpus_per_worker)})
     if config.train.staleness and config.learner.importance_cap is None:
         return config.updated(learner={"importance_cap": STALE_IMPORTANCE_CAP}).learner
     return config.learner

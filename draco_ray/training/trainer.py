@@ -69,6 +69,8 @@ async def streamed_update(
     groups: Sequence[Awaitable[Any | None]],
     minibatch_prompts: int,
     pending: Pending | None = None,
+    *,
+    in_order: bool = False,
 ) -> StreamedUpdate:
     """Give the learner every group as soon as it is there, and update once a minibatch.
 
@@ -80,9 +82,11 @@ async def streamed_update(
         groups: each ends with a reference to its samples, or None if the group failed; in the batch's order.
         minibatch_prompts: groups an update.
         pending: is told when the learner is waited for.
+        in_order: feed the first pass in the batch's order, so that gradients are added up in the same order each time.
     Raises: the first error of a group or of the learner.
     """
     result, pending = StreamedUpdate(), pending or Pending()
+    fed = [asyncio.Event() for _ in groups]
 
     async def ask(order: Callable[[Any], Awaitable[Any]], samples: Any) -> None:
         began = time.time()
@@ -92,9 +96,12 @@ async def streamed_update(
 
     async def first_pass(position: int, group: Awaitable[Any | None]) -> Any | None:
         samples = await group
+        if in_order and position:
+            await fed[position - 1].wait()
         if samples is not None:
             result.fed.append(samples)
             await ask(learner.accumulate if position < minibatch_prompts else learner.remember_old_logprobs, samples)
+        fed[position].set()
         return samples
 
     async def update() -> None:
@@ -108,7 +115,12 @@ async def streamed_update(
     for start in range(minibatch_prompts, len(finished), minibatch_prompts):
         minibatch = finished[start : start + minibatch_prompts]
         # Awaited before the update: calls to an asynchronous actor may be carried out in another order.
-        await gather_or_cancel(ask(learner.accumulate, samples) for samples in minibatch if samples is not None)
+        asked = [samples for samples in minibatch if samples is not None]
+        if in_order:
+            for samples in asked:
+                await ask(learner.accumulate, samples)
+        else:
+            await gather_or_cancel(ask(learner.accumulate, samples) for samples in asked)
         await update()
     return result
 
@@ -710,7 +722,11 @@ class Trainer:
         )
         async with asleep:
             update = await streamed_update(
-                self._learner, batch.work, self._config.learner.minibatch_prompts, self._pending
+                self._learner,
+                batch.work,
+                self._config.learner.minibatch_prompts,
+                self._pending,
+                in_order=self._config.engine.deterministic,
             )
             # Before engines on the same GPU take the memory that a pass of the learner's needs.
             with self._pending.of("the learner's log-probs for the canary"):

@@ -85,6 +85,18 @@ def test_rewind_goes_to_the_last_checkpoint_and_keeps_what_later_steps_cost(run:
     assert set(run.table("criteria").column("training_step").to_pylist()) == {1}
 
 
+def test_steps_without_a_metrics_line_are_named(run: RunDirectory) -> None:
+    for step in (1, 2, 3):
+        write_step(run, step, finished=True)
+        small_checkpoint(run.checkpoint(step))
+    assert rewind(run, reuse=True).unmeasured == ()
+    lines = run.metrics_file.read_text().splitlines(keepends=True)
+    run.metrics_file.write_text(lines[0])
+    assert rewind(run, reuse=True).unmeasured == (2, 3)
+    run.metrics_file.unlink()
+    assert rewind(run, reuse=True).unmeasured == (1, 2, 3)
+
+
 def test_rewind_twice_is_rewind_once(run: RunDirectory) -> None:
     write_step(run, 1, finished=True)
     first = rewind(run, reuse=True)

@@ -106,6 +106,23 @@ def report(
         typer.echo(path)
 
 
+@app.command(name="verify", epilog="Try:  draco verify runs/NAME")
+def verify_run(
+    directory: RunArgument,
+    model: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="The base model (default: where the run had it).")
+    ] = None,
+    trust: Trust = False,
+) -> None:
+    """Check a run's files, and compute its rewards, advantages and adapters again; name the first difference.
+
+    Adapters only of runs with engine.deterministic=true."""
+    from draco_ray.lab.verify import verify
+    from draco_ray.terminal import PlainConsole
+
+    verify(run_folder(directory, checkpoints=True), model=model, trust=trust, console=PlainConsole(width=120))
+
+
 @app.command(
     epilog="Try:  draco replay runs/NAME      draco replay runs/NAME --judge openai/gpt-5.4-mini --step 1 --step 50"
 )
