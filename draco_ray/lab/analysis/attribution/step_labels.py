@@ -212,11 +212,14 @@ def reliabilities(found: StepLabelFile) -> pa.Table:
             f"--labels: {losers.questions} questions have a failed trajectory with both bad and other steps; expected "
             f"at least {MIN_QUESTIONS}"
         )
+    by_judge = {
+        judge: reliability(losers.share_N[judge] - losers.uniform_N, losers.question_N) for judge in found.judges
+    }
     rows = [
-        {"judge": judge, "reliability": reliability(losers.share_N[judge] - losers.uniform_N, losers.question_N)}
-        for judge in found.judges
+        {"judge": judge, "reliability": by_judge[judge]}
+        for judge in sorted(by_judge, key=lambda judge: -by_judge[judge])
     ]
-    return pa.Table.from_pylist(sorted(rows, key=lambda row: -row["reliability"]), schema=RELIABILITY)
+    return pa.Table.from_pylist(rows, schema=RELIABILITY)
 
 
 def _pushes(advantage: float, labels: Sequence[StepLabels], chosen: Sequence[LabelledTrajectory]) -> FloatArray:
