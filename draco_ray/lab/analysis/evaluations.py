@@ -54,7 +54,7 @@ def judged_directories(run: RunDirectory) -> Iterator[RunDirectory]:
 
 def _rows(run: RunDirectory) -> Iterator[dict[str, Any]]:
     for (step, split), found in read_evaluations(run).items():
-        about = {"run": run.path.name, "evaluation": TRAINING, "split": split, "training_step": step}
+        about: dict[str, Any] = {"run": run.path.name, "evaluation": TRAINING, "split": split, "training_step": step}
         yield about | _rates(found, scenarios=True)
     for directory in evaluation_directories(run):
         plan, roles = directory.plan, role_costs(directory)
@@ -62,15 +62,15 @@ def _rows(run: RunDirectory) -> Iterator[dict[str, Any]]:
             if directory.missing(name) or not (results := directory.results(name)):
                 continue
             number = re.fullmatch(r"step(\d+)", name)
-            step = int(number[1]) if number else None
             about = {"run": run.path.name, "evaluation": directory.path.name, "split": plan.split}
+            about |= {"training_step": int(number[1]) if number else None}
             rates = _rates([result.evaluation for result in results], scenarios=plan.scenarios)
             # Where a conversation has several roles, its cost is that of all.
             costs = list(roles[name].values()) if name in roles else [result.usage for result in results]
             dollars = sum_known(each.dollars for each in costs)
             tokens = sum(each.input_tokens + each.output_tokens for each in costs)
             rates["dollars_per_pass"] = None if dollars is None else dollars / rates["runs"]
-            yield about | {"training_step": step} | rates | {"tokens_per_pass": tokens / rates["runs"]}
+            yield about | rates | {"tokens_per_pass": tokens / rates["runs"]}
 
 
 def _rates(found: Sequence[Evaluation], *, scenarios: bool) -> dict[str, Any]:
