@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from draco_ray.commands.groups.options import Overrides, Trust
 from draco_ray.lab.evaluation.rendering import Shown, TableFormat
 
 if TYPE_CHECKING:
@@ -19,12 +20,6 @@ if TYPE_CHECKING:
 tau = typer.Typer(no_args_is_help=True, help="tau-bench banking, run by tau2-bench in an environment of its own.")
 
 Config = Annotated[str, typer.Argument(help="A preset, a YAML file or a run directory: the policy's configuration.")]
-Overrides = Annotated[
-    list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Dotted keys of the config, e.g. tau_bench.trials=1.")
-]
-Trust = Annotated[
-    bool, typer.Option("--trust", help="Take programs and endpoints from a run directory that others made, too.")
-]
 Form = Annotated[TableFormat, typer.Option("--format", help="Format of the tables.")]
 Beside = Annotated[Shown, typer.Option("--show", help="What to print beside a mean.")]
 

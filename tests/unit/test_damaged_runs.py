@@ -40,7 +40,6 @@ COMMANDS: dict[str, tuple[Sequence[str], set[str]]] = {
     "plan": (["plan", "RUN"], set()),
     "evaluate": (["evaluate", "--policy", "RUN", "--out", "OUT"], set()),
     "resume": (["train", "--resume", "RUN"], set()),
-    "attribution": (["attribution-bench", "--run", "RUN", "--out", "OUT"], {"steps"}),
 }
 """Command -> its words, and tables that it cannot do without."""
 
@@ -174,7 +173,7 @@ def test_a_damaged_file_of_the_run(
     run = shutil.copytree(whole, tmp_path / "run")
     damage(run / name)
     needs = {
-        CONFIG: {"show", "cost", "page", "tables", "replay", "rejudge", "config", "plan", "evaluate", "resume"},
+        CONFIG: {"show", "page", "tables", "replay", "rejudge", "config", "plan", "evaluate", "resume"},
         METRICS: {"show", "page", "tables"},
         ORIGIN: set(COMMANDS) - {"config", "plan"},
     }[name]

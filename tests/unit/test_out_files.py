@@ -24,7 +24,7 @@ FOLDERS = {
     "rejudge": ["replay", "RUN", "--judge", "rules"],
     "prompts": ["prompts", "import", "PAPER"],
     "evaluated": ["tables", "RUN"],
-    "attribution": ["attribution-bench", "--run", "RUN"],
+    "attribution": ["attribution-bench", "--world", "RUN"],
 }
 LISTINGS = "".join(
     f"\\begin{{lstlisting}}[caption={{\\texttt{{{name}}}}}]\ntext\n\\end{{lstlisting}}\n"

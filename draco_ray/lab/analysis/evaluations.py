@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import pyarrow as pa
 
@@ -19,28 +19,11 @@ from draco_ray.runs.evaluations import read_evaluations, scenario_goal_completio
 TRAINING = "training"
 """Name of the evaluations made during training (train.evaluate_before_after)."""
 
-_KEYS = ("string: run evaluation split", "int64: training_step")
-EVALUATIONS = columns(*_KEYS, "int64: tasks runs lost", "float64: tgc sgc dollars_per_pass tokens_per_pass")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Measurement:
-    evaluation: str
-    split: str
-    step: int | None
-    evaluations: list[Evaluation]
-    scenarios: bool = True
-    dollars: float | None = None
-    """Cost of all runs together."""
-    tokens: float | None = None
-
-    @property
-    def tasks(self) -> int:
-        return len({evaluation.task_id for evaluation in self.evaluations})
-
-    @property
-    def runs(self) -> int:
-        return max(evaluation.run for evaluation in self.evaluations) + 1
+EVALUATIONS = columns(
+    "string: run evaluation split",
+    "int64: training_step tasks runs lost",
+    "float64: tgc sgc dollars_per_pass tokens_per_pass",
+)
 
 
 def evaluations(run: RunDirectory) -> pa.Table:
@@ -49,29 +32,7 @@ def evaluations(run: RunDirectory) -> pa.Table:
     Cost is known of evaluation directories only: dollars where the model has a price, and input and output tokens.
     Measurements that are not finished are left out, since their rates would be of other tasks.
     """
-    rows = [
-        {
-            **_keys(run, found),
-            "tasks": found.tasks,
-            "runs": found.runs,
-            "lost": sum(evaluation.lost for evaluation in found.evaluations),
-            "tgc": task_goal_completion(found.evaluations),
-            "sgc": scenario_goal_completion(found.evaluations) if found.scenarios else None,
-            "dollars_per_pass": None if found.dollars is None else found.dollars / found.runs,
-            "tokens_per_pass": None if found.tokens is None else found.tokens / found.runs,
-        }
-        for found in _measurements(run)
-    ]
-    return pa.Table.from_pylist(rows, schema=EVALUATIONS)
-
-
-def _keys(run: RunDirectory, found: _Measurement) -> dict[str, object]:
-    return {
-        "run": run.path.name,
-        "evaluation": found.evaluation,
-        "split": found.split,
-        "training_step": found.step,
-    }
+    return pa.Table.from_pylist(list(_rows(run)), schema=EVALUATIONS)
 
 
 def evaluation_directories(run: RunDirectory) -> Iterator[EvaluationDirectory]:
@@ -91,28 +52,32 @@ def judged_directories(run: RunDirectory) -> Iterator[RunDirectory]:
             yield RunDirectory.open(file.parent)
 
 
-def _measurements(run: RunDirectory) -> Iterator[_Measurement]:
-    for (step, split), in_training in read_evaluations(run).items():
-        yield _Measurement(evaluation=TRAINING, split=split, step=step, evaluations=in_training)
+def _rows(run: RunDirectory) -> Iterator[dict[str, Any]]:
+    for (step, split), found in read_evaluations(run).items():
+        about: dict[str, Any] = {"run": run.path.name, "evaluation": TRAINING, "split": split, "training_step": step}
+        yield about | _rates(found, scenarios=True)
     for directory in evaluation_directories(run):
-        # Where a conversation has several roles, its cost is that of all.
-        roles = role_costs(directory)
-        for name in directory.plan.measurements:
+        plan, roles = directory.plan, role_costs(directory)
+        for name in plan.measurements:
             if directory.missing(name) or not (results := directory.results(name)):
                 continue
-            usages = [result.usage for result in results]
             number = re.fullmatch(r"step(\d+)", name)
-            yield _Measurement(
-                evaluation=directory.path.name,
-                split=directory.plan.split,
-                step=int(number[1]) if number else None,
-                evaluations=[result.evaluation for result in results],
-                scenarios=directory.plan.scenarios,
-                dollars=sum_known(each.dollars for each in (roles[name].values() if name in roles else usages)),
-                tokens=float(
-                    sum(
-                        each.input_tokens + each.output_tokens
-                        for each in (roles[name].values() if name in roles else usages)
-                    )
-                ),
-            )
+            about = {"run": run.path.name, "evaluation": directory.path.name, "split": plan.split}
+            about |= {"training_step": int(number[1]) if number else None}
+            rates = _rates([result.evaluation for result in results], scenarios=plan.scenarios)
+            # Where a conversation has several roles, its cost is that of all.
+            costs = list(roles[name].values()) if name in roles else [result.usage for result in results]
+            dollars = sum_known(each.dollars for each in costs)
+            tokens = sum(each.input_tokens + each.output_tokens for each in costs)
+            rates["dollars_per_pass"] = None if dollars is None else dollars / rates["runs"]
+            yield about | rates | {"tokens_per_pass": tokens / rates["runs"]}
+
+
+def _rates(found: Sequence[Evaluation], *, scenarios: bool) -> dict[str, Any]:
+    return {
+        "tasks": len({each.task_id for each in found}),
+        "runs": max(each.run for each in found) + 1,
+        "lost": sum(each.lost for each in found),
+        "tgc": task_goal_completion(found),
+        "sgc": scenario_goal_completion(found) if scenarios else None,
+    }
