@@ -1,4 +1,4 @@
-"""Tasks in JSONL and nothing else: the environment of agents that bring their own world (``agent.use: command``)."""
+"""Tasks in JSONL without a world: for agents that bring their own (``agent.use: command``)."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from draco_ray.records import Task
 from draco_ray.temp_dirs import PrivateTempDir
 
 WORKSPACE = "workspace"
-"""Field of an open task: a folder of the rollout's own, in which its agent may leave what is to be looked at."""
+"""Field of an open task: a folder for this rollout, in which the agent may leave files."""
 KEPT = "kept"
-"""Folder of the workspace whose files stay with the run."""
+"""Folder of the workspace whose files are stored with the run."""
 _HOW_AGENTS_ACT = """\
 - The agent is a program with a loop and tools of its own. A step is a turn of the policy that it received: calls of \
 tools, whose answers stand as its output, or a message, the last one included.
@@ -53,7 +53,7 @@ class TasksOptions(Tree):
 
 
 class TasksEnvironment(Environment):
-    """Lists tasks, gives each rollout a folder, and has it evaluated where there is an evaluator."""
+    """Lists tasks, gives each rollout a folder, and runs the evaluator if there is one."""
 
     def __init__(self, config: EnvironmentConfig, data: DataConfig, *, ground_truth: bool, name: str) -> None:
         """See `Environment`."""
@@ -83,12 +83,12 @@ class TasksEnvironment(Environment):
 
     @functools.cached_property
     def rows(self) -> Rows:
-        """The rows of its tasks."""
+        """The tasks' rows."""
         return read_rows(self.options.tasks or str(self.data.root / "tasks.jsonl"))
 
 
 class HandIn:
-    """One open task: a folder, and what the agent's program hands in (its one action)."""
+    """An open task: a folder, and the output of the agent's program as the only action."""
 
     def __init__(self, environment: TasksEnvironment, task: Task) -> None:
         self._environment = environment
@@ -98,12 +98,12 @@ class HandIn:
         self.task = replace(task, fields={**task.fields, WORKSPACE: str(self._folder)})
 
     async def act(self, action: str) -> str:
-        """Take what the agent's program printed."""
+        """Store the output of the agent's program."""
         self._output = action
         return ""
 
     async def evaluate(self) -> WorldVerdict:
-        """Ask the evaluator. Raises: see `World`."""
+        """Run the evaluator. Raises: see `World`."""
         environment, task_id = self._environment, self.task.task_id
         if not (environment.ground_truth and environment.evaluates):
             raise WorldError(f"task {task_id}: the environment was opened without ground truth, or has no evaluator")
