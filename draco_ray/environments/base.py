@@ -11,9 +11,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, TypeVar
 
-from draco_ray.config.schema import DataConfig, EnvironmentConfig
+from pydantic import ValidationError
+
+from draco_ray.config.schema import DataConfig, EnvironmentConfig, Tree
 from draco_ray.errors import ConfigError, EnvironmentCrashed, WorldError
 from draco_ray.records import EpisodeEnd, Task, Termination, Trajectory
 from draco_ray.registry import find
@@ -150,6 +152,23 @@ class Environment(ABC):
         """A digest of the tasks, to detect different tasks with the same ids."""
         texts = "\0".join(repr(self.task(task_id)) for task_id in tasks)
         return hashlib.sha256(texts.encode("utf-8", "replace")).hexdigest()[:16]
+
+
+OptionsT = TypeVar("OptionsT", bound=Tree)
+
+
+def checked_options(kind: type[OptionsT], given: Mapping[str, Any]) -> OptionsT:
+    """``environment.options`` as ``kind``. Raises: ConfigError: one line."""
+    try:
+        return kind.model_validate(given)
+    except ValidationError as error:
+        problems = (f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors())
+        raise ConfigError(f"environment.options: {'; '.join(problems)}") from None
+
+
+def list_items(facts: str) -> list[str]:
+    """The lines of ``environment.options.facts`` as list items."""
+    return [line if line.startswith("- ") else f"- {line}" for line in facts.splitlines() if line]
 
 
 def ended_by(trajectory: Trajectory) -> Termination | None:

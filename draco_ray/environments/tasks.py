@@ -13,10 +13,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from pydantic import Field, ValidationError
+from pydantic import Field
 
 from draco_ray.config.schema import DataConfig, EnvironmentConfig, Tree
-from draco_ray.environments.base import Environment, WorldVerdict
+from draco_ray.environments.base import Environment, WorldVerdict, checked_options, list_items
 from draco_ray.environments.program import run_program
 from draco_ray.environments.tools.rows import Rows, read_rows
 from draco_ray.errors import ConfigError, EnvironmentCrashed, WorldError
@@ -58,14 +58,9 @@ class TasksEnvironment(Environment):
     def __init__(self, config: EnvironmentConfig, data: DataConfig, *, ground_truth: bool, name: str) -> None:
         """See `Environment`."""
         super().__init__(config, data, ground_truth=ground_truth, name=name)
-        try:
-            self.options = TasksOptions.model_validate(config.options)
-        except ValidationError as error:
-            problems = (f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors())
-            raise ConfigError(f"environment.options: {'; '.join(problems)}") from None
+        self.options = checked_options(TasksOptions, config.options)
         self.evaluates = bool(self.options.evaluator)
-        own = [line if line.startswith("- ") else f"- {line}" for line in self.options.facts.splitlines() if line]
-        self.facts = "\n".join([_HOW_AGENTS_ACT, *own])
+        self.facts = "\n".join([_HOW_AGENTS_ACT, *list_items(self.options.facts)])
         if self.evaluates:
             _words(self.options.evaluator)
 

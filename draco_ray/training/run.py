@@ -57,25 +57,15 @@ def train(config: DracoConfig, console: Console | None = None) -> Path:
         run = _directory(path, config)
         where = f"environment {config.environment.use}, {len(prompts)} training tasks"
         console.print(f"{name}: setting {config.setting}, model {config.model.path}, {where}")
-        return _train_new(config, prompts, order, run, console)
+        with sole_driver(run):
+            if run.config_text() != dump_config(config):
+                run.write_config(dump_config(config))
+            return _train(config, prompts, order, run, StartPoint(), console)
 
 
 def name_of(setting: str, begins: datetime) -> str:
     """A unique name for a run without ``run.name``, even among runs started in the same second on many machines."""
     return f"{setting}-{begins:%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
-
-
-def _train_new(
-    config: DracoConfig,
-    prompts: Mapping[str, tuple[Message, ...]],
-    order: TaskOrder,
-    run: RunDirectory,
-    console: Console,
-) -> Path:
-    with sole_driver(run):
-        if run.config_text() != dump_config(config):
-            run.write_config(dump_config(config))
-        return _train(config, prompts, order, run, StartPoint(), console)
 
 
 def _directory(path: Path, config: DracoConfig) -> RunDirectory:

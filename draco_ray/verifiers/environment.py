@@ -7,7 +7,7 @@ import os
 from typing import Any
 
 from draco_ray.config.schema import DataConfig, EnvironmentConfig
-from draco_ray.environments.base import Environment, WorldVerdict
+from draco_ray.environments.base import Environment, WorldVerdict, list_items
 from draco_ray.errors import EnvironmentCrashed, WorldError
 from draco_ray.records import Task
 from draco_ray.verifiers.options import read_options, told_to_bridge
@@ -32,8 +32,7 @@ class VerifiersEnvironment(Environment):
         """See `Environment`."""
         super().__init__(config, data, ground_truth=ground_truth, name=name)
         self.options = read_options(config)
-        own = [line if line.startswith("- ") else f"- {line}" for line in self.options.facts.splitlines() if line]
-        self.facts = "\n".join([_HOW_AGENTS_ACT, *own])
+        self.facts = "\n".join([_HOW_AGENTS_ACT, *list_items(self.options.facts)])
 
     @property
     def evaluates(self) -> bool:  # type: ignore[override]

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from pydantic import Field, ValidationError
+from pydantic import Field
 
 from draco_ray.config.schema import EnvironmentConfig, Tree
+from draco_ray.environments.base import checked_options
 from draco_ray.environments.own_python import own_python
-from draco_ray.errors import ConfigError
 
 VARIABLE = "DRACO_VERIFIERS_PYTHON"
 MADE_BY = "make setup-verifiers"
@@ -46,11 +46,7 @@ class VerifiersOptions(Tree):
 
 def read_options(config: EnvironmentConfig) -> VerifiersOptions:
     """The options, checked. Raises: ConfigError, one line."""
-    try:
-        return VerifiersOptions.model_validate(config.options)
-    except ValidationError as error:
-        problems = (f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors())
-        raise ConfigError(f"environment.options: {'; '.join(problems)}") from None
+    return checked_options(VerifiersOptions, config.options)
 
 
 def verifiers_python(options: VerifiersOptions) -> str:

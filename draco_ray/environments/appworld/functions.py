@@ -13,12 +13,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
-from pydantic import ValidationError
-
 from draco_ray.config.schema import DataConfig, EnvironmentConfig, Tree
 from draco_ray.environments.appworld.environment import AppWorld, AppWorldEnvironment
 from draco_ray.environments.appworld.termination import FAILED
-from draco_ray.environments.base import World, WorldVerdict, ended_by
+from draco_ray.environments.base import World, WorldVerdict, checked_options, ended_by
 from draco_ray.environments.tools.environment import described
 from draco_ray.errors import ConfigError, WorldError
 from draco_ray.records import Task, Termination, Trajectory
@@ -50,11 +48,7 @@ class AppWorldFunctions(AppWorldEnvironment):
 
     def __init__(self, config: EnvironmentConfig, data: DataConfig, *, ground_truth: bool, name: str) -> None:
         """See `Environment`."""
-        try:
-            self._options = FunctionsOptions.model_validate(config.options)
-        except ValidationError as error:
-            problems = (f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors())
-            raise ConfigError(f"environment.options: {'; '.join(problems)}") from None
+        self._options = checked_options(FunctionsOptions, config.options)
         super().__init__(config, data, ground_truth=ground_truth, name=name)
 
     @property

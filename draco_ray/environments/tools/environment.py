@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from draco_ray.config.schema import DataConfig, EnvironmentConfig
-from draco_ray.environments.base import Environment, WorldVerdict
+from draco_ray.environments.base import Environment, WorldVerdict, list_items
 from draco_ray.environments.tools.functions import LONGEST_ERROR
 from draco_ray.environments.tools.mcp_servers import McpSession, merged
 from draco_ray.environments.tools.options import ToolsOptions, read_options
@@ -55,7 +55,9 @@ class ToolsEnvironment(Environment):
     @property
     def facts(self) -> str:  # type: ignore[override]
         """Facts for the judge: how agents act, the tools, and ``environment.options.facts``."""
-        return "\n".join([*_HOW_AGENTS_ACT, *map(described, json.loads(self._offer.tools)), *self._own_facts()])
+        return "\n".join(
+            [*_HOW_AGENTS_ACT, *map(described, json.loads(self._offer.tools)), *list_items(self._options.facts)]
+        )
 
     @property
     def evaluates(self) -> bool:  # type: ignore[override]
@@ -160,9 +162,6 @@ class ToolsEnvironment(Environment):
     def without_secrets_in(self, error: EnvironmentCrashed) -> EnvironmentCrashed:
         """The error with secrets hidden; its message may quote output of an MCP server."""
         return type(error)(self.without_secrets(str(error)))
-
-    def _own_facts(self) -> list[str]:
-        return [line if line.startswith("- ") else f"- {line}" for line in self._options.facts.splitlines() if line]
 
     @functools.cached_property
     def _rows(self) -> Rows:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, model_validator
 
 from draco_ray.config.schema import Tree
+from draco_ray.environments.base import checked_options
 from draco_ray.errors import ConfigError
 
 
@@ -59,11 +60,7 @@ class ToolsOptions(Tree):
 
 def read_options(given: dict[str, Any]) -> ToolsOptions:
     """Check ``environment.options``. Raises: ConfigError, one line."""
-    try:
-        options = ToolsOptions.model_validate(given)
-    except ValidationError as error:
-        problems = (f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors())
-        raise ConfigError(f"environment.options: {'; '.join(problems)}") from None
+    options = checked_options(ToolsOptions, given)
     if not options.tools and not options.mcp:
         raise ConfigError("environment.options: no tools: name Python files in tools, or servers in mcp")
     servers = [path for server in options.mcp.values() for path in server.reads]
