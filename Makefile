@@ -9,7 +9,6 @@ VERIFIERS_VENV := .venv-verifiers
 GPU_VENV := .venv-gpu
 # A Python of a GPU machine that has what it has: `make gpu-check GPU_PYTHON=python3` then installs nothing.
 GPU_PYTHON ?=
-MUTATE_VENV := .venv-mutate
 # The sandbox of world, demo, ablation and bench-noise: standard, or hard (make demo WORLD=hard).
 WORLD ?= standard
 SANDBOX := $(if $(filter-out standard,$(WORLD)),sandbox-$(WORLD),sandbox)
@@ -24,7 +23,7 @@ export LITELLM_LOCAL_MODEL_COST_MAP := True
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-gpu setup-verifiers install-check lock lock-hashes lock-gpu world demo demo-real example-shop sample example-desk example-parcels example-hangman bench bench-overlap bench-learner bench-intervals gpu-check ablation bench-noise chaos mutate mutate-method adapters-check frameworks-check check format docs test test-deployment test-all test-fast fuzz-replies clean release-check
+.PHONY: help setup setup-gpu setup-verifiers install-check lock lock-hashes lock-gpu world demo demo-real example-shop sample example-desk example-parcels example-hangman bench bench-overlap bench-learner bench-intervals gpu-check ablation bench-noise chaos mutate-method adapters-check frameworks-check check format docs test test-deployment test-all test-fast fuzz-replies clean release-check
 
 # List the targets.
 help:
@@ -56,13 +55,13 @@ $(GPU_VENV)/.ready: requirements/gpu.lock pyproject.toml setup.py
 	$(GPU_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation $(PIP_ARGS) --editable .
 	touch $@
 
-# TRL and Liger kernels beside the GPU environment, for one part of `make gpu-check`.
+# TRL and Liger kernels beside the GPU environment.
 $(GPU_VENV)/.bench-ready: requirements/gpu-bench.lock $(GPU_VENV)/.ready
 	$(GPU_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --require-hashes $(PIP_ARGS) -r requirements/gpu-bench.lock
 	touch $@
 
-# TRL, mutmut or mkdocs, and of what they require only what the main environment lacks; the rest they see there.
-.venv-bench/.ready .venv-mutate/.ready .venv-docs/.ready: .venv-%/.ready: requirements/%.lock $(VENV)/.ready
+# TRL or mkdocs, and of what they require only what the main environment lacks; the rest they see there.
+.venv-bench/.ready .venv-docs/.ready: .venv-%/.ready: requirements/%.lock $(VENV)/.ready
 	test -x .venv-$*/bin/python || $(PYTHON) -m venv .venv-$*
 	$(VENV)/bin/python -c "import site; print('import site; site.addsitedir(' + repr(site.getsitepackages()[0]) + ')')" \
 		> $$(.venv-$*/bin/python -c "import site; print(site.getsitepackages()[0])")/main.pth
@@ -128,7 +127,7 @@ lock-check:
 
 # Write the hashes of the versions that the lock files name, after one was changed by hand.
 lock-hashes: .venv-tools/bin/uv
-	for lock in cpu appworld verifiers bench mutate docs; do \
+	for lock in cpu appworld verifiers bench docs; do \
 		sed -n 's/^\([A-Za-z0-9][^ ]*==[^ ]*\).*/\1/p' requirements/$$lock.lock > requirements/.$$lock.in && \
 		env -u PIP_FIND_LINKS $(UV_COMPILE) requirements/.$$lock.in --no-deps --generate-hashes -o requirements/.$$lock.lock && \
 		mv requirements/.$$lock.lock requirements/$$lock.lock && rm requirements/.$$lock.in || exit 1; \
@@ -215,6 +214,11 @@ bench-store: setup
 bench-learner: $(BENCH_VENV)/.ready
 	$(BENCH_VENV)/bin/python jobs/bench_learner.py $(ARGS)
 
+# The same on one GPU, at the widths of Qwen3.6-27B's layers, with TRL's Liger kernels too.
+.PHONY: bench-learner-gpu
+bench-learner-gpu: $(GPU_VENV)/.bench-ready
+	$(GPU_VENV)/bin/python jobs/bench_learner.py --trl-python $(GPU_VENV)/bin/python --device cuda --shapes 27b-layers --repeats 1 $(ARGS)
+
 # How often the 95 % intervals of evaluations hold the truth, by simulation, beside other methods (some minutes).
 bench-intervals: setup
 	$(VENV)/bin/python jobs/bench_intervals.py $(ARGS)
@@ -232,7 +236,7 @@ image-check: setup
 # Layers of the paper's models at real size on one GPU: agreement, speed, memory, e.g. make gpu-check ARGS="--parts learner"; says so where there is none.
 gpu-check:
 	@if nvidia-smi --list-gpus 2> /dev/null | grep -q .; then \
-		$(if $(GPU_PYTHON),true,$(MAKE) $(GPU_VENV)/.bench-ready) && \
+		$(if $(GPU_PYTHON),true,$(MAKE) $(GPU_VENV)/.ready) && \
 		PYTHONPATH=$(CURDIR) $(or $(GPU_PYTHON),$(GPU_VENV)/bin/python) jobs/gpu_check.py $(ARGS); \
 	else echo "gpu-check: skipped: nvidia-smi lists no GPU here"; fi
 
@@ -248,19 +252,9 @@ bench-noise: world
 chaos: world
 	$(VENV)/bin/python jobs/chaos.py $(ARGS)
 
-# Many small steps, and what each process of the run takes in memory meanwhile, e.g. make soak ARGS="--steps 50" (a quarter of an hour).
-.PHONY: soak
-soak: world
-	$(VENV)/bin/python jobs/soak.py $(ARGS)
-
 # Break every rule of docs/method.md and see the test that it names fail, e.g. make mutate-method ARGS="credit" (ten minutes).
 mutate-method: setup
-	$(VENV)/bin/python jobs/mutate.py method $(ARGS)
-
-# Change the method's code in thousands of places and print what no test noticed (docs/testing.md; an hour or two).
-mutate: .venv-mutate/.ready
-	$(MUTATE_VENV)/bin/mutmut run --max-children 2 $(ARGS)
-	$(VENV)/bin/python jobs/mutate.py report
+	$(VENV)/bin/python jobs/mutate.py $(ARGS)
 
 # The adapters with the real TRL, verifiers, Inspect, ART and verl, each in an environment of its own (2 GB, minutes).
 adapters-check: setup $(BENCH_VENV)/.ready $(ADAPTERS:%=.venv-adapter-%/.ready)

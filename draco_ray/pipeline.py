@@ -24,12 +24,7 @@ import ray
 from draco_ray.algorithm.rules import find_rule
 from draco_ray.config.schema import AlgorithmConfig
 from draco_ray.judging.judge import CallContext
-from draco_ray.judging.phases.base import Phase
-from draco_ray.judging.phases.credit import Credit
-from draco_ray.judging.phases.score import Score
-from draco_ray.judging.phases.stage1 import Stage1
-from draco_ray.judging.phases.stage2 import Stage2
-from draco_ray.judging.phases.union import Union
+from draco_ray.judging.phases import Credit, Phase, Score, Stage1, Stage2, Union
 from draco_ray.judging.pool import Judgement, JudgePool
 from draco_ray.observability.logs import working_on
 from draco_ray.records import Message

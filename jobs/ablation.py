@@ -42,7 +42,7 @@ from draco_ray.lab.evaluation.measures import (
 
 SETTINGS = "draco no-credit static-credit static outcome random"
 Runs = Mapping[str, Mapping[int, Measured]]
-"""Setting -> seed -> what was measured, as far as it was run."""
+"""Setting -> seed -> its run, if there is one."""
 
 
 def budgets(runs: Runs) -> dict[int, float]:
@@ -177,7 +177,7 @@ def write_curves(root: Path, rows: Sequence[Sequence[str | int | float]]) -> Non
 
 
 def print_all(runs: Runs, root: Path, runs_per_task: int) -> None:
-    """Everything that can be said of the runs that there are."""
+    """Print all tables and write the curves of the runs so far."""
     known = {name: of_setting for name, of_setting in runs.items() if of_setting}
     if not known:
         print("nothing has been run yet")

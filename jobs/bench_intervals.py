@@ -27,21 +27,21 @@ from draco_ray.lab.evaluation.measures import pass_hat_k, scenario_of
 from draco_ray.records import BoolArray, FloatArray, IntArray
 
 SCENARIOS = (15, 56, 139)
-"""Of the sandbox's held-out splits, of AppWorld's test_normal and of its test_challenge."""
+"""Numbers of scenarios: the sandbox's held-out splits, AppWorld's test_normal and test_challenge."""
 TASKS, RUNS = 3, 3
 TRUTH = 100_000
 RESAMPLES = 600
 LEVEL = 0.95
 MARKED = 0.93
-"""A lower share of intervals that hold the truth is marked."""
+"""Coverage below which a line is marked."""
 OURS = "ours"
 JUDGMENTS = 30
-"""Of a group: five criteria, six rollouts."""
+"""Judgments per group: five criteria, six rollouts."""
 GRADERS = (("seldom differ", -4.0, 1.0), ("differ", -2.0, 1.0), ("differ by group", -2.0, 3.0))
 """Name, log-odds of a difference, and their spread over groups."""
 _ROUNDING = 1e-9
 SUMMARY: list[tuple[str, str, Sequence[str], dict[int, list[list[float]]]]] = []
-"""What was printed: title, clusters, methods, and by number of clusters the coverage of each method, line by line."""
+"""Printed tables: title, clusters, methods, and the coverage of each method by number of clusters."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,10 +54,10 @@ class Design:
     scenario: float
     task: float
     checkpoint: float = 0.4
-    """Of a checkpoint on a task."""
+    """Effect of a checkpoint on a task."""
     checkpoints: int = 1
     seed: float = 0.0
-    """Of a training seed on everything."""
+    """Effect of a training seed on all tasks."""
 
 
 DESIGNS = (

@@ -13,7 +13,7 @@ adapters after the update are compared, so that the faster side cannot be faster
 TRL pads to the longest sequence of a generation batch. It plays twice: with one generation batch, its default, and with
 one a group, which pads least. Its Liger kernels are Triton's and do not run on a CPU; with ``--device cuda`` it plays a
 third time with them, everything is in bfloat16, memory is the GPU's, and a side that fails is named and left out
-(`make gpu-check`, which takes the shape "27b-layers").
+(`make bench-learner-gpu`).
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ import psutil
 import typer
 
 GROUP = 4
-"""Rollouts of a prompt."""
+"""Rollouts per prompt."""
 PROMPT_TOKENS = 128
 SAMPLED_TOKENS, OBSERVED_TOKENS = 64, 96
-"""Of a turn: what the policy wrote, and what the environment answered."""
+"""Tokens per turn that the policy wrote, and tokens that the environment answered."""
 CELLS = {
     "ragged": (2, 3, 3, 4, 5, 6, 8, 12),
     "equal": (5, 5, 5, 5, 5, 5, 5, 5),
@@ -49,7 +49,7 @@ CELLS = {
 """Turns of each rollout. TRL pads every sequence to the longest of the batch, which costs nothing in the second."""
 REWARDS = (1.0, 0.2, -0.4, 0.6, -1.0, 0.8, 0.1, -0.3)
 REWARD_EPSILON = 1e-4
-"""TRL's, on the group's standard deviation."""
+"""TRL's epsilon on the group's standard deviation."""
 
 SHAPES = {
     # A sixteenth of Qwen3.6-27B's width, and as much of a forward pass in the LM head: a twentieth.
@@ -85,7 +85,7 @@ SHAPES = {
 }
 """Of the random models."""
 ON_CPU = ("27b", "small"), ("ragged", "equal")
-"""Shapes and cells of two cores."""
+"""Default shapes and cells on a CPU with two cores."""
 FIRST_WORDS = 128
 """Token ids of the rollouts are below: each model has so many."""
 RANK, ALPHA, LEARNING_RATE, KL, SEED = 16, 32, 5e-5, 0.01, 0
@@ -113,14 +113,14 @@ class Rollout:
 
 @dataclass(frozen=True, kw_only=True)
 class Update:
-    """What one side's update cost, and what it computed."""
+    """Cost and results of one side's update."""
 
     seconds: float
     cpu_seconds: float
     loaded_mib: float
     """Resident memory right before the update; on a GPU what tensors take of its memory."""
     peak_mib: float
-    """The largest of it during the update."""
+    """Peak memory during the update."""
     computed_tokens: int
     """Of a forward pass over the batch, padding included."""
     loss: float
@@ -215,7 +215,7 @@ class Mark(NamedTuple):
 
 
 def mark(device: str = "cpu") -> Mark:
-    """Now; the process's peak of resident memory, or of the GPU's, is counted anew from here."""
+    """The current clocks and memory; resets the peak memory of the process or the GPU."""
     if device == "cuda":
         import torch
 
@@ -227,7 +227,7 @@ def mark(device: str = "cpu") -> Mark:
 
 
 def cost(since: Mark, device: str = "cpu") -> dict[str, float]:
-    """What `Update` says of time and memory."""
+    """Time and memory fields of `Update`."""
     if device == "cuda":
         import torch
 
@@ -245,7 +245,7 @@ def cost(since: Mark, device: str = "cpu") -> dict[str, float]:
 
 
 def dtype_on(device: str) -> Any:
-    """Of the model, for all sides."""
+    """Precision of the model, equal for all sides."""
     return "bfloat16" if device == "cuda" else "float32"
 
 
@@ -429,7 +429,7 @@ def moved(after: Path, adapter: Path) -> np.ndarray[Any, Any]:
 
 
 def cosine(left: np.ndarray[Any, Any], right: np.ndarray[Any, Any]) -> float:
-    """Of the angle between two vectors."""
+    """Cosine of the angle between two vectors."""
     return float(left @ right / (np.linalg.norm(left) * np.linalg.norm(right)))
 
 

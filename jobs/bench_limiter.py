@@ -24,7 +24,7 @@ from draco_ray.judging.limiter import WINDOW_SECONDS, LeaseRequest, Limiter, Req
 MAX_TOKENS = 16_384
 """judge.max_tokens of the paper's presets."""
 TOKENS_OF_A_GROUP = 30_000
-"""Of the limit, for each of the groups that are judged at the same time: somebody always waits."""
+"""Tokens of the limit per concurrently judged group; so few that some group always waits."""
 ROLLOUTS = 6
 PHASES = (("stage1", 1), ("stage2", ROLLOUTS), ("union", 1), ("score", ROLLOUTS), ("credit", ROLLOUTS))
 PROMPTS = {
@@ -34,9 +34,9 @@ PROMPTS = {
     "score": (4500, 27000),
     "credit": (5000, 28000),
 }
-"""Shortest and longest, in tokens: trajectories of 2 to 20 thousand."""
+"""Minimum and maximum prompt length, in tokens, for trajectories of 2,000 to 20,000."""
 REPLIES = {"stage1": (6.9, 0.3), "stage2": (6.3, 0.6), "union": (7.6, 0.3), "score": (7.6, 0.4), "credit": (7.3, 0.5)}
-"""Of the logarithm: mean and standard deviation, as the rule judge and the paper's cost table have them."""
+"""Mean and standard deviation of the logarithm of a reply's tokens, as of the rule judge and the paper."""
 SETTLED_MINUTES = 20
 
 

@@ -43,7 +43,7 @@ Cell = tuple[str, str, int]
 
 
 def words(noise: Mapping[str, float]) -> list[str]:
-    """``draco train``'s words for it."""
+    """Overrides of ``draco train`` for a noise."""
     return [f"judge.rule_judge.{name}={share:g}" for name, share in noise.items()]
 
 
@@ -71,7 +71,7 @@ class Left:
     setting: str
     seeds: int
     tgc: Interval
-    """After training."""
+    """TGC after training."""
     gain: Interval
     kept: float | None
     """Its share of the gain under a judge that is right, of the seeds that both have; None where there is none."""
@@ -103,7 +103,7 @@ def what_is_left(found: Mapping[Cell, Measured], noises: list[str], settings: li
 
 
 def of_setting(found: Mapping[Cell, Measured], noise: str, setting: str) -> dict[int, Measured]:
-    """Seed -> the run of it."""
+    """Seed -> run of this noise and setting."""
     return {seed: run for (of, name, seed), run in found.items() if (of, name) == (noise, setting)}
 
 
@@ -133,7 +133,7 @@ def print_table(found: Mapping[Cell, Measured], noises: list[str], settings: lis
 
 
 def write_plot(root: Path, lines: Sequence[Left]) -> None:
-    """What is left as ``noise.csv`` and ``noise.png``, where anything was run."""
+    """Write ``noise.csv`` and ``noise.png``, if there is a run."""
     if not lines:
         return
     with (root / "noise.csv").open("w", encoding="utf-8", newline="") as file:
@@ -150,7 +150,7 @@ def write_plot(root: Path, lines: Sequence[Left]) -> None:
     axes = figure.subplots()
     for place, setting in enumerate(settings):
         here = [each for each in lines if each.setting == setting]
-        # Beside each other, not upon each other.
+        # Offset the settings so that their points do not overlap.
         at = [names.index(each.noise) + 0.24 * (place - (len(settings) - 1) / 2) for each in here]
         means = [100 * each.gain.mean for each in here]
         below = [mean - 100 * each.gain.low for mean, each in zip(means, here, strict=True)]

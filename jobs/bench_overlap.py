@@ -37,7 +37,7 @@ from draco_ray.engine.chat import ChatTokens
 from draco_ray.environments.appworld.data_root import load_task
 from draco_ray.environments.appworld.environment import AppWorldEnvironment
 from draco_ray.environments.base import make_environment
-from draco_ray.judging.phases.base import Phase
+from draco_ray.judging.phases import Phase
 from draco_ray.pipeline import Group, GroupState, Pipeline
 from draco_ray.records import Message
 from draco_ray.rollout.agent import agent_template, fill_agent_prompt

@@ -35,7 +35,7 @@ from rich.console import Console
 from draco_ray.config.load import load_config
 from draco_ray.config.schema import DracoConfig, EnvironmentConfig, JudgeConfig
 from draco_ray.judging.judge import CallContext
-from draco_ray.judging.phases.base import Phase
+from draco_ray.judging.phases import Phase
 from draco_ray.judging.pool import Judgement, JudgePool, phase_summary
 from draco_ray.pipeline import Group, Pipeline
 from draco_ray.records import (

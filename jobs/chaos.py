@@ -36,16 +36,16 @@ from draco_ray.terminal import PlainConsole
 
 STEPS, PROMPTS, GROUP = 2, 2, 3
 JUDGE_SECONDS = 1.0
-"""Of a reply, so that a fault finds calls under way."""
+"""Seconds per reply, so that a fault finds calls in flight."""
 LIMIT_SECONDS = 900.0
 RAY_FOLDER = Path(os.environ.get("RAY_TMPDIR", "/tmp"), "ray")
 """Where Ray keeps the sessions that it starts itself."""
 SETTLE_SECONDS = 60.0
-"""For replies to be stored, and for processes to end."""
+"""Time for replies to be stored and processes to end."""
 SAID = ("draco: ", "done in ", "stopped; ")
-"""What a run's last words begin with."""
+"""Beginnings of a run's last line."""
 CATCH_SECONDS = 3.0
-"""For a reply that has left the judge to be stored."""
+"""Time for a reply in flight to be stored."""
 STOP_SECONDS = 90.0
 BETWEEN_SIGNALS_SECONDS = 1.0
 SMALL_STORE_MIB, SMALL_FOLDER_MIB = 80, 512
@@ -58,7 +58,7 @@ sys.stdin.read()
 """
 """Keeps twice what the object store holds; Ray writes the rest to disk."""
 RAY = ("-m", "ray.scripts.scripts")
-"""What Python runs as `ray`."""
+"""Arguments of Python that run `ray`."""
 HEAD_ATTEMPTS = 3
 """Ray gives a head 30 s to start, which a busy machine may miss."""
 
@@ -102,14 +102,14 @@ class Head:
 
 @dataclass(frozen=True, kw_only=True)
 class Scene:
-    """What a fault may touch."""
+    """Processes and data that a fault may affect."""
 
     driver: int
     judge: int
     world: Path
     head: Head | None
     stack: contextlib.ExitStack
-    """Ends with the run."""
+    """Closed when the run ends."""
 
 
 def kill(scene: Scene, victims: Sequence[int]) -> None:
@@ -137,6 +137,12 @@ def stop(scene: Scene, victims: Sequence[int]) -> None:
     """SIGSTOP until the run has ended."""
     for victim in victims:
         os.kill(victim, signal.SIGSTOP)
+
+
+def stop_and_hold(scene: Scene, victims: Sequence[int]) -> None:
+    """SIGSTOP until the run has ended, which it does not before it notices: the judge is held meanwhile."""
+    stop(scene, victims)
+    time.sleep(STOP_SECONDS)
 
 
 def stop_for_a_while(scene: Scene, victims: Sequence[int]) -> None:
@@ -187,14 +193,14 @@ def gone(path: Path) -> Path:
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """What is done to which processes."""
+    """A fault: its victims and its action."""
 
     find: Callable[[Scene], list[int]]
     strike: Callable[[Scene, Sequence[int]], None] = kill
     held: bool = True
     """Whether the judge is held meanwhile: see `held`."""
     settings: tuple[str, ...] = ()
-    """Of the run."""
+    """Configuration overrides of the run."""
     head: Callable[[Path], contextlib.AbstractContextManager[Head]] | None = None
     """Starts the Ray that the run joins; None: it starts one itself."""
     own_world: bool = False
@@ -332,6 +338,7 @@ FAULTS: dict[str, Fault] = {
     "SIGTERM": Fault(find=the_driver, strike=terminate),
     "two Ctrl-C": Fault(find=the_driver, strike=interrupt_twice),
     "GCS": Fault(find=of_words("gcs_server"), strike=kill_and_hold),
+    "GCS stopped": Fault(find=of_words("gcs_server"), strike=stop_and_hold),
     "object store full": Fault(
         find=of_head, strike=fill_object_store, head=partial(ray_head, store_mib=SMALL_STORE_MIB)
     ),
@@ -342,7 +349,7 @@ FAULTS: dict[str, Fault] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What became of a run."""
+    """Outcome of a run."""
 
     fault: str
     survived: str
@@ -377,7 +384,7 @@ def strike(name: str, root: Path, world: Path, model: Path) -> Outcome:
                 f"judge.model=openai/{MODEL_NAME}",
                 f"judge.api_base={judge.base_url}",
                 "judge.api_key_env=NO_KEY_IS_ASKED_FOR",
-                # A judge that is gone is given up on in seconds rather than minutes.
+                # Give up on a dead judge within seconds.
                 "judge.max_outage_seconds=10",
                 f"train.prompts_per_step={PROMPTS}",
                 f"train.steps={STEPS}",

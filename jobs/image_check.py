@@ -21,7 +21,7 @@ from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 ENVIRONMENTS = {"/opt/draco": REPOSITORY / ".venv", "/opt/appworld": REPOSITORY / ".venv-appworld"}
-"""What ``COPY --from=build`` would bring."""
+"""Folders that ``COPY --from=build`` would copy."""
 BASE = "ca-certificates,libffi8,libreadline8,libsqlite3-0,libssl3,netbase,tzdata"
 """What the base image holds for its Python, beyond Debian's smallest installation."""
 NO_TERMINAL = ("bash: cannot set terminal process group", "bash: no job control")
@@ -47,7 +47,7 @@ def instructions(text: str) -> list[tuple[str, str]]:
 
 
 def last_stage(text: str) -> list[tuple[str, str]]:
-    """What follows the last FROM."""
+    """Instructions after the last FROM."""
     every = instructions(text)
     start = max(index for index, (name, _) in enumerate(every) if name == "FROM")
     return every[start + 1 :]

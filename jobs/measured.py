@@ -35,7 +35,7 @@ REFERENCE_JUDGE = "gpt-5.4"
 
 @dataclass(frozen=True)
 class Spend:
-    """What the judge of a run had read and written until some step."""
+    """Tokens and dollars of a run's judge up to a step."""
 
     tokens: int = 0
     dollars: float = 0.0
@@ -50,7 +50,7 @@ class Measured:
 
     evaluations: Mapping[int, Sequence[Evaluation]]
     spent: Mapping[int, Spend]
-    """Until the end of that step, for every step that was evaluated."""
+    """Evaluated step -> spend up to its end."""
     policy: str
     """Begins the SHA-256 of the weights that it started from, which differ from one kind of CPU to another."""
 
@@ -114,7 +114,7 @@ def of_one_policy(found: Iterable[tuple[int, Measured]], waiting: Iterable[Wante
 
 
 def _spend(calls: Sequence[JudgeCall], price: Price) -> Spend:
-    # What a cache answered was paid for once.
+    # Replies from the cache cost nothing.
     calls = [call for call in calls if call.requests]
     tokens_in = sum(call.input_tokens for call in calls)
     cached = sum(call.cached_tokens for call in calls)
@@ -134,9 +134,9 @@ class Wanted:
     """Held-out tasks are played before training, after every so many steps (None: none) and after the last one."""
     runs_per_task: int
     overrides: tuple[str, ...] = ()
-    """Further words of ``draco train``."""
+    """Further overrides of ``draco train``."""
     label: str = ""
-    """Of these, for its name."""
+    """Label of the overrides in the run's name."""
 
     @property
     def name(self) -> str:
@@ -149,7 +149,7 @@ class Wanted:
 
     @property
     def words(self) -> list[str]:
-        """``KEY=VALUE`` of it, wherever it is."""
+        """``KEY=VALUE`` overrides, without the run's location."""
         curve = [] if self.every is None else [f"train.evaluate_every={self.every}"]
         measured = ["train.evaluate_before_after=true", *curve, f"train.evaluation_runs={self.runs_per_task}"]
         return [f"seed={self.seed}", f"train.steps={self.steps}", *measured, *self.overrides]
@@ -209,7 +209,7 @@ def write(path: Path, words: Sequence[str], measured: Measured) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     begun = path.with_suffix(".begun")
     begun.write_text("".join(f"{json.dumps(line)}\n" for line in lines), encoding="utf-8")
-    # Whole or not there: a file stands for a finished run.
+    # Write atomically: an existing file means a finished run.
     begun.replace(path)
 
 

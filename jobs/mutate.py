@@ -1,37 +1,34 @@
-"""Whether the tests can fail: break the code on purpose and see that they do (`make mutate-method`, `make mutate`).
+"""Whether the tests can fail: break the method on purpose and see that they do (`make mutate-method`).
 
-``method`` applies the mutations of tests/mutation/method.toml, each to a copy of the package, and runs the tests that
-docs/method.md names for that row. ``report`` reads what mutmut left in ``mutants``: killed and surviving mutants by
-module, and every survivor that tests/mutation/survivors.toml does not explain.
+python jobs/mutate.py [ROW]... [--slow]
+
+Applies the mutations of tests/mutation/method.toml, each to a copy of the package, and runs the tests that
+docs/method.md names for that row.
 """
 
 from __future__ import annotations
 
-import argparse
-import difflib
-import fnmatch
 import importlib
-import json
 import multiprocessing
 import os
-import re
 import shutil
 import sys
 import tempfile
 import tomllib
-from collections import Counter, defaultdict
-from collections.abc import Collection, Iterator, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Annotated
 
 import pytest
+import typer
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 METHOD = REPOSITORY / "tests" / "mutation" / "method.toml"
-SURVIVORS = REPOSITORY / "tests" / "mutation" / "survivors.toml"
 COPIED = ("draco_ray", "prompts")
-"""What a mutation may touch; everything else is seen through links."""
+"""Copied because mutations change them; everything else is linked."""
 SLOW = ("tests/e2e/", "tests/integration/")
 FORK = multiprocessing.get_context("fork")
 PRELOADED = (
@@ -39,14 +36,6 @@ PRELOADED = (
     *("fastapi", "litellm", "peft", "pyarrow.parquet", "ray", "torch", "transformers"),
 )
 """Imported once, before anything is broken; none of them starts a thread at import."""
-FATES: dict[int | None, str] = {
-    None: "not tried",
-    0: "survived",
-    **dict.fromkeys((5, 33), "no test"),
-    **dict.fromkeys((-24, 24, 36, 152, 255), "timed out"),
-}
-"""By mutmut's exit code; every other one is a kill. A time-out is none: no test failed, and the machine may be busy."""
-UNREACHED = "no test reaches it"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,18 +43,18 @@ class Mutation:
     """One broken rule, and the tests that hold it."""
 
     row: str
-    """Of docs/method.md."""
+    """Row of the table in docs/method.md."""
     breaks: str
     file: str
     old: str
     """Text that occurs once in ``file``."""
     new: str
     tests: list[str]
-    """Each has to fail."""
+    """Tests that have to fail."""
 
 
 def mutations(path: Path = METHOD) -> list[Mutation]:
-    """The table."""
+    """Read the table of mutations."""
     return [Mutation(**entry) for entry in tomllib.loads(path.read_text(encoding="utf-8"))["mutation"]]
 
 
@@ -85,7 +74,7 @@ def copy_tree(folder: Path) -> None:
     for path in REPOSITORY.iterdir():
         if path.name in COPIED:
             shutil.copytree(path, folder / path.name, ignore=shutil.ignore_patterns("__pycache__"))
-        elif path.name not in (".git", "mutants"):
+        elif path.name != ".git":
             (folder / path.name).symlink_to(path)
 
 
@@ -96,7 +85,7 @@ class Results:
         self.names: dict[str, list[str]] = {"failed": [], "skipped": []}
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Of set-up, test and tear-down alike."""
+        """Record failures of set-up, test and tear-down."""
         self.names.get(report.outcome, []).append(report.nodeid)
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
@@ -155,6 +144,8 @@ def check_method(rows: Sequence[str], *, slow: bool) -> int:
     """
     chosen = [m for m in mutations() if not rows or any(part in m.row for part in rows)]
     table = [(m, tests) for m in chosen if (tests := [t for t in m.tests if slow or not t.startswith(SLOW)])]
+    if not table:
+        raise SystemExit(f"mutate: no row's name contains any of {', '.join(rows)}")
     sys.dont_write_bytecode = True
     for name in PRELOADED:
         importlib.import_module(name)
@@ -180,128 +171,14 @@ def check_method(rows: Sequence[str], *, slow: bool) -> int:
     return counts.total() - counts["fails"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Mutant:
-    """What mutmut made of a function, and what the tests made of that."""
-
-    module: str
-    function: str
-    """``Class.method`` or ``function``."""
-    diff: str
-    """Lines taken out and put in, each behind its sign, of one that survived."""
-    fate: str
-    """``killed``, ``survived``, ``timed out``, ``no test`` (none runs the function) or ``not tried``."""
-
-
-def mutants(folder: Path) -> Iterator[Mutant]:
-    """Every mutant that was tried, from mutmut's working folder."""
-    for meta in sorted(folder.rglob("*.py.meta")):
-        codes = json.loads(meta.read_text(encoding="utf-8"))["exit_code_by_key"]
-        wanted = {key.rpartition(".")[2] for key, code in codes.items() if code == 0}
-        originals = {f"{name.rpartition('__mutmut_')[0]}__mutmut_orig" for name in wanted}
-        source = _functions(meta.with_suffix(""), wanted | originals) if wanted else {}
-        for key, code in codes.items():
-            name = key.rpartition(".")[2]
-            original, _, _ = name.rpartition("__mutmut_")
-            yield Mutant(
-                module=str(meta.relative_to(folder).with_suffix("").with_suffix("")),
-                function=original.removeprefix("x_").removeprefix("xǁ").replace("ǁ", "."),
-                diff=_diff(source[f"{original}__mutmut_orig"], source[name]) if code == 0 else UNREACHED,
-                fate=FATES.get(code, "killed"),
-            )
-
-
-def _functions(path: Path, names: Collection[str]) -> dict[str, list[str]]:
-    """The lines of some functions of a file without their names; mutmut's files are too large to be parsed."""
-    found: dict[str, list[str]] = {}
-    lines: list[str] | None = None
-    depth = 0
-    for line in path.read_text(encoding="utf-8").split("\n"):
-        inside = line.startswith(" " * (depth + 1)) or not line.strip() or line.lstrip().startswith(")")
-        begins = re.match(r"( *)(?:async )?def (\w+__mutmut_\w+)", line)
-        if begins is not None:
-            depth = len(begins[1])
-            lines = found.setdefault(begins[2], []) if begins[2] in names else None
-            line = line.replace(begins[2], "")
-        elif not inside:
-            lines = None
-        if lines is not None:
-            lines.append(line)
-    return found
-
-
-def _diff(before: list[str], after: list[str]) -> str:
-    lines = difflib.ndiff(before, after)
-    return "\n".join(f"{line[0]} {line[2:].strip()}" for line in lines if line[0] in "+-")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Explanation:
-    """Why survivors of a kind are no gap in the tests."""
-
-    function: str
-    """Pattern over ``module:function``."""
-    diff: str
-    """Pattern (a regular expression) that is found in the diff."""
-    reason: str
-
-    def covers(self, mutant: Mutant) -> bool:
-        """Whether it is about this one."""
-        name = f"{mutant.module}:{mutant.function}"
-        return fnmatch.fnmatchcase(name, self.function) and re.search(self.diff, mutant.diff) is not None
-
-
-def explanations(path: Path) -> list[Explanation]:
-    """The reviewed survivors."""
-    return [Explanation(**entry) for entry in tomllib.loads(path.read_text(encoding="utf-8"))["explained"]]
-
-
-def report(folder: Path) -> int:
-    """Print a line a module and every survivor that nothing explains; returns how many these are."""
-    known = explanations(SURVIVORS)
-    counts: dict[str, Counter[str]] = defaultdict(Counter)
-    open_: list[Mutant] = []
-    used: Counter[Explanation] = Counter()
-    for mutant in mutants(folder):
-        fate = mutant.fate
-        if fate in ("survived", "no test"):
-            if reason := next((each for each in known if each.covers(mutant)), None):
-                fate = "explained"
-                used[reason] += 1
-            else:
-                open_.append(mutant)
-        counts[mutant.module][fate] += 1
-    for mutant in open_:
-        print(f"{mutant.module}:{mutant.function}\n{mutant.diff}\n")
-    for each in known:
-        if not used[each]:
-            print(f"explains nothing any more: {each.function}: {each.diff}")
-    columns = ("killed", "explained", "survived", "timed out", "no test", "not tried")
-    print("| module | mutants | " + " | ".join(columns) + " |")
-    print("|---|" + "---:|" * (1 + len(columns)))
-    counts["all"] = sum(counts.values(), start=Counter())
-    for module, of_module in counts.items():
-        print(
-            f"| `{module}` | {of_module.total()} | " + " | ".join(str(of_module[column]) for column in columns) + " |"
-        )
-    return len(open_)
-
-
-def main() -> None:
-    """Read the arguments; exit 1 if something broken was not noticed."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    commands = parser.add_subparsers(dest="command", required=True)
-    method = commands.add_parser("method", help="break the rules of docs/method.md one by one")
-    method.add_argument("rows", nargs="*", help="parts of the rows' names; none is all")
-    method.add_argument("--slow", action="store_true", help="also the tests that start Ray, vLLM and AppWorld")
-    survivors = commands.add_parser("report", help="read mutmut's results")
-    survivors.add_argument("--folder", type=Path, default=REPOSITORY / "mutants")
-    arguments = parser.parse_args()
-    missed = (
-        check_method(arguments.rows, slow=arguments.slow) if arguments.command == "method" else report(arguments.folder)
-    )
-    sys.exit(1 if missed else 0)
+def main(
+    rows: Annotated[list[str] | None, typer.Argument(help="Parts of the rows' names (default: all rows).")] = None,
+    slow: Annotated[bool, typer.Option("--slow", help="Also the tests that start Ray, vLLM and AppWorld.")] = False,
+) -> None:
+    """Break the rules of docs/method.md one by one; exit code 1 if a test does not notice."""
+    if check_method(rows or [], slow=slow):
+        raise typer.Exit(1)
 
 
 if __name__ == "__main__":
-    main()
+    typer.run(main)

@@ -23,7 +23,7 @@ from draco_ray.lab.report.page import write_report
 from draco_ray.runs.directory import RunDirectory
 
 NAME = "shop"
-"""What the run is called on its page."""
+"""Name of the run on its page."""
 COPIED = ("metrics.jsonl", "tables", "evaluations")
 _PATH = re.compile(r"(?<![\w./<])/(?:home|root|tmp|work|mnt|opt|usr|var|data|Users|dev/shm)/[\w./-]+")
 _PACKED = re.compile(r'<script type="text/plain" id="\w+">([\w+/=]*)</script>')
@@ -55,7 +55,7 @@ def write_sample(run: RunDirectory, out: Path) -> None:
             elif (run.path / name).exists():
                 shutil.copy(run.path / name, neutral.path / name)
         page = Path(folder) / "report.html"
-        write_report(neutral, page)
+        write_report(neutral, page, tokens=True)
         if left := sorted(set(places(page.read_text(encoding="utf-8")))):
             raise ConfigError(f"{run.path}: its page would name {', '.join(left[:5])}")
         out.parent.mkdir(parents=True, exist_ok=True)

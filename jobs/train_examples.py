@@ -97,13 +97,13 @@ def rate(evaluations: Sequence[Evaluation]) -> ClusteredMean:
 
 
 def shown(interval: Interval, sign: str = "") -> str:
-    """In percent, with its bounds."""
+    """A rate and its interval, in percent."""
     mean, low, high = (f"{100 * value:{sign}.1f}" for value in (interval.mean, interval.low, interval.high))
     return f"{mean} [{low}, {high}]"
 
 
 def table(rows: Mapping[str, Sequence[str]]) -> str:
-    """Markdown."""
+    """The table as Markdown."""
     lines = [HEADER, ("---", *["---:"] * (len(HEADER) - 1)), *((name, *row) for name, row in rows.items())]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 

@@ -1,17 +1,20 @@
-"""A scorer for Inspect: the rubric's reward, and the verdicts as metadata, which its log viewer shows.
+"""A scorer for Inspect and a scanner for Inspect Scout: the rubric's pass share, and the verdicts as metadata.
 
-    from draco_ray.adapters.inspect_scorer import draco_scorer
+    from draco_ray.adapters.inspect_scorer import draco_scanner, draco_scorer
 
     @task
     def booking():
         return Task(dataset=..., solver=..., scorer=draco_scorer("openai/gpt-5.4", budget=5.0))
 
-A scorer sees one sample at a time: the rubric is written for its task and its run, and there is no group to compare it
-with. `draco judge LOG.eval` judges all epochs of a sample together.
+    scan([draco_scanner("openai/gpt-5.4", budget=5.0)], transcripts=transcripts_from("logs"))
+
+Both see one run at a time: the rubric is written for its task and its run, and there is no group to compare it with.
+`draco judge LOG.eval` judges all epochs of a sample together.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from draco_ray.adapters.conversations import Judging
@@ -34,35 +37,52 @@ def draco_scorer(model: str | None = None, **options: Any) -> Any:
     @scorer(metrics=[mean(), stderr()], name="draco")
     def draco() -> Any:
         async def score(state: Any, target: Any) -> Any:
-            messages = [message.model_dump(mode="json", exclude_none=True) for message in state.messages]
-            record = {"task_id": str(state.sample_id), "messages": messages}
-            try:
-                (judged,) = await judging([record])
-            except TraceError as error:
-                return Score(value=float("nan"), explanation=str(error))
-            if judged is None or judged.trace.reward is None:
-                reason = "it is no trace" if judged is None else judged.trace.error
-                return Score(value=float("nan"), explanation=f"not judged: {reason}")
-            trace = judged.trace
-            # The reward is (passed - failed) / applicable.
-            return Score(
-                value=(1.0 + (trace.reward or 0.0)) / 2.0,
-                explanation="\n".join(f"{each.verdict}: {each.title}: {each.justification}" for each in trace.verdicts),
-                metadata={
-                    "reward": trace.reward,
-                    "verdicts": [
-                        {
-                            "title": each.title,
-                            "verdict": each.verdict,
-                            "evidence": each.evidence,
-                            "steps": list(each.steps),
-                        }
-                        for each in trace.verdicts
-                    ],
-                    "step_quality": [step.quality for step in trace.steps],
-                },
-            )
+            value, explanation, metadata = await _judged(judging, str(state.sample_id), state.messages)
+            return Score(value=float("nan") if value is None else value, explanation=explanation, metadata=metadata)
 
         return score
 
     return draco()
+
+
+def draco_scanner(model: str | None = None, **options: Any) -> Any:
+    """A Scout ``@scanner`` over whole transcripts; the arguments and the value are `draco_scorer`'s."""
+    from inspect_scout import Result, Transcript, scanner
+
+    judging = Judging(model, **options)
+
+    @scanner(messages="all", name="draco")
+    def draco() -> Any:
+        async def scan(transcript: Any) -> Any:
+            task = transcript.task_id or transcript.transcript_id
+            value, explanation, metadata = await _judged(judging, str(task), transcript.messages)
+            return Result(value=value, explanation=explanation, metadata=metadata)
+
+        # Scout reads from it what to hand over, and cannot look up the name of a package imported here.
+        scan.__annotations__["transcript"] = Transcript
+        return scan
+
+    return draco()
+
+
+async def _judged(
+    judging: Judging, task: str, messages: Sequence[Any]
+) -> tuple[float | None, str, dict[str, Any] | None]:
+    """Pass share, a line a criterion, and the verdicts of a run; None and the reason where it could not be judged."""
+    record = {"task_id": task, "messages": [each.model_dump(mode="json", exclude_none=True) for each in messages]}
+    try:
+        (judged,) = await judging([record])
+    except TraceError as error:
+        return None, str(error), None
+    if judged is None or (reward := judged.trace.reward) is None:
+        return None, f"not judged: {'it is no trace' if judged is None else judged.trace.error}", None
+    trace = judged.trace
+    explanation = "\n".join(f"{each.verdict}: {each.title}: {each.justification}" for each in trace.verdicts)
+    verdicts = [
+        {"title": each.title, "verdict": each.verdict, "evidence": each.evidence, "steps": list(each.steps)}
+        for each in trace.verdicts
+    ]
+    quality = [step.quality for step in trace.steps]
+    # The reward is (passed - failed) / applicable.
+    share = (1.0 + reward) / 2.0
+    return share, explanation, {"reward": reward, "verdicts": verdicts, "step_quality": quality}

@@ -1,4 +1,4 @@
-"""A reward function and per-token advantages for TRL's GRPOTrainer.
+"""A reward function and per-token advantages for TRL's GRPOTrainer and AsyncGRPOTrainer.
 
     from trl import GRPOTrainer
     from draco_ray.adapters.trl import StepCredit
@@ -10,101 +10,142 @@
 The reward is the rubric's, in [-1, 1]. TRL makes of it, and of other reward functions beside it, its own advantage A_i;
 the trainer then spreads that over the tokens of each step (Eq. `credit`), keeping its sum. A conversation whose tokens
 do not show the turns that its messages have (one that was cut, say) keeps A_i on every token.
+
+Groups that TRL splits over processes are gathered: the first process judges them all.
 """
 
 from __future__ import annotations
 
-import asyncio
-import logging
+import sys
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Unpack
+from importlib.metadata import version
+from typing import Any
 
 import numpy as np
+from numpy.typing import ArrayLike
 
-from draco_ray.adapters.conversations import JudgedConversation, Judging
-from draco_ray.adapters.tokens import token_advantages
-from draco_ray.traces.library import JudgeOptions
+from draco_ray.adapters.credit import CreditJudge
+from draco_ray.adapters.verdicts import StepVerdict, TrajectoryKey, digest
+from draco_ray.errors import ConfigError
+from draco_ray.records import FloatArray
 
-log = logging.getLogger(__name__)
 
-
-class StepCredit:
-    """A reward function of TRL's, which remembers what the judge said for `trainer`."""
+class StepCredit(CreditJudge):
+    """A reward function for TRL, whose verdicts `trainer` spreads over tokens."""
 
     __name__ = "draco"
-
-    def __init__(self, model: str | None = None, **options: Unpack[JudgeOptions]) -> None:
-        """
-        Args:
-            model: LiteLLM's name of the judge; None: that of ``config``.
-            options: of `draco_ray.judge`: budget (of all generations together), rubric, api_base, out, ...
-
-        Raises: see `Judging`.
-        """
-        self._judging = Judging(model, **options)
-        self._latest: list[JudgedConversation | None] = []
+    _keys: Sequence[TrajectoryKey] = ()
+    """Of the latest call, in its order."""
 
     def __call__(
-        self, prompts: Sequence[Any], completions: Sequence[Any], messages: Sequence[Any] | None = None, **_: Any
+        self,
+        prompts: Sequence[Any],
+        completions: Sequence[Any],
+        completion_ids: Sequence[Sequence[int]] | None = None,
+        messages: Sequence[Any] | None = None,
+        **_: Any,
     ) -> list[float | None]:
         """Rewards of one generation; None where a conversation could not be judged.
 
         Args:
             prompts: text, or messages. Equal ones are a group.
             completions: text, or messages, tool calls and results included.
+            completion_ids: token ids of each completion, tool results included.
             messages: whole conversations, where ``rollout_func`` returns them: they win over ``completions``.
         """
         records = [
             {"task_id": repr(prompt), "messages": [*_messages(prompt, "user"), *_messages(said, "assistant")]}
             for prompt, said in zip(prompts, messages or completions, strict=True)
         ]
-        # TRL may call from within a running loop.
-        with ThreadPoolExecutor(max_workers=1) as thread:
-            judging = thread.submit(asyncio.run, self._judging(records))
-            self._latest = judging.result()
-        return [None if each is None else each.trace.reward for each in self._latest]
+        names = completion_ids or [record["messages"] for record in records]
+        self._keys = [trajectory_key(*each) for each in zip(prompts, names, strict=True)]
+        return [each.reward for each in self._judge_everywhere(records)]
 
-    def advantages(self, advantages: Sequence[float], mask: np.ndarray) -> np.ndarray:
-        """Spread A_i over the tokens of the latest generation.
+    def _judge_everywhere(self, records: list[dict[str, Any]]) -> list[StepVerdict]:
+        """Judge the records of all processes on the first one, so that every group is whole."""
+        torch = sys.modules.get("torch")
+        dist = getattr(torch, "distributed", None)
+        if dist is None or not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
+            return self.judge_sync(self._keys, records)
+        parts: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(parts, (self._keys, records))
+        answer: list[Any] = [None]
+        if dist.get_rank() == 0:
+            try:
+                answer = [self.judge_sync(*([each for part in parts for each in part[n]] for n in (0, 1)))]
+            except Exception as error:  # The other processes wait for an answer.
+                answer = [error]
+        dist.broadcast_object_list(answer, src=0)
+        if isinstance(answer[0], Exception):
+            raise answer[0]
+        begin = sum(len(part[0]) for part in parts[: dist.get_rank()])
+        verdicts: list[StepVerdict] = answer[0][begin : begin + len(records)]
+        self.store.put(dict(zip(self._keys, verdicts, strict=True)))
+        return verdicts
+
+    def advantages(
+        self, advantages: ArrayLike, mask: ArrayLike, completion_ids: Sequence[Sequence[int]] | None = None
+    ) -> FloatArray:
+        """Spread A_i over the tokens of the latest call's sequences.
 
         Args:
             advantages: (B,).
             mask: (B, T), 1 where the policy sampled the token.
-        Returns: (B, T) float32.
+            completion_ids: token ids of each, to recognise sequences that are not those of the call.
+
+        Returns: (B, T) float32. Raises: see `VerdictStore.spread`.
         """
-        if len(self._latest) != len(advantages):
-            log.warning(
-                "step credit: %d conversations were judged and %d have advantages: these stay uniform",
-                *(len(self._latest), len(advantages)),
-            )
-            return np.asarray(advantages, dtype=np.float32)[:, None] * (mask != 0)
-        rows = [
-            token_advantages(float(a), each.quality, each.acted, row)
-            if each is not None
-            else token_advantages(float(a), [], [], row)
-            for a, each, row in zip(advantages, self._latest, mask, strict=True)
-        ]
-        return np.stack(rows)
+        mask_BT = np.asarray(mask)
+        keys = list(self._keys)
+        if len(keys) != len(mask_BT):
+            keys = [
+                TrajectoryKey(f"{len(keys)} sequences judged, {len(mask_BT)} trained", "", str(n))
+                for n, _ in enumerate(mask_BT)
+            ]
+        elif completion_ids is not None:
+            keys = [key._replace(sample=digest(list(ids))) for key, ids in zip(keys, completion_ids, strict=True)]
+        return self.store.spread(keys, advantages, mask_BT)
 
     def trainer(self, base: type) -> type:
-        """``base``, a GRPOTrainer, with step credit."""
-        credit = self
+        """``base``, a GRPOTrainer or an AsyncGRPOTrainer, with step credit.
 
-        class StepCreditTrainer(base):
-            """Replaces the advantage of each sequence by one for each of its tokens, which TRL's losses take."""
+        Raises: ConfigError: a trainer, or a version of TRL, whose losses take no advantages for single tokens.
+        """
+        if any(each.__name__ == "AsyncGRPOTrainer" for each in base.__mro__):
+            from draco_ray.adapters.trl_async import async_trainer
 
-            def _generate_and_score_completions(self, inputs: Any) -> Any:
-                output = super()._generate_and_score_completions(inputs)
-                mask = output["completion_mask"]
-                if "tool_mask" in output:
-                    mask = mask * output["tool_mask"]
-                uniform = output["advantages"]
-                spread = credit.advantages(uniform.tolist(), mask.cpu().numpy())
-                output["advantages"] = uniform.new_tensor(spread)
-                return output
+            return async_trainer(self, base)
+        if not hasattr(base, "_generate_and_score_completions"):
+            raise ConfigError(
+                f"trl {version('trl')}: {base.__name__} has no _generate_and_score_completions, where advantages are "
+                "computed; expected a GRPOTrainer or an AsyncGRPOTrainer"
+            )
+        return _sync_trainer(self, base)
 
-        return StepCreditTrainer
+
+def _sync_trainer(credit: StepCredit, base: Any) -> type:
+    class StepCreditTrainer(base):
+        """Replaces the advantage of each sequence by one for each of its tokens, which TRL's losses take."""
+
+        def _generate_and_score_completions(self, inputs: Any) -> Any:
+            credit._keys = ()
+            output = super()._generate_and_score_completions(inputs)
+            shown = output["completion_mask"].bool()
+            mask = shown * output["tool_mask"] if "tool_mask" in output else shown
+            uniform = output["advantages"]
+            ids = [row[there].tolist() for row, there in zip(output["completion_ids"], shown, strict=True)]
+            before = credit.store.counts.copy()
+            output["advantages"] = uniform.new_tensor(credit.advantages(uniform.tolist(), mask.cpu().numpy(), ids))
+            for name, count in (credit.store.counts - before).items():
+                self._metrics["train" if self.model.training else "eval"][f"draco/{name}"].append(count)
+            return output
+
+    return StepCreditTrainer
+
+
+def trajectory_key(prompt: Any, completion: Any) -> TrajectoryKey:
+    """The key of a completion: the content names it, so that shuffled and repeated samples are found."""
+    return TrajectoryKey(digest(repr(prompt)), "", digest(list(completion)))
 
 
 def _messages(said: Any, role: str) -> list[Any]:

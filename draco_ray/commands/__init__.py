@@ -1,1 +1,1 @@
-"""What the commands do; `draco_ray.commands.groups` declares them, and `draco_ray.cli` assembles them."""
+"""Implementations of the commands; `draco_ray.commands.groups` declares them, and `draco_ray.cli` assembles them."""

@@ -43,7 +43,7 @@ def check(config: DracoConfig, console: Console | None = None) -> None:
 
 
 def check_memory(start: Start) -> None:
-    """Learner, engines and Ray fit into memory: of the GPU where they use one, else of this machine."""
+    """Check that learner, engines and Ray fit into the memory of the GPUs or of this machine."""
     config = start.config
     if not start.has_model or address_of(config) is not None:
         return
@@ -57,7 +57,7 @@ def check_memory(start: Start) -> None:
         import torch
 
         if not torch.cuda.is_available():
-            return  # The check of resources says so.
+            return  # The check of resources reports it.
         gpu = torch.cuda.get_device_properties(0).total_memory
     problems = memory_problems(config, shape, gpu, int(Assumptions().reserved_gib * GIB))
     needed, total, free = host_bytes(config, shape), memory_bytes(), psutil.virtual_memory().available
@@ -76,7 +76,7 @@ def check_memory(start: Start) -> None:
 
 
 def check_world(start: Start) -> None:
-    """A task can be begun: tools and servers start."""
+    """Check that a task can be started, with its tools and servers."""
     config = start.config
     if start.environment is None or not (tasks := start.environment.tasks(config.data.train_split)):
         return
@@ -110,7 +110,7 @@ async def _begin(environment: Environment, task: str, seconds: float) -> None:
 
 
 def check_judge(start: Start) -> None:
-    """The judge answers."""
+    """Check that the judge answers."""
     watch = start.config.watch
     seconds = watch.start_seconds or JUDGE_SECONDS
     config = start.config.model_copy(update={"watch": watch.model_copy(update={"start_seconds": seconds})})

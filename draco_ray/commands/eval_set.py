@@ -38,10 +38,10 @@ from draco_ray.lab.files import check_folder
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalSetOptions:
-    """What `draco eval-set` was asked for; None and empty leave it to the file."""
+    """Options of `draco eval-set`; for None and empty ones the file's values are used."""
 
     words: Sequence[str]
-    """A file first, or none, then ``KEY=VALUE``."""
+    """An optional file, then ``KEY=VALUE`` words."""
     settings: Sequence[str]
     """``LABEL=POLICY``, where a run directory stands for its last epochs; one label several times is its seeds."""
     splits: Sequence[str]
@@ -58,7 +58,7 @@ class EvalSetOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Ready:
-    """An evaluation that was looked at and can be run."""
+    """An evaluation that was checked and can be run."""
 
     planned: PlannedEvaluation
     plan: Plan
@@ -81,7 +81,7 @@ def evaluate_set(options: EvalSetOptions, starter: Path) -> None:
     idle = {"tau_bench.trials": "beside runs"} if wanted.runs is not None else {}
     check_effect("draco eval-set", typed, (*READ, "setting", "tau_bench"), idle)
     planned = planned_evaluations(wanted, out)
-    # Whatever is wrong with the last of them is said before the first is run.
+    # Check all evaluations before the first one runs.
     ready = [_prepare(each, wanted, options, starter) for each in planned]
     _check_rows(ready)
     unfinished = [each for each in ready if not _finished(each, options.retry_errors)]
@@ -160,7 +160,7 @@ def _named_settings(arguments: Sequence[str], last_epochs: int | None) -> dict[s
 
 
 def _prepare(planned: PlannedEvaluation, wanted: EvaluationSet, options: EvalSetOptions, starter: Path) -> _Ready:
-    """Find out what would be run; raises ConfigError where it cannot be, or is another than what was begun."""
+    """Check one evaluation. Raises ConfigError if it cannot run, or its folder holds a different evaluation."""
     told = _options(planned.setting, planned, wanted, options)
     check_options(told)
     ready = (_prepare_tau if planned.split == TAU else _prepare_split)(planned, told, wanted.max_lost_share, starter)

@@ -35,14 +35,14 @@ from draco_ray.lab.files import check_folder
 
 RUNS = 3
 READ = ("seed", "data", "model", "agent", "environment", "engine", "learner", "judge", "algorithm", "watch", "ray")
-"""What of a configuration an evaluation acts on."""
+"""Sections of the configuration that an evaluation uses."""
 OF_A_CLIENT = ("limits", "prices", "max_attempts", "request_timeout_seconds", "max_backoff_seconds", "service_tier")
 """Keys of ``judge`` that hold for an API model as well, beside ``concurrency_per_worker``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluateOptions:
-    """What `draco evaluate` was asked for."""
+    """Options of `draco evaluate`."""
 
     policy: str | None
     run: Path | None
@@ -61,7 +61,7 @@ class EvaluateOptions:
     api_temperature: float | None
     retry_errors: bool = False
     trust: bool = False
-    """As of `draco_ray.config.load.load_config`."""
+    """See `draco_ray.config.load.load_config`."""
 
 
 def evaluate(options: EvaluateOptions, starter: Path) -> None:
@@ -249,7 +249,7 @@ def check_typed(options: EvaluateOptions, policy: EvaluatedPolicy, config: Draco
 
 
 def check_api_options(options: EvaluateOptions, policy: EvaluatedPolicy) -> None:
-    """Refuse options of an API model where the policy is none, and a model beside the policy. Raises: ConfigError."""
+    """Refuse API options for other policies, and model.path if the policy names the model. Raises: ConfigError."""
     api = {
         "--api-base": options.api_base,
         "--api-key-env": options.api_key_env,
@@ -257,14 +257,14 @@ def check_api_options(options: EvaluateOptions, policy: EvaluatedPolicy) -> None
     }
     if policy.api_model is None and (given := [name for name, value in api.items() if value is not None]):
         raise ConfigError(f"{given[0]}: no effect on weights; it is for --policy litellm:MODEL")
-    # An adapter's base model may lie elsewhere.
+    # With an adapter, model.path may name the base model.
     alone = policy.model is not None and all(each.adapter is None for each in policy.checkpoints)
     if alone and "model.path" in typed_keys(options.overrides):
         raise ConfigError(f"--policy {policy.name} and model.path both name the weights; give one of them")
 
 
 def find_policy_and_config(options: EvaluateOptions, starter: Path) -> tuple[EvaluatedPolicy, DracoConfig]:
-    """What is to be measured, and under which configuration.
+    """The policy to evaluate and its configuration.
 
     Raises:
         ConfigError: the options name nothing usable.

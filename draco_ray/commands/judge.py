@@ -1,4 +1,4 @@
-"""What `draco judge` prints and does."""
+"""`draco judge`: judge traces and print the results."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rich.console import Console
@@ -24,8 +24,8 @@ from draco_ray.judging.reply_cache import FILE, read_book, release_unanswered
 from draco_ray.judging.tokens import BYTES_PER_TOKEN
 from draco_ray.lab.analysis.judges import RuleComplete, configured_rules
 from draco_ray.lab.report.page import write_report
-from draco_ray.lab.runs.cost import prices, read_calls
-from draco_ray.lab.runs.phase_costs import cost_table, phase_costs, without_prompt_cache
+from draco_ray.lab.runs.cost import read_calls
+from draco_ray.lab.runs.phase_costs import cost_table, phase_costs
 from draco_ray.terminal import counted
 from draco_ray.traces.batch import DISCOUNT
 from draco_ray.traces.estimate import PhaseEstimate, estimate
@@ -36,10 +36,10 @@ from draco_ray.traces.load import Groups, load_traces
 BELOW, PARTIAL = 3, 4
 """Exit codes: the mean reward is below ``--fail-under``; some traces could not be read or judged."""
 SAY_SECONDS = 15.0
-"""Between two lines of progress where nobody watches."""
-SHOWN_PROBLEMS = 20
+"""Seconds between two progress lines without a terminal."""
+SHOWN_PROBLEMS, SHOWN_GROUPS = 20, 5
 READ = ("judge", "algorithm", "ray")
-"""What of a configuration the command acts on."""
+"""Sections of the configuration that the command uses."""
 OF_ALGORITHM = ("rubric", "static_rubric", "rule", "reliability", "std_epsilon", "skip_inert_credit_calls")
 
 
@@ -49,7 +49,7 @@ class JudgeArguments:
 
     paths: Sequence[Path]
     judge: str | None
-    """None: the configuration's."""
+    """None uses the configuration's value."""
     out: Path | None
     format: str
     group_by: str | None
@@ -63,7 +63,7 @@ class JudgeArguments:
     context: int | None
     config: DracoConfig
     typed: Sequence[str]
-    """``KEY=VALUE`` words of it that stand on the command line."""
+    """``KEY=VALUE`` words of the command line."""
     batch: bool
     ray: bool
     github: bool
@@ -83,8 +83,8 @@ def run(wanted: JudgeArguments, console: Console) -> int:
         raise ConfigError("draco judge: --out DIR says where the results go (or --dry-run, which writes nothing)")
     judge = wanted.judge or _configured(wanted.config)
     _check_together(wanted, judge)
-    # What is wrong with the arguments is said before anything long is read.
-    # The offline judge costs nothing, and nobody knows a price of it.
+    # Check the arguments before reading any trace.
+    # The offline judge is free and has no price.
     settled = plan(
         judge,
         config=_unlimited(wanted.config) if judge == RULES else wanted.config,
@@ -93,7 +93,7 @@ def run(wanted: JudgeArguments, console: Console) -> int:
         api_key_env=wanted.api_key_env,
         rubric=wanted.rubric,
         context=wanted.context,
-        # The secret that marks evidence in the prompts is kept there.
+        # The folder keeps the secret that marks evidence in the prompts.
         out=None if wanted.dry_run else wanted.out,
         batch=wanted.batch,
         ray=wanted.ray,
@@ -112,7 +112,7 @@ def run(wanted: JudgeArguments, console: Console) -> int:
         own=settled.rubric is None,
     )
     console.print(_asked(settled.config.judge))
-    console.print(_estimated(guessed, batch=wanted.batch))
+    console.print(_estimated(guessed, batch=wanted.batch, free=settled.config.judge.files is not None))
     if judge == RULES:
         console.print(
             "the offline judge is a stand-in with rules for the sandbox's tasks: of other traces its verdicts show the "
@@ -133,7 +133,7 @@ def run(wanted: JudgeArguments, console: Console) -> int:
 
 
 def _configured(config: DracoConfig) -> str | None:
-    """Who judges where ``--judge`` names nobody; None leaves it to `plan`."""
+    """The judge without ``--judge``; None leaves the choice to `plan`."""
     judge = config.judge
     if judge.self_judge.enabled or judge.rule_judge.start:
         return None if judge.self_judge.enabled else RULES
@@ -234,7 +234,7 @@ def _judge(kept: JudgingRun, settled: Plan, wanted: JudgeArguments, calls: int, 
         with contextlib.suppress(OSError, StoreError):
             kept.finish(time.monotonic() - began)
         more = "a larger --budget" if isinstance(error, BudgetSpent) else "the same command"
-        raise type(error)(f"{error}; what is judged is in {kept.path}, {more} goes on there") from None
+        raise type(error)(f"{error}; answers so far are kept in {kept.path}, {more} goes on there") from None
     return kept.finish(time.monotonic() - began)
 
 
@@ -257,7 +257,7 @@ async def _with_progress(
 
 
 async def _say(kept: JudgingRun, meter: Meter, calls: int, console: Console) -> None:
-    """A line that moves where somebody watches, else a line now and then."""
+    """A progress bar on a terminal, otherwise an occasional line."""
     began, total = time.monotonic(), len(kept.pending())
     if console.is_terminal:
         with console.status("") as status:
@@ -295,13 +295,13 @@ def _understood(groups: Groups, settled: Plan) -> list[str]:
         f"{counted(steps, 'step')}, in {counted(len(groups), 'group')}"
     ]
     if sizes:
-        lines.append(
-            f"  judged together: {', '.join(f'{count} of {size} traces' for size, count in sorted(sizes.items()))}"
-        )
+        lines += [f"  {counted(count, 'group')} of {size} traces of one task" for size, count in sorted(sizes.items())]
+        several = [group for group in groups if len(group) > 1]
+        lines += [f"    {', '.join(each.source for each in group.summaries)}" for group in several[:SHOWN_GROUPS]]
     if single:
         lines.append(
             f"  {counted(single, 'single trace')}: rubric, verdicts and step qualities, but no dropout and no "
-            "advantage; --group-by says which belong to one task"
+            "advantage; if some are of one task, --group-by FIELD names the field that holds the task"
         )
     long = [each for each in summaries if each.characters + each.prompt_characters > settled.room]
     if long:
@@ -310,7 +310,7 @@ def _understood(groups: Groups, settled: Plan) -> list[str]:
             f"{BYTES_PER_TOKEN} bytes a token: first outputs, then turns, then the prompt are cut to one length, no "
             "step is left out"
         )
-    if not settled.context_known and settled.config.judge.model != RULES:
+    if not settled.context_known and settled.config.judge.model != RULES and settled.config.judge.files is None:
         lines.append(
             f"  how much {settled.config.judge.model} reads is not known: {settled.context_tokens:,} tokens are "
             "assumed, --context says otherwise"
@@ -318,12 +318,19 @@ def _understood(groups: Groups, settled: Plan) -> list[str]:
     local = settled.config.judge.local
     if local.enabled:
         most = max(local.replicas, local.max_replicas)
-        each = f"of {local.gpus_per_replica:g} GPUs" if local.gpus_per_replica else "on CPUs"
+        where = f"of {local.gpus_per_replica:g} GPUs" if local.gpus_per_replica else "on CPUs"
         lines.append(
-            f"  {settled.config.judge.model} is served on the cluster: {local.replicas} to {most} vLLM servers {each} "
+            f"  {settled.config.judge.model} is served on the cluster: {local.replicas} to {most} vLLM servers {where} "
             "(judge.local)"
         )
-    noted = [f"  {each.source}: {note}" for each in summaries for note in each.notes]
+    places: dict[str, list[str]] = {}
+    for each in summaries:
+        for note in each.notes:
+            places.setdefault(note, []).append(each.source)
+    noted = [
+        f"  {sources[0]}{f' and {len(sources) - 1} more' if len(sources) > 1 else ''}: {note}"
+        for note, sources in places.items()
+    ]
     lines += noted[:SHOWN_PROBLEMS]
     if len(noted) > SHOWN_PROBLEMS:
         lines.append(f"  and {len(noted) - SHOWN_PROBLEMS} more such lines")
@@ -333,7 +340,7 @@ def _understood(groups: Groups, settled: Plan) -> list[str]:
 
 
 def _asked(judge: JudgeConfig) -> str:
-    """Who is asked, and where: nothing is sent before this is said."""
+    """The judge and its endpoint, printed before the first request."""
     if judge.model == RULES:
         return "judge: the offline judge, in this process"
     beside = {"jury": judge.jury, "strong": [judge.strong] if judge.strong else [], "fallbacks": judge.fallbacks}
@@ -342,11 +349,13 @@ def _asked(judge: JudgeConfig) -> str:
     return f"judge: {where}{''.join(others)}"
 
 
-def _estimated(phases: Mapping[str, PhaseEstimate], *, batch: bool) -> str:
+def _estimated(phases: Mapping[str, PhaseEstimate], *, batch: bool, free: bool) -> str:
     total = sum(phases.values(), start=PhaseEstimate(dollars=0.0))
     share = DISCOUNT if batch else 1.0
     money = "no price of it is known" if total.dollars is None else f"about ${share * total.dollars:.2f}"
     parts = ", ".join(f"{phase} {each.calls}" for phase, each in phases.items() if each.calls)
+    if free:
+        return f"about {total.calls} prompts ({parts}), {total.input_tokens:,} tokens to read"
     return (
         f"about {total.calls} calls ({parts}), {total.input_tokens:,} tokens in, "
         f"{total.output_tokens:,} out, {money}{' in batches' if batch else ''} before the provider's prompt cache"
@@ -355,14 +364,16 @@ def _estimated(phases: Mapping[str, PhaseEstimate], *, batch: bool) -> str:
 
 
 def _show_one(groups: Groups, settled: Plan, console: Console) -> None:
-    trace, text = trace_judge(settled, RuleComplete()).prompt_of(groups[0])
+    # The offline judge keeps no secret beside its replies, so that a dry run writes nothing.
+    offline = replace(settled, config=settled.config.updated(judge={"model": RULES, "cache": None}))
+    trace, text = trace_judge(offline, RuleComplete()).prompt_of(groups[0])
     console.print(f"\n{trace.trace_id} of {trace.source}, as the judge sees it:\n")
     console.print(text)
 
 
 def _summary(kept: JudgingRun, totals: Totals, console: Console) -> None:
     calls = [call for step in read_calls(kept.directory).values() for call in step]
-    console.print(cost_table(phase_costs(calls), without_prompt_cache(calls, prices(kept.directory))))
+    console.print(cost_table(phase_costs(calls)))
     page = kept.path / "report.html"
     write_report(kept.directory, page)
     mean = f"mean reward {math.fsum(totals.rewards) / len(totals.rewards):+.3f}" if totals.rewards else "no rewards"

@@ -19,20 +19,21 @@ from draco_ray.config.schema import DracoConfig, EngineConfig, JudgeConfig, Lear
 from draco_ray.judging.actors import start_judge_limiter, start_replies
 from draco_ray.judging.judge import CallContext
 from draco_ray.judging.local.actor import start_judge_servers
-from draco_ray.judging.phases.base import Question
+from draco_ray.judging.phases import Question
 from draco_ray.judging.pool import JudgePool, PolicyJudge, judge_starter
 from draco_ray.records import Judged
 from draco_ray.traces.keeping import JudgingRun
 from draco_ray.traces.library import Meter
 from draco_ray.traces.trajectory import environment_facts
+from draco_ray.training.cluster import release_start_lock
 from draco_ray.training.session import plain_error, ray_session
 
 ValueT = TypeVar("ValueT")
 
 FACTS_FROM = 8
-"""Groups."""
+"""Number of first groups whose worlds the facts are taken from."""
 LOOK_SECONDS = 2.0
-"""Between two looks at which servers load."""
+"""Seconds between two checks of which servers are loading."""
 
 
 class PooledJudge:
@@ -93,7 +94,7 @@ async def pooled(config: DracoConfig, kept: JudgingRun, meter: Meter) -> AsyncIt
         ConfigError, ClusterError: there is no such cluster, or it has no slot for a judge.
         JudgeUnavailable: the judge cannot be reached from there.
     """
-    # Only judges are started here.
+    # This command starts only judges.
     judges_only = config.model_copy(
         update={
             "environment": config.environment.model_copy(update={"slots": 1, "cpus_per_worker": 0.0}),
@@ -109,7 +110,7 @@ async def pooled(config: DracoConfig, kept: JudgingRun, meter: Meter) -> AsyncIt
         servers = None if local is None else local[1]
         nobody = PolicyJudge(samplers=(), tokenizer=None, name="none")
         judge = _told(config.judge, kept)
-        # The handle lives as long as the block.
+        # Keep the handle: the actor ends with it.
         kept_replies = start_replies(judge, name)
         replies = None if kept_replies is None else kept_replies[1]
         starter = judge_starter(judge, nobody, leases, name, servers, replies, own_replies=True)
@@ -118,6 +119,7 @@ async def pooled(config: DracoConfig, kept: JudgingRun, meter: Meter) -> AsyncIt
         saying = None if local is None else asyncio.create_task(_say_what_loads(local[0], meter))
         try:
             await pool.ready()
+            release_start_lock()
             yield PooledJudge(pool, meter)
         except ray.exceptions.RayError as error:
             if (plain := plain_error(error)) is None:

@@ -158,5 +158,5 @@ def convert(gguf: str, template: str, folder: str) -> None:
 
 
 def last_line(text: str) -> str:
-    """The last line of a process's error output that says something."""
+    """The last non-empty line of a process's error output."""
     return next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "no message")

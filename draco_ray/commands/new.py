@@ -11,7 +11,7 @@ from draco_ray.errors import ConfigError
 
 PROMPTS_PER_STEP = 2
 SLOTS_PER_CORE = 16
-"""Slots, each with processes of its own, that one core carries."""
+"""Environment slots per CPU core."""
 TEMPLATE = Path(__file__).with_name("environment_template")
 
 

@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Column, Table
 
-from draco_ray.config.schema import DracoConfig
+from draco_ray.config.schema import DracoConfig, LearnerConfig
 from draco_ray.engine.model_config import check_heads, check_rounding
 from draco_ray.errors import ConfigError
 from draco_ray.judging.judge_context import (
-    context_warning,
     judge_context,
     model_positions,
     uses_self_judge,
 )
 from draco_ray.lab.planning.memory import (
-    GATHERED_KEYS,
     GIB,
     EngineMemory,
     LearnerMemory,
@@ -34,7 +32,7 @@ from draco_ray.lab.planning.memory import (
 from draco_ray.lab.planning.model_shape import ModelShape, model_shape
 from draco_ray.lab.planning.step_time import Assumptions, step_time
 from draco_ray.terminal import PlainConsole
-from draco_ray.training.sizes import context_problems
+from draco_ray.training.sizes import context_problems, with_checkpointing
 
 MOMENTS = {"forward": "at the LM head", "backward": "in a layer's backward", "update": "in the optimizer's update"}
 PROCESSES_BYTES = 5 * GIB
@@ -61,7 +59,7 @@ def plan(
         given: throughputs, and the memory that is not ours.
     Raises: ConfigError: it does not fit; the largest item and the keys to change. Or the model's shape is not known.
     """
-    console = console or PlainConsole()
+    console, config = console or PlainConsole(), with_checkpointing(config)
     shape = model_shape(config.model.path, model_config)
     check_heads(_heads(shape), config.learner.context_parallel, config.model.path)
     check_rounding(config.learner, config.model.path, mixture=shape.experts is not None)
@@ -83,8 +81,6 @@ def plan(
     if uses_self_judge(config):
         context = judge_context(config)
         console.print(f"self-judge: {context.shows}, at full length {context}")
-        if (warning := context_warning(config)) is not None:
-            console.print(warning)
     problems = context_problems(config, model_positions(config.model.path, model_config))
     problems += memory_problems(config, shape, gpu, reserved)
     if problems:
@@ -116,7 +112,7 @@ def memory_problems(config: DracoConfig, shape: ModelShape, gpu: int, reserved: 
 
 
 def host_bytes(config: DracoConfig, shape: ModelShape) -> int:
-    """Memory of this machine that a run on it may take, bytes: what computes on the CPU, Ray, and its processes."""
+    """Bytes of this machine's memory available to a run: CPU computation, Ray and its processes."""
     learner, engine = config.learner, config.engine
     needed = PROCESSES_BYTES + ((config.ray.object_store_mib or 0) << 20)
     if learner.gpus_per_worker == 0:
@@ -144,42 +140,38 @@ def _print_gpus(console: Console, config: DracoConfig) -> None:
 def learner_problem(
     config: DracoConfig, shape: ModelShape, memory: LearnerMemory, room: int, gpu_memory_gib: float
 ) -> str:
-    """Why a learner worker does not fit, and what to change."""
+    """Why a learner worker does not fit, and the first change that helps."""
     largest = max(memory.peak_items, key=lambda item: item.bytes)
     found = (
         f"a learner worker needs {_size(memory.peak)} of {_size(room)} on a GPU of {gpu_memory_gib:g} GiB, most of it "
         f"{largest.name} ({_size(largest.bytes)})"
     )
-    sharded = is_sharded(config)
-    for key, changed in (
-        ("learner.gradient_checkpointing=true", _changed(config, gradient_checkpointing=True)),
-        ("model.dtype=bfloat16", _changed(config, "model", dtype="bfloat16")),
-        ("learner.sharding=full", _changed(config, sharding="full")),
-    ):
-        if changed != config and learner_memory(changed, shape).peak <= room:
-            return f"{found}: set {key}"
-    of_moment = memory.peak_items[len(memory.resident) :]
-    movable = max((item for item in of_moment if item.keys != GATHERED_KEYS), key=lambda item: item.bytes)
-    if movable.keys in ("learner.logprob_chunk_tokens", "learner.lora_rank"):
-        return f"{found}: lower {movable.keys} ({getattr(config.learner, movable.keys.removeprefix('learner.'))})"
     tokens = _largest_fitting(config, shape, room)
-    if tokens >= sequence_tokens(config):
-        return f"{found}: set learner.micro_batch_tokens to {tokens} or less"
-    workers, sharing = _fewest_fitting(config, shape, room), _fewest_sharing(config, shape, room)
-    shared = "" if sharing is None else f"set learner.context_parallel={sharing}, or "
-    if workers is not None:
-        more = f"{'' if sharded else 'learner.sharding=full and '}learner.workers to {workers} or more"
-        return f"{found}: {shared or 'set '}{more}"
-    if total(memory.resident) >= room:
-        dtype = "model.dtype=bfloat16, " if config.model.dtype == "float32" else ""
-        held = "" if sharded else ", which each worker holds whole"
-        return f"{found}{held}: {dtype}a smaller model.path, or GPUs with more memory (--gpu-memory-gib)"
+    for change, changed in _changes(config, shape, tokens):
+        if learner_memory(changed, shape).peak <= room:
+            return f"{found}: set {change}"
     return (
-        f"{found}; {movable.name} take {_size(movable.bytes)} with {memory.tokens:,} tokens in a micro-batch and "
-        f"{tokens:,} would fit: {shared}lower learner.micro_batch_tokens and agent.max_prompt_length + "
-        f"agent.max_response_length ({sequence_tokens(config):,}) to that, or use GPUs with more memory "
-        "(--gpu-memory-gib)"
+        f"{found}: change {largest.keys}, or use GPUs with more memory (--gpu-memory-gib); {memory.tokens:,} tokens "
+        f"are in a micro-batch and {tokens:,} would fit"
     )
+
+
+def _changes(config: DracoConfig, shape: ModelShape, tokens: int) -> Iterator[tuple[str, DracoConfig]]:
+    """Changes that make a learner worker smaller, the cheapest first; ``tokens`` of a micro-batch would fit."""
+    learner = config.learner
+    yield "learner.gradient_checkpointing=true", _changed(config, gradient_checkpointing=True)
+    yield "model.dtype=bfloat16", _changed(config, "model", dtype="bfloat16")
+    yield "learner.sharding=full", _changed(config, sharding="full")
+    chunk = LearnerConfig().logprob_chunk_tokens
+    yield f"learner.logprob_chunk_tokens={chunk}", _changed(config, logprob_chunk_tokens=chunk)
+    if tokens >= sequence_tokens(config):
+        yield f"learner.micro_batch_tokens={tokens}", _changed(config, micro_batch_tokens=tokens)
+    for sharing in range(learner.context_parallel + 1, learner.workers + 1):
+        if not any(number % sharing for number in (learner.workers, *_heads(shape).values())):
+            yield f"learner.context_parallel={sharing}", _changed(config, context_parallel=sharing)
+    for workers in range(learner.workers + 1, MOST_WORKERS + 1):
+        change = f"learner.sharding=full and learner.workers={workers}"
+        yield change, _changed(config, sharding="full", workers=workers)
 
 
 def engine_problem(config: DracoConfig, memory: EngineMemory, gpu_memory_gib: float) -> str:
@@ -244,24 +236,6 @@ def _largest_fitting(config: DracoConfig, shape: ModelShape, room: int) -> int:
         middle = (low + high) // 2
         low, high = (middle, high) if learner_memory(config, shape, middle).peak <= room else (low, middle)
     return low
-
-
-def _fewest_fitting(config: DracoConfig, shape: ModelShape, room: int) -> int | None:
-    """The fewest workers over which a sharded base fits; None if more than `MOST_WORKERS`."""
-    for workers in range(config.learner.workers, MOST_WORKERS + 1):
-        if learner_memory(_changed(config, sharding="full", workers=workers), shape).peak <= room:
-            return workers
-    return None
-
-
-def _fewest_sharing(config: DracoConfig, shape: ModelShape, room: int) -> int | None:
-    """The smallest `learner.context_parallel` that fits; None if none does."""
-    workers = config.learner.workers
-    for sharing in range(config.learner.context_parallel + 1, workers + 1):
-        divides = not any(number % sharing for number in (workers, *_heads(shape).values()))
-        if divides and learner_memory(_changed(config, context_parallel=sharing), shape).peak <= room:
-            return sharing
-    return None
 
 
 def _heads(shape: ModelShape) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""What `draco replay` does."""
+"""`draco replay`: advantage rules on recorded verdicts, and archived judge calls repeated with another judge."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ from draco_ray.judging.judge import Judge
 from draco_ray.judging.static_rubric import load_static_rubric
 from draco_ray.lab.analysis import rubric_overlap
 from draco_ray.lab.analysis.checkpoint_judge import checkpoints_before, open_checkpoints
-from draco_ray.lab.analysis.dropout import dropout_variance, survival_by_group_size
 from draco_ray.lab.analysis.judge_loss import judge_loss
 from draco_ray.lab.analysis.judges import (
     OWN,
@@ -36,19 +35,15 @@ from draco_ray.lab.analysis.rescoring import REPLAYS, rescore, rubric_rates
 from draco_ray.lab.analysis.rescoring import TABLE as RESCORED_TABLE
 from draco_ray.lab.analysis.rules import replay_rules
 from draco_ray.lab.analysis.tables import write_table
-from draco_ray.lab.analysis.trend import trends
 from draco_ray.lab.files import check_folder
 from draco_ray.records import Criterion
 from draco_ray.runs.directory import RunDirectory
-
-FOLLOWED = ("agreement", "kappa", "ac1", "balanced_accuracy", "false_pass", "false_fail", "citation_overlap")
-"""Measures of agreement followed over training."""
 
 
 def replay_algorithm(
     directory: Path, *, rules: Sequence[str] | None, steps: Sequence[int] | None, out: Path | None, console: Console
 ) -> list[Path]:
-    """Run advantage rules over the recorded verdicts, and vary the members of groups; no call is made.
+    """Run advantage rules over the recorded verdicts; no call is made.
 
     Raises:
         ConfigError: not a run, an unknown step, or nothing that could be replayed.
@@ -62,17 +57,7 @@ def replay_algorithm(
     if not table.num_rows:
         raise ConfigError(f"{directory}: no group with verdicts and advantages; only rubric runs can be replayed")
     print_means(console, "advantage rules, means over steps", table, "rule", ("run", "training_step"))
-    dropout = dropout_variance(run, steps, std_epsilon=std_epsilon)
-    names = ("reward_deviation", "advantage_deviation", "advantage_deviation_fixed", "sign_flips")
-    print_means(console, "under resampled members, means over rollouts", dropout.select(["run", *names]), "run", ())
-    survival = survival_by_group_size(run, steps)
-    shown = survival.select(["group_size", "surviving", "survival"])
-    print_means(console, "criteria that survive dropout, by group size", shown, "group_size", ())
-    return [
-        path
-        for name, found in (("rules", table), ("dropout", dropout), ("survival", survival))
-        for path in write_table(found, folder, name)
-    ]
+    return write_table(table, folder, "rules")
 
 
 def replay_judge(
@@ -99,7 +84,7 @@ def replay_judge(
     """
     run = open_run(directory, steps)
     _check_named(run, judge, pairing, phases, steps)
-    own = judges_own_config(str(run.path), [judge, *filter(None, [pairing])], trust=trust).judge
+    own = judges_own_config(str(run.path), judge, *filter(None, [pairing]), trust=trust).judge
     calls = archived_calls(run, steps, [phase for phase in phases if phase in PHASES])
     written = rubric_overlap.writing_calls(run, steps, [p for p in phases if p in rubric_overlap.PHASES], own)
     rubric = None if static_rubric is None else load_static_rubric(static_rubric)
@@ -143,7 +128,7 @@ def _check_named(
 
 
 class _Replay:
-    """One judge asked what a run asked its own; prints what is found and writes its tables."""
+    """Repeats a run's judge calls with another judge, prints the agreement and writes its tables."""
 
     def __init__(
         self, run: RunDirectory, judge: str, own: JudgeConfig, config: JudgeConfig, folder: Path, console: Console
@@ -159,7 +144,7 @@ class _Replay:
         self.dollars = 0.0
 
     def verdicts(self, calls: Sequence[ArchivedCall]) -> list[Path]:
-        """How far its verdicts and citations agree, and what training would lose."""
+        """Agreement of verdicts and citations, and the loss for training."""
         self._console.print(f"{len(calls)} archived prompts to {self._asked}")
         replayed = self._ask(
             self._config,
@@ -172,11 +157,10 @@ class _Replay:
         print_overall(self._console, "agreement with the run's own judge", agreed, ("run", "judge", "phase"))
         lost = judge_loss(self._run, replayed)
         _print_loss(self._console, lost)
-        tables = {"judge_loss": lost, "agreement": agreed, "replayed": replayed, "trends": trends(agreed, FOLLOWED)}
-        return self._written(tables)
+        return self._written({"judge_loss": lost, "agreement": agreed, "replayed": replayed})
 
     def written(self, calls: Sequence[rubric_overlap.WritingCall], third: JudgeConfig) -> list[Path]:
-        """How far its criteria are the same checks, as the third model says."""
+        """Overlap of the criteria, paired by the third model."""
         self._console.print(f"{len(calls)} archived prompts to {self._asked}, paired by {asked(third.model, third)}")
         model = rubric_overlap.ThirdModel(complete=open_complete(third, self._seed), config=third)
         compared = self._ask(
@@ -193,8 +177,7 @@ class _Replay:
         )
         overlap = rubric_overlap.overlap_table(compared)
         print_overall(self._console, "criteria, beside the run's own judge against itself", overlap, ("run",))
-        measured = ("recall", "precision", "criteria", "discriminative")
-        return self._written({"overlap": overlap, "comparisons": compared, "overlap_trends": trends(overlap, measured)})
+        return self._written({"overlap": overlap, "comparisons": compared})
 
     def static(self, rubric: Sequence[Criterion], steps: Sequence[int]) -> list[Path]:
         """The recorded rollouts scored against a static rubric, beside the run's own."""
@@ -223,14 +206,14 @@ class _Replay:
         steps: Iterable[int],
         ask: Callable[[Completer, Sequence[int]], Awaitable[pa.Table]],
     ) -> pa.Table:
-        """Let ``ask`` put what these training steps hold to the judge, or step by step to a policy's checkpoints."""
+        """Run ``ask`` for these training steps, with the judge or with the policy's checkpoint of each step."""
         wanted = sorted(set(steps))
 
         async def asked() -> pa.Table:
-            # A client of its own each time: another one's locks belong to an event loop that has ended.
+            # A new client each time: locks of the previous one belong to a closed event loop.
             if self._judge != POLICY:
                 return await ask(open_complete(config, self._seed), wanted)
-            # Whether its configuration may be acted on was asked when the judge was named.
+            # `judges_own_config` has already checked --trust.
             trusted = load_config(str(self._run.path), trust=True)
             async with open_checkpoints(trusted, self._run, wanted) as policy:
                 return pa.concat_tables([await ask(await policy.at(step), [step]) for step in wanted])
@@ -243,8 +226,8 @@ class _Replay:
         return [path for name, table in tables.items() for path in write_table(table, self._tables, name)]
 
 
-def judges_own_config(source: str | None, judges: Sequence[NamedJudge], *, trust: bool) -> DracoConfig:
-    """A configuration whose judge's prompts and sampling are taken; more only where it names who is asked."""
+def judges_own_config(source: str | None, *judges: NamedJudge, trust: bool) -> DracoConfig:
+    """The configuration whose prompts and sampling the judges take; it must be trusted if it also names the judge."""
     if not {OWN, POLICY} & {judge.model for judge in judges}:
         return load_config(source, trust=True)
     first = judges[0]
@@ -254,7 +237,7 @@ def judges_own_config(source: str | None, judges: Sequence[NamedJudge], *, trust
 
 
 def open_run(directory: Path, steps: Sequence[int] | None) -> RunDirectory:
-    """A run with rows, and with these steps.
+    """Open a run and check that it has rows and these steps.
 
     Raises:
         ConfigError: it is none, or has no such step.
@@ -267,7 +250,7 @@ def open_run(directory: Path, steps: Sequence[int] | None) -> RunDirectory:
 
 
 def _print_loss(console: Console, table: pa.Table) -> None:
-    """A line a measure of what training would lose, where both judges have scored a group."""
+    """Print the loss for training, a line per measure, if both judges have scored a group."""
     for row in table.to_pylist():
         if row["groups"]:
             names = [name for name in table.column_names if name not in ("run", "judge")]

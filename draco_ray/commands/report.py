@@ -14,10 +14,13 @@ from draco_ray.lab.report.serving import ReportServer
 from draco_ray.runs.directory import RunDirectory
 
 
-def write(directories: Sequence[Path], *, figures: bool, tables: bool, out: Path | None) -> list[Path]:
+def write(
+    directories: Sequence[Path], *, figures: bool, tables: bool, tokens: bool = False, out: Path | None
+) -> list[Path]:
     """Write the page of one run, or figures and tables of one or several; returns the files.
 
     Args:
+        tokens: whether the page shows every sampled token.
         out: the page's file or a folder for it, or the folder of figures and tables; None is ``report.html``,
             ``figures/`` and ``tidy/`` in the first run directory.
 
@@ -36,7 +39,7 @@ def write(directories: Sequence[Path], *, figures: bool, tables: bool, out: Path
         if not (figures or tables):
             page = out or runs[0].path
             page = page / "report.html" if page.is_dir() else page
-            write_report(runs[0], page)
+            write_report(runs[0], page, tokens=tokens)
             return [page]
         written = []
         if figures:

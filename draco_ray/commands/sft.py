@@ -20,9 +20,9 @@ from draco_ray.temp_dirs import PrivateTempDir
 from draco_ray.terminal import PlainConsole
 
 READ = ("seed", "data", "model", "agent", "environment", "learner")
-"""What of a configuration fine-tuning acts on."""
+"""Sections of the configuration that fine-tuning uses."""
 OF_ROLLOUTS = ("kl_coefficient", "entropy_coefficient", "importance_cap", "mask_low", "mask_high")
-"""Keys of ``learner`` that are about rewards."""
+"""Keys of ``learner`` that only affect training with rewards."""
 
 
 def idle_keys(config: DracoConfig, *, new: bool) -> dict[str, str]:
@@ -111,7 +111,7 @@ def _new_model(
 
     agent = config.agent
     settings = StarterSettings(epochs=epochs, positions=agent.max_prompt_length + agent.max_response_length)
-    # To spell the demonstrations out any tokenizer will do.
+    # Any tokenizer can render the demonstrations as text.
     speller = ChatTokens(train_tokenizer([], 300, settings.positions), thinking=agent.thinking)
     samples = _samples(config, source, speller)
     texts = (speller.tokenizer.decode(sample.token_ids_T.tolist(), skip_special_tokens=True) for sample in samples)
@@ -143,7 +143,7 @@ def _samples(config: DracoConfig, source: Path, chat: Any) -> list[Any]:
 
 
 def _fitting(config: DracoConfig, samples: Sequence[Any], console: Console) -> list[Any]:
-    """Those that are no longer than a rollout can be; says how many are."""
+    """Drop samples that are longer than a rollout can be, and print their number."""
     from draco_ray.training.demonstrations import fitting
 
     kept, said = fitting(samples, config.agent)
@@ -153,7 +153,7 @@ def _fitting(config: DracoConfig, samples: Sequence[Any], console: Console) -> l
 
 
 def _progress(console: Console) -> Callable[[int, int, float], None]:
-    """One line for the first update and for every tenth of them, with the time that is left."""
+    """Print a line with the remaining time for the first update and about ten times in all."""
     began = time.monotonic()
 
     def tell(done: int, total: int, loss: float) -> None:

@@ -12,18 +12,10 @@ from rich.console import Console
 from rich.table import Table
 
 from draco_ray.judging.phases import PHASES
-from draco_ray.lab.simulation.recorded import RecordedRun, read_run
-from draco_ray.lab.simulation.scaling import (
-    ALLOWANCE,
-    SIZES,
-    Prediction,
-    Scale,
-    Size,
-    median_error,
-    predict,
-    stalled_by,
-)
-from draco_ray.lab.simulation.step import Speeds
+from draco_ray.lab.simulation.recorded import RecordedRun, Step, read_run
+from draco_ray.lab.simulation.scaling import SIZES, Size, error, predict, size_of, stalled_by
+from draco_ray.lab.simulation.speeds import fit
+from draco_ray.lab.simulation.step import SimulatedStep, Speeds
 from draco_ray.runs.directory import RunDirectory
 from draco_ray.terminal import PlainConsole
 
@@ -35,7 +27,6 @@ def simulate_run(
     rollouts: Sequence[int] = (),
     setting: Mapping[str, Any],
     seed: int = 0,
-    gpu_dollars: float | None = None,
     console: Console | None = None,
 ) -> None:
     """Print the prediction errors of a recorded run's steps, and durations and costs of other sizes of steps.
@@ -46,7 +37,6 @@ def simulate_run(
         rollouts: sizes; empty: `SIZES`.
         setting: fields of `Setting` that differ from the run's.
         seed: random seed of the simulation.
-        gpu_dollars: price of a GPU for an hour.
 
     Raises:
         ConfigError: the run records too little.
@@ -56,10 +46,9 @@ def simulate_run(
     # Resolved, so that the printed name is the directory's own even for ".".
     run = read_run(RunDirectory.open(directory.resolve()))
     changed = {name: value for name, value in setting.items() if value is not None}
-    scale = Scale(run, replace(run.setting, **changed), seed)
-    _print_speeds(console, run, scale.speeds)
-    predictions = predict(run, seed)
-    _print_predictions(console, predictions, "each by the speeds of the others")
+    speeds = fit(run.steps, run)
+    _print_speeds(console, run, speeds)
+    _print_predictions(console, predict(run, seed), "each by the speeds of the others")
     if other is not None:
         compared = read_run(RunDirectory.open(other.resolve()))
         by = f"{compared.name}, by the speeds of {run.name}"
@@ -67,46 +56,39 @@ def simulate_run(
     sizes = []
     for size in sorted(rollouts or SIZES):
         with console.status(f"simulating {size:,} rollouts"):
-            sizes.append(scale.at(size))
+            sizes.append(size_of(run, replace(run.setting, **changed), speeds, size, seed))
     said = ", ".join(f"{name}={value:g}" for name, value in changed.items())
     console.print(
-        f"\nother sizes, as the run was set{' but for ' + said if said else ''}; and with what judging and learning "
-        "keep up with generation: slots, engines and learner workers as many for each rollout as recorded, of the "
-        f"judge's the least with which a step is at most {ALLOWANCE:.0%} longer"
+        f"\nother sizes, as the run was set{' but for ' + said if said else ''}; and grown: with slots, engines, "
+        "learner workers and the judge's workers and limits in proportion to the rollouts"
     )
+    columns = [_column(size) for size in sizes]
     table = Table(box=None, pad_edge=False, show_header=False)
-    for row in _size_table(sizes, gpu_dollars):
-        table.add_row(*row)
+    for name in columns[0]:
+        table.add_row(name, *(column[name] for column in columns))
     console.print(table)
     for each in sizes:
         console.print(f"longest path of {each.rollouts:,} rollouts: {_path(each.as_set.path)}")
 
 
-def _size_table(sizes: Sequence[Size], gpu_dollars: float | None) -> list[tuple[str, ...]]:
-    """Rows of the table of sizes, which has a column for each size."""
-    columns = []
-    for size in sizes:
-        enough = size.enough
-        limits = [f"{n:,}" if n else "–" for n in (enough.requests_per_minute, enough.tokens_per_minute)]
-        column = {
-            "rollouts a step": f"{size.rollouts:,}",
-            "a step, as set": f"{size.as_set.seconds:,.0f} s",
-            "stalls at": stalled_by(size.as_set) or "nothing",
-            "GPU-hours": f"{size.gpu_hours:,.2f}",
-            "judge": f"${size.dollars:,.2f}",
-            "a step, keeping up": f"{size.unstalled.seconds:,.0f} s",
-            **{name: f"{getattr(enough, name):,}" for name in ("engines", "slots")},
-            "learner workers": f"× {enough.learners:,.0f}",
-            "judge workers": f"{enough.judge_workers:,}",
-            "requests a minute": limits[0],
-            "tokens a minute": limits[1],
-            "GPU-hours, keeping up": f"{size.enough_gpu_hours:,.2f}",
-        }
-        if gpu_dollars is not None:
-            column["together, as set"] = f"${size.dollars + size.gpu_hours * gpu_dollars:,.2f}"
-            column["together, keeping up"] = f"${size.dollars + size.enough_gpu_hours * gpu_dollars:,.2f}"
-        columns.append(column)
-    return [(name, *(column[name] for column in columns)) for name in columns[0]]
+def _column(size: Size) -> dict[str, str]:
+    grown = size.grown
+    limits = [f"{n:,}" if n else "–" for n in (grown.requests_per_minute, grown.tokens_per_minute)]
+    return {
+        "rollouts a step": f"{size.rollouts:,}",
+        "judge": f"${size.dollars:,.2f}",
+        "a step, as set": f"{size.as_set.seconds:,.0f} s",
+        "stalls at": stalled_by(size.as_set) or "nothing",
+        "GPU-hours": f"{size.gpu_hours:,.2f}",
+        "a step, grown": f"{size.as_grown.seconds:,.0f} s",
+        "stalls at, grown": stalled_by(size.as_grown) or "nothing",
+        "GPU-hours, grown": f"{size.grown_gpu_hours:,.2f}",
+        **{name: f"{getattr(grown, name):,}" for name in ("engines", "slots")},
+        "learner workers": f"× {grown.learners:,.0f}",
+        "judge workers": f"{grown.judge_workers:,}",
+        "requests a minute": limits[0],
+        "tokens a minute": limits[1],
+    }
 
 
 def _print_speeds(console: Console, run: RecordedRun, speeds: Speeds) -> None:
@@ -131,14 +113,14 @@ def _print_speeds(console: Console, run: RecordedRun, speeds: Speeds) -> None:
     )
 
 
-def _print_predictions(console: Console, predictions: Sequence[Prediction], how: str) -> None:
+def _print_predictions(console: Console, predictions: Sequence[tuple[Step, SimulatedStep]], how: str) -> None:
     console.print(f"\nrecorded steps, {how}")
-    for each in predictions:
+    for step, simulated in predictions:
         console.print(
-            f"step {each.step.number}: recorded {each.step.seconds:.1f} s, simulated {each.simulated.seconds:.1f} s "
-            f"({each.error:+.1%}): {_path(each.simulated.path)}"
+            f"step {step.number}: recorded {step.seconds:.1f} s, simulated {simulated.seconds:.1f} s "
+            f"({error(step, simulated):+.1%}): {_path(simulated.path)}"
         )
-    console.print(f"median error {median_error(predictions):.1%}")
+    console.print(f"median error {statistics.median(abs(error(*each)) for each in predictions):.1%}")
 
 
 def _path(path: Mapping[str, float]) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -110,39 +109,6 @@ def tables(
     typer.echo("\n".join(render(table, form, show) for table in printed), nl=False)
 
 
-def evaluate(options: EvaluateOptions, starter: Path) -> None:
-    """``draco evaluate --benchmark tau-banking``.
-
-    Raises:
-        DracoError: see `evaluate_tau`.
-        ConfigError: an option applies to AppWorld only.
-    """
-    from draco_ray.benchmarks.tau.evaluate import BENCHMARK, evaluate_tau
-    from draco_ray.benchmarks.tau.server import tau_policies
-    from draco_ray.commands.evaluate import check_options
-    from draco_ray.errors import ConfigError
-
-    check_options(options)
-    if options.split is not None or options.train_curve:
-        raise ConfigError(f"--benchmark {BENCHMARK}: has one split, never trained on; leave out --split, --train-curve")
-    log_messages()
-    policy, config = policy_and_config(options, starter)
-    check_typed(options.overrides, config, [policy.api_model is not None], runs=options.runs)
-    if options.run is not None:
-        out = options.run / "evaluations" / f"{BENCHMARK}-last{options.last_epochs or 3}"
-    else:
-        out = Path("evaluations") / f"{re.sub(r'[^A-Za-z0-9._-]+', '_', policy.label)}-{BENCHMARK}"
-    out = options.out or out
-    evaluate_tau(
-        config,
-        tau_policies(policy, config),
-        out,
-        label=options.label or policy.label,
-        retry_errors=options.retry_errors,
-    )
-    tables([str(out)], show=Shown.INTERVAL)
-
-
 def policy_and_config(options: EvaluateOptions, starter: Path) -> tuple[EvaluatedPolicy, DracoConfig]:
     """The policy to evaluate, and its configuration with ``tau_bench`` changed by the options.
 
@@ -166,14 +132,13 @@ def policy_and_config(options: EvaluateOptions, starter: Path) -> tuple[Evaluate
     return policy, config.model_copy(update={"tau_bench": tau_bench})
 
 
-def check_typed(overrides: Sequence[str], config: DracoConfig, api: Sequence[bool], *, runs: int | None = None) -> None:
+def check_typed(overrides: Sequence[str], config: DracoConfig, api: Sequence[bool]) -> None:
     """Refuse overrides that have no effect on these policies. Raises: ConfigError.
 
     Args:
         overrides: as typed.
         config: the resulting configuration.
         api: for each policy whether it is an API model.
-        runs: the option ``--runs``.
     """
     from draco_ray.benchmarks.tau.tau2_process import DENSE_RETRIEVAL
     from draco_ray.config.effect import check_effect
@@ -183,8 +148,6 @@ def check_typed(overrides: Sequence[str], config: DracoConfig, api: Sequence[boo
     idle["tau_bench.agent.model"] = "beside --policy"
     if (retrieval := config.tau_bench.retrieval) not in DENSE_RETRIEVAL:
         idle |= dict.fromkeys(("tau_bench.embedder", "tau_bench.embeddings_cache"), f"with retrieval={retrieval}")
-    if runs is not None:
-        idle["tau_bench.trials"] = "beside --runs"
     if all(api):
         served = ("model", "engine", "agent.thinking", "tau_bench.server")
         idle |= dict.fromkeys(served, "on an API model")

@@ -1,4 +1,4 @@
-"""What `draco write-back` does: verdicts go back to where the traces came from, with the blamed steps."""
+"""`draco write-back`: send verdicts and blamed steps to the service that the traces came from."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from draco_ray.errors import ConfigError
 SHARE = "pass share"
 VALUES = {"PASS": 1.0, "FAIL": 0.0}
 BATCH = 200
-"""Annotations of one request."""
+"""Maximum number of annotations in one request."""
 Request = tuple[str, dict[str, Any]]
 """Path and JSON body."""
 

@@ -28,10 +28,7 @@ def write_origin(run: Path, config_yaml: str) -> None:
         "config_sha256": _digest(config_yaml),
         "signature": _signature(config_yaml, create=True),
     }
-    temporary = run / f"{FILE}.tmp"
-    with open(temporary, "w", encoding="utf-8", opener=private) as file:
-        file.write(json.dumps(origin) + "\n")
-    os.replace(temporary, run / FILE)
+    write_private(run / FILE, json.dumps(origin) + "\n")
 
 
 def is_run_directory(path: Path) -> bool:
@@ -54,7 +51,10 @@ def changed(run: Path, config_yaml: str) -> str | None:
         return "it is empty"
     if (known := _written(run, "config_sha256")) is None or known == _digest(config_yaml):
         return None
-    return "it is not what the run wrote (a setting is changed by `draco train --resume DIR key=value`)"
+    return (
+        "it is not what the run wrote: undo the edit; settings are changed by "
+        "`draco train --resume DIR KEY=VALUE --allow-changed-config`"
+    )
 
 
 def _written(run: Path, key: str) -> str | None:
@@ -80,6 +80,22 @@ def link_out(run: Path) -> Path | None:
             if path.is_symlink() and not Path(os.path.realpath(path)).is_relative_to(inside):
                 return path
     return None
+
+
+def write_private(path: Path, text: str) -> None:
+    """Write a file of a run directory atomically and durably, readable by its owner only. Raises: OSError."""
+    temporary = path.with_name(f"{path.name}.tmp")
+    with open(temporary, "w", encoding="utf-8", opener=private) as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+    # The new name is in the folder.
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
 
 
 def private(path: str, flags: int) -> int:

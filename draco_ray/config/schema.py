@@ -32,6 +32,14 @@ def _absolute(name: str) -> str:
     return f"{Path(file).resolve()}:{attribute}" if colon and file.endswith(".py") else name
 
 
+def _compiles(expression: str) -> str:
+    try:
+        re.compile(expression)
+    except re.error as error:
+        raise ValueError(f"not a regular expression: {error}") from None
+    return expression
+
+
 Part = Annotated[str, AfterValidator(_absolute), Field(json_schema_extra=CONFIRMED_PATH)]
 """A part by name; see `draco_ray.registry`."""
 
@@ -95,10 +103,16 @@ class AgentConfig(Tree):
     function: Part | None = None
     """Instead of a command: a Python function, package.module:name or folder/file.py:name, which runs in its own
     process."""
+    harness: str | None = Field(None, json_schema_extra=CONFIRMED)
+    """Instead of a command, with environment.use=workspace: a coding agent, which is claude-code, codex,
+    mini-swe-agent, opencode, or your YAML file (docs/coding-agents.md)."""
     folder: Path = Field(Path("."), json_schema_extra=CONFIRMED)
     """Working directory of the command."""
     pass_environment: tuple[str, ...] = Field((), json_schema_extra=CONFIRMED)
     """Additional environment variables for the command, besides PATH, HOME and similar ones: e.g. keys of services."""
+    side_calls: tuple[Annotated[str, AfterValidator(_compiles)], ...] = ()
+    """Regular expressions of requests that get no credit, e.g. for a title or a summary of the history: searched in the
+    first message of the system or user, and in the last one."""
     timeout_seconds: float = Field(3600.0, gt=0)
     """Time limit of one run of the command; then all its processes are ended."""
     tool_parser: str | None = None
@@ -129,9 +143,9 @@ class EnvironmentConfig(Tree):
 
     use: Part = "appworld"
     """appworld; tools (your tasks and tools, docs/own-agent.md); tasks (only tasks, for agents with their own world,
-    docs/any-agent.md); tau (retail, airline or telecom of tau2-bench, docs/tau_bench.md); verifiers (any taskset of
-    that package, docs/verifiers.md); or your own package.module:Class or folder/file.py:Class
-    (docs/extending/environment.md)."""
+    docs/any-agent.md); workspace (a copy of a repository per rollout, docs/coding-agents.md); tau (retail, airline or
+    telecom of tau2-bench, docs/tau_bench.md); verifiers (any taskset of that package, docs/verifiers.md); or your own
+    package.module:Class or folder/file.py:Class (docs/extending/environment.md)."""
     options: dict[str, Any] = Field(default_factory=dict, json_schema_extra=CONFIRMED)
     """Options that the environment defines."""
     slots: int = Field(48, ge=1)
@@ -233,6 +247,10 @@ class EngineConfig(Tree):
     """Time without progress on a request after which an engine's process is replaced."""
     adapter_directory: Path = Field(Path("/dev/shm/draco-ray"), json_schema_extra=CONFIRMED)
     """Folder for engines' sockets and the adapter files they load."""
+    deterministic: bool = False
+    """Compute the same numbers on any CPU with the same instructions, however many cores it has: one thread per
+    process, one sequence at a time, no prefix cache, and gradients added in the batch's order. Slower; `draco verify`
+    can then recompute the adapters."""
     colocate: bool = False
     """Engines and learner take turns on the same GPUs. While the learner computes, which begins only when a step is
     generated and judged, the engines sleep (base weights in host memory, no KV cache)."""
@@ -639,9 +657,9 @@ class LearnerConfig(Tree):
     own."""
     logprob_chunk_tokens: int = Field(1024, ge=1)
     """Maximum tokens whose logits exist at the same time."""
-    gradient_checkpointing: bool = True
-    """Recompute activations in the backward pass instead of storing them; false is 20 % faster and needs more
-    memory."""
+    gradient_checkpointing: bool | None = None
+    """Recompute activations in the backward pass instead of storing them; null: on GPUs, and on a CPU if they would
+    take more than half of the free memory. Storing them is 20 % faster."""
     offload_activations: bool = False
     """Store the layer inputs that gradient_checkpointing still keeps in host memory."""
     compile: bool = False
@@ -668,7 +686,7 @@ class LearnerConfig(Tree):
                 f"learner.context_parallel={self.context_parallel} does not divide learner.workers={self.workers}; "
                 "expected a whole number of groups of workers that share their rows"
             )
-        if self.offload_activations and not self.gradient_checkpointing:
+        if self.offload_activations and self.gradient_checkpointing is False:
             raise ValueError(
                 "learner.offload_activations without learner.gradient_checkpointing would move all that layers keep to "
                 "the host and back; set both, or neither"
@@ -902,6 +920,18 @@ class DracoConfig(Tree):
         validated."""
         changed = {name: getattr(self, name).model_copy(update=dict(values)) for name, values in sections.items()}
         return self.model_copy(update=changed)
+
+    @model_validator(mode="after")
+    def _deterministic(self) -> Self:
+        learner = self.learner
+        if self.engine.deterministic and (
+            self.engine.gpus_per_engine or learner.gpus_per_worker or learner.workers > 1
+        ):
+            raise ValueError(
+                "engine.deterministic: needs CPUs and one learner worker; expected engine.gpus_per_engine=0, "
+                "learner.gpus_per_worker=0 and learner.workers=1"
+            )
+        return self
 
     @model_validator(mode="after")
     def _colocated(self) -> Self:

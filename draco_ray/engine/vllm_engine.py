@@ -497,10 +497,11 @@ class VllmEngine:
             "dtype": self._model.dtype,
             "seed": self._seed,
             "max_model_len": self._max_model_len,
-            "max_num_seqs": config.max_num_seqs,
+            # Beside other sequences, and behind a cached prefix, log-probs are rounded differently.
+            "max_num_seqs": 1 if config.deterministic else config.max_num_seqs,
             # No compilation on CPUs: vLLM cannot with LoRA, and without LoRA it takes longer than a run.
             "enforce_eager": cpu or config.enforce_eager,
-            "enable_prefix_caching": True,
+            "enable_prefix_caching": not config.deterministic,
             "tensor_parallel_size": config.tensor_parallel,
             "distributed_executor_backend": AttachedExecutor
             if config.tensor_parallel == 1
@@ -580,7 +581,7 @@ def hardware_environment(config: EngineConfig) -> dict[str, str]:
 def cpu_environment(config: EngineConfig) -> dict[str, str]:
     """Environment variables of a vLLM process without a GPU."""
     return {
-        **thread_environment(config.cpus_per_engine / config.tensor_parallel),
+        **thread_environment(1 if config.deterministic else config.cpus_per_engine / config.tensor_parallel),
         # vLLM binds each tensor-parallel rank to its own NUMA node, and fails if there are too few.
         "VLLM_CPU_OMP_THREADS_BIND": os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "nobind"),
         # Otherwise a small function of the sampler is compiled at the first request, which needs a C++ compiler.

@@ -27,6 +27,7 @@ ENVIRONMENTS = {
     "tau": "draco_ray.benchmarks.tau.environment:TauEnvironment",
     "tools": "draco_ray.environments.tools.environment:ToolsEnvironment",
     "verifiers": "draco_ray.verifiers.environment:VerifiersEnvironment",
+    "workspace": "draco_ray.environments.workspace:WorkspaceEnvironment",
 }
 """Built-in environments by their name in ``environment.use``."""
 
@@ -217,6 +218,11 @@ class GuardedWorld:
     def task(self) -> Task:
         """See `World`."""
         return self._world.task
+
+    @property
+    def workspace(self) -> Any:
+        """The world if it confines agents' programs to a folder (`draco_ray.environments.workspace`), else None."""
+        return getattr(self._world, "workspace", None)
 
     async def act(self, action: str) -> str:
         """See `World`. Raises: EnvironmentCrashed, WorldBroken."""

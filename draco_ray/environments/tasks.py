@@ -11,7 +11,7 @@ import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from pydantic import Field
 
@@ -55,10 +55,12 @@ class TasksOptions(Tree):
 class TasksEnvironment(Environment):
     """Lists tasks, gives each rollout a folder, and runs the evaluator if there is one."""
 
+    options_type: ClassVar[type[TasksOptions]] = TasksOptions
+
     def __init__(self, config: EnvironmentConfig, data: DataConfig, *, ground_truth: bool, name: str) -> None:
         """See `Environment`."""
         super().__init__(config, data, ground_truth=ground_truth, name=name)
-        self.options = checked_options(TasksOptions, config.options)
+        self.options = checked_options(self.options_type, config.options)
         self.evaluates = bool(self.options.evaluator)
         self.facts = "\n".join([_HOW_AGENTS_ACT, *list_items(self.options.facts)])
         if self.evaluates:

@@ -11,15 +11,17 @@ if the judge has answered another request since; otherwise the judge is down for
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import random
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any
-from weakref import WeakValueDictionary
+
+from pydantic import TypeAdapter, ValidationError
 
 from draco_ray.config.schema import JudgeConfig, JudgeLimits, Price
 from draco_ray.errors import JudgeUnavailable
@@ -50,7 +52,7 @@ from draco_ray.judging.pricing import (
     read_usage,
     reported_cost,
 )
-from draco_ray.judging.reply_cache import ReplyCache, request_key
+from draco_ray.judging.reply_cache import CLAIM_SECONDS, ReplyCache, request_key
 from draco_ray.judging.structured import PROBE, PROBE_SCHEMA, keeps_to
 from draco_ray.records import Message, Paid
 
@@ -145,15 +147,6 @@ PROBE_TOKENS = 32
 Sleep = Callable[[float], Awaitable[None]]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Bill:
-    """What a reply took."""
-
-    usage: TokenUsage
-    dollars: float
-    estimated: bool
-
-
 class LiteLLMClient:
     """Completes requests with the configured model; safe for many calls in flight on one event loop."""
 
@@ -191,8 +184,6 @@ class LiteLLMClient:
         self._cache = cache
         self._sleep = sleep
         self._slots = asyncio.Semaphore(config.concurrency_per_worker)
-        self._asking: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
-        """By the key of the request that is under way."""
         self._warned = False
 
     async def __call__(self, request: Request) -> Completion:
@@ -205,7 +196,7 @@ class LiteLLMClient:
             return await self._answer(request, None)
         key = self._key(request)
         # Identical rollouts are judged at the same time: the second request waits, and takes the first one's answer.
-        async with self._asking.setdefault(key, asyncio.Lock()):
+        async with _claimed(self._cache, key):
             if (stored := await self._cache.get(key)) is not None and (found := _replay(stored)) is not None:
                 return found
             return await self._answer(request, key)
@@ -231,10 +222,9 @@ class LiteLLMClient:
         check_budget(self._config, self._config.model)
         structured = self._endpoint.structured
         completion = await self._probe()
-        # A reply that its reasoning used up says nothing of the schema.
-        while structured.constrained and completion.finish_reason == "stop" and not keeps_to(completion.text):
-            structured.ignored()
-            completion = await self._probe() if structured.constrained else completion
+        # A reply that its reasoning used up says nothing about the schema.
+        if structured.constrained and completion.finish_reason == "stop" and not keeps_to(completion.text):
+            structured.drop("ignores a JSON schema")
         if not completion.usage_known and self._config.limits.dollars is not None:
             raise JudgeUnavailable(
                 f"{self._endpoint.who()}: its replies do not say their usage (prompt_tokens, completion_tokens), so "
@@ -309,25 +299,31 @@ class LiteLLMClient:
             # How it ended is unknown: in the book of requests it stays open.
             self._leases.abandon(grant.number)
             raise
-        bill = self._bill(response, call.most)
-        completion = self._completion(call, response, bill)
+        usage, dollars, estimated = self._bill(response, call.most)
+        text, finish_reason = reply_of(response.choices[0] if response.choices else None)
+        completion = Completion(
+            text=text,
+            finish_reason=finish_reason,
+            input_tokens=usage.input_tokens,
+            cached_tokens=usage.cached_tokens,
+            output_tokens=usage.output_tokens,
+            reasoning_tokens=usage.reasoning_tokens,
+            dollars=call.guessed + dollars,
+            estimated_dollars=call.guessed + (dollars if estimated else 0.0),
+            usage_known=not estimated,
+            **self._about(call),
+        )
         if self._cache is not None:
             # Stored before it is used: from here on no kill loses the reply, or what it cost.
             reply = None if call.key is None else (call.key, _stored(completion))
             try:
-                await self._cache.settle(grant.number, bill.dollars, reply)
+                await self._cache.settle(grant.number, dollars, reply)
             except BaseException:
                 self._leases.abandon(grant.number)
                 raise
-        await self._leases.settle(
-            grant.number,
-            RequestResult(
-                tokens=bill.usage.input_tokens + bill.usage.output_tokens,
-                output_tokens=bill.usage.output_tokens,
-                dollars=bill.dollars,
-                estimated=bill.estimated,
-            ),
-        )
+        tokens = usage.input_tokens + usage.output_tokens
+        result = RequestResult(tokens=tokens, output_tokens=usage.output_tokens, dollars=dollars, estimated=estimated)
+        await self._leases.settle(grant.number, result)
         return completion
 
     def _ended(self, most: CostBound, error: BaseException, billed: bool) -> RequestResult:
@@ -388,67 +384,43 @@ class LiteLLMClient:
         """Whether our price holds, and not the figure that LiteLLM has of a reply."""
         return find_price(self._config.model, self._config.prices) is not None
 
-    def _bill(self, response: Any, most: CostBound) -> _Bill:
+    def _bill(self, response: Any, most: CostBound) -> tuple[TokenUsage, float, bool]:
+        """Usage and dollars of a reply, and whether they are estimates, since the reply does not state them."""
         usage = read_usage(response, most)
         if usage is None:
             if not self._warned:
                 self._warned = True
                 log.warning(
-                    "%s: a reply says no usage that could be true (%s): such replies are booked at the most that they "
-                    "may cost",
+                    "%s: a reply states no plausible usage (%s): such replies are booked at the most they may cost",
                     *(self._endpoint.who(), self._endpoint.one_line(str(getattr(response, "usage", None)))),
                 )
-            guess = TokenUsage(
-                input_tokens=most.input_tokens,
-                cached_tokens=0,
-                written_tokens=0,
-                output_tokens=most.output_tokens,
-                reasoning_tokens=0,
-            )
-            return _Bill(usage=guess, dollars=most.dollars, estimated=True)
-        reported = None if self._configured_price() else reported_cost(response, self._price, most)
-        if reported is None and self._price is not None:
+            return TokenUsage(input_tokens=most.input_tokens, output_tokens=most.output_tokens), most.dollars, True
+        dollars = None if self._configured_price() else reported_cost(response)
+        if dollars is None and self._price is not None:
             counts = (usage.input_tokens, usage.cached_tokens, usage.output_tokens, usage.written_tokens)
-            reported = price_of(self._price, *counts)
-        return _Bill(usage=usage, dollars=reported or 0.0, estimated=False)
-
-    def _completion(self, call: Call, response: Any, bill: _Bill) -> Completion:
-        text, finish_reason = reply_of(response.choices[0] if response.choices else None)
-        return Completion(
-            text=text,
-            finish_reason=finish_reason,
-            model=self._config.model,
-            input_tokens=bill.usage.input_tokens,
-            cached_tokens=bill.usage.cached_tokens,
-            output_tokens=bill.usage.output_tokens,
-            reasoning_tokens=bill.usage.reasoning_tokens,
-            dollars=call.guessed + bill.dollars,
-            estimated_dollars=call.guessed + (bill.dollars if bill.estimated else 0.0),
-            usage_known=not bill.estimated,
-            call_id=call.number,
-            started_at=call.started_at,
-            seconds=time.perf_counter() - call.clock,
-            waited_seconds=call.waited,
-            requests=call.requests,
-        )
+            dollars = price_of(self._price, *counts)
+        return usage, dollars or 0.0, False
 
     def _failed(self, call: Call, error: BaseException) -> Completion:
         return Completion(
             text="",
             finish_reason="error" if classify(error) is FailureKind.OWN else "unavailable",
-            model=self._config.model,
-            input_tokens=0,
-            cached_tokens=0,
-            output_tokens=0,
             dollars=call.guessed,
             estimated_dollars=call.guessed,
-            started_at=call.started_at,
-            seconds=time.perf_counter() - call.clock,
-            waited_seconds=call.waited,
-            requests=call.requests,
             error=self._endpoint.one_line(error) + advice(error),
-            call_id=call.number,
+            **self._about(call),
         )
+
+    def _about(self, call: Call) -> dict[str, Any]:
+        """What a completion says about its call."""
+        return {
+            "model": self._config.model,
+            "call_id": call.number,
+            "started_at": call.started_at,
+            "seconds": time.perf_counter() - call.clock,
+            "waited_seconds": call.waited,
+            "requests": call.requests,
+        }
 
     async def _wait(self, call: Call) -> None:
         """Wait until this call's next request; a pause of the whole pool comes on top."""
@@ -466,31 +438,52 @@ class LiteLLMClient:
         await self._sleep(seconds)
 
 
-_REPLAYED = {
-    "text": str,
-    "finish_reason": str,
-    "model": str,
-    "input_tokens": int,
-    "cached_tokens": int,
-    "output_tokens": int,
-    "reasoning_tokens": int,
-    "usage_known": bool,
-}
-_PAID = {"call_id": str, "requests": int} | dict.fromkeys(
-    ("dollars", "estimated_dollars", "seconds", "started_at", "waited_seconds"), int | float
-)
-"""What is stored of a reply, with its types: what it said, and what it cost."""
+@contextlib.asynccontextmanager
+async def _claimed(cache: ReplyCache, key: str) -> AsyncIterator[None]:
+    """Hold the claim on a question, so that no judge worker asks it meanwhile."""
+    holder = uuid.uuid4().hex
+
+    async def renew() -> None:
+        while True:
+            await asyncio.sleep(CLAIM_SECONDS / 3)
+            await cache.claim(key, holder)
+
+    await cache.claim(key, holder)
+    renewing = asyncio.create_task(renew())
+    try:
+        yield
+    finally:
+        renewing.cancel()
+        # A renewal that failed needs no report: the claim expires.
+        await asyncio.gather(renewing, return_exceptions=True)
+        await cache.release(key, holder)
+
+
+_PAID = {each.name for each in fields(Paid)}
+_STORED = {each.name for each in fields(Completion)} - {"paid", "error"}
+"""What is stored of a reply: what it said, and what it cost."""
+_COMPLETION = TypeAdapter(Completion)
 
 
 def _stored(completion: Completion) -> dict[str, object]:
-    return {name: getattr(completion, name) for name in (*_REPLAYED, *_PAID)}
+    return {name: getattr(completion, name) for name in _STORED}
 
 
 def _replay(stored: Mapping[str, Any]) -> Completion | None:
     """Return the stored reply, at no cost; None where it is damaged and has to be asked for again."""
-    if not all(isinstance(stored.get(name), kind) for name, kind in (_REPLAYED | _PAID).items()):
+    try:
+        found = _COMPLETION.validate_python({name: stored[name] for name in _STORED})
+    except (KeyError, ValidationError):
         log.warning("a stored judge reply is damaged and is asked for again: it holds %s", str(sorted(stored))[:100])
         return None
-    paid = Paid(**{name: stored[name] for name in _PAID})
-    replayed = {name: stored[name] for name in _REPLAYED}
-    return Completion(**replayed, paid=paid, dollars=0.0, started_at=time.time(), seconds=0.0, requests=0)
+    return replace(
+        found,
+        paid=Paid(**{name: stored[name] for name in _PAID}),
+        dollars=0.0,
+        estimated_dollars=0.0,
+        waited_seconds=0.0,
+        call_id="",
+        started_at=time.time(),
+        seconds=0.0,
+        requests=0,
+    )

@@ -1,4 +1,4 @@
-"""The seam between the judge and whatever answers it: a request, a completion, and who turns one into the other."""
+"""Requests to the judge model, completions, and the interface of whatever turns one into the other."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from draco_ray.records import Message, Paid
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """One chat request. Everything else that is sent (model, temperature, ...) belongs to who completes it."""
+    """One chat request. Model, temperature and the like belong to the `Completer`."""
 
     messages: tuple[Message, ...]
     vote: int = 0
     """Which of k independent scoring calls this is, so that equal prompts are asked k times."""
     scope: str = ""
-    """What the answer is kept for; empty: for whoever asks the same again."""
+    """Where the stored answer may be used again: only in this scope, or anywhere if empty."""
     schema: Mapping[str, object] | None = field(default=None, hash=False)
     """JSON schema to hold the reply to where the endpoint can; it does not change what is asked."""
     phase: str | None = None
-    """What it is for, which says how large it will be and how urgent it is; None: like any other of no phase."""
+    """Phase that it is for; requests of one phase have replies of similar length, and one priority."""
     group: str = ""
-    """Requests of one group begin alike, and are best answered by the same machine."""
+    """Requests of one group share a prefix and are best answered by the same machine."""
     shared: tuple[int, ...] = ()
-    """Where in the first message beginnings end that other requests share (`draco_ray.judging.prompt_cache`)."""
+    """Ends of the prefixes of the first message that other requests share (`draco_ray.judging.prompt_cache`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,41 +35,40 @@ class Completion:
 
     text: str
     finish_reason: str
-    """``stop``, ``length``, ``content_filter``, ``refusal``, ``tool_calls``, ``reasoning`` where nothing followed it,
-    ``error`` where the request was refused, ``unavailable`` where no answer came to it, or the provider's own name for
-    what broke the reply off (``abort``)."""
+    """``stop``, ``length``, ``content_filter``, ``refusal``, ``tool_calls``, ``reasoning`` if nothing followed it,
+    ``error`` if the request was refused, ``unavailable`` if it was not answered, or the provider's own name for what
+    interrupted the reply (``abort``)."""
     model: str
-    input_tokens: int
-    cached_tokens: int
-    output_tokens: int
+    input_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
     """Reasoning included."""
-    dollars: float
+    dollars: float = 0.0
     """Earlier requests of the call that may have been billed included; 0 where neither the configuration nor LiteLLM
     knows the model's price."""
     started_at: float
     seconds: float
     """From the first request to the answer, waits between attempts included."""
-    requests: int
+    requests: int = 1
     """HTTP requests made; 0 when the answer came from the durable reply cache."""
     error: str | None = None
     """Why this request has no answer although the judge as a whole may be well."""
     reasoning_tokens: int = 0
-    """The part of ``output_tokens`` that was thought and not said."""
+    """Reasoning part of ``output_tokens``."""
     estimated_dollars: float = 0.0
     """The part of ``dollars`` that no reply states: the most that those requests may have cost."""
     call_id: str = ""
     """Unique; of a reply from the durable cache empty."""
     paid: Paid | None = None
-    """Of a reply from the durable cache: how it was paid for, where that is known."""
+    """What a reply from the durable cache cost when it was made, if known."""
     waited_seconds: float = 0.0
-    """The part of ``seconds`` that passed before requests might be sent: the limits of the whole pool, and pauses of a
-    judge that is not there."""
+    """The part of ``seconds`` spent waiting for the pool's limits or for a judge that was down."""
     usage_known: bool = True
-    """Whether the reply said its usage; the tokens are the most that there can be where it did not."""
+    """Whether the reply stated its usage; if not, the token counts are upper bounds."""
 
     @property
     def cut(self) -> bool:
-        """Whether the text stops before its end: at a limit, or broken off."""
+        """Whether the text ends early: at a limit, or interrupted."""
         return self.finish_reason not in _ENDED
 
 
@@ -101,27 +100,27 @@ _ENDED = ("stop", "content_filter", "refusal", "tool_calls", "reasoning")
 _BROKEN_OFF = re.compile(
     r"error|abort|cancel|fail|length|limit|malformed|unexpected|too_many|missing|timeout|repetition|incomplete"
 )
-"""In the name of a way to end that LiteLLM calls ``stop``, as it does with every one that it does not know."""
+"""In the provider's finish reason where LiteLLM says ``stop``, as it does for every reason that it does not know."""
 
 _THOUGHTS = ("reasoning_content", "reasoning", "thinking_blocks")
-"""Where a message holds what was thought."""
+"""Fields of a message that hold reasoning."""
 
 
 def reply_of(choice: Any) -> tuple[str, str]:
     """Text and finish reason of a chat completion's choice (None: there is none).
 
-    A refusal, a call of a tool and reasoning that no answer follows are named in the finish reason; their text is the
-    refusal's, the calls', and none: what a judge thinks is not what it says.
+    A refusal, a tool call, and reasoning without an answer are named in the finish reason. The text is then the
+    refusal, the calls, or empty.
     """
     if choice is None:
         return "", "stop"
     text, reason = _said(choice.message, _ended(choice))
-    # JSON may hold halves of surrogate pairs; no file and no further request can.
+    # JSON may hold lone surrogates; files and further requests cannot.
     return text.encode("utf-8", "replace").decode("utf-8"), reason
 
 
 def _ended(choice: Any) -> str:
-    """LiteLLM's finish reason, or the provider's where that one is no end of a whole reply."""
+    """LiteLLM's finish reason, or the provider's if that one says that the reply was interrupted."""
     reason = str(choice.finish_reason or "stop")
     native = str((getattr(choice, "provider_specific_fields", None) or {}).get("native_finish_reason")).lower()
     return native if reason == "stop" and _BROKEN_OFF.search(native) else reason
@@ -129,22 +128,17 @@ def _ended(choice: Any) -> str:
 
 def _said(message: Any, reason: str) -> tuple[str, str]:
     text = message.content or ""
-    # LiteLLM keeps what only some providers send apart.
+    # LiteLLM keeps fields of single providers apart.
     further = getattr(message, "provider_specific_fields", None) or {}
     if refusal := getattr(message, "refusal", None) or further.get("refusal"):
         return text or str(refusal), "refusal"
-    calls = getattr(message, "tool_calls", None) or filter(None, [getattr(message, "function_call", None)])
-    tools = [_called(call) for call in calls]
-    if tools and not text.strip():
-        return "\n".join(tools), "tool_calls"
+    if (calls := getattr(message, "tool_calls", None)) and not text.strip():
+        return "\n".join(_tool_call(call) for call in calls), "tool_calls"
     if not text.strip() and reason == "stop" and any(getattr(message, name, None) for name in _THOUGHTS):
         return "", "reasoning"
     return text, "stop" if reason in ("tool_calls", "function_call") and text.strip() else reason
 
 
-def _called(call: Any) -> str:
-    """A call of a tool, of whichever kind, as text."""
-    kind = next((kind for kind in ("function", "custom") if getattr(call, kind, None)), None)
-    tool = call if kind is None else getattr(call, kind)
-    said = next(filter(None, (getattr(tool, name, None) for name in ("arguments", "input"))), "")
-    return f"{getattr(tool, 'name', None) or 'a tool without a name'}({said})"
+def _tool_call(call: Any) -> str:
+    function = getattr(call, "function", None)
+    return f"{getattr(function, 'name', None) or 'a tool'}({getattr(function, 'arguments', None) or ''})"

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Protocol
 
 from draco_ray.config.schema import JudgeConfig, provider_key
@@ -16,7 +16,7 @@ from draco_ray.judging.completion import Request
 from draco_ray.judging.outage import headers_of, retry_after_seconds, wants_completion_tokens
 from draco_ray.judging.prompt_cache import cache_key, marked, told
 from draco_ray.judging.structured import StructuredOutput
-from draco_ray.judging.tokens import quiet_litellm
+from draco_ray.judging.tokens import quiet_litellm, refused_parameters
 from draco_ray.records import Message
 
 log = logging.getLogger(__name__)
@@ -64,7 +64,7 @@ def place_of(config: JudgeConfig) -> str:
 def introduced(config: JudgeConfig) -> str:
     """Who is asked, where, and whose key: what a command says before its first request."""
     if config.files is not None:
-        return f"whoever answers the prompts in {config.files}, each in a file of its name that ends in .reply.txt"
+        return f"you, through files: {config.files}/NAME.prompt.txt is answered by {config.files}/NAME.reply.txt"
     return f"{config.model} at {place_of(config)}, key in {config.key_variable}"
 
 
@@ -163,39 +163,29 @@ class Endpoint:
 
     @cached_property
     def _parameters(self) -> dict[str, Any]:
-        """Sampling parameters, less a temperature that LiteLLM knows the model to refuse.
+        """Sampling parameters, without a temperature that LiteLLM knows the model to refuse.
 
         Raises:
-            JudgeUnavailable: it knows the model to refuse another.
+            JudgeUnavailable: LiteLLM knows the model to refuse another parameter.
         """
-        litellm, config = quiet_litellm(), self._config
-        wanted = {"temperature": config.temperature, "reasoning_effort": config.reasoning_effort}
-        sent = {name: value for name, value in wanted.items() if value is not None}
-        try:
-            model, provider, _, _ = litellm.get_llm_provider(config.model, api_base=config.api_base)
-        except litellm.BadRequestError:
-            return sent  # The request will say so.
-
-        def refused(parameters: Mapping[str, Any]) -> str | None:
-            try:
-                litellm.utils.get_optional_params(model=model, custom_llm_provider=provider, **parameters)
-            except litellm.UnsupportedParamsError as error:
-                return self.one_line(error)
-            return None
-
-        if (reason := refused(sent)) is None:
-            return sent
-        cooler = {name: value for name, value in sent.items() if name != "temperature"}
-        if "temperature" in sent and refused(cooler) is None:
+        config = self._config
+        sent: dict[str, Any] = {"temperature": config.temperature, "reasoning_effort": config.reasoning_effort}
+        sent = {name: value for name, value in sent.items() if value is not None}
+        refused = partial(refused_parameters, config.model, config.api_base)
+        reason = refused(**sent)
+        if reason and "temperature" in sent and refused(temperature=config.temperature):
             log.warning(
-                "%s takes no temperature: judge.temperature=%g is not sent (null says the same without this line)",
+                "%s takes no temperature: judge.temperature=%g is not sent (null does the same without this line)",
                 *(self.who(), config.temperature),
             )
-            return cooler
-        raise JudgeUnavailable(
-            f"{self.who()}: judge.reasoning_effort={config.reasoning_effort} is refused: {reason}; set it to null "
-            "or to one that the model knows"
-        )
+            del sent["temperature"]
+            reason = refused(**sent)
+        if reason:
+            raise JudgeUnavailable(
+                f"{self.who()}: judge.reasoning_effort={config.reasoning_effort} is refused: {self.one_line(reason)}; "
+                "set it to null or to one that the model knows"
+            )
+        return sent
 
     def refused(self, error: BaseException) -> JudgeUnavailable:
         """Return the error for an endpoint that will not have us."""

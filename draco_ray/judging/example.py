@@ -1,9 +1,12 @@
-"""A small invented group of rollouts, for `draco prompts render` without a run at hand and for tests."""
+"""A small invented group of rollouts, for `draco prompts render` and for tests."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
+from draco_ray.judging.phases import Credit, Question, Score, Stage1, Stage2, Union
 from draco_ray.records import (
     GAP,
     Criterion,
@@ -82,3 +85,13 @@ def example_trajectory(rollout: int = 0) -> Trajectory:
         started_at=0.0,
         ended_at=1.0,
     )
+
+
+EXAMPLES: dict[str, Question[Any]] = {
+    Stage1.name: Stage1(PROMPT),
+    Stage2.name: Stage2(example_trajectory(), RUBRIC[:1]),
+    Union.name: Union(PROMPT, RUBRIC, [example_trajectory(), example_trajectory(1)]),
+    Score.name: Score(example_trajectory(), RUBRIC),
+    Credit.name: Credit(example_trajectory(), RUBRIC, SCORES),
+}
+"""Phase -> a question about the group."""

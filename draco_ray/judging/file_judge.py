@@ -38,6 +38,7 @@ class FileJudge:
         """``directory`` is created when the first prompt is written; ``model`` is the name in the archive."""
         self._directory, self._model = directory, model
         self._waiting: set[str] = set()
+        self._announced: set[str] = set()
         self._reminded = time.monotonic()
 
     async def __call__(self, request: Request) -> Completion:
@@ -48,7 +49,7 @@ class FileJudge:
         """
         started, clock = time.time(), time.perf_counter()
         try:
-            name = await asyncio.to_thread(self._write, request)
+            name, answered = await asyncio.to_thread(self._write, request)
             text = await self._reply(name)
         except (OSError, UnicodeDecodeError) as error:
             raise StoreError(f"judge {self._model}: {error}") from None
@@ -56,13 +57,9 @@ class FileJudge:
             text=text,
             finish_reason="stop",
             model=self._model,
-            input_tokens=0,
-            cached_tokens=0,
-            output_tokens=0,
-            dollars=0.0,
             started_at=started,
             seconds=time.perf_counter() - clock,
-            requests=1,
+            requests=0 if answered else 1,
             call_id=f"{name}-{started}",
         )
 
@@ -74,11 +71,14 @@ class FileJudge:
     async def check(self) -> None:
         """Ask nothing: whoever answers has all the time they need."""
 
-    def _write(self, request: Request) -> str:
-        """Write prompt and schema under the next number, unless they or the reply are there; returns their name."""
+    def _write(self, request: Request) -> tuple[str, bool]:
+        """Write prompt and schema under the next number, unless they or the reply are there.
+
+        Returns: their name, and whether the reply is there already.
+        """
         key = _key(request)
         if there := self._found(key):
-            return there
+            return there, (self._directory / f"{there}{REPLY}").exists()
         if (self._directory / RECORDED).exists():
             raise StoreError(
                 f"judge {self._model}: no recorded reply to this {request.phase} prompt: the traces or the prompts "
@@ -88,7 +88,7 @@ class FileJudge:
         with (self._directory / ".lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if there := self._found(key):
-                return there
+                return there, False
             numbers = [int(path.name.partition("-")[0]) for path in self._directory.glob("[0-9]*.txt")]
             number = max(numbers, default=0) + 1
             name = f"{number:04d}-{request.phase or 'question'}-{key}"
@@ -98,7 +98,9 @@ class FileJudge:
             draft = self._directory / f".{name}"
             draft.write_text(_shown(request), encoding="utf-8")
             os.replace(draft, self._directory / f"{name}{PROMPT}")
-        return name
+        if len(request.messages) > 1:
+            log.warning("a reply could not be used: the end of %s%s says why", name, PROMPT)
+        return name, False
 
     def _found(self, key: str) -> str | None:
         """Name of the prompt or reply with a key; None where there is none."""
@@ -114,21 +116,25 @@ class FileJudge:
                 if found is not None and found.st_size and settled:
                     return path.read_text(encoding="utf-8")
                 size = found.st_size if found else 0
-                self._remind()
                 await asyncio.sleep(POLL_SECONDS)
+                self._remind()
         finally:
             self._waiting.discard(name)
 
     def _remind(self) -> None:
-        if time.monotonic() - self._reminded >= REMIND_SECONDS:
-            self._reminded = time.monotonic()
-            log.warning(
-                "%d prompts in %s wait for a reply; the first: write %s%s",
-                len(self._waiting),
-                self._directory,
-                min(self._waiting),
-                REPLY,
-            )
+        """Say what is waited for when there is something new, and once in `REMIND_SECONDS`."""
+        if self._waiting <= self._announced and time.monotonic() - self._reminded < REMIND_SECONDS:
+            return
+        self._reminded = time.monotonic()
+        self._announced |= self._waiting
+        first = self._directory / min(self._waiting)
+        log.warning("%s: read %s%s, write %s%s", _count(len(self._waiting)), first, PROMPT, first, REPLY)
+        for stray in self._directory.glob(f"*{PROMPT}{REPLY}"):
+            log.warning("%s is not read; the reply's name ends in %s instead of %s", stray, REPLY, PROMPT)
+
+
+def _count(prompts: int) -> str:
+    return "a prompt waits for its reply" if prompts == 1 else f"{prompts} prompts wait for their replies, the first"
 
 
 def _key(request: Request) -> str:

@@ -19,7 +19,7 @@ import asyncio
 import hashlib
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
@@ -30,8 +30,7 @@ from draco_ray.judging.completion import Completer, Completion, Request
 from draco_ray.judging.escaping import json_text
 from draco_ray.judging.fitting import Fitted, Fitting
 from draco_ray.judging.judge_context import QUOTED_REPLY_CHARACTERS
-from draco_ray.judging.phases.base import Question
-from draco_ray.judging.phases.score import Score
+from draco_ray.judging.phases import Question, Score
 from draco_ray.judging.prompt_cache import shared_ends
 from draco_ray.judging.prompts import Prompts
 from draco_ray.judging.reply import Entry, Parsed, RubricEntry, align, check_finish, own_answer, read_entries
@@ -321,6 +320,9 @@ def _who(context: CallContext) -> str:
     return context.task_id if context.rollout is None else f"{context.task_id} rollout {context.rollout}"
 
 
+_COPIED = {each.name for each in fields(JudgeCall)} & {each.name for each in fields(Completion)} - {"call_id", "error"}
+
+
 def _call(phase: str, context: CallContext, prompt: str, completion: Completion, error: str | None) -> JudgeCall:
     return JudgeCall(
         call_id=completion.call_id or uuid.uuid4().hex,
@@ -328,22 +330,10 @@ def _call(phase: str, context: CallContext, prompt: str, completion: Completion,
         group=context.group,
         task_id=context.task_id,
         rollout=context.rollout,
-        model=completion.model,
         prompt=prompt,
         reply=completion.text,
-        finish_reason=completion.finish_reason,
-        input_tokens=completion.input_tokens,
-        cached_tokens=completion.cached_tokens,
-        output_tokens=completion.output_tokens,
-        reasoning_tokens=completion.reasoning_tokens,
-        dollars=completion.dollars,
-        estimated_dollars=completion.estimated_dollars,
-        paid=completion.paid,
-        started_at=completion.started_at,
-        seconds=completion.seconds,
-        waited_seconds=completion.waited_seconds,
-        requests=completion.requests,
         error=error,
+        **{name: getattr(completion, name) for name in _COPIED},
     )
 
 

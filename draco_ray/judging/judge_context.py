@@ -17,8 +17,7 @@ from draco_ray.config.load import project_file
 from draco_ray.config.schema import LOCAL_PROVIDER, DracoConfig, JudgeConfig
 from draco_ray.engine.model_config import PUBLIC_CONFIGS
 from draco_ray.judging.labels import examples_of
-from draco_ray.judging.phases.credit import Credit
-from draco_ray.judging.phases.union import Union
+from draco_ray.judging.phases import Credit, Union
 from draco_ray.judging.tokens import model_limit
 
 CHARACTERS_PER_TOKEN = 3
@@ -142,28 +141,6 @@ def context_problem(config: DracoConfig, positions: int | None) -> str | None:
         "model with a longer context, or lower "
         f"agent.max_response_length ({config.agent.max_response_length:,}), algorithm.group_size or judge.max_tokens; "
         "with judge.self_judge.context_tokens set, longer prompts are cut"
-    )
-
-
-def context_warning(config: DracoConfig) -> str | None:
-    """The warning that ``judge.self_judge.context_tokens`` is below what full length takes; None where it is not."""
-    given, needed = config.judge.self_judge.context_tokens, judge_context(config)
-    if not uses_self_judge(config) or given is None or given >= needed.tokens:
-        return None
-    return (
-        f"self-judge: judge.self_judge.context_tokens={given:,}; {needed.shows}, at full length {needed}: longer "
-        "prompts are cut; null sizes it"
-    )
-
-
-def api_warning(config: DracoConfig) -> str | None:
-    """The warning that the judge reads less than full length takes; None where it does not, or that is not known."""
-    reads, needed = judge_tokens(config.judge), judge_context(config)
-    if reads is None or config.judge.self_judge.enabled or needed.tokens <= reads:
-        return None
-    return (
-        f"judge {config.judge.model} reads {reads:,} tokens; {needed.shows}, at full length {needed}: longer prompts "
-        "are cut, outputs first (judge.context_tokens)"
     )
 
 

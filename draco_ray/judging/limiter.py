@@ -22,10 +22,12 @@ import itertools
 import math
 import time
 import uuid
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
+
+import numpy as np
 
 from draco_ray.config.schema import JudgeLimits
 from draco_ray.errors import BudgetSpent, JudgeUnavailable
@@ -181,41 +183,27 @@ class SlidingWindow:
             self._sum = 0.0  # No rounding is carried along.
 
 
-@dataclass(slots=True)
-class _Mean:
-    """Mean and variance of the latest values."""
-
-    count: int = 0
-    mean: float = 0.0
-    variance: float = 0.0
-
-    def add(self, value: float) -> None:
-        self.count += 1
-        weight, step = 1.0 / min(self.count, MEMORY), value - self.mean
-        self.mean += weight * step
-        self.variance = (1.0 - weight) * (self.variance + weight * step * step)
-
-    def expected(self, most: float) -> float:
-        """One standard deviation above the mean; ``most`` while too few values are known, and at most."""
-        return most if self.count < LEARNED_AFTER else min(most, self.mean + math.sqrt(self.variance))
-
-
 class _Sizes:
-    """Tokens that requests take, learned from those that have ended."""
+    """Expected tokens of requests, learned from those that have ended."""
 
     def __init__(self) -> None:
-        self._tokens_of_a_byte = _Mean()
-        self._output: dict[str, _Mean] = {}
+        self._tokens_per_byte: deque[float] = deque(maxlen=MEMORY)
+        self._output: defaultdict[str, deque[float]] = defaultdict(lambda: deque(maxlen=MEMORY))
 
     def add(self, asked: LeaseRequest, input_tokens: float, output_tokens: float) -> None:
         if asked.input_tokens > 0:
-            self._tokens_of_a_byte.add(input_tokens / asked.input_tokens)
-        self._output.setdefault(asked.kind, _Mean()).add(output_tokens)
+            self._tokens_per_byte.append(input_tokens / asked.input_tokens)
+        self._output[asked.kind].append(output_tokens)
 
     def expected(self, asked: LeaseRequest) -> float:
-        """Tokens that a request will take, prompt and reply; no byte makes more than one token."""
-        output = self._output.get(asked.kind, _Mean()).expected(asked.output_tokens)
-        return self._tokens_of_a_byte.expected(1.0) * asked.input_tokens + output
+        """Expected tokens of a request, prompt and reply; no byte makes more than one token."""
+        output = _expected(self._output[asked.kind], asked.output_tokens)
+        return _expected(self._tokens_per_byte, 1.0) * asked.input_tokens + output
+
+
+def _expected(values: deque[float], most: float) -> float:
+    """One standard deviation above the mean, at most ``most``; ``most`` while too few values are known."""
+    return most if len(values) < LEARNED_AFTER else min(most, float(np.mean(values) + np.std(values)))
 
 
 @dataclass(slots=True)

@@ -22,8 +22,7 @@ from draco_ray.config.schema import JudgeConfig, LocalJudgeConfig, OtherJudgeCon
 from draco_ray.errors import BudgetSpent, JudgeUnavailable
 from draco_ray.judging.completion import Completer, Completion, Request
 from draco_ray.judging.judge import CallContext, Judge
-from draco_ray.judging.phases.base import Question, Scores
-from draco_ray.judging.phases.score import Score
+from draco_ray.judging.phases import Question, Score, Scores
 from draco_ray.judging.pricing import check_budget
 from draco_ray.judging.prompts import Prompts
 from draco_ray.records import Judged, ScoredCriterion

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -19,9 +19,7 @@ from draco_ray.judging.build import prompts_of
 from draco_ray.judging.endpoint import Servers
 from draco_ray.judging.judge import CallContext, Judge
 from draco_ray.judging.limiter import Leases
-from draco_ray.judging.phases import urgency
-from draco_ray.judging.phases.base import Phase
-from draco_ray.judging.phases.union import Union
+from draco_ray.judging.phases import Phase, Union, urgency
 from draco_ray.judging.prompts import Prompts
 from draco_ray.judging.reply_cache import ReplyCache
 from draco_ray.observability.logs import start_run_log, working_on
@@ -88,13 +86,20 @@ class JudgeWorkerActor:
                 failed; a list may hold references, and the values of several phases become one sequence.
         """
         working_on(context.group, context.rollout)
-        started = time.time()
-        question = phase(**{name: await _value(each) for name, each in given.items()})
-        judged = await self._judge.ask(question, context)
+        judged, summary = await ask_phase(self._judge, phase, context, given)
         for note in judged.notes:
             log.warning("%s of %s: %s", phase.name, context.group, note)
         # Whoever reads verdicts is spared the prompts: they go from here to the run store.
-        return replace(judged, calls=()), judged, phase_summary(phase.name, context, judged, started)
+        return replace(judged, calls=()), judged, summary
+
+
+async def ask_phase(
+    judge: Judge, phase: Phase, context: CallContext, given: Mapping[str, Any]
+) -> tuple[Judged[Any], PhaseSummary]:
+    """Ask ``judge`` a question of ``phase``; the arguments are those of `JudgeWorkerActor.ask`."""
+    started = time.time()
+    judged = await judge.ask(phase(**{name: await _value(each) for name, each in given.items()}), context)
+    return judged, phase_summary(phase.name, context, judged, started)
 
 
 async def _value(given: Any) -> Any:
@@ -147,25 +152,21 @@ def judge_starter(
 
 
 def phase_summary(phase: str, context: CallContext, judged: Judged[Any], started: float) -> PhaseSummary:
-    """What the driver is told of a phase that began at ``started`` and ends now."""
-    calls = judged.calls
+    """The driver's summary of a phase that began at ``started`` and ends now."""
+    summed = ("requests", "input_tokens", "cached_tokens", "output_tokens", "dollars")
     return PhaseSummary(
         phase=phase,
         task_id=context.task_id,
         rollout=context.rollout,
         error=judged.error,
         criteria=len(judged.value or ()),
-        calls=len(calls),
-        requests=sum(call.requests for call in calls),
-        input_tokens=sum(call.input_tokens for call in calls),
-        cached_tokens=sum(call.cached_tokens for call in calls),
-        output_tokens=sum(call.output_tokens for call in calls),
-        dollars=sum(call.dollars for call in calls),
+        calls=len(judged.calls),
         looked_at=judged.looked_at,
         contradicted=judged.contradicted,
         prompt_cut=judged.left_out > 0,
         started_at=started,
         ended_at=time.time(),
+        **{name: sum(getattr(call, name) for call in judged.calls) for name in summed},
     )
 
 

@@ -36,13 +36,13 @@ class TokenUsage:
     """Tokens of one reply."""
 
     input_tokens: int
-    cached_tokens: int
-    """The part of the input that came from the provider's prompt cache."""
-    written_tokens: int
+    cached_tokens: int = 0
+    """The part of the input that was read from the provider's prompt cache."""
+    written_tokens: int = 0
     """The part of the input that was written to it."""
     output_tokens: int
     """Reasoning included."""
-    reasoning_tokens: int
+    reasoning_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,30 +188,13 @@ def read_usage(response: Any, most: CostBound) -> TokenUsage | None:
     )
 
 
-def reported_cost(response: Any, price: Price | None, most: CostBound) -> float | None:
-    """LiteLLM's own figure for a reply, which knows service tiers and the like; OpenRouter's where that says one.
+def reported_cost(response: Any) -> float | None:
+    """LiteLLM's own figure for a reply, in dollars; None where there is none.
 
-    Args:
-        response: LiteLLM's.
-        price: of the model.
-        most: of its request.
-
-    Returns:
-        Dollars; None where there is no figure, or one that no usage which is taken for true could cost.
+    It knows service tiers and the like, and is OpenRouter's where that states one.
     """
     cost = (getattr(response, "_hidden_params", None) or {}).get("response_cost")
-    if not isinstance(cost, int | float) or not math.isfinite(cost) or cost <= 0:
-        return None
-    # Where every rate is 0 nothing is known to compare it with.
-    tokens = CREDIBLE_TIMES * (most.input_tokens + most.output_tokens) + 2 * CREDIBLE_MORE
-    dearest = 0.0 if price is None else _dearest(price)
-    return float(cost) if not dearest or cost <= tokens * dearest / 1e6 else None
-
-
-def _dearest(price: Price) -> float:
-    """The highest rate of any kind and tier."""
-    tiers: list[Price | PriceTier] = [price, *price.tiers]
-    return max(rate or 0.0 for tier in tiers for rate in (tier.input, tier.cached_input, tier.cache_write, tier.output))
+    return float(cost) if isinstance(cost, int | float) and math.isfinite(cost) and cost > 0 else None
 
 
 def _written(message: Any) -> str:

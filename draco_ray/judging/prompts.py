@@ -12,8 +12,7 @@ from pathlib import Path
 
 from draco_ray.config.load import project_file
 from draco_ray.errors import ConfigError, StoreError
-from draco_ray.judging.phases import PHASES
-from draco_ray.judging.phases.score import Score
+from draco_ray.judging.phases import PHASES, Score
 from draco_ray.judging.render import evidence_code
 from draco_ray.judging.reply import ENTRIES
 from draco_ray.judging.reply_cache import RESTORE
@@ -142,7 +141,8 @@ def render_phase(phase: str, folder: Path) -> str:
     Raises:
         ConfigError: the prompt set cannot be used.
     """
-    # The example is of AppWorld. Judging other traces loads nothing of it.
+    # The example is of AppWorld, which judging other traces does not load.
     from draco_ray.environments.appworld.environment import FACTS as APPWORLD_FACTS
+    from draco_ray.judging.example import EXAMPLES
 
-    return PHASES[phase].example().prompt(load_prompts(folder, facts=APPWORLD_FACTS))
+    return EXAMPLES[phase].prompt(load_prompts(folder, facts=APPWORLD_FACTS))

@@ -8,8 +8,9 @@ The same file holds the book of requests: each is entered with the most that it 
 what it did cost together with its reply, in one transaction. So whatever is killed, no reply is paid for that is not
 booked; a request whose end nobody saw stays in the book with the most, since it may be billed.
 
-All judge workers of a run share one of these. Within a worker equal requests wait for the first one's answer; two
-workers that ask the same at the same moment both send it.
+All judge workers of a run share one of these. A worker claims a question before it asks, and whoever has the same
+question waits for that answer. A claim is held in memory and expires unless it is renewed, so nobody waits for a dead
+worker.
 
 One SQLite file of JSON values. A run directory may come from somebody else, so nothing in it is ever unpickled.
 """
@@ -26,11 +27,12 @@ import math
 import os
 import re
 import sqlite3
+import time
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -92,6 +94,8 @@ FILE = "replies.sqlite"
 BUSY_SECONDS = 180.0
 """For which a write waits for those of other processes; one that is stopped in the midst of a write is ended by then
 (`draco_ray.workers.monitor`)."""
+CLAIM_SECONDS = 15.0
+"""Seconds until a claim that is not renewed expires: its worker has died or is stopped."""
 PUT = "INSERT OR REPLACE INTO replies VALUES (?, ?)"
 SETTLE = "INSERT INTO requests VALUES (?, ?, ?) ON CONFLICT (number) DO UPDATE SET dollars = excluded.dollars"
 
@@ -123,6 +127,16 @@ class Book:
         return math.fsum([*self.settled.values(), *self.under_way.values()])
 
 
+@dataclass(slots=True)
+class _Claim:
+    """A question that somebody is about to ask."""
+
+    holder: str
+    expires: float = 0.0
+    """On the monotonic clock."""
+    released: asyncio.Event = field(default_factory=asyncio.Event)
+
+
 def request_key(request: dict[str, object]) -> str:
     """SHA-256 of everything that is sent, whatever the order of its keys."""
     canonical = json.dumps(request, sort_keys=True, default=str)
@@ -140,6 +154,7 @@ class ReplyCache:
         """
         check_own_disk(folder)
         self._folder = folder
+        self._claims: dict[str, _Claim] = {}
         # One thread: SQLite's connection belongs to it, and what is asked for happens in that order.
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="replies")
         self._pending: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
@@ -220,6 +235,30 @@ class ReplyCache:
             StoreError: it cannot be dropped.
         """
         await self._run(lambda: self._connection.execute("DELETE FROM replies WHERE key = ?", (key,)))
+
+    async def claim(self, key: str, holder: str) -> None:
+        """Wait until nobody else holds the claim on a question; then hold, or renew, it for `CLAIM_SECONDS`.
+
+        Args:
+            key: of the question.
+            holder: unique to each call.
+        """
+        while (claim := self._claims.get(key)) is not None and claim.holder != holder:
+            if (left := claim.expires - time.monotonic()) <= 0:
+                break
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(left):
+                    await claim.released.wait()
+        if claim is None or claim.holder != holder:
+            claim = self._claims[key] = _Claim(holder)
+        claim.expires = time.monotonic() + CLAIM_SECONDS
+
+    async def release(self, key: str, holder: str) -> None:
+        """Release a claim; one that has expired is no error."""
+        claim = self._claims.get(key)
+        if claim is not None and claim.holder == holder:
+            del self._claims[key]
+            claim.released.set()
 
     async def _run(self, work: Callable[[], ResultT]) -> ResultT:
         """Run ``work`` in the connection's thread, in one transaction with all that waits there: it is on disk when

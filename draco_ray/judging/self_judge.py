@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from draco_ray.config.schema import JudgeConfig
 from draco_ray.engine.chat import ChatTokens
@@ -21,28 +21,14 @@ from draco_ray.judging.completion import Completion, Request
 from draco_ray.judging.pricing import find_price, price_of
 from draco_ray.judging.reply import THINK_BEGIN, THINK_END
 
-
-class JudgeSampler(Protocol):
-    """An engine that samples at the judge's temperature; `draco_ray.engine.actor.EngineClient` is one."""
-
-    async def sample(
-        self,
-        token_ids: list[int],
-        *,
-        max_tokens: int,
-        seed: int | None = None,
-        temperature: float | None = None,
-        stop_at: int | None = None,
-        schema: Mapping[str, Any] | None = None,
-    ) -> Sample:
-        """Continue ``token_ids``; raises EngineError where they leave no room."""
-        ...
+if TYPE_CHECKING:
+    from draco_ray.engine.actor import EngineClient
 
 
 class SelfJudgeClient:
     """A `draco_ray.judging.completion.Completer` whose answers the current policy samples."""
 
-    def __init__(self, samplers: Sequence[JudgeSampler], tokenizer: Any, config: JudgeConfig, *, model: str) -> None:
+    def __init__(self, samplers: Sequence[EngineClient], tokenizer: Any, config: JudgeConfig, *, model: str) -> None:
         """Prepare the chat template.
 
         Args:
@@ -88,7 +74,7 @@ class SelfJudgeClient:
             text, ended = (answer.strip(), ended) if closed else (text, "length")
         return self._completion(text, ended, len(prompt), len(sample.token_ids), started_at, clock, None)
 
-    async def _sample(self, sampler: JudgeSampler, prompt: list[int], request: Request) -> Sample:
+    async def _sample(self, sampler: EngineClient, prompt: list[int], request: Request) -> Sample:
         """Sample the reply; with thinking the reasoning first, and then the answer under the schema."""
         given: dict[str, Any] = {"seed": _seed(prompt, request.vote), "temperature": self._config.temperature}
         room, schema = self._config.max_tokens, request.schema if self._config.structured_output else None
@@ -127,12 +113,10 @@ class SelfJudgeClient:
             finish_reason=finish_reason,
             model=self._model,
             input_tokens=input_tokens,
-            cached_tokens=0,
             output_tokens=output_tokens,
             dollars=dollars,
             started_at=started_at,
             seconds=time.perf_counter() - clock,
-            requests=1,
             error=error,
         )
 

@@ -1,55 +1,37 @@
-"""The rule by which a prompt is cut where a judge could not read it all.
+"""How prompts are truncated to a judge's context.
 
-First what came back is shortened, then what was said and done, then the agent's prompt: all such texts to one length,
-the longest with which the prompt fits, found by bisection. Head and tail stay, and a line between them says how much is
-left out. No step is ever left out.
+First outputs are truncated, then turns, then the agent's prompt: all texts of one kind to the same length, the longest
+with which the prompt fits, found by bisection. Head and tail stay, and a line between them says how much is left out.
+No step is ever left out.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, Protocol, TypeVar
 
-from draco_ray.records import Message
+from draco_ray.records import Message, Trajectory, Turn
 
 LENGTHS = tuple(round(100 * 1.02**power) for power in range(582, -1, -1))
 """Characters of one text, from 10 million to 100 by 2 % each: bisection takes some ten renderings."""
 LEVELS = 3 * len(LENGTHS)
-"""How far `shortened` can go; at level 0 everything is whole."""
+"""Number of truncation levels; at level 0 nothing is truncated."""
 
 
-class Shown(Protocol):
-    """A trajectory or a trace; a dataclass."""
-
-    @property
-    def prompt(self) -> tuple[Message, ...]:
-        """What the agent was told."""
-        ...
-
-    @property
-    def turns(self) -> tuple[Any, ...]:
-        """Each with ``text``, ``action`` and ``observation``."""
-        ...
-
-
-ShownT = TypeVar("ShownT", bound=Shown)
-
-
-def shortened(shown: ShownT, level: int) -> ShownT:
-    """A trajectory or a trace as the rule has it at ``level``, 0 .. `LEVELS`."""
+def shortened(trajectory: Trajectory, level: int) -> Trajectory:
+    """The trajectory truncated to ``level``, 0 .. `LEVELS`."""
     observation, said = (_length(level - stage * len(LENGTHS)) for stage in range(2))
     if observation is None:
-        return shown
-    turns = (replace(turn, observation=turn.observation and cut(turn.observation, observation)) for turn in shown.turns)
+        return trajectory
+    turns = tuple(
+        replace(turn, observation=turn.observation and cut(turn.observation, observation)) for turn in trajectory.turns
+    )
     if said is not None:
-        turns = (_shorter_turn(turn, said) for turn in turns)
-    changed: Any = replace(shown, turns=tuple(turns), prompt=shorter_prompt(shown.prompt, level))  # type: ignore[type-var]
-    found: ShownT = changed
-    return found
+        turns = tuple(_shorter_turn(turn, said) for turn in turns)
+    return replace(trajectory, turns=turns, prompt=shortened_prompt(trajectory.prompt, level))
 
 
-def shorter_prompt(prompt: tuple[Message, ...], level: int) -> tuple[Message, ...]:
-    """What the agent was told, at ``level``."""
+def shortened_prompt(prompt: tuple[Message, ...], level: int) -> tuple[Message, ...]:
+    """The agent's prompt truncated to ``level``."""
     length = _length(level - 2 * len(LENGTHS))
     if length is None:
         return prompt
@@ -57,7 +39,7 @@ def shorter_prompt(prompt: tuple[Message, ...], level: int) -> tuple[Message, ..
 
 
 def cut(text: str, length: int) -> str:
-    """Head and tail of a text that is longer than ``length``, and how much is left out between them.
+    """Head and tail of a text that is longer than ``length``, with a line between them that says how much is left out.
 
     >>> cut("a" * 300, 100).count("a")
     102
@@ -69,11 +51,11 @@ def cut(text: str, length: int) -> str:
 
 
 def _length(level: int) -> int | None:
-    """The length of the texts of one stage; None before it begins."""
+    """Length of the texts of one stage; None before the stage begins."""
     return None if level < 1 else LENGTHS[min(level, len(LENGTHS)) - 1]
 
 
-def _shorter_turn(turn: Any, length: int) -> Any:
+def _shorter_turn(turn: Turn, length: int) -> Turn:
     # An empty code block is an action too.
     if not turn.action:
         return replace(turn, text=cut(turn.text, length))

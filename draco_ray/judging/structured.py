@@ -1,8 +1,7 @@
-"""Hold a judge to a JSON schema: the schema of a phase's reply, and how the endpoint at hand is held to it.
+"""The JSON schema of a phase's reply, and requests that send it.
 
-Whether an endpoint honours a schema is tried, not looked up: once in the start-up check, and again whenever it refuses
-one. ``response_format`` comes first, then a forced call of one function, then nothing. An endpoint that accepts a
-schema and ignores it counts as unconstrained.
+Whether an endpoint takes a schema (``response_format``) is tried, not looked up: in the start-up check, and with every
+request until it refuses one. An endpoint that accepts a schema and ignores it is sent none either.
 
 Providers write fields in the schema's order, so the schema has the order of the prompt's own example.
 """
@@ -22,10 +21,6 @@ from draco_ray.judging.reply import ENTRIES, TAG, Entry
 log = logging.getLogger(__name__)
 
 JsonSchema = dict[str, Any]
-MODES = ("response_format", "function call", "none")
-"""Ways to send a schema, in the order in which they are tried."""
-UNCONSTRAINED = len(MODES) - 1
-FUNCTION = "answer"
 _REFUSALS = {400, 404, 422, 501}
 _NOT_THE_SCHEMAS_FAULT = ("ContextWindowExceededError", "ContentPolicyViolationError")
 
@@ -45,7 +40,7 @@ def reply_schema(
         template: the prompt, whose example gives the fields' order.
         least: minimum number of entries.
         most: maximum number; None: any.
-        cases: by field, what holds of it besides, such as a maximum; an entry satisfies one of several cases.
+        cases: further constraints by field, such as a maximum; an entry satisfies one of the cases.
     """
     known = entry.model_json_schema()["properties"]
     place = {name: match.start() for name in known if (match := re.search(rf'"{name}"\s*:', template))}
@@ -61,7 +56,7 @@ def reply_schema(
 
 def with_tag(prompt: str) -> str:
     """A prompt that ends with its tag, six digits derived from it, which the reply repeats: so a reply to another
-    request is noticed. The schema does not hold the tag, since providers compile and cache schemas."""
+    request is noticed. The schema does not contain the digits, since providers compile and cache schemas."""
     tag = int.from_bytes(hashlib.blake2b(prompt.encode("utf-8", "replace"), digest_size=8).digest(), "big") % 10**6
     return f'{prompt.rstrip()}\n\nBegin the JSON object with "{TAG}": "{tag:06d}", which names this request.\n'
 
@@ -86,7 +81,7 @@ PROBE = "Reply with the word OK."
 PROBE_SCHEMA = _object(
     {ENTRIES: {"type": "array", "items": {"anyOf": [{"type": "string", "enum": ["OK"]}]}, "minItems": 1, "maxItems": 1}}
 )
-"""Who is held to it answers `PROBE` with JSON; who is not, with a word."""
+"""An endpoint that keeps to it answers `PROBE` with JSON; any other answers with a word."""
 
 
 def keeps_to(text: str) -> bool:
@@ -98,76 +93,38 @@ def keeps_to(text: str) -> bool:
 
 
 class StructuredOutput:
-    """Sends requests with a schema, in the first of `MODES` that the endpoint honours."""
+    """Sends requests with a schema for as long as the endpoint takes it."""
 
     def __init__(self, config: JudgeConfig) -> None:
         self._model = config.model
-        self._mode = 0 if config.structured_output else UNCONSTRAINED
-        self._honoured = False
-        """Whether a request in this mode was answered."""
-
-    @property
-    def constrained(self) -> bool:
+        self.constrained = config.structured_output
         """Whether replies are held to a schema, as far as is known."""
-        return self._mode < UNCONSTRAINED
 
     async def complete(self, litellm: Any, schema: Mapping[str, Any] | None, **arguments: Any) -> Any:
-        """``litellm.acompletion``, held to ``schema`` where that is possible.
+        """``litellm.acompletion``, held to ``schema`` where the endpoint takes one.
 
         Raises:
             OpenAIError: whatever the request without a schema raises.
         """
         reason = ""
-        modes = range(UNCONSTRAINED if schema is None else self._mode, UNCONSTRAINED + 1)
-        # Where the endpoint took a schema before, a refusal is most likely the request's own: one try without tells.
-        for mode in (self._mode, UNCONSTRAINED) if self._honoured and len(modes) > 2 else modes:
+        if schema is not None and self.constrained:
+            form = {"type": "json_schema", "json_schema": {"name": "answer", "strict": True, "schema": schema}}
             try:
-                response = await litellm.acompletion(**arguments, **_form(mode, schema))
+                # LiteLLM's table of which models take a schema is not asked.
+                return await litellm.acompletion(
+                    **arguments, response_format=form, allowed_openai_params=["response_format"]
+                )
             except Exception as error:
                 refused = getattr(error, "status_code", None) in _REFUSALS
-                if mode == UNCONSTRAINED or not refused or type(error).__name__ in _NOT_THE_SCHEMAS_FAULT:
+                if not refused or type(error).__name__ in _NOT_THE_SCHEMAS_FAULT:
                     raise
                 reason = " ".join(str(error).split())[:200]
-                continue
-            if schema is not None and mode == self._mode:
-                self._honoured = True
-            if schema is not None and mode > self._mode:
-                self._next(mode, f"refuses a schema as {MODES[self._mode]}: {reason}")
-            return _with_arguments_as_text(response) if MODES[mode] == "function call" else response
-        raise AssertionError("the last mode returns or raises")
+        response = await litellm.acompletion(**arguments)
+        if reason:
+            self.drop(f"refuses a JSON schema: {reason}")
+        return response
 
-    def ignored(self) -> None:
-        """Note that a schema was accepted and not kept to."""
-        self._next(self._mode + 1, f"ignores a schema as {MODES[self._mode]}")
-
-    def _next(self, mode: int, why: str) -> None:
-        level = logging.WARNING if mode == UNCONSTRAINED else logging.INFO
-        log.log(level, "%s %s; next: %s", self._model, why, MODES[mode])
-        self._mode, self._honoured = mode, False
-
-
-def _form(mode: int, schema: Mapping[str, Any] | None) -> JsonSchema:
-    """The arguments that hold a reply to ``schema``; LiteLLM's table of who takes them is not asked."""
-    if MODES[mode] == "response_format":
-        form = {"type": "json_schema", "json_schema": {"name": FUNCTION, "strict": True, "schema": schema}}
-        return {"response_format": form, "allowed_openai_params": ["response_format"]}
-    if MODES[mode] == "function call":
-        function = {"name": FUNCTION, "description": "Give the answer.", "parameters": schema, "strict": True}
-        return {
-            "tools": [{"type": "function", "function": function}],
-            "tool_choice": {"type": "function", "function": {"name": FUNCTION}},
-            "allowed_openai_params": ["tools", "tool_choice"],
-        }
-    return {}
-
-
-def _with_arguments_as_text(response: Any) -> Any:
-    """A response whose forced function call stands as its text."""
-    for choice in response.choices:
-        for call in getattr(choice.message, "tool_calls", None) or ():
-            if call.function.name == FUNCTION:
-                choice.message.content, choice.message.tool_calls = call.function.arguments, None
-                if choice.finish_reason in ("tool_calls", "function_call"):
-                    choice.finish_reason = "stop"
-                break
-    return response
+    def drop(self, why: str) -> None:
+        """Send no more schemas."""
+        log.warning("%s %s; replies are read as they come", self._model, why)
+        self.constrained = False

@@ -1,4 +1,4 @@
-"""Files that a command writes where ``--out`` says: whole or not at all, and nothing beside them."""
+"""Output files of commands (``--out``), written atomically."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from draco_ray.errors import ConfigError
 
 
 def check_file(path: Path) -> None:
-    """Make sure before any work that a file can be written there.
+    """Check, before any work, that a file can be written.
 
     Raises:
         ConfigError: ``path`` is a folder, or its own folder cannot be made or written.
@@ -27,7 +27,7 @@ def check_file(path: Path) -> None:
 
 
 def check_folder(path: Path) -> Path:
-    """Make a folder for what will be written, before any work.
+    """Create the output folder, before any work.
 
     Raises:
         ConfigError: ``path`` is a file, or cannot be made or written.
@@ -43,7 +43,7 @@ def check_folder(path: Path) -> Path:
 
 @contextlib.contextmanager
 def whole_file(path: Path) -> Iterator[Path]:
-    """A temporary file beside ``path``, which takes its name when the block ends well and goes when it does not.
+    """A temporary file that is renamed to ``path`` if the block succeeds and removed if it fails.
 
     Raises:
         ConfigError: as `check_file`, or a full disk.
@@ -57,3 +57,8 @@ def whole_file(path: Path) -> Iterator[Path]:
         raise ConfigError(f"--out {path}: cannot be written: {error.strerror or error}") from None
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def csv_text(text: str) -> str:
+    """A text as a CSV cell that spreadsheets do not run as a formula: an apostrophe marks it as text."""
+    return f"'{text}" if text.startswith(("=", "+", "-", "@", "\t", "\r")) else text

@@ -13,20 +13,27 @@ from pathlib import Path
 
 from draco_ray.config.schema import AgentConfig
 from draco_ray.environments.base import World
+from draco_ray.environments.jail.program import ENDPOINT
 from draco_ray.environments.program import Ran, passed_environment, run_program
 from draco_ray.environments.tasks import WORKSPACE
+from draco_ray.environments.workspace import Command, Workspace
 from draco_ray.errors import ConfigError, EnvironmentCrashed
 from draco_ray.records import EpisodeEnd, Message, Task, Trajectory
 from draco_ray.rollout.agent import Policy, RolloutRequest, end_of, fill_agent_prompt
+from draco_ray.rollout.code_block import cut_output
 from draco_ray.rollout.endpoint.episode import Episode
 from draco_ray.rollout.endpoint.server import shared_endpoint
 from draco_ray.rollout.endpoint.world_tools import WorldTools
+from draco_ray.rollout.harness import Harness, program_files, read_harness
 from draco_ray.rollout.tokens import EnginePolicies, TokenPolicy
 from draco_ray.temp_dirs import PrivateTempDir
 
 RUNNER = "draco_ray.rollout.call_function"
 PLAY_AGAIN = os.EX_TEMPFAIL
 """Exit code of a program for failures that are not the policy's."""
+TASK_FILE = "/run/draco/task.json"
+"""``DRACO_TASK_FILE`` in a jail."""
+_SCRIPTS = (".py", ".sh")
 _SAID_CHARACTERS = 300
 _NO_PROGRAM = (errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.ENOEXEC)
 """Errors of starting a program that every attempt would get; others mean that the machine is out of resources."""
@@ -43,8 +50,11 @@ class ProgramAgent:
         """Find the program. Raises: ConfigError: there is none, or the policy has no tokens."""
         if not isinstance(policy, TokenPolicy):
             raise ConfigError(f"agent.use=command: policy {policy.name} has no tokens to record")
-        self._policy, self._config, self._template = policy, config, template
-        self._words = _words(config)
+        self._harness = read_harness(config.harness) if config.harness is not None else None
+        rules = (*config.side_calls, *(self._harness.side_calls if self._harness else ()))
+        self._policy, self._template = policy, template
+        self._config = config.model_copy(update={"side_calls": rules})
+        self._words = _words(config, self._harness)
 
     @staticmethod
     def check(config: AgentConfig, policies: object) -> None:
@@ -56,7 +66,10 @@ class ProgramAgent:
             raise ConfigError(
                 "agent.use=command records tokens: it plays with a policy of the engines, not with an API"
             )
-        _words(config)
+        harness = read_harness(config.harness) if config.harness is not None else None
+        words = _words(config, harness)
+        if harness is not None:
+            harness.check_version(words[0])
 
     def prompt(self, task: Task) -> tuple[Message, ...]:
         """See `Agent`; the program gets it on standard input."""
@@ -72,14 +85,20 @@ class ProgramAgent:
         prompt = self.prompt(task)
         episode = Episode(task, request, self._policy, self._config)
         tools = WorldTools(world, self._config) if task.tools else None
+        workspace: Workspace | None = getattr(world, "workspace", None)
+        if self._harness is not None and workspace is None:
+            raise ConfigError(f"agent.harness={self._config.harness}: expected environment.use=workspace")
+        told = "\n\n".join(message.content for message in prompt) + "\n"
         try:
             with PrivateTempDir() as scratch:
                 async with shared_endpoint().serving(episode, tools) as base_url:
+                    variables = self._environment(scratch, task, prompt, episode.key, base_url)
+                    started = self._command(workspace, variables, told)
                     ran = await run_program(
-                        self._words,
-                        folder=self._config.folder,
-                        environment=self._environment(scratch, task, prompt, episode.key, base_url),
-                        told="\n\n".join(message.content for message in prompt) + "\n",
+                        started.words,
+                        folder=started.folder,
+                        environment=started.environment,
+                        told=told,
                         seconds=self._config.timeout_seconds,
                         most_bytes=self._config.max_output_characters,
                         until=episode.failed,
@@ -97,7 +116,32 @@ class ProgramAgent:
                 await world.act(ran.output)
             except EnvironmentCrashed as crash:
                 ended, why = end_of(crash), str(crash)
-        return episode.trajectory(ended, why, prompt=prompt, closing=_closing(ran, self._config))
+        closing = _closing(ran)
+        if workspace is not None:
+            closing += f"\n{await _changes(workspace, self._config)}"
+        return episode.trajectory(ended, why, prompt=prompt, closing=closing)
+
+    def _command(self, workspace: Workspace | None, variables: Mapping[str, str], told: str) -> Command:
+        """How the program is started, in the jail of a workspace where there is one."""
+        if workspace is None:
+            return Command(words=self._words, environment=dict(variables), folder=self._config.folder)
+        words, variables = self._words, dict(variables)
+        if self._harness is not None:
+            words, more = self._harness.fill(words, variables, told)
+            variables |= more
+        script = self._config.folder / words[1] if len(words) > 1 else None
+        if script is not None and words[1].endswith(_SCRIPTS):
+            words = [words[0], str(script.absolute()), *words[2:]]
+        reads = [*program_files(words[0]), *([script] if script is not None and script.is_file() else [])]
+        file = variables["DRACO_TASK_FILE"]
+        mapped = {ENDPOINT: shared_endpoint().socket_path, TASK_FILE: file}
+        port = int(variables["OPENAI_BASE_URL"].split(":")[2].partition("/")[0])
+        started = workspace.command(
+            words, {**variables, "DRACO_TASK_FILE": TASK_FILE}, port=port, mapped=mapped, reads=reads
+        )
+        if not workspace.confined:
+            started.environment["DRACO_TASK_FILE"] = file
+        return started
 
     def _end(self, episode: Episode, ran: Ran) -> tuple[EpisodeEnd, str | None]:
         """How the episode ended, and a reason unless it ended normally."""
@@ -141,6 +185,9 @@ class ProgramAgent:
                 "OPENAI_BASE_URL": base_url,
                 "OPENAI_API_BASE": base_url,
                 "OPENAI_API_KEY": key,
+                # Anthropic's clients append the version themselves.
+                "ANTHROPIC_BASE_URL": base_url.removesuffix("/v1"),
+                "ANTHROPIC_API_KEY": key,
                 "NO_PROXY": "127.0.0.1,localhost",
                 "no_proxy": "127.0.0.1,localhost",
                 "TMPDIR": str(scratch),
@@ -153,10 +200,11 @@ class ProgramAgent:
         )
 
 
-def _words(config: AgentConfig) -> list[str]:
-    if (config.command is None) == (config.function is None):
+def _words(config: AgentConfig, harness: Harness | None) -> list[str]:
+    if [config.command, config.function, config.harness].count(None) != 2:
         raise ConfigError(
-            "agent.use=command: expected agent.command='python my_agent.py', or agent.function=file.py:name"
+            "agent.use=command: expected agent.command='python my_agent.py', agent.function=file.py:name, or "
+            "agent.harness=codex"
         )
     if not config.folder.is_dir():
         raise ConfigError(f"agent.folder={str(config.folder)!r}: no such folder")
@@ -166,7 +214,7 @@ def _words(config: AgentConfig) -> list[str]:
             _check_script("agent.function", module, config.folder)
         return [sys.executable, "-m", RUNNER, config.function]
     try:
-        words = shlex.split(config.command or "")
+        words = [*harness.command] if harness else shlex.split(config.command or "")
     except ValueError as error:
         raise ConfigError(f"agent.command={config.command!r}: {error}") from None
     if not words:
@@ -177,8 +225,9 @@ def _words(config: AgentConfig) -> list[str]:
         words[0] = sys.executable
     found = shutil.which(str(config.folder / words[0]) if "/" in words[0] else words[0])
     if found is None:
-        raise ConfigError(f"agent.command: no program {words[0]!r} that can be run (agent.folder is {config.folder})")
-    if len(words) > 1 and words[1].endswith((".py", ".sh")):
+        key = f"agent.harness={config.harness}" if harness else "agent.command"
+        raise ConfigError(f"{key}: no program {words[0]!r} that can be run (agent.folder is {config.folder})")
+    if harness is None and len(words) > 1 and words[1].endswith(_SCRIPTS):
         _check_script("agent.command", words[1], config.folder)
     return [str(Path(found).absolute()), *words[1:]]
 
@@ -189,7 +238,17 @@ def _check_script(key: str, script: str, folder: Path) -> None:
         raise ConfigError(f"{key}: no file {script!r} (agent.folder is {folder})")
 
 
-def _closing(ran: Ran, config: AgentConfig) -> str:
+async def _changes(workspace: Workspace, config: AgentConfig) -> str:
+    """What the program changed, for the judge."""
+    try:
+        diff = await workspace.changes()
+    except EnvironmentCrashed as crash:
+        # The program may have caused it: the rollout is judged as it stands.
+        return f"What it changed cannot be compared: {crash}"
+    return f"What it changed:\n{cut_output(diff, config.max_output_characters)}" if diff else "It changed no file."
+
+
+def _closing(ran: Ran) -> str:
     how = "ended for its time" if ran.exit_code is None else f"exit code {ran.exit_code}"
     parts = [f"The agent's program: {how} after {ran.seconds:.1f} s."]
     for name, text in (("standard output", ran.output), ("standard error", ran.errors)):

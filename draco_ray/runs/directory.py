@@ -5,6 +5,7 @@
     run.json                          schema version, and whose configuration it is (`draco_ray.config.origin`)
     config.yaml                       the resolved configuration
     metrics.jsonl                     one line a training step
+    manifest.json                     SHA-256 digests of finished steps (`draco_ray.runs.manifest`)
     tables/<table>/step00003.parquet  a finished step (of measurements of a policy, step00003/*.parquet)
     tables/<table>/step00003/*.arrow  an unfinished step: one file per rollout or group, as they finish
     checkpoints/step00003/            adapter (PEFT format), optimizer, counters and digests
@@ -24,7 +25,7 @@ import math
 import os
 import re
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from enum import Enum
 from functools import cached_property
 from itertools import pairwise
@@ -40,17 +41,14 @@ from pydantic import TypeAdapter, ValidationError
 from draco_ray.config import origin, plain_yaml
 from draco_ray.config.file_names import file_name
 from draco_ray.config.origin import private
+from draco_ray.config.origin import write_private as write_private
 from draco_ray.config.schema import DracoConfig, Tree
 from draco_ray.errors import ConfigError, DamagedRun, StoreError
 from draco_ray.records import EpisodeEnd, Termination, Verdict
 from draco_ray.runs.schema import (
-    AMOUNTS,
-    MEASURES,
-    METRIC_COUNTS,
-    METRIC_LISTS,
-    MOST,
     REQUIRED,
     STEP_TABLES,
+    STRUCTURED_METRICS,
     TABLES,
 )
 
@@ -91,8 +89,6 @@ STEP = re.compile(r"step([0-9]{1,9})")
 """Name of a training step's folder or file."""
 READ_ATTEMPTS = 10
 """Attempts to read a table while a writer gathers its parts."""
-THREADED_ROWS = 1_000
-"""Rows from which Parquet is read in threads: for fewer, starting threads takes longer."""
 _VALUES: dict[tuple[str, str], type[Enum]] = {
     ("trajectories", "ended"): EpisodeEnd,
     ("trajectories", "termination"): Termination,
@@ -159,10 +155,17 @@ def read_parquet(path: Path, schema: pa.Schema) -> pa.Table:
     """
     try:
         check_regular(path)
-        names, read = _opened(path)
-        if absent := [column for column in schema.names if column not in names]:
+        if path.suffix == SUFFIX:
+            rows = read_part(path)
+            # Copy the columns: all columns share one buffer, which would stay in memory.
+            found = rows.select([name for name in schema.names if name in rows.column_names])
+            found = found.take(pa.array(range(rows.num_rows)))
+        else:
+            with pq.ParquetFile(path, page_checksum_verification=True) as file:
+                found = file.read([name for name in schema.names if name in file.schema_arrow.names])
+        if absent := [column for column in schema.names if column not in found.column_names]:
             raise DamagedRun(f"it has no column {absent[0]!r}")
-        found = read(schema.names)
+        found = found.select(schema.names)
         for field in schema:
             if found.schema.field(field.name).type != field.type:
                 kind = found.schema.field(field.name).type
@@ -174,22 +177,6 @@ def read_parquet(path: Path, schema: pa.Schema) -> pa.Table:
     return found
 
 
-def _opened(path: Path) -> tuple[list[str], Callable[[list[str]], pa.Table]]:
-    """The column names of a file, and a function that reads some of them in the given order."""
-    if path.suffix == SUFFIX:
-        rows = read_part(path)
-        # Copy the columns: all columns share one buffer, which would stay in memory.
-        every = pa.array(range(rows.num_rows))
-        return rows.column_names, lambda columns: rows.select(columns).take(every)
-    file = pq.ParquetFile(path, page_checksum_verification=True)
-
-    def read(columns: list[str]) -> pa.Table:
-        with file:
-            return file.read(columns, use_threads=file.metadata.num_rows > THREADED_ROWS).select(columns)
-
-    return file.schema_arrow.names, read
-
-
 def _check_rows(table: pa.Table, name: str) -> None:
     for column in table.column_names:
         values = table.column(column)
@@ -199,24 +186,6 @@ def _check_rows(table: pa.Table, name: str) -> None:
             known = {each.value for each in kind}
             if unknown := [each for each in pc.unique(values).to_pylist() if each is not None and each not in known]:
                 raise DamagedRun(f"its column {column!r} holds {unknown[0]!r}")
-        if column in AMOUNTS and not _all(_is_amount, values):
-            raise DamagedRun(f"its column {column!r} holds an invalid amount")
-        if column in MEASURES and not _all(_is_measured, values):
-            raise DamagedRun(f"its column {column!r} holds an invalid number")
-
-
-def _all(is_plain: Callable[[pa.ChunkedArray], pa.ChunkedArray], values: pa.ChunkedArray) -> bool:
-    """Whether ``is_plain`` holds for every value; nulls are checked by `REQUIRED`."""
-    return pc.all(is_plain(values.cast(pa.float64(), safe=False))).as_py() is not False
-
-
-def _is_amount(values: pa.ChunkedArray) -> pa.ChunkedArray:
-    # A NaN compares false with everything.
-    return pc.and_(pc.greater_equal(values, 0.0), pc.less_equal(values, MOST))
-
-
-def _is_measured(values: pa.ChunkedArray) -> pa.ChunkedArray:
-    return pc.less_equal(pc.abs(values), MOST)
 
 
 def check_regular(path: Path) -> None:
@@ -225,17 +194,6 @@ def check_regular(path: Path) -> None:
         raise OSError("it is missing")
     if not path.is_file():
         raise OSError("it is not a regular file")
-
-
-def _is_measure(name: str, value: object) -> bool:
-    """Whether the metric ``name`` may have this value."""
-    if name in METRIC_LISTS:
-        return isinstance(value, list) and all(isinstance(entry, str) for entry in value)
-    return _are_counts(value) if name in METRIC_COUNTS else _is_number(value)
-
-
-def _are_counts(value: object) -> bool:
-    return isinstance(value, dict) and all(_are_counts(each) or _is_number(each) for each in value.values())
 
 
 def _is_number(value: object) -> bool:
@@ -436,13 +394,9 @@ class RunDirectory:
                 raise ValueError(f"{type(line).__name__}, expected an object")
             if type(line.get("step")) is not int or line["step"] < 0:
                 raise ValueError("no number of a step")
-            wrong = next((name for name, value in line.items() if not _is_measure(name, value)), None)
-            if wrong is not None:
-                kinds = {
-                    **dict.fromkeys(METRIC_LISTS, "a list of texts"),
-                    **dict.fromkeys(METRIC_COUNTS, "numbers by name"),
-                }
-                raise ValueError(f"{wrong}: expected {kinds.get(wrong, 'a number')}")
+            for name, value in line.items():
+                if name not in STRUCTURED_METRICS and not _is_number(value):
+                    raise ValueError(f"{name}: expected a number")
         except (ValueError, RecursionError) as error:
             raise damaged(self.metrics_file, f"line {number}: {error}") from None
         # Missing measurements are null; other writers of JSON may use NaN or infinity.
@@ -520,16 +474,6 @@ def _of_its_step(path: Path, rows: pa.Table) -> pa.Table:
 def _part_suffix(table: str) -> str:
     """Suffix of a table's parts; those that are never gathered are Parquet."""
     return SUFFIX if table in STEP_TABLES else ".parquet"
-
-
-def write_private(path: Path, text: str) -> None:
-    """Write a file of a run directory atomically and durably, readable by its owner only."""
-    temporary = path.with_name(f"{path.name}.tmp")
-    with open(temporary, "w", encoding="utf-8", opener=origin.private) as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
 
 
 @contextlib.contextmanager

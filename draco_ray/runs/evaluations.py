@@ -13,7 +13,7 @@ import numpy as np
 
 from draco_ray.records import EpisodeEnd, Evaluation, JudgedRollout, Termination, Verdict
 from draco_ray.runs.directory import RunDirectory
-from draco_ray.runs.rows import scenario_of
+from draco_ray.runs.rows import columns_of, scenario_of
 
 
 def task_goal_completion(evaluations: Iterable[Evaluation]) -> float:
@@ -46,20 +46,13 @@ def read_evaluations(run: RunDirectory) -> dict[tuple[int, str], list[Evaluation
     """(training step, split) -> evaluated rollouts; step 0 is the untrained policy."""
     found: dict[tuple[int, str], list[Evaluation]] = {}
     for row in run.table("evaluations").to_pylist():
-        evaluation = Evaluation(
-            task_id=row["task_id"],
-            run=row["run"],
-            success=row["success"],
-            passed_tests=row["passed_tests"],
-            total_tests=row["total_tests"],
-            turns=row["turns"],
-            ended=EpisodeEnd(row["ended"]),
-            difficulty=row["difficulty"],
-            failures=tuple(row["failures"] or ()),
-            termination=None if row["termination"] is None else Termination(row["termination"]),
-            scenario=scenario_of(row),
-            reward=row["reward"],
-        )
+        values = {
+            "ended": EpisodeEnd(row["ended"]),
+            "failures": tuple(row["failures"] or ()),
+            "termination": None if row["termination"] is None else Termination(row["termination"]),
+            "scenario": scenario_of(row),
+        }
+        evaluation = Evaluation(**columns_of(Evaluation, row) | values)
         found.setdefault((row["training_step"], row["split"]), []).append(evaluation)
     return dict(sorted(found.items()))
 
@@ -126,16 +119,9 @@ def read_judged(run: RunDirectory) -> Mapping[tuple[int, str], list[JudgedRollou
     """(training step, split) -> judged held-out rollouts; step 0 is the untrained policy."""
     found: dict[tuple[int, str], list[JudgedRollout]] = defaultdict(list)
     for row in run.table("heldout_verdicts").to_pylist():
-        found[row["training_step"], row["split"]].append(
-            JudgedRollout(
-                task_id=row["task_id"],
-                run=row["run"],
-                scenario=row["scenario"] or "",
-                verdicts=tuple(row["verdicts"] or ()),
-                again=tuple(row["again"] or ()),
-                error=row["error"],
-            )
-        )
+        values = {name: tuple(row[name] or ()) for name in ("verdicts", "again")}
+        rollout = JudgedRollout(**columns_of(JudgedRollout, row) | values)
+        found[row["training_step"], row["split"]].append(rollout)
     return dict(sorted(found.items()))
 
 

@@ -158,17 +158,7 @@ def evaluation_rows(step: int, split: str, evaluations: Iterable[Evaluation]) ->
 
 def heldout_row(step: int, split: str, rollout: JudgedRollout, criteria: Iterable[Criterion]) -> Row:
     """The row of ``heldout_verdicts`` of a held-out rollout; ``training_step`` 0 is the untrained policy."""
-    return {
-        "training_step": step,
-        "split": split,
-        "task_id": rollout.task_id,
-        "run": rollout.run,
-        "scenario": rollout.scenario,
-        "criteria": [criterion.title for criterion in criteria],
-        "verdicts": list(rollout.verdicts),
-        "again": list(rollout.again),
-        "error": rollout.error,
-    }
+    return _row("heldout_verdicts", step, rollout, split=split, criteria=[criterion.title for criterion in criteria])
 
 
 def outcome_rows(step: int, rollout: int, verdict: Evaluation) -> list[Row]:
@@ -227,53 +217,31 @@ def scenario_of(row: Row) -> str:
     return scenario
 
 
-def training_scenarios(run: RunDirectory) -> dict[str, str]:
-    """Task id -> scenario, for every task with a recorded rollout."""
-    return {
-        row["task_id"]: scenario_of(row) for row in run.table("trajectories", None, ["task_id", "scenario"]).to_pylist()
-    }
+def columns_of(kind: type, row: Row) -> dict[str, Any]:
+    """The columns of a row that are fields of a dataclass of the same name."""
+    return {field.name: row[field.name] for field in fields(kind) if field.name in row}
 
 
 def _trajectory(row: Row, turns: Sequence[Row]) -> Trajectory:
-    return Trajectory(
-        task_id=row["task_id"],
-        group=f"step{row['training_step']}/{row['task_id']}",
-        rollout=row["rollout"],
-        attempt=row["attempt"],
-        policy_version=row["policy_version"],
-        prompt=tuple(Message(**message) for message in row["prompt"]),
-        turns=tuple(_turn(turn) for turn in sorted(turns, key=lambda turn: int(turn["turn"]))),
-        token_ids_T=np.array(row["token_ids"], dtype=np.int32),
-        sampled_T=np.array(row["sampled"], dtype=np.bool_),
-        logprob_T=np.array(row["logprob"], dtype=np.float32),
-        step_T=np.array(row["token_step"], dtype=np.int32),
-        prompt_length=row["prompt_length"],
-        ended=EpisodeEnd(row["ended"]),
-        started_at=row["started_at"],
-        ended_at=row["ended_at"],
-        error=row["error"],
-        engine=row["engine"],
-        termination=None if row["termination"] is None else Termination(row["termination"]),
-        branches=tuple(row["branches"]),
-        scenario=scenario_of(row),
-    )
+    values = {
+        "group": f"step{row['training_step']}/{row['task_id']}",
+        "prompt": tuple(Message(**message) for message in row["prompt"]),
+        "turns": tuple(_turn(turn) for turn in sorted(turns, key=lambda turn: int(turn["turn"]))),
+        "token_ids_T": np.array(row["token_ids"], dtype=np.int32),
+        "sampled_T": np.array(row["sampled"], dtype=np.bool_),
+        "logprob_T": np.array(row["logprob"], dtype=np.float32),
+        "step_T": np.array(row["token_step"], dtype=np.int32),
+        "ended": EpisodeEnd(row["ended"]),
+        "termination": None if row["termination"] is None else Termination(row["termination"]),
+        "branches": tuple(row["branches"]),
+        "scenario": scenario_of(row),
+    }
+    return Trajectory(**columns_of(Trajectory, row) | values)
 
 
 def _turn(row: Row) -> Turn:
-    return Turn(
-        text=row["text"],
-        action=row["action"],
-        observation=row["observation"],
-        first_token=row["first_token"],
-        last_token=row["last_token"],
-        seconds_generating=row["seconds_generating"],
-        seconds_executing=row["seconds_executing"],
-        role=row["role"],
-        branch=row["branch"],
-        policy_version=row["policy_version"],
-        # The record decides, not today's rule: a run of an earlier version has gaps where a message is a step now.
-        message=row["step"] is not None and row["action"] is None,
-    )
+    # The record decides, not today's rule: in a run of an earlier version a message may be a gap.
+    return Turn(**columns_of(Turn, row) | {"message": row["step"] is not None and row["action"] is None})
 
 
 def _rows(run: RunDirectory, table: str, step: int, key: str) -> Sequence[Row]:

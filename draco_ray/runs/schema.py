@@ -88,17 +88,7 @@ for _name, _like in {
 STEP_TABLES = tuple(name for name in TABLES if not name.startswith(("evaluation", "heldout")))
 """Tables that a training step writes. The others measure the policy of a step, perhaps long after it has ended."""
 
-MOST = 1e15
-"""Largest amount that is accepted: a larger one would hide all others in a sum."""
-AMOUNTS = frozenset({"input_tokens", "cached_tokens", "output_tokens", "reasoning_tokens", "dollars"}) | {
-    *("estimated_dollars", "requests", "seconds", "waited_seconds", "rollouts", "lost", "unscored", "credit_failures"),
-    *("seconds_generating", "seconds_executing"),
-}
-"""Columns of counts, dollars and seconds: at least 0."""
-MEASURES = frozenset({"reward", "advantage", "started_at", "ended_at"})
-"""Columns of numbers that may be negative."""
-
-METRIC_LISTS = frozenset({"solved_tasks", "updates_skipped"})
-"""Metrics that are lists of strings."""
-METRIC_COUNTS = frozenset({"ended", "credit_fallbacks", "judge", "task_pass_rates"})
-"""Metrics that map names to numbers, or to such mappings. All others are numbers or null."""
+STRUCTURED_METRICS = frozenset(
+    {"solved_tasks", "updates_skipped", "ended", "credit_fallbacks", "judge", "task_pass_rates"}
+)
+"""Metrics that are lists or mappings. All others are numbers or null."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -25,6 +26,7 @@ from draco_ray.records import (
 from draco_ray.rollout.worker import Evaluated, summarise
 from draco_ray.runs import rows
 from draco_ray.runs.directory import RunDirectory
+from draco_ray.runs.manifest import Manifest
 from draco_ray.runs.rows import Row, read_trajectory, recorded_rollouts
 from draco_ray.runs.schema import STEP_TABLES
 from draco_ray.runs.store import PaidCalls, RunStore
@@ -38,14 +40,17 @@ class RunStoreActor:
     wherever it is killed; the process that follows begins with what was left.
     """
 
-    def __init__(self, path: Path, requests_name: str = "") -> None:
+    def __init__(self, path: Path, requests_name: str = "", began_ns: int | None = None) -> None:
         """
         Args:
             path: of the run.
             requests_name: begins the numbers of the judge requests that this run has paid for.
+            began_ns: when the driver of the run started, Unix nanoseconds, for the manifest; None: no manifest is
+                written.
         """
         private_files()
         self._store = RunStore(RunDirectory(path))
+        self._manifest = None if began_ns is None else Manifest(self._store.directory, began_ns)
         self._paid = PaidCalls(self._store, requests_name)
         self._failure: str | None = None
         self._gathering = ThreadPoolExecutor(1, thread_name_prefix="gathering")
@@ -183,6 +188,8 @@ class RunStoreActor:
                 last = max((line["step"] for line in store.directory.metrics()), default=0) - 1
             for step in store.ungathered(last):
                 store.gather(step, STEP_TABLES)
+            if self._manifest is not None:
+                self._manifest.update(last)
         except OSError as error:
             self._failure = self._problem(error)
         except DracoError as error:
@@ -255,5 +262,5 @@ def start_run_store(path: Path, run_name: str, requests_name: str = "") -> Any:
             max_restarts=-1,
             max_task_retries=-1,
         )
-        .remote(path, requests_name)
+        .remote(path, requests_name, time.time_ns())
     )

@@ -24,7 +24,7 @@ _CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
 _NUMBERED = re.compile(r"^\((\d{1,3})\) \w+: ", re.MULTILINE)
 _ERROR = re.compile(r"error: (?:\w+: )?")
 _KEY = "#"
-"""For an entry of a list, which has no key."""
+"""Variable name for a list entry, which has no key."""
 
 Known = dict[str | int, str]
 """A value that some result held -> the expression for it."""
@@ -72,7 +72,7 @@ def _is_name(text: str) -> bool:
 
 
 def _results(output: str | None, count: int) -> list[str | None]:
-    """What came of each call; several are numbered."""
+    """The output of each call; several are numbered."""
     if output is None or count < 2:
         return [output] * count
     at = {int(match[1]): match.span() for match in _NUMBERED.finditer(output)}

@@ -59,7 +59,7 @@ STOP_SECONDS = 5.0
 
 
 class Behaviour(BaseModel):
-    """How the server answers. Shares are probabilities, drawn independently of what is asked."""
+    """Behaviour of the server. Shares are probabilities, drawn independently of what is asked."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -67,7 +67,7 @@ class Behaviour(BaseModel):
     """What answers a prompt: the rules of the sandbox, or a function of your own, package.module:function or
     folder/file.py:function, as `draco_ray.sandbox.rule_judge.simple.rule_judge` makes them."""
     port: int = Field(0, ge=0, le=65535)
-    """0 takes a free one."""
+    """Port; 0 takes a free one."""
     latency: float = Field(0.0, ge=0)
     """Seconds a reply takes; many may be waited for at once."""
     rate_limit: float | None = Field(None, gt=0)
@@ -79,7 +79,7 @@ class Behaviour(BaseModel):
     error: float = Field(0.0, ge=0, le=1)
     """Share of requests answered with status 500."""
     noise: Noise = Noise()
-    """What it gets wrong, in replies whose form is right."""
+    """Errors in well-formed replies."""
     answered: Path | None = None
     """File for the digests of answered requests, so that a server that replaces a killed one still counts repeats."""
     require_key: bool = False
@@ -196,7 +196,7 @@ class JudgeApp:
         self._most_in_flight = max(self._most_in_flight, self._in_flight)
         try:
             reply, phase = await self._reply(number, asked)
-            # The probe whether the judge answers at all is not counted.
+            # Readiness probes are not counted.
             if phase is None:
                 return reply
             self._repeated += known

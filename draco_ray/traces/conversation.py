@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from draco_ray.records import EpisodeEnd, Message, is_step
+from draco_ray.records import Message, is_step
 from draco_ray.traces.entry import AGENT, Call, Entry, compact, decoded, kind, object_of
 from draco_ray.traces.model import TraceTurn, clean
 
@@ -19,24 +19,6 @@ CODE = re.compile(r"<code>\n?(.*?)</code>", re.DOTALL)
 """How code agents mark what is to be run, unless a mapping says otherwise."""
 _THOUGHT = re.compile(r"<think>.*?(?:</think>|\Z)", re.DOTALL)
 NO_TASK = "(the trace does not say what was asked of the agent)"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Conversation:
-    """What `assemble` makes."""
-
-    prompt: tuple[Message, ...]
-    turns: tuple[TraceTurn, ...]
-    notes: tuple[str, ...]
-    task: str
-    """What the agent was asked; empty where the trace does not say."""
-
-    @property
-    def ended(self) -> EpisodeEnd:
-        """Finished, if the agent had the last word without acting; else the trace does not say."""
-        last = self.turns[-1] if self.turns else None
-        finished = last is not None and last.role == AGENT and last.action is None
-        return EpisodeEnd.FINISHED if finished else EpisodeEnd.UNSTATED
 
 
 @dataclass(slots=True)
@@ -83,8 +65,8 @@ def assemble(
     instruction: str | None = None,
     tools: Sequence[str] = (),
     code: re.Pattern[str] | None = CODE,
-) -> Conversation:
-    """Put a conversation together.
+) -> tuple[tuple[Message, ...], tuple[TraceTurn, ...], tuple[str, ...], str]:
+    """Prompt, turns, notes, and the task in words (empty where the trace does not say) of a conversation.
 
     Args:
         entries: in order.
@@ -109,12 +91,7 @@ def assemble(
     turns: list[_Turn] = []
     for entry in entries[first:]:
         _add(turns, entry, code, notes)
-    return Conversation(
-        prompt=tuple(prompt),
-        turns=tuple(turn.finished() for turn in turns),
-        notes=tuple(dict.fromkeys(notes)),
-        task=task,
-    )
+    return tuple(prompt), tuple(turn.finished() for turn in turns), tuple(dict.fromkeys(notes)), task
 
 
 def _add(turns: list[_Turn], entry: Entry, code: re.Pattern[str] | None, notes: list[str]) -> None:

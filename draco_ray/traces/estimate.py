@@ -13,12 +13,7 @@ from dataclasses import dataclass
 
 from draco_ray.config.schema import DracoConfig, Price
 from draco_ray.judging.judge import SECOND_LOOK
-from draco_ray.judging.phases import PHASES
-from draco_ray.judging.phases.credit import Credit
-from draco_ray.judging.phases.score import Score
-from draco_ray.judging.phases.stage1 import Stage1
-from draco_ray.judging.phases.stage2 import Stage2
-from draco_ray.judging.phases.union import Union
+from draco_ray.judging.phases import PHASES, Credit, Score, Stage1, Stage2, Union
 from draco_ray.judging.pricing import REQUEST_TOKENS, price_of
 from draco_ray.judging.prompts import Prompts
 from draco_ray.traces.judging import MOST_IN_UNION

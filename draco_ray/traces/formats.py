@@ -164,16 +164,18 @@ def build(
         raise BadTrace("no turn of an agent in it (role assistant)")
     if not any(entry.text or entry.calls or entry.code for entry in said if entry.role == AGENT):
         raise BadTrace("the agent's turns are empty: nothing in them was understood")
-    conversation = assemble(said, instruction=instruction, tools=tool_texts(tools), code=reading.code)
+    prompt, turns, notes, task = assemble(said, instruction=instruction, tools=tool_texts(tools), code=reading.code)
+    # An agent that has the last word without acting has finished.
+    finished = bool(turns) and turns[-1].role == AGENT and turns[-1].action is None
     return Trace(
         trace_id=trace_id or named(record, TRACE_IDS),
         task_id=task_of(record, reading, task_id),
-        task=conversation.task,
-        prompt=conversation.prompt,
-        turns=conversation.turns,
+        task=task,
+        prompt=prompt,
+        turns=turns,
         format=reading.format,
         source=reading.where,
-        ended=ended or conversation.ended,
+        ended=ended or (EpisodeEnd.FINISHED if finished else EpisodeEnd.UNSTATED),
         outcome=outcome,
-        notes=conversation.notes,
+        notes=notes,
     )

@@ -21,12 +21,7 @@ from draco_ray.config.schema import DracoConfig, JudgeConfig
 from draco_ray.judging.completion import Completer
 from draco_ray.judging.judge import CallContext
 from draco_ray.judging.panel import panel_judge
-from draco_ray.judging.phases.base import Question
-from draco_ray.judging.phases.credit import Credit
-from draco_ray.judging.phases.score import Score
-from draco_ray.judging.phases.stage1 import Stage1
-from draco_ray.judging.phases.stage2 import Stage2
-from draco_ray.judging.phases.union import Union
+from draco_ray.judging.phases import Credit, Question, Score, Stage1, Stage2, Union
 from draco_ray.judging.prompts import Prompts
 from draco_ray.records import (
     Attribution,

@@ -26,7 +26,7 @@ from draco_ray.config.load import dump_config, load_config
 from draco_ray.config.origin import private
 from draco_ray.config.schema import DracoConfig
 from draco_ray.errors import ConfigError, StoreError
-from draco_ray.judging.phases.credit import Credit
+from draco_ray.judging.phases import Credit
 from draco_ray.judging.reply_cache import read_book
 from draco_ray.runs import rows
 from draco_ray.runs.directory import RunDirectory, read_text, sole_driver, write_private

@@ -60,42 +60,28 @@ class Groups(list[TraceGroup]):
 
 
 class Spool:
-    """Traces, or records of sessions, on disk while this process lives: a file without a name."""
+    """Texts on disk while this process lives: a file without a name."""
 
     def __init__(self) -> None:
         self._file = tempfile.TemporaryFile(prefix="draco-traces-")  # noqa: SIM115 (it lives as long as the groups)
-        self._adapter = TypeAdapter(Trace)
         # Groups are read by several threads.
         self._lock = threading.Lock()
 
-    def put(self, trace: Trace) -> Place:
-        """Keep a trace."""
-        return self._write(self._adapter.dump_json(trace))
-
-    def get(self, place: Place) -> Trace:
-        """The trace at a place."""
-        return self._adapter.validate_json(self._read(place))
-
-    def put_record(self, record: Any) -> Place:
-        """Keep a record of a session."""
-        return self._write(json.dumps(record).encode("ascii"))
-
-    def get_record(self, place: Place) -> Any:
-        """The record at a place."""
-        return json.loads(self._read(place))
-
-    def _write(self, content: bytes) -> Place:
+    def put(self, content: bytes) -> Place:
+        """Keep a text."""
         with self._lock:
             begin = self._file.seek(0, 2)
             self._file.write(content)
         return begin, len(content)
 
-    def _read(self, place: Place) -> bytes:
+    def get(self, place: Place) -> bytes:
+        """The text at a place."""
         with self._lock:
             self._file.seek(place[0])
             return self._file.read(place[1])
 
 
+TRACE = TypeAdapter(Trace)
 _Name = tuple[Any, str]
 """Of a session: the function that names the sessions of its formats, and its name."""
 
@@ -170,7 +156,7 @@ class _Loader:
         for other in others:
             self._join(first, other)
         kept = self.sessions.setdefault(first, _Session(format_, file if names == file else found.where))
-        kept.places.append((self.spool.put_record(found.record), found.where))
+        kept.places.append((self.spool.put(json.dumps(found.record).encode("ascii")), found.where))
 
     def _read(self, format_: Format, found: Found) -> None:
         """Add the traces of a record, or of a session's records, and note what of them was not read."""
@@ -215,7 +201,7 @@ class _Loader:
         for sessions in together.values():
             format_, where = self.forced or sessions[0].format, sessions[0].where
             places = [place for session in sessions for place in session.places]
-            gathered = Gathered(self.spool.get_record(place) for place, _ in places)
+            gathered = Gathered(json.loads(self.spool.get(place)) for place, _ in places)
             gathered.wheres = [each for _, each in places]
             try:
                 self._read(format_, Found(where, gathered))
@@ -248,7 +234,7 @@ class _Loader:
             outcome=trace.outcome,
             notes=notes,
         )
-        self.members.setdefault(trace.task_id, []).append((summary, self.spool.put(trace)))
+        self.members.setdefault(trace.task_id, []).append((summary, self.spool.put(TRACE.dump_json(trace))))
 
     def _task_id(self, trace: Trace, trace_id: str) -> str:
         """The task that a trace is judged with: traces without a task are judged alone, and equal ids of different
@@ -448,7 +434,7 @@ def _code(mapped: Mapped | None) -> re.Pattern[str]:
 
 
 def _reader(spool: Spool, places: Sequence[Place]) -> Callable[[], Sequence[Trace]]:
-    return lambda: [spool.get(place) for place in places]
+    return lambda: [TRACE.validate_json(spool.get(place)) for place in places]
 
 
 def _described(record: object) -> str:

@@ -25,7 +25,7 @@ from draco_ray.training.preflight import (
 )
 from draco_ray.training.session import checked_model, say_cut_prompts, usable_prompts, with_environment
 from draco_ray.training.sizes import context_problems
-from draco_ray.training.trainer import TaskOrder
+from draco_ray.training.trainer import EarlierTasks, TaskOrder
 
 
 @dataclass(slots=True)
@@ -156,8 +156,8 @@ def refuse(found: Sequence[DracoError]) -> None:
         raise ConfigError(f"{len(found)} findings stop this run: {listed}")
 
 
-def task_order(config: DracoConfig, tasks: Sequence[str]) -> TaskOrder:
-    """The order of a run's tasks. Raises: ConfigError if it depends on a judge's verdicts and there are none."""
+def task_order(config: DracoConfig, tasks: Sequence[str], earlier: Sequence[EarlierTasks] = ()) -> TaskOrder:
+    """The order of a run's tasks. Raises: ConfigError where it is a judge's to say, and there is none."""
     train = config.train
     if config.algorithm.reward != "rubric":
         said = {"skip_solved": "what is solved", "order": "what is easy"}
@@ -172,6 +172,7 @@ def task_order(config: DracoConfig, tasks: Sequence[str]) -> TaskOrder:
         skip_solved=train.skip_solved,
         behind=train.staleness,
         order=train.order,
+        earlier=earlier,
     )
 
 

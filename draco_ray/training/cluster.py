@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import contextlib
 import json
 import logging
+import math
 import os
 import re
 import signal
+import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -17,6 +21,7 @@ from typing import Any
 import ray
 from ray.autoscaler.sdk import request_resources
 from ray.autoscaler.v2.sdk import get_cluster_status
+from ray.exceptions import RayError
 from rich.console import Console
 
 from draco_ray.config.machine import thread_environment
@@ -24,6 +29,7 @@ from draco_ray.config.schema import DracoConfig
 from draco_ray.errors import ClusterError, ConfigError
 from draco_ray.interruption import handler_kept
 from draco_ray.judging.outage import span
+from draco_ray.placement import beside_the_driver
 from draco_ray.training.preflight import SUBMITTED
 
 log = logging.getLogger(__name__)
@@ -40,6 +46,14 @@ ROUNDING = 1e-6
 STATUS_TIMEOUT_SECONDS = 5
 ANONYMOUS_TYPE = "node_"
 """Prefix of the node type that Ray reports for a node that no autoscaler started; the node's id follows."""
+START_LOCK, NAMESPACE = "starting", "draco-ray"
+"""Name of the actor that the run which is starting holds, and the namespace all runs of a cluster look it up in."""
+_start_locks: list[Any] = []
+"""The lock that this process holds, if any."""
+
+
+class StartLock:
+    """Holds its name while a run starts, and dies with its driver."""
 
 
 def has_autoscaler() -> bool:
@@ -116,11 +130,72 @@ def check_resources(config: DracoConfig, nodes: Sequence[Resources], *, judges: 
         )
     needed = bundles(config, judges=judges)
     if missing := unplaced(needed, nodes):
+        cpus, served = sum(node.get("CPU", 0) for node in nodes), len(needed.get("judge servers", ()))
+        on_cpus = not config.engine.gpus_per_engine and not config.learner.gpus_per_worker
+        if on_cpus and (problem := cpu_problem(config, cpus, served)):
+            raise ConfigError(problem)
         raise ConfigError(
             f"the Ray cluster is too small: {_describe(needed, missing, nodes)}: add nodes, or lower the number of "
             "these processes or what each needs (engine.*, learner.*, judge.local.*, environment.slots, "
             "environment.cpus_per_worker; 0 GPUs each run on the CPU)"
         )
+
+
+def cpu_problem(config: DracoConfig, available: float, served: int) -> str | None:
+    """Why ``available`` CPUs are too few beside ``served`` judge servers, and what to set; None where they suffice."""
+    engine, learner, environment = config.engine, config.learner, config.environment
+    # The evaluation's workers run beside those that train.
+    workers = environment.min_workers * (2 if config.train.evaluate_before_after else 1)
+    others = (
+        engine.fewest * engine.cpus_per_engine
+        + learner.workers * learner.cpus_per_worker
+        + served * config.judge.local.cpus_per_replica
+    )
+    cpus = workers * environment.cpus_per_worker + others
+    if cpus <= available:
+        return None
+    left = available - others
+    advice = "lower engine.cpus_per_engine or learner.cpus_per_worker, or add a node"
+    if left >= 0:
+        each = math.floor(100 * min(left, 1.0) / (2 if config.train.evaluate_before_after else 1)) / 100
+        one = f"environment.slots_per_worker={environment.slots} and environment.cpus_per_worker={each:g}"
+        advice = f"lower environment.slots or environment.cpus_per_worker (here {one} fit), or add a node"
+    judging = f", {served} judge servers" if served else ""
+    return (
+        f"{workers} rollout workers{judging}, {engine.fewest} engines and {learner.workers} learner workers need "
+        f"{cpus:g} CPUs, the Ray cluster has {available:g}: {advice}"
+    )
+
+
+def wait_for_start_lock(config: DracoConfig, console: Console | None) -> None:
+    """Return once no other run of the cluster is starting, and let none start until `release_start_lock`.
+
+    Two runs that count free resources at the same moment would both find room, and each might get half of what it
+    needs.
+
+    Raises:
+        ClusterError: another run is still starting after ``watch.start_seconds``.
+    """
+    lock = ray.remote(StartLock).options(
+        name=START_LOCK, namespace=NAMESPACE, num_cpus=0, scheduling_strategy=beside_the_driver()
+    )
+
+    def problem() -> str:
+        try:
+            _start_locks[:] = [lock.remote()]
+        except ValueError:  # the name is taken
+            return "it waits for its own processes"
+        return ""
+
+    _wait(config, console, "another run is starting on the Ray cluster", problem)
+
+
+def release_start_lock() -> None:
+    """Let the next run count free resources: all processes of this run have their places."""
+    while _start_locks:
+        # The lock may be of a Ray session that has ended.
+        with contextlib.suppress(RayError):
+            ray.kill(_start_locks.pop())
 
 
 def wait_for_room(
@@ -150,24 +225,36 @@ def wait_for_room(
     free = free or _free
     request = request or (lambda wanted: request_resources(bundles=[dict(each) for each in wanted]))
     needed, requested = bundles(config, judges=judges), False
-    started, logged, limit = time.monotonic(), -float("inf"), config.watch.start_seconds
-    why = "nodes were requested" if autoscaled else "another run may hold the rest (`ray status`)"
+
+    def problem() -> str:
+        nonlocal requested
+        nodes = free()
+        missing = unplaced(needed, nodes)
+        if missing and autoscaled and not requested:
+            requested = True
+            request([{"GPU": gpus, "CPU": cpus} for of in needed.values() for gpus, cpus in of])
+        why = "nodes were requested" if autoscaled else "another run may hold the rest (`ray status`)"
+        return f"{_describe(needed, missing, nodes)}; {why}" if missing else ""
+
     try:
-        while missing := unplaced(needed, nodes := free()):
-            now, reason = time.monotonic(), f"{_describe(needed, missing, nodes)}; {why}"
-            if limit is not None and now - started >= limit:
-                raise ClusterError(f"no room on the Ray cluster after watch.start_seconds={limit:g}: {reason}")
-            if autoscaled and not requested:
-                requested = True
-                request([{"GPU": gpus, "CPU": cpus} for of in needed.values() for gpus, cpus in of])
-            if console is not None and now - logged >= LOG_SECONDS:
-                logged = now
-                console.print(f"no room on the Ray cluster, waiting for {span(now - started)}: {reason}")
-            time.sleep(CHECK_SECONDS)
+        _wait(config, console, "no room on the Ray cluster", problem)
     finally:
         if requested:
             # From now on the run's own processes request what they need.
             request([])
+
+
+def _wait(config: DracoConfig, console: Console | None, what: str, problem: Callable[[], str]) -> None:
+    """Wait until ``problem`` returns nothing. Raises: ClusterError: that takes longer than ``watch.start_seconds``."""
+    started, logged, limit = time.monotonic(), -float("inf"), config.watch.start_seconds
+    while reason := problem():
+        now = time.monotonic()
+        if limit is not None and now - started >= limit:
+            raise ClusterError(f"{what} after watch.start_seconds={limit:g}: {reason}")
+        if console is not None and now - logged >= LOG_SECONDS:
+            logged = now
+            console.print(f"{what}, waiting for {span(now - started)}: {reason}")
+        time.sleep(CHECK_SECONDS)
 
 
 def pending_demand() -> str:
@@ -196,9 +283,13 @@ def _free() -> list[Resources]:
     return [node.available_resources() for node in (*status.active_nodes, *status.idle_nodes)]
 
 
+HTTP2_GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))
+"""The preface of a client's connection, and its empty settings."""
 LOOK_SECONDS = 5.0
 GONE_SECONDS = 30.0
 """Half of the minute after which Ray's own processes exit without a head."""
+LEAVE_SECONDS = 20.0
+"""Time for leaving a cluster whose head does not answer."""
 
 
 async def head_failure(address: str | None = None, *, look: float = LOOK_SECONDS, gone: float = GONE_SECONDS) -> None:
@@ -231,17 +322,47 @@ async def unless_gone(stop: Callable[[], Awaitable[object]], look: float = LOOK_
         await stop()
 
 
+def leave_ray(within: float = LEAVE_SECONDS) -> None:
+    """Leave the cluster, or end the Ray of this process.
+
+    Where the head hangs that takes for ever. It is waited for so many seconds, and this process then ends without it.
+    """
+    if not ray.is_initialized() or asyncio.run(head_answers(head_address())):
+        ray.shutdown()
+        return
+    leaving = threading.Thread(target=ray.shutdown, daemon=True)
+    leaving.start()
+    leaving.join(within)
+    if leaving.is_alive():
+        # Ray would try again at the end of the interpreter.
+        atexit.unregister(ray.shutdown)
+        atexit.register(_end_at_once)
+
+
+def _end_at_once() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(1)
+
+
 def head_address() -> str:
     """HOST:PORT of the head of the cluster that was joined."""
     return str(ray.get_runtime_context().gcs_address)
 
 
 async def head_answers(address: str, within: float = LOOK_SECONDS) -> bool:
-    """Whether the head accepts a connection in time; calls through Ray would wait for it."""
+    """Whether the head answers within so many seconds; what asks it through Ray waits for it instead.
+
+    The kernel takes connections for a process that hangs. So it is greeted as a server of gRPC, and says something, or
+    ends the connection.
+    """
     host, _, port = address.rpartition(":")
     try:
         async with asyncio.timeout(within):
-            _, writer = await asyncio.open_connection(host.strip("[]"), int(port))
+            reader, writer = await asyncio.open_connection(host.strip("[]"), int(port))
+            writer.write(HTTP2_GREETING)
+            with contextlib.suppress(ConnectionError):
+                await reader.read(1)
     except (OSError, TimeoutError):
         return False
     writer.close()
@@ -277,6 +398,9 @@ def connect(config: DracoConfig, *, judges: bool = True, console: Console | None
         config: of the run.
         judges: whether the run has judge workers.
         console: shows what is waited for while other runs hold the cluster or nodes have yet to come.
+
+    On a shared cluster no other run starts until `draco_ray.training.cluster.release_start_lock` or the end of this
+    process.
 
     Returns: the cluster's resources.
     Raises:
@@ -330,6 +454,7 @@ def connect(config: DracoConfig, *, judges: bool = True, console: Console | None
     if not autoscaled:
         check_resources(config, [node["Resources"] for node in ray.nodes() if node["Alive"]], judges=judges)
     if address:
+        wait_for_start_lock(config, console)
         wait_for_room(config, console, judges=judges, autoscaled=autoscaled)
     return dict(ray.cluster_resources())
 

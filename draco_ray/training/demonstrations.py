@@ -17,7 +17,7 @@ from draco_ray.environments.base import Environment
 from draco_ray.errors import ConfigError, WorldError
 from draco_ray.records import TOOLS, Message, TrainingSample, Trajectory
 from draco_ray.rollout.agent import Agent
-from draco_ray.rollout.endpoint.requests import by_call, clean
+from draco_ray.rollout.endpoint.fields import by_call, clean
 from draco_ray.runs.directory import RunDirectory
 from draco_ray.runs.rows import step_trajectories
 

@@ -19,8 +19,7 @@ from rich.console import Console
 from draco_ray.config.schema import DracoConfig, JudgeConfig
 from draco_ray.environments.base import make_environment
 from draco_ray.judging.judge import CallContext
-from draco_ray.judging.phases.score import Score
-from draco_ray.judging.phases.stage1 import Stage1
+from draco_ray.judging.phases import Score, Stage1
 from draco_ray.pipeline import Wait
 from draco_ray.records import Criterion, Evaluation, Judged, JudgedRollout, Message, Task, Trajectory, lost_evaluation
 from draco_ray.rollout.pool import RolloutPool

@@ -18,13 +18,12 @@ from typing import Any
 
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-from rich.console import Console
 from safetensors import SafetensorError, safe_open
 
 from draco_ray.config.schema import DracoConfig, LearnerConfig
 from draco_ray.engine.model_config import TABLE, check_experts, check_heads, check_split, is_frozen
 from draco_ray.errors import ClusterError, ConfigError, StoreError
-from draco_ray.judging.judge_context import context_problem, context_warning, model_positions
+from draco_ray.judging.judge_context import context_problem, model_positions
 from draco_ray.judging.local.server import served_model
 from draco_ray.judging.prompts import KEY_FILE, evidence_key
 from draco_ray.judging.reply_cache import FILE, RESTORE, check_own_disk, check_store, create_store
@@ -137,8 +136,8 @@ def cached_config(model_path: str) -> Path | None:
     return Path(cached) if isinstance(cached, str) else None
 
 
-def check_judge_context(config: DracoConfig, console: Console) -> None:
-    """Check that the policy's context is long enough for its prompts as a judge; warn if it is configured shorter.
+def check_judge_context(config: DracoConfig) -> None:
+    """Check that the policy's context is long enough for its prompts as a judge.
 
     Raises:
         ConfigError: it is too short.
@@ -146,8 +145,6 @@ def check_judge_context(config: DracoConfig, console: Console) -> None:
     problem = context_problem(config, model_positions(config.model.path, cached_config(config.model.path)))
     if problem is not None:
         raise ConfigError(problem)
-    if (warning := context_warning(config)) is not None:
-        console.print(warning)
 
 
 def check_session(config: DracoConfig, run: Path) -> None:
@@ -261,6 +258,10 @@ def check_paid_replies(run: RunDirectory, before: DracoConfig, config: DracoConf
     create_store(folder)
 
 
+FILES_PER_ROLLOUT = 16
+"""Parts of tables that a step writes for one of its rollouts: 8, with room for those of groups and for evaluations."""
+
+
 def check_disk(config: DracoConfig, run: Path) -> None:
     """Check that there is disk space for another training step. Called before each one.
 
@@ -272,6 +273,13 @@ def check_disk(config: DracoConfig, run: Path) -> None:
         raise StoreError(
             f"run directory {run}: {_gib(free)} free on its disk, a training step may write {_gib(needed)}: free "
             "space there, or set run.root"
+        )
+    files, status = FILES_PER_ROLLOUT * config.train.prompts_per_step * config.algorithm.group_size, os.statvfs(run)
+    # Some file systems have no limit, and say 0 of 0.
+    if status.f_files and status.f_favail < files:
+        raise StoreError(
+            f"run directory {run}: its disk has room for {status.f_favail} files, a training step may write {files}: "
+            "remove files there, or set run.root"
         )
 
 

@@ -10,18 +10,23 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
+
+from rich.console import Console
 
 from draco_ray.config.load import dump_config
-from draco_ray.config.schema import DracoConfig, LearnerConfig
+from draco_ray.config.schema import DracoConfig, LearnerConfig, Order
 from draco_ray.errors import ConfigError, DamagedRun
 from draco_ray.runs.checkpoints import COUNTERS, checkpoint_damage
-from draco_ray.runs.directory import RunDirectory, read_table, write_private
+from draco_ray.runs.directory import RunDirectory, damaged, read_table, read_text, write_private
+from draco_ray.runs.manifest import forget_steps
 from draco_ray.runs.schema import STEP_TABLES, TABLES
 from draco_ray.runs.store import RunStore
+from draco_ray.training.trainer import EarlierTasks, OrderRules, TaskOrder
 
 log = logging.getLogger(__name__)
 
@@ -47,6 +52,7 @@ FREE = (
 )
 """Keys that may change when a run is resumed: where it runs, how the same judge is reached, and what may be spent; none
 of them changes what is computed."""
+TASKS = "tasks.json"
 KEPT = {
     "trajectories": ("task_id", "rollout"),
     "steps": ("task_id", "rollout"),
@@ -70,6 +76,8 @@ class StartPoint:
     """What is wrong with each damaged later checkpoint and where it was moved, one line each."""
     dropped: tuple[Path, ...] = ()
     """Table files of later steps that were unreadable, because the machine was lost before they reached its disk."""
+    unmeasured: tuple[int, ...] = ()
+    """Finished steps without a line in ``metrics.jsonl``."""
     first_gap: float | None = None
     """The canary's mean gap, in nats, of the first step that has one."""
 
@@ -105,6 +113,74 @@ def adopt_config(run: RunDirectory, old: DracoConfig, new: DracoConfig, *, allow
     return changes
 
 
+def adopt_tasks(
+    run: RunDirectory, tasks: Collection[str], rules: OrderRules, step: int, console: Console
+) -> list[EarlierTasks]:
+    """Write down that these are the run's training tasks after ``step`` steps, and say how they differ from before.
+
+    Args:
+        rules: by which they are chosen from then on.
+
+    Returns: what they and the rules were in earlier parts of the run, oldest first; none where that was not written
+        down.
+    Raises:
+        DamagedRun: the run directory's list of them cannot be read.
+    """
+    # A part of which no step is left is done again, with the tasks there are now.
+    parts = [part for part in _task_parts(run) if part[0] <= step]
+    before, now = set(parts[-1][1]) if parts else set(tasks), set(tasks)
+    if new := now - before:
+        console.print(f"training tasks: {len(new)} new; they take part from the next epoch on")
+    if gone := before - now:
+        console.print(f"training tasks: {len(gone)} gone; they are left out from step {step + 1} on")
+    if not parts or now != before or parts[-1][2] != rules:
+        parts.append((step + 1 if parts else 1, sorted(now), rules))
+    told = [{"first_step": first, "tasks": ids, "rules": asdict(by)} for first, ids, by in parts]
+    write_private(run.path / TASKS, json.dumps(told))
+    return _earlier(parts)
+
+
+def recorded_order(run: RunDirectory) -> TaskOrder:
+    """The order in which the run took its tasks, from ``tasks.json`` and the metrics.
+
+    Raises:
+        DamagedRun: one of them is missing or cannot be read.
+    """
+    if not (parts := _task_parts(run)):
+        raise damaged(run.path / TASKS, "it is missing or empty")
+    _, tasks, rules = parts[-1]
+    order = TaskOrder(tasks, **asdict(rules), earlier=_earlier(parts))
+    for line in run.metrics():
+        order.note(line["step"], line.get("solved_tasks") or (), line.get("task_pass_rates") or {})
+    return order
+
+
+def _task_parts(run: RunDirectory) -> list[tuple[int, list[str], OrderRules]]:
+    """First step, tasks and rules of each part of a run. Raises: DamagedRun: they cannot be read."""
+    path = run.path / TASKS
+    if not path.exists():
+        return []
+    try:
+        return [
+            (int(part["first_step"]), [str(task) for task in part["tasks"]], _rules(part["rules"]))
+            for part in json.loads(read_text(path))
+        ]
+    except (ValueError, TypeError, KeyError) as error:
+        raise damaged(path, f"{type(error).__name__} {error}") from None
+
+
+def _earlier(parts: Sequence[tuple[int, list[str], OrderRules]]) -> list[EarlierTasks]:
+    return [EarlierTasks(tuple(ids), after - 1, by) for (_, ids, by), (after, _, _) in pairwise(parts)]
+
+
+def _rules(written: Mapping[str, Any]) -> OrderRules:
+    read = dict(written)
+    if (order := read.pop("order")) not in get_args(Order):
+        raise ValueError(f"order {order!r}")
+    numbers: dict[str, Any] = {name: None if value is None else int(value) for name, value in read.items()}
+    return OrderRules(**numbers, order=order)
+
+
 def rewind(run: RunDirectory, *, reuse: bool) -> StartPoint:
     """Rewind a run directory to its newest sound checkpoint, keeping finished rollouts and paid replies of later steps.
 
@@ -120,6 +196,7 @@ def rewind(run: RunDirectory, *, reuse: bool) -> StartPoint:
         f"damaged one is moved to {_moved_aside(run.checkpoint(later))}"
         for later, found in damage.items()
     )
+    forget_steps(run, step)
     metrics = run.metrics()
     done = [line for line in metrics if line["step"] <= step]
     if not done:
@@ -139,6 +216,7 @@ def rewind(run: RunDirectory, *, reuse: bool) -> StartPoint:
         recorded=frozenset(later) if reuse else frozenset(),
         damaged=damaged,
         dropped=dropped,
+        unmeasured=tuple(sorted({*range(1, step + 1)} - {line["step"] for line in done})),
         first_gap=next((gap for line in done if (gap := line.get("canary_gap")) is not None), None),
     )
 

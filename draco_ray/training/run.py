@@ -30,10 +30,10 @@ from draco_ray.runs.directory import RunDirectory, sole_driver
 from draco_ray.runs.evaluations import read_evaluations, read_judged
 from draco_ray.runs.remote.place import Place, begun, place_at, place_of, working
 from draco_ray.terminal import PlainConsole
-from draco_ray.training.checks import CHECKS, Check, Start, check_root, findings, refuse
+from draco_ray.training.checks import CHECKS, Check, Start, check_root, findings, refuse, task_order
 from draco_ray.training.cluster import address_of, head_failure
 from draco_ray.training.preflight import check_disk, check_paid_replies, check_replies
-from draco_ray.training.resume import StartPoint, adopt_config, rewind
+from draco_ray.training.resume import StartPoint, adopt_config, adopt_tasks, rewind
 from draco_ray.training.session import (
     TrainingSession,
     opened,
@@ -60,6 +60,7 @@ def train(config: DracoConfig, console: Console | None = None) -> Path:
         with sole_driver(run):
             if run.config_text() != dump_config(config):
                 run.write_config(dump_config(config))
+            adopt_tasks(run, prompts, order.rules, 0, console)
             return _train(config, prompts, order, run, StartPoint(), console)
 
 
@@ -167,6 +168,7 @@ def _resume(
         start = rewind(run, reuse=not changes and config.algorithm.reward != "outcome")
         for damage in start.damaged:
             console.print(damage)
+        order = task_order(config, list(prompts), adopt_tasks(run, prompts, order.rules, start.step, console))
         for line in run.metrics():
             order.note(line["step"], line.get("solved_tasks") or (), line.get("task_pass_rates") or {})
         if start.step >= _steps(config, order) and _measured(run, config, start.step):
@@ -177,6 +179,11 @@ def _resume(
             console.print(
                 f"{len(start.dropped)} files of later steps are not whole and are made again, the first is "
                 f"{start.dropped[0]}: what was not on the disk when the machine was lost",
+            )
+        if start.unmeasured:
+            console.print(
+                f"metrics.jsonl has no line of {len(start.unmeasured)} steps that are done, the first is "
+                f"{start.unmeasured[0]}: restore the file, or tasks are chosen as if nothing was known of these steps"
             )
         for change in changes:
             console.print(f"changed: {change}")
@@ -196,7 +203,7 @@ def _checked(
 
 def _steps(config: DracoConfig, order: TaskOrder) -> int:
     train = config.train
-    return train.steps if train.steps is not None else train.epochs * order.steps_per_epoch
+    return train.steps if train.steps is not None else order.last_step(train.epochs)
 
 
 def _measured(run: RunDirectory, config: DracoConfig, step: int) -> bool:

@@ -24,7 +24,7 @@ from draco_ray.errors import BudgetSpent, ClusterError, ConfigError, DracoError,
 from draco_ray.interruption import ended_as_interrupted
 from draco_ray.judging.actors import requests_name, start_judge_limiter, start_replies
 from draco_ray.judging.endpoint import introduced
-from draco_ray.judging.judge_context import api_warning, context_tokens, uses_self_judge
+from draco_ray.judging.judge_context import context_tokens, uses_self_judge
 from draco_ray.judging.local.actor import start_judge_servers
 from draco_ray.judging.outage import Pause
 from draco_ray.judging.pool import JudgePool, PolicyJudge, judge_starter
@@ -41,11 +41,12 @@ from draco_ray.rollout.worker import EPISODES, rollout_starter
 from draco_ray.runs.directory import RunDirectory
 from draco_ray.runs.store_actor import start_run_store
 from draco_ray.training.advantage_computer import start_advantage_computer
-from draco_ray.training.cluster import connect, pending_demand, unless_gone
+from draco_ray.training.cluster import connect, leave_ray, pending_demand, release_start_lock, unless_gone
 from draco_ray.training.held_out import BeforeAfter, JudgedBeforeAfter, Tell
 from draco_ray.training.preflight import check_judge_context, check_session
 from draco_ray.training.progress import RunObserver, StepProgress, StepWatch, most_phases, shown, watch_judge
 from draco_ray.training.resume import StartPoint
+from draco_ray.training.sizes import with_checkpointing
 from draco_ray.training.trainer import Batches, RecordedRollouts, TaskOrder, Trainer, WeightSync, engines_asleep
 from draco_ray.training.watchdog import Pending, in_time, watch_quiet
 
@@ -193,7 +194,8 @@ STALE_IMPORTANCE_CAP = 2.0
 
 
 def checked_model(config: DracoConfig) -> DracoConfig:
-    """The configuration with a checked model: a directory's path is made absolute, and the chat template is read.
+    """The configuration with a checked model and what depends on it: a directory's path is made absolute, the chat
+    template is read, and it is decided whether activations are kept.
 
     Raises:
         ConfigError: the model cannot be used.
@@ -205,7 +207,7 @@ def checked_model(config: DracoConfig) -> DracoConfig:
         changed["path"] = str(Path(model.path).resolve())
     if model.chat_template is not None:
         changed["chat_template"] = chat_template_text(model.chat_template)
-    return config.updated(model=changed)
+    return with_checkpointing(config.updated(model=changed))
 
 
 def with_environment(config: DracoConfig) -> tuple[DracoConfig, Environment]:
@@ -350,7 +352,7 @@ def open_judge(config: DracoConfig, console: Console, cache: Path | None = None)
     if judge.self_judge.enabled or config.algorithm.reward != "rubric":
         which = "the policy itself" if config.algorithm.reward == "rubric" else "none is asked"
         console.print(f"judge: {which}")
-        check_judge_context(config, console)
+        check_judge_context(config)
     elif judge.local.enabled:
         console.print(f"judge: {judge.model}, served on the cluster")
         # Its servers start with the actors, so the first judge worker checks them.
@@ -364,8 +366,6 @@ def open_judge(config: DracoConfig, console: Console, cache: Path | None = None)
         # First, because this takes seconds and everything else takes longer to start.
         with shown(console, "asking the judge"):
             asyncio.run(_check_judge(build_judge(config.judge, None), config, console))
-        if (warning := api_warning(config)) is not None:
-            console.print(warning)
     yield final
 
 
@@ -407,7 +407,7 @@ def ray_session(config: DracoConfig, console: Console | None = None) -> Iterator
     try:
         yield
     finally:
-        ray.shutdown()
+        leave_ray()
 
 
 @contextlib.contextmanager
@@ -530,6 +530,7 @@ async def training_session(
 
         async def begin() -> None:
             await _start(config, actors, learner, pending)
+            release_start_lock()
             if start.step:
                 with pending.of("sync of the adapter to the engines"):
                     await weights.publish(start.step)
@@ -608,7 +609,10 @@ def spent_dollars(run: RunDirectory) -> float:
 
 
 def learner_config(config: DracoConfig) -> LearnerConfig:
-    """The learner's configuration, with capped importance weights if ``train.staleness`` is above 0."""
+    """The learner's configuration: with capped importance weights if ``train.staleness`` is above 0, and on one thread
+    with ``engine.deterministic``."""
+    if config.engine.deterministic:
+        config = config.updated(learner={"cpus_per_worker": min(1.0, config.learner.cpus_per_worker)})
     if config.train.staleness and config.learner.importance_cap is None:
         return config.updated(learner={"importance_cap": STALE_IMPORTANCE_CAP}).learner
     return config.learner

@@ -26,9 +26,9 @@ from collections.abc import (
     Sequence,
 )
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import islice
+from itertools import islice, takewhile
 from typing import Any
 
 import numpy as np
@@ -69,6 +69,8 @@ async def streamed_update(
     groups: Sequence[Awaitable[Any | None]],
     minibatch_prompts: int,
     pending: Pending | None = None,
+    *,
+    in_order: bool = False,
 ) -> StreamedUpdate:
     """Give the learner each group as soon as it is ready; update once per minibatch.
 
@@ -80,9 +82,11 @@ async def streamed_update(
         groups: each resolves to a reference to its samples, or None if the group failed; in the batch's order.
         minibatch_prompts: groups per update.
         pending: records when the learner is being waited for.
+        in_order: feed the first pass in the batch's order, so that gradients are always added in the same order.
     Raises: the first error of a group or of the learner.
     """
     result, pending = StreamedUpdate(), pending or Pending()
+    fed = [asyncio.Event() for _ in groups]
 
     async def ask(order: Callable[[Any], Awaitable[Any]], samples: Any) -> None:
         began = time.time()
@@ -92,9 +96,12 @@ async def streamed_update(
 
     async def first_pass(position: int, group: Awaitable[Any | None]) -> Any | None:
         samples = await group
+        if in_order and position:
+            await fed[position - 1].wait()
         if samples is not None:
             result.fed.append(samples)
             await ask(learner.accumulate if position < minibatch_prompts else learner.remember_old_logprobs, samples)
+        fed[position].set()
         return samples
 
     async def update() -> None:
@@ -108,7 +115,12 @@ async def streamed_update(
     for start in range(minibatch_prompts, len(finished), minibatch_prompts):
         minibatch = finished[start : start + minibatch_prompts]
         # Awaited before the update, because calls to an asynchronous actor may run in another order.
-        await gather_or_cancel(ask(learner.accumulate, samples) for samples in minibatch if samples is not None)
+        asked = [samples for samples in minibatch if samples is not None]
+        if in_order:
+            for samples in asked:
+                await ask(learner.accumulate, samples)
+        else:
+            await gather_or_cancel(ask(learner.accumulate, samples) for samples in asked)
         await update()
     return result
 
@@ -262,26 +274,53 @@ async def unless_lost(work: Coroutine[Any, Any, None], *losses: Awaitable[None])
         await asyncio.gather(task, *watched, return_exceptions=True)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OrderRules:
+    """By what tasks are chosen; see `TaskOrder`."""
+
+    per_step: int
+    seed: int
+    skip_solved: int | None = None
+    behind: int = 0
+    order: Order = "shuffled"
+
+
+@dataclass(frozen=True, slots=True)
+class EarlierTasks:
+    """What the training tasks were, and how they were chosen, before a run was resumed with others."""
+
+    tasks: tuple[str, ...]
+    last_step: int
+    """The last step that was done so."""
+    rules: OrderRules
+
+
 class TaskOrder:
     """Which tasks each step trains on: a new shuffle every epoch; its last tasks are skipped if they do not fill a
     step.
 
     90 tasks at 16 a step give 5 steps an epoch (appendix "Training Hyperparameters": 100 steps in 20 epochs).
 
-    With ``skip_solved`` = n, a task whose rollouts failed no criterion in n visits in a row is left out for n epochs,
-    unless too few tasks for a step would be left.
+    With ``skip_solved`` = n a task whose rollouts failed no criterion in n visits one after the other rests for n
+    epochs, and then comes again; steps are then filled from the tasks that do not rest. Where these are too few for a
+    step, nobody rests in that epoch.
 
     With another ``order`` than ``shuffled``, the tasks of an epoch are sorted by their pass rate at their last visit;
-    tasks without one come first, and equal ones stay shuffled. Which tasks are skipped is decided
-    before sorting; otherwise the same ones would never be trained on.
+    tasks without one come first, and equal ones stay shuffled. Which tasks are skipped is decided before sorting;
+    otherwise the same ones would never be trained on.
+
+    Tasks added since an earlier part of the run take part from the next epoch on; removed tasks are left out at once,
+    so that epoch is shorter. Steps and visits chosen earlier under other rules stay as they were: new rules apply from
+    the first step they choose, and a new ``order`` from the next epoch.
 
     Args:
-        tasks: the training tasks.
+        tasks: the training tasks as they are now.
         per_step: B, tasks a step.
         seed: of the shuffles.
         skip_solved: n; None: no task is left out.
         behind: number of latest steps whose verdicts are not known when a step begins (``train.staleness``).
         order: of the tasks of an epoch.
+        earlier: what tasks and rules were in earlier parts of the run, oldest first.
 
     Raises:
         ConfigError: if there are fewer tasks than one step needs.
@@ -296,6 +335,7 @@ class TaskOrder:
         skip_solved: int | None = None,
         behind: int = 0,
         order: Order = "shuffled",
+        earlier: Sequence[EarlierTasks] = (),
     ) -> None:
         if len(tasks) < per_step:
             raise ConfigError(
@@ -303,63 +343,81 @@ class TaskOrder:
                 "it, or add tasks"
             )
         self._tasks = tuple(sorted(tasks))
-        self._per_step, self._seed, self._skip_solved, self._behind = per_step, seed, skip_solved, behind
-        self._order = order
+        self.rules = OrderRules(per_step=per_step, seed=seed, skip_solved=skip_solved, behind=behind, order=order)
+        self._earlier = [replace(part, tasks=tuple(sorted(part.tasks))) for part in earlier]
         self._solved: dict[int, frozenset[str]] = {}
         self._pass_rates: dict[int, dict[str, float]] = {}
 
     @property
     def steps_per_epoch(self) -> int:
-        """Number of steps of an epoch in which no task is left out."""
-        return len(self._tasks) // self._per_step
+        """Whole steps in an epoch of the tasks as they are now, in which none rests."""
+        return len(self._tasks) // self.rules.per_step
+
+    def last_step(self, epochs: int) -> int:
+        """Steps of so many epochs in which no task rests."""
+        if not self._earlier:
+            return epochs * self.steps_per_epoch
+        return sum(1 for _ in takewhile(lambda step: step[0] < epochs, self._steps(resting=False)))
 
     def note(self, step: int, solved: Collection[str], pass_rates: Mapping[str, float]) -> None:
-        """Record the solved tasks and the pass rates of a finished step."""
+        """Take in whose rollouts failed no criterion in a step that is done, and each task's share of passes in it."""
         self._solved[step] = frozenset(solved)
         self._pass_rates[step] = dict(pass_rates)
 
     def tasks(self, step: int) -> list[str]:
-        """The B tasks of a step; steps count from 1. Earlier steps have been noted, if the order depends on them."""
-        return next(islice(self._steps(), step - 1, None))
+        """The B tasks of a step; steps count from 1. Those before it have been noted where the rules ask for it."""
+        return next(islice(self._steps(resting=True), step - 1, None))[1]
 
-    def _steps(self) -> Iterator[list[str]]:
-        """The tasks of every step, chosen by what was known when the step began."""
-        epoch, left = 0, self._shuffled(0)
+    def _steps(self, *, resting: bool) -> Iterator[tuple[int, list[str]]]:
+        """Epoch and tasks of every step from the first, each with what was known when it began."""
+        epoch, left = 0, self._shuffled(0, first_step=1)
         streak: Counter[str] = Counter()
         rests_until: dict[str, int] = {}
         pass_rates: dict[str, float] = {}
         visited: list[tuple[int, list[str]]] = []
-        known = 0
+        heard = 0
         while True:
-            while known < len(visited) - self._behind:
-                epoch_of_visit, played = visited[known]
-                known += 1
-                pass_rates |= self._pass_rates.get(known, {})
+            step = len(visited) + 1
+            tasks, rules = self._known(step)
+            patience = rules.skip_solved if resting else None
+            while heard < step - 1 - rules.behind:
+                of_epoch, played = visited[heard]
+                heard += 1
+                pass_rates |= self._pass_rates.get(heard, {})
                 for task in played:
-                    streak[task] = streak[task] + 1 if task in self._solved.get(known, ()) else 0
-                    if self._skip_solved is not None and streak[task] >= self._skip_solved:
-                        rests_until[task] = epoch_of_visit + self._skip_solved
-            left = [task for task in left if rests_until.get(task, -1) < epoch]
-            if len(left) < self._per_step:
+                    streak[task] = streak[task] + 1 if task in self._solved.get(heard, ()) else 0
+                    if patience is not None and streak[task] >= patience:
+                        rests_until[task] = of_epoch + patience
+            there = {task for task in tasks if patience is None or rests_until.get(task, -1) < epoch}
+            left = [task for task in left if task in there]
+            if len(left) < rules.per_step:
                 epoch += 1
-                shuffled = self._shuffled(epoch)
-                awake = [task for task in shuffled if rests_until.get(task, -1) < epoch]
-                left = self._sorted(awake if len(awake) >= self._per_step else shuffled, pass_rates)
-            chosen, left = left[: self._per_step], left[self._per_step :]
+                shuffled = self._shuffled(epoch, first_step=step)
+                awake = [task for task in shuffled if patience is None or rests_until.get(task, -1) < epoch]
+                left = _sorted(awake if len(awake) >= rules.per_step else shuffled, rules, pass_rates)
+            chosen, left = left[: rules.per_step], left[rules.per_step :]
             visited.append((epoch, chosen))
-            yield chosen
+            yield epoch, chosen
 
-    def _shuffled(self, epoch: int) -> list[str]:
-        order = np.random.default_rng((self._seed, epoch)).permutation(len(self._tasks))
-        return [self._tasks[index] for index in order]
+    def _known(self, step: int) -> tuple[Sequence[str], OrderRules]:
+        """The training tasks when a step began, sorted, and the rules by which its tasks were chosen."""
+        found = ((part.tasks, part.rules) for part in self._earlier if step <= part.last_step)
+        return next(found, (self._tasks, self.rules))
 
-    def _sorted(self, shuffled: list[str], pass_rates: Mapping[str, float]) -> list[str]:
-        if self._order == "shuffled":
-            return shuffled
-        sign = -1.0 if self._order == "easy_first" else 1.0
-        whole = len(shuffled) - len(shuffled) % self._per_step
-        known = {task: sign * pass_rates[task] for task in shuffled if task in pass_rates}
-        return sorted(shuffled[:whole], key=lambda task: known.get(task, -2.0)) + shuffled[whole:]
+    def _shuffled(self, epoch: int, *, first_step: int) -> list[str]:
+        tasks, rules = self._known(first_step)
+        order = np.random.default_rng((rules.seed, epoch)).permutation(len(tasks))
+        return [tasks[index] for index in order]
+
+
+def _sorted(shuffled: list[str], rules: OrderRules, pass_rates: Mapping[str, float]) -> list[str]:
+    """An epoch's tasks, those that fill its steps by difficulty."""
+    if rules.order == "shuffled":
+        return shuffled
+    sign = -1.0 if rules.order == "easy_first" else 1.0
+    whole = len(shuffled) - len(shuffled) % rules.per_step
+    known = {task: sign * pass_rates[task] for task in shuffled if task in pass_rates}
+    return sorted(shuffled[:whole], key=lambda task: known.get(task, -2.0)) + shuffled[whole:]
 
 
 @dataclass(frozen=True, slots=True)
@@ -663,7 +721,11 @@ class Trainer:
         )
         async with asleep:
             update = await streamed_update(
-                self._learner, batch.work, self._config.learner.minibatch_prompts, self._pending
+                self._learner,
+                batch.work,
+                self._config.learner.minibatch_prompts,
+                self._pending,
+                in_order=self._config.engine.deterministic,
             )
             # Before engines on the same GPU wake up and take the memory that this forward pass needs.
             with self._pending.of("the learner's log-probs for the canary"):

@@ -70,18 +70,28 @@ class Head:
         answer.raise_for_status()
         return {str(entry["name"]) for entry in answer.json()["data"]["result"]["result"]}
 
-    def submit(self, *words: str, folder: Path | None = None) -> subprocess.CompletedProcess[str]:
+    def submit(
+        self, *words: str, folder: Path | None = None, unwaited: str | None = None
+    ) -> subprocess.CompletedProcess[str]:
         """Submit a ``draco`` command and wait for its end; the head's agent may come up later than its dashboard.
 
-        ``folder`` goes with it, and is where it runs.
+        Args:
+            folder: goes with it, and is where it runs.
+            unwaited: id of a job whose end is not waited for.
         """
         options = [] if folder is None else ["--working-dir", str(folder)]
+        options += [] if unwaited is None else ["--no-wait", "--submission-id", unwaited]
         command = [*RAY, "job", "submit", *options, "--", str(Path(sys.executable).with_name("draco")), *words]
         while True:
             done = subprocess.run(command, env=self.environment, capture_output=True, text=True, check=False)
             if "No available agent" not in done.stderr:
                 return done
             time.sleep(1)
+
+    def job(self, *words: str) -> str:
+        """What ``ray job`` prints."""
+        done = subprocess.run([*RAY, "job", *words], env=self.environment, capture_output=True, text=True, check=True)
+        return done.stdout
 
 
 @pytest.fixture(scope="module")
@@ -138,6 +148,27 @@ def test_training(head: Head, sandbox_root: Path, scripted_policy: Path, tmp_pat
     (line, *_) = (run.path / "logs" / "RolloutWorker-0.jsonl").read_text(encoding="utf-8").splitlines()
     assert json.loads(line)["run"] == "job"
     assert len(check_rubric_run(run, credit=True)) == PROMPTS
+
+
+def test_a_job_that_is_stopped_says_how_to_continue_and_does(
+    head: Head, sandbox_root: Path, scripted_policy: Path, tmp_path: Path
+) -> None:
+    """Ray kills it three seconds after SIGTERM: nobody has set RAY_JOB_STOP_WAIT_TIME_S."""
+    words = arguments(sandbox_root, scripted_policy, tmp_path, "stopped")[1:]
+    submitted = head.submit("train", *words, "train.evaluate_before_after=false", *SHORT, unwaited="stopped")
+    assert submitted.returncode == 0, submitted.stdout + submitted.stderr
+    run = tmp_path / "stopped"
+    while not any((run / "tables" / "trajectories").glob("step*/*.arrow")):
+        status = head.job("status", "stopped")
+        assert "failed" not in status, head.job("logs", "stopped")
+        assert "succeeded" not in status, head.job("logs", "stopped")
+        time.sleep(0.2)
+    head.job("stop", "stopped")
+    assert "was stopped" in head.job("status", "stopped")
+    assert f"stopping; continue with: draco train --resume {run}" in head.job("logs", "stopped")
+    resumed = head.submit("train", "--resume", str(run))
+    assert resumed.returncode == 0, resumed.stdout + resumed.stderr
+    assert [line["step"] for line in RunDirectory.open(run).metrics()] == [1, 2]
 
 
 def test_a_job_whose_run_would_go_with_it_is_refused(head: Head, sandbox_root: Path, tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from draco_ray.runs.directory import RunDirectory
 from draco_ray.sandbox.world.scripts import families
 from tests.e2e.test_training import arguments as on_appworld
 from tests.integration.test_judge_local_servers import SERVED
-from tests.support.command import draco
+from tests.support.command import draco, draco_here
 from tests.support.functions_policy import FUNCTIONS, build_functions_policy, check_functions
 from tests.support.order_desk_policy import arguments, build_order_desk_policy
 from tests.support.rewards import check_given_rewards, check_rubric_run, voted
@@ -49,6 +49,9 @@ def trained(root: Path, setting: str, *words: str) -> RunDirectory:
     fixed = ("--setting", setting, "train.steps=1", "train.evaluate_before_after=false", f"seed={SEED}")
     result = draco(*words, *fixed)
     assert result.returncode == 0, result.stdout + result.stderr
+    verified = draco_here("verify", str(root / setting))
+    assert verified.returncode == 0, verified.stdout + verified.stderr
+    assert "step 1: 2 groups" in verified.stdout
     return RunDirectory.open(root / setting)
 
 

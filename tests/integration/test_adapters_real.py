@@ -75,6 +75,13 @@ def test_inspects_log_holds_the_verdicts() -> None:
     assert found["scores"]["DL9"]["metadata"]["verdicts"][0]["steps"] == [1]
 
 
+def test_scouts_results_hold_the_verdicts() -> None:
+    found = run("scout_scan", "DRACO_INSPECT_PYTHON", ".venv-adapter-inspect/bin/python")
+    assert found["complete"]
+    assert {name: result["value"] for name, result in found["results"].items()} == {"DL9": 1.0, "UA1": 0.5}
+    assert "FAIL" in str(found["results"]["UA1"]["metadata"])
+
+
 def test_a_group_of_art_comes_back_scored() -> None:
     found = run("art_group", "DRACO_ART_PYTHON", ".venv-adapter-art/bin/python")
     assert [each["reward"] for each in found] == [1.0, -1.0]
@@ -100,7 +107,7 @@ def test_inspect_opens_the_logs_of_a_run_and_packs_them() -> None:
     assert plain == packed
     tasks = ("aaa1111_1", "bbb2222_1")
     assert plain["samples"] == [[task, epoch] for task in tasks for epoch in (1, 2)]
-    assert (plain["logs"], plain["status"], plain["summaries"]) == (2, "success", 4)
+    assert (plain["logs"], plain["status"], plain["summaries"]) == (3, "success", 4)
     assert (plain["value"], plain["mean"]) == (1.0, 0.0)
     assert plain["verdicts"] == ["PASS"] * 3
     assert plain["steps"] == [[2], [1, 2], []]

@@ -47,7 +47,7 @@ def test_a_gpu_that_the_environment_cannot_use_is_a_failure(
     ("options", "problem"),
     [
         ({"models": "gpt"}, "unknown model 'gpt'"),
-        ({"parts": "sampler"}, "unknown part 'sampler'; expected one of learner, kernels, engine, trl"),
+        ({"parts": "sampler"}, "unknown part 'sampler'; expected one of learner, kernels, engine"),
         ({"device": "cpu"}, "cpu together with --tiny"),
     ],
 )
@@ -71,7 +71,7 @@ def test_a_part_without_its_packages_is_skipped_and_what_was_measured_before_sta
         return {"figures": [{"name": "update", "value": 10.0, "unit": "tokens/s", "plan": 20.0, "most": None}]}
 
     monkeypatch.setattr(gpu_check, "in_a_process", measured)
-    gpu_check.main(parts="learner engine trl", device="cpu", tiny=True, out=out)
+    gpu_check.main(parts="learner engine", device="cpu", tiny=True, out=out)
     assert asked == [("learner", "qwen3.6-27b"), ("learner", "qwen2.5-32b")]
     capsys.readouterr()
     gpu_check.main(out=out, print_only=True)

@@ -108,7 +108,7 @@ def test_the_budget_holds_and_a_larger_one_goes_on(tmp_path: Path) -> None:
         short = draco_here(*command(traces, out, server.base_url, "--budget", "5", *price))
         assert short.returncode == 1, short.stdout + short.stderr
         assert "budget: $" in short.stderr
-        assert f"what is judged is in {out}, a larger --budget goes on there" in short.stderr
+        assert f"answers so far are kept in {out}, a larger --budget goes on there" in short.stderr
         assert len(short.stderr.strip().splitlines()) == 1
         assert 0 < read_book(out / "judge_cache").dollars <= 5
         whole = draco_here(*command(traces, out, server.base_url, "--budget", "900", *price))

@@ -20,7 +20,7 @@ from draco_ray.judging.completion import Completion, Request
 from draco_ray.judging.judge import CallContext, Judge
 from draco_ray.judging.limiter import Grant, LeaseRequest, RequestResult
 from draco_ray.judging.outage import NextAction
-from draco_ray.judging.phases.score import Score
+from draco_ray.judging.phases import Score
 from draco_ray.judging.prompts import load_prompts
 from draco_ray.judging.reply_cache import ReplyCache, read_book
 from draco_ray.records import Judged, Message, ScoredCriterion

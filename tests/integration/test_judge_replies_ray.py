@@ -33,6 +33,9 @@ async def test_replies_and_their_book_outlive_the_actors_process(own_ray: None, 
     await client.begin("one", 0.5)
     await client.begin("two", 0.25)
     await client.settle("one", 0.4, ("key", {"text": "paid for"}))
+    await client.claim("key", "a call")
+    await client.release("key", "a call")
+    await client.claim("key", "another")
     os.kill(await handle.__ray_call__.remote(lambda self: os.getpid()), signal.SIGKILL)
     assert await NamedActor("JudgeReplies@kept").get("key") == {"text": "paid for"}
     await client.put("other", {"text": "also"})

@@ -23,11 +23,7 @@ from draco_ray.errors import ConfigError, JudgeUnavailable
 from draco_ray.judging.build import build_judge
 from draco_ray.judging.example import PROMPT, RUBRIC, example_trajectory
 from draco_ray.judging.judge import CallContext
-from draco_ray.judging.phases.credit import Credit
-from draco_ray.judging.phases.score import Score
-from draco_ray.judging.phases.stage1 import Stage1
-from draco_ray.judging.phases.stage2 import Stage2
-from draco_ray.judging.phases.union import Union
+from draco_ray.judging.phases import Credit, Score, Stage1, Stage2, Union
 from draco_ray.judging.prompts import render_phase
 from draco_ray.records import Judged, Verdict
 from draco_ray.sandbox.judge_server import MODEL_NAME, JudgeServer, serve

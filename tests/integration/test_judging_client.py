@@ -18,7 +18,7 @@ from draco_ray.judging.example import PROMPT
 from draco_ray.judging.judge import CallContext
 from draco_ray.judging.limiter import Grant, LeaseRequest, Limiter, RequestResult, WaitingLine
 from draco_ray.judging.outage import FailureKind, NextAction
-from draco_ray.judging.phases.stage1 import Stage1
+from draco_ray.judging.phases import Stage1
 from draco_ray.judging.reply_cache import ReplyCache
 from draco_ray.records import Message, Paid
 from tests.support.scripted_judge_server import Reply, ScriptedJudgeServer

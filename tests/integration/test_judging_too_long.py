@@ -15,12 +15,12 @@ from draco_ray.config.schema import DracoConfig, JudgeConfig
 from draco_ray.judging.build import build_judge
 from draco_ray.judging.example import RUBRIC, example_trajectory
 from draco_ray.judging.judge import CallContext
-from draco_ray.judging.phases.score import Score
+from draco_ray.judging.phases import Score
 from draco_ray.judging.reply_cache import ReplyCache
-from draco_ray.judging.tokens import tokenizer
 from draco_ray.records import Judged, Trajectory
 from tests.support import canned_judge
 from tests.support.scripted_judge_server import Reply, ScriptedJudgeServer
+from tests.support.token_counts import count_tokens as tokens
 from tests.unit.test_traces_load import written
 
 pytestmark = pytest.mark.slow
@@ -50,12 +50,6 @@ SAYS: dict[str, Callable[[int], str]] = {
     "unknown words": lambda n: f"Der Prompt hat {n:,} Token, erlaubt sind {LIMIT:,}.",
 }
 STATES_BOTH = ("OpenAI", "Anthropic", "vLLM", "unknown words")
-
-
-def tokens(text: str) -> int:
-    count = tokenizer("openai/gpt-4o")
-    assert count is not None
-    return count(text)
 
 
 class Provider(ScriptedJudgeServer):

@@ -43,7 +43,7 @@ pytestmark = [
 def page(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("report")
     path = folder / "report.html"
-    write_report(small_run(folder / "small"), path)
+    write_report(small_run(folder / "small"), path, tokens=True)
     return path.as_uri()
 
 
@@ -87,6 +87,17 @@ def texts(browser: Browser, selector: str) -> list[str]:
 def choose(browser: Browser, selector: str, value: str) -> None:
     found = f"document.querySelector({json.dumps(selector)})"
     browser.run(f"{found}.value = {json.dumps(value)}; {found}.dispatchEvent(new Event('change'))")
+
+
+def test_a_step_shows_its_sampled_tokens(browser: Browser, page: str) -> None:
+    browser.goto(f"{page}#rollout/1/{TASKS[0]}/0")
+    at(browser, f"#rollout/1/{TASKS[0]}/0")
+    assert texts(browser, "#t1 .token") == []
+    browser.click("#t1 .tokens summary")
+    browser.wait("document.querySelectorAll('#t1 .token').length > 0")
+    assert texts(browser, "#t1 .token") == ["#1 ", "#2 "]
+    title = browser.run("document.querySelector('#t1 .token').title")
+    assert title.startswith('"#1 ", log-probability 0.000, advantage ')
 
 
 def test_from_the_overview_to_the_steps_behind_a_verdict(browser: Browser) -> None:

@@ -15,9 +15,7 @@ from pathlib import Path
 from draco_ray.errors import ReplyError
 from draco_ray.judging import escaping, render
 from draco_ray.judging.example import RUBRIC, SCORES, example_trajectory
-from draco_ray.judging.phases.credit import Credit, parse_attributions
-from draco_ray.judging.phases.score import Score, parse_scores
-from draco_ray.judging.phases.stage1 import Stage1
+from draco_ray.judging.phases import Credit, Score, Stage1, parse_attributions, parse_scores
 from draco_ray.judging.prompts import load_prompts
 from draco_ray.judging.reply import parse_criteria
 from draco_ray.records import Criterion, Message

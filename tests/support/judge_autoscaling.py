@@ -16,7 +16,7 @@ from draco_ray.config.load import load_config
 from draco_ray.config.schema import JudgeConfig
 from draco_ray.judging.example import RUBRIC
 from draco_ray.judging.judge import CallContext
-from draco_ray.judging.phases.stage1 import Stage1
+from draco_ray.judging.phases import Stage1
 from draco_ray.judging.pool import Judgement, JudgePool, PolicyJudge, judge_starter
 from draco_ray.lab.rubric_authoring.reduction import Reduction
 from draco_ray.records import Message

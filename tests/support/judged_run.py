@@ -8,10 +8,7 @@ from typing import Any
 
 from draco_ray.config.schema import RULES, JudgeConfig
 from draco_ray.judging.judge import CallContext, Judge
-from draco_ray.judging.phases.score import Score
-from draco_ray.judging.phases.stage1 import Stage1
-from draco_ray.judging.phases.stage2 import Stage2
-from draco_ray.judging.phases.union import Union
+from draco_ray.judging.phases import Score, Stage1, Stage2, Union
 from draco_ray.judging.prompts import load_prompts
 from draco_ray.lab.analysis.judges import RuleComplete
 from draco_ray.records import Judged

@@ -8,11 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from draco_ray.judging.judge import CallContext, Judge
-from draco_ray.judging.phases.credit import Credit
-from draco_ray.judging.phases.score import Score
-from draco_ray.judging.phases.stage1 import Stage1
-from draco_ray.judging.phases.stage2 import Stage2
-from draco_ray.judging.phases.union import Union
+from draco_ray.judging.phases import Credit, Score, Stage1, Stage2, Union
 from draco_ray.records import GAP, Attribution, Criterion, EpisodeEnd, Message, ScoredCriterion, Trajectory, Turn
 from draco_ray.sandbox.rule_judge.reading import Run, Step
 from draco_ray.sandbox.world.scripts import Fault, families

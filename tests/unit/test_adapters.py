@@ -13,6 +13,7 @@ from draco_ray.adapters.art import draco_score_group
 from draco_ray.adapters.conversations import judge_conversations
 from draco_ray.adapters.tokens import advantage_matrix, sampled_runs, token_advantages
 from draco_ray.adapters.trl import StepCredit
+from draco_ray.adapters.verdicts import MissingVerdict
 from draco_ray.config.schema import DracoConfig
 from draco_ray.errors import BudgetSpent, ConfigError, TraceError
 from tests.support import canned_judge
@@ -70,8 +71,15 @@ def test_a_reward_function_as_trl_calls_it() -> None:
     # The message at the end is a step, which nothing cites here: it has its share.
     assert (np.sign(spread[:, 11:]) == [[1.0], [-1.0]]).all()
     assert spread.sum(axis=1).tolist() == pytest.approx([6.3, -6.3], rel=1e-6)
-    # Of another number of sequences than were judged nothing is known.
-    assert credit.advantages([0.5], np.array([MASK])).tolist() == [[0.5 * each for each in MASK]]
+    # The content of other sequences, and another number of them, show that they are not those that were judged.
+    with pytest.raises(MissingVerdict, match="no verdict"):
+        credit.advantages([0.5, 0.5], [MASK, MASK], [[1], [3]])
+    with pytest.raises(MissingVerdict, match="2 sequences judged, 1 trained"):
+        credit.advantages([0.5], [MASK])
+    assert credit.advantages([0.7, -0.7], [MASK, MASK], [[1], [2]]).tolist() == spread.tolist()
+    lenient = StepCredit("canned", complete=Canned(), missing="uniform")
+    assert lenient.advantages([0.5], [MASK]).tolist() == [[0.5 * each for each in MASK]]
+    assert lenient.store.counts == {"missing": 1}
     # Plain text is one turn, one step.
     plain = StepCredit("canned", complete=Canned())
     assert plain(prompts=[ASK, ASK], completions=["It is DL9.", "It is UA1."]) == [1.0, -1.0]

@@ -12,8 +12,7 @@ import pytest
 from draco_ray.cli import main
 from draco_ray.config.schema import JudgeConfig, RuleJudgeConfig
 from draco_ray.judging.completion import Completion, Request
-from draco_ray.judging.phases.credit import Credit
-from draco_ray.judging.phases.score import Score
+from draco_ray.judging.phases import Credit, Score
 from draco_ray.judging.prompts import load_prompts
 from draco_ray.lab.analysis.judges import NamedJudge, RuleComplete, judge_config
 from draco_ray.lab.analysis.replay import PHASES, REPLAYED, WITH_INTERVAL, agreement_table, archived_calls, replay

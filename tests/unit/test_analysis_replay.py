@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +11,6 @@ import pytest
 from draco_ray.algorithm.group import Uncalled, group_advantages
 from draco_ray.algorithm.rules import AdvantageRule
 from draco_ray.cli import main
-from draco_ray.lab.analysis.dropout import dropout_variance, resampled, survival, survival_by_group_size
 from draco_ray.lab.analysis.judged_groups import RecordedGroup, recorded_groups
 from draco_ray.lab.analysis.rules import replay_rules, replayed
 from draco_ray.records import Attribution, CreditFallback, Criterion, ScoredCriterion, Verdict
@@ -116,35 +114,6 @@ def test_unanimous_rollouts_credited_without_a_call_are_recomputed(tmp_path: Pat
     assert recorded.attributions[3] is Uncalled.UNANIMOUS
     (row,) = replay_rules(store.directory, ["draco"]).to_pylist()
     assert (row["push_moved"], row["no_citation"]) == (0.0, 0)
-
-
-def test_survival_is_a_hypergeometric_count(run: RunDirectory) -> None:
-    assert survival(VERDICTS, 2).tolist() == pytest.approx([0.0, 0.5, 1.0])
-    table = [row for row in survival_by_group_size(run).to_pylist() if row["training_step"] == 1]
-    assert [row["group_size"] for row in table] == [1, 2, 3, 4]
-    assert [row["surviving"] for row in table] == pytest.approx([1.25, 1.5, 1.75, 2.0])
-
-
-def test_rewards_move_only_with_the_criteria_that_survive(run: RunDirectory, group: RecordedGroup) -> None:
-    # Criterion 2 is failed by all: it survives in every group. Criterion 1 hangs on member 1.
-    table = dropout_variance(run).to_pylist()
-    first, second, third, fourth = table[:4]
-    assert second["reward_deviation"] == 0.0
-    assert first["reward_deviation"] > 0.0
-    # Without criterion 1 its reward is -1, with it 0; member 1 is absent from 3 draws with probability (2/3)^3.
-    assert first["reward_mean"] == pytest.approx(-8 / 27, abs=0.12)
-    # Criterion 1 does not apply to member 3: with or without it, it fails the only one that does.
-    assert fourth["reward_deviation"] == 0.0
-    assert third["surviving_mean"] == pytest.approx(1 + 19 / 27, abs=0.12)
-    assert dropout_variance(run).to_pylist() == table
-
-
-def test_a_group_in_which_all_fail_the_same_never_moves(group: RecordedGroup) -> None:
-    same = replace(group, verdict_GK=np.full((4, 3), -1), reward_G=np.full(4, -1.0), advantage_G=np.zeros(4))
-    # Recorded advantages miss 0 by rounding: that is no side of zero.
-    for recorded in (same, replace(same, advantage_G=np.array([5e-17, -5e-17, 0.0, 1e-16]))):
-        for row in resampled(recorded):
-            assert (row["reward_deviation"], row["advantage_deviation"], row["sign_flips"]) == (0.0, 0.0, 0.0)
 
 
 def test_the_command_prints_and_writes_the_tables(

@@ -20,7 +20,7 @@ from draco_ray.lab.analysis.rubrics import (
     pass_rates,
     title_key,
 )
-from draco_ray.lab.analysis.tables import TIDY, tidy, write_tables
+from draco_ray.lab.analysis.tables import TIDY, tidy, write_table, write_tables
 from draco_ray.records import Attribution, Verdict
 from draco_ray.runs import rows
 from draco_ray.runs.directory import RunDirectory
@@ -244,3 +244,13 @@ def test_one_step_of_a_table_is_the_same_rows_as_the_whole_filtered(run: RunDire
     assert run.table("verdicts", 2).to_pylist() == whole
     assert run.table("verdicts", 7).num_rows == 0
     assert run.table("verdicts", 2, ["verdict", "task_id"]).column_names == ["verdict", "task_id"]
+
+
+def test_no_cell_of_a_csv_file_is_a_formula(tmp_path: Path) -> None:
+    table = pa.table(
+        {"text": ["=1+1", "-a", "a=b", None], "names": [["@a", "b"], [], ["c"], []], "numbers": [[-1], [], [2], []]}
+    )
+    parquet, csv = write_table(table, tmp_path, "t")
+    assert pq.read_table(parquet) == table
+    lines = csv.read_text().splitlines()
+    assert lines[1:] == ['"\'=1+1","\'@a b","-1"', '"\'-a","",""', '"a=b","c","2"', ',"",""']

@@ -14,12 +14,7 @@ from draco_ray.config.schema import AgentConfig
 from draco_ray.engine.chat import ChatTokens
 from draco_ray.engine.sampler import Sample
 from draco_ray.environments.base import WorldVerdict
-from draco_ray.judging.phases.base import Phase
-from draco_ray.judging.phases.credit import Credit
-from draco_ray.judging.phases.score import Score
-from draco_ray.judging.phases.stage1 import Stage1
-from draco_ray.judging.phases.stage2 import Stage2
-from draco_ray.judging.phases.union import Union
+from draco_ray.judging.phases import Credit, Phase, Score, Stage1, Stage2, Union
 from draco_ray.records import EpisodeEnd, Task
 from draco_ray.rollout.agent import RolloutRequest, agent_template, fill_agent_prompt
 from draco_ray.rollout.tokens import TokenPolicy

@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from unittest.mock import patch
 
 import pytest
+import ray
+from ray.exceptions import ActorHandleNotFoundError
 from rich.console import Console
 
 from draco_ray.config.load import load_config
@@ -107,3 +109,13 @@ def test_a_run_on_cpus_needs_room_for_its_cpus() -> None:
     asked = bundles(sandbox)
     assert all(gpus == 0 for of in asked.values() for gpus, _ in of)
     assert unplaced(asked, [{"CPU": 1000.0}]) == {}
+
+
+def test_a_lock_of_a_ray_session_that_has_ended_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    def kill(lock: object) -> None:
+        raise ActorHandleNotFoundError("of another session")
+
+    monkeypatch.setattr(cluster, "_start_locks", [object()])
+    monkeypatch.setattr(ray, "kill", kill)
+    cluster.release_start_lock()
+    assert cluster._start_locks == []

@@ -16,6 +16,7 @@ from draco_ray.config.load import load_config
 from draco_ray.errors import ConfigError
 from draco_ray.training.checks import machine_resources
 from draco_ray.training.run import train
+from draco_ray.training.session import checked_model
 from draco_ray.training.sizes import context_problems
 from tests.support.tiny_model import build_tiny_model
 
@@ -56,7 +57,8 @@ def test_all_findings_come_at_once_with_keys_and_values(
     assert "set agent.max_response_length=1024" in context
     assert "no place for tools" in template
     assert "set model.chat_template, e.g. to hermes" in template
-    assert "rollout workers (0 GPUs and 1 CPUs each, on one node)" in cpus
+    assert "need 98 CPUs" in cpus
+    assert "environment.slots_per_worker=48 and environment.cpus_per_worker=0 fit" in cpus
     assert "raise engine.kv_cache_gib to 0.1" in cache
     assert "judge openai/none at http://127.0.0.1:9/v1: unreachable" in judge
 
@@ -121,3 +123,12 @@ def test_the_preset_cpu_fits_this_machine(tmp_path: Path, monkeypatch: pytest.Mo
     config = load_config("cpu")
     assert config.environment.slots == config.train.prompts_per_step * config.algorithm.group_size
     assert machine_resources(config)["GPU"] == 0
+
+
+def test_activations_are_kept_where_memory_allows_it(tmp_path: Path) -> None:
+    model = build_tiny_model(tmp_path / "model")
+    for tokens, checkpointing in ((4096, False), (10**12, True)):
+        config = load_config("cpu", [f"model.path={model}", f"learner.micro_batch_tokens={tokens}"])
+        assert checked_model(config).learner.gradient_checkpointing is checkpointing
+    config = load_config("cpu", [f"model.path={model}", "learner.gpus_per_worker=1"])
+    assert checked_model(config).learner.gradient_checkpointing is True

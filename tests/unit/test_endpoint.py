@@ -412,8 +412,8 @@ async def test_a_turn_cut_at_its_limit_says_so() -> None:
 @pytest.mark.parametrize(
     ("path", "body", "said"),
     [
-        ("chat/completions", b"{", "the request is no JSON"),
-        ("chat/completions", b"\xff\xfe", "the request is no JSON"),
+        ("chat/completions", b"{", "the request is not JSON"),
+        ("chat/completions", b"\xff\xfe", "the request is not JSON"),
         ("chat/completions", b"[" * 100_000, "nested too deeply"),
         ("chat/completions", b"[]", "expected a JSON object"),
         ("chat/completions", {}, "messages: expected a list of at least one message"),
@@ -448,8 +448,12 @@ async def test_a_turn_cut_at_its_limit_says_so() -> None:
         ("responses", {"input": "a", "tools": [{"type": "web_search"}]}, "tools[0]: only tools of type function"),
         ("responses", {"input": "a", "background": True}, "background=true: not supported"),
         ("responses", {"input": "a", "include": ["message.output_text.logprobs"]}, "include: log-probs are not"),
-        ("responses", {"input": "a", "tools": [{"parameters": {"most": float("nan")}}]}, "the request is no JSON: NaN"),
-        ("responses", b'{"input": "a", "metadata": {"most": -1e999}}', "the request is no JSON: -1e999"),
+        (
+            "responses",
+            {"input": "a", "tools": [{"parameters": {"most": float("nan")}}]},
+            "the request is not JSON: NaN",
+        ),
+        ("responses", b'{"input": "a", "metadata": {"most": -1e999}}', "the request is not JSON: -1e999"),
         ("responses", {"input": "a", "odd\nname": 1}, "odd\\nname: not a parameter"),
         ("responses", {"input": [{"role": "critic", "content": "a"}]}, "input[0]: expected an object with a role"),
         ("responses", {"input": "a", "stream": True, "n": 3}, "n=3: not supported here; expected 1"),

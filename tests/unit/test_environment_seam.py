@@ -21,6 +21,7 @@ from draco_ray.environments.base import (
     make_environment,
 )
 from draco_ray.errors import ConfigError, EnvironmentCrashed, WorldBroken, WorldError
+from draco_ray.judging.example import EXAMPLES
 from draco_ray.judging.phases import PHASES
 from draco_ray.judging.prompts import load_prompts
 from draco_ray.records import EpisodeEnd, Task, Termination, Trajectory, Turn
@@ -220,7 +221,7 @@ async def test_the_example_sees_no_ground_truth_in_training() -> None:
 @pytest.mark.parametrize("phase", list(PHASES))
 def test_a_judge_is_told_the_facts_of_the_environment_and_of_no_other(phase: str, folder: Path) -> None:
     facts = desk(ground_truth=False).facts
-    question = PHASES[phase].example()
+    question = EXAMPLES[phase]
     own, bare = (
         # Without the tag, which differs.
         question.prompt(load_prompts(folder, facts=each)).rpartition("\n\n")[0]

@@ -226,7 +226,7 @@ COMMANDS = {
     "replay": ["replay", "RUN", "--judge", "own"],
     "replay by the policy": ["replay", "RUN", "--judge", "policy", "--step", "1"],
     "pair": ["replay", "RUN", "--judge", "rules", "--phase", "union", "--pairing", "own"],
-    "bench": ["attribution-bench", "--judge", "rules", "--run", "RUN", "--out", "OUT"],
+    "bench": ["attribution-bench", "--judge", "own", "--config", "RUN", "--out", "OUT"],
     "tau run": ["tau", "run", "RUN", "--policy", "base", "--out", "OUT"],
     "tau check": ["tau", "check", "RUN"],
 }
@@ -236,7 +236,7 @@ STOPPED_LATER = {
     "train": "data root",
     "resume": "data root",
     "author": "data root",
-    "bench": "data root",
+    "bench": "sandbox.json",
     "tau check": "/tmp/evil",
     "replay by the policy": "model .cache/nowhere",
 }

@@ -6,8 +6,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-from draco_ray.judging.phases.credit import Credit
-from draco_ray.judging.phases.score import Score
+from draco_ray.judging.phases import Credit, Score
 from draco_ray.judging.prompts import load_prompts
 from draco_ray.records import Criterion, ScoredCriterion, Verdict
 from draco_ray.sandbox.function_calls import in_code

@@ -5,7 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import io
-from collections.abc import AsyncIterator
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +20,7 @@ from draco_ray.errors import ClusterError, EngineError
 from draco_ray.runs.directory import RunDirectory
 from draco_ray.training import cluster as head_module
 from draco_ray.training import run as run_module
-from draco_ray.training.cluster import head_failure, unless_gone
+from draco_ray.training.cluster import head_answers, head_failure, unless_gone
 from draco_ray.training.resume import StartPoint
 from draco_ray.training.trainer import TaskOrder, unless_lost
 
@@ -63,6 +66,40 @@ async def test_a_head_that_comes_back_in_time_was_never_gone() -> None:
     assert not watch.done()
     watch.cancel()
     server.close()
+
+
+LISTENING = """
+import socket
+with socket.create_server(("127.0.0.1", 0)) as server:
+    print(server.getsockname()[1], flush=True)
+    while True:
+        connection, _ = server.accept()
+        with connection:
+            connection.recv(100)
+            connection.sendall(b"hello")
+"""
+
+
+@pytest.fixture
+def listening() -> Iterator[subprocess.Popen[str]]:
+    """A process that prints its port, and says something to everybody who connects."""
+    with subprocess.Popen([sys.executable, "-c", LISTENING], stdout=subprocess.PIPE, text=True) as process:
+        yield process
+        process.kill()
+
+
+async def test_a_head_that_is_stopped_does_not_answer_although_it_takes_connections(
+    listening: subprocess.Popen[str],
+) -> None:
+    assert listening.stdout is not None
+    address = f"127.0.0.1:{int(listening.stdout.readline())}"
+    assert await head_answers(address, 60)
+    listening.send_signal(signal.SIGSTOP)
+    assert not await head_answers(address, 0.5)
+    with pytest.raises(ClusterError, match=f"head at {address} has not answered for 0.1 s"):
+        await head_failure(address, look=0.02, gone=0.1)
+    listening.send_signal(signal.SIGCONT)
+    assert await head_answers(address, 60)
 
 
 async def test_the_first_loss_ends_the_work() -> None:

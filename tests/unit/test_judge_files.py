@@ -8,6 +8,7 @@ import json
 import sqlite3
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -90,6 +91,33 @@ async def test_a_reply_that_is_being_written_is_waited_for(tmp_path: Path) -> No
     assert (await waiting).text.split() == [str(part) for part in range(30)]
 
 
+async def test_what_is_waited_for_is_said_at_once_and_so_is_a_misnamed_reply(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    waiting = asyncio.create_task(FileJudge(tmp_path, "files:d")(request()))
+    (prompt,) = await written(tmp_path, 1)
+    Path(f"{prompt}{REPLY}").write_text("misnamed")
+    await asyncio.to_thread(_until, lambda: len(caplog.messages) > 1)
+    prompt.with_name(prompt.name.replace(PROMPT, REPLY)).write_text("right")
+    assert (await waiting).text == "right"
+    wanted = str(prompt).replace(PROMPT, REPLY)
+    assert caplog.messages[0] == f"a prompt waits for its reply: read {prompt}, write {wanted}"
+    assert caplog.messages[1].startswith(f"{prompt}{REPLY} is not read")
+
+
+def _until(seen: Callable[[], bool]) -> None:
+    while not seen():
+        time.sleep(0.05)
+
+
+def test_a_dry_run_through_files_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "answers"
+    with pytest.raises(SystemExit, match="0"):
+        main(["judge", str(TRACES), "--dry-run", "--judge", f"files:{folder}"])
+    assert "1 group of 2 traces of one task" in capsys.readouterr().out
+    assert not folder.exists()
+
+
 async def test_a_refused_reply_is_set_aside_and_the_question_waits_again(tmp_path: Path) -> None:
     judge = FileJudge(tmp_path, "files:d")
     await replied(judge, request(), tmp_path, "nonsense")
@@ -152,7 +180,7 @@ def test_the_example_traces_replay_a_recorded_judgement_with_annotations(
     monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(tmp_path / "summary.md"))
     with pytest.raises(SystemExit, match="0"):
         main(["judge", str(REPOSITORY / "examples" / "traces"), "--replay", "--github"])
-    lines = [json.loads(line) for line in (tmp_path / "judged" / "judged.jsonl").read_text().splitlines()]
+    lines = [json.loads(line) for line in (tmp_path / "replayed" / "judged.jsonl").read_text().splitlines()]
     shares = {line["trace_id"]: line["pass_share"] for line in lines}
     assert shares == {"careful": 1.0, "tries first": 0.5, "does not look": 0.0, "mends it": pytest.approx(2 / 3)}
     # A lie in the closing message is blamed on that message.
@@ -160,7 +188,7 @@ def test_the_example_traces_replay_a_recorded_judgement_with_annotations(
     assert {verdict["title"]: verdict["steps"] for verdict in look["verdicts"]}["Hides no missed condition"] == [2]
     assert len([line for line in capsys.readouterr().out.splitlines() if line.startswith("::error file=")]) == 10
     assert (tmp_path / "summary.md").read_text().count("| ") > 4
-    assert "Traces, worst first" in (tmp_path / "judged" / "report.html").read_text()
+    assert "Traces, worst first" in (tmp_path / "replayed" / "report.html").read_text()
 
 
 def test_annotations_and_summaries_hold_no_command_and_no_markup(

@@ -19,15 +19,9 @@ from draco_ray.cli import main
 from draco_ray.commands.import_prompts import import_prompts
 from draco_ray.config.schema import JudgeConfig
 from draco_ray.judging.completion import Completion, Request
-from draco_ray.judging.example import PROMPT, RUBRIC, SCORES, example_trajectory
+from draco_ray.judging.example import EXAMPLES, PROMPT, RUBRIC, SCORES, example_trajectory
 from draco_ray.judging.judge import CallContext, Judge
-from draco_ray.judging.phases import PHASES, urgency
-from draco_ray.judging.phases.base import Phase
-from draco_ray.judging.phases.credit import Credit
-from draco_ray.judging.phases.score import Score
-from draco_ray.judging.phases.stage1 import Stage1
-from draco_ray.judging.phases.stage2 import Stage2
-from draco_ray.judging.phases.union import Union
+from draco_ray.judging.phases import PHASES, Credit, Phase, Score, Stage1, Stage2, Union, urgency
 from draco_ray.judging.pool import JudgeWorkerActor, phase_summary
 from draco_ray.judging.prompts import load_prompts
 from draco_ray.lab.runs.phase_costs import cost_table, phase_costs
@@ -57,6 +51,7 @@ def summary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     spec.loader.exec_module(module)
     phase: Phase = module.Summary
     monkeypatch.setitem(PHASES, phase.name, phase)
+    monkeypatch.setitem(EXAMPLES, phase.name, phase(example_trajectory()))
     shutil.copytree("prompts/judge", tmp_path / "set")
     (tmp_path / "set" / phase.template).write_text(templates[0])
     yield phase
@@ -147,8 +142,8 @@ def test_an_unknown_phase_on_the_command_line_is_named_with_those_that_are(
 
 def test_the_examples_are_of_one_group_and_show_what_each_phase_is_given() -> None:
     rollout, other = example_trajectory(), example_trajectory(1)
-    assert Stage1.example().messages == PROMPT
-    stage2, score, credit, union = (PHASES[name].example() for name in ("stage2", "score", "credit", "union"))
+    assert EXAMPLES["stage1"].messages == PROMPT
+    stage2, score, credit, union = (EXAMPLES[name] for name in ("stage2", "score", "credit", "union"))
     assert isinstance(stage2, Stage2)
     assert stage2.existing == RUBRIC[:1]
     assert isinstance(union, Union)
@@ -196,7 +191,7 @@ def test_the_examples_rollouts_are_whole_and_only_the_second_reads_all_pages(
 
 @pytest.mark.parametrize("phase", PHASES.values(), ids=list(PHASES))
 def test_every_placeholder_is_filled_and_evidence_carries_the_code(phase: Phase) -> None:
-    values = phase.example().values("c0de")
+    values = EXAMPLES[phase.name].values("c0de")
     assert values.keys() == phase.placeholders
     blocks = [str(value) for value in values.values() if str(value).startswith("[BEGIN EVIDENCE ")]
     assert blocks

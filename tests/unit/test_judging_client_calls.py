@@ -28,7 +28,7 @@ from draco_ray.judging.limiter import Grant, LeaseRequest, Limiter, RequestResul
 from draco_ray.judging.outage import FailureKind, NextAction
 from draco_ray.judging.phases import urgency
 from draco_ray.judging.pricing import most_of
-from draco_ray.judging.reply_cache import FILE, ReplyCache, _row, read_book, request_key
+from draco_ray.judging.reply_cache import CLAIM_SECONDS, FILE, ReplyCache, _row, read_book, request_key
 from draco_ray.records import Message, Paid
 
 PRICE = Price(input=2.0, output=10.0)
@@ -238,8 +238,8 @@ async def test_a_reply_that_does_not_say_its_usage_is_booked_at_the_most_with_on
     )  # fmt: skip
     assert scripted.pool.ended == [told, told]
     (line,) = [record.getMessage() for record in caplog.records]
-    assert line.startswith("judge openai/m at http://judge: a reply says no usage that could be true (")
-    assert line.endswith("): such replies are booked at the most that they may cost")
+    assert line.startswith("judge openai/m at http://judge: a reply states no plausible usage (")
+    assert line.endswith("): such replies are booked at the most they may cost")
     assert ("None" if usage == {"none": 1} else "namespace(prompt_tokens=") in line
 
 
@@ -261,7 +261,7 @@ async def test_a_configured_price_goes_before_what_the_endpoint_says(monkeypatch
     monkeypatch.setattr(client_module, "known_price", lambda config, model: PRICE)
     scripted.script.append(response)
     assert (await scripted()).dollars == 0.5
-    assert asked == [(response, PRICE, most())]
+    assert asked == [(response,)]
 
 
 async def test_requests_that_may_be_billed_are_booked_with_the_call_that_follows(
@@ -379,6 +379,78 @@ async def test_the_same_question_at_the_same_time_is_asked_once(
     assert len(scripted.sent) == 3
 
 
+async def test_the_same_question_of_two_workers_at_the_same_time_is_paid_once(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    one, other = Scripted(monkeypatch, said("one"), folder=tmp_path), Scripted(monkeypatch, said("other"))
+    other.client._cache = one.cache
+    first, second = await asyncio.gather(one(), other())
+    assert (first.text, second.text, other.sent) == ("one", "one", [])
+    assert (second.dollars, second.paid is not None) == (0.0, True)
+
+
+@pytest.mark.parametrize("end", ["an error", "cancelled"])
+async def test_a_worker_that_got_no_answer_lets_the_next_one_ask(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, end: str
+) -> None:
+    one = Scripted(monkeypatch, trouble(400, "too long"), folder=tmp_path, verdict=NextAction.FAIL)
+    other = Scripted(monkeypatch, said("other"))
+    other.client._cache = one.cache
+    asking = asyncio.Event()
+    if end == "cancelled":
+
+        async def never(*_: Any) -> Any:
+            asking.set()
+            await asyncio.Event().wait()
+
+        monkeypatch.setattr(one.client._endpoint, "complete", never)
+        first = asyncio.create_task(one())
+        await asking.wait()
+        second = asyncio.create_task(other())
+        await asyncio.sleep(0)
+        first.cancel()
+        assert (await second).text == "other"
+    else:
+        first_answer, second_answer = await asyncio.gather(one(), other())
+        assert (first_answer.error, second_answer.text) == ("too long", "other")
+
+
+async def test_whoever_has_the_same_question_waits_however_long_the_answer_takes(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A claim is renewed as long as its call lives, long before it ends."""
+    naps: set[float] = set()
+    sleep = asyncio.sleep
+
+    async def nap(seconds: float) -> None:
+        naps.add(seconds)
+        await sleep(0)
+
+    monkeypatch.setattr(asyncio, "sleep", nap)
+    scripted = Scripted(monkeypatch, folder=tmp_path)
+    assert scripted.cache is not None
+    claims: list[str] = []
+    renewed = asyncio.Event()
+    claim = scripted.cache.claim
+
+    async def count(key: str, by: str) -> None:
+        claims.append(by)
+        if len(claims) > 3:
+            renewed.set()
+        await claim(key, by)
+
+    async def slow(*_: Any) -> Any:
+        async with asyncio.timeout(600):
+            await renewed.wait()
+        return said()
+
+    monkeypatch.setattr(scripted.cache, "claim", count)
+    monkeypatch.setattr(scripted.client._endpoint, "complete", slow)
+    assert (await scripted()).text == "fine"
+    assert len(set(claims)) == 1
+    assert naps == {CLAIM_SECONDS / 3}
+
+
 async def test_other_questions_do_not_wait_for_each_other(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     scripted = Scripted(monkeypatch, folder=tmp_path)
     both = asyncio.Barrier(2)
@@ -478,10 +550,10 @@ async def test_a_check_waits_for_an_endpoint_that_is_busy(monkeypatch: pytest.Mo
 
 
 async def test_a_check_finds_out_that_a_schema_is_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As response_format, then as a function call; a reply that reasoning used up says nothing of it."""
-    scripted = Scripted(monkeypatch, said("OK"), said("OK"))
+    """A reply that reasoning used up says nothing about it."""
+    scripted = Scripted(monkeypatch, said("OK"))
     await scripted.client.check()
-    assert len(scripted.sent) == 2
+    assert len(scripted.sent) == 1
     assert not scripted.client._endpoint.structured.constrained
     thought = said("")
     thought.choices[0].finish_reason = "length"

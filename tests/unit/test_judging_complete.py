@@ -10,8 +10,6 @@ import pytest
 from draco_ray.judging.completion import Completion, reply_of
 
 CALL = SimpleNamespace(function=SimpleNamespace(name="search", arguments='{"q": 1}'))
-CUSTOM = SimpleNamespace(custom=SimpleNamespace(name="run", input="ls"))
-BARE = SimpleNamespace(name=None, arguments=None)
 
 
 def choice(content: str | None, reason: str | None = "stop", native: object = None, **message: Any) -> Any:
@@ -35,11 +33,9 @@ def choice(content: str | None, reason: str | None = "stop", native: object = No
         (choice(None, provider_specific_fields={"refusal": "nor I"}), ("nor I", "refusal")),
         (choice("yes", refusal=None, provider_specific_fields={"refusal": None}), ("yes", "stop")),
         (choice("yes", provider_specific_fields=None), ("yes", "stop")),
-        (choice(None, "tool_calls", tool_calls=[CALL, CUSTOM]), ('search({"q": 1})\nrun(ls)', "tool_calls")),
+        (choice(None, "tool_calls", tool_calls=[CALL, CALL]), ('search({"q": 1})\nsearch({"q": 1})', "tool_calls")),
         (choice(" ", "stop", tool_calls=[CALL]), ('search({"q": 1})', "tool_calls")),
-        (choice(None, "function_call", function_call=CALL.function), ('search({"q": 1})', "tool_calls")),
-        (choice(None, tool_calls=[BARE]), ("a tool without a name()", "tool_calls")),
-        (choice(None, tool_calls=[SimpleNamespace()]), ("a tool without a name()", "tool_calls")),
+        (choice(None, tool_calls=[SimpleNamespace()]), ("a tool()", "tool_calls")),
         (choice("yes", "tool_calls", tool_calls=[CALL]), ("yes", "stop")),
         (choice("yes", "function_call"), ("yes", "stop")),
         (choice(" ", "tool_calls"), (" ", "tool_calls")),

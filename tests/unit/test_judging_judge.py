@@ -19,11 +19,7 @@ from draco_ray.judging.completion import Completion, Request
 from draco_ray.judging.example import PROMPT, RUBRIC, SCORES, example_trajectory
 from draco_ray.judging.judge import CallContext, Judge
 from draco_ray.judging.judge_context import QUOTED_REPLY_CHARACTERS
-from draco_ray.judging.phases.credit import Credit
-from draco_ray.judging.phases.score import Score, combine_votes
-from draco_ray.judging.phases.stage1 import Stage1
-from draco_ray.judging.phases.stage2 import Stage2
-from draco_ray.judging.phases.union import Union
+from draco_ray.judging.phases import Credit, Score, Stage1, Stage2, Union, combine_votes
 from draco_ray.judging.prompts import KEY_FILE, load_prompts
 from draco_ray.judging.reply_cache import FILE, ReplyCache
 from draco_ray.judging.self_judge import SelfJudgeClient

@@ -17,8 +17,7 @@ from draco_ray.errors import BudgetSpent
 from draco_ray.judging.completion import Completion, Request
 from draco_ray.judging.example import PROMPT, RUBRIC, example_trajectory
 from draco_ray.judging.judge import MOST_CALLS, CallContext
-from draco_ray.judging.phases.stage2 import Stage2
-from draco_ray.judging.phases.union import Union
+from draco_ray.judging.phases import Stage2, Union
 from draco_ray.pipeline import Group, Pipeline
 from draco_ray.records import Judged, Trajectory
 from tests.unit.test_judging_judge import Script, completion, criteria, judge

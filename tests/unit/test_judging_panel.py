@@ -16,8 +16,7 @@ from draco_ray.judging.completion import Completer, Completion, Request
 from draco_ray.judging.example import PROMPT, RUBRIC, example_trajectory
 from draco_ray.judging.judge import CallContext
 from draco_ray.judging.panel import AWAY_SECONDS, Fallbacks, Panel, majority, other, panel_judge, with_fallbacks
-from draco_ray.judging.phases.score import Score
-from draco_ray.judging.phases.stage1 import Stage1
+from draco_ray.judging.phases import Score, Stage1
 from draco_ray.judging.prompts import load_prompts
 from draco_ray.records import ScoredCriterion, Verdict
 

@@ -15,17 +15,12 @@ from draco_ray.judging import prompt_cache
 from draco_ray.judging.client import LiteLLMClient
 from draco_ray.judging.completion import Request
 from draco_ray.judging.example import RUBRIC, SCORES, example_trajectory
-from draco_ray.judging.phases.credit import Credit
-from draco_ray.judging.phases.score import Score
-from draco_ray.judging.phases.stage1 import Stage1
-from draco_ray.judging.phases.stage2 import Stage2
+from draco_ray.judging.phases import Credit, Score, Stage1, Stage2
 from draco_ray.judging.pricing import known_price
 from draco_ray.judging.prompt_cache import LEAST_CHARACTERS, cache_key, marked, shared_ends, told
 from draco_ray.judging.prompts import load_prompts
-from draco_ray.lab.runs.phase_costs import cost_table, phase_costs, without_prompt_cache
 from draco_ray.records import Message, Trajectory
 from tests.support.scripted_judge_server import Reply, ScriptedJudgeServer
-from tests.support.small_run import a_call
 
 DEFAULT, FRIENDLY = Path("prompts/judge"), Path("prompts/judge-cache-friendly")
 
@@ -192,24 +187,3 @@ def test_flex_is_billed_as_flex() -> None:
     # A model of which LiteLLM knows nothing costs what is configured.
     own = {"own": Price(input=1.0, output=2.0)}
     assert known_price(JudgeConfig(service_tier="flex", prices=own), "openai/own") == own["own"]
-
-
-def test_what_it_would_have_cost_without_stands_beside() -> None:
-    call = replace(a_call("score", 1, "t", 0), input_tokens=1000, cached_tokens=800, dollars=0.01)
-    price = Price(input=10.0, cached_input=1.0, output=20.0)
-    calls = [call, replace(call, requests=0)]
-    without = without_prompt_cache(calls, lambda model: price)
-    assert without == {"score": pytest.approx(0.01 + 800 * 9.0 / 1e6)}
-    shown = cost_table(phase_costs(calls), without)
-    assert "uncached" in shown.splitlines()[0]
-    assert "which served 80% of the input" in shown
-    assert not without_prompt_cache(calls, lambda model: None)
-
-    assert "uncached" not in cost_table(phase_costs(calls), {})
-
-
-def test_what_the_prompt_cache_saved_adds_up_by_phase_at_each_models_price() -> None:
-    call = replace(a_call("score", 1, "t", 0), input_tokens=1000, cached_tokens=800, dollars=0.01)
-    calls = [replace(call, model=model) for model in ("m", "another", "m")]
-    without = without_prompt_cache(calls, {"m": Price(input=10.0, cached_input=1.0, output=0.0)}.get)
-    assert without == {"score": pytest.approx(2 * (0.01 + 800 * 9.0 / 1e6))}

@@ -13,12 +13,7 @@ from hypothesis import strategies as st
 from draco_ray.config.schema import JudgeConfig
 from draco_ray.errors import ReplyError
 from draco_ray.judging.example import PROMPT, RUBRIC, SCORES, example_trajectory
-from draco_ray.judging.phases.base import Question
-from draco_ray.judging.phases.credit import Credit, parse_attributions
-from draco_ray.judging.phases.score import Score, parse_scores
-from draco_ray.judging.phases.stage1 import Stage1
-from draco_ray.judging.phases.stage2 import Stage2
-from draco_ray.judging.phases.union import Union
+from draco_ray.judging.phases import Credit, Question, Score, Stage1, Stage2, Union, parse_attributions, parse_scores
 from draco_ray.judging.prompts import load_prompts
 from draco_ray.judging.reply import (
     MAX_REPLY_CHARACTERS,

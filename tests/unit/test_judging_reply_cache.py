@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -20,6 +21,7 @@ from draco_ray.errors import StoreError
 from draco_ray.judging import reply_cache
 from draco_ray.judging.reply_cache import (
     BUSY_SECONDS,
+    CLAIM_SECONDS,
     FILE,
     Book,
     ReplyCache,
@@ -27,6 +29,7 @@ from draco_ray.judging.reply_cache import (
     read_book,
     request_key,
 )
+from tests.support.turns import LoopClock, outcome, turns
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -60,6 +63,46 @@ async def test_a_folder_is_made_with_those_above_it(tmp_path: Path) -> None:
     folder = tmp_path / "a" / "b" / "replies"
     await ReplyCache(folder).put("a", {"text": "a"})
     assert await ReplyCache(folder).get("a") == {"text": "a"}
+
+
+async def test_of_those_who_would_ask_the_same_one_goes_after_the_other(tmp_path: Path) -> None:
+    cache = ReplyCache(tmp_path)
+    await outcome(cache.claim("key", "first"))
+    await outcome(cache.claim("another", "second"))
+    waiting = [asyncio.create_task(cache.claim("key", by)) for by in ("second", "third")]
+    await outcome(cache.claim("key", "first"))
+    await cache.release("key", "nobody")
+    await turns(50)
+    assert not any(each.done() for each in waiting)
+    await cache.release("key", "first")
+    await outcome(waiting[0])
+    assert not waiting[1].done()
+    await cache.release("key", "second")
+    await outcome(waiting[1])
+
+
+async def test_nobody_waits_for_the_dead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache, clock = ReplyCache(tmp_path), LoopClock(monkeypatch)
+    clock.now = float(math.ceil(clock.now))
+    monkeypatch.setattr(reply_cache, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    await cache.claim("key", "killed")
+    await clock.pass_(CLAIM_SECONDS - 5)
+    await cache.claim("key", "killed")
+    second = asyncio.create_task(cache.claim("key", "second"))
+    await clock.pass_(CLAIM_SECONDS - 0.5)
+    late = asyncio.create_task(cache.claim("key", "late"))
+    await turns(50)
+    assert (second.done(), late.done()) == (False, False)
+    late.cancel()
+    await clock.pass_(0.5)
+    assert second.done()
+    # A process that was only stopped changes nothing of the claim that took the place of its own.
+    await cache.release("key", "killed")
+    third = asyncio.create_task(cache.claim("key", "third"))
+    await turns(50)
+    assert not third.done()
+    await cache.release("key", "second")
+    await outcome(third)
 
 
 WRITER = """

@@ -23,8 +23,7 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from draco_ray.errors import ReplyError
-from draco_ray.judging.phases.credit import parse_attributions
-from draco_ray.judging.phases.score import parse_scores
+from draco_ray.judging.phases import parse_attributions, parse_scores
 from draco_ray.records import Criterion, Verdict
 
 REPLIES = int(os.environ.get("DRACO_FUZZED_REPLIES", "6000"))

@@ -11,7 +11,7 @@ from draco_ray.judging.completion import Completion, Request
 from draco_ray.judging.example import RUBRIC, example_trajectory
 from draco_ray.judging.judge import SECOND_LOOK, CallContext, Judge, gets_second_look
 from draco_ray.judging.panel import Panel
-from draco_ray.judging.phases.score import Score
+from draco_ray.judging.phases import Score
 from draco_ray.judging.prompts import load_prompts
 from draco_ray.records import Judged
 from draco_ray.traces.library import judge_sync

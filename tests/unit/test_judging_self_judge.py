@@ -18,7 +18,7 @@ from draco_ray.judging import self_judge
 from draco_ray.judging.completion import Completion, Request
 from draco_ray.judging.example import PROMPT
 from draco_ray.judging.judge import CallContext, Judge
-from draco_ray.judging.phases.stage1 import Stage1
+from draco_ray.judging.phases import Stage1
 from draco_ray.judging.prompts import load_prompts
 from draco_ray.judging.self_judge import SelfJudgeClient
 from draco_ray.records import Message

@@ -14,15 +14,10 @@ from draco_ray.judging.example import PROMPT, RUBRIC, SCORES, example_trajectory
 from draco_ray.judging.fitting import Fitting
 from draco_ray.judging.judge import CallContext, Judge
 from draco_ray.judging.judge_context import judge_room, judge_tokens
-from draco_ray.judging.phases.base import Question
-from draco_ray.judging.phases.credit import Credit
-from draco_ray.judging.phases.score import Score
-from draco_ray.judging.phases.stage1 import Stage1
-from draco_ray.judging.phases.stage2 import Stage2
-from draco_ray.judging.phases.union import Union
+from draco_ray.judging.phases import Credit, Question, Score, Stage1, Stage2, Union
 from draco_ray.judging.pool import phase_summary
 from draco_ray.judging.prompts import load_prompts
-from draco_ray.judging.shortening import LENGTHS, LEVELS, cut, shortened, shorter_prompt
+from draco_ray.judging.shortening import LENGTHS, LEVELS, cut, shortened, shortened_prompt
 from draco_ray.records import Message, Trajectory
 from tests.unit.test_judging_judge import Script
 
@@ -160,7 +155,7 @@ def test_every_stage_begins_where_the_one_before_has_ended_and_takes_every_lengt
         turn = less.turns[-1]
         assert turn.action is not None
         assert turn.text.count(turn.action) == 1
-        assert shorter_prompt(rollout.prompt, level) == less.prompt
+        assert shortened_prompt(rollout.prompt, level) == less.prompt
         return (turn.observation or "").count("o"), turn.action.count("c"), less.prompt[-1].content.count("p")
 
     whole = lengths(0)
@@ -202,7 +197,7 @@ def test_a_shorter_union_is_told_less_of_everything_and_merges_the_same_candidat
     long = (Message(role="user", content="p" * LONG),)
     union = Union(long, RUBRIC, [long_rollout(), replace(long_rollout(), rollout=1)])
     shorter = union.shortened(LEVELS)
-    assert shorter.messages == shorter_prompt(long, LEVELS) != long
+    assert shorter.messages == shortened_prompt(long, LEVELS) != long
     assert shorter.candidates == RUBRIC
     assert [each.rollout for each in shorter.trajectories] == [0, 1]
     assert {each.turns for each in shorter.trajectories} == {shortened(long_rollout(), LEVELS).turns}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,8 +11,8 @@ from typing import Any
 import pytest
 
 from draco_ray.config.schema import JudgeConfig
-from draco_ray.judging.phases import PHASES
-from draco_ray.judging.phases.credit import AttributionEntry, credit_schema
+from draco_ray.judging.example import EXAMPLES
+from draco_ray.judging.phases import PHASES, AttributionEntry, credit_schema
 from draco_ray.judging.prompts import load_prompts
 from draco_ray.judging.reply import CriterionEntry
 from draco_ray.judging.structured import PROBE_SCHEMA, StructuredOutput, keeps_to, reply_schema
@@ -26,7 +25,7 @@ SETS = [load_prompts(Path("prompts/judge")), load_prompts(Path("prompts/judge-ca
 def test_schema_and_prompt_ask_for_the_same_fields_in_the_same_order(prompts: Any, phase: str) -> None:
     template = prompts.templates[phase]
     example = json.loads(template[template.rindex("```json") + 7 : template.rindex("```")])
-    schema = PHASES[phase].example().schema(template, JudgeConfig())
+    schema = EXAMPLES[phase].schema(template, JudgeConfig())
     assert (schema["required"], schema["additionalProperties"]) == (["request_tag", "entries"], False)
     items = schema["properties"]["entries"]["items"]
     for entry in items.get("anyOf", [items]):
@@ -77,16 +76,11 @@ class Provider:
         self.sent: list[str] = []
 
     async def acompletion(self, **arguments: Any) -> Any:
-        self.sent.append(next((name for name in ("response_format", "tools") if name in arguments), "plain"))
+        self.sent.append("response_format" if "response_format" in arguments else "plain")
         if self.sent[-1] in self.refuses:
             raise self.error
-        if self.sent[-1] == "tools":
-            assert arguments["tool_choice"]["function"]["name"] == "answer"
-            call = SimpleNamespace(function=SimpleNamespace(name="answer", arguments='{"entries": []}'))
-            message, reason = SimpleNamespace(content=None, tool_calls=[call]), "tool_calls"
-        else:
-            message, reason = SimpleNamespace(content="reply", tool_calls=None), "stop"
-        return SimpleNamespace(choices=[SimpleNamespace(message=message, finish_reason=reason)])
+        message = SimpleNamespace(content="reply", tool_calls=None)
+        return SimpleNamespace(choices=[SimpleNamespace(message=message, finish_reason="stop")])
 
 
 async def texts(structured: StructuredOutput, provider: Provider, times: int = 1) -> list[str]:
@@ -108,44 +102,31 @@ async def test_a_schema_is_sent_wherever_it_is_not_switched_off() -> None:
 
 
 @pytest.mark.parametrize("status", [400, 404, 422, 501])
-async def test_an_endpoint_that_refuses_a_schema_is_held_to_it_by_a_function(
+async def test_an_endpoint_that_refuses_a_schema_is_asked_without(
     status: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.INFO)
     provider, structured = Provider("response_format", error=Refused(status)), StructuredOutput(JudgeConfig(model="m"))
-    assert await texts(structured, provider, 2) == ['{"entries": []}'] * 2
-    assert provider.sent == ["response_format", "tools", "tools"]
-    assert structured.constrained
+    assert await texts(structured, provider, 2) == ["reply"] * 2
+    assert provider.sent == ["response_format", "plain", "plain"]
+    assert not structured.constrained
     assert [record.getMessage() for record in caplog.records] == [
-        "m refuses a schema as response_format: no such parameter; next: function call"
+        "m refuses a JSON schema: no such parameter; replies are read as they come"
     ]
 
 
-async def test_one_that_refuses_both_is_asked_without() -> None:
-    provider, structured = Provider("response_format", "tools"), StructuredOutput(JudgeConfig(model="m"))
-    assert await texts(structured, provider, 2) == ["reply"] * 2
-    assert provider.sent == ["response_format", "tools", "plain", "plain"]
-    assert not structured.constrained
-
-
-async def test_one_that_ignores_a_schema_counts_as_unconstrained_once_nothing_is_left_to_try() -> None:
-    structured = StructuredOutput(JudgeConfig(model="m"))
+def test_the_probe_tells_whether_a_schema_is_kept_to() -> None:
     assert not keeps_to("OK")
     assert keeps_to('{"entries": ["OK"]}')
-    structured.ignored()
-    assert structured.constrained
-    structured.ignored()
-    assert not structured.constrained
 
 
 async def test_what_is_refused_without_a_schema_too_or_for_another_reason_does_not_speak_against_schemas() -> None:
     structured = StructuredOutput(JudgeConfig(model="m"))
-    everything = ("response_format", "tools", "plain")
+    everything = ("response_format", "plain")
     for provider, requests in (
         (Provider(*everything, error=Refused(500)), 1),
         (Provider(*everything, error=ContextWindowExceededError(400)), 1),
         (Provider(*everything, error=ValueError("no status")), 1),
-        (Provider(*everything), 3),
+        (Provider(*everything), 2),
     ):
         with pytest.raises((Refused, ValueError), match=re.escape(str(provider.error))):
             await texts(structured, provider)

@@ -4,100 +4,39 @@ from __future__ import annotations
 
 import base64
 import random
-import socket
-import subprocess
-import sys
 
 import pytest
 
-from draco_ray.judging.tokens import SHORTER, TokenEstimate, is_too_long, part_to_keep, tokenizer
+from draco_ray.judging.tokens import BYTES_PER_TOKEN, SHORTER, is_too_long, learned_rate, part_to_keep
+from tests.support.token_counts import count_tokens
 
 ENGLISH = "The agent looked for a free room on Friday, found none, and asked the user for another day. " * 400
 CHINESE = "周五四号会议室空闲，助手预订后把结果告诉了用户。" * 1_500
 RUSSIAN = "Помощник искал свободную комнату на пятницу и ничего не нашёл. " * 600
 HINDI = "शुक्रवार को कमरा नंबर चार खाली है और सहायक ने उसे बुक कर दिया। " * 500
-EMOJI = "🙂🚀🏠🎉" * 4_000
 DIGITS = base64.b64encode(random.Random(0).randbytes(30_000)).decode()
-
-
-def count(text: str) -> int:
-    counted = tokenizer("openai/gpt-4o")
-    assert counted is not None
-    return counted(text)
 
 
 @pytest.mark.parametrize("text", [ENGLISH, CHINESE, RUSSIAN, HINDI], ids=["English", "Chinese", "Russian", "Hindi"])
 def test_the_first_estimate_is_no_less_than_what_a_tokenizer_counts(text: str) -> None:
-    estimate = TokenEstimate()
-    assert count(text) <= estimate.tokens(text)
-    assert estimate.tokens(text) == pytest.approx(len(text.encode()) / 3)
+    assert count_tokens(text) <= len(text.encode()) / BYTES_PER_TOKEN
 
 
-def test_rates_are_learned_by_script() -> None:
-    texts = (ENGLISH, CHINESE, RUSSIAN, ENGLISH + CHINESE, RUSSIAN + ENGLISH[:500])
-    learned = TokenEstimate()
-    for _ in range(3):
-        for text in texts:
-            learned = learned.learned(text, count(text))
-    for text in (ENGLISH, CHINESE, RUSSIAN, ENGLISH + CHINESE):
-        assert count(text) * 0.95 < learned.tokens(text) < count(text) * 1.35
-    # Chinese alone says nothing of English.
-    chinese = TokenEstimate().learned(CHINESE, count(CHINESE))
-    assert chinese.tokens(ENGLISH) == TokenEstimate().tokens(ENGLISH)
-    assert chinese.tokens(CHINESE) == pytest.approx(1.05 * count(CHINESE), rel=0.01)
+@pytest.mark.parametrize("text", [ENGLISH, CHINESE, RUSSIAN, DIGITS], ids=["English", "Chinese", "Russian", "digits"])
+def test_the_rate_of_a_long_text_is_learned_at_once(text: str) -> None:
+    size, tokens = len(text.encode()), count_tokens(text)
+    assert learned_rate(1 / BYTES_PER_TOKEN, size, tokens) == pytest.approx(max(1.05 * tokens / size, 0.2))
 
 
-def test_dense_text_is_learned_as_dense() -> None:
-    learned = TokenEstimate().learned(DIGITS, count(DIGITS)).learned(EMOJI, count(EMOJI))
-    assert count(DIGITS) > TokenEstimate().tokens(DIGITS) * 1.5
-    assert count(DIGITS) <= learned.tokens(DIGITS) <= len(DIGITS)
-
-
-@pytest.mark.parametrize("tokens", [0, 10, len(ENGLISH), 2 * len(ENGLISH)])
+@pytest.mark.parametrize("tokens", [0, 10, 20_000, 40_000])
 def test_usage_that_cannot_be_true_teaches_nothing(tokens: int) -> None:
-    estimate = TokenEstimate()
-    assert estimate.learned(ENGLISH, tokens) is estimate
+    assert learned_rate(0.25, 20_000, tokens) == 0.25
 
 
 def test_a_short_text_teaches_little() -> None:
-    estimate = TokenEstimate()
-    short = estimate.learned(ENGLISH[:400], 70).rates[0]
-    long = estimate.learned(ENGLISH[:40_000], 7_000).rates[0]
-    assert estimate.rates[0] * 0.98 < short < estimate.rates[0]
-    assert long < estimate.rates[0] * 0.8
-
-
-@pytest.mark.parametrize(
-    ("model", "known"),
-    [
-        ("openai/gpt-4o", True),
-        ("gpt-4", True),
-        ("openrouter/openai/gpt-5.4", True),
-        ("azure/gpt-4o-mini", True),
-        ("anthropic/claude-sonnet-4-5", False),
-        ("hosted_vllm/Qwen/Qwen3-32B", False),
-        ("openai/no-such", False),
-        # Their tokenizers would be downloaded.
-        ("openrouter/openai/gpt-oss-120b", False),
-        ("replicate/meta/llama-3-70b", False),
-        ("openai/gpt2", False),
-    ],
-)
-def test_a_tokenizer_is_used_where_it_comes_with_litellm(
-    model: str, known: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def connect(*_: object) -> None:
-        raise AssertionError("the network was asked")
-
-    monkeypatch.setattr(socket.socket, "connect", connect)
-    tokenizer.cache_clear()
-    assert (tokenizer(model) is not None) is known
-
-
-def test_a_run_of_one_character_takes_no_quadratic_time() -> None:
-    code = "from draco_ray.judging.tokens import tokenizer; print(tokenizer('openai/gpt-4o')('a' * 2_000_000))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
-    assert int(done.stdout) == 250_000
+    rate = 1 / BYTES_PER_TOKEN
+    assert rate * 0.98 < learned_rate(rate, 400, 70) < rate
+    assert learned_rate(rate, 40_000, 7_000) < rate * 0.8
 
 
 TOO_LONG = [

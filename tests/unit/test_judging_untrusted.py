@@ -13,10 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from draco_ray.judging.example import PROMPT, RUBRIC, SCORES, example_trajectory
-from draco_ray.judging.phases.credit import Credit
-from draco_ray.judging.phases.score import Score
-from draco_ray.judging.phases.stage2 import Stage2
-from draco_ray.judging.phases.union import Union
+from draco_ray.judging.phases import Credit, Score, Stage2, Union
 from draco_ray.judging.prompts import Prompts, load_prompts
 from draco_ray.records import Trajectory, Turn
 from draco_ray.rollout.code_block import extract_code

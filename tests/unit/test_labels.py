@@ -15,12 +15,10 @@ from draco_ray.cli import main
 from draco_ray.config.schema import JudgeConfig
 from draco_ray.errors import ConfigError
 from draco_ray.judging.build import prompts_of
-from draco_ray.judging.completion import Completion, Request
 from draco_ray.judging.labels import Label, corrected, examples_of, examples_text, load_labels, taken_back
-from draco_ray.judging.phases.score import Score
-from draco_ray.judging.phases.stage1 import Stage1
+from draco_ray.judging.phases import Score, Stage1
 from draco_ray.judging.prompt_cache import shared_ends
-from draco_ray.lab.analysis.labels import against_people, between_people, citations, with_examples
+from draco_ray.lab.analysis.labels import against_people, between_people, citations
 from draco_ray.records import JudgeCall, ScoredCriterion, Verdict
 from draco_ray.runs import rows
 from draco_ray.runs.directory import RunDirectory
@@ -267,33 +265,6 @@ def labelled_run(path: Path) -> RunDirectory:
     return store.directory
 
 
-class Learner:
-    """Passes everything, unless an example corrects a verdict on the criterion's title."""
-
-    def __init__(self) -> None:
-        self.examples: dict[str, list[str]] = {}
-
-    async def __call__(self, request: Request) -> Completion:
-        prompt = request.messages[0].content
-        before, _, own = prompt.partition("You grade one run")
-        examples = json.loads(before[before.index("[\n") :]) if before else []
-        (task,) = {task for task in OWN if f"Do {task}." in own}
-        self.examples.setdefault(task, []).extend(example["task"] for example in examples)
-        corrected = {example["criterion"]: example["correct_score"] for example in examples}
-        entries = [
-            {"rubric_index": number, "rubric_title": criterion.title, "score": corrected.get(criterion.title, 1)}
-            for number, criterion in enumerate(rubric(task))
-        ]
-        return Completion(
-            text=json.dumps(entries), finish_reason="stop", model="learner", input_tokens=1, cached_tokens=0,
-            output_tokens=1, dollars=0.01, started_at=0.0, seconds=0.0, requests=1,
-        )  # fmt: skip
-
-    async def forget(self, request: Request) -> None: ...
-
-    async def check(self) -> None: ...
-
-
 def labels_for(run: RunDirectory) -> list[Label]:
     """People fail the criterion that is the same in all tasks."""
     return [
@@ -306,61 +277,19 @@ def labels_for(run: RunDirectory) -> list[Label]:
     ]  # fmt: skip
 
 
-async def test_examples_are_measured_on_other_scenarios_than_their_own(tmp_path: Path) -> None:
-    run, judge = labelled_run(tmp_path / "labelled"), Learner()
-    found = await with_examples(run, labels_for(run), judge, "learner", most=9, folds=3)
-    first, second, *variants = OWN
-    # A variant of a scenario is no other scenario.
-    assert {task: set(examples) for task, examples in judge.examples.items()} == {
-        first: {second, *variants},
-        second: {first, *variants},
-        **{task: {first, second} for task in variants},
-    }
-    agreed = {row["phase"]: row["agreement"] for row in found.agreement.to_pylist() if row["training_step"] is None}
-    assert agreed == {"without examples": pytest.approx(2 / 3), "with examples": 1.0}
-    assert found.gain.mean == pytest.approx(1 / 3)
-    assert found.dollars == pytest.approx(8 * 0.01)
-
-
-async def test_labels_of_another_run_are_refused(tmp_path: Path) -> None:
-    run = labelled_run(tmp_path / "labelled")
-    labels = labels_for(run)
-    for wrong in (
-        labels[0].model_copy(update={"title": "Another"}),
-        labels[0].model_copy(update={"judge": -1}),
-        labels[0].model_copy(update={"rollout": 5}),
-        labels[0].model_copy(update={"criterion": 7}),
-    ):
-        with pytest.raises(ConfigError, match="give the run that was labelled"):
-            await with_examples(run, [wrong, *labels[1:]], Learner(), "learner", most=9, folds=2)
-    right = [label.model_copy(update={"verdict": label.judge}) for label in labels]
-    with pytest.raises(ConfigError, match="no verdict was marked wrong"):
-        await with_examples(run, right, Learner(), "learner", most=9, folds=2)
-    with pytest.raises(ConfigError, match="1 scenario"):
-        await with_examples(run, labels[:3], Learner(), "learner", most=9, folds=2)
-
-
 def test_draco_agreement_prints_and_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = labelled_run(tmp_path / "labelled")
     path = tmp_path / "labels.jsonl"
     path.write_text("".join(label.model_dump_json() + "\n" for label in labels_for(run)))
-    for words, code in (
-        (["agreement", str(path), "--out", str(tmp_path / "out")], 0),
-        (["agreement", str(path), "--judge", "rules"], 2),
-        (["agreement", str(path), "--run", str(run.path), "--judge", "rules"], 0),
-        (["agreement", str(path), "--run", str(tmp_path)], 2),
-    ):
-        with pytest.raises(SystemExit) as done:
-            main(words)
-        assert done.value.code == code, words
+    with pytest.raises(SystemExit) as done:
+        main(["agreement", str(path), "--out", str(tmp_path / "out")])
+    assert done.value.code == 0
     printed = capsys.readouterr()
     assert "12 verdicts and 0 citations labelled by 1 person, in 4 groups" in printed.out
     assert "12 of 12 were chosen by whoever labelled them" in printed.out
     for measure in ("kappa", "alpha", "ac1", "false_pass", "false_fail"):
         assert measure in printed.out
-    assert "agreement gained by examples:" in printed.out
     assert {file.name for file in (tmp_path / "out").iterdir()} == {"agreement.parquet", "agreement.csv"}
-    assert printed.err.count("draco: ") == 2
 
 
 def test_labels_that_contradict_each_other_under_one_name_are_said(

@@ -79,7 +79,7 @@ def test_make_takes_a_gpu_check_for_skipped_only_without_a_gpu(tmp_path: Path) -
 
     write(tmp_path / "bin" / "python", "echo checked")
     assert check("exit 9") == "gpu-check: skipped: nvidia-smi lists no GPU here\n"
-    assert check("echo GPU 0: NVIDIA H200").splitlines() == [f"made {tmp_path}/.bench-ready", "checked"]
+    assert check("echo GPU 0: NVIDIA H200").splitlines() == [f"made {tmp_path}/.ready", "checked"]
     # A borrowed machine: what is installed there must do.
     borrowed = check("echo GPU 0: NVIDIA H200", f"GPU_PYTHON={tmp_path}/bin/python")
     assert borrowed.splitlines() == ["checked"]

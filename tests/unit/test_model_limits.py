@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from draco_ray.judging import tokens
-from draco_ray.judging.tokens import listed_model, model_limit, quiet_litellm, refuses_temperature
+from draco_ray.judging.tokens import listed_model, model_limit, quiet_litellm, refused_parameters
 from tests.conftest import REPOSITORY
 
 
@@ -107,6 +107,6 @@ def test_a_temperature_is_refused_where_it_is_known_to_be(
 ) -> None:
     table = Table()
     monkeypatch.setattr(tokens, "quiet_litellm", lambda: table)
-    assert refuses_temperature.__wrapped__(model, "http://own", temperature) is refuses
+    assert (refused_parameters(model, "http://own", temperature=temperature) is not None) is refuses
     asked = [] if model == "nobody/cold" else [(model[2:], "p", temperature)]
     assert table.asked == ["http://own", *asked]

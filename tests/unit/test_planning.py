@@ -140,10 +140,11 @@ def test_a_preset_fits_into_80_gib_because_the_base_is_sharded(preset: str, caps
     assert "gathered" not in output
 
 
-def test_the_tokens_a_refusal_names_do_fit(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_tokens_that_would_fit_do_fit(capsys: pytest.CaptureFixture[str]) -> None:
     gpu = ("--gpu-memory-gib", "36")
-    error = refused(capsys, "qwen3.6-27b", *gpu)
-    tokens = int(error.split("micro-batch and ")[1].split(" would fit")[0].replace(",", ""))
+    with pytest.raises(SystemExit):
+        main(["plan", "qwen3.6-27b", *gpu])
+    tokens = int(capsys.readouterr().out.split("that would fit")[1].split()[0].replace(",", ""))
     response = f"agent.max_response_length={tokens - 4096}"
     printed(capsys, "qwen3.6-27b", response, f"learner.micro_batch_tokens={tokens}", *gpu)
     refused(capsys, "qwen3.6-27b", response, f"learner.micro_batch_tokens={tokens + 100}", *gpu)
@@ -153,18 +154,14 @@ def test_the_tokens_a_refusal_names_do_fit(capsys: pytest.CaptureFixture[str]) -
     ("overrides", "gpu", "named"),
     [
         (["learner.gradient_checkpointing=false"], "140", "learner.gradient_checkpointing=true"),
-        (["learner.micro_batch_tokens=65536"], "80", "set learner.micro_batch_tokens to"),
-        (["learner.logprob_chunk_tokens=32768"], "80", "lower learner.logprob_chunk_tokens (32768)"),
+        (["learner.micro_batch_tokens=65536"], "80", "set learner.micro_batch_tokens="),
+        (["learner.logprob_chunk_tokens=32768"], "80", "set learner.logprob_chunk_tokens="),
         (["model.dtype=float32"], "80", "set model.dtype=bfloat16"),
         (["learner.sharding=none"], "80", "set learner.sharding=full"),
-        (["learner.workers=1"], "80", "set learner.sharding=full and learner.workers to 2 or more"),
-        ([], "40", "set learner.context_parallel=2, or learner.workers to "),
-        (
-            ["agent.max_response_length=100000"],
-            "80",
-            "set learner.context_parallel=2, or lower learner.micro_batch_tokens",
-        ),
-        (["learner.sharding=none", "model.dtype=float32"], "40", "model.dtype=bfloat16, a smaller model.path"),
+        (["learner.workers=1"], "80", "set learner.sharding=full and learner.workers=2"),
+        ([], "40", "set learner.context_parallel=2"),
+        (["agent.max_response_length=100000"], "80", "set learner.context_parallel=2"),
+        (["learner.sharding=none", "model.dtype=float32"], "40", "use GPUs with more memory"),
         (["engine.tensor_parallel=1", "engine.gpus_per_engine=1"], "60", "raise engine.tensor_parallel"),
         (["engine.kv_cache_gib=0.5"], "140", "raise engine.kv_cache_gib"),
     ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 from pathlib import Path
@@ -24,7 +25,7 @@ from draco_ray.judging.prompts import KEY_FILE
 from draco_ray.judging.reply_cache import FILE, file_system_of
 from draco_ray.lab.planning.model_shape import model_shape
 from draco_ray.runs.directory import RunDirectory
-from draco_ray.training import run
+from draco_ray.training import preflight, run
 from draco_ray.training.checks import Start, check_model
 from draco_ray.training.cluster import check_resources
 from draco_ray.training.preflight import (
@@ -303,6 +304,16 @@ def test_a_full_disk_says_what_a_step_needs(
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(10**12, 10**12 - needed + 1, needed - 1))
     with pytest.raises(StoreError, match=r"1\.83 GiB free on its disk, a training step may write 1\.83 GiB"):
         check_disk(paper, tmp_path)
+
+
+def test_a_disk_without_room_for_files_is_found_before_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not os.statvfs(tmp_path).f_files:
+        pytest.skip("this file system has no limit of files")
+    monkeypatch.setattr(preflight, "FILES_PER_ROLLOUT", 10**15)
+    with pytest.raises(StoreError, match=r"its disk has room for \d+ files, a training step may write \d+: remove"):
+        check_disk(load_config("sandbox"), tmp_path)
 
 
 def test_a_node_looks_for_the_data_and_the_model(tmp_path: Path) -> None:

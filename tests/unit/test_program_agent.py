@@ -311,7 +311,7 @@ async def test_many_run_side_by_side_on_one_server(rollouts: Rollouts) -> None:
 @pytest.mark.parametrize(
     ("config", "said"),
     [
-        ({}, "expected agent.command='python my_agent.py', or agent.function=file.py:name"),
+        ({}, "expected agent.command='python my_agent.py', agent.function=file.py:name, or"),
         ({"command": "a", "function": "b:c"}, "expected agent.command="),
         ({"command": " "}, "agent.command: empty"),
         ({"command": "sh 'a"}, "agent.command=.*No closing quotation"),
@@ -381,7 +381,7 @@ async def test_a_world_that_is_lost_under_a_program_is_no_rollout(rollouts: Roll
         ("[]", "400.*expected {"),
         ('{"name": 1}', "400.*expected {"),
         ('{"name": "refund", "arguments": [1]}', "400.*arguments: expected an object"),
-        ("{", "400.*no JSON"),
+        ("{", "400.*not JSON"),
         ('{"name": "refund"}', "200.*refunded"),
     ],
 )

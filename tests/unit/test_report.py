@@ -257,6 +257,17 @@ def test_a_run_under_way_has_a_page(tmp_path: Path) -> None:
     assert "no reply had a price" not in page
 
 
+def test_sampled_tokens_are_in_the_page_when_asked_for(run: RunDirectory) -> None:
+    group = next(packed_groups(run, tokens=True))
+    first, second, closing = unpack(group.data)["rollouts"][0]["turns"]
+    # The model of this run is nowhere, so tokens are numbers.
+    assert first["sampled"] == [[f"#{number} ", 0.0] for number in range(1, 1 + first["tokens"])]
+    assert [len(turn["sampled"]) for turn in (second, closing)] == [second["tokens"], closing["tokens"]]
+    assert "sampled" not in unpack(next(packed_groups(run)).data)["rollouts"][0]["turns"][0]
+    with pytest.raises(SystemExit, match="2"):
+        main(["report", str(run.path), "--tokens", "--figures"])
+
+
 def test_the_command_says_what_it_wrote(run: RunDirectory, tmp_path: Path) -> None:
     assert write([run.path], figures=False, tables=False, out=tmp_path / "deep" / "a.html") == [
         tmp_path / "deep" / "a.html"
@@ -314,7 +325,6 @@ def test_several_runs_share_figures_and_keep_their_own(tmp_path: Path) -> None:
         "inert_share",
         "judge_cost_by_phase",
         "success",
-        "judge_cost_and_success",
     }
 
 

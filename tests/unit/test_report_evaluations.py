@@ -9,11 +9,10 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from draco_ray.lab.analysis.evaluations import consistency, evaluations
+from draco_ray.lab.analysis.evaluations import evaluations
 from draco_ray.lab.analysis.progress import success
 from draco_ray.lab.evaluation.results import EvaluationDirectory
-from draco_ray.lab.report.charts import scatter
-from draco_ray.lab.report.drawing import Dot, Drawing, Text, text_width
+from draco_ray.lab.report.drawing import Dot, Drawing
 from draco_ray.lab.report.figures import figures
 from draco_ray.lab.runs.show import show
 from draco_ray.records import Usage
@@ -75,40 +74,6 @@ def test_the_cost_axis_has_every_role_of_a_conversation(tmp_path: Path) -> None:
     assert row["dollars_per_pass"] is None
 
 
-def test_consistency_needs_several_runs(run: RunDirectory) -> None:
-    rows = [row for row in consistency(run).to_pylist() if row["split"] == "dev"]
-    assert [(row["metric"], row["k"], row["pass_hat_k"], row["pass_at_k"]) for row in rows] == [
-        ("TGC", 1, 0.75, 0.75),
-        ("TGC", 2, 0.5, 1.0),
-        # Both tasks of the scenario in the first run only.
-        ("SGC", 1, 0.5, 0.5),
-        ("SGC", 2, 0.0, 1.0),
-    ]
-    assert {row["evaluation"] for row in consistency(run).to_pylist()}.isdisjoint({"training"})
-
-
-def test_consistency_of_several_checkpoints_is_their_mean(tmp_path: Path) -> None:
-    run = small_run(tmp_path / "three", steps=1)
-    half = [("a_1", 0, True), ("a_1", 1, True), ("a_2", 0, True), ("a_2", 1, False)]
-    every = [(task, number, True) for task, number, _ in half]
-    add(run, "appworld-dev-last2", "dev", {"step00005": half, "step00010": every})
-    add(run, "appworld-dev-cut", "dev2", {"step00005": half, "step00010": every[:3]})
-    add(run, "appworld-train-train-curve", "train", {"step00000": half, "step00005": every})
-    means = [row for row in consistency(run).to_pylist() if row["training_step"] is None]
-    assert [(row["evaluation"], row["checkpoints"], row["metric"], row["k"]) for row in means] == [
-        ("appworld-dev-last2", 2, metric, k) for metric in ("TGC", "SGC") for k in (1, 2)
-    ]
-    assert [(row["pass_hat_k"], row["pass_at_k"]) for row in means] == [
-        (0.875, 0.875),
-        (0.75, 1.0),
-        (0.75, 0.75),
-        (0.5, 1.0),
-    ]
-    drawn = hints(figures([run])["pass_k"])
-    assert "three, dev TGC: pass^k, k 2: 75%" in drawn
-    assert "three, dev SGC: pass^k, k 2: 50%" in drawn
-
-
 def test_an_unreadable_evaluation_does_not_hide_the_run(tmp_path: Path) -> None:
     run = small_run(tmp_path / "old", steps=1)
     folder = run.path / "evaluations" / "other"
@@ -144,23 +109,3 @@ def hints(drawing: Drawing) -> list[str]:
 def test_figures_of_evaluations_say_what_the_tables_say(run: RunDirectory) -> None:
     drawn = figures([run])
     assert hints(drawn["train_success"]) == ["small, step 1: 0%", "small, step 2: 75%"]
-    assert hints(drawn["judge_cost_and_success"]) == ["small, test: 0.24, 50%", "small, dev: 0.24, 75%"]
-    assert "small, dev, step 2: 0.5, 75%" in hints(drawn["evaluation_cost"])
-    assert hints(drawn["pass_k"])[:4] == [
-        "small, dev TGC: pass^k, k 1: 75%",
-        "small, dev TGC: pass^k, k 2: 50%",
-        "small, dev TGC: pass@k, k 1: 75%",
-        "small, dev TGC: pass@k, k 2: 100%",
-    ]
-
-
-def test_names_of_points_that_lie_together_do_not_overlap() -> None:
-    points = [(f"{letter * 60}, test_normal", 1.0, 0.8) for letter in "abcd"] + [("n" * 200, 0.0, 0.0)]
-    drawing = scatter("t", points, axis="dollars")
-    texts = [shape for shape in drawing.shapes if isinstance(shape, Text) and shape.string[0] in "abcn"]
-    assert len({text.y for text in texts}) == len(texts)
-    assert all(text.x + text_width(text.string, text.size) <= drawing.width for text in texts)
-    dots = [shape for shape in drawing.shapes if isinstance(shape, Dot)]
-    assert all(0 <= dot.x <= drawing.width and max(t.y for t in texts) < dot.y <= drawing.height for dot in dots)
-    # The plot is as tall as with a legend of one line.
-    assert drawing.height - scatter("t", points[:1], axis="dollars").height == pytest.approx(4 * 11)

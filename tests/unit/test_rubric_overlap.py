@@ -26,7 +26,6 @@ from draco_ray.lab.analysis.rubric_overlap import (
     overlap_table,
     writing_calls,
 )
-from draco_ray.lab.analysis.trend import PERMUTATIONS, trends
 from draco_ray.records import Criterion
 from draco_ray.runs.directory import RunDirectory
 from draco_ray.sandbox.judge_server import JudgeServer
@@ -237,27 +236,6 @@ def test_written_criteria_need_a_third_model(run: RunDirectory, capsys: pytest.C
     assert "add --phase stage1, stage2 or union" in capsys.readouterr().err
 
 
-def test_a_rise_over_training_is_seen_and_noise_is_not() -> None:
-    def table(values: Sequence[float | None]) -> pa.Table:
-        about = {"run": "r", "judge": "j", "phase": "score"}
-        steps = [{**about, "training_step": step, "rate": value} for step, value in enumerate(values, 1)]
-        return pa.Table.from_pylist([{**about, "training_step": None, "rate": 9.0}, *steps])
-
-    (rise,) = trends(table([0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8]), ["rate"]).to_pylist()
-    assert (rise["steps"], rise["first_quarter"], rise["last_quarter"]) == (
-        8,
-        pytest.approx(0.15),
-        pytest.approx(0.75),
-    )
-    assert rise["slope"] == pytest.approx(0.1)
-    # Of the 40,320 orders two are as steep.
-    assert 1 / (PERMUTATIONS + 1) <= rise["p"] < 0.001
-    (noise,) = trends(table([0.1, 0.9, 0.9, 0.1]), ["rate"]).to_pylist()
-    assert (noise["slope"], noise["p"]) == (pytest.approx(0.0), pytest.approx(1.0))
-    assert trends(table([0.1, None, 0.2, 0.3]), ["rate"]).num_rows == 0
-
-
-@pytest.mark.slow
 def test_judge_and_third_model_behind_a_real_server(
     run: RunDirectory, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -14,10 +14,7 @@ from draco_ray.algorithm.credit import step_quality
 from draco_ray.algorithm.reward import rubric_rewards, surviving_criteria
 from draco_ray.config.schema import JudgeConfig
 from draco_ray.judging.judge import Judge
-from draco_ray.judging.phases.credit import Credit
-from draco_ray.judging.phases.score import Score
-from draco_ray.judging.phases.stage1 import Stage1
-from draco_ray.judging.phases.union import Union
+from draco_ray.judging.phases import Credit, Score, Stage1, Union
 from draco_ray.judging.prompts import load_prompts
 from draco_ray.lab.analysis.judges import RuleComplete
 from draco_ray.records import Criterion, Message, ScoredCriterion, Verdict

@@ -9,11 +9,7 @@ from pathlib import Path
 import pytest
 
 from draco_ray.judging.example import PROMPT, RUBRIC, SCORES, example_trajectory
-from draco_ray.judging.phases.credit import Credit
-from draco_ray.judging.phases.score import Score
-from draco_ray.judging.phases.stage1 import Stage1
-from draco_ray.judging.phases.stage2 import Stage2
-from draco_ray.judging.phases.union import Union
+from draco_ray.judging.phases import Credit, Score, Stage1, Stage2, Union
 from draco_ray.judging.prompts import Prompts, load_prompts
 from draco_ray.records import EpisodeEnd, Turn, Verdict
 from draco_ray.rollout.code_block import extract_code

@@ -6,7 +6,6 @@ import io
 import json
 import re
 import shutil
-from dataclasses import replace
 from pathlib import Path
 
 import pyarrow as pa
@@ -16,10 +15,9 @@ from rich.console import Console
 from draco_ray.cli import main
 from draco_ray.commands.simulate import simulate_run
 from draco_ray.errors import ConfigError, DamagedRun
-from draco_ray.lab.simulation.recorded import Setting, read_run
-from draco_ray.lab.simulation.scaling import ALLOWANCE, Scale, median_error, predict, stalled_by
+from draco_ray.lab.simulation.recorded import read_run
+from draco_ray.lab.simulation.scaling import error, predict, size_of, stalled_by
 from draco_ray.lab.simulation.speeds import fit
-from draco_ray.lab.simulation.step import simulate
 from draco_ray.runs.directory import RunDirectory, read_table
 from draco_ray.runs.schema import TABLES
 from draco_ray.runs.store import write_parquet
@@ -59,39 +57,25 @@ def test_speeds_are_those_the_run_was_made_with(run: RunDirectory) -> None:
 
 def test_steps_are_predicted_by_the_others(run: RunDirectory) -> None:
     predictions = predict(read_run(run), seed=0)
-    assert [each.step.number for each in predictions] == [2, 3, 4, 5]
-    assert [each.step.seconds for each in predictions] == pytest.approx([step_seconds(step) for step in (2, 3, 4, 5)])
-    assert max(abs(each.error) for each in predictions) < 0.01
+    assert [step.number for step, _ in predictions] == [2, 3, 4, 5]
+    assert [step.seconds for step, _ in predictions] == pytest.approx([step_seconds(step) for step in (2, 3, 4, 5)])
+    assert max(abs(error(*each)) for each in predictions) < 0.01
 
 
-def test_another_setting_is_predicted(run: RunDirectory, tmp_path: Path) -> None:
+def test_another_size_is_predicted(run: RunDirectory) -> None:
     recorded = read_run(run)
-    scale = Scale(recorded, recorded.setting, seed=0)
-    size = scale.at(8)
+    size = size_of(recorded, recorded.setting, fit(recorded.steps, recorded), rollouts=8, seed=0)
     assert size.rollouts == 8
     assert stalled_by(size.as_set) == "slots"
-    assert size.enough.slots == 4
-    assert size.enough.engines == 2
+    assert (size.grown.slots, size.grown.engines, size.grown.judge_workers) == (
+        4,
+        2,
+        2 * recorded.setting.judge_workers,
+    )
     # Seven phases of two cents are asked of a group of two, and one of stage1 and union each.
     assert size.dollars == pytest.approx(4 * 8 * 0.02)
-    assert size.unstalled.seconds < size.as_set.seconds
-    assert size.enough_gpu_hours == pytest.approx((2 * 2 + 2 * 1) * size.unstalled.seconds / 3600)
-
-
-def test_needs_are_enough_and_not_much_more(run: RunDirectory) -> None:
-    recorded = read_run(run)
-    scale = Scale(recorded, recorded.setting, seed=0)
-    enough = scale.needs(40)
-    work = scale._draw(40)
-    unbounded = replace(enough, judge_workers=1000, requests_per_minute=None, tokens_per_minute=None)
-
-    def seconds(setting: Setting) -> float:
-        return simulate([work], scale.speeds, setting)[0].seconds
-
-    assert seconds(enough) <= (1 + ALLOWANCE) * seconds(unbounded) + 1e-6
-    assert enough.requests_per_minute is not None
-    tight = replace(unbounded, requests_per_minute=enough.requests_per_minute / 1.25)
-    assert seconds(tight) > (1 + ALLOWANCE / 3) * seconds(unbounded)
+    assert size.as_grown.seconds < size.as_set.seconds
+    assert size.grown_gpu_hours == pytest.approx((2 * 2 + 2 * 1) * size.as_grown.seconds / 3600)
 
 
 def said(directory: Path, **options: object) -> str:
@@ -102,13 +86,12 @@ def said(directory: Path, **options: object) -> str:
 
 
 def test_it_prints_steps_errors_and_sizes(run: RunDirectory) -> None:
-    text = said(run.path, rollouts=(8,), gpu_dollars=2.0)
+    text = said(run.path, rollouts=(8,))
     assert "median error" in text
     rows = dict(re.findall(r"^(\S.*?\S)\s{2,}(\S.*?)\s*$", text, re.MULTILINE))
     assert rows["rollouts a step"] == "8"
     assert rows["stalls at"] == "slots"
     assert (rows["engines"], rows["slots"]) == ("2", "4")
-    assert "together, as set" in rows
     assert said(run.path, rollouts=(8,)) == said(run.path, rollouts=(8,))
 
 
@@ -116,18 +99,6 @@ def test_another_run_is_predicted_too(run: RunDirectory, tmp_path: Path) -> None
     other = timed_run(tmp_path / "other", steps=4)
     text = said(run.path, rollouts=(4,), other=other.path)
     assert "other, by the speeds of timed" in text
-
-
-def test_a_run_whose_judge_is_asked_less_predicts_no_other(run: RunDirectory) -> None:
-    recorded = read_run(run)
-    groups = [[replace(group, phases={}) for group in step.groups] for step in recorded.steps]
-    outcome = replace(
-        recorded,
-        steps=tuple(replace(step, groups=tuple(of)) for step, of in zip(recorded.steps, groups, strict=True)),
-    )
-    assert len(predict(recorded, 0, outcome)) == 4
-    with pytest.raises(ConfigError, match="its judge was asked what the judge of timed was not"):
-        predict(outcome, 0, recorded)
 
 
 def without_syncs(made: RunDirectory) -> RunDirectory:
@@ -170,42 +141,13 @@ def test_a_step_that_does_not_say_its_seconds_is_named(tmp_path: Path) -> None:
         said(made.path)
 
 
-@pytest.mark.parametrize(
-    ("key", "value"), [("seconds", -1.0), ("seconds_sync", -1), ("updates", -3), ("updates", 1e300)]
-)
+@pytest.mark.parametrize(("key", "value"), [("seconds", -1.0), ("seconds_sync", -1), ("updates", -3)])
 def test_a_step_that_took_what_none_takes_is_named(tmp_path: Path, key: str, value: float) -> None:
     run = timed_run(tmp_path / "run", steps=3)
     first, second, *more = run.metrics_file.read_text().splitlines()
     second = json.dumps(json.loads(second) | {key: value})
     run.metrics_file.write_text("\n".join([first, second, *more]) + "\n")
     with pytest.raises(DamagedRun, match=r"metrics\.jsonl: damaged: step 2: "):
-        read_run(run)
-
-
-def test_more_engines_than_a_simulation_holds_are_refused(tmp_path: Path) -> None:
-    run = timed_run(tmp_path / "run", steps=3, config=CONFIG.replace("engine: {", "engine: {engines: 1000000000, "))
-    with pytest.raises(ConfigError, match=r"config\.yaml: engine\.engines=1000000000: expected at most 100,000"):
-        read_run(run)
-
-
-@pytest.mark.parametrize(
-    ("table", "column", "value"),
-    [
-        ("steps", "seconds_generating", float("nan")),
-        ("steps", "seconds_generating", float("inf")),
-        ("steps", "seconds_executing", -1.0),
-        ("spans", "ended_at", 1e300),
-        ("judge_calls", "waited_seconds", -1.0),
-    ],
-)
-def test_seconds_that_are_none_are_named(tmp_path: Path, table: str, column: str, value: float) -> None:
-    run = timed_run(tmp_path / "run", steps=3)
-    file = run.tables / table / "step00002.parquet"
-    rows = read_table(file, table)
-    place = rows.schema.get_field_index(column)
-    values = pa.array([value, *rows.column(column).to_pylist()[1:]], rows.schema.types[place])
-    write_parquet(file, rows.set_column(place, rows.schema.field(column), values))
-    with pytest.raises(DamagedRun, match=rf"step00002\.parquet: damaged: its column '{column}' holds an invalid "):
         read_run(run)
 
 
@@ -250,6 +192,5 @@ def test_options_that_do_not_go_together(
 
 def test_a_copy_of_a_run_says_the_same(run: RunDirectory, tmp_path: Path) -> None:
     shutil.copytree(run.path, tmp_path / "copy")
-    assert median_error(predict(read_run(RunDirectory.open(tmp_path / "copy")), 0)) == median_error(
-        predict(read_run(run), 0)
-    )
+    copied = [simulated for _, simulated in predict(read_run(RunDirectory.open(tmp_path / "copy")), 0)]
+    assert copied == [simulated for _, simulated in predict(read_run(run), 0)]

@@ -137,10 +137,10 @@ def test_the_share_of_a_calibrated_rule_is_the_mix_of_both_shares() -> None:
 def test_the_command_prints_and_writes_both_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "labels.json").write_text(json.dumps(made_up()))
     with pytest.raises(SystemExit) as ended:
-        main(["attribution-bench", "--labels", str(tmp_path / "labels.json"), "--out", str(tmp_path), "--splits", "20"])
+        main(["attribution-bench", "--labels", str(tmp_path / "labels.json"), "--out", str(tmp_path)])
     assert ended.value.code == 0
     printed = capsys.readouterr().out
-    for expected in ("24 of 24 questions", "opposite", "uniform GRPO", "last step", "20 splits by question"):
+    for expected in ("24 of 24 questions", "opposite", "uniform GRPO", "last step", "200 splits by question"):
         assert expected in printed
     assert pq.read_table(tmp_path / "calibration.parquet").num_rows == 3
     assert pq.read_table(tmp_path / "labels.parquet").num_rows == 2 * 4 * 6
@@ -171,7 +171,6 @@ def test_what_is_no_labels_file_is_one_line(change: Any, message: str, tmp_path:
     ("options", "message"),
     [
         (["--labels", "x.json", "--judge", "rules"], "--judge: no effect with --labels FILE"),
-        (["--splits", "3"], "--splits: no effect without --labels FILE"),
         (["--labels", "x.json"], "--labels x.json: cannot be read"),
     ],
 )

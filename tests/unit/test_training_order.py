@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
@@ -14,9 +15,10 @@ from draco_ray.pipeline import Group
 from draco_ray.summaries import RewardSummary
 from draco_ray.training.checks import task_order
 from draco_ray.training.metrics import group_pass_rate, solved
-from draco_ray.training.trainer import TaskOrder
+from draco_ray.training.trainer import EarlierTasks, OrderRules, TaskOrder
 
 NINETY = [f"task{index:02d}" for index in range(90)]
+AS_EVER = OrderRules(per_step=16, seed=4)
 
 
 def test_ninety_tasks_at_sixteen_a_step_are_five_steps_an_epoch() -> None:
@@ -47,6 +49,38 @@ def test_too_few_tasks_for_a_step_is_an_error_of_the_configuration() -> None:
 
 def epochs_of(order: TaskOrder, steps: int) -> list[list[str]]:
     return [order.tasks(step) for step in range(1, steps + 1)]
+
+
+def test_tasks_that_were_added_take_part_from_the_next_epoch_on() -> None:
+    more = [*NINETY, *(f"added{index:02d}" for index in range(38))]
+    plain = TaskOrder(NINETY, 16, seed=4)
+    grown = TaskOrder(more, 16, seed=4, earlier=[EarlierTasks(tuple(NINETY), 7, plain.rules)])
+    # Steps 6 to 10 are one epoch; the run was resumed in the midst of it.
+    assert epochs_of(grown, 10) == epochs_of(plain, 10)
+    epoch = [task for step in range(11, 19) for task in grown.tasks(step)]
+    assert sorted(epoch) == sorted(more)
+    assert set(grown.tasks(19)) <= set(more)
+    assert grown.last_step(2) == plain.last_step(2) == 10
+    assert grown.last_step(4) == 10 + 8 + 8
+
+
+def test_tasks_that_were_removed_are_left_out_at_once() -> None:
+    fewer = NINETY[30:]
+    shrunk = TaskOrder(fewer, 16, seed=4, earlier=[EarlierTasks(tuple(NINETY), 7, AS_EVER)])
+    assert epochs_of(shrunk, 7) == epochs_of(TaskOrder(NINETY, 16, seed=4), 7)
+    later = [shrunk.tasks(step) for step in range(8, 30)]
+    assert not set(NINETY[:30]) & {task for tasks in later for task in tasks}
+    assert all(len(set(tasks)) == 16 for tasks in later)
+    # What is left of the epoch, whole steps of it, then three steps of sixty tasks.
+    assert shrunk.last_step(3) - shrunk.last_step(2) == 3
+
+
+def test_parts_of_a_run_add_up() -> None:
+    parts = [EarlierTasks(tuple(NINETY[:40]), 3, AS_EVER), EarlierTasks(tuple(NINETY[:60]), 9, AS_EVER)]
+    order = TaskOrder(NINETY, 16, seed=4, earlier=parts)
+    assert epochs_of(order, 9) == epochs_of(TaskOrder(NINETY[:60], 16, seed=4, earlier=parts[:1]), 9)
+    assert {task for tasks in epochs_of(order, 3) for task in tasks} <= set(NINETY[:40])
+    assert {task for step in range(10, 30) for task in order.tasks(step)} == set(NINETY)
 
 
 def visits(order: TaskOrder, steps: int, solved: Callable[[str], bool]) -> list[list[str]]:
@@ -109,6 +143,49 @@ def test_a_run_that_goes_on_chooses_as_one_that_never_stopped(behind: int) -> No
     assert before.tasks(21) == found[20]
 
 
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"skip_solved": 1},
+        {"skip_solved": 3},
+        {"skip_solved": None},
+        {"seed": 9},
+        {"per_step": 8},
+        {"behind": 0},
+        {"order": "hard_first"},
+    ],
+)
+def test_a_run_that_goes_on_by_other_rules_keeps_what_it_chose(changed: dict[str, Any]) -> None:
+    def solved(task: str) -> bool:
+        return int(task.removeprefix("task")) % 3 == 0
+
+    by = OrderRules(per_step=16, seed=5, skip_solved=2, behind=1)
+    found = visits(TaskOrder(NINETY, 16, seed=5, skip_solved=2, behind=1), 12, solved)
+    now = asdict(replace(by, **changed))
+    resumed = TaskOrder(NINETY, **now, earlier=[EarlierTasks(tuple(NINETY), 12, by)])
+    for step, tasks in enumerate(found, start=1):
+        resumed.note(step, [task for task in tasks if solved(task)], {})
+    assert epochs_of(resumed, 12) == found
+    assert len(resumed.tasks(13)) == now["per_step"]
+    # What is left of the epoch, in which steps 11 and 12 are, comes before anything comes again.
+    assert not {*resumed.tasks(13)} & {*found[10], *found[11]}
+
+
+def test_visits_before_a_run_went_on_by_other_rules_count() -> None:
+    by = OrderRules(per_step=1, seed=0)
+    before = visits(TaskOrder(["a", "b", "c", "d"], 1, seed=0), 8, lambda task: task == "a")
+    resumed = TaskOrder(["a", "b", "c", "d"], 1, seed=0, skip_solved=3, earlier=[EarlierTasks((*"abcd",), 8, by)])
+    for step, tasks in enumerate(before, start=1):
+        resumed.note(step, [task for task in tasks if task == "a"], {})
+    found = []
+    for step in range(9, 22):
+        found += resumed.tasks(step)
+        resumed.note(step, [task for task in found[-1:] if task == "a"], {})
+    # Solved in two epochs before and in one since, it is away for three.
+    assert sorted(found[:4]) == ["a", "b", "c", "d"]
+    assert found[4:].count("a") == 0
+
+
 def rate(task: str) -> float:
     """Task 00 is the hardest."""
     return int(task.removeprefix("task")) / 90
@@ -163,6 +240,18 @@ def test_an_order_by_difficulty_goes_on_as_if_it_had_never_stopped(behind: int) 
     assert resumed.tasks(18) == found[17]
 
 
+def test_another_order_holds_from_the_next_epoch_on() -> None:
+    by = OrderRules(per_step=16, seed=5)
+    resumed = TaskOrder(NINETY, 16, seed=5, order="hard_first", earlier=[EarlierTasks(tuple(NINETY), 7, by)])
+    found = rated(resumed, range(1, 12))
+    # Steps 6 to 10 are an epoch.
+    assert found[:10] == epochs_of(TaskOrder(NINETY, 16, seed=5), 10)
+    visited = {task for tasks in found[:10] for task in tasks}
+    known = [task for task in found[10] if task in visited]
+    assert len(known) > 10
+    assert known == sorted(known, key=rate)
+
+
 def test_a_tasks_pass_rate_is_that_of_all_its_verdicts() -> None:
     def group(**changes: Any) -> Group:
         found = Group(step=1, index=0, task_id="t", prompt=())
@@ -209,6 +298,8 @@ def test_without_a_judge_nothing_says_what_is_solved_or_easy(key: str, value: st
 
 
 def test_what_is_configured_is_what_the_order_goes_by() -> None:
+    by = task_order(load_config("sandbox", ["train.order=easy_first"], "draco"), NINETY).rules
+    assert by.order == "easy_first"
     judged = task_order(load_config("sandbox", ["train.skip_solved=1", "train.prompts_per_step=45"], "draco"), NINETY)
     judged.note(1, judged.tasks(1), {})
     judged.note(2, [], {})

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import errno
+import io
 import os
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from draco_ray.config.load import dump_config, load_config
 from draco_ray.config.schema import DracoConfig
@@ -15,7 +17,8 @@ from draco_ray.runs import rows
 from draco_ray.runs.directory import RunDirectory, sole_driver
 from draco_ray.runs.rows import read_trajectory, recorded_rollouts
 from draco_ray.runs.store import RunStore
-from draco_ray.training.resume import adopt_config, config_changes, rewind
+from draco_ray.training.resume import adopt_config, adopt_tasks, config_changes, rewind
+from draco_ray.training.trainer import EarlierTasks, OrderRules
 from tests.support.small_checkpoint import small_checkpoint
 from tests.support.small_run import TASKS, a_call, a_trajectory, write_group
 
@@ -82,6 +85,18 @@ def test_rewind_goes_to_the_last_checkpoint_and_keeps_what_later_steps_cost(run:
     assert set(run.table("criteria").column("training_step").to_pylist()) == {1}
 
 
+def test_steps_without_a_metrics_line_are_named(run: RunDirectory) -> None:
+    for step in (1, 2, 3):
+        write_step(run, step, finished=True)
+        small_checkpoint(run.checkpoint(step))
+    assert rewind(run, reuse=True).unmeasured == ()
+    lines = run.metrics_file.read_text().splitlines(keepends=True)
+    run.metrics_file.write_text(lines[0])
+    assert rewind(run, reuse=True).unmeasured == (2, 3)
+    run.metrics_file.unlink()
+    assert rewind(run, reuse=True).unmeasured == (1, 2, 3)
+
+
 def test_rewind_twice_is_rewind_once(run: RunDirectory) -> None:
     write_step(run, 1, finished=True)
     first = rewind(run, reuse=True)
@@ -145,6 +160,66 @@ def test_where_it_runs_and_what_it_may_spend_may_change(run: RunDirectory) -> No
     assert config_changes(DracoConfig(), load_config(None, patience)) == []
     assert adopt_config(run, DracoConfig(), new, allow_changed=False) == []
     assert load_config(str(run.path)).judge.limits.dollars == 5
+
+
+def test_tasks_that_come_and_go_are_written_down_with_the_step_they_came_at(run: RunDirectory) -> None:
+    said = Console(record=True, file=io.StringIO(), width=200)
+    by = OrderRules(per_step=1, seed=0)
+    assert adopt_tasks(run, ["b", "a"], by, 0, said) == []
+    assert adopt_tasks(run, ["a", "b"], by, 4, said) == []
+    assert said.export_text() == ""
+    first = EarlierTasks(("a", "b"), 4, by)
+    assert adopt_tasks(run, ["b", "c", "d"], by, 4, said) == [first]
+    assert said.export_text().splitlines() == [
+        "training tasks: 2 new; they take part from the next epoch on",
+        "training tasks: 1 gone; they are left out from step 5 on",
+    ]
+    # The same again is no change, and what no step was done with is forgotten.
+    assert adopt_tasks(run, ["b", "c", "d"], by, 6, said) == [first]
+    assert adopt_tasks(run, ["e", "b"], by, 6, said) == [first, EarlierTasks(("b", "c", "d"), 6, by)]
+    assert adopt_tasks(run, ["b", "c", "d"], by, 6, said) == [first]
+    assert adopt_tasks(run, ["a"], by, 0, said) == []
+
+
+def test_rules_of_choosing_are_written_down_with_the_step_they_came_at(run: RunDirectory) -> None:
+    said = Console(record=True, file=io.StringIO())
+    two, skipping = OrderRules(per_step=2, seed=0), OrderRules(per_step=2, seed=0, skip_solved=2)
+    assert adopt_tasks(run, ["a", "b"], two, 0, said) == []
+    assert adopt_tasks(run, ["a", "b"], skipping, 3, said) == [EarlierTasks(("a", "b"), 3, two)]
+    assert adopt_tasks(run, ["a", "b"], skipping, 5, said) == [EarlierTasks(("a", "b"), 3, two)]
+    hard = OrderRules(per_step=2, seed=0, skip_solved=2, order="hard_first")
+    assert adopt_tasks(run, ["a", "b"], hard, 5, said)[-1] == EarlierTasks(("a", "b"), 5, skipping)
+    assert adopt_tasks(run, ["a", "b"], hard, 7, said)[-1] == EarlierTasks(("a", "b"), 5, skipping)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *(
+            "",
+            "{",
+            "[1]",
+            '[{"first_step": "x", "tasks": []}]',
+            '[{"tasks": ["a"]}]',
+            '[{"first_step": 1, "tasks": []}]',
+            "{}x",
+        ),
+        *(
+            f'[{{"first_step": 1, "tasks": [], "rules": {each}}}]'
+            for each in (
+                "3",
+                '{"a": 1}',
+                '{"per_step": "x"}',
+                '{"per_step": 1, "seed": 0}',
+                '{"per_step": 1, "seed": 0, "order": "x"}',
+            )
+        ),
+    ],
+)
+def test_a_damaged_list_of_tasks_is_named(run: RunDirectory, text: str) -> None:
+    (run.path / "tasks.json").write_text(text)
+    with pytest.raises(DamagedRun, match=r"tasks\.json: damaged"):
+        adopt_tasks(run, ["a"], OrderRules(per_step=1, seed=0), 1, Console(quiet=True))
 
 
 @pytest.mark.parametrize("number", [errno.EROFS, errno.EACCES, errno.ENOSPC])

@@ -95,11 +95,16 @@ def unstreamed(learner: LoraLearner, groups: Sequence[Samples], size: int) -> li
 
 
 async def streamed(
-    learner: LocalLearner, groups: Sequence[Samples | None], arrivals: Sequence[int], size: int
+    learner: LocalLearner,
+    groups: Sequence[Samples | None],
+    arrivals: Sequence[int],
+    size: int,
+    *,
+    in_order: bool = False,
 ) -> StreamedUpdate:
     """The groups become ready one by one, in that order."""
     ready: list[asyncio.Future[Samples | None]] = [asyncio.get_running_loop().create_future() for _ in groups]
-    update = asyncio.ensure_future(streamed_update(learner, ready, size))
+    update = asyncio.ensure_future(streamed_update(learner, ready, size, in_order=in_order))
     for index in arrivals:
         for _ in range(5):
             await asyncio.sleep(0)
@@ -131,6 +136,17 @@ async def test_the_streamed_update_is_the_unstreamed_one(model: ModelConfig, siz
     for at, update in enumerate(expected[1:], start=1):
         pushed = sum(s.advantage_T.sum() for group in groups[at * size : (at + 1) * size] for s in group)
         assert abs(update.policy_loss + float(pushed) / update.valid_tokens) > 1e-4
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+async def test_in_order_the_weights_do_not_depend_on_the_order_of_arrival(model: ModelConfig, size: int) -> None:
+    groups = [make_group(0), None, make_group(2), make_group(3)]
+    found = []
+    for arrivals in ((0, 1, 2, 3), (3, 2, 1, 0), (2, 0, 3, 1)):
+        local = LocalLearner(LoraLearner(model, CONFIG, seed=0))
+        updates = (await streamed(local, groups, arrivals, size, in_order=True)).updates
+        found.append((weights(local.learner), [update.grad_norm for update in updates], local.asked))
+    assert all(torch.equal(found[0][0], other[0]) and found[0][1:] == other[1:] for other in found[1:])
 
 
 async def test_a_slow_group_holds_up_no_other(model: ModelConfig) -> None:

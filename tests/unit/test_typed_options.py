@@ -22,7 +22,6 @@ from draco_ray.traces.load import load_traces
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("plan sandbox --gpu-dollars 0", "--gpu-dollars: no effect without --simulate RUN"),
         ("plan sandbox --seed 0", "--seed: no effect without --simulate RUN"),
         ("plan --simulate RUN --gpu-memory-gib 80", "--gpu-memory-gib: no effect with --simulate RUN"),
         ("plan --simulate RUN --setting static --assume x=1", "--setting, --assume: no effect with --simulate RUN"),
@@ -30,10 +29,6 @@ from draco_ray.traces.load import load_traces
         ("replay RUN --judge a/b --rule draco", "--rule: no effect with --judge"),
         ("replay RUN --judge a/b --pairing-api-key-env K", "--pairing-api-key-env: no effect without --pairing MODEL"),
         ("replay RUN --judge rules --api-base http://x", "judge rules: it is served here; expected no endpoint"),
-        ("agreement FILE --folds 4", "--folds: no effect without --run DIR"),
-        ("agreement FILE --judge own", "--judge: no effect without --run DIR"),
-        ("attribution-bench --step 3", "--step: no effect without --run DIR"),
-        ("attribution-bench --run RUN --split test_normal", "--split: no effect with --run DIR"),
         ("attribution-bench --api-key-env K", "judge rules: it is served here"),
         ("report RUN --port 8321", "--port: no effect without --serve"),
         ("tables RUN --out OUT --format text", "--format: no effect with --out"),
@@ -196,7 +191,7 @@ def test_the_bench_measures_the_judge_that_its_configuration_names(
 
     asked: list[NamedJudge] = []
 
-    def bench(solutions: object, *, judge: NamedJudge, **_: object) -> list[Path]:
+    def bench(*, judge: NamedJudge, **_: object) -> list[Path]:
         asked.append(judge)
         return []
 

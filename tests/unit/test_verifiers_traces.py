@@ -17,7 +17,7 @@ from draco_ray.engine.sampler import Sample
 from draco_ray.records import EpisodeEnd, Message, Trajectory
 from draco_ray.rollout.endpoint.server import shared_endpoint
 from draco_ray.rollout.endpoint.token_episode import TokenEpisode
-from draco_ray.rollout.endpoint.turns import TokenAsk
+from draco_ray.rollout.endpoint.turns import TokenRequest
 from draco_ray.rollout.tokens import TokenPolicy
 from draco_ray.verifiers.agent import VerifiersAgent, _end
 from draco_ray.verifiers.traces import trajectory_of
@@ -53,7 +53,7 @@ class Traced:
             node = self.traces[trace]["nodes"][at]
             ids, at = node["tokens"] + ids, node["parent"]
         opens = encoded("assistant:")
-        ask = TokenAsk(token_ids=[*ids, *opens], max_tokens=None, stop_token_ids=frozenset(), request_id="")
+        ask = TokenRequest(token_ids=[*ids, *opens], max_tokens=None, stop_token_ids=frozenset(), request_id="")
         sample = await self.episode.generate(ask)
         text = CHAT.text(sample.token_ids)
         return self._node(trace, parent, "assistant", text, opens, sample, sampled=True, trained=trained)

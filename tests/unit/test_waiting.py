@@ -128,6 +128,7 @@ async def test_a_continued_run_whose_first_sync_hangs_has_not_started(
     monkeypatch.setattr(session, "start_advantage_computer", lambda *_: None)
     monkeypatch.setattr(session, "unless_gone", unless_gone)
     monkeypatch.setattr(session, "pending_demand", lambda: "")
+    monkeypatch.setattr(session, "release_start_lock", lambda: None)
     monkeypatch.setattr(WeightSync, "publish", hang)
     config = load_config("sandbox", ["watch.start_seconds=3600"])
     run = RunDirectory.create(tmp_path / "run", "")

@@ -21,7 +21,7 @@ from draco_ray.benchmarks.tau.tau2_runner import REFUSED
 from draco_ray.config.schema import TauBenchConfig, TauModelConfig, provider_key
 from draco_ray.engine.child import Child, Scrubber
 from draco_ray.errors import ConfigError, TauBenchError
-from draco_ray.judging.tokens import refuses_temperature
+from draco_ray.judging.tokens import refused_parameters
 
 log = logging.getLogger(__name__)
 
@@ -67,7 +67,7 @@ class Tau2:
 
     @property
     def secret_paths(self) -> list[str]:
-        """What the agent's shell must not read: tasks with their solutions, git history, keys."""
+        """Paths that the agent's shell must not read: tasks with their solutions, git history, keys."""
         return [str(path) for name in ("data", ".git", ".env") if (path := self.home / name).exists()]
 
 
@@ -316,9 +316,8 @@ def sampling(config: TauModelConfig, model: str | None = None) -> dict[str, Any]
         config: endpoint and temperature.
         model: LiteLLM name; None: the configured one.
     """
-    if config.temperature is None or refuses_temperature(model or config.model, config.api_base, config.temperature):
-        return {}
-    return {"temperature": config.temperature}
+    sent = {} if config.temperature is None else {"temperature": config.temperature}
+    return {} if refused_parameters(model or config.model, config.api_base, **sent) else sent
 
 
 def run_job(

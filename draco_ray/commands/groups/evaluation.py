@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
@@ -51,9 +51,6 @@ def evaluate(
     every: Annotated[
         int | None, typer.Option(min=1, help="With --train-curve: every N training steps (default: 1).")
     ] = None,
-    benchmark: Annotated[
-        Literal["appworld", "tau-banking"], typer.Option(help="Benchmark; tau-banking: docs/tau_bench.md.")
-    ] = "appworld",
     split: Annotated[str | None, typer.Option(help="Dataset (default: data.eval_split).")] = None,
     runs: Annotated[int | None, typer.Option(min=1, help="Independent rollouts per task (default: 3).")] = None,
     config: Annotated[
@@ -88,11 +85,6 @@ def evaluate(
         run=None if run is None else run_folder(run, checkpoints=True),
         overrides=overrides or [],
     )
-    if benchmark == "tau-banking":
-        from draco_ray.commands.tau import evaluate as run_tau_bench
-
-        run_tau_bench(options, STARTER_MODEL)
-        return
     run_evaluation(options, STARTER_MODEL)
 
 

@@ -1,4 +1,4 @@
-"""Options that several commands have, and checks of what was typed."""
+"""Options shared by several commands, and checks of the command line."""
 
 from __future__ import annotations
 

@@ -19,9 +19,7 @@ from draco_ray.commands.groups.options import (
 )
 from draco_ray.config.load import load_config
 from draco_ray.errors import ConfigError
-from draco_ray.judging.phases import PHASES
-from draco_ray.judging.phases.credit import Credit
-from draco_ray.judging.phases.score import Score
+from draco_ray.judging.phases import PHASES, Credit, Score
 
 app = typer.Typer()
 runs = typer.Typer(no_args_is_help=True, help="Look at finished and running runs.")
@@ -34,7 +32,7 @@ def runs_show(directory: RunArgument) -> None:
     from draco_ray.lab.runs.show import show
     from draco_ray.runs.remote.place import checkpoint_steps
 
-    # They are large, and stay in the store: their number is what is shown of them.
+    # Checkpoints are large and stay in the store; only their number is printed.
     show(run_folder(directory), checkpoints=checkpoint_steps(directory))
 
 
@@ -66,7 +64,7 @@ def runs_inspect(
     """Write a run with its evaluations, or one evaluation, as logs for the viewer of Inspect.
 
     Rollouts become samples; rewards and verdicts, or whether the task was solved, become scores."""
-    from draco_ray.lab.runs.inspect_evaluations import write_logs
+    from draco_ray.lab.runs.inspect_logs import write_logs
 
     typer.echo(f"{out}: {len(write_logs(run_folder(directory), out))} logs")
 
@@ -79,6 +77,9 @@ def report(
     ],
     figures: Annotated[bool, typer.Option("--figures", help="Write the paper's figures as SVG instead.")] = False,
     tables: Annotated[bool, typer.Option("--tables", help="Write tidy tables as Parquet and CSV instead.")] = False,
+    tokens: Annotated[
+        bool, typer.Option("--tokens", help="Show each sampled token with its log-probability and advantage.")
+    ] = False,
     out: Annotated[
         Path | None, typer.Option(help="The file, or the folder of figures and tables (default: inside the first run).")
     ] = None,
@@ -93,13 +94,33 @@ def report(
     if not serve:
         check_no_effect(context, "without --serve", "port")
     if serve:
-        if len(directories) > 1 or figures or tables or out is not None:
-            raise ConfigError("--serve: the page of one run; expected one DIR, and no --figures, --tables or --out")
+        if len(directories) > 1 or figures or tables or tokens or out is not None:
+            raise ConfigError("--serve: the page of one run; expected one DIR and no other option but --port")
         serve_page(run_folder(directories[0]), port, typer.echo)
         return
 
-    for path in write([run_folder(each) for each in directories], figures=figures, tables=tables, out=out):
+    if tokens and (figures or tables):
+        raise ConfigError("--tokens: part of the page; expected no --figures or --tables")
+    directories_here = [run_folder(each) for each in directories]
+    for path in write(directories_here, figures=figures, tables=tables, tokens=tokens, out=out):
         typer.echo(path)
+
+
+@app.command(name="verify", epilog="Try:  draco verify runs/NAME")
+def verify_run(
+    directory: RunArgument,
+    model: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="The base model (default: where the run had it).")
+    ] = None,
+    trust: Trust = False,
+) -> None:
+    """Check a run's files, and compute its rewards, advantages and adapters again; name the first difference.
+
+    Adapters only of runs with engine.deterministic=true."""
+    from draco_ray.lab.verify import verify
+    from draco_ray.terminal import PlainConsole
+
+    verify(run_folder(directory, checkpoints=True), model=model, trust=trust, console=PlainConsole(width=120))
 
 
 @app.command(
@@ -179,69 +200,31 @@ def replay(
         typer.echo(path)
 
 
-@app.command(
-    epilog="Try:  draco agreement labels.jsonl      draco agreement labels.jsonl --run runs/NAME --judge "
-    "openai/gpt-5.4-mini"
-)
+@app.command(epilog="Try:  draco agreement labels.jsonl")
 def agreement(
-    context: typer.Context,
     labels: Annotated[list[Path], typer.Argument(metavar="FILE", help="Labels exported from draco report's page.")],
-    run: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="The labelled run, to try corrected verdicts as examples.")
-    ] = None,
-    judge: Annotated[
-        str, typer.Option(help="With --run: a LiteLLM model, own (the run's judge) or rules (offline).")
-    ] = "own",
-    examples: Annotated[int, typer.Option(min=1, help="With --run: most corrected verdicts to show.")] = 12,
-    folds: Annotated[int, typer.Option(min=2, help="With --run: folds of the cross-validation.")] = 4,
-    api_base: ApiBase = None,
-    api_key_env: KeyVariable = None,
     out: Annotated[Path | None, typer.Option(help="Folder for the tables (default: write none).")] = None,
-    trust: Trust = False,
 ) -> None:
-    """Measure a judge against people's labels, and the effect of corrected verdicts as examples."""
-    from draco_ray.commands.agreement import HeldOutComparison
+    """Measure a judge against people's labels."""
     from draco_ray.commands.agreement import agreement as measure
-    from draco_ray.lab.analysis.judges import NamedJudge
     from draco_ray.terminal import PlainConsole
 
-    held = None
-    if run is not None:
-        named = NamedJudge(model=judge, api_base=api_base, api_key_env=api_key_env)
-        held = HeldOutComparison(run=run, judge=named, examples=examples, folds=folds, trust=trust)
-    else:
-        asked = ("judge", "examples", "folds", "api_base", "api_key_env")
-        check_no_effect(context, "without --run DIR, whose prompts are asked again", *asked)
-    for path in measure(labels, held, out=out, console=PlainConsole(width=120)):
+    for path in measure(labels, out=out, console=PlainConsole(width=120)):
         typer.echo(path)
 
 
 @app.command(
     name="attribution-bench",
-    epilog="Try:  draco attribution-bench --tasks 5      draco attribution-bench --run runs/NAME --judge "
-    "openai/gpt-5.4-mini",
+    epilog="Try:  draco attribution-bench --tasks 5      draco attribution-bench --judge openai/gpt-5.4-mini --hard",
 )
 def attribution_bench(
     context: typer.Context,
     judge: Annotated[
         str | None,
-        typer.Option(
-            help="A LiteLLM model, own (of --config or --run) or rules (offline) (default: --config's, else rules)."
-        ),
+        typer.Option(help="A LiteLLM model, own (of --config) or rules (offline) (default: --config's, else rules)."),
     ] = None,
-    run: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="DIR", help="Plant faults in successful rollouts of this run (default: in reference solutions)."
-        ),
-    ] = None,
-    step: Annotated[
-        list[int] | None, typer.Option("--step", min=1, help="With --run: only this training step; may be repeated.")
-    ] = None,
-    world: Annotated[
-        Path | None, typer.Option(help=f"The sandbox with the tasks (default: the run's data.root, or {SANDBOX_ROOT}).")
-    ] = None,
-    split: Annotated[str, typer.Option(help="Without --run: split of the tasks.")] = "test_normal",
+    world: Annotated[Path, typer.Option(help="The sandbox with the tasks.")] = SANDBOX_ROOT,
+    split: Annotated[str, typer.Option(help="Split of the tasks.")] = "test_normal",
     tasks: Annotated[int | None, typer.Option(min=1, help="Only N tasks.")] = None,
     hard: Annotated[
         bool, typer.Option("--hard", help="The judge writes the rubric; two faults in a run, late consequences.")
@@ -261,40 +244,30 @@ def attribution_bench(
     labels: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Measure judges by the step labels in this JSON file instead.")
     ] = None,
-    splits: Annotated[int, typer.Option(min=1, help="With --labels: random splits of the questions.")] = 200,
     trust: Trust = False,
 ) -> None:
     """Plant known faults in scripted rollouts: does the judge find them, and does credit push the right steps?"""
-    from draco_ray.commands.attribution_bench import Solutions, attribution_labels
     from draco_ray.commands.attribution_bench import attribution_bench as run_bench
+    from draco_ray.commands.attribution_bench import attribution_labels
     from draco_ray.lab.analysis.judges import NamedJudge, names_judge
     from draco_ray.terminal import PlainConsole
 
     if labels is not None:
-        used = ("labels", "splits", "out")
-        check_no_effect(context, "with --labels FILE", *(name for name in context.params if name not in used))
-        for path in attribution_labels(labels, splits=splits, out=out, console=PlainConsole(width=140)):
+        check_no_effect(
+            context, "with --labels FILE", *(name for name in context.params if name not in ("labels", "out"))
+        )
+        for path in attribution_labels(labels, out=out, console=PlainConsole(width=140)):
             typer.echo(path)
         return
-    check_no_effect(context, "without --labels FILE", "splits")
-    if run is None:
-        check_no_effect(context, "without --run DIR", "step")
-    else:
-        check_no_effect(context, "with --run DIR, whose rollouts are taken", "split", "hard")
     if judge is None:
         judge = "own" if config is not None and names_judge(load_config(config, trust=True)) else "rules"
     written = run_bench(
-        Solutions(
-            run=run,
-            steps=step,
-            world=world,
-            sandbox=SANDBOX_ROOT,
-            split=split,
-            tasks=tasks,
-            processes=processes,
-            hard=hard,
-        ),
         judge=NamedJudge(model=judge, api_base=api_base, api_key_env=api_key_env),
+        world=world,
+        split=split,
+        tasks=tasks,
+        hard=hard,
+        processes=processes,
         config=config,
         out=out,
         console=PlainConsole(width=120),

@@ -59,7 +59,7 @@ def judge(
         bool, typer.Option("--release", help="Count requests that a killed process left unanswered as not billed.")
     ] = False,
     replay: Annotated[
-        bool, typer.Option("--replay", help="Take the replies recorded in PATH/.replies (default --out: judged).")
+        bool, typer.Option("--replay", help="Take the replies recorded in PATH/.replies (default --out: replayed).")
     ] = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Show what would be judged and the expected cost; send nothing.")
@@ -85,10 +85,11 @@ def judge(
 ) -> None:
     """Judge traces of any agent: rubric, verdicts with evidence, responsible steps, rewards, step advantages.
 
-    Exit code: 0 all judged, 3 below --fail-under or --baseline, 4 some traces could not be read or judged.
+    Exit code: 0 all judged, 1 judging stopped, 2 wrong input, 3 below --fail-under or --baseline, 4 some traces could
+    not be read or judged.
     """
     if replay:
-        judge, out = _recorded(paths, judge), out or "judged"
+        judge, out = _recorded(paths, judge), out or "replayed"
     options = locals()
     from draco_ray.commands.judge import JudgeArguments, run
     from draco_ray.runs.remote.place import results_folder

@@ -65,7 +65,7 @@ def train(
         _say_how_sure(run_training(loaded))
         return
     if config is not None and "=" in config:
-        # The first word names the configuration only where there is one to name.
+        # With --resume, the first word is an override.
         overrides = [config, *overrides]
         config = None
     from draco_ray.training.run import resume as resume_training
@@ -112,7 +112,7 @@ def check_config(
     setting: Setting = None,
     trust: Trust = False,
 ) -> None:
-    """Say everything that would stop a run of this configuration on this machine, and what to set instead."""
+    """List everything that would stop a run of this configuration on this machine, and what to set instead."""
     from draco_ray.commands.check import check
 
     loaded = load_config(config, overrides or [], setting, trust=trust)
@@ -164,9 +164,6 @@ def plan(
     tokens_per_minute: Annotated[
         float | None, typer.Option(min=1, help="Simulated judge tokens a minute (default: the run's).")
     ] = None,
-    gpu_dollars: Annotated[
-        float | None, typer.Option(min=0, help="Price of a GPU hour, for the cost of a step.")
-    ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Random seed of the simulation.")] = 0,
 ) -> None:
     """Print the memory that each GPU needs and the expected time of a step, or simulate steps of a recorded run."""
@@ -178,7 +175,7 @@ def plan(
         "tokens_per_minute": tokens_per_minute,
     }
     if simulate is None:
-        check_no_effect(context, "without --simulate RUN", *number, "rollouts", "compare", "gpu_dollars", "seed")
+        check_no_effect(context, "without --simulate RUN", *number, "rollouts", "compare", "seed")
         if config is None:
             raise ConfigError("plan: name CONFIG or --simulate RUN")
         from draco_ray.commands.plan import plan as print_plan
@@ -192,7 +189,7 @@ def plan(
     check_no_effect(context, "with --simulate RUN", "setting", "gpu_memory_gib", "model_config", "assume")
     from draco_ray.commands.simulate import simulate_run
 
-    simulate_run(simulate, other=compare, rollouts=rollouts or (), setting=number, seed=seed, gpu_dollars=gpu_dollars)
+    simulate_run(simulate, other=compare, rollouts=rollouts or (), setting=number, seed=seed)
 
 
 @app.command(

@@ -25,8 +25,8 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from draco_ray.environments.jail import linux
@@ -66,7 +66,13 @@ _WORLD = "/world"
 SCRATCH_FOLDERS = ("/scratch", f"{_WORLD}/experiments")
 """Writable folders if the file system is built from mounts. The first is home, and also ``/tmp`` unless something
 visible is there, such as the interpreter of a clone in ``/tmp``."""
+WORKSPACE = "/workspace"
+_TMP = "/tmp"
 _DEVICES = ("null", "zero", "random", "urandom")
+_DEVICE_LINKS = (
+    ("fd", "/proc/self/fd"),
+    *((f"std{name}", f"/proc/self/fd/{n}") for n, name in enumerate(("in", "out", "err"))),
+)
 _NETWORK = tuple(
     path
     for path in (
@@ -109,6 +115,11 @@ class JailSpec:
     """Other files and folders of the host, read-only, at the same paths."""
     network: bool = False
     """Whether the host's network is accessible."""
+    workspace: str = ""
+    """Folder of the host that an agent's program may write, mounted at `WORKSPACE`. The jail then also has ``/proc``,
+    its own ``/tmp`` and its own loopback device."""
+    mapped: Mapping[str, str] = field(default_factory=dict)
+    """Path in the jail -> file or folder of the host that is visible there, read-only."""
 
     @property
     def program(self) -> str:
@@ -187,6 +198,15 @@ def _in_namespaces(spec: JailSpec) -> int:
     root = os.path.join(spec.directory, "root")
     os.mkdir(root)
     linux.mount_tmpfs(root, 4, 0o755)
+    if spec.workspace:
+        if not spec.network:
+            linux.start_loopback()
+        os.mkdir(root + _TMP)
+        linux.mount_tmpfs(root + _TMP, spec.scratch_mib, 0o1777)
+        os.mkdir(root + WORKSPACE)
+        linux.bind(spec.workspace, root + WORKSPACE)
+        linux.seal(root + WORKSPACE, writable=True)
+        os.mkdir(root + "/proc")
     for source, target in _visible(spec):
         inside = root + target
         if os.path.isdir(source):
@@ -203,12 +223,17 @@ def _in_namespaces(spec: JailSpec) -> int:
         Path(f"{root}/dev/{device}").touch()
         linux.bind(f"/dev/{device}", f"{root}/dev/{device}")
         linux.seal(f"{root}/dev/{device}", devices=True)
+    for name, target in _DEVICE_LINKS if spec.workspace else ():
+        os.symlink(target, f"{root}/dev/{name}")
     for scratch in SCRATCH_FOLDERS:
         os.makedirs(root + scratch)
         linux.mount_tmpfs(root + scratch, spec.scratch_mib, 0o1777)
-    if not os.path.exists(root + "/tmp"):
-        os.symlink(SCRATCH_FOLDERS[0], root + "/tmp")
+    if not os.path.exists(root + _TMP):
+        os.symlink(SCRATCH_FOLDERS[0], root + _TMP)
     os.mkdir(root + "/view")
+    if spec.workspace:
+        # In a user namespace /proc is only mounted where another one can be seen.
+        linux.bind("/proc", root + "/view")
     linux.enter_root(root)
     linux.seal("/", recursive=False)
 
@@ -219,6 +244,10 @@ def _in_namespaces(spec: JailSpec) -> int:
         _, status = os.waitpid(child, 0)
         return os.waitstatus_to_exitcode(status)
     linux.die_with_parent()
+    if spec.workspace:
+        with contextlib.suppress(OSError):  # Refused where a container masks parts of its own.
+            linux.mount_proc("/proc")
+        linux.unmount("/view")
     linux.keep_capabilities(_SERVER_CAPABILITIES)
     _serve(replace(spec, world=_WORLD, task_uids=task_uids, mounts=True), SCRATCH_FOLDERS[0], _PROGRAM)
     return UNAVAILABLE
@@ -242,6 +271,12 @@ def bubblewrap_arguments(spec: JailSpec) -> list[str]:
     ]
     for capability in ("DAC_OVERRIDE", "FOWNER", "KILL", "SETGID", "SETUID", "SETPCAP", "SYS_ADMIN"):
         arguments += ["--cap-add", f"CAP_{capability}"]
+    if spec.workspace:
+        size = str(spec.scratch_mib << 20)
+        arguments += ["--size", size, "--perms", "1777", "--tmpfs", _TMP, "--bind", spec.workspace, WORKSPACE]
+        arguments += ["--proc", "/proc"]
+        for name, target in _DEVICE_LINKS:
+            arguments += ["--symlink", target, f"/dev/{name}"]
     for source, target in _visible(spec):
         arguments += ["--ro-bind", source, target]
     for source, target in _system_links():
@@ -250,8 +285,8 @@ def bubblewrap_arguments(spec: JailSpec) -> list[str]:
         arguments += ["--dev-bind", f"/dev/{device}", f"/dev/{device}"]
     for scratch in SCRATCH_FOLDERS:
         arguments += ["--size", str(spec.scratch_mib << 20), "--perms", "1777", "--tmpfs", scratch]
-    if not any(Path(target).is_relative_to("/tmp") for _, target in _visible(spec)):
-        arguments += ["--symlink", SCRATCH_FOLDERS[0], "/tmp"]
+    if not spec.workspace and not any(Path(target).is_relative_to(_TMP) for _, target in _visible(spec)):
+        arguments += ["--symlink", SCRATCH_FOLDERS[0], _TMP]
     return [*arguments, "--dir", "/view", "--remount-ro", "/", "--chdir", _WORLD]
 
 
@@ -353,6 +388,7 @@ def _visible(spec: JailSpec) -> list[tuple[str, str]]:
     package = _package()
     pairs = [(spec.data, f"{_WORLD}/data")] if spec.data else []
     pairs += [(f"{package}/{code}", f"{_PROGRAM}/draco_ray/{code}") for code in (*JAIL_CODE, *spec.code)]
+    pairs += [(os.path.realpath(source), target) for target, source in spec.mapped.items()]
     pairs += [(os.path.realpath(path), path) for path in (*spec.shown, *(_NETWORK if spec.network else ()))]
     system = ("/etc/ld.so.cache", "/usr/share/zoneinfo", *(f"/usr/{name}" for name in _libraries("/usr")))
     pairs += [(path, path) for path in system if os.path.exists(path)]

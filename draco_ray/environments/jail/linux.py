@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import os
 import resource
 import signal
+import socket
+import struct
 from collections.abc import Collection, Iterable
 
 NEW_MOUNTS = 0x00020000
@@ -42,6 +45,7 @@ _PR_SET_NO_NEW_PRIVS, _PR_CAP_AMBIENT, _PR_CAP_AMBIENT_CLEAR_ALL = 38, 47, 4
 _CAPABILITY_VERSION_3 = 0x20080522
 _LAST_CAPABILITY = 63
 _LAST_CPU_SECONDS = 2
+_SIOCSIFFLAGS, _IFF_UP = 0x8914, 0x1
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -100,15 +104,28 @@ def mount_tmpfs(target: str, mebibytes: int, mode: int) -> None:
     _check(_libc.mount(b"tmpfs", os.fsencode(target), b"tmpfs", flags, options), f"mount tmpfs on {target}")
 
 
+def mount_proc(target: str) -> None:
+    """Show the processes of this process namespace. Raises: OSError where the host masks parts of its own."""
+    flags = ctypes.c_ulong(_MS_NOSUID | _MS_NODEV)
+    _check(_libc.mount(b"proc", os.fsencode(target), b"proc", flags, None), f"mount proc on {target}")
+
+
+def start_loopback() -> None:
+    """Bring up the loopback device of a new network namespace."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as control:
+        fcntl.ioctl(control, _SIOCSIFFLAGS, struct.pack("16sh14x", b"lo", _IFF_UP))
+
+
 def bind(source: str, target: str) -> None:
     """Bind-mount ``source``, a file or a folder with its mounts, at ``target``."""
     flags = ctypes.c_ulong(_MS_BIND | _MS_REC)
     _check(_libc.mount(os.fsencode(source), os.fsencode(target), None, flags, None), f"bind {source} to {target}")
 
 
-def seal(target: str, *, devices: bool = False, recursive: bool = True) -> None:
-    """Make a mount read-only and disable set-uid programs and, unless ``devices``, device files."""
-    attributes = _MountAttributes(attr_set=_ATTR_RDONLY | _ATTR_NOSUID | (0 if devices else _ATTR_NODEV))
+def seal(target: str, *, devices: bool = False, writable: bool = False, recursive: bool = True) -> None:
+    """Make a mount read-only, unless ``writable``, without set-uid programs and, unless ``devices``, device files."""
+    flags = (0 if writable else _ATTR_RDONLY) | _ATTR_NOSUID | (0 if devices else _ATTR_NODEV)
+    attributes = _MountAttributes(attr_set=flags)
     result = _libc.syscall(
         ctypes.c_long(_SYS_MOUNT_SETATTR),
         ctypes.c_int(_AT_FDCWD),
@@ -218,22 +235,25 @@ def drop_privileges(uid: int | None) -> None:
     _check(_libc.capset(header, (ctypes.c_uint32 * 6)()), "capset")
 
 
-def limit(*, memory_mib: int, processes: int, file_mib: int, cpu_seconds: int) -> None:
+def limit(
+    *, memory_mib: int, processes: int, file_mib: int, cpu_seconds: int, open_files: int = 256, reserves: bool = False
+) -> None:
     """Limit this process and what it forks.
 
     Args:
-        memory_mib: address space of one process.
+        memory_mib: address space of a process or, with ``reserves``, only its writable memory, because JavaScript
+            engines reserve address space that they never use.
         processes: processes and threads of this user in its user namespace.
         file_mib: size of a file.
         cpu_seconds: CPU time of a process; then SIGXCPU, and soon SIGKILL.
     """
     mebibyte = 1 << 20
     for name, value in (
-        (resource.RLIMIT_AS, memory_mib * mebibyte),
+        (resource.RLIMIT_DATA if reserves else resource.RLIMIT_AS, memory_mib * mebibyte),
         (resource.RLIMIT_NPROC, processes),
         (resource.RLIMIT_FSIZE, file_mib * mebibyte),
         (resource.RLIMIT_CPU, cpu_seconds + _LAST_CPU_SECONDS),
-        (resource.RLIMIT_NOFILE, 256),
+        (resource.RLIMIT_NOFILE, open_files),
         (resource.RLIMIT_CORE, 0),
         (resource.RLIMIT_MEMLOCK, 0),
         (resource.RLIMIT_MSGQUEUE, 0),

@@ -19,7 +19,7 @@ from draco_ray.lab.evaluation.intervals import LEVEL, Interval, bounded_limits
 from draco_ray.records import BoolArray, FloatArray, IntArray, Verdict
 
 UNANSWERED = 2
-"""Stands where the other grader gave no verdict."""
+"""Rating of a judgment to which the other grader gave no verdict."""
 RATINGS = (Verdict.FAIL.value, Verdict.NOT_APPLICABLE.value, Verdict.PASS.value)
 _FAIL, _PASS = RATINGS.index(Verdict.FAIL.value), RATINGS.index(Verdict.PASS.value)
 
@@ -32,11 +32,11 @@ class Agreement:
 
     judgments: int
     passes: int
-    """Of the reference: the denominator of ``false_fail``."""
+    """Judgments that the reference passes: the denominator of ``false_fail``."""
     fails: int
-    """Of the reference: the denominator of ``false_pass``."""
+    """Judgments that the reference fails: the denominator of ``false_pass``."""
     unanswered: float
-    """Share of all judgments."""
+    """Share of all judgments that the other grader left without a verdict."""
     agreement: float
     """Share of all judgments with equal verdicts, N/A included."""
     chance: float
@@ -49,7 +49,7 @@ class Agreement:
     """Gwet's coefficient, which does not collapse where nearly all verdicts are the same. Its number of categories is
     that of the verdicts which either grader gives, at least two."""
     balanced_accuracy: float
-    """Mean over the reference's verdicts, of those that occur, of the share repeated."""
+    """Mean, over the verdicts that the reference gives, of the share the other grader repeats."""
     false_pass: float
     """Of the judgments the reference fails, the share the other passes."""
     false_fail: float
@@ -59,9 +59,9 @@ class Agreement:
 COUNTS = ("judgments", "passes", "fails")
 """Fields of `Agreement` that are numbers of judgments."""
 RATES = tuple(field.name for field in dataclasses.fields(Agreement) if field.name not in COUNTS)
-"""The others."""
+"""Fields of `Agreement` that are rates or coefficients."""
 COEFFICIENTS = ("kappa", "alpha", "ac1")
-"""Those that lie in [-1, 1] instead of [0, 1]."""
+"""Fields in [-1, 1]; all other rates are in [0, 1]."""
 
 
 def agreement(reference: IntArray, other: IntArray) -> Agreement:

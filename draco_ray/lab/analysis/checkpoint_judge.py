@@ -23,7 +23,7 @@ from draco_ray.runs.directory import RunDirectory
 
 
 class AdapterEngine(Protocol):
-    """What takes adapters, e.g. `draco_ray.engine.vllm_engine.VllmEngine`."""
+    """An engine that loads adapters, e.g. `draco_ray.engine.vllm_engine.VllmEngine`."""
 
     @property
     def policy_version(self) -> int:
@@ -102,13 +102,13 @@ async def open_checkpoints(
 
     kept = checkpoints_before(run, steps)
     check_model_directory(config.model.path, config.model.chat_template)
-    # Here, since they take seconds: the other judges need neither.
+    # Imported here because they take seconds and other judges need neither.
     from transformers import AutoConfig
 
     from draco_ray.engine.vllm_engine import VllmEngine
 
     path = config.model.path
-    # A wrapped model keeps the language model's length inside.
+    # A multimodal config keeps the context length in its text part.
     positions = int(AutoConfig.from_pretrained(path).get_text_config().max_position_embeddings)
     engine = VllmEngine(
         config.engine,

@@ -4,26 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import pyarrow as pa
 
 from draco_ray.errors import ConfigError, DamagedRun
 from draco_ray.lab.analysis.columns import columns
-from draco_ray.lab.evaluation.measures import pass_at_k, rate
-from draco_ray.lab.evaluation.policies import UNTRAINED
 from draco_ray.lab.evaluation.results import EvaluationDirectory, role_costs, sum_known
 from draco_ray.records import Evaluation
 from draco_ray.runs.directory import RunDirectory
 from draco_ray.runs.evaluations import read_evaluations, scenario_goal_completion, task_goal_completion
 
 TRAINING = "training"
-"""Stands for the evaluations that training itself made (train.evaluate_before_after)."""
+"""Name of the evaluations made during training (train.evaluate_before_after)."""
 
 _KEYS = ("string: run evaluation split", "int64: training_step")
 EVALUATIONS = columns(*_KEYS, "int64: tasks runs lost", "float64: tgc sgc dollars_per_pass tokens_per_pass")
-CONSISTENCY = columns(*_KEYS, "int64: checkpoints", "string: metric", "int64: runs k", "float64: pass_hat_k pass_at_k")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,10 +31,8 @@ class _Measurement:
     evaluations: list[Evaluation]
     scenarios: bool = True
     dollars: float | None = None
-    """Of all runs together."""
+    """Cost of all runs together."""
     tokens: float | None = None
-    averaged: int = 1
-    """How many checkpoints of one setting it is one of."""
 
     @property
     def tasks(self) -> int:
@@ -70,42 +65,6 @@ def evaluations(run: RunDirectory) -> pa.Table:
     return pa.Table.from_pylist(rows, schema=EVALUATIONS)
 
 
-def consistency(run: RunDirectory) -> pa.Table:
-    """pass^k and pass@k of TGC and SGC, a row per k, of each finished measurement of several runs.
-
-    The checkpoints of one evaluation directory (the last three of a run) also have the rows of their mean, without a
-    training step; those of a training curve have no common mean.
-    """
-    rows = []
-    together: dict[str, list[_Measurement]] = {}
-    for found in _measurements(run):
-        together.setdefault(found.evaluation, []).append(found)
-        rows += _consistency(run, [found])
-    for of_one in together.values():
-        if 1 < len(of_one) == of_one[0].averaged:
-            rows += _consistency(run, of_one)
-    return pa.Table.from_pylist(rows, schema=CONSISTENCY)
-
-
-def _consistency(run: RunDirectory, measured: Sequence[_Measurement]) -> list[dict[str, object]]:
-    """Rows of the mean over measurements of the same tasks; none of a single run, where both are the rate itself."""
-    first = measured[0]
-    about = {**_keys(run, first), "checkpoints": len(measured), "runs": first.runs}
-    about |= {"training_step": first.step if len(measured) == 1 else None}
-    seeds = [[found.evaluations for found in measured]]
-    return [
-        {
-            **about,
-            "metric": metric,
-            "k": k,
-            "pass_hat_k": rate(seeds, first.runs, k, whole=metric == "SGC").mean,
-            "pass_at_k": rate(seeds, first.runs, k, whole=metric == "SGC", estimator=pass_at_k).mean,
-        }
-        for metric in (("TGC", "SGC") if first.scenarios else ("SR",))
-        for k in (range(1, first.runs + 1) if first.runs > 1 else ())
-    ]
-
-
 def _keys(run: RunDirectory, found: _Measurement) -> dict[str, object]:
     return {
         "run": run.path.name,
@@ -116,9 +75,9 @@ def _keys(run: RunDirectory, found: _Measurement) -> dict[str, object]:
 
 
 def evaluation_directories(run: RunDirectory) -> Iterator[EvaluationDirectory]:
-    """What `draco evaluate --run` has left in a run, in the order of the names.
+    """Evaluation directories that `draco evaluate --run` wrote into a run, by name.
 
-    One of another version of this program is no reason not to show the run, and is left out.
+    A directory of another version of this program is skipped.
     """
     for file in sorted((run.path / "evaluations").glob("*/evaluation.json")):
         with contextlib.suppress(ConfigError):
@@ -126,7 +85,7 @@ def evaluation_directories(run: RunDirectory) -> Iterator[EvaluationDirectory]:
 
 
 def judged_directories(run: RunDirectory) -> Iterator[RunDirectory]:
-    """What `draco evaluate --run` has left in a run whose environment has no evaluator, in the order of the names."""
+    """Judged evaluations that `draco evaluate --run` wrote into a run without an evaluator, by name."""
     for file in sorted((run.path / "evaluations").glob("*/config.yaml")):
         with contextlib.suppress(ConfigError, DamagedRun):
             yield RunDirectory.open(file.parent)
@@ -149,7 +108,6 @@ def _measurements(run: RunDirectory) -> Iterator[_Measurement]:
                 step=int(number[1]) if number else None,
                 evaluations=[result.evaluation for result in results],
                 scenarios=directory.plan.scenarios,
-                averaged=1 if UNTRAINED in directory.plan.measurements else len(directory.plan.measurements),
                 dollars=sum_known(each.dollars for each in (roles[name].values() if name in roles else usages)),
                 tokens=float(
                     sum(

@@ -13,7 +13,7 @@ import numpy as np
 import pyarrow as pa
 
 from draco_ray.algorithm.rules import AdvantageRule
-from draco_ray.judging.phases.score import Score
+from draco_ray.judging.phases import Score
 from draco_ray.lab.analysis.columns import columns
 from draco_ray.records import FloatArray
 from draco_ray.runs.directory import RunDirectory

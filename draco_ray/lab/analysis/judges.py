@@ -28,7 +28,7 @@ class RuleComplete:
     """The rule judge without its server: a `draco_ray.judging.completion.Completer`."""
 
     def __init__(self, rules: Callable[[str], tuple[str | None, str]] = answer) -> None:
-        """``rules``: what answers a prompt; the sandbox's unless told."""
+        """``rules`` answer a prompt; the default ones are the sandbox's."""
         self._rules = rules
 
     async def __call__(self, request: Request) -> Completion:
@@ -73,7 +73,7 @@ def names_judge(config: DracoConfig) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class NamedJudge:
-    """Who is asked, as a command line names it."""
+    """A judge, as named on the command line."""
 
     model: str
     """LiteLLM model name, `RULES`, `OWN` (the judge that a configuration is of) or `POLICY`."""
@@ -141,7 +141,7 @@ def _own(config: JudgeConfig, judge: NamedJudge, cache: Path | None) -> JudgeCon
 
 
 def asked(named: str, config: JudgeConfig) -> str:
-    """Who is asked, and where: what a command says before its first request."""
+    """Description of the judge and its endpoint, printed before the first request."""
     return named if named == POLICY or config.model == RULES else introduced(config)
 
 
@@ -155,7 +155,7 @@ def folder_name(judge: str) -> str:
 
 
 def open_complete(config: JudgeConfig, seed: int = 0) -> Completer:
-    """What answers: the rule judge for the model `RULES`, otherwise LiteLLM with the durable cache of ``config``.
+    """A completer: the rule judge for the model `RULES`, otherwise LiteLLM with the durable cache of ``config``.
 
     ``seed``: of the run whose rule judge is asked again, for its noise.
     """

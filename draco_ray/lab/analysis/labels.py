@@ -1,30 +1,20 @@
-"""A judge measured against people's labels (`draco_ray.judging.labels`): as it judged, and with corrected examples.
-
-The reference is what people say. A judge that is shown examples is measured on labels of other scenarios than theirs:
-scenarios are dealt to folds, and each fold is judged with the corrections of the others.
-"""
+"""A judge measured against people's labels (`draco_ray.judging.labels`), which are the reference."""
 
 from __future__ import annotations
 
 import itertools
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
-from draco_ray.errors import ConfigError
-from draco_ray.judging.completion import Completer
-from draco_ray.judging.labels import Label, corrected, examples_text
-from draco_ray.judging.phases.score import Score
+from draco_ray.judging.labels import Label
 from draco_ray.lab.analysis.agreement import clustered_interval
-from draco_ray.lab.analysis.replay import REPLAYED, ArchivedCall, agreement_table, archived_calls
-from draco_ray.lab.analysis.replay import replay as ask_again
-from draco_ray.lab.evaluation.intervals import Interval, clustered_mean, rate_difference
-from draco_ray.runs.directory import RunDirectory
-from draco_ray.runs.rows import training_scenarios
+from draco_ray.lab.analysis.replay import REPLAYED, agreement_table
+from draco_ray.lab.evaluation.intervals import Interval
 
 Row = dict[str, Any]
 PEOPLE = "labels"
@@ -42,21 +32,6 @@ class Citations:
     """Of those marked wrong, how many say which steps are the right ones."""
     overlap: Interval | None
     """Mean Jaccard index of the steps cited with the right ones, over citations marked right or corrected."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Examples:
-    """One judge on the same labelled verdicts, without and with examples of other scenarios."""
-
-    agreement: pa.Table
-    """`agreement_table`, by the column ``phase``: ``without examples`` and ``with examples``."""
-    asked: pa.Table
-    """Of both: one row a labelled verdict, `REPLAYED`."""
-    gain: Interval
-    """Share of verdicts as people gave them, with examples minus without, over the choice of groups."""
-    shown: tuple[int, ...]
-    """Examples shown to each fold."""
-    dollars: float
 
 
 def against_people(labels: Sequence[Label]) -> pa.Table:
@@ -103,117 +78,15 @@ def citations(labels: Sequence[Label]) -> Citations | None:
     )
 
 
-def labelled_calls(run: RunDirectory, labels: Sequence[Label]) -> list[ArchivedCall]:
-    """The archived scoring prompts of the labelled verdicts, each with these criteria only as its reference.
-
-    Raises:
-        ConfigError: a label is not about what the run recorded, or its prompt was not kept.
-    """
-    if run.setting("judge.examples") is not None:
-        raise ConfigError(f"{run.path}: its judge was shown examples already (judge.examples); take a run without")
-    kept = {(call.training_step, call.task_id, call.rollout): call for call in archived_calls(run, None, [Score.name])}
-    calls: dict[tuple[int, str, int], ArchivedCall] = {}
-    for label in _of_verdicts(labels):
-        place = (label.training_step, label.task_id, label.rollout)
-        about = f"step {label.training_step}, {label.task_id}, rollout {label.rollout}, criterion {label.criterion}"
-        call = kept.get(place)
-        if call is None or label.criterion not in call.criteria:
-            raise ConfigError(f"{run.path}: no scoring call with a verdict on {about}; give the run that was labelled")
-        index = call.criteria.index(label.criterion)
-        if (call.rubric[index].title, int(call.reference[index])) != (label.title, label.judge):
-            raise ConfigError(
-                f"{run.path}: {about} is {call.rubric[index].title[:80]!r}, verdict {int(call.reference[index]):+d}; "
-                f"labelled was {label.title[:80]!r} with {label.judge:+d}; give the run that was labelled"
-            )
-        calls[place] = call
-    return [calls[place] for place in sorted(calls)]
-
-
-async def with_examples(
-    run: RunDirectory, labels: Sequence[Label], complete: Completer, judge: str, *, most: int, folds: int, seed: int = 0
-) -> Examples:
-    """Ask a judge the labelled verdicts again, without and with examples.
-
-    Args:
-        run: whose prompts.
-        labels: of that run.
-        complete: the judge.
-        judge: its name.
-        most: corrected verdicts that are shown.
-        folds: into how many the scenarios are dealt, at least 2.
-        seed: of the dealing.
-
-    Raises:
-        ConfigError: as `labelled_calls`, or labels of fewer than two scenarios, or nothing that was corrected.
-        JudgeUnavailable: the judge answers no call at all.
-    """
-    labels = _of_verdicts(labels)
-    if not corrected(labels, 1):
-        raise ConfigError("no verdict was marked wrong: there is nothing to show as an example")
-    calls = labelled_calls(run, labels)
-    scenario = training_scenarios(run)
-    scenarios = sorted({scenario[call.task_id] for call in calls})
-    if len(scenarios) < 2:
-        raise ConfigError(f"labels of {len(scenarios)} scenario: examples are tried on others than they are from")
-    dealt = {str(name): place % folds for place, name in enumerate(np.random.default_rng(seed).permutation(scenarios))}
-    plain = await ask_again(run, complete, calls, judge)
-    tables, shown = [], []
-    for fold in sorted(set(dealt.values())):
-        examples = corrected([label for label in labels if dealt[scenario[label.task_id]] != fold], most)
-        before = examples_text(examples)
-        mine = [call for call in calls if dealt[scenario[call.task_id]] == fold]
-        shown.append(len(examples))
-        tables.append(
-            await ask_again(run, complete, [replace(call, prompt=before + call.prompt) for call in mine], judge)
-        )
-    asked = pa.concat_tables([plain, *tables])
-    without, after = _answers(plain), _answers(pa.concat_tables(tables))
-    rows = [
-        _row(label, answers.get((label.training_step, label.task_id, label.rollout, label.criterion)), name, judge)
-        for name, answers in (("without examples", without), ("with examples", after))
-        for label in labels
-    ]
-    return Examples(
-        agreement=agreement_table(_table(rows)),
-        asked=_table(rows),
-        gain=_gain(labels, without, after),
-        shown=tuple(shown),
-        dollars=float(sum(asked.column("dollars").to_pylist())),
-    )
-
-
-_Answers = dict[tuple[int, str, int, int], int | None]
-
-
-def _gain(labels: Sequence[Label], without: _Answers, after: _Answers) -> Interval:
-    def agreed(answers: _Answers) -> dict[str, float]:
-        return {
-            f"{number}\n{label.training_step}/{label.task_id}": float(
-                answers.get((label.training_step, label.task_id, label.rollout, label.criterion)) == label.verdict
-            )
-            for number, label in enumerate(labels)
-        }
-
-    one, other = (clustered_mean([agreed(answers)], lambda key: key.partition("\n")[2]) for answers in (after, without))
-    return rate_difference(one, other)
-
-
-def _answers(table: pa.Table) -> _Answers:
-    return {
-        (row["training_step"], row["task_id"], row["rollout"], row["criterion"]): row["verdict"]
-        for row in table.to_pylist()
-    }
-
-
 def _of_verdicts(labels: Sequence[Label]) -> list[Label]:
     return [label for label in labels if label.verdict is not None]
 
 
-def _row(label: Label, verdict: int | None, phase: str, judge: str = "judge") -> Row:
+def _row(label: Label, verdict: int | None, phase: str) -> Row:
     """A row of `REPLAYED` whose reference is the person."""
     return {
         "run": PEOPLE,
-        "judge": judge,
+        "judge": "judge",
         "training_step": label.training_step,
         "task_id": repr(label.group),
         "rollout": label.rollout,

@@ -74,7 +74,7 @@ def terminations(run: RunDirectory) -> pa.Table:
         played = run.table("trajectories", step, ["attempt", "termination"]).to_pylist()
         ended = Counter(row["termination"] for row in played)
         if None in ended:
-            # Traces do not say how they ended.
+            # Imported traces have no termination mode.
             continue
         lost = sum(run.table("groups", step, ["lost"]).column("lost").to_pylist())
         ended[Termination.SERVER_ERROR] += lost
@@ -96,7 +96,7 @@ def terminations(run: RunDirectory) -> pa.Table:
 
 
 def load_retries(run: RunDirectory) -> int:
-    """``environment.rollout_retries`` of a run; its default where an old configuration does not name it."""
+    """``environment.rollout_retries`` of a run."""
     return int(run.setting("environment.rollout_retries"))
 
 
@@ -175,7 +175,7 @@ STAGES = (
     "checkpoint",
     "other",
 )
-"""Of `stage_seconds`, in order; two that run at the same time are a stage of their own."""
+"""Stages of `stage_seconds`, in order; two that run at the same time are a stage of their own."""
 
 
 def stage_seconds(run: RunDirectory) -> pa.Table:

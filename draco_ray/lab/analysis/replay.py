@@ -18,8 +18,7 @@ import pyarrow as pa
 
 from draco_ray.errors import ConfigError, ReplyError
 from draco_ray.judging.completion import Completer, Request
-from draco_ray.judging.phases.credit import Credit, credit_schema, parse_attributions
-from draco_ray.judging.phases.score import Score, parse_scores, score_schema
+from draco_ray.judging.phases import Credit, Score, credit_schema, parse_attributions, parse_scores, score_schema
 from draco_ray.judging.reply import check_finish
 from draco_ray.lab.analysis.agreement import (
     COUNTS,

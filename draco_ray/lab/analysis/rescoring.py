@@ -14,7 +14,7 @@ from typing import Any
 import pyarrow as pa
 
 from draco_ray.judging.judge import CallContext, Judge
-from draco_ray.judging.phases.score import Score
+from draco_ray.judging.phases import Score
 from draco_ray.lab.analysis.columns import columns
 from draco_ray.lab.analysis.rubrics import TALLY_COLUMNS, Tally, rubric_kind
 from draco_ray.records import Criterion, Trajectory

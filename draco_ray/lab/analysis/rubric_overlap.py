@@ -33,11 +33,7 @@ from draco_ray.errors import ReplyError
 from draco_ray.judging.build import prompts_of
 from draco_ray.judging.completion import Completer, Request
 from draco_ray.judging.judge import CallContext, Judge
-from draco_ray.judging.phases.base import Rubric
-from draco_ray.judging.phases.score import Score
-from draco_ray.judging.phases.stage1 import Stage1
-from draco_ray.judging.phases.stage2 import Stage2
-from draco_ray.judging.phases.union import Union
+from draco_ray.judging.phases import Rubric, Score, Stage1, Stage2, Union
 from draco_ray.judging.reply import check_finish, parse_criteria
 from draco_ray.lab.analysis.agreement import clustered_interval
 from draco_ray.lab.analysis.columns import columns
@@ -49,7 +45,7 @@ from draco_ray.runs.rows import step_trajectories
 PHASES = (Stage1.name, Stage2.name, Union.name)
 """The phases whose replies are criteria."""
 CEILING = "ceiling"
-"""Stands in the column ``judge`` for the run's own judge compared with itself."""
+"""Value of the column ``judge`` where the run's own judge is compared with itself."""
 
 _SHARES = "reference_discriminative discriminative reference_differing differing"
 COMPARISONS = columns(
@@ -89,7 +85,7 @@ class WritingCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ThirdModel:
-    """Who pairs criteria, and scores merged sets for both judges alike."""
+    """The model that pairs criteria and scores the merged sets of both judges."""
 
     complete: Completer
     config: JudgeConfig
@@ -100,7 +96,7 @@ class _Comparison:
     judge: str
     call: WritingCall
     against: str
-    """Empty for another judge's answer to the same prompt, else what the run's own judge is compared on."""
+    """Empty for another judge's answer; for the ceiling, the rollout or step compared with."""
     other: Rubric
     dollars: float = 0.0
     error: str | None = None
@@ -108,7 +104,7 @@ class _Comparison:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Marks:
-    """What one scorer makes of one set of criteria on a group's rollouts."""
+    """Verdicts of one scorer with one set of criteria on a group's rollouts, counted."""
 
     failed: int
     """Criteria that at least one rollout fails."""

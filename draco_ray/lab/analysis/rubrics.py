@@ -67,7 +67,7 @@ class _Criterion:
 
 
 TALLY_COLUMNS = ("int64: judgments passed failed not_applicable", "float64: pass_rate fail_rate na_rate")
-"""Of `Tally.columns`."""
+"""Columns of `Tally.columns`."""
 PASS_RATES = columns("string: run", "int64: training_step", *TALLY_COLUMNS)
 CRITERION_PASS_RATES = columns("string: run", "int64: training_step", "string: title", *TALLY_COLUMNS)
 CENSUS = columns("string: run rubric title", "int64: tasks groups survived", *TALLY_COLUMNS)
@@ -77,7 +77,7 @@ CENSUS_SUMMARY = columns(
 
 
 def title_key(title: str) -> str:
-    """What makes two criteria the same one.
+    """Normalized title: criteria with equal keys are the same criterion.
 
     >>> title_key("Fetches  complete data") == title_key("fetches complete data")
     True
@@ -111,9 +111,9 @@ def criterion_pass_rates(run: RunDirectory) -> pa.Table:
 
 
 def left_out(run: RunDirectory) -> set[tuple[int, str]]:
-    """(training step, `title_key`) of what was proposed in a step and stands in no rubric of it.
+    """(training step, `title_key`) of the criteria that were proposed in a step and are in none of its rubrics.
 
-    The union leaves out what no rollout of a group fails: a criterion that is solved has no verdicts any more.
+    The union drops criteria that no rollout of a group fails, so a solved criterion has no more verdicts.
     """
     kept, proposed = (
         {
@@ -195,7 +195,7 @@ def census_summary(census: pa.Table, general_from: int = GENERAL_FROM) -> pa.Tab
 
 
 def rubric_kind(run: RunDirectory) -> str:
-    """``dynamic`` or ``static``, as the run's configuration says; empty where it does not."""
+    """``dynamic`` or ``static``, from the run's configuration."""
     return str(run.setting("algorithm.rubric"))
 
 

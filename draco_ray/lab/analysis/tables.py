@@ -10,12 +10,12 @@ import pyarrow.csv
 import pyarrow.parquet as pq
 
 from draco_ray.lab.analysis.credit import citations_a_step, credit_by_step, inert_windows
-from draco_ray.lab.analysis.dropout import dropout_variance, survival_by_group_size
-from draco_ray.lab.analysis.evaluations import consistency, evaluations
+from draco_ray.lab.analysis.evaluations import evaluations
 from draco_ray.lab.analysis.progress import judge_cost, judged, stage_seconds, success, terminations
 from draco_ray.lab.analysis.rescoring import rubric_rates
 from draco_ray.lab.analysis.rubrics import census_summary, criteria_census, criterion_pass_rates, pass_rates
 from draco_ray.lab.analysis.rules import replay_rules
+from draco_ray.lab.files import csv_text
 from draco_ray.runs.directory import RunDirectory
 
 TIDY: dict[str, Callable[[RunDirectory], pa.Table]] = {
@@ -33,10 +33,7 @@ TIDY: dict[str, Callable[[RunDirectory], pa.Table]] = {
     "judged": judged,
     "stage_seconds": stage_seconds,
     "evaluations": evaluations,
-    "consistency": consistency,
     "rules": replay_rules,
-    "dropout": dropout_variance,
-    "survival": survival_by_group_size,
 }
 """Table name -> what makes it. Each has a ``run`` column, so tables of several runs stack."""
 
@@ -65,8 +62,12 @@ def write_table(table: pa.Table, folder: Path, name: str) -> list[Path]:
     parquet, csv = folder / f"{name}.parquet", folder / f"{name}.csv"
     pq.write_table(table, parquet)
     for index, field in enumerate(table.schema):
+        cells = table.column(index).to_pylist()
         if pa.types.is_list(field.type):
-            texts = [" ".join(map(str, entry or ())) for entry in table.column(index).to_pylist()]
-            table = table.set_column(index, field.name, pa.array(texts, pa.string()))
+            cells = [" ".join(map(str, entry or ())) for entry in cells]
+        if pa.types.is_string(getattr(field.type, "value_type", field.type)):
+            cells = [None if text is None else csv_text(text) for text in cells]
+        if pa.types.is_list(field.type) or pa.types.is_string(field.type):
+            table = table.set_column(index, field.name, pa.array(cells, pa.string()))
     pyarrow.csv.write_csv(table, csv)
     return [parquet, csv]

@@ -44,7 +44,11 @@ def beta_quantile(a: float, b: float, probability: float) -> float:
 
 def student_cdf(t: float, degrees: float) -> float:
     """The distribution function of Student's t."""
-    tail = beta_cdf(degrees / (degrees + t * t), degrees / 2, 0.5) / 2
+    # Near 0 the first argument would round to 1: the complement is exact there.
+    x = t * t / (degrees + t * t)
+    tail = (
+        1 - beta_cdf(x, 0.5, degrees / 2) if x < 0.5 else beta_cdf(degrees / (degrees + t * t), degrees / 2, 0.5)
+    ) / 2
     return 1 - tail if t > 0 else tail
 
 

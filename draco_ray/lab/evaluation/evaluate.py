@@ -41,7 +41,7 @@ from draco_ray.rollout.tokens import EnginePolicies
 from draco_ray.rollout.worker import EPISODES, Evaluated, rollout_starter
 from draco_ray.sandbox.world.build import MANIFEST
 from draco_ray.terminal import PlainConsole
-from draco_ray.training.cluster import connect
+from draco_ray.training.cluster import connect, release_start_lock
 from draco_ray.training.session import checked_model, plain_error, say_cut_prompts, started
 from draco_ray.training.watchdog import Pending
 from draco_ray.workers.elastic import fixed_workers
@@ -197,7 +197,7 @@ class _Evaluator:
     _limiter: object | None = None
     _price: Price | None = None
     _outputs: AppWorldOutputs | None = None
-    """What `draco reevaluate` and AppWorld's own tools read."""
+    """Writer of the outputs that `draco reevaluate` and AppWorld's own tools read."""
 
     def __post_init__(self) -> None:
         # Part of actors' names and of the adapters' folder: another evaluation may run at the same time.
@@ -256,6 +256,7 @@ class _Evaluator:
             pending = Pending()
             with pending.of("the engines' start"):
                 await started(self._fleet.start(), config, pending, self._console)
+        release_start_lock()
 
     def _api_policies(self, model: str) -> ApiPolicies:
         config, api = self._config, self._api
@@ -268,7 +269,7 @@ class _Evaluator:
                 "max_tokens": turn_tokens(model, config.agent),
                 "extra_body": {},
                 "reasoning_effort": None,
-                # A rollout that is lost here can be played again.
+                # Lost rollouts can be retried.
                 "max_outage_seconds": 0.0,
                 "cache": None,
             }
@@ -282,7 +283,7 @@ class _Evaluator:
         return ApiPolicies(client=client, priced=known_price(config.judge, model) is not None, leases=leases)
 
     async def _until_engines_fail(self, work: Awaitable[None]) -> None:
-        """Await ``work``, or raise what ended the engines for good."""
+        """Await ``work``; raise the error if the engines fail permanently."""
         if self._fleet is None:
             await work
             return

@@ -65,12 +65,12 @@ class EvaluatedSetting(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     policy: str | None = None
-    """As ``--policy`` of `draco evaluate`."""
+    """Policy, as in ``draco evaluate --policy``."""
     run: Paths | None = None
     """Run directories, one for each training seed; their last epochs are measured."""
     last_epochs: PositiveInt = 3
     config: str | None = None
-    """As ``--config`` of `draco evaluate`."""
+    """Configuration, as in ``draco evaluate --config``."""
     overrides: Words = ()
     """``KEY=VALUE``, after those of the set."""
     api_base: str | None = None
@@ -96,7 +96,7 @@ class EvaluationSet(BaseModel):
     ] = Field(min_length=1)
     """Label in the tables -> its setting; a text is short for ``policy``."""
     splits: Annotated[tuple[Split, ...], BeforeValidator(_listed), AfterValidator(_distinct)] = Field(min_length=1)
-    """Of the environment, or ``tau-banking``."""
+    """Splits of the environment, or ``tau-banking``."""
     runs: PositiveInt | None = None
     """Independent rollouts per task; null: 3, of tau-banking ``tau_bench.trials``."""
     max_lost_share: float = Field(default=0.05, ge=0, le=1)
@@ -117,7 +117,7 @@ class PlannedEvaluation:
 
     @property
     def title(self) -> str:
-        """Its name in messages."""
+        """Name of the evaluation in messages."""
         return f"{self.label} on {self.split}" + (f" ({self.run.name})" if self.run else "")
 
 

@@ -21,6 +21,7 @@ from draco_ray.lab.evaluation.policies import EvaluatedPolicy, load_adapter
 from draco_ray.runs.directory import RunDirectory, sole_driver
 from draco_ray.runs.evaluations import JudgedRates, judged_rates
 from draco_ray.terminal import PlainConsole
+from draco_ray.training.cluster import release_start_lock
 from draco_ray.training.held_out import JudgedBeforeAfter
 from draco_ray.training.progress import StepProgress
 from draco_ray.training.resume import config_changes
@@ -93,6 +94,7 @@ async def _judge(
     rates = {}
     try:
         await start_actors(actors, config, console)
+        release_start_lock()
         for checkpoint in policy.checkpoints:
             if checkpoint.adapter is not None:
                 await actors.fleet.load(ray.put(load_adapter(checkpoint)))

@@ -123,7 +123,7 @@ class Measure:
     failed: tuple[Mapping[str, float], ...]
     """For each training seed, the value of each task (or scenario), lost rollouts counted as failures."""
     solved: tuple[Mapping[str, float], ...]
-    """The same, lost rollouts counted as successes."""
+    """The values with lost rollouts counted as successes."""
     cluster: Callable[[str], str]
     """Task -> its cluster: tasks of one scenario are sampled together."""
     trials: float
@@ -214,7 +214,7 @@ def lost_rollouts(seeds: Seeds) -> int:
 
 
 def compared_measures(seeds: Seeds, runs: int, *, scenarios: bool = True) -> dict[str, Measure]:
-    """What settings are compared in, by name: rates at p^1 and at the largest k, and turns if any rollout was played.
+    """Measures for comparing settings, by name: rates at p^1 and at the largest k, and turns if any rollout was played.
 
     The names are ``TGC p^1``, ``SGC p^3`` and ``turns``; without scenarios ``SR p^1``.
     """

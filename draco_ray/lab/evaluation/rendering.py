@@ -12,6 +12,8 @@ from enum import StrEnum
 
 from rich.cells import cell_len
 
+from draco_ray.lab.files import csv_text
+
 NOTHING = "-"
 BLOCK = "::"
 """Separates block and name in a row's label. Rows of a block are printed together under its name, and best values are
@@ -214,7 +216,7 @@ def _csv(table: Table, shown: Shown) -> str:
         numbers = [
             each for cell in cells for each in ((cell.mean, cell.std, cell.low, cell.high) if cell else [None] * 4)
         ]
-        writer.writerow([*block_and_name(label)[not in_blocks :], *numbers])
+        writer.writerow([*map(csv_text, block_and_name(label)[not in_blocks :]), *numbers])
     return out.getvalue()
 
 

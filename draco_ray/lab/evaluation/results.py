@@ -46,7 +46,7 @@ def _printable(text: str) -> str:
 
 
 OneLine = Annotated[str, AfterValidator(_printable)]
-"""Text that is printed: control characters of a received file become spaces."""
+"""Text for printing: control characters are replaced by spaces."""
 
 
 def _plausible(record: Any) -> Any:
@@ -195,7 +195,7 @@ class EvaluationDirectory:
 
     @contextlib.contextmanager
     def claimed(self) -> Iterator[None]:
-        """Lock it against other processes while the block runs, and cut half a line that a killed one left.
+        """Lock it against other processes while the block runs, and truncate an incomplete last line.
 
         Raises:
             ConfigError: another process has the lock.
@@ -279,7 +279,7 @@ class EvaluationDirectory:
             )
 
     def mend(self) -> None:
-        """Cut half a line that a killed process left; call it before the first `add`."""
+        """Truncate an incomplete last line, left by a killed process; call it before the first `add`."""
         for measurement in self.plan.measurements:
             file = self._file(measurement)
             if (content := _content(file)) and not content.endswith(b"\n"):
@@ -345,7 +345,7 @@ _ROWS = {"evaluation_trajectories": rows.trajectory_rows, "evaluation_steps": ro
 
 
 class RoleCost(BaseModel):
-    """What one role of a conversation (agent, user simulator or judge of τ-bench) took in a measurement."""
+    """Calls and cost of one role (agent, user simulator or judge of τ-bench) in a measurement."""
 
     input_tokens: Count
     output_tokens: Count
@@ -385,7 +385,7 @@ def sum_known(amounts: Iterable[float | None]) -> float | None:
 
 
 def plan_difference(before: Plan, now: Plan) -> str | None:
-    """The first difference of two plans, in words for a message; None if they are the same."""
+    """The first difference of two plans, for an error message; None if they are equal."""
     old, new = before.model_dump(mode="json"), now.model_dump(mode="json")
     # Fingerprints, tasks and the world's digest tell plans apart, not the paths that were named.
     old, new = ({**each, **each["settings"]} for each in (old, new))

@@ -61,16 +61,16 @@ class SplitResult:
     """pass@k of tasks."""
     sgc_at: tuple[Estimate, ...]
     turns: Estimate | None
-    """Over rollouts that were played; None where none was."""
+    """Mean turns of the rollouts that were not lost; None if all were lost."""
     difficulty: Mapping[int, Stratum]
     terminations: Mapping[Termination, float] | None
     """Share of rollouts by termination mode; None where some rollout's mode was not recorded."""
     usage: Usage
-    """Of one pass, a run over the split. Its dollars are known if those of every rollout are."""
+    """Usage of one pass over the split; dollars are None if unknown for any rollout."""
     measures: Mapping[str, Measure]
-    """What settings are compared in, by name (`draco_ray.lab.evaluation.measures.compared_measures`)."""
+    """Measures for comparing settings, by name (`draco_ray.lab.evaluation.measures.compared_measures`)."""
     rollouts: int
-    """All planned ones, lost ones included."""
+    """Planned rollouts, lost ones included."""
     lost: int
     """Rollouts whose every attempt crashed: they count as failures, and intervals allow for either outcome."""
     seeds: int = 1
@@ -155,7 +155,7 @@ def gain_of(run: RunDirectory) -> str | None:
         return None
     before, after = found[first, split], found[last, split]
     if {(each.task_id, each.run) for each in before} != {(each.task_id, each.run) for each in after}:
-        # The run was continued with other tasks or numbers of runs: nothing can be paired.
+        # The run was resumed with other tasks or another number of runs, so the evaluations cannot be paired.
         return None
     root = Path(plain_yaml.load(run.config_text())["data"]["root"])
     world = " of a generated world" if (root / MANIFEST).is_file() else ""

@@ -258,7 +258,7 @@ TABLES: dict[str, Callable[[Settings], Table]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """``one`` minus ``other`` in one measure on one split."""
+    """The difference ``one`` - ``other`` in one measure on one split."""
 
     one: SplitResult
     other: SplitResult
@@ -268,13 +268,13 @@ class Comparison:
     difference: Interval
     """Shares, or turns, with the interval over scenarios and training seeds."""
     p_value: float
-    """Two-sided."""
+    """Two-sided p-value."""
     adjusted_p: float
-    """After Holm's correction over all comparisons of one report."""
+    """p-value after Holm's correction over all comparisons of the report."""
 
     @property
     def lost(self) -> tuple[float, float]:
-        """Share of lost rollouts of each."""
+        """Share of lost rollouts of ``one`` and of ``other``."""
         return self.one.lost / self.one.rollouts, self.other.lost / self.other.rollouts
 
     @property
@@ -520,7 +520,7 @@ def _seeds(settings: Settings) -> str:
 
 
 def _lost(settings: Settings) -> Iterator[str]:
-    """What each row lost, and the bounds of its first rate without losses."""
+    """Lost rollouts of each row, and the bounds that any outcome of them allows for its first rate."""
     for label, splits in settings.items():
         for split, result in splits.items():
             if result.lost:

@@ -1,1 +1,1 @@
-"""What a configuration takes: bytes per GPU and seconds per step, from arithmetic alone (docs/planning.md)."""
+"""Resources that a configuration needs: bytes per GPU and seconds per step, by arithmetic (docs/planning.md)."""

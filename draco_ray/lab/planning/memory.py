@@ -53,9 +53,9 @@ class LearnerMemory:
     tokens: int
     """Tokens of the largest micro-batch."""
     part: int
-    """Tokens of it on this worker: all, unless workers share it (`learner.context_parallel`)."""
+    """Tokens of the micro-batch on this worker; fewer with `learner.context_parallel`."""
     host: tuple[Item, ...] = ()
-    """In host memory instead of the GPU's."""
+    """Bytes in host memory instead of the GPU's."""
 
     @property
     def moment(self) -> str:
@@ -79,11 +79,11 @@ class EngineMemory:
     """One GPU of an engine."""
 
     items: tuple[Item, ...]
-    """Without the KV cache."""
+    """Memory by kind, without the KV cache."""
     limit: int
     """Bytes that the engine may use."""
     kv_cache: int
-    """The rest of the limit, or as configured; may be negative."""
+    """Bytes left for the KV cache, or the configured size; may be negative."""
     sequence: int
     """KV cache of one sequence at full length."""
     length: int
@@ -190,7 +190,7 @@ def exchanged_bytes(config: DracoConfig, shape: ModelShape, tokens: int) -> int:
     """Bytes that a worker sends to the others in one forward pass of a shared row of ``tokens`` tokens."""
     workers = config.learner.context_parallel
     spread = spread_over(shape, workers)
-    # One part of it is its own.
+    # Its own part is not sent.
     sent = math.ceil(tokens / workers) * (workers - 1) // workers * DTYPE_BYTES[config.model.dtype]
     return sent * sum(_exchanged(spread, layer) for layer in spread.layers)
 
@@ -263,11 +263,11 @@ def _activations(
     config: DracoConfig, shape: ModelShape, tokens: int, kept: Sequence[int]
 ) -> tuple[tuple[Item, ...], tuple[Item, ...]]:
     """Bytes of all layers during the whole pass, and of the one that is recomputed; `kept` is what a layer keeps."""
-    if not config.learner.gradient_checkpointing:
+    if config.learner.gradient_checkpointing is False:
         return (Item("activations: all layers", sum(kept), "learner.gradient_checkpointing"),), ()
     inputs = layer_inputs(config, shape, tokens)
     if config.learner.offload_activations:
-        # One layer is computed, another is being moved.
+        # One layer is computed while another is copied.
         inputs = Item("activations: inputs of two layers", 2 * inputs.bytes // len(shape.order), LENGTH_KEYS)
     return (inputs,), (Item("activations: one layer, recomputed", max(kept), LENGTH_KEYS),)
 

@@ -121,7 +121,7 @@ def learner_flops(config: DracoConfig, shape: ModelShape, *, length: float, samp
     """
     learner = config.learner
     reference = 1 if learner.kl_coefficient > 0 else 0
-    recompute = int(learner.gradient_checkpointing)
+    recompute = 0 if learner.gradient_checkpointing is False else 1
     prompts = config.train.prompts_per_step
     # Old log-probs are computed for every minibatch but the first.
     remembered = max(0, prompts - learner.minibatch_prompts) / prompts

@@ -112,33 +112,6 @@ def line_chart(
     return drawing
 
 
-def scatter(
-    title: str,
-    points: Sequence[tuple[str, float, float]],
-    *,
-    axis: str,
-) -> Drawing:
-    """Named points; the names are in the legend, since points may be close together.
-
-    Args:
-        points: (name, x, y), x not negative, y a share in [0, 1].
-        axis: label of x.
-    """
-    drawing = _titled(title, WIDTH, HEIGHT)
-    if not points:
-        return _empty(drawing)
-    _, most, x_ticks = _axis(0.0, max(x for _, x, _ in points))
-    low, high, y_ticks = _axis(0.0, 1.0)
-    frame = _Frame(drawing, 0.0, most, low, high, _legend(drawing, [name for name, _, _ in points]))
-    frame.y_axis(y_ticks, percent)
-    for tick in x_ticks:
-        drawing.add(_small(frame.x(tick), frame.bottom + 10, compact(tick)))
-    frame.x_label(axis)
-    for index, (name, x, y) in enumerate(points):
-        drawing.add(Dot(frame.x(x), frame.y(y), 3.0, palette(index), f"{name}: {compact(x)}, {percent(y)}"))
-    return drawing
-
-
 def stacked_bars(
     title: str,
     labels: Sequence[str],

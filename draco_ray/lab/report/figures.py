@@ -11,7 +11,7 @@ from draco_ray.judging.phases import PHASES
 from draco_ray.lab.analysis.rescoring import RUN
 from draco_ray.lab.analysis.rubrics import left_out, title_key
 from draco_ray.lab.analysis.tables import tidy
-from draco_ray.lab.report.charts import WIDTH, Series, heat_map, line_chart, percent, scatter, stacked_bars
+from draco_ray.lab.report.charts import WIDTH, Series, heat_map, line_chart, percent, stacked_bars
 from draco_ray.lab.report.drawing import Drawing, to_image
 from draco_ray.records import Termination
 from draco_ray.runs.directory import RunDirectory
@@ -25,10 +25,9 @@ Row = dict[str, Any]
 def figures(runs: Sequence[RunDirectory]) -> dict[str, Drawing]:
     """Every figure that the runs have data for; figures of a single run are named after it if there are several runs.
 
-    ``terminations``, ``pass_rate``, ``pass_rate_by_criterion``, ``inert_share``, ``judge_cost_by_phase``; where
-    something was evaluated ``success`` and ``judge_cost_and_success``, and ``judged`` where the judge stood in; where
-    it was evaluated several times ``pass_k``;
-    ``evaluation_cost`` and ``train_success`` from evaluation directories inside the runs.
+    ``terminations``, ``pass_rate``, ``pass_rate_by_criterion``, ``inert_share``, ``judge_cost_by_phase``; ``success``
+    where something was evaluated, and ``judged`` where the judge stood in; ``train_success`` from evaluations of the
+    training tasks.
     """
     names = [run.path.name for run in runs]
     drawings = {}
@@ -44,19 +43,14 @@ def figures(runs: Sequence[RunDirectory]) -> dict[str, Drawing]:
         "Rollouts on which credit is inert", by_run(credit, "inert_share"), bounds=(0, 1), number=percent
     )
     drawings["judge_cost_by_phase"] = judge_cost_of_runs(tidy("judge_cost", runs).to_pylist(), names)
-    evaluated = tidy("success", runs).to_pylist()
-    if evaluated:
+    if evaluated := tidy("success", runs).to_pylist():
         drawings["success"] = success(evaluated)
     if by_judge := tidy("judged", runs).to_pylist():
         drawings["judged"] = judged(by_judge)
     measured = tidy("evaluations", runs).to_pylist()
-    optional = {
-        "judge_cost_and_success": judge_cost_and_success(tidy("judge_cost", runs).to_pylist(), measured),
-        "pass_k": pass_k(tidy("consistency", runs).to_pylist()),
-        "evaluation_cost": evaluation_cost(measured),
-        "train_success": train_success(measured),
-    }
-    return drawings | {name: drawing for name, drawing in optional.items() if drawing is not None}
+    if trained_on := [row for row in measured if row["split"].startswith("train") and row["training_step"] is not None]:
+        drawings["train_success"] = train_success(trained_on)
+    return drawings
 
 
 def write_figures(runs: Sequence[RunDirectory], folder: Path) -> list[Path]:
@@ -177,80 +171,10 @@ def _learning_curve(title: str, rows: Sequence[Row], column: str) -> Drawing:
     return line_chart(title, series, bounds=(0, 1), number=percent)
 
 
-def judge_cost_and_success(cost: Sequence[Row], measured: Sequence[Row]) -> Drawing | None:
-    """Judge cost of a training step against the last TGC on tasks not trained on, a point per run and split."""
-    column, _ = _cost_column(cost)
-    points = []
-    for name, split in dict.fromkeys((row["run"], row["split"]) for row in measured if not _trained_on(row)):
-        mine = [row for row in cost if row["run"] == name]
-        last = max(
-            (row for row in measured if (row["run"], row["split"]) == (name, split) and row["training_step"]),
-            key=lambda row: int(row["training_step"]),
-            default=None,
-        )
-        steps = len({row["training_step"] for row in mine})
-        if last is not None and steps:
-            points.append((f"{name}, {split}", sum(row[column] for row in mine) / steps, last["tgc"]))
-    unit = "dollars" if column == "dollars" else "input tokens"
-    return scatter("TGC against judge cost", points, axis=f"judge {unit} a training step") if points else None
-
-
-def pass_k(rows: Sequence[Row]) -> Drawing | None:
-    """pass^k and pass@k of tasks and of scenarios, of the last measurement of each run and split; equal at k = 1.
-
-    A mean of several checkpoints is preferred to single ones.
-    """
-    last: dict[tuple[str, str], Row] = {}
-    for row in rows:
-        other = last.setdefault((row["run"], row["split"]), row)
-        if _recency(row) >= _recency(other):
-            last[row["run"], row["split"]] = row
-    series = []
-    for (name, split), chosen in last.items():
-        about = ("run", "split", "evaluation", "training_step", "checkpoints")
-        mine = [row for row in rows if all(row[key] == chosen[key] for key in about)]
-        for metric in dict.fromkeys(row["metric"] for row in mine):
-            of_metric = [row for row in mine if row["metric"] == metric]
-            ks = [row["k"] for row in of_metric]
-            label = f"{name}, {split} {metric}"
-            series.append(Series(f"{label}: pass^k", ks, [row["pass_hat_k"] for row in of_metric]))
-            series.append(Series(f"{label}: pass@k", ks, [row["pass_at_k"] for row in of_metric]))
-    if not series:
-        return None
-    return line_chart("All of k runs succeed, or one does", series, bounds=(0, 1), number=percent, axis="k")
-
-
-def _recency(row: Row) -> tuple[int, int]:
-    return row["checkpoints"], row["training_step"] or 0
-
-
-def evaluation_cost(measured: Sequence[Row]) -> Drawing | None:
-    """TGC against the cost of one pass over the tasks, a point per measurement; tokens if any has no price."""
-    costed = [row for row in measured if row["tokens_per_pass"] is not None]
-    if not costed:
-        return None
-    priced = all(row["dollars_per_pass"] is not None for row in costed)
-    column, unit = ("dollars_per_pass", "dollars") if priced else ("tokens_per_pass", "tokens")
-    points = [(_label(row), row[column], row["tgc"]) for row in costed]
-    return scatter("TGC against evaluation cost", points, axis=f"{unit} a pass over the tasks")
-
-
-def train_success(measured: Sequence[Row]) -> Drawing | None:
+def train_success(rows: Sequence[Row]) -> Drawing:
     """TGC on the training tasks over training steps; evaluated afterwards and never part of a reward."""
-    rows = [row for row in measured if _trained_on(row) and row["training_step"] is not None]
-    if not rows:
-        return None
     rows = sorted(rows, key=lambda row: int(row["training_step"]))
     return line_chart("TGC on the training tasks", by_run(rows, "tgc"), bounds=(0, 1), number=percent)
-
-
-def _trained_on(row: Row) -> bool:
-    return str(row["split"]).startswith("train")
-
-
-def _label(row: Row) -> str:
-    step = "" if row["training_step"] is None else f", step {row['training_step']}"
-    return f"{row['run']}, {row['split']}{step}"
 
 
 def _cost_column(rows: Sequence[Row]) -> tuple[str, str]:

@@ -7,12 +7,16 @@ repeats the trajectory it is about, so a group keeps every line of text once, an
 from __future__ import annotations
 
 import base64
+import itertools
 import json
 import zlib
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+
+from tokenizers import Tokenizer
 
 from draco_ray.lab.analysis.credit import push_shares
 from draco_ray.runs.directory import RunDirectory
@@ -21,6 +25,7 @@ _TRAJECTORY = [
     *("task_id", "rollout", "attempt", "policy_version", "prompt", "prompt_length", "ended", "error", "engine"),
     *("started_at", "ended_at"),
 ]
+_TOKENS = ("token_ids", "sampled", "logprob")
 _NUMBERS = [
     *("model", "finish_reason", "input_tokens", "cached_tokens", "output_tokens", "dollars", "seconds", "requests"),
     "error",
@@ -43,17 +48,40 @@ class PackedGroup:
     """The rest, as made by `pack`."""
 
 
-def packed_groups(run: RunDirectory) -> Iterator[PackedGroup]:
-    """The groups of a run, by training step and task; one step's rows are in memory at a time."""
+def packed_groups(run: RunDirectory, *, tokens: bool = False) -> Iterator[PackedGroup]:
+    """The groups of a run, by training step and task; one step's rows are in memory at a time.
+
+    Args:
+        run: with rows.
+        tokens: whether each turn has its sampled tokens with their log-probabilities.
+    """
+    columns = [*_TRAJECTORY, *(_TOKENS if tokens else ())]
+    text_of = _token_texts(run) if tokens else str
     for step in run.steps():
         rows = {
-            "trajectories": by_task(run.table("trajectories", step, _TRAJECTORY).to_pylist()),
+            "trajectories": by_task(run.table("trajectories", step, columns).to_pylist()),
             **{name: by_task(run.table(name, step).to_pylist()) for name in _KEPT},
         }
+        for turn in itertools.chain.from_iterable(rows["steps"].values() if tokens else ()):
+            (whole,) = (each for each in rows["trajectories"][turn["task_id"]] if each["rollout"] == turn["rollout"])
+            turn["sampled"] = [
+                [text_of(whole["token_ids"][at]), _short(whole["logprob"][at])]
+                for at in range(turn["first_token"], turn["last_token"])
+                if whole["sampled"][at]
+            ]
         tasks = sorted({task for table in rows.values() for task in table})
         for task in tasks:
             data, summary = content(step, task, {name: table.get(task, []) for name, table in rows.items()})
             yield PackedGroup(summary, pack(data))
+
+
+def _token_texts(run: RunDirectory) -> Callable[[int], str]:
+    """Text of a token by the policy's tokenizer; its number where the model is not on this machine."""
+    file = Path(str(run.setting("model.path"))) / "tokenizer.json"
+    if not file.is_file():
+        return lambda token: f"#{token} "
+    tokenizer = Tokenizer.from_file(str(file))
+    return lambda token: str(tokenizer.decode([token], skip_special_tokens=False))
 
 
 def pack(value: object) -> str:
@@ -164,6 +192,8 @@ def _turns(rows: list[Row], share: Row | None, lines: _Lines) -> list[Row]:
             "generating": _short(row["seconds_generating"]),
             "executing": _short(row["seconds_executing"]),
         }
+        if row.get("sampled"):
+            turn["sampled"] = row["sampled"]
         if share and row["step"] is not None and row["step"] <= len(pushes):
             index = row["step"] - 1
             turn |= {

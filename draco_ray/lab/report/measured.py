@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from draco_ray.errors import ReplyError
-from draco_ray.judging.phases.score import Score, parse_scores
+from draco_ray.judging.phases import Score, parse_scores
 from draco_ray.lab.analysis.evaluations import evaluation_directories, judged_directories
 from draco_ray.lab.report.groups import ROWS, PackedGroup, by_task, content, pack
 from draco_ray.records import Criterion, Evaluation, Verdict

@@ -44,13 +44,14 @@ SCRIPTS = ("report.js", "labels.js", "beside.js", "search.js", "keys.js", "live.
 Row = dict[str, Any]
 
 
-def write_report(run: RunDirectory, path: Path, *, live: str = "") -> None:
+def write_report(run: RunDirectory, path: Path, *, live: str = "", tokens: bool = False) -> None:
     """Write the page group by group, so that the run need not fit in memory.
 
     Args:
         run: with rows.
         path: of the page.
         live: the run's state, for a served page that polls for a newer one; empty for a page that does not.
+        tokens: whether turns of training rollouts show each sampled token, its log-probability and its advantage.
     """
     script = "".join((ASSETS / name).read_text(encoding="utf-8") for name in SCRIPTS)
     summaries: list[Row] = []
@@ -58,7 +59,7 @@ def write_report(run: RunDirectory, path: Path, *, live: str = "") -> None:
     steps = [] if _of_traces(run) else [int(line["step"]) for line in run.metrics()]
 
     def groups() -> Iterator[str]:
-        for group in itertools.chain(packed_groups(run), packed_evaluations(run), packed_judged(run)):
+        for group in itertools.chain(packed_groups(run, tokens=tokens), packed_evaluations(run), packed_judged(run)):
             summaries.append(group.summary)
             yield group.data
 

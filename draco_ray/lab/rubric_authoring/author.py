@@ -29,11 +29,7 @@ from draco_ray.config.load import dump_config
 from draco_ray.config.schema import DracoConfig
 from draco_ray.errors import ConfigError, RubricError
 from draco_ray.judging.judge import CallContext
-from draco_ray.judging.phases.base import Phase
-from draco_ray.judging.phases.score import Score
-from draco_ray.judging.phases.stage1 import Stage1
-from draco_ray.judging.phases.stage2 import Stage2
-from draco_ray.judging.phases.union import Union
+from draco_ray.judging.phases import Phase, Score, Stage1, Stage2, Union
 from draco_ray.judging.pool import Judgement
 from draco_ray.lab.files import check_file
 from draco_ray.lab.rubric_authoring.output import rubric_table, write_rubric
@@ -51,6 +47,7 @@ from draco_ray.rollout.pool import FinishedRollout
 from draco_ray.runs.directory import RunDirectory
 from draco_ray.runs.remote.place import place_of
 from draco_ray.terminal import PlainConsole
+from draco_ray.training.cluster import release_start_lock
 from draco_ray.training.preflight import check_outlives_job
 from draco_ray.training.progress import StepProgress
 from draco_ray.training.session import Actors, checked_model, opened, start_actors, usable_prompts, with_environment
@@ -64,10 +61,10 @@ TABLE_WIDTH = 120
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AuthoringSettings:
-    """What the paper states, and what it leaves open."""
+    """Settings of the authoring job; defaults are the paper's where it states them."""
 
     rollouts: int = 8
-    """Per training task."""
+    """Rollouts per training task."""
     tasks: int | None = None
     """Only the first so many training tasks; None takes all."""
     max_candidates: int = 120
@@ -75,7 +72,7 @@ class AuthoringSettings:
     min_applicability: float = 0.2
     """Share of rollouts a criterion must apply to; the rarest of the paper's 21 applies to 29.9 %."""
     min_discrimination: float = 0.02
-    """Share of tasks whose rollouts a criterion must tell apart."""
+    """Minimum share of tasks on which some rollouts pass a criterion and others fail it."""
 
 
 def author_rubric(
@@ -149,6 +146,7 @@ class RubricAuthor:
         self._actors = Actors(self._config, self._run)
         try:
             await start_actors(self._actors, self._config, self._console)
+            release_start_lock()
             members, sets = await self._propose()
             rubric = await self._reduce(sets)
             measured = await self._measure(rubric, members)
@@ -297,7 +295,7 @@ class RubricAuthor:
     async def _ask(
         self, phase: Phase, group: str, task_id: str, rollout: int | None = None, step: int = PROPOSING, **given: Any
     ) -> Judgement:
-        """Ask the judge, and keep what it said."""
+        """Ask the judge and archive its calls."""
         context = CallContext(group=group, task_id=task_id, rollout=rollout)
         judgement = await self._actors.judges.ask(phase, context, **given)
         self._actors.store.judged.remote(step, task_id, rollout, phase.name, judgement.archived)
@@ -316,5 +314,5 @@ class RubricAuthor:
 
 @ray.remote(num_cpus=0)
 def _verdicts(judged: Judged[tuple[ScoredCriterion, ...]]) -> tuple[Verdict, ...]:
-    """The verdicts alone, so that the driver does not fetch the prompts of every call."""
+    """Return only the verdicts, so that the driver does not fetch every prompt."""
     return tuple(score.verdict for score in judged.value or ())

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from draco_ray.config.load import project_file
 from draco_ray.judging import render
-from draco_ray.judging.phases.base import PromptSet
-from draco_ray.judging.phases.union import Union
+from draco_ray.judging.phases import Union
+from draco_ray.judging.prompts import Prompts
 from draco_ray.records import Criterion, Message
 
 PROMPT = Path("prompts/reduce_rubrics.txt")
@@ -36,10 +36,10 @@ class Reduction(Union):
 
     @property
     def identity(self) -> str:
-        """The prompt itself: no other begins like it."""
+        """The whole prompt: it is different for every merge."""
         return self.text
 
-    def prompt(self, prompts: PromptSet) -> str:
+    def prompt(self, prompts: Prompts) -> str:
         """``text``, whatever the prompt set."""
         return self.text
 
@@ -57,7 +57,7 @@ def batches(sets: Sequence[CriterionSet], max_candidates: int) -> list[list[Crit
         else:
             cut.append([each])
     if len(cut) > 1 and len(cut[-1]) == 1:
-        # A single set would only be reworded.
+        # A merge of a single set would only reword it.
         cut[-2].extend(cut.pop())
     return cut
 

@@ -73,7 +73,7 @@ def measure(
 def prune(
     measured: Sequence[MeasuredCriterion], *, min_applicability: float, min_discrimination: float
 ) -> tuple[tuple[MeasuredCriterion, ...], tuple[MeasuredCriterion, ...]]:
-    """Part the criteria that apply and discriminate often enough from the rest.
+    """Split the criteria into those that apply and discriminate often enough, and the rest.
 
     Returns: (kept, pruned), each by falling failure rate, ties in the rubric's order.
     """

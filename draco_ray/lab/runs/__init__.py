@@ -1,1 +1,1 @@
-"""A run on one screen: what it did, what it cost, what was saved, and when."""
+"""Commands that read one run: summary, judge cost, timeline and Inspect logs."""

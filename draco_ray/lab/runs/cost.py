@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import lru_cache
 from pathlib import Path
 
 import pyarrow as pa
@@ -11,18 +9,15 @@ import pyarrow.compute as pc
 from rich.console import Console
 from rich.table import Table
 
-from draco_ray.config.schema import JudgeConfig, Price
-from draco_ray.judging.pricing import known_price
 from draco_ray.judging.reply_cache import read_book
-from draco_ray.lab.runs.phase_costs import PhaseCost, call_cost, cost_table, phase_costs, without_prompt_cache
-from draco_ray.lab.runs.savings import savings
+from draco_ray.lab.runs.phase_costs import PhaseCost, call_cost, cost_table, phase_costs
 from draco_ray.records import JudgeCall
 from draco_ray.runs.directory import RunDirectory
 from draco_ray.runs.schema import TABLES
 from draco_ray.terminal import PlainConsole
 
 LEAST_DOLLARS = 0.00005
-"""Below which four decimals show nothing."""
+"""Smaller amounts would be printed as 0.0000."""
 
 
 def read_calls(run: RunDirectory) -> dict[int, list[JudgeCall]]:
@@ -33,14 +28,8 @@ def read_calls(run: RunDirectory) -> dict[int, list[JudgeCall]]:
     return {step: _calls(table.filter(pc.equal(table.column("training_step"), step)), step) for step in steps}
 
 
-def prices(run: RunDirectory) -> Callable[[str], Price | None]:
-    """What a run's models cost: as configured, else as LiteLLM says."""
-    judge = JudgeConfig(prices=run.setting("judge.prices"), service_tier=run.setting("judge.service_tier"))
-    return lru_cache(lambda model: known_price(judge, model))
-
-
 def show_cost(directory: Path, console: Console | None = None) -> None:
-    """Print tokens (cached apart), dollars and failures by phase, then by step, then what was not asked.
+    """Print tokens (cached apart), dollars and failures by phase, then by step.
 
     Raises:
         ConfigError: if ``directory`` is not a run directory.
@@ -49,7 +38,7 @@ def show_cost(directory: Path, console: Console | None = None) -> None:
     run = RunDirectory.open(directory)
     by_step = read_calls(run)
     calls = [call for step in by_step.values() for call in step]
-    console.print(cost_table(phase_costs(calls), without_prompt_cache(calls, prices(run))))
+    console.print(cost_table(phase_costs(calls)))
     if (missing := read_book(run.judge_cache).dollars - sum(call.dollars for call in calls)) > LEAST_DOLLARS:
         console.print(
             f"beside these ${missing:.4f} for requests of no archived call: questions whether the judge is there, and "
@@ -65,12 +54,6 @@ def show_cost(directory: Path, console: Console | None = None) -> None:
         numbers = (cost.calls, cost.replayed, cost.failures, cost.input_tokens, cost.cached_tokens, cost.output_tokens)
         table.add_row(str(step), *(f"{number:,}" for number in numbers), f"{cost.dollars:.4f}")
     console.print(table)
-    if saved := savings(run, [(step, call) for step, of_step in by_step.items() for call in of_step]):
-        console.print("not asked, and what asking would have cost about:")
-    for each in saved:
-        amount = f"{each.calls:>6,} calls {each.tokens:>11,} tokens {each.dollars:>10.4f} dollars"
-        switch = f"; {each.switch}" if each.switch else ""
-        console.print(f"{amount}  {each.what}{switch} (changes: {each.changes})")
 
 
 def _calls(table: pa.Table, step: int) -> list[JudgeCall]:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 
-from draco_ray.config.schema import Price
 from draco_ray.judging.phases import PHASES
-from draco_ray.judging.pricing import price_of
 from draco_ray.records import JudgeCall
 
 
@@ -16,36 +14,31 @@ class PhaseCost:
     """Sums over the calls of one phase. Answers from the durable cache cost nothing and count only as ``replayed``."""
 
     calls: int = 0
-    """Answers asked for, asking again included, replays not."""
+    """Calls that reached the judge, re-asks included."""
     replayed: int = 0
     requests: int = 0
     """HTTP requests, retries included."""
     failures: int = 0
     """Calls whose answer could not be used."""
     input_tokens: int = 0
-    """Cached ones included."""
+    """Input tokens, cached ones included."""
     cached_tokens: int = 0
     output_tokens: int = 0
-    """Reasoning included."""
+    """Output tokens, reasoning included."""
     reasoning_tokens: int = 0
     dollars: float = 0.0
     estimated_dollars: float = 0.0
-    """The part that no reply states."""
+    """Estimated part of the dollars, for replies without token counts."""
     seconds: float = 0.0
-    """Of all calls together: calls in flight at one time each count in full."""
+    """Sum of the calls' durations, including overlaps."""
 
     def __add__(self, other: PhaseCost) -> PhaseCost:
         names = (field.name for field in fields(self))
         return PhaseCost(**{name: getattr(self, name) + getattr(other, name) for name in names})
 
-    @property
-    def cached_share(self) -> float:
-        """Part of the input that the provider served from its prompt cache, 0 .. 1."""
-        return self.cached_tokens / self.input_tokens if self.input_tokens else 0.0
-
 
 def call_cost(call: JudgeCall) -> PhaseCost:
-    """What one call adds."""
+    """The costs of one call."""
     failures = int(call.error is not None)
     if call.requests == 0:
         return PhaseCost(replayed=1, failures=failures)
@@ -76,45 +69,18 @@ def total_cost(costs: Mapping[str, PhaseCost]) -> PhaseCost:
     return sum(costs.values(), start=PhaseCost())
 
 
-def without_prompt_cache(calls: Iterable[JudgeCall], price: Callable[[str], Price | None]) -> dict[str, float]:
-    """Dollars by phase had the provider read nothing from its prompt cache, of phases whose model has a price.
-
-    Args:
-        calls: archived ones.
-        price: of a model; None where it is not known.
-    """
-    found: dict[str, float] = {}
-    for call in calls:
-        rates = price(call.model) if call.requests else None
-        if rates is not None:
-            saved = price_of(rates, call.input_tokens, 0, 0) - price_of(rates, call.input_tokens, call.cached_tokens, 0)
-            found[call.phase] = found.get(call.phase, 0.0) + call.dollars + saved
-    return found
-
-
-def cost_table(costs: Mapping[str, PhaseCost], without: Mapping[str, float] | None = None) -> str:
-    """A plain-text table, one line per phase and one for the total.
-
-    Args:
-        without: `without_prompt_cache`, shown beside what it cost; None or empty: not shown.
-    """
+def cost_table(costs: Mapping[str, PhaseCost]) -> str:
+    """A plain-text table, one line per phase and one for the total."""
     header = ("phase", "calls", "replayed", "failed", "input", "cached", "output", "reasoning", "dollars", "seconds")
     total = total_cost(costs)
     rows = [(str(phase), cost) for phase, cost in costs.items()] + [("total", total)]
-    more = {**without, "total": sum(without.values())} if without else {}
     lines = ["{:<8}{:>8}{:>10}{:>8}{:>12}{:>12}{:>11}{:>11}{:>11}{:>10}".format(*header)]
-    lines[0] += f"{'uncached':>11}" if more else ""
     lines += [
         f"{name:<8}{cost.calls:>8}{cost.replayed:>10}{cost.failures:>8}{cost.input_tokens:>12,}"
         f"{cost.cached_tokens:>12,}{cost.output_tokens:>11,}{cost.reasoning_tokens:>11,}{cost.dollars:>11.4f}"
-        f"{cost.seconds:>10.1f}" + (f"{more.get(name, 0.0):>11.4f}" if more else "")
+        f"{cost.seconds:>10.1f}"
         for name, cost in rows
     ]
-    if more and total.dollars:
-        lines.append(
-            "uncached: dollars for the same without the provider's prompt cache, which served "
-            f"{total.cached_share:.0%} of the input"
-        )
     if total.estimated_dollars:
         lines.append(
             f"of these ${total.estimated_dollars:.4f} are the most that requests may have cost whose reply did not "

@@ -1,4 +1,4 @@
-"""What ran when in a training step, as a Chrome trace (`draco runs timeline`).
+"""Timeline of a training step as a Chrome trace (`draco runs timeline`).
 
 The format is that of ``ray timeline``: a JSON list of complete events that chrome://tracing and Perfetto read. Each
 task of the step is a process, each rollout in it a row; what belongs to the whole group (stage1, union) has a row of

@@ -12,25 +12,10 @@ import pyarrow.compute as pc
 from draco_ray.errors import ConfigError
 from draco_ray.pipeline import GroupState
 from draco_ray.runs.directory import RunDirectory, damaged
-from draco_ray.runs.schema import MOST
 from draco_ray.training.overlap import busy_seconds
 
 FEWEST_STEPS = 3
 """Finished steps needed: the first, which is cold, and two that predict each other."""
-MOST_OF_ONE = 100_000
-"""Largest number of engines, slots or workers that is simulated."""
-
-SETTING_KEYS = {
-    "slots": "environment.slots",
-    "engines": "engine.engines",
-    "sequences": "engine.max_num_seqs",
-    "calls_per_worker": "judge.concurrency_per_worker",
-    "minibatch": "learner.minibatch_prompts",
-    "staleness": "train.staleness",
-    "colocate": "engine.colocate",
-    "group_size": "algorithm.group_size",
-}
-"""Fields of `Setting` -> their configuration keys."""
 Row = Mapping[str, Any]
 Key = tuple[str, int | None]
 """Judge phase and rollout; the rollout is None for a phase of the whole group."""
@@ -96,7 +81,7 @@ class Group:
     rollouts: tuple[Rollout, ...]
     phases: Mapping[Key, Phase] = field(default_factory=dict)
     failed: bool = False
-    """Whether it is left out of the update."""
+    """Whether the group is left out of the update."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -196,15 +181,18 @@ def read_run(run: RunDirectory) -> RecordedRun:
 
 def _setting(run: RunDirectory) -> Setting:
     value, limits = run.setting, run.setting("judge.limits")
-    for key in ("engine.engines", "environment.slots", "judge.workers", "judge.max_workers"):
-        if (value(key) or 0) > MOST_OF_ONE:
-            file = run.path / "config.yaml"
-            raise ConfigError(f"{file}: {key}={value(key)}: expected at most {MOST_OF_ONE:,} in a simulation")
     return Setting(
-        **{name: value(key) for name, key in SETTING_KEYS.items()},
+        slots=value("environment.slots"),
+        engines=value("engine.engines"),
+        sequences=value("engine.max_num_seqs"),
         judge_workers=max(value("judge.workers"), value("judge.max_workers")),
+        calls_per_worker=value("judge.concurrency_per_worker"),
         requests_per_minute=limits.requests_per_minute,
         tokens_per_minute=limits.tokens_per_minute,
+        minibatch=value("learner.minibatch_prompts"),
+        staleness=value("train.staleness"),
+        colocate=value("engine.colocate"),
+        group_size=value("algorithm.group_size"),
     )
 
 
@@ -218,7 +206,7 @@ def _step(run: RunDirectory, line: Row) -> Step:
     seconds, after, updates = line.get("seconds"), line.get("seconds_sync"), line.get("updates") or 0
     if seconds is None or after is None:
         raise ConfigError(f"{run.path}: the metrics of step {number} do not say its seconds and seconds_sync")
-    if not (0 <= after <= MOST and 0 <= seconds <= MOST and 0 <= updates <= MOST):
+    if min(after, seconds, updates) < 0:
         raise damaged(run.metrics_file, f"step {number}: seconds {seconds}, seconds_sync {after}, updates {updates}")
     phases = _phases(run, number, [span for stage, of in spans.items() for span in of if stage != "rollout"])
     states = {row["task_id"]: row["state"] for row in run.table("groups", number, ["task_id", "state"]).to_pylist()}
@@ -284,18 +272,14 @@ def _phases(run: RunDirectory, step: int, spans: Iterable[Row]) -> dict[str, dic
     for span in spans:
         if span["task_id"] is None:
             continue
-        rows, began, ended = (
-            calls[span["task_id"], span["stage"], span["rollout"]],
-            span["started_at"],
-            span["ended_at"],
-        )
+        rows, began = calls[span["task_id"], span["stage"], span["rollout"]], span["started_at"]
         waited = busy_seconds((row["started_at"], row["started_at"] + (row["waited_seconds"] or 0.0)) for row in rows)
         found[span["task_id"]][span["stage"], span["rollout"]] = Phase(
-            seconds=max(0.0, ended - began - waited),
+            seconds=max(0.0, span["ended_at"] - began - waited),
             requests=sum(int(row["requests"]) for row in rows),
             tokens=sum(int(row["input_tokens"]) + int(row["output_tokens"]) for row in rows),
             dollars=sum(float(row["dollars"]) for row in rows),
             began=began,
-            ended=ended,
+            ended=span["ended_at"],
         )
     return found

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import secrets
 import time
 from collections.abc import Mapping, Sequence
@@ -26,7 +27,7 @@ from draco_ray.errors import ConfigError
 from draco_ray.records import GAP, PROGRAM, TOOLS, EpisodeEnd, Message, Task, Trajectory, Turn, Usage, is_step
 from draco_ray.rollout.agent import RolloutRequest
 from draco_ray.rollout.code_block import cut_output
-from draco_ray.rollout.endpoint.turns import Answer, Ask, Refused, identity, no_turn_left, room_left
+from draco_ray.rollout.endpoint.turns import Refused, TurnReply, TurnRequest, identity, no_turn_left, room_left
 from draco_ray.rollout.tokens import TokenPolicy, turn_seed
 
 _NO_TOOLS = "[]"
@@ -51,6 +52,7 @@ class _Turn:
     policy_version: int
     at: float
     """Monotonic seconds when it was there."""
+    call_ids: frozenset[str] = frozenset()
     answered: Sequence[Mapping[str, Any]] | None = None
     """What its agent came back with."""
     answered_at: float = 0.0
@@ -127,7 +129,7 @@ class Episode:
         """The policy's turns so far."""
         return len(self._turns)
 
-    async def answer(self, ask: Ask) -> Answer:
+    async def answer(self, ask: TurnRequest) -> TurnReply:
         """Have the policy take its turn in the conversation of a request.
 
         Raises: Refused; and whatever the policy raises.
@@ -138,6 +140,7 @@ class Episode:
         heard, began = [self._identity(message) for message in ask.messages], time.monotonic()
         turn = self._longest(heard, ask.tools)
         branch, ids = self._tokens(ask, turn)
+        self._attach_results(ask, turn, began)
         opening = self._opening(ask, turn, branch)
         if turn is not None and turn.answered is None:
             # Also where what follows does not fit: it is what came of the turn.
@@ -174,7 +177,7 @@ class Episode:
             heard=len(heard) + 1,
             text=text,
             use=use,
-            side_call=ask.side_call,
+            side_call=ask.side_call or self._is_side_call(ask.messages),
             opening=opening,
             seconds=time.monotonic() - began,
             policy_version=sample.policy_version,
@@ -185,14 +188,19 @@ class Episode:
         self._turns.append(said)
         cached = turn.last if turn else 0
         self._cached += cached
-        answer, stopped_by = self._answer(said, sample, ask.stop, len(ids), cached)
+        answer = self._answer(said, sample, ask.stop, len(ids), cached)
+        said.call_ids = frozenset(each for each, _ in answer.calls)
         branch.heard = [*heard, identity(answer.message())]
-        if stopped_by:
+        if answer.stopped_by:
             # Many agents put it back where they want it.
-            whole = {**answer.message(), "content": answer.content + stopped_by}
+            whole = {**answer.message(), "content": answer.content + answer.stopped_by}
             self._without_stop[identity(whole)] = branch.heard[-1]
         self._said.add(branch.heard[-1])
         return answer
+
+    def count(self, ask: TurnRequest) -> int:
+        """Tokens of a request. Raises: Refused where the chat template refuses its messages."""
+        return len(self._tokens(ask, self._longest([self._identity(each) for each in ask.messages], ask.tools))[1])
 
     def trajectory(
         self, ended: EpisodeEnd, error: str | None, *, prompt: tuple[Message, ...], closing: str
@@ -249,6 +257,16 @@ class Episode:
             branches=tuple(offsets.values()) or (0,),
         )
 
+    def _attach_results(self, ask: TurnRequest, continued: _Turn | None, began: float) -> None:
+        """Give turns their tool results where a rewritten history brings both."""
+        for turn in self._turns:
+            if turn is continued or turn.answered is not None or not turn.call_ids:
+                continue
+            results = [each for each in ask.messages if each.get("tool_call_id") in turn.call_ids]
+            if results:
+                turn.answered, turn.answered_at = results, began
+                self._said.update(map(self._identity, results))
+
     def _longest(self, heard: Sequence[str], tools: str) -> _Turn | None:
         """The turn up to which most of a conversation is recorded; of several the latest."""
         found: _Turn | None = None
@@ -261,7 +279,7 @@ class Episode:
                     found = turn
         return found
 
-    def _tokens(self, ask: Ask, turn: _Turn | None) -> tuple[_Branch, list[int]]:
+    def _tokens(self, ask: TurnRequest, turn: _Turn | None) -> tuple[_Branch, list[int]]:
         """The branch that a request grows, or a new one, and all tokens up to the policy's turn."""
         try:
             if turn is None:
@@ -303,10 +321,8 @@ class Episode:
         found = identity(message)
         return self._without_stop.get(found, found)
 
-    def _answer(
-        self, turn: _Turn, sample: Sample, stop: Sequence[str], prompt_tokens: int, cached: int
-    ) -> tuple[Answer, str]:
-        """What the agent gets of a turn, and which of its stop texts ended that, which it does not get."""
+    def _answer(self, turn: _Turn, sample: Sample, stop: Sequence[str], prompt_tokens: int, cached: int) -> TurnReply:
+        """What the agent receives of a turn."""
         said = after_reasoning(turn.text, thinking=self._chat.opens_thinking)
         reasoning = turn.text.removesuffix(said).strip().removeprefix("<think>").removesuffix("</think>").strip()
         calls: tuple[tuple[str, ToolCall], ...] = ()
@@ -315,19 +331,19 @@ class Episode:
             calls = tuple((f"call_{secrets.token_hex(12)}", call) for call in turn.use.calls)
         finish = "length" if sample.finish_reason == "length" else "tool_calls" if calls else "stop"
         end, stopped_by = min(((said.find(each), each) for each in stop if each in said), default=(len(said), ""))
-        answer = Answer(
-            # What stands right before a stop text is its agent's: it may go on from there.
+        return TurnReply(
+            # White space right before a stop text stays: the agent may continue from there.
             content=said[:end].lstrip() if stopped_by else said.strip(),
             reasoning=reasoning,
             calls=calls,
             finish_reason=finish,
+            stopped_by=stopped_by,
             prompt_tokens=prompt_tokens,
             cached_tokens=cached,
             completion_tokens=len(sample.token_ids),
         )
-        return answer, stopped_by
 
-    def _opening(self, ask: Ask, turn: _Turn | None, branch: _Branch) -> Sequence[Mapping[str, Any]]:
+    def _opening(self, ask: TurnRequest, turn: _Turn | None, branch: _Branch) -> Sequence[Mapping[str, Any]]:
         """What a branch that this request opens is given and nobody has been told before; the rest is counted."""
         if turn is not None and (branch is turn.branch or turn.answered is None):
             return ()
@@ -337,6 +353,11 @@ class Episode:
         counted = [{"role": "context", "content": f"({old} messages as before)"}] if old else []
         tools = [{"role": TOOLS, "content": ask.tools}] if ask.tools not in {_NO_TOOLS, *self._said} else []
         return [*tools, *counted, *new]
+
+    def _is_side_call(self, messages: Sequence[Mapping[str, Any]]) -> bool:
+        """Whether a rule of ``agent.side_calls`` matches the first or the last message of the system or user."""
+        told = [str(each["content"]) for each in messages if each["role"] in ("system", "user")]
+        return any(re.search(rule, text) for rule in self._config.side_calls for text in (*told[:1], *told[-1:]))
 
     def _is_step(self, turn: _Turn) -> bool:
         """Every turn here was sent to the agent's program, so its message was received."""

@@ -1,9 +1,8 @@
 """The endpoint of a rollout worker: one HTTP server on loopback for the episodes of all its slots.
 
-An episode has a URL and a key of its own; both end with it. ``/v1/chat/completions``, ``/v1/responses`` (with
-``stream`` too) and ``/v1/models`` are served, as OpenAI's clients ask for them, and vLLM's ``/inference/v1/generate``
-for clients that put messages into tokens themselves. Beside them ``/v1/tools`` lists and calls the tools of the
-episode's world, where it has any.
+An episode has a URL and a key of its own; both end with it. It serves OpenAI's ``/v1/chat/completions`` and
+``/v1/responses`` and Anthropic's ``/v1/messages``, all with ``stream`` too, and vLLM's ``/inference/v1/generate`` for
+clients that tokenize messages themselves. ``/v1/tools`` lists and calls the tools of the episode's world, if any.
 """
 
 from __future__ import annotations
@@ -13,12 +12,13 @@ import contextlib
 import functools
 import hmac
 import json
+import os
 import secrets
 import socket
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import uvicorn
 from starlette.applications import Starlette
@@ -26,19 +26,43 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from draco_ray.rollout.endpoint import anthropic_messages, chat_completions, generate, responses
 from draco_ray.rollout.endpoint.episode import Episode
-from draco_ray.rollout.endpoint.replies import chat_completion, chat_events, generated, response, response_events
-from draco_ray.rollout.endpoint.requests import clean, finite, read_chat, read_generate, read_responses
+from draco_ray.rollout.endpoint.fields import clean, finite
 from draco_ray.rollout.endpoint.token_episode import TokenEpisode
-from draco_ray.rollout.endpoint.turns import Refused
+from draco_ray.rollout.endpoint.turns import Conversations, Json, Refused, TurnReply, TurnRequest
 from draco_ray.rollout.endpoint.world_tools import WorldTools
+from draco_ray.temp_dirs import PrivateTempDir
 
 HOST = "127.0.0.1"
-MOST_BYTES = 64 << 20
-"""Of one request."""
+MOST_BYTES = 16 << 20
+"""Maximum size of a request."""
 _REMEMBERED = 10_000
 """Ended episodes whose late requests are told so."""
 AnswerT = TypeVar("AnswerT")
+
+
+class _Dialect(Protocol):
+    """An API by which agents ask for turns; implemented by a module for each."""
+
+    def read(self, body: Any, stored: Conversations) -> TurnRequest:
+        """The request of a parsed body."""
+
+    def reply(self, request: TurnRequest, turn: TurnReply) -> Json:
+        """The body of the answer."""
+
+    def events(self, request: TurnRequest, whole: Json) -> Iterator[Json | str]:
+        """The answer, `reply`, as the data of server-sent events."""
+
+    def error(self, refused: Refused) -> Json:
+        """The body of a refusal."""
+
+
+_DIALECTS: dict[str, _Dialect] = {
+    "chat/completions": chat_completions,
+    "responses": responses,
+    "messages": anthropic_messages,
+}
 
 
 class Endpoint:
@@ -53,6 +77,7 @@ class Endpoint:
         self._serving: asyncio.Task[None] | None = None
         self._starting = asyncio.Lock()
         self._base = ""
+        self._folder: PrivateTempDir | None = None
 
     @asynccontextmanager
     async def serving(self, episode: Episode, tools: WorldTools | None = None) -> AsyncIterator[str]:
@@ -90,12 +115,20 @@ class Endpoint:
             del self._token_episodes[episode.key]
             self._remember(episode.key)
 
+    @property
+    def socket_path(self) -> str:
+        """While it serves, the Unix socket on which it listens, too, for programs that have no network."""
+        assert self._folder is not None
+        return str(self._folder.path / "socket")
+
     async def stop(self) -> None:
         """End the server. Safe to call again."""
         if self._server is not None and self._serving is not None:
             self._server.should_exit = self._server.force_exit = True
             await self._serving
             self._server = self._serving = None
+        if self._folder is not None:
+            self._folder.remove()
 
     def _remember(self, name: str) -> None:
         self._ended[name] = None
@@ -106,11 +139,19 @@ class Endpoint:
         async with self._starting:
             if self._serving is not None and not self._serving.done():
                 return
-            listening = socket.create_server((HOST, 0), backlog=1024)
-            self._base = f"http://{HOST}:{listening.getsockname()[1]}"
+            self._folder = PrivateTempDir()
+            listening = [socket.create_server((HOST, 0), backlog=1024), socket.socket(socket.AF_UNIX)]
+            listening[1].bind(self.socket_path)
+            # Its folder is private; programs in jails, which are shown the socket, may have another user.
+            os.chmod(self.socket_path, 0o666)
+            listening[1].listen(1024)
+            self._base = f"http://{HOST}:{listening[0].getsockname()[1]}"
             routes = [
-                Route("/{episode}/v1/chat/completions", self._chat, methods=["POST"]),
-                Route("/{episode}/v1/responses", self._responses, methods=["POST"]),
+                *(
+                    Route(f"/{{episode}}/v1/{path}", functools.partial(self._turn, dialect), methods=["POST"])
+                    for path, dialect in _DIALECTS.items()
+                ),
+                Route("/{episode}/v1/messages/count_tokens", self._count, methods=["POST"]),
                 Route("/{episode}/v1/models", self._models, methods=["GET"]),
                 Route("/{episode}/v1/tools", self._world_tools, methods=["GET", "POST"]),
                 Route("/inference/v1/generate", self._generate, methods=["POST"]),
@@ -118,32 +159,33 @@ class Endpoint:
             app = Starlette(routes=routes, exception_handlers={404: _unknown, 405: _unknown})
             config = uvicorn.Config(app, log_config=None, access_log=False, lifespan="off", timeout_keep_alive=3600)
             self._server = _Server(config)
-            self._serving = asyncio.create_task(self._server.serve(sockets=[listening]))
+            self._serving = asyncio.create_task(self._server.serve(sockets=listening))
 
-    async def _chat(self, request: Request) -> Response:
+    async def _turn(self, dialect: _Dialect, request: Request) -> Response:
         async def reply() -> Response:
             episode = self._episode(request)
-            ask = read_chat(await _body(request))
-            answer = await _sampled(request, episode.answer(ask))
-            if ask.stream:
-                return StreamingResponse(chat_events(ask, answer), media_type="text/event-stream")
-            return JSONResponse(chat_completion(ask, answer))
-
-        return await self._guarded(reply, request)
-
-    async def _responses(self, request: Request) -> Response:
-        async def reply() -> Response:
-            episode = self._episode(request)
-            ask = read_responses(await _body(request), episode.stored)
-            answer = await _sampled(request, episode.answer(ask))
-            whole = response(ask, answer)
-            said = {**answer.message(), "tool_calls": answer.message()["tool_calls"]}
-            episode.stored[whole["id"]] = (*ask.messages[ask.instructed :], said)
-            if ask.stream:
-                return StreamingResponse(response_events(whole), media_type="text/event-stream")
+            content = await _content(request)
+            # A long conversation takes a while to parse; other episodes' requests go on.
+            asked = await asyncio.to_thread(lambda: dialect.read(_parsed(content), episode.stored))
+            answer = await _sampled(request, episode.answer(asked))
+            whole = dialect.reply(asked, answer)
+            if asked.conversation:
+                episode.stored[whole["id"]] = (*asked.conversation, answer.message())
+            if asked.stream:
+                events = map(_server_sent, dialect.events(asked, whole))
+                return StreamingResponse(events, media_type="text/event-stream")
             return JSONResponse(whole)
 
-        return await self._guarded(reply, request)
+        return await self._guarded(reply, request, dialect)
+
+    async def _count(self, request: Request) -> Response:
+        async def reply() -> Response:
+            episode = self._episode(request)
+            content = await _content(request)
+            asked = await asyncio.to_thread(lambda: anthropic_messages.read(_parsed(content), {}))
+            return JSONResponse({"input_tokens": episode.count(asked)})
+
+        return await self._guarded(reply, None, anthropic_messages)
 
     async def _world_tools(self, request: Request) -> Response:
         async def reply() -> Response:
@@ -153,16 +195,16 @@ class Endpoint:
                 raise Refused("the world of this episode has no tools", 404, "not_found")
             if request.method != "POST":
                 return JSONResponse({"tools": tools.schemas})
-            return JSONResponse({"result": await tools.call(await _body(request))})
+            return JSONResponse({"result": await tools.call(_parsed(await _content(request)))})
 
         return await self._guarded(reply)
 
     async def _generate(self, request: Request) -> Response:
         async def reply() -> Response:
-            body = await _body(request)
+            body = await asyncio.to_thread(_parsed, await _content(request))
             episode = self._token_episode(body.get("model") if isinstance(body, dict) else None)
-            ask = read_generate(body)
-            return JSONResponse(generated(ask, await _sampled(request, episode.generate(ask))))
+            asked = generate.read(body)
+            return JSONResponse(generate.reply(asked, await _sampled(request, episode.generate(asked))))
 
         return await self._guarded(reply)
 
@@ -174,22 +216,25 @@ class Endpoint:
         model = {"id": "policy", "object": "model", "created": 0, "owned_by": "draco-ray"}
         return JSONResponse({"object": "list", "data": [model]})
 
-    async def _guarded(self, reply: Callable[[], Awaitable[Response]], asks_policy: Request | None = None) -> Response:
-        """What ``reply`` answers, or why there is nothing, which the episode of ``asks_policy`` is to remember."""
+    async def _guarded(
+        self, reply: Callable[[], Awaitable[Response]], turn_of: Request | None = None, dialect: _Dialect | None = None
+    ) -> Response:
+        """The answer of ``reply``, or a refusal in the form of ``dialect``; the episode of ``turn_of`` notes why."""
         try:
             return await reply()
-        except Refused as refused:
-            self._note(asks_policy, str(refused))
-            return _refusal(refused)
-        except _Gone:
-            self._note(asks_policy, "it did not wait for one")
+        except Refused as error:
+            refused = error
+            self._note(turn_of, str(refused))
+        except _Disconnected:
+            self._note(turn_of, "it did not wait for one")
             return Response(status_code=499)
         except RecursionError:
-            return _refusal(Refused("the request is nested too deeply"))
+            refused = Refused("the request is nested too deeply")
         except Exception as error:
-            # The episode remembers it; what the agent makes of it decides nothing.
+            # The episode fails with this error, whatever the agent does about it.
             said = " ".join(str(error).split())[:300]
-            return _refusal(Refused(f"the policy cannot be asked: {type(error).__name__}: {said}", 500, "server_error"))
+            refused = Refused(f"the policy cannot be asked: {type(error).__name__}: {said}", 500, "server_error")
+        return _refusal(refused, dialect)
 
     def _note(self, request: Request | None, why: str) -> None:
         """Remember why an agent got no answer."""
@@ -204,7 +249,9 @@ class Endpoint:
         if episode is None:
             raise Refused("no such episode; expected the base URL as OPENAI_BASE_URL has it", 404, "not_found")
         scheme, _, key = request.headers.get("authorization", "").partition(" ")
-        if scheme.lower() != "bearer" or not hmac.compare_digest(key.encode(), episode.key.encode()):
+        if scheme.lower() != "bearer":
+            key = request.headers.get("x-api-key", "")
+        if not hmac.compare_digest(key.encode(), episode.key.encode()):
             raise Refused("wrong key; expected this episode's, as OPENAI_API_KEY has it", 401, "invalid_api_key")
         return episode
 
@@ -235,51 +282,64 @@ class _Server(uvicorn.Server):
         yield
 
 
-class _Gone(Exception):
-    """Who asked does not wait for the answer any more."""
+class _Disconnected(Exception):
+    """The client has closed the connection before the answer."""
 
 
 async def _sampled(request: Request, turn: Coroutine[Any, Any, AnswerT]) -> AnswerT:
-    """The policy's turn; it stops where nobody waits for it. Raises: _Gone, Refused, and what the policy raises."""
+    """The policy's turn, cancelled if the client disconnects.
+
+    Raises: _Disconnected, Refused, and what the policy raises.
+    """
     sampling = asyncio.create_task(turn)
-    leaving = asyncio.create_task(_left(request))
+    closing = asyncio.create_task(_disconnect(request))
     try:
-        await asyncio.wait({sampling, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({sampling, closing}, return_when=asyncio.FIRST_COMPLETED)
         if not sampling.done():
-            raise _Gone
+            raise _Disconnected
         return sampling.result()
     finally:
-        for task in (sampling, leaving):
+        for task in (sampling, closing):
             task.cancel()
-        await asyncio.gather(sampling, leaving, return_exceptions=True)
+        await asyncio.gather(sampling, closing, return_exceptions=True)
 
 
-async def _left(request: Request) -> None:
+async def _disconnect(request: Request) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass
 
 
-async def _body(request: Request) -> Any:
+async def _content(request: Request) -> bytes:
     content = bytearray()
     async for chunk in request.stream():
         content += chunk
         if len(content) > MOST_BYTES:
             raise Refused(f"the request is larger than {MOST_BYTES >> 20} MiB", 413, "too_large")
+    return bytes(content)
+
+
+def _parsed(content: bytes) -> Any:
     try:
         return clean(json.loads(content, parse_float=finite, parse_constant=finite))
     except ValueError as error:
-        raise Refused(f"the request is no JSON: {' '.join(str(error).split())[:200]}") from None
+        raise Refused(f"the request is not JSON: {' '.join(str(error).split())[:200]}") from None
+
+
+def _server_sent(event: Json | str) -> str:
+    if isinstance(event, str):
+        return f"data: {event}\n\n"
+    name = f"event: {event['type']}\n" if "type" in event else ""
+    return f"{name}data: {json.dumps(event)}\n\n"
 
 
 async def _unknown(request: Request, error: Exception) -> Response:
-    served = "POST /v1/chat/completions, POST /v1/responses, GET /v1/models"
+    served = f"{', '.join(f'POST /v1/{path}' for path in _DIALECTS)}, GET /v1/models"
     return _refusal(
         Refused(f"{request.method} {request.url.path}: not served here; expected {served}", 404, "not_found")
     )
 
 
-def _refusal(refused: Refused) -> Response:
-    kind = "server_error" if refused.status >= 500 else "invalid_request_error"
-    error = {"message": str(refused), "type": kind, "param": None, "code": refused.code}
-    # Nothing would be another time what it is now: clients need not ask again.
-    return JSONResponse({"error": error}, status_code=refused.status, headers={"x-should-retry": "false"})
+def _refusal(refused: Refused, dialect: _Dialect | None = None) -> Response:
+    body = (dialect or chat_completions).error(refused)
+    # The answer would be the same at any time: clients need not retry.
+    return JSONResponse(body, status_code=refused.status, headers={"x-should-retry": "false"})

@@ -15,7 +15,7 @@ from draco_ray.config.schema import AgentConfig
 from draco_ray.engine.sampler import Sample
 from draco_ray.records import EpisodeEnd
 from draco_ray.rollout.agent import RolloutRequest
-from draco_ray.rollout.endpoint.turns import Refused, TokenAsk, no_turn_left, room_left
+from draco_ray.rollout.endpoint.turns import Refused, TokenRequest, no_turn_left, room_left
 from draco_ray.rollout.tokens import TokenPolicy, turn_seed
 
 
@@ -51,7 +51,7 @@ class TokenEpisode:
         """The policy's turns so far."""
         return len(self._sampled)
 
-    async def generate(self, ask: TokenAsk) -> Sample:
+    async def generate(self, ask: TokenRequest) -> Sample:
         """Have the policy continue a sequence. Raises: Refused; and whatever the policy raises."""
         if self._asked >= self._config.max_turns:
             self.refused = EpisodeEnd.TURN_LIMIT

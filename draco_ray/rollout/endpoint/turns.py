@@ -1,20 +1,24 @@
-"""What a request asks of the policy and what it gets, in one form for both of OpenAI's APIs."""
+"""A request for a turn of the policy and the reply, in one form for all dialects."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
 
 from draco_ray.config.schema import AgentConfig
 from draco_ray.engine.tool_calls import ToolCall
 
+Json: TypeAlias = dict[str, Any]
+Conversations: TypeAlias = Mapping[str, Sequence[Mapping[str, Any]]]
+"""Id of an earlier response -> the messages up to it."""
+
 
 class Refused(Exception):
-    """A request that is not answered; what it says goes to the agent, as OpenAI's errors look.
+    """A request that is not answered. The agent gets the message as an API error of the dialect it speaks.
 
-    Raised with a message of one line, the HTTP status, and OpenAI's name of the error.
+    Raised with a message of one line, the HTTP status, and OpenAI's code of the error.
     """
 
     def __init__(self, message: str, status: int = 400, code: str = "invalid_request") -> None:
@@ -24,12 +28,12 @@ class Refused(Exception):
 
 
 def no_turn_left(config: AgentConfig) -> Refused:
-    """Why an episode that has had its turns gets no other."""
+    """The refusal of an episode that has used up its turns."""
     return Refused(f"this episode has had its agent.max_turns={config.max_turns} turns", code="turn_limit")
 
 
 def room_left(config: AgentConfig, tokens: int) -> int:
-    """What a sequence of so many tokens may grow by. Raises: Refused where that is nothing."""
+    """By how many tokens a sequence of ``tokens`` may grow. Raises: Refused where that is none."""
     most = config.max_prompt_length + config.max_response_length
     if tokens >= most:
         raise Refused(
@@ -41,12 +45,12 @@ def room_left(config: AgentConfig, tokens: int) -> int:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ask:
-    """One request."""
+class TurnRequest:
+    """A request for the policy's next turn."""
 
     messages: tuple[Mapping[str, Any], ...]
-    """The whole conversation as chat messages: ``role``, ``content`` a text, and of the policy's turns ``tool_calls``
-    with their arguments as objects."""
+    """The whole conversation as chat messages: ``role``, ``content`` (a text), and for turns of the policy
+    ``tool_calls``, their arguments as objects."""
     tools: str = "[]"
     """A JSON array of function schemas."""
     max_tokens: int | None = None
@@ -54,27 +58,31 @@ class Ask:
     stream: bool = False
     usage_in_stream: bool = False
     model: str = ""
-    """What the agent calls the policy."""
+    """The agent's name for the policy."""
     side_call: bool = False
-    """Its ``metadata`` names it a side call: a title or a summary, say, that nobody is told."""
-    instructed: bool = False
-    """The first message is of this request alone, and not of those that go on from its answer by an id."""
+    """Whether ``metadata`` marks it as a side call, such as one for a title, which gets no credit."""
+    reasoning_shown: bool = True
+    """Whether the client takes the reasoning before the answer."""
+    call_forms: Mapping[str, Json] = field(default_factory=dict)
+    """Tool -> fields of a call's item that differ from those of a plain function call. For Responses."""
+    conversation: tuple[Mapping[str, Any], ...] = ()
+    """What a later request continues that names the response by its id. For Responses."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TokenAsk:
-    """One request in tokens."""
+class TokenRequest:
+    """A request for a continuation of tokens."""
 
     token_ids: list[int]
     """The whole sequence so far."""
     max_tokens: int | None
     stop_token_ids: frozenset[int]
-    """The turn ends with the first of these, or where the policy's own ends."""
+    """The turn ends with the first of these, or with the model's own end of turn."""
     request_id: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
+class TurnReply:
     """The policy's turn."""
 
     content: str
@@ -83,13 +91,15 @@ class Answer:
     """Each with its id."""
     finish_reason: str
     """``stop``, ``tool_calls`` or ``length``."""
+    stopped_by: str
+    """The stop text that ended it and is not part of ``content``; may be empty."""
     prompt_tokens: int
     cached_tokens: int
     """The part of ``prompt_tokens`` that was recorded before."""
     completion_tokens: int
 
-    def message(self) -> dict[str, Any]:
-        """The answer as a chat message."""
+    def message(self) -> Json:
+        """The reply as a chat message."""
         return {
             "role": "assistant",
             "content": self.content,
@@ -100,11 +110,16 @@ class Answer:
         }
 
 
-def identity(message: Mapping[str, Any]) -> str:
-    """What makes two messages the same: role, text and calls.
+def arguments_json(call: ToolCall) -> str:
+    """The arguments of a call as OpenAI's APIs send them."""
+    return json.dumps(dict(call.arguments), ensure_ascii=False)
 
-    The ids of calls do not, nor does white space around what the policy said: many agents trim it. A whole number is
-    the same with and without a point: not every language keeps it.
+
+def identity(message: Mapping[str, Any]) -> str:
+    """The key by which messages are compared: role, text and calls.
+
+    Ids of calls do not count, nor does white space around the policy's text: many agents trim it. A whole number is
+    the same with and without a decimal point: not every language keeps it.
 
     >>> said = {"role": "assistant", "content": "Done.", "tool_calls": []}
     >>> identity(said) == identity({"role": "assistant", "content": " Done. "})
@@ -113,7 +128,7 @@ def identity(message: Mapping[str, Any]) -> str:
     content = message.get("content") or ""
     calls = [(call["function"]["name"], call["function"]["arguments"]) for call in message.get("tool_calls") or ()]
     if calls:
-        # Not by a function that calls itself: arguments may be nested as deeply as JSON is read.
+        # Through JSON rather than by recursion: arguments may be nested deeply.
         calls = json.loads(json.dumps(calls), parse_float=_number)
     if message["role"] == "assistant":
         content = content.strip()

@@ -1,4 +1,4 @@
-"""One run under one task, and what several rules want to know of it."""
+"""A run of a task, with the derived facts that several rules use."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Steps = int | Iterable[int]
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What a rule says of a run."""
+    """Verdict of a rule on a run."""
 
     verdict: Verdict
     steps: tuple[int, ...]
@@ -45,7 +45,7 @@ class Case:
         self.changes = [call for call in done if call.changes]
         """Calls that changed something."""
         self.demanded = [call for call in self.changes if any(does(each, call) for each in self.demands.actions)]
-        """Those that the task asks for."""
+        """Changes that the task asks for."""
         self.completions = [call for call in done if call.name == "supervisor.complete_task"]
         self.last_step = run.steps[-1].number if run.steps else 0
 
@@ -57,7 +57,7 @@ class Case:
 
     @cached_property
     def result(self) -> Value:
-        """What the run worked out: its answer, or what it changed; failing that, the last data it had in hand."""
+        """The run's result: its answer, else its changes, else the last value it assigned or printed."""
         value = self.answer if self.demands.question else union(each.subject for each in self.demanded or self.changes)
         return value if value.calls else self.trace.last_data[1]
 
@@ -98,13 +98,13 @@ class Case:
     def _citable(self, steps: Iterable[Steps]) -> tuple[int, ...]:
         named = {number for each in steps for number in ([each] if isinstance(each, int) else each)}
         numbers = [step.number for step in self.run.steps]
-        # Of a run that only speaks, its last message.
+        # A run without actions has only messages.
         last = numbers[-1:] or [step.number for step in self._messages[-1:]]
         return tuple(number for number in numbers if number in named) or tuple(last)
 
 
 def not_applicable(because: str) -> Finding:
-    """Neither."""
+    """Not applicable."""
     return Finding(Verdict.NOT_APPLICABLE, (), because)
 
 

@@ -64,7 +64,7 @@ class Limit:
 
     operator: str
     value: str
-    """As code compares it: no currency sign."""
+    """The value as code compares it, without a currency sign."""
     words: str
 
 

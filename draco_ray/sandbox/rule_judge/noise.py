@@ -9,10 +9,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from draco_ray.judging.phases.credit import Credit
-from draco_ray.judging.phases.score import Score
-from draco_ray.judging.phases.stage1 import Stage1
-from draco_ray.judging.phases.stage2 import Stage2
+from draco_ray.judging.phases import Credit, Score, Stage1, Stage2
 from draco_ray.judging.reply import ENTRIES, TAG
 from draco_ray.records import Verdict
 from draco_ray.sandbox.rule_judge.reading import JudgePrompt, Run, read_prompt, reply

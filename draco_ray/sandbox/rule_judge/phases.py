@@ -6,11 +6,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from draco_ray.judging.phases.credit import Credit
-from draco_ray.judging.phases.score import Score
-from draco_ray.judging.phases.stage1 import Stage1
-from draco_ray.judging.phases.stage2 import Stage2
-from draco_ray.judging.phases.union import Union
+from draco_ray.judging.phases import Credit, Score, Stage1, Stage2, Union
 from draco_ray.judging.structured import tag_of
 from draco_ray.records import Verdict
 from draco_ray.sandbox.rule_judge.case import Finding, not_applicable
@@ -20,7 +16,7 @@ Entries = list[dict[str, Any]]
 
 
 class Rule(Protocol):
-    """One criterion and how it is decided."""
+    """A criterion and its check."""
 
     @property
     def discovered(self) -> bool:

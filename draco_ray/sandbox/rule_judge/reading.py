@@ -14,11 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from draco_ray.judging.escaping import unescape
-from draco_ray.judging.phases.credit import Credit
-from draco_ray.judging.phases.score import Score
-from draco_ray.judging.phases.stage1 import Stage1
-from draco_ray.judging.phases.stage2 import Stage2
-from draco_ray.judging.phases.union import Union
+from draco_ray.judging.phases import Credit, Score, Stage1, Stage2, Union
 from draco_ray.judging.reply import ENTRIES, TAG
 from draco_ray.rollout.code_block import extract_code
 

@@ -31,7 +31,7 @@ class SimpleRule:
 
     title: str
     instruction: str
-    """What a judge would be told to look for."""
+    """Evaluator instruction of the criterion."""
     check: Check
     discovered = False
 
@@ -40,7 +40,7 @@ class SimpleRule:
         return True
 
     def criterion(self, task: str) -> dict[str, str]:
-        """The same for every task."""
+        """The criterion, equal for every task."""
         return {"title": self.title, "description": self.instruction, "evaluator_instruction": self.instruction}
 
     def judge(self, run: Run, task: str) -> Finding:

@@ -34,7 +34,7 @@ _SYMBOLS |= {ast.NotEq: "!=", ast.In: "in", ast.NotIn: "not in", ast.Sub: "-", a
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """What is known of an expression's value."""
+    """Known properties of an expression's value."""
 
     calls: frozenset[int] = frozenset()
     """Indices of the API calls that it depends on."""
@@ -106,12 +106,12 @@ class Test:
     left: Value
     right: Value
     source: str
-    """As code."""
+    """Source code of the operation."""
 
 
 @dataclass(slots=True)
 class Trace:
-    """Everything that is known of a run."""
+    """Calls, operations and values of a run."""
 
     calls: list[Call] = field(default_factory=list)
     tests: list[Test] = field(default_factory=list)
@@ -216,7 +216,7 @@ class _Tracer:
         for name in _names(target):
             result = value if isinstance(target, ast.Name) else replace(value, text=None)
             if self._control != EMPTY or isinstance(target, ast.Subscript | ast.Attribute):
-                # It may keep what it had before: under a condition, or where only a part of it is assigned.
+                # The old value may survive: under a condition, or if only a part is assigned.
                 result = result | self._env.get(name, EMPTY) | self._control
             self._env[name] = result
             self._note(result)

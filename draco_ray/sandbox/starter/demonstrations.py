@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import math
-import os
 import random
 import re
-import subprocess
-import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,19 +14,14 @@ from draco_ray.config.schema import AgentConfig
 from draco_ray.engine.chat import ChatTokens
 from draco_ray.engine.sampler import Sample
 from draco_ray.environments.appworld.environment import AppWorldEnvironment
-from draco_ray.environments.appworld.interpreter import appworld_python
 from draco_ray.environments.base import WorldVerdict
-from draco_ray.environments.jail import linux
-from draco_ray.errors import WorldError
 from draco_ray.records import Task, Trajectory
 from draco_ray.rollout.agent import RolloutRequest, agent_template, fill_agent_prompt
 from draco_ray.rollout.code_block import cut_output
 from draco_ray.rollout.tokens import TokenPolicy
 from draco_ray.rollout.turn_agent import CodeAgent
+from draco_ray.sandbox.scripted import run_scripts
 from draco_ray.sandbox.world.scripts import Family, Fault
-from draco_ray.temp_dirs import PrivateTempDir
-
-EXECUTE = Path(__file__).with_name("execute.py")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,24 +69,10 @@ def _systematic(rate: float, total: int, block: int, rng: random.Random) -> list
 
 
 def execute(demonstrations: Sequence[Demonstration], world: Path, processes: int) -> list[Demonstration]:
-    """Run every demonstration's cells in AppWorld, without ground truth; equal ones once.
-
-    Args:
-        world: data root; nothing is written to it.
-        processes: AppWorld processes side by side.
-    Raises: WorldError when AppWorld's Python is missing or fails.
-    """
-    keys = [(demonstration.task.task_id, demonstration.cells) for demonstration in demonstrations]
-    jobs = list(dict.fromkeys(keys))
-    with _temporary_root(world) as root, ThreadPoolExecutor(processes) as pool:
-        shares = [jobs[start::processes] for start in range(min(processes, len(jobs)))]
-        results = list(pool.map(lambda share: _run_jobs(share, root), shares))
-    known = {
-        job: output
-        for share, outputs in zip(shares, results, strict=True)
-        for job, output in zip(share, outputs, strict=True)
-    }
-    return [replace(demonstration, outputs=known[key]) for demonstration, key in zip(demonstrations, keys, strict=True)]
+    """Run every demonstration's cells in AppWorld, without ground truth (`run_scripts`). Raises: WorldError."""
+    scripts = [(each.task.task_id, each.cells) for each in demonstrations]
+    done = run_scripts(scripts, world, processes)
+    return [replace(each, outputs=executed.outputs) for each, executed in zip(demonstrations, done, strict=True)]
 
 
 def turn_texts(demonstration: Demonstration, closing: str) -> list[str]:
@@ -182,38 +157,3 @@ class _Recording:
 
     async def close(self) -> None:
         """Nothing to close."""
-
-
-@contextmanager
-def _temporary_root(world: Path) -> Iterator[Path]:
-    """An AppWorld root with the world's data; its outputs go to a temporary folder."""
-    with PrivateTempDir() as folder:
-        (folder / "data").symlink_to((world / "data").resolve(), target_is_directory=True)
-        yield folder
-
-
-def _run_jobs(jobs: list[tuple[str, tuple[str, ...]]], root: Path) -> list[tuple[str, ...]]:
-    """Run jobs in one AppWorld process; returns the outputs of each."""
-    with tempfile.TemporaryFile("w+", encoding="utf-8") as lines, tempfile.TemporaryFile("w+") as errors:
-        lines.writelines(json.dumps({"task_id": task_id, "cells": cells}) + "\n" for task_id, cells in jobs)
-        lines.seek(0)
-        ended = subprocess.run(
-            # As a file: AppWorld's Python lacks what this package imports. -P keeps the folder off the path.
-            [appworld_python(None), "-P", str(EXECUTE)],
-            env={**os.environ, "APPWORLD_ROOT": str(root)},
-            stdin=lines,
-            stdout=subprocess.PIPE,
-            stderr=errors,
-            text=True,
-            check=False,
-            preexec_fn=linux.die_with_parent,
-        )
-        answered = [tuple(json.loads(line)["outputs"]) for line in ended.stdout.splitlines()]
-        if len(answered) != len(jobs):
-            errors.seek(0)
-            last = (errors.read().strip().splitlines() or [f"exit status {ended.returncode}"])[-1]
-            raise WorldError(
-                f"AppWorld stopped after {len(answered)} of {len(jobs)} demonstrations: {last}; "
-                "check the world with `draco sandbox verify`"
-            )
-        return answered

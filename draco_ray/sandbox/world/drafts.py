@@ -1,23 +1,84 @@
-"""Drafts of the standard variety's families: a task's parameters, and its ground truth from the world's rows.
+"""Drafts of the families: a task's parameters, and its ground truth from the world's rows.
 
 A draft is None where its choice of parameters makes no good task: a fatal fault would do no harm, or nothing is to do.
+Families of the hard variety, at the end, have two or three apps a task, mostly two lists and two conditions.
 """
 
 from __future__ import annotations
 
 import random
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from datetime import datetime, timedelta
+from typing import Any
 
 from draco_ray.sandbox.world.population import NOW, PAGE_LIMIT, RELATIONS, WORDS, Person, Row, World
 from draco_ray.sandbox.world.scripts import Change, Draft, SideEffect
 
 CLOSE_RELATIONS = ("coworker", "sibling", "roommate")
 """Relations that no other app has a notion of (Venmo has friends of its own)."""
+TEXTED = (SideEffect("phone.UserTextMessage", added=True),)
+FILED = (SideEffect("file_system.Directory", touched=("updated_at",)),)
+NOTIFIED = (SideEffect("venmo.Notification", added=True),)
+
+Params = dict[str, str | int]
+
+
+def added(model: str, fields: str, rows: Iterable[tuple[Any, ...]]) -> Change:
+    """Rows to add; ``fields`` are separated by spaces."""
+    return Change(model, tuple(fields.split()), added=tuple(rows))
+
+
+def removed(model: str, fields: str, rows: Iterable[tuple[Any, ...]]) -> Change:
+    """Rows to remove."""
+    return Change(model, tuple(fields.split()), removed=tuple(rows))
+
+
+def updated(model: str, fields: str, rows: Iterable[tuple[Any, ...]], touched: str) -> Change:
+    """Rows to update, in the fields ``touched`` only."""
+    return Change(model, tuple(fields.split()), updated=tuple(rows), touched=tuple(touched.split()))
+
+
+def beyond_first_page(rows: Sequence[Row], keep: Callable[[Row], bool]) -> list[Row]:
+    """The rows to keep; none if all of them are on the first page of the list."""
+    kept = [row for row in rows if keep(row)]
+    return [] if all(row in rows[:PAGE_LIMIT] for row in kept) else kept
+
+
+def past(rng: random.Random, least: int = 60, most: int = 420) -> datetime:
+    """A random midnight so many days ago."""
+    return NOW.replace(hour=0) - timedelta(days=rng.randrange(least, most))
+
+
+def _latest_first(rows: list[Row], field: str) -> list[Row]:
+    return sorted(rows, key=lambda row: row[field], reverse=True)
 
 
 def contacts_of(world: World, person: Person) -> list[Row]:
     """A person's contacts in the order of the API: latest first."""
-    return sorted(world.where("phone.Contact", user_id=person.id), key=lambda row: row["created_at"], reverse=True)
+    return _latest_first(world.where("phone.Contact", user_id=person.id), "created_at")
+
+
+def notes_of(world: World, person: Person) -> list[Row]:
+    """A person's notes in the order of the API: latest update first."""
+    return _latest_first(world.where("simple_note.Note", user_id=person.id), "updated_at")
+
+
+def pending_requests(world: World, person: Person) -> list[Row]:
+    """Payment requests a person has not answered, in the order of the API: latest first."""
+    rows = world.where("venmo.PaymentRequest", receiver_id=person.id, approved_at=None, denied_at=None)
+    return _latest_first(rows, "created_at")
+
+
+def inbox_of(world: World, person: Person) -> list[Row]:
+    """Received email threads in the order of the API: latest update first."""
+    return _latest_first(world.where("gmail.UserEmailThread", user_id=person.id, incoming=True), "updated_at")
+
+
+def library_of(world: World, person: Person) -> list[Row]:
+    """The songs of a person's library."""
+    rows = world.where("spotify.UserLibrarySong", user_id=person.id)
+    return [world.get("spotify.Song", row["song_id"]) for row in rows]
 
 
 def related(rows: list[Row], relation: str) -> list[Row]:
@@ -25,39 +86,81 @@ def related(rows: list[Row], relation: str) -> list[Row]:
     return [row for row in rows if relation in row["relationships"]]
 
 
-def text_change(person: Person, receivers: list[Row], message: str) -> tuple[Change, ...]:
+def emails_of(rows: list[Row], relation: str) -> set[str]:
+    """Addresses of the contacts of that relationship."""
+    return {row["email"] for row in related(rows, relation)}
+
+
+def sent_by(world: World, rows: list[Row], emails: set[str]) -> list[Row]:
+    """The payments or requests whose sender has one of these addresses."""
+    return [row for row in rows if world.person(row["sender_id"]).email in emails]
+
+
+def threads_by(world: World, rows: list[Row], emails: set[str]) -> list[Row]:
+    """The threads whose first email is from one of these addresses."""
+    senders = [world.get("gmail.Email", row["email_ids"][0])["sender_id"] for row in rows]
+    return [row for row, sender in zip(rows, senders, strict=True) if world.person(sender).email in emails]
+
+
+def texts(person: Person, receivers: list[Row], message: str) -> tuple[Change, ...]:
     """One text message to each receiver."""
-    fields = ("sender_id", "receiver.phone_number", "message")
-    rows = tuple((person.id, receiver["phone_number"], message) for receiver in receivers)
-    return (Change("phone.GlobalTextMessage", fields, added=rows),)
+    rows = ((person.id, receiver["phone_number"], message) for receiver in receivers)
+    return (added("phone.GlobalTextMessage", "sender_id receiver.phone_number message", rows),)
+
+
+def new_note(person: Person, title: str, content: str) -> tuple[Change, ...]:
+    """A note with that content."""
+    return (added("simple_note.Note", "user_id title content", [(person.id, title, content)]),)
+
+
+def new_file(person: Person, stem: str, content: str) -> tuple[Change, ...]:
+    """A text file with that content among the documents."""
+    row = (person.id, f"~/documents/{stem}.txt", content)
+    return (added("file_system.File", "user_id tilde_path content", [row]),)
+
+
+def denied(rows: list[Row]) -> tuple[Change, ...]:
+    """Payment requests that are denied."""
+    return (updated("venmo.PaymentRequest", "id", ((row["id"],) for row in rows), "denied_at updated_at"),)
+
+
+def liked(person: Person, rows: list[Row]) -> Draft:
+    """Likes of these payments, without parameters."""
+    return Draft(
+        changes=(added("venmo.TransactionLike", "user_id transaction_id", ((person.id, row["id"]) for row in rows)),),
+        side_effects=(SideEffect("venmo.Transaction", touched=("like_count", "updated_at")),),
+    )
+
+
+def starred(rows: list[Row]) -> tuple[Change, ...]:
+    """Email threads that are starred."""
+    return (updated("gmail.UserEmailThread", "id starred", ((row["id"], True) for row in rows), "starred updated_at"),)
+
+
+def _names(people: Sequence[Row]) -> str:
+    return "\n".join(sorted(f"{row['first_name']} {row['last_name']}" for row in people))
+
+
+# --- the standard variety ---
 
 
 def text_relation(world: World, person: Person, rng: random.Random) -> Draft | None:
     """Text the same message to all contacts of a relationship."""
     relation, message = rng.choice(RELATIONS), rng.choice(WORDS["messages"])
-    contacts = contacts_of(world, person)
-    receivers = related(contacts, relation)
-    if len(related(contacts[:PAGE_LIMIT], relation)) == len(receivers):
-        return None
-    return Draft(
-        params={"relation": relation, "message": message},
-        changes=text_change(person, receivers, message),
-        side_effects=(SideEffect("phone.UserTextMessage", added=True),),
-    )
+    receivers = beyond_first_page(contacts_of(world, person), lambda row: relation in row["relationships"])
+    params: Params = {"relation": relation, "message": message}
+    return Draft(params, changes=texts(person, receivers, message), side_effects=TEXTED) if receivers else None
 
 
 def disable_late_alarms(world: World, person: Person, rng: random.Random) -> Draft | None:
     """Turn off the alarms after a time of day."""
     time = f"{rng.randint(9, 19):02d}:{rng.choice(['00', '30'])}"
     alarms = world.where("phone.Alarm", user_id=person.id)
-    late = [alarm for alarm in alarms if alarm["time"] > time and alarm["enabled"]]
-    if all(alarm in alarms[:PAGE_LIMIT] for alarm in late) or any(alarm["time"] == time for alarm in alarms):
+    late = beyond_first_page(alarms, lambda alarm: alarm["time"] > time and alarm["enabled"])
+    if not late or any(alarm["time"] == time for alarm in alarms):
         return None
-    updated = tuple((alarm["id"], False) for alarm in late)
-    return Draft(
-        params={"time": time},
-        changes=(Change("phone.Alarm", ("id", "enabled"), updated=updated, touched=("enabled",)),),
-    )
+    change = updated("phone.Alarm", "id enabled", ((alarm["id"], False) for alarm in late), "enabled")
+    return Draft({"time": time}, changes=(change,))
 
 
 def count_contacts_born(world: World, person: Person, rng: random.Random) -> Draft | None:
@@ -71,74 +174,55 @@ def count_contacts_born(world: World, person: Person, rng: random.Random) -> Dra
 
     answer = born(contacts)
     wrong = {born(contacts[:PAGE_LIMIT]), born(friends), born(friends[:PAGE_LIMIT]), len(contacts) - answer}
-    return None if answer in wrong else Draft(params={"date": date}, answer=answer)
-
-
-def notes_of(world: World, person: Person) -> list[Row]:
-    """A person's notes in the order of the API: latest update first."""
-    rows = world.where("simple_note.Note", user_id=person.id)
-    return sorted(rows, key=lambda row: row["updated_at"], reverse=True)
+    return None if answer in wrong else Draft({"date": date}, answer=answer)
 
 
 def pin_tagged_notes(world: World, person: Person, rng: random.Random) -> Draft | None:
     """Pin the notes with a tag."""
     tag = rng.choice(WORDS["note_tags"])
-    notes = notes_of(world, person)
-    tagged = [row for row in notes if tag in row["tags"]]
+    tagged = beyond_first_page(notes_of(world, person), lambda row: tag in row["tags"])
     # Pinning a pinned note again changes its date, so both doing and leaving it would have to be right.
-    if all(row in notes[:PAGE_LIMIT] for row in tagged) or any(row["pinned"] for row in tagged):
+    if not tagged or any(row["pinned"] for row in tagged):
         return None
-    updated = tuple((row["id"], True) for row in tagged)
-    change = Change("simple_note.Note", ("id", "pinned"), updated=updated, touched=("pinned", "updated_at"))
+    change = updated("simple_note.Note", "id pinned", ((row["id"], True) for row in tagged), "pinned updated_at")
     return Draft({"tag": tag}, changes=(change,))
 
 
 def delete_old_notes(world: World, person: Person, rng: random.Random) -> Draft | None:
     """Delete the notes created before a date."""
-    before = NOW.replace(hour=0) - timedelta(days=rng.randrange(60, 420))
-    notes = notes_of(world, person)
-    old = [row for row in notes if row["created_at"] < before]
-    if all(row in notes[:PAGE_LIMIT] for row in old):
-        return None
-    removed = tuple((row["id"], row["title"]) for row in old)
-    return Draft(
-        {"date": before.date().isoformat()},
-        changes=(Change("simple_note.Note", ("id", "title"), removed=removed),),
-    )
-
-
-def _song_ids(world: World, table: str, **equal: int) -> list[int]:
-    return [row["song_id"] for row in world.where(table, **equal)]
+    before = past(rng)
+    old = beyond_first_page(notes_of(world, person), lambda row: row["created_at"] < before)
+    change = removed("simple_note.Note", "id title", ((row["id"], row["title"]) for row in old))
+    return Draft({"date": before.date().isoformat()}, changes=(change,)) if old else None
 
 
 def like_playlist_songs(world: World, person: Person, rng: random.Random) -> Draft | None:
     """Like every song of a playlist."""
     # A playlist on the first page would be found without reading the later ones.
     playlist = rng.choice(world.where("spotify.Playlist", user_id=person.id)[PAGE_LIMIT:])
-    songs = _song_ids(world, "spotify.PlaylistSong", playlist_id=playlist["id"])
+    songs = world.where("spotify.PlaylistSong", playlist_id=playlist["id"])
     return Draft(
-        params={"title": playlist["title"]},
-        changes=(Change("spotify.SongLike", ("user_id", "song_id"), added=tuple((person.id, song) for song in songs)),),
+        {"title": playlist["title"]},
+        changes=(added("spotify.SongLike", "user_id song_id", ((person.id, row["song_id"]) for row in songs)),),
         side_effects=(SideEffect("spotify.Song", touched=("like_count",)),),
     )
 
 
 def count_library_songs(world: World, person: Person, rng: random.Random) -> Draft | None:
     """Count the songs added to the library since a date."""
-    since = NOW.replace(hour=0) - timedelta(days=rng.randrange(60, 420))
+    since = past(rng)
     songs = [row["created_at"] for row in world.where("spotify.UserLibrarySong", user_id=person.id)]
     albums = [row["created_at"] for row in world.where("spotify.UserLibraryAlbum", user_id=person.id)]
     answer = sum(moment >= since for moment in songs)
-    first_page = songs[:PAGE_LIMIT], albums[:PAGE_LIMIT]
-    wrong = {sum(moment >= since for moment in page) for page in (*first_page, albums)}
-    if answer in wrong or answer == len(songs) - answer or answer == 0:
+    wrong = {sum(moment >= since for moment in page) for page in (songs[:PAGE_LIMIT], albums[:PAGE_LIMIT], albums)}
+    if answer in wrong | {len(songs) - answer, 0}:
         return None
-    return Draft(params={"date": since.date().isoformat()}, answer=answer)
+    return Draft({"date": since.date().isoformat()}, answer=answer)
 
 
 def longest_library_song(world: World, person: Person, rng: random.Random) -> Draft | None:
     """Name the longest song of the library."""
-    songs = [world.get("spotify.Song", s) for s in _song_ids(world, "spotify.UserLibrarySong", user_id=person.id)]
+    songs = library_of(world, person)
     longest = max(songs, key=lambda song: song["duration"])
     return None if longest in songs[:PAGE_LIMIT] else Draft(answer=longest["title"])
 
@@ -146,71 +230,44 @@ def longest_library_song(world: World, person: Person, rng: random.Random) -> Dr
 def remove_long_songs(world: World, person: Person, rng: random.Random) -> Draft | None:
     """Remove songs over a length from the library."""
     limit = rng.randrange(200, 400, 10)
-    songs = [world.get("spotify.Song", s) for s in _song_ids(world, "spotify.UserLibrarySong", user_id=person.id)]
-    long = [song["id"] for song in songs if song["duration"] > limit]
-    late = [song["id"] for song in songs[PAGE_LIMIT:] if song["duration"] > limit]
-    if not late or len(long) == len(songs):
+    songs = library_of(world, person)
+    long = beyond_first_page(songs, lambda song: song["duration"] > limit)
+    if not long or len(long) == len(songs):
         return None
-    return Draft(
-        params={"limit": limit},
-        changes=(
-            Change(
-                "spotify.UserLibrarySong",
-                ("user_id", "song_id"),
-                removed=tuple((person.id, song) for song in long),
-            ),
-        ),
-    )
+    change = removed("spotify.UserLibrarySong", "user_id song_id", ((person.id, song["id"]) for song in long))
+    return Draft({"limit": limit}, changes=(change,))
 
 
 def follow_library_artists(world: World, person: Person, rng: random.Random) -> Draft | None:
     """Follow the artists of the library's songs, leaving out those already followed."""
 
-    def artists(songs: list[int]) -> set[int]:
-        return {artist for song in songs for artist in world.get("spotify.Song", song)["artist_ids"]}
+    def artists(songs: list[Row]) -> set[int]:
+        return {artist for song in songs for artist in song["artist_ids"]}
 
-    library = _song_ids(world, "spotify.UserLibrarySong", user_id=person.id)
+    library = library_of(world, person)
     followed = {row["artist_id"] for row in world.where("spotify.UserArtistFollowing", user_id=person.id)}
     new = artists(library) - followed
     if not artists(library) & followed or new <= artists(library[:PAGE_LIMIT]):
         return None
-    return Draft(
-        changes=(
-            Change(
-                "spotify.UserArtistFollowing",
-                ("user_id", "artist_id"),
-                added=tuple((person.id, artist) for artist in sorted(new)),
-            ),
-        ),
-    )
+    rows = ((person.id, artist) for artist in sorted(new))
+    return Draft(changes=(added("spotify.UserArtistFollowing", "user_id artist_id", rows),))
 
 
 def playlist_of_likes(world: World, person: Person, rng: random.Random) -> Draft | None:
     """Make a playlist of the liked songs."""
     title = rng.choice(WORDS["new_titles"])
-    liked = _song_ids(world, "spotify.SongLike", user_id=person.id)
-    return Draft(
-        params={"title": title},
-        changes=(
-            Change("spotify.Playlist", ("user_id", "title"), added=((person.id, title),)),
-            Change(
-                "spotify.PlaylistSong",
-                ("playlist.user_id", "playlist.title", "song_id"),
-                added=tuple((person.id, title, song) for song in liked),
-            ),
-        ),
+    likes = world.where("spotify.SongLike", user_id=person.id)
+    songs = ((person.id, title, row["song_id"]) for row in likes)
+    changes = (
+        added("spotify.Playlist", "user_id title", [(person.id, title)]),
+        added("spotify.PlaylistSong", "playlist.user_id playlist.title song_id", songs),
     )
-
-
-def pending_requests(world: World, person: Person) -> list[Row]:
-    """Payment requests a person has not answered, in the order of the API: latest first."""
-    rows = world.where("venmo.PaymentRequest", receiver_id=person.id, approved_at=None, denied_at=None)
-    return sorted(rows, key=lambda row: row["created_at"], reverse=True)
+    return Draft({"title": title}, changes=changes)
 
 
 def sum_received(world: World, person: Person, rng: random.Random) -> Draft | None:
     """Add up the money received since a date."""
-    since = NOW.replace(hour=0) - timedelta(days=rng.randrange(60, 420))
+    since = past(rng)
     received = world.where("venmo.Transaction", receiver_id=person.id)
     sent = world.where("venmo.Transaction", sender_id=person.id)
 
@@ -220,129 +277,71 @@ def sum_received(world: World, person: Person, rng: random.Random) -> Draft | No
     answer = total(received)
     earlier = sum(row["amount"] for row in received) - answer
     wrong = {total(received[:PAGE_LIMIT]), total(sent), total(sent[:PAGE_LIMIT]), earlier, 0.0}
-    return None if answer in wrong else Draft(params={"date": since.date().isoformat()}, answer=answer)
+    return None if answer in wrong else Draft({"date": since.date().isoformat()}, answer=answer)
 
 
 def deny_large_requests(world: World, person: Person, rng: random.Random) -> Draft | None:
     """Deny pending payment requests over an amount."""
     limit = rng.randrange(30, 130, 5)
-    pending = pending_requests(world, person)
-    large = [row["id"] for row in pending if row["amount"] > limit]
-    early = [row["id"] for row in pending[:PAGE_LIMIT] if row["amount"] > limit]
-    if large == early:
-        return None
-    change = Change(
-        "venmo.PaymentRequest", ("id",), updated=tuple((i,) for i in large), touched=("denied_at", "updated_at")
-    )
-    return Draft({"limit": limit}, changes=(change,), side_effects=(SideEffect("venmo.Notification", added=True),))
+    large = beyond_first_page(pending_requests(world, person), lambda row: row["amount"] > limit)
+    return Draft({"limit": limit}, changes=denied(large), side_effects=NOTIFIED) if large else None
 
 
 def approve_relation_requests(world: World, person: Person, rng: random.Random) -> Draft | None:
     """Approve the pending payment requests of contacts of a relationship."""
     relation = rng.choice(CLOSE_RELATIONS)
     contacts, pending = contacts_of(world, person), pending_requests(world, person)
-
-    def by(rows: list[Row], emails: set[str]) -> list[Row]:
-        return [row for row in rows if world.person(row["sender_id"]).email in emails]
-
-    emails = {row["email"] for row in related(contacts, relation)}
-    early = {row["email"] for row in related(contacts[:PAGE_LIMIT], relation)}
     friends = {world.person(row["friend_id"]).email for row in world.where("venmo.Friendship", user_id=person.id)}
-    chosen = by(pending, emails)
-    if chosen in ([], by(pending[:PAGE_LIMIT], early), by(pending, friends)):
+    chosen = sent_by(world, pending, emails_of(contacts, relation))
+    early = sent_by(world, pending[:PAGE_LIMIT], emails_of(contacts[:PAGE_LIMIT], relation))
+    if chosen in ([], early, sent_by(world, pending, friends)):
         return None
-    fields = ("sender_id", "receiver_id", "amount", "description")
-    paid = tuple((person.id, row["sender_id"], row["amount"], row["description"]) for row in chosen)
+    paid = ((person.id, row["sender_id"], row["amount"], row["description"]) for row in chosen)
     return Draft(
         {"relation": relation},
         changes=(
-            Change(
-                "venmo.PaymentRequest",
-                ("id",),
-                updated=tuple((row["id"],) for row in chosen),
-                touched=("approved_at", "updated_at"),
-            ),
-            Change("venmo.Transaction", fields, added=paid),
+            updated("venmo.PaymentRequest", "id", ((row["id"],) for row in chosen), "approved_at updated_at"),
+            added("venmo.Transaction", "sender_id receiver_id amount description", paid),
         ),
-        side_effects=(
-            SideEffect("venmo.User", touched=("venmo_balance",)),
-            SideEffect("venmo.Notification", added=True),
-        ),
+        side_effects=(SideEffect("venmo.User", touched=("venmo_balance",)), *NOTIFIED),
     )
 
 
 def like_received_payments(world: World, person: Person, rng: random.Random) -> Draft | None:
     """Like the payments received since a date."""
-    since = NOW.replace(hour=0) - timedelta(days=rng.randrange(60, 420))
+    since = past(rng)
     received = world.where("venmo.Transaction", receiver_id=person.id)
-    chosen = [row["id"] for row in received if row["created_at"] >= since]
-    early = [row["id"] for row in received[:PAGE_LIMIT] if row["created_at"] >= since]
-    if chosen == early:
-        return None
-    likes = tuple((person.id, transaction) for transaction in chosen)
-    return Draft(
-        {"date": since.date().isoformat()},
-        changes=(Change("venmo.TransactionLike", ("user_id", "transaction_id"), added=likes),),
-        side_effects=(SideEffect("venmo.Transaction", touched=("like_count", "updated_at")),),
-    )
+    chosen = beyond_first_page(received, lambda row: row["created_at"] >= since)
+    return replace(liked(person, chosen), params={"date": since.date().isoformat()}) if chosen else None
 
 
 def complete_due_tasks(world: World, person: Person, rng: random.Random) -> Draft | None:
     """Complete a Todoist project's tasks due before a date."""
-    projects = world.where("todoist.Project", user_id=person.id)
-    projects.sort(key=lambda row: row["created_at"], reverse=True)
+    projects = _latest_first(world.where("todoist.Project", user_id=person.id), "created_at")
     project = rng.choice(projects[PAGE_LIMIT:])
-    date = NOW.replace(hour=0) - timedelta(days=rng.randrange(0, 90))
+    date = past(rng, 0, 90)
     tasks = world.where("todoist.Task", project_id=project["id"], is_completed=False)
-    due = [row["id"] for row in tasks if row["due_date"] < date]
-    if not due:
-        return None
-    change = Change(
-        "todoist.Task",
-        ("id", "is_completed"),
-        updated=tuple((task, True) for task in due),
-        touched=("is_completed",),
-    )
-    return Draft({"project": project["name"], "date": date.date().isoformat()}, changes=(change,))
+    due = [(row["id"], True) for row in tasks if row["due_date"] < date]
+    change = updated("todoist.Task", "id is_completed", due, "is_completed")
+    return Draft({"project": project["name"], "date": date.date().isoformat()}, changes=(change,)) if due else None
 
 
 def delete_files(world: World, person: Person, rng: random.Random) -> Draft | None:
     """Delete a folder's files of one extension."""
     extension = rng.choice(WORDS["extensions"])
-    files = world.where("file_system.File", user_id=person.id)
-    gone = [r["path"] for r in files if "/downloads/" in r["path"] and r["path"].endswith(f".{extension}")]
-    if not gone:
-        return None
-    removed = tuple((person.id, path) for path in gone)
-    return Draft(
-        {"extension": extension},
-        changes=(Change("file_system.File", ("user_id", "path"), removed=removed),),
-        side_effects=(SideEffect("file_system.Directory", touched=("updated_at",)),),
-    )
+    files = [row["path"] for row in world.where("file_system.File", user_id=person.id)]
+    gone = [(person.id, path) for path in files if "/downloads/" in path and path.endswith(f".{extension}")]
+    change = removed("file_system.File", "user_id path", gone)
+    return Draft({"extension": extension}, changes=(change,), side_effects=FILED) if gone else None
 
 
 def star_relation_threads(world: World, person: Person, rng: random.Random) -> Draft | None:
     """Star the email threads received from contacts of a relationship."""
     relation = rng.choice(CLOSE_RELATIONS)
-    contacts = contacts_of(world, person)
-    inbox = world.where("gmail.UserEmailThread", user_id=person.id, incoming=True)
-    inbox.sort(key=lambda row: row["updated_at"], reverse=True)
-
-    def by(rows: list[Row], people: list[Row]) -> list[int]:
-        emails = {row["email"] for row in related(people, relation)}
-        senders = [world.get("gmail.Email", row["email_ids"][0])["sender_id"] for row in rows]
-        return [row["id"] for row, sender in zip(rows, senders, strict=True) if world.person(sender).email in emails]
-
-    chosen = by(inbox, contacts)
-    if chosen in ([], by(inbox[:PAGE_LIMIT], contacts[:PAGE_LIMIT])):
-        return None
-    change = Change(
-        "gmail.UserEmailThread",
-        ("id", "starred"),
-        updated=tuple((thread, True) for thread in chosen),
-        touched=("starred", "updated_at"),
-    )
-    return Draft({"relation": relation}, changes=(change,))
+    contacts, inbox = contacts_of(world, person), inbox_of(world, person)
+    chosen = threads_by(world, inbox, emails_of(contacts, relation))
+    early = threads_by(world, inbox[:PAGE_LIMIT], emails_of(contacts[:PAGE_LIMIT], relation))
+    return None if chosen in ([], early) else Draft({"relation": relation}, changes=starred(chosen))
 
 
 def move_wishes_to_cart(world: World, person: Person, rng: random.Random) -> Draft | None:
@@ -352,23 +351,17 @@ def move_wishes_to_cart(world: World, person: Person, rng: random.Random) -> Dra
     cheap = [row for row in wishes if world.get("amazon.Product", row["product_id"])["price"] < limit]
     if not cheap or len(cheap) == len(wishes):
         return None
-    rows = tuple((person.id, row["product_id"], row["quantity"]) for row in cheap)
-    fields = ("user_id", "product_id", "quantity")
-    return Draft(
-        {"limit": limit},
-        changes=(
-            Change("amazon.WishListEntry", fields, removed=rows),
-            Change("amazon.CartEntry", fields, added=rows),
-        ),
-    )
+    rows = [(person.id, row["product_id"], row["quantity"]) for row in cheap]
+    fields = "user_id product_id quantity"
+    changes = (removed("amazon.WishListEntry", fields, rows), added("amazon.CartEntry", fields, rows))
+    return Draft({"limit": limit}, changes=changes)
 
 
 def note_of_playlists(world: World, person: Person, rng: random.Random) -> Draft | None:
     """Write the playlists' titles into a new note."""
     title = rng.choice(WORDS["new_titles"])
-    content = "\n".join(sorted(row["title"] for row in world.where("spotify.Playlist", user_id=person.id)))
-    change = Change("simple_note.Note", ("user_id", "title", "content"), added=((person.id, title, content),))
-    return Draft({"title": title}, changes=(change,))
+    titles = sorted(row["title"] for row in world.where("spotify.Playlist", user_id=person.id))
+    return Draft({"title": title}, changes=new_note(person, title, "\n".join(titles)))
 
 
 def text_note(world: World, person: Person, rng: random.Random) -> Draft | None:
@@ -376,23 +369,167 @@ def text_note(world: World, person: Person, rng: random.Random) -> Draft | None:
     note = rng.choice(notes_of(world, person)[PAGE_LIMIT:])
     relation = rng.choice(RELATIONS)
     receivers = related(contacts_of(world, person), relation)
-    if not receivers:
-        return None
-    return Draft(
-        {"title": note["title"], "relation": relation},
-        changes=text_change(person, receivers, note["content"]),
-        side_effects=(SideEffect("phone.UserTextMessage", added=True),),
-    )
+    params: Params = {"title": note["title"], "relation": relation}
+    return Draft(params, changes=texts(person, receivers, note["content"]), side_effects=TEXTED) if receivers else None
 
 
 def file_of_songs(world: World, person: Person, rng: random.Random) -> Draft | None:
     """Write the library's song titles into a file."""
     stem = f"songs_{rng.randint(1, 99)}"
-    library = world.where("spotify.UserLibrarySong", user_id=person.id)
-    content = "\n".join(sorted(world.get("spotify.Song", row["song_id"])["title"] for row in library))
-    row = (person.id, f"~/documents/{stem}.txt", content)
-    return Draft(
-        {"stem": stem},
-        changes=(Change("file_system.File", ("user_id", "tilde_path", "content"), added=(row,)),),
-        side_effects=(SideEffect("file_system.Directory", touched=("updated_at",)),),
-    )
+    content = "\n".join(sorted(song["title"] for song in library_of(world, person)))
+    return Draft({"stem": stem}, changes=new_file(person, stem, content), side_effects=FILED)
+
+
+# --- the hard variety ---
+
+
+def _requests(world: World, person: Person, rng: random.Random) -> tuple[Params, list[Row], list[Row]] | None:
+    """Parameters, the requests they choose and their senders as contacts; None where a fault would do no harm."""
+    relation, limit = rng.choice(CLOSE_RELATIONS), rng.randrange(20, 120, 5)
+    contacts, pending = contacts_of(world, person), pending_requests(world, person)
+
+    def by(requests: list[Row], people: list[Row]) -> tuple[list[Row], list[Row]]:
+        chosen = sent_by(world, requests, emails_of(people, relation))
+        senders = {world.person(row["sender_id"]).email for row in chosen}
+        return chosen, [row for row in contacts if row["email"] in senders]
+
+    over = [row for row in pending if row["amount"] > limit]
+    requests, senders = by(over, contacts)
+    _, of_first_pages = by([row for row in over if row in pending[:PAGE_LIMIT]], contacts[:PAGE_LIMIT])
+    _, of_smaller = by([row for row in pending if row["amount"] < limit], contacts)
+    # Both kinds there are, or to select by the amount would be no work.
+    if senders in ([], of_first_pages, of_smaller) or not of_smaller:
+        return None
+    return {"relation": relation, "limit": limit}, requests, senders
+
+
+def deny_relation_requests(world: World, person: Person, rng: random.Random) -> Draft | None:
+    """Deny the chosen payment requests."""
+    if (found := _requests(world, person, rng)) is None:
+        return None
+    params, requests, _ = found
+    return Draft(params, changes=denied(requests), side_effects=NOTIFIED)
+
+
+def text_senders(world: World, person: Person, rng: random.Random) -> Draft | None:
+    """Text the senders of the chosen requests."""
+    if (found := _requests(world, person, rng)) is None:
+        return None
+    params, _, senders = found
+    message = rng.choice(WORDS["messages"])
+    return Draft(params | {"message": message}, changes=texts(person, senders, message), side_effects=TEXTED)
+
+
+def note_of_senders(world: World, person: Person, rng: random.Random) -> Draft | None:
+    """Write the senders' names into a new note."""
+    if (found := _requests(world, person, rng)) is None:
+        return None
+    params, _, senders = found
+    title = rng.choice(WORDS["new_titles"])
+    return Draft(params | {"title": title}, changes=new_note(person, title, _names(senders)))
+
+
+def file_of_senders(world: World, person: Person, rng: random.Random) -> Draft | None:
+    """Write the senders' names into a new file."""
+    if (found := _requests(world, person, rng)) is None:
+        return None
+    params, _, senders = found
+    stem = f"people_{rng.randint(1, 99)}"
+    return Draft(params | {"stem": stem}, changes=new_file(person, stem, _names(senders)), side_effects=FILED)
+
+
+def _payments(world: World, person: Person, rng: random.Random) -> tuple[Params, list[Row]] | None:
+    """Parameters and the payments they choose; None where a fault would do no harm."""
+
+    def total(rows: list[Row]) -> float:
+        return sum(row["amount"] for row in rows)
+
+    relation, since = rng.choice(CLOSE_RELATIONS), past(rng)
+    contacts = contacts_of(world, person)
+    received = world.where("venmo.Transaction", receiver_id=person.id)
+    payments = sent_by(world, received, emails_of(contacts, relation))
+    chosen = [row for row in payments if row["created_at"] >= since]
+    early = [row for row in payments if row not in chosen]
+    first_page = sent_by(world, received[:PAGE_LIMIT], emails_of(contacts[:PAGE_LIMIT], relation))
+    of_first_pages = [row for row in first_page if row in chosen]
+    if not chosen or not early or total(chosen) in (total(of_first_pages), total(early)):
+        return None
+    return {"relation": relation, "date": since.date().isoformat()}, chosen
+
+
+def like_relation_payments(world: World, person: Person, rng: random.Random) -> Draft | None:
+    """Like the chosen payments."""
+    if (found := _payments(world, person, rng)) is None:
+        return None
+    params, chosen = found
+    return replace(liked(person, chosen), params=params)
+
+
+def sum_relation_payments(world: World, person: Person, rng: random.Random) -> Draft | None:
+    """Add up the chosen payments."""
+    if (found := _payments(world, person, rng)) is None:
+        return None
+    params, chosen = found
+    return Draft(params, answer=sum(row["amount"] for row in chosen))
+
+
+def note_of_long_songs(world: World, person: Person, rng: random.Random) -> Draft | None:
+    """Write the titles of the library's long songs into a new note."""
+    title, limit = rng.choice(WORDS["new_titles"]), rng.randrange(200, 400, 10)
+    songs = library_of(world, person)
+    long = beyond_first_page(songs, lambda song: song["duration"] > limit)
+    if not long or len(long) == len(songs):
+        return None
+    content = "\n".join(sorted(song["title"] for song in long))
+    return Draft({"title": title, "limit": limit}, changes=new_note(person, title, content))
+
+
+def text_longest_song(world: World, person: Person, rng: random.Random) -> Draft | None:
+    """Text the title of the library's longest song to contacts of a relationship."""
+    relation, songs = rng.choice(CLOSE_RELATIONS), library_of(world, person)
+    longest = max(songs, key=lambda song: song["duration"])
+    receivers = related(contacts_of(world, person), relation)
+    if longest in songs[:PAGE_LIMIT] or not receivers:
+        return None
+    return Draft({"relation": relation}, changes=texts(person, receivers, longest["title"]), side_effects=TEXTED)
+
+
+def file_of_contacts(world: World, person: Person, rng: random.Random) -> Draft | None:
+    """Write the names of contacts of a relationship born before a date into a new file."""
+    if (found := _born(world, person, rng)) is None:
+        return None
+    params, people = found
+    stem = f"people_{rng.randint(1, 99)}"
+    return Draft(params | {"stem": stem}, changes=new_file(person, stem, _names(people)), side_effects=FILED)
+
+
+def _born(world: World, person: Person, rng: random.Random) -> tuple[Params, list[Row]] | None:
+    """Parameters and the contacts they choose; None where a fault would do no harm."""
+    relation = rng.choice(CLOSE_RELATIONS)
+    date = datetime(rng.randint(1960, 1990), rng.randint(1, 12), 1).date().isoformat()
+    contacts = contacts_of(world, person)
+    people = beyond_first_page(contacts, lambda row: relation in row["relationships"] and row["birthday"] < date)
+    return ({"relation": relation, "date": date}, people) if people else None
+
+
+def star_recent_threads(world: World, person: Person, rng: random.Random) -> Draft | None:
+    """Star the threads received since a date from contacts of a relationship."""
+    relation, since = rng.choice(CLOSE_RELATIONS), past(rng, 20, 180)
+    contacts, inbox = contacts_of(world, person), inbox_of(world, person)
+    threads = threads_by(world, inbox, emails_of(contacts, relation))
+    chosen = [row for row in threads if row["created_at"] >= since]
+    early = [row for row in threads if row not in chosen]
+    first_page = threads_by(world, inbox[:PAGE_LIMIT], emails_of(contacts[:PAGE_LIMIT], relation))
+    if not chosen or not early or chosen == [row for row in first_page if row in chosen]:
+        return None
+    return Draft({"relation": relation, "date": since.date().isoformat()}, changes=starred(chosen))
+
+
+def text_note_born(world: World, person: Person, rng: random.Random) -> Draft | None:
+    """Text a note's content to contacts of a relationship born before a date."""
+    note = rng.choice(notes_of(world, person)[PAGE_LIMIT:])
+    if (found := _born(world, person, rng)) is None:
+        return None
+    params, people = found
+    changes = texts(person, people, note["content"])
+    return Draft(params | {"title": note["title"]}, changes=changes, side_effects=TEXTED)

@@ -8,7 +8,7 @@ import random
 from dataclasses import dataclass
 
 from draco_ray.errors import WorldError
-from draco_ray.sandbox.world import drafts, hard_drafts
+from draco_ray.sandbox.world import drafts
 from draco_ray.sandbox.world.population import Person, World
 from draco_ray.sandbox.world.scripts import SPLITS, VARIETIES, Draft, Family, families
 
@@ -82,7 +82,7 @@ def _scenario(
     # Where too few of the split's own users make a good task, users of the training split are taken.
     spare = [person for person in rng.sample(users["train"], len(users["train"])) if person not in own]
     tasks: list[PlannedTask] = []
-    draft_of = getattr(hard_drafts if family.variety == "hard" else drafts, family.name)
+    draft_of = getattr(drafts, family.name)
     for person in (*own, *spare):
         for _ in range(TRIES):
             draft = draft_of(world, person, rng)

@@ -6,7 +6,7 @@ import tempfile
 from pathlib import Path
 
 from draco_ray.lab.evaluation.results import EvaluationDirectory
-from draco_ray.lab.runs.inspect_evaluations import write_logs
+from draco_ray.lab.runs.inspect_logs import write_logs
 from draco_ray.records import Usage
 from tests.support.adapters import emit
 from tests.support.evaluations import a_plan, write_evaluation

@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 from pathlib import Path
 
-from draco_ray.lab.runs.inspect_log import write_inspect_logs
+from draco_ray.lab.runs.inspect_logs import write_logs
 from tests.support.adapters import emit
 from tests.support.small_run import small_run
 
@@ -16,11 +16,11 @@ def main() -> None:
 
     with tempfile.TemporaryDirectory() as folder:
         logs, packed = Path(folder) / "logs", Path(folder) / "packed"
-        write_inspect_logs(small_run(Path(folder) / "run"), logs)
+        write_logs(small_run(Path(folder) / "run").path, logs)
         convert_eval_logs(str(logs), "eval", str(packed))
         found = []
         for each in (logs, packed):
-            first = min(list_eval_logs(str(each)), key=lambda log: log.name)
+            first = next(log for log in list_eval_logs(str(each)) if "_run_step000001" in log.name)
             log = read_eval_log(first.name)
             sample = (log.samples or [])[0]
             score = (sample.scores or {})["draco"]

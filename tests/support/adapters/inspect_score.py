@@ -8,16 +8,13 @@ from typing import Any
 from tests.support.adapters import ASK, Canned, emit
 
 
-def main() -> None:
-    """Print the score that the log holds."""
-    from inspect_ai import Task, eval
+def booking(scorer: Any = None) -> Any:
+    """A task of two samples that a scripted solver plays."""
+    from inspect_ai import Task
     from inspect_ai.dataset import Sample
-    from inspect_ai.log import read_eval_log
     from inspect_ai.model import ChatMessageAssistant, ChatMessageTool
     from inspect_ai.solver import solver
     from inspect_ai.tool import ToolCall
-
-    from draco_ray.adapters.inspect_scorer import draco_scorer
 
     @solver
     def played() -> Any:
@@ -32,11 +29,17 @@ def main() -> None:
 
         return solve
 
-    task = Task(
-        dataset=[Sample(id=flight, input=ASK) for flight in ("DL9", "UA1")],
-        solver=played(),
-        scorer=draco_scorer("canned", complete=Canned()),
-    )
+    return Task(dataset=[Sample(id=flight, input=ASK) for flight in ("DL9", "UA1")], solver=played(), scorer=scorer)
+
+
+def main() -> None:
+    """Print the score that the log holds."""
+    from inspect_ai import eval
+    from inspect_ai.log import read_eval_log
+
+    from draco_ray.adapters.inspect_scorer import draco_scorer
+
+    task = booking(draco_scorer("canned", complete=Canned()))
     with tempfile.TemporaryDirectory() as folder:
         (log,) = eval(task, model="mockllm/model", log_dir=folder, display="none", log_realtime=False)
         found = read_eval_log(log.location)

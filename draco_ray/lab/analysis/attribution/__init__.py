@@ -1,10 +1,7 @@
 """Attribution quality: does a judge find the fault that was planted, and does credit push the step that holds it?
 
 =========  ============================================================================================================
-`plant`    reference solutions of the sandbox with one fault each, executed in AppWorld, kept if the tests bear it out
-`execute`  runs them under AppWorld's own Python
-`mutate`   the same faults, planted in any rollout's code by small edits
-`recorded` a finished run's successful rollouts with a fault each, executed confined
+`plant`    reference solutions of the sandbox with planted faults, executed in AppWorld, kept if the tests confirm them
 `rubric`   a criterion for each kind of fault, so that the right verdicts are known
 `bench`    a judge's verdicts, citations and step advantages on them
 `measure`  what is measured of that, with intervals and baselines

@@ -16,12 +16,7 @@ from draco_ray.algorithm.rules import AdvantageRule
 from draco_ray.environments.appworld.data_root import load_task
 from draco_ray.errors import JudgeUnavailable
 from draco_ray.judging.judge import CallContext, Judge
-from draco_ray.judging.phases.base import Rubric
-from draco_ray.judging.phases.credit import Credit
-from draco_ray.judging.phases.score import Score
-from draco_ray.judging.phases.stage1 import Stage1
-from draco_ray.judging.phases.stage2 import Stage2
-from draco_ray.judging.phases.union import Union
+from draco_ray.judging.phases import Credit, Rubric, Score, Stage1, Stage2, Union
 from draco_ray.lab.analysis.attribution.plant import PlantedRollout
 from draco_ray.lab.analysis.attribution.rubric import known_rubric
 from draco_ray.records import (
@@ -43,7 +38,7 @@ AGENT_PROMPT = Path("prompts/agent_think.txt")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JudgedRollout:
-    """A planted rollout with what the judge and the algorithm made of it."""
+    """A planted rollout, its verdicts, attributions and advantages."""
 
     planted: PlantedRollout
     truth_K: IntArray
@@ -59,7 +54,7 @@ class JudgedRollout:
 
     @property
     def steps(self) -> int:
-        """M."""
+        """M, the number of steps."""
         return len(self.planted.cells)
 
 

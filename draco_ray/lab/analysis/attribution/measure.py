@@ -57,7 +57,7 @@ from draco_ray.records import BoolArray, FloatArray, Verdict
 from draco_ray.sandbox.world.scripts import Fault
 
 RULES = ("chance", "last_step", "first_failed")
-"""What blames without a judge."""
+"""Baselines that choose a step without a judge."""
 MEASURES = columns(
     "string: judge scope measure",
     "int64: observations",
@@ -76,7 +76,7 @@ ROLLOUTS = columns(
 )
 
 Observation = tuple[float, float, float, float]
-"""Value, and what each of `RULES` reaches; NaN where there is none."""
+"""The judge's value and the value of each of `RULES`; NaN if a rule has none."""
 _NONE = float("nan")
 
 
@@ -93,7 +93,7 @@ def measures(judged: Sequence[JudgedRollout], judge: str) -> pa.Table:
 
 
 def rollout_rows(judged: Sequence[JudgedRollout], judge: str) -> pa.Table:
-    """One row per rollout: what was planted, and what the judge and the algorithm made of it."""
+    """One row per rollout: the planted faults, verdicts, citations and advantages."""
     return pa.Table.from_pylist(
         [
             {
@@ -121,7 +121,7 @@ def rollout_rows(judged: Sequence[JudgedRollout], judge: str) -> pa.Table:
 
 
 def cited(rollout: JudgedRollout) -> set[int]:
-    """1-based steps that failed criteria cite."""
+    """1-based steps cited by failed criteria."""
     return {
         step
         for attribution in rollout.attributions or ()
@@ -152,7 +152,7 @@ def citation_recall(rollout: JudgedRollout) -> Observation:
 
 
 def hit_at_1(rollout: JudgedRollout) -> Observation:
-    """Whether the step of least quality is planted; of several, the share that is."""
+    """Whether the step with the lowest quality is planted; for ties, the share of them that is planted."""
     planted_M, blame_M = _planted(rollout), _blame(rollout)
     return (float(planted_M[blame_M == blame_M.max()].mean()), *_hits(rollout))
 
@@ -177,14 +177,14 @@ def blame_auroc(rollout: JudgedRollout) -> Observation | None:
 
 
 def loser_auroc(rollout: JudgedRollout) -> Observation | None:
-    """`blame_auroc` where blame is what pushes; None where the rollout is not pushed away."""
+    """`blame_auroc` of losers; None if the advantage is not negative."""
     if rollout.share is None or rollout.share.advantage >= 0:
         return None
     return blame_auroc(rollout)
 
 
 def push_share(rollout: JudgedRollout) -> Observation | None:
-    """The share of the push that lands on planted steps; None where the rollout is not pushed away."""
+    """The share of the push on planted steps; None if the advantage is not negative."""
     share = rollout.share
     if share is None or share.advantage >= 0:
         return None
@@ -193,14 +193,17 @@ def push_share(rollout: JudgedRollout) -> Observation | None:
 
 
 def grpo_share(rollout: JudgedRollout) -> Observation | None:
-    """What `push_share` would be with the same advantage on every token; None where that is."""
+    """`push_share` with the same advantage on every token; None if the advantage is not negative."""
     if rollout.share is None or rollout.share.advantage >= 0:
         return None
     return (float(rollout.tokens_M[_planted(rollout)].sum() / rollout.tokens_M.sum()), *_hits(rollout))
 
 
 def pushed_away(rollout: JudgedRollout) -> Observation | None:
-    """The share of planted steps pushed away, beside that of others; None without push, or without others."""
+    """The share of planted steps with a negative step advantage, beside that of other steps.
+
+    None if the rollout's advantage is not negative, or every step is planted.
+    """
     share, planted_M = rollout.share, _planted(rollout)
     if share is None or share.advantage >= 0 or planted_M.all():
         return None
@@ -235,14 +238,17 @@ def _planted(rollout: JudgedRollout) -> BoolArray:
 
 
 def _blame(rollout: JudgedRollout) -> FloatArray:
-    """1 - Q of every step; all alike where nothing is credited."""
+    """1 - Q of every step; zeros if no step has a quality."""
     if rollout.share is None or np.isnan(rollout.share.quality_M).any():
         return np.zeros(rollout.steps)
     return np.asarray(1.0 - rollout.share.quality_M)
 
 
 def _judgments(judged: Sequence[JudgedRollout], about: Fault | None) -> dict[str, list[tuple[int, int]]]:
-    """Task -> (known, judged) of every judgment whose right verdict is known; of one criterion or of all."""
+    """Task -> (right verdict, judge's verdict) of every judgment whose right verdict is known.
+
+    ``about`` is a criterion's fault; None takes all criteria.
+    """
     found: dict[str, list[tuple[int, int]]] = defaultdict(list)
     for rollout in judged:
         for index, fault in enumerate(rollout.planted.rubric):
@@ -302,7 +308,7 @@ def _blame_row(judged: Sequence[JudgedRollout]) -> dict[str, Any] | None:
     clusters: dict[str, list[Observation]] = defaultdict(list)
     for rollout in judged:
         if not rollout.planted.faults and rollout.verdict_K is not None:
-            # What a criterion that is left open says is neither right nor wrong.
+            # Criteria without a known verdict do not count.
             known = rollout.truth_K == 1 if rollout.planted.rubric else True
             blamed = float(((rollout.verdict_K == Verdict.FAIL) & known).any())
             clusters[rollout.planted.task_id].append((blamed, _NONE, _NONE, _NONE))

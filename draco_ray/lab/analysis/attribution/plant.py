@@ -1,4 +1,4 @@
-"""Reference solutions with one planted fault each, executed in AppWorld and kept only if its tests bear the plan out.
+"""Reference solutions with one planted fault each, executed in AppWorld and kept only if AppWorld's tests confirm it.
 
 A group is what the bench judges together: a task's reference, the same with each fault of its family, and a benign
 mutation, which changes the words of the code and nothing that it does. A fatal fault is kept if the task's tests fail
@@ -12,25 +12,19 @@ with a fatal fault, one with ten idle steps between the fault and its consequenc
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from draco_ray.environments.appworld.interpreter import appworld_python
-from draco_ray.environments.jail import linux
 from draco_ray.errors import ConfigError, WorldError
 from draco_ray.lab.analysis.attribution.rubric import faults_of, in_order, known_verdicts
 from draco_ray.records import IntArray
+from draco_ray.sandbox.scripted import run_scripts
 from draco_ray.sandbox.world.build import MANIFEST, read_manifest
 from draco_ray.sandbox.world.scripts import FATAL, SPLITS, Fault, families
-from draco_ray.temp_dirs import PrivateTempDir
 
-EXECUTE = Path(__file__).with_name("execute.py")
 REFERENCE, BENIGN, MISLEADING = "reference", "benign", "looks wrong"
 LATE, AND = "late ", " and "
 """How the kinds of a hard group are written: ``late wrong_filter``, ``wrong_filter and print_secret``."""
@@ -61,16 +55,16 @@ _NAMES = re.compile(r"\brows\b")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlantedRollout:
-    """A rollout of which it is known what is wrong, and where."""
+    """A rollout with known faults at known steps."""
 
     task_id: str
     family: str
-    """Of the sandbox's script; empty for a rollout of a policy."""
+    """Family of the sandbox's script."""
     kind: str
     """``reference``, ``benign``, ``looks wrong``, or what is planted: a `Fault`, two, or a late one."""
     cells: tuple[str, ...]
     outputs: tuple[str, ...] = ()
-    """What AppWorld printed."""
+    """AppWorld's output of each step."""
     success: bool = False
     """Whether the task's own tests pass."""
     planted: tuple[int, ...] = ()
@@ -92,20 +86,20 @@ class PlantedRollout:
 
     @property
     def scope(self) -> str:
-        """What it is counted under: its kind, of a hard group without the faults' names."""
+        """Group of rollouts in the tables: the kind, for a hard group without the names of its faults."""
         if self.rubric or not self.faults:
             return self.kind
         return "two faults" if len(self.faults) > 1 else "late fault" if self.kind.startswith(LATE) else "one fault"
 
     @property
     def confirmed(self) -> bool:
-        """Whether AppWorld's tests say of this rollout what they should."""
+        """Whether AppWorld's tests confirm the plan: they fail where the planted fault breaks the task, else pass."""
         return self.success is not bool(self.faults & FATAL)
 
     @property
     def truth_K(self) -> IntArray:
         """Known verdicts on the rubric: -1 violated, +1 not, 0 left open."""
-        return known_verdicts(self.rubric, self.fault, self.cells, self.outputs, scripted=bool(self.family))
+        return known_verdicts(self.rubric, self.fault, self.cells, self.outputs)
 
 
 def plan(task_id: str, family: str) -> list[PlantedRollout]:
@@ -199,19 +193,13 @@ def choose(entries: dict[str, dict[str, Any]], split: str, tasks: int | None) ->
 
 
 def play(rollouts: Sequence[PlantedRollout], world: Path, processes: int) -> list[PlantedRollout]:
-    """Execute and evaluate every rollout; nothing is written to the world.
-
-    Raises:
-        WorldError: AppWorld's Python is missing or fails.
-    """
-    with PrivateTempDir() as folder, ThreadPoolExecutor(processes) as pool:
-        (folder / "data").symlink_to((world / "data").resolve(), target_is_directory=True)
-        shares = [rollouts[start::processes] for start in range(min(processes, len(rollouts)))]
-        results = list(pool.map(lambda share: list(_execute(share, folder)), shares))
-    found: list[PlantedRollout] = []
-    for index, _ in enumerate(rollouts):
-        found.append(results[index % processes][index // processes])
-    return found
+    """Execute and evaluate every rollout (`run_scripts`). Raises: WorldError."""
+    scripts = [(rollout.task_id, rollout.cells) for rollout in rollouts]
+    done = run_scripts(scripts, world, processes, evaluate=True)
+    return [
+        replace(rollout, outputs=executed.outputs, success=bool(executed.success))
+        for rollout, executed in zip(rollouts, done, strict=True)
+    ]
 
 
 def confirmed(group: Sequence[PlantedRollout]) -> list[PlantedRollout]:
@@ -220,31 +208,6 @@ def confirmed(group: Sequence[PlantedRollout]) -> list[PlantedRollout]:
     if not any(rollout.kind == REFERENCE and rollout.success for rollout in group):
         return []
     return [rollout for rollout in group if rollout.confirmed]
-
-
-def _execute(share: Sequence[PlantedRollout], root: Path) -> Iterator[PlantedRollout]:
-    jobs = "".join(json.dumps({"task_id": rollout.task_id, "cells": rollout.cells}) + "\n" for rollout in share)
-    done = subprocess.run(
-        # As a file: AppWorld's Python lacks what this package imports. -P keeps the file's folder off the path.
-        [appworld_python(None), "-P", "-B", str(EXECUTE)],
-        input=jobs,
-        env={**os.environ, "APPWORLD_ROOT": str(root)},
-        capture_output=True,
-        text=True,
-        check=False,
-        preexec_fn=linux.die_with_parent,
-    )
-    lines = done.stdout.splitlines()
-    if len(lines) != len(share):
-        last = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
-        raise WorldError(
-            f"AppWorld stopped after {len(lines)} of {len(share)} rollouts: {last}; "
-            "check the world with `draco sandbox verify`"
-        )
-    for rollout, line in zip(share, lines, strict=True):
-        result = json.loads(line)
-        fields = asdict(rollout) | {"outputs": tuple(result["outputs"]), "success": result["success"]}
-        yield PlantedRollout(**fields)
 
 
 def write_kept(kept: Path, header: dict[str, Any], played: Sequence[PlantedRollout]) -> None:

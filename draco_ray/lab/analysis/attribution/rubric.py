@@ -12,7 +12,7 @@ from draco_ray.sandbox.world.scripts import Family, Fault
 
 COMPLETION = "complete_task("
 UNKNOWN = 0
-"""Stands where a fault leaves open whether another criterion is violated."""
+"""Verdict of a criterion that a fault may or may not violate."""
 
 _CRITERIA = {
     Fault.FIRST_PAGE_ONLY: Criterion(
@@ -83,14 +83,9 @@ def known_rubric(faults: Sequence[Fault], task: str) -> tuple[Criterion, ...]:
 
 
 def known_verdicts(
-    faults: Sequence[Fault],
-    planted: Fault | None,
-    cells: Sequence[str],
-    outputs: Sequence[str],
-    *,
-    scripted: bool = True,
+    faults: Sequence[Fault], planted: Fault | None, cells: Sequence[str], outputs: Sequence[str]
 ) -> IntArray:
-    """What a judge should say of a rollout: -1 violated, +1 not (not applicable included), `UNKNOWN` left open.
+    """The right verdicts on a rollout: -1 violated, +1 not (not applicable included), `UNKNOWN` left open.
 
     The planted fault is violated. What an execution shows is read from it, since a fault has consequences: a wrong list
     may lack a field, and the cell that wants it raises, and then the answer to hand in is missing. Whether a task is
@@ -102,7 +97,6 @@ def known_verdicts(
         planted: the fault, or None.
         cells: of the rollout.
         outputs: what each printed.
-        scripted: whether the code is this project's own; a policy may have shown a secret without our doing.
     """
     raised = [failed(output) for output in outputs]
     completions = [
@@ -118,8 +112,6 @@ def known_verdicts(
     left_open = set(_OPEN.get(planted, ()))
     if completions and completions[0] and raised[completions[0] - 1]:
         left_open.add(Fault.NO_COMPLETION)
-    if not scripted:
-        left_open.add(Fault.PRINT_SECRET)
     truth_K = np.ones(len(faults), dtype=np.int8)
     for index, about in enumerate(faults):
         if about is planted or seen.get(about, False):

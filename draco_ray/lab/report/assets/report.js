@@ -394,7 +394,23 @@ function turnCard(turn, order, text, here, share, prefix = "t") {
     before ? folded(turn.action === null ? "Message" : "Reasoning", before, { open: true, kind: "reasoning" }) : null,
     turn.action ? copied(el("pre.code", { tabindex: "0" }, colored(text(turn.action))), text(turn.action)) : null,
     after ? folded("After the action", after, { kind: "reasoning" }) : null,
+    turn.sampled ? tokenFold(turn) : null,
     turn.observation !== null ? folded("Output", output, { open: output.length < 1500, kind: "output" }) : null);
+}
+
+// The sampled tokens, darker where the policy was less sure; they are put in when asked for.
+function tokenFold(turn) {
+  const fold = el("details.fold.tokens", {}, el("summary", {}, "Sampled tokens"));
+  fold.addEventListener("toggle", () => {
+    if (!fold.open || fold.children.length > 1) return;
+    const advantage = turn.advantage === undefined ? "no advantage" : `advantage ${signed(turn.advantage, 3)}`;
+    fold.append(block(turn.sampled.map(([token, logprob]) => {
+      const node = el("span.token." + (turn.advantage === undefined ? "zero" : sign(turn.advantage)), { title: `${JSON.stringify(token)}, log-probability ${fixed(logprob, 3)}, ${advantage}` }, token);
+      node.style.setProperty("--unsure", Math.round(100 * (1 - Math.exp(logprob))) + "%");
+      return node;
+    })));
+  });
+  return fold;
 }
 
 function verdictItem(group, criterion, at, rollout, here) {

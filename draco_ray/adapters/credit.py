@@ -1,0 +1,94 @@
+"""Judging into the verdict store: what the trainers' adapters have in common."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Unpack
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from draco_ray.adapters.conversations import Judging
+from draco_ray.adapters.tokens import sampled_runs
+from draco_ray.adapters.verdicts import Missing, StepVerdict, TrajectoryKey, VerdictStore
+from draco_ray.traces.library import JudgeOptions
+
+
+class CreditJudge:
+    """A judge whose verdicts go into a store."""
+
+    def __init__(
+        self,
+        model: str | None = None,
+        *,
+        store: VerdictStore | str | Path | None = None,
+        missing: Missing = "error",
+        **options: Unpack[JudgeOptions],
+    ) -> None:
+        """
+        Args:
+            model: LiteLLM's name of the judge; None: that of ``config``.
+            store: a verdict store or its file; None: a temporary file.
+            missing: see `VerdictStore`.
+            options: of `draco_ray.judge`: budget (of all calls together), rubric, api_base, out, ...
+
+        Raises: see `Judging` and `VerdictStore`.
+        """
+        self._judging = Judging(model, **options)
+        self.store = store if isinstance(store, VerdictStore) else VerdictStore(store, missing=missing)
+
+    async def judge(
+        self,
+        keys: Sequence[TrajectoryKey],
+        records: Sequence[Mapping[str, Any]],
+        tokens: Sequence[Sequence[int] | None] | None = None,
+    ) -> list[StepVerdict]:
+        """Judge trajectories and store their verdicts.
+
+        Args:
+            keys: one for each record.
+            records: as of `judge_conversations`; those with equal ``task_id`` are a group.
+            tokens: sampled tokens of each turn of each record, where they are known.
+
+        Returns: one for each record. Raises: as `draco_ray.judge`.
+        """
+        judged = await self._judging(records)
+        counts = [None] * len(records) if tokens is None else tokens
+        verdicts = [StepVerdict.of(*each) for each in zip(judged, counts, strict=True)]
+        self.store.put(dict(zip(keys, verdicts, strict=True)))
+        return verdicts
+
+    def judge_sync(self, *arguments: Any) -> list[StepVerdict]:
+        """`judge`, for code that is not asynchronous but may be called from within a running event loop."""
+        with ThreadPoolExecutor(max_workers=1) as thread:
+            judging = thread.submit(asyncio.run, self.judge(*arguments))
+            return judging.result()
+
+
+def conversation_of_tokens(
+    prompt: str | Sequence[Mapping[str, Any]], token_ids: Sequence[int], mask: ArrayLike, decode: Callable[[Any], str]
+) -> tuple[list[dict[str, Any]], list[int]]:
+    """The conversation that a trainer holds as tokens, for hosts that keep no messages.
+
+    Each run of sampled tokens is a turn of the agent; what stands between two runs is the environment's answer.
+
+    Args:
+        prompt: text, or messages.
+        token_ids: (T,) of the response.
+        mask: (T,) 1 where the policy sampled the token.
+        decode: token ids to text, without special tokens.
+
+    Returns: messages, and the number of sampled tokens of each turn.
+    """
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [dict(each) for each in prompt]
+    end, counts = 0, []
+    for begin, stop in sampled_runs(np.asarray(mask)[: len(token_ids)]):
+        if counts and begin > end:
+            messages.append({"role": "user", "content": decode(list(token_ids[end:begin]))})
+        messages.append({"role": "assistant", "content": decode(list(token_ids[begin:stop]))})
+        counts.append(stop - begin)
+        end = stop
+    return messages, counts

@@ -1,0 +1,291 @@
+"""Verdicts of judged trajectories in one SQLite file: judging writes them, a trainer's advantage estimator reads them.
+
+Trainers shuffle batches, spread a group over several workers, and hand their estimators rewards and masks only. So a
+verdict is stored under the key of its trajectory and found again by it:
+
+    store = VerdictStore("verdicts.sqlite")
+    store.put({key: StepVerdict.of(judged)})
+    advantages_BT = store.spread(keys, advantages_B, mask_BT)
+
+The file may be used by several processes of one machine at a time (write-ahead log; not on a network file system). It
+outlives them: a restarted trainer finds what was judged before.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import logging
+import shutil
+import sqlite3
+import tempfile
+import time
+import weakref
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from draco_ray.adapters.conversations import JudgedConversation
+from draco_ray.adapters.tokens import sampled_runs, token_advantages
+from draco_ray.errors import ConfigError, DracoError
+from draco_ray.records import FloatArray
+
+log = logging.getLogger(__name__)
+
+Missing = Literal["error", "uniform"]
+LEASE_SECONDS = 1800.0
+"""After this time another worker may judge a group whose judging worker died."""
+POLL_SECONDS = 0.2
+ALIVE_SECONDS = 30.0
+"""A trajectory whose worker has not asked for this long does not wait any more: the worker has died."""
+TABLES = """
+CREATE TABLE IF NOT EXISTS verdicts (uid, grp, sample, record, verdict, PRIMARY KEY (uid, grp, sample));
+CREATE TABLE IF NOT EXISTS waiting (uid, grp, sample, record, seen, PRIMARY KEY (uid, grp, sample));
+CREATE TABLE IF NOT EXISTS judging (uid, grp, until, PRIMARY KEY (uid, grp));
+"""
+
+
+class MissingVerdict(DracoError):
+    """A trainer asks for the verdict of a trajectory that was not judged."""
+
+
+class TrajectoryKey(NamedTuple):
+    """Names a trajectory."""
+
+    uid: str
+    """The task or prompt, as the trainer names it."""
+    group: str
+    """Which group of that task, a generation step for example; empty where a uid is used for one group only."""
+    sample: str
+    """Which trajectory of the group: its number, or `digest` of its tokens."""
+
+
+def digest(value: Any) -> str:
+    """A short name for a prompt, a list of token ids, or anything else that JSON can represent."""
+    text = json.dumps(value, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:24]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepVerdict:
+    """What is needed of a judged trajectory to spread its advantage."""
+
+    reward: float | None
+    """R_i in [-1, 1]; None where judging failed."""
+    quality: tuple[float | None, ...] = ()
+    """Q_j of each step; None where no step is cited."""
+    acted: tuple[bool, ...] = ()
+    """For each turn of the agent, whether it is a step."""
+    tokens: tuple[int, ...] | None = None
+    """Sampled tokens of each turn, where they are known when it is judged: a row with other counts is stale."""
+    first: int = 0
+    """Index of the row's first turn, where a trainer splits a trajectory into several rows."""
+    error: str | None = None
+    """Why there is no reward."""
+
+    def part(self, turns: int) -> tuple[int, ...]:
+        """Tokens of as many turns of it as a row has."""
+        return (self.tokens or ())[self.first : self.first + turns]
+
+    @classmethod
+    def of(cls, judged: JudgedConversation | None, tokens: Sequence[int] | None = None) -> StepVerdict:
+        """The verdict of a judged conversation; ``tokens`` are the sampled tokens of each turn."""
+        if judged is None or judged.trace.reward is None:
+            return cls(reward=None, error="no trace" if judged is None else judged.trace.error)
+        counts = None if tokens is None else tuple(tokens)
+        return cls(reward=judged.trace.reward, quality=tuple(judged.quality), acted=judged.acted, tokens=counts)
+
+
+class VerdictStore:
+    """See the module's docstring. Copies in other processes (it can be pickled) use the same file."""
+
+    def __init__(self, path: str | Path | None = None, *, missing: Missing = "error") -> None:
+        """
+        Args:
+            path: the file; None: a new temporary one.
+            missing: what `spread` does without a verdict. ``error`` raises; ``uniform`` leaves the trajectory's
+                advantage on all of its tokens and counts it.
+
+        Raises: ConfigError: ``missing`` is neither, or the file cannot be opened.
+        """
+        if missing not in ("error", "uniform"):
+            raise ConfigError(f"missing={missing!r}: expected 'error' or 'uniform'")
+        if path is None:
+            folder = tempfile.mkdtemp(prefix="draco-verdicts-")
+            path = Path(folder) / "verdicts.sqlite"
+            weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
+        self.path, self.missing = Path(path).absolute(), missing
+        self.counts: Counter[str] = Counter()
+        """Rows that `spread` has seen in this process: spread, uncited, cut, failed, stale, missing."""
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with self._open() as connection:
+                connection.execute("PRAGMA journal_mode=WAL")
+                connection.executescript(TABLES)
+        except (OSError, sqlite3.Error) as error:
+            raise ConfigError(f"verdict store {self.path}: {error}; expected a file that can be written") from error
+
+    @contextmanager
+    def _open(self) -> Iterator[sqlite3.Connection]:
+        # A connection must not cross a fork or a thread; opening one takes a fraction of a millisecond.
+        connection = sqlite3.connect(self.path, timeout=60.0)
+        try:
+            with connection:
+                yield connection
+        finally:
+            connection.close()
+
+    def put(self, verdicts: Mapping[TrajectoryKey, StepVerdict]) -> None:
+        """Store verdicts; a key that is there already gets the new one."""
+        rows = [(*key, "", json.dumps(asdict(verdict))) for key, verdict in verdicts.items()]
+        with self._open() as connection:
+            connection.executemany("INSERT OR REPLACE INTO verdicts VALUES (?, ?, ?, ?, ?)", rows)
+
+    def get(self, keys: Sequence[TrajectoryKey]) -> list[StepVerdict | None]:
+        """Verdicts in the order of the keys; None where there is none."""
+        with self._open() as connection:
+            return [_verdict(connection, key) for key in keys]
+
+    def spread(self, keys: Sequence[TrajectoryKey], advantages: ArrayLike, mask: ArrayLike) -> FloatArray:
+        """Spread each trajectory's advantage over the tokens of its steps (Eq. `credit`).
+
+        A_i stays on every token where no step is cited, where judging failed, and where the row shows other turns than
+        were judged (the trainer cut it); `counts` says how often. Rows without a sampled token are all 0.
+
+        Args:
+            keys: B of them.
+            advantages: (B,) A_i, by whatever rule the trainer has.
+            mask: (B, T) 1 where the policy sampled the token.
+
+        Returns: (B, T) float32.
+
+        Raises: MissingVerdict: no verdict, or one of another trajectory, and ``missing`` is ``error``; ValueError: the
+            arguments differ in length.
+        """
+        advantages_B, mask_BT = np.asarray(advantages, dtype=np.float32), np.asarray(mask)
+        if not len(keys) == len(advantages_B) == len(mask_BT):
+            raise ValueError(f"{len(keys)} keys, {len(advantages_B)} advantages and {len(mask_BT)} rows of the mask")
+        before = self.counts.copy()
+        rows = [
+            self._row(*each) if each[3].any() else np.zeros(len(each[3]), dtype=np.float32)
+            for each in zip(keys, self.get(keys), map(float, advantages_B), mask_BT, strict=True)
+        ]
+        new = self.counts - before
+        if without := {name: new[name] for name in ("failed", "stale", "missing") if new[name]}:
+            log.warning("step credit: %s of %d rows stay uniform", without, len(keys))
+        return np.stack(rows) if rows else np.zeros(mask_BT.shape, dtype=np.float32)
+
+    def _row(self, key: TrajectoryKey, verdict: StepVerdict | None, advantage: float, mask_T: Any) -> FloatArray:
+        mask_T = mask_T != 0
+        runs = tuple(end - begin for begin, end in sampled_runs(mask_T))
+        uniform_T = np.where(mask_T, np.float32(advantage), np.float32(0.0))
+        if verdict is None or (verdict.tokens and verdict.part(len(runs)) != runs):
+            reason = "missing" if verdict is None else "stale"
+            if self.missing == "error":
+                what = "no verdict" if verdict is None else "the verdict is of another trajectory (stale)"
+                raise MissingVerdict(
+                    f"trajectory {'/'.join(filter(None, key))}: {what} in {self.path}; judge it before its advantage "
+                    'is computed, or set missing="uniform"'
+                )
+            self.counts[reason] += 1
+            return uniform_T
+        turns = verdict.tokens or runs
+        if verdict.reward is None:
+            self.counts["failed"] += 1
+        elif not verdict.quality or any(each is None for each in verdict.quality):
+            self.counts["uncited"] += 1
+        elif len(turns) != len(verdict.acted):
+            self.counts["cut"] += 1
+        else:
+            self.counts["spread"] += 1
+            # The whole trajectory, of which this row may be a part: each turn's tokens and one of the environment.
+            whole = np.concatenate([[1] * count + [0] for count in turns])
+            values = token_advantages(advantage, verdict.quality, verdict.acted, whole)[whole != 0]
+            begin = sum(turns[: verdict.first])
+            uniform_T[mask_T] = values[begin : begin + mask_T.sum()]
+        return uniform_T
+
+    async def judge_in_group(
+        self,
+        key: TrajectoryKey,
+        record: Mapping[str, Any],
+        size: int,
+        judge: Callable[[list[dict[str, Any]]], Awaitable[list[StepVerdict]]],
+        *,
+        timeout: float = 3600.0,
+    ) -> StepVerdict:
+        """Wait until the trajectory's group is whole, whichever workers its trajectories are on, and have it judged.
+
+        The worker that first sees the group whole judges it; the others wait for its verdicts. A trajectory that was
+        judged before, with the same record, gets its verdict at once.
+
+        Args:
+            key: of this trajectory; its uid and group name this group only.
+            record: what ``judge`` needs of it, as JSON.
+            size: number of trajectories in the group.
+            judge: gives one verdict for each record of a group, in their order.
+            timeout: seconds until the group must be whole and judged.
+
+        Raises: MissingVerdict: the group was not whole, or not judged, in time.
+        """
+        text, deadline, rows = json.dumps(record), time.monotonic() + timeout, []
+        while time.monotonic() < deadline:
+            with self._open() as connection:
+                connection.execute("BEGIN IMMEDIATE")
+                if (verdict := _verdict(connection, key, text)) is not None:
+                    return verdict
+                now = time.time()
+                connection.execute("INSERT OR REPLACE INTO waiting VALUES (?, ?, ?, ?, ?)", (*key, text, now))
+                rows = connection.execute(
+                    "SELECT sample, record FROM waiting WHERE uid = ? AND grp = ? AND seen > ? ORDER BY sample",
+                    (*key[:2], now - ALIVE_SECONDS),
+                ).fetchall()
+                claimed = len(rows) >= size and _claim(connection, key)
+            if claimed:
+                await self._judge_group(key, rows, judge)
+            else:
+                await asyncio.sleep(POLL_SECONDS)
+        raise MissingVerdict(
+            f"group {key.uid}: {len(rows)} of {size} trajectories arrived in {timeout:.0f} s, unjudged"
+        )
+
+    async def _judge_group(self, key: TrajectoryKey, rows: list[tuple[str, str]], judge: Any) -> None:
+        try:
+            verdicts = await judge([json.loads(record) for _, record in rows])
+            with self._open() as connection:
+                connection.executemany(
+                    "INSERT OR REPLACE INTO verdicts VALUES (?, ?, ?, ?, ?)",
+                    [
+                        (*key[:2], sample, record, json.dumps(asdict(verdict)))
+                        for (sample, record), verdict in zip(rows, verdicts, strict=True)
+                    ],
+                )
+                connection.execute("DELETE FROM waiting WHERE uid = ? AND grp = ?", key[:2])
+        finally:
+            with self._open() as connection:
+                connection.execute("DELETE FROM judging WHERE uid = ? AND grp = ?", key[:2])
+
+
+def _verdict(connection: sqlite3.Connection, key: TrajectoryKey, record: str | None = None) -> StepVerdict | None:
+    row = connection.execute(
+        "SELECT record, verdict FROM verdicts WHERE uid = ? AND grp = ? AND sample = ?", key
+    ).fetchone()
+    if row is None or record not in (None, row[0]):
+        return None
+    values = {name: tuple(value) if isinstance(value, list) else value for name, value in json.loads(row[1]).items()}
+    return StepVerdict(**values)
+
+
+def _claim(connection: sqlite3.Connection, key: TrajectoryKey) -> bool:
+    """Whether this worker is the one that judges the group."""
+    now = time.time()
+    connection.execute("DELETE FROM judging WHERE uid = ? AND grp = ? AND until < ?", (*key[:2], now))
+    row = (*key[:2], now + LEASE_SECONDS)
+    return connection.execute("INSERT OR IGNORE INTO judging VALUES (?, ?, ?)", row).rowcount == 1

@@ -1,0 +1,154 @@
+"""Process 1 in the jail of an agent's program: it starts the program, relays its connections to the endpoint, and ends
+it where it exceeds a limit. With this process everything in the jail ends.
+
+Standard library only, as all that runs in a jail.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NoReturn
+
+from draco_ray.environments.jail import linux
+from draco_ray.environments.jail.confine import SCRATCH_FOLDERS, WORKSPACE, JailSpec
+
+LAUNCH, ENDPOINT = "/run/draco/launch.json", "/run/draco/endpoint"
+"""Where the description of the program and the endpoint's Unix socket are in the jail."""
+_OPEN_FILES = 4096
+_MEASURE_SECONDS = 0.5
+_DISK_SHARE = 20
+"""The disk is measured for at most one part in so many of the time."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProgramLaunch:
+    """What is started; read from a file that only the jail is shown."""
+
+    command: list[str]
+    variables: dict[str, str]
+    port: int
+    """Of the endpoint on loopback, in the jail as on the host; 0: not relayed."""
+    memory_mib: int
+    """Resident memory of all processes together, and writable memory of one."""
+    disk_mib: int
+    """What the workspace may hold."""
+    processes: int
+    """Processes and threads."""
+    cpu_seconds: int
+    """Of one process."""
+
+
+def main() -> NoReturn:
+    """Run the program that the launch file describes; exit as it does, with 128 and the number for a signal."""
+    jail = JailSpec.from_json(sys.argv[1])
+    with open(LAUNCH, encoding="utf-8") as file:
+        launch = ProgramLaunch(**json.load(file))
+    os.chdir(WORKSPACE)
+    linux.limit(
+        memory_mib=launch.memory_mib,
+        processes=launch.processes,
+        file_mib=launch.disk_mib,
+        cpu_seconds=launch.cpu_seconds,
+        open_files=_OPEN_FILES,
+        reserves=True,
+    )
+    uid = random.SystemRandom().randint(*jail.task_uids) if jail.task_uids else None
+    linux.drop_privileges(uid)
+    linux.die_with_parent()
+    linux.close_to_inspection()
+    listening = socket.create_server(("127.0.0.1", launch.port), backlog=128) if launch.port else None
+    if child := os.fork():
+        asyncio.run(_watch(child, launch, listening))
+    _become(launch)
+
+
+def _become(launch: ProgramLaunch) -> NoReturn:
+    variables = {"HOME": SCRATCH_FOLDERS[0], "TMPDIR": "/tmp", "LANG": "C.UTF-8", **launch.variables}
+    try:
+        os.execvpe(launch.command[0], launch.command, variables)
+    except OSError as error:
+        print(f"{launch.command[0]}: {error.strerror}", file=sys.stderr)
+        os._exit(127)
+
+
+async def _watch(child: int, launch: ProgramLaunch, listening: socket.socket | None) -> NoReturn:
+    """Relay and measure until the program has ended or exceeds a limit, and end this process."""
+    if listening is not None:
+        await asyncio.start_server(_relay, sock=listening)
+    ending = asyncio.create_task(asyncio.to_thread(_reap, child))
+    measured, disk_at = 0.0, 0.0
+    while not (await asyncio.wait({ending}, timeout=_MEASURE_SECONDS))[0]:
+        excess = _excess("environment.max_memory_mib", sum(_resident()), launch.memory_mib)
+        if not excess and (now := time.monotonic()) > disk_at:
+            used = await asyncio.to_thread(lambda: sum(_disk(WORKSPACE)))
+            excess = _excess("environment.options.disk_mib", used, launch.disk_mib)
+            measured = time.monotonic() - now
+            disk_at = now + _DISK_SHARE * measured
+        if excess:
+            print(excess, file=sys.stderr, flush=True)
+            os._exit(137)
+    # At once, without an orderly end of open connections.
+    os._exit(ending.result())
+
+
+def _reap(child: int) -> int:
+    """Wait for the program; orphans come to process 1."""
+    while True:
+        ended, status = os.wait()
+        if ended == child:
+            code = os.waitstatus_to_exitcode(status)
+            return code if code >= 0 else 128 - code
+
+
+def _excess(name: str, used: int, most_mib: int) -> str:
+    return f"stopped: {used >> 20} MiB used, {name} is {most_mib}" if used > most_mib << 20 else ""
+
+
+def _resident() -> Iterator[int]:
+    """Resident bytes of each process, without shared ones; none where there is no ``/proc``."""
+    for name in filter(str.isdigit, os.listdir("/proc") if os.path.isdir("/proc") else ()):
+        try:
+            with open(f"/proc/{name}/statm", encoding="ascii") as file:
+                _, resident, shared, *_ = map(int, file.read().split())
+                yield (resident - shared) * os.sysconf("SC_PAGE_SIZE")
+        except OSError:
+            continue
+
+
+def _disk(folder: str) -> Iterator[int]:
+    """Bytes of disk of each file."""
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            try:
+                yield os.lstat(os.path.join(parent, name)).st_blocks * 512
+            except OSError:
+                continue
+
+
+async def _relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """Connect a client in the jail with the endpoint."""
+    from_endpoint, to_endpoint = await asyncio.open_unix_connection(ENDPOINT)
+    await asyncio.gather(_copy(reader, to_endpoint), _copy(from_endpoint, writer))
+
+
+async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    try:
+        while data := await reader.read(1 << 16):
+            writer.write(data)
+            await writer.drain()
+    except OSError:
+        pass
+    finally:
+        writer.close()
+
+
+if __name__ == "__main__":
+    main()

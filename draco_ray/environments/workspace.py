@@ -1,0 +1,358 @@
+"""Tasks in a repository: each rollout has a folder of its own, in which a confined program works.
+
+The folder is made from a git reference, a tar file or a folder. It holds a new git repository with one commit, so no
+later commit can tell the solution. What the program changed is compared with a copy of git's objects outside its reach.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import tarfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, cast
+
+from pydantic import Field
+
+from draco_ray.config.schema import DataConfig, EnvironmentConfig
+from draco_ray.environments.base import WorldVerdict
+from draco_ray.environments.jail.confine import WORKSPACE, JailSpec
+from draco_ray.environments.jail.launch import Levels, LevelUnavailable, jail_command, link_package, not_offered
+from draco_ray.environments.jail.program import LAUNCH, ProgramLaunch
+from draco_ray.environments.program import Ran, passed_environment, run_program
+from draco_ray.environments.tasks import WORKSPACE as WORKSPACE_FIELD
+from draco_ray.environments.tasks import HandIn, TasksEnvironment, TasksOptions
+from draco_ray.errors import ConfigError, EnvironmentCrashed, IsolationUnavailable
+from draco_ray.records import Task
+from draco_ray.temp_dirs import PrivateTempDir
+
+log = logging.getLogger(__name__)
+
+_SYSTEM = ("/usr", "/bin", "/etc/alternatives")
+_TESTS = "/run/draco/tests"
+_CPU_SECONDS = 3600
+_OUTPUT_BYTES = 20_000
+_GIT_SECONDS = 120.0
+_GIT_IDENTITY = {
+    **{f"GIT_{who}_{what}": "draco" for who in ("AUTHOR", "COMMITTER") for what in ("NAME", "EMAIL")},
+    **{f"GIT_{who}_DATE": "2000-01-01T00:00:00Z" for who in ("AUTHOR", "COMMITTER")},
+    "GIT_CONFIG_GLOBAL": os.devnull,
+    "GIT_CONFIG_NOSYSTEM": "1",
+}
+_SAFE_DIRECTORY = {"GIT_CONFIG_COUNT": "1", "GIT_CONFIG_KEY_0": "safe.directory", "GIT_CONFIG_VALUE_0": "*"}
+"""The files may belong to another user than the program's."""
+_FACTS = """\
+- The agent works in a copy of a repository. What it changed there stands at the end, under PROGRAM, as a diff."""
+
+
+class WorkspaceOptions(TasksOptions):
+    """``environment.options`` of ``environment.use: workspace``."""
+
+    repository: str = ""
+    """A git repository, a tar file or a folder, relative to data.root; a task's field ``repository`` overrides it."""
+    reference: str = "HEAD"
+    """Commit, branch or tag of a git repository; a task's field ``reference`` overrides it."""
+    setup: str = ""
+    """A shell command, run in the workspace before the agent; a task's field ``setup`` overrides it."""
+    teardown: str = ""
+    """A shell command, run in the workspace after the agent and before the diff is taken."""
+    test: str = ""
+    """A shell command, run in the workspace in evaluations only: exit code 0 is success. ``expected.test`` of a task
+    overrides it. Files of the folder ``expected.files``, relative to data.root, are copied over the workspace first."""
+    command_seconds: float = Field(600.0, gt=0)
+    """Wall clock of set-up, tear-down and test."""
+    reads: tuple[Path, ...] = ()
+    """Files and folders of the host that programs in the workspace may read, beside the system's and this Python's."""
+    network: bool = False
+    """Whether they have the host's network, its loopback device and all that listens there included."""
+    disk_mib: int = Field(2048, ge=1)
+    """What the workspace may hold; also what each of home and /tmp may hold, in memory."""
+    processes: int = Field(512, ge=1)
+    """Processes and threads of a rollout."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Command:
+    """How a program is started in its jail."""
+
+    words: list[str]
+    environment: dict[str, str]
+    folder: Path
+
+
+class WorkspaceEnvironment(TasksEnvironment):
+    """Gives each rollout a copy of a repository and confines what runs there."""
+
+    options_type = WorkspaceOptions
+
+    def __init__(self, config: EnvironmentConfig, data: DataConfig, *, ground_truth: bool, name: str) -> None:
+        """See `Environment`."""
+        super().__init__(config, data, ground_truth=ground_truth, name=name)
+        self.evaluates = self.evaluates or bool(self.workspace_options.test)
+        self.facts = f"{_FACTS}\n{self.facts}"
+        self._level: str | None = None
+
+    @property
+    def workspace_options(self) -> WorkspaceOptions:
+        """Its options."""
+        return cast(WorkspaceOptions, self.options)
+
+    async def open(self, task_id: str) -> Workspace:
+        """See `Environment`."""
+        workspace = Workspace(self, self.task(task_id))
+        try:
+            await workspace.begin()
+        except BaseException:
+            await workspace.close()
+            raise
+        return workspace
+
+    async def level(self, workspace: Workspace) -> str:
+        """The strongest isolation level that the host offers. Raises: IsolationUnavailable."""
+        if self._level is None:
+            levels = Levels(self.config.isolation)
+            for level in levels:
+                if level == "landlock":
+                    levels.refused(level, LevelUnavailable("it cannot bound a program's processes and network"))
+                    continue
+                ran = await workspace.run("true", level)
+                if ran.exit_code == 0:
+                    levels.reached(level)
+                    self._level = level
+                    log.info("agents are isolated by: %s", level)
+                    break
+                why = " ".join(ran.errors.split())[-300:]
+                if not not_offered(ran.exit_code, why):
+                    raise EnvironmentCrashed(f"environment {self.name}: nothing can be started in the jail: {why}")
+                levels.refused(level, LevelUnavailable(why))
+            else:
+                raise IsolationUnavailable(f"agents cannot be confined to a workspace: {levels}")
+        return self._level
+
+
+class Workspace(HandIn):
+    """One open task: a copy of its repository."""
+
+    _environment: WorkspaceEnvironment
+
+    def __init__(self, environment: WorkspaceEnvironment, task: Task) -> None:
+        super().__init__(environment, task)
+        self._options = environment.workspace_options
+        self._level = "rlimits"
+        self._own, self._folder = self._folder, self._folder / "workspace"
+        self._objects = self._own / "objects"
+        self._jails: list[PrivateTempDir] = []
+        self._diff: str | None = None
+
+    @property
+    def workspace(self) -> Workspace:
+        """Itself: it confines programs of agents."""
+        return self
+
+    @property
+    def confined(self) -> bool:
+        """Whether programs run in a jail."""
+        return self._level != "rlimits"
+
+    async def begin(self) -> None:
+        """Make the folder and run the set-up command. Raises: ConfigError; EnvironmentCrashed; IsolationUnavailable."""
+        row = self._environment.rows.row(self.task.task_id).row
+        source = str(row.get("repository") or self._options.repository)
+        reference = str(row.get("reference") or self._options.reference)
+        await asyncio.to_thread(self._unpack, self._environment.data.root / source if source else None, reference)
+        self._level = await self._environment.level(self)
+        shown = WORKSPACE if self.confined else str(self._folder)
+        self.task = replace(self.task, fields={**self.task.fields, WORKSPACE_FIELD: shown})
+        if setup := str(row.get("setup") or self._options.setup):
+            ran = await self.run(setup)
+            if ran.exit_code != 0:
+                raise EnvironmentCrashed(f"task {self.task.task_id}: the set-up command {_how(ran)}")
+        await asyncio.to_thread(self._snapshot)
+
+    async def run(self, command: str, level: str | None = None, tests: Path | None = None) -> Ran:
+        """Run a shell command in the workspace."""
+        mapped = {_TESTS: str(tests)} if tests is not None else {}
+        started = self.command(["/bin/sh", "-c", command], passed_environment(()), level=level, mapped=mapped)
+        return await run_program(
+            started.words,
+            folder=started.folder,
+            environment=started.environment,
+            told="",
+            seconds=self._options.command_seconds,
+            most_bytes=_OUTPUT_BYTES,
+            until=asyncio.get_running_loop().create_future(),
+        )
+
+    def command(
+        self,
+        words: Sequence[str],
+        variables: Mapping[str, str],
+        *,
+        port: int = 0,
+        mapped: Mapping[str, str] | None = None,
+        reads: Sequence[Path] = (),
+        level: str | None = None,
+    ) -> Command:
+        """How to start a program in the workspace.
+
+        Args:
+            variables: its environment; home and temporary folder are the jail's.
+            port: of the endpoint on loopback, relayed into the jail from the Unix socket in ``mapped``.
+            mapped: path in the jail -> path of the host, read-only.
+            reads: more that it may read.
+            level: the isolation level; None: what the environment has reached.
+        """
+        level = level or self._level
+        if level == "rlimits":
+            home = self._own / "home"
+            home.mkdir(exist_ok=True)
+            own = {"HOME": str(home), "TMPDIR": str(home), **_SAFE_DIRECTORY}
+            return Command(words=list(words), environment={**variables, **own}, folder=self._folder)
+        options, config = self._options, self._environment.config
+        self._jails.append(PrivateTempDir())
+        directory = self._jails[-1].path
+        variables = {name: value for name, value in variables.items() if name not in ("HOME", "TMPDIR")}
+        launch = ProgramLaunch(
+            command=list(words),
+            variables={**variables, **_SAFE_DIRECTORY},
+            port=0 if options.network else port,
+            memory_mib=config.max_memory_mib,
+            disk_mib=options.disk_mib,
+            processes=options.processes,
+            cpu_seconds=_CPU_SECONDS,
+        )
+        described = directory / "launch.json"
+        described.touch(0o600)
+        described.write_text(json.dumps(asdict(launch)), encoding="utf-8")
+        spec = JailSpec(
+            level=level,
+            # Standard input: what the processes around the program must not hold open.
+            control_fd=0,
+            directory=str(directory),
+            data="",
+            scratch_mib=options.disk_mib,
+            output_bytes=0,
+            module="draco_ray.environments.jail.program",
+            code=(),
+            shown=tuple(
+                str(path.absolute()) for path in (*map(Path, _SYSTEM), *options.reads, *reads) if path.exists()
+            ),
+            network=options.network,
+            workspace=str(self._folder),
+            mapped={LAUNCH: str(described), **(mapped or {})},
+        )
+        program = link_package(Path(spec.program), spec.code)
+        environment = {"PATH": "/usr/local/bin:/usr/bin:/bin", "PYTHONPATH": program, "LANG": "C.UTF-8"}
+        return Command(words=[sys.executable, *jail_command(spec)], environment=environment, folder=directory)
+
+    async def changes(self) -> str:
+        """Run the tear-down command, once. Returns: what was changed since the set-up, as a diff."""
+        if self._diff is None:
+            if self._options.teardown:
+                ran = await self.run(self._options.teardown)
+                if ran.exit_code != 0:
+                    log.warning("task %s: the tear-down command %s", self.task.task_id, _how(ran))
+            self._diff = await asyncio.to_thread(self._difference)
+        return self._diff
+
+    async def evaluate(self) -> WorldVerdict:
+        """Run the test command, else the evaluator. Raises: see `World`."""
+        expected: Any = self._environment.rows.row(self.task.task_id).row.get("expected")
+        asked: Mapping[str, Any] = expected if isinstance(expected, dict) else {}
+        test = str(asked.get("test") or self._options.test)
+        if not (self._environment.ground_truth and test):
+            return await super().evaluate()
+        tests = self._environment.data.root / str(asked["files"]) if asked.get("files") else None
+        if tests is not None and not tests.is_dir():
+            raise ConfigError(f"task {self.task.task_id}: expected.files: no folder {str(tests)!r}")
+        # In the jail: what the agent left, links included, leads nowhere else.
+        shown = _TESTS if self.confined else str(tests)
+        copied = f"cp -RT {shlex.quote(shown)} . && " if tests is not None else ""
+        ran = await self.run(f"{copied}{test}", tests=tests)
+        passed = ran.exit_code == 0
+        failures = () if passed else (f"the test command {_how(ran)}",)
+        return WorldVerdict(success=passed, passed_tests=int(passed), total_tests=1, failures=failures)
+
+    async def keep(self, folder: Path) -> None:
+        """Keep the diff. See `draco_ray.environments.base.GuardedWorld.keep`."""
+        if diff := await self.changes():
+            folder.mkdir(parents=True)
+            (folder / "diff.patch").write_text(diff, encoding="utf-8")
+
+    async def close(self) -> None:
+        """Remove the folders."""
+        for jail in self._jails:
+            await asyncio.to_thread(jail.remove)
+        await super().close()
+
+    def _unpack(self, source: Path | None, reference: str) -> None:
+        folder = self._folder
+        folder.mkdir()
+        if source is None:
+            pass
+        elif source.is_file():
+            with tarfile.open(source) as archive:
+                archive.extractall(folder, filter="data")
+        elif (source / ".git").exists() or (source / "objects").is_dir():
+            archived = self._own / "repository.tar"
+            _git(["archive", "--format=tar", f"--output={archived}", reference], source)
+            with tarfile.open(archived) as archive:
+                archive.extractall(folder, filter="data")
+            archived.unlink()
+        elif source.is_dir():
+            shutil.copytree(source, folder, symlinks=True, dirs_exist_ok=True)
+        else:
+            raise ConfigError(f"task {self.task.task_id}: repository: no git repository, tar file or folder {source}")
+        if not (folder / ".git").exists():
+            _git(["init", "-q", "-b", "main"], folder)
+            _git(["add", "-A", "--force"], folder)
+            _git(["commit", "-q", "--allow-empty", "-m", "Start"], folder)
+        # The program may run as another user.
+        subprocess.run(["chmod", "-R", "a+rwX", str(folder)], check=True)
+
+    def _snapshot(self) -> None:
+        _git(["init", "-q", "--bare", str(self._objects)], self._own)
+        self._compared("add", "-A", "--ignore-errors")
+        self._compared("commit", "-q", "--allow-empty", "-m", "Start")
+
+    def _difference(self) -> str:
+        self._compared("add", "-A", "--ignore-errors")
+        return self._compared("diff", "--cached", "--no-color", "--no-ext-diff", "--no-textconv", "HEAD")
+
+    def _compared(self, *words: str) -> str:
+        """Git on the workspace's files with objects, index and configuration that no program in the jail can change."""
+        options = [f"--git-dir={self._objects}", f"--work-tree={self._folder}"]
+        return _git([*options, *words], self._folder, check=words[0] == "diff").stdout
+
+
+def _git(words: Sequence[str], folder: Path, *, check: bool = True) -> subprocess.CompletedProcess[str]:
+    """Raises: EnvironmentCrashed where git fails, and ``check`` says that it must not."""
+    environment = {"PATH": os.environ.get("PATH", os.defpath), **_GIT_IDENTITY, **_SAFE_DIRECTORY}
+    try:
+        ran = subprocess.run(
+            ["git", *words],
+            cwd=folder,
+            env=environment,
+            capture_output=True,
+            encoding="utf-8",
+            errors="replace",
+            timeout=_GIT_SECONDS,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise EnvironmentCrashed(f"git {words[0]}: {error}") from error
+    if check and ran.returncode != 0:
+        raise EnvironmentCrashed(f"git {' '.join(words)[:100]}: {' '.join(ran.stderr.split())[-300:]}")
+    return ran
+
+
+def _how(ran: Ran) -> str:
+    how = f"ended with exit code {ran.exit_code}" if ran.exit_code is not None else "did not end in time"
+    return f"{how}; its last words: {' '.join((ran.errors or ran.output).split())[-300:]}"

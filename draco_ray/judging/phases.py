@@ -1,0 +1,499 @@
+"""The judge's phases: for each a template, what fills it, what a reply must hold and how it is read.
+
+A phase is a subclass of `Question`, one question of that phase an instance: ``judge.ask(Score(trajectory, rubric),
+context)``. `PHASES` lists them; docs/extending/judge_phase.md adds one. Their names are those of the paper's logs,
+except ``score``, which is ``stage3`` there.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Generic, Self, TypeVar
+
+from pydantic import BeforeValidator
+
+from draco_ray.config.schema import JudgeConfig
+from draco_ray.errors import ReplyError
+from draco_ray.judging import render
+from draco_ray.judging.reply import (
+    CriterionEntry,
+    Entry,
+    Integer,
+    Parsed,
+    Remark,
+    RubricEntry,
+    ScoreValue,
+    VerdictName,
+    align,
+    parse_criteria,
+    read_entries,
+)
+from draco_ray.judging.shortening import shortened, shortened_prompt
+from draco_ray.judging.structured import JsonSchema, reply_schema
+from draco_ray.records import Attribution, Criterion, Message, ScoredCriterion, Trajectory, Verdict
+
+if TYPE_CHECKING:
+    from draco_ray.judging.prompts import Prompts
+
+Rubric = tuple[Criterion, ...]
+Scores = tuple[ScoredCriterion, ...]
+Attributions = tuple[Attribution, ...]
+
+ValueT = TypeVar("ValueT")
+
+
+class Question(ABC, Generic[ValueT]):
+    """One question to the judge; a subclass is a phase, and a frozen dataclass whose fields are what is asked about."""
+
+    name: ClassVar[str]
+    """Name of the phase in the archive, in tables and on the command line."""
+    template: ClassVar[str]
+    """File name of the prompt in a prompt set."""
+    placeholders: ClassVar[frozenset[str]]
+    """What the template may mention; `values` fills them."""
+    required: ClassVar[tuple[frozenset[str], ...]]
+    """What it must mention: at least one name of each group."""
+    entry: ClassVar[type[Entry]]
+    """What each entry of a reply holds."""
+
+    @property
+    @abstractmethod
+    def identity(self) -> str:
+        """What the code of the prompt's evidence is derived from (`draco_ray.judging.render.evidence_code`)."""
+
+    @abstractmethod
+    def values(self, code: str) -> Mapping[str, object]:
+        """The text for each placeholder, with evidence marked by ``code``."""
+
+    def shortened(self, level: int) -> Self:
+        """The same question with its texts truncated (`draco_ray.judging.shortening`), 0 .. `LEVELS`."""
+        return self
+
+    def schema(self, template: str, config: JudgeConfig) -> JsonSchema:
+        """The JSON schema of a reply to ``template``."""
+        return reply_schema(self.entry, template)
+
+    @property
+    def members(self) -> Sequence[int]:
+        """Rollouts that could be left out of a question about a whole group; empty for other questions."""
+        return ()
+
+    @property
+    def doubtful(self) -> Sequence[int]:
+        """The `members` to leave out first if the judge refuses the question."""
+        return ()
+
+    def only(self, members: Sequence[int]) -> Self:
+        """The same question about some of its `members`."""
+        return self
+
+    @abstractmethod
+    def parse(self, text: str, config: JudgeConfig, *, last: bool) -> Parsed[ValueT]:
+        """Read a reply.
+
+        Args:
+            text: the reply.
+            config: limits.
+            last: whether this is the last attempt: the judge is not asked again.
+
+        Raises:
+            ReplyError: it cannot be used; the message is sent back to the judge.
+        """
+
+    def prompt(self, prompts: Prompts) -> str:
+        """The prompt."""
+        return prompts.fill(self.name, self.values(prompts.code(self.identity)))
+
+    def settled(self) -> ValueT | None:
+        """The answer where no call is needed; None where the judge is asked."""
+        return None
+
+    def votes(self, config: JudgeConfig) -> int:
+        """Independent calls to make; if one of them fails so does the phase."""
+        return 1
+
+    def combine(self, votes: Sequence[ValueT]) -> ValueT:
+        """One value out of those of all `votes`."""
+        return votes[0]
+
+    def scope(self, config: JudgeConfig, group: str) -> str:
+        """Where a stored reply may be used again: only in this scope, or anywhere if empty."""
+        return ""
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutQuestion(Question[ValueT]):
+    """A question about one rollout."""
+
+    trajectory: Trajectory
+
+    def shortened(self, level: int) -> Self:
+        """See `Question`."""
+        return replace(self, trajectory=shortened(self.trajectory, level))
+
+    @property
+    def identity(self) -> str:
+        """The group, so that its prompts share a prefix."""
+        return self.trajectory.group
+
+    def values(self, code: str) -> Mapping[str, object]:
+        """The rollout."""
+        return {
+            "agent_prompt": render.agent_prompt(self.trajectory.prompt, code),
+            "task_input": render.task(self.trajectory.prompt, code),
+            "agent_trajectory": render.agent_trajectory(self.trajectory, code),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Stage1(Question[Rubric]):
+    """Propose criteria from the agent's prompt alone; at least one, or the phase has failed."""
+
+    messages: Sequence[Message]
+
+    name = "stage1"
+    template = "generate_rubrics.txt"
+    placeholders = frozenset({"agent_prompt", "task"})
+    required = (frozenset({"agent_prompt"}),)
+    entry = CriterionEntry
+
+    def shortened(self, level: int) -> Self:
+        """See `Question`."""
+        return replace(self, messages=shortened_prompt(tuple(self.messages), level))
+
+    @property
+    def identity(self) -> str:
+        """The task: the same prompt whenever it comes again."""
+        return f"{self.name} {[(message.role, message.content) for message in self.messages]}"
+
+    def values(self, code: str) -> Mapping[str, object]:
+        """The agent's prompt, and its user part."""
+        return {"agent_prompt": render.agent_prompt(self.messages, code), "task": render.task(self.messages, code)}
+
+    def scope(self, config: JudgeConfig, group: str) -> str:
+        """The whole run, or this group where ``judge.stage1_across_epochs`` is off."""
+        return "" if config.stage1_across_epochs else group
+
+    def schema(self, template: str, config: JudgeConfig) -> JsonSchema:
+        """One to ``judge.max_stage1_criteria`` criteria."""
+        return reply_schema(self.entry, template, least=1, most=config.max_stage1_criteria)
+
+    def parse(self, text: str, config: JudgeConfig, *, last: bool) -> Parsed[Rubric]:
+        """Up to ``judge.max_stage1_criteria`` criteria."""
+        return parse_criteria(text, limit=config.max_stage1_criteria, source=self.name, least=1, last=last)
+
+
+@dataclass(frozen=True, slots=True)
+class Stage2(RolloutQuestion[Rubric]):
+    """Add criteria that a rollout reveals and that ``existing`` (those of stage 1) does not cover; possibly none."""
+
+    existing: Sequence[Criterion]
+
+    name = "stage2"
+    template = "generate_rubrics_from_trajectory.txt"
+    placeholders = frozenset({"agent_prompt", "task_input", "agent_trajectory", "existing_rubrics"})
+    required = (frozenset({"agent_trajectory"}), frozenset({"existing_rubrics"}))
+    entry = CriterionEntry
+
+    def values(self, code: str) -> Mapping[str, object]:
+        """The rollout and the existing criteria."""
+        existing = render.existing_rubrics(self.existing)
+        return {**RolloutQuestion.values(self, code), "existing_rubrics": existing}
+
+    def schema(self, template: str, config: JudgeConfig) -> JsonSchema:
+        """Up to ``judge.max_stage2_criteria`` criteria."""
+        return reply_schema(self.entry, template, most=config.max_stage2_criteria)
+
+    def parse(self, text: str, config: JudgeConfig, *, last: bool) -> Parsed[Rubric]:
+        """Up to ``judge.max_stage2_criteria`` criteria with new titles."""
+        source = f"{self.name}/{self.trajectory.rollout}"
+        return parse_criteria(text, limit=config.max_stage2_criteria, source=source, taken=self.existing, last=last)
+
+
+@dataclass(frozen=True, slots=True)
+class Union(Question[Rubric]):
+    """Merge all candidates into the one rubric of the group; empty when no criterion tells its rollouts apart.
+
+    Without candidates the rubric is empty and no call is made.
+    """
+
+    messages: Sequence[Message]
+    """The agent's prompt."""
+    candidates: Sequence[Criterion]
+    trajectories: Sequence[Trajectory]
+    """Rollouts of the group, at least one."""
+    doubtful: Sequence[int] = field(default=(), kw_only=True)
+    """Rollouts whose own stage2 call failed: the first to be left out if the judge refuses the union."""
+
+    name = "union"
+    template = "union_rubrics.txt"
+    placeholders = frozenset({"agent_prompt", "task", "candidate_rubrics", "group_trajectories"})
+    required = (frozenset({"candidate_rubrics"}), frozenset({"group_trajectories"}))
+    entry = CriterionEntry
+
+    def shortened(self, level: int) -> Self:
+        """See `Question`."""
+        messages = shortened_prompt(tuple(self.messages), level)
+        return replace(self, messages=messages, trajectories=[shortened(each, level) for each in self.trajectories])
+
+    @property
+    def members(self) -> Sequence[int]:
+        """See `Question`."""
+        return [each.rollout for each in self.trajectories]
+
+    def only(self, members: Sequence[int]) -> Self:
+        """See `Question`: the proposals of the other rollouts are left out with them."""
+        others = {f"{Stage2.name}/{each}" for each in self.members if each not in members}
+        return replace(
+            self,
+            candidates=[each for each in self.candidates if each.source not in others],
+            trajectories=[each for each in self.trajectories if each.rollout in members],
+        )
+
+    @property
+    def identity(self) -> str:
+        """The group."""
+        return self.trajectories[0].group
+
+    def values(self, code: str) -> Mapping[str, object]:
+        """The task, every proposal and every rollout."""
+        return {
+            "agent_prompt": render.agent_prompt(self.messages, code),
+            "task": render.task(self.messages, code),
+            "candidate_rubrics": render.candidate_rubrics(self.candidates),
+            "group_trajectories": render.group_trajectories(self.trajectories, code),
+        }
+
+    def settled(self) -> Rubric | None:
+        """An empty rubric where nothing was proposed."""
+        return None if self.candidates else ()
+
+    def schema(self, template: str, config: JudgeConfig) -> JsonSchema:
+        """Up to ``judge.max_union_criteria`` criteria."""
+        return reply_schema(self.entry, template, most=config.max_union_criteria)
+
+    def parse(self, text: str, config: JudgeConfig, *, last: bool) -> Parsed[Rubric]:
+        """Up to ``judge.max_union_criteria`` criteria."""
+        return parse_criteria(text, limit=config.max_union_criteria, source=self.name, last=last)
+
+
+class ScoreEntry(RubricEntry):
+    """A verdict as the judge writes it."""
+
+    decides = ("score",)
+    evidence: Remark = ""
+    justification: Remark = ""
+    score: ScoreValue
+
+
+@dataclass(frozen=True, slots=True)
+class Score(RolloutQuestion[Scores]):
+    """Judge a rollout by every criterion of ``rubric``, in its order; an empty rubric needs no call.
+
+    ``judge.score_votes`` calls are made and joined by `combine_votes`. If one of them fails so does the phase, because
+    unanimity of the others is a laxer rule.
+    """
+
+    rubric: Sequence[Criterion]
+
+    name = "score"
+    template = "score_rubrics.txt"
+    placeholders = frozenset({"agent_prompt", "task_input", "agent_trajectory", "rubrics"})
+    required = (frozenset({"agent_trajectory"}), frozenset({"rubrics"}))
+    entry = ScoreEntry
+
+    def values(self, code: str) -> Mapping[str, object]:
+        """The rollout and the rubric."""
+        return {**RolloutQuestion.values(self, code), "rubrics": render.rubrics(self.rubric)}
+
+    def settled(self) -> Scores | None:
+        """An empty answer where there is no criterion."""
+        return None if self.rubric else ()
+
+    def votes(self, config: JudgeConfig) -> int:
+        """``judge.score_votes``."""
+        return config.score_votes
+
+    def combine(self, votes: Sequence[Scores]) -> Scores:
+        """See `combine_votes`."""
+        return combine_votes(votes)
+
+    def schema(self, template: str, config: JudgeConfig) -> JsonSchema:
+        """One entry per criterion."""
+        return score_schema(template, len(self.rubric))
+
+    def parse(self, text: str, config: JudgeConfig, *, last: bool) -> Parsed[Scores]:
+        """See `parse_scores`."""
+        return parse_scores(text, self.rubric, last=last)
+
+
+def score_schema(template: str, count: int) -> JsonSchema:
+    """The JSON schema of verdicts on ``count`` criteria, its fields in the order of the example in ``template``."""
+    index = {"rubric_index": {"minimum": 0, "maximum": count - 1}}
+    return reply_schema(ScoreEntry, template, least=count, most=count, cases=[index])
+
+
+def parse_scores(text: str, rubric: Sequence[Criterion], *, last: bool = False) -> Parsed[Scores]:
+    """Read the verdicts on a rubric, in the rubric's order.
+
+    Raises:
+        ReplyError: not exactly one entry per criterion, or a score outside -1, 0, 1.
+    """
+    parsed = read_entries(text, ScoreEntry, len(rubric), last=last)
+    entries, notes = align(parsed.value, rubric)
+    scores = []
+    for index, entry in enumerate(entries):
+        verdict = Verdict(entry.score)
+        if (other := entry.second_verdict(verdict)) is not None and not last:
+            raise ReplyError(f"rubric_index {index}: score {entry.score} and {other} contradict each other")
+        scores.append(ScoredCriterion(verdict=verdict, evidence=entry.evidence, justification=entry.justification))
+    return Parsed(value=tuple(scores), notes=(*parsed.notes, *notes))
+
+
+def combine_votes(votes: Sequence[Scores]) -> Scores:
+    """Join k scoring calls: a criterion passes only if every call passes it (appendix "Self-judge variants").
+
+    It fails if any call fails it. Passes and not-applicables without a fail make it not applicable: no call saw it
+    violated. Evidence comes from the first call that gave the joint verdict.
+    """
+    combined = []
+    for ballots in zip(*votes, strict=True):
+        verdicts = {ballot.verdict for ballot in ballots}
+        if Verdict.FAIL in verdicts:
+            verdict = Verdict.FAIL
+        elif verdicts == {Verdict.PASS}:
+            verdict = Verdict.PASS
+        else:
+            verdict = Verdict.NOT_APPLICABLE
+        combined.append(next(ballot for ballot in ballots if ballot.verdict is verdict))
+    return tuple(combined)
+
+
+class AttributionEntry(RubricEntry):
+    """A verdict's citations as the judge writes them."""
+
+    decides = ("verdict", "relevant_steps")
+    explanation: Remark = ""
+    relevant_steps: Annotated[list[Integer], BeforeValidator(lambda value: [] if value is None else value)]
+    verdict: VerdictName
+
+
+@dataclass(frozen=True, slots=True)
+class Credit(RolloutQuestion[Attributions]):
+    """Name the steps responsible for each verdict of ``scores``, one per criterion of ``rubric``.
+
+    A rollout without steps needs no call: nothing can be cited. `Attribution.criterion` indexes into ``rubric``,
+    whatever ``criteria`` is.
+    """
+
+    rubric: Sequence[Criterion]
+    scores: Sequence[ScoredCriterion]
+    criteria: Sequence[int] | None = None
+    """Indices into ``rubric`` to ask about, e.g. those that survived dropout; None asks about all."""
+
+    name = "credit"
+    template = "credit_assignment.txt"
+    placeholders = frozenset(
+        {"agent_prompt", "task_input", "agent_trajectory", "steps_summary", "num_steps", "num_rubrics", "rubric_scores"}
+    )
+    required = (frozenset({"rubric_scores"}), frozenset({"steps_summary", "agent_trajectory"}))
+    entry = AttributionEntry
+
+    @property
+    def asked(self) -> Sequence[int]:
+        """Indices of the criteria that are asked about."""
+        return range(len(self.rubric)) if self.criteria is None else self.criteria
+
+    def values(self, code: str) -> Mapping[str, object]:
+        """The rollout, also as numbered steps, and the verdicts."""
+        return {
+            **RolloutQuestion.values(self, code),
+            "steps_summary": render.steps_summary(self.trajectory, code),
+            "num_steps": len(self.trajectory.steps),
+            "num_rubrics": len(self.asked),
+            "rubric_scores": render.rubric_scores(self._asked_rubric, [self.scores[index] for index in self.asked]),
+        }
+
+    def settled(self) -> Attributions | None:
+        """An empty answer where there is no criterion to ask about, or no step."""
+        return None if self.asked and self.trajectory.steps else ()
+
+    def schema(self, template: str, config: JudgeConfig) -> JsonSchema:
+        """One entry per criterion; only NOT_APPLICABLE comes without a step."""
+        return credit_schema(template, len(self.asked), len(self.trajectory.steps))
+
+    def parse(self, text: str, config: JudgeConfig, *, last: bool) -> Parsed[Attributions]:
+        """See `parse_attributions`."""
+        parsed = parse_attributions(text, self._asked_rubric, len(self.trajectory.steps), last=last)
+        attributions = tuple(replace(each, criterion=self.asked[each.criterion]) for each in parsed.value)
+        return Parsed(value=attributions, notes=parsed.notes)
+
+    @property
+    def _asked_rubric(self) -> list[Criterion]:
+        return [self.rubric[index] for index in self.asked]
+
+
+def credit_schema(template: str, count: int, num_steps: int) -> JsonSchema:
+    """The JSON schema of citations for ``count`` criteria; ``template`` as in `score_schema`."""
+    index = {"minimum": 0, "maximum": count - 1}
+    step = {"type": "integer", "minimum": 1, "maximum": num_steps}
+    cited: JsonSchema = {"rubric_index": index, "relevant_steps": {"items": step, "minItems": 1}}
+    uncited: JsonSchema = {
+        "rubric_index": index,
+        "relevant_steps": {"items": step, "maxItems": 0},
+        "verdict": {"enum": ["NOT_APPLICABLE"]},
+    }
+    return reply_schema(AttributionEntry, template, least=count, most=count, cases=[cited, uncited])
+
+
+def parse_attributions(
+    text: str, rubric: Sequence[Criterion], num_steps: int, *, last: bool = False
+) -> Parsed[Attributions]:
+    """Read which steps are responsible for which verdict, in the rubric's order.
+
+    A criterion judged not applicable cites nothing, whatever steps the reply lists for it.
+
+    Args:
+        text: the reply.
+        rubric: the criteria that were asked about; `Attribution.criterion` indexes into it.
+        num_steps: M; valid steps are 1 .. M.
+        last: whether this is the last attempt. Then steps that do not exist are dropped, and a pass or fail without a
+            step moves no credit, each with a note: one citation is lost, not all of them.
+
+    Raises:
+        ReplyError: not exactly one entry per criterion, an unknown verdict, or (unless ``last``) a step beyond the
+            trajectory or a pass or fail without a step.
+    """
+    parsed = read_entries(text, AttributionEntry, len(rubric), last=last)
+    entries, alignment_notes = align(parsed.value, rubric)
+    notes = [*parsed.notes, *alignment_notes]
+    attributions = []
+    for criterion, entry in enumerate(entries):
+        verdict = Verdict[entry.verdict]
+        if (other := entry.second_verdict(verdict)) is not None and not last:
+            raise ReplyError(f"rubric_index {criterion}: verdict {entry.verdict} and {other} contradict each other")
+        cited = sorted(set(entry.relevant_steps)) if verdict is not Verdict.NOT_APPLICABLE else []
+        steps = tuple(step for step in cited if 1 <= step <= num_steps)
+        problems = [f"step {step} does not exist; steps are 1 to {num_steps}" for step in cited if step not in steps]
+        if verdict is not Verdict.NOT_APPLICABLE and not steps:
+            problems.append("a PASS or FAIL must cite at least one step in relevant_steps")
+        if problems and not last:
+            raise ReplyError(f"rubric_index {criterion}: {problems[0]}")
+        notes += [f"rubric_index {criterion}: {problem}" for problem in problems]
+        attributions.append(
+            Attribution(criterion=criterion, verdict=verdict, steps=steps, explanation=entry.explanation)
+        )
+    return Parsed(value=tuple(attributions), notes=tuple(notes))
+
+
+Phase = type[Question[Any]]
+PHASES: dict[str, Phase] = {phase.name: phase for phase in (Stage1, Stage2, Union, Score, Credit)}
+"""In the order in which a group needs them."""
+
+
+def urgency(name: str | None) -> int:
+    """Rank of a phase's calls, the lowest first: later phases go first, since they finish groups in progress."""
+    names = list(PHASES)
+    return -names.index(name) if name in names else 0

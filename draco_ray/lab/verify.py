@@ -1,0 +1,616 @@
+"""What `draco verify` does: a finished run computed again from what it has recorded.
+
+Digests are compared with the manifest. Then every step goes through the pipeline of training, with the recorded
+rollouts in the place of engines and environments and the recorded replies in the place of the judge, and what comes
+out is compared with the run's tables. Where the run was deterministic (``engine.deterministic``), its update is made
+again, too: sampled tokens are compared by their log-probs, adapters and optimizer byte by byte.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import shutil
+import tempfile
+import time
+from collections.abc import Awaitable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import zip_longest
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from rich.console import Console
+
+from draco_ray.config.load import load_config
+from draco_ray.config.schema import DracoConfig, JudgeConfig, LearnerConfig
+from draco_ray.errors import ConfigError, DamagedRun, DracoError, StoreError
+from draco_ray.judging.build import prompts_of
+from draco_ray.judging.completion import Completer, Completion, Request
+from draco_ray.judging.judge import SECOND_LOOK, CallContext
+from draco_ray.judging.panel import panel_judge
+from draco_ray.judging.phases import Phase
+from draco_ray.judging.pool import Judgement, ask_phase
+from draco_ray.judging.prompts import KEY_FILE
+from draco_ray.judging.reply_cache import FILE as REPLIES
+from draco_ray.judging.reply_cache import ReplyCache
+from draco_ray.learner.base import Accumulate, Publish, Remember, Update, UpdateMetrics
+from draco_ray.pipeline import Group, Pipeline
+from draco_ray.records import EpisodeEnd, Evaluation, Judged, TrainingSample, Trajectory
+from draco_ray.rollout.pool import FinishedRollout, RolloutResult
+from draco_ray.rollout.worker import Evaluated, summarise
+from draco_ray.runs.checkpoints import ADAPTER, ADAPTER_CONFIG, COUNTERS, OPTIMIZER, file_digest
+from draco_ray.runs.directory import RunDirectory, check_regular
+from draco_ray.runs.manifest import FILE, line_digest, read_manifest, this_machine
+from draco_ray.runs.rows import Row, step_trajectories
+from draco_ray.runs.schema import STEP_TABLES
+from draco_ray.runs.store_actor import RunStoreActor
+from draco_ray.training.advantage_computer import AdvantageComputerActor
+from draco_ray.training.metrics import step_metrics, update_metrics
+from draco_ray.training.resume import config_changes, recorded_order
+from draco_ray.training.session import learner_config, static_criteria
+from draco_ray.training.trainer import streamed_update
+
+if TYPE_CHECKING:
+    from draco_ray.learner.lora_learner import LoraLearner
+
+COMPARED: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
+    ("proposals", (), ()),
+    ("criteria", ("criterion",), ("survived",)),
+    ("verdicts", ("rollout", "criterion"), ()),
+    ("citations", ("rollout", "criterion", "step"), ()),
+    ("criteria", ("criterion",), ()),
+    ("advantages", ("rollout",), ()),
+    ("groups", (), ()),
+)
+"""Tables in the order in which one follows from another, with the columns that tell their rows apart and those that are
+compared later."""
+DERIVED_METRICS = (
+    *("reward", "pass_rate", "criteria", "surviving_criteria", "groups_with_signal", "groups_failed", "solved_tasks"),
+    *("task_pass_rates", "rollouts", "sampled_tokens", "inert_share", "quality_spread", "credit_fallbacks"),
+)
+"""Metrics that follow from rollouts and replies."""
+UNRELATED_KEYS = ("train.steps", "train.epochs", "train.evaluate", "train.checkpoint_every", "data.eval")
+"""Keys that may change between steps: what a step computes does not depend on them."""
+RATIO_SLACK = 1e-4
+"""Log-probs of a pass with and without gradients may differ by rounding, nats."""
+LOCAL_KEYS = {"base_model_name_or_path", "sha256"}
+"""Keys of a checkpoint's JSON files that name the base model's folder, or depend on it."""
+SHOWN = 80
+"""Characters of a value in a message."""
+
+
+class _NotAsked(DracoError):
+    """The judge would be asked something that the run did not ask."""
+
+
+def verify(directory: Path, *, model: Path | None, trust: bool, console: Console) -> None:
+    """Check a run's digests and compute it again, step by step, up to the first difference.
+
+    Args:
+        directory: the run's.
+        model: the base model's directory; None: where the run had it.
+        trust: as of `load_config`.
+        console: takes a line a step.
+
+    Raises:
+        ConfigError: the run cannot be computed again.
+        DamagedRun: the first difference.
+    """
+    run, began = RunDirectory.open(directory.resolve()), time.monotonic()
+    config = load_config(str(run.path), trust=trust)
+    if model is not None:
+        config = config.updated(model={"path": str(model.resolve())})
+    if not (run.path / FILE).exists() or not (manifest := read_manifest(run))["metrics"]:
+        raise ConfigError(f"{run.path}: no step in {FILE}: none was finished, or an earlier draco-ray wrote this run")
+    steps = sorted(int(step) for step in manifest["metrics"])
+    check_digests(run, manifest, dropped=config.train.keep_last is not None)
+    console.print(f"{len(manifest['files'])} files of {len(steps)} steps have the manifest's digests")
+    _check_unchanged(run, config)
+    here = this_machine()
+    if others := [
+        f"{name} {old} (here {here.get(name)})" for name, old in manifest["machine"].items() if old != here.get(name)
+    ]:
+        console.print(f"made elsewhere, so that last digits may differ: {', '.join(others)}")
+    asyncio.run(_recompute(run, config, steps, console))
+    console.print(f"{run.path.name}: {len(steps)} steps verified in {time.monotonic() - began:.0f}s")
+
+
+def check_digests(run: RunDirectory, manifest: Mapping[str, Any], *, dropped: bool) -> None:
+    """Compare every file with the manifest.
+
+    Args:
+        run: whose files.
+        manifest: of `read_manifest`.
+        dropped: whether the run removes checkpoints (``train.keep_last``).
+
+    Raises:
+        DamagedRun: a file is missing, or has another digest; a row of metrics has another one.
+    """
+    for name, digest in manifest["files"].items():
+        path = run.path / name
+        if dropped and name.startswith("checkpoints/") and not path.parent.exists():
+            continue
+        try:
+            check_regular(path)
+            if file_digest(path)[0] != digest:
+                raise OSError("its SHA-256 is not the one in manifest.json")
+        except OSError as error:
+            raise DamagedRun(f"{path}: {error}") from None
+    for number in range(1, 1 + max(map(int, manifest["metrics"]), default=0)):
+        names = [f"tables/{table}/step{number:05d}.parquet" for table in STEP_TABLES]
+        unlisted = [name for name in names if name not in manifest["files"] and (run.path / name).exists()]
+        if unlisted or str(number) not in manifest["metrics"]:
+            raise DamagedRun(f"{run.path / FILE}: {(*unlisted, f'step {number}')[0]} is not in it")
+    lines = {str(line["step"]): line_digest(line) for line in run.metrics()}
+    for step, digest in manifest["metrics"].items():
+        if lines.get(step) != digest:
+            what = "is missing" if step not in lines else "is not what manifest.json says"
+            raise DamagedRun(f"{run.metrics_file}: the line of step {step} {what}")
+
+
+def _check_unchanged(run: RunDirectory, config: DracoConfig) -> None:
+    """Refuse a run whose configuration changed between its steps. Raises: ConfigError."""
+    for path in sorted(run.path.glob("config.before-resume-*.yaml")):
+        changes = config_changes(load_config(str(path), trust=True), config)
+        if changes := [each for each in changes if not each.startswith(UNRELATED_KEYS)]:
+            raise ConfigError(
+                f"{run.path}: its configuration changed between steps ({path.name}): {'; '.join(changes)}"
+            )
+
+
+async def _recompute(run: RunDirectory, config: DracoConfig, steps: Sequence[int], console: Console) -> None:
+    order, metrics = recorded_order(run), {line["step"]: line for line in run.metrics()}
+    judge = RecordedJudge(run, config) if config.algorithm.reward == "rubric" else None
+    adapts = config.engine.deterministic and config.learner.use == LearnerConfig().use
+    learner = _Relearner(run, config) if adapts else None
+    if learner is None:
+        console.print("adapters are not recomputed: engine.deterministic is false, or the learner is your own")
+    for step in steps:
+        groups, samples = await _Step(run, config, step, judge).recompute(order.tasks(step), metrics[step])
+        said = f"step {step}: {len(groups)} groups, {sum(len(group.rollouts) for group in groups)} rollouts as recorded"
+        if learner is not None:
+            gap = learner.check_tokens(step, samples, metrics[step])
+            compared = await learner.learn(step, samples, metrics[step])
+            said += f"; largest log-prob gap {gap:.2g} nats; {compared}"
+        console.print(said)
+
+
+class _Step:
+    """What a run recorded of one step, and the step computed again from it."""
+
+    def __init__(self, run: RunDirectory, config: DracoConfig, step: int, judge: RecordedJudge | None) -> None:
+        """
+        Raises:
+            DamagedRun: a table cannot be read.
+        """
+        self._run, self._config, self._step, self._judge = run, config, step, judge
+        self._played = step_trajectories(run, step)
+        self._recorded = {name: _by_task(run, name, step) for name in {each for each, _, _ in COMPARED}}
+        self._outcomes = {
+            (row["task_id"], row["rollout"]): Evaluated(evaluation=_evaluation(row))
+            for row in run.table("outcomes", step).to_pylist()
+        }
+
+    async def recompute(
+        self, tasks: Sequence[str], metrics: Mapping[str, Any]
+    ) -> tuple[list[Group], list[list[TrainingSample] | None]]:
+        """Take the recorded rollouts through the pipeline.
+
+        Args:
+            tasks: of the step, in their order.
+            metrics: the step's line.
+
+        Returns: the groups, and the training samples of each; None of one that failed.
+        Raises:
+            DamagedRun: the first difference from what the run recorded.
+        """
+        if strange := sorted(self._recorded["groups"].keys() ^ set(tasks)):
+            raise self._differs(f"task {strange[0]}: tasks.json and the seed give other tasks")
+        found = [await self._group(index, task_id) for index, task_id in enumerate(tasks)]
+        groups = [group for group, _ in found]
+        made = step_metrics(self._step, groups, self._config.algorithm.group_size)
+        for name in DERIVED_METRICS:
+            old, new = metrics.get(name), made[name]
+            if not _equal(old, new):
+                raise self._differs(f"{name} in metrics.jsonl is {_short(old, new)}, recomputed {_short(new, old)}")
+        return groups, [samples for _, samples in found]
+
+    async def _group(self, index: int, task_id: str) -> tuple[Group, list[TrainingSample] | None]:
+        members = {each.rollout: each for each in self._played.get(task_id, [])}
+        # Without a rollout there is no prompt to ask stage1 about, and the group has failed.
+        prompt = next((each.prompt for each in members.values()), ())
+        group, problem = Group(step=self._step, index=index, task_id=task_id, prompt=prompt), None
+        samples: Any = None
+        with tempfile.TemporaryDirectory() as scratch:
+            store = _Local(RunStoreActor(Path(scratch)))
+            try:
+                samples = await self._pipeline(members, store).run(group) if members else None
+            except (_NotAsked, ValueError) as error:
+                # A ValueError: rows of a rollout contradict each other.
+                problem = error
+            await store.done()
+            if members:
+                self._compare(RunDirectory(Path(scratch)), task_id, complete=problem is None)
+        if problem is not None:
+            raise self._differs(f"task {task_id}: {problem}")
+        return group, None if samples is None else await samples
+
+    def _pipeline(self, members: Mapping[int, Trajectory], store: _Local) -> Pipeline:
+        results = {"from_verdicts": 4, "from_evaluations": 4, "from_noise": 4}
+        rollouts, judges = _Rollouts(members, self._outcomes), _Judges(self._judge, self._step)
+        return Pipeline(
+            self._config.algorithm,
+            rollouts,  # type: ignore[arg-type]
+            judges,  # type: ignore[arg-type]
+            _Local(AdvantageComputerActor(self._config.algorithm), results),
+            store,
+            static_rubric=Judged(value=static_criteria(self._config)),
+            seed=self._config.seed,
+        )
+
+    def _compare(self, again: RunDirectory, task_id: str, *, complete: bool) -> None:
+        """Compare a group's rows with recomputed ones; only with those where the group could not be completed."""
+        for table, keys, later in COMPARED:
+            recomputed = _sorted(_by_task(again, table, self._step).get(task_id, []), keys)
+            recorded = _sorted(self._recorded[table].get(task_id, []), keys)
+            if not complete:
+                names = [[row[key] for key in keys] for row in recomputed]
+                recorded = [row for row in recorded if [row[key] for key in keys] in names] if keys else []
+                recomputed = recomputed if keys else []
+            for old, new in zip_longest(recorded, recomputed):
+                row = old or new
+                where = ", ".join([f"task {task_id}", *(f"{key} {row[key]}" for key in keys if row[key] is not None)])
+                if old is None or new is None:
+                    what = "is not recorded" if old is None else "does not follow from the judge's replies"
+                    raise self._differs(f"{where}: a row of {table} {what}")
+                for column in (each for each in old if each not in later and not _equal(old[each], new[each])):
+                    shown, recomputed_shown = _short(old[column], new[column]), _short(new[column], old[column])
+                    raise self._differs(
+                        f"{where}: {table}.{column} is {shown}, recomputed from the stored replies {recomputed_shown}"
+                    )
+
+    def _differs(self, what: str) -> DamagedRun:
+        return DamagedRun(f"{self._run.path}: step {self._step}, {what}")
+
+
+def _by_task(run: RunDirectory, table: str, step: int) -> dict[str, list[Row]]:
+    found: dict[str, list[Row]] = {}
+    for row in run.table(table, step).to_pylist():
+        found.setdefault(row["task_id"], []).append(row)
+    return found
+
+
+def _sorted(rows: Sequence[Row], keys: Sequence[str]) -> list[Row]:
+    return sorted(rows, key=(lambda row: [row[key] or 0 for key in keys]) if keys else repr)
+
+
+def _equal(old: Any, new: Any, *, exact: bool = False) -> bool:
+    """Whether two values are the same, floats but for the last digits, in which processors differ, unless ``exact``."""
+    if isinstance(old, float) and new is None:
+        return not math.isfinite(old)
+    if isinstance(old, float) and isinstance(new, float) and not exact:
+        return math.isclose(old, new, rel_tol=1e-9, abs_tol=1e-12) or (math.isnan(old) and math.isnan(new))
+    if isinstance(old, list) and isinstance(new, list):
+        return len(old) == len(new) and all(map(_equal, old, new))
+    return bool(old == new)
+
+
+def _short(value: Any, other: Any) -> str:
+    """A value from shortly before the place where it differs from another one."""
+    text, other = (each if isinstance(each, str) else repr(each) for each in (value, other))
+    first = max(0, _common(text, other) - SHOWN // 4)
+    return f"{'…' * (first > 0)}{text[first : first + SHOWN]}{'…' * (first + SHOWN < len(text))}"
+
+
+def _common(text: str, other: str) -> int:
+    """Characters that two texts begin with alike."""
+    pairs = enumerate(zip(text, other, strict=False))
+    return next((at for at, (one, two) in pairs if one != two), min(len(text), len(other)))
+
+
+def _evaluation(row: Row) -> Evaluation:
+    """The environment's verdict, as far as rewards need it."""
+    names = ("task_id", "success", "passed_tests", "total_tests", "reward")
+    given = {name: row[name] for name in names} | {"failures": tuple(row["failures"] or ())}
+    return Evaluation(**given, run=row["rollout"], turns=0, ended=EpisodeEnd.FINISHED)
+
+
+class _Local:
+    """Calls an actor's class in this process: ``remote`` returns futures of its results, and takes futures."""
+
+    def __init__(self, target: Any, results: Mapping[str, int] | None = None) -> None:
+        """``results``: number of results of the methods that have several."""
+        self._target, self._results = target, results or {}
+        self._calls: list[asyncio.Future[Any]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return _Method(getattr(self._target, name), self._results.get(name, 1), self._calls)
+
+    async def done(self) -> None:
+        """Wait for all calls. Raises: StoreError: one could not write; other errors reach whoever awaits a result."""
+        for each in await asyncio.gather(*self._calls, return_exceptions=True):
+            if isinstance(each, StoreError):
+                raise each
+
+
+class _Method:
+    def __init__(self, method: Any, results: int, calls: list[asyncio.Future[Any]]) -> None:
+        self._method, self._results, self._calls = method, results, calls
+
+    def remote(self, *given: Any) -> Any:
+        call = asyncio.ensure_future(self._call(given))
+        self._calls.append(call)
+        if self._results == 1:
+            return call
+        found = [asyncio.ensure_future(_nth(call, index)) for index in range(self._results)]
+        for each in found:
+            # Of an error the first one that is awaited tells; asyncio would report the others at length.
+            each.add_done_callback(lambda done: done.cancelled() or done.exception())
+        return found
+
+    async def _call(self, given: Sequence[Any]) -> Any:
+        given = [await each if isinstance(each, asyncio.Future) else each for each in given]
+        if not asyncio.iscoroutinefunction(self._method):
+            return self._method(*given)
+        # Its lists hold references, or numbers.
+        return await self._method(*(list(map(_reference, each)) if isinstance(each, list) else each for each in given))
+
+
+def _reference(value: Any) -> Any:
+    return value if value is None or isinstance(value, int) else _resolved(value)
+
+
+async def _resolved(value: Any) -> Any:
+    return value
+
+
+async def _nth(call: Awaitable[Sequence[Any]], index: int) -> Any:
+    return (await call)[index]
+
+
+class _Rollouts:
+    """Recorded rollouts of one group in the place of a `RolloutPool`."""
+
+    def __init__(self, played: Mapping[int, Trajectory], outcomes: Mapping[tuple[str, int], Evaluated]) -> None:
+        self._played, self._outcomes = played, outcomes
+
+    async def run(self, task_id: str, group: str, rollout: int, *, step: int, priority: int) -> RolloutResult:
+        """The recorded rollout; lost where there is none."""
+        if (trajectory := self._played.get(rollout)) is None:
+            return RolloutResult(member=None)
+        given: dict[str, Any] = {"trajectory": trajectory, "evaluation": self._outcomes.get((task_id, rollout))}
+        return RolloutResult(member=FinishedRollout(rollout=rollout, summary=summarise(trajectory), **given))
+
+
+class _Judges:
+    """The recorded judge in the place of a `JudgePool`, for one step."""
+
+    def __init__(self, judge: RecordedJudge | None, step: int) -> None:
+        """``judge``: None where the reward is no judge's."""
+        self._judge, self._step = judge, step
+
+    async def ask(self, phase: Phase, context: CallContext, **given: Any) -> Judgement:
+        """See `JudgePool.ask`."""
+        assert self._judge is not None
+        judge = self._judge.of(self._step, phase, context)
+        judged, summary = await ask_phase(judge, phase, context, given)
+        found: Any = judged
+        return Judgement(judged=replace(found, calls=()), archived=found, summary=summary)
+
+
+class RecordedJudge:
+    """The judge of a run, which answers from the run's archive of calls."""
+
+    def __init__(self, run: RunDirectory, config: DracoConfig) -> None:
+        """
+        Args:
+            run: its directory.
+            config: the run's.
+
+        Raises:
+            DamagedRun: the key of the judge's prompts is missing.
+        """
+        cache = config.judge.cache or run.judge_cache
+        if not (key := (config.judge.files or cache) / KEY_FILE).is_file():
+            raise DamagedRun(f"{key}: missing; the judge's prompts cannot be rebuilt without it")
+        self._prompts = prompts_of(config.judge.model_copy(update={"cache": cache}))
+        judge = config.judge
+        if judge.rule_judge.start:
+            # A run gives its rule judge an endpoint when it starts.
+            judge = judge.model_copy(update={"api_base": "http://127.0.0.1", "model": "openai/rule-judge"})
+        self._run, self._config = run, judge
+        # How far prompts were cut is kept beside the replies. Opening the store would write to it.
+        self._scratch = tempfile.TemporaryDirectory()
+        for path in cache.glob(f"{REPLIES}*"):
+            shutil.copy(path, self._scratch.name)
+        self._replies = ReplyCache(Path(self._scratch.name))
+        self._calls: tuple[int, list[Row]] = (0, [])
+
+    def of(self, step: int, phase: Phase, context: CallContext) -> Any:
+        """The judge of one phase of a group or a rollout."""
+        if self._calls[0] != step:
+            self._calls = (step, self._run.table("judge_calls", step).to_pylist())
+        mine = [
+            row
+            for row in self._calls[1]
+            if (row["task_id"], row["rollout"]) == (context.task_id, context.rollout)
+            and row["phase"] in (phase.name, SECOND_LOOK)
+        ]
+        beside = {each.model for each in (*self._config.jury, *filter(None, [self._config.strong]))}
+        own = [row for row in mine if row["model"] not in beside - {self._config.model}]
+
+        def open_one(judge: JudgeConfig) -> Completer:
+            return _Replies(phase.name, [row for row in mine if row["model"] == judge.model])
+
+        return panel_judge(self._config, self._prompts, _Replies(phase.name, own), open_one, self._replies)
+
+
+class _Replies:
+    """A `Completer` that answers from rows of ``judge_calls``, equal prompts in the order in which they were asked."""
+
+    def __init__(self, phase: str, rows: Sequence[Row]) -> None:
+        self._phase, self._rows = phase, list(rows)
+
+    async def __call__(self, request: Request) -> Completion:
+        """The recorded reply. Raises: _NotAsked: there is none to this prompt."""
+        first, *rest = (message.content for message in request.messages)
+        again = zip(rest[::2], rest[1::2], strict=True)
+        prompt = first + "".join(f"\n\n[REPLY]\n{reply}\n\n[ASKED AGAIN]\n{asked}" for reply, asked in again)
+        index = next((at for at, row in enumerate(self._rows) if row["prompt"] == prompt), None)
+        if index is None:
+            raise _NotAsked(_unlike(self._phase, prompt, [row["prompt"] for row in self._rows]))
+        row = self._rows.pop(index)
+        failed = row["finish_reason"] in ("error", "unavailable")
+        names = ("finish_reason", "model", "input_tokens", "cached_tokens", "output_tokens", "dollars", "started_at")
+        more = ("seconds", "requests", "call_id", "reasoning_tokens", "estimated_dollars", "waited_seconds")
+        given = {name: row[name] for name in (*names, *more)}
+        return Completion(text=row["reply"], error=row["error"] if failed else None, **given)
+
+    async def forget(self, request: Request) -> None:
+        """Nothing is kept."""
+
+    async def check(self) -> None:
+        """It answers."""
+
+
+def _unlike(phase: str, prompt: str, recorded: Sequence[str]) -> str:
+    """How a prompt differs from the recorded one that is most like it."""
+    if not recorded:
+        return f"the run has no (further) reply to {phase}"
+
+    nearest = max(recorded, key=lambda other: _common(prompt, other))
+    return (
+        f"the prompt of {phase} is not the recorded one from character {_common(prompt, nearest)} on: "
+        f"{_short(nearest, prompt)!r} is recorded, {_short(prompt, nearest)!r} follows from rollouts, rubric and the "
+        "installed prompts"
+    )
+
+
+class _Relearner:
+    """The learner of a deterministic run, from the untrained adapter on, compared after every step."""
+
+    def __init__(self, run: RunDirectory, config: DracoConfig) -> None:
+        """
+        Raises:
+            ConfigError: the base model cannot be used.
+        """
+        from draco_ray.config.machine import set_threads
+        from draco_ray.learner.lora_learner import LoraLearner
+        from draco_ray.learner.worker import LearnerWorker
+
+        set_threads(1)
+        self._run, self._minibatch = run, config.learner.minibatch_prompts
+        self._learner: LoraLearner = LoraLearner(config.model, learner_config(config), seed=config.seed)
+        self._worker = LearnerWorker(self._learner, rank=0, workers=1, fetch=list, publish=lambda adapter: adapter)
+
+    def check_tokens(
+        self, step: int, samples: Sequence[list[TrainingSample] | None], metrics: Mapping[str, Any]
+    ) -> float:
+        """Compare the log-prob of every sampled token with what the engine recorded; returns the largest gap, nats.
+
+        The run's metrics say how far the two were apart when it was trained.
+
+        Raises:
+            DamagedRun: a token is further off.
+        """
+        low, high = (math.log(metrics.get(name) or 1.0) for name in ("engine_ratio_min", "engine_ratio_max"))
+        largest = 0.0
+        for sample, ratio_V in self._ratios(samples):
+            off_V = (ratio_V < low - RATIO_SLACK) | (ratio_V > high + RATIO_SLACK)
+            if off_V.any():
+                where_V = np.flatnonzero(sample.loss_mask_T)
+                at = int(where_V[int(np.argmax(off_V))])
+                recorded = float(sample.logprob_T[at])
+                recomputed = recorded + float(ratio_V[int(np.argmax(off_V))])
+                raise DamagedRun(
+                    f"{self._run.path}: step {step}, task {sample.task_id}, rollout {sample.rollout}, branch "
+                    f"{sample.branch}: sampled token {at} (id {sample.token_ids_T[at]}) has log-prob {recorded:.4f}, "
+                    f"recomputed {recomputed:.4f}: the token, one before it, or the log-prob is not what was sampled"
+                )
+            largest = max(largest, float(np.abs(ratio_V).max(initial=0.0)))
+        return largest
+
+    def _ratios(self, samples: Sequence[list[TrainingSample] | None]) -> Iterator[tuple[TrainingSample, Any]]:
+        for group in samples:
+            for sample, logprob_V in zip(group or (), self._learner.old_logprobs(group or ()), strict=True):
+                yield sample, logprob_V - sample.logprob_T[sample.loss_mask_T]
+
+    async def learn(self, step: int, samples: Sequence[list[TrainingSample] | None], metrics: Mapping[str, Any]) -> str:
+        """Make the step's update again; returns what was compared.
+
+        Raises:
+            DamagedRun: the gradient, or the step's checkpoint, is another one.
+        """
+        groups = [_resolved(group) for group in samples]
+        update = await streamed_update(_LocalLearner(self._worker), groups, self._minibatch, in_order=True)
+        self._worker.execute(Publish(version=step))
+        learned = update_metrics(update.updates)
+        for name in ("valid_tokens", "updates", "grad_norm", *learned):
+            if not _equal(learned[name], metrics.get(name), exact=True):
+                raise DamagedRun(
+                    f"{self._run.path}: step {step}: {name} of the update is {metrics.get(name)}, recomputed "
+                    f"{learned[name]}: a gradient was made from other tokens, log-probs or advantages"
+                )
+        return self._compare(step) if self._run.checkpoint(step).exists() else "gradients as recorded, no checkpoint"
+
+    def _compare(self, step: int) -> str:
+        """Compare the step's checkpoint with the learner. Raises: DamagedRun: the first difference."""
+        recorded = self._run.checkpoint(step)
+        with tempfile.TemporaryDirectory() as scratch:
+            made = Path(scratch) / recorded.name
+            self._learner.snapshot().write(made)
+            for name in (ADAPTER, OPTIMIZER):
+                if file_digest(recorded / name)[0] != file_digest(made / name)[0]:
+                    raise DamagedRun(f"{recorded / name}: {_tensor_difference(recorded / name, made / name)}")
+            for name in (ADAPTER_CONFIG, COUNTERS):
+                old, new = (json.loads((folder / name).read_text()) for folder in (recorded, made))
+                for key in sorted((old.keys() | new.keys()) - LOCAL_KEYS):
+                    if old.get(key) != new.get(key):
+                        raise DamagedRun(f"{recorded / name}: {key} is {old.get(key)}, recomputed {new.get(key)}")
+        return "adapter and optimizer as recorded, byte by byte"
+
+
+class _LocalLearner:
+    """A learner's worker of this process as a `GroupLearner`."""
+
+    def __init__(self, worker: Any) -> None:
+        self._worker = worker
+
+    async def accumulate(self, group: Any) -> object:
+        """See `GroupLearner`."""
+        return self._worker.execute(Accumulate(groups=(group,)))
+
+    async def remember_old_logprobs(self, group: Any) -> object:
+        """See `GroupLearner`."""
+        return self._worker.execute(Remember(groups=(group,)))
+
+    async def step(self) -> UpdateMetrics:
+        """See `GroupLearner`."""
+        return Update().combine([self._worker.execute(Update())])
+
+
+def _tensor_difference(recorded: Path, recomputed: Path) -> str:
+    """The first value that differs between two files of tensors."""
+    from safetensors import SafetensorError
+    from safetensors.numpy import load_file
+
+    try:
+        old, new = load_file(recorded), load_file(recomputed)
+    except (SafetensorError, OSError) as error:
+        return f"not the recomputed one, and it cannot be read: {error}"
+    if old.keys() != new.keys():
+        return f"tensor {min(old.keys() ^ new.keys())} is in one of recorded and recomputed only"
+    for name in sorted(old):
+        if old[name].shape != new[name].shape or old[name].dtype != new[name].dtype:
+            return f"tensor {name} is {old[name].dtype}{old[name].shape}, recomputed {new[name].dtype}{new[name].shape}"
+        bytes_of = [each[name].reshape(-1).view(np.uint8).reshape(each[name].size, -1) for each in (old, new)]
+        if (different := (bytes_of[0] != bytes_of[1]).any(axis=1)).any():
+            at = int(np.argmax(different))
+            where = tuple(int(each) for each in np.unravel_index(at, old[name].shape))
+            return (
+                f"tensor {name}{list(where)} is {old[name].reshape(-1)[at]}, recomputed {new[name].reshape(-1)[at]} "
+                f"({int(different.sum())} of {different.size} values differ)"
+            )
+    return "its tensors are the recomputed ones, its header is not"

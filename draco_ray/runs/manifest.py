@@ -1,0 +1,150 @@
+"""``manifest.json``: SHA-256 digests of what a run directory holds of its finished steps.
+
+The run store brings it up to date with every step. A file keeps its first digest unless this run writes it again, so
+bytes that change on disk between a stop and a resume do not get a new one. `draco verify` compares.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+import re
+from collections.abc import Iterator
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from draco_ray.runs.checkpoints import COUNTERS, file_digest
+from draco_ray.runs.directory import STEP, RunDirectory, damaged, read_text, write_private
+
+FILE = "manifest.json"
+TEXTS = ("config.yaml", "config.before-resume-*.yaml", "run.json", "tasks.json")
+"""Files that a resumed run rewrites before its store starts."""
+PACKAGES = ("draco-ray", "torch", "numpy", "transformers", "peft", "vllm")
+INSTRUCTIONS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "sve")
+"""Flags of /proc/cpuinfo on which PyTorch's choice of kernels depends."""
+
+
+class Manifest:
+    """Writes the manifest of one run."""
+
+    def __init__(self, run: RunDirectory, began_ns: int) -> None:
+        """
+        Args:
+            run: its directory.
+            began_ns: when this run started or was resumed, Unix nanoseconds. Files written later get new digests.
+        """
+        self._run, self._began_ns = run, began_ns
+        self._seen: dict[str, int] = {}
+        """Modification times of the files written since then, as they were when their digests were computed."""
+
+    def update(self, last: int) -> None:
+        """Add the files that finished steps have written.
+
+        Args:
+            last: the last step that is finished; the metrics of a later one may still change.
+
+        Raises:
+            OSError: it cannot be written.
+            DamagedRun: the manifest of an earlier process cannot be read.
+        """
+        run = self._run
+        known = read_manifest(run) if (run.path / FILE).exists() else {"files": {}}
+        files: dict[str, str] = known["files"]
+        for path in _covered(run):
+            name = str(path.relative_to(run.path))
+            # A file that the run has just replaced or removed is looked at again after the next step.
+            with suppress(FileNotFoundError):
+                written = path.stat().st_mtime_ns
+                if name not in files or (written > self._began_ns and self._seen.get(name) != written):
+                    files |= _digests(run, path)
+                    self._seen[name] = written
+        files |= {path.name: file_digest(path)[0] for pattern in TEXTS for path in run.path.glob(pattern)}
+        steps = {str(line["step"]): line_digest(line) for line in run.metrics() if line["step"] <= last}
+        _write(run, {"machine": this_machine(), "metrics": steps, "files": dict(sorted(files.items()))})
+
+
+def read_manifest(run: RunDirectory) -> dict[str, Any]:
+    """``files``: digest by path; ``metrics``: digest of a metrics line by step; ``machine``.
+
+    Raises:
+        DamagedRun: there is none, or it is not what a run writes.
+    """
+    path = run.path / FILE
+    try:
+        found = json.loads(read_text(path))
+        for name in ("files", "metrics"):
+            if not all(isinstance(each, str) for each in found[name].values()):
+                raise ValueError(f"{name} holds something else than digests")
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise damaged(path, error) from None
+    return dict(found)
+
+
+def forget_steps(run: RunDirectory, last: int) -> None:
+    """Remove the steps after ``last``, which are done again, from the manifest.
+
+    Raises:
+        DamagedRun: it cannot be read.
+        OSError: it cannot be written.
+    """
+    if not (run.path / FILE).exists():
+        return
+    found = read_manifest(run)
+    later = {name for name in found["files"] if (step := step_of(name)) is not None and step > last}
+    found["files"] = {name: digest for name, digest in found["files"].items() if name not in later}
+    found["metrics"] = {step: digest for step, digest in found["metrics"].items() if int(step) <= last}
+    _write(run, found)
+
+
+def step_of(name: str) -> int | None:
+    """The training step that a file of a run belongs to, by its path."""
+    parts = (STEP.fullmatch(part.removesuffix(".parquet")) for part in Path(name).parts)
+    return next((int(found[1]) for found in parts if found), None)
+
+
+def line_digest(line: dict[str, Any]) -> str:
+    """SHA-256 of a line of metrics."""
+    return hashlib.sha256(json.dumps(line, sort_keys=True).encode()).hexdigest()
+
+
+def this_machine() -> dict[str, str]:
+    """Versions and instructions that recomputed numbers depend on."""
+    found = {"machine": platform.machine()}
+    for name in PACKAGES:
+        with suppress(PackageNotFoundError):
+            found[name] = version(name)
+    with suppress(OSError):
+        flags = set(re.split(r"\s+", Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")))
+        found["instructions"] = " ".join(name for name in INSTRUCTIONS if name in flags)
+    return found
+
+
+def _covered(run: RunDirectory) -> Iterator[Path]:
+    """Files that stay as they are once written: tables, checkpoints, and the key of the judge's prompts."""
+    yield from run.tables.glob("*/step*.parquet")
+    yield from run.tables.glob("*/step*/*.parquet")
+    for step in run.checkpoint_steps():
+        counters = run.checkpoint(step) / COUNTERS
+        yield from [counters] if counters.exists() else run.checkpoint(step).iterdir()
+    yield from run.judge_cache.glob("evidence_key")
+
+
+def _digests(run: RunDirectory, path: Path) -> dict[str, str]:
+    """The digest of a file by its name; beside a checkpoint's counters also those of its other files."""
+    found = {path: file_digest(path)[0]}
+    if path.name == COUNTERS:
+        try:
+            # Computed when the files were written.
+            digests = json.loads(path.read_text(encoding="utf-8"))["sha256"]
+            found |= {path.with_name(name): str(digest) for name, digest in digests.items()}
+        except (ValueError, KeyError, TypeError, AttributeError):
+            # Of a learner of another kind.
+            found |= {each: file_digest(each)[0] for each in path.parent.iterdir() if each.is_file()}
+    return {str(each.relative_to(run.path)): digest for each, digest in found.items()}
+
+
+def _write(run: RunDirectory, tree: dict[str, Any]) -> None:
+    write_private(run.path / FILE, json.dumps(tree, indent=1) + "\n")

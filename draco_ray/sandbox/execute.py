@@ -1,0 +1,57 @@
+"""Executes scripted rollouts in AppWorld, without a server. Runs under AppWorld's own Python.
+
+    python -P -B execute.py [--evaluate] < jobs.jsonl > results.jsonl
+
+with ``APPWORLD_ROOT`` set. A job is a line ``{"task_id": ..., "cells": [...]}`` and is answered, in order, by a line
+``{"outputs": [...], "success": ...}``: what each cell printed and, with ``--evaluate``, whether the task passes its
+tests. Every job starts from the task's initial state. The scripts are the project's own; what a policy writes runs in
+confined servers instead.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import sys
+from typing import Any, TextIO
+
+from appworld import AppWorld
+
+
+class Rehearsal(AppWorld):
+    """A world that writes neither state snapshots nor logs."""
+
+    def _save_state(self, directory: str) -> None:
+        pass
+
+    def save_logs(self) -> None:
+        pass
+
+
+def play(task_id: str, cells: list[str], *, evaluate: bool) -> dict[str, Any]:
+    """Execute the cells from the task's initial state; returns their outputs and whether the task succeeded."""
+    kind = AppWorld if evaluate else Rehearsal
+    with kind(task_id=task_id, experiment_name=f"scripts-{os.getpid()}", load_ground_truth=evaluate) as world:
+        outputs = [world.execute(cell) for cell in cells]
+        success = bool(world.evaluate(suppress_errors=True).success) if evaluate else None
+        return {"outputs": outputs, "success": success}
+
+
+def main(jobs: TextIO, results: TextIO, *, evaluate: bool) -> None:
+    """Answer every job line as soon as it is done."""
+    for line in jobs:
+        job: dict[str, Any] = json.loads(line)
+        results.write(json.dumps(play(job["task_id"], job["cells"], evaluate=evaluate)) + "\n")
+        results.flush()
+
+
+if __name__ == "__main__":
+    # AppWorld and IPython print to stdout, which must hold only results.
+    results_stream = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    # AppWorld leaves objects behind with every task: collections take ever longer and free nothing.
+    gc.disable()
+    main(sys.stdin, results_stream, evaluate="--evaluate" in sys.argv)
+    # AppWorld's interactive shells, one a task, would take minutes to shut down.
+    os._exit(0)

@@ -1,0 +1,76 @@
+"""Runs scripted rollouts in AppWorld processes (`draco_ray.sandbox.execute`)."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from draco_ray.environments.appworld.interpreter import appworld_python
+from draco_ray.environments.jail import linux
+from draco_ray.errors import WorldError
+from draco_ray.temp_dirs import PrivateTempDir
+
+EXECUTE = Path(__file__).with_name("execute.py")
+Script = tuple[str, tuple[str, ...]]
+"""Task id, and the code cells to execute."""
+
+
+@dataclass(frozen=True, slots=True)
+class Executed:
+    """Result of a script."""
+
+    outputs: tuple[str, ...]
+    """AppWorld's output of each cell, not truncated."""
+    success: bool | None
+    """Whether the task's own tests pass; None if they were not run."""
+
+
+def run_scripts(scripts: Sequence[Script], world: Path, processes: int, *, evaluate: bool = False) -> list[Executed]:
+    """Run every script from its task's initial state; nothing is written to the world.
+
+    Args:
+        scripts: equal ones are run once.
+        world: data root.
+        processes: number of AppWorld processes.
+        evaluate: load the ground truth and run the tasks' tests.
+
+    Raises:
+        WorldError: AppWorld's Python is missing or fails.
+    """
+    distinct = list(dict.fromkeys(scripts))
+    shares = [distinct[start::processes] for start in range(min(processes, len(distinct)))]
+    with PrivateTempDir() as root, ThreadPoolExecutor(processes) as pool:
+        (root / "data").symlink_to((world / "data").resolve(), target_is_directory=True)
+        results = list(pool.map(lambda share: _run(share, root, evaluate), shares))
+    known = {
+        script: executed
+        for share, done in zip(shares, results, strict=True)
+        for script, executed in zip(share, done, strict=True)
+    }
+    return [known[script] for script in scripts]
+
+
+def _run(scripts: Sequence[Script], root: Path, evaluate: bool) -> list[Executed]:
+    done = subprocess.run(
+        # As a file: AppWorld's Python lacks what this package imports. -P keeps the file's folder off the path.
+        [appworld_python(None), "-P", "-B", str(EXECUTE), *["--evaluate"] * evaluate],
+        input="".join(json.dumps({"task_id": task_id, "cells": cells}) + "\n" for task_id, cells in scripts),
+        env={**os.environ, "APPWORLD_ROOT": str(root)},
+        capture_output=True,
+        text=True,
+        check=False,
+        preexec_fn=linux.die_with_parent,
+    )
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    if len(found) != len(scripts):
+        last = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
+        raise WorldError(
+            f"AppWorld stopped after {len(found)} of {len(scripts)} scripted rollouts: {last}; "
+            "check the world with `draco sandbox verify`"
+        )
+    return [Executed(tuple(each["outputs"]), each["success"]) for each in found]

@@ -1,0 +1,206 @@
+"""The coding agents people run, as their packages install them, in workspaces, with a scripted policy.
+
+A test is skipped where its program is not on PATH: ``npm install @openai/codex opencode-ai``, ``pip install
+mini-swe-agent``; Claude Code has a licence of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from draco_ray.records import EpisodeEnd, Trajectory
+from draco_ray.rollout.harness import FOLDER, read_harness
+from tests.support.coding_agents import Workspaces
+from tests.support.endpoint_episode import END, ScriptedSampler, call
+
+pytestmark = pytest.mark.slow
+
+SHELL: dict[str, Callable[[str], str]] = {
+    "codex": lambda command: call("exec_command", cmd=command),
+    "claude-code": lambda command: call("Bash", command=command, description="x"),
+    "opencode": lambda command: call("bash", command=command, description="x"),
+    "mini-swe-agent": lambda command: call("bash", command=command),
+}
+"""How the policy runs a shell command in each."""
+FIX = "sed -i s/-.b/+\\ b/ add.py"
+SUBMIT = "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
+DONE = f"All done.{END}"
+
+
+def both(first: str, second: str) -> str:
+    """Two calls in one turn."""
+    return f"{first.removesuffix(END)}\n{second}"
+
+
+def scripted(*lines: str) -> ScriptedSampler:
+    """A policy that says the lines in turn, and a title wherever one is asked for."""
+    said = iter(lines)
+    return ScriptedSampler(lambda prompt: f"A title{END}" if "You are a title generator" in prompt else next(said))
+
+
+def installed(name: str) -> str:
+    """The name of a recipe whose program is here."""
+    program = read_harness(name).command[0]
+    if shutil.which(program) is None:
+        pytest.skip(f"no program {program} on PATH")
+    return name
+
+
+def changed(folder: Path, name: str, *, words: tuple[str, ...] = (), **variables: str) -> str:
+    """A recipe with more words behind the program's first two, and more variables."""
+    recipe = yaml.safe_load((FOLDER / f"{name}.yaml").read_text())
+    recipe["command"][2:2] = words
+    recipe["variables"] = {**recipe.get("variables", {}), **variables}
+    (folder / f"{name}.yaml").write_text(json.dumps(recipe))
+    return str(folder / f"{name}.yaml")
+
+
+def turns(played: Trajectory) -> list[tuple[int, bool, str]]:
+    """(branch, is a step, text) of the policy's turns."""
+    return [(turn.branch, turn.is_step, turn.text) for turn in played.turns if turn.role == "assistant"]
+
+
+@pytest.mark.parametrize("name", SHELL)
+async def test_an_agent_fixes_a_repository_with_parallel_calls(tmp_path: Path, name: str) -> None:
+    at, run = Workspaces(tmp_path), SHELL[installed(name)]
+    last = run(SUBMIT) if name == "mini-swe-agent" else DONE
+    sampler = scripted(both(run("git log --oneline"), run("cat add.py")), run(FIX), last)
+    played = await at.play(sampler, harness=name)
+    assert (played.ended, played.error) == (EpisodeEnd.FINISHED, None), played.turns[-1].text
+    # Titles are branches of their own, without credit; all else is one branch, each turn a step.
+    main = max(turn.branch for turn in played.turns)
+    assert [step.branch for step in played.steps] == [main] * 3
+    assert [(is_step, text) for branch, is_step, text in turns(played) if branch != main] == [(False, "A title")] * main
+    first = str(played.steps[0].observation)
+    assert first.index("Start") < first.index("return a - b")
+    # All sampled tokens are recorded, in order.
+    assert int(played.sampled_T.sum()) == sum(map(len, sampler.sampled))
+    assert "+    return a + b" in at.kept["diff.patch"]
+    assert at.verdict is not None
+    assert at.verdict.success
+
+
+@pytest.mark.parametrize("name", ["codex", "claude-code"])
+async def test_an_agent_is_ended_in_the_middle_of_a_request(tmp_path: Path, name: str) -> None:
+    at, run = Workspaces(tmp_path), SHELL[installed(name)]
+    sampler = scripted(run(FIX), run("true"))
+    sample = sampler.sample
+
+    async def hold_the_second(token_ids: list[int], **options: Any) -> Any:
+        sampler.hold = asyncio.Event() if sampler.sampled else None
+        return await sample(token_ids, **options)
+
+    sampler.sample = hold_the_second  # type: ignore[method-assign]
+    played = await at.play(sampler, harness=name, timeout_seconds=45)
+    assert played.ended is EpisodeEnd.CRASHED
+    assert "did not end within agent.timeout_seconds=45" in str(played.error)
+    assert sampler.cancelled.is_set()
+    assert "+    return a + b" in played.turns[-1].text
+
+
+@pytest.mark.parametrize(
+    ("name", "look"),
+    [
+        ("codex", call("view_image", path="/workspace/a.png")),
+        ("claude-code", call("Read", file_path="/workspace/a.png")),
+    ],
+    ids=["codex", "claude-code"],
+)
+async def test_an_image_is_refused_in_one_line(tmp_path: Path, name: str, look: str) -> None:
+    at = Workspaces(tmp_path)
+    pixel = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
+    make = SHELL[installed(name)](f"echo {pixel} | base64 -d > a.png")
+    played = await at.play(scripted(make, look), harness=name)
+    assert played.ended is EpisodeEnd.CRASHED
+    assert "only texts are supported" in played.turns[-1].text
+    assert len(played.steps) == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "ask"),
+    [
+        ("claude-code", call("Agent", description="look", prompt="Look around.", subagent_type="general-purpose")),
+        ("opencode", call("task", description="look", prompt="Look around.", subagent_type="general")),
+    ],
+    ids=["claude-code", "opencode"],
+)
+async def test_a_sub_agent_is_a_branch(tmp_path: Path, name: str, ask: str) -> None:
+    at, run = Workspaces(tmp_path), SHELL[installed(name)]
+    played = await at.play(scripted(ask, run("ls"), f"Seen.{END}", run(FIX), DONE), harness=name)
+    assert played.ended is EpisodeEnd.FINISHED
+    main = played.steps[0].branch
+    assert [step.branch - main for step in played.steps] == [0, 1, 1, 0, 0]
+    assert "Seen." in str(played.steps[0].observation)
+    assert at.verdict is not None
+    assert at.verdict.success
+
+
+async def test_codex_starts_a_sub_agent_and_is_told_when_it_has_ended(tmp_path: Path) -> None:
+    at, run = Workspaces(tmp_path), SHELL[installed("codex")]
+    main = iter([call("multi_agent_v1__spawn_agent", message="Look around."), run("sleep 5"), run(FIX), DONE, DONE])
+
+    def say(prompt: str) -> str:
+        helper = "Look around." in prompt.rpartition("<|im_start|>user")[2]
+        return f"Seen.{END}" if helper else next(main)
+
+    played = await at.play(ScriptedSampler(say), harness="codex")
+    assert played.ended is EpisodeEnd.FINISHED
+    assert ("Seen.", 1) in [(turn.text, turn.branch) for turn in played.turns]
+    assert {step.branch for step in played.steps} == {0, 1}
+    assert at.verdict is not None
+    assert at.verdict.success
+
+
+async def test_codex_compacts_its_history(tmp_path: Path) -> None:
+    at, run = Workspaces(tmp_path), SHELL[installed("codex")]
+    words = ("-c", "model_context_window=40000", "-c", "model_auto_compact_token_limit=15000")
+    lines = [run("ls"), f"Summary: fix add.{END}", run(FIX), f"Summary: fixed.{END}", DONE]
+    played = await at.play(scripted(*lines), harness=changed(tmp_path, "codex", words=words))
+    assert played.ended is EpisodeEnd.FINISHED
+    # A summary is a branch without credit, and so is what follows it.
+    assert turns(played)[1] == (1, False, "Summary: fix add.")
+    assert [step.branch for step in played.steps] == [0, 2, 4]
+    assert "add.py" in str(played.steps[0].observation)
+
+
+async def test_claude_code_compacts_its_history(tmp_path: Path) -> None:
+    at, run = Workspaces(tmp_path), SHELL[installed("claude-code")]
+    main = iter([run("ls"), run("cat add.py"), run(FIX), *[DONE] * 3])
+
+    def say(prompt: str) -> str:
+        summarize = "create a detailed summary of" in prompt.rpartition("<|im_start|>user")[2]
+        return f"<summary>Summary: fix add.</summary>{END}" if summarize else next(main)
+
+    early = changed(
+        tmp_path, "claude-code", CLAUDE_CODE_AUTO_COMPACT_WINDOW="30000", CLAUDE_AUTOCOMPACT_PCT_OVERRIDE="50"
+    )
+    played = await at.play(ScriptedSampler(say), harness=early)
+    assert played.ended is EpisodeEnd.FINISHED
+    summaries = [is_step for _, is_step, text in turns(played) if text.startswith("<summary>")]
+    assert summaries
+    assert not any(summaries)
+    assert "return a - b" in str(played.steps[1].observation)
+    assert len({step.branch for step in played.steps}) > 1
+
+
+async def test_twenty_at_a_time(tmp_path: Path) -> None:
+    run = SHELL[installed("codex")]
+    Workspaces(tmp_path)
+
+    async def one(number: int) -> str:
+        at = Workspaces(tmp_path)
+        lines = [run(f"echo {number} > add.py"), run("cat add.py"), DONE]
+        played = await at.play(scripted(*lines), harness="codex", rollout=number)
+        assert (played.ended, len(played.steps)) == (EpisodeEnd.FINISHED, 3)
+        return at.kept["diff.patch"]
+
+    diffs = await asyncio.gather(*(one(number) for number in range(20)))
+    assert all(f"+{number}\n" in diff for number, diff in enumerate(diffs))

@@ -1,0 +1,131 @@
+"""The manifest of a run directory: what it covers, what gets a new digest, and what `draco verify` says of a change."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from draco_ray.errors import DamagedRun
+from draco_ray.lab.verify import check_digests
+from draco_ray.runs.directory import RunDirectory
+from draco_ray.runs.manifest import FILE, Manifest, forget_steps, read_manifest
+from tests.support.small_checkpoint import small_checkpoint
+from tests.support.small_run import small_run
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDirectory:
+    """Two steps with checkpoints, and a manifest."""
+    run = small_run(tmp_path / "run")
+    for step in (1, 2):
+        small_checkpoint(run.checkpoint(step), updates=step)
+    (run.path / "tasks.json").write_text("[]")
+    Manifest(run, time.time_ns()).update(2)
+    return run
+
+
+def test_it_covers_what_finished_steps_wrote(run: RunDirectory) -> None:
+    found = read_manifest(run)
+    assert set(found["metrics"]) == {"1", "2"}
+    names = set(found["files"])
+    assert {"config.yaml", "run.json", "tasks.json"} <= names
+    on_disk = {str(path.relative_to(run.path)) for path in run.tables.rglob("*.parquet")}
+    on_disk |= {str(path.relative_to(run.path)) for path in run.checkpoints.glob("step*/*")}
+    assert on_disk
+    assert on_disk <= names
+    check_digests(run, found, dropped=False)
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (lambda run: _flip(run.tables / "verdicts" / "step00002.parquet"), "verdicts/step00002.parquet: its SHA-256"),
+        (lambda run: _flip(run.checkpoint(1) / "adapter_model.safetensors"), "adapter_model.safetensors: its SHA-256"),
+        (lambda run: (run.tables / "steps" / "step00001.parquet").unlink(), "steps/step00001.parquet: it is missing"),
+        (lambda run: (run.path / "tasks.json").write_text("[1]"), "tasks.json: its SHA-256"),
+        (lambda run: run.metrics_file.unlink(), "metrics.jsonl: the line of step 1 is missing"),
+        (
+            lambda run: run.metrics_file.write_text(run.metrics_file.read_text().replace('"kl": 0.002', '"kl": 0.003')),
+            "metrics.jsonl: the line of step 2 is not what manifest.json says",
+        ),
+    ],
+)
+def test_a_change_is_named(run: RunDirectory, damage: Callable[[RunDirectory], object], said: str) -> None:
+    damage(run)
+    with pytest.raises(DamagedRun, match=said):
+        check_digests(run, read_manifest(run), dropped=False)
+
+
+@pytest.mark.parametrize(
+    ("section", "entry", "said"),
+    [
+        ("files", "tables/verdicts/step00001.parquet", "manifest.json: tables/verdicts/step00001.parquet is not in it"),
+        ("metrics", "1", "manifest.json: step 1 is not in it"),
+    ],
+)
+def test_what_is_missing_from_it_is_named(run: RunDirectory, section: str, entry: str, said: str) -> None:
+    found = read_manifest(run)
+    del found[section][entry]
+    with pytest.raises(DamagedRun, match=said):
+        check_digests(run, found, dropped=False)
+
+
+def test_bytes_that_change_between_two_drivers_keep_their_digest(run: RunDirectory) -> None:
+    path = run.tables / "verdicts" / "step00001.parquet"
+    _flip(path)
+    os.utime(path, ns=(1, 1))
+    Manifest(run, time.time_ns()).update(2)
+    with pytest.raises(DamagedRun, match="verdicts/step00001"):
+        check_digests(run, read_manifest(run), dropped=False)
+
+
+def test_steps_that_are_done_again_get_new_digests(run: RunDirectory) -> None:
+    forget_steps(run, 1)
+    found = read_manifest(run)
+    assert set(found["metrics"]) == {"1"}
+    assert not [name for name in found["files"] if "step00002" in name]
+    assert [name for name in found["files"] if "step00001" in name]
+    manifest = Manifest(run, time.time_ns() - 10**10)
+    _flip(run.tables / "verdicts" / "step00002.parquet")
+    manifest.update(2)
+    check_digests(run, read_manifest(run), dropped=False)
+    # And once more, by the same process.
+    _flip(run.tables / "verdicts" / "step00002.parquet")
+    manifest.update(2)
+    check_digests(run, read_manifest(run), dropped=False)
+
+
+def test_dropped_checkpoints_are_no_damage_where_the_run_drops_them(run: RunDirectory) -> None:
+    for path in run.checkpoint(1).iterdir():
+        path.unlink()
+    run.checkpoint(1).rmdir()
+    check_digests(run, read_manifest(run), dropped=True)
+    with pytest.raises(DamagedRun, match="step00001"):
+        check_digests(run, read_manifest(run), dropped=False)
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[]", '{"files": {"a": 1}, "metrics": {}}', '{"files": 3, "metrics": {}}'])
+def test_a_damaged_manifest_is_named(run: RunDirectory, text: str) -> None:
+    (run.path / FILE).write_text(text)
+    with pytest.raises(DamagedRun, match=FILE):
+        read_manifest(run)
+
+
+def test_a_manifest_survives_another_learners_counters(run: RunDirectory) -> None:
+    counters = run.checkpoint(2) / "learner.json"
+    counters.write_text(json.dumps({"mine": 3}))
+    forget_steps(run, 1)
+    Manifest(run, time.time_ns()).update(2)
+    names = {Path(name).name for name in read_manifest(run)["files"] if name.startswith("checkpoints/step00002")}
+    assert names == {path.name for path in run.checkpoint(2).iterdir()}
+
+
+def _flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
