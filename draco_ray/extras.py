@@ -1,6 +1,6 @@
-"""What the light base install leaves out, and which extra brings it.
+"""Packages that are not in the base install, and the extras that install them.
 
-Judging, the algorithm, reading runs and reports need none of it.
+Judging, the algorithm, reading runs and reports do not need them.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ INSTALL = {
     **dict.fromkeys(("ray", "torch", "transformers", "peft", "accelerate"), TRAIN),
     "vllm": ENGINE,
 }
-"""Top-level module to the command that installs it."""
+"""Top-level module -> the command that installs it."""
 
 
 @contextmanager
 def naming_extras() -> Iterator[None]:
-    """Turn the failing import of a package that an extra brings into one line that names the extra.
+    """Turn a failed import of an extra's package into one line that names the extra.
 
-    Raises: MissingExtra then; any other failing import goes on as it is.
+    Raises: MissingExtra; other failed imports are not changed.
     """
     try:
         yield
@@ -39,6 +39,6 @@ def naming_extras() -> Iterator[None]:
 
 
 def need(package: str) -> None:
-    """Import nothing, and raise ModuleNotFoundError where the package is not installed."""
+    """Raise ModuleNotFoundError if the package is not installed, without importing it."""
     if importlib.util.find_spec(package) is None:
         raise ModuleNotFoundError(f"No module named {package!r}", name=package)

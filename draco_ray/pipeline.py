@@ -1,4 +1,4 @@
-"""The graph of one training step. This module is the picture; it holds no algorithm and does no I/O.
+"""The graph of one training step, without algorithms or I/O.
 
 ::
 
@@ -6,9 +6,8 @@
       │                                            ▼
       └► rollout ×G ──► stage2 ×G ──► union ──► score ×G ──► credit ×G ──► advantages ──► learner
 
-Everything on an arrow is an object reference: a trajectory is written once and every reader maps that one copy.
-A rollout is judged the moment it ends, while others still generate; a group's gradients are accumulated the moment
-its advantages exist.
+Arrows pass object references: a trajectory is written once, and readers map that copy. A rollout is judged as soon as
+it ends, while others are still generating; a group's gradients are accumulated as soon as its advantages exist.
 """
 
 from __future__ import annotations
@@ -33,14 +32,14 @@ from draco_ray.rollout.pool import FinishedRollout, RolloutPool
 from draco_ray.summaries import AdvantageSummary, PhaseSummary, RewardSummary, RolloutSummary
 
 MOST_GROUPS = 1_000_000
-"""Of a step: every group of a step is served before any of the next."""
+"""Priorities per step, so that every group of a step comes before those of the next."""
 
 
 Wait = Callable[[str, str], AbstractContextManager[None]]
 
 
 class GroupState(StrEnum):
-    """How far a group has come: the unit that is persisted, counted and shown."""
+    """Progress of a group, as stored and shown."""
 
     PENDING = "pending"
     ROLLED = "rolled"
@@ -53,11 +52,11 @@ class GroupState(StrEnum):
 
 @dataclass(slots=True, kw_only=True)
 class Group:
-    """One task's rollouts in one training step, and what is known of them so far."""
+    """A task's rollouts in a training step, and their results so far."""
 
     step: int
     index: int
-    """Position in the step's batch; earlier groups, and those of earlier steps, get slots first."""
+    """Position in the step's batch; earlier groups and those of earlier steps have priority."""
     task_id: str
     prompt: tuple[Message, ...]
     state: GroupState = GroupState.PENDING
@@ -73,15 +72,15 @@ class Group:
         return f"step{self.step}/{self.task_id}"
 
     def fail(self, reason: str) -> None:
-        """Drop the group from the update, and say why."""
+        """Drop the group from the update."""
         self.state, self.reason = GroupState.FAILED, reason
 
 
 class Pipeline:
-    """Runs groups through the graph. ``keep`` persists what passes by; ``watch`` is told of every change.
+    """Runs groups through the graph. ``keep`` stores results; ``watch`` is called at every change.
 
-    ``wait`` is entered, with a kind and a name, while something is waited for. ``static_rubric`` is a reference to the
-    fixed rubric as a `Judged`, where there is one.
+    ``wait`` is a context manager, entered with a kind and a name while waiting. ``static_rubric`` is a reference to the
+    fixed rubric as a `Judged`, if there is one.
     """
 
     def __init__(
@@ -108,11 +107,11 @@ class Pipeline:
         self._watch, self._wait = watch, wait
 
     async def run(self, group: Group) -> ray.ObjectRef[Any] | None:
-        """Take one group from its task to a reference to its training samples; None if the group failed."""
+        """Run one group; returns a reference to its training samples, or None if it failed."""
         working_on(group.name)
         stage1 = asyncio.create_task(self._stage1(group)) if self._dynamic else None
         if stage1 is not None:
-            # Where a rollout fails first nobody asks for its error, which asyncio would then report at length.
+            # If a rollout fails first, retrieve this error, which asyncio would otherwise log.
             stage1.add_done_callback(lambda task: task.cancelled() or task.exception())
         try:
             members = await gather_or_cancel(
@@ -151,7 +150,7 @@ class Pipeline:
         if member is None:
             return None
         group.rollouts.append(member.summary)
-        # On disk before anything is paid for it: a resumed run then asks the same questions, and finds their answers.
+        # Stored before it is judged, so that a resumed run asks the same questions and finds the replies in the cache.
         with self._wait("writing of a rollout", f"{group.name}/{rollout}"):
             await self._keep.trajectory.remote(group.step, member.trajectory)
         self._watch(group)
@@ -216,7 +215,7 @@ class Pipeline:
         return await self._credited(group, rubric, result)
 
     async def _plain_reward(self, group: Group, members: list[FinishedRollout]) -> ray.ObjectRef[Any]:
-        """The settings without a rubric: AppWorld's tests, or noise."""
+        """The settings without a rubric: the environment's evaluator, or random rewards."""
         numbers = [member.rollout for member in members]
         trajectories = [member.trajectory for member in members]
         if self._config.reward == "outcome":
@@ -233,7 +232,7 @@ class Pipeline:
         self, group: Group, reward: RewardSummary, member: FinishedRollout, rubric: ray.ObjectRef[Any], score: Judgement
     ) -> Judgement | None:
         if not score.ok:
-            return score  # No verdicts to attribute: the rollout has left the statistics already.
+            return score  # There are no verdicts to attribute; the rollout is not in the statistics.
         if self._config.skip_inert_credit_calls and member.rollout in reward.unanimous:
             return None
         asked = reward.surviving if self._config.credit_surviving_only else None
@@ -263,7 +262,7 @@ class Pipeline:
         return samples
 
     async def _ask(self, group: Group, phase: Phase, member: FinishedRollout | None = None, **given: Any) -> Judgement:
-        """Ask the judge a question about a member, or about the whole group, and keep what it said."""
+        """Ask the judge about a member or the whole group, and store the reply."""
         rollout = None if member is None else member.rollout
         context = CallContext(group=group.name, task_id=group.task_id, rollout=rollout)
         with self._wait(f"judge's {phase.name}", group.name if rollout is None else f"{group.name}/{rollout}"):
@@ -291,7 +290,7 @@ class Pipeline:
 
 
 async def gather_or_cancel(work: Iterable[Awaitable[Any]]) -> list[Any]:
-    """Like asyncio.gather, but the first error cancels the rest: a judge that refuses us ends the group at once."""
+    """Like asyncio.gather, but the first error cancels the rest."""
     tasks = [asyncio.ensure_future(item) for item in work]
     try:
         return list(await asyncio.gather(*tasks))

@@ -1,4 +1,4 @@
-"""The node for actors that ask for no resource."""
+"""The node of actors that need no resources."""
 
 from __future__ import annotations
 
@@ -7,5 +7,5 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 
 def beside_the_driver() -> NodeAffinitySchedulingStrategy:
-    """The node of this process: it lives as long as the run, where one that an autoscaler added may go at any time."""
+    """The driver's node, which exists as long as the run; an autoscaler may remove others at any time."""
     return NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)

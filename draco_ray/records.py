@@ -1,8 +1,8 @@
-"""What travels between the parts: Task -> Trajectory -> Criterion -> Verdict -> Attribution -> TrainingSample.
+"""Records passed between the parts: Task -> Trajectory -> Criterion -> Verdict -> Attribution -> TrainingSample.
 
-Suffixes on array names give the axes: ``G`` rollouts of a group, ``K`` criteria, ``M`` steps, ``T`` tokens.
-Steps are 0-based in arrays and 1-based wherever a judge or a person reads them. Records are plain frozen dataclasses
-around NumPy buffers, so Ray keeps one copy in the object store and every reader maps it without copying.
+Suffixes of array names give the axes: ``G`` rollouts of a group, ``K`` criteria, ``M`` steps, ``T`` tokens. Steps count
+from 0 in arrays and from 1 in text for judges and people. Records are frozen dataclasses with NumPy arrays, so Ray
+keeps one copy in the object store, which readers map without copying.
 """
 
 from __future__ import annotations
@@ -21,52 +21,52 @@ IntArray = NDArray[np.integer]
 BoolArray = NDArray[np.bool_]
 
 GAP = -1
-"""Step index of a token that belongs to no step: prompt, template glue, tool output, a turn that nobody received."""
+"""Step index of tokens outside steps: prompt, chat template, tool output, and turns that nobody received."""
 
 
 TOOLS = "tools"
-"""Role of the message in a prompt that lists what the agent may call."""
+"""Role of the message in a prompt that lists the tools."""
 PROGRAM = "program"
-"""Role of what is said of an agent's program when it has ended: a turn of no branch."""
+"""Role of the turn that reports how an agent's program ended; it belongs to no branch."""
 
 
 class EpisodeEnd(StrEnum):
-    """What stopped the agent's loop; `Termination` says how that counts."""
+    """What stopped the agent's loop; `Termination` is how the rollout counts."""
 
     FINISHED = "finished"
-    """The agent ended it, by a turn without an action."""
+    """The agent ended it by a turn without an action."""
     TURN_LIMIT = "turn_limit"
     RESPONSE_LIMIT = "response_limit"
-    """The next turn or the environment's output would not fit the response length."""
+    """The next turn or observation would exceed the response length."""
     CRASHED = "crashed"
-    """The agent's own code ended or spoiled the environment's process: the rollout has failed."""
+    """The agent's code ended or broke the environment's process: the rollout has failed."""
     SERVER_ERROR = "server_error"
-    """The environment's process was lost by no doing of the agent's: the rollout is played again."""
+    """The environment's process was lost for another reason: the rollout is retried."""
     UNSTATED = "unstated"
-    """Of a trace that somebody else's agent left, and that does not say."""
+    """Not known, for traces of other agents."""
 
 
 class Termination(StrEnum):
-    """How a rollout ended; the environment tells them apart. `FINISHED` is the word where no benchmark has its own."""
+    """How a rollout ended, according to the environment; `FINISHED` if it has no modes of its own."""
 
     SUBMITTED = "submitted"
     """AppWorld: it called ``complete_task``."""
     GAVE_UP = "gave_up"
-    """AppWorld: it called ``complete_task`` with status "fail", or stopped without a call of it."""
+    """AppWorld: it called ``complete_task`` with status "fail", or stopped without calling it."""
     NO_ACTION = "no_action"
-    """It ended itself without a step."""
+    """It ended without a step."""
     RESPONSE_LIMIT = "response_limit"
     TURN_LIMIT = "turn_limit"
     CRASHED = "crashed"
-    """Its own code ended or spoiled its environment."""
+    """Its code ended or broke its environment."""
     SERVER_ERROR = "server_error"
-    """It was lost: its environment failed until the retries were spent."""
+    """It was lost: its environment failed in every attempt."""
     FINISHED = "finished"
     """The agent ended it."""
 
     @classmethod
     def shown(cls, used: Iterable[Termination]) -> list[Termination]:
-        """The modes that a table of these rollouts lists: AppWorld's words, or `FINISHED`, or both where both occur."""
+        """The modes to list in a table of these rollouts: AppWorld's, `FINISHED`, or both if both occur."""
         occur = set(used)
         unused = ({cls.SUBMITTED, cls.GAVE_UP} if cls.FINISHED in occur else {cls.FINISHED}) - occur
         return [mode for mode in cls if mode not in unused]
@@ -82,26 +82,26 @@ class Verdict(IntEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """One task as the policy may see it: no ground truth, no difficulty."""
+    """A task as the policy may see it, without ground truth or difficulty."""
 
     task_id: str
     group: str = ""
-    """The scenario whose variants the tasks of a group are: SGC asks that all of them succeed. Empty: none."""
+    """The scenario of which the tasks of a group are variants; for SGC all must succeed. Empty: none."""
     instruction: str
     fields: Mapping[str, str] = field(default_factory=dict)
-    """What else the agent's prompt may say of it, by the name of its placeholder."""
+    """Values for other placeholders of the agent's prompt."""
     tools: str = ""
-    """What may be called to do it: a JSON array of function schemas, as in OpenAI's ``tools``. Empty: nothing."""
+    """Its tools: a JSON array of function schemas as in OpenAI's ``tools``. Empty: none."""
 
     @property
     def scenario(self) -> str:
-        """What the task is drawn with in intervals: its group, or itself."""
+        """Unit of resampling in confidence intervals: the task's group, or the task."""
         return self.group or self.task_id
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Message:
-    """One chat message: role is ``system``, ``user``, ``assistant``, or `TOOLS` with a JSON array of schemas."""
+    """A chat message; the role is ``system``, ``user``, ``assistant``, or `TOOLS` with a JSON array of schemas."""
 
     role: str
     content: str
@@ -109,61 +109,61 @@ class Message:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
-    """One turn: a *step* or a gap (`is_step`)."""
+    """A turn: a *step* or a gap (`is_step`)."""
 
     text: str
-    """What the policy sampled, decoded, without the end-of-turn token."""
+    """The decoded sampled text, without the end-of-turn token."""
     action: str | None
-    """What the environment was given, the contents of the code block say; None for a message or a gap."""
+    """The action, e.g. the content of the code block; None for a message or a gap."""
     observation: str | None
-    """What the environment answered, as fed back to the policy (already cut). None where nothing was done."""
+    """The observation as shown to the policy, already cut; None if there was no action."""
     first_token: int
     last_token: int
     """Half-open span ``[first_token, last_token)`` of the turn's sampled tokens in ``Trajectory.token_ids_T``."""
     seconds_generating: float = 0.0
     seconds_executing: float = 0.0
     role: str = "assistant"
-    """Who speaks: the agent, or, in a trace that somebody else's agent left, a user or another agent. Theirs are gaps
-    without sampled tokens."""
+    """The speaker: the agent or, in traces of other agents, a user or another agent, whose turns are gaps without
+    sampled tokens."""
     branch: int = 0
-    """Which of the rollout's token sequences it stands in (`Trajectory.branches`)."""
+    """Index of its branch (`Trajectory.branches`)."""
     policy_version: int | None = None
-    """Adapter version that sampled it, where that is known for each turn."""
+    """Adapter version that sampled it, if known per turn."""
     message: bool = False
-    """Whether it is a step without an action: a message that somebody received."""
+    """Whether it is a step without an action: a message to a user, a caller or another agent."""
 
     @property
     def is_step(self) -> bool:
-        """Whether it acted, or is a message that somebody received."""
+        """Whether it acted or delivered a message."""
         return self.action is not None or self.message
 
 
 def is_step(*, acts: bool, message: str = "", answered: bool = False) -> bool:
-    """The rule of what a step is (docs/method.md): a turn of the policy that somebody receives.
+    """The definition of a step (docs/method.md): a turn of the policy that has a recipient.
 
     Args:
         acts: it calls a tool or runs code.
-        message: what it says after its reasoning to a user, a caller or another agent; empty if none received it.
-        answered: somebody answered it.
+        message: its text after the reasoning, to a user, a caller or another agent; empty if nobody received it.
+        answered: whether it was answered.
     """
     return acts or answered or bool(message.strip())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Usage:
-    """What a policy's turns took; sums of several add."""
+    """Usage of a policy's turns; can be added."""
 
     calls: int = 0
     """Turns sampled."""
     requests: int = 0
     """HTTP requests of an API model, retries included."""
     input_tokens: int = 0
-    """Of every turn anew, cached ones included: a conversation is read again at each turn."""
+    """Input of all turns, including cached tokens; a conversation counts again at each turn."""
     cached_tokens: int = 0
-    """The part of ``input_tokens`` that a prefix cache could serve (local) or did serve (API)."""
+    """Part of ``input_tokens`` that a prefix cache could serve (local) or did serve (API)."""
     output_tokens: int = 0
     dollars: float | None = None
-    """None where no price is known."""
+    """None: no price is known."""
 
     def __add__(self, other: Usage) -> Usage:
         known = [usage.dollars for usage in (self, other) if usage.dollars is not None]
@@ -179,7 +179,7 @@ class Usage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trajectory:
-    """One rollout of T tokens (prompt included), written once and read by everyone.
+    """A rollout of T tokens, including the prompt.
 
     A two-turn example, ``P`` prompt, ``a`` sampled in step 0, ``g`` glue and tool output, ``c`` a closing message::
 
@@ -187,8 +187,8 @@ class Trajectory:
         sampled_T  0  0  0  1  1  1  0  0  1  1
         step_T    -1 -1 -1  0  0  0 -1 -1  1  1
 
-    An agent that rewrites its history, or has sub-agents, leaves several token sequences: its *branches*. They stand
-    one behind the other in the arrays; turns, and so steps, are numbered in time over all of them.
+    An agent that rewrites its history or has sub-agents produces several token sequences, its *branches*. The arrays
+    hold them one after another; turns, and so steps, are numbered in time across branches.
     """
 
     task_id: str
@@ -197,16 +197,16 @@ class Trajectory:
     rollout: int
     """Index in the group, 0 .. G-1."""
     attempt: int
-    """0 for the first try; a rollout that ended in ``server_error`` is retried in a fresh environment."""
+    """0: the first attempt; a rollout that ended in ``server_error`` is retried in a new environment."""
     policy_version: int
     """Adapter version that sampled it; 0 is the untrained policy."""
     prompt: tuple[Message, ...]
     turns: tuple[Turn, ...]
     token_ids_T: IntArray
     sampled_T: BoolArray
-    """True where the policy sampled the token: the loss mask."""
+    """Whether the policy sampled the token: the loss mask."""
     logprob_T: FloatArray
-    """Natural-log probability at sampling; 0.0 where the token was not sampled."""
+    """Natural-log probability at sampling; 0.0 for tokens that were not sampled."""
     step_T: IntArray
     prompt_length: int
     ended: EpisodeEnd
@@ -217,11 +217,11 @@ class Trajectory:
     engine: str = ""
     usage: Usage = field(default_factory=Usage)
     termination: Termination | None = None
-    """What the environment says of how it ended; None until it was asked."""
+    """How it ended according to the environment; None: not determined yet."""
     branches: tuple[int, ...] = (0,)
-    """Where in the arrays each token sequence begins, ascending from 0. No token sees those of another branch."""
+    """Start of each branch in the arrays, ascending from 0; tokens do not attend to other branches."""
     scenario: str = ""
-    """The task's: its group, or its id. Empty: nobody has said, so the task is one of its own."""
+    """The task's scenario: its group, or its id; empty: unknown, so the task counts alone."""
 
     def __post_init__(self) -> None:
         lengths = {len(self.token_ids_T), len(self.sampled_T), len(self.logprob_T), len(self.step_T)}
@@ -249,13 +249,13 @@ class Trajectory:
 
     @property
     def tokens_M(self) -> IntArray:
-        """n_j: sampled tokens inside each of the M steps."""
+        """n_j: number of sampled tokens of each of the M steps."""
         inside = self.step_T[self.step_T != GAP]
         return np.bincount(inside, minlength=len(self.steps)).astype(np.int64)
 
     @property
     def branch_spans(self) -> tuple[slice, ...]:
-        """The part of the arrays that each branch is."""
+        """The slice of the arrays of each branch."""
         return tuple(slice(*ends) for ends in pairwise((*self.branches, len(self.token_ids_T))))
 
 
@@ -294,10 +294,10 @@ class Attribution:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Paid:
-    """What a reply cost when it was made; it travels with the reply wherever that is replayed."""
+    """The cost of a reply when it was made, stored with the reply in the cache."""
 
     call_id: str
-    """Of the call that paid for it."""
+    """Identifies the call that paid for it."""
     requests: int
     dollars: float
     estimated_dollars: float
@@ -308,7 +308,7 @@ class Paid:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JudgeCall:
-    """One request to the judge and what came of it: the unit of the archive and of cost accounting."""
+    """A request to the judge and its result: the unit of the archive and of cost accounting."""
 
     call_id: str
     phase: str
@@ -316,30 +316,30 @@ class JudgeCall:
     group: str
     task_id: str
     rollout: int | None
-    """None for the calls of a whole task or group (stage1, union)."""
+    """None for calls about a whole task or group (stage1, union)."""
     model: str
     prompt: str
     reply: str
     finish_reason: str
     input_tokens: int
     cached_tokens: int
-    """The part of ``input_tokens`` that the provider served from its prompt cache."""
+    """Part of ``input_tokens`` served from the provider's prompt cache."""
     output_tokens: int
     dollars: float
     started_at: float
     seconds: float
     requests: int
-    """HTTP requests made for it, retries included; 0 when it came from the durable reply cache."""
+    """Number of HTTP requests, including retries; 0: from the durable reply cache."""
     error: str | None = None
-    """Why the reply could not be used; None when it was."""
+    """Why the reply could not be used; None if it was."""
     reasoning_tokens: int = 0
-    """The part of ``output_tokens`` that was thought and not said."""
+    """Part of ``output_tokens`` spent on reasoning."""
     estimated_dollars: float = 0.0
-    """The part of ``dollars`` that no reply states: the most that those requests may have cost."""
+    """Part of ``dollars`` that is an upper bound, for requests without a reported usage."""
     waited_seconds: float = 0.0
-    """The part of ``seconds`` for which it waited for leave to be sent."""
+    """Part of ``seconds`` spent waiting for the rate limiter."""
     paid: Paid | None = None
-    """Of a reply from the durable cache: how it was paid for."""
+    """For a reply from the durable cache: its original cost."""
 
 
 ValueT = TypeVar("ValueT")
@@ -347,20 +347,20 @@ ValueT = TypeVar("ValueT")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judged(Generic[ValueT]):
-    """What a phase returned: its value, or the reason there is none, with every call it made."""
+    """The result of a phase: its value or an error, with all its calls."""
 
     value: ValueT | None
     calls: tuple[JudgeCall, ...] = ()
     error: str | None = None
     notes: tuple[str, ...] = ()
-    """What was tolerated in a usable reply (surplus criteria cut, a translated title, a verdict without a step), and
-    that the prompt was cut."""
+    """Problems tolerated in a usable reply (too many criteria, a translated title, a verdict without a step), and
+    whether the prompt was cut."""
     left_out: int = 0
-    """Characters of the prompt that the judge could not have read and was not shown."""
+    """Number of characters cut from the prompt to fit the judge's context."""
     looked_at: int = 0
-    """Verdicts whose justifications were read a second time (`draco_ray.judging.judge`)."""
+    """Number of verdicts whose justifications were read again (`draco_ray.judging.judge`)."""
     contradicted: int = 0
-    """Those whose justification argues for another verdict."""
+    """Number of those whose justification argues for another verdict."""
 
     @property
     def ok(self) -> bool:
@@ -390,29 +390,29 @@ class RolloutAdvantage:
     advantage: float
     """A_i, unitless."""
     quality_M: FloatArray
-    """Q_j in [0, 1]; NaN throughout when no step is cited."""
+    """Q_j in [0, 1]; all NaN if no step is cited."""
     step_advantage_M: FloatArray
-    """a_j, what every token of step j receives."""
+    """a_j, the advantage of every token of step j."""
     cited_M: BoolArray
     fallback: CreditFallback
     inert: bool
-    """Whether credit drew no distinction between steps (appendix "Why step credit needs dynamic rubrics")."""
+    """Whether credit is the same for all steps (appendix "Why step credit needs dynamic rubrics")."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupAdvantages:
-    """The advantages of a group's scored rollouts, and which criteria survived dropout."""
+    """The advantages of a group's scored rollouts, and the criteria that survived dropout."""
 
     group: str
     surviving_K: BoolArray
-    """Criteria that at least one member failed."""
+    """Criteria that at least one rollout failed."""
     rollouts: tuple[RolloutAdvantage, ...]
     """One entry per rollout that has statistics, ascending by index; rollouts whose score call failed are absent."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingSample:
-    """One branch of a trajectory ready for the learner: T tokens and what each of them is pushed by."""
+    """A branch of a trajectory for the learner: T tokens with their advantages."""
 
     group: str
     task_id: str
@@ -431,10 +431,10 @@ class TrainingSample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Adapter:
-    """A LoRA adapter as PEFT saves it, on its way from the learner to the engines."""
+    """A LoRA adapter in PEFT's format, sent from the learner to the engines."""
 
     version: int
-    """Number of optimizer steps behind it, counted in training steps; 0 is the untrained adapter."""
+    """Training steps it has learned from; 0: untrained."""
     config: dict[str, object]
     """PEFT's ``adapter_config.json``."""
     tensors: dict[str, FloatArray]
@@ -442,16 +442,16 @@ class Adapter:
 
 
 WeightUpdate = Adapter
-"""What a learner sends to the engines. Another kind (whole weights, say) joins as ``Adapter | Other``, and gets a case
+"""What a learner sends to the engines. To add another kind, e.g. full weights, define ``Adapter | Other`` and handle it
 in `draco_ray.engine.vllm_engine.VllmEngine.load`."""
 
 LOST = "the rollout was lost"
-"""Stands among the failures of an `Evaluation` that nobody could make."""
+"""Entry in the failures of an `Evaluation` whose rollout was lost."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
-    """One evaluated rollout: the environment's own verdict. Never reaches training in an outcome-blind setting."""
+    """An evaluated rollout with the environment's verdict; never used for training in outcome-blind settings."""
 
     task_id: str
     run: int
@@ -461,38 +461,38 @@ class Evaluation:
     turns: int
     ended: EpisodeEnd
     termination: Termination | None = None
-    """None where the benchmark does not tell."""
+    """None: the benchmark has no such label."""
     difficulty: int | None = None
     failures: tuple[str, ...] = field(default=())
     scenario: str = ""
-    """The task's: its group, or its id."""
+    """The task's scenario: its group, or its id."""
     reward: float | None = None
-    """Where the environment gives more than yes or no."""
+    """Graded result, if the environment has one."""
 
     @property
     def lost(self) -> bool:
-        """Whether every attempt crashed, by no doing of the policy: it counts as a failure, and is shown as lost."""
+        """Whether every attempt crashed, not because of the policy; counts as a failure and is shown as lost."""
         return LOST in self.failures
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JudgedRollout:
-    """A held-out rollout as the judge scored it, where no evaluator can."""
+    """A held-out rollout scored by the judge, for environments without an evaluator."""
 
     task_id: str
     run: int
     scenario: str = ""
-    """The task's: its group, or its id."""
+    """The task's scenario: its group, or its id."""
     verdicts: tuple[int, ...] = ()
-    """+1, -1 or 0 by criterion of its task's rubric."""
+    """+1, -1 or 0 per criterion of its task's rubric."""
     again: tuple[int, ...] = ()
-    """Those of a second scoring call; empty where that failed."""
+    """Verdicts of a second scoring call; empty if it failed."""
     error: str | None = None
     """Why it has no verdicts."""
 
 
 def lost_evaluation(task: Task, run: int) -> Evaluation:
-    """A rollout whose every attempt crashed: a failure, never left out."""
+    """The evaluation of a rollout whose every attempt crashed; counts as a failure."""
     return Evaluation(
         task_id=task.task_id,
         run=run,

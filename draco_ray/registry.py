@@ -1,7 +1,7 @@
-"""Parts by name: what a configuration key such as ``algorithm.rule`` may say, and how the part is found.
+"""Finds parts by name, for configuration keys such as ``algorithm.rule``.
 
-A name is one of the built-in ones, ``package.module:attribute``, or ``folder/file.py:attribute`` for a file that is not
-installed. Built-in parts are registered as such paths too, so nothing is imported before it is asked for.
+A name is a built-in one, ``package.module:attribute``, or ``folder/file.py:attribute`` for a file that is not
+installed. Built-in parts are registered as such paths, so they are only imported when needed.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from draco_ray.errors import ConfigError
 
 
 def find(key: str, name: str, built_in: Mapping[str, str]) -> Any:
-    """The part that ``name`` stands for.
+    """The part called ``name``.
 
     Args:
         key: the configuration key, for messages.
         name: a built-in name, ``package.module:attribute``, or ``folder/file.py:attribute``.
-        built_in: names of the parts that ship, and where each is.
+        built_in: names of built-in parts -> their paths.
 
     Raises:
         ConfigError: there is no such part, or its module cannot be imported.
@@ -57,7 +57,7 @@ def find(key: str, name: str, built_in: Mapping[str, str]) -> Any:
 
 
 def _file(path: Path) -> ModuleType:
-    """A module from a file, under a name that is the same in every process."""
+    """Import a file as a module whose name is the same in every process."""
     path = path.resolve()
     if not path.is_file():
         raise FileNotFoundError(f"no file {path}")

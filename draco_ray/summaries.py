@@ -1,4 +1,4 @@
-"""The small records the driver reads; the large ones stay in the object store and travel as references."""
+"""Small records for the driver; large ones stay in the object store and are passed by reference."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from draco_ray.records import EpisodeEnd, Termination, Usage
 
 
 def has_spread(rewards: Sequence[float]) -> bool:
-    """Whether the rewards of a group tell its rollouts apart."""
+    """Whether the rewards of a group differ."""
     return len(rewards) > 1 and max(rewards) > min(rewards)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutSummary:
-    """What the driver needs to know of a finished rollout."""
+    """Summary of a finished rollout."""
 
     task_id: str
     rollout: int
@@ -31,20 +31,20 @@ class RolloutSummary:
     seconds_executing: float
     started_at: float
     ended_at: float
-    """Unix seconds during which it held its environment slot."""
+    """Begin and end, in Unix seconds, of the time it held its environment slot."""
     usage: Usage = field(default_factory=Usage)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PhaseSummary:
-    """What the driver needs to know of a finished judge phase."""
+    """Summary of a finished judge phase."""
 
     phase: str
     task_id: str
     rollout: int | None
     error: str | None
     criteria: int
-    """Criteria proposed, merged, scored or attributed."""
+    """Number of criteria proposed, merged, scored or attributed."""
     calls: int
     requests: int
     input_tokens: int
@@ -55,9 +55,9 @@ class PhaseSummary:
     ended_at: float
     looked_at: int = 0
     contradicted: int = 0
-    """Verdicts whose justifications were read a second time, and those that these contradict."""
+    """Number of verdicts whose justifications were read again, and of those that contradict it."""
     prompt_cut: bool = False
-    """Whether the judge was shown less than all."""
+    """Whether the prompt was cut."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,33 +68,33 @@ class RewardSummary:
     surviving: tuple[int, ...]
     """Indices of the criteria that some rollout failed."""
     unanimous: tuple[int, ...]
-    """Rollouts whose applicable surviving verdicts agree, or to which none applies."""
+    """Rollouts whose surviving verdicts are unanimous or not applicable."""
     scored: tuple[int, ...]
     """Rollouts that have a reward."""
     rewards: tuple[float, ...]
-    """R_i of each of them."""
+    """R_i of each."""
     applicable: int
     passed: int
-    """Applicable verdicts over all criteria and rollouts, and how many of them passed."""
+    """Number of applicable verdicts of all criteria and rollouts, and of those that passed."""
 
     @property
     def has_spread(self) -> bool:
-        """Whether the group has any advantage to spread."""
+        """Whether the rewards differ, so that advantages are not all 0."""
         return has_spread(self.rewards)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdvantageSummary:
-    """What the driver needs to know of a group's advantages."""
+    """Summary of a group's advantages."""
 
     rollouts: tuple[int, ...]
     rewards: tuple[float, ...]
-    """R_i of each of them."""
+    """R_i of each."""
     inert: int
     fallbacks: dict[str, int]
     active_spreads: tuple[float, ...]
-    """Standard deviation of Q_j of each active rollout: one on which credit is not inert."""
+    """Standard deviation of Q_j of each active rollout, i.e. one whose credit is not inert."""
     inert_spreads: tuple[float, ...]
-    """The same of each inert rollout with a cited step."""
+    """The same for each inert rollout with a cited step."""
     tokens: int
-    """Valid (sampled) tokens of the group's samples."""
+    """Number of sampled tokens of the group's samples."""

@@ -1,4 +1,4 @@
-"""What was typed has an effect: keys of the command line that change nothing are refused."""
+"""Refuses keys on the command line that have no effect."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from draco_ray.errors import ConfigError
 
 
 def typed_keys(overrides: Iterable[str]) -> list[str]:
-    """The keys that ``KEY=VALUE`` words set: of a value that is a mapping those below it.
+    """The keys that ``KEY=VALUE`` words set; if a value is a mapping, the keys in it.
 
     >>> typed_keys(["seed=1", "judge.limits={dollars: 5}"])
     ['seed', 'judge.limits.dollars']
@@ -30,17 +30,17 @@ def typed_keys(overrides: Iterable[str]) -> list[str]:
 
 
 def check_effect(command: str, overrides: Iterable[str], read: Sequence[str], idle: Mapping[str, str]) -> None:
-    """Refuse typed keys that change nothing.
+    """Refuse keys that have no effect.
 
     Args:
         command: for messages.
         overrides: ``KEY=VALUE`` words.
-        read: the keys, and sections, that the command acts on.
-        idle: keys and sections of these that have no effect this time -> why. The longest that fits a key holds for
-            it; one without a reason has an effect.
+        read: keys and sections that the command uses.
+        idle: keys and sections without effect -> the reason. The longest match of a key applies; an empty reason means
+            that it has an effect.
 
     Raises:
-        ConfigError: one of them has no effect.
+        ConfigError: a key has no effect.
     """
     for key in typed_keys(overrides):
         parts = key.split(".")
@@ -55,13 +55,13 @@ TRAINING = (
     *("setting", "seed", "data", "model", "agent", "environment", "engine", "judge", "algorithm", "learner", "train"),
     *("watch", "run", "ray"),
 )
-"""What training acts on."""
+"""Sections used by training."""
 SENT = ("extra_body", "reasoning_effort", "service_tier", "prompt_cache", "jury", "strong", "fallbacks")
-"""Keys of ``judge`` that are for a model behind an endpoint."""
+"""Keys of ``judge`` that only apply to a model behind an endpoint."""
 
 
 def judge_idle(config: DracoConfig) -> dict[str, str]:
-    """Keys of the judge and of the advantage rule that have no effect in a configuration, for `check_effect`."""
+    """Keys of judge and advantage rule without effect in this configuration, for `check_effect`."""
     judge, idle = config.judge, dict[str, str]()
     for part, switch, on in (
         ("judge.rule_judge", "start", judge.rule_judge.start),
@@ -85,9 +85,9 @@ def judge_idle(config: DracoConfig) -> dict[str, str]:
 
 
 def check_training(overrides: Iterable[str], config: DracoConfig) -> None:
-    """Refuse typed keys that have no effect on a training run. Raises: ConfigError."""
+    """Refuse keys without effect on a training run. Raises: ConfigError."""
     train, idle = config.train, judge_idle(config)
-    idle["learner.sft_learning_rate"] = "on rollouts; it is of draco sft"
+    idle["learner.sft_learning_rate"] = "on training; only on draco sft"
     if config.algorithm.rubric != "static":
         idle["algorithm.static_rubric"] = "without algorithm.rubric=static"
     if config.agent.use != "command":

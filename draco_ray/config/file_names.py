@@ -1,4 +1,4 @@
-"""Names that become parts of paths: what a configuration or a table says must not lead out of a folder."""
+"""Names that become parts of paths and must not lead out of a folder."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Annotated
 from pydantic import AfterValidator
 
 MAX_BYTES = 200
-"""Longest name; file systems take 255 bytes, and suffixes are added."""
+"""Maximum length of a name; file systems allow 255 bytes, and suffixes are added."""
 
 
 def file_name(text: str) -> str:
-    """``text``, if it is the name of one file or folder and nothing more.
+    """``text``, if it is a plain name of a file or folder.
 
     Raises:
         ValueError: it is empty, ``.`` or ``..``, has a separator or a control character, or is too long.

@@ -1,4 +1,4 @@
-"""Every key of the configuration with its type, its value and its meaning."""
+"""Describes every key of the configuration: type, value and meaning."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ _BOUNDS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """A key as a user sets it."""
+    """A key as shown to users."""
 
     name: str
     """Dotted."""
     kind: str
-    """What values it takes, in words: ``integer >= 1``, ``auto | on | off``."""
+    """Allowed values in words: ``integer >= 1``, ``auto | on | off``."""
     value: str
     """Its value, as YAML on one line."""
     default: str
-    """The value where nothing sets it."""
+    """The default as YAML."""
     meaning: str
 
 
@@ -39,7 +39,7 @@ def subtree(field: FieldInfo) -> type[Tree] | None:
 
 
 def dotted_keys(model: type[Tree] = DracoConfig, prefix: str = "") -> Iterator[str]:
-    """Every leaf key of the configuration, dotted, in the order it is declared."""
+    """Every leaf key of the configuration, dotted, in order of declaration."""
     for key, field in model.model_fields.items():
         below = subtree(field)
         if below is None:
@@ -49,7 +49,7 @@ def dotted_keys(model: type[Tree] = DracoConfig, prefix: str = "") -> Iterator[s
 
 
 def described_keys(config: Tree, prefix: str = "") -> Iterator[Key]:
-    """The leaf keys of a configuration, in the order they are declared."""
+    """The leaf keys of a configuration in order of declaration."""
     for name, field in type(config).model_fields.items():
         value = getattr(config, name)
         if subtree(field) is not None:
@@ -65,14 +65,14 @@ def described_keys(config: Tree, prefix: str = "") -> Iterator[Key]:
 
 
 def kind(field: FieldInfo) -> str:
-    """What values a field takes, in words."""
+    """Allowed values of a field in words."""
     bounds = [
         f"{sign} {getattr(bound, name)}"
         for bound in field.metadata
         for name, sign in _BOUNDS.items()
         if hasattr(bound, name)
     ]
-    # Bounds are of the number, not of the null beside it.
+    # Bounds apply to the number, not to null.
     number, null, rest = _words(field.annotation).partition(" | null")
     return " ".join([number, *bounds]) + null + rest
 

@@ -1,9 +1,8 @@
-"""From what the user typed to a `DracoConfig`: preset or YAML file, then a setting, then ``key=value`` overrides.
+"""Builds a `DracoConfig` from a preset or YAML file, a setting, and ``key=value`` overrides, of which later ones win.
 
-Later ones win. A config file may start from another with ``extends: NAME``, or from
-several of which later ones win, and a text in it that begins with ``./`` is
-a path from the file's own folder. Every mistake becomes one line that names
-the key, what was found, what is expected, and the nearest right key.
+A file may extend another with ``extends: NAME``, or several, of which later ones win. A text in it that begins with
+``./`` is a path relative to the file. Every mistake becomes one line with the key, what was found, what is expected,
+and the most similar key.
 """
 
 from __future__ import annotations
@@ -30,26 +29,26 @@ from draco_ray.config.schema import DracoConfig, Tree
 from draco_ray.errors import ConfigError
 
 PACKAGE = Path(__file__).resolve().parents[1]
-"""Where `prompts/` lies once the package is installed."""
+"""Parent of `prompts/` in an installed package."""
 PROJECT = PACKAGE.parent
-"""Where it lies in a checkout, an editable install included."""
+"""Parent of `prompts/` in a checkout, including editable installs."""
 PRESETS = PACKAGE / "config" / "presets"
 CONFIG_FILE = "config.yaml"
-"""A run directory's configuration."""
+"""Name of a run directory's configuration."""
 MAX_DEPTH = 100
-"""Levels of a configuration."""
+"""Maximum levels of a configuration."""
 MAX_VALUES = 100_000
-"""Values of a configuration."""
+"""Maximum number of values of a configuration."""
 _ABSENT = object()
 
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    """What one source sets; later layers win."""
+    """The keys set by one source; later layers win."""
 
     tree: Mapping[str, Any]
     theirs: Path | None = None
-    """The file, where it is somebody else's run directory or was named by one."""
+    """The file, if it is from another user's run directory or was named by one."""
 
 
 def load_config(
@@ -62,14 +61,13 @@ def load_config(
     """Build the configuration of a run.
 
     Args:
-        source: a preset's name (see `preset_names`), a YAML file, a run directory, or a nested mapping as YAML gives;
-            None is the paper's defaults. What follows a preset's name and a colon is the value of the key that the
-            preset calls its argument.
+        source: a preset's name (see `preset_names`), a YAML file, a run directory, or a nested mapping; None: the
+            paper's defaults. A preset with an argument may be followed by a colon and its value.
         overrides: ``dotted.key=value``; the value is read as YAML.
         setting: a setting's name (see `setting_names`).
-        trust: take every key from a run directory that this user has not made as well. Unless told, one that would
-            start a program, send a key or a prompt somewhere, weaken the jail or name a place to write must be an
-            override. Reading a run needs no trust, acting on its configuration does.
+        trust: accept every key also from a run directory of another user. Otherwise keys that start a program, send a
+            key or prompts somewhere, weaken the jail or name a place to write must be given as overrides. Reading a run
+            needs no trust, acting on its configuration does.
 
     Raises:
         ConfigError: one line per mistake.
@@ -101,10 +99,10 @@ def load_config(
 
 
 def read_tree(path: Path) -> dict[str, Any]:
-    """A YAML file's mapping, in which ``./`` is the file's own folder.
+    """A YAML file's mapping, with paths that begin with ``./`` resolved.
 
     Raises:
-        ConfigError: it cannot be read, or holds no mapping.
+        ConfigError: it cannot be read, or is not a mapping.
     """
     return _from_folder(_parse(_read_text(path), path), path.parent.resolve())
 
@@ -120,15 +118,15 @@ def setting_names() -> list[str]:
 
 
 def dump_config(config: DracoConfig) -> str:
-    """The resolved configuration as YAML that `load_config` reads back."""
+    """The resolved configuration as YAML for `load_config`."""
     return plain_yaml.dump(config.model_dump(mode="json"))
 
 
 def project_file(path: Path) -> Path:
-    """Find a file that ships with the project: in the working directory, else where the project is installed.
+    """Find a file of the project: in the working directory, else where the project is installed.
 
     Raises:
-        ConfigError: if it is in neither place.
+        ConfigError: it is in neither.
     """
     for candidate in (path, PACKAGE / path, PROJECT / path):
         if candidate.exists():
@@ -137,9 +135,9 @@ def project_file(path: Path) -> Path:
 
 
 def _read(source: str, children: tuple[Path, ...] = (), *, named_by_theirs: bool = False) -> list[_Layer]:
-    """The layers of a source, after those of what it extends.
+    """The layers of a source, preceded by those of the files it extends.
 
-    What somebody else's file extends is theirs wherever it lies, presets aside.
+    Files extended by another user's file count as that user's, except presets.
     """
     path = _source_file(source)
     if (real := Path(os.path.realpath(path))) in children:
@@ -165,7 +163,7 @@ def _read(source: str, children: tuple[Path, ...] = (), *, named_by_theirs: bool
 
 
 def _argument(source: str) -> tuple[str, dict[str, Any]]:
-    """A source without its argument, and the tree that this stands for."""
+    """A source without its argument, and the tree that the argument sets."""
     name, colon, value = source.partition(":")
     if not colon or name not in preset_names() or os.path.lexists(source):
         return source, {}
@@ -179,7 +177,7 @@ def _argument(source: str) -> tuple[str, dict[str, Any]]:
 
 
 def _from_folder(node: Any, folder: Path) -> Any:
-    """``node`` with every text that begins with ``./`` as a path in ``folder``."""
+    """``node`` with every text that begins with ``./`` turned into a path in ``folder``."""
     if isinstance(node, dict):
         return {key: _from_folder(value, folder) for key, value in node.items()}
     if isinstance(node, list):
@@ -188,7 +186,7 @@ def _from_folder(node: Any, folder: Path) -> Any:
 
 
 def _source_file(source: str) -> Path:
-    """The file that a preset's name, a file's or a run directory's path stands for."""
+    """The file of a preset, a path, or a run directory."""
     path = Path(source)
     try:
         if path.is_dir():
@@ -204,7 +202,7 @@ def _source_file(source: str) -> Path:
 
 
 def _node(tree: Mapping[str, Any], key: str) -> Any:
-    """What a tree has under a dotted key, or `_ABSENT`."""
+    """The value of a dotted key in a tree, or `_ABSENT`."""
     node: Any = tree
     for part in key.split("."):
         node = node.get(part, _ABSENT) if isinstance(node, Mapping) else _ABSENT
@@ -212,13 +210,13 @@ def _node(tree: Mapping[str, Any], key: str) -> Any:
 
 
 def _check_one_judge(config: DracoConfig, layers: Sequence[_Layer], typed: Mapping[str, Any]) -> None:
-    """Refuse a judge that is named after a switch that has somebody else answer, or typed beside it.
+    """Refuse a judge model that is overridden by a switch, such as ``judge.rule_judge.start``, set earlier or typed.
 
-    A file may hold both: `draco config` prints every key.
+    One file may contain both, because `draco config` prints every key.
     """
 
     def last(key: str) -> int:
-        """The last layer that sets a key; -1: none does."""
+        """Index of the last layer that sets a key; -1: none."""
         return max((place for place, each in enumerate(layers) if _node(each.tree, key) is not _ABSENT), default=-1)
 
     switches = {"judge.rule_judge.start": config.judge.rule_judge, "judge.self_judge.enabled": config.judge.self_judge}
@@ -236,7 +234,7 @@ def _refuse_foreign(config: DracoConfig, layers: Sequence[_Layer]) -> None:
         for key, _ in confirmed_keys():
             if (node := _node(layer.tree, key)) is _ABSENT:
                 continue
-            # A mapping is merged: what somebody else's has beside it stays theirs.
+            # Mappings are merged, so other keys of a foreign mapping remain foreign.
             if not isinstance(node, Mapping):
                 foreign.pop(key, None)
             if layer.theirs is not None:
@@ -290,11 +288,11 @@ def _parse(text: str, path: Path) -> dict[str, Any]:
 
 
 def _check_values(node: Any, where: str) -> None:
-    """Refuse what no key can mean and what could not be written down again: inf, nan, NUL, half characters, rings."""
+    """Refuse values that no key allows or YAML cannot hold: inf, nan, NUL, lone surrogates, cycles, huge trees."""
     sizes: dict[int, int] = {}
 
     def size(node: Any, key: str, above: tuple[int, ...]) -> int:
-        """Values below a node, those that YAML's aliases repeat counted each time."""
+        """Number of values in a node; those repeated by YAML aliases are counted each time."""
         if isinstance(node, float) and not math.isfinite(node):
             raise ConfigError(f"config {where}{key}: expected a finite number, found {node}")
         if isinstance(node, str):
@@ -351,8 +349,8 @@ def _merge(into: dict[str, Any], other: Mapping[str, Any]) -> None:
 
 @functools.cache
 def confirmed_keys(model: type[Tree] = DracoConfig, prefix: str = "") -> tuple[tuple[str, str], ...]:
-    """Dotted keys that are taken from somebody else's run directory only if the user says so, with what a value that
-    needs it contains."""
+    """Dotted keys that need confirmation if they come from another user's run directory, each with the text that a
+    value in need of it contains."""
     keys: list[tuple[str, str]] = []
     for name, field in model.model_fields.items():
         if (below := subtree(field)) is not None:
@@ -374,7 +372,7 @@ def _check_keys(tree: Mapping[str, Any], model: type[Tree] = DracoConfig, prefix
 
 
 def _nearest_key(prefix: str, key: str) -> str:
-    """The most similar key, a sibling if one is close, else the same leaf name elsewhere in the tree."""
+    """A hint with the most similar key: a sibling, else a similar leaf elsewhere in the tree."""
     keys = list(dotted_keys()) + [name for name in DracoConfig.model_fields if subtree(DracoConfig.model_fields[name])]
     siblings = {name.removeprefix(prefix).split(".")[0] for name in keys if name.startswith(prefix)}
     key = str(key)
@@ -393,7 +391,7 @@ def _nearest(word: str, among: list[str]) -> str:
 
 def _describe(problem: Mapping[str, Any]) -> str:
     if not problem["loc"]:
-        # Of several keys together, which the message names.
+        # The error concerns several keys, which the message names.
         return f"config: {problem['ctx']['error']}"
     key = ".".join(str(part) for part in problem["loc"])
     return f"config key {key}: {problem['msg'][:1].lower()}{problem['msg'][1:]}, found {problem['input']!r}"

@@ -1,4 +1,4 @@
-"""This machine: cores, memory, bfloat16; what the preset `cpu` takes from it, and the threads of a process."""
+"""Properties of this machine, the values of the preset `cpu` derived from them, and the threads of a process."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any
 
 GIB = 1 << 30
 BFLOAT16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}
-"""Flags of /proc/cpuinfo, of x86 and of ARM; others compute bfloat16 in float32, slower than float32 itself."""
+"""Flags of /proc/cpuinfo on x86 and ARM; other CPUs emulate bfloat16, slower than float32."""
 
 
 def cores() -> int:
-    """Cores that this process may use, or its container where it has fewer."""
+    """Number of cores available to this process and its container."""
     found = len(os.sched_getaffinity(0))
     with suppress(OSError, ValueError):
         quota, period = map(int, Path("/sys/fs/cgroup/cpu.max").read_text().split())
@@ -23,7 +23,7 @@ def cores() -> int:
 
 
 def memory_bytes() -> int:
-    """Memory of the machine, or of this container where it has less."""
+    """Memory of the machine or, if smaller, of this container."""
     found = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
     with suppress(OSError, ValueError):
         found.append(int(Path("/sys/fs/cgroup/memory.max").read_text()))
@@ -43,24 +43,24 @@ def has_bfloat16() -> bool:
 
 
 def thread_environment(cpus: float) -> dict[str, str]:
-    """Environment variables of a process that computes on ``cpus`` cores, at least one.
+    """Environment variables for a process that computes on ``cpus`` cores, at least one.
 
-    Its threads sleep while they wait for each other: spinning is ten times slower beside busy neighbours.
+    Its threads sleep while waiting for each other; spinning is ten times slower on a busy machine.
     """
     return {"OMP_NUM_THREADS": str(max(1, int(cpus))), "OMP_WAIT_POLICY": "PASSIVE"}
 
 
 def set_threads(cpus: float) -> None:
-    """Let this process compute as `thread_environment` says; before PyTorch is imported, which reads it once."""
+    """Apply `thread_environment` to this process; best before PyTorch is imported, which reads it once."""
     os.environ.update(thread_environment(cpus))
     if (torch := sys.modules.get("torch")) is not None:
         torch.set_num_threads(max(1, int(cpus)))
 
 
 def cpu_values() -> dict[str, Any]:
-    """Keys of the preset `cpu` that depend on the machine."""
+    """Values of the preset `cpu` that depend on the machine."""
     memory = memory_bytes() / GIB
-    # Half of the cores each: engines generate while the learner computes.
+    # Half of the cores each, because engines generate while the learner computes.
     threads = max(1, cores() // 2)
     return {
         "model": {"dtype": "bfloat16" if has_bfloat16() else "float32"},

@@ -1,7 +1,7 @@
-"""Whether a run directory's configuration is this user's own: signed with a key that stays in their home.
+"""Detects whether a run directory's configuration is this user's, signed with a key in their home.
 
-A run directory is meant to be shared. Its configuration names programs, endpoints and the jail, so who unpacks somebody
-else's must not run it as if they had written it. `draco_ray.config.load` asks here.
+Run directories may be shared. Their configuration names programs, endpoints and isolation, so that of another user must
+not be run without confirmation. Used by `draco_ray.config.load`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 SCHEMA_VERSION = 1
-"""Version of the schema of run directories. A reader refuses every other."""
+"""Version of the schema of run directories; others are refused."""
 FILE = "run.json"
 _KEY_BYTES = 32
 
@@ -32,7 +32,7 @@ def write_origin(run: Path, config_yaml: str) -> None:
 
 
 def is_run_directory(path: Path) -> bool:
-    """Whether a configuration in this folder is a run's."""
+    """Whether this folder is a run directory."""
     beside = ("metrics.jsonl", "tables", "checkpoints", "judge_cache")
     return (path / FILE).exists() or (
         (path / "config.yaml").exists() and any((path / name).exists() for name in beside)
@@ -40,13 +40,13 @@ def is_run_directory(path: Path) -> bool:
 
 
 def is_ours(run: Path, config_yaml: str) -> bool:
-    """Whether this user's signature of this configuration is in the run directory."""
+    """Whether the run directory has this user's signature of this configuration."""
     found, mine = _written(run, "signature"), _signature(config_yaml, create=False)
     return mine is not None and found is not None and hmac.compare_digest(found.encode(), mine.encode())
 
 
 def changed(run: Path, config_yaml: str) -> str | None:
-    """What is wrong with a run's configuration that is not what the run wrote; None where it is, or cannot be known."""
+    """How a run's configuration differs from what the run wrote; None if it does not, or is unknown."""
     if not config_yaml.strip():
         return "it is empty"
     if (known := _written(run, "config_sha256")) is None or known == _digest(config_yaml):
@@ -72,7 +72,7 @@ def _digest(text: str) -> str:
 
 
 def link_out(run: Path) -> Path | None:
-    """A link in the run directory that leads out of it, where something would be read or written unawares."""
+    """A link in the run directory that leads out of it, or None."""
     inside = Path(os.path.realpath(run))
     for folder, folders, files in os.walk(run):
         for name in (*folders, *files):
@@ -99,7 +99,7 @@ def write_private(path: Path, text: str) -> None:
 
 
 def private(path: str, flags: int) -> int:
-    """An ``opener``: nobody else may read the file, and a link that lies there is not followed."""
+    """An ``opener`` for files that only this user can read; does not follow links."""
     return os.open(path, flags | os.O_NOFOLLOW, 0o600)
 
 
@@ -109,7 +109,7 @@ def _signature(text: str, *, create: bool) -> str | None:
 
 
 def _key(*, create: bool) -> bytes | None:
-    """This user's key; None where there is none, or no place for one: then no run is known as theirs."""
+    """This user's key; None if there is none or it cannot be stored: then no run counts as theirs."""
     folder = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "draco-ray"
     path = folder / "key"
     with contextlib.suppress(OSError):
@@ -118,7 +118,7 @@ def _key(*, create: bool) -> bytes | None:
             whole = folder / f"key.{secrets.token_hex(8)}"
             with open(whole, "wb", opener=private) as file:
                 file.write(secrets.token_bytes(_KEY_BYTES))
-            # Only one of several processes makes it.
+            # Only one of several processes creates it.
             with contextlib.suppress(FileExistsError):
                 os.link(whole, path)
             whole.unlink()

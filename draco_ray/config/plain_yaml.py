@@ -1,7 +1,7 @@
-"""YAML in which a value is what it looks like: a number in digits, true or false, null, else text.
+"""YAML with only obvious scalars: decimal numbers, true, false, null; everything else is text.
 
-PyYAML reads YAML 1.1, where ``12:30:45`` is 45045, ``010`` is 8, ``on`` is true and ``5e-5`` is text; of a key that
-comes twice it takes the last. What is written here reads the same in both versions.
+PyYAML reads YAML 1.1, where ``12:30:45`` is 45045, ``010`` is 8, ``on`` is true and ``5e-5`` is text, and duplicate
+keys are accepted. Output of this module reads the same in both.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _PLAIN = {
 
 class _Loader(yaml.SafeLoader):
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
-        """As PyYAML's, but for keys that come twice."""
+        """As PyYAML's, but refuses duplicate keys."""
         node = super().compose_mapping_node(anchor)
         seen: set[tuple[str, str]] = set()
         for key, _ in node.value:
@@ -40,13 +40,13 @@ class _Loader(yaml.SafeLoader):
         return node
 
     def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
-        """In decimal digits, whatever they begin with."""
+        """Decimal, also with leading zeros."""
         return int(self.construct_scalar(node))
 
 
 class _Dumper(yaml.SafeDumper):
     def represent_str(self, data: str) -> yaml.ScalarNode:
-        """In quotation marks where PyYAML would fold what it takes for a line break."""
+        """In quotation marks if it has characters that PyYAML takes for line breaks."""
         style = '"' if re.search("[\x85\u2028\u2029]", data) else None
         return self.represent_scalar(f"{_TAG}str", data, style=style)
 
@@ -61,7 +61,7 @@ _Dumper.add_representer(str, _Dumper.represent_str)
 
 @functools.lru_cache(maxsize=32)
 def _read(text: str) -> Any:
-    """The document's value, read once: a command looks into its run's configuration more than once."""
+    """Cached, because a command reads its run's configuration several times."""
     return yaml.load(text, _Loader)
 
 
@@ -69,10 +69,10 @@ def load(text: str) -> Any:
     """The document's value.
 
     Raises:
-        yaml.YAMLError: it is none, a key comes twice, it is nested too deeply, or a number is no number.
+        yaml.YAMLError: it is invalid, has a duplicate key, or is nested too deeply.
     """
     try:
-        # Each caller's own: trees are merged into one another.
+        # A copy, because callers modify it.
         return copy.deepcopy(_read(text))
     except RecursionError:
         raise yaml.YAMLError("it is nested too deeply") from None
@@ -81,5 +81,5 @@ def load(text: str) -> Any:
 
 
 def dump(value: Any, **style: Any) -> str:
-    """``value`` as text that `load`, and any reader of YAML 1.1, reads back; ``style`` as of ``yaml.dump``."""
+    """``value`` as YAML for `load` and any YAML 1.1 reader; ``style``: see ``yaml.dump``."""
     return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, **style)

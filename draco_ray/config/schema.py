@@ -18,16 +18,16 @@ from draco_ray.config.file_names import FileName
 from draco_ray.config.vllm_arguments import argument_problem
 
 CONFIRMED: dict[str, Any] = {"confirmed": ""}
-"""Marks a key that names a program, where a key or prompts are sent, a weaker jail, or a place that is written: from a
-run directory that somebody else made it is taken only if the user says so (`draco_ray.config.load`)."""
+"""Marks a key that starts a program, sends a key or prompts somewhere, weakens the jail or names a place to write: from
+another user's run directory it is only taken if confirmed (`draco_ray.config.load`)."""
 CONFIRMED_PATH: dict[str, Any] = {"confirmed": ":"}
-"""Marks a key whose value is code where it has a colon, and one of our own parts where it has none."""
+"""Marks a key whose value names code of the user if it contains a colon, and a built-in part otherwise."""
 CONFIRMED_URL: dict[str, Any] = {"confirmed": "://"}
-"""Marks a model's name: LiteLLM takes some with an address for where to send prompts, and the key with them."""
+"""Marks a model's name: for LiteLLM some names contain the address to which prompts and the key are sent."""
 
 
 def _absolute(name: str) -> str:
-    """A part in a file under its absolute path: workers need not share this process's working directory."""
+    """Make the file path in a part's name absolute, because workers may have another working directory."""
     file, colon, attribute = name.rpartition(":")
     return f"{Path(file).resolve()}:{attribute}" if colon and file.endswith(".py") else name
 
@@ -68,15 +68,14 @@ class DataConfig(Tree):
     """Where tasks come from and in which order they are trained on."""
 
     root: Path = Path("data/appworld")
-    """Where the environment finds its tasks. AppWorld's data root is the folder that holds ``data/`` with ``tasks/``,
-    ``base_dbs/``, ``api_docs/``, ``datasets/``.
-    Official AppWorld data or a sandbox built by ``draco sandbox build``."""
+    """Folder with the environment's tasks. For AppWorld it contains ``data/`` with ``tasks/``, ``base_dbs/``,
+    ``api_docs/`` and ``datasets/``: official AppWorld data, or a sandbox built by ``draco sandbox build``."""
     train_split: FileName = "train"
-    """Split that is trained on."""
+    """Split to train on."""
     eval_split: FileName = "dev"
     """Split of the before/after evaluation; training never reads it."""
     eval_tasks: int | None = Field(None, ge=1)
-    """Evaluate only the first so many tasks of the split; null means all."""
+    """Evaluate only this many tasks, the first of the split; null: all."""
 
 
 class ModelConfig(Tree):
@@ -85,112 +84,113 @@ class ModelConfig(Tree):
     path: str = "Qwen/Qwen3.6-27B"
     """Model directory or hub name, with its tokenizer and chat template."""
     chat_template: str | None = None
-    """A Jinja file, or hermes (comes with this package), in place of the tokenizer's own chat template, e.g. for a
-    model whose template has no tools; null: the tokenizer's own. A run directory holds its text."""
+    """Chat template: a Jinja file or hermes (part of this package), e.g. for a model whose own template has no tools;
+    null: the tokenizer's. The run directory stores its text."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    """Of the frozen base; the adapter is always float32 in the learner."""
+    """Data type of the frozen base; the adapter is always float32 in the learner."""
 
 
 class AgentConfig(Tree):
     """The agent's loop and its limits."""
 
     use: Part = "code"
-    """code (our loop after AppWorld's ReAct code agent), tool_calling (tools in the model's own chat template),
-    command (a program of your own that asks an OpenAI-compatible endpoint, docs/any-agent.md), verifiers (its own
-    harnesses, with environment.use=verifiers), or one of your own, package.module:Class or folder/file.py:Class."""
+    """code (a loop like AppWorld's ReAct code agent), tool_calling (tools in the model's chat template), command (your
+    program, which calls an OpenAI-compatible endpoint; docs/any-agent.md), verifiers (its harnesses, with
+    environment.use=verifiers), or your own package.module:Class or folder/file.py:Class."""
     command: str | None = Field(None, json_schema_extra=CONFIRMED)
-    """Of agent.use=command: what plays one episode, in the words of a command line; no shell reads it, and a bare
-    python is the one that runs draco."""
+    """For agent.use=command: the command that plays one episode. It is not run by a shell; python alone is the
+    interpreter that runs draco."""
     function: Part | None = None
-    """In its place a Python function, package.module:name or folder/file.py:name, called in a process of its own."""
+    """Instead of a command: a Python function, package.module:name or folder/file.py:name, which runs in its own
+    process."""
     harness: str | None = Field(None, json_schema_extra=CONFIRMED)
-    """In its place a coding agent in environment.use=workspace: claude-code, codex, mini-swe-agent, opencode, or a YAML
-    file of your own (docs/coding-agents.md)."""
+    """Instead of a command, with environment.use=workspace: a coding agent, which is claude-code, codex,
+    mini-swe-agent, opencode, or your YAML file (docs/coding-agents.md)."""
     folder: Path = Field(Path("."), json_schema_extra=CONFIRMED)
     """Working directory of the command."""
     pass_environment: tuple[str, ...] = Field((), json_schema_extra=CONFIRMED)
-    """Environment variables that the command gets beside PATH, HOME and their like: keys of services that it uses."""
+    """Additional environment variables for the command, besides PATH, HOME and similar ones: e.g. keys of services."""
     side_calls: tuple[Annotated[str, AfterValidator(_compiles)], ...] = ()
     """Regular expressions of requests that get no credit, e.g. for a title or a summary of the history: searched in the
     first message of the system or user, and in the last one."""
     timeout_seconds: float = Field(3600.0, gt=0)
-    """Wall clock of one run of the command; it and all that it started are ended then."""
+    """Time limit of one run of the command; then all its processes are ended."""
     tool_parser: str | None = None
-    """How turns of tool_calling are read: a tool parser of vLLM, e.g. hermes (Qwen2.5, Qwen3), qwen3_xml (Qwen3.5,
-    Qwen3.6), llama3_json; null: by the form in which the chat template writes calls."""
+    """How tool calls are parsed: a tool parser of vLLM, e.g. hermes (Qwen2.5, Qwen3), qwen3_xml (Qwen3.5, Qwen3.6) or
+    llama3_json; null: derived from how the chat template writes calls."""
     prompt: Path | None = None
     """Prompt template; a relative path is looked up in the working directory, then where the project is installed.
-    null: the environment's own, for AppWorld prompts/agent_think.txt."""
+    null: the environment's, for AppWorld prompts/agent_think.txt."""
     thinking: bool = True
     """Whether turns open with a <think> block: selects the chat template's thinking mode."""
     max_turns: int = Field(50, ge=1)
-    """Turns of a rollout; it then ends as turn_limit."""
+    """Maximum turns of a rollout; it then ends as turn_limit."""
     max_prompt_length: int = Field(4096, ge=1)
-    """Tokens; tasks whose prompt is longer are filtered before training."""
+    """Maximum tokens of a task's prompt; tasks with longer prompts are not trained on."""
     max_response_length: int = Field(24576, ge=1)
-    """Tokens of everything after the prompt: turns, template glue and tool output."""
+    """Maximum tokens after the prompt: turns, chat template and tool output."""
     max_turn_tokens: int | None = Field(None, ge=1)
-    """Tokens sampled in one turn at most; null: what the response has left, the only limit of the paper."""
+    """Maximum tokens sampled in one turn; null: what is left of the response, as in the paper."""
     max_output_characters: int = Field(20000, ge=100)
-    """Length at which one tool output is cut, the cut marked in the text."""
+    """Length at which a tool output is cut; a note marks the cut."""
     closing_turn: Literal["step", "gap"] | None = None
-    """Whether the message that ends an episode is a step, with credit, or a gap; null: a gap for agent.use=code, as in
-    the paper, a step for all others."""
+    """Whether the final message of an episode is a step, with credit, or a gap; null: a gap for agent.use=code, as in
+    the paper, and a step for all others."""
 
 
 class EnvironmentConfig(Tree):
     """Where tasks are done, one at a time in each slot."""
 
     use: Part = "appworld"
-    """appworld; tools (your own tasks and tools, docs/own-agent.md); tasks (tasks alone, for agents that bring their
-    own world, docs/any-agent.md); workspace (a copy of a repository for each rollout, docs/coding-agents.md); tau
-    (retail, airline or telecom of tau2-bench, docs/tau_bench.md); verifiers (any taskset of that package,
-    docs/verifiers.md); or one of your own, package.module:Class or folder/file.py:Class
-    (docs/extending/environment.md)."""
+    """appworld; tools (your tasks and tools, docs/own-agent.md); tasks (only tasks, for agents with their own world,
+    docs/any-agent.md); workspace (a copy of a repository per rollout, docs/coding-agents.md); tau (retail, airline or
+    telecom of tau2-bench, docs/tau_bench.md); verifiers (any taskset of that package, docs/verifiers.md); or your own
+    package.module:Class or folder/file.py:Class (docs/extending/environment.md)."""
     options: dict[str, Any] = Field(default_factory=dict, json_schema_extra=CONFIRMED)
-    """Of tools, tasks and workspace, or of an environment of your own: whatever it takes."""
+    """Options that the environment defines."""
     slots: int = Field(48, ge=1)
-    """Rollouts in the environment at one time."""
+    """Maximum number of concurrent rollouts."""
     min_slots: int | None = Field(None, ge=1)
-    """Slots that there are at any time; further ones, up to ``slots``, come with the rollouts that wait, and with them
-    nodes where an autoscaler has some. null: all of them are always there."""
+    """Minimum number of slots; more, up to ``slots``, are added while rollouts wait, with nodes from an autoscaler if
+    there is one. null: always all."""
     idle_seconds: float = Field(300.0, gt=0)
-    """Time a worker above ``min_slots`` is not needed before it ends, so that its node can go; longer than a step waits
-    for judge and learner, or slots come anew with every step."""
+    """Idle time after which a worker above ``min_slots`` ends, so that its node can be released. Choose it longer than
+    a step waits for judge and learner; otherwise slots are restarted in every step."""
     slots_per_worker: int = Field(1, ge=1)
-    """Slots (server processes) each RolloutWorker actor owns."""
+    """Slots (server processes) per RolloutWorker actor."""
     cpus_per_worker: float = Field(1.0, ge=0)
-    """Of a RolloutWorker actor."""
+    """CPUs per RolloutWorker actor."""
     appworld_python: str | None = Field(None, json_schema_extra=CONFIRMED)
-    """Python of AppWorld's own environment; null: DRACO_APPWORLD_PYTHON, else .venv-appworld/bin/python."""
+    """Python of AppWorld's virtual environment; null: DRACO_APPWORLD_PYTHON, else .venv-appworld/bin/python."""
     isolation: Literal["auto", "namespaces", "bubblewrap", "landlock", "rlimits"] = Field(
         "auto", json_schema_extra=CONFIRMED
     )
-    """How the child that runs model-written code is confined; auto: the strongest the host allows, never rlimits."""
+    """Isolation of the process that runs model-written code; auto: the strongest level the host allows, but never
+    rlimits."""
     cell_timeout_seconds: float = Field(125.0, gt=0)
-    """Wall clock of one code cell; a child that outlives it is killed and its rollout has failed. AppWorld
-    stops the cell at four fifths of it and tells the policy so: here at its own default, 100 s."""
+    """Time limit of a code cell; a process that exceeds it is killed, and its rollout fails. AppWorld interrupts the
+    cell at 80 % of it with an error message: by default at AppWorld's own 100 s."""
     start_timeout_seconds: float = Field(60.0, gt=0)
-    """Time one environment may take to start."""
+    """Maximum time for an environment to start."""
     max_memory_mib: int = Field(1536, ge=256)
-    """Memory of one child."""
+    """Maximum memory of a task's process."""
     max_output_bytes: int = Field(1_000_000, ge=1000)
-    """What one cell may print before it is cut at the source."""
+    """Maximum output of a cell; more is discarded as it is printed."""
     recycle_after_tasks: int = Field(50, ge=1)
-    """Tasks after which a child is replaced, before it grows."""
+    """Number of tasks after which a server process is replaced."""
     recycle_above_mib: int = Field(900, ge=256)
-    """Resident memory above which a child is replaced after its task."""
+    """Resident memory above which a server process is replaced after its task."""
     rollout_retries: int = Field(1, ge=0)
-    """Fresh environments a rollout may use after a server error before the group goes on without it."""
+    """Retries of a rollout after server errors before the group continues without it."""
 
     @property
     def slots_of_worker(self) -> int:
-        """Slots that a RolloutWorker actor owns."""
+        """Slots per RolloutWorker actor."""
         return min(self.slots_per_worker, self.slots)
 
     @property
     def workers(self) -> int:
-        """The most RolloutWorker actors at one time."""
+        """Maximum number of RolloutWorker actors."""
         return -(-self.slots // self.slots_per_worker)
 
     @property
@@ -214,53 +214,53 @@ class EngineConfig(Tree):
     engines: int = Field(1, ge=1)
     """vLLM engines."""
     min_engines: int | None = Field(None, ge=1)
-    """Engines that a run starts and goes on with: further ones, up to ``engines``, are used as they find room, and not
-    waited for where they have none or lose it (spot nodes). null: all of them."""
+    """Minimum number of engines with which a run starts and continues; more, up to ``engines``, are used when the
+    cluster has room for them (spot nodes). null: all."""
     tensor_parallel: int = Field(1, ge=1)
-    """GPUs that share one engine's weights."""
+    """GPUs over which an engine's weights are split."""
     gpus_per_engine: float = Field(1.0, ge=0)
-    """0 runs vLLM's CPU build. With colocate the sum of its shares, e.g. 1.2 of two GPUs."""
+    """0: vLLM's CPU build. With colocate, the sum of its shares, e.g. 1.2 of two GPUs."""
     cpus_per_engine: float = Field(1.0, ge=0)
-    """Of a PolicyEngine actor; a CPU engine computes with as many threads, which tensor-parallel ranks share, at least
-    one each."""
+    """CPUs per PolicyEngine actor. A CPU engine uses this many threads, divided among its tensor-parallel ranks, at
+    least one each."""
     gpu_memory_utilization: float = Field(0.85, gt=0, le=1)
-    """Of a whole GPU, also where an engine is given a share of one."""
+    """Share of a whole GPU, also if the engine is given only a part of one."""
     kv_cache_gib: float | None = Field(None, gt=0)
-    """KV cache of an engine, GiB; null: on a GPU what gpu_memory_utilization leaves, on the CPU 1."""
+    """KV cache of an engine in GiB; null: on a GPU what gpu_memory_utilization leaves, on the CPU 1."""
     max_num_seqs: int = Field(64, ge=1)
-    """Sequences that an engine decodes at one time."""
+    """Maximum number of sequences an engine decodes concurrently."""
     enforce_eager: bool = False
     """Run without CUDA graphs: starts sooner, decodes slower."""
     temperature: float = Field(1.0, ge=0)
-    """Of the policy's sampling."""
+    """Temperature of the policy's sampling."""
     top_p: float = Field(1.0, gt=0, le=1)
-    """Share of probability that the policy samples from."""
+    """Nucleus sampling: share of the probability mass to sample from."""
     top_k: int = Field(-1, ge=-1)
     """-1: unrestricted."""
     canary_tolerance: float = Field(0.05, gt=0)
-    """Mean |engine - learner| log-prob gap after a sync, nats, that is never held against a run. A larger one stops it
-    where it is more than twice that of the first step and twice that without the adapter, or four times this without
-    the adapter; an engine that serves the base model is found by its answers, at any gap."""
+    """Mean |engine - learner| log-prob gap in nats that is always accepted after a sync. A larger gap stops the run if
+    it exceeds both twice the first step's gap and twice the gap without the adapter, or if the gap without the adapter
+    exceeds four times this. An engine that serves the base model is detected at any gap."""
     max_failures: int = Field(3, ge=0)
-    """Times the process of one engine is replaced before the run stops; one whose node is gone does not count."""
+    """Maximum replacements of an engine's process before the run stops; lost nodes do not count."""
     stall_seconds: float = Field(600.0, gt=0)
-    """Time that an engine may do nothing while something is asked of it, before its process is replaced as stopped."""
+    """Time without progress on a request after which an engine's process is replaced."""
     adapter_directory: Path = Field(Path("/dev/shm/draco-ray"), json_schema_extra=CONFIRMED)
-    """Where engines write the versions of the adapter they load, and have their sockets."""
+    """Folder for engines' sockets and the adapter files they load."""
     deterministic: bool = False
-    """Compute the same numbers on any CPU with the same instructions, however many cores it has: one thread a process,
-    one sequence at a time, no prefix cache, gradients added up in the batch's order. Slower; `draco verify` can then
-    recompute the adapters."""
+    """Compute the same numbers on any CPU with the same instructions, however many cores it has: one thread per
+    process, one sequence at a time, no prefix cache, and gradients added in the batch's order. Slower; `draco verify`
+    can then recompute the adapters."""
     colocate: bool = False
-    """Engines and learner take turns on the same GPUs: the engines sleep (base weights in host memory, no KV cache)
-    while the learner computes, which then begins only when a step is generated and judged."""
+    """Engines and learner take turns on the same GPUs. While the learner computes, which begins only when a step is
+    generated and judged, the engines sleep (base weights in host memory, no KV cache)."""
     vllm: dict[str, Any] = Field(default_factory=dict, json_schema_extra=CONFIRMED)
-    """Further arguments of vLLM's AsyncEngineArgs, by name, e.g. {kv_cache_dtype: fp8} or {speculative_config: {method:
-    ngram, num_speculative_tokens: 4}}. What a key here says already is refused, and what the engine is built on."""
+    """Other arguments of vLLM's AsyncEngineArgs, e.g. {kv_cache_dtype: fp8} or {speculative_config: {method: ngram,
+    num_speculative_tokens: 4}}. Those set by other keys, and those the engine depends on, are refused."""
 
     @property
     def fewest(self) -> int:
-        """Engines that must serve for the run to go on."""
+        """Minimum number of engines for the run to continue."""
         return self.engines if self.min_engines is None else self.min_engines
 
     @model_validator(mode="after")
@@ -286,14 +286,14 @@ class EngineConfig(Tree):
 
 
 class PriceTier(Tree):
-    """Dollars per million tokens of a request whose input is longer than ``above``, all of its tokens alike."""
+    """Dollars per million tokens of a request whose input is longer than ``above``; applies to all its tokens."""
 
     above: int = Field(ge=0)
     input: float = Field(ge=0)
     cached_input: float | None = Field(None, ge=0)
     """null: the input price."""
     cache_write: float | None = Field(None, ge=0)
-    """Of input that is written to the provider's prompt cache; null: the input price."""
+    """Price of input that is written to the provider's prompt cache; null: the input price."""
     output: float = Field(ge=0)
 
 
@@ -304,18 +304,18 @@ class Price(Tree):
     cached_input: float | None = Field(None, ge=0)
     """null: the input price."""
     cache_write: float | None = Field(None, ge=0)
-    """Of input that is written to the provider's prompt cache; null: the input price."""
+    """Price of input that is written to the provider's prompt cache; null: the input price."""
     output: float = Field(ge=0)
     tiers: tuple[PriceTier, ...] = ()
     """Prices of longer requests."""
 
 
 LOCAL_PROVIDER = "hosted_vllm/"
-"""LiteLLM's for a vLLM server of one's own."""
+"""LiteLLM's prefix for a self-hosted vLLM server."""
 RULES = "rules"
-"""Name of the offline judge, which knows the sandbox's tasks."""
+"""Name of the offline rule judge of the sandbox."""
 FILES = "files:"
-"""Prefix of a judge that answers through the files of a directory (`draco_ray.judging.file_judge`)."""
+"""Prefix of a judge that answers through files in a directory (`draco_ray.judging.file_judge`)."""
 
 
 def provider_key(model: str) -> str:
@@ -332,92 +332,90 @@ class RuleJudgeConfig(Tree):
     """The offline stand-in for a frontier judge: explicit rules behind a real HTTP server (`draco judge-server`)."""
 
     start: bool = False
-    """Start its server on loopback for this run and send every call there; model, api_base and key are then its own."""
+    """Start its server on this machine for the run and send every call there; it sets model, api_base and key."""
     use: Part = "sandbox"
-    """Its rules: the sandbox's, or a function of your own, package.module:function or folder/file.py:function
+    """Its rules: the sandbox's, or your function, package.module:function or folder/file.py:function
     (docs/extending/environment.md)."""
     latency_seconds: float = Field(0.0, ge=0)
-    """Time it takes over each reply."""
+    """Delay of each reply."""
     false_pass: float = Field(0.0, ge=0, le=1)
-    """Share of the verdicts FAIL that come out as PASS: to see how wrong a judge may be (`make bench-noise`)."""
+    """Share of FAIL verdicts turned into PASS, to measure the effect of judge errors (`make bench-noise`)."""
     false_fail: float = Field(0.0, ge=0, le=1)
-    """Share of the verdicts PASS that come out as FAIL."""
+    """Share of PASS verdicts turned into FAIL."""
     wrong_step: float = Field(0.0, ge=0, le=1)
-    """Share of the cited steps in whose place another step of the rollout is named."""
+    """Share of cited steps replaced by another step of the rollout."""
     missed_criterion: float = Field(0.0, ge=0, le=1)
-    """Share of the criteria that stage 1 and stage 2 leave out."""
+    """Share of criteria omitted by stage 1 and stage 2."""
 
 
 class SelfJudgeConfig(Tree):
-    """The policy that is being trained as its own judge (Section "Ablations", "Self-judge")."""
+    """The trained policy as its own judge (Section "Ablations", "Self-judge")."""
 
     enabled: bool = False
     """Answer the judge's prompts with the current policy; model, api_base and key are then unused."""
     thinking: bool = True
-    """Whether its chat template's thinking mode is on, in every phase."""
+    """Whether its chat template's thinking mode is on."""
     context_tokens: int | None = Field(None, ge=1024)
-    """Longest judge prompt and reply together, for which the engines are started with room; null: what the union of a
-    group of full-length rollouts takes (`draco plan` prints it). A longer prompt is cut."""
+    """Maximum length of judge prompt and reply together, for which engines reserve context; null: enough for the union
+    of a group of full-length rollouts (`draco plan` prints it). Longer prompts are cut."""
 
 
 class LocalJudgeConfig(Tree):
-    """The judge model on the run's own cluster: vLLM servers that come and go with the calls (docs/cluster.md)."""
+    """The judge model on the run's own cluster: vLLM servers, scaled with the number of calls (docs/cluster.md)."""
 
     enabled: bool = False
-    """Serve the model that ``judge.model`` names, hosted_vllm/<hub name or folder>; endpoint and key are then its
-    own."""
+    """Serve the model of ``judge.model``, hosted_vllm/<hub name or folder>; sets endpoint and key."""
     replicas: int = Field(1, ge=1)
-    """Servers a run begins with, and the fewest it has."""
+    """Initial and minimum number of servers."""
     max_replicas: int = Field(4, ge=1)
-    """The most it has: calls beyond what there is room for bring more; ``replicas`` where that is larger."""
+    """Maximum number of servers, added when calls wait; at least ``replicas``."""
     calls_per_replica: int = Field(32, ge=1)
-    """Calls that one server is given at a time, and computes side by side."""
+    """Maximum number of concurrent calls per server."""
     idle_seconds: float = Field(300.0, gt=0)
-    """Time a server above ``replicas`` is not needed before it ends and its GPUs are free."""
+    """Idle time after which a server above ``replicas`` ends and frees its GPUs."""
     start_timeout_seconds: float = Field(1800.0, gt=0)
-    """Time a server may take to load, and for which calls wait while none is up, a node that is added included."""
+    """Maximum time for a server to load, including that for a new node; calls wait this long while none is up."""
     stall_seconds: float = Field(60.0, gt=0)
-    """Time without a token after which a server is asked for one; it is replaced if it does not answer that within the
-    same time."""
+    """Time without a token after which a server is probed; it is replaced if it does not answer within the same
+    time."""
     context_tokens: int | None = Field(None, ge=1024)
-    """Longest prompt and reply together; null: what the model was made for."""
+    """Maximum length of prompt and reply together; null: the model's."""
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
-    """Of the served weights; auto is the model's own."""
+    """Data type of the served weights; auto: the model's."""
     gpus_per_replica: float = Field(1.0, ge=0)
-    """0 runs vLLM's CPU build."""
+    """0: vLLM's CPU build."""
     cpus_per_replica: float = Field(1.0, ge=0)
     """CPUs that Ray reserves for a server."""
     tensor_parallel: int = Field(1, ge=1)
-    """GPUs that share one server's weights."""
+    """GPUs over which a server's weights are split."""
     gpu_memory_utilization: float = Field(0.9, gt=0, le=1)
-    """Share of a GPU's memory that a server takes."""
+    """Share of a GPU's memory that a server uses."""
     kv_cache_gib: float | None = Field(None, gt=0)
-    """On the CPU; null: 1."""
+    """KV cache on the CPU; null: 1."""
     arguments: tuple[str, ...] = Field((), json_schema_extra=CONFIRMED)
-    """Further words for ``vllm serve``, e.g. --reasoning-parser, mistral, for a judge that reasons without <think>."""
+    """Other arguments of ``vllm serve``, e.g. --reasoning-parser, mistral, for a judge that reasons without <think>."""
 
 
 class JudgeLimits(Tree):
-    """What all judge workers together may ask for; null is no limit."""
+    """Limits of all judge workers together; null: no limit."""
 
     requests_per_minute: float | None = Field(None, ge=1)
-    """Requests of all workers together; null is no limit."""
+    """Requests per minute."""
     tokens_per_minute: float | None = Field(None, ge=1)
-    """Input and output; a request under way counts with what its like have used, and a margin."""
+    """Input and output tokens; a running request counts with an estimate from similar ones and a margin."""
     dollars: float | None = Field(None, ge=0)
-    """Budget of the run, resumed ones included. A call that could exceed it is not made: the run stops, resumable. A
-    request that may have been billed without a reply, or whose reply does not say its usage, counts with the most that
-    it may cost."""
+    """Budget of the run, including before it was resumed. A call that could exceed it is not made; the run stops and
+    can be resumed. A request that may have been billed without a reply or usage counts with its maximum cost."""
 
 
 class OtherJudgeConfig(Tree):
-    """A judge beside the judge; all it does not say is as of that one."""
+    """An additional judge; what is not set here is as for the main judge."""
 
     model: str
-    """LiteLLM model name, provider prefix included."""
+    """LiteLLM model name with provider prefix."""
     api_base: str | None = None
     api_key_env: str | None = None
-    """Environment variable that holds the key; null is ``<PROVIDER>_API_KEY``."""
+    """Environment variable with the key; null: ``<PROVIDER>_API_KEY``."""
 
 
 class JudgeConfig(Tree):
@@ -429,87 +427,85 @@ class JudgeConfig(Tree):
     limits: JudgeLimits = JudgeLimits()
 
     model: str = Field("openai/gpt-5.4", json_schema_extra=CONFIRMED_URL)
-    """LiteLLM model name, provider prefix included; or files:DIR, a directory in which prompts are written as numbered
-    files and replies are waited for."""
+    """LiteLLM model name with provider prefix; or files:DIR, a directory to which prompts are written as numbered files
+    and in which replies are awaited."""
     api_base: str | None = Field(None, json_schema_extra=CONFIRMED)
-    """Endpoint; null is the provider's own."""
+    """Endpoint; null: the provider's."""
     api_key_env: str | None = Field(None, json_schema_extra=CONFIRMED)
-    """Environment variable that holds the key; null is ``<PROVIDER>_API_KEY``. The key itself never enters a config, a
-    log or a command line."""
+    """Environment variable with the key; null: ``<PROVIDER>_API_KEY``. The key itself never appears in a configuration,
+    log or command line."""
     temperature: float | None = Field(0.1, ge=0)
-    """null leaves it out of the request; models that LiteLLM knows to take none are sent none."""
+    """null: not sent; nor is it sent to models that do not accept it according to LiteLLM."""
     max_tokens: int = Field(16384, ge=256)
-    """Of a reply, its reasoning included."""
+    """Maximum tokens of a reply, including reasoning."""
     context_tokens: int | None = Field(None, ge=1024)
-    """Prompt and reply together, as much as the judge reads; null: what LiteLLM's table or the served model's
-    config.json says. Longer prompts are cut: first outputs, then turns, then the agent's prompt, each text to one
-    length with the cut marked; no step is left out. Of a judge of which nothing is known prompts are cut
-    once it says that they are too long."""
+    """Context length of the judge, for prompt and reply; null: from LiteLLM's table or the served model's config.json.
+    Longer prompts are cut: first outputs, then turns, then the agent's prompt, all to the same length with the cut
+    marked; no step is omitted. If the length is unknown, prompts are cut once the judge rejects them as too long."""
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
-    """How long the model thinks before it answers, where it can be told; null leaves it out of the request."""
+    """Reasoning effort, if the model supports it; null: not sent."""
     extra_body: dict[str, object] = Field(default_factory=dict)
-    """Sent as is, e.g. a reasoning switch."""
+    """Additional fields of the request, e.g. a reasoning switch."""
     service_tier: Literal["auto", "default", "flex", "priority"] | None = None
-    """The provider's tier, where it has several: flex is cheaper and slower; null leaves it out of the request."""
+    """The provider's service tier: flex is cheaper and slower; null: not sent."""
     prompt_cache: Literal["auto", "on", "off"] = "auto"
-    """Tell the provider what prompts of a group share, so that it is read from its prompt cache: ``cache_control`` for
-    Anthropic's models, ``prompt_cache_key`` for OpenAI's. auto: not at an ``api_base`` of one's own."""
+    """Mark the prefix shared by a group's prompts for the provider's prompt cache: ``cache_control`` for Anthropic's
+    models, ``prompt_cache_key`` for OpenAI's. auto: not if ``api_base`` is set."""
     structured_output: bool = True
-    """Hold replies to a JSON schema where LiteLLM says that the model supports it, and at an ``api_base`` of one's own
-    until it refuses. A model that thinks in its answer, served without a reasoning parser, cannot think then."""
+    """Request replies in a JSON schema if the model supports it according to LiteLLM, and, if ``api_base`` is set,
+    until the endpoint refuses. A model served without a reasoning parser that thinks in its reply cannot think then."""
     jury: tuple[OtherJudgeConfig, ...] = Field((), json_schema_extra=CONFIRMED)
-    """Further judges that score every rollout: the verdict of most counts, the judge's own where none has most."""
+    """Additional judges that score every rollout: the majority verdict counts; without a majority, the main judge's."""
     strong: OtherJudgeConfig | None = Field(None, json_schema_extra=CONFIRMED)
-    """Decides the criteria on which judge and jury differ, and is asked about no others."""
+    """Decides only the criteria on which judge and jury differ."""
     fallbacks: tuple[OtherJudgeConfig, ...] = Field((), json_schema_extra=CONFIRMED)
-    """Asked in turn what the judge could not answer."""
+    """Judges asked in turn if the judge fails to answer."""
     prompts: Path = Path("prompts/judge")
     """Folder of the prompt set."""
     environment_facts: str | None = None
-    """What every prompt says of the environment; null: what the environment says of itself."""
+    """Facts on the environment in every prompt; null: the environment's own."""
     examples: Path | None = None
-    """Labels, as draco report's page exports them: the verdicts that a person corrected are shown to the scoring call
-    as examples. Whether that helps, draco agreement measures."""
+    """Labels exported from the page of `draco report`: verdicts that a person corrected are shown to the scoring call
+    as examples. `draco agreement` measures whether that helps."""
     max_examples: int = Field(12, ge=1)
-    """Most corrected verdicts that are shown: the first in the file."""
+    """Maximum number of examples; the first in the file are used."""
     max_stage1_criteria: int = Field(15, ge=1)
-    """Most criteria that stage 1 may write; more are cut."""
+    """Maximum number of stage 1 criteria; more are dropped."""
     max_stage2_criteria: int = Field(10, ge=1)
-    """Most criteria that stage 2 may write for a rollout; more are cut."""
+    """Maximum number of stage 2 criteria of a rollout; more are dropped."""
     max_union_criteria: int = Field(24, ge=1)
-    """Most criteria of a group's rubric; more are cut."""
+    """Maximum number of criteria of a group's rubric; more are dropped."""
     score_votes: int = Field(1, ge=1)
-    """Scoring calls per rollout; a criterion passes only if all of them pass it."""
+    """Scoring calls per rollout; a criterion passes only if it passes in all of them."""
     workers: int = Field(2, ge=1)
-    """JudgeWorker actors a run begins with, and the fewest it has."""
+    """Initial and minimum number of JudgeWorker actors."""
     max_workers: int = Field(8, ge=1)
-    """The most it has: calls beyond what there is room for bring more; ``workers`` where that is larger."""
+    """Maximum number of workers, added when calls wait; at least ``workers``."""
     concurrency_per_worker: int = Field(32, ge=1)
-    """Calls in flight in one worker; further ones wait, and are what asks for another worker."""
+    """Maximum number of concurrent calls per worker; waiting calls cause workers to be added."""
     idle_seconds: float = Field(60.0, gt=0)
-    """Time a worker above ``workers`` is not needed before it ends, so that its node can go."""
+    """Idle time after which a worker above ``workers`` ends, so that its node can be released."""
     start_timeout_seconds: float = Field(1800.0, gt=0)
-    """Time the first worker may take to come up, an autoscaled node included."""
+    """Maximum time for the first worker to start, including that for an autoscaled node."""
     request_timeout_seconds: float = Field(600.0, gt=0)
-    """Time one request may take."""
+    """Time limit of a request."""
     max_attempts: int = Field(8, ge=1)
-    """Requests for one call, the first included, over rate limits, timeouts and server errors. Those that fail while
-    the judge answers nobody do not count: see max_outage_seconds."""
+    """Maximum requests of a call over rate limits, timeouts and server errors. Failures during an outage of the judge
+    do not count; see max_outage_seconds."""
     max_outage_seconds: float = Field(3600.0, ge=0)
-    """How long a run waits for a judge that answers nobody. Judging is paused meanwhile and nothing is dropped; then
-    the run stops, resumable. 0: max_attempts decides alone."""
+    """Maximum length of an outage of the judge. Judging is paused and nothing is dropped meanwhile; then the run stops
+    and can be resumed. 0: only max_attempts applies."""
     max_backoff_seconds: float = Field(60.0, gt=0)
-    """Longest pause between two requests of a call."""
+    """Maximum pause between two requests of a call."""
     reasks: int = Field(1, ge=0)
-    """Times a reply that does not parse is asked again, the error quoted."""
+    """Retries for a reply that cannot be parsed; the error is quoted."""
     second_look: float = Field(0.0, ge=0, le=1)
-    """Share of scored rollouts whose justifications one more call reads without their scores, to report how often the
-    judge contradicts itself; such a call takes some hundred tokens a criterion, and no verdict changes."""
+    """Share of scored rollouts whose justifications are read by one more call without the scores, to report how often
+    the judge contradicts itself. Such a call takes a few hundred tokens per criterion; no verdict changes."""
     cache: Path | None = Field(None, json_schema_extra=CONFIRMED)
-    """Folder of the durable reply cache; null puts it in the run directory."""
+    """Folder of the durable reply cache; null: in the run directory."""
     stage1_across_epochs: bool = True
-    """Keep a task's stage1 criteria for the whole run: later epochs are judged from the first one's. false, as in the
-    paper, asks for them anew whenever the task comes again."""
+    """Reuse a task's stage 1 criteria in later epochs. false, as in the paper: write new ones in every epoch."""
     prices: dict[str, Price] = Field(
         default_factory=lambda: {
             "gpt-5.4": Price(input=2.5, output=15.0),
@@ -517,8 +513,8 @@ class JudgeConfig(Tree):
             "Qwen2.5-32B-Instruct": Price(input=0.66, output=0.8),
         }
     )
-    """Reference prices (Section "Evaluation"), by model name without provider; they win over LiteLLM's own, which hold
-    for every other model."""
+    """Reference prices (Section "Evaluation") by model name without provider; for other models LiteLLM's prices
+    apply."""
 
     @property
     def key_variable(self) -> str:
@@ -556,35 +552,34 @@ class JudgeConfig(Tree):
 
 
 class AlgorithmConfig(Tree):
-    """The reward and what becomes of it."""
+    """The reward, and how advantages are computed from it."""
 
     group_size: int = Field(6, ge=2)
     """G: rollouts per task."""
     reward: Literal["rubric", "outcome", "random"] = "rubric"
-    """rubric (weighted verdicts), outcome (the environment's evaluator: not outcome-blind) or random."""
+    """rubric (weighted verdicts), outcome (the environment's evaluator; not outcome-blind) or random."""
     rubric: Literal["dynamic", "static"] = "dynamic"
-    """Written by the judge for each task and its rollouts, or one fixed list."""
+    """Whether the judge writes a rubric for each task and its rollouts, or there is one fixed list."""
     static_rubric: Path | None = None
-    """The fixed list, of algorithm.rubric=static; null: the environment's own, which AppWorld has: the paper's 21."""
+    """File with the criteria of algorithm.rubric=static; null: the environment's, for AppWorld the paper's 21."""
     rule: Part = "draco"
     """How verdicts and citations become step advantages: draco, grpo (no step credit: vanilla GRPO on the reward),
-    no_dropout, mixed_only, no_std, score_verdicts, draco_calibrated, or one of your own, package.module:Class or
+    no_dropout, mixed_only, no_std, score_verdicts, draco_calibrated, or your own package.module:Class or
     folder/file.py:Class."""
     reliability: float | None = Field(None, ge=0, le=1)
-    """For draco_calibrated: share of the advantage that follows the judge's citations, the rest is spread evenly. 1 is
-    the paper's rule, 0 is uniform GRPO; `draco attribution-bench --labels` recommends one for each judge."""
+    """For draco_calibrated: share of the advantage that follows the judge's citations; the rest is spread evenly. 1 is
+    the paper's rule, 0 is uniform GRPO; `draco attribution-bench --labels` recommends a value for a judge."""
     std_epsilon: float = Field(1e-6, ge=0)
     """Added to the group's standard deviation (verl)."""
     skip_useless_credit_calls: bool = True
-    """Make no credit call where it cannot change the update: zero spread in the group, or no surviving criterion. What
-    it would have cited is missing from the record."""
+    """Skip credit calls that cannot change the update: without spread in the group, or without surviving criteria.
+    Their citations are missing from the record."""
     skip_inert_credit_calls: bool = False
-    """Make no credit call for a rollout whose surviving verdicts are unanimous, or do not apply to it: Eq. credit then
-    gives every step the same total, whichever steps are named. Changes the update where the call would have overridden
-    a verdict."""
+    """Skip the credit call of a rollout whose surviving verdicts are unanimous or not applicable: Eq. credit then gives
+    every step the same total, whatever is cited. Changes the update if the call would have overridden a verdict."""
     credit_surviving_only: bool = True
-    """Send only surviving criteria to the credit call: the others cannot enter the step quality, but the judge then
-    reads another prompt than the paper's, which asks about all, and may answer otherwise."""
+    """Send only surviving criteria to the credit call. The others do not affect the step quality, but the paper's
+    prompt contains them, so the judge may answer differently."""
 
 
 ImportanceLevel = Literal["token", "sequence", "geometric"]
@@ -592,24 +587,25 @@ MaskLevel = Literal["token", "sequence", "geometric", "any_token"]
 
 
 class LearnerConfig(Tree):
-    """What updates the weights: as it ships, GRPO on a LoRA adapter."""
+    """The learner; the built-in one does GRPO on a LoRA adapter."""
 
     use: Part = "ray_lora"
-    """ray_lora (Ray Train's workers), or a learner of your own, package.module:Class or folder/file.py:Class."""
+    """ray_lora (Ray Train workers), or your own package.module:Class or folder/file.py:Class."""
     options: dict[str, object] = Field(default_factory=dict)
-    """For a learner of your own; ray_lora takes none."""
+    """Options that your learner defines; ray_lora has none."""
     workers: int = Field(1, ge=1)
     """Ray Train workers."""
     sharding: Literal["none", "full"] = "none"
-    """Whether each worker holds the whole base, or one part of it (FSDP2) and a layer at a time while it computes."""
+    """Whether each worker holds the whole base model, or only a shard of it and one complete layer at a time
+    (FSDP2)."""
     base_precision: Literal["model", "int8", "fp8"] = "model"
-    """How the frozen base's linear layers are held: in model.dtype, or in 8 bits with a scale for each output row, made
-    whole for each product. The engine serves the base unrounded, so the two differ by more (engine_k1, engine_k3)."""
+    """Storage of the frozen base's linear layers: in model.dtype, or in 8 bits with a scale per output row, dequantized
+    for each product. The engine does not quantize, so its log-probs differ more (engine_k1, engine_k3)."""
     context_parallel: int = Field(1, ge=1)
-    """Workers that share every forward pass, for sequences too long for one: each computes its part of the tokens, and
-    attention over all of them for its part of the heads (Ulysses). It divides workers and the model's heads."""
+    """Workers that share each forward pass, for sequences too long for one: each computes a shard of the tokens, and
+    attention for a shard of the heads (Ulysses). Must divide workers and the model's heads."""
     gpus_per_worker: float = Field(1.0, ge=0)
-    """0 learns on the CPU."""
+    """0: learn on the CPU."""
     cpus_per_worker: float = Field(1.0, ge=0)
     """CPUs that Ray reserves for a worker."""
     lora_rank: int = Field(16, ge=1)
@@ -617,12 +613,12 @@ class LearnerConfig(Tree):
     lora_alpha: int = Field(32, ge=1)
     """The adapter is scaled by lora_alpha / lora_rank."""
     lora_target: str = "all-linear"
-    """Modules that are adapted: all-linear, or a regex over their names. Of a mixture of experts all-linear is all that
-    is beside experts and router, which stay frozen."""
+    """Modules to adapt: all-linear, or a regex of their names. In a mixture of experts, all-linear excludes experts and
+    router, which stay frozen."""
     learning_rate: float = Field(5e-5, gt=0)
     """Constant, no warm-up."""
     sft_learning_rate: float | None = Field(None, gt=0)
-    """Of `draco sft`; null: learning_rate."""
+    """Learning rate of `draco sft`; null: learning_rate."""
     adam_beta1: float = Field(0.9, ge=0, lt=1)
     """Of AdamW."""
     adam_beta2: float = Field(0.999, ge=0, lt=1)
@@ -636,46 +632,46 @@ class LearnerConfig(Tree):
     clip_high: float = Field(0.2, ge=0)
     """The probability ratio is clipped at 1 + clip_high."""
     dual_clip: float = Field(3.0, gt=1)
-    """Bound of the loss for negative advantages, in multiples of the advantage."""
+    """Dual clip: bound of the loss for negative advantages, in multiples of the advantage."""
     importance_cap: float | None = Field(None, ge=1)
-    """Most that a token's importance weight may be, p(step's start) / p(at sampling), by which its policy loss is
-    multiplied (decoupled PPO, truncated). null: 2 with train.staleness, no weight without."""
+    """Maximum importance weight p(at the step's start) / p(at sampling) of a token, by which its policy loss is
+    multiplied (decoupled PPO, truncated). null: 2 with train.staleness, no weights without."""
     importance_level: ImportanceLevel = "token"
-    """What importance_cap bounds: a token's own ratio, the product of its sequence's ratios, or their geometric
-    mean."""
+    """The ratio that importance_cap bounds: the token's, the product over its sequence, or its geometric mean."""
     mask_low: float | None = Field(None, ge=0)
-    """Tokens whose ratio p(step's start) / p(at sampling) is lower are left out of the policy loss; null: none are."""
+    """Tokens whose ratio p(at the step's start) / p(at sampling) is lower are excluded from the policy loss; null:
+    none."""
     mask_high: float | None = Field(None, gt=0)
-    """The same for higher ratios."""
+    """Tokens whose ratio is higher are excluded; null: none."""
     mask_level: MaskLevel = "token"
-    """Which ratio mask_low and mask_high bound: a token's own, its sequence's as in importance_level, or every token's
-    (any_token: one outside leaves its whole sequence out)."""
+    """The ratio that mask_low and mask_high bound: the token's, the sequence's as in importance_level, or any token's
+    (any_token: one outside excludes the whole sequence)."""
     kl_coefficient: float = Field(0.01, ge=0)
-    """Of the k3 estimate against the base model, as a loss term."""
+    """Weight of the loss term for the KL divergence from the base model (k3 estimate)."""
     entropy_coefficient: float = Field(0.0, ge=0)
-    """Of the entropy, as a loss term."""
+    """Weight of the loss term for entropy."""
     minibatch_prompts: int = Field(8, ge=1)
-    """Prompts (groups) an optimizer update; verl's reading of "minibatch size 8"."""
+    """Prompts (groups) per optimizer update, as verl interprets "minibatch size 8"."""
     micro_batch_tokens: int = Field(32768, ge=1)
-    """Tokens in one forward pass, a prompt that rollouts share counted once; a longer sequence gets one of its own."""
+    """Maximum tokens of a micro-batch, with a prompt shared by rollouts counted once; a longer sequence gets its
+    own."""
     logprob_chunk_tokens: int = Field(1024, ge=1)
-    """Tokens whose logits exist at one time."""
+    """Maximum tokens whose logits exist at the same time."""
     gradient_checkpointing: bool | None = None
-    """Compute activations again in the backward pass instead of keeping them; null: on GPUs, and on a CPU where they
-    would take more than half of the free memory. Keeping them is a fifth faster."""
+    """Recompute activations in the backward pass instead of storing them; null: on GPUs, and on a CPU if they would
+    take more than half of the free memory. Storing them is 20 % faster."""
     offload_activations: bool = False
-    """Keep what gradient_checkpointing still keeps, the inputs of all layers, in the host's memory."""
+    """Store the layer inputs that gradient_checkpointing still keeps in host memory."""
     compile: bool = False
-    """Let torch.compile make kernels of a decoder's norms and gated MLPs: on a CPU it needs a C++ compiler, on a GPU
-    Triton."""
+    """Compile the decoder's norms and gated MLPs with torch.compile; needs a C++ compiler on a CPU, Triton on a GPU."""
     max_failures: int = Field(3, ge=0)
-    """Times workers that failed are started anew between two checkpoints before the run stops."""
+    """Maximum restarts of failed workers between two checkpoints before the run stops."""
     stall_seconds: float = Field(600.0, gt=0)
-    """Time that a worker's process may not answer, before the workers are started anew; a long pass does not keep it
-    from answering."""
+    """Time without an answer from a worker's process after which the workers are restarted; it answers during long
+    passes too."""
     hang_seconds: float = Field(1800.0, gt=0)
-    """Time in which a worker that has something to do may run no layer of the model, before the workers are started
-    anew: its kernel hangs, say. As long as an operation of all workers may take."""
+    """Time in which a busy worker completes no layer of the model after which the workers are restarted, e.g. for a
+    hanging kernel; also the time limit of collective operations."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -699,43 +695,43 @@ class LearnerConfig(Tree):
 
 
 Order = Literal["shuffled", "easy_first", "hard_first"]
-"""What comes first in an epoch."""
+"""Order of the tasks in an epoch."""
 
 
 class TrainConfig(Tree):
     """The outer loop."""
 
     prompts_per_step: int = Field(16, ge=1)
-    """B: tasks sampled a step."""
+    """B: tasks per step."""
     epochs: int = Field(20, ge=1)
     """Passes over the training split."""
     steps: int | None = Field(None, ge=0)
-    """Stop after so many steps; null derives it from epochs."""
+    """Number of steps; null: derived from epochs."""
     skip_solved: int | None = Field(None, ge=1)
-    """Leave a task out for so many epochs once none of its rollouts failed a criterion in as many visits one after the
-    other: by the judge's measure, which no ground truth enters. null: every task in every epoch, as in the paper."""
+    """Skip a task for this many epochs after as many visits in a row in which the judge failed no criterion of any
+    rollout; uses no ground truth. null: every task in every epoch, as in the paper."""
     order: Order = "shuffled"
-    """What comes first in an epoch: by the share of the judge's verdicts that a task passed when it was last visited;
-    tasks that have not been visited come before all others."""
+    """Order of the tasks in an epoch by the share of passed verdicts at their last visit; unvisited tasks come
+    first."""
     staleness: int = Field(0, ge=0, le=8)
-    """Steps that run ahead: their rollouts begin while this one's tail is judged and learned, with an adapter at most
-    so many versions old, and a long one is played across steps, each turn with the adapter that is live then;
-    learner.importance_cap corrects for it. 0 is exactly on-policy."""
+    """Steps that may run ahead: their rollouts begin while the last rollouts of the current step are judged and learned
+    from, with an adapter at most this many versions old. A long rollout continues across steps, each turn with the
+    current adapter; learner.importance_cap corrects for this. 0: exactly on-policy."""
     checkpoint_every: int = Field(1, ge=1)
     """Steps between two checkpoints."""
     keep_last: int | None = Field(None, ge=1)
-    """Checkpoints that stay beside those of keep_every and keep_best; older ones are removed. null: all stay."""
+    """Number of latest checkpoints to keep besides those of keep_every and keep_best. null: keep all."""
     keep_every: int | None = Field(None, ge=1)
-    """With keep_last: checkpoints of every so many steps stay, too. Evaluating the last epochs needs theirs."""
+    """With keep_last: also keep the checkpoint of every so many steps, e.g. to evaluate the last epochs."""
     keep_best: int = Field(0, ge=0)
-    """With keep_last: so many checkpoints stay whose rollouts, played in a later step, had the highest pass rate."""
+    """With keep_last: also keep this many checkpoints whose rollouts, in a later step, had the highest pass rate."""
     evaluate_before_after: bool = False
-    """Measure TGC on the evaluation split before the first and after the last step; where the environment has no
-    evaluator the judge's pass rate there stands in."""
+    """Measure TGC on the evaluation split before the first and after the last step; if the environment has no
+    evaluator, the judge's pass rate."""
     evaluate_every: int | None = Field(None, ge=1)
-    """With evaluate_before_after: measure after every so many steps as well, for a learning curve."""
+    """With evaluate_before_after: measure also after every so many steps, for a learning curve."""
     evaluation_runs: int = Field(1, ge=1)
-    """Independent rollouts per task of each of these evaluations."""
+    """Rollouts per task in each of these evaluations."""
 
     @model_validator(mode="after")
     def _curve(self) -> Self:
@@ -748,62 +744,62 @@ class TrainConfig(Tree):
 
 
 class WatchConfig(Tree):
-    """When a run that nobody looks at says something, and when it stops; it can be continued then."""
+    """When an unattended run prints messages, and when it stops; it can be resumed then."""
 
     empty_steps: int = Field(1, ge=1)
-    """Steps in a row in which every group was dropped, after which the run stops."""
+    """Number of consecutive steps without a group after which the run stops."""
     judge_failures: float = Field(0.5, gt=0, le=1)
-    """Share of a step's judge phases that may fail; above it the run stops."""
+    """Share of failed judge phases of a step above which the run stops."""
     quiet_seconds: float = Field(600.0, gt=0)
-    """Time without any progress after which what is waited for is said, once in each such time."""
+    """Time without progress after which a message says what the run waits for; repeated at this interval."""
     heartbeat_seconds: float | None = Field(60.0, gt=0)
-    """Time between two lines on how far a step is, where the output is no terminal; null is none."""
+    """Interval of progress lines if the output is not a terminal; null: none."""
     step_seconds: float | None = Field(43200.0, gt=0)
-    """Most that a step may take, or an evaluation between two; null is no limit."""
+    """Time limit of a step, and of an evaluation between steps; null: no limit."""
     start_seconds: float | None = Field(7200.0, gt=0)
-    """Most that engines, judge and learner may take to start, nodes that an autoscaler adds included."""
+    """Time limit for engines, judge and learner to start, including that for autoscaled nodes."""
 
 
 class TauModelConfig(Tree):
-    """A model that tau2 reaches through LiteLLM."""
+    """A model that tau2 calls through LiteLLM."""
 
     model: str = Field("openai/gpt-5.4", json_schema_extra=CONFIRMED_URL)
-    """LiteLLM model name, provider prefix included."""
+    """LiteLLM model name with provider prefix."""
     api_base: str | None = Field(None, json_schema_extra=CONFIRMED)
     """Endpoint; null is the provider's own. Of agent and user simulator only with openai/ and hosted_vllm/ models."""
     api_key_env: str | None = Field(None, json_schema_extra=CONFIRMED)
-    """Environment variable that holds the key; null is ``<PROVIDER>_API_KEY``. Providers but openai/ and hosted_vllm/
-    need LiteLLM's own name."""
+    """Environment variable with the key; null: ``<PROVIDER>_API_KEY``. For providers other than openai/ and
+    hosted_vllm/ it must have LiteLLM's name."""
     temperature: float | None = Field(0.0, ge=0)
-    """null leaves it out of the request."""
+    """null: not sent."""
 
 
 class TauEmbedderConfig(Tree):
     """The embedding model behind dense retrieval (alltools-qwen)."""
 
     model: str = "qwen/qwen3-embedding-8b"
-    """Name the endpoint knows it by."""
+    """Its name at the endpoint."""
     api_base: str = Field("https://openrouter.ai/api/v1", json_schema_extra=CONFIRMED)
     """Endpoint of the embedding model."""
     api_key_env: str = Field("OPENROUTER_API_KEY", json_schema_extra=CONFIRMED)
-    """Environment variable that holds its key."""
+    """Environment variable with its key."""
 
 
 class TauServerConfig(Tree):
     """vLLM's OpenAI-compatible server for the policy; GPUs, memory and sequences are those of `engine`."""
 
     port: int | None = Field(None, ge=1, le=65535)
-    """On 127.0.0.1; null takes a free one."""
+    """Port on 127.0.0.1; null: a free one."""
     max_model_len: int = Field(131072, ge=1024)
-    """Tokens of prompt and reply (appendix "Serving configuration")."""
+    """Maximum tokens of prompt and reply (appendix "Serving configuration")."""
     native_context: int | None = Field(None, ge=1024)
     """Tokens the model was trained for; YaRN extends it to max_model_len. null reads a local model's config.json."""
     tool_call_parser: str | None = None
-    """vLLM's name of the format in which the model calls tools; null derives it for Qwen models."""
+    """vLLM's tool parser; null: derived for Qwen models."""
     reasoning_parser: str | None = None
-    """vLLM's name of the format of its thinking; null derives it for Qwen models."""
+    """vLLM's reasoning parser; null: derived for Qwen models."""
     start_timeout_seconds: float = Field(1800.0, gt=0)
-    """Time the server may take to load the model."""
+    """Time limit for the server to load the model."""
 
 
 class TauBenchConfig(Tree):
@@ -814,7 +810,7 @@ class TauBenchConfig(Tree):
     tau2_home: Path | None = Field(None, json_schema_extra=CONFIRMED)
     """Checkout of tau2-bench, for its data; null: TAU2_HOME."""
     tau2_version: str = "1.0.1"
-    """Grading changed between versions: another one is refused."""
+    """Required version of tau2; grading differs between versions."""
     retrieval: Literal[
         "alltools-qwen",
         "qwen_embeddings",
@@ -829,31 +825,31 @@ class TauBenchConfig(Tree):
     ] = "alltools-qwen"
     """tau2's retrieval configuration; the default is the paper's all-tools setting with Qwen embeddings."""
     tasks: tuple[str, ...] | None = None
-    """Only these task ids, for a trial; null is the full split of 97, which the paper's figures are over."""
+    """Only these task ids, for a trial; null: the full split of 97, as in the paper's figures."""
     trials: int = Field(3, ge=1)
-    """Episodes per task: n of pass^k."""
+    """Episodes per task: the n of pass^k."""
     max_turns: int = Field(100, ge=1)
-    """Agent turns; tau2 counts two steps a turn."""
+    """Maximum agent turns; tau2 counts two steps per turn."""
     seed: int = Field(300, ge=0, lt=2**32)
     """Of tau2's episodes."""
     concurrency: int = Field(8, ge=1)
-    """Episodes at one time."""
+    """Maximum number of concurrent episodes."""
     episode_retries: int = Field(3, ge=0)
-    """Times tau2 runs an episode again that ended in an exception."""
+    """Retries of an episode that ended in an exception."""
     episode_timeout_seconds: float | None = Field(None, gt=0)
-    """Wall clock of one episode, which then failed."""
+    """Time limit of an episode; it then fails."""
     stall_timeout_seconds: float = Field(3600.0, gt=0)
-    """Time without a finished episode after which tau2's process is ended and started again."""
+    """Time without a finished episode after which tau2's process is restarted."""
     restarts: int = Field(3, ge=0)
-    """Times tau2's process is started again after it died or stalled; finished episodes are kept."""
+    """Maximum restarts of tau2's process after it died or stalled; finished episodes are kept."""
     embeddings_cache: Path = Field(Path(".cache/tau2_embeddings"), json_schema_extra=CONFIRMED)
     """Folder of the documents' embeddings."""
     agent: TauModelConfig = TauModelConfig()
-    """The policy when it is an API model; of a policy that is served here only the temperature is used."""
+    """The policy if it is an API model; for a policy served here only the temperature is used."""
     user: TauModelConfig = TauModelConfig()
     """The user simulator."""
     judge: TauModelConfig = TauModelConfig()
-    """Of natural-language assertions, which decide one task."""
+    """Judge of natural-language assertions, which decide one task."""
     embedder: TauEmbedderConfig = TauEmbedderConfig()
     server: TauServerConfig = TauServerConfig()
 
@@ -868,13 +864,13 @@ class RunConfig(Tree):
     root: Annotated[StoreUrl | Path, Field(union_mode="left_to_right")] = Field(
         Path("runs"), json_schema_extra={"confirmed": "://"}
     )
-    """Folder in which a run gets its directory, or an object store for its copy: s3://BUCKET/PREFIX, gs://, abfss://."""
+    """Folder for run directories, or an object store for copies of them: s3://BUCKET/PREFIX, gs://, abfss://."""
     local: Path | None = Field(None, json_schema_extra=CONFIRMED)
-    """Where run.root is an object store: folder in which runs work. null: a private one in this user's cache."""
+    """If run.root is an object store: local folder of running runs. null: a private one in this user's cache."""
     name: FileName | None = None
     """null: <setting>-<date>-<time>-<random>."""
     trackers: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = ("tensorboard",)
-    """Where each step's scalars go besides metrics.jsonl; wandb and mlflow are extras of the package."""
+    """Trackers that get each step's metrics besides metrics.jsonl; wandb and mlflow are extras of the package."""
 
     @field_validator("root")
     @classmethod
@@ -891,9 +887,9 @@ class RayConfig(Tree):
     """How to find Ray."""
 
     address: str | None = Field(None, json_schema_extra=CONFIRMED)
-    """null: the cluster this process runs in (RAY_ADDRESS), else a new one on this machine."""
+    """Address of the cluster; null: RAY_ADDRESS, else a new Ray on this machine."""
     object_store_mib: int | None = Field(None, ge=80)
-    """Object store of a Ray started here."""
+    """Size of the object store of a Ray started here."""
     dashboard: bool = True
     """Start the dashboard of a Ray started here."""
 
@@ -902,9 +898,9 @@ class DracoConfig(Tree):
     """Everything a run needs to know."""
 
     setting: FileName = "draco"
-    """Name of the setting, for tables; the preset of that name sets the keys that make it so."""
+    """Name of the setting, for tables; its preset sets the keys that define it."""
     seed: int = Field(0, ge=0, lt=2**32)
-    """Of task order, sampling and the adapter's initial weights."""
+    """Seed of task order, sampling and the adapter's initial weights."""
     data: DataConfig = DataConfig()
     model: ModelConfig = ModelConfig()
     agent: AgentConfig = AgentConfig()
@@ -920,7 +916,8 @@ class DracoConfig(Tree):
     ray: RayConfig = RayConfig()
 
     def updated(self, **sections: Mapping[str, Any]) -> Self:
-        """Copy it with other values in some sections, e.g. ``updated(judge={"cache": folder})``; nothing is checked."""
+        """A copy with other values in some sections, e.g. ``updated(judge={"cache": folder})``; values are not
+        validated."""
         changed = {name: getattr(self, name).model_copy(update=dict(values)) for name, values in sections.items()}
         return self.model_copy(update=changed)
 
@@ -938,7 +935,7 @@ class DracoConfig(Tree):
 
     @model_validator(mode="after")
     def _colocated(self) -> Self:
-        """Ray fills each GPU by shares: those that are accepted here put one engine and one worker on each."""
+        """Accept only shares of GPUs with which Ray puts one engine and one worker on each GPU."""
         engine, learner = self.engine, self.learner
         if not engine.colocate:
             return self

@@ -1,4 +1,4 @@
-"""Which of vLLM's own arguments `engine.vllm` may not set, and what is set in their place."""
+"""vLLM arguments that `engine.vllm` may not set, and the keys to use instead."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ TAKEN = {
     "nnodes": _SPLIT,
     "logits_processors": "engine.temperature, engine.top_p and engine.top_k",
 }
-"""vLLM's name -> the key that says it here."""
+"""vLLM's name -> the key to use instead."""
 FIXED = (
     *("enable_lora", "max_loras", "logprobs_mode", "skip_tokenizer_init", "tokens_only", "runner", "convert"),
     *("language_model_only", "distributed_executor_backend", "disable_log_stats", "use_tqdm_on_load"),
 )
-"""What an engine of a run is built on: adapters, the log-probs it records, tokens in and out."""
+"""Arguments that engines depend on: adapters, recorded log-probs, token input and output."""
 FIXED_ON_CPU = ("worker_cls", "enable_chunked_prefill", "max_num_batched_tokens")
-"""What our CPU worker is built on: whole prompts only."""
+"""Arguments that the CPU worker depends on: unchunked prompts."""
 
 
 def argument_problem(arguments: Mapping[str, Any], *, cpu: bool) -> str | None:
-    """Why these arguments cannot be handed to vLLM beside the run's own; None if they can.
+    """Why these arguments cannot be used; None if they can.
 
-    Names that vLLM does not have are found where vLLM is (`draco_ray.engine.vllm_engine`).
+    Unknown names are detected when the engine starts (`draco_ray.engine.vllm_engine`).
 
     Args:
         arguments: of vLLM's AsyncEngineArgs, by name.

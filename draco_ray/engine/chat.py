@@ -1,10 +1,10 @@
-"""Chat templates in tokens: the prompt, and the glue that follows a sampled turn.
+"""Tokenizes chat templates: the prompt, and the tokens that follow a sampled turn.
 
-The history is append-only. What was sampled is never rendered, stripped of its reasoning or tokenised again, whatever
-the template would do to an earlier turn.
+The history is append-only: sampled tokens are never rendered, stripped of their reasoning or tokenized again, even if
+the template does that with earlier turns.
 
-What comes from outside (an instruction, a tool output) cannot contain control tokens: ``<|im_end|>`` or ``</think>`` in
-it is spelled out in ordinary tokens, and only the template's own are control tokens.
+Text from outside (an instruction, a tool output) cannot contain control tokens: ``<|im_end|>`` or ``</think>`` in it
+becomes ordinary tokens; only the template's own become control tokens.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from draco_ray.errors import ConfigError
 from draco_ray.records import TOOLS, Message
 
 END_OF_CALL = "<|eom_id|>"
-"""Llama's other end of a turn, after a call."""
+"""Llama's end of a turn after a call."""
 
 
 class ChatTokens:
-    """Token ids of everything in an episode that the policy does not sample."""
+    """Produces all token ids of an episode that the policy does not sample."""
 
     def __init__(self, tokenizer: Any, *, thinking: bool) -> None:
-        """Study a tokenizer's chat template.
+        """Analyse a tokenizer's chat template.
 
         Args:
             tokenizer: a fast Hugging Face tokenizer with a chat template.
-            thinking: the template's ``enable_thinking``; templates without that switch ignore it.
-        Raises: ConfigError when the tokenizer has no template, is not a fast one, or its template does not end a turn
-            with a token; or where the tokens here are not those of `apply_chat_template`.
+            thinking: the template's ``enable_thinking``; templates without it ignore it.
+        Raises: ConfigError: the tokenizer has no template or is not a fast one, its template does not end turns with a
+            token, or the tokens here differ from those of `apply_chat_template`.
         """
         if not getattr(tokenizer, "chat_template", None):
             raise ConfigError(
@@ -54,11 +54,11 @@ class ChatTokens:
         self._control = {token.content: id_ for id_, token in added.items() if _is_control(token)}
         self._control_pattern = _any_of(self._control)
         self._special_pattern = _any_of(token.content for token in added.values() if token.special)
-        # Part of the names and marks that stand for control tokens. Nobody can guess it.
+        # Part of the placeholders of control tokens; random so that no text can contain it.
         self._nonce = secrets.token_hex(8)
         self._names = {content: f"<{self._nonce}-{id_}>" for content, id_ in self._control.items()}
         self._encoder = _renamed(backend, self._names)
-        # Of all added tokens: where one has a new name, those behind it may have new ids.
+        # Compare the ids of all added tokens, because renaming one may change those of later ones.
         self._ids = {
             self._encoder.token_to_id(self._names.get(token.content, token.content)): id_
             for id_, token in added.items()
@@ -75,29 +75,29 @@ class ChatTokens:
             )
         self._end_of_turn = rest[: end.end()]
         self.end_of_turn_id: int = self._control[end[0]]
-        """What ends a turn; normally sampled by the policy."""
+        """The token that ends a turn, normally sampled by the policy."""
         self._ends_turn = re.compile(f"{re.escape(end[0])}|{re.escape(END_OF_CALL)}")
         alone = self._render([ask, turn], opened=False).rpartition(said)[2]
         self._ends_by_role = not self._ends_turn.search(alone)
         self.ends = {self.end_of_turn_id}
-        """Every token that ends a turn by the template: after a call it may be another one."""
+        """All tokens that end a turn in the template; after a call it may be a different one."""
         if self._ends_by_role:
-            with contextlib.suppress(ConfigError):  # A template without tools.
+            with contextlib.suppress(ConfigError):  # The template has no tools.
                 self.written_call()
                 self.ends.add(self._control[str(self._end_of_call)])
         self._check_tokens()
 
     @property
     def opens_thinking(self) -> bool:
-        """Whether the template itself opens the reasoning, so that a turn begins inside it."""
+        """Whether the template opens the reasoning, so that turns begin inside it."""
         rendered = self._render([{"role": "user", "content": "-"}])
         return rendered.rfind("<think>") > rendered.rfind("</think>")
 
     def prompt(self, messages: Iterable[Message]) -> list[int]:
-        """Token ids of the opening messages and of the beginning of the first turn; the tools of a message with the
-        role `TOOLS` go where the template puts them.
+        """Token ids of the first messages and the beginning of the first turn. The tools in a message of role `TOOLS`
+        are put where the template puts tools.
 
-        Raises: ConfigError where there are tools and the template has no place for them, or it refuses a message.
+        Raises: ConfigError: the template has no place for tools, or refuses a message.
         """
         hidden: list[str] = []
         told = list(messages)
@@ -108,32 +108,32 @@ class ChatTokens:
         return self._encode(self._render_checked(chat, self._hide_all(tools, hidden)), hidden)
 
     def after_turn(self, sampled: list[int], output: str) -> list[int]:
-        """What follows a sampled turn: its end if it was cut, the tool's output, the beginning of the next turn.
+        """Tokens after a sampled turn: its end if it was cut, the tool's output, and the beginning of the next turn.
 
         Args:
             sampled: the turn's token ids, exactly as sampled.
-            output: what the tool printed, already cut.
+            output: the tool's output, already cut.
         """
         return self.after_messages(sampled, False, [{"role": "user", "content": output}])
 
     def after_calls(self, sampled: list[int], results: Sequence[str]) -> list[int]:
-        """What follows a turn that called tools: its end if it was cut, a tool message for each result, the beginning
-        of the next turn.
+        """Tokens after a turn with calls: its end if it was cut, a tool message per result, and the beginning of the
+        next turn.
 
         Args:
             sampled: the turn's token ids, exactly as sampled.
-            results: what the calls returned, in their order, already cut.
+            results: of the calls, in order, already cut.
         """
         return self.after_messages(sampled, True, [{"role": "tool", "content": result} for result in results])
 
     def conversation(self, chat: Sequence[Mapping[str, Any]], tools: Sequence[Any]) -> list[int]:
-        """Token ids of a conversation in OpenAI's form, and of the beginning of the next turn.
+        """Token ids of a conversation in OpenAI's format and of the beginning of the next turn.
 
         Args:
-            chat: messages, their contents texts, the arguments of their calls objects.
+            chat: messages, with texts as contents and objects as arguments of calls.
             tools: function schemas.
 
-        Raises: ConfigError where the template has no place for tools, or refuses these messages.
+        Raises: ConfigError: the template has no place for tools, or refuses these messages.
         """
         hidden: list[str] = []
         if tools:
@@ -142,14 +142,15 @@ class ChatTokens:
         return self._encode(self._render_checked(told, self._hide_all(list(tools), hidden)), hidden)
 
     def after_messages(self, sampled: list[int], called: bool, chat: Sequence[Mapping[str, Any]]) -> list[int]:
-        """What follows a sampled turn: its end if it was cut, messages in OpenAI's form, the beginning of the next one.
+        """Tokens after a sampled turn: its end if it was cut, messages in OpenAI's format, the beginning of the next
+        turn.
 
         Args:
             sampled: the turn's token ids, exactly as sampled.
             called: whether it called tools.
-            chat: what came after it.
+            chat: the messages after it.
 
-        Raises: ConfigError where the template refuses these messages.
+        Raises: ConfigError: the template refuses these messages.
         """
         hidden: list[str] = []
         mark, name = f"turn{self._nonce}", f"name{self._nonce}"
@@ -162,19 +163,19 @@ class ChatTokens:
             each | {"name": name, "tool_call_id": "call00001"} if each["role"] == "tool" else each for each in told
         ]
         rendered = self._render_checked([{"role": "user", "content": "-"}, turn, *results], [])
-        # After a call's arguments comes what closes the call, which was sampled, and then the end of the turn.
+        # After a call's arguments comes the text that closes the call, which was sampled, then the end of the turn.
         end = self._find_end(rendered, [{"role": "user", "content": "-"}, turn], mark)
         if end is None:
             raise ConfigError(f"the chat template of {self.tokenizer.name_or_path!r} does not end this turn")
         self._check_late([{"role": "user", "content": "-"}, turn], mark, told)
         glue = self._encode(rendered[end.start() :], hidden)
-        # Where the next role's token ends a turn, only that token ends it.
+        # If the token of the next role ends a turn, no other token does.
         ends = glue[:1] if self._ends_by_role else (self.end_of_turn_id, self._control.get(END_OF_CALL))
         return glue[1:] if sampled and sampled[-1] in ends else glue
 
     def _check_late(self, chat: list[dict[str, Any]], mark: str, told: list[Mapping[str, Any]]) -> None:
-        """Raise ConfigError where the template loses a message after the turn with ``mark``, or moves it to the prompt,
-        as some do with a late system message.
+        """Raise ConfigError if the template drops a message after the turn with ``mark`` or moves it to the prompt, as
+        some do with late system messages.
         """
         said = f"late{self._nonce}"
         for role in {each["role"] for each in told} - {"user", "tool", "assistant"}:
@@ -186,17 +187,17 @@ class ChatTokens:
                 )
 
     def _find_end(self, rendered: str, chat: list[dict[str, Any]], mark: str) -> re.Match[str] | None:
-        """The token that ends the turn with ``mark`` in a rendered conversation; None where there is none.
+        """The token that ends the turn with ``mark`` in a rendered conversation; None if there is none.
 
         Args:
             rendered: the conversation.
             chat: its messages up to this turn.
-            mark: the last words of the turn's content, or of its call's arguments.
+            mark: the end of the turn's content or of its call's arguments.
         """
         start = rendered.rindex(mark) + len(mark)
         if not self._ends_by_role:
             return self._ends_turn.search(rendered, start)
-        # The turn ends where what is rendered without an answer ends.
+        # The turn ends where the conversation rendered without an answer ends.
         alone = self._render(chat, opened=False).rpartition(mark)[2]
         return self._control_pattern.match(rendered, start + _alike(alone, rendered[start:]))
 
@@ -210,9 +211,9 @@ class ChatTokens:
             ) from error
 
     def written_call(self) -> str:
-        """How the template writes a call of a function ``NAME``, up to the value of its argument.
+        """A call of a function ``NAME`` as written by the template, up to the value of its argument.
 
-        Raises: ConfigError where the template shows the model no tools, or has no place for calls and their results.
+        Raises: ConfigError: the template does not show tools, or has no place for calls and results.
         """
         if self._call is None:
             ask = [{"role": "user", "content": "-"}]
@@ -232,14 +233,15 @@ class ChatTokens:
         return self._call
 
     def turn(self, message: Mapping[str, Any]) -> list[int]:
-        """An assistant's message as the policy would have sampled it, its end included.
+        """An assistant message as the policy would sample it, with its end.
 
-        What it says may hold ``<think>`` and its like, but no special token: those only begin and end turns.
+        Its text may contain control tokens such as ``<think>``, but not those that begin or end turns.
 
         Args:
-            message: in OpenAI's form: ``content``, and where there are any ``reasoning_content`` and ``tool_calls``,
-                their arguments objects.
-        Raises: ConfigError where the template has no place for its calls.
+            message: in OpenAI's format: ``content`` and optionally ``reasoning_content`` and ``tool_calls`` with
+            objects
+                as arguments.
+        Raises: ConfigError: the template has no place for calls.
         """
         hidden: list[str] = []
         content, reasoning = (
@@ -257,12 +259,12 @@ class ChatTokens:
         return self._encode_turn(content + rest, hidden)
 
     def text(self, sampled: list[int]) -> str:
-        """A sampled turn as text, without the token that ended it."""
+        """A sampled turn as text, without its end token."""
         kept = sampled[:-1] if sampled and sampled[-1] in self.ends.union(self.tokenizer.all_special_ids) else sampled
         return str(self.tokenizer.decode(kept, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
     def _lead(self) -> str:
-        """The white space that the template puts before what is said, and leaves to the policy to sample."""
+        """White space before the content of a turn in the template, which the policy samples."""
         said = f"content{self._nonce}"
         ask = {"role": "user", "content": "-"}
         opened = self._render([ask])
@@ -271,7 +273,7 @@ class ChatTokens:
         return lead if lead.isspace() and before.startswith(opened) else ""
 
     def _calls_as_text(self, calls: list[Any], content: str) -> str:
-        """How the template writes calls after ``content``, up to the token that ends such a turn."""
+        """Calls after ``content`` as written by the template, up to the token that ends the turn."""
         self.written_call()
         ask: dict[str, Any] = {"role": "user", "content": "-"}
         said = f"content{self._nonce}"
@@ -287,10 +289,10 @@ class ChatTokens:
             after = bare.removeprefix(opened)
         elif said in rendered:
             after = rendered.partition(said)[2]
-            # Most templates separate the calls from the content.
+            # Most templates separate calls from content.
             after = after if content.strip() else after.lstrip()
         else:
-            # A template without a place for both.
+            # The template has no place for both.
             after = _beyond(rendered, self._render([ask, {**turn, "tool_calls": []}]).partition(said)[0])
         if self._ends_by_role:
             return after + str(self._end_of_call)
@@ -299,8 +301,8 @@ class ChatTokens:
         return after[: end.end()]
 
     def _render_call(self, results: Sequence[str]) -> tuple[str, list[dict[str, Any]], str]:
-        """A conversation in which one call is answered by all ``results``; its messages up to the call; the mark in the
-        call's arguments.
+        """Returns a conversation in which one call is answered by all ``results``, its messages up to the call, and the
+        mark in the call's arguments.
         """
         mark = f"argument{self._nonce}"
         identity = {"tool_call_id": "call00001", "name": f"name{self._nonce}"}
@@ -319,7 +321,7 @@ class ChatTokens:
             ) from error
 
     def _render(self, chat: list[dict[str, Any]], tools: list[Any] | None = None, *, opened: bool = True) -> str:
-        """A conversation as text; ``opened``: with the beginning of the next turn."""
+        """A conversation as text; ``opened``: including the beginning of the next turn."""
         return str(
             self.tokenizer.apply_chat_template(
                 chat,
@@ -331,7 +333,7 @@ class ChatTokens:
         )
 
     def _hide_all(self, value: Any, hidden: list[str]) -> Any:
-        """`_hide` in every text of a JSON value, names of its keys included."""
+        """Apply `_hide` to every text of a JSON value, including keys."""
         if isinstance(value, str):
             return self._hide(value, hidden)
         if isinstance(value, list):
@@ -341,7 +343,7 @@ class ChatTokens:
         return value
 
     def _hide(self, text: str, hidden: list[str], tokens: re.Pattern[str] | None = None) -> str:
-        """Replace ``tokens`` (unless told all control tokens) in ``text`` by marks, remembering them in ``hidden``."""
+        """Replace ``tokens`` (default: control tokens) in ``text`` by placeholders, and append them to ``hidden``."""
 
         def mark(match: re.Match[str]) -> str:
             hidden.append(match[0])
@@ -350,23 +352,23 @@ class ChatTokens:
         return (tokens or self._control_pattern).sub(mark, text)
 
     def _encode(self, rendered: str, hidden: list[str]) -> list[int]:
-        """Token ids of a rendered template: its control tokens are control tokens, marks are spelled out."""
+        """Token ids of a rendered template; placeholders become ordinary tokens of the text they replace."""
         named = self._control_pattern.sub(lambda match: self._names[match[0]], rendered)
         spelled = re.sub(rf"{self._nonce}:(\d+);", lambda match: hidden[int(match[1])], named)
         return [self._ids.get(id_, id_) for id_ in self._encoder.encode(spelled, add_special_tokens=False).ids]
 
     def _encode_turn(self, text: str, hidden: list[str]) -> list[int]:
-        """Token ids of what follows the beginning of a turn."""
+        """Token ids of text after the beginning of a turn."""
         opened = self._render([{"role": "user", "content": "-"}])
         tail = opened[[match.start() for match in self._control_pattern.finditer(opened)][-1] :]
         before, whole = self._encode(tail, []), self._encode(tail + text, hidden)
-        # Some tokenizers join the last characters of the prompt with the first of the turn, which no policy can do.
+        # Tokenized separately, because some tokenizers would merge characters across the beginning of the turn.
         return whole[len(before) :] if whole[: len(before)] == before else self._encode(text, hidden)
 
     def _check_tokens(self) -> None:
-        """Compare with what transformers makes of a conversation, and of every added token.
+        """Compare the tokens of a conversation and of every added token with those of transformers.
 
-        Raises: ConfigError where they differ: the policy would be trained on other tokens than it is served with.
+        Raises: ConfigError: they differ, so training would use other tokens than serving.
         """
         chat = [
             {"role": "user", "content": "Hello,  world:\n\n 1. é 日本"},
@@ -385,29 +387,29 @@ class ChatTokens:
 
 
 def _is_control(token: AddedToken) -> bool:
-    """Whether an added token is more than text, e.g. ``<think>``; some tokenizers add words or runs of blanks."""
+    """Whether an added token is a control token, e.g. ``<think>``; some tokenizers add words or runs of blanks."""
     return token.special or re.search(r"[!-/:-@\[-^`{-~]", token.content) is not None
 
 
 def _renamed(tokenizer: Tokenizer, names: Mapping[str, str]) -> Tokenizer:
-    """The tokenizer with other names for some added tokens; what they are called otherwise is ordinary text to it."""
+    """The tokenizer with some added tokens renamed, so that their original names are ordinary text."""
     description = json.loads(tokenizer.to_str()) | dict.fromkeys(("truncation", "padding", "post_processor"))
     for token in description["added_tokens"]:
         token["content"] = names.get(token["content"], token["content"])
     if isinstance(vocabulary := description["model"]["vocab"], list):
-        # A unigram model would find the token in its vocabulary.
+        # A unigram model would still find the token in its vocabulary.
         description["model"]["vocab"] = [[names.get(piece, piece), score] for piece, score in vocabulary]
     return Tokenizer.from_str(json.dumps(description))
 
 
 def _any_of(tokens: Iterable[str]) -> re.Pattern[str]:
-    """Finds each of the tokens, the longer one where one begins another."""
+    """A pattern of all tokens, which prefers longer ones."""
     longest_first = sorted(tokens, key=len, reverse=True)
     return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
 
 
 def _beyond(text: str, other: str) -> str:
-    """``text`` from where it is another than ``other``: some templates put a blank before what is said alone.
+    """The rest of ``text`` after its common beginning with ``other``, which may end earlier by a template's blank.
 
     >>> _beyond("[/INST][TOOL_CALLS]", "[/INST] ")
     '[TOOL_CALLS]'
@@ -416,13 +418,13 @@ def _beyond(text: str, other: str) -> str:
 
 
 def _alike(text: str, other: str) -> int:
-    """Number of characters with which both begin."""
+    """Length of the common beginning."""
     alike = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(text, other, strict=False))
     return sum(1 for _ in alike)
 
 
 def _numbered(chat: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Messages with ids of calls of nine letters and digits, the only ones that Mistral's templates take.
+    """Messages with ids of calls replaced by nine letters and digits, as Mistral's templates require.
 
     >>> _numbered([{"tool_calls": [{"id": "a"}, {}]}, {"tool_call_id": "a"}])
     [{'tool_calls': [{'id': 'call00001'}, {'id': 'call00002'}]}, {'tool_call_id': 'call00001'}]

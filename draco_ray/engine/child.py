@@ -1,4 +1,4 @@
-"""Child processes that print into a file without keys and never outlive this one."""
+"""Child processes that end with this one and write to a log without keys."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from draco_ray.temp_dirs import PrivateTempDir
 
 
 def die_with_parent() -> None:
-    """Kill this process with SIGKILL as soon as the one that started it has ended, however that ended.
+    """Kill this process with SIGKILL as soon as its parent has ended.
 
     Does nothing in a process that `multiprocessing` did not start.
     """
@@ -35,12 +35,12 @@ def die_with_parent() -> None:
 
 MASK = "***"
 SHORTEST_KEY = 6
-"""Characters; masking something shorter would tear text apart without hiding anything."""
+"""Minimum length; masking shorter texts would hide parts of words."""
 END_SECONDS = 15.0
 
 
 class Scrubber:
-    """Masks keys in text that others write: a provider's error may quote the key it refused."""
+    """Masks keys in text of other programs, e.g. in a provider's error that quotes a refused key."""
 
     def __init__(self, keys: Iterable[str]) -> None:
         self._keys = sorted({key for key in keys if len(key) >= SHORTEST_KEY}, key=len, reverse=True)
@@ -52,7 +52,7 @@ class Scrubber:
         return text
 
     def file(self, path: Path) -> None:
-        """Mask keys in a file; one that holds none is not written."""
+        """Mask keys in a file; a file without keys is not changed."""
         text = path.read_text(encoding="utf-8", errors="replace")
         if (masked := self.text(text)) != text:
             partial = path.with_name(f".{path.name}.masked")
@@ -61,7 +61,7 @@ class Scrubber:
 
 
 class Child:
-    """A process in a group of its own; what it prints is appended to a log, masked."""
+    """A process in its own process group; its output is appended to a log, with keys masked."""
 
     def __init__(
         self,
@@ -76,16 +76,16 @@ class Child:
         """Start the process.
 
         Args:
-            folder: working directory; None is this process's.
-            temporary: a variable that names it a folder for what it may leave behind, which goes with it
-                (`PrivateTempDir`); a value that ``environment`` has stays.
+            folder: working directory; None: this process's.
+            temporary: environment variable set to a temporary folder, which is removed with the process
+                (`PrivateTempDir`); a value in ``environment`` is kept.
         """
         self._temporary: PrivateTempDir | None = None
         if temporary is not None and temporary not in environment:
             self._temporary = PrivateTempDir()
             environment = {**environment, temporary: str(self._temporary.path)}
         self.last_line = ""
-        """The last line it printed that is not empty."""
+        """The last non-empty line of its output."""
         self._process = subprocess.Popen(
             list(command),
             env=dict(environment),
@@ -103,7 +103,7 @@ class Child:
 
     @property
     def pid(self) -> int:
-        """The process id, which is that of its group too."""
+        """Id of the process and of its group."""
         return self._process.pid
 
     @property
@@ -112,17 +112,17 @@ class Child:
         return self._process.poll()
 
     def wait(self, seconds: float) -> int | None:
-        """Wait for its end at most so long; returns the exit code, None if it still runs."""
+        """Wait at most ``seconds`` for its end; returns the exit code, or None if it still runs."""
         try:
             code = self._process.wait(seconds)
         except subprocess.TimeoutExpired:
             return None
-        # What is left in the pipe is on its way; a grandchild that holds the pipe open must not hold us.
+        # Wait briefly for remaining output, but not for a grandchild that holds the pipe open.
         self._reader.join(END_SECONDS)
         return code
 
     def end(self) -> None:
-        """End it and everything it started: by SIGTERM, then by SIGKILL. Safe to call twice."""
+        """End it and everything it started with SIGTERM, then SIGKILL. Safe to call twice."""
         for number in (signal.SIGTERM, signal.SIGKILL):
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.pid, number)
@@ -136,7 +136,7 @@ class Child:
 
     def _copy(self, log: Path, scrubber: Scrubber) -> None:
         assert self._process.stdout is not None
-        # A node that does not see the run directory keeps the log for itself.
+        # If this node does not see the run directory, keep the log locally.
         log.parent.mkdir(parents=True, exist_ok=True)
         with self._process.stdout, log.open("a", encoding="utf-8") as file:
             for line in self._process.stdout:

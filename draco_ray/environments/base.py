@@ -1,6 +1,6 @@
-"""The seam to an environment: where tasks come from, where they are done, and what the judge is told of it.
+"""The interface of environments: where tasks come from, where they are done, and what the judge is told.
 
-A class of your own in one file is enough (docs/extending/environment.md); ``environment.use`` names it.
+To add one, write a subclass in one file and name it in ``environment.use`` (docs/extending/environment.md).
 """
 
 from __future__ import annotations
@@ -11,9 +11,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, TypeVar
 
-from draco_ray.config.schema import DataConfig, EnvironmentConfig
+from pydantic import ValidationError
+
+from draco_ray.config.schema import DataConfig, EnvironmentConfig, Tree
 from draco_ray.errors import ConfigError, EnvironmentCrashed, WorldError
 from draco_ray.records import EpisodeEnd, Task, Termination, Trajectory
 from draco_ray.registry import find
@@ -27,23 +29,23 @@ ENVIRONMENTS = {
     "verifiers": "draco_ray.verifiers.environment:VerifiersEnvironment",
     "workspace": "draco_ray.environments.workspace:WorkspaceEnvironment",
 }
-"""The environments that ship, by the name that ``environment.use`` may give them."""
+"""Built-in environments by their name in ``environment.use``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorldVerdict:
-    """An environment's own evaluation of a finished world: ground truth, which no outcome-blind setting asks for."""
+    """An environment's evaluation of a finished world: ground truth, which outcome-blind settings never use."""
 
     success: bool
     reward: float | None = None
-    """What an environment gives that has more to say than yes or no: the reward of the ``outcome`` setting."""
+    """A graded result instead of success or failure: the reward of the ``outcome`` setting."""
     passed_tests: int = 0
     total_tests: int = 0
     difficulty: int | None = None
     failures: tuple[str, ...] = ()
-    """Requirements that are not met."""
+    """Unmet requirements."""
     saved: Mapping[str, str] = field(default_factory=dict)
-    """Files by which the verdict can be checked later: name -> content."""
+    """Files with which the verdict can be checked later: name -> content."""
 
 
 class World(Protocol):
@@ -51,58 +53,57 @@ class World(Protocol):
 
     @property
     def task(self) -> Task:
-        """The task to be done."""
+        """The task."""
         ...
 
     async def act(self, action: str) -> str:
-        """Do what the agent asks for and return what it is to see.
+        """Carry out an action and return the observation.
 
-        Raises: EnvironmentCrashed when the world is lost; WorldBroken where that was the action's doing.
+        Raises: EnvironmentCrashed: the world is lost; WorldBroken: it is lost because of the action.
         """
         ...
 
     async def evaluate(self) -> WorldVerdict:
-        """Say whether the task is done. Nothing more can be done in the world.
+        """Evaluate the task. The world accepts no actions afterwards.
 
-        Raises: WorldError where the environment was made without ground truth, or has none; WorldBroken when the agent
-            left a world that cannot be evaluated; EnvironmentCrashed when that was no doing of the agent's.
+        Raises: WorldError: the environment was created without ground truth, or has none; WorldBroken: the agent left a
+            world that cannot be evaluated; EnvironmentCrashed: evaluation failed for another reason.
         """
         ...
 
     async def close(self) -> None:
-        """End the task. Raises nothing."""
+        """End the task; never raises."""
         ...
 
 
 class Environment(ABC):
-    """A place to do tasks, one at a time: each slot has an object of its own, and so has the driver, to list tasks.
+    """A place to do one task at a time. Each slot has its own object; the driver has one too, to list tasks.
 
-    Making one must be cheap: whatever a task needs is started by `open`.
+    The constructor must be cheap; `open` starts what a task needs.
     """
 
     facts: str = ""
-    """What a judge has to know of it, as lines of a list: how actions look, what ends an episode, what an agent must do
-    that no criterion may punish."""
+    """Facts for the judge, as list items: what actions look like, what ends an episode, and required behaviour that no
+    criterion may punish."""
     agent_prompt: ClassVar[Path | str] = "{task_description}"
-    """The agent's prompt unless ``agent.prompt`` names another: a template file, or the template itself
+    """The agent's prompt if ``agent.prompt`` is null: a template file, or the template itself
     (`draco_ray.rollout.agent`)."""
     static_rubric: ClassVar[Path | None] = None
-    """Criteria of ``algorithm.rubric=static`` unless ``algorithm.static_rubric`` names others; None: it has none."""
+    """Criteria of ``algorithm.rubric=static`` if ``algorithm.static_rubric`` is null; None: it has none."""
     evaluates: bool = False
     """Whether its worlds can be evaluated."""
     agent_variables: Sequence[str] = ()
-    """Environment variables without which the agent's program cannot play here: ``agent.pass_environment`` names
-    them."""
+    """Environment variables that an agent program needs here; they must be listed in ``agent.pass_environment``."""
 
     def __init__(self, config: EnvironmentConfig, data: DataConfig, *, ground_truth: bool, name: str) -> None:
         """Prepare a slot.
 
         Args:
-            config: limits, and ``environment.options`` for what is an environment's own.
+            config: limits, and ``environment.options``, which each environment defines.
             data: where the tasks are.
-            ground_truth: whether its worlds may be evaluated. Training is outcome-blind because its workers' are not.
+            ground_truth: whether its worlds may be evaluated; false in workers of outcome-blind training.
             name: for messages.
-        Raises: WorldError or ConfigError when it cannot be used.
+        Raises: WorldError, ConfigError: it cannot be used.
         """
         self.config = config
         self.data = data
@@ -111,50 +112,68 @@ class Environment(ABC):
 
     @abstractmethod
     def tasks(self, split: str) -> list[str]:
-        """The ids of a split's tasks, in order. Raises: WorldError, one line, for one that is not there."""
+        """The task ids of a split, in order. Raises: WorldError: one line; there is no such split."""
 
     @abstractmethod
     def task(self, task_id: str) -> Task:
-        """A task as the policy may know it, without ground truth. Raises: WorldError for one that is not there."""
+        """A task as the policy may see it, without ground truth. Raises: WorldError: there is no such task."""
 
     def check_model(self, path: str) -> None:  # noqa: B027
-        """See that a model, a folder or a hub name, can play here, before anything is started for it.
+        """Check, before anything is started, that a model can play here; ``path`` is a folder or a hub name.
 
-        Raises: ConfigError, one line, where it cannot.
+        Raises: ConfigError: one line; it cannot.
         """
 
     @abstractmethod
     async def open(self, task_id: str) -> World:
-        """Begin a task anew; a task that is open is closed first.
+        """Begin a task in a new world; an open task is closed first.
 
-        Raises: WorldError for a task that is not there; EnvironmentCrashed when it cannot be begun.
+        Raises: WorldError: there is no such task; EnvironmentCrashed: it cannot be started.
         """
 
     async def stop(self) -> None:
-        """End what `open` has started. The object may be used again."""
+        """Stop what `open` started. The object can be used again."""
         return
 
     def termination(self, trajectory: Trajectory) -> Termination:
-        """How a rollout ended; override it where an agent may also submit or give up."""
+        """How a rollout ended; override it if agents can also submit or give up."""
         return ended_by(trajectory) or (Termination.FINISHED if trajectory.steps else Termination.NO_ACTION)
 
     def difficulty(self, task_id: str) -> int | None:
-        """The benchmark's label, 1 easy .. 3 hard, for tables; it may come from ground truth, so only for evaluation.
+        """The benchmark's difficulty from 1 (easy) to 3 (hard), for tables. It may be ground truth, so only for
+        evaluation.
 
-        Raises: ConfigError where the task cannot be evaluated.
+        Raises: ConfigError: the task cannot be evaluated.
         """
         if not self.evaluates:
             raise WorldError(f"environment {self.name}: it has no evaluator: task {task_id} cannot be evaluated")
         return None
 
     def digest(self, tasks: Sequence[str]) -> str:
-        """A digest of the tasks, by which others under the same ids are told apart."""
+        """A digest of the tasks, to detect different tasks with the same ids."""
         texts = "\0".join(repr(self.task(task_id)) for task_id in tasks)
         return hashlib.sha256(texts.encode("utf-8", "replace")).hexdigest()[:16]
 
 
+OptionsT = TypeVar("OptionsT", bound=Tree)
+
+
+def checked_options(kind: type[OptionsT], given: Mapping[str, Any]) -> OptionsT:
+    """``environment.options`` as ``kind``. Raises: ConfigError: one line."""
+    try:
+        return kind.model_validate(given)
+    except ValidationError as error:
+        problems = (f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors())
+        raise ConfigError(f"environment.options: {'; '.join(problems)}") from None
+
+
+def list_items(facts: str) -> list[str]:
+    """The lines of ``environment.options.facts`` as list items."""
+    return [line if line.startswith("- ") else f"- {line}" for line in facts.splitlines() if line]
+
+
 def ended_by(trajectory: Trajectory) -> Termination | None:
-    """The mode of a rollout that something stopped; None where the agent stopped by itself."""
+    """How a rollout was stopped; None if the agent ended it."""
     return {
         EpisodeEnd.SERVER_ERROR: Termination.SERVER_ERROR,
         EpisodeEnd.CRASHED: Termination.CRASHED,
@@ -166,16 +185,16 @@ def ended_by(trajectory: Trajectory) -> Termination | None:
 def make_environment(
     config: EnvironmentConfig, data: DataConfig, *, ground_truth: bool = False, name: str = "environment"
 ) -> Environment:
-    """The environment that ``environment.use`` names; the arguments are `Environment`'s.
+    """The environment that ``environment.use`` names, made with the arguments of `Environment`.
 
-    Raises: ConfigError where there is none of that name, or it is no `Environment`; and what its constructor raises.
+    Raises: ConfigError: there is no such class, or it is not an `Environment`; and what its constructor raises.
     """
     kind = find_environment(config.use)
     return kind(config, data, ground_truth=ground_truth, name=name)
 
 
 def find_environment(use: str) -> type[Environment]:
-    """The class behind a name of ``environment.use``. Raises: as `make_environment`."""
+    """The class that ``environment.use`` names. Raises: as `make_environment`."""
     kind = find("environment.use", use, ENVIRONMENTS)
     if not (isinstance(kind, type) and issubclass(kind, Environment)):
         raise ConfigError(f"environment.use={use!r}: not a subclass of draco_ray.environments.base.Environment")
@@ -183,12 +202,12 @@ def find_environment(use: str) -> type[Environment]:
 
 
 PATIENCE = 1.5
-"""Times ``environment.cell_timeout_seconds`` after which an action is given up on: an environment that keeps the limit
-itself, and can say more, is first."""
+"""Multiple of ``environment.cell_timeout_seconds`` after which an action is abandoned, so that an environment that
+enforces the limit itself, with a better message, comes first."""
 
 
 class GuardedWorld:
-    """A world whose unforeseen errors and hangs are crashes of the environment: they lose a rollout and never a run."""
+    """A world whose unexpected errors and hangs become crashes, so that they cost a rollout and never the run."""
 
     def __init__(self, world: World, name: str, timeout_seconds: float) -> None:
         self._world = world
@@ -229,9 +248,9 @@ class GuardedWorld:
             raise crash(self._name, self._world.task.task_id, error) from error
 
     async def keep(self, folder: Path) -> None:
-        """Copy what the world wants kept of the episode to ``folder``, which is not there yet; most keep nothing.
+        """Let the world store files of the episode in ``folder``, which does not exist yet.
 
-        A world says so by a method of this name. Raises: OSError.
+        Only worlds with a method of this name do. Raises: OSError.
         """
         if (keep := getattr(self._world, "keep", None)) is not None:
             await keep(folder)
@@ -245,7 +264,7 @@ class GuardedWorld:
 
 
 def crash(name: str, task_id: str, error: Exception) -> EnvironmentCrashed:
-    """``error`` as a crash of the environment, itself if it is one."""
+    """``error`` as an `EnvironmentCrashed`; unchanged if it is one."""
     if isinstance(error, EnvironmentCrashed):
         return error
     said = " ".join(str(error).split())[:500]

@@ -1,4 +1,4 @@
-"""The Python of a package that has a virtual environment of its own, because its pins clash with everything else."""
+"""Finds the Python of a package that needs its own virtual environment because its pinned dependencies conflict."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ def own_python(configured: str | None, *, of: str, key: str, variable: str, fold
     """Path of the interpreter of a package's virtual environment.
 
     Args:
-        configured: the value of the configuration's ``key``; None looks at the environment ``variable``, then at
-            ``<folder>/bin/python`` in the working directory and beside this package.
-        of: whose it is, for messages.
-        made_by: what makes the virtual environment.
-    Raises: WorldError when there is none.
+        configured: the value of ``key`` in the configuration; None: the environment ``variable``, else
+            ``<folder>/bin/python`` in the working directory or beside this package.
+        of: the package's name with 's, for messages.
+        made_by: the command that creates the virtual environment.
+    Raises: WorldError: there is none.
     """
     named = configured or os.environ.get(variable)
     if named:
         if not os.access(named, os.X_OK) or os.path.isdir(named):
             raise WorldError(f"{of} Python {named!r} is not an executable file: fix {key}, or {variable}")
-        # Not resolved: a virtual environment is known by the path of its own `python` link.
+        # Not resolved: Python finds its virtual environment by the path of the `python` link.
         return os.path.abspath(named)
     for base in (Path.cwd(), PACKAGE.parent):
         candidate = base / folder / "bin" / "python"

@@ -1,4 +1,4 @@
-"""Runs an agent's program: it and all that it starts, within a time, what it prints kept up to a length."""
+"""Runs an agent's program and all it starts, with a time limit, and keeps the end of its output."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ PASSED = (
     "PYTHONPATH",
     "SSL_CERT_FILE",
 )
-"""Variables that every program gets; so does one that begins with ``LC_``."""
+"""Variables that every program gets, besides those that begin with ``LC_``."""
 MARK = "DRACO_EPISODE"
-"""Environment variable by which processes are found that left their program's group."""
+"""Environment variable that identifies processes that left their program's process group."""
 _READ_BYTES = 1 << 16
 _GONE_SECONDS = 10.0
-"""A process that was killed is waited for; one that hangs in the kernel is not waited for longer."""
+"""Time to wait for a killed process; one that hangs in the kernel may never end."""
 
 
 def passed_environment(names: Iterable[str]) -> dict[str, str]:
-    """The variables of this process that a program gets: `PASSED`, and those of ``names``."""
+    """This process's variables that a program gets: `PASSED` and ``names``."""
     passed = {*PASSED, *names}
     return {name: value for name, value in os.environ.items() if name in passed or name.startswith("LC_")}
 
@@ -51,16 +51,16 @@ class Ran:
     """How a program ended."""
 
     exit_code: int | None
-    """As `subprocess` has it, negative for a signal; None where it was ended for its time, or for ``until``."""
+    """As in `subprocess`, negative for a signal; None if it was ended by the time limit or ``until``."""
     output: str
-    """The end of what it printed."""
+    """The end of its standard output."""
     errors: str
-    """The end of what it printed on standard error."""
+    """The end of its standard error."""
     seconds: float
 
 
 class _Tail:
-    """The last bytes of a pipe that is read as fast as it is written, whoever holds its other end."""
+    """The last bytes of a pipe, which is read continuously so that no writer blocks."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -84,7 +84,7 @@ class _Tail:
         return bool(read)
 
     def finish(self) -> str:
-        """What was kept, with a mark that says what is missing; nothing is read any more."""
+        """Stop reading and return what was kept, with a note of how much is missing."""
         while self._read():
             pass
         asyncio.get_running_loop().remove_reader(self._reading)
@@ -103,17 +103,17 @@ async def run_program(
     most_bytes: int,
     until: asyncio.Future[None],
 ) -> Ran:
-    """Run a program in a process group of its own; nothing that it started is left when this returns.
+    """Run a program in its own process group; all its processes are ended when this returns.
 
     Args:
         folder: its working directory.
-        environment: all of its variables.
+        environment: all its variables.
         told: its standard input.
-        seconds: wall clock after which it is ended.
-        most_bytes: of what it prints that are kept, of each stream.
-        until: ends it when done.
+        seconds: time limit.
+        most_bytes: kept of each output stream.
+        until: ends the program when done.
 
-    Raises: OSError where it cannot be started.
+    Raises: OSError: it cannot be started.
     """
     began = time.monotonic()
     mark = secrets.token_hex(16)
@@ -123,7 +123,7 @@ async def run_program(
         with tempfile.TemporaryFile() as stdin:
             stdin.write(told.encode("utf-8", "replace"))
             stdin.seek(0)
-            # Not asyncio's: this may be any thread's loop, of any kind, and the start itself is quick.
+            # Not asyncio's: any kind of loop in any thread may run this, and starting is quick.
             process = subprocess.Popen(  # noqa: ASYNC220
                 list(words),
                 stdin=stdin,
@@ -150,7 +150,7 @@ async def run_program(
 
 
 async def _ended(process: subprocess.Popen[bytes], seconds: float, until: asyncio.Future[None]) -> None:
-    """Return when the process has ended, its time is over, or ``until`` is done."""
+    """Return when the process has ended, at the time limit, or when ``until`` is done."""
     loop = asyncio.get_running_loop()
     gone = asyncio.Event()
     watched = os.pidfd_open(process.pid)
@@ -165,7 +165,7 @@ async def _ended(process: subprocess.Popen[bytes], seconds: float, until: asynci
 
 
 def end_strays(mark: str) -> None:
-    """End processes that a program has started, those that have left its group too, and wait until they are gone."""
+    """End all processes of a program, also those that left its process group, and wait until they are gone."""
     ended = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):

@@ -1,4 +1,4 @@
-"""Tasks in JSONL and nothing else: the environment of agents that bring their own world (``agent.use: command``)."""
+"""Tasks in JSONL without a world: for agents that bring their own (``agent.use: command``)."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
-from pydantic import Field, ValidationError
+from pydantic import Field
 
 from draco_ray.config.schema import DataConfig, EnvironmentConfig, Tree
-from draco_ray.environments.base import Environment, WorldVerdict
+from draco_ray.environments.base import Environment, WorldVerdict, checked_options, list_items
 from draco_ray.environments.program import run_program
 from draco_ray.environments.tools.rows import Rows, read_rows
 from draco_ray.errors import ConfigError, EnvironmentCrashed, WorldError
@@ -24,9 +24,9 @@ from draco_ray.records import Task
 from draco_ray.temp_dirs import PrivateTempDir
 
 WORKSPACE = "workspace"
-"""Field of an open task: a folder of the rollout's own, in which its agent may leave what is to be looked at."""
+"""Field of an open task: a folder for this rollout, in which the agent may leave files."""
 KEPT = "kept"
-"""Folder of the workspace whose files stay with the run."""
+"""Folder of the workspace whose files are stored with the run."""
 _HOW_AGENTS_ACT = """\
 - The agent is a program with a loop and tools of its own. A step is a turn of the policy that it received: calls of \
 tools, whose answers stand as its output, or a message, the last one included.
@@ -53,21 +53,16 @@ class TasksOptions(Tree):
 
 
 class TasksEnvironment(Environment):
-    """Lists tasks, gives each rollout a folder, and has it evaluated where there is an evaluator."""
+    """Lists tasks, gives each rollout a folder, and runs the evaluator if there is one."""
 
     options_type: ClassVar[type[TasksOptions]] = TasksOptions
 
     def __init__(self, config: EnvironmentConfig, data: DataConfig, *, ground_truth: bool, name: str) -> None:
         """See `Environment`."""
         super().__init__(config, data, ground_truth=ground_truth, name=name)
-        try:
-            self.options = self.options_type.model_validate(config.options)
-        except ValidationError as error:
-            problems = (f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors())
-            raise ConfigError(f"environment.options: {'; '.join(problems)}") from None
+        self.options = checked_options(self.options_type, config.options)
         self.evaluates = bool(self.options.evaluator)
-        own = [line if line.startswith("- ") else f"- {line}" for line in self.options.facts.splitlines() if line]
-        self.facts = "\n".join([_HOW_AGENTS_ACT, *own])
+        self.facts = "\n".join([_HOW_AGENTS_ACT, *list_items(self.options.facts)])
         if self.evaluates:
             _words(self.options.evaluator)
 
@@ -85,12 +80,12 @@ class TasksEnvironment(Environment):
 
     @functools.cached_property
     def rows(self) -> Rows:
-        """The rows of its tasks."""
+        """The tasks' rows."""
         return read_rows(self.options.tasks or str(self.data.root / "tasks.jsonl"))
 
 
 class HandIn:
-    """One open task: a folder, and what the agent's program hands in (its one action)."""
+    """An open task: a folder, and the output of the agent's program as the only action."""
 
     def __init__(self, environment: TasksEnvironment, task: Task) -> None:
         self._environment = environment
@@ -100,12 +95,12 @@ class HandIn:
         self.task = replace(task, fields={**task.fields, WORKSPACE: str(self._folder)})
 
     async def act(self, action: str) -> str:
-        """Take what the agent's program printed."""
+        """Store the output of the agent's program."""
         self._output = action
         return ""
 
     async def evaluate(self) -> WorldVerdict:
-        """Ask the evaluator. Raises: see `World`."""
+        """Run the evaluator. Raises: see `World`."""
         environment, task_id = self._environment, self.task.task_id
         if not (environment.ground_truth and environment.evaluates):
             raise WorldError(f"task {task_id}: the environment was opened without ground truth, or has no evaluator")

@@ -1,7 +1,7 @@
-"""Every metric a run exports, in one table: what `metrics` records, Prometheus scrapes and the dashboard queries.
+"""All metrics of a run, as recorded by `metrics`, scraped by Prometheus and used in the dashboard.
 
-Ray puts ``ray_`` before the names. Counters end in ``_total`` because Prometheus would add it otherwise. Every metric
-carries the tag ``run``; rates are shares in [0, 1], times seconds, costs dollars.
+Ray adds the prefix ``ray_``. Counters end in ``_total``, which Prometheus would add otherwise. Every metric has the tag
+``run``; rates are in [0, 1], times in seconds, costs in dollars.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from enum import StrEnum
 RAY_PREFIX = "ray_"
 
 LATENCY_SECONDS = [0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1200.0, 3600.0]
-"""Bucket bounds of every latency: a cached judge reply takes milliseconds, a long rollout most of an hour."""
+"""Bucket bounds of latencies, from milliseconds (a cached judge reply) to almost an hour (a long rollout)."""
 
 
 class Kind(StrEnum):
-    """How Prometheus reads a metric."""
+    """Prometheus' type of a metric."""
 
     COUNTER = "counter"
     GAUGE = "gauge"
@@ -25,7 +25,7 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """One metric; ``tags`` without ``run``, which all have."""
+    """A metric; ``tags`` excludes ``run``, which all have."""
 
     name: str
     kind: Kind
@@ -34,41 +34,41 @@ class Metric:
 
     @property
     def series(self) -> tuple[str, ...]:
-        """Names under which Prometheus knows it."""
+        """Its names in Prometheus."""
         exported = RAY_PREFIX + self.name
         if self.kind is Kind.HISTOGRAM:
             return (f"{exported}_bucket", f"{exported}_sum", f"{exported}_count")
         return (exported,)
 
 
-# What waits and what runs, read from the pools every few seconds.
+# Queues, read from the pools every few seconds.
 ROLLOUTS_WAITING = Metric("draco_rollouts_waiting", Kind.GAUGE, "Rollouts that wait for an environment slot.")
 ROLLOUTS_IN_FLIGHT = Metric("draco_rollouts_in_flight", Kind.GAUGE, "Rollouts that hold an environment slot.")
 JUDGE_IN_FLIGHT = Metric("draco_judge_phases_in_flight", Kind.GAUGE, "Judge phases handed to judge workers.")
 JUDGE_WAITING = Metric("draco_judge_phases_waiting", Kind.GAUGE, "Judge phases that wait for a judge worker with room.")
 JUDGE_WORKERS_UP = Metric("draco_judge_workers_up", Kind.GAUGE, "Judge workers that answer.")
 JUDGE_WORKERS_WANTED = Metric(
-    "draco_judge_workers_wanted", Kind.GAUGE, "Judge workers that would hold every phase there is, within the bounds."
+    "draco_judge_workers_wanted", Kind.GAUGE, "Judge workers needed for all phases, within the bounds."
 )
 
-# What each engine says of itself every few seconds, by vLLM's own statistics.
+# vLLM's statistics of each engine, read every few seconds.
 ENGINE_RUNNING = Metric("draco_engine_requests_running", Kind.GAUGE, "Requests in an engine's batch.", ("engine",))
 ENGINE_WAITING = Metric("draco_engine_requests_waiting", Kind.GAUGE, "Requests that wait in an engine.", ("engine",))
-ENGINE_KV_CACHE = Metric("draco_engine_kv_cache_share", Kind.GAUGE, "Share of KV cache that is taken.", ("engine",))
+ENGINE_KV_CACHE = Metric("draco_engine_kv_cache_share", Kind.GAUGE, "Share of KV cache in use.", ("engine",))
 ENGINE_SAMPLED = Metric("draco_engine_sampled_tokens_total", Kind.COUNTER, "Tokens an engine sampled.", ("engine",))
 ENGINE_PROMPTS = Metric(
-    "draco_engine_prompt_tokens_total", Kind.COUNTER, "Tokens of prompts, those of the prefix cache too.", ("engine",)
+    "draco_engine_prompt_tokens_total", Kind.COUNTER, "Tokens of prompts, including cached ones.", ("engine",)
 )
 ENGINE_PREEMPTIONS = Metric(
-    "draco_engine_preemptions_total", Kind.COUNTER, "Requests computed anew for want of KV cache.", ("engine",)
+    "draco_engine_preemptions_total", Kind.COUNTER, "Requests recomputed for lack of KV cache.", ("engine",)
 )
 ENGINES_UP = Metric("draco_engines_up", Kind.GAUGE, "Engines that serve, with the current weights.")
 ENGINES_REPLACED = Metric("draco_engine_replacements", Kind.GAUGE, "Engine processes that died and were replaced.")
 RUN_DOLLARS = Metric(
-    "draco_run_dollars", Kind.GAUGE, "Dollars of judging of the whole run, before it was continued too."
+    "draco_run_dollars", Kind.GAUGE, "Dollars of judging of the whole run, including before it was resumed."
 )
 
-# What happened, recorded as it does.
+# Events, recorded as they happen.
 ROLLOUTS = Metric("draco_rollouts_total", Kind.COUNTER, "Finished rollouts by how they ended.", ("ended",))
 ROLLOUT_SECONDS = Metric("draco_rollout_seconds", Kind.HISTOGRAM, "Duration of a finished rollout.")
 SAMPLED_TOKENS = Metric("draco_sampled_tokens_total", Kind.COUNTER, "Tokens the policy sampled.")
@@ -104,7 +104,7 @@ STEP_GAUGES = {
     "groups_failed": Metric("draco_groups_failed", Kind.GAUGE, "Groups of the last step that were dropped."),
     "rollouts_lost": Metric("draco_rollouts_lost", Kind.GAUGE, "Rollouts of the last step that never finished."),
     "rollouts_retried": Metric(
-        "draco_rollouts_retried", Kind.GAUGE, "Tries of the last step that a server error ended and another followed."
+        "draco_rollouts_retried", Kind.GAUGE, "Attempts of the last step retried after a server error."
     ),
     "kl": Metric("draco_kl", Kind.GAUGE, "k3 estimate against the base model, nats a token."),
     "entropy": Metric("draco_entropy", Kind.GAUGE, "Entropy of the policy, nats a token."),
@@ -128,6 +128,6 @@ STEP_GAUGES = {
     "seconds_learning": Metric("draco_learning_seconds", Kind.GAUGE, "Time the driver waited for the learner."),
     "seconds_sync": Metric("draco_adapter_sync_seconds", Kind.GAUGE, "Adapter to the engines, canary and checkpoint."),
 }
-"""Key in ``metrics.jsonl`` -> the gauge set from it when a step ends; a null sets nothing."""
+"""Key in ``metrics.jsonl`` -> its gauge, set when a step ends unless null."""
 
 CATALOGUE = (*EVENTS, *STEP_GAUGES.values())

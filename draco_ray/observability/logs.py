@@ -1,7 +1,7 @@
-"""Structured logs: one JSON object a line in the run directory, each with run, step, task and rollout.
+"""Structured logs in the run directory: one JSON object per line, with run, step, task and rollout.
 
-Every process of a run calls `start_run_log`: the driver with the run directory, the actors with nothing (the driver's
-environment variable reaches them). Each process appends to a file of its own, so no line is torn and no lock is needed.
+Every process of a run calls `start_run_log`: the driver with the run directory, actors without (they inherit an
+environment variable). Each process writes its own file, so no locks are needed.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from draco_ray.errors import StoreError
 VARIABLE = "DRACO_RUN_DIRECTORY"
 FOLDER = "logs"
 LOGGER = "draco_ray"
-"""Only this package's loggers: what vLLM, Ray and LiteLLM say is in Ray's own logs."""
+"""Only this package's loggers; vLLM, Ray and LiteLLM write to Ray's logs."""
 
 
 class Where(NamedTuple):
-    """What the current task of the event loop works on; None where it does not apply."""
+    """What the current asyncio task works on; None: not applicable."""
 
     step: int | None = None
     task: str | None = None
@@ -37,11 +37,11 @@ _where: contextvars.ContextVar[Where] = contextvars.ContextVar("draco_ray_where"
 
 
 def working_on(group: str, rollout: int | None = None) -> None:
-    """Say what this task of the event loop works on from here on; tasks it starts inherit it.
+    """Set what the current asyncio task works on; tasks it starts inherit this.
 
     Args:
-        group: ``step<n>/<task>`` or ``evaluation<n>/<task>``; any other text counts as a task's name.
-        rollout: 0-based index in the group.
+        group: ``step<n>/<task>`` or ``evaluation<n>/<task>``; any other text is a task's name.
+        rollout: index in the group, from 0.
     """
     match = re.fullmatch(r"(?:step|evaluation)(\d+)/(.+)", group)
     step, task = (int(match[1]), match[2]) if match else (None, group)
@@ -49,11 +49,10 @@ def working_on(group: str, rollout: int | None = None) -> None:
 
 
 def start_run_log(run: Path | None = None) -> None:
-    """Send this process's logs to ``<run>/logs/<actor's name, or driver>.jsonl``; without a run nothing happens.
+    """Send this process's logs to ``<run>/logs/<actor's name, or driver>.jsonl``, if there is a run.
 
     Args:
-        run: the run directory; None takes DRACO_RUN_DIRECTORY. Giving it sets the variable for processes started
-            from here on.
+        run: the run directory, which also sets DRACO_RUN_DIRECTORY for child processes; None: from that variable.
     """
     if run is not None:
         os.environ[VARIABLE] = str(run)
@@ -77,7 +76,7 @@ def start_run_log(run: Path | None = None) -> None:
 
 
 def private_files() -> None:
-    """Let nobody else read what this process, one of a run, writes from here on: run directories are private."""
+    """Make files that this process writes private to the user, since run directories are private."""
     os.umask(0o077)
 
 
@@ -102,11 +101,11 @@ class _RunLogHandler(logging.FileHandler):
     """A file handler that `stop_run_log` recognises."""
 
     def handleError(self, record: logging.LogRecord) -> None:
-        """Ignore errors of writing: on a full disk each line would be a traceback, and the run store reports it."""
+        """Ignore write errors: on a full disk each line would print a traceback, and the run store reports it."""
 
 
 class JsonFormatter(logging.Formatter):
-    """A record as one line of JSON; the keys are the same in every line."""
+    """Formats records as lines of JSON with the same keys."""
 
     def __init__(self, run: str, process: str) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Recording the metrics of `catalogue` through ``ray.util.metrics``: they appear where Ray's own metrics do."""
+"""Records the metrics of `catalogue` with ``ray.util.metrics``; they appear beside Ray's own."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class RunMetrics:
     """The metrics of one run, recorded by its driver."""
 
     def __init__(self, run_name: str) -> None:
-        """Make the instruments; needs a connected Ray."""
+        """Create the instruments; needs a connected Ray."""
         from ray.util.metrics import Counter, Gauge, Histogram
 
         self._tags = {"run": run_name}
@@ -41,7 +41,7 @@ class RunMetrics:
         self.count(catalogue.JUDGE_PHASES, 1, phase=phase, outcome="failed" if done.error else "ok")
         self.count(catalogue.JUDGE_REQUESTS, done.requests, phase=phase)
         self.count(catalogue.JUDGE_DOLLARS, done.dollars, phase=phase)
-        # Providers count cached tokens among the input tokens.
+        # Input tokens include cached tokens.
         fresh = done.input_tokens - done.cached_tokens
         for kind, tokens in (("input", fresh), ("cached_input", done.cached_tokens), ("output", done.output_tokens)):
             self.count(catalogue.JUDGE_TOKENS, tokens, phase=phase, kind=kind)
@@ -54,12 +54,12 @@ class RunMetrics:
                 self.set(metric, line[key])
 
     def set(self, metric: Metric, value: float, **tags: str) -> None:
-        """Set a gauge; ``tags`` beside ``run``."""
+        """Set a gauge; ``tags`` without ``run``."""
         self._instruments[metric.name].set(float(value), tags=self._tags | tags)
 
     def count(self, metric: Metric, amount: float, **tags: str) -> None:
-        """Add to a counter; ``tags`` beside ``run``."""
-        # Ray refuses to count zero.
+        """Add to a counter; ``tags`` without ``run``."""
+        # Ray refuses increments of zero.
         if amount > 0:
             self._instruments[metric.name].inc(float(amount), tags=self._tags | tags)
 

@@ -1,9 +1,9 @@
-"""Experiment trackers: every finished step's metrics as scalars for TensorBoard (default), W&B or MLflow, to which its
-rollouts with their verdicts go as a table as well.
+"""Experiment trackers: send each step's metrics to TensorBoard (default), W&B or MLflow; the latter two also get a
+table of its rollouts with verdicts.
 
-TensorBoard event files come from ``tensorboardX``, which Ray Train brings along; looking at them needs the
-``tensorboard`` package, which this project does not install. W&B and MLflow are extras and read their address and key
-from their own environment variables.
+TensorBoard event files are written with ``tensorboardX``, a dependency of Ray Train; viewing them needs the
+``tensorboard`` package, which this project does not install. W&B and MLflow are extras, configured by their own
+environment variables.
 """
 
 from __future__ import annotations
@@ -16,31 +16,31 @@ from typing import Any, Protocol
 from draco_ray.errors import ConfigError
 
 Table = Mapping[str, Sequence[Any]]
-"""Columns by name, all of one length."""
+"""Columns of equal length by name."""
 
 
 class Tracker(Protocol):
-    """Where scalars and tables go."""
+    """A destination of scalars and tables."""
 
     shows_tables: bool
     """Whether `rollouts` does anything."""
 
     def step(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Keep the scalars of one training step."""
+        """Record the scalars of a step."""
 
     def rollouts(self, step: int, table: Table) -> None:
-        """Keep the rollouts of one training step, a row each."""
+        """Record the rollouts of a step, one row each."""
 
     def close(self) -> None:
-        """Write what is buffered."""
+        """Write buffered data."""
 
 
 PER_TASK = frozenset({"task_pass_rates"})
-"""Mappings that would make a curve of every task."""
+"""Mappings with one entry per task, which would become a curve each."""
 
 
 def scalars(line: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
-    """The numbers of a metrics line, nested keys joined by ``/``; nulls, texts, lists and `PER_TASK` are left out."""
+    """The numbers of a metrics line, nested keys joined by ``/``, without nulls, texts, lists and `PER_TASK`."""
     flat: dict[str, float] = {}
     for key, value in line.items():
         name = f"{prefix}{key}"
@@ -59,7 +59,7 @@ def open_trackers(names: Sequence[str], run: Path, config: Mapping[str, Any]) ->
     Args:
         names: of ``tensorboard``, ``wandb``, ``mlflow``.
         run: the run directory; its name is the tracked run's name.
-        config: the resolved configuration, shown beside the curves.
+        config: the resolved configuration, shown with the curves.
     Raises:
         ConfigError: a tracker's package is not installed, or it cannot be reached.
     """
@@ -67,7 +67,7 @@ def open_trackers(names: Sequence[str], run: Path, config: Mapping[str, Any]) ->
 
 
 class TensorBoard:
-    """Event files in the run directory's ``tensorboard`` folder, which hold no tables."""
+    """Event files in the run directory's ``tensorboard`` folder; no tables."""
 
     shows_tables = False
 
@@ -123,7 +123,7 @@ class MLflow:
     def __init__(self, run: Path, config: Mapping[str, Any]) -> None:
         self._package = _package("mlflow", "mlflow")
         try:
-            # A resumed run goes on in the same one.
+            # A resumed run continues the same one.
             known = run / "mlflow_run_id"
             if known.exists():
                 self._run_id = known.read_text(encoding="ascii")
@@ -139,7 +139,8 @@ class MLflow:
 
     def step(self, step: int, scalars: Mapping[str, float]) -> None:
         """See `Tracker.step`."""
-        # By its id: a run is active in the thread that started it, and in another one MLflow would start a second run.
+        # With its id, because MLflow's active run belongs to the thread that started it; others would start a second
+        # run.
         self._package.log_metrics(dict(scalars), step=step, run_id=self._run_id)
 
     def rollouts(self, step: int, table: Table) -> None:

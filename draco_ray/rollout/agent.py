@@ -5,8 +5,8 @@
     Agent ──► Conversation (what was said so far, and its tokens) ──► an engine, or an API
       └─────► World (draco_ray.environments.base)
 
-An agent decides what a turn means and what the policy is told next; a conversation samples, and records the tokens.
-What a step is, `draco_ray.records.is_step` says for all agents.
+An agent interprets turns and chooses what the policy sees next; a conversation samples and records the tokens.
+`draco_ray.records.is_step` defines for all agents what a step is.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ _PLACEHOLDER = re.compile(r"\{(\w+)\}")
 
 
 def find_prompt(path: Path) -> Path:
-    """The template file of a prompt path of the configuration, found as `project_file` does.
+    """The template file that ``agent.prompt`` names; see `project_file` for where it is looked for.
 
-    Raises: ConfigError when there is none.
+    Raises: ConfigError: there is none.
     """
     with contextlib.suppress(ConfigError):
         path = project_file(path)
@@ -50,9 +50,9 @@ def agent_template(chosen: Path | None, own: Path | str) -> str:
 
     Args:
         chosen: ``agent.prompt``.
-        own: the environment's (`draco_ray.environments.base.Environment.agent_prompt`), for where that is null.
+        own: used if ``agent.prompt`` is null: `draco_ray.environments.base.Environment.agent_prompt`.
 
-    Raises: ConfigError when the template is missing, or has no place for the task.
+    Raises: ConfigError: the template is missing, or has no placeholder for the task.
     """
     source = own if chosen is None else chosen
     template = source if isinstance(source, str) else find_prompt(source).read_text(encoding="utf-8")
@@ -63,15 +63,14 @@ def agent_template(chosen: Path | None, own: Path | str) -> str:
 
 
 def render_agent_prompt(path: Path, task: Task) -> tuple[Message, ...]:
-    """`fill_agent_prompt` with the template in a file. Raises: as `agent_template`."""
+    """`fill_agent_prompt` with a template file. Raises: as `agent_template`."""
     return fill_agent_prompt(agent_template(path, path), task)
 
 
 def fill_agent_prompt(template: str, task: Task) -> tuple[Message, ...]:
-    """The messages that open an episode.
+    """The first messages of an episode.
 
-    All placeholders are filled in one pass over the template, so one inside an instruction stays text, and so does
-    a split line.
+    All placeholders are filled in one pass, so that a placeholder or a split line inside an instruction stays text.
     """
     values = {**task.fields, "task_description": task.instruction}
     parts = re.split(rf"^{re.escape(SPLIT)}$\n?", template, maxsplit=1, flags=re.MULTILINE)
@@ -87,7 +86,7 @@ AGENTS: Mapping[str, str] = {
     "tool_calling": "draco_ray.rollout.tool_agent:ToolAgent",
     "verifiers": "draco_ray.verifiers.agent:VerifiersAgent",
 }
-"""The agents that ship, by the name that ``agent.use`` may give them."""
+"""Built-in agents by their name in ``agent.use``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,7 +96,7 @@ class RolloutRequest:
     task_id: str
     group: str
     rollout: int
-    """Index in the group; of an evaluation the run."""
+    """Index in the group; in an evaluation, the run."""
     attempt: int
     seed: int
 
@@ -109,20 +108,20 @@ class PolicyTurn:
     text: str
     """Decoded, without the end-of-turn token."""
     cut: bool
-    """A limit ended it."""
+    """Whether a limit ended it."""
     opens_thinking: bool = False
-    """The chat template had opened its reasoning."""
+    """Whether the chat template already opened its reasoning."""
     too_long: bool = False
-    """It ends the response: nothing of it may be done."""
+    """Whether it exceeds the response, so that it is not acted on."""
     error: str | None = None
-    """Why there is none."""
+    """Why there is no turn; None if there is one."""
     tool_use: ToolUse | None = None
-    """What it calls, where the prompt lists tools (`draco_ray.records.TOOLS`); None too for a turn that was cut."""
+    """Its tool calls if the prompt lists tools (`draco_ray.records.TOOLS`); None also for a turn that was cut."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenRecord:
-    """The tokens of a conversation, as `Trajectory` has them, and what it took."""
+    """The tokens of a conversation, in the fields of `Trajectory`, and its usage."""
 
     token_ids_T: IntArray
     sampled_T: BoolArray
@@ -134,25 +133,25 @@ class TokenRecord:
 
 
 class Conversation(Protocol):
-    """One episode's exchange with a policy."""
+    """The conversation of one episode with a policy."""
 
     async def sample(self) -> PolicyTurn:
-        """Have the policy take its turn."""
+        """Sample the policy's next turn."""
         ...
 
     def keep(self, step: int) -> tuple[int, int]:
-        """Record that turn as ``step`` (0-based), or as a gap.
+        """Record the sampled turn as ``step`` (from 0), or as `GAP`.
 
-        Returns: the half-open span of its tokens.
+        Returns: the first token and the one after the last.
         """
         ...
 
     def tell(self, observation: str) -> bool:
-        """Tell the policy what its action led to; False where that does not fit the response any more."""
+        """Append an observation; False if it does not fit into the response any more."""
         ...
 
     def answer(self, results: Sequence[str]) -> bool:
-        """Tell it what its calls returned, in their order, as `tell` does."""
+        """Append the results of the turn's calls, in order; returns as `tell`."""
         ...
 
     def books(self) -> TokenRecord:
@@ -161,41 +160,41 @@ class Conversation(Protocol):
 
 
 class Policy(Protocol):
-    """What samples: an engine of this run, or an API."""
+    """A source of samples: an engine of this run, or an API."""
 
     @property
     def name(self) -> str:
-        """The name that is recorded with its rollouts."""
+        """Name recorded with its rollouts."""
         ...
 
     def begin(self, prompt: tuple[Message, ...], request: RolloutRequest) -> Conversation:
-        """An episode that opens with ``prompt``."""
+        """Begin an episode with ``prompt``."""
         ...
 
 
 class Agent(Protocol):
-    """Plays episodes. Its constructor takes a `Policy`, the `AgentConfig`, and the text of the prompt's template."""
+    """Plays episodes. The constructor gets a `Policy`, the `AgentConfig`, and the text of the prompt template."""
 
     def __init__(self, policy: Policy, config: AgentConfig, template: str) -> None: ...
 
     def prompt(self, task: Task) -> tuple[Message, ...]:
-        """The messages that open an episode."""
+        """The first messages of an episode."""
         ...
 
     async def run(self, world: World, request: RolloutRequest) -> Trajectory:
-        """Play one episode; every way to end is in the trajectory, a crashed world included.
+        """Play one episode. However it ends, also by a crashed world, a trajectory is returned.
 
-        Raises: whatever the policy raises.
+        Raises: what the policy raises.
         """
         ...
 
 
 def find_agent(use: str) -> type[Agent]:
-    """The class behind a name of ``agent.use``. Raises: ConfigError."""
+    """The class that ``agent.use`` names. Raises: ConfigError."""
     kind: type[Agent] = find("agent.use", use, AGENTS)
     return kind
 
 
 def end_of(crash: EnvironmentCrashed) -> EpisodeEnd:
-    """How an episode has ended whose world was lost."""
+    """How an episode ended whose world was lost."""
     return EpisodeEnd.CRASHED if isinstance(crash, WorldBroken) else EpisodeEnd.SERVER_ERROR

@@ -1,7 +1,7 @@
 """``python -m draco_ray.rollout.call_function FILE:NAME``: one episode of an agent that is a Python function.
 
-The function is given the task as a dictionary (``task_id``, ``group``, ``instruction``, ``fields``, and ``prompt``, the
-text on standard input); it may be a coroutine function. What it returns is printed, and so handed in.
+The function gets the task as a dictionary (``task_id``, ``group``, ``instruction``, ``fields``, and ``prompt``, the
+text on standard input); it may be a coroutine function. Its return value is printed, which submits it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from draco_ray.registry import find
 
 
 def main() -> None:
-    """Run the function that the first argument names."""
+    """Run the function named by the first argument."""
     try:
         function = find("agent.function", sys.argv[1], {})
     except DracoError as error:

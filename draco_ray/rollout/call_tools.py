@@ -1,7 +1,7 @@
-"""An agent's program for worlds with tools: it makes the calls that the policy asks for, until a turn makes none.
+"""An agent program for worlds with tools: makes the policy's calls until a turn has none.
 
-``python -m draco_ray.rollout.call_tools`` is an ``agent.command`` (docs/any-agent.md) without a dependency, and may be
-taken for a pattern.
+``python -m draco_ray.rollout.call_tools`` is an ``agent.command`` (docs/any-agent.md) without dependencies, and an
+example for programs of your own.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def main() -> int:
 def _asked(url: str, body: Any) -> dict[str, Any]:
     headers = {"Authorization": f"Bearer {os.environ['OPENAI_API_KEY']}", "Content-Type": "application/json"}
     data = None if body is None else json.dumps(body).encode()
-    # The endpoint is on loopback: no proxy stands before it.
+    # The endpoint is on this machine, so no proxy is used.
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     with opener.open(urllib.request.Request(url, data, headers)) as answer:
         read: dict[str, Any] = json.load(answer)

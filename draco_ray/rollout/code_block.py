@@ -1,4 +1,4 @@
-"""What a turn says to run, and how much of the answer is told."""
+"""Extracts the code of a turn, and cuts long outputs."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ _OPENING = re.compile(r"<think>|<code>")
 
 
 def extract_code(text: str, *, thinking: bool = False, complete: bool = True) -> str | None:
-    """The first ``<code>`` block of a turn outside its reasoning; later blocks are not run.
+    """The first ``<code>`` block of a turn outside its reasoning; later blocks are ignored.
 
     Args:
         text: the turn as sampled.
         thinking: whether the turn begins inside a ``<think>`` that the chat template opened.
-        complete: whether the policy ended the turn itself. Then a block it forgot to close runs to the end of the turn;
-            in a turn that was cut by a length limit such a block is half a program, and is not run.
+        complete: whether the policy ended the turn itself. If so, an unclosed block ends with the turn; in a turn cut
+        by
+            a length limit it is incomplete and ignored.
     Returns: the code without the line breaks around it, or None.
 
     >>> extract_code("<think>not <code>a</code></think>Now <code>\\nb\\n</code>")
@@ -35,8 +36,8 @@ def extract_code(text: str, *, thinking: bool = False, complete: bool = True) ->
 
 
 def cut_output(output: str, limit: int) -> str:
-    """A tool output as it is told to the policy: at most ``limit`` characters and a mark that says what is missing."""
-    # A lone surrogate is no text that could be encoded again.
+    """A tool output as the policy sees it: at most ``limit`` characters and a note of how many are missing."""
+    # Lone surrogates cannot be encoded.
     readable = output.encode("utf-8", "replace").decode("utf-8")
     if len(readable) <= limit:
         return readable
@@ -45,5 +46,5 @@ def cut_output(output: str, limit: int) -> str:
 
 def _after(text: str, tag: str, start: int) -> int:
     found = text.find(tag, start)
-    # Reasoning that is never closed is all there is to the turn.
+    # Unclosed reasoning extends to the end of the turn.
     return len(text) if found < 0 else found + len(tag)

@@ -1,4 +1,4 @@
-"""Playing rollouts: who waits for a slot, from which policy they sample, and what is tried again."""
+"""Plays rollouts: assigns slots and policies, and retries lost rollouts."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ from draco_ray.workers.monitor import MonitoredWorkers, PendingCall
 log = logging.getLogger(__name__)
 
 TIMEOUT_SECONDS = 1800.0
-"""After which a rollout worker that does not answer is taken for stopped: environments and agents of other authors may
-keep its event loop for as long as they compute."""
+"""Time after which a rollout worker that does not answer counts as stopped. Environments and agents of users may block
+its event loop while they compute."""
 
 STOP_SECONDS = 15.0
-"""In which a worker ends its worlds. One that is stopped itself never would."""
+"""Time for a worker to close its worlds; a stopped process never does."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FinishedRollout:
-    """A finished rollout of a group: references to what is large, the summary itself."""
+    """A finished rollout of a group: references to large objects, and the summary."""
 
     rollout: int
     trajectory: ray.ObjectRef[Any]
@@ -44,30 +44,30 @@ class FinishedRollout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutResult:
-    """What came of a rollout, all its attempts together."""
+    """The result of a rollout over all attempts."""
 
     member: FinishedRollout | None
-    """None when every attempt was lost."""
+    """None if every attempt was lost."""
     attempts: int = 0
     usage: Usage = field(default_factory=Usage)
-    """Of the attempts that were lost, too, as far as they could tell."""
+    """Usage, including that of lost attempts as far as known."""
     error: str | None = None
-    """Why the last attempt was lost, if it was."""
+    """Why the last attempt was lost; None if it was not."""
 
 
 class RolloutWorkers:
-    """Rollout workers that come and go with the rollouts that wait; which of them takes one is in `MonitoredWorkers`.
+    """Rollout workers, whose number follows the number of waiting rollouts; `MonitoredWorkers` selects one for each.
 
-    A worker that is out of reach gets no rollout until it answers, and its rollouts are retried elsewhere. One that
-    loses its worlds backs off while others do not (`draco_ray.workers.elastic.ElasticWorkers.record`).
+    An unreachable worker gets no rollouts until it answers, and its rollouts are retried elsewhere. A worker that loses
+    worlds while others do not is paused (`draco_ray.workers.elastic.ElasticWorkers.record`).
     """
 
     def __init__(self, start: Callable[[int], Any], config: EnvironmentConfig) -> None:
-        """Prepare them; nothing is started yet.
+        """Start nothing yet.
 
         Args:
-            start: asks Ray for the worker of that number and returns its handle at once.
-            config: bounds and times.
+            start: requests the worker of a number from Ray and returns its handle at once.
+            config: numbers of slots and time limits.
         """
         self.elastic: ElasticWorkers[Any] = ElasticWorkers(
             start,
@@ -83,17 +83,17 @@ class RolloutWorkers:
         self._ending: set[asyncio.Task[None]] = set()
 
     def open(self) -> None:
-        """Ask for the fewest workers; needs a running event loop, and returns at once."""
+        """Request the minimum number of workers and return at once; needs a running event loop."""
         self.watched.open()
 
     async def stop(self) -> None:
-        """Start and watch no worker any more, and end those there are; their names are free then."""
+        """Stop all workers and wait until their names are free."""
         self.watched.close()
         for place in self.elastic.pooled:
             if place.up:
                 self._end(place.worker)
             else:
-                # It begins, and would answer late, or has no place.
+                # It is still starting, or was not placed.
                 ray.kill(place.worker)
         await asyncio.gather(*self._ending)
 
@@ -106,24 +106,24 @@ class RolloutWorkers:
 async def _ended(worker: Any) -> None:
     with contextlib.suppress(RayError, TimeoutError):
         await asyncio.wait_for(worker.stop.remote(), STOP_SECONDS)
-    # A process that exits by itself would keep its name for as long as anybody has its handle.
+    # An actor that exits by itself keeps its name while a handle exists; a killed one does not.
     ray.kill(worker)
 
 
 class RolloutPool:
-    """Rollout workers and the policies they sample from: the one path of training, evaluation and authoring.
+    """Plays rollouts of training, evaluation and rubric authoring on workers and policies.
 
-    A rollout that ends in ``server_error``, or whose worker dies, is tried again in a fresh environment; when its
-    retries are spent the group goes on without it.
+    A rollout that ends in ``server_error``, or whose worker dies, is retried in a new environment; after the last retry
+    the group continues without it.
     """
 
     def __init__(self, workers: RolloutWorkers, policies: ElasticWorkers[int], retries: int, seed: int) -> None:
         """
         Args:
             workers: opened.
-            policies: those that a worker samples from, by their numbers; a rollout gets one that is up, if any is.
-            retries: fresh environments that a rollout may use after a server error.
-            seed: of the run; every rollout's own is drawn from it.
+            policies: the numbers of the policies; a rollout gets one that is up, if there is one.
+            retries: additional attempts after a server error.
+            seed: of the run; seeds of rollouts are derived from it.
         """
         self._workers = workers
         self._policies = policies
@@ -133,16 +133,16 @@ class RolloutPool:
         self.lost = 0
 
     def take_over(self, group: str, member: FinishedRollout) -> None:
-        """Take a rollout of ``group`` that an earlier process of this run has finished; it is not played again."""
+        """Use this rollout of ``group``, finished by an earlier process of this run, instead of playing it."""
         self._recorded[group, member.rollout] = member
 
     async def run(self, task_id: str, group: str, rollout: int, *, step: int, priority: int) -> RolloutResult:
-        """Play one rollout of ``group``, with the policy of ``step``."""
+        """Play one rollout of ``group`` with the policy of ``step``."""
         if (recorded := self._recorded.pop((group, rollout), None)) is not None:
             return RolloutResult(member=recorded, usage=recorded.summary.usage)
         usage, error = Usage(), ""
         for attempt in range(self._retries + 1):
-            # Drawn from the identity of the rollout, not from the order of events: a rerun draws the same.
+            # Derived from the identity of the rollout and not the order of events, so that a rerun gets the same seed.
             entropy = (self._seed, step, rollout, attempt, *task_id.encode())
             seed = int(np.random.SeedSequence(entropy).generate_state(1)[0])
             request = RolloutRequest(task_id=task_id, group=group, rollout=rollout, attempt=attempt, seed=seed)
@@ -157,22 +157,22 @@ class RolloutPool:
 
     @property
     def waiting(self) -> int:
-        """Rollouts that wait for a slot."""
+        """Number of rollouts waiting for a slot."""
         return self._workers.elastic.waiting
 
     @property
     def in_flight(self) -> int:
-        """Rollouts that hold a slot."""
+        """Number of rollouts holding a slot."""
         return self._workers.elastic.in_flight
 
     async def _try(self, request: RolloutRequest, priority: int) -> FinishedRollout | None:
-        """Play it once, whatever becomes of it; None where its worker was lost."""
+        """Play one attempt; None if its worker was lost."""
         asked: list[ray.ObjectRef[Any]] = []
         given: list[PooledWorker[int]] = []
 
         def send(worker: Any) -> PendingCall[tuple[ray.ObjectRef[Any], ray.ObjectRef[Any]], RolloutSummary]:
             given.append(policy := self._policies.acquire_nowait())
-            # Under no name of its own: see `draco_ray.judging.pool.JudgePool.ask`.
+            # The task is not named; see `draco_ray.judging.pool.JudgePool.ask`.
             trajectory, summary, evaluation = worker.rollout.remote(request, policy.worker)
             asked.append(summary)
             return PendingCall((trajectory, evaluation), monitor.answer(summary), partial(ray.cancel, summary))
@@ -187,7 +187,7 @@ class RolloutPool:
             for policy in given:
                 self._policies.release(policy)
         if found is None:
-            # Ray has repeated the rollout as often as it may: in seconds where a node is out of reach.
+            # Ray has used up its own retries, which takes seconds if a node is unreachable.
             return None
         (trajectory, evaluation), summary = found
         return FinishedRollout(rollout=request.rollout, trajectory=trajectory, evaluation=evaluation, summary=summary)

@@ -1,4 +1,4 @@
-"""An agent that is a program of the user's: it does one task, and asks the policy through an endpoint of its own."""
+"""An agent that is a program of the user: it does one task and samples from the policy through an HTTP endpoint."""
 
 from __future__ import annotations
 
@@ -30,24 +30,24 @@ from draco_ray.temp_dirs import PrivateTempDir
 
 RUNNER = "draco_ray.rollout.call_function"
 PLAY_AGAIN = os.EX_TEMPFAIL
-"""Exit code by which a program says that something else than the policy failed."""
+"""Exit code of a program for failures that are not the policy's."""
 TASK_FILE = "/run/draco/task.json"
 """``DRACO_TASK_FILE`` in a jail."""
 _SCRIPTS = (".py", ".sh")
 _SAID_CHARACTERS = 300
 _NO_PROGRAM = (errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.ENOEXEC)
-"""Errors of starting a program that the next try would meet as well; others are of a machine that has no more."""
+"""Errors of starting a program that every attempt would get; others mean that the machine is out of resources."""
 
 
 class ProgramAgent:
-    """Starts ``agent.command`` (or ``agent.function``, in a process of its own) once an episode.
+    """Starts ``agent.command`` (or ``agent.function`` in a process of its own) once per episode.
 
-    Where the task lists tools, the world is acted in by the program's calls (`WorldTools`). Else what it prints is what
-    it hands in: the one action that the world is given, when the program has ended by itself.
+    If the task lists tools, the program acts by calling them (`WorldTools`). Otherwise its output, if it exits
+    normally, is the only action.
     """
 
     def __init__(self, policy: Policy, config: AgentConfig, template: str) -> None:
-        """Find the program. Raises: ConfigError where there is none, or the policy has no tokens."""
+        """Find the program. Raises: ConfigError: there is none, or the policy has no tokens."""
         if not isinstance(policy, TokenPolicy):
             raise ConfigError(f"agent.use=command: policy {policy.name} has no tokens to record")
         self._harness = read_harness(config.harness) if config.harness is not None else None
@@ -58,9 +58,9 @@ class ProgramAgent:
 
     @staticmethod
     def check(config: AgentConfig, policies: object) -> None:
-        """See whether it can be, before workers are made for it.
+        """Check the program and the policies before workers are started.
 
-        Raises: ConfigError where there is no program, or ``policies`` are an API's.
+        Raises: ConfigError: there is no program, or ``policies`` are those of an API.
         """
         if not isinstance(policies, EnginePolicies):
             raise ConfigError(
@@ -72,14 +72,14 @@ class ProgramAgent:
             harness.check_version(words[0])
 
     def prompt(self, task: Task) -> tuple[Message, ...]:
-        """See `Agent`: what the program is told."""
+        """See `Agent`; the program gets it on standard input."""
         return fill_agent_prompt(self._template, task)
 
     async def run(self, world: World, request: RolloutRequest) -> Trajectory:
         """See `Agent`.
 
-        Raises: what the policy raises; ConfigError where the program can never be started; EnvironmentCrashed where
-            this machine has nothing left for it.
+        Raises: what the policy raises; ConfigError: the program can never be started; EnvironmentCrashed: this machine
+            is out of resources.
         """
         task = world.task
         prompt = self.prompt(task)
@@ -144,7 +144,7 @@ class ProgramAgent:
         return started
 
     def _end(self, episode: Episode, ran: Ran) -> tuple[EpisodeEnd, str | None]:
-        """How the episode counts, and why where that has to be said."""
+        """How the episode ended, and a reason unless it ended normally."""
         how = f"ended with exit code {ran.exit_code}"
         if ran.exit_code is None:
             how = f"did not end within agent.timeout_seconds={self._config.timeout_seconds:g}"
@@ -166,7 +166,7 @@ class ProgramAgent:
     def _environment(
         self, scratch: Path, task: Task, prompt: tuple[Message, ...], key: str, base_url: str
     ) -> Mapping[str, str]:
-        """The variables of one program: those that are let through, and its own."""
+        """Environment variables of the program: those passed on, and its own."""
         file = scratch / "task.json"
         told = {
             "task_id": task.task_id,
@@ -219,8 +219,8 @@ def _words(config: AgentConfig, harness: Harness | None) -> list[str]:
         raise ConfigError(f"agent.command={config.command!r}: {error}") from None
     if not words:
         raise ConfigError("agent.command: empty; expected a command such as 'python my_agent.py'")
-    # As the program will be looked for: in its folder where it has a slash, along PATH otherwise. A bare "python" is
-    # this one, whether or not its environment is active.
+    # As the program will be looked for: in its folder if it has a slash, else on PATH. A bare "python" is this
+    # interpreter, whether or not its virtual environment is active.
     if words[0] == "python":
         words[0] = sys.executable
     found = shutil.which(str(config.folder / words[0]) if "/" in words[0] else words[0])
@@ -233,7 +233,7 @@ def _words(config: AgentConfig, harness: Harness | None) -> list[str]:
 
 
 def _check_script(key: str, script: str, folder: Path) -> None:
-    """See whether a script is there, which else every rollout would find out. Raises: ConfigError."""
+    """Check that the script exists, before every rollout fails on it. Raises: ConfigError."""
     if not (folder / script).is_file():
         raise ConfigError(f"{key}: no file {script!r} (agent.folder is {folder})")
 

@@ -1,4 +1,4 @@
-"""A policy behind the engines of this run, token-in and token-out: what is sampled is what is recorded."""
+"""Policies that sample from engines of this run, token-in and token-out: exactly the sampled tokens are recorded."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from draco_ray.rollout.agent import Policy, PolicyTurn, RolloutRequest, TokenRec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnginePolicies:
-    """Makes the policies of a rollout worker, one for each engine; travels to it."""
+    """Creates the policies of a rollout worker, one per engine; sent to the worker."""
 
     samplers: Sequence[Sampler]
     tokenizer: Any
-    """The model's; sent along, since loading one imports PyTorch into every worker."""
+    """The model's; sent to workers because loading it there would import PyTorch."""
 
     def __call__(self, agent: AgentConfig) -> list[Policy]:
         """The policies, in the order of the engines."""
@@ -46,12 +46,12 @@ class TokenPolicy:
         return self.sampler.name
 
     async def read_calls(self, text: str, tools: str) -> ToolUse | None:
-        """What a turn asks for, where the tools are ``tools``. Raises: ConfigError."""
+        """The calls of a turn, given ``tools``. Raises: ConfigError."""
         config = self._config
         return await self.sampler.read_calls(text, tools, parser=config.tool_parser, thinking=config.thinking)
 
     def begin(self, prompt: tuple[Message, ...], request: RolloutRequest) -> TokenConversation:
-        """See `Policy`. A prompt that is too long (its task was not filtered) loses its left end."""
+        """See `Policy`. A prompt that is too long, if its task was not filtered, is cut at its beginning."""
         tokens = self.chat.prompt(prompt)[-self._config.max_prompt_length :]
         tools = next((message.content for message in prompt if message.role == TOOLS), None)
         read_calls = None
@@ -62,7 +62,7 @@ class TokenPolicy:
 
 
 class TokenConversation:
-    """An episode in tokens: four lists of the same length, only ever appended to."""
+    """An episode in tokens: four append-only lists of the same length."""
 
     def __init__(
         self,
@@ -73,10 +73,10 @@ class TokenConversation:
         seed: int,
         read_calls: Callable[[str], Awaitable[ToolUse | None]] | None = None,
     ) -> None:
-        """Begin it; sampling seeds come from ``seed`` and the turn's number.
+        """Begin an episode; sampling seeds are derived from ``seed`` and the turn's number.
 
         Args:
-            read_calls: `TokenPolicy.read_calls` for the tools of the prompt, if it lists any.
+            read_calls: `TokenPolicy.read_calls` for the prompt's tools, if it lists any.
         """
         self._sampler = sampler
         self._chat = chat
@@ -104,7 +104,7 @@ class TokenConversation:
         )
         if len(sample.token_ids) != len(sample.logprobs):
             raise ValueError(f"the engine returned {len(sample.token_ids)} tokens but {len(sample.logprobs)} log-probs")
-        # Weights do not change within an episode; were they to, the older version would be the safe one to record.
+        # Weights should not change within an episode; if they do, the oldest version is recorded.
         self._policy_version = sample.policy_version if self._policy_version is None else self._policy_version
         text, cut, thinking = self._chat.text(sample.token_ids), sample.finish_reason == "length", self._thinking
         use = None if cut or self._read_calls is None else await self._read_calls(text)
@@ -137,8 +137,8 @@ class TokenConversation:
     def books(self) -> TokenRecord:
         """See `Conversation`.
 
-        Its usage is what an endpoint would have counted: every turn reads all before it, the turn before being cached
-        by then.
+        Its usage is what an API would count: each turn reads all previous tokens, of which those up to the previous
+        turn are cached.
         """
         usage = Usage(
             calls=len(self._spans),
@@ -158,7 +158,7 @@ class TokenConversation:
 
     @property
     def _response_length(self) -> int:
-        """Tokens after the prompt."""
+        """Number of tokens after the prompt."""
         return len(self._ids) - self._prompt_length
 
     def _add(self, ids: Sequence[int], sampled: bool, logprobs: Sequence[float], step: int) -> None:

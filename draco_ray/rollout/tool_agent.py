@@ -1,7 +1,7 @@
-"""The tool-calling agent: the model's own chat template with its tools, calls made in their order, until none is made.
+"""The tool-calling agent: uses the tools of the model's chat template until a turn has no calls.
 
-Several calls of a turn are one step. A call that cannot be read is a step as well, and is answered with what is wrong
-with it; so is the message at the end.
+All calls of a turn, made in order, are one step. A call that cannot be parsed is a step too, answered with an error; so
+is the final message.
 """
 
 from __future__ import annotations
@@ -19,11 +19,13 @@ from draco_ray.rollout.turn_agent import Step, TurnAgent
 
 
 class ToolAgent(TurnAgent):
-    """Plays in environments whose tasks list tools (`draco_ray.records.Task.tools`). The world is given one call at a
-    time, as ``{"name": ..., "arguments": {...}}``."""
+    """Plays in environments whose tasks list tools (`draco_ray.records.Task.tools`).
+
+    The world gets one call at a time, as ``{"name": ..., "arguments": {...}}``.
+    """
 
     def prompt(self, task: Task) -> tuple[Message, ...]:
-        """See `Agent`. Raises: ConfigError where the task has no tools."""
+        """See `Agent`. Raises: ConfigError: the task has no tools."""
         if not task.tools:
             raise ConfigError(
                 f"agent.use=tool_calling: task {task.task_id!r} has no tools; use an environment that has, such as "
@@ -59,12 +61,12 @@ async def _result(call: ToolCall, world: World) -> str:
 
 
 def in_json(call: ToolCall) -> str:
-    """One call as a world takes it. Raises: RecursionError."""
+    """A call as a world's action. Raises: RecursionError."""
     return json.dumps({"name": call.name, "arguments": call.arguments})
 
 
 def _observation(use: ToolUse, results: list[str]) -> str:
-    """What came of a step: of several calls each result under its number and name."""
+    """The observation of a step; several results are listed by number and name."""
     if len(results) == 1:
         return results[0]
     numbered = enumerate(zip(use.calls, results, strict=True), start=1)

@@ -1,4 +1,4 @@
-"""What agents that take turns have in common: sample a turn, act, tell what came of it, until a turn does nothing."""
+"""Base of agents with a loop: sample a turn, act, append the observation, until a turn does not act."""
 
 from __future__ import annotations
 
@@ -19,21 +19,22 @@ from draco_ray.rollout.code_block import cut_output, extract_code
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """What a turn does."""
+    """The action of a turn."""
 
     action: str
-    """For the record, and for the judge."""
+    """Recorded, and shown to the judge."""
     act: Callable[[World], Awaitable[tuple[str, Callable[[Conversation], bool]]]]
-    """Does it. Returns: what came of it, for the record; and what tells the policy, False where that does not fit.
+    """Does it. Returns: the observation, to be recorded; and a function that appends it to the conversation, False if
+    it does not fit.
 
     Raises: EnvironmentCrashed."""
 
 
 class TurnAgent(ABC):
-    """An agent that is known by what its turns do (`step`)."""
+    """An agent defined by what its turns do (`step`)."""
 
     closing_turn: ClassVar[Literal["step", "gap"]] = "step"
-    """What ``agent.closing_turn: null`` stands for."""
+    """Value of ``agent.closing_turn`` if that is null."""
 
     def __init__(self, policy: Policy, config: AgentConfig, template: str) -> None:
         self._policy = policy
@@ -42,7 +43,7 @@ class TurnAgent(ABC):
 
     @abstractmethod
     def step(self, said: PolicyTurn) -> Step | None:
-        """What a turn does, None where it does nothing; turns that may do nothing are not asked about."""
+        """The action of a turn, None if it does not act; not called for turns that exceed the response."""
 
     def prompt(self, task: Task) -> tuple[Message, ...]:
         """See `Agent`."""
@@ -69,7 +70,7 @@ class TurnAgent(ABC):
             first, last = conversation.keep(GAP if step is None and not message else steps)
             observation: str | None = None
             if step is None:
-                # A turn cut before it came to its action did not decide to end.
+                # A turn that was cut before its action did not choose to end.
                 ended = EpisodeEnd.RESPONSE_LIMIT if said.cut or said.too_long else EpisodeEnd.FINISHED
             else:
                 steps += 1
@@ -118,14 +119,14 @@ class TurnAgent(ABC):
         )
 
     def _received(self, said: PolicyTurn) -> str:
-        """What of a closing turn somebody receives: nothing of one that a limit cut."""
+        """The message that a closing turn delivers; empty if a limit cut the turn."""
         if said.cut or said.too_long or (self._config.closing_turn or self.closing_turn) == "gap":
             return ""
         return after_reasoning(said.text, thinking=said.opens_thinking)
 
 
 class CodeAgent(TurnAgent):
-    """AppWorld's Simplified ReAct Code Agent; an action is the contents of the turn's code block."""
+    """AppWorld's Simplified ReAct Code Agent; an action is the content of the turn's code block."""
 
     closing_turn = "gap"
 

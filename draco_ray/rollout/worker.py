@@ -1,4 +1,4 @@
-"""The Ray shell of the environment slots: task in, trajectory out."""
+"""The Ray actor of environment slots: plays a task and returns a trajectory."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ from draco_ray.temp_dirs import PrivateTempDir
 log = logging.getLogger(__name__)
 
 EPISODES = "episodes"
-"""Folder of a run directory, or of an evaluation's, for files that worlds keep of their episodes."""
+"""Folder in the directory of a run or an evaluation, for files that worlds keep."""
 Policies = Callable[[AgentConfig], list[Policy]]
-"""Makes the policies that a worker samples from, in the worker: engines of this run, or an API."""
+"""Creates, in a worker, the policies it samples from: engines of this run, or an API."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,10 +52,9 @@ class Evaluated:
 
 
 class RolloutWorkerActor:
-    """Environment slots, and the agent that plays in them.
+    """Environment slots and the agent that plays in them.
 
-    With ``ground_truth`` the environment evaluates the finished world; workers of an outcome-blind training run are
-    started without it and cannot.
+    With ``ground_truth`` the environment evaluates finished worlds; workers of outcome-blind training do not have it.
     """
 
     def __init__(
@@ -78,7 +77,7 @@ class RolloutWorkerActor:
             make_environment(environment, data, ground_truth=ground_truth, name=f"{name}.{index}")
             for index in range(slots)
         ]
-        # Given where the file is on another host.
+        # Passed by the driver, because the file may not exist on this host.
         template = template or agent_template(agent.prompt, self._slots[0].agent_prompt)
         kind = find_agent(agent.use)
         self._agents = [kind(policy, agent, template) for policy in policies(agent)]
@@ -92,9 +91,9 @@ class RolloutWorkerActor:
     async def rollout(
         self, request: RolloutRequest, policy: int
     ) -> tuple[Trajectory | None, RolloutSummary, Evaluated | None]:
-        """Play one episode on the policy of that index.
+        """Play one episode with the policy of this index.
 
-        Returns: the trajectory (for the object store), its summary, and the environment's verdict if it may be asked.
+        Returns: the trajectory (for the object store), its summary, and the environment's verdict if it evaluates.
         """
         working_on(request.group, request.rollout)
         slot = await self._free.get()
@@ -116,17 +115,17 @@ class RolloutWorkerActor:
             return None, _crashed(request, str(error), started), None
         finally:
             self._free.put_nowait(slot)
-        # The trajectory knows when it was played; the slot was held from before its world opened until it was closed.
+        # The summary covers the whole time the slot was held, including opening and closing the world.
         return trajectory, replace(summarise(trajectory), started_at=started, ended_at=time.time()), evaluated
 
     async def _keep(self, world: GuardedWorld, request: RolloutRequest) -> None:
-        """Keep the files of an episode; that they cannot be is no reason to lose it."""
+        """Store the files of an episode; a failure is only logged."""
         if self._kept is None:
             return
         try:
             parts = [file_name(part) for part in (*request.group.split("/"), f"{request.rollout}.{request.attempt}")]
             folder = self._kept.joinpath(*parts)
-            # A step that is played again after a crash leaves no mixture.
+            # Remove files of an earlier attempt, from before a crash.
             await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
             if self._kept.parent.is_dir():
                 await world.keep(folder)
@@ -140,15 +139,15 @@ class RolloutWorkerActor:
             log.warning("files of rollout %s/%s are not kept: %s", request.group, request.rollout, said)
 
     async def up(self) -> None:
-        """Say that this worker can be asked."""
+        """Return once this worker has started."""
 
     async def stop(self) -> None:
-        """End what the slots have started."""
+        """Stop all slots."""
         await asyncio.gather(*(slot.stop() for slot in self._slots))
 
 
 def _open_as_many_files_as_may_be() -> None:
-    """Raise this process's limit: an episode's program takes some ten files, and 1,024 are usual."""
+    """Raise the limit of open files: a program needs about ten, and the usual limit is 1,024."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
@@ -157,7 +156,7 @@ async def _opened(slot: Environment, task_id: str) -> World:
     try:
         return await slot.open(task_id)
     except WorldError as error:
-        # It ends the run: one node of many may lack the data.
+        # This ends the run, so name the host: only this node may lack the data.
         raise WorldError(f"on host {platform.node()}: {error}") from None
     except ConfigError:
         raise
@@ -166,9 +165,9 @@ async def _opened(slot: Environment, task_id: str) -> World:
 
 
 async def evaluate(world: World, trajectory: Trajectory) -> Evaluated:
-    """The verdict on a finished rollout; one whose agent crashed its world has failed.
+    """Evaluate a finished rollout; one whose agent crashed its world counts as failed.
 
-    Raises: as `World.evaluate`, but for WorldBroken; EnvironmentCrashed for a reward that is no number.
+    Raises: as `World.evaluate`, except WorldBroken; EnvironmentCrashed for a reward that is not finite.
     """
     if trajectory.ended is EpisodeEnd.CRASHED:
         verdict = WorldVerdict(success=False, failures=(f"the world crashed: {trajectory.error}",))
@@ -207,20 +206,20 @@ def rollout_starter(
     kind: str = "RolloutWorker",
     kept: Path | None = None,
 ) -> Callable[[int], Any]:
-    """What starts the rollout worker of a given number.
+    """Returns a function that starts the rollout worker of a number.
 
     Args:
-        kind: begins their names, unique in a run.
-        kept: a folder of the run directory, for files of episodes whose worlds keep any.
+        kind: prefix of their names, unique in a run.
+        kept: a folder of the run directory, for files that worlds keep.
 
     Raises:
-        ConfigError: the agent cannot play with these policies.
+        ConfigError: the agent cannot use these policies.
     """
     if (check := getattr(find_agent(agent.use), "check", None)) is not None:
-        # Here, because a worker that cannot be made would only be tried again.
+        # Checked here, because a worker that cannot start is only retried.
         check(agent, policies)
     remote = ray.remote(RolloutWorkerActor)
-    # Workers need not share this process's working directory.
+    # Workers may have another working directory.
     data = data.model_copy(update={"root": data.root.resolve()})
     agent = agent.model_copy(update={"folder": agent.folder.resolve()})
     template = agent_template(agent.prompt, make_environment(environment, data).agent_prompt)
@@ -232,7 +231,7 @@ def rollout_starter(
             num_cpus=environment.cpus_per_worker,
             max_concurrency=2 * slots + 2,
             max_restarts=-1,
-            # The worker's death is not the rollout's fault: it is played again as it was, and then tried anew.
+            # If a worker dies, the attempt is repeated once as it was before it counts as lost.
             max_task_retries=1,
         ).remote(
             f"{kind}-{number}",
@@ -250,7 +249,7 @@ def rollout_starter(
 
 
 def _crashed(request: RolloutRequest, error: str, started: float) -> RolloutSummary:
-    """A rollout that never began, or whose world died while closing."""
+    """The summary of a rollout that never began, or whose world crashed while closing."""
     return RolloutSummary(
         task_id=request.task_id,
         rollout=request.rollout,
@@ -270,7 +269,7 @@ def _crashed(request: RolloutRequest, error: str, started: float) -> RolloutSumm
 
 
 def summarise(trajectory: Trajectory) -> RolloutSummary:
-    """The driver's view of a trajectory."""
+    """The summary of a trajectory, for the driver."""
     return RolloutSummary(
         task_id=trajectory.task_id,
         rollout=trajectory.rollout,

@@ -1,4 +1,4 @@
-"""Demonstrations for `draco sft`: JSONL of messages, or a run's best rollouts, as the tokens an agent would record."""
+"""Demonstrations for `draco sft`: JSONL of messages or a run's best rollouts, tokenized as an agent records them."""
 
 from __future__ import annotations
 
@@ -26,26 +26,26 @@ _ROLES = ("system", "developer", "user", "assistant", "tool")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demonstration:
-    """A conversation whose assistant is to be imitated."""
+    """A conversation whose assistant turns are to be imitated."""
 
     name: str
-    """For messages: where it stands."""
+    """File and line, for error messages."""
     opening: tuple[Message, ...]
-    """Up to the first turn of the assistant."""
+    """The messages before the first assistant turn."""
     rest: tuple[Mapping[str, Any], ...]
-    """From there on, in OpenAI's form."""
+    """The other messages, in OpenAI's format."""
 
 
 def read_demonstrations(path: Path, environment: Environment, agent: Agent) -> list[Demonstration]:
-    """The demonstrations of a JSONL file: a line has ``messages``, and ``tools`` where there are any.
+    """The demonstrations of a JSONL file: each line has ``messages`` and optionally ``tools``.
 
-    Messages that begin with the assistant's follow the prompt that ``agent`` gives the task whose ``id`` the line
-    names, so that demonstrations and rollouts begin alike.
+    If the first message is the assistant's, the prompt that ``agent`` gives the task with the line's ``id`` is put
+    before it, so that demonstrations begin like rollouts.
 
-    Raises: ConfigError, one line that names the place.
+    Raises: ConfigError: one line that names file and line.
     """
     try:
-        # Some editors begin a file with a mark of its encoding.
+        # utf-8-sig: some editors begin a file with a byte order mark.
         lines = path.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: demonstrations cannot be read: {' '.join(str(error).split())}") from None
@@ -60,7 +60,7 @@ def read_demonstrations(path: Path, environment: Environment, agent: Agent) -> l
 
 def _demonstration(name: str, line: str, environment: Environment, agent: Agent) -> Demonstration:
     try:
-        # Half a character, which JSON can spell, could not be put into tokens.
+        # A lone surrogate, which JSON can encode, cannot be tokenized.
         row = clean(json.loads(line))
         messages = row["messages"]
         roles = [message["role"] for message in messages]
@@ -92,7 +92,7 @@ def _demonstration(name: str, line: str, environment: Environment, agent: Agent)
 
 
 def _in_texts(name: str, message: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A message whose content is a text, which OpenAI also spells as a list of parts."""
+    """The message with its content as one text; OpenAI's format also allows a list of parts."""
     role, content = message["role"], message.get("content")
     if role not in _ROLES:
         raise ConfigError(f"{name}: role {role!r}: expected one of {', '.join(_ROLES)}")
@@ -107,7 +107,7 @@ def _in_texts(name: str, message: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _with_calls(name: str, message: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A message whose calls can be made, their arguments as objects."""
+    """The message with its tool calls checked and their arguments parsed."""
     if message["role"] != "assistant":
         return message
     if message.get("function_call"):
@@ -128,7 +128,7 @@ def _with_calls(name: str, message: Mapping[str, Any]) -> Mapping[str, Any]:
         raise ConfigError(f"{name}: a turn of the assistant that says nothing and calls nothing")
     if message.get("weight") not in (None, 0, 1):
         raise ConfigError(f"{name}: weight {message['weight']!r}: expected 0, a turn that is not learned, or 1")
-    # Servers differ in what they call it.
+    # Servers use different names for it.
     reasoning = message.get("reasoning_content") or message.get("reasoning") or ""
     if not isinstance(reasoning, str):
         raise ConfigError(f"{name}: the reasoning of a turn: expected a text, found {type(reasoning).__name__}")
@@ -136,21 +136,21 @@ def _with_calls(name: str, message: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _learned(message: Mapping[str, Any]) -> bool:
-    """Whether a turn is to be imitated: with OpenAI's ``weight`` of 0 it is context."""
+    """Whether a turn is to be imitated; with OpenAI's ``weight`` of 0 it is only context."""
     return message.get("weight") != 0
 
 
 def _named(entry: Any) -> bool:
-    """Whether it is a call or a schema of a function with a name."""
+    """Whether it is a tool call or a tool schema whose function has a name."""
     function = entry.get("function") if isinstance(entry, Mapping) else None
     return isinstance(function, Mapping) and isinstance(function.get("name"), str)
 
 
 def as_sample(demonstration: Demonstration, chat: ChatTokens) -> TrainingSample:
-    """The tokens that an agent records when a policy says exactly this. Every turn of the assistant that is to be
-    learned is sampled.
+    """The tokens that an agent would record if a policy wrote this conversation, with the imitated turns marked as
+    sampled.
 
-    Raises: ConfigError where a conversation has no such form.
+    Raises: ConfigError if the chat template cannot express the conversation.
     """
     turns = _turns(demonstration)
     try:
@@ -160,7 +160,7 @@ def as_sample(demonstration: Demonstration, chat: ChatTokens) -> TrainingSample:
             turn, glue = chat.turn(message), []
             if index < len(turns) - 1:
                 said = [{"role": each["role"], "content": str(each.get("content") or "")} for each in answers]
-                # What follows begins with the end of the turn, which some templates choose by what follows.
+                # The text after a turn begins with its end token, which in some templates depends on the next message.
                 end, *glue = chat.after_messages([], bool(message.get("tool_calls")), said)
                 turn[-1] = end
             ids = ids + turn + glue
@@ -171,7 +171,7 @@ def as_sample(demonstration: Demonstration, chat: ChatTokens) -> TrainingSample:
 
 
 def _turns(demonstration: Demonstration) -> list[tuple[Mapping[str, Any], list[Mapping[str, Any]]]]:
-    """Every turn of the assistant with the messages that answer it."""
+    """Each assistant turn with the messages that follow it."""
     turns: list[tuple[Mapping[str, Any], list[Mapping[str, Any]]]] = []
     for message in demonstration.rest:
         if message["role"] == "assistant":
@@ -182,7 +182,7 @@ def _turns(demonstration: Demonstration) -> list[tuple[Mapping[str, Any], list[M
             turns[-1][1].append(message)
     for message, answers in turns:
         calls, results = len(message.get("tool_calls") or ()), sum(answer["role"] == "tool" for answer in answers)
-        # What nobody has answered is the end.
+        # The last turn may have calls without answers.
         if answers and results != calls:
             raise ConfigError(
                 f"{demonstration.name}: a turn with {calls} calls is answered by {results} results of tools; expected "
@@ -192,9 +192,9 @@ def _turns(demonstration: Demonstration) -> list[tuple[Mapping[str, Any], list[M
 
 
 def fitting(samples: Sequence[TrainingSample], agent: AgentConfig) -> tuple[list[TrainingSample], str | None]:
-    """The samples that are no longer than a rollout can be, and what is to be said of the others, where there are any.
+    """The samples that fit the length of a rollout, and a message about those that do not, if any.
 
-    Raises: ConfigError where none is left.
+    Raises: ConfigError if none is left.
     """
     most = agent.max_prompt_length + agent.max_response_length
     long = [sample for sample in samples if len(sample.token_ids_T) > most]
@@ -211,20 +211,20 @@ def fitting(samples: Sequence[TrainingSample], agent: AgentConfig) -> tuple[list
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chosen:
-    """Rollouts that were good enough to be imitated."""
+    """The best rollouts of a run."""
 
     samples: tuple[TrainingSample, ...]
-    """One for each branch."""
+    """One per branch."""
     rollouts: int
     tasks: int
     seen: int
-    """Rollouts that have a reward."""
+    """Number of rollouts that have a reward."""
 
 
 def best_rollouts(run: RunDirectory, best: int) -> Chosen:
-    """The ``best`` rollouts of every task of a run by reward, later ones first among equals; none below or at 0.
+    """The ``best`` rollouts with the highest positive rewards of every task; among equals the later ones.
 
-    Raises: ConfigError where there is none.
+    Raises: ConfigError if there is none.
     """
     by_task: dict[str, list[tuple[float, int, int]]] = defaultdict(list)
     seen = 0
@@ -248,7 +248,7 @@ def best_rollouts(run: RunDirectory, best: int) -> Chosen:
 
 
 def _branch(trajectory: Trajectory, span: slice) -> TrainingSample:
-    """One of a rollout's token sequences: what it takes over from another is context, as in training."""
+    """One branch of a rollout; tokens shared with an earlier branch are context, as in training."""
     sampled = trajectory.sampled_T[span]
     prompt_length = trajectory.prompt_length if span.start == 0 else int(sampled.argmax())
     return _sample(
@@ -259,7 +259,7 @@ def _branch(trajectory: Trajectory, span: slice) -> TrainingSample:
 def _sample(
     group: str, rollout: int, ids: Sequence[int], sampled: Sequence[bool], prompt_length: int
 ) -> TrainingSample:
-    """A sample whose sampled tokens are all to become likelier, by the same amount."""
+    """A sample with an advantage of 1 on all sampled tokens."""
     mask = np.array(sampled, dtype=np.bool_)
     return TrainingSample(
         group=group,

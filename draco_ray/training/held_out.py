@@ -1,7 +1,7 @@
-"""The stand-in for success where an environment has no evaluator: the judge's pass rate on held-out tasks.
+"""Measures held-out tasks: by the environment's evaluator or, if it has none, by the judge's pass rate.
 
-A task's rollouts are scored by criteria that the judge writes from the task alone (stage 1), or by the static rubric:
-they depend on no policy, and are the same before and after. Each rollout is scored twice, so that it shows how far the
+The judge scores rollouts by criteria that it writes from the task alone (stage 1), or by the static rubric. These do
+not depend on the policy and are the same before and after training. Each rollout is scored twice to measure how far the
 judge agrees with itself.
 """
 
@@ -41,11 +41,11 @@ if TYPE_CHECKING:
 
 
 Tell = Callable[[int, Mapping[str, float]], object]
-"""Is given the step of a policy that was measured, and its rates in [0, 1] by name."""
+"""Called with the step of the measured policy and its rates in [0, 1] by name."""
 
 
 class BeforeAfter:
-    """Evaluates the split ``data.eval_split`` where ``train.evaluate_before_after`` asks for it."""
+    """Evaluates the split ``data.eval_split`` if ``train.evaluate_before_after`` is on."""
 
     def __init__(
         self,
@@ -59,25 +59,25 @@ class BeforeAfter:
     ) -> None:
         """
         Args:
-            config: the run's.
-            actors: that play.
-            run: where it is kept.
-            progress: is told of what is played.
-            console: to print on.
+            config: of the run.
+            actors: of the run.
+            run: where results are stored.
+            progress: shows the number of finished rollouts.
+            console: for messages.
             tell: called after each measurement, in a thread.
-            wait: entered while something is waited for (`draco_ray.pipeline.Pipeline`).
+            wait: a context manager entered while waiting (`draco_ray.pipeline.Pipeline`).
         """
         self._config, self._actors, self._run = config, actors, run
         self._progress, self._console, self._tell, self._wait = progress, console, tell, wait
 
     async def measure(self, step: int, done: int) -> list[Evaluation] | None:
-        """What the policy of ``step`` achieves, measured or read from the run directory.
+        """The evaluations of the policy of ``step``, measured or read from the run directory.
 
         Args:
             step: 0 is the untrained policy.
             done: steps whose updates the engines have.
 
-        Returns: None if it is not asked for, or if that policy is gone.
+        Returns: None if evaluation is off, or if the engines have a later policy.
         """
         if not self._config.train.evaluate_before_after:
             return None
@@ -122,7 +122,7 @@ class BeforeAfter:
         return evaluations
 
     def report(self, before: Sequence[Evaluation], after: Sequence[Evaluation]) -> None:
-        """Print a line on what training changed."""
+        """Print a line comparing before and after."""
         before, after, of = on_the_same_tasks(before, after)
         if not before or not after:
             return
@@ -147,8 +147,8 @@ RolloutT = TypeVar("RolloutT", bound=OfTask)
 def on_the_same_tasks(
     before: Sequence[RolloutT], after: Sequence[RolloutT]
 ) -> tuple[list[RolloutT], list[RolloutT], str]:
-    """The rollouts of tasks that both have, and which these are where that has to be said: a resumed run may have held
-    out others when it began.
+    """The rollouts of tasks in both, and a remark if some tasks are in only one: a resumed run may have had other
+    held-out tasks when it began.
     """
     first, last = ({rollout.task_id for rollout in rollouts} for rollouts in (before, after))
     both = first & last
@@ -169,11 +169,11 @@ async def evaluate_tasks(
     """Play every task ``runs`` times; a rollout that is lost counts as a failure.
 
     Args:
-        pool: workers that load ground truth.
+        pool: of workers with ground truth.
         step: the training step whose adapter is loaded; 0 is the untrained policy.
-        keep: given the trajectory of every rollout that was not lost.
+        keep: called with the trajectory of every rollout that was not lost.
         done: called after every rollout.
-        wait: as of `BeforeAfter`.
+        wait: see `BeforeAfter`.
     """
 
     async def one(index: int, task: Task, run: int) -> Evaluation:
@@ -193,7 +193,7 @@ async def evaluate_tasks(
 
 @dataclass(frozen=True, slots=True)
 class ScoreAgain(Score):
-    """The same question once more, to which no reply is kept from the first time."""
+    """The same question in a cache scope of its own, so that the first reply is not reused."""
 
     def scope(self, config: JudgeConfig, group: str) -> str:
         """See `Question`."""
@@ -201,7 +201,7 @@ class ScoreAgain(Score):
 
 
 class JudgedBeforeAfter:
-    """Judges the split ``data.eval_split`` where ``train.evaluate_before_after`` asks for it."""
+    """Judges the split ``data.eval_split`` if ``train.evaluate_before_after`` is on."""
 
     def __init__(
         self,
@@ -216,34 +216,34 @@ class JudgedBeforeAfter:
         tell: Tell = lambda step, rates: None,
         wait: Wait = lambda kind, which: nullcontext(),
     ) -> None:
-        """The first five and the last two are those of `BeforeAfter`.
+        """The other arguments are those of `BeforeAfter`.
 
         Args:
-            prompts: the agent's prompts of tasks.
-            static: the rubric of every task; empty: the judge writes one for each.
+            prompts: returns the agent's prompts of tasks.
+            static: the rubric of every task; empty: the judge writes one per task.
         """
         self._config, self._actors, self._run = config, actors, run
         self._progress, self._console, self._tell, self._wait = progress, console, tell, wait
         self._prompts, self._static = prompts, tuple(static)
 
     async def measure(self, step: int, done: int) -> list[JudgedRollout] | None:
-        """What the judge says of the policy of ``step``; see `BeforeAfter.measure`."""
+        """The judged rollouts of the policy of ``step``; see `BeforeAfter.measure`."""
         if not self._config.train.evaluate_before_after:
             return None
         environment, split = make_environment(self._config.environment, self._config.data), self._config.data.eval_split
         tasks = [environment.task(task) for task in environment.tasks(split)[: self._config.data.eval_tasks]]
         known = read_judged(self._run).get((step, split), [])
         wanted = {(task.task_id, run) for task in tasks for run in range(self._config.train.evaluation_runs)}
-        # A run that was killed meanwhile has left half of it.
+        # A run that was killed while measuring has left only some of them.
         if step >= done and {(each.task_id, each.run) for each in known} != wanted:
             return await self._judge(step, tasks)
-        # Of a policy that is gone there is what was asked then, of whichever tasks were held out.
+        # Of an earlier policy only the stored results are left, whichever tasks were held out then.
         return known or None
 
     async def _judge(self, step: int, tasks: Sequence[Task]) -> list[JudgedRollout]:
         runs, split = self._config.train.evaluation_runs, self._config.data.eval_split
         prompts = self._prompts([task.task_id for task in tasks])
-        # No ground truth is asked for: the workers that train are free, and will do.
+        # Needs no ground truth, so the training workers are used; they are idle now.
         pool = self._actors.pool(self._actors.workers)
         self._progress.start(f"judging {split}", 0, len(tasks) * runs)
         try:
@@ -263,7 +263,7 @@ class JudgedBeforeAfter:
     async def _task(
         self, pool: RolloutPool, step: int, index: int, task: Task, prompt: tuple[Message, ...]
     ) -> list[JudgedRollout]:
-        """One task: its rubric, and its rollouts by that."""
+        """Judge one task: write its rubric, and score its rollouts."""
         context = CallContext(group=f"heldout/{task.task_id}", task_id=task.task_id)
         rubric = asyncio.create_task(self._rubric(step, context, prompt))
         try:
@@ -312,7 +312,7 @@ class JudgedBeforeAfter:
         return found
 
     def report(self, before: Sequence[JudgedRollout], after: Sequence[JudgedRollout]) -> None:
-        """Print a line on what training changed."""
+        """Print a line comparing before and after."""
         before, after, of = on_the_same_tasks(before, after)
         first, last = (judged_rates(rollouts).pass_rate for rollouts in (before, after))
         if first is None or last is None:

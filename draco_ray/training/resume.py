@@ -1,7 +1,7 @@
-"""Where a stopped run goes on: the last checkpoint, and what the run directory knows of the steps after it.
+"""Where a stopped run continues: its newest checkpoint, and what the run directory holds of later steps.
 
-A step counts as done once its checkpoint is complete. The steps after that one are done again from what is on disk:
-their finished rollouts, and the judge's replies from the durable cache; see docs/faults.md.
+A step is done once its checkpoint is complete. Later steps are repeated, reusing what is on disk: their finished
+rollouts, and the judge's replies from the durable cache; see docs/faults.md.
 """
 
 from __future__ import annotations
@@ -50,15 +50,15 @@ FREE = (
     *("learner.max_failures", "learner.stall_seconds", "learner.hang_seconds"),
     *("learner.gradient_checkpointing", "learner.sft_learning_rate"),
 )
-"""Keys that say where a run happens, by what way the same judge is reached, and what it may spend, not what it
-computes: they may change between runs."""
+"""Keys that may change when a run is resumed: where it runs, how the same judge is reached, and what may be spent; none
+of them changes what is computed."""
 TASKS = "tasks.json"
 KEPT = {
     "trajectories": ("task_id", "rollout"),
     "steps": ("task_id", "rollout"),
     "judge_calls": ("task_id", "phase", "rollout"),
 }
-"""Tables whose rows a step done again takes over, with the columns that name their parts; others are written anew."""
+"""Tables whose rows a repeated step reuses, with the columns that name their parts; other tables are rewritten."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,19 +71,19 @@ class StartPoint:
     moved: bool = False
     """Whether the adapter differs from the base model."""
     recorded: frozenset[int] = frozenset()
-    """Steps after it of which finished rollouts may be taken from the run directory."""
+    """Later steps whose finished rollouts are reused."""
     damaged: tuple[str, ...] = ()
-    """What is wrong with later checkpoints, and where they were moved to; a line each."""
+    """What is wrong with each damaged later checkpoint and where it was moved, one line each."""
     dropped: tuple[Path, ...] = ()
-    """Files of rows of steps after it that could not be read: the machine was lost before they were on its disk."""
+    """Table files of later steps that were unreadable, because the machine was lost before they reached its disk."""
     unmeasured: tuple[int, ...] = ()
-    """Steps that are done, without a line in ``metrics.jsonl``."""
+    """Finished steps without a line in ``metrics.jsonl``."""
     first_gap: float | None = None
-    """The canary's mean gap in the first step that has one, nats."""
+    """The canary's mean gap, in nats, of the first step that has one."""
 
 
 def config_changes(old: DracoConfig, new: DracoConfig) -> list[str]:
-    """``key (old -> new)`` for every key that differs and matters."""
+    """``key (old -> new)`` for every key that differs and is not in `FREE`."""
     before, after = (dict(_leaves(config.model_dump(mode="json"))) for config in (old, new))
     return [
         f"{key} ({before.get(key)} -> {after.get(key)})"
@@ -93,7 +93,7 @@ def config_changes(old: DracoConfig, new: DracoConfig) -> list[str]:
 
 
 def adopt_config(run: RunDirectory, old: DracoConfig, new: DracoConfig, *, allow_changed: bool) -> list[str]:
-    """Make ``new`` the configuration of the run, and keep the old one beside it if it differs.
+    """Make ``new`` the configuration of the run; if it differs, keep the old one beside it.
 
     Returns: what changed.
     Raises:
@@ -182,10 +182,10 @@ def _rules(written: Mapping[str, Any]) -> OrderRules:
 
 
 def rewind(run: RunDirectory, *, reuse: bool) -> StartPoint:
-    """Take a run directory back to its newest sound checkpoint; what later steps have finished and paid for stays.
+    """Rewind a run directory to its newest sound checkpoint, keeping finished rollouts and paid replies of later steps.
 
     Args:
-        reuse: whether rollouts of later steps still are what the configuration would play.
+        reuse: whether rollouts of later steps match the configuration and are kept.
 
     Raises:
         DamagedRun: it has checkpoints, and none is sound.
@@ -227,7 +227,7 @@ def _newest_sound(run: RunDirectory) -> tuple[int, dict[int, str]]:
     ships = run.setting("learner.use") == LearnerConfig().use
     for step in reversed(run.checkpoint_steps()):
         folder = run.checkpoint(step)
-        # Other learners may write checkpoints of their own format.
+        # A learner of the user may write checkpoints in another format.
         found = checkpoint_damage(folder) if ships or (folder / COUNTERS).exists() else None
         if found is None:
             return step, damage
@@ -243,7 +243,7 @@ def _newest_sound(run: RunDirectory) -> tuple[int, dict[int, str]]:
 
 
 def _moved_aside(folder: Path) -> str:
-    """Rename a damaged checkpoint, so that `train.keep_last` does not count it; returns its new name."""
+    """Rename a damaged checkpoint so that `train.keep_last` does not count it; returns its new name."""
     names = (f".{folder.name}.damaged-{number}" for number in range(1, 10**6))
     aside = next(name for name in names if not os.path.lexists(folder.with_name(name)))
     folder.rename(folder.with_name(aside))
@@ -251,7 +251,7 @@ def _moved_aside(folder: Path) -> str:
 
 
 def _unreadable(run: RunDirectory, step: int) -> Iterator[Path]:
-    """Parts of a step under way that are not whole."""
+    """Table parts of an unfinished step that cannot be read."""
     for table in STEP_TABLES:
         for path in run.parts(table, step):
             try:
@@ -261,11 +261,11 @@ def _unreadable(run: RunDirectory, step: int) -> Iterator[Path]:
 
 
 def _reopen(run: RunDirectory, step: int, *, reuse: bool) -> None:
-    """Turn a step's tables back into the parts they were gathered from, and drop what will be written anew."""
+    """Split a step's tables back into the parts they were merged from, and delete those that will be rewritten."""
     store = RunStore(run)
     for folder in (run.tables / name for name in TABLES):
         gathered, parts = folder / f"step{step:05d}.parquet", folder / f"step{step:05d}"
-        # Judge calls stay recorded, since they were paid for, whatever becomes of the rollouts.
+        # Judge calls were paid for, so they stay recorded even if the rollouts do not.
         keep = folder.name == "judge_calls" or (reuse and folder.name in KEPT)
         if not keep:
             shutil.rmtree(parts, ignore_errors=True)

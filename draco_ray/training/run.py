@@ -1,4 +1,4 @@
-"""A whole training run from its driver: what is checked first, the run directory, and leaving nothing behind.
+"""A whole training run, seen from its driver: checks, the run directory, and clean-up.
 
 The driver holds configuration, summaries and references; trajectories, samples and weights stay in the object store.
 """
@@ -48,7 +48,7 @@ def train(config: DracoConfig, console: Console | None = None) -> Path:
 
     Returns: the run directory.
     Raises:
-        DracoError: what is wrong, in one line; whatever was finished before is in the run directory.
+        DracoError: one line; everything finished before the error is in the run directory.
     """
     console = console or PlainConsole()
     config, prompts, order = _checked(config, console, (*CHECKS, check_root))
@@ -57,30 +57,20 @@ def train(config: DracoConfig, console: Console | None = None) -> Path:
         run = _directory(path, config)
         where = f"environment {config.environment.use}, {len(prompts)} training tasks"
         console.print(f"{name}: setting {config.setting}, model {config.model.path}, {where}")
-        return _train_new(config, prompts, order, run, console)
+        with sole_driver(run):
+            if run.config_text() != dump_config(config):
+                run.write_config(dump_config(config))
+            adopt_tasks(run, prompts, order.rules, 0, console)
+            return _train(config, prompts, order, run, StartPoint(), console)
 
 
 def name_of(setting: str, begins: datetime) -> str:
-    """A name for a run that has none: its own, also among runs that begin in the same second on many machines."""
+    """A unique name for a run without ``run.name``, even among runs started in the same second on many machines."""
     return f"{setting}-{begins:%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
 
 
-def _train_new(
-    config: DracoConfig,
-    prompts: Mapping[str, tuple[Message, ...]],
-    order: TaskOrder,
-    run: RunDirectory,
-    console: Console,
-) -> Path:
-    with sole_driver(run):
-        if run.config_text() != dump_config(config):
-            run.write_config(dump_config(config))
-        adopt_tasks(run, prompts, order.rules, 0, console)
-        return _train(config, prompts, order, run, StartPoint(), console)
-
-
 def _directory(path: Path, config: DracoConfig) -> RunDirectory:
-    """A new run directory, or one whose run never began: a refused start does not keep the run's name."""
+    """A new run directory, or that of a run that never began: a refused start does not occupy the name."""
     if path.is_dir() and (path / "config.yaml").is_file() and (run := RunDirectory.open(path)).untouched:
         return run
     return RunDirectory.create(path, dump_config(config))
@@ -96,10 +86,10 @@ def resume_or_start(
     trust: bool = False,
     console: Console | None = None,
 ) -> Path:
-    """Continue the run of ``run.name`` if it has begun, else start it: one command that may be repeated for ever.
+    """Continue the run of ``run.name`` if it has begun, else start it: one command that can be repeated.
 
     Args:
-        config: what ``source``, ``overrides`` and ``setting`` describe; the others are those of `resume`.
+        config: the result of ``source``, ``overrides`` and ``setting``; the other arguments are those of `resume`.
 
     Returns: the run directory.
     Raises:
@@ -123,15 +113,13 @@ def resume(
     trust: bool = False,
     console: Console | None = None,
 ) -> Path:
-    """Continue a stopped run at the step, and within the step, where it stopped.
+    """Continue a stopped run where it stopped, within a step too.
 
     Args:
-        directory: the run's, or the URL of its copy in an object store, which is restored if it is not here.
-        source: a preset or a YAML file that describes the same run; None takes the run's own configuration.
-        overrides: as of `draco_ray.config.load.load_config`.
-        setting: likewise.
-        allow_changed: go on although the configuration differs from the run's.
-        trust: as of `draco_ray.config.load.load_config`.
+        directory: of the run, or the URL of its copy in an object store, which is downloaded if it is not here.
+        source: a preset or YAML file describing the same run; None: the run's stored configuration.
+        overrides, setting, trust: see `draco_ray.config.load.load_config`.
+        allow_changed: continue although the configuration differs from the run's.
 
     Returns: the run directory.
     Raises:
@@ -176,7 +164,7 @@ def _resume(
         check_disk(config, run.path)
         check_paid_replies(run, old, config)
         changes = adopt_config(run, old, config, allow_changed=allow_changed)
-        # A recorded rollout holds no verdict of AppWorld's: where that is the reward, it is played again.
+        # A recorded rollout has no evaluator verdict, so it is played again where that verdict is the reward.
         start = rewind(run, reuse=not changes and config.algorithm.reward != "outcome")
         for damage in start.damaged:
             console.print(damage)
@@ -205,7 +193,7 @@ def _resume(
 def _checked(
     config: DracoConfig, console: Console, checks: Sequence[Check]
 ) -> tuple[DracoConfig, dict[str, tuple[Message, ...]], TaskOrder]:
-    """The configuration as it is run, the prompts of usable tasks, and their order."""
+    """The resolved configuration, the prompts of usable tasks, and the order of the tasks."""
     start = Start(config, console)
     refuse(findings(start, checks))
     assert start.prompts is not None
@@ -219,7 +207,7 @@ def _steps(config: DracoConfig, order: TaskOrder) -> int:
 
 
 def _measured(run: RunDirectory, config: DracoConfig, step: int) -> bool:
-    """Whether the evaluation after the last step is done, or not asked for."""
+    """Whether the evaluation after the last step is done or disabled."""
     measured = read_evaluations(run).keys() | read_judged(run).keys()
     return not config.train.evaluate_before_after or (step, config.data.eval_split) in measured
 
@@ -232,7 +220,7 @@ def _train(
     start: StartPoint,
     console: Console,
 ) -> Path:
-    # The log and the trackers write before a node is asked anything.
+    # The log and the trackers must be running before the first remote call.
     check_disk(config, run.path)
     check_replies(config, run.path)
     start_run_log(run.path)
@@ -271,7 +259,7 @@ async def _run(
 
 @contextlib.asynccontextmanager
 async def _head_watched(console: Console) -> AsyncIterator[asyncio.Future[None]]:
-    """A future that fails once the cluster's head is gone, which is said at once: what it ends is left first."""
+    """A future that fails when the cluster's head is lost; the message is printed at once, before the clean-up."""
 
     async def watch() -> None:
         try:
@@ -290,21 +278,21 @@ async def _head_watched(console: Console) -> AsyncIterator[asyncio.Future[None]]
 
 @contextlib.contextmanager
 def _said_at_once(console: Console) -> Iterator[None]:
-    """Say that the run stops the moment it is interrupted: what is under way is finished and written first."""
+    """Print "stopping…" immediately on an interrupt, since finishing and writing what is running takes a while."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     loop, before = asyncio.get_running_loop(), signal.getsignal(signal.SIGINT)
 
     def interrupted(number: int, frame: FrameType | None) -> None:
-        # By the loop, since a handler may be called in the middle of another line; before anything is cancelled.
+        # Printed from the loop: a signal handler may run in the middle of printing another line.
         loop.call_soon_threadsafe(console.print, "stopping…")
         signal.signal(signal.SIGINT, again)
         if callable(before):
             before(number, frame)
 
     def again(number: int, frame: FrameType | None) -> None:
-        # Who does not wait for the end leaves futures that nobody looks at: not a word of each, with a stack trace.
+        # A second interrupt abandons futures; do not print a stack trace for each of them.
         loop.set_exception_handler(lambda loop, context: None)
         if callable(before):
             before(number, frame)
@@ -324,7 +312,7 @@ async def _train_and_measure(session: TrainingSession, done: int, last: int, eve
             await session.measure(step, step)
 
     before = await session.measure(0, done)
-    # Of a run that was stopped between the two.
+    # For a run that was stopped between the step and its evaluation.
     await between(done)
     await session.trainer.train(done + 1, last, between)
     if before and last and (after := await session.measure(last, done)):

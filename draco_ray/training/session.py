@@ -1,4 +1,4 @@
-"""What a run needs before its first step: a usable model, prompts that fit, a judge, Ray, and its actors."""
+"""Sets up a run: checks the model and prompts, and starts the judge, Ray and the actors."""
 
 from __future__ import annotations
 
@@ -70,12 +70,12 @@ class Actors:
         *,
         engines: Sequence[Any] | None = None,
     ) -> None:
-        """Create them; they begin to load at once.
+        """Create the actors; they begin loading at once.
 
         Args:
-            config: the final one, of `draco_ray.training.session.opened`.
-            run: where the run store writes; its name is part of the actors' names.
-            engines: policy engine actors that exist already, as many and under the same names; None starts vLLM.
+            config: from `draco_ray.training.session.opened`.
+            run: the run directory; its name is part of the actors' names.
+            engines: existing policy engine actors to use, of the same number and names; None: start vLLM engines.
 
         Raises:
             ConfigError, ClusterError: the cluster cannot carry the run (`draco_ray.training.preflight`).
@@ -123,11 +123,11 @@ class Actors:
         self.store = start_run_store(run.path, name, requests_name(judge, run.path))
 
     async def start(self, pending: Pending | None = None) -> None:
-        """Return once the judge and every engine answer; ``pending`` is told what is waited for.
+        """Return once the judge and every engine answer; ``pending`` records what is being waited for.
 
         Raises:
-            JudgeUnavailable: the judge cannot be reached from where its worker runs; not asked where no rubric is used.
-            ClusterError: no judge worker came up.
+            JudgeUnavailable: the judge cannot be reached from its worker's node; not checked if no rubric is used.
+            ClusterError: no judge worker started.
             EngineError: the model cannot be loaded.
         """
         pending = pending or Pending()
@@ -142,7 +142,7 @@ class Actors:
         self._ready = True
 
     async def judge_pause(self) -> Pause | None:
-        """The outage of the judge, if there is one and the limiter is there to tell."""
+        """The judge's current outage, if there is one and the limiter answers."""
         if self._limiter is None:
             return None
         try:
@@ -152,7 +152,7 @@ class Actors:
         return pause
 
     def evaluation_workers(self) -> RolloutWorkers:
-        """New workers for ``environment.slots`` that see the ground truth, beside those of training."""
+        """Additional workers that can evaluate, with ``environment.slots`` slots."""
         return self._rollout_workers(ground_truth=True, kind="EvaluationWorker")
 
     def _rollout_workers(self, *, ground_truth: bool, kind: str = "RolloutWorker") -> RolloutWorkers:
@@ -172,11 +172,11 @@ class Actors:
         return workers
 
     def pool(self, workers: RolloutWorkers) -> RolloutPool:
-        """A pool over ``workers``, on every engine."""
+        """A rollout pool of ``workers`` and all engines."""
         return RolloutPool(workers, self.fleet.workers, self._config.environment.rollout_retries, self._config.seed)
 
     async def stop(self) -> None:
-        """End what holds processes of its own; Ray ends the rest."""
+        """Stop the actors that have child processes; Ray stops the others."""
         self.judges.close()
         stops: list[Awaitable[Any]] = [self.fleet.stop(), self.workers.stop()]
         if self._ready:
@@ -188,21 +188,21 @@ class Actors:
 
 START_SAY_SECONDS = 60.0
 RULE_JUDGE = "draco_ray.sandbox.judge_server:JudgeServer"
-"""By name: what stands in is never imported by what trains."""
+"""A name rather than an import, because training code must not import the sandbox."""
 STALE_IMPORTANCE_CAP = 2.0
-"""``learner.importance_cap`` where it is null and ``train.staleness`` is on."""
+"""Value of ``learner.importance_cap`` if it is null and ``train.staleness`` is above 0."""
 
 
 def checked_model(config: DracoConfig) -> DracoConfig:
-    """The configuration with a model that can be used, and what depends on it: its path absolute if it is a directory,
-    the text of its chat template, whether activations are kept.
+    """The configuration with a checked model and what depends on it: a directory's path is made absolute, the chat
+    template is read, and it is decided whether activations are kept.
 
     Raises:
         ConfigError: the model cannot be used.
     """
     model, changed = config.model, {}
     check_model_directory(model.path, model.chat_template)
-    # Workers need not share this process's working directory.
+    # Workers may have another working directory.
     if Path(model.path).is_dir():
         changed["path"] = str(Path(model.path).resolve())
     if model.chat_template is not None:
@@ -211,7 +211,7 @@ def checked_model(config: DracoConfig) -> DracoConfig:
 
 
 def with_environment(config: DracoConfig) -> tuple[DracoConfig, Environment]:
-    """The configuration with what the environment adds, and the environment: facts for the judge, a static rubric.
+    """The configuration, completed with the environment's facts and static rubric, and the environment.
 
     Raises:
         ConfigError, WorldError: ``environment.use`` names no environment that can be used, or there is no static
@@ -233,11 +233,10 @@ def with_environment(config: DracoConfig) -> tuple[DracoConfig, Environment]:
 
 
 def resolve_config(config: DracoConfig) -> tuple[DracoConfig, Environment]:
-    """The configuration with everything a run needs but the judge's endpoint, and its environment.
+    """The configuration completed by `with_environment` and `checked_model`, as stored in the run directory; and the
+    environment. Only the judge's endpoint is still missing.
 
-    What it adds is written to the run directory too: what `with_environment` and `checked_model` add.
-
-    Raises: as these.
+    Raises: as these two.
     """
     config, environment = with_environment(config)
     return checked_model(config), environment
@@ -246,7 +245,7 @@ def resolve_config(config: DracoConfig) -> tuple[DracoConfig, Environment]:
 def task_prompts(
     config: DracoConfig, environment: Environment, tasks: Sequence[str]
 ) -> tuple[dict[str, tuple[Message, ...]], ChatTokens]:
-    """What the agent is told of each task, by task id, and the chat template that puts it into tokens.
+    """The agent's prompt of each task, by task id, and the chat template that tokenizes it.
 
     Raises:
         ConfigError, WorldError: a task or the agent's prompt cannot be used.
@@ -262,7 +261,7 @@ def task_prompts(
     chat = ChatTokens(load_tokenizer(config.model.path, config.model.chat_template), thinking=config.agent.thinking)
     environment.check_model(config.model.path)
     template = agent_template(config.agent.prompt, environment.agent_prompt)
-    # Nothing is sampled here.
+    # Only for its prompts; nothing is sampled.
     agent = find_agent(config.agent.use)(TokenPolicy(EngineClient(0, ""), chat, config.agent), config.agent, template)
     return {task_id: agent.prompt(environment.task(task_id)) for task_id in tasks}, chat
 
@@ -270,7 +269,7 @@ def task_prompts(
 def usable_prompts(
     config: DracoConfig, environment: Environment, console: Console, needed: int = 0
 ) -> dict[str, tuple[Message, ...]]:
-    """Prompts of the training tasks that fit ``agent.max_prompt_length``, by task id; says how many do not.
+    """Prompts of the training tasks that fit ``agent.max_prompt_length``, by task id; prints how many do not.
 
     Raises:
         ConfigError, WorldError: the split, its tasks or the agent's prompt cannot be used, or too few fit.
@@ -292,13 +291,13 @@ def usable_prompts(
 
 
 def say_cut_prompts(config: DracoConfig, environment: Environment, tasks: Sequence[str], console: Console) -> None:
-    """Say how many tasks that are played whatever their length begin without the beginning of their prompt.
+    """Print how many held-out tasks have a prompt that is too long and is cut at its beginning.
 
     Raises:
         ConfigError, WorldError: a task or the agent's prompt cannot be used.
     """
     if not tasks or not issubclass(find_agent(config.agent.use), TurnAgent):
-        # Other agents put their messages into tokens as they go, and are refused what is too long.
+        # Programs send their own messages, and the endpoint refuses those that are too long.
         return
     prompts, chat = task_prompts(config, environment, tasks)
     most = config.agent.max_prompt_length
@@ -313,16 +312,16 @@ def say_cut_prompts(config: DracoConfig, environment: Environment, tasks: Sequen
 def opened(
     config: DracoConfig, run: RunDirectory, console: Console, *, cache: Path | None = None, resumable: bool = False
 ) -> Iterator[DracoConfig]:
-    """Judge and Ray of a run for as long as the block runs, whose errors are raised as by `one_line_errors`.
+    """Run the judge's server and Ray during the block; errors are raised as by `one_line_errors`.
 
     Args:
-        config: of `resolve_config`.
-        run: its directory.
-        console: for people.
-        cache: folder of the judge's replies where ``judge.cache`` names none; None: in the run directory.
+        config: from `resolve_config`.
+        run: the run directory.
+        console: for messages.
+        cache: folder of the judge's replies if ``judge.cache`` is null; None: in the run directory.
         resumable: whether `draco train --resume` can continue the run.
 
-    Yields: the final configuration: with the judge's endpoint and cache.
+    Yields: the configuration completed with the judge's endpoint and cache.
     Raises: as `open_judge` and `ray_session`.
     """
     with (
@@ -336,14 +335,14 @@ def opened(
 
 @contextlib.contextmanager
 def open_judge(config: DracoConfig, console: Console, cache: Path | None = None) -> Iterator[DracoConfig]:
-    """The configuration with the judge's endpoint and, as ``judge.cache`` where that is null, ``cache``.
+    """The configuration with the judge's endpoint, and with ``cache`` as ``judge.cache`` if that is null.
 
-    The rule judge's server, where one is wanted, runs for as long as the block.
+    The rule judge's server, if used, runs during the block.
 
     Raises:
-        ConfigError: the policy is to be its own judge and its context is too short for that; or a budget without a
-            price of the model.
-        JudgeUnavailable: the judge refuses us or cannot be reached.
+        ConfigError: the policy judges itself and its context is too short; or there is a budget but no price for
+            the model.
+        JudgeUnavailable: the judge refuses access or cannot be reached.
     """
     from draco_ray.judging.build import build_judge
     from draco_ray.judging.pricing import check_budget
@@ -356,7 +355,7 @@ def open_judge(config: DracoConfig, console: Console, cache: Path | None = None)
         check_judge_context(config)
     elif judge.local.enabled:
         console.print(f"judge: {judge.model}, served on the cluster")
-        # Its servers start with the run: the first judge worker checks them.
+        # Its servers start with the actors, so the first judge worker checks them.
         check_budget(judge, judge.model)
     elif judge.rule_judge.start:
         with _rule_judge(config, console) as endpoint:
@@ -364,7 +363,7 @@ def open_judge(config: DracoConfig, console: Console, cache: Path | None = None)
         return
     else:
         console.print(f"judge: {introduced(judge)}")
-        # First, because a judge that refuses us is known in seconds and everything else takes longer to start.
+        # First, because this takes seconds and everything else takes longer to start.
         with shown(console, "asking the judge"):
             asyncio.run(_check_judge(build_judge(config.judge, None), config, console))
     yield final
@@ -372,7 +371,7 @@ def open_judge(config: DracoConfig, console: Console, cache: Path | None = None)
 
 @contextlib.contextmanager
 def _rule_judge(config: DracoConfig, console: Console) -> Iterator[dict[str, str]]:
-    """The rule judge's server; yields the judge's configuration that reaches it."""
+    """Run the rule judge's server; yields the judge settings that point to it."""
     from draco_ray.judging.pricing import check_budget
 
     rules = config.judge.rule_judge
@@ -381,7 +380,7 @@ def _rule_judge(config: DracoConfig, console: Console) -> Iterator[dict[str, str
         use=rules.use, latency=rules.latency_seconds, noise={**noise, "seed": config.seed}
     ) as server:
         console.print(f"judge: the offline rule judge (a stand-in for a frontier judge) at {server.base_url}")
-        # The server asks for no key, but OpenAI's protocol sends one.
+        # The server needs no key, but the client requires one.
         os.environ.setdefault("DRACO_RULE_JUDGE_KEY", "none")
         model = f"openai/{server.model}"
         check_budget(config.judge, model)
@@ -396,13 +395,13 @@ async def _check_judge(judge: Judge, config: DracoConfig, console: Console) -> N
         with pending.of("the judge's first answer"):
             await judge.check()
 
-    # No resources are pending: there is no Ray yet.
+    # Ray is not running yet, so there are no pending resources to report.
     await started(check(), config, pending, console, why=str)
 
 
 @contextlib.contextmanager
 def ray_session(config: DracoConfig, console: Console | None = None) -> Iterator[None]:
-    """Ray for as long as the block runs; ``console`` shows that it is being started."""
+    """Run Ray during the block; ``console`` shows that it is starting."""
     with contextlib.nullcontext() if console is None else shown(console, "starting Ray"):
         connect(config, console=console)
     try:
@@ -413,9 +412,9 @@ def ray_session(config: DracoConfig, console: Console | None = None) -> Iterator
 
 @contextlib.contextmanager
 def one_line_errors(run: RunDirectory, console: Console, *, resumable: bool = False) -> Iterator[None]:
-    """Raise known errors of remote parts as one line, and an interrupt as SystemExit; print where the run is.
+    """Turn known errors of actors into one line and an interrupt into SystemExit; print the run directory.
 
-    ``resumable``: whether `draco train --resume` can continue the run; the command is then printed too.
+    ``resumable``: print the `draco train --resume` command too.
     """
     try:
         yield
@@ -432,9 +431,9 @@ def one_line_errors(run: RunDirectory, console: Console, *, resumable: bool = Fa
 
 
 def plain_error(error: BaseException) -> DracoError | None:
-    """The one line behind an error of a remote part; None where there is none, which is a defect of this program."""
+    """The one-line error behind an error of an actor; None if it is an unexpected one, that is, a bug."""
     while isinstance(error, ray.exceptions.RayTaskError):
-        # Each actor that an error passes through wraps it once more.
+        # Each actor that passes an error on wraps it again.
         if error.cause is None or error.cause is error:
             return None
         error = error.cause
@@ -453,18 +452,18 @@ def _say_how_to_continue(run: RunDirectory, console: Console, resumable: bool) -
 
 @dataclass(frozen=True, slots=True)
 class TrainingSession:
-    """A training run whose parts are up."""
+    """A started training run."""
 
     actors: Actors
     trainer: Trainer
     evaluation: BeforeAfter | JudgedBeforeAfter
     pending: Pending
-    """What is waited for."""
+    """What is being waited for."""
     step_seconds: float | None
     """``watch.step_seconds``."""
 
     async def measure(self, step: int, done: int) -> Any:
-        """What `evaluation` measures (`BeforeAfter.measure`). Raises: RunStopped: it takes longer than a step may."""
+        """See `BeforeAfter.measure`. Raises: RunStopped: it took longer than ``watch.step_seconds``."""
 
         def late() -> RunStopped:
             return RunStopped(
@@ -476,7 +475,7 @@ class TrainingSession:
         return await in_time(measuring, self.step_seconds, late)
 
     async def settle(self, last: int) -> None:
-        """Return once every step up to the last is one file a table."""
+        """Wait until the tables of every step up to ``last`` are merged into one file each."""
         with self.pending.of("the run store"):
             await self.actors.store.settle.remote(last)
 
@@ -490,18 +489,18 @@ async def training_session(
     start: StartPoint,
     console: Console,
 ) -> AsyncIterator[TrainingSession]:
-    """Put a training run together, start it, and end it after the block, also where the start failed.
+    """Create and start the parts of a training run; stop them after the block, or if the start fails.
 
     Args:
-        config: the final one, of `opened`.
+        config: from `opened`.
         prompts: of the usable tasks, by task id.
         order: of the tasks.
         run: the run directory.
         start: where the loop begins.
-        console: for people.
+        console: for messages.
 
     Raises:
-        DracoError: a part cannot be started, or the block raised it.
+        DracoError: a part cannot be started; or from the block.
     """
     async with contextlib.AsyncExitStack() as parts:
         pending = Pending()
@@ -574,7 +573,7 @@ async def training_session(
             console=console,
             pending=pending,
         )
-        # The last to be put there, and so the first thing of the end.
+        # Pushed last, so that it runs first at the end.
         parts.callback(progress.start, "ending")
         measuring = _before_after(config, actors, run, progress, console, observer.held_out, pending.of)
         yield TrainingSession(actors, trainer, measuring, pending, config.watch.step_seconds)
@@ -589,7 +588,7 @@ def _before_after(
     tell: Tell,
     wait: Wait,
 ) -> BeforeAfter | JudgedBeforeAfter:
-    """What measures held-out tasks: the environment's evaluator, or the judge where there is none."""
+    """Measures held-out tasks: by the environment's evaluator, or by the judge if there is none."""
     environment = make_environment(config.environment, config.data)
     if environment.evaluates:
         return BeforeAfter(config, actors, run, progress, console, tell, wait)
@@ -604,14 +603,14 @@ def _before_after(
 
 
 def spent_dollars(run: RunDirectory) -> float:
-    """Dollars of judging in the run's archive."""
+    """Dollars spent on judging according to the run's archive."""
     tables = [run.table(name, columns=["dollars"]) for name in ("judge_calls", "heldout_calls")]
     return float(sum(sum(filter(None, table.column("dollars").to_pylist())) for table in tables))
 
 
 def learner_config(config: DracoConfig) -> LearnerConfig:
-    """The learner's configuration as it is run: importance weights are capped with ``train.staleness``, and it computes
-    on one thread with ``engine.deterministic``."""
+    """The learner's configuration: with capped importance weights if ``train.staleness`` is above 0, and on one thread
+    with ``engine.deterministic``."""
     if config.engine.deterministic:
         config = config.updated(learner={"cpus_per_worker": min(1.0, config.learner.cpus_per_worker)})
     if config.train.staleness and config.learner.importance_cap is None:
@@ -621,7 +620,7 @@ def learner_config(config: DracoConfig) -> LearnerConfig:
 
 @contextlib.asynccontextmanager
 async def _beside(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
-    """Let ``work`` run beside the block, and cancel it with its end."""
+    """Run ``work`` concurrently with the block; it is cancelled when the block ends."""
     task = asyncio.create_task(work)
     try:
         yield
@@ -636,14 +635,14 @@ async def started(
     console: Console,
     why: Callable[[], str] = pending_demand,
 ) -> None:
-    """Do what starts a run, and say what it waits for whenever nothing has happened for a while.
+    """Start a run with ``begin``; print what it waits for whenever nothing has happened for a while.
 
     Args:
-        begin: tells ``pending`` what it waits for.
-        config: the run's.
-        pending: what is waited for.
-        console: for people.
-        why: as of `draco_ray.training.watchdog.watch_quiet`.
+        begin: reports to ``pending`` what it waits for.
+        config: of the run.
+        pending: what is being waited for.
+        console: for messages.
+        why: see `draco_ray.training.watchdog.watch_quiet`.
 
     Raises:
         ClusterError: it takes longer than ``watch.start_seconds``.
@@ -658,7 +657,7 @@ async def started(
 
 
 async def start_actors(actors: Actors, config: DracoConfig, console: Console) -> None:
-    """`Actors.start` of what trains nothing. Raises: as that and `started`."""
+    """`Actors.start` for commands that do not train. Raises: as that and `started`."""
     pending = Pending()
     await started(actors.start(pending), config, pending, console)
 
@@ -671,20 +670,20 @@ async def _start(config: DracoConfig, actors: Actors, learner: Learner, pending:
     if not config.engine.colocate:
         await asyncio.gather(actors.start(pending), learn())
         return
-    # One after the other: Ray gives each engine a GPU of its own first, and vLLM measures what is free there.
+    # Engines first: each gets a GPU of its own from Ray, and vLLM measures how much of its memory is free.
     await actors.start(pending)
     async with engines_asleep(actors.fleet, colocate=True, pending=pending):
         await learn()
 
 
 async def _drain_within_budget(actors: Actors, seconds: float, kind: Any, error: Any, trace: Any) -> None:
-    """When the budget is spent, wait for the replies to requests that were sent within it: they are paid for."""
+    """When the budget is spent, wait for the replies to requests already sent, since these are paid for."""
     if isinstance(error, DracoError | ray.exceptions.RayError) and isinstance(plain_error(error), BudgetSpent):
         await actors.judges.drain(seconds)
 
 
 def static_criteria(config: DracoConfig) -> tuple[Criterion, ...]:
-    """The criteria of the static rubric, where the setting uses one."""
+    """The criteria of the static rubric; empty if the setting uses none."""
     algorithm = config.algorithm
     if algorithm.reward != "rubric" or algorithm.rubric != "static" or algorithm.static_rubric is None:
         return ()

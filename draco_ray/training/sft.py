@@ -1,7 +1,7 @@
 """Supervised fine-tuning as a warm start: the learner of training, with an advantage of 1 on every token.
 
-At a ratio of 1 the gradient of the policy loss is then that of the mean cross-entropy of the sampled tokens, so nothing
-here computes a loss of its own.
+At a ratio of 1 the gradient of the policy loss then equals that of the mean cross-entropy of the sampled tokens, so no
+other loss is needed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from draco_ray.learner.lora_learner import LoraLearner
 from draco_ray.records import TrainingSample
 
 OnUpdate = Callable[[int, int, float], None]
-"""Called after every update with (updates done, updates in all, cross-entropy before it in nats a token)."""
+"""Called after every update with (updates done, updates in all, cross-entropy before it in nats per token)."""
 
 
 def fine_tune(
@@ -29,11 +29,11 @@ def fine_tune(
 
     Args:
         config: ``model``, ``learner`` (rank, rate, ``minibatch_prompts`` demonstrations an update) and ``seed``.
-        samples: what to imitate.
-        out: a folder that does not exist yet; model and tokenizer go there.
-        epochs: times every sample is seen.
-        on_update: told of the progress.
-    Returns: the mean loss of the last epoch, nats a token, each update measured before it is made.
+        samples: to imitate.
+        out: a folder that does not exist yet, for model and tokenizer.
+        epochs: number of passes over the samples.
+        on_update: called after every update.
+    Returns: the mean loss of the last epoch, nats per token, measured before each update.
     Raises: ConfigError when the model cannot be used.
     """
     plain = dict.fromkeys(("kl_coefficient", "entropy_coefficient"), 0.0)
@@ -55,7 +55,7 @@ def fine_tune(
             metrics = learner.step()
             if metrics.skipped is not None:
                 raise ConfigError(f"sft: update {metrics.update + 1} cannot be made: {metrics.skipped}")
-            # The distance of the tokens' log-probs from those of the samples, which are 0: the cross-entropy.
+            # The gap to the samples' log-probs, which are 0, is the cross-entropy.
             losses.append(metrics.engine_gap)
             on_update(metrics.update, total, losses[-1])
     merged = learner.policy.peft.merge_and_unload()

@@ -1,9 +1,9 @@
-"""The loop over training steps; `draco_ray.training.session` puts its parts together.
+"""The loop over training steps; `draco_ray.training.session` creates its parts.
 
-The learner gets each group as soon as its advantages exist. Until the first update the weights stay the same, so groups
-may come in any order: gradients of the first minibatch are summed, old log-probs of the later ones are computed. The
-order of the batch decides which group belongs to which minibatch: by order of arrival the first update would be that of
-the short groups.
+The learner gets each group as soon as its advantages exist. Until the first update the weights do not change, so groups
+may arrive in any order: gradients of the first minibatch are accumulated, and old log-probs of the later minibatches
+are computed. The order of the batch decides which minibatch a group belongs to; by order of arrival the first minibatch
+would hold the short groups.
 """
 
 from __future__ import annotations
@@ -54,12 +54,12 @@ from draco_ray.training.watchdog import Pending, Watchdog, in_time
 
 @dataclass(slots=True)
 class StreamedUpdate:
-    """What became of a training step's groups in the learner."""
+    """The learner's results of one training step."""
 
     updates: list[UpdateMetrics] = field(default_factory=list)
-    """One a minibatch."""
+    """One per minibatch."""
     fed: list[Any] = field(default_factory=list)
-    """The groups' samples, in the order in which the learner was given them."""
+    """The groups' samples, in the order in which the learner got them."""
     busy: list[Interval] = field(default_factory=list)
     """When the learner had something to do, Unix seconds."""
 
@@ -72,17 +72,17 @@ async def streamed_update(
     *,
     in_order: bool = False,
 ) -> StreamedUpdate:
-    """Give the learner every group as soon as it is there, and update once a minibatch.
+    """Give the learner each group as soon as it is ready; update once per minibatch.
 
-    Equal to float tolerance to accumulating whole minibatches one after the other. A group that takes long holds up no
-    other: what can be done for the others before the first update has been done when it arrives.
+    Up to rounding this equals accumulating whole minibatches one after another. A slow group delays only the updates:
+    all that can be computed for the other groups before the first update is done by then.
 
     Args:
-        learner: at the weights that sampled the groups.
-        groups: each ends with a reference to its samples, or None if the group failed; in the batch's order.
-        minibatch_prompts: groups an update.
-        pending: is told when the learner is waited for.
-        in_order: feed the first pass in the batch's order, so that gradients are added up in the same order each time.
+        learner: with the weights that sampled the groups.
+        groups: each resolves to a reference to its samples, or None if the group failed; in the batch's order.
+        minibatch_prompts: groups per update.
+        pending: records when the learner is being waited for.
+        in_order: feed the first pass in the batch's order, so that gradients are always added in the same order.
     Raises: the first error of a group or of the learner.
     """
     result, pending = StreamedUpdate(), pending or Pending()
@@ -114,7 +114,7 @@ async def streamed_update(
     await update()
     for start in range(minibatch_prompts, len(finished), minibatch_prompts):
         minibatch = finished[start : start + minibatch_prompts]
-        # Awaited before the update: calls to an asynchronous actor may be carried out in another order.
+        # Awaited before the update, because calls to an asynchronous actor may run in another order.
         asked = [samples for samples in minibatch if samples is not None]
         if in_order:
             for samples in asked:
@@ -126,14 +126,14 @@ async def streamed_update(
 
 
 PROBE_TOKENS, PROBE_LENGTH = 512, 8192
-"""Sampled tokens of one of the step's rollouts on which engine and learner are compared after a sync, and all tokens up
-to the last of them, at most."""
+"""Maximum number of sampled tokens on which engine and learner are compared after a sync, and maximum length of the
+sequence they are taken from."""
 PUBLISH_ATTEMPTS = 3
-"""Times the weights are asked for, should the learner's worker die between handing them out and their being copied."""
+"""Attempts to get the weights, in case the learner's worker dies before they are copied."""
 
 
 class WeightSync:
-    """Brings the learner's weights to every engine, and proves that they are live."""
+    """Sends the learner's weights to every engine, and verifies that the engines use them."""
 
     def __init__(
         self,
@@ -148,13 +148,13 @@ class WeightSync:
     ) -> None:
         """
         Args:
-            learner: whose weights.
+            learner: the source of the weights.
             fleet: the engines.
-            advantages: the advantage actor, which knows how samples begin.
+            advantages: the advantage actor, which selects the probe tokens.
             tolerance: of the canary's mean gap, nats.
-            moved: whether the weights differ from the base model's already.
-            first_gap: the mean gap of the run's first step, nats; None: it is still to come.
-            canary: `draco_ray.engine.canary.run_canary`.
+            moved: whether the weights already differ from the base model.
+            first_gap: the mean gap of the run's first step, nats; None: not measured yet.
+            canary: `draco_ray.engine.canary.run_canary`, or a fake of tests.
         """
         self._learner = learner
         self._fleet = fleet
@@ -164,10 +164,10 @@ class WeightSync:
         self._first_gap = first_gap
         self._canary = canary
         self.proven = False
-        """Whether the canary has seen, on quiet engines, that an update has an effect that is not rounding."""
+        """Whether the canary has seen on idle engines an effect of an update that exceeds rounding."""
 
     async def probe(self, fed: Sequence[ray.ObjectRef[Any]]) -> Probe | None:
-        """Let the learner score the beginning of one of these groups' rollouts; None if there is none."""
+        """Log-probs by the learner of the beginning of a rollout of these groups; None if there is none."""
         for samples in fed:
             begun = await self._advantages.probe.remote(samples, PROBE_TOKENS, PROBE_LENGTH)
             if begun is not None:
@@ -178,20 +178,20 @@ class WeightSync:
         return None
 
     async def sync(self, version: int, probe: Probe | None, *, updated: bool, quiet: bool) -> float | None:
-        """Bring the new weights to every engine and prove that they are live; returns the mean log-prob gap, nats.
+        """Send the new weights to every engine and verify that it uses them; returns the mean log-prob gap, nats.
 
         Args:
             version: of the weights.
-            probe: what is compared; None: nothing, and nothing is proven.
+            probe: what is compared; None: nothing is compared.
             updated: whether the last step changed the weights.
-            quiet: whether no rollouts run. Beside rollouts an engine's passes differ by rounding, which the effect of a
-                small update may not exceed. So any effect at all is asked of quiet engines only; the gap is bounded and
-                the base model looked for always.
+            quiet: whether no rollouts are running. While rollouts run, batching changes an engine's rounding, which may
+                exceed the effect of a small update. So an effect is required of idle engines only; the bound on the gap
+                and the comparison with the base model always apply.
 
         Raises:
             CanaryFailed: an engine serves other weights.
         """
-        # A step without any signal leaves the weights as they were: then no effect can be asked for.
+        # A step without an update changes no weights, so no effect can be required.
         self._moved = self._moved or updated
         await self.publish(version)
         if probe is None:
@@ -210,14 +210,14 @@ class WeightSync:
         return gap
 
     async def publish(self, version: int) -> None:
-        """Bring the learner's weights to every engine.
+        """Send the learner's weights to every engine.
 
         Raises:
-            ClusterError: they were lost on the way time and again.
+            ClusterError: they were lost on the way `PUBLISH_ATTEMPTS` times.
         """
         for _ in range(PUBLISH_ATTEMPTS):
             try:
-                # Copied into an object that the driver owns: one owned by the worker is lost when the worker dies.
+                # Copied into an object owned by the driver: one owned by the worker is lost when the worker dies.
                 update = ray.put(await (await self._learner.weights(version)))
                 await self._fleet.load(update)
             except ray.exceptions.ObjectLostError:
@@ -237,29 +237,29 @@ async def engines_asleep(
     after: Sequence[asyncio.Future[Any]] = (),
     pending: Pending | None = None,
 ) -> AsyncIterator[None]:
-    """Give the engines' GPUs to the learner inside the block, which begins when ``after`` has ended.
+    """Free the engines' GPUs for the learner during the block, which begins when ``after`` is done.
 
-    ``pending`` is told that the engines are waited for.
+    ``pending`` records that the engines are being waited for.
     """
     pending = pending or Pending()
     if not colocate:
         yield
         return
     if after:
-        # Errors are left to the caller, who awaits the same tasks.
+        # The caller awaits the same tasks and handles their errors.
         await asyncio.wait(after)
-    with pending.of("the engines' going to sleep"):
+    with pending.of("the engines to go to sleep"):
         await fleet.sleep()
     yield
-    with pending.of("the engines' waking up"):
+    with pending.of("the engines to wake up"):
         await fleet.wake()
 
 
 async def unless_lost(work: Coroutine[Any, Any, None], *losses: Awaitable[None]) -> None:
-    """Do ``work``, or raise what became of something that is lost for good, without which it would wait for ever.
+    """Do ``work``; if something is lost without which it would wait for ever, cancel it and raise.
 
     Args:
-        losses: each waits for one such loss, and raises.
+        losses: each waits for one such loss and raises.
     """
     task, *watched = (asyncio.ensure_future(each) for each in (work, *losses))
     try:
@@ -296,7 +296,8 @@ class EarlierTasks:
 
 
 class TaskOrder:
-    """A fresh shuffle every epoch; the tasks that do not fill a last batch wait for the next epoch's shuffle.
+    """Which tasks each step trains on: a new shuffle every epoch; its last tasks are skipped if they do not fill a
+    step.
 
     90 tasks at 16 a step give 5 steps an epoch (appendix "Training Hyperparameters": 100 steps in 20 epochs).
 
@@ -304,21 +305,20 @@ class TaskOrder:
     epochs, and then comes again; steps are then filled from the tasks that do not rest. Where these are too few for a
     step, nobody rests in that epoch.
 
-    With another ``order`` than ``shuffled`` the tasks of an epoch are sorted by the pass rate that each had when it was
-    last visited; those of which none is known come first, and equal ones stay as they were shuffled. Which tasks do not
-    fill a last batch is still up to the shuffle: else the same ones would never be trained on.
+    With another ``order`` than ``shuffled``, the tasks of an epoch are sorted by their pass rate at their last visit;
+    tasks without one come first, and equal ones stay shuffled. Which tasks are skipped is decided before sorting;
+    otherwise the same ones would never be trained on.
 
-    Tasks that were added since an earlier part of the run take part from the first epoch that begins after it; those
-    that were removed are left out at once, and the epoch is that much shorter. What was chosen before by other rules
-    stays chosen, and so do the visits in which a task was solved: new rules hold from the first step that they choose;
-    a new ``order`` with the first epoch that begins then.
+    Tasks added since an earlier part of the run take part from the next epoch on; removed tasks are left out at once,
+    so that epoch is shorter. Steps and visits chosen earlier under other rules stay as they were: new rules apply from
+    the first step they choose, and a new ``order`` from the next epoch.
 
     Args:
         tasks: the training tasks as they are now.
         per_step: B, tasks a step.
         seed: of the shuffles.
-        skip_solved: n; None: no task rests.
-        behind: steps before a step whose verdicts it does not know yet (``train.staleness``).
+        skip_solved: n; None: no task is left out.
+        behind: number of latest steps whose verdicts are not known when a step begins (``train.staleness``).
         order: of the tasks of an epoch.
         earlier: what tasks and rules were in earlier parts of the run, oldest first.
 
@@ -426,17 +426,17 @@ class Batch:
 
     groups: list[Group]
     work: list[asyncio.Task[Any]]
-    """Each ends with a reference to the group's samples, or None."""
+    """Each resolves to a reference to the group's samples, or None."""
 
     async def cancel(self) -> None:
-        """Cancel what is not done. Errors that follow are dropped: the caller reports the first one."""
+        """Cancel what is not done; resulting errors are ignored, since the caller reports the first one."""
         for task in self.work:
             task.cancel()
         await asyncio.gather(*self.work, return_exceptions=True)
 
 
 class RecordedRollouts:
-    """Finished rollouts of an earlier process of this run, which are not played again."""
+    """Finished rollouts of an earlier process of this run, to be reused."""
 
     def __init__(
         self, store: Any, pool: RolloutPool, steps: frozenset[int], *, group_size: int, staleness: int, console: Console
@@ -444,17 +444,17 @@ class RecordedRollouts:
         """
         Args:
             store: the run store's actor.
-            pool: which hands them out instead of playing.
-            steps: of which there are some.
+            pool: returns them instead of playing.
+            steps: that have some.
             group_size: G.
             staleness: versions that a rollout may be behind.
-            console: where a line says how many were taken.
+            console: for a line on how many were reused.
         """
         self._store, self._pool, self._steps = store, pool, steps
         self._group_size, self._staleness, self._console = group_size, staleness, console
 
     async def take_over(self, groups: Sequence[Group]) -> None:
-        """Hand the pool the recorded rollouts of a step's groups."""
+        """Give the recorded rollouts of a step's groups to the pool."""
         step = groups[0].step
         if step not in self._steps:
             return
@@ -476,9 +476,9 @@ class RecordedRollouts:
 class Batches:
     """Sends the tasks of each step into the pipeline.
 
-    With ``train.staleness`` the rollouts of so many later steps begin as soon as those of this one leave slots free.
-    They are sampled with the weights that are live then, so at most as many versions before those they are learned
-    with. Which groups are a step's is known beforehand and no accident of their lengths: a step waits for its own.
+    With ``train.staleness`` the rollouts of that many later steps begin as soon as this step leaves slots free. They
+    are sampled with the current weights, so at most that many versions before the weights that learn from them. A step
+    always waits for its own groups: taking whichever finish first would favour short ones.
     """
 
     def __init__(
@@ -490,10 +490,10 @@ class Batches:
     ) -> None:
         self._prompts, self._order, self._pipeline, self._recorded = prompts, order, pipeline, recorded
         self._ahead: dict[int, Batch] = {}
-        """Step -> its groups, of the steps that have begun."""
+        """The groups of each step that has begun."""
 
     def note(self, step: int, solved: Sequence[str], pass_rates: Mapping[str, float]) -> None:
-        """Take in which tasks of a step that is done nobody failed, and each task's share of passes."""
+        """Record a finished step's solved tasks and pass rates for the order of later tasks."""
         self._order.note(step, solved, pass_rates)
 
     @property
@@ -502,21 +502,21 @@ class Batches:
         return bool(self._ahead)
 
     async def take(self, step: int) -> Batch:
-        """Return the step's groups; those that `run_ahead` began are taken over, others begin now."""
+        """The step's groups: those begun by `run_ahead`, or new ones."""
         return self._ahead.pop(step, None) or await self._begin(step)
 
     async def run_ahead(self, steps: Sequence[int]) -> None:
-        """Begin these steps, where they have not begun, while the one before is judged and learned."""
+        """Begin those of these steps that have not begun, while the current one is judged and learned from."""
         for step in steps:
             if step not in self._ahead:
                 self._ahead[step] = await self._begin(step)
 
     async def cancel(self) -> None:
-        """End what runs ahead."""
+        """Cancel steps that run ahead."""
         await asyncio.gather(*(batch.cancel() for batch in self._ahead.values()))
 
     async def _begin(self, step: int) -> Batch:
-        """Rollouts of earlier steps come first."""
+        """Begin a step; rollouts of earlier steps have priority."""
         groups = [
             Group(step=step, index=index, task_id=task_id, prompt=self._prompts[task_id])
             for index, task_id in enumerate(self._order.tasks(step))
@@ -529,12 +529,12 @@ log = logging.getLogger(__name__)
 
 
 def checkpoints_to_keep(steps: Iterable[int], metrics: Iterable[Mapping[str, Any]], config: TrainConfig) -> set[int]:
-    """Which of the checkpoints after ``steps`` stay; all of them where ``train.keep_last`` is null.
+    """The steps whose checkpoints are kept; all if ``train.keep_last`` is null.
 
     Args:
         steps: that have a checkpoint.
         metrics: of the finished steps. A step's rollouts measure the policy that played them: that of the step before,
-            or with ``train.staleness`` of the one before that.
+            or, with ``train.staleness``, of the one before that.
         config: ``keep_last``, ``keep_every``, ``keep_best``.
     """
     present = sorted(steps)
@@ -545,19 +545,19 @@ def checkpoints_to_keep(steps: Iterable[int], metrics: Iterable[Mapping[str, Any
         keep |= {step for step in present if step % config.keep_every == 0}
     rates = {line["step"] - 1 - config.staleness: _rate(line) for line in metrics}
     measured = [step for step in present if rates.get(step) is not None]
-    # Of equals the later one.
+    # Among equals the later one.
     best = sorted(measured, key=lambda step: (rates[step], step), reverse=True)
     return keep | set(best[: config.keep_best])
 
 
 def _rate(line: Mapping[str, Any]) -> float | None:
-    """A step's pass rate; its mean reward where no judge gives one."""
+    """A step's pass rate, or its mean reward if there is no judge."""
     rate = line.get("pass_rate")
     return line.get("reward") if rate is None else rate
 
 
 def drop_checkpoints(run: RunDirectory, config: TrainConfig) -> None:
-    """Remove the checkpoints of a run that do not stay, each at once or not at all."""
+    """Remove the checkpoints of a run that are not kept, each atomically."""
     if config.keep_last is None:
         return
     present = run.checkpoint_steps()
@@ -574,11 +574,11 @@ def drop_checkpoints(run: RunDirectory, config: TrainConfig) -> None:
 
 
 STOPPING_SECONDS = 60.0
-"""A checkpoint has to reach the disk when the run is stopped."""
+"""Time for the last checkpoint to be written when the run is stopped."""
 
 
 class Trainer:
-    """Trains on one step's groups after the other."""
+    """Runs the training steps one after another."""
 
     def __init__(
         self,
@@ -597,35 +597,34 @@ class Trainer:
     ) -> None:
         """
         Args:
-            config: the run's.
+            config: of the run.
             batches: the groups of each step.
             learner: updates the weights.
-            fleet: the engines, where they share the learner's GPUs.
-            weights: brings updates to the engines.
+            fleet: the engines, which may share the learner's GPUs.
+            weights: sends updates to the engines.
             store: the run store's actor.
-            observer: is told of each step.
-            watch: is told of each group.
+            observer: gets the metrics of each step.
+            watch: gets the events of each group.
             run: where checkpoints are written.
-            console: takes a line a step.
-            pending: is told what is waited for.
+            console: gets a line per step.
+            pending: records what is being waited for.
         """
         self._config, self._console, self._run = config, console, run
         self._batches, self._learner, self._fleet, self._weights = batches, learner, fleet, weights
         self._store, self._observer, self._watch = store, observer, watch
         self._pending, self._watchdog = pending or Pending(), Watchdog(config.watch)
         self._writing: asyncio.Task[None] | None = None
-        """The checkpoint that is not on disk yet."""
+        """The checkpoint being written."""
 
     async def train(self, first: int, last: int, between: Callable[[int], Awaitable[None]] | None = None) -> None:
         """Train from step ``first`` to step ``last``.
 
         Args:
-            first: of the steps.
-            last: of the steps.
-            between: called with each step that is done, and waited for before the next one.
+            first, last: steps, inclusive.
+            between: awaited with each finished step before the next one begins.
 
         Raises:
-            RunStopped: a step teaches nothing, or takes too long (`draco_ray.training.watchdog`).
+            RunStopped: by `draco_ray.training.watchdog`: too many steps without a group, or a step took too long.
         """
         seconds = self._config.watch.step_seconds
         try:
@@ -641,7 +640,7 @@ class Trainer:
             self._watchdog.end()
         finally:
             await self._batches.cancel()
-            # Of a run that is stopped: what its last step has taught is kept if it can be.
+            # Also if the run is stopped: keep what its last step has learned, if possible.
             with contextlib.suppress(Exception):
                 await asyncio.wait_for(self._written(), STOPPING_SECONDS)
 
@@ -665,7 +664,7 @@ class Trainer:
         finally:
             await batch.cancel()
         played = step_metrics(step, batch.groups, config.algorithm.group_size)
-        # Before the checkpoint: a step that taught nothing is done again when the run is continued.
+        # Before the checkpoint, so that a step without a group is repeated when the run is resumed.
         self._watchdog.check(played, Counter(group.reason for group in batch.groups if group.reason is not None))
 
         self._batches.note(step, played["solved_tasks"], played["task_pass_rates"])
@@ -676,7 +675,7 @@ class Trainer:
             gap = await self._weights.sync(step, probe, updated=updated, quiet=not self._batches.ahead)
         rest = {"learning": merged(update.busy), "sync": [(learned_at, time.time())]}
         learning = {**played, **learned, "seconds_learning": busy_seconds(update.busy), "canary_gap": gap}
-        # The checkpoint makes the step one that is done: what it has taught is on disk by then.
+        # The checkpoint marks the step as done, so its tables are written first.
         with self._pending.of("the run store"):
             await self._store.spans.remote(step, "spans", step_spans(batch.groups, rest))
             await self._store.metrics.remote(step, {**learning, **_seconds(learned_at, started)})
@@ -690,7 +689,7 @@ class Trainer:
                 await self._store.spans.remote(step, "checkpoint", spans)
         metrics = {**learning, **_seconds(learned_at, started)}
         with self._pending.of("the trackers"):
-            # A server of theirs that hangs stops no watch, nor the line on a terminal.
+            # In a thread, so that a tracker's hanging server blocks neither the watchdog nor the terminal.
             await asyncio.to_thread(self._observer.step, metrics)
         with self._pending.of("the run store"):
             await self._store.finish_step.remote(step, metrics)
@@ -699,24 +698,24 @@ class Trainer:
         return metrics
 
     async def _checkpoint(self, step: int) -> None:
-        """Have the step's checkpoint written beside the next step, once the one before it is on disk."""
+        """Start writing the step's checkpoint, concurrently with the next step, once the previous one is on disk."""
         await self._written()
         self._writing = asyncio.create_task(self._learner.checkpoint(self._run.checkpoint(step)))
-        # Let it ask the learner: what the learner is asked from here on comes after it.
+        # Let it queue its request, so that later requests to the learner come after it.
         await asyncio.sleep(0)
 
     async def _written(self) -> None:
-        """Wait until the last checkpoint is on disk, and drop those that do not stay."""
+        """Wait until the last checkpoint is on disk, and remove those that are not kept."""
         if self._writing is None:
             return
         with self._pending.of("the learner's checkpoint"):
-            # Whoever is tired of waiting does not take the checkpoint away from those who come later.
+            # Shielded: cancelling this wait must not cancel the write.
             await asyncio.shield(self._writing)
         self._writing = None
         drop_checkpoints(self._run, self._config.train)
 
     async def _learn(self, batch: Batch) -> tuple[StreamedUpdate, Probe | None]:
-        """Update the policy with the groups as they finish; returns what became of it and what the canary compares."""
+        """Update the policy with the groups as they finish; returns the results and the canary's probe."""
         asleep = engines_asleep(
             self._fleet, colocate=self._config.engine.colocate, after=batch.work, pending=self._pending
         )
@@ -728,7 +727,7 @@ class Trainer:
                 self._pending,
                 in_order=self._config.engine.deterministic,
             )
-            # Before engines on the same GPU take the memory that a pass of the learner's needs.
+            # Before engines on the same GPU wake up and take the memory that this forward pass needs.
             with self._pending.of("the learner's log-probs for the canary"):
                 probe = await self._weights.probe(update.fed)
         for group in batch.groups:

@@ -1,6 +1,6 @@
-"""What stops a run that nobody watches: steps that teach nothing, a failing judge, a step that never ends.
+"""Stops an unattended run: after steps without a group, with a failing judge, or in a step that never ends.
 
-`Pending` knows what the run waits for, `Watchdog` decides after each step. Also the peak memory of a run. No Ray here.
+`Pending` records what the run waits for, `Watchdog` decides after each step, `PeakMemory` samples memory. No Ray here.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from draco_ray.errors import RunStopped
 from draco_ray.judging.outage import span
 
 COST = 30
-"""Reading memory may take at most one part in so many of the time: the kernel walks every page."""
+"""Sampling memory takes at most one part in this many of the time, since the kernel walks every page."""
 
 
 def tree_memory_bytes() -> int:
     """Proportional set size of this process and its descendants: a page shared by n of them counts once.
 
-    Processes that end while being read count as nothing.
+    Processes that end while being read are not counted.
     """
     total, root = 0, psutil.Process()
     for process in [root, *root.children(recursive=True)]:
@@ -66,11 +66,11 @@ ResultT = TypeVar("ResultT")
 
 LOOK_SECONDS = 5.0
 FEWEST_PHASES = 10
-"""Of a step, below which a share of failed judge phases says nothing."""
+"""Judge phases of a step below which the share of failures is not checked."""
 
 
 class Pending:
-    """What is waited for, and since when."""
+    """What the run is waiting for, and since when."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         """``clock``: seconds, for tests."""
@@ -81,7 +81,7 @@ class Pending:
 
     @contextmanager
     def of(self, kind: str, which: str = "") -> Iterator[None]:
-        """Name what is waited for inside the block; its beginning and its end are progress."""
+        """Record that the block waits for ``kind``; its beginning and its end count as progress."""
         number = next(self._numbers)
         self._waiting[number] = (kind, which, self._clock())
         self._changed = self._clock()
@@ -93,18 +93,18 @@ class Pending:
 
     @property
     def kinds(self) -> set[str]:
-        """What is waited for; may be asked in another thread."""
+        """What is being waited for; thread-safe."""
         return {kind for kind, _, _ in list(self._waiting.values())}
 
     @property
     def quiet(self) -> float:
-        """Seconds since anything began or ended."""
+        """Seconds since the last wait began or ended."""
         return self._clock() - self._changed
 
     def __str__(self) -> str:
-        """Each kind with its number and its oldest, e.g. ``12 rollouts (the oldest: step3/a_1/2, for 11 min)``."""
+        """Each kind with its count and its oldest wait, e.g. ``12 rollouts (the oldest: step3/a_1/2, for 11 min)``."""
         if not self._waiting:
-            return "nothing that is known of"
+            return "nothing known"
         counts = Counter(kind for kind, _, _ in self._waiting.values())
         parts = []
         for kind, count in counts.items():
@@ -128,11 +128,11 @@ class Watchdog:
         self._last = ""
 
     def check(self, metrics: Mapping[str, Any], reasons: Mapping[str, int]) -> None:
-        """Take in a step before it counts as done.
+        """Check a step before its checkpoint is written.
 
         Args:
             metrics: of `draco_ray.training.metrics.step_metrics`.
-            reasons: why groups were dropped, with their numbers.
+            reasons: why groups were dropped, with counts.
 
         Raises:
             RunStopped: too many steps in a row had no group left, or the judge failed too often.
@@ -151,7 +151,7 @@ class Watchdog:
             )
             if self._empty >= self._config.empty_steps:
                 in_row = f" ({self._empty} such steps in a row)" if self._empty > 1 else ""
-                raise RunStopped(f"{self._last}{in_row}: nothing can be learned (watch.empty_steps)")
+                raise RunStopped(f"{self._last}{in_row}: nothing to learn from (watch.empty_steps)")
             return
         self._empty = 0
         phases = {name: (each["failed"], each["phases"]) for name, each in metrics["judge"].items()}
@@ -164,7 +164,7 @@ class Watchdog:
             )
 
     def end(self) -> None:
-        """Check the last step. Raises: RunStopped: it was one in which every group was dropped."""
+        """Check the last step. Raises: RunStopped: every group of it was dropped."""
         if self._last:
             raise RunStopped(f"{self._last}: the run ends without having learned from its last step")
 
@@ -176,9 +176,9 @@ async def watch_quiet(
     why: Callable[[], str] = str,
     look_seconds: float = LOOK_SECONDS,
 ) -> None:
-    """Say, until cancelled, what is waited for whenever nothing has happened for so many ``seconds`` more.
+    """Until cancelled, report what is being waited for whenever nothing has happened for another ``seconds``.
 
-    ``why``: what may be the reason, or nothing; called in a thread.
+    ``why``: a possible reason, or an empty text; called in a thread.
     """
     said = 0
     while True:
@@ -191,16 +191,16 @@ async def watch_quiet(
 
 
 async def in_time(work: Coroutine[Any, Any, ResultT], seconds: float | None, late: Callable[[], Exception]) -> ResultT:
-    """Await ``work``; where it takes longer, end it, wait until it has ended, and raise what ``late`` makes.
+    """Await ``work``; if it takes longer than ``seconds``, cancel it, wait for it to end, and raise ``late()``.
 
-    ``seconds`` None is no limit.
+    ``seconds`` None: no limit.
     """
     working = asyncio.create_task(work)
     try:
         done, _ = await asyncio.wait({working}, timeout=seconds)
         if done:
             return working.result()
-        # Asked before anything is cancelled.
+        # Made before cancelling, since it names what is being waited for.
         error = late()
     finally:
         if not working.done():

@@ -1,4 +1,4 @@
-"""The agent of ``environment.use: verifiers``: verifiers plays, with its own harness, and asks for tokens."""
+"""The agent of ``environment.use: verifiers``: verifiers plays with its own harness and samples from the policy."""
 
 from __future__ import annotations
 
@@ -19,32 +19,32 @@ from draco_ray.rollout.tokens import EnginePolicies, TokenPolicy
 from draco_ray.verifiers.traces import trajectory_of
 
 _NOBODYS = {"SandboxError", "ToolsetError", "InterceptionError", "TunnelError", "ProviderError", "TaskError"}
-"""Errors of verifiers that are no doing of the policy's: what it runs on, or the taskset's own code."""
+"""Errors of verifiers not caused by the policy: of its infrastructure, or of the taskset's code."""
 
 
 class VerifiersAgent:
-    """Hands the episode to the environment, and records what the policy is asked for meanwhile."""
+    """Lets the environment play the episode, and records what is sampled from the policy."""
 
     def __init__(self, policy: Policy, config: AgentConfig, template: str) -> None:
-        """Take a policy that records tokens. Raises: ConfigError for another."""
+        """``policy`` must record tokens. Raises: ConfigError."""
         if not isinstance(policy, TokenPolicy):
             raise ConfigError(f"agent.use=verifiers: policy {policy.name} has no tokens to record")
         self._policy, self._config, self._template = policy, config, template
 
     @staticmethod
     def check(config: AgentConfig, policies: object) -> None:
-        """See whether it can be, before workers are made for it. Raises: ConfigError for policies of an API."""
+        """Check the policies before workers are started. Raises: ConfigError: they are those of an API."""
         if not isinstance(policies, EnginePolicies):
             raise ConfigError(
                 "agent.use=verifiers records tokens: it plays with a policy of the engines, not with an API"
             )
 
     def prompt(self, task: Task) -> tuple[Message, ...]:
-        """See `Agent`: what the task says; a harness may say more."""
+        """See `Agent`: the task's prompt; a harness may add to it."""
         return fill_agent_prompt(self._template, task)
 
     async def run(self, world: World, request: RolloutRequest) -> Trajectory:
-        """See `Agent`. Raises: what the policy raises; ConfigError where no episode can be played."""
+        """See `Agent`. Raises: what the policy raises; ConfigError: no episode can be played."""
         episode = TokenEpisode(request, self._policy, self._config)
         tokenizer = self._policy.chat.tokenizer.name_or_path
         played: dict[str, Any] = {"traces": [], "errors": [], "timeout": False}
@@ -92,7 +92,7 @@ class VerifiersAgent:
 
 
 def _end(episode: TokenEpisode, played: dict[str, Any], config: AgentConfig) -> tuple[EpisodeEnd, str | None]:
-    """How the episode counts, and why where that has to be said."""
+    """How the episode ended, and a reason unless it ended normally."""
     ours = [trace for trace in played["traces"] if trace["trainable"]]
     errors = [*played["errors"], *(error for trace in ours for error in trace["errors"] if not trace["ok"])]
     said = "; ".join(f"{error['type']}: {error['message']}" for error in errors) or None

@@ -1,14 +1,14 @@
-"""Between this package and verifiers: it runs in the Python of verifiers' own virtual environment, as a file.
+"""Bridge between this package and verifiers; run as a file by the Python of verifiers' virtual environment.
 
-    python bridge.py tasks            # what there is to do, as JSON; the options are read from standard input
-    python bridge.py renderer         # an error where no renderer is the model's, the option ``tokenizer``
-    python bridge.py serve FD         # plays what is asked for on the socket FD, a JSON object a line each way
+    python bridge.py tasks            # list the tasks as JSON; options are read from standard input
+    python bridge.py renderer         # fail if no renderer fits the model in the option ``tokenizer``
+    python bridge.py serve FD         # play episodes ordered on the socket FD; one JSON object per line each way
 
-It starts verifiers' environment server in a process of its own and asks it through verifiers' own client. Of a task's
-data only the prompt leaves this process. Without ``truth`` no reward function runs, and what an environment rewards all
-the same goes no further than this file.
+It starts verifiers' environment server in a separate process and uses it through verifiers' client. Of a task's data
+only the prompt leaves this process. Without ``truth`` no reward function runs, and rewards computed nevertheless are
+dropped here.
 
-Imports the standard library only, until it is known that verifiers is there.
+Imports only the standard library until verifiers is known to be installed.
 """
 
 from __future__ import annotations
@@ -35,32 +35,32 @@ from pathlib import Path
 from typing import Any
 
 WANTED = "0.4"
-"""The versions of verifiers whose environment server this speaks to begin with it."""
+"""Prefix of the supported versions of verifiers."""
 MOST_TASKS = 10_000
-"""Tasks of a split that are looked at."""
+"""Maximum number of tasks of a split."""
 HELD_OUT = 50
-"""Tasks at most of the split ``dev`` where no splits are named, a fifth of a small taskset."""
+"""Maximum tasks of the default split ``dev``, which is a fifth of a small taskset."""
 UNBOUNDED = 1000
-"""Tasks of the split ``train`` of a taskset without an end, where no splits are named."""
+"""Tasks of the default split ``train`` of an infinite taskset."""
 _LONGEST_LINE = 1 << 28
 _END_SECONDS = 10.0
 
 
 class Unusable(Exception):
-    """Raised with one line for the user."""
+    """Something cannot be used; the message is one line for the user."""
 
 
 # ---------------------------------------------------------------------------------------------------- what there is
 
 
 class Found:
-    """The taskset and the environment that the options name, and its tasks by id."""
+    """The configured taskset and environment, and the tasks by id."""
 
     def __init__(self, options: dict[str, Any]) -> None:
         """Load them. Raises: Unusable."""
         self.options = options
         self.path = list(options["path"])
-        """Folders in which tasksets are looked for beside the installed ones."""
+        """Folders with other tasksets, besides installed ones."""
         taskset = str(options["taskset"].get("id", ""))
         if taskset.endswith(".py"):
             self.path.append(str(Path(taskset).resolve().parent))
@@ -76,7 +76,7 @@ class Found:
         self.tasks = {self.ids[task.data.idx]: task for tasks in self.splits.values() for task in tasks}
 
     def told(self) -> dict[str, Any]:
-        """What the project is told of them: no field of a task but its prompt."""
+        """The listing for the host, with only the prompt of each task."""
         from verifiers.v1.envs.single_agent import SingleAgentEnv
         from verifiers.v1.utils.loaders import environment_class
 
@@ -91,7 +91,7 @@ class Found:
         }
 
     def _tools_from(self) -> str | None:
-        """What offers the policy tools, as far as it is told before anything is played."""
+        """What offers tools to the policy, as far as known before playing."""
         from verifiers.v1.configs.agent import agent_config_fields
         from verifiers.v1.utils.loaders import harness_class
 
@@ -102,7 +102,7 @@ class Found:
         harnesses = config.agent_harnesses()
         for role, spec in agent_config_fields(config).items():
             harness = harness_class(harnesses[role].id)
-            # One that knows no tools of others may well act by what it reads in the text.
+            # A harness that ignores the taskset's tools may parse actions from text.
             if spec.model is None and spec.client is None and harness.SUPPORTS_MCP:
                 if served:
                     return taskset
@@ -136,7 +136,7 @@ def _environment(options: dict[str, Any]) -> Any:
     try:
         taskset_class(name)
     except ModuleNotFoundError as error:
-        # verifiers says the same of a taskset that is not there and of one that lacks a module; its cause tells.
+        # verifiers raises the same error for a missing taskset and for one that lacks a module; the cause differs.
         missing = error.__cause__ if isinstance(error.__cause__, ModuleNotFoundError) else error
         if missing.name in (None, module, f"verifiers.v1.tasksets.{module}"):
             raise Unusable(
@@ -149,7 +149,7 @@ def _environment(options: dict[str, Any]) -> Any:
     except Exception as error:
         raise Unusable(f"taskset {name!r}: {_line(error)}") from None
     for role in options["env"].values():
-        # YAML's null, where verifiers means its harness of that name.
+        # YAML's null stands for verifiers' harness called "null".
         if isinstance(role, dict) and isinstance(role.get("harness"), dict) and role["harness"].get("id", "") is None:
             role["harness"]["id"] = "null"
     with _said(f"taskset {name!r}: its configuration"):
@@ -159,9 +159,9 @@ def _environment(options: dict[str, Any]) -> Any:
 
 
 def _with_runtimes(config: Any, data: dict[str, Any]) -> Any:
-    """Where nothing that the policy says is run as a program, no sandbox is needed for it.
+    """Set a local runtime for harnesses that never run programs of the policy.
 
-    Raises: Unusable for a harness that lets the policy run programs, where nobody says in what.
+    Raises: Unusable: a harness lets the policy run programs, and no runtime is configured.
     """
     from verifiers.v1.configs.agent import AgentConfig, agent_config_fields
     from verifiers.v1.runtimes import SubprocessConfig
@@ -186,7 +186,7 @@ def _with_runtimes(config: Any, data: dict[str, Any]) -> Any:
 
 
 def _splits(taskset: Any, named: dict[str, dict[str, Any]]) -> Iterator[tuple[str, list[Any]]]:
-    """(name, tasks) of each split: those that are named, or the first tasks held out and the others."""
+    """(name, tasks) of each split: the configured ones, or by default ``dev`` and ``train``."""
     from verifiers.v1.configs.select import SelectConfig
 
     for name, selected in named.items():
@@ -201,7 +201,7 @@ def _splits(taskset: Any, named: dict[str, dict[str, Any]]) -> Iterator[tuple[st
 
 
 def _ids(tasks: Any) -> dict[int, str]:
-    """Position of a task -> its id: the taskset's own id or name where it tells the tasks apart, else the position."""
+    """Position of a task -> its id: the taskset's id or name if unique, else the position."""
     names: dict[int, str] = {}
     for task in tasks:
         own = str(task.data.id or task.data.name or task.data.idx)
@@ -213,7 +213,7 @@ def _ids(tasks: Any) -> dict[int, str]:
 
 
 def _instruction(data: Any) -> str:
-    """What the policy is asked, as far as it stands in the task."""
+    """The task's prompt as text, if it has one."""
     untold = f"Task {data.name or data.idx}: the environment says what is to be done as it begins."
     told = [data.system_prompt or "", data.prompt_text or data.description or untold]
     return "\n\n".join(filter(None, told))
@@ -221,7 +221,7 @@ def _instruction(data: Any) -> str:
 
 @contextlib.contextmanager
 def _said(what: str) -> Iterator[None]:
-    """Errors of somebody else's code as one line about ``what``."""
+    """Turn errors of user code into one line about ``what``."""
     try:
         yield
     except Unusable:
@@ -256,19 +256,19 @@ _TOOL = {
     },
 }
 _DOWNLOADS = {"gpt-oss"}
-"""Renderers that fetch a vocabulary as they are made."""
+"""Renderers that download a vocabulary when created."""
 
 
 def proven_renderer(tokenizer: str, chat_template_kwargs: dict[str, Any] | None) -> str | None:
-    """The renderer that puts messages, tools and calls into the same tokens as a model's own chat template.
+    """The renderer that produces the same tokens for messages, tools and calls as a model's chat template.
 
-    The package renderers goes by hub names alone, and has no tools for a model that it does not know by name.
+    The package renderers selects by hub name only, and has no tools for models it does not know.
 
     Args:
         tokenizer: a folder, or a hub name.
-        chat_template_kwargs: what the template is told, as in the run.
+        chat_template_kwargs: of the template, as in the run.
 
-    Returns: its name; None where there is none, and where the package knows the model by its name.
+    Returns: its name; None if there is none, or the package knows the model by name.
     """
     from renderers import create_renderer
     from renderers.base import MODEL_RENDERER_MAP, load_tokenizer
@@ -297,16 +297,16 @@ def proven_renderer(tokenizer: str, chat_template_kwargs: dict[str, Any] | None)
     for name in renderer_names():
         try:
             renderer = create_renderer(loaded, config_from_name(name), chat_template_kwargs=told)
-        except Exception:  # One that this tokenizer lacks the tokens of.
+        except Exception:  # The tokenizer lacks tokens of this renderer.
             continue
         if all(same(renderer, whole[:length], tools) for length in (2, 4, 6) for tools in ([_TOOL], None)):
-            # Which of several it is shows without a system prompt, and with thoughts.
+            # Several may fit; these compare without a system prompt, and with reasoning.
             found[name] = same(renderer, whole[1:], [_TOOL]) + same(renderer, _probe("I do not know."), [_TOOL])
     return max(found, key=found.__getitem__, default=None)
 
 
 def renderer_names() -> list[str]:
-    """The renderers of the families, in the order of the package."""
+    """Renderers of model families in the order of the package."""
     from renderers import base
 
     base._populate_registry()
@@ -327,7 +327,7 @@ def _probe(thought: str | None = None) -> list[dict[str, Any]]:
 
 
 def _with_read_calls(message: dict[str, Any]) -> dict[str, Any]:
-    """The message as chat templates want it: arguments are no JSON in a string."""
+    """The message in the form of chat templates, with arguments as objects instead of JSON strings."""
     if "tool_calls" not in message:
         return message
     calls = [
@@ -347,7 +347,7 @@ def _no_renderer(taskset: str, offers: str, tokenizer: str) -> str:
 
 
 def check_renderer(options: dict[str, Any]) -> None:
-    """See that the model's messages can be put into tokens where there are tools. Raises: Unusable."""
+    """Check that there is a renderer for the model's tools. Raises: Unusable."""
     _check_version()
     from renderers.base import MODEL_RENDERER_MAP
 
@@ -364,22 +364,22 @@ def check_renderer(options: dict[str, Any]) -> None:
 
 
 def forked_server(folder: str, control: int, *, truth: bool) -> tuple[Any, Any]:
-    """verifiers' environment server, in a process of its own that waits to be told what it serves.
+    """Fork verifiers' environment server, which waits for its configuration.
 
-    It is forked once verifiers is imported, which takes seconds, and before anything of a taskset is.
+    Forked after importing verifiers, which takes seconds, and before importing any taskset.
 
     Args:
-        folder: where it listens.
-        control: a descriptor that is not its own.
+        folder: of its socket.
+        control: a descriptor to close in it.
         truth: whether rewards are computed.
 
-    Returns: the process, and the connection over which it is told; it ends when that is closed.
+    Returns: the process, and the connection for its configuration; it ends when that is closed.
     Raises: Unusable.
     """
     _check_version()
     import verifiers.v1.serve  # noqa: F401
 
-    # Kept from the collectors of both processes, which would copy every page that they look at.
+    # Otherwise the garbage collectors of both processes would copy shared pages.
     gc.freeze()
     gc.enable()
     context = multiprocessing.get_context("fork")
@@ -391,9 +391,9 @@ def forked_server(folder: str, control: int, *, truth: bool) -> tuple[Any, Any]:
 
 
 def serve_environment(folder: str, truth: bool, parent: Any, parents: Any, control: int) -> None:
-    """The main function of the process that is verifiers' environment server; it ends with its ``parent``.
+    """Main function of verifiers' environment server process, which ends with its ``parent``.
 
-    ``parents`` and ``control`` are the parent's alone.
+    ``parents`` and ``control`` belong to the parent and are closed.
     """
     parents.close()
     os.close(control)
@@ -402,14 +402,14 @@ def serve_environment(folder: str, truth: bool, parent: Any, parents: Any, contr
     except EOFError:
         return
     sys.path[:0] = path
-    # It starts tool servers as modules.
+    # For tool servers, which it starts as modules.
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [*path, os.environ.get("PYTHONPATH")]))
     from verifiers.v1.serve import EnvServer
     from verifiers.v1.utils.loaders import resolve_env_config
 
     def stop(*_: object) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        # As verifiers does it: its event loop then takes down what it has started.
+        # As in verifiers: its event loop then stops what it started.
         raise KeyboardInterrupt
 
     def watch() -> None:
@@ -433,10 +433,9 @@ def _address(folder: str) -> str:
 
 
 def _run_scripts_here(folder: Path) -> None:
-    """Run scripts whose requirements are installed here with this Python, in local processes.
+    """Run scripts in local processes with this Python if their requirements are installed.
 
-    verifiers would have uv fetch them when the first rollout begins. Here they are those of the lock file, and no
-    network is needed.
+    verifiers would let uv download them when the first rollout begins. This uses the locked versions without network.
     """
     from verifiers.v1.runtimes.subprocess import SubprocessRuntime
 
@@ -457,7 +456,7 @@ def _run_scripts_here(folder: Path) -> None:
 
 
 def _installed(script: str) -> bool:
-    """Whether the requirements in a script's own header (PEP 723) are all met by this Python."""
+    """Whether this Python meets all requirements in a script's header (PEP 723)."""
     import tomllib
 
     from packaging.requirements import InvalidRequirement, Requirement
@@ -492,7 +491,7 @@ class Bridge:
         self._choosing = asyncio.Lock()
 
     async def listen(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Do what is asked for until nobody asks any more."""
+        """Carry out orders until the socket is closed."""
         writer.write(b'{"ready": true}\n')
         while line := await reader.readline():
             order = json.loads(line)
@@ -554,7 +553,7 @@ class Bridge:
         return self._record(episode.traces, episode.errors, timeout=episode.is_timeout)
 
     async def _renderer(self, tokenizer: str) -> dict[str, Any] | None:
-        """The configuration of the renderer: the options', or what is proven of the model, once."""
+        """The renderer's configuration, from the options or `proven_renderer` (cached)."""
         options = self._found.options
         if options["renderer"] is not None:
             return dict(options["renderer"])
@@ -567,19 +566,19 @@ class Bridge:
             return self._renderers[tokenizer]
 
     def _check_usable(self, episode: Any, tokenizer: str) -> None:
-        """Raises: Unusable where an episode failed before anybody spoke, by what no other attempt mends."""
+        """Raises: Unusable: an episode failed before its first message, for a reason that every attempt would meet."""
         if any(node.sampled for trace in episode.traces for node in trace.nodes):
             return
         taskset = self._found.options["taskset"]["id"]
         for error in [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]:
-            # As verifiers words it for code of its own process; a program's last words look otherwise.
+            # verifiers' wording for errors in its own process, which differs from output of programs.
             if missing := re.search(r": ModuleNotFoundError: (No module named [^\n]*)$", error.message):
                 raise Unusable(_lacking(f"taskset {taskset!r}", ModuleNotFoundError(missing[1])))
             if "DefaultRenderer does not support tools" in error.message and self._renderers.get(tokenizer) is None:
                 raise Unusable(_no_renderer(taskset, "it", tokenizer))
 
     def _record(self, traces: list[Any], errors: list[Any], *, timeout: bool) -> dict[str, Any]:
-        """What is told of an episode. Rewards are in it only where the project asked for them."""
+        """The record of an episode; with rewards only if requested."""
         ours = [trace for trace in traces if trace.agent.trainable]
         told: dict[str, Any] = {
             "timeout": timeout,
@@ -593,7 +592,7 @@ class Bridge:
 
 
 def _traces(assembly: Any) -> list[Any]:
-    """What there is of an episode that did not end."""
+    """The traces so far of an unfinished episode."""
     from pydantic import ValidationError
     from verifiers.v1.episode import WireEpisode
 
@@ -672,7 +671,7 @@ async def _serve(descriptor: int, options: dict[str, Any], folder: str, server: 
         listening = asyncio.create_task(bridge.listen(reader, writer))
         ended = asyncio.create_task(asyncio.to_thread(server.join))
         await asyncio.wait({listening, ended}, return_when=asyncio.FIRST_COMPLETED)
-        # What is asked for then has nobody to answer it, and who asked sees the end of this process.
+        # Open orders are not answered; the host sees the end of this process.
         told.close()
     except Exception as error:
         said = str(error) if isinstance(error, Unusable) else _line(error)
@@ -683,17 +682,17 @@ async def _serve(descriptor: int, options: dict[str, Any], folder: str, server: 
             server.terminate()
             await asyncio.to_thread(server.join, _END_SECONDS)
             server.kill()
-        # A thread may still wait for a server that cannot be ended.
+        # A thread may still be waiting for a server that cannot be ended.
         os._exit(0)
 
 
 def main() -> int:
     """See the module."""
     out = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    # What anybody prints is no answer.
+    # Output of other code must not be mistaken for an answer.
     os.dup2(2, 1)
     options = json.loads(sys.stdin.read())
-    # What is imported stays, and looking for what does not is a fifth of the time.
+    # Imports stay in memory; collecting would take 20 % of the time.
     gc.disable()
     if sys.argv[1] == "serve":
         control, folder = int(sys.argv[2]), sys.argv[3]

@@ -1,4 +1,4 @@
-"""Tasksets of the package ``verifiers``: an episode is its environment server's, whatever harness and tools it has."""
+"""Tasksets of the package ``verifiers`` as an environment: its environment server plays the episodes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 from typing import Any
 
 from draco_ray.config.schema import DataConfig, EnvironmentConfig
-from draco_ray.environments.base import Environment, WorldVerdict
+from draco_ray.environments.base import Environment, WorldVerdict, list_items
 from draco_ray.errors import EnvironmentCrashed, WorldError
 from draco_ray.records import Task
 from draco_ray.verifiers.options import read_options, told_to_bridge
@@ -22,7 +22,7 @@ other agents or the environment said stands under their role.
 
 
 class VerifiersEnvironment(Environment):
-    """``environment.use: verifiers``; see `VerifiersOptions`, and docs/verifiers.md for how it is used.
+    """``environment.use: verifiers``; see `VerifiersOptions` and docs/verifiers.md.
 
     Its one action plays a whole episode (`draco_ray.verifiers.agent`), within
     ``environment.cell_timeout_seconds``.
@@ -32,8 +32,7 @@ class VerifiersEnvironment(Environment):
         """See `Environment`."""
         super().__init__(config, data, ground_truth=ground_truth, name=name)
         self.options = read_options(config)
-        own = [line if line.startswith("- ") else f"- {line}" for line in self.options.facts.splitlines() if line]
-        self.facts = "\n".join([_HOW_AGENTS_ACT, *own])
+        self.facts = "\n".join([_HOW_AGENTS_ACT, *list_items(self.options.facts)])
 
     @property
     def evaluates(self) -> bool:  # type: ignore[override]
@@ -41,7 +40,7 @@ class VerifiersEnvironment(Environment):
         return self._listing.rewarded
 
     def tasks(self, split: str) -> list[str]:
-        """See `Environment`. Raises: ConfigError too, one line for a taskset that cannot be loaded."""
+        """See `Environment`. Raises: also ConfigError: one line; the taskset cannot be loaded."""
         found = self._listing.splits.get(split)
         if not found:
             named = ", ".join(self._listing.splits)
@@ -59,7 +58,7 @@ class VerifiersEnvironment(Environment):
         return Task(task_id=task_id, instruction=instructions[task_id] or task_id)
 
     def check_model(self, path: str) -> None:
-        """See `Environment`: tools that are known of can be put into its tokens."""
+        """See `Environment`; checks that the model's template can express the taskset's tools, if known."""
         offers = self._listing.tools
         if offers is None or self.options.renderer is not None:
             return
@@ -83,7 +82,7 @@ class VerifiersEnvironment(Environment):
 
 
 class VerifiersWorld:
-    """One task, and what its one episode was rewarded with."""
+    """An open task and the reward of its episode."""
 
     def __init__(self, environment: VerifiersEnvironment, task: Task) -> None:
         self._environment = environment
@@ -96,7 +95,7 @@ class VerifiersWorld:
         Args:
             action: JSON: ``base_url``, ``model``, ``tokenizer``, ``seconds``.
 
-        Returns: JSON: ``traces``, ``errors``, ``timeout``, no reward; or ``unusable``, why none can be played.
+        Returns: JSON: ``traces``, ``errors``, ``timeout``, without rewards; or ``unusable``, why it cannot be played.
         Raises: EnvironmentCrashed.
         """
         environment, order = self._environment, json.loads(action)

@@ -5,52 +5,48 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from pydantic import Field, ValidationError
+from pydantic import Field
 
 from draco_ray.config.schema import EnvironmentConfig, Tree
+from draco_ray.environments.base import checked_options
 from draco_ray.environments.own_python import own_python
-from draco_ray.errors import ConfigError
 
 VARIABLE = "DRACO_VERIFIERS_PYTHON"
 MADE_BY = "make setup-verifiers"
 
 
 class VerifiersOptions(Tree):
-    """What is played, and with what."""
+    """What to play, and how."""
 
     taskset: dict[str, Any] = Field(default_factory=dict)
-    """The taskset's own configuration; ``id`` is the name of an installed package, one of those that come with
-    verifiers, or a file, ``./my_taskset.py``."""
+    """Configuration of the taskset; ``id`` is an installed package, a taskset of verifiers, or a file,
+    ``./my_taskset.py``."""
     env: dict[str, Any] = Field(default_factory=dict)
-    """The rest of verifiers' configuration of an environment: ``id``, and of each role its harness, runtime, limits,
-    e.g. ``{agent: {harness: {id: "null"}}}``."""
+    """The rest of verifiers' environment configuration: ``id``, and harness, runtime and limits of each role, e.g.
+    ``{agent: {harness: {id: "null"}}}``."""
     splits: dict[str, dict[str, Any]] = Field(default_factory=dict)
     """Name of a split -> verifiers' selection of tasks (include, exclude, shuffle, seed, skip, limit). Empty: ``dev``
     is the first fifth of the tasks, 50 at most, and ``train`` the others, the next 1000 of a taskset without an end."""
     renderer: dict[str, Any] | None = None
-    """What puts messages into tokens, of the package renderers: ``{name: qwen3}``. null: by the model's hub name;
-    else the one whose tokens are the chat template's; where there is none the template as it is, without tools."""
+    """Renderer of the package renderers, which tokenizes messages: ``{name: qwen3}``. null: by the model's hub name,
+    else the one that produces the chat template's tokens, else the template itself, without tools."""
     sampling: dict[str, Any] = Field(default_factory=dict)
-    """Of verifiers' sampling configuration: ``max_tokens``, ``chat_template_kwargs``. The rest is the run's."""
+    """``max_tokens`` and ``chat_template_kwargs`` of verifiers' sampling configuration; the run sets the rest."""
     success_at: float = 1.0
-    """An episode whose reward is at least this has succeeded."""
+    """Reward from which an episode counts as success."""
     path: list[str] = Field(default_factory=list)
-    """Folders in which tasksets and harnesses are looked for beside those that are installed."""
+    """Folders with other tasksets and harnesses, besides installed ones."""
     pass_environment: list[str] = Field(default_factory=list)
-    """Environment variables that verifiers' processes get beside PATH, HOME and their like: keys of services."""
+    """Additional environment variables for verifiers' processes, besides PATH, HOME and similar ones: e.g. keys."""
     python: str | None = None
-    """Python of verifiers' own environment; null: DRACO_VERIFIERS_PYTHON, else .venv-verifiers/bin/python."""
+    """Python of verifiers' virtual environment; null: DRACO_VERIFIERS_PYTHON, else .venv-verifiers/bin/python."""
     facts: str = ""
     """What the judge has to know of this world: its rules, what no criterion may punish. Lines of a list."""
 
 
 def read_options(config: EnvironmentConfig) -> VerifiersOptions:
-    """The options, checked. Raises: ConfigError, one line."""
-    try:
-        return VerifiersOptions.model_validate(config.options)
-    except ValidationError as error:
-        problems = (f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors())
-        raise ConfigError(f"environment.options: {'; '.join(problems)}") from None
+    """Check the options. Raises: ConfigError: one line."""
+    return checked_options(VerifiersOptions, config.options)
 
 
 def verifiers_python(options: VerifiersOptions) -> str:
@@ -66,6 +62,6 @@ def verifiers_python(options: VerifiersOptions) -> str:
 
 
 def told_to_bridge(options: VerifiersOptions, config: EnvironmentConfig, *, ground_truth: bool) -> str:
-    """What the bridge reads on its standard input."""
+    """The bridge's standard input."""
     told = options.model_dump(include={"taskset", "env", "splits", "renderer", "sampling", "path"})
     return json.dumps({**told, "truth": ground_truth, "start_seconds": config.start_timeout_seconds})

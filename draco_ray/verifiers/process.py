@@ -1,4 +1,4 @@
-"""The project's side of a `bridge`: its process, and the socket over which it is asked to play."""
+"""The host's side of a `bridge`: its process, and the socket for orders."""
 
 from __future__ import annotations
 
@@ -26,36 +26,37 @@ from draco_ray.verifiers.options import VerifiersOptions, told_to_bridge, verifi
 
 _BRIDGE = Path(__file__).with_name("bridge.py")
 _PASSED = ("HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "HF_ENDPOINT", "NLTK_DATA", "UV_CACHE_DIR", "XDG_CACHE_HOME")
-"""Variables that say where data is kept."""
+"""Variables with the locations of data."""
 _LIST_SECONDS = 900.0
-"""For a taskset to be loaded, a download of its data included."""
+"""Time limit for loading a taskset, including a download of its data."""
 _END_SECONDS = 15.0
 _LONGEST_LINE = 1 << 28
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Listing:
-    """What a taskset has."""
+    """Contents of a taskset."""
 
     splits: Mapping[str, list[str]]
     instructions: Mapping[str, str]
     """Of each task, by its id."""
     rewarded: bool
-    """Whether it rewards episodes."""
+    """Whether it computes rewards."""
     tools: str | None
-    """What offers the policy tools, where that is known."""
+    """What offers tools to the policy, if known."""
 
 
 @functools.cache
 def listing(told: str, python: str, passed: tuple[str, ...]) -> Listing:
-    """The tasks, from a process of verifiers' Python that ends with the answer.
+    """The tasks, listed by a short-lived process of verifiers' Python.
 
     Args:
         told: see `told_to_bridge`.
         python: of verifiers' virtual environment.
         passed: names of environment variables.
 
-    Raises: ConfigError, one line: no verifiers, or no such version, no such taskset, its requirements missing.
+    Raises: ConfigError: one line; verifiers is missing or of another version, or the taskset or its requirements are
+        missing.
     """
     answer = _asked("taskset", "tasks", told, python, passed)
     return Listing(
@@ -65,14 +66,14 @@ def listing(told: str, python: str, passed: tuple[str, ...]) -> Listing:
 
 @functools.cache
 def check_renderer(told: str, python: str, passed: tuple[str, ...], *, tokenizer: str, offers: str) -> None:
-    """See that tools can be put into a model's tokens.
+    """Check that a model's template can express tools.
 
     Args:
-        told, python, passed: as of `listing`.
+        told, python, passed: see `listing`.
         tokenizer: the model's folder or hub name.
         offers: what offers the tools, for the message.
 
-    Raises: ConfigError, one line.
+    Raises: ConfigError: one line.
     """
     told = json.dumps({**json.loads(told), "tokenizer": tokenizer, "offers": offers})
     _asked("tokenizer", "renderer", told, python, passed)
@@ -128,9 +129,9 @@ class BridgeProcess:
 
     @classmethod
     async def start(cls, options: VerifiersOptions, config: EnvironmentConfig, *, ground_truth: bool) -> BridgeProcess:
-        """Start it, and verifiers' environment server with it.
+        """Start a bridge with verifiers' environment server.
 
-        Raises: WorldError where there is no Python for it; EnvironmentCrashed, its own words, when it does not answer.
+        Raises: WorldError: verifiers' Python is missing; EnvironmentCrashed: it does not answer; quotes its output.
         """
         python = verifiers_python(options)
         ours, theirs = socket.socketpair()
@@ -167,13 +168,13 @@ class BridgeProcess:
 
     @property
     def busy(self) -> bool:
-        """Whether an episode is under way."""
+        """Whether an episode is running."""
         return bool(self._waiting)
 
     async def play(self, order: Mapping[str, Any]) -> dict[str, Any]:
-        """Have an episode played; it is ended where nobody waits for it any more.
+        """Play an episode; cancelling the call ends it.
 
-        Raises: EnvironmentCrashed where the process is lost, or cannot play it.
+        Raises: EnvironmentCrashed: the process is lost, or cannot play it.
         """
         number = next(self._numbers)
         answer: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
@@ -193,13 +194,13 @@ class BridgeProcess:
         return told
 
     def last_words(self) -> str:
-        """The end of what it and verifiers printed."""
+        """The end of the output of the bridge and verifiers."""
         size = os.fstat(self._said.fileno()).st_size
         text = os.pread(self._said.fileno(), 4000, max(0, size - 4000)).decode("utf-8", "replace")
         return " ".join(text.split())[-300:]
 
     async def kill(self) -> None:
-        """End it, and all that it started: first it may do so itself."""
+        """End it and all it started; it first gets time to do so itself."""
         self.alive = False
         self._listening.cancel()
         self._writer.close()
@@ -248,7 +249,7 @@ class BridgeProcess:
 
 @dataclass(eq=False)
 class Shared:
-    """The bridge of all slots of a process that play the same; it is replaced when it has died, or played enough."""
+    """A bridge of all slots of a process with the same options; replaced when it dies or has played enough."""
 
     options: VerifiersOptions
     config: EnvironmentConfig
@@ -295,7 +296,7 @@ _SHARED: dict[tuple[int, str], Shared] = {}
 
 
 def shared_bridge(options: VerifiersOptions, config: EnvironmentConfig, *, ground_truth: bool, user: object) -> Shared:
-    """The bridge of this event loop for these options; ``user`` keeps it until `leave_bridge`."""
+    """This event loop's bridge for these options; kept for ``user`` until `leave_bridge`."""
     told = told_to_bridge(options, config, ground_truth=ground_truth)
     key = (id(asyncio.get_running_loop()), told)
     shared = _SHARED.setdefault(key, Shared(options, config, ground_truth))
@@ -304,7 +305,7 @@ def shared_bridge(options: VerifiersOptions, config: EnvironmentConfig, *, groun
 
 
 async def leave_bridge(user: object) -> None:
-    """End the bridges that nobody but ``user`` uses."""
+    """Release the bridges of ``user``; those without other users end."""
     for key, shared in list(_SHARED.items()):
         if id(user) in shared.users:
             shared.users.discard(id(user))
@@ -314,9 +315,9 @@ async def leave_bridge(user: object) -> None:
 
 
 def _environment(python: str, names: tuple[str, ...]) -> dict[str, str]:
-    """The variables of verifiers' processes; its programs are found before others of their name."""
+    """Environment variables of verifiers' processes, with its programs first on PATH."""
     kept = passed_environment((*_PASSED, *names))
-    # Of this environment's packages it can use none.
+    # Packages of this environment are incompatible with it.
     kept.pop("PYTHONPATH", None)
     folder = Path(python).parent
     path = f"{folder}{os.pathsep}{kept.get('PATH', os.defpath)}"
@@ -324,7 +325,7 @@ def _environment(python: str, names: tuple[str, ...]) -> dict[str, str]:
 
 
 def need(options: VerifiersOptions) -> str:
-    """The Python of verifiers, for the driver. Raises: ConfigError, one line."""
+    """verifiers' Python, for the driver. Raises: ConfigError: one line."""
     try:
         return verifiers_python(options)
     except WorldError as error:

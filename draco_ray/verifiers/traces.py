@@ -1,8 +1,8 @@
-"""verifiers' traces as a trajectory: their own tokens, the policy's log-probs and versions, branches as everywhere.
+"""Converts verifiers' traces to a trajectory, with their tokens and the policy's log-probs and versions.
 
-A trace is a graph of messages, each with the tokens that it adds to the sequence. A message that the policy sampled
-(its endpoint knows: `TokenEpisode`) grows the branch whose last turn it goes on from; any other way to it opens a
-branch, in which what it takes over is context. So every sampled token is trained on once.
+A trace is a graph of messages, each with the tokens it adds to the sequence. A message sampled by the policy, as
+recorded by its endpoint (`TokenEpisode`), extends the branch whose last turn it continues; otherwise it opens a new
+branch, in which the earlier messages are context. So every sampled token is trained on once.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ from draco_ray.rollout.tokens import TokenPolicy
 
 Node = Mapping[str, Any]
 Place = tuple[int, int]
-"""Of a node: index of its trace, index in the trace."""
+"""A node: index of its trace, index in the trace."""
 
 
 @dataclass(eq=False, kw_only=True)
 class _Branch:
-    """One token sequence; its lists are only ever appended to."""
+    """A token sequence with append-only lists."""
 
     ids: list[int] = field(default_factory=list)
     sampled: list[bool] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     end: Place | None = None
-    """The turn it ends with."""
+    """Its last turn."""
 
 
 @dataclass(eq=False, kw_only=True)
 class _Turn:
-    """What stands in the trajectory: a turn of the policy, or what somebody else said."""
+    """A turn of the trajectory, by the policy or another speaker."""
 
     branch: _Branch | None
     first: int
@@ -49,13 +49,13 @@ class _Turn:
     text: str
     role: str = "assistant"
     found: Sampled | None = None
-    """Of a turn of the policy."""
+    """Only for turns of the policy."""
     received: str = ""
-    """Of a turn of the policy: the text that its harness was given."""
+    """Only for turns of the policy: the text that its harness got."""
     calls: bool = False
     """Whether it calls tools."""
     answered: list[Node] = field(default_factory=list)
-    """What the policy was told next."""
+    """The observation after it."""
     answered_seconds: float = 0.0
 
 
@@ -71,10 +71,10 @@ def trajectory_of(
     ended: EpisodeEnd,
     error: str | None,
 ) -> Trajectory:
-    """One rollout of the traces of an episode (`draco_ray.verifiers.bridge` says what they have).
+    """Convert the traces of an episode to a rollout (`draco_ray.verifiers.bridge` defines their format).
 
-    Tokens that the endpoint has not sampled, and those of agents and branches that verifiers does not train, are no
-    turns of the policy: they are context, or stand under the role of who said them.
+    Messages that the endpoint did not sample, and those of agents and branches that verifiers does not train, are not
+    turns of the policy: they are context, or turns with the role of their speaker.
     """
     graph = _Graph(traces, episode, policy, prompt)
     for place in graph.in_time():
@@ -122,7 +122,7 @@ def trajectory_of(
 
 
 class _Graph:
-    """The branches and turns of an episode's traces, turn by turn."""
+    """Builds branches and turns from an episode's traces."""
 
     def __init__(
         self,
@@ -140,14 +140,14 @@ class _Graph:
         self._tools: set[str] = set()
 
     def in_time(self) -> list[Place]:
-        """Every sampled message, as they were said."""
+        """All sampled messages in order of time."""
         places = [
             (t, n) for t, trace in enumerate(self._traces) for n, node in enumerate(trace["nodes"]) if node["sampled"]
         ]
         return sorted(places, key=lambda place: (self._node(place)["at"], place))
 
     def add(self, place: Place) -> None:
-        """The next turn: of the policy, or of somebody else."""
+        """Add the next turn, by the policy or another speaker."""
         trace, node = self._traces[place[0]], self._node(place)
         way = self._way(place)
         ids = [token for each in way for token in self._node(each)["tokens"]]
@@ -164,7 +164,7 @@ class _Graph:
             self.branches.append(branch)
             self._open(way[:-1], branch)
         elif before is not None:
-            # In between stands only what nobody of ours has sampled.
+            # In between are only messages that the policy did not sample.
             self._own[before].answered = [self._node(each) for each in since[:-1]]
             self._own[before].answered_seconds = node["at"] - found.seconds - self._node(before)["at"]
             self._shown.update(since[:-1])
@@ -183,7 +183,7 @@ class _Graph:
         self.turns.append(turn)
 
     def is_step(self, turn: _Turn, config: AgentConfig) -> bool:
-        """Whether a turn is the policy's and somebody received it; to be asked once all turns are there."""
+        """Whether a turn is a step of the policy; call it once all turns are added."""
         if turn.found is None:
             return False
         last = next(each for each in reversed(self.turns) if each.found is not None)
@@ -191,7 +191,7 @@ class _Graph:
         return is_step(acts=turn.calls, message=message, answered=bool(turn.answered))
 
     def _open(self, way: Sequence[Place], branch: _Branch) -> None:
-        """Show what opens a branch and has not been said before; the rest is counted."""
+        """Add the messages that open a branch; those shown before are only counted."""
         tools = self._node(way[0])["tools"] if way else []
         if tools and (listed := json.dumps(tools, ensure_ascii=False)) not in self._tools:
             self._tools.add(listed)
@@ -209,23 +209,23 @@ class _Graph:
             return
         self._shown.add(place)
         text = _text(node)
-        # The task stands in the prompt already.
+        # The task is already in the prompt.
         if role is None and text.strip() in self._told:
             return
         said_by = role or ("earlier assistant" if node["role"] == "assistant" else str(node["role"]))
-        # A turn of the agent is one that the policy has sampled.
+        # Only turns sampled by the policy are the agent's.
         said_by = "other agent" if said_by == "assistant" else said_by
         self.turns.append(_Turn(branch=branch, first=0, last=0, text=text, role=said_by))
 
     def _since(self, way: Sequence[Place]) -> tuple[Sequence[Place], Place | None]:
-        """The part of a way behind the policy's last turn on it, and that turn."""
+        """The part of a path after the policy's last turn on it, and that turn."""
         for index in range(len(way) - 2, -1, -1):
             if way[index] in self._own:
                 return way[index + 1 :], way[index]
         return way, None
 
     def _way(self, place: Place) -> list[Place]:
-        """From the root to a node, both included."""
+        """The path from the root to a node, inclusive."""
         way = []
         at: int | None = place[1]
         while at is not None:
@@ -253,7 +253,7 @@ def _record(turn: _Turn, branch: int, offset: int, step: bool, policy: TokenPoli
     observation = None
     if step and turn.answered:
         observation = cut_output(_told(turn.answered), config.max_output_characters)
-    # As behind the endpoint: a text that was answered may be an action.
+    # As at the endpoint: a text that was answered may be an action.
     action = None
     if step and (turn.calls or turn.answered):
         action = after_reasoning(turn.text, thinking=policy.chat.opens_thinking).strip() or turn.text
@@ -283,7 +283,7 @@ def _text(node: Node) -> str:
 
 
 def _closing(traces: Sequence[Mapping[str, Any]], error: str | None) -> Turn:
-    """How the episode ended, as the last turn."""
+    """The last turn, which reports how the episode ended."""
     stops = [f"{trace['agent']}: {trace['stop']}" for trace in traces if trace["stop"]]
     text = "\n".join(["The episode has ended.", *stops, *filter(None, [error])])
     return Turn(text=text, action=None, observation=None, first_token=0, last_token=0, role=PROGRAM)

@@ -279,8 +279,8 @@ async def test_a_worker_that_hangs_in_a_command_is_started_anew_and_does_it_agai
 async def test_workers_end_where_nobody_is_left_to_tell_them_what_to_do(learner: RayLoraLearner) -> None:
     """Started anew they would find nobody either, and Ray Train would start them without end."""
     await train(learner, 0)
-    (feed,) = descendants(os.getpid(), "CommandLog")
-    feed.kill()
+    (log,) = descendants(os.getpid(), "CommandLog")
+    log.kill()
     with pytest.raises(LearnerError, match=r"the actor with its command log was lost"):
         await learner.step()
     await learner.stop(timeout=3600)

@@ -104,12 +104,13 @@ async def test_work_after_a_checkpoint_is_done_again_until_it_is_written() -> No
     assert not saving.done()
     # A worker that starts now begins before the checkpoint.
     assert (await started(log)).position == 0
-    snapshot = Writes(threading.Event())
+    disk_ready = threading.Event()
+    snapshot = Writes(disk_ready)
     await log.finish(0, 0, (snapshot,))
     # While it is written, the result of a worker that has started anew changes nothing.
     await log.finish(0, 0, (Writes(),))
     assert not saving.done()
-    snapshot.disk_ready.set()
+    disk_ready.set()
     await saving
     assert snapshot.written == [Path("second")]
     assert (await started(log)) == Start(checkpoint="second", position=1)

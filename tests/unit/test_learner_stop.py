@@ -16,7 +16,7 @@ from draco_ray.learner import ray_lora
 from draco_ray.learner.ray_lora import RayLoraLearner
 
 
-async def test_a_feed_that_is_stopped_does_not_hold_up_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_stopped_command_log_does_not_delay_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     killed = asyncio.Event()
     fit: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
@@ -29,10 +29,10 @@ async def test_a_feed_that_is_stopped_does_not_hold_up_the_end(tmp_path: Path, m
             task.set_exception(TaskCancelledError())
 
     monkeypatch.setattr(ray_lora, "PATIENCE_SECONDS", 0.01)
-    monkeypatch.setattr(ray, "kill", lambda feed: killed.set())
+    monkeypatch.setattr(ray, "kill", lambda log: killed.set())
     monkeypatch.setattr(ray, "cancel", cancel)
     learner = RayLoraLearner(ModelConfig(path="model"), LearnerConfig(), run=tmp_path, seed=0)
-    learner._feed = SimpleNamespace(submit=SimpleNamespace(remote=answer), fail=SimpleNamespace(remote=answer))
+    learner._log = SimpleNamespace(submit=SimpleNamespace(remote=answer), fail=SimpleNamespace(remote=answer))
     learner._fit, learner._watch = fit, asyncio.create_task(learner._watch_fit())
     async with asyncio.timeout(600):
         await learner.stop(timeout=0.01)

@@ -54,7 +54,7 @@ def test_a_step_in_which_every_group_was_dropped_stops_the_run_and_says_why() ->
         )
     assert str(stopped.value) == (
         f"step 3: all 4 groups were dropped, 6 of 24 rollouts lost: 3 x {NO_RUBRIC}; 1 x 1 of 6 rollouts finished: "
-        "nothing can be learned (watch.empty_steps)"
+        "nothing to learn from (watch.empty_steps)"
     )
 
 
@@ -83,7 +83,7 @@ def test_a_share_of_failed_judge_phases_stops_the_run() -> None:
 def test_what_is_waited_for_is_named_with_its_oldest() -> None:
     now = 0.0
     pending = Pending(lambda: now)
-    assert str(pending) == "nothing that is known of"
+    assert str(pending) == "nothing known"
     with pending.of("rollout", "step3/a_1/0"):
         now = 60.0
         with pending.of("rollout", "step3/b_1/2"), pending.of("the learner's update"):
@@ -133,7 +133,7 @@ async def test_what_takes_too_long_is_ended_and_what_it_waited_for_was_asked_bef
     with pytest.raises(RunStopped, match="waiting for: the learner's update, for"):
         await in_time(step(), 0.01, late)
     assert ended == ["step"]
-    assert str(pending) == "nothing that is known of"
+    assert str(pending) == "nothing known"
 
     async def quick() -> int:
         return 7

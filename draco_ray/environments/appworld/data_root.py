@@ -1,11 +1,11 @@
-"""An AppWorld data root, read from outside: which tasks there are and what the policy may know of them.
+"""Reads an AppWorld data root: which tasks there are and what the policy may know of them.
 
-    <root>/data/datasets/<split>.txt     task ids, one a line
+    <root>/data/datasets/<split>.txt     task ids, one per line
     <root>/data/tasks/<id>/specs.json    instruction, supervisor, date
     <root>/data/tasks/<id>/dbs/          what differs from base_dbs
     <root>/data/tasks/<id>/ground_truth/ never opened here; training works without it
 
-Nothing of AppWorld is imported.
+AppWorld itself is not imported.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ _HINT = "point data.root at AppWorld's data or at a folder made by `draco sandbo
 
 
 def check_data_root(root: Path) -> None:
-    """Make sure that ``root`` holds a world with tasks.
+    """Check that ``root`` contains a world with tasks.
 
-    Raises: WorldError, one line, when a folder is missing or there are no tasks.
+    Raises: WorldError: one line; a folder is missing or there are no tasks.
     """
     if not root.is_dir():
         raise WorldError(f"no data root at {str(root)!r}: {_HINT}")
@@ -38,9 +38,9 @@ def check_data_root(root: Path) -> None:
 
 
 def check_readable(root: Path, task_ids: Sequence[str]) -> None:
-    """Make sure that tasks can read their data where root starts them, since they become users of their own.
+    """Check that tasks can read their data if root starts them, since each then runs as another user.
 
-    Raises: WorldError, one line, where a folder or a file is closed to other users.
+    Raises: WorldError: one line; a folder or a file is closed to other users.
     """
     if os.geteuid():
         return
@@ -59,15 +59,14 @@ def check_readable(root: Path, task_ids: Sequence[str]) -> None:
 def load_split(root: Path, split: str) -> list[str]:
     """Task ids of a split in file order.
 
-    Raises: WorldError when the split is unknown (its message names those there are), empty, or lists a task that
-        is not there.
+    Raises: WorldError: the split is unknown (the message lists the known ones), empty, or lists a missing task.
     """
     check_data_root(root)
     path = root / "data" / "datasets" / f"{split}.txt"
     if not path.is_file():
         known = ", ".join(sorted(found.stem for found in path.parent.glob("*.txt"))) or "none"
         raise WorldError(f"data root {str(root)!r} has no split {split!r}: it has {known}")
-    # A line may carry a tag, `<task id>:<tag>`.
+    # A line may have a tag: `<task id>:<tag>`.
     task_ids = [line.split(":")[0].strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
     if not task_ids:
         raise WorldError(f"split {split!r} of data root {str(root)!r} lists no task")
@@ -83,7 +82,7 @@ def load_split(root: Path, split: str) -> list[str]:
 def load_task(root: Path, task_id: str) -> Task:
     """What the policy may know of a task, from its ``specs.json`` alone.
 
-    Raises: WorldError when the task is missing or its specs cannot be read.
+    Raises: WorldError: the task is missing or its specs cannot be read.
     """
     path = _specs(root, task_id)
     try:
@@ -103,9 +102,9 @@ def load_task(root: Path, task_id: str) -> Task:
 
 
 def load_difficulty(root: Path, task_id: str) -> int | None:
-    """AppWorld's label of a task, from its ground truth.
+    """AppWorld's difficulty of a task, from its ground truth.
 
-    Raises: ConfigError where the data have no ground truth to evaluate with.
+    Raises: ConfigError: the data have no ground truth.
     """
     folder = _specs(root, task_id).parent / "ground_truth"
     if not folder.is_dir():
@@ -121,7 +120,7 @@ def load_difficulty(root: Path, task_id: str) -> int | None:
 
 
 def tasks_digest(root: Path, tasks: Sequence[str]) -> str:
-    """A digest of the tasks' specs, by which two worlds with the same task ids are told apart."""
+    """A digest of the tasks' specs, to distinguish worlds with the same task ids."""
     digest = hashlib.sha256()
     for task_id in tasks:
         digest.update(_specs(root, task_id).read_bytes())

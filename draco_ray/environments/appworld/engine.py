@@ -1,6 +1,6 @@
-"""AppWorld as the processes of a slot use it: loaded once, served to one task, evaluated in a process of its own.
+"""AppWorld inside a slot's processes: load it once, serve one task, evaluate in a separate process.
 
-Runs in the jail, under AppWorld's Python.
+Runs in the jail with AppWorld's Python.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from typing import Any
 from draco_ray.environments.appworld.saved_world import UnusableWorld, apply_changes, write_saved
 
 EXPERIMENT = "slot"
-"""AppWorld's name for the folder a task's state is saved in."""
+"""AppWorld's experiment name, part of the folder in which a task's state is saved."""
 
 _CUT = "\n[output cut at {limit} bytes]\n"
 
 
 class BoundedText(io.StringIO):
-    """Captured standard output that keeps the first ``limit`` bytes and forgets the rest."""
+    """Captured standard output that keeps the first ``limit`` bytes and discards the rest."""
 
     def __init__(self, limit: int) -> None:
         super().__init__()
@@ -35,9 +35,9 @@ class BoundedText(io.StringIO):
         self._is_cut = False
 
     def write(self, text: str) -> int:
-        """Take what still fits. Returns the length of ``text``: the writer does not notice."""
+        """Keep what fits. Returns the length of ``text``, so that the writer does not notice."""
         if not self._is_cut:
-            # At most `left` characters can fit, so a huge text is cut before it is encoded.
+            # At most `left` characters fit, so a huge text is cut before encoding.
             kept = cut_to_bytes(text[: self._left + 1], self._left)
             self._left -= len(kept.encode("utf-8", "surrogatepass"))
             super().write(kept)
@@ -48,7 +48,7 @@ class BoundedText(io.StringIO):
 
 
 class CapturedText(BoundedText):
-    """`BoundedText` that can be saved, tokenized and sent: lone surrogates are spelt out (`plain_text`)."""
+    """`BoundedText` that can be saved, tokenized and sent: lone surrogates are escaped (`plain_text`)."""
 
     def write(self, text: str) -> int:
         """See `BoundedText.write`."""
@@ -57,7 +57,7 @@ class CapturedText(BoundedText):
 
 
 def plain_text(text: str) -> str:
-    """``text`` as UTF-8 can carry it: a lone surrogate is spelt out, as ``\\ud800``."""
+    """``text`` with lone surrogates escaped, as ``\\ud800``, so that it can be encoded as UTF-8."""
     return text if text.isascii() else text.encode("utf-8", "backslashreplace").decode()
 
 
@@ -72,7 +72,7 @@ def cut_to_bytes(text: str, limit: int) -> str:
 
 
 def cut_with_mark(text: str, limit: int) -> str:
-    """``text``, or where it is longer than ``limit`` bytes and a mark its beginning and a mark."""
+    """``text``; if it is longer than ``limit`` bytes plus a mark, its beginning and the mark."""
     mark = _CUT.format(limit=limit)
     allowed = limit + len(mark)
     if len(text) <= allowed // 4:  # no character takes more than four bytes
@@ -82,8 +82,8 @@ def cut_with_mark(text: str, limit: int) -> str:
 
 
 def prepare(output_bytes: int) -> None:
-    """Import what a task needs and bound what it can print, so that forks share it."""
-    gc.disable()  # all of it stays, and looking for what does not is a fifth of the time
+    """Import what tasks need, so that forks share it, and limit what they can print."""
+    gc.disable()  # everything imported stays; collecting would take 20 % of the time
     import uvicorn.lifespan.off
     import uvicorn.loops.asyncio
     import uvicorn.protocols.http.h11_impl  # noqa: F401
@@ -97,25 +97,25 @@ def prepare(output_bytes: int) -> None:
     from freezegun import freeze_time
     from sqlalchemy.orm import configure_mappers
 
-    # Hundreds of descriptions of APIs are YAML; libyaml reads them in a tenth of the time.
+    # There are hundreds of API descriptions in YAML; libyaml is ten times faster.
     yaml: Any = importlib.import_module("yaml")
     yaml.SafeLoader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     for name in get_all_apps():
         importlib.import_module(f"appworld.apps.{name}.models")
     build_main_app(get_all_apps())
-    # What the first requests of a task would otherwise work out, 0.2 s in all: every app's API schema, the models'
-    # relations, and where modules keep the functions that freezing the clock replaces.
+    # Fill caches that the first requests of every task would otherwise compute in 0.2 s: each app's API schema, the
+    # models' relations, and the functions that freezing the clock replaces.
     for name in get_all_apps():
         prepare_api_docs(name, include_private_apis=True)
     configure_mappers()
     with freeze_time():
         pass
-    # AppWorld caches both by their arguments; these are the ones it loads a task with.
+    # AppWorld caches this by its arguments; these are the ones used for a task.
     ApiDocCollection.load(load_apps=tuple(get_all_apps(skip_admin=True)), include_response_schemas=True)
 
     capture: Any = importlib.import_module("IPython.utils.capture")
     capture.StringIO = functools.partial(CapturedText, output_bytes)
-    # IPython copies a file into the profile it makes for a task, and then its mode, which `system_calls` refuses.
+    # IPython copies a file with its mode into each task's profile; `system_calls` refuses changing modes.
     shutil.copymode = lambda source, target, **options: None
     environment: Any = importlib.import_module("appworld.environment")
     trace = environment.get_stack_trace_from_exception
@@ -126,7 +126,7 @@ def prepare(output_bytes: int) -> None:
         try:
             ast.parse(code)
         except SyntaxError:
-            pass  # told by AppWorld
+            pass  # AppWorld reports it
         except (ValueError, RecursionError, MemoryError) as error:
             message = f"Execution failed. Traceback:\n{type(error).__name__}: {error or 'the code cannot be parsed'}"
             self.environment_io.append({"input": code, "output": message})
@@ -139,8 +139,8 @@ def prepare(output_bytes: int) -> None:
         return JSONResponse({"error": f"{type(error).__name__}: {error}"[:2000]}, status_code=500)
 
     app.add_exception_handler(Exception, describe)
-    # What is loaded stays: the collector need not touch (and so copy) its pages in every fork. What nobody holds any
-    # more is a fiftieth of it, and stays too: to find it takes a second.
+    # Keep the collector from touching, and so copying, the shared pages in every fork. Not collecting first leaves 2 %
+    # garbage and saves a second.
     gc.freeze()
     gc.enable()
 
@@ -158,21 +158,21 @@ def serve(listener: socket.socket) -> None:
 
 
 def saved_folder(task_id: str) -> str:
-    """Where AppWorld saves what a task's process did."""
+    """Folder in which AppWorld saves the state of a task."""
     from appworld.common.path_store import path_store
 
     return os.path.join(path_store.experiment_outputs, EXPERIMENT, "tasks", task_id)
 
 
 def judge(task_id: str, files: Mapping[str, str], tell: Callable[[dict[str, Any]], None]) -> None:
-    """Have AppWorld evaluate a saved world, in a process that has never run its code.
+    """Have AppWorld evaluate a saved world in a process that never ran its code.
 
     Args:
-        task_id: the task it is of; its ground truth can be read, and nothing of the world is in the file system yet.
+        task_id: its task, whose ground truth is readable; none of the world's files exist here yet.
         files: the saved world by name (`saved_world.read_saved`).
-        tell: is given ``{"tests", "difficulty"}`` once all that is not the world's is in order, and then either
-            ``{"verdict"}``, AppWorld's report, or ``{"unusable"}``, why this world cannot have one. Where the task or
-            its ground truth cannot be used it is given ``{"error"}`` alone.
+        tell: called with ``{"tests", "difficulty"}`` once everything except the world is loaded, and then with
+            ``{"verdict"}``, AppWorld's report, or ``{"unusable"}``, why this world has none. If the task or its ground
+            truth cannot be loaded, it is only called with ``{"error"}``.
     """
     from appworld import evaluator
     from appworld.apps import model_lib
@@ -204,7 +204,7 @@ def judge(task_id: str, files: Mapping[str, str], tell: Callable[[dict[str, Any]
 
 
 def _apply_checked(read: Callable[..., list[Any]], begins: str, connection: Any, path: str | None) -> list[Any]:
-    """What AppWorld's `apply_db_changes` does, of a task's own changes as they are and of saved ones once checked."""
+    """AppWorld's `apply_db_changes`, but the changes of a saved world are checked first; a task's own are trusted."""
     own = None if path is None else os.path.join(begins, "dbs", os.path.basename(path))
     changes, trusted = (
         [] if each is None or not os.path.exists(each) else read(each, use_json_plus=False) for each in (path, own)

@@ -1,4 +1,4 @@
-"""AppWorld behind the seam of environments: one slot's server, and what the judge has to know of AppWorld."""
+"""AppWorld as an `Environment`, and the facts about it for the judge."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class AppWorldEnvironment(Environment):
     def __init__(self, config: EnvironmentConfig, data: DataConfig, *, ground_truth: bool, name: str) -> None:
         """See `Environment`."""
         super().__init__(config, data, ground_truth=ground_truth, name=name)
-        # Made with the first task: the driver, which lists tasks, needs no AppWorld.
+        # Created with the first task, because the driver only lists tasks and needs no AppWorld.
         self._slot: AppWorldSlot | None = None
 
     def tasks(self, split: str) -> list[str]:
@@ -79,13 +79,13 @@ class AppWorldEnvironment(Environment):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AppWorld:
-    """The task that is open in a slot; see `World`."""
+    """The open task of a slot; see `World`."""
 
     slot: AppWorldSlot
     task: Task
 
     async def act(self, action: str) -> str:
-        """Run a cell of code and return what it printed."""
+        """Run a code cell and return its output."""
         return await self.slot.execute(action)
 
     async def evaluate(self) -> WorldVerdict:

@@ -1,7 +1,7 @@
-"""AppWorld by function calling, as its other published agents play it: each API is a tool, in place of code.
+"""AppWorld with function calling instead of code, like its other published agents: each API is a tool.
 
-The schemas are those that AppWorld's data has for it (``api_docs/function_calling``), named ``app__api``. A call is run
-as a line of our code in AppWorld's own session, so worlds, jail and evaluator are those of the code agent.
+The schemas, named ``app__api``, are from AppWorld's data (``api_docs/function_calling``). A call is run as a line of
+code in AppWorld's session, so worlds, jail and evaluator are those of the code agent.
 """
 
 from __future__ import annotations
@@ -13,18 +13,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
-from pydantic import ValidationError
-
 from draco_ray.config.schema import DataConfig, EnvironmentConfig, Tree
 from draco_ray.environments.appworld.environment import AppWorld, AppWorldEnvironment
 from draco_ray.environments.appworld.termination import FAILED
-from draco_ray.environments.base import World, WorldVerdict, ended_by
+from draco_ray.environments.base import World, WorldVerdict, checked_options, ended_by
 from draco_ray.environments.tools.environment import described
 from draco_ray.errors import ConfigError, WorldError
 from draco_ray.records import Task, Termination, Trajectory
 
 DESCRIBED = 40
-"""Tools that the judge is told of in full; of more it is told the names."""
+"""Maximum number of tools whose schemas the judge sees; of more it only sees the names."""
 _HOW_AGENTS_ACT = """\
 - The agent acts by calling the APIs of apps as functions, named app__api. Several calls of a turn are \
 one step, and its last message is one. How the calls are spelled is the model's own form, and no criterion may \
@@ -38,7 +36,8 @@ class FunctionsOptions(Tree):
     """``environment.options`` of ``environment.use: appworld_functions``."""
 
     apps: tuple[str, ...] = ()
-    """Whose APIs are offered, beside the supervisor's; empty: all but the documentation's, which the tools replace."""
+    """Apps whose APIs are offered besides the supervisor's; empty: all but the documentation, which the schemas
+    replace."""
 
 
 class AppWorldFunctions(AppWorldEnvironment):
@@ -49,16 +48,12 @@ class AppWorldFunctions(AppWorldEnvironment):
 
     def __init__(self, config: EnvironmentConfig, data: DataConfig, *, ground_truth: bool, name: str) -> None:
         """See `Environment`."""
-        try:
-            self._options = FunctionsOptions.model_validate(config.options)
-        except ValidationError as error:
-            problems = (f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors())
-            raise ConfigError(f"environment.options: {'; '.join(problems)}") from None
+        self._options = checked_options(FunctionsOptions, config.options)
         super().__init__(config, data, ground_truth=ground_truth, name=name)
 
     @property
     def facts(self) -> str:  # type: ignore[override]
-        """What the judge is told: how an agent acts here, and the functions."""
+        """Facts for the judge: how agents act, and the functions."""
         schemas = self._functions.values()
         told = [f"- Functions: {', '.join(self._functions)}"]
         if len(schemas) <= DESCRIBED:
@@ -103,19 +98,19 @@ class AppWorldFunctions(AppWorldEnvironment):
 
 
 class FunctionWorld:
-    """One open task whose actions are calls."""
+    """An open task whose actions are calls."""
 
     def __init__(self, world: AppWorld, task: Task, functions: Mapping[str, Any]) -> None:
         self._world, self.task, self._functions = world, task, functions
 
     async def act(self, action: str) -> str:
-        """Make a call. Returns: what the API answered, as JSON, or ``error: ...``."""
+        """Make a call. Returns: the API's result as JSON, or ``error: ...``."""
         call = json.loads(action)
         name, arguments = call["name"], call["arguments"]
         if name not in self._functions:
             return f"error: {name}: no such function"
         app, _, api = name.partition("__")
-        # Names are the documents', and a literal of Python holds whatever the arguments say.
+        # Safe as code: the name is a known one, and the arguments are a Python literal.
         code = f"import json\nprint(json.dumps(apis.{app}.{api}(**{arguments!r}), ensure_ascii=False))"
         output = await self._world.act(code)
         if not output.lstrip().startswith(FAILED):
@@ -133,7 +128,7 @@ class FunctionWorld:
 
 
 def _schemas(file: Path) -> list[dict[str, Any]]:
-    """A file's schemas, without what marks them for those who train on text."""
+    """A file's function schemas, without other fields of its entries."""
     try:
         entries = json.loads(file.read_text(encoding="utf-8"))
         return [{"type": "function", "function": entry["function"]} for entry in entries if entry["function"]["name"]]

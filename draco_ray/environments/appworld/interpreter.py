@@ -1,7 +1,7 @@
-"""AppWorld's own Python: its pins clash with everything else, so it has a virtual environment of its own.
+"""Finds AppWorld's Python: its pinned dependencies conflict with ours, so it has its own virtual environment.
 
-It runs code of this package too. An installed package lies among all others, in the very versions that clash, so
-AppWorld's Python imports it through a folder that holds nothing but a link to it
+It also runs code of this package. This package may be installed next to conflicting versions of dependencies, so
+AppWorld's Python imports it through a folder that contains only a link to it
 (`draco_ray.environments.jail.launch.link_package`).
 """
 
@@ -16,9 +16,9 @@ def appworld_python(configured: str | None) -> str:
     """Path of the interpreter of AppWorld's virtual environment.
 
     Args:
-        configured: ``environment.appworld_python``; None looks at DRACO_APPWORLD_PYTHON, then at
-            ``.venv-appworld/bin/python`` in the working directory and beside the package.
-    Raises: WorldError when there is none.
+        configured: ``environment.appworld_python``; None: DRACO_APPWORLD_PYTHON, else ``.venv-appworld/bin/python`` in
+            the working directory or beside the package.
+    Raises: WorldError: there is none.
     """
     return own_python(
         configured,

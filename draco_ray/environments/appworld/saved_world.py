@@ -1,9 +1,9 @@
-"""A world as AppWorld saves it: read where hostile code could write, checked before AppWorld's evaluator runs it.
+"""Reads a world saved by AppWorld, which hostile code could modify, and checks it before AppWorld evaluates it.
 
-AppWorld saves a database as the SQL that changed it, ``dbs/<app>.jsonl`` with a line ``[statement, parameters, many]``
-each, and its evaluator executes whatever stands there: ``ATTACH DATABASE`` would write files. Here a statement may
-insert into, update and delete from the app's own tables, and nothing else, as SQLite's own compiler tells
-(`allow_changes`). Runs in the jail, under AppWorld's Python.
+AppWorld saves a database as the SQL that changed it, in ``dbs/<app>.jsonl`` with lines ``[statement, parameters,
+many]``. Its evaluator executes any statement, also ``ATTACH DATABASE``, which writes files. Here a statement may only
+insert into, update and delete from the app's own tables, which SQLite's compiler checks (`allow_changes`). Runs in the
+jail with AppWorld's Python.
 """
 
 from __future__ import annotations
@@ -16,30 +16,30 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 MAX_SAVED_BYTES = 16 << 20
-"""Of the files of one saved world."""
+"""Maximum total size of a saved world."""
 
 _DATABASES = "dbs"
 _STATE = re.compile(r"[a-z_]{1,64}\.jsonl|model_hashes\.json")
-"""AppWorld's names of what its evaluator reads. It would prefer a ``<app>.db``: a database of hostile make."""
+"""Names of files that AppWorld's evaluator reads. It would prefer a ``<app>.db``, which hostile code could craft."""
 _RECORDS = (
     ("logs", ("api_calls.jsonl", "environment_io.md")),
     ("version", ("code.txt", "data.txt")),
 )
-"""What nobody executes: left out where it cannot be had."""
+"""Files that are never executed; omitted if they cannot be read."""
 
 Change = tuple[str, Sequence[Any] | Mapping[str, Any], bool]
-"""Statement, its parameters, and whether these are many rows of them."""
+"""Statement, parameters, and whether the parameters are several rows."""
 
 
 class UnusableWorld(Exception):
-    """What was saved is no world of AppWorld's: the doing of the code that ran in it."""
+    """The saved files are not a world of AppWorld, because of the code that ran in it."""
 
 
 def read_saved(folder: str) -> dict[str, str]:
-    """Read a world from the folder AppWorld saved it in, into which hostile code could write.
+    """Read a world from the folder in which AppWorld saved it and hostile code could write.
 
-    Returns: name relative to ``folder`` -> content, ``dbs/<app>.jsonl`` and kin; only plain files by their plain names.
-    Raises: UnusableWorld when a database is something else, is no text, or does not fit.
+    Returns: name relative to ``folder`` -> content, e.g. ``dbs/<app>.jsonl``; only regular files.
+    Raises: UnusableWorld: a database is not a regular file, not text, or too large.
     """
     found: dict[str, str] = {}
     left = MAX_SAVED_BYTES
@@ -69,7 +69,7 @@ def read_saved(folder: str) -> dict[str, str]:
 
 
 def write_saved(files: Mapping[str, str], folder: str) -> None:
-    """Lay a saved world out in a new folder. Raises UnusableWorld for a name that `read_saved` would not give."""
+    """Write a saved world to a new folder. Raises: UnusableWorld: a name that `read_saved` never returns."""
     known = {f"{subfolder}/{name}" for subfolder, names in _RECORDS for name in names}
     for name, text in files.items():
         database = name.removeprefix(f"{_DATABASES}/")
@@ -82,7 +82,7 @@ def write_saved(files: Mapping[str, str], folder: str) -> None:
 
 
 def _open(folder: str | int, name: str, flags: int) -> int:
-    # A FIFO would wait for a writer. A link is not followed.
+    # Do not wait for a writer of a FIFO, and do not follow links.
     parent, path = (None, os.path.join(folder, name)) if isinstance(folder, str) else (folder, name)
     return os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC | flags, dir_fd=parent)
 
@@ -98,12 +98,12 @@ def _read(folder: int, name: str, limit: int) -> str:
 
 
 def apply_changes(connection: sqlite3.Connection, changes: Sequence[Change], trusted: Sequence[Change]) -> None:
-    """Carry out the changes of a saved database.
+    """Apply the changes of a saved database.
 
     Args:
-        connection: the app's database as it was before.
-        trusted: the changes with which the task itself begins; where ``changes`` begins with these they are not asked.
-    Raises: UnusableWorld for a change that is none; sqlite3's errors for one that does not fit.
+        connection: the app's original database.
+        trusted: the task's initial changes; if ``changes`` begins with them, that part is not checked.
+    Raises: UnusableWorld: a change is not allowed; sqlite3's errors: it cannot be applied.
     """
     begun = len(trusted) if list(changes[: len(trusted)]) == list(trusted) else 0
     _run(connection, changes[:begun])
@@ -114,7 +114,7 @@ def apply_changes(connection: sqlite3.Connection, changes: Sequence[Change], tru
         check = allow_changes(connection)
         for statement, (parameters, many) in {change[0]: change[1:] for change in new}.items():
             check(statement, parameters, many)
-        # A statement that doubles a text, many times.
+        # Limits statements that double a text many times.
         connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, MAX_SAVED_BYTES)
         connection.set_authorizer(_stay_in_this_database)
         _run(connection, new)
@@ -128,7 +128,7 @@ def _run(connection: sqlite3.Connection, changes: Sequence[Change]) -> None:
 
 
 def _stay_in_this_database(action: int, *_: str | None) -> int:
-    """Deny other databases to a statement that runs; what the search index does meanwhile is let through."""
+    """Authorizer of running statements: denies other databases; internal work of the search index is allowed."""
     return sqlite3.SQLITE_DENY if action in (sqlite3.SQLITE_ATTACH, sqlite3.SQLITE_DETACH) else sqlite3.SQLITE_OK
 
 
@@ -147,28 +147,28 @@ def _check_shape(change: Any) -> None:
 
 
 _BEGINS = ("INSERT INTO ", "UPDATE ", "DELETE FROM ")
-"""How AppWorld's changes begin. Not all that begins otherwise is told: ``VACUUM INTO`` is not, until it runs."""
+"""How AppWorld's changes begin. Required because the authorizer sees ``VACUUM INTO`` only when it runs."""
 _INDEX_INSERT = re.compile(r"INSERT INTO \w+_fts \(id, saved_search_text\) VALUES \([?:\w, ]+\)")
-"""How AppWorld adds to a search index. With other columns the index takes commands."""
+"""How AppWorld inserts into a search index; through other columns an index accepts commands."""
 _WORD = re.compile(r"\w+")
 _CHANGES = (sqlite3.SQLITE_INSERT, sqlite3.SQLITE_UPDATE, sqlite3.SQLITE_DELETE, sqlite3.SQLITE_READ)
 
 
 def allow_changes(connection: sqlite3.Connection) -> Callable[[str, Any, bool], None]:
-    """What checks a statement before it is carried out on ``connection``: compiled, not run.
+    """Returns a function that checks a statement by compiling it on ``connection`` without running it.
 
-    SQLite tells the actions of a statement while it compiles it, whatever its parameters or the time of day are.
-    Allowed is to insert into, update and delete from tables and search indexes that are there, and to read their
-    columns for it. Not: selections (so no recursion either), functions, pragmas, other databases, schema changes.
+    While compiling, SQLite reports a statement's actions independently of its parameters. Allowed: insert into, update
+    and delete from existing tables and search indexes, and read their columns. Not allowed: SELECT (so no recursion),
+    functions, pragmas, other databases, schema changes.
 
-    Returns: takes a statement, its parameters and whether they are many; raises UnusableWorld for one that does more.
+    The function takes a statement, its parameters and whether they are several rows; it raises UnusableWorld.
     """
     rows = connection.execute("SELECT type, name, sql FROM sqlite_master").fetchall()
     indexes = {name for _, name, sql in rows if (sql or "").upper().startswith("CREATE VIRTUAL")}
     internal = tuple(f"{name}_" for name in indexes)
     tables = {name for kind, name, _ in rows if kind == "table" and not name.startswith(("sqlite_", *internal))}
     for index in indexes:
-        # An index reads its own tables when it is first used, which is no doing of the statement's.
+        # Use each index once: at its first use it reads its own tables, which would be attributed to a statement.
         connection.execute(f'SELECT 1 FROM "{index}" LIMIT 0').fetchall()
     refused: list[str] = []
 

@@ -1,4 +1,4 @@
-"""The slot's side of a `world_server`: its process, its two sockets and its private folder."""
+"""The slot's side of a `world_server`: the process, two sockets and a private folder."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ from draco_ray.temp_dirs import remove_tree
 log = logging.getLogger(__name__)
 
 _PROCESSES = 64
-"""Processes and threads of one task; AppWorld itself needs a handful of threads."""
+"""Maximum number of processes and threads of a task; AppWorld itself needs a few threads."""
 _MOST_PROCESSES = 2 * _PROCESSES
-"""Seen from outside, where the host does not enforce the limit (a container's root)."""
+"""Maximum number seen from outside, if the host does not enforce the limit (root in a container)."""
 _MOST_FILES = 20_000
 _CPU_CELLS = 60
-"""Cells that may use their whole time before the task's process has used up its processor time."""
+"""Number of cells that may use their whole time limit before the process exceeds its CPU time."""
 _WATCH_SECONDS = 0.25
 _GONE_SECONDS = 10.0
 _LONGEST_ANSWER = MAX_EVALUATION_BYTES + (1 << 20)
-"""Bytes of a line of the control socket."""
+"""Maximum bytes of a line on the control socket."""
 _CREDENTIALS = struct.Struct("3i")
 
 
 class _Directory:
-    """A slot's private folder, held open so that its socket has a short name: a Unix socket's is 107 bytes at most."""
+    """A slot's private folder, held open for a short socket path: Unix sockets allow at most 107 bytes."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -60,11 +60,11 @@ class _Directory:
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """How the task's process was lost."""
+    """How a task's process ended."""
 
     reason: str
     own: bool
-    """Whether it was the doing of the code that ran in it: not, where the server went too or somebody killed it."""
+    """Whether its own code caused this; not if the server ended too, or it was killed from outside."""
 
 
 class ServerProcess:
@@ -81,7 +81,7 @@ class ServerProcess:
         self.level = template.level
         self._tasks_can_fork = not template.system_calls_refused
         self._members: list[psutil.Process] | None = None
-        """Everything below the outermost process, where that cannot have changed since it was looked for."""
+        """Cached processes below the outermost one, if they cannot have changed."""
         self._directory = directory
         self._process = process
         self._reader = reader
@@ -94,7 +94,7 @@ class ServerProcess:
                 uds=directory.socket_path, verify=False, limits=httpx.Limits(max_keepalive_connections=0)
             ),
             base_url="http://world",
-            # Not to be carried from one task's process to the next one's.
+            # Do not reuse a connection for the next task's process.
             cookies=CookieJar(DefaultCookiePolicy(allowed_domains=())),
             timeout=None,
             trust_env=False,
@@ -102,9 +102,9 @@ class ServerProcess:
 
     @classmethod
     async def start(cls, template: TemplateProcess, config: EnvironmentConfig, *, evaluate: bool) -> ServerProcess:
-        """Have a server forked.
+        """Fork a server.
 
-        Raises: EnvironmentCrashed, the process's own words, when that fails.
+        Raises: EnvironmentCrashed: it failed; quotes the process's message.
         """
         directory = _Directory(tempfile.mkdtemp(prefix="slot-", dir=template.directory))
         spec = SlotSpec(
@@ -114,12 +114,12 @@ class ServerProcess:
             processes=_PROCESSES,
             scratch_mib=SCRATCH_MIB,
             cpu_seconds=math.ceil(_CPU_CELLS * config.cell_timeout_seconds),
-            # An honest one takes a second or two; the slot waits for twice this.
+            # Usually takes a second or two; the slot waits for twice this.
             evaluate_cpu_seconds=math.ceil(config.start_timeout_seconds / 2),
         )
         control, their_control = socket.socketpair()
         try:
-            # With the first message comes the sender's process id as it is known here.
+            # The first message carries the sender's process id in this namespace.
             control.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
             control.setblocking(False)
             with their_control:
@@ -139,11 +139,11 @@ class ServerProcess:
 
     @property
     def pid(self) -> int:
-        """Process id of the outermost process."""
+        """Id of the outermost process."""
         return self._process.pid
 
     async def order(self, do: str, task_id: str, files: Mapping[str, str] | None = None) -> dict[str, Any]:
-        """Have the server do something; ``files`` are those of a saved world. Raises EOFError when it is gone."""
+        """Send the server an order; ``files`` are those of a saved world. Raises: EOFError: it ended."""
         self._members = None
         order = {"do": do, "task_id": task_id} | ({} if files is None else {"files": dict(files)})
         self._writer.write(json.dumps(order).encode() + b"\n")
@@ -154,9 +154,9 @@ class ServerProcess:
         return answer
 
     async def post(self, path: str, body: dict[str, object], max_bytes: int) -> tuple[int, dict[str, Any]]:
-        """POST JSON to the task's process. Returns status and answer.
+        """POST JSON to the task's process. Returns: status and answer.
 
-        Raises: ValueError when the answer is larger than ``max_bytes`` (reading stops there) or is not a JSON object.
+        Raises: ValueError: the answer is larger than ``max_bytes``, where reading stops, or not a JSON object.
         """
         received = bytearray()
         async with self._http.stream("POST", path, json=body) as response:
@@ -170,7 +170,7 @@ class ServerProcess:
         return response.status_code, answer
 
     async def watch(self, max_memory_mib: float) -> Ending:
-        """Wait until the task's process has ended, or end it when it outgrows what it may use, a cell or none."""
+        """Wait until the task's process ends, or end it if it exceeds its limits, also between cells."""
         while True:
             done, _ = await asyncio.wait({self._exited}, timeout=_WATCH_SECONDS)
             if done:
@@ -181,7 +181,7 @@ class ServerProcess:
                 reason = f"its processes held {memory:.0f} MiB of memory, more than the {max_memory_mib} MiB allowed"
             elif processes > _MOST_PROCESSES:
                 reason = f"it ran {processes} processes"
-            # Where scratch is mounted this folder stays empty, and the mounts have a size.
+            # If scratch is mounted, this folder stays empty and the mounts limit the size.
             elif not _small(self._directory.path):
                 reason = f"it wrote more than {SCRATCH_MIB} MiB or {_MOST_FILES} files, or where nobody can count them"
             if reason is not None:
@@ -189,9 +189,9 @@ class ServerProcess:
                 return Ending(reason, own=True)
 
     def usage(self) -> tuple[float, int]:
-        """(resident MiB, processes) of everything below the outermost process, which only waits."""
+        """(resident MiB, number) of all processes below the outermost one, which only waits."""
         if self._members is None or self._tasks_can_fork:
-            # To find children is to look at every process of the machine.
+            # Finding children is slow: it reads every process of the machine.
             self._members = self._tree()[1:]
         memory, count = 0, 0
         for process in self._members:
@@ -201,11 +201,11 @@ class ServerProcess:
         return memory / (1 << 20), count
 
     def complaint(self) -> str:
-        """The last line the server wrote before it died."""
+        """The last line the server wrote to its log."""
         return last_line(self._directory.path)
 
     async def kill(self) -> None:
-        """End the server and all its descendants and remove its folder."""
+        """End the server and all its descendants, and remove its folder."""
         self._listening.cancel()
         tree = self._kill_tree()
         self._writer.close()
@@ -213,7 +213,7 @@ class ServerProcess:
         await asyncio.to_thread(self._clean_up, tree)
 
     def _kill_tree(self) -> list[psutil.Process]:
-        # In a process namespace the second process takes all others with it; elsewhere each is ended by itself.
+        # In a process namespace, ending the second process ends all others; elsewhere each is ended.
         tree = self._tree()
         for process in tree:
             with contextlib.suppress(psutil.Error):
@@ -234,7 +234,7 @@ class ServerProcess:
         try:
             while line := await self._reader.readline():
                 self._hear(json.loads(line))
-        # A server that dies with an order unread resets the connection instead of ending it.
+        # A server that dies with an unread order resets the connection.
         except (OSError, ValueError, RecursionError) as error:
             log.debug("world server %d: %s", self.pid, error)
         self._end(Ending("the server died", own=False))
@@ -245,7 +245,7 @@ class ServerProcess:
             self._end(Ending(f"the task's process died (status {message['status']})", own=not message["killed"]))
             return
         if self._exited.done():
-            # The end that was reported belongs to the task before this answer.
+            # A reported end belongs to the task before this answer.
             self._exited = asyncio.get_running_loop().create_future()
         self._answers.put_nowait(message)
 
@@ -262,7 +262,7 @@ def _fork(template: TemplateProcess, spec: SlotSpec, control: socket.socket, soc
 
 
 async def _hello(control: socket.socket, timeout_seconds: float) -> int:
-    """Wait for the server's first line. Returns the process id of its sender. Raises EOFError or TimeoutError."""
+    """Wait for the server's first line. Returns: its sender's process id. Raises: EOFError, TimeoutError."""
     loop = asyncio.get_running_loop()
     readable: asyncio.Future[None] = loop.create_future()
 
@@ -285,10 +285,10 @@ async def _hello(control: socket.socket, timeout_seconds: float) -> int:
 
 
 def _small(directory: str) -> bool:
-    """Whether what lies in a folder is within what a task may write; counting stops where it is not.
+    """Whether a folder's contents are within a task's limits; stops counting when they are not.
 
-    Where this counts, tasks remove and rename nothing (`system_calls`), so all that is written is there to be found; a
-    folder that cannot be listed is not one of AppWorld's.
+    Where this is used, tasks cannot remove or rename files (`system_calls`), so everything written is counted. A folder
+    that cannot be listed is not AppWorld's and counts as too large.
     """
     blocks = files = 0
     folders = [directory]
@@ -303,7 +303,7 @@ def _small(directory: str) -> bool:
                     if entry.is_dir(follow_symlinks=False):
                         folders.append(entry.path)
         except FileNotFoundError:
-            # The server has cleared it meanwhile.
+            # The server cleared it meanwhile.
             continue
         except OSError:
             return False

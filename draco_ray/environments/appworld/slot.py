@@ -1,10 +1,10 @@
-"""One environment slot: an AppWorld server in a jail, and the client that plays one task at a time in it.
+"""An environment slot: an AppWorld server in a jail, and its client, which plays one task at a time.
 
     slot ──control socket──► world server (has AppWorld loaded, runs no model code)
       └────HTTP, unix socket──► its fork for the current task (AppWorld's own application, model code)
 
-The HTTP side is `appworld.serve.environment:app` as packaged. Every request has a connection of its own, because time
-stands still inside a task and the server would reset an idle one.
+The HTTP side is `appworld.serve.environment:app`. Every request has its own connection, because the clock is frozen
+inside a task and the server would reset idle connections.
 """
 
 from __future__ import annotations
@@ -34,32 +34,32 @@ from draco_ray.errors import EnvironmentCrashed, WorldBroken, WorldError
 from draco_ray.records import Task
 
 _SOFT_SHARE = 0.8
-"""AppWorld interrupts a cell itself at this share of the cell timeout, which an honest endless loop survives as an
-error message. The wall clock is for code that does not let itself be interrupted."""
+"""Share of the cell timeout at which AppWorld interrupts a cell with an error message. The full timeout is for code
+that cannot be interrupted."""
 _LAST_WORDS_SECONDS = 1.0
 _LONGEST_REASON = 500
 
 
 def soft_cell_timeout(config: EnvironmentConfig) -> int:
-    """Seconds after which AppWorld itself stops a cell and says so in its output."""
+    """Seconds after which AppWorld interrupts a cell with an error message."""
     return max(1, math.floor(config.cell_timeout_seconds * _SOFT_SHARE))
 
 
 class AppWorldSlot:
-    """AppWorld's server, in which tasks are played one after the other.
+    """An AppWorld server in which tasks are played one after another.
 
-    Not for concurrent use. A slot belongs to one event loop.
+    Not for concurrent use; belongs to one event loop.
     """
 
     def __init__(self, config: EnvironmentConfig, data_root: Path, *, load_ground_truth: bool, name: str) -> None:
         """Prepare a slot; its server starts with the first task.
 
         Args:
-            data_root: folder with ``data/tasks``, ``data/base_dbs``, …; never written to.
-            load_ground_truth: whether `evaluate` may be called. The process that runs model-written code sees no
-                ground truth either way.
+            data_root: folder with ``data/tasks``, ``data/base_dbs``, …; read-only.
+            load_ground_truth: whether `evaluate` may be called. Processes that run model-written code never see ground
+                truth.
             name: for messages.
-        Raises: WorldError when the data root or AppWorld's Python cannot be used.
+        Raises: WorldError: the data root or AppWorld's Python cannot be used.
         """
         check_data_root(data_root)
         self._config = config
@@ -81,32 +81,31 @@ class AppWorldSlot:
 
     @property
     def task(self) -> Task:
-        """The open task, also when its world has crashed. Raises RuntimeError when none is."""
+        """The open task, even if its world crashed. Raises: RuntimeError: there is none."""
         if self._task is None:
             raise RuntimeError(f"environment {self._name}: no task is open")
         return self._task
 
     @property
     def pid(self) -> int | None:
-        """Process id of the server (the outermost of its processes), None while there is none."""
+        """Process id of the server (its outermost process); None if there is none."""
         return self._server.pid if self._server else None
 
     @property
     def isolation_level(self) -> str | None:
-        """``namespaces``, ``bubblewrap``, ``landlock`` or ``rlimits``; None while there is no server."""
+        """``namespaces``, ``bubblewrap``, ``landlock`` or ``rlimits``; None if there is no server."""
         return self._server.level if self._server else None
 
     @property
     def memory_mib(self) -> float:
-        """Resident memory of the slot's processes without the outermost, MiB. Pages that they share with each other or
-        with the processes of other slots count once for each."""
+        """Resident memory in MiB of the slot's processes without the outermost. Shared pages count for each process."""
         return self._server.usage()[0] if self._server else 0.0
 
     async def open(self, task_id: str) -> Task:
-        """Begin a task in a process nothing has run in before; an open one is closed first.
+        """Begin a task in a new process; an open task is closed first.
 
-        Returns: the task, as read from its specs.
-        Raises: WorldError for a task that is not there; EnvironmentCrashed when the server cannot be started.
+        Returns: the task, read from its specs.
+        Raises: WorldError: there is no such task; EnvironmentCrashed: the server cannot be started.
         """
         task = load_task(self._root, task_id)
         await self.close_task()
@@ -115,7 +114,7 @@ class AppWorldSlot:
                 await self._begin(task)
                 return task
             except EnvironmentCrashed:
-                # The server had played tasks before: what they did to it is not this task's fault.
+                # An old server may be damaged by earlier tasks; try a new one.
                 pass
         self._server = await self._start()
         await self._begin(task)
@@ -124,31 +123,31 @@ class AppWorldSlot:
     async def execute(self, code: str) -> str:
         """Run a cell of model-written code in the open task.
 
-        Returns: what it printed, or AppWorld's message for it; at most ``max_output_bytes`` and a mark.
-        Raises: WorldBroken when the process died, outlived the cell timeout, outgrew its memory or broke the protocol;
-            EnvironmentCrashed when that was no doing of the code that ran in it. The server has then been killed; the
-            next `open` starts another.
+        Returns: its output or AppWorld's error message; at most ``max_output_bytes`` and a mark.
+        Raises: WorldBroken: the process died, or exceeded the cell timeout or its memory, or broke the protocol;
+            EnvironmentCrashed: likewise, but not because of its code. The server is then killed, and the next `open`
+            starts another.
         """
         task_id = self.task.task_id
         if self._over:
             raise RuntimeError(f"environment {self._name}: task {task_id} has been evaluated: nothing more can be run")
-        # Source is UTF-8, which has no lone surrogates; an answer of an API may.
+        # Source is UTF-8 without lone surrogates, which results of APIs may contain.
         code = code.encode("utf-8", "replace").decode("utf-8")
         output = await self._request(
             "/execute", {"task_id": task_id, "code": code}, task_id, self._config.cell_timeout_seconds, own=True
         )
         if not isinstance(output, str):
             await self._crash(task_id, "the server answered a cell with something that is not text", own=True)
-        # As `BoundedText` leaves it, whatever the code has made of that.
+        # Cut as `BoundedText` does, in case the code replaced that.
         return cut_with_mark(plain_text(output), self._config.max_output_bytes)
 
     async def evaluate(self) -> WorldVerdict:
-        """AppWorld's own evaluation of the open task. No more cells can be run in it.
+        """AppWorld's evaluation of the open task; no more cells can be run afterwards.
 
-        A world that AppWorld cannot evaluate, as no world of its own making is, has failed.
+        A world that AppWorld cannot evaluate was manipulated and has failed.
 
-        Raises: WorldError when the slot was made without ground truth or the task has none that can be used;
-            EnvironmentCrashed when the evaluator hangs or dies; WorldBroken when the world was over its limits.
+        Raises: WorldError: the slot has no ground truth, or the task has no usable one; EnvironmentCrashed: the
+            evaluator hangs or dies; WorldBroken: the world exceeded its limits.
         """
         task_id = self.task.task_id
         if not self._load_ground_truth:
@@ -157,10 +156,10 @@ class AppWorldSlot:
         return await self._evaluate(task_id, None)
 
     async def evaluate_saved(self, task_id: str, files: Mapping[str, str]) -> WorldVerdict:
-        """AppWorld's evaluation of a saved world of any task, wherever it comes from; an open task is closed.
+        """AppWorld's evaluation of a saved world of any task; an open task is closed.
 
         Args:
-            files: as `WorldVerdict.saved`.
+            files: see `WorldVerdict.saved`.
         Raises: as `evaluate`.
         """
         load_task(self._root, task_id)
@@ -185,14 +184,14 @@ class AppWorldSlot:
             total_tests=int(verdict["num_tests"]),
             difficulty=verdict["difficulty"],
             failures=tuple(failure["requirement"] for failure in verdict["failures"]),
-            # ``dbs/<app>.jsonl`` and ``logs/...``; what the statements in there may do has been checked.
+            # ``dbs/<app>.jsonl`` and ``logs/...``; their statements have been checked.
             saved=dict(answer["saved"]),
         )
 
     async def close_task(self) -> None:
-        """End the open task's process, and the server too when it has played its share or has grown too large.
+        """End the open task's process; also the server after its maximum number of tasks or memory.
 
-        Raises: nothing: a server that cannot do it is ended.
+        Never raises: a server that fails is ended.
         """
         task, self._task = self._task, None
         await self._stop_watching()
@@ -206,7 +205,7 @@ class AppWorldSlot:
             await self._order("clear", task.task_id)
 
     async def stop(self) -> None:
-        """End the server and everything in it. The slot may be used again."""
+        """End the server and everything in it. The slot can be used again."""
         self._task = None
         await self._end_server()
         if self._template is not None:
@@ -223,7 +222,7 @@ class AppWorldSlot:
             {
                 "task_id": task.task_id,
                 "experiment_name": EXPERIMENT,
-                # The evaluator, a process of its own, loads it instead.
+                # Only the evaluator, a separate process, loads it.
                 "load_ground_truth": False,
                 "timeout_seconds": soft_cell_timeout(self._config),
             },
@@ -255,7 +254,7 @@ class AppWorldSlot:
         try:
             return await asyncio.shield(starting)
         except asyncio.CancelledError:
-            # A thread cannot be cancelled. What it brings is given back by it.
+            # The thread cannot be cancelled, so release its template when it is done.
             starting.add_done_callback(self._give_back)
             raise
 
@@ -295,11 +294,11 @@ class AppWorldSlot:
             raise
 
     async def _request(self, path: str, body: dict[str, object], task_id: str, seconds: float, *, own: bool) -> Any:
-        """POST to the task's process. Returns the ``output`` of its answer.
+        """POST to the task's process. Returns: the ``output`` of its answer.
 
         Args:
-            own: whether it runs the policy's code, to whose account everything that the process then does goes, and
-                its end unless somebody else has ended it.
+            own: whether this runs the policy's code, which is then responsible for what the process does and for its
+                end, unless it was ended from outside.
         """
         server, watch = self._server, self._watch
         if server is None or watch is None:
@@ -316,14 +315,14 @@ class AppWorldSlot:
             elif watch.done():
                 ending = watch.result()
         except asyncio.CancelledError:
-            # The cell goes on in the server: it cannot be used again.
+            # The cell is still running, so the server cannot be used again.
             await self._end_server()
             raise
         except (httpx.HTTPError, OSError) as error:
-            # Where the process died, its end says more than the broken connection does, and is known a moment later.
+            # If the process died, its end explains more than the broken connection and is reported a moment later.
             ended, _ = await asyncio.wait({watch}, timeout=_LAST_WORDS_SECONDS)
             ending = watch.result() if ended else Ending(f"{path}: {type(error).__name__}: {error}", own)
-        # Hostile code answers as it likes, and there are as many ways to fail in reading it.
+        # Hostile code can answer anything, and reading it can fail in many ways.
         except Exception as error:
             ending = Ending(f"{path}: {type(error).__name__}: {error}", own)
         finally:
@@ -342,7 +341,7 @@ def _failed(failure: str, tests: int, difficulty: int | None) -> WorldVerdict:
 
 
 def one_line(said: object) -> str:
-    """What a process said, for a message: short, and nothing in it but what can be printed."""
+    """A process's output for a message: short, and only printable characters."""
     text = str(said)[: 4 * _LONGEST_REASON]
     printable = "".join(each if each.isprintable() else " " if each.isspace() else ascii(each)[1:-1] for each in text)
     return printable if len(printable) <= _LONGEST_REASON else printable[:_LONGEST_REASON] + "…"

@@ -1,7 +1,7 @@
-"""The host's side of a `world_template`: starting one in the strongest jail there is, sharing it among slots.
+"""The host's side of a `world_template`: starts it in the strongest available jail and shares it among slots.
 
-All slots of a process that agree on interpreter, isolation, data root and output limit fork from one template, so
-AppWorld is loaded once for them. The template is started with the first slot that needs it and ended with the last.
+All slots of a process with the same interpreter, isolation, data root and output limit fork from one template, so
+AppWorld is loaded once. The template starts with the first slot that needs it and ends with the last.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from draco_ray.temp_dirs import PrivateTempDir
 log = logging.getLogger(__name__)
 
 _SIGNALLED = 128
-"""Exit statuses from here on stand for a signal: an accident, which says nothing about the host's isolation."""
+"""Exit statuses from here on are signals, which say nothing about the isolation the host offers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TemplateKey:
-    """What slots that share a template agree on."""
+    """What slots that share a template have in common."""
 
     python: str
     isolation: str
@@ -41,7 +41,7 @@ class TemplateKey:
 
 @dataclass(slots=True)
 class _Share:
-    """A template's place: the lock makes the second slot wait for the first one's start."""
+    """A shared template; the lock makes other slots wait while the first one starts it."""
 
     lock: threading.Lock = field(default_factory=threading.Lock)
     template: TemplateProcess | None = None
@@ -53,20 +53,21 @@ _shares_lock = threading.Lock()
 
 
 class _NotLoaded(LevelUnavailable):
-    """AppWorld could not be loaded at a level; that may be for another reason, and pass."""
+    """AppWorld could not be loaded at a level, perhaps for another, temporary reason."""
 
 
 class TemplateProcess:
-    """A running template. Its methods may be called from any thread."""
+    """A running template; thread-safe."""
 
     def __init__(
         self, process: subprocess.Popen[bytes], control: socket.socket, folder: PrivateTempDir, level: str
     ) -> None:
         self.level = level
         self.system_calls_refused = False
-        """Whether tasks are kept from starting processes, among others (`system_calls`)."""
+        """Whether system calls of tasks are restricted (`system_calls`), e.g. to start processes."""
         self.directory = str(folder.path)
-        """Private folder on the host, for the folders of slots; it goes with the template, or with a killed host."""
+        """Private folder on the host for the slots' folders; removed with the template or when the host process dies.
+        """
         self._folder = folder
         self._process = process
         self._control = control
@@ -75,11 +76,11 @@ class TemplateProcess:
     def start(cls, key: TemplateKey, level: str, timeout_seconds: float) -> TemplateProcess:
         """Start a template at an isolation level and wait until it has loaded AppWorld.
 
-        Raises: LevelUnavailable, the process's own words; EnvironmentCrashed when it was killed or takes too long.
+        Raises: LevelUnavailable: quotes the process's message; EnvironmentCrashed: it was killed or takes too long.
         """
         folder = PrivateTempDir()
         directory = str(folder.path)
-        # SOCK_SEQPACKET keeps messages apart.
+        # SOCK_SEQPACKET preserves message boundaries.
         control, their_control = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         spec = JailSpec(
             level=level,
@@ -121,19 +122,19 @@ class TemplateProcess:
     @property
     def alive(self) -> bool:
         """Whether it can still fork."""
-        # It has said all it says: what can be read is its end, of which the process around it may not know yet.
+        # It sends nothing more, so a readable socket means that it ended.
         ended = select.select([self._control], [], [], 0)[0]
         return not ended and self._process.poll() is None
 
     def fork(self, slot_spec: str, control: socket.socket, listener: socket.socket, stderr: int) -> None:
-        """Order a world server, which says hello on its own control socket. Returns at once.
+        """Request a world server, which reports on its own control socket. Returns at once.
 
-        Raises: OSError when the template is gone.
+        Raises: OSError: the template ended.
         """
         socket.send_fds(self._control, [slot_spec.encode()], [control.fileno(), listener.fileno(), stderr])
 
     def kill(self) -> None:
-        """End the template and, where there are process namespaces, all servers it forked."""
+        """End the template and, if there are process namespaces, all servers it forked."""
         self._control.close()
         self._process.kill()
         self._process.wait()
@@ -141,11 +142,12 @@ class TemplateProcess:
 
 
 def acquire_template(key: TemplateKey, timeout_seconds: float) -> TemplateProcess:
-    """The template that goes with ``key``, started if it does not run. Blocks while it starts.
+    """The template of ``key``, started if necessary, which blocks.
 
-    Give it back with `release_template`; one that has died is replaced by acquiring again.
-    Raises: IsolationUnavailable when the host offers no level that ``key`` allows; EnvironmentCrashed when it was
-        killed or takes too long.
+    Release it with `release_template`; acquiring again replaces one that has died.
+    Raises: IsolationUnavailable: the host offers no level that ``key`` allows; EnvironmentCrashed: it was killed or
+    takes
+        too long.
     """
     with _shares_lock:
         share = _shares.setdefault(key, _Share())
@@ -164,7 +166,7 @@ def acquire_template(key: TemplateKey, timeout_seconds: float) -> TemplateProces
 
 
 def release_template(key: TemplateKey) -> None:
-    """Say that one user is done with a template. The last one ends it."""
+    """Release a template; the last release ends it."""
     with _shares_lock:
         share = _shares[key]
         share.users -= 1

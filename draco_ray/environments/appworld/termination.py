@@ -1,4 +1,4 @@
-"""The termination modes of Figure "terminations", as far as a trajectory shows them."""
+"""The termination modes of Figure "terminations", derived from a trajectory."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from collections.abc import Iterable
 from draco_ray.records import EpisodeEnd, Termination, Trajectory
 
 FAILED = "Execution failed."
-"""How AppWorld begins the output of a cell that raised, did not parse or ran out of time."""
+"""Beginning of the output of a cell that raised, did not parse or timed out."""
 
 
 def termination(ended: EpisodeEnd, steps: Iterable[tuple[str | None, str | None]]) -> Termination:
     """How a rollout ended: by its last successful ``complete_task`` call, else by what stopped it.
 
-    A call shows in the cell's code, its success in that the cell did not fail; whether a branch with a call in it was
-    taken does not show, and it counts. A rollout that submitted and was stopped by a limit afterwards has submitted.
+    A call is found in the cell's code and counts as successful if the cell did not fail, even in a branch that may not
+    have been executed. A rollout that submitted and was stopped by a limit afterwards counts as submitted.
 
     Args:
         ended: what stopped the agent's loop.
@@ -45,7 +45,7 @@ def termination_of(trajectory: Trajectory) -> Termination:
 
 
 def _completion(code: str) -> str | None:
-    """The status of the last ``complete_task`` call in a cell, "success" where none is spelled out; None: no call.
+    """The status of the last ``complete_task`` call in a cell, "success" by default; None: no call.
 
     >>> _completion("apis.supervisor.complete_task(answer=None, status='fail')")
     'fail'

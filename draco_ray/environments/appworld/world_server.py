@@ -1,21 +1,21 @@
 """The process behind a slot: forks a fresh process for every task, ends it, and has its outcome evaluated.
 
-Forked from a `world_template`, so AppWorld is loaded when it begins. It never runs model-written code itself; the
-process it forks does, serves AppWorld's own HTTP application on the slot's socket, and is killed with everything it
-started when the task is over. So nothing a task leaves behind (patched modules, threads, files, memory) reaches the
-next one, and a task begins within 0.2 s.
+Forked from a `world_template`, so AppWorld is already loaded. It never runs model-written code itself; the process it
+forks does, serves AppWorld's HTTP application on the slot's socket, and is killed with everything it started when the
+task is over. So nothing a task leaves behind (patched modules, threads, files, memory) reaches the next one, and a task
+begins within 0.2 s.
 
-The slot speaks to it over a socket, one JSON object a line:
+The slot communicates with it over a socket, one JSON object per line:
 
     slot   {"do": "task", "task_id": ...}        end the current task, fork a process for this one
            {"do": "evaluate", "task_id": ...}    end the task's process, run AppWorld's evaluator on what it saved,
                                                  or on the files of a saved world under "files"
            {"do": "clear"}                       end the task's process
     server {"event": "forked"}                   it exists
-           {"event": "done"}                     a "task" or "clear" has been carried out
+           {"event": "done"}                     a "task" or "clear" is done
            {"event": "exited", "status": ..., "killed": ...}
-                                                 the task's process ended; whether somebody else killed it
-           {"event": "evaluated", ...}           AppWorld's verdict, or why there is none (`appworld_engine.judge`)
+                                                 the task's process ended; whether it was killed from outside
+           {"event": "evaluated", ...}           AppWorld's verdict, or why there is none (`engine.judge`)
 
 End of file on that socket ends the server: it cannot outlive its slot.
 """
@@ -42,24 +42,24 @@ from draco_ray.environments.jail.system_calls import refuse_system_calls
 from draco_ray.temp_dirs import remove_tree
 
 MAX_EVALUATION_BYTES = 6 * MAX_SAVED_BYTES + (8 << 20)
-"""Of what an evaluation says: a verdict brings the saved files, and JSON may spell a byte with six."""
+"""Maximum size of an evaluation's answer, which includes the saved files; JSON encodes a byte with up to six."""
 
 
 @dataclass(frozen=True)
 class SlotSpec:
-    """What a slot asks of its server."""
+    """Settings of a slot's server."""
 
     directory: str
-    """Private folder of the slot on the host."""
+    """The slot's private folder on the host."""
     evaluate: bool
-    """Whether AppWorld's evaluator, which reads ground truth, may be run."""
+    """Whether AppWorld's evaluator, which reads ground truth, may run."""
     memory_mib: int
     processes: int
     scratch_mib: int
     cpu_seconds: int
-    """Processor time of a task's process."""
+    """CPU time limit of a task's process."""
     evaluate_cpu_seconds: int
-    """Processor time of an evaluation."""
+    """CPU time limit of an evaluation."""
 
     def to_json(self) -> str:
         """One line of JSON."""
@@ -72,7 +72,7 @@ class SlotSpec:
 
 
 class WorldServer:
-    """Forks and ends the processes of tasks, as the slot orders."""
+    """Forks and ends tasks' processes as ordered by the slot."""
 
     def __init__(
         self,
@@ -89,8 +89,8 @@ class WorldServer:
 
         Args:
             scratch: the folders a task may write in.
-            scratch_is_mounted: whether each is a file system with a size; else what is in them is counted.
-            task_uid: user of the processes that run model-written code; None: the server's own.
+            scratch_is_mounted: whether each is a file system of limited size; else their contents are counted.
+            task_uid: user of the processes that run model-written code; None: the server's.
         """
         self._jail = jail
         self._slot = slot
@@ -109,7 +109,7 @@ class WorldServer:
         os.set_blocking(wake_writer, False)
         signal.signal(signal.SIGCHLD, lambda number, frame: None)
         signal.set_wakeup_fd(wake_writer, warn_on_full_buffer=False)
-        # To find it out is to create a file and to remove it, which a task's process cannot.
+        # Determined by creating and removing a file, which a task's process cannot do.
         tempfile.tempdir = os.environ["TMPDIR"]
         while True:
             ready, _, _ = select.select([self._control.fileno(), wake_reader], [], [])
@@ -158,7 +158,7 @@ class WorldServer:
         serve(self._listener)
 
     def _part(self) -> None:
-        """Leave the server's session and its descriptors, in a process forked from it."""
+        """In a forked process: leave the server's session and close its descriptors."""
         _forget_signals()
         os.setsid()
         self._control.close()
@@ -166,12 +166,12 @@ class WorldServer:
             os.close(descriptor)
 
     def _confine(self, tasks: list[str], cpu_seconds: int) -> None:
-        """Give up everything but what is in sight. ``tasks``: what to read of the tasks' folder, where Landlock says
-        what is in sight."""
+        """Drop all privileges but access to the visible files. ``tasks``: readable parts of the tasks' folder, if
+        Landlock restricts access."""
         spec = self._slot
         processes = spec.processes
         if self._task_uid is None and not self._jail.mounts:
-            # In the host's own user namespace the limit counts everything else this user runs.
+            # In the host's user namespace the limit would count everything this user runs.
             processes += _processes_of(os.getuid())
         linux.limit(
             memory_mib=spec.memory_mib,
@@ -187,7 +187,7 @@ class WorldServer:
             linux.reach_only(readable=readable_in_place(self._jail, tasks), writable=(*self._scratch, os.devnull))
 
     def _evaluate(self, task_id: str, files: dict[str, str] | None) -> dict[str, Any]:
-        """Run AppWorld's evaluator in a process that has never seen the model's code, where nothing of it is left."""
+        """Run AppWorld's evaluator in a process without any trace of the model's code."""
         if not self._slot.evaluate:
             return {"error": "this slot was started without ground truth"}
         if files is None:
@@ -200,12 +200,12 @@ class WorldServer:
         return {**answer, "saved": files} if "verdict" in answer else answer
 
     def _ask(self, work: Callable[[Callable[[dict[str, Any]], None]], None], tasks: list[str]) -> dict[str, Any]:
-        """Have a confined process of its own read or evaluate a saved world.
+        """Read or evaluate a saved world in a separate confined process.
 
         Args:
-            work: what it does, with a function that takes what it finds out.
+            work: called there with a function that reports results.
             tasks: see `_confine`.
-        Returns: all that it found out; ``unusable`` where the world made it die, ``killed`` where something else did.
+        Returns: all results; ``unusable``: the world made the process die, ``killed``: something else did.
         """
         reader, writer = os.pipe()
         child = os.fork()
@@ -230,7 +230,7 @@ class WorldServer:
         except (ValueError, TypeError, RecursionError):
             answer["unusable"] = "what the evaluator's process said cannot be read"
         if status:
-            # A process that has said nothing has not yet read anything that the world's code wrote.
+            # Without any report it has not read anything the world's code wrote.
             outside = not said or _killed(status, usage, self._slot.evaluate_cpu_seconds)
             how = f"the evaluator's process died (status {os.waitstatus_to_exitcode(status)})"
             answer["killed" if outside else "unusable"] = how
@@ -263,9 +263,9 @@ class WorldServer:
 
 
 def show_only(task_id: str, tasks: str) -> None:
-    """Leave of all tasks only this one's specs and databases, in a mount namespace of this process.
+    """In a mount namespace of this process, show only this task's specs and databases.
 
-    Its ground truth, and everything about other tasks, is then out of reach for good once privileges are dropped.
+    Once privileges are dropped, its ground truth and all other tasks are out of reach.
     """
     linux.unshare(linux.NEW_MOUNTS)
     linux.detach_mounts()
@@ -285,9 +285,9 @@ def show_only(task_id: str, tasks: str) -> None:
 
 
 def _killed(status: int, usage: resource.struct_rusage, cpu_seconds: int) -> bool:
-    """Whether a process was ended from outside, by an operator or for lack of memory on the machine.
+    """Whether a process was killed from outside, by an operator or because the machine ran out of memory.
 
-    Its own code cannot send SIGKILL, and has that coming from the kernel only when its processor time is used up.
+    Its own code cannot send SIGKILL; the kernel sends it only when the CPU time is used up.
     """
     return os.waitstatus_to_exitcode(status) == -signal.SIGKILL and usage.ru_utime + usage.ru_stime < cpu_seconds
 

@@ -1,14 +1,14 @@
-"""The process that loads AppWorld once and forks the world servers of several slots, which share its memory.
+"""Loads AppWorld once and forks the world servers of several slots, which share its memory.
 
-Loading takes seconds and a quarter of a gigabyte; a fork takes milliseconds and copies only what it changes. The
-template runs no model code and never sees any: it stands outside the namespaces of the servers it forks.
+Loading takes seconds and 250 MB; a fork takes milliseconds and copies only what it changes. The template never runs
+model code: it is outside the namespaces of the servers it forks.
 
     slots ──control socket──► template ──fork──► world server of a slot ──fork──► process of its current task
       └──────────────a control socket of its own──┘                └─HTTP, unix socket──┘
 
-It takes one order a message, the slot's spec as JSON with three file descriptors: the server's control socket, the
-slot's HTTP socket and a file for its complaints. It says one thing itself, ``{"event": "ready", …}``. End of file on
-its socket ends it.
+Each message is an order: the slot's spec as JSON with three file descriptors, which are the server's control socket,
+the slot's HTTP socket and a log file. The template itself sends one message, ``{"event": "ready", …}``. It ends when
+its socket is closed.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ _NO_FILTER = 4
 
 
 class WorldTemplate:
-    """Forks a world server for every order."""
+    """Forks a world server per order."""
 
     def __init__(self, spec: JailSpec) -> None:
         self._spec = spec
         self._control = socket.socket(fileno=spec.control_fd)
 
     def run(self, *, system_calls_refused: bool) -> None:
-        """Serve until the other end of the control socket is closed. The host is told what the argument says."""
+        """Serve until the control socket is closed; reports ``system_calls_refused`` to the host."""
         prepare(self._spec.output_bytes)
         signal.signal(signal.SIGCHLD, signal.SIG_IGN)
         ready = {
@@ -91,7 +91,7 @@ class WorldTemplate:
                 os.chdir(world)
                 control.sendall(b'{"event": "forked"}\n')
             uids = self._spec.task_uids
-            # Drawn at random: templates do not know of each other, and there are millions of users to draw from.
+            # Random, because templates do not know of each other; there are millions of user ids.
             uid = random.SystemRandom().randint(*uids) if uids else None
             server = WorldServer(
                 self._spec,
@@ -111,7 +111,7 @@ class WorldTemplate:
 
 
 def mount_scratch(folders: Sequence[str], scratch_mib: int) -> bool:
-    """Give scratch a size where files are otherwise the host's own. Returns whether this process may mount."""
+    """Mount scratch folders of limited size, if possible. Returns: whether this process may mount."""
     try:
         linux.unshare(linux.NEW_MOUNTS)
         linux.detach_mounts()
@@ -123,8 +123,8 @@ def mount_scratch(folders: Sequence[str], scratch_mib: int) -> bool:
 
 
 def enter_own_namespaces(scratch_mib: int) -> None:
-    """Part from the template and from other slots: own scratch, no shared memory, and, from the next fork on, own
-    processes."""
+    """Isolate from the template and other slots: own scratch, no shared memory and, from the next fork on, a process
+    namespace."""
     linux.unshare(_OWN_NAMESPACES)
     linux.detach_mounts()
     for folder in SCRATCH_FOLDERS:
@@ -132,7 +132,7 @@ def enter_own_namespaces(scratch_mib: int) -> None:
 
 
 def try_confinement(spec: JailSpec) -> bool:
-    """Do once, in a process that is thrown away, what every slot will need. Ends the program where it cannot be.
+    """Try confinement once in a temporary process; exit the program if it fails.
 
     Returns: whether system calls can be refused here.
     """

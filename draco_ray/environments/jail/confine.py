@@ -1,22 +1,21 @@
-"""Confine the processes that will run model-written code, then start the program in the jail that the spec names:
-AppWorld's world template, or the server of tools that are functions.
+"""Builds a jail for processes that will run model-written code, then starts the program that the spec names in it:
+AppWorld's world template, or the tool server.
 
-Run by the Python of that program: ``python -m draco_ray.environments.jail.confine '<spec as JSON>'``. Standard library
+Run with that program's Python: ``python -m draco_ray.environments.jail.confine '<spec as JSON>'``. Standard library
 only.
 
-Four levels, strongest first; what each leaves of the host:
+Four levels, strongest first, and what remains accessible at each:
 
     namespaces   the interpreter, system libraries, one task's data and a little scratch memory, read-only but the
                  last; no network, no other processes
-    bubblewrap   the same, set up by ``bwrap`` where the host allows that program more than it allows us
-    landlock     the same files by the kernel's Landlock (Linux 6.2); other processes and the network exist but cannot
-                 be used. Needs no privilege, so it is what most containers reach
-    rlimits      the file system as the user sees it, the environment of the user's other processes included: for
-                 trusted policies, or where a container is itself the wall
+    bubblewrap   the same, set up by ``bwrap``, if the host permits that program more
+    landlock     the same files, by the kernel's Landlock (Linux 6.2); other processes and the network are visible but
+                 cannot be used. Needs no privilege, so it works in most containers
+    rlimits      the file system as the user sees it, and the environment of the user's other processes: for trusted
+                 policies, or if a container is the boundary
 
-At every level a task has no environment variables, no capabilities, a user of its own where root starts it, limits on
-memory, files and time, and (on x86-64 and arm64) the system calls of `system_calls` are refused: no socket, no other
-process, no signals.
+At every level a task has no environment variables, no capabilities, its own user if root starts it, limits on memory,
+files and time, and (on x86-64 and arm64) the restrictions of `system_calls`: no sockets, processes or signals.
 """
 
 from __future__ import annotations
@@ -35,10 +34,10 @@ from draco_ray.temp_dirs import lock_shared, remove_abandoned
 
 LEVELS = ("namespaces", "bubblewrap", "landlock", "rlimits")
 AUTOMATIC_LEVELS = LEVELS[:-1]
-"""What ``auto`` may take; the last leaves the host's files in reach and must be asked for by name."""
+"""Levels for ``auto``; rlimits leaves the host's files accessible and must be chosen explicitly."""
 
 UNAVAILABLE = 3
-"""Exit status: the host does not offer this level."""
+"""Exit status: this level is not available on the host."""
 
 _EVERYTHING = linux.NEW_MOUNTS | linux.NEW_NETWORK | linux.NEW_PIDS | linux.NEW_IPC | linux.NEW_UTS | linux.NEW_CGROUP
 _SERVER_CAPABILITIES = frozenset(
@@ -52,21 +51,21 @@ _SERVER_CAPABILITIES = frozenset(
         linux.CAP_SYS_ADMIN,
     }
 )
-"""What the server needs to show a task's process its own task only, to change its user, to end it and to clear what it
-wrote. The task's process has none."""
+"""Capabilities the server needs to show a task's process only its own task, change its user, end it and delete its
+files. The task's process has none."""
 
 _FIRST_SPARE_UID, _SPARE_UIDS = 1_900_000_000, 1 << 22
 
 SHOWN_OF_A_TASK = ("specs.json", "dbs")
-"""Of a task's folder; its ground truth is not among them."""
+"""Readable parts of a task's folder, without its ground truth."""
 
 JAIL_CODE = ("__init__.py", "temp_dirs.py", "environments/__init__.py", "environments/jail")
-"""Of this package: what runs in every jail."""
+"""Files of this package that run in every jail."""
 _PROGRAM = "/program"
 _WORLD = "/world"
 SCRATCH_FOLDERS = ("/scratch", f"{_WORLD}/experiments")
-"""What can be written where the file system is built from mounts. The first is home, and ``/tmp`` too where nothing
-that is shown lies below that name, as the interpreter of a clone in ``/tmp`` does."""
+"""Writable folders if the file system is built from mounts. The first is home, and also ``/tmp`` unless something
+visible is there, such as the interpreter of a clone in ``/tmp``."""
 WORKSPACE = "/workspace"
 _TMP = "/tmp"
 _DEVICES = ("null", "zero", "random", "urandom")
@@ -86,45 +85,45 @@ _NETWORK = tuple(
     )
     if os.path.exists(path)
 )
-"""What programs read to find and trust other hosts."""
+"""Files that programs read to resolve and trust other hosts."""
 
 
 @dataclass(frozen=True)
 class JailSpec:
-    """A jail to be built; travels as JSON on the command line, so nothing secret may be in it."""
+    """Description of a jail, passed as JSON on the command line, so without secrets."""
 
     level: str
     control_fd: int
     directory: str
     """Private folder of the jail on the host."""
     data: str
-    """AppWorld's data root's ``data`` folder; empty: none."""
+    """``data`` folder of AppWorld's data root; empty: none."""
     scratch_mib: int
     output_bytes: int
-    """What one cell may print."""
+    """Maximum output of a cell in bytes."""
     world: str = ""
-    """AppWorld's root as the processes in the jail see it."""
+    """AppWorld's root inside the jail."""
     mounts: bool = False
-    """Whether the file system is built from mounts, so that a slot and a task can be given their own view of it."""
+    """Whether the file system is built from mounts, so that slots and tasks can have their own view."""
     task_uids: tuple[int, int] | None = None
-    """First and last user that tasks may become; None: they stay who the server is."""
+    """First and last user id for tasks; None: the server's."""
     module: str = "draco_ray.environments.appworld.world_template"
-    """What is started in the jail, with this spec as its argument."""
+    """Module to start in the jail with this spec as its argument."""
     code: tuple[str, ...] = ("environments/appworld",)
-    """Of this package: what it consists of, beside what runs in every jail."""
+    """Files of this package it needs besides those of every jail."""
     shown: tuple[str, ...] = ()
-    """More of the host's files and folders, read-only and under their own names."""
+    """Other files and folders of the host, read-only, at the same paths."""
     network: bool = False
-    """Whether the host's network is there."""
+    """Whether the host's network is accessible."""
     workspace: str = ""
-    """Folder of the host that an agent's program may write, as `WORKSPACE`. With it there are ``/proc``, a ``/tmp`` and
-    a loopback device of the jail's own."""
+    """Folder of the host that an agent's program may write, mounted at `WORKSPACE`. The jail then also has ``/proc``,
+    its own ``/tmp`` and its own loopback device."""
     mapped: Mapping[str, str] = field(default_factory=dict)
-    """Path in the jail -> file or folder of the host that is shown there, read-only."""
+    """Path in the jail -> file or folder of the host that is visible there, read-only."""
 
     @property
     def program(self) -> str:
-        """Folder on the host through which AppWorld's Python imports this package."""
+        """Folder on the host from which AppWorld's Python imports this package."""
         return os.path.join(self.directory, "program")
 
     def to_json(self) -> str:
@@ -141,9 +140,9 @@ class JailSpec:
 
 
 def main() -> int:
-    """Enter the jail described by the first argument. Returns the template's exit status, if it ever ends."""
+    """Enter the jail described by the first argument. Returns: the program's exit status."""
     spec = JailSpec.from_json(sys.argv[1])
-    # Whoever runs in the jail must see what is made for it, however private a run's own files are.
+    # The jail's user must be able to read these files, although a run's own files are private.
     os.umask(0o022)
     linux.die_first()
     _leave_caretaker(spec)
@@ -161,17 +160,17 @@ def main() -> int:
 
 
 def _leave_caretaker(spec: JailSpec) -> None:
-    """Fork a process that outlives the jail: a host that was killed cannot remove what it made, and nobody may before
-    the last process in the jail has ended."""
+    """Fork a process that outlives the jail and removes its folder after the last process in it has ended, in case the
+    host process was killed."""
     watched, held = os.pipe()
-    # Held by everything that runs in the jail: its end is the end of the last of them.
+    # Every process in the jail holds this end of the pipe; it closes when the last of them ends.
     os.set_inheritable(held, True)
     if os.fork():
         os.close(watched)
         return
     os.close(held)
     os.close(spec.control_fd)
-    # Standard streams too: the host takes their end for the end of everything in the jail.
+    # Close standard streams too: the host takes their end as the end of the jail.
     for standard in range(3):
         os.dup2(os.open(os.devnull, os.O_RDWR), standard)
     os.setsid()
@@ -181,7 +180,7 @@ def _leave_caretaker(spec: JailSpec) -> None:
         while os.read(watched, 4096):
             pass
         os.close(held_too)
-        # A host that is alive holds it as well, and removes it itself.
+        # A living host process holds the lock too, and removes the folder itself.
         remove_abandoned(root.parent)
     os._exit(0)
 
@@ -190,7 +189,7 @@ def _in_namespaces(spec: JailSpec) -> int:
     task_uids: tuple[int, int] | None = None
     namespaces = _EVERYTHING & ~linux.NEW_NETWORK if spec.network else _EVERYTHING
     try:
-        # A real root needs no user namespace, and may give tasks a user of their own.
+        # A real root needs no user namespace, and can give tasks their own users.
         linux.unshare(namespaces)
         task_uids = spare_uids(Path("/proc/self/uid_map").read_text(encoding="ascii"))
     except PermissionError:
@@ -238,7 +237,7 @@ def _in_namespaces(spec: JailSpec) -> int:
     linux.enter_root(root)
     linux.seal("/", recursive=False)
 
-    # The new process namespace begins with the next child: it is process 1 in there and takes all others with it.
+    # The new process namespace begins with the next child: as process 1 in it, its end ends all others.
     child = os.fork()
     if child:
         os.close(spec.control_fd)
@@ -307,9 +306,9 @@ def _in_place(spec: JailSpec) -> None:
 
 
 def make_world(directory: str, data: str) -> tuple[str, str]:
-    """Make AppWorld's root and a home in a private folder, where there is no mount namespace to make them in.
+    """Create AppWorld's root and a home in a private folder, if there is no mount namespace.
 
-    Returns: both; what tasks may write is the home and the root's ``experiments``.
+    Returns: both; tasks may write to the home and to the root's ``experiments``.
     """
     world, home = os.path.join(directory, "world"), os.path.join(directory, "tmp")
     os.mkdir(world)
@@ -332,12 +331,12 @@ def _template_arguments(spec: JailSpec) -> list[str]:
 
 
 def environment(world: str, home: str, program: str) -> dict[str, str]:
-    """All environment variables there are in the jail."""
+    """All environment variables in the jail."""
     return {
         "PATH": "/usr/local/bin:/usr/bin:/bin",
         "PYTHONPATH": program,
         "PYTHONDONTWRITEBYTECODE": "1",
-        # One order of sets and dicts in every slot.
+        # The same order of sets in every slot.
         "PYTHONHASHSEED": "0",
         "LANG": "C.UTF-8",
         "TZ": "UTC",
@@ -349,28 +348,28 @@ def environment(world: str, home: str, program: str) -> dict[str, str]:
 
 
 def spare_uids(uid_map: str) -> tuple[int, int] | None:
-    """Users nobody else is. A slot's tasks become one of them: their processes are counted apart, and can signal or
-    inspect no other process, not even another slot's.
+    """Unused user ids for the tasks of slots, so that their processes are counted separately and cannot signal or
+    inspect others, including other slots'.
 
     Args:
-        uid_map: ``/proc/self/uid_map``; inside a container it may offer few users.
-    Returns: the first and the last, or None where there are fewer than a thousand users.
+        uid_map: content of ``/proc/self/uid_map``; inside a container it may have few users.
+    Returns: the first and the last, or None if there are fewer than a thousand users.
     """
     for line in uid_map.splitlines():
         first, _, count = map(int, line.split())
         if first <= _FIRST_SPARE_UID and first + count > _FIRST_SPARE_UID + _SPARE_UIDS:
             return _FIRST_SPARE_UID, _FIRST_SPARE_UID + _SPARE_UIDS - 1
         if count >= 1000:
-            # The upper half: the lower one is where a container's own users are.
+            # The upper half, because a container's own users are in the lower one.
             return first + count // 2, first + count - 1
     return None
 
 
 def readable_in_place(spec: JailSpec, tasks: Iterable[str]) -> list[str]:
-    """What may be read where Landlock stands in for mounts: the same as where there are mounts.
+    """What Landlock allows to read: the same as is visible with mounts.
 
     Args:
-        tasks: what of ``data/tasks``, relative to it.
+        tasks: paths relative to ``data/tasks``.
     """
     shown = [source for source, _ in _visible(spec) if source != spec.data]
     if not spec.data:
@@ -385,7 +384,7 @@ def _package() -> str:
 
 
 def _visible(spec: JailSpec) -> list[tuple[str, str]]:
-    """(path on the host, path in the jail) of everything that is shown, read-only, outermost first."""
+    """(path on the host, path in the jail) of everything visible, read-only, outermost first."""
     package = _package()
     pairs = [(spec.data, f"{_WORLD}/data")] if spec.data else []
     pairs += [(f"{package}/{code}", f"{_PROGRAM}/draco_ray/{code}") for code in (*JAIL_CODE, *spec.code)]

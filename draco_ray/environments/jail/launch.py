@@ -1,4 +1,4 @@
-"""The host's side of a jail: which levels to try, starting a program in one, and what a process said last."""
+"""The host's side of a jail: selects a level, starts a program, and reads its last message."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from pathlib import Path
 from draco_ray.environments.jail.confine import AUTOMATIC_LEVELS, JAIL_CODE, UNAVAILABLE, JailSpec
 
 SCRATCH_MIB = 128
-"""What a task may write, and the largest file."""
+"""Maximum a task may write, and maximum size of a file."""
 _LAST_BYTES = 1 << 16
-"""Of a process's complaints, in which its last words are looked for."""
+"""Number of bytes at the end of a log in which the last message is looked for."""
 PACKAGE = Path(__file__).resolve().parents[2]
 _reached: dict[str, str] = {}
-"""The level that ``auto`` reached in this process, by interpreter, so that others are not tried again."""
+"""The level that ``auto`` selected in this process, by interpreter, to be tried first."""
 
 
 class LevelUnavailable(Exception):
-    """The host does not offer an isolation level."""
+    """An isolation level is not available on the host."""
 
 
 class Levels:
-    """The levels at which a program may run, strongest first, until one is there."""
+    """Iterates over the levels at which a program may run, strongest first."""
 
     def __init__(self, isolation: str, python: str = sys.executable) -> None:
-        """``isolation`` as ``environment.isolation``; ``python`` runs the program."""
+        """``isolation``: see ``environment.isolation``; ``python``: interpreter of the program."""
         self._automatic, self._python = isolation == "auto", python
         known = _reached.get(python)
         self._levels = ((known,) if known else AUTOMATIC_LEVELS) if self._automatic else (isolation,)
@@ -38,32 +38,32 @@ class Levels:
         return iter(self._levels)
 
     def refused(self, level: str, error: LevelUnavailable) -> None:
-        """Take note that a level is not there."""
+        """Record that a level is not available."""
         self._complaints.append(f"{level}: {error}")
 
     def reached(self, level: str) -> None:
-        """Begin with this level from now on, where any will do."""
+        """Record that a level works, to begin with it next time if the level is automatic."""
         if self._automatic:
             _reached[self._python] = level
 
     def __str__(self) -> str:
-        """What was said of each level that was tried, and what would still work."""
+        """Why each tried level is not available, and a hint."""
         hint = "; environment.isolation=rlimits would run this with limits alone" if self._automatic else ""
         return "; ".join(self._complaints) + hint
 
 
 def reached_level(isolation: str) -> str:
-    """The level at which a program of this Python's has been started here."""
+    """The level at which a program of this Python was started."""
     return _reached[sys.executable] if isolation == "auto" else isolation
 
 
 def jail_command(spec: JailSpec) -> list[str]:
-    """The words after the interpreter that start the program of ``spec`` in its jail."""
+    """Interpreter arguments that start the program of ``spec`` in its jail."""
     return ["-P", "-s", "-m", "draco_ray.environments.jail.confine", spec.to_json()]
 
 
 def launch(spec: JailSpec, python: str = sys.executable) -> subprocess.Popen[bytes]:
-    """Start the program of ``spec`` in its jail; it complains to the file ``stderr`` in its folder."""
+    """Start the program of ``spec`` in its jail; its errors go to the file ``stderr`` in its folder."""
     program = link_package(Path(spec.program), spec.code)
     with open(os.path.join(spec.directory, "stderr"), "wb") as stderr:
         return subprocess.Popen(
@@ -79,15 +79,15 @@ def launch(spec: JailSpec, python: str = sys.executable) -> subprocess.Popen[byt
 
 
 def not_offered(status: int | None, complaint: str) -> bool:
-    """Whether a program in a jail has ended because the host does not offer its level."""
+    """Whether a program in a jail ended because its level is not available."""
     return status == UNAVAILABLE or complaint.startswith("bwrap: ")
 
 
 def link_package(folder: Path, code: Iterable[str] | None = None) -> str:
-    """Make ``folder`` and link this package, alone, into it.
+    """Create ``folder`` with a link to this package only.
 
     Args:
-        code: what of it is linked beside what runs in every jail, as in `JailSpec`; None links all.
+        code: files to link besides those of every jail, see `JailSpec`; None: all.
     Returns: its path, for PYTHONPATH.
     """
     for part in ("",) if code is None else (*JAIL_CODE, *code):
@@ -98,10 +98,10 @@ def link_package(folder: Path, code: Iterable[str] | None = None) -> str:
 
 
 def last_line(directory: str) -> str:
-    """The last words of a process that writes its complaints to the file ``stderr`` in its folder."""
+    """The last line of the file ``stderr`` in a process's folder."""
     text = b""
     with contextlib.suppress(OSError), open(os.path.join(directory, "stderr"), "rb") as file:
-        # Code of the policy can write to it as well.
+        # Code of the policy may write to it too.
         file.seek(max(0, os.fstat(file.fileno()).st_size - _LAST_BYTES))
         text = file.read(_LAST_BYTES)
     lines = [line.strip() for line in text.decode("utf-8", "replace").splitlines() if line.strip()]

@@ -1,6 +1,6 @@
-"""The few Linux calls a jail needs, through libc: namespaces, mounts, capabilities, limits, Landlock.
+"""The Linux calls that a jail needs, through libc: namespaces, mounts, capabilities, limits, Landlock.
 
-Standard library only: this runs under AppWorld's Python. System calls a task is refused are in `system_calls`.
+Standard library only, because this runs with AppWorld's Python. `system_calls` has the filter of system calls.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ _MS_NOSUID, _MS_NODEV, _MS_BIND, _MS_REC, _MS_PRIVATE = 0x2, 0x4, 0x1000, 0x4000
 _MNT_DETACH = 2
 _ATTR_RDONLY, _ATTR_NOSUID, _ATTR_NODEV = 0x1, 0x2, 0x4
 _AT_FDCWD, _AT_RECURSIVE = -100, 0x8000
-# New system calls have one number on every architecture.
+# New system calls have the same number on every architecture.
 _SYS_MOUNT_SETATTR = 442
 _SYS_LANDLOCK_CREATE_RULESET, _SYS_LANDLOCK_ADD_RULE, _SYS_LANDLOCK_RESTRICT_SELF = 444, 445, 446
 _LANDLOCK_CREATE_RULESET_VERSION, _LANDLOCK_RULE_PATH_BENEATH = 1, 1
 _LANDLOCK_OLDEST = 3
-"""The first version that keeps a file that may only be read from being truncated (Linux 6.2)."""
+"""The first version that prevents truncation of read-only files (Linux 6.2)."""
 _LANDLOCK_RIGHTS = {3: 0x7FFF, 5: 0xFFFF}
-"""All file-system rights by the version that brought them: what is not granted is denied."""
+"""All file-system rights by version; rights that are not granted are denied."""
 _READ_FILE, _READ_FOLDER, _WRITE_FILE, _TRUNCATE = 0x4, 0x8, 0x2, 0x4000
 _CHANGE_FOLDER = 0x10 | 0x20 | 0x80 | 0x100
 """Remove folders and files, make folders and regular files."""
@@ -79,12 +79,12 @@ def _check(result: int, what: str) -> None:
 
 
 def unshare(flags: int) -> None:
-    """Leave the namespaces named by ``flags`` for new ones. Raises OSError where the host forbids it."""
+    """Enter new namespaces as given by ``flags``. Raises: OSError: the host forbids it."""
     _check(_libc.unshare(flags), "unshare")
 
 
 def new_user_namespace(flags: int) -> None:
-    """Leave namespaces as an ordinary user: a new user namespace in which the caller is root makes it legal."""
+    """Enter new namespaces as an ordinary user, by a new user namespace in which the caller is root."""
     uid, gid = os.geteuid(), os.getegid()
     unshare(NEW_USER | flags)
     for name, text in (("setgroups", "deny"), ("uid_map", f"0 {uid} 1"), ("gid_map", f"0 {gid} 1")):
@@ -93,12 +93,12 @@ def new_user_namespace(flags: int) -> None:
 
 
 def detach_mounts() -> None:
-    """Stop mounts made here from showing up outside, and the other way round."""
+    """Stop propagation of mounts to and from the outside."""
     _check(_libc.mount(None, b"/", None, ctypes.c_ulong(_MS_REC | _MS_PRIVATE), None), "make / private")
 
 
 def mount_tmpfs(target: str, mebibytes: int, mode: int) -> None:
-    """A memory file system that holds at most ``mebibytes`` and 20,000 files."""
+    """Mount a memory file system of at most ``mebibytes`` and 20,000 files."""
     options = f"size={mebibytes}m,nr_inodes=20000,mode={mode:o}".encode()
     flags = ctypes.c_ulong(_MS_NOSUID | _MS_NODEV)
     _check(_libc.mount(b"tmpfs", os.fsencode(target), b"tmpfs", flags, options), f"mount tmpfs on {target}")
@@ -117,13 +117,13 @@ def start_loopback() -> None:
 
 
 def bind(source: str, target: str) -> None:
-    """Show ``source`` (a file or a folder with what is mounted below it) at ``target``."""
+    """Bind-mount ``source``, a file or a folder with its mounts, at ``target``."""
     flags = ctypes.c_ulong(_MS_BIND | _MS_REC)
     _check(_libc.mount(os.fsencode(source), os.fsencode(target), None, flags, None), f"bind {source} to {target}")
 
 
 def seal(target: str, *, devices: bool = False, writable: bool = False, recursive: bool = True) -> None:
-    """Make a mount read-only (unless ``writable``), without set-uid programs and (unless ``devices``) device files."""
+    """Make a mount read-only, unless ``writable``, without set-uid programs and, unless ``devices``, device files."""
     flags = (0 if writable else _ATTR_RDONLY) | _ATTR_NOSUID | (0 if devices else _ATTR_NODEV)
     attributes = _MountAttributes(attr_set=flags)
     result = _libc.syscall(
@@ -138,14 +138,14 @@ def seal(target: str, *, devices: bool = False, writable: bool = False, recursiv
 
 
 def unmount(target: str) -> None:
-    """Take the topmost mount off ``target``, whoever still uses it."""
+    """Detach the topmost mount of ``target``, even if in use."""
     _check(_libc.umount2(os.fsencode(target), _MNT_DETACH), f"unmount {target}")
 
 
 def enter_root(new_root: str) -> None:
-    """Make the mount ``new_root`` the root of the file system and drop the old one from sight."""
+    """Make the mount ``new_root`` the root of the file system and detach the old root."""
     os.chdir(new_root)
-    # The old root is stacked on the new one at the same place, and what is on top is then taken off.
+    # The old root is now mounted on top of the new one, and is detached.
     _check(_libc.pivot_root(b".", b"."), "pivot_root")
     _check(_libc.umount2(b".", _MNT_DETACH), "detach the old root")
     os.chdir("/")
@@ -157,48 +157,48 @@ def _prctl(option: int, value: int = 0) -> int:
 
 
 def die_with_parent(number: int = signal.SIGKILL) -> None:
-    """Have the kernel signal this process when the thread that forked it ends. Forgotten when the user changes."""
+    """Have the kernel signal this process when the thread that forked it ends. Reset by a change of user."""
     _check(_prctl(_PR_SET_PDEATHSIG, number), "PR_SET_PDEATHSIG")
 
 
 def adopt_orphans() -> None:
-    """Become the parent of descendants whose own parent ends."""
+    """Become the parent of orphaned descendants."""
     _check(_prctl(_PR_SET_CHILD_SUBREAPER, 1), "PR_SET_CHILD_SUBREAPER")
 
 
 def end_descendants(spare: Collection[int] = ()) -> dict[int, int]:
-    """Kill the processes below this one and wait for them; orphans too, where this one adopts them or is process 1.
+    """Kill and await all descendants, also orphans if this process adopts them or is process 1.
 
     Args:
-        spare: children that live on, where this is not process 1.
+        spare: children to keep, if this is not process 1.
     Returns: process id -> wait status.
     """
     ended: dict[int, int] = {}
     if os.getpid() == 1:
-        # Process 1 of a namespace ends everything else in it at a stroke.
+        # Process 1 of a namespace can kill everything else in it with one call.
         with contextlib.suppress(ProcessLookupError):
             os.kill(-1, signal.SIGKILL)
         with contextlib.suppress(ChildProcessError):
             while True:
                 ended.update([os.waitpid(-1, 0)])
         return ended
-    # Elsewhere orphans come to this process, which ends them generation by generation.
+    # Elsewhere orphans become children of this process, which kills them generation by generation.
     while children := children_of(os.getpid()).difference(spare):
         for child in children:
-            os.kill(child, signal.SIGKILL)  # its number stays its own until it is waited for
+            os.kill(child, signal.SIGKILL)  # its id is not reused before it is awaited
             ended.update([os.waitpid(child, 0)])
     return ended
 
 
 def children_of(pid: int) -> set[int]:
-    """The processes whose parent it is."""
+    """Ids of the children of a process."""
     found: set[int] = set()
     if not os.path.isdir("/proc"):
         return found
     for name in filter(str.isdigit, os.listdir("/proc")):
         try:
             with open(f"/proc/{name}/stat", encoding="ascii", errors="replace") as file:
-                # The name in parentheses may hold anything; the parent is the second field after it.
+                # The name in parentheses may contain anything; the parent is the second field after it.
                 if int(file.read().rpartition(")")[2].split()[1]) == pid:
                     found.add(int(name))
         except OSError:
@@ -207,22 +207,22 @@ def children_of(pid: int) -> set[int]:
 
 
 def close_to_inspection() -> None:
-    """Keep other processes of the same user from reading or tracing this one."""
+    """Prevent other processes of the same user from reading or tracing this one."""
     _check(_prctl(_PR_SET_DUMPABLE, 0), "PR_SET_DUMPABLE")
 
 
 def keep_capabilities(keep: frozenset[int]) -> None:
-    """Drop every capability outside ``keep`` from what this process or a program it runs can ever have."""
+    """Drop every capability outside ``keep`` permanently, also for programs started later."""
     for capability in range(_LAST_CAPABILITY + 1):
         if capability not in keep:
             _prctl(_PR_CAPBSET_DROP, capability)  # fails for numbers the kernel does not know
 
 
 def drop_privileges(uid: int | None) -> None:
-    """Give up everything for good: capabilities, groups, set-uid programs and, unless None, the user.
+    """Permanently give up capabilities, groups, set-uid programs and, unless None, the user.
 
     Args:
-        uid: the user (and group) to become; None stays who one is.
+        uid: the new user (and group) id; None: unchanged.
     """
     _check(_prctl(_PR_SET_NO_NEW_PRIVS, 1), "PR_SET_NO_NEW_PRIVS")
     keep_capabilities(frozenset())
@@ -241,11 +241,11 @@ def limit(
     """Limit this process and what it forks.
 
     Args:
-        memory_mib: address space of one process, or with ``reserves`` its writable memory alone: the engines of
-            JavaScript reserve address space that they never use.
-        processes: processes and threads of this user (counted in its user namespace).
+        memory_mib: address space of a process or, with ``reserves``, only its writable memory, because JavaScript
+            engines reserve address space that they never use.
+        processes: processes and threads of this user in its user namespace.
         file_mib: size of a file.
-        cpu_seconds: processor time of one process over its life; SIGXCPU then, SIGKILL soon after.
+        cpu_seconds: CPU time of a process; then SIGXCPU, and soon SIGKILL.
     """
     mebibyte = 1 << 20
     for name, value in (
@@ -266,37 +266,37 @@ def limit(
 
 
 def die_first() -> None:
-    """Have the kernel prefer this process and its descendants when the machine runs out of memory."""
+    """Have the kernel kill this process and its descendants first when the machine runs out of memory."""
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w", encoding="ascii") as file:
         file.write("1000")
 
 
 def landlock_version() -> int:
-    """Version of the kernel's Landlock interface; 0 where there is none or it is switched off."""
+    """Version of the kernel's Landlock interface; 0: none, or disabled."""
     flag = ctypes.c_uint32(_LANDLOCK_CREATE_RULESET_VERSION)
     return max(0, int(_libc.syscall(ctypes.c_long(_SYS_LANDLOCK_CREATE_RULESET), None, ctypes.c_size_t(0), flag)))
 
 
 def require_landlock() -> None:
-    """Refuse a host whose Landlock is missing or too old. Raises: OSError."""
+    """Raises: OSError: Landlock is missing or too old."""
     if landlock_version() < _LANDLOCK_OLDEST:
         raise OSError(f"Landlock version {landlock_version()}, version {_LANDLOCK_OLDEST} (Linux 6.2) is needed")
 
 
 def reach_only(*, readable: Iterable[str], writable: Iterable[str], network: bool = False) -> None:
-    """Landlock: open no file outside these any more, use no TCP port, signal nobody outside (newer kernels).
+    """Restrict this thread and what it starts with Landlock: no other files, no TCP and, on newer kernels, no signals.
 
-    Holds for this thread and what it starts, for good. Set no-new-privileges first (`drop_privileges`).
+    Permanent. Set no-new-privileges first (`drop_privileges`).
 
     Args:
-        readable: files and folders; those that do not exist are passed over.
+        readable: files and folders; missing ones are ignored.
         writable: files and folders that may be read too.
-        network: whether TCP ports may be used after all.
-    Raises: OSError where the kernel has no Landlock.
+        network: whether TCP may be used.
+    Raises: OSError: the kernel has no Landlock.
     """
     version = landlock_version()
     rights = max(mask for since, mask in _LANDLOCK_RIGHTS.items() if since <= version)
-    # The kernel takes the fields it knows: TCP since version 4, signals and abstract sockets since version 6.
+    # The kernel accepts only fields it knows: TCP since version 4, signals and abstract sockets since version 6.
     rules = _LandlockRules(rights, 0x3 if version >= 4 and not network else 0, 0x3 if version >= 6 else 0)
     size = 24 if version >= 6 else 16 if version >= 4 else 8
     ruleset = _landlock(_SYS_LANDLOCK_CREATE_RULESET, ctypes.byref(rules), ctypes.c_size_t(size), 0)

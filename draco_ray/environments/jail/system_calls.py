@@ -1,9 +1,8 @@
-"""A filter (seccomp) that refuses a task the system calls it has no use for.
+"""A seccomp filter that refuses system calls which tasks do not need.
 
-What model-written code may do then is compute, use the files it can see and answer on the socket it was given: it
-opens no socket, starts no process or program, signals, traces, limits or outranks nobody, changes no file's mode or
-times, and asks the kernel for nothing exotic. The filter needs no privilege and holds at every isolation level.
-Standard library only.
+Model-written code can then compute, use visible files and answer on its socket. It cannot open sockets, start processes
+or programs, send signals, trace, change limits or priorities, change modes or times of files, or use exotic calls. The
+filter needs no privilege and applies at every isolation level. Standard library only.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import struct
 import sys
 
 _ARCHITECTURES = {"x86_64": (0xC000003E, 0), "aarch64": (0xC00000B7, 1)}
-"""Machine -> (its AUDIT_ARCH number, its column below)."""
+"""Machine -> (AUDIT_ARCH number, column of the table below)."""
 
 _REFUSED: dict[str, tuple[int | None, int | None]] = {
     "socket": (41, 198),
@@ -41,11 +40,11 @@ _REFUSED: dict[str, tuple[int | None, int | None]] = {
     "move_pages": (279, 239),
     "process_madvise": (440, 440),
     "process_mrelease": (448, 448),
-    # A timer may send any signal, SIGKILL included, and so does a lower limit on processor time: an end that would look
-    # like the machine's doing.
+    # Timers can send any signal, including SIGKILL, and so does a lower CPU time limit, which would look as if the
+    # process were killed from outside.
     "timer_create": (222, 107),
     "setrlimit": (160, 164),
-    # Memory that belongs to no process, so that no limit on processes sees it; and what others keep there.
+    # Shared memory that belongs to no process, so that no process limit counts it.
     "shmget": (29, 194),
     "shmat": (30, 196),
     "shmctl": (31, 195),
@@ -61,7 +60,7 @@ _REFUSED: dict[str, tuple[int | None, int | None]] = {
     "mq_unlink": (241, 181),
     "memfd_create": (319, 279),
     "memfd_secret": (447, 447),
-    # Counted for a whole user or the whole machine.
+    # Resources counted per user or for the whole machine.
     "io_setup": (206, 0),
     "inotify_init": (253, None),
     "inotify_init1": (294, 26),
@@ -75,7 +74,7 @@ _REFUSED: dict[str, tuple[int | None, int | None]] = {
     "sched_setaffinity": (203, 122),
     "sched_setattr": (314, 274),
     "ioprio_set": (251, 30),
-    # Landlock leaves these of a file one owns alone.
+    # Landlock does not restrict these on files one owns.
     "truncate": (76, 45),
     "chmod": (90, None),
     "fchmod": (91, 52),
@@ -135,30 +134,29 @@ _REMOVAL: dict[str, tuple[int | None, int | None]] = {
     "renameat": (264, 38),
     "renameat2": (316, 276),
 }
-"""Refused where what is written has to be found to be counted. AppWorld saves by writing the same names again, and does
-not mind that it cannot remove them first."""
+"""Refused if written files must be countable. AppWorld overwrites the same names and does not need to remove them."""
 _MISSING = {"clone3": (435, 435), "openat2": (437, 437)}
-"""Their flags are in memory, where a filter cannot look; the C library uses the older ones without them."""
+"""Their flags are in memory, which a filter cannot read; the C library falls back to older calls."""
 
 _ONLY: dict[str, tuple[tuple[int | None, int | None], int, tuple[int, ...]]] = {
-    # Descriptors are copied, locked as SQLite does and made non-blocking. They have no owner, who would be signalled.
+    # Copying, locking (SQLite) and O_NONBLOCK are allowed; setting an owner, who would get signals, is not.
     "fcntl": ((72, 25), 1, (0, 1, 2, 3, 4, 5, 6, 7, 1030, 1032)),
-    # The same by another name (FIOSETOWN, SIOCSPGRP), file attributes, devices: all but non-blocking, close-on-exec,
-    # the count of what can be read, and whether it is a terminal.
+    # ioctl also sets owners (FIOSETOWN, SIOCSPGRP), file attributes and devices. Allowed: non-blocking, close-on-exec,
+    # the number of readable bytes, and whether it is a terminal.
     "ioctl": ((16, 29), 1, (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)),
-    # A thread's name, and questions. Not: to live on when the server ends, or to open itself to inspection.
+    # Thread names and queries are allowed; surviving the server and becoming inspectable are not.
     "prctl": ((157, 167), 0, (3, 15, 16, 21, 23, 39)),
 }
-"""Call -> its numbers, the argument that decides, and the values of it that are allowed."""
+"""Call -> its numbers, the index of the decisive argument, and its allowed values."""
 
 _OPEN = (((2, None), 1), ((257, 56), 2))
-"""open and openat, and where their flags are."""
+"""open and openat, and the index of their flags."""
 _NAMELESS_FILE = 0x400000
-"""Of O_TMPFILE: a file without a name, which no count finds either."""
+"""Flag of O_TMPFILE: a file without a name cannot be counted."""
 
 _CLONE, _SOCKETPAIR, _PRLIMIT = (56, 220), (53, 199), (302, 261)
 _NEWEST = 450
-"""System calls above are younger than anything here needs; libraries fall back when they are missing."""
+"""Newer system calls are refused; libraries fall back if they are missing."""
 
 _CLONE_THREAD = 0x10000
 _SOCKET_KIND, _SOCK_STREAM = 0xF, 1
@@ -178,7 +176,7 @@ class _Program(ctypes.Structure):
 
 
 def filter_program(machine: str, *, may_remove: bool = True) -> list[Instruction] | None:
-    """The filter in the kernel's bytecode, None for a machine whose numbers are not known here.
+    """The filter as bytecode; None: this machine's numbers are not known.
 
     Args:
         may_remove: whether files may be removed and renamed.
@@ -191,7 +189,7 @@ def filter_program(machine: str, *, may_remove: bool = True) -> list[Instruction
     allow: Instruction = (_RETURN, 0, 0, _ALLOW)
     program: list[Instruction] = [
         (_LOAD, 0, 0, _ARCHITECTURE_AT),
-        # Calls by another convention have other numbers.
+        # Other calling conventions use other numbers.
         (_IF_EQUAL, 1, 0, architecture),
         (_RETURN, 0, 0, _KILL_PROCESS),
         (_LOAD, 0, 0, _NUMBER_AT),
@@ -218,10 +216,10 @@ def filter_program(machine: str, *, may_remove: bool = True) -> list[Instruction
         # Threads are allowed.
         *((_IF_EQUAL, 0, 4, _CLONE[column]), _load_argument(0)),
         *((_IF_BITS, 0, 1, _CLONE_THREAD), allow, refuse),
-        # An event loop wakes itself with a pair of streams. A datagram socket could be pointed elsewhere.
+        # Event loops need a stream socket pair. A datagram socket could be connected elsewhere.
         *((_IF_EQUAL, 0, 5, _SOCKETPAIR[column]), _load_argument(1), (_AND, 0, 0, _SOCKET_KIND)),
         *((_IF_EQUAL, 0, 1, _SOCK_STREAM), allow, refuse),
-        # One's own limits can be asked for: no other process, and no new limit, a pointer of two halves.
+        # Only reading one's own limits: pid 0, and a null pointer (in two halves) as the new limit.
         *((_IF_EQUAL, 0, 8, _PRLIMIT[column]), _load_argument(0), (_IF_EQUAL, 0, 5, 0)),
         *(_load_argument(2), (_IF_EQUAL, 0, 3, 0), _load_argument(2, upper=True), (_IF_EQUAL, 0, 1, 0), allow, refuse),
         allow,
@@ -229,16 +227,16 @@ def filter_program(machine: str, *, may_remove: bool = True) -> list[Instruction
 
 
 def _load_argument(index: int, *, upper: bool = False) -> Instruction:
-    # The lower half: of flags, commands and process ids the kernel looks at no more.
+    # The lower half: the kernel ignores the rest of flags, commands and process ids.
     return (_LOAD, 0, 0, _ARGUMENTS_AT + 8 * index + 4 * upper)
 
 
 def refuse_system_calls(*, may_remove: bool = True) -> bool:
-    """Put the filter on this thread and what it starts, for good. Set no-new-privileges first.
+    """Apply the filter permanently to this thread and what it starts. Set no-new-privileges first.
 
     Args:
         may_remove: see `filter_program`.
-    Returns: False where the machine or the kernel has no such filter; nothing has changed then.
+    Returns: False if the machine or the kernel does not support it; then nothing is changed.
     """
     program = filter_program(os.uname().machine, may_remove=may_remove)
     if program is None:

@@ -1,1 +1,1 @@
-"""Tasks in JSONL and tools as typed Python functions or MCP servers: an environment without a class of one's own."""
+"""An environment of JSONL tasks and tools, which are typed Python functions or MCP servers."""

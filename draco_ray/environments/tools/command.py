@@ -1,8 +1,8 @@
-"""Starts the command of an MCP server in the jail: the last that is given up before somebody else's program begins.
+"""Starts the command of an MCP server in the jail, after dropping the last privileges.
 
-The system calls that tools of functions are refused are not refused here: a program has to be started, and its own loop
-of events needs some of them. It sees the files that are shown, has no capabilities, limits, and a user of its own where
-root starts it.
+Unlike tools that are functions it may make all system calls: starting a program and running its event loop need them.
+It sees only the files it is shown, has no capabilities, has resource limits, and runs as another user if root starts
+it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _PROCESSES = 256
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
-    """What is started; read from a file that only the jail is shown."""
+    """The command to start; read from a file that only the jail sees."""
 
     command: list[str]
     variables: dict[str, str]
@@ -30,7 +30,7 @@ class Launch:
 
 
 def main() -> None:
-    """Become the command that the file shown first describes."""
+    """Replace this process by the command that the first shown file describes."""
     jail = JailSpec.from_json(sys.argv[1])
     with open(jail.shown[0], encoding="utf-8") as file:
         launch = Launch(**json.load(file))

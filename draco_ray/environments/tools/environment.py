@@ -1,4 +1,4 @@
-"""An environment of tools: tasks in JSONL, tools as Python functions in the jail, no class of one's own."""
+"""The environment ``tools``: JSONL tasks, and tools that run in the jail."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from draco_ray.config.schema import DataConfig, EnvironmentConfig
-from draco_ray.environments.base import Environment, WorldVerdict
+from draco_ray.environments.base import Environment, WorldVerdict, list_items
 from draco_ray.environments.tools.functions import LONGEST_ERROR
 from draco_ray.environments.tools.mcp_servers import McpSession, merged
 from draco_ray.environments.tools.options import ToolsOptions, read_options
@@ -24,25 +24,25 @@ from draco_ray.errors import ConfigError, EnvironmentCrashed, WorldBroken, World
 from draco_ray.records import Task
 
 SHORTEST_SECRET = 4
-"""Characters: blotting out a shorter one would blot out words."""
+"""Minimum length in characters; hiding a shorter secret would hide parts of words."""
 
 MAX_DEPTH = 100
-"""Maximum nesting of a call's arguments: checking and encoding them recurses, in several processes."""
+"""Maximum nesting of a call's arguments, since checking and encoding them recurses."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Offer:
-    """What the tools of an environment are."""
+    """The tools of an environment."""
 
     tools: str
-    """JSON array of their schemas."""
+    """Their schemas as a JSON array."""
     evaluates: bool
 
 
 class ToolsEnvironment(Environment):
-    """``environment.use: tools``; see `ToolsOptions` for its options, docs/own-agent.md for how it is used.
+    """``environment.use: tools``; see `ToolsOptions` for its options, and docs/own-agent.md.
 
-    An action is one call, ``{"name": ..., "arguments": {...}}`` in JSON (`draco_ray.rollout.tool_agent`).
+    An action is one call as JSON: ``{"name": ..., "arguments": {...}}`` (`draco_ray.rollout.tool_agent`).
     """
 
     def __init__(self, config: EnvironmentConfig, data: DataConfig, *, ground_truth: bool, name: str) -> None:
@@ -54,12 +54,14 @@ class ToolsEnvironment(Environment):
 
     @property
     def facts(self) -> str:  # type: ignore[override]
-        """What the judge is told: how an agent acts here, the tools, and ``environment.options.facts``."""
-        return "\n".join([*_HOW_AGENTS_ACT, *map(described, json.loads(self._offer.tools)), *self._own_facts()])
+        """Facts for the judge: how agents act, the tools, and ``environment.options.facts``."""
+        return "\n".join(
+            [*_HOW_AGENTS_ACT, *map(described, json.loads(self._offer.tools)), *list_items(self._options.facts)]
+        )
 
     @property
     def evaluates(self) -> bool:  # type: ignore[override]
-        """Whether there is a function ``evaluate``."""
+        """Whether a tools file defines ``evaluate``."""
         return self._offer.evaluates
 
     def tasks(self, split: str) -> list[str]:
@@ -97,7 +99,7 @@ class ToolsEnvironment(Environment):
         process, order = self._process, {"do": "reset", "task": self._rows.row(task_id).told(ground_truth=False)}
         try:
             await process.fork()
-            # Twice the time: where `reset` takes too long, the process itself answers so first.
+            # Twice the time, so that the process itself reports a slow `reset` first.
             answer = await process.ask(order, "reset", 2 * self.config.start_timeout_seconds)
         except EnvironmentCrashed as error:
             answer = {"failed": str(error)}
@@ -108,13 +110,13 @@ class ToolsEnvironment(Environment):
         return process
 
     async def evaluate(self, task_id: str, process: ToolProcess) -> WorldVerdict:
-        """What ``evaluate`` says of the world of the process that was forked last, which is ended.
+        """The verdict of ``evaluate`` on the world of the last forked process, which is ended.
 
-        Raises: EnvironmentCrashed; WorldError where it said neither yes nor no.
+        Raises: EnvironmentCrashed; WorldError: it returned neither true nor false.
         """
         # Twice the time, as above.
         seconds = 2 * self.config.start_timeout_seconds
-        # What may come from code of the policy is read by the process that evaluates.
+        # Only the evaluating process parses the end state, which the policy may have influenced.
         end_state = await process.ask_unread({"do": "end_state"}, "end_state", seconds)
         await process.fork()
         task = self._rows.row(task_id).told(ground_truth=True)
@@ -125,7 +127,7 @@ class ToolsEnvironment(Environment):
         return _verdict(task_id, answer["evaluated"])
 
     async def end_task(self) -> None:
-        """End the process of a task, and the server too where that has not gone as it should."""
+        """End the process of a task; also the server if anything went wrong."""
         self._open, process = None, self._process
         if process is None:
             return
@@ -144,13 +146,13 @@ class ToolsEnvironment(Environment):
             await process.kill()
 
     def without_secrets(self, text: str) -> str:
-        """``text`` with the values of secrets blotted out, in the spellings of JSON and URLs too."""
+        """``text`` with the values of secrets hidden, also as escaped in JSON and URLs."""
         for name, spelled in self._spellings:
             text = text.replace(spelled, f"[secret {name}]")
         return text
 
     def without_half_a_secret(self, text: str) -> str:
-        """``text``, which was cut, without what may be the beginning of a secret at its end."""
+        """``text``, which was cut, without a possible beginning of a secret at its end."""
         for _, spelled in self._spellings:
             lengths = range(len(spelled) - 1, SHORTEST_SECRET - 1, -1)
             begun = (length for length in lengths if text.endswith(spelled[:length]))
@@ -158,11 +160,8 @@ class ToolsEnvironment(Environment):
         return text
 
     def without_secrets_in(self, error: EnvironmentCrashed) -> EnvironmentCrashed:
-        """The same, whose message may quote what an MCP server said last."""
+        """The error with secrets hidden; its message may quote output of an MCP server."""
         return type(error)(self.without_secrets(str(error)))
-
-    def _own_facts(self) -> list[str]:
-        return [line if line.startswith("- ") else f"- {line}" for line in self._options.facts.splitlines() if line]
 
     @functools.cached_property
     def _rows(self) -> Rows:
@@ -174,12 +173,12 @@ class ToolsEnvironment(Environment):
             offer = _offers(self._options, self.config, self._secrets)
         except EnvironmentCrashed as error:
             raise self.without_secrets_in(error) from error
-        # The default of a parameter may be one.
+        # A parameter's default may be a secret.
         return replace(offer, tools=self.without_secrets(offer.tools))
 
     @functools.cached_property
     def _spellings(self) -> list[tuple[str, str]]:
-        """The names of secrets, each with one of its spellings."""
+        """(name, escaped or plain value) of each secret."""
         quoted = (urllib.parse.quote, urllib.parse.quote_plus)
         return [
             (name, spelled)
@@ -209,7 +208,7 @@ class ToolWorld:
         owners: Mapping[str, McpSession],
         sessions: Sequence[McpSession],
     ) -> None:
-        """Take over what was opened; ``owners`` are the sessions whose tools have these names."""
+        """``owners``: MCP session of each tool name; other tools are functions."""
         self.task = task
         self._environment = environment
         self._process = process
@@ -220,7 +219,7 @@ class ToolWorld:
         self._over = False
 
     async def act(self, action: str) -> str:
-        """Make one call. Raises: WorldBroken where the tool has ended or hung its process, or its server is lost."""
+        """Make one call. Raises: WorldBroken: the tool ended or blocked its process, or its server is lost."""
         try:
             call = json.loads(action)
         except RecursionError:
@@ -243,7 +242,7 @@ class ToolWorld:
                     return self._told(text, length)
             raise EnvironmentCrashed(f"tool {name} answered what cannot be read")
         except (TimeoutError, asyncio.CancelledError) as error:
-            # Where this loop was held up, the caller's patience may end with the call's time.
+            # If this loop was blocked, the caller's limit may end at the same time as the call's.
             if isinstance(error, asyncio.CancelledError) and asyncio.get_running_loop().time() < over_at:
                 raise
             raise self._broken(f"tool {name} could not be stopped after {limit:g} s") from None
@@ -251,13 +250,13 @@ class ToolWorld:
             raise self._broken(error) from error
 
     def _broken(self, reason: object) -> WorldBroken:
-        """The end of a world that is lost. Its loss is put down to the policy's calls, whatever it was: a policy that
-        could lose its world and have the rollout played again would have a second try."""
+        """The error for a lost world. It always counts as the policy's doing; otherwise a policy could get a second try
+        by crashing its world."""
         self._over = self._process.irregular = True
         return WorldBroken(f"{self._where}: {self._environment.without_secrets(str(reason))}")
 
     def _told(self, text: str, length: int | None = None) -> str:
-        """A result without secrets, cut; ``length`` is that of the whole where its source has cut it."""
+        """A result without secrets, cut; ``length`` is the whole length if the source has cut it already."""
         length = len(text) if length is None else length
         text = text[: self._environment.config.max_output_bytes]
         # Errors are cut where they are told.
@@ -267,11 +266,11 @@ class ToolWorld:
         return f"{text}\n[output cut: {more} more characters]" if more > 0 else text
 
     async def end_sessions(self) -> None:
-        """End the sessions with MCP servers."""
+        """End the MCP sessions."""
         await asyncio.gather(*(session.stop() for session in self._sessions))
 
     async def evaluate(self) -> WorldVerdict:
-        """What ``evaluate`` says. Raises: see `World`."""
+        """The verdict of ``evaluate``. Raises: see `World`."""
         environment, task_id = self._environment, self.task.task_id
         if not environment.ground_truth or "evaluate" not in self._process.hooks:
             raise WorldError(f"task {task_id}: the environment was opened without ground truth, or has none")
@@ -282,7 +281,7 @@ class ToolWorld:
             return await environment.evaluate(task_id, self._process)
         except (EnvironmentCrashed, WorldError) as error:
             broken = self._broken(error)
-        # Whose doing it was shows in a world in which no tool was called.
+        # Evaluate an untouched world too: if that fails as well, it is not the policy's doing.
         try:
             process = await environment.begin(task_id)
         except EnvironmentCrashed:
@@ -295,14 +294,14 @@ class ToolWorld:
         raise broken
 
     async def close(self) -> None:
-        """End the task's process, and the sessions."""
+        """End the task's process and the MCP sessions."""
         self._over = True
         await self.end_sessions()
         await self._environment.end_task()
 
 
 def _verdict(task_id: str, said: Any) -> WorldVerdict:
-    """The verdict of ``evaluate``: whether the task is done, or a mapping of what is asked to whether it is met."""
+    """The verdict of ``evaluate``: a bool, or a mapping of requirements to bools."""
     if isinstance(said, bool):
         said = {"evaluate": said}
     if not isinstance(said, dict) or not said or not all(isinstance(met, bool) for met in said.values()):
@@ -341,7 +340,7 @@ _HOW_AGENTS_ACT = (
 
 
 def described(tool: Mapping[str, Any]) -> str:
-    """A tool as a line of facts: its name, its parameters with their types, what it does.
+    """A tool as a fact for the judge: name, parameters with types, description.
 
     >>> described({"function": {"name": "add", "description": "Adds.", "parameters": {
     ...     "properties": {"a": {"type": "integer"}, "b": {"type": "integer", "description": "second"}},
@@ -349,7 +348,7 @@ def described(tool: Mapping[str, Any]) -> str:
     '- Tool `add(a: integer, b?: integer)`: Adds. b: second'
     """
     function = tool["function"]
-    # An MCP server's schemas are what it likes.
+    # Schemas of MCP servers may be malformed.
     schema = _mapping(function.get("parameters"))
     parameters, kinds = _mapping(schema.get("properties")), _mapping(schema.get("$defs"))
     required = _list(schema.get("required"))
@@ -366,7 +365,7 @@ def described(tool: Mapping[str, Any]) -> str:
 
 
 def _type(schema: Any, kinds: Mapping[str, Any]) -> str:
-    """A type in words; ``kinds`` are those that a schema names, of which values are told and objects named."""
+    """A type in words; ``kinds`` are the schema's definitions: of these, enums are expanded and objects named."""
     if not isinstance(schema, Mapping):
         return "any"
     name = str(schema.get("$ref", "any")).rpartition("/")[2]
@@ -392,11 +391,11 @@ _known: dict[str, Offer] = {}
 
 
 def _offers(options: ToolsOptions, config: EnvironmentConfig, secrets: Mapping[str, str]) -> Offer:
-    """What the tools are, by starting them once in this process. Raises: as `ToolProcess.start`."""
+    """The tools, found by starting them once. Raises: as `ToolProcess.start`."""
     files = [(str(path), path.stat().st_mtime_ns) for path in options.tools]
     key = json.dumps([options.model_dump(mode="json"), files, config.isolation, sorted(secrets)])
     if key not in _known:
-        # In a thread: an event loop may run in this one.
+        # In a new thread, because this one may already run an event loop.
         with ThreadPoolExecutor(1) as elsewhere:
             _known[key] = elsewhere.submit(asyncio.run, _ask_offer(options, config, secrets)).result()
     return _known[key]
@@ -421,7 +420,7 @@ def _sessions(options: ToolsOptions, config: EnvironmentConfig, secrets: Mapping
 
 
 async def _started(sessions: Sequence[McpSession]) -> list[list[dict[str, Any]]]:
-    """The tools of every session. Raises: EnvironmentCrashed where one cannot be had; none is left then."""
+    """Start every session and return its tools; if one fails, stop all. Raises: EnvironmentCrashed."""
     found = await asyncio.gather(*(session.start() for session in sessions), return_exceptions=True)
     schemas = []
     for each in found:

@@ -1,6 +1,6 @@
-"""Python functions as tools: which there are, their schemas from type hints and docstrings, calls that are checked.
+"""Python functions as tools: finds them, derives schemas from type hints and docstrings, and validates calls.
 
-Runs in the jail: of this package it imports nothing.
+Runs in the jail and imports nothing of this package.
 """
 
 from __future__ import annotations
@@ -23,36 +23,36 @@ from pydantic import TypeAdapter, ValidationError, validate_call
 from pydantic_core import to_json
 
 HOOKS = {"reset": ("task",), "end_state": (), "evaluate": ("task", "state")}
-"""Functions of a tools file that are no tools, and what they take."""
+"""Functions of a tools file that are hooks and not tools, and their parameters."""
 _NOT_TOOLS = (*HOOKS, "tasks")
 MAX_STATE_BYTES = 16 << 20
-"""Of what ``end_state`` returns, in JSON."""
+"""Maximum size of the result of ``end_state`` as JSON."""
 LONGEST_ERROR = 500
-"""Characters of an exception that are told."""
+"""Maximum length of an exception's text."""
 
 
 class UnusableTools(Exception):
-    """A file of tools cannot be used; the message is one line."""
+    """A tools file cannot be used; the message is one line."""
 
 
 class TimedOut(BaseException):
-    """A call took too long. No ``except Exception`` of a tool swallows it."""
+    """A call took too long. A BaseException, so that a tool's ``except Exception`` does not catch it."""
 
 
 @dataclass(slots=True)
 class Functions:
-    """What the files of tools define."""
+    """The contents of the tools files."""
 
     tools: dict[str, Callable[..., Any]] = field(default_factory=dict)
     schemas: list[dict[str, Any]] = field(default_factory=list)
-    """In OpenAI's form, in the order of the files and of the functions in them."""
+    """In OpenAI's format, in the order of files and functions."""
     hooks: dict[str, Callable[..., Any]] = field(default_factory=dict)
     _runner: asyncio.Runner = field(default_factory=asyncio.Runner)
 
     def run(self, function: Callable[..., Any], /, *given: Any, **named: Any) -> Any:
-        """What a function returns or, where it is a coroutine function, awaits: all of them in one event loop.
+        """Call a function; coroutine functions run in one event loop per task.
 
-        So a client that a tool keeps, whose connections are the loop's, lives as long as its task.
+        So a client that a tool keeps, whose connections belong to the loop, works throughout the task.
         """
         returned = function(*given, **named)
         if inspect.isasyncgen(returned):
@@ -64,21 +64,21 @@ class Functions:
         except Exception:
             raise
         except BaseException:
-            # What was stopped in the midst would go on in the next call.
+            # Otherwise what was interrupted would continue during the next call.
             runner, self._runner = self._runner, asyncio.Runner()
             runner.close()
             raise
 
 
 def load(files: Iterable[str]) -> Functions:
-    """Import files of tools: every public function that a file defines is one, or those in its list ``TOOLS``.
+    """Import tools files: tools are the functions in a file's list ``TOOLS``, or else all its public functions.
 
     Raises: UnusableTools.
     """
     found = Functions()
     files = list(files)
     for path in map(Path, files):
-        # As it is now, though this process has loaded it before.
+        # Reload: this process may have imported an older version.
         if getattr(sys.modules.get(path.stem), "__file__", None) == str(path):
             del sys.modules[path.stem]
     for file in files:
@@ -105,7 +105,7 @@ def load(files: Iterable[str]) -> Functions:
 
 
 def call(functions: Functions, name: str, arguments: Mapping[str, Any], timeout_seconds: float) -> str:
-    """What a tool returns, as the policy is told it: a text as it is, anything else as JSON; or what went wrong."""
+    """The result of a tool as the policy sees it: text unchanged, anything else as JSON; or an error."""
     tool = functions.tools[name]
     try:
         inspect.signature(tool).bind(**arguments)
@@ -116,8 +116,8 @@ def call(functions: Functions, name: str, arguments: Mapping[str, Any], timeout_
         with limit:
             returned = functions.run(tool, **arguments)
             return returned if isinstance(returned, str) else to_json(returned, fallback=str).decode()
-    except BaseException as error:  # Also what a tool's own asyncio cancels, or SystemExit.
-        # Somebody may have made another error of the one that stops a call.
+    except BaseException as error:  # Including CancelledError and SystemExit.
+        # The tool may have turned TimedOut into another error.
         if limit.expired:
             return f"error: {name}: stopped after {timeout_seconds:g} s without an answer"
         if isinstance(error, ValidationError):
@@ -127,7 +127,7 @@ def call(functions: Functions, name: str, arguments: Mapping[str, Any], timeout_
 
 
 def run_hook(functions: Functions, hook: str, timeout_seconds: float, *given: Any) -> tuple[Any, str | None]:
-    """What a hook returns, None where there is none of it; or why it could not."""
+    """(result of a hook, error); the result is None if there is no such hook."""
     function = functions.hooks.get(hook)
     limit = _Limit(timeout_seconds)
     try:
@@ -138,7 +138,7 @@ def run_hook(functions: Functions, hook: str, timeout_seconds: float, *given: An
 
 
 def end_state(functions: Functions, timeout_seconds: float) -> tuple[Any, str | None]:
-    """What ``end_state`` returns, which has JSON; or why it could not."""
+    """(JSON-serializable result of ``end_state``, error)."""
     state, problem = run_hook(functions, "end_state", timeout_seconds)
     try:
         if len(json.dumps(state)) > MAX_STATE_BYTES:
@@ -149,7 +149,7 @@ def end_state(functions: Functions, timeout_seconds: float) -> tuple[Any, str | 
 
 
 def with_json(value: Any) -> Any:
-    """``value`` where it has JSON; else how it is written, for the message that refuses it."""
+    """``value`` if it is JSON-serializable; else its repr, for the error message."""
     try:
         json.dumps(value)
     except (TypeError, ValueError, RecursionError):
@@ -169,7 +169,7 @@ async def _all(returned: AsyncGenerator[Any, None]) -> list[Any]:
 
 
 class _Limit:
-    """Raises `TimedOut` in its block after so long, and again every second where something holds it back."""
+    """Raises `TimedOut` in its block after ``seconds``, and again every second if that was suppressed."""
 
     def __init__(self, seconds: float) -> None:
         self.expired = False
@@ -192,7 +192,7 @@ def _import(file: str) -> ModuleType:
     path = Path(file)
     there = sys.modules.get(path.stem)
     if getattr(there, "__file__", None) == str(path):
-        # Another file of tools has imported it: they share what it keeps.
+        # Another tools file imported it; they share its state.
         return cast(ModuleType, there)
     sys.path.insert(0, str(path.parent))
     spec = importlib.util.spec_from_file_location(path.stem, path)
@@ -230,7 +230,7 @@ def _functions(file: str, module: ModuleType) -> list[Callable[..., Any]]:
 
 
 def _is_function(value: object) -> bool:
-    """Whether it is a function, also behind a decorator that makes an object of it, such as ``functools.cache``."""
+    """Whether it is a function, also one wrapped in an object by a decorator such as ``functools.cache``."""
     wrapped = callable(value) and inspect.isfunction(getattr(value, "__wrapped__", None))
     return inspect.isfunction(value) or inspect.ismethod(value) or wrapped
 
@@ -250,13 +250,13 @@ def _check_hook(file: str, hook: str, function: Callable[..., Any]) -> None:
     try:
         inspect.signature(function).bind(*HOOKS[hook])
     except TypeError:
-        # An evaluator of the task alone would read what its process has not: the memory of the tools.
+        # evaluate(task) without state would expect the tools' memory, which its process does not have.
         raise UnusableTools(
             f"{file}: {hook}: expected def {hook}({', '.join(HOOKS[hook])}); "
             "state is what end_state() returned in the process of the tools"
         ) from None
     except ValueError:
-        # Some that are written in C do not say what they take.
+        # Some functions written in C have no signature.
         return
 
 
@@ -284,7 +284,7 @@ def _schema(file: str, function: Callable[..., Any]) -> dict[str, Any]:
 
 
 def _drop_titles(schema: Any) -> None:
-    """Take out the titles that pydantic makes of names; a parameter may itself be called so."""
+    """Remove the titles that pydantic derives from names, but not parameters named ``title``."""
     if isinstance(schema, list):
         for each in schema:
             _drop_titles(each)
@@ -298,7 +298,7 @@ def _drop_titles(schema: Any) -> None:
 
 
 def _said(error: BaseException) -> str:
-    """The kind of an error and its text, on a line; some cannot say theirs."""
+    """Type and text of an error on one line."""
     try:
         text = str(error)
     except Exception:

@@ -1,4 +1,4 @@
-"""Tools of MCP servers: one session a rollout, with a command in the jail or with a URL."""
+"""Tools of MCP servers: one session per rollout, with a command in the jail or a URL."""
 
 from __future__ import annotations
 
@@ -29,17 +29,20 @@ from draco_ray.temp_dirs import PrivateTempDir
 log = logging.getLogger(__name__)
 
 _PROGRAMS = ("/usr", "/bin", "/etc/alternatives")
-"""Shown to commands: other programs live there."""
+"""Shown to commands, because other programs are there."""
 FAREWELL_SECONDS = 20.0
-"""After which a session is ended without its server's consent. The client ends a command within 7 seconds, and must not
-be cancelled meanwhile; a server with a URL it would wait for without end."""
+"""Time after which a session that does not end is abandoned. The client ends a command within 7 seconds and must not be
+cancelled meanwhile; for a server with a URL it would wait for ever."""
 _CONNECTION_CLOSED, _TIMED_OUT, _BAD_ARGUMENTS, _UNREADABLE = -32000, -32001, -32602, -32700
 _ANSWERS = ("application/json", "text/event-stream")
-"""Content types that the protocol answers a request with."""
+"""Content types of answers in the protocol."""
 
 
 class McpSession:
-    """A session with one server. The client lives in a task of its own, since it must end where it began."""
+    """A session with one server.
+
+    The client has its own asyncio task, because it must be closed in the task that opened it.
+    """
 
     def __init__(
         self, name: str, options: McpServerOptions, config: EnvironmentConfig, secrets: Mapping[str, str], network: bool
@@ -53,17 +56,17 @@ class McpSession:
         self._task: asyncio.Task[None] | None = None
         self._lost: str | None = None
         self._refused: str | None = None
-        """What the last answer over HTTP was, where it was none of the protocol's."""
+        """Description of the last HTTP answer if it did not follow the protocol."""
 
     async def start(self) -> list[dict[str, Any]]:
         """Begin the session.
 
-        Returns: the schemas of those of its tools that are offered, in OpenAI's form.
-        Raises: EnvironmentCrashed, also where it lacks one that is to be offered.
+        Returns: the schemas of the offered tools in OpenAI's format.
+        Raises: EnvironmentCrashed: it does not start, or lacks a tool that should be offered.
         """
         need("mcp")
         _read_half_characters()
-        # What a server prints beside the protocol is no error; the client logs a traceback for each line.
+        # The client logs a traceback for every line a server prints outside the protocol.
         for client in ("stdio", "streamable_http"):
             logging.getLogger(f"mcp.client.{client}").setLevel(logging.CRITICAL)
         ready: asyncio.Future[list[dict[str, Any]]] = asyncio.get_running_loop().create_future()
@@ -87,9 +90,9 @@ class McpSession:
         return [schema for schema in schemas if not wanted or schema["function"]["name"] in wanted]
 
     async def call(self, tool: str, arguments: Mapping[str, Any]) -> str:
-        """What a tool returns, as the policy is told it, or what went wrong.
+        """The result of a tool as the policy sees it, or an error.
 
-        Raises: EnvironmentCrashed when the server is lost.
+        Raises: EnvironmentCrashed: the server is lost.
         """
         if self._lost is not None:
             raise EnvironmentCrashed(self._lost)
@@ -98,7 +101,7 @@ class McpSession:
         return await answer
 
     async def stop(self) -> None:
-        """End the session, and the command."""
+        """End the session and the command."""
         if self._task is None:
             return
         self._jobs.put_nowait(None)
@@ -151,13 +154,13 @@ class McpSession:
             result = await client.call_tool(tool, json.loads(_whole(arguments)), read_timeout_seconds=seconds)
         except MCPError as error:
             code = error.error.code
-            # Arguments are the policy's to mend, with whatever HTTP status. Of the rest nothing is what the tool says.
+            # Invalid arguments are errors the policy can correct; other errors are not results of the tool.
             if code in (_CONNECTION_CLOSED, _UNREADABLE) or (self._refused is not None and code != _BAD_ARGUMENTS):
                 raise
             said = f"stopped after {seconds:g} s without an answer" if code == _TIMED_OUT else str(error)
             return f"error: {tool}: {' '.join(said.split())[:500]}"
         except (RuntimeError, ValueError) as error:
-            # The server has answered, and goes on: with something that fits neither its own schema nor the protocol.
+            # The server answered with something invalid, but the session continues.
             return f"error: {tool}: its answer cannot be read: {' '.join(str(error).split())[:500]}"
         text = "\n".join(map(_text, result.content))
         if not result.content and result.structured_content is not None:
@@ -203,12 +206,12 @@ class McpSession:
             await asyncio.to_thread(folder.remove)
 
     async def _look_away(self, request: Any) -> None:
-        """Forget the answer to the last request: what goes wrong now is another one's doing."""
+        """Forget the last answer: later errors have another cause."""
         if _asks(request):
             self._refused = None
 
     async def _look_at(self, response: Any) -> None:
-        """Remember an answer to a request that the protocol does not know; the client tells little of it."""
+        """Remember an answer that does not follow the protocol; the client reports little about it."""
         if not _asks(response.request):
             return
         kind = response.headers.get("content-type", "").partition(";")[0].strip().lower()
@@ -218,10 +221,10 @@ class McpSession:
             self._refused = f"it answered with {kind or 'no content type'}, expected {' or '.join(_ANSWERS)}"
 
     def _jailed(self, directory: str) -> list[str]:
-        """Arguments for Python that start the command in the jail."""
+        """Python arguments that start the command in the jail."""
         os.chmod(directory, 0o711)
         name, *rest = self._options.command
-        # Python is the one that runs this, where MCP's own package is.
+        # Uses this interpreter, which has the mcp package.
         program = sys.executable if name in ("python", "python3") else shutil.which(name)
         launch = Launch(
             command=[program or name, *rest],
@@ -237,7 +240,7 @@ class McpSession:
             shown.append(program)
         spec = JailSpec(
             level=reached_level(self._config.isolation),
-            # Standard input: what must not be held open by the processes around the command.
+            # The processes around the command must not hold its standard input open.
             control_fd=0,
             directory=directory,
             data="",
@@ -252,15 +255,15 @@ class McpSession:
 
 
 def _whole(value: Any) -> bytes:
-    """JSON without half a surrogate pair: what cut a text may have left one, and it cannot be sent."""
+    """JSON without lone surrogates, which cutting a text may leave and which cannot be sent."""
     return json.dumps(value, ensure_ascii=False).encode("utf-8", "replace")
 
 
 @functools.cache
 def _read_half_characters() -> None:
-    """Have the client read messages in which there is half a surrogate pair, which its parser, pydantic's, refuses.
+    """Make the client accept messages with lone surrogates, which pydantic's parser refuses.
 
-    The package has no hook between the bytes and that parser, which all its transports share.
+    The package has no hook before that parser.
     """
     from mcp_types import jsonrpc_message_adapter as adapter
     from pydantic import ValidationError
@@ -279,7 +282,7 @@ def _read_half_characters() -> None:
 
 
 def _asks(request: Any) -> bool:
-    """Whether an answer is due. A stream, a notification and the end of the session may be refused as one likes."""
+    """Whether a request requires an answer; streams, notifications and the end of a session do not."""
     return request.method == "POST" and "id" in json.loads(request.content)
 
 
@@ -295,7 +298,7 @@ def _schema(tool: Any) -> dict[str, Any]:
 
 
 def _text(part: Any) -> str:
-    """A part of a result; what is no text is named."""
+    """A part of a result as text; other content is only named."""
     if part.type == "text":
         return str(part.text)
     told = part.resource if part.type == "resource" else part
@@ -305,7 +308,7 @@ def _text(part: Any) -> str:
 
 
 def _reason(error: BaseException) -> str:
-    """The first cause among several that came together."""
+    """The first cause in an exception group."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     if isinstance(error, EnvironmentCrashed):
@@ -314,7 +317,7 @@ def _reason(error: BaseException) -> str:
 
 
 def merged(functions: list[dict[str, Any]], servers: Mapping[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """The schemas of functions and of servers. Raises: ConfigError where two tools have one name."""
+    """The schemas of functions and servers. Raises: ConfigError: two tools have the same name."""
     owner = {each["function"]["name"]: "environment.options.tools" for each in functions}
     together = list(functions)
     for server, schemas in servers.items():

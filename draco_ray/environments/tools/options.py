@@ -5,23 +5,24 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, model_validator
 
 from draco_ray.config.schema import Tree
+from draco_ray.environments.base import checked_options
 from draco_ray.errors import ConfigError
 
 
 class McpServerOptions(Tree):
-    """An MCP server: a command that speaks over its standard input and output, or the URL of one that is running."""
+    """An MCP server: a command that uses standard input and output, or the URL of a running server."""
 
     command: tuple[str, ...] = ()
-    """Started anew for every rollout, in the jail."""
+    """Started in the jail for every rollout."""
     reads: tuple[Path, ...] = ()
     """Files and folders that the command may read."""
     url: str | None = None
-    """Streamable HTTP; every rollout has a session of its own."""
+    """Streamable HTTP; one session per rollout."""
     tools: tuple[str, ...] = ()
-    """Names of those of its tools that are offered; empty: all that it has."""
+    """Names of the tools to offer; empty: all."""
     headers: dict[str, str] = Field(default_factory=dict)
     """Sent to the URL; ``{NAME}`` stands for the secret of that name."""
 
@@ -33,21 +34,21 @@ class McpServerOptions(Tree):
 
 
 class ToolsOptions(Tree):
-    """What an environment of tools consists of. In a file, a path that begins with ``./`` is relative to the file."""
+    """Options of the environment. In a configuration file, a path that begins with ``./`` is relative to the file."""
 
     tasks: str = ""
     """A JSONL file, or ``folder/file.py:function`` that returns such rows: ``id``, ``instruction``, and where there are
     any ``split`` (train unless told), ``group``, ``expected`` (what only ``evaluate`` may see), and fields of its own.
     Empty: ``tasks.jsonl`` in data.root."""
     tools: tuple[Path, ...] = ()
-    """Python files. Every public function is a tool; ``reset(task)`` is called before a rollout, ``end_state()`` and
-    ``evaluate(task, state)`` after it."""
+    """Python files, in which every public function is a tool; ``reset(task)`` is called before a rollout,
+    ``end_state()`` and ``evaluate(task, state)`` after it."""
     mcp: dict[str, McpServerOptions] = Field(default_factory=dict)
-    """MCP servers by a name for messages."""
+    """MCP servers by a name, which is used in messages."""
     secrets: tuple[str, ...] = ()
-    """Environment variables that the tools get. Their values are blotted out of what the policy sees."""
+    """Environment variables that the tools get; their values are hidden from the policy."""
     reads: tuple[Path, ...] = ()
-    """Files and folders that the tools may read beside their own file."""
+    """Files and folders that the tools may read besides their own file."""
     network: bool = False
     """Whether tools may use the network."""
     programs: bool = False
@@ -59,16 +60,12 @@ class ToolsOptions(Tree):
 
 def read_options(given: dict[str, Any]) -> ToolsOptions:
     """Check ``environment.options``. Raises: ConfigError, one line."""
-    try:
-        options = ToolsOptions.model_validate(given)
-    except ValidationError as error:
-        problems = (f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors())
-        raise ConfigError(f"environment.options: {'; '.join(problems)}") from None
+    options = checked_options(ToolsOptions, given)
     if not options.tools and not options.mcp:
         raise ConfigError("environment.options: no tools: name Python files in tools, or servers in mcp")
     servers = [path for server in options.mcp.values() for path in server.reads]
     for path in (*options.tools, *options.reads, *servers, *([Path(options.tasks)] if options.tasks else [])):
-        # Workers need not share this process's working directory.
+        # Workers may have another working directory.
         if not path.is_absolute():
             raise ConfigError(
                 f"environment.options: {str(path)!r} is relative: begin it with ./ in a configuration file, whose "

@@ -1,4 +1,4 @@
-"""The host's side of the server of tools: starting it in the strongest jail there is, forking, asking, ending."""
+"""The host's side of the tool server: starts it in the strongest available jail, forks it, and sends orders."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ from draco_ray.temp_dirs import PrivateTempDir
 log = logging.getLogger(__name__)
 
 HARD_STOP = 1.25
-"""Times ``environment.cell_timeout_seconds`` after which a call that cannot be interrupted costs the process."""
+"""Multiple of ``environment.cell_timeout_seconds`` after which a call that cannot be interrupted is killed."""
 CODE = ("environments/tools",)
-"""Of this package: what runs in a jail for tools."""
+"""Files of this package that run in a jail for tools."""
 CPU_CALLS = 60
 _STATUS_SHARE = 0.05
-"""Of a call's time: how long its end may be asked after."""
+"""Share of a call's time limit for asking how its process ended."""
 _FAREWELL_SECONDS = 5.0
 
 
 class ToolProcess:
-    """A running server of tools, and the process that it forked last. Belongs to one event loop.
+    """A running tool server and the process it forked last. Belongs to one event loop.
 
-    What that process says may be written by code of the policy. The first line that does not fit ends it, and the
-    server is not `alive` any more: the next task begins with another one.
+    The process may run code of the policy, so its output is not trusted. At the first invalid line it is ended, and the
+    server is no longer `alive`: the next task starts another server.
     """
 
     def __init__(
@@ -54,22 +54,22 @@ class ToolProcess:
         self._folder = folder
         self._control = control
         self._config = config
-        # JSON spells a character with twelve bytes at most.
+        # JSON encodes a character with at most twelve bytes.
         self._longest = max(12 * config.max_output_bytes, MAX_STATE_BYTES) + (1 << 20)
         self._channel: socket.socket | None = None
         self._number = 0
         self.irregular = False
-        """Whether a task has not gone as it should: no other one is begun then."""
+        """Whether something went wrong, so that no other task is started."""
         self.tools: list[dict[str, Any]] = []
         """Schemas of the functions."""
         self.hooks: frozenset[str] = frozenset()
 
     @classmethod
     async def start(cls, options: ToolsOptions, config: EnvironmentConfig, secrets: Mapping[str, str]) -> ToolProcess:
-        """Start a server and have it import the files of tools.
+        """Start a server that imports the tools files.
 
-        Raises: ConfigError where these cannot be used; IsolationUnavailable where the host offers no level that
-            ``environment.isolation`` allows; EnvironmentCrashed when it does not start.
+        Raises: ConfigError: a file cannot be used; IsolationUnavailable: the host offers no isolation level that
+            ``environment.isolation`` allows; EnvironmentCrashed: it does not start.
         """
         levels = Levels(config.isolation)
         for level in levels:
@@ -139,24 +139,23 @@ class ToolProcess:
         return started
 
     async def fork(self) -> None:
-        """Fork a process for a task or an evaluation, after whatever ran before has been ended.
+        """End the previous process and fork one for a task or an evaluation.
 
-        Raises: EnvironmentCrashed when the server is gone.
+        Raises: EnvironmentCrashed: the server is lost.
         """
         await self._order(fork=True, seconds=self._config.start_timeout_seconds)
 
     async def end(self) -> None:
-        """End the process that was forked last, and all that it has started; the server stays. Raises: as `fork`."""
+        """End the last forked process and all it started; the server keeps running. Raises: as `fork`."""
         seconds = self._config.start_timeout_seconds
         if self._channel is not None and await self._order(fork=False, seconds=seconds) != -signal.SIGKILL:
-            # It had ended by itself.
+            # It had already ended.
             self.irregular = True
 
     async def ask(self, order: Mapping[str, Any], what: str, timeout_seconds: float) -> dict[str, Any]:
-        """Give the process that was forked last an order and return its answer; ``what`` is asked, for messages.
+        """Send the last forked process an order and return its answer; ``what`` names it in messages.
 
-        Raises: EnvironmentCrashed where it has ended, has said anything unasked, or does not answer as it should in
-            time.
+        Raises: EnvironmentCrashed: it ended, wrote anything else, or did not answer properly in time.
         """
         with contextlib.suppress(ValueError, RecursionError):
             if isinstance(answer := json.loads(await self.ask_unread(order, what, timeout_seconds)), dict):
@@ -164,7 +163,7 @@ class ToolProcess:
         raise EnvironmentCrashed(f"{what} answered what cannot be read")
 
     async def ask_unread(self, order: Mapping[str, Any], what: str, timeout_seconds: float) -> bytes:
-        """`ask` whose answer is not read."""
+        """`ask` that returns the answer unparsed."""
         try:
             return await self._exchange(order, timeout_seconds)
         except TimeoutError:
@@ -177,11 +176,11 @@ class ToolProcess:
 
     @property
     def alive(self) -> bool:
-        """Whether another task may be begun in it."""
+        """Whether it can run another task."""
         return not self.irregular and self._process.poll() is None
 
     async def kill(self) -> None:
-        """End it and everything it has started, and remove its folder."""
+        """End the server and everything it started, and remove its folder."""
         self.irregular = True
         for each in (self._control, self._channel):
             if each is not None:
@@ -189,7 +188,7 @@ class ToolProcess:
         await asyncio.to_thread(self._kill)
 
     def _kill(self) -> None:
-        # The end of the control socket ends the server, which first ends what has left its process group.
+        # Closing the control socket ends the server, which first ends processes that left its process group.
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(_FAREWELL_SECONDS)
         if self._process.returncode != 0:
@@ -199,7 +198,7 @@ class ToolProcess:
         self._folder.remove()
 
     async def _order(self, *, fork: bool, seconds: float) -> int:
-        """Have the server end a process and, for ``fork``, start another. Returns: the exit status of the former."""
+        """Have the server end its process and, with ``fork``, start another. Returns: the exit status of the first."""
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(seconds):
@@ -212,9 +211,9 @@ class ToolProcess:
                     await loop.sock_sendall(self._control, b"end")
                 return int(await loop.sock_recv(self._control, 16))
         except BaseException as error:
-            # An answer that comes late would be taken for the next one.
+            # A late answer would be mistaken for the next one.
             self.irregular = True
-            if not isinstance(error, OSError | ValueError):  # TimeoutError is an OSError, and no answer is no number.
+            if not isinstance(error, OSError | ValueError):  # TimeoutError is an OSError; no answer: ValueError.
                 raise
             complaint = last_line(str(self._folder.path))
             raise EnvironmentCrashed(f"the server of tools is gone: {complaint}") from None
@@ -226,7 +225,10 @@ class ToolProcess:
             socket.send_fds(self._control, [b"fork"], [theirs.fileno()])
 
     async def _exchange(self, order: Mapping[str, Any], timeout_seconds: float) -> bytes:
-        """Give an order and receive its answer. Raises: TimeoutError; EOFError, why, where it is not that and alone."""
+        """Send an order and receive its answer.
+
+        Raises: TimeoutError; EOFError, with the reason: anything but one answer.
+        """
         loop, channel, received = asyncio.get_running_loop(), self._channel, bytearray()
         self._number += 1
         number = b"%d " % self._number

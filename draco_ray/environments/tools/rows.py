@@ -1,4 +1,4 @@
-"""Tasks of an environment of tools: rows of a JSONL file, or of a function."""
+"""Tasks as rows of a JSONL file or of a function."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from draco_ray.records import Task
 from draco_ray.registry import find
 
 TRAIN = "train"
-"""Split of a row that names none."""
+"""Split of a row without one."""
 LONGEST_ID = 128
-"""Bytes; what is kept of a task's rollouts has longer names."""
+"""Maximum length in bytes; names of files of a task's rollouts are longer."""
 _OURS = ("id", "instruction", "split", "group", "expected")
 
 
@@ -29,8 +29,8 @@ class Row:
     row: Mapping[str, Any]
 
     def task(self, tools: str) -> Task:
-        """The task as the policy may see it; short fields of its own may stand in the prompt."""
-        # Half a character, which JSON can spell, could not be put into tokens.
+        """The task as the policy may see it; its short extra fields may be used in the prompt."""
+        # A lone surrogate, which JSON can encode, cannot be tokenized.
         fields = {
             _whole(name): _whole(str(value))
             for name, value in self.row.items()
@@ -45,20 +45,20 @@ class Row:
         )
 
     def told(self, *, ground_truth: bool) -> dict[str, Any]:
-        """The row as ``reset`` gets it, or with ``ground_truth``, so with what is expected, as ``evaluate`` does."""
+        """The row as ``reset`` gets it or, with ``ground_truth`` and so ``expected``, as ``evaluate`` gets it."""
         return {name: value for name, value in self.row.items() if ground_truth or name != "expected"}
 
 
 class Rows(dict[str, Row]):
-    """Tasks by id, in the order of their source."""
+    """Rows by task id, in the order of their source."""
 
     def __init__(self, source: str) -> None:
-        """Begin without a row; ``source`` is named in errors."""
+        """``source`` is named in errors."""
         super().__init__()
         self._source = source
 
     def of_split(self, split: str) -> list[str]:
-        """Ids of a split. Raises: WorldError where there is none."""
+        """Task ids of a split. Raises: WorldError: there is no such split."""
         found = [row.task_id for row in self.values() if row.split == split]
         if not found:
             splits = ", ".join(sorted({row.split for row in self.values()}))
@@ -66,7 +66,7 @@ class Rows(dict[str, Row]):
         return found
 
     def row(self, task_id: str) -> Row:
-        """A task with all that its row says. Raises: WorldError for one that is not there."""
+        """The row of a task. Raises: WorldError: there is no such task."""
         if task_id not in self:
             raise WorldError(f"{self._source}: no task {task_id!r}")
         return self[task_id]
@@ -75,7 +75,7 @@ class Rows(dict[str, Row]):
 def read_rows(source: str) -> Rows:
     """The tasks of a JSONL file or of ``folder/file.py:function``.
 
-    Raises: ConfigError, one line that names the place.
+    Raises: ConfigError: one line that names the place.
     """
     is_file = ":" not in source.rpartition("/")[2]
     found = Rows(source)
@@ -105,7 +105,7 @@ def read_rows(source: str) -> Rows:
 
 
 def check_id(task_id: str, where: str) -> None:
-    """See whether files can be named after a task. Raises: ConfigError that names the place."""
+    """Check that files can be named after a task. Raises: ConfigError that names the place."""
     try:
         file_name(task_id)
         if len(task_id.encode("utf-8", "surrogatepass")) > LONGEST_ID:
@@ -120,7 +120,7 @@ def _whole(text: str) -> str:
 
 def _lines(path: Path) -> Iterable[tuple[str, Mapping[str, Any]]]:
     try:
-        # Some editors begin a file with a mark of its encoding.
+        # utf-8-sig: some editors begin a file with a byte order mark.
         text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: tasks cannot be read: {' '.join(str(error).split())}") from None
@@ -147,7 +147,7 @@ def _returned(source: str) -> Iterable[tuple[str, Mapping[str, Any]]]:
         if not isinstance(row, Mapping):
             raise ConfigError(f"{source}: row {number}: expected a mapping, found {type(row).__name__}")
         try:
-            # Tools and agents are told of it in JSON, in processes of their own.
+            # Tools and agents get it as JSON in other processes.
             row = json.loads(json.dumps(dict(row)))
         except (TypeError, ValueError, RecursionError) as error:
             raise ConfigError(f"{source}: row {number}: it has no JSON: {' '.join(str(error).split())}") from None

@@ -1,17 +1,17 @@
-"""The server of tools, in the jail: it imports them once and forks a process for every task and every evaluation.
+"""The tool server in the jail: imports the tools once and forks a process for every task and every evaluation.
 
-So no task sees what another has left in a module or in scratch, and no evaluation runs where tools have run. Code of
-the policy never runs in the server, and no task passes through it: what only ``evaluate`` may know is not in the memory
-from which the processes of tools are forked.
+So no task sees what another left in a module or in scratch, and no evaluation runs where tools have run. Neither code
+of the policy nor any task reaches the server itself, so what only ``evaluate`` may know is not in the memory from which
+tool processes are forked.
 
-The host orders the server over a control socket, one packet each, and waits for the answer:
+The host sends orders over a control socket, one packet each, and waits for the answer:
 
     host   b"fork", with a socket    end the process there is and all that it started; fork one that serves the socket
            b"end"                    only end it
     server the exit status of the process that was ended (negative: its signal), 0 where there was none
 
-To a process the host speaks over the socket that was sent. The first one is the server's own. An order is a line: its
-number, a space, a JSON object; and so is its answer, with the same number:
+With a process the host communicates over the socket that was sent; the first socket is the server's own. Orders and
+answers are lines: a number, a space, a JSON object. An answer has the number of its order:
 
     host   {"files": [...], ...}                      see `Setup`
            {"do": "reset", "task": {...}}
@@ -24,8 +24,8 @@ number, a space, a JSON object; and so is its answer, with the same number:
            {"state": ...} or {"failed": ...}
            {"evaluated": ...} or {"failed": ...}
 
-Code of the policy that runs in a tool can write to that socket, too: the host takes what it reads there as data of the
-policy, and ends the process at the first line that it did not ask for.
+Code of the policy that runs in a tool can write to that socket too: the host does not trust what it reads there, and
+ends the process at the first unexpected line.
 """
 
 from __future__ import annotations
@@ -48,24 +48,24 @@ from draco_ray.environments.tools.functions import Functions, UnusableTools
 from draco_ray.temp_dirs import remove_tree
 
 _PROCESSES = 64
-"""Threads of a task's process, and what it starts where it may."""
+"""Maximum number of threads of a task's process and of processes it starts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
-    """What the host says first."""
+    """The first message of the host."""
 
     files: list[str]
     secrets: dict[str, str]
-    """Environment variables; they come this way because a command line is no place for them."""
+    """Environment variables; sent here because a command line is visible to others."""
     memory_mib: int
     cpu_seconds: int
     timeout_seconds: float
     """Of one call."""
     hook_seconds: float
-    """Of ``reset``, ``end_state`` and ``evaluate``."""
+    """Time limit of ``reset``, ``end_state`` and ``evaluate``."""
     programs: bool
-    """Whether tools may start programs and open sockets: no system call is refused then."""
+    """Whether tools may start programs and open sockets; no system call is refused then."""
 
 
 class ToolServer:
@@ -76,13 +76,13 @@ class ToolServer:
         self._setup = setup
         self._functions = found
         self._control = control
-        # Drawn at random: servers do not know of each other.
+        # Random, because servers do not know of each other.
         self._uid = random.SystemRandom().randint(*jail.task_uids) if jail.task_uids else None
 
     def run(self) -> None:
-        """Serve until the host has gone."""
+        """Serve until the host closes the socket."""
         child = 0
-        # What watches over the jail.
+        # The jail's caretaker process, which must not be ended.
         caretaker = linux.children_of(os.getpid())
         while True:
             order, descriptors, _, _ = socket.recv_fds(self._control, 16, 1)
@@ -114,7 +114,7 @@ class ToolServer:
             number, _, order = line.partition(b" ")
             answer = self._answer(json.loads(order))
             if os.getpid() != own:
-                # A process that a tool has forked and that came back: the call is answered by the other one.
+                # A process forked by a tool returned here; the original process answers the call.
                 return
             _say(channel, number, answer)
 
@@ -122,7 +122,7 @@ class ToolServer:
         do, found, seconds = order["do"], self._functions, self._setup.hook_seconds
         if do == "call":
             text = functions.call(found, order["name"], order["arguments"], self._setup.timeout_seconds)
-            # A lone surrogate is no text that could be sent.
+            # Lone surrogates cannot be sent.
             text = text.encode("utf-8", "replace").decode()
             return {"text": text[: self._jail.output_bytes], "length": len(text)}
         if do == "end_state":
@@ -140,7 +140,7 @@ class ToolServer:
         return {"evaluated": functions.with_json(value)} if do == "evaluate" else {}
 
     def _confine(self) -> None:
-        """Give up everything but what is in sight."""
+        """Drop all privileges but access to the visible files."""
         jail, setup, home = self._jail, self._setup, os.environ["HOME"]
         os.chdir(home)
         own = self._uid is not None or jail.mounts
@@ -175,7 +175,7 @@ def _say(channel: BufferedRWPair, number: bytes, answer: dict[str, Any]) -> None
 
 
 def main() -> None:
-    """Run the server that the first argument describes."""
+    """Run the server described by the first argument."""
     linux.close_to_inspection()
     linux.adopt_orphans()
     jail = JailSpec.from_json(sys.argv[1])
