@@ -6,11 +6,12 @@ Judge workers may run on hosts that share no folder with the driver, and SQLite 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import ray
 from ray.exceptions import RayError, RayTaskError
@@ -23,6 +24,8 @@ from draco_ray.judging.reply_cache import ReplyCache, read_book
 from draco_ray.observability.logs import start_run_log
 from draco_ray.placement import beside_the_driver
 from draco_ray.runs.directory import RunDirectory
+
+ValueT = TypeVar("ValueT")
 
 LEASE_GRACE_SECONDS = 60.0
 OPTIONS = {
@@ -42,6 +45,7 @@ class NamedActor:
 
     def __init__(self, name: str) -> None:
         self._name = name
+        self._returning: set[asyncio.Task[None]] = set()
 
     @cached_property
     def _handle(self) -> Any:
@@ -60,6 +64,22 @@ class NamedActor:
                 raise
 
         return call
+
+    async def borrowed(self, waiting: Awaitable[ValueT], give_back: Callable[[ValueT], Awaitable[object]]) -> ValueT:
+        """Wait for something that is given back should the caller be cancelled meanwhile."""
+        task = asyncio.ensure_future(waiting)
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            returning = asyncio.create_task(_give_back(task, give_back))
+            self._returning.add(returning)
+            returning.add_done_callback(self._returning.discard)
+            raise
+
+
+async def _give_back(waiting: Awaitable[ValueT], give_back: Callable[[ValueT], Awaitable[object]]) -> None:
+    with contextlib.suppress(DracoError, RayError):
+        await give_back(await waiting)
 
 
 class LimiterActor(WaitingLine):
@@ -114,33 +134,13 @@ class LimiterClient(NamedActor):
     settle: Callable[[str, RequestResult], Coroutine[Any, Any, NextAction]]
     give_back: Callable[[str], Coroutine[Any, Any, None]]
 
-    def __init__(self, run_name: str) -> None:
-        super().__init__(_limiter_name(run_name))
-        self._returning: set[asyncio.Task[None]] = set()
-
     async def lease(self, asked: LeaseRequest) -> Grant:
         """See `draco_ray.judging.limiter.Leases.lease`."""
-        waiting = asyncio.ensure_future(self.__getattr__("lease")(asked))
-        try:
-            grant: Grant = await asyncio.shield(waiting)
-        except asyncio.CancelledError:
-            task = asyncio.create_task(self._return(waiting))
-            self._returning.add(task)
-            task.add_done_callback(self._returning.discard)
-            raise
-        return grant
+        return await self.borrowed(self.__getattr__("lease")(asked), lambda grant: self.give_back(grant.number))
 
     def abandon(self, number: str) -> None:
         """See `draco_ray.judging.limiter.Leases.abandon`."""
         self._handle.abandon.remote(number)
-
-    async def _return(self, waiting: asyncio.Future[Grant]) -> None:
-        """Give back a lease whose caller was cancelled."""
-        try:
-            grant = await waiting
-        except (DracoError, RayError):
-            return
-        await self.give_back(grant.number)
 
 
 class RepliesActor(ReplyCache):
@@ -164,7 +164,7 @@ def start_limiter(
 ) -> tuple[Any, LimiterClient]:
     """Start an ``actor`` of this kind, which reads from ``book`` what has been spent; see `start_judge_limiter`."""
     handle = ray.remote(actor).options(name=_limiter_name(run_name), scheduling_strategy=beside_the_driver(), **OPTIONS)
-    return handle.remote(config, book), LimiterClient(run_name)
+    return handle.remote(config, book), LimiterClient(_limiter_name(run_name))
 
 
 def start_replies(config: JudgeConfig, run_name: str) -> tuple[Any, Any] | None:

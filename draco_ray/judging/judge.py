@@ -27,12 +27,12 @@ from draco_ray.config.load import project_file
 from draco_ray.config.schema import JudgeConfig
 from draco_ray.errors import ReplyError
 from draco_ray.judging.completion import Completer, Completion, Request
-from draco_ray.judging.escaping import json_text
 from draco_ray.judging.fitting import Fitted, Fitting
 from draco_ray.judging.judge_context import QUOTED_REPLY_CHARACTERS
 from draco_ray.judging.phases import Question, Score
 from draco_ray.judging.prompt_cache import shared_ends
 from draco_ray.judging.prompts import Prompts
+from draco_ray.judging.render import json_text
 from draco_ray.judging.reply import Entry, Parsed, RubricEntry, align, check_finish, own_answer, read_entries
 from draco_ray.judging.structured import reply_schema, tag_of, with_tag
 from draco_ray.records import Criterion, JudgeCall, Judged, Message, ScoredCriterion

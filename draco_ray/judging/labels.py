@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from draco_ray.config.load import project_file
 from draco_ray.config.schema import JudgeConfig
 from draco_ray.errors import ConfigError
-from draco_ray.judging.escaping import json_text
+from draco_ray.judging.render import json_text
 from draco_ray.records import Verdict
 
 MOST_CHARACTERS = 2_000

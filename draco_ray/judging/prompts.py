@@ -1,4 +1,4 @@
-"""Prompt sets: a template for each phase in a folder, checked when they are loaded and filled in a single pass."""
+"""Prompt sets, a folder with a template for each phase, and static rubrics."""
 
 from __future__ import annotations
 
@@ -10,6 +10,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from draco_ray.config import plain_yaml
 from draco_ray.config.load import project_file
 from draco_ray.errors import ConfigError, StoreError
 from draco_ray.judging.phases import PHASES, Score
@@ -17,6 +21,7 @@ from draco_ray.judging.render import evidence_code
 from draco_ray.judging.reply import ENTRIES
 from draco_ray.judging.reply_cache import RESTORE
 from draco_ray.judging.structured import with_tag
+from draco_ray.records import Criterion
 
 FACTS = "environment_facts"
 """Known in every phase."""
@@ -146,3 +151,46 @@ def render_phase(phase: str, folder: Path) -> str:
     from draco_ray.judging.example import EXAMPLES
 
     return EXAMPLES[phase].prompt(load_prompts(folder, facts=APPWORLD_FACTS))
+
+
+class _Criterion(BaseModel):
+    model_config = ConfigDict(extra="forbid", str_strip_whitespace=True)
+
+    title: str = Field(min_length=1)
+    description: str = Field(min_length=1)
+    evaluator_instruction: str = Field(min_length=1)
+
+
+def load_static_rubric(path: Path) -> tuple[Criterion, ...]:
+    """Read a YAML list of criteria, in its order (found as `project_file` does).
+
+    Raises:
+        ConfigError: not such a list, a field missing, empty or unknown, no criterion, or a title twice.
+    """
+    path = project_file(path)
+    try:
+        entries = plain_yaml.load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"static rubric {path}: cannot be read: {' '.join(str(error).split())}") from None
+    if not isinstance(entries, list) or not entries:
+        found = "an empty list" if entries == [] else type(entries).__name__
+        raise ConfigError(f"static rubric {path}: expected a list of criteria, found {found}")
+    criteria: list[Criterion] = []
+    for number, entry in enumerate(entries, start=1):
+        try:
+            criterion = _Criterion.model_validate(entry)
+        except ValidationError as error:
+            problem = error.errors()[0]
+            field = next(iter(problem["loc"]), "entry")
+            raise ConfigError(f"static rubric {path}: criterion {number}: {field}: {problem['msg']}") from None
+        if any(criterion.title.casefold() == other.title.casefold() for other in criteria):
+            raise ConfigError(f"static rubric {path}: criterion {number}: the title {criterion.title!r} comes twice")
+        criteria.append(
+            Criterion(
+                title=criterion.title,
+                description=criterion.description,
+                evaluator_instruction=criterion.evaluator_instruction,
+                source="static",
+            )
+        )
+    return tuple(criteria)

@@ -33,9 +33,8 @@ from draco_ray.judging.limiter import Limiter, WaitingLine
 from draco_ray.judging.outage import Outage
 from draco_ray.judging.panel import with_fallbacks
 from draco_ray.judging.pricing import check_budget
-from draco_ray.judging.prompts import Prompts, load_prompts
+from draco_ray.judging.prompts import Prompts, load_prompts, load_static_rubric
 from draco_ray.judging.reply_cache import ReplyCache, read_book
-from draco_ray.judging.static_rubric import load_static_rubric
 from draco_ray.judging.tokens import BYTES_PER_TOKEN, model_limit
 from draco_ray.records import Criterion
 from draco_ray.traces.judging import Asker, GroupJudgement, TraceJudge, judge_groups

@@ -29,8 +29,7 @@ from draco_ray.judging.judge_context import (
 )
 from draco_ray.judging.labels import examples_of
 from draco_ray.judging.phases import Credit, Union
-from draco_ray.judging.prompts import load_prompts
-from draco_ray.judging.static_rubric import load_static_rubric
+from draco_ray.judging.prompts import load_prompts, load_static_rubric
 from draco_ray.lab.planning.memory import GIB, engine_memory
 from draco_ray.records import EpisodeEnd, Message, Trajectory, Turn
 from draco_ray.training.preflight import check_judge_context
