@@ -14,7 +14,6 @@ from draco_ray.judging.panel import panel_judge, with_fallbacks
 from draco_ray.judging.prompts import Prompts, evidence_key, load_prompts
 
 if TYPE_CHECKING:
-    from draco_ray.engine.actor import EngineClient
     from draco_ray.judging.endpoint import Servers
     from draco_ray.judging.limiter import Leases
     from draco_ray.judging.reply_cache import ReplyCache
@@ -86,7 +85,7 @@ def prompts_of(config: JudgeConfig) -> Prompts:
 
 
 def build_self_judge(
-    config: JudgeConfig, samplers: Sequence[EngineClient], tokenizer: Any, name: str, prompts: Prompts | None = None
+    config: JudgeConfig, samplers: Sequence[Any], tokenizer: Any, name: str, prompts: Prompts | None = None
 ) -> Judge:
     """The policy behind ``samplers`` as its own judge; ``prompts`` as of `build_judge`.
 

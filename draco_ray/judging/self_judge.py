@@ -11,7 +11,7 @@ import hashlib
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from draco_ray.config.schema import JudgeConfig
 from draco_ray.engine.chat import ChatTokens
@@ -21,18 +21,16 @@ from draco_ray.judging.completion import Completion, Request
 from draco_ray.judging.pricing import find_price, price_of
 from draco_ray.judging.reply import THINK_BEGIN, THINK_END
 
-if TYPE_CHECKING:
-    from draco_ray.engine.actor import EngineClient
-
 
 class SelfJudgeClient:
     """A `draco_ray.judging.completion.Completer` whose answers the current policy samples."""
 
-    def __init__(self, samplers: Sequence[EngineClient], tokenizer: Any, config: JudgeConfig, *, model: str) -> None:
+    def __init__(self, samplers: Sequence[Any], tokenizer: Any, config: JudgeConfig, *, model: str) -> None:
         """Prepare the chat template.
 
         Args:
-            samplers: the policy's engines; a request goes to the one with the fewest of ours in flight.
+            samplers: the policy's engines, which have the method ``sample`` of `draco_ray.engine.actor.EngineClient`; a
+                request goes to the one with the fewest of ours in flight.
             tokenizer: the policy's.
             config: ``max_tokens``, ``temperature``, ``prices`` and ``self_judge`` are used.
             model: name in the archive, and in the price table by its last part.
@@ -74,7 +72,7 @@ class SelfJudgeClient:
             text, ended = (answer.strip(), ended) if closed else (text, "length")
         return self._completion(text, ended, len(prompt), len(sample.token_ids), started_at, clock, None)
 
-    async def _sample(self, sampler: EngineClient, prompt: list[int], request: Request) -> Sample:
+    async def _sample(self, sampler: Any, prompt: list[int], request: Request) -> Sample:
         """Sample the reply; with thinking the reasoning first, and then the answer under the schema."""
         given: dict[str, Any] = {"seed": _seed(prompt, request.vote), "temperature": self._config.temperature}
         room, schema = self._config.max_tokens, request.schema if self._config.structured_output else None
