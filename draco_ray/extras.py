@@ -1,6 +1,6 @@
-"""What the light base install leaves out, and which extra brings it.
+"""Packages that the base install lacks, and the extras that install them.
 
-Judging, the algorithm, reading runs and reports need none of it.
+Judging, the algorithm, reading runs and reports need none of them.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ INSTALL = {
 
 @contextmanager
 def naming_extras() -> Iterator[None]:
-    """Turn the failing import of a package that an extra brings into one line that names the extra.
+    """Name the extra if the import of one of these packages fails.
 
-    Raises: MissingExtra then; any other failing import goes on as it is.
+    Raises: MissingExtra; any other ImportError is raised unchanged.
     """
     try:
         yield
@@ -49,7 +49,7 @@ def need(package: str) -> None:
 def uncollected() -> Iterator[None]:
     """Import large packages inside the block without the garbage collector.
 
-    It looks for cycles again and again while what is imported only grows: much of the time that vLLM's import takes.
+    Collecting while the heap only grows takes much of the time of importing vLLM.
     """
     enabled = gc.isenabled()
     gc.disable()

@@ -1,4 +1,4 @@
-"""SIGTERM (`ray job stop`, a container's end) as Ctrl-C: what is stopped says what is finished and how to go on."""
+"""Handle SIGTERM (`ray job stop`, the end of a container) like Ctrl-C."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The graph of one training step. This module is the picture; it holds no algorithm and does no I/O.
+"""The graph of one training step. No algorithm and no I/O here.
 
 ::
 
@@ -7,8 +7,8 @@
       └► rollout ×G ──► stage2 ×G ──► union ──► score ×G ──► credit ×G ──► advantages ──► learner
 
 Everything on an arrow is an object reference: a trajectory is written once and every reader maps that one copy.
-A rollout is judged the moment it ends, while others still generate; a group's gradients are accumulated the moment
-its advantages exist.
+A rollout is judged as soon as it ends, while others still generate; a group's gradients are accumulated as soon as its
+advantages exist.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from draco_ray.rollout.pool import FinishedRollout, RolloutPool
 from draco_ray.summaries import AdvantageSummary, PhaseSummary, RewardSummary, RolloutSummary
 
 MOST_GROUPS = 1_000_000
-"""Of a step: every group of a step is served before any of the next."""
+"""Upper bound of groups per step, for priorities: all groups of a step come before those of the next."""
 
 
 Wait = Callable[[str, str], AbstractContextManager[None]]
 
 
 class GroupState(StrEnum):
-    """How far a group has come: the unit that is persisted, counted and shown."""
+    """State of a group."""
 
     PENDING = "pending"
     ROLLED = "rolled"
@@ -53,7 +53,7 @@ class GroupState(StrEnum):
 
 @dataclass(slots=True, kw_only=True)
 class Group:
-    """One task's rollouts in one training step, and what is known of them so far."""
+    """The rollouts of one task in one training step, with their summaries so far."""
 
     step: int
     index: int
@@ -73,15 +73,15 @@ class Group:
         return f"step{self.step}/{self.task_id}"
 
     def fail(self, reason: str) -> None:
-        """Drop the group from the update, and say why."""
+        """Drop the group from the update, with the reason."""
         self.state, self.reason = GroupState.FAILED, reason
 
 
 class Pipeline:
-    """Runs groups through the graph. ``keep`` persists what passes by; ``watch`` is told of every change.
+    """Runs groups through the graph. ``keep`` stores the results; ``watch`` is called at every change of a group.
 
-    ``wait`` is entered, with a kind and a name, while something is waited for. ``static_rubric`` is a reference to the
-    fixed rubric as a `Judged`, where there is one.
+    ``wait`` is entered, with a kind and a name, around every wait. ``static_rubric`` is a reference to the fixed rubric
+    as a `Judged`, if there is one.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class Pipeline:
         working_on(group.name)
         stage1 = asyncio.create_task(self._stage1(group)) if self._dynamic else None
         if stage1 is not None:
-            # Where a rollout fails first nobody asks for its error, which asyncio would then report at length.
+            # Retrieve its error: if a rollout fails first nobody does, and asyncio would report it.
             stage1.add_done_callback(lambda task: task.cancelled() or task.exception())
         try:
             members = await gather_or_cancel(
@@ -151,7 +151,7 @@ class Pipeline:
         if member is None:
             return None
         group.rollouts.append(member.summary)
-        # On disk before anything is paid for it: a resumed run then asks the same questions, and finds their answers.
+        # On disk before anything is paid for it: a resumed run then asks the same questions.
         with self._wait("writing of a rollout", f"{group.name}/{rollout}"):
             await self._keep.trajectory.remote(group.step, member.trajectory)
         self._watch(group)
@@ -216,7 +216,7 @@ class Pipeline:
         return await self._credited(group, rubric, result)
 
     async def _plain_reward(self, group: Group, members: list[FinishedRollout]) -> ray.ObjectRef[Any]:
-        """The settings without a rubric: AppWorld's tests, or noise."""
+        """Settings without a rubric: rewards from AppWorld's tests, or random ones."""
         numbers = [member.rollout for member in members]
         trajectories = [member.trajectory for member in members]
         if self._config.reward == "outcome":
@@ -263,7 +263,7 @@ class Pipeline:
         return samples
 
     async def _ask(self, group: Group, phase: Phase, member: FinishedRollout | None = None, **given: Any) -> Judgement:
-        """Ask the judge a question about a member, or about the whole group, and keep what it said."""
+        """Ask the judge a question about a member or the whole group, and store the result."""
         rollout = None if member is None else member.rollout
         context = CallContext(group=group.name, task_id=group.task_id, rollout=rollout)
         with self._wait(f"judge's {phase.name}", group.name if rollout is None else f"{group.name}/{rollout}"):
@@ -291,7 +291,7 @@ class Pipeline:
 
 
 async def gather_or_cancel(work: Iterable[Awaitable[Any]]) -> list[Any]:
-    """Like asyncio.gather, but the first error cancels the rest: a judge that refuses us ends the group at once."""
+    """Like asyncio.gather, but the first error cancels the rest."""
     tasks = [asyncio.ensure_future(item) for item in work]
     try:
         return list(await asyncio.gather(*tasks))

@@ -27,7 +27,7 @@ GAP = -1
 TOOLS = "tools"
 """Role of the message in a prompt that lists what the agent may call."""
 PROGRAM = "program"
-"""Role of what is said of an agent's program when it has ended: a turn of no branch."""
+"""Role of the turn that reports how an agent's program ended; it belongs to no branch."""
 
 
 class EpisodeEnd(StrEnum):
@@ -39,34 +39,34 @@ class EpisodeEnd(StrEnum):
     RESPONSE_LIMIT = "response_limit"
     """The next turn or the environment's output would not fit the response length."""
     CRASHED = "crashed"
-    """The agent's own code ended or spoiled the environment's process: the rollout has failed."""
+    """The agent's own code ended or corrupted the environment's process: the rollout has failed."""
     SERVER_ERROR = "server_error"
-    """The environment's process was lost by no doing of the agent's: the rollout is played again."""
+    """The environment's process was lost, not through the agent: the rollout is retried."""
     UNSTATED = "unstated"
-    """Of a trace that somebody else's agent left, and that does not say."""
+    """A trace of another agent does not say."""
 
 
 class Termination(StrEnum):
-    """How a rollout ended; the environment tells them apart. `FINISHED` is the word where no benchmark has its own."""
+    """How a rollout ended, as the environment reports it; `FINISHED` for environments without their own terms."""
 
     SUBMITTED = "submitted"
     """AppWorld: it called ``complete_task``."""
     GAVE_UP = "gave_up"
     """AppWorld: it called ``complete_task`` with status "fail", or stopped without a call of it."""
     NO_ACTION = "no_action"
-    """It ended itself without a step."""
+    """The agent ended the rollout without a step."""
     RESPONSE_LIMIT = "response_limit"
     TURN_LIMIT = "turn_limit"
     CRASHED = "crashed"
-    """Its own code ended or spoiled its environment."""
+    """The agent's code ended or corrupted its environment."""
     SERVER_ERROR = "server_error"
-    """It was lost: its environment failed until the retries were spent."""
+    """Lost: its environment failed until the retries were used up."""
     FINISHED = "finished"
     """The agent ended it."""
 
     @classmethod
     def shown(cls, used: Iterable[Termination]) -> list[Termination]:
-        """The modes that a table of these rollouts lists: AppWorld's words, or `FINISHED`, or both where both occur."""
+        """The values that a table of these rollouts lists: AppWorld's terms, `FINISHED`, or both where both occur."""
         occur = set(used)
         unused = ({cls.SUBMITTED, cls.GAVE_UP} if cls.FINISHED in occur else {cls.FINISHED}) - occur
         return [mode for mode in cls if mode not in unused]
@@ -82,20 +82,20 @@ class Verdict(IntEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """One task as the policy may see it: no ground truth, no difficulty."""
+    """One task as the policy sees it: no ground truth, no difficulty."""
 
     task_id: str
     group: str = ""
-    """The scenario whose variants the tasks of a group are: SGC asks that all of them succeed. Empty: none."""
+    """The scenario of which this task is a variant: SGC requires that all of its tasks succeed. Empty: none."""
     instruction: str
     fields: Mapping[str, str] = field(default_factory=dict)
-    """What else the agent's prompt may say of it, by the name of its placeholder."""
+    """Further values for the agent's prompt, by placeholder."""
     tools: str = ""
-    """What may be called to do it: a JSON array of function schemas, as in OpenAI's ``tools``. Empty: nothing."""
+    """Available tools: a JSON array of function schemas, as in OpenAI's ``tools``. Empty: none."""
 
     @property
     def scenario(self) -> str:
-        """What the task is drawn with in intervals: its group, or itself."""
+        """Sampling unit of bootstrap intervals: the task's group, or the task itself."""
         return self.group or self.task_id
 
 
@@ -112,23 +112,23 @@ class Turn:
     """One turn: a *step* or a gap (`is_step`)."""
 
     text: str
-    """What the policy sampled, decoded, without the end-of-turn token."""
+    """The sampled text, without the end-of-turn token."""
     action: str | None
-    """What the environment was given, the contents of the code block say; None for a message or a gap."""
+    """What was executed, e.g. the content of the code block; None for a message or a gap."""
     observation: str | None
-    """What the environment answered, as fed back to the policy (already cut). None where nothing was done."""
+    """The environment's output as the policy read it (already truncated). None without an action."""
     first_token: int
     last_token: int
     """Half-open span ``[first_token, last_token)`` of the turn's sampled tokens in ``Trajectory.token_ids_T``."""
     seconds_generating: float = 0.0
     seconds_executing: float = 0.0
     role: str = "assistant"
-    """Who speaks: the agent, or, in a trace that somebody else's agent left, a user or another agent. Theirs are gaps
-    without sampled tokens."""
+    """The speaker: the agent, or in traces of other agents also a user or another agent, whose turns are gaps without
+    sampled tokens."""
     branch: int = 0
-    """Which of the rollout's token sequences it stands in (`Trajectory.branches`)."""
+    """Index of its token sequence (`Trajectory.branches`)."""
     policy_version: int | None = None
-    """Adapter version that sampled it, where that is known for each turn."""
+    """Adapter version that sampled it, if known per turn."""
     message: bool = False
     """Whether it is a step without an action: a message that somebody received."""
 
@@ -143,24 +143,24 @@ def is_step(*, acts: bool, message: str = "", answered: bool = False) -> bool:
 
     Args:
         acts: it calls a tool or runs code.
-        message: what it says after its reasoning to a user, a caller or another agent; empty if none received it.
-        answered: somebody answered it.
+        message: its text after the reasoning, to a user, a caller or another agent; empty if nobody received it.
+        answered: whether it was answered.
     """
     return acts or answered or bool(message.strip())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Usage:
-    """What a policy's turns took; sums of several add."""
+    """Tokens and cost of a policy's turns; can be added."""
 
     calls: int = 0
     """Turns sampled."""
     requests: int = 0
     """HTTP requests of an API model, retries included."""
     input_tokens: int = 0
-    """Of every turn anew, cached ones included: a conversation is read again at each turn."""
+    """Summed over turns, cached tokens included: a conversation is read again at each turn."""
     cached_tokens: int = 0
-    """The part of ``input_tokens`` that a prefix cache could serve (local) or did serve (API)."""
+    """The part of ``input_tokens`` that a prefix cache could serve (local) or served (API)."""
     output_tokens: int = 0
     dollars: float | None = None
     """None where no price is known."""
@@ -179,7 +179,7 @@ class Usage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trajectory:
-    """One rollout of T tokens (prompt included), written once and read by everyone.
+    """One rollout of T tokens (prompt included), written once.
 
     A two-turn example, ``P`` prompt, ``a`` sampled in step 0, ``g`` glue and tool output, ``c`` a closing message::
 
@@ -187,8 +187,8 @@ class Trajectory:
         sampled_T  0  0  0  1  1  1  0  0  1  1
         step_T    -1 -1 -1  0  0  0 -1 -1  1  1
 
-    An agent that rewrites its history, or has sub-agents, leaves several token sequences: its *branches*. They stand
-    one behind the other in the arrays; turns, and so steps, are numbered in time over all of them.
+    An agent that rewrites its history, or has sub-agents, produces several token sequences: its *branches*. They are
+    concatenated in the arrays; turns and steps are numbered chronologically over all of them.
     """
 
     task_id: str
@@ -217,11 +217,11 @@ class Trajectory:
     engine: str = ""
     usage: Usage = field(default_factory=Usage)
     termination: Termination | None = None
-    """What the environment says of how it ended; None until it was asked."""
+    """How it ended, as the environment reports it; None until it was asked."""
     branches: tuple[int, ...] = (0,)
-    """Where in the arrays each token sequence begins, ascending from 0. No token sees those of another branch."""
+    """Start of each token sequence in the arrays, ascending from 0. Branches do not attend to each other."""
     scenario: str = ""
-    """The task's: its group, or its id. Empty: nobody has said, so the task is one of its own."""
+    """Scenario of the task: its group, or its id. Empty: the task is its own scenario."""
 
     def __post_init__(self) -> None:
         lengths = {len(self.token_ids_T), len(self.sampled_T), len(self.logprob_T), len(self.step_T)}
@@ -255,7 +255,7 @@ class Trajectory:
 
     @property
     def branch_spans(self) -> tuple[slice, ...]:
-        """The part of the arrays that each branch is."""
+        """The slice of each branch in the arrays."""
         return tuple(slice(*ends) for ends in pairwise((*self.branches, len(self.token_ids_T))))
 
 
@@ -294,10 +294,10 @@ class Attribution:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Paid:
-    """What a reply cost when it was made; it travels with the reply wherever that is replayed."""
+    """The original cost of a stored reply; it travels with the reply."""
 
     call_id: str
-    """Of the call that paid for it."""
+    """Id of the call that paid for it."""
     requests: int
     dollars: float
     estimated_dollars: float
@@ -308,11 +308,11 @@ class Paid:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JudgeCall:
-    """One request to the judge and what came of it: the unit of the archive and of cost accounting."""
+    """One request to the judge and its reply: the unit of the archive and of cost accounting."""
 
     call_id: str
     phase: str
-    """Name of the judge's job (`draco_ray.judging.phases`)."""
+    """Name of the phase (`draco_ray.judging.phases`)."""
     group: str
     task_id: str
     rollout: int | None
@@ -333,13 +333,13 @@ class JudgeCall:
     error: str | None = None
     """Why the reply could not be used; None when it was."""
     reasoning_tokens: int = 0
-    """The part of ``output_tokens`` that was thought and not said."""
+    """Reasoning part of ``output_tokens``."""
     estimated_dollars: float = 0.0
     """The part of ``dollars`` that no reply states: the most that those requests may have cost."""
     waited_seconds: float = 0.0
-    """The part of ``seconds`` for which it waited for leave to be sent."""
+    """The part of ``seconds`` spent waiting for rate limits or a judge that was down."""
     paid: Paid | None = None
-    """Of a reply from the durable cache: how it was paid for."""
+    """Original cost of a reply from the durable cache."""
 
 
 ValueT = TypeVar("ValueT")
@@ -347,18 +347,18 @@ ValueT = TypeVar("ValueT")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judged(Generic[ValueT]):
-    """What a phase returned: its value, or the reason there is none, with every call it made."""
+    """The result of a phase: its value, or the reason there is none, with all calls."""
 
     value: ValueT | None
     calls: tuple[JudgeCall, ...] = ()
     error: str | None = None
     notes: tuple[str, ...] = ()
-    """What was tolerated in a usable reply (surplus criteria cut, a translated title, a verdict without a step), and
-    that the prompt was cut."""
+    """Flaws of a usable reply (surplus criteria, a translated title, a verdict without a step), and that the prompt was
+    truncated."""
     left_out: int = 0
-    """Characters of the prompt that the judge could not have read and was not shown."""
+    """Characters of the prompt that were truncated to fit the judge's context."""
     looked_at: int = 0
-    """Verdicts whose justifications were read a second time (`draco_ray.judging.judge`)."""
+    """Verdicts whose justifications got a second look (`draco_ray.judging.judge`)."""
     contradicted: int = 0
     """Those whose justification argues for another verdict."""
 
@@ -374,7 +374,7 @@ class CreditFallback(StrEnum):
     NONE = "none"
     CREDIT_OFF = "credit_off"
     NO_STEP = "no_step"
-    """The policy emitted no code block: all its sampled tokens take A_i."""
+    """The rollout has no step: all its sampled tokens receive A_i."""
     NO_CITATION = "no_citation"
     VANISHING_NORMALISER = "vanishing_normaliser"
     CREDIT_CALL_FAILED = "credit_call_failed"
@@ -392,7 +392,7 @@ class RolloutAdvantage:
     quality_M: FloatArray
     """Q_j in [0, 1]; NaN throughout when no step is cited."""
     step_advantage_M: FloatArray
-    """a_j, what every token of step j receives."""
+    """a_j, the advantage of every token of step j."""
     cited_M: BoolArray
     fallback: CreditFallback
     inert: bool
@@ -412,7 +412,7 @@ class GroupAdvantages:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingSample:
-    """One branch of a trajectory ready for the learner: T tokens and what each of them is pushed by."""
+    """One branch of a trajectory for the learner: T tokens and the advantage of each."""
 
     group: str
     task_id: str
@@ -431,7 +431,7 @@ class TrainingSample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Adapter:
-    """A LoRA adapter as PEFT saves it, on its way from the learner to the engines."""
+    """A LoRA adapter as PEFT saves it, sent from the learner to the engines."""
 
     version: int
     """Number of optimizer steps behind it, counted in training steps; 0 is the untrained adapter."""
@@ -446,7 +446,7 @@ WeightUpdate = Adapter
 in `draco_ray.engine.vllm_engine.VllmEngine.load`."""
 
 LOST = "the rollout was lost"
-"""Stands among the failures of an `Evaluation` that nobody could make."""
+"""Failure of an `Evaluation` whose rollout was lost."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -467,17 +467,17 @@ class Evaluation:
     scenario: str = ""
     """The task's: its group, or its id."""
     reward: float | None = None
-    """Where the environment gives more than yes or no."""
+    """Numeric reward, if the environment gives more than success or failure."""
 
     @property
     def lost(self) -> bool:
-        """Whether every attempt crashed, by no doing of the policy: it counts as a failure, and is shown as lost."""
+        """Whether every attempt crashed, not through the policy: it counts as a failure and is shown as lost."""
         return LOST in self.failures
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JudgedRollout:
-    """A held-out rollout as the judge scored it, where no evaluator can."""
+    """A held-out rollout scored by the judge, for environments without an evaluator."""
 
     task_id: str
     run: int
@@ -486,7 +486,7 @@ class JudgedRollout:
     verdicts: tuple[int, ...] = ()
     """+1, -1 or 0 by criterion of its task's rubric."""
     again: tuple[int, ...] = ()
-    """Those of a second scoring call; empty where that failed."""
+    """Verdicts of a second scoring call; empty if that failed."""
     error: str | None = None
     """Why it has no verdicts."""
 

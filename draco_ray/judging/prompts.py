@@ -24,9 +24,9 @@ from draco_ray.judging.structured import with_tag
 from draco_ray.records import Criterion
 
 FACTS = "environment_facts"
-"""Known in every phase."""
+"""Placeholder that every phase knows."""
 ROOT_NOTE = f'\n\nGive the array as the value of "{ENTRIES}" in one JSON object: {{"{ENTRIES}": [...]}}.\n'
-"""Follows a template that asks for a bare array, such as the paper's: the schema's root is an object."""
+"""Added to a template that asks for a bare array, such as the paper's: the root of the schema is an object."""
 NO_FACTS = "- Nothing beyond what the agent was told."
 
 KEY_FILE = "evidence_key"
@@ -42,19 +42,18 @@ class Prompts:
     templates: Mapping[str, str]
     """By phase."""
     key: bytes = b""
-    """What the codes of evidence are derived from (`draco_ray.judging.render.evidence_code`): secret where anybody is
-    judged."""
+    """Secret key of the evidence codes (`draco_ray.judging.render.evidence_code`)."""
     facts: str = ""
-    """What every prompt may say of the environment: ``{{ environment_facts }}``."""
+    """Facts about the environment: ``{{ environment_facts }}``."""
     examples: str = ""
-    """Corrected verdicts, put before the scoring call's prompt (`draco_ray.judging.labels.examples_text`)."""
+    """Corrected verdicts, prepended to the scoring prompt (`draco_ray.judging.labels.examples_text`)."""
 
     def code(self, identity: str) -> str:
-        """The code of evidence about ``identity``: a group, so that its prompts share their beginnings."""
+        """The evidence code of ``identity``: of a group, so that its prompts share a prefix."""
         return evidence_code(self.key, identity)
 
     def length(self, phase: str) -> int:
-        """Characters of a prompt of ``phase`` before its placeholders are filled."""
+        """Length of the template of ``phase`` in characters."""
         return len(self.templates[phase]) + (len(self.examples) if phase == Score.name else 0)
 
     def fill(self, phase: str, values: Mapping[str, object]) -> str:
@@ -67,7 +66,7 @@ class Prompts:
 
         def value(match: re.Match[str]) -> str:
             text = (self.facts.strip() or NO_FACTS) if match[1] == FACTS else str(values[match[1]])
-            # A block begins on a line of its own, wherever somebody's template puts it.
+            # A block begins on its own line, wherever the template puts it.
             start = match.string[: match.start()]
             return f"\n{text}" if "\n" in text and start and not start.endswith("\n") else text
 
@@ -78,10 +77,10 @@ class Prompts:
 
 
 def evidence_key(folder: Path | None) -> bytes:
-    """The secret behind the codes of evidence, kept beside the judge's replies: a resumed run asks the same again.
+    """The secret key of the evidence codes, stored beside the judge's replies: a resumed run sends the same prompts.
 
     Args:
-        folder: the replies' (`draco_ray.config.schema.JudgeConfig.cache`); None: a secret of this process.
+        folder: of the replies (`draco_ray.config.schema.JudgeConfig.cache`); None: a key of this process.
 
     Raises:
         StoreError: it can neither be read nor written, or is damaged.
@@ -93,7 +92,7 @@ def evidence_key(folder: Path | None) -> bytes:
     try:
         if not path.exists():
             folder.mkdir(parents=True, exist_ok=True)
-            # Linked into place, so that it appears whole and the first of several judge workers wins.
+            # A link creates it atomically, and the first of several judge workers wins.
             draft = folder / f"{KEY_FILE}.{new}"
             draft.write_text(new, encoding="ascii")
             with draft.open("rb") as file:
@@ -112,13 +111,13 @@ def load_prompts(folder: Path, key: bytes = b"", facts: str | None = None, examp
     """Read the prompt set in ``folder`` (found as `project_file` does).
 
     Args:
-        folder: the phases' templates under their file names.
-        key: `evidence_key`, wherever anybody is judged.
-        facts: of the environment; None: nothing is said of it.
-        examples: put before the scoring call's prompt.
+        folder: with the template of every phase.
+        key: see `evidence_key`.
+        facts: about the environment; None: none.
+        examples: prepended to the scoring prompt.
 
     Raises:
-        ConfigError: a missing file, an unknown placeholder, or a missing one that the phase cannot do without.
+        ConfigError: a file is missing, or a template has an unknown placeholder or lacks a required one.
     """
     folder = project_file(folder)
     templates = {}
@@ -141,7 +140,7 @@ def load_prompts(folder: Path, key: bytes = b"", facts: str | None = None, examp
 
 
 def render_phase(phase: str, folder: Path) -> str:
-    """The prompt of ``phase`` as the judge would see it for its example, in the prompt set at ``folder``.
+    """The prompt of ``phase`` about its example, with the prompt set at ``folder``.
 
     Raises:
         ConfigError: the prompt set cannot be used.

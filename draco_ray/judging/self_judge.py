@@ -1,8 +1,8 @@
 """The self-judge (Section "Ablations", "Self-judge"): the policy that is being trained answers the judge's prompts.
 
-It answers through the engines that generate, with whatever adapter they serve at that moment. With thinking it reasons
-freely up to ``</think>``, and only its answer is held to the phase's JSON schema. Its replies are not kept: the next
-version of the policy is another judge.
+It answers through the engines that generate, with the adapter they serve at that moment. With thinking it reasons
+freely up to ``</think>``, and only its answer is constrained to the phase's JSON schema. Its replies are not stored:
+the next version of the policy is another judge.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class SelfJudgeClient:
         self._price = find_price(model, config.prices)
 
     async def __call__(self, request: Request) -> Completion:
-        """Answer ``request``; a prompt beyond the engine's context is this call's error, not the run's."""
+        """Answer ``request``; a prompt beyond the engine's context fails this call, not the run."""
         started_at, clock = time.time(), time.perf_counter()
         prompt = self._chat.prompt(request.messages)
         index = self._in_flight.index(min(self._in_flight))
@@ -68,7 +68,7 @@ class SelfJudgeClient:
         ended = sample.finish_reason
         if self._chat.opens_thinking or text.lstrip().startswith(THINK_BEGIN):
             _, closed, answer = text.partition(THINK_END)
-            # Reasoning that never ends holds no answer, whatever JSON it may quote.
+            # Unfinished reasoning is no answer, whatever JSON it may quote.
             text, ended = (answer.strip(), ended) if closed else (text, "length")
         return self._completion(text, ended, len(prompt), len(sample.token_ids), started_at, clock, None)
 
@@ -120,5 +120,5 @@ class SelfJudgeClient:
 
 
 def _seed(prompt: list[int], vote: int) -> int:
-    """A seed of the request's own: votes on one prompt are drawn independently, a rerun draws the same."""
+    """A seed derived from the request: votes on one prompt are independent, a rerun repeats them."""
     return int.from_bytes(hashlib.blake2b(repr((prompt, vote)).encode(), digest_size=4).digest(), "big")

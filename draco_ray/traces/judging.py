@@ -47,9 +47,9 @@ if TYPE_CHECKING:
 MOST_IN_UNION = 16
 """Traces of a group that the union prompt shows; all are scored."""
 UNKNOWN_TOKEN = -1
-"""Stands where a trace's tokens are counted but not known."""
+"""Token id where only the number of tokens is known."""
 MOST_TOOLS = 40
-"""Named in the facts."""
+"""Maximum number of tools named in the facts."""
 SINGLE = "a single trace: no dropout, no advantage"
 
 Phases = dict[tuple[str, int | None], Judged[Any]]
@@ -66,18 +66,18 @@ class Asker(Protocol):
 
 @dataclass(slots=True, kw_only=True)
 class GroupJudgement:
-    """What became of a group: the records that a run directory keeps."""
+    """The result of a group: the records that a run directory stores."""
 
     index: int
-    """Of the group among all."""
+    """Index of the group."""
     group: TraceGroup
     traces: tuple[Trace, ...]
-    """As they were read, whole."""
+    """The complete traces, as they were read."""
     trajectories: tuple[Trajectory, ...]
-    """The same, as the judge is asked about them."""
+    """The traces as trajectories, about which the judge is asked."""
     rubric: tuple[Criterion, ...] = ()
     phases: Phases = field(default_factory=dict)
-    """Phase and rollout (None: the group's) -> what came of it."""
+    """(phase, rollout) -> result; rollout None for phases of the whole group."""
     advantages: GroupAdvantages | None = None
     errors: dict[int, str] = field(default_factory=dict)
     """Rollout -> why it has no verdicts."""
@@ -87,12 +87,12 @@ class GroupJudgement:
 
     @property
     def single(self) -> bool:
-        """Whether there is nothing to compare it with."""
+        """Whether there is no other trace to compare with."""
         return len(self.traces) == 1
 
     @property
     def calls(self) -> list[JudgeCall]:
-        """Every call that was made for it."""
+        """All calls for the group."""
         return [call for judged in self.phases.values() for call in judged.calls]
 
     def verdicts(self, rollout: int) -> tuple[ScoredCriterion, ...] | None:
@@ -106,7 +106,7 @@ class GroupJudgement:
         return None if judged is None or not judged.ok else judged.value
 
     def left_out(self, rollout: int) -> int:
-        """Characters that the scoring call did not see of a rollout."""
+        """Characters of a rollout that were truncated in the scoring prompt."""
         judged = self.phases.get((Score.name, rollout))
         return 0 if judged is None else judged.left_out
 
@@ -131,13 +131,13 @@ class TraceJudge:
     ) -> None:
         """
         Args:
-            complete: who answers.
+            complete: completer of the judge.
             prompts: the prompt set.
-            config: ``judge`` and ``algorithm``.
+            config: ``judge`` and ``algorithm`` are used.
             static: a rubric to use instead of the judge's own.
-            open_other: opens what answers for a judge of the jury; None: ``complete`` does.
-            asker: asks in the place of a judge made of all these, on a cluster.
-            replies: where the answers are kept; None: nowhere.
+            open_other: opens the completer of another judge; None: ``complete`` answers for all.
+            asker: asks instead of a judge made of these, on a cluster.
+            replies: the reply store; None: none.
         """
         self._asker = asker
         self._open_other = open_other or (lambda _: complete)
@@ -175,7 +175,7 @@ class TraceJudge:
         return trace, render.agent_trajectory(as_trajectory(trace, group.task_id, 0), self._prompts.code(group.task_id))
 
     def _judge_of(self, traces: Sequence[Trace]) -> Asker:
-        """The judge, told of the world of these traces."""
+        """The judge, with facts about the environment of these traces."""
         if self._asker is not None:
             return self._asker
         prompts = self._prompts
@@ -184,7 +184,7 @@ class TraceJudge:
         return panel_judge(self._config.judge, prompts, self._complete, self._open_other, self._replies)
 
     async def _write_rubric(self, judge: Asker, state: GroupJudgement) -> bool:
-        """stage1 ──► stage2 ×G ──► union; says whether there is a rubric."""
+        """stage1 ──► stage2 ×G ──► union; returns whether there is a rubric."""
         context = CallContext(group=state.group.task_id, task_id=state.group.task_id)
         prompt = state.trajectories[0].prompt
         stage1 = state.phases[Stage1.name, None] = await judge.ask(Stage1(prompt), context)
@@ -271,10 +271,10 @@ async def judge_groups(
     *,
     at_once: int,
 ) -> None:
-    """Judge many groups, so many at one time, and hand on each as soon as it is done.
+    """Judge groups, ``at_once`` at a time, and pass each to ``keep`` as soon as it is done.
 
     Raises:
-        JudgeUnavailable: see `TraceJudge.judge`; the groups under way are ended, those handed on stay.
+        JudgeUnavailable: see `TraceJudge.judge`; groups in flight are cancelled.
     """
     waiting = iter(groups)
 
@@ -286,7 +286,7 @@ async def judge_groups(
 
 
 async def together(work: Iterable[Coroutine[Any, Any, ResultT]]) -> list[ResultT]:
-    """Like `asyncio.gather`, but the first error cancels the rest, and is raised once they have ended."""
+    """Like `asyncio.gather`, but the first error cancels the rest and is raised after they have ended."""
     tasks = [asyncio.ensure_future(each) for each in work]
     try:
         return list(await asyncio.gather(*tasks))
@@ -304,7 +304,7 @@ def _context(trajectory: Trajectory) -> CallContext:
 def as_trajectory(trace: Trace, group: str, rollout: int) -> Trajectory:
     """A trace as the judge and the advantage rule take it.
 
-    Its tokens are those its agent sampled, as many as the trace counts or its length suggests, all of them unknown.
+    Its tokens are those of its agent's turns, counted by the trace or estimated from the length; their ids are unknown.
     """
     counts = [trace.tokens(turn) for turn in trace.turns]
     ends = list(itertools.accumulate(counts))
@@ -342,9 +342,9 @@ def as_trajectory(trace: Trace, group: str, rollout: int) -> Trajectory:
 
 
 def environment_facts(traces: Sequence[Trace]) -> str:
-    """What the judge has to know of these agents' world, from what is seen in their traces.
+    """Facts about the agents' environment for the judge, derived from their traces.
 
-    Only words of our own and names of tools; what the agents were told stands with their prompt.
+    They contain only our own words and names of tools.
     """
     turns = [turn for trace in traces for turn in trace.turns]
     actions = [turn.action for turn in turns if turn.action is not None]

@@ -47,7 +47,7 @@ class ObjectStore:
         """
         Args:
             url: of a folder, such as ``s3://bucket/prefix``. Names in it are taken literally, also blanks, % and #.
-            say: takes a line when an outage begins, and one when it is over.
+            say: prints a message when an outage begins and when it ends.
             seconds: how long a failing request is retried.
 
         Raises:
