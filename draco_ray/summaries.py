@@ -9,13 +9,13 @@ from draco_ray.records import EpisodeEnd, Termination, Usage
 
 
 def has_spread(rewards: Sequence[float]) -> bool:
-    """Whether the rewards of a group tell its rollouts apart."""
+    """Whether the rewards of a group differ."""
     return len(rewards) > 1 and max(rewards) > min(rewards)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutSummary:
-    """What the driver needs to know of a finished rollout."""
+    """The driver's summary of a finished rollout."""
 
     task_id: str
     rollout: int
@@ -37,7 +37,7 @@ class RolloutSummary:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PhaseSummary:
-    """What the driver needs to know of a finished judge phase."""
+    """The driver's summary of a finished judge phase."""
 
     phase: str
     task_id: str
@@ -55,9 +55,9 @@ class PhaseSummary:
     ended_at: float
     looked_at: int = 0
     contradicted: int = 0
-    """Verdicts whose justifications were read a second time, and those that these contradict."""
+    """Verdicts that got a second look, and those that their justifications contradict."""
     prompt_cut: bool = False
-    """Whether the judge was shown less than all."""
+    """Whether the prompt was truncated."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,13 +79,13 @@ class RewardSummary:
 
     @property
     def has_spread(self) -> bool:
-        """Whether the group has any advantage to spread."""
+        """Whether the rewards differ, so that there is an advantage to spread."""
         return has_spread(self.rewards)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdvantageSummary:
-    """What the driver needs to know of a group's advantages."""
+    """The driver's summary of a group's advantages."""
 
     rollouts: tuple[int, ...]
     rewards: tuple[float, ...]
@@ -95,6 +95,6 @@ class AdvantageSummary:
     active_spreads: tuple[float, ...]
     """Standard deviation of Q_j of each active rollout: one on which credit is not inert."""
     inert_spreads: tuple[float, ...]
-    """The same of each inert rollout with a cited step."""
+    """The same for each inert rollout with a cited step."""
     tokens: int
     """Valid (sampled) tokens of the group's samples."""

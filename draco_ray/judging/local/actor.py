@@ -1,4 +1,4 @@
-"""The Ray shells of `draco_ray.judging.local.servers`: a server on a node, all of them together, and who asks them."""
+"""Ray actors of `draco_ray.judging.local.servers`: a server, the pool, and the client."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ STOP_SECONDS = 30.0
 
 
 class JudgeServerActor:
-    """One `VllmJudgeServer` on the node that Ray chose; its address is the one the cluster knows that node by."""
+    """One `VllmJudgeServer` on the node that Ray chose."""
 
     def __init__(self, config: JudgeConfig, log: Path) -> None:
         start_run_log()
@@ -57,9 +57,9 @@ class _Handle:
         return look
 
     def end(self) -> None:
-        # First in the actor, so that the server ends in order; then the actor itself.
+        # End the server first, then the actor.
         self.ending = self.handle.end.remote()
-        # Once: Ray would say of a retry that it failed, since the actor is gone.
+        # No retries: Ray would report a failed retry, since the actor is gone.
         self.handle.__ray_terminate__.options(max_task_retries=0).remote()
 
 
@@ -76,7 +76,7 @@ class JudgeServersActor:
                 name=f"JudgeServer-{number}@{run_name}",
                 num_gpus=local.gpus_per_replica,
                 num_cpus=local.cpus_per_replica,
-                # Ray starts it on another node where its own is gone.
+                # Ray restarts it on another node if its own is gone.
                 max_restarts=-1,
                 max_task_retries=-1,
             ).remote(config, logs / f"judge-server-{number}.log")
@@ -142,9 +142,9 @@ class ServersClient(NamedActor):
 
 
 def start_judge_servers(config: JudgeConfig, run: Path, run_name: str) -> tuple[Any, ServersClient] | None:
-    """The judge's servers of a run, and what its workers reach them by; None where the judge is served elsewhere.
+    """Start the judge servers of a run; None where the judge is served elsewhere.
 
-    Returns: the handle, to be kept for as long as the servers are to live, and the client.
+    Returns: the handle, which keeps the servers alive, and the client.
     """
     if not config.local.enabled:
         return None
@@ -152,6 +152,6 @@ def start_judge_servers(config: JudgeConfig, run: Path, run_name: str) -> tuple[
     actor: Any = ray.remote(JudgeServersActor)
     options = {"name": name, "scheduling_strategy": beside_the_driver(), **OPTIONS}
     handle = actor.options(**options).remote(config, run / "logs", run_name)
-    # The servers begin to load while the rest of the run starts.
+    # The servers load while the rest of the run starts.
     handle.pending.remote()
     return handle, ServersClient(name)
