@@ -1,8 +1,8 @@
 """Parse a judge's reply into entries of the phase's schema; a `ReplyError` is sent back to the judge.
 
 The answer is the object with the request's tag, whatever else the reply contains (`own_answer`). Without a tag, the
-last complete JSON value that satisfies the schema is the answer, and text around it is ignored. The judge is asked again in
-four cases: no such value; another one with a different content; a further answer after it that does not satisfy the
+last complete JSON value that satisfies the schema is the answer; text around it is ignored. The judge is asked again
+in four cases: no such value; another one with a different content; a further answer after it that does not satisfy the
 schema; and similar JSON around or after it that does not parse, since a value inside broken JSON may be a quotation of
 the rollout. A truncated reply is always refused. Nothing is repaired.
 

@@ -1,6 +1,6 @@
 """The judge over groups of traces: the phases of `draco_ray.judging.judge.Judge`, without Ray and without a policy.
 
-A group of two or more goes the way of a training group: stage1 ──► stage2 ×G ──► union ──► score ×G ──► credit ×G,
+Two or more traces are judged like a training group: stage1 ──► stage2 ×G ──► union ──► score ×G ──► credit ×G,
 then dropout, reward, advantage and step credit. A single trace has nothing to be compared with: its rubric is what
 stage1 and stage2 propose, all of it counts, and it has a reward and step qualities but no advantage.
 """
@@ -57,7 +57,7 @@ ResultT = TypeVar("ResultT")
 
 
 class Asker(Protocol):
-    """Asks the judge: `draco_ray.judging.judge.Judge`, or whoever stands before many of them."""
+    """Asks the judge: `draco_ray.judging.judge.Judge`, or a pool of judge workers."""
 
     async def ask(self, question: Question[ResultT], context: CallContext) -> Judged[ResultT]:
         """See `Judge.ask`."""
@@ -168,7 +168,7 @@ class TraceJudge:
         return state
 
     def prompt_of(self, group: TraceGroup) -> tuple[Trace, str]:
-        """The first trace of a group as the judge sees it where nothing is cut, steps numbered."""
+        """The first trace of a group as the judge sees it, without truncation."""
         from draco_ray.judging import render
 
         trace = group.traces[0]

@@ -207,7 +207,7 @@ def _check_same(directory: RunDirectory, config: DracoConfig, index: str) -> Non
     if not (path / INDEX).is_file() and directory.steps():
         raise ConfigError(f"--out {path}: a run directory of another kind; name a new one")
     if not _begun(path):
-        return  # By a command that could not reach its judge, say.
+        return  # E.g. the earlier command could not reach its judge.
     if (path / INDEX).is_file() and read_text(path / INDEX) != index:
         raise ConfigError(f"--out {path}: other traces were judged there, or in other groups; name a new one")
     if (changed := _changed(load_config(str(path)), config)) is not None:

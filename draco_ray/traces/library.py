@@ -400,7 +400,7 @@ def judge_sync(
         asyncio.get_running_loop()
     except RuntimeError:
         return run()
-    # A notebook has a loop of its own in this thread.
+    # A notebook already runs an event loop in this thread.
     with ThreadPoolExecutor(max_workers=1) as thread:
         return thread.submit(run).result()
 

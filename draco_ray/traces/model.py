@@ -58,7 +58,7 @@ class Trace:
     notes: tuple[str, ...] = ()
     """Irregularities in the trace, and how they were handled."""
     training_step: int | None = None
-    """Of a trace from a run directory."""
+    """Training step of a trace from a run directory."""
 
     @property
     def steps(self) -> tuple[TraceTurn, ...]:
@@ -122,7 +122,7 @@ class TraceGroup:
 
     @property
     def traces(self) -> tuple[Trace, ...]:
-        """The traces, read anew each time."""
+        """The traces, read from disk at each call."""
         return tuple(self.read())
 
     def __len__(self) -> int:

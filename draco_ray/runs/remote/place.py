@@ -57,7 +57,7 @@ def place_at(given: str | Path, local: Path | None = None, *, trust: bool = Fals
     """The place of a run that a user names by its folder or its URL.
 
     Args:
-        given: what they typed.
+        given: as typed.
         local: ``run.local``.
         trust: copy to the URL that the folder's marker names, even if somebody else made the folder.
 
