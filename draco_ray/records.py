@@ -1,4 +1,4 @@
-"""What travels between the parts: Task -> Trajectory -> Criterion -> Verdict -> Attribution -> TrainingSample.
+"""Records that the parts exchange: Task -> Trajectory -> Criterion -> Verdict -> Attribution -> TrainingSample.
 
 Suffixes on array names give the axes: ``G`` rollouts of a group, ``K`` criteria, ``M`` steps, ``T`` tokens.
 Steps are 0-based in arrays and 1-based wherever a judge or a person reads them. Records are plain frozen dataclasses

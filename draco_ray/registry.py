@@ -1,7 +1,7 @@
-"""Parts by name: what a configuration key such as ``algorithm.rule`` may say, and how the part is found.
+"""Lookup of parts by name: the values of configuration keys such as ``algorithm.rule``.
 
 A name is one of the built-in ones, ``package.module:attribute``, or ``folder/file.py:attribute`` for a file that is not
-installed. Built-in parts are registered as such paths too, so nothing is imported before it is asked for.
+installed. Built-in parts are registered as such paths too, so nothing is imported before it is needed.
 """
 
 from __future__ import annotations

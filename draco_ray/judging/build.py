@@ -77,7 +77,7 @@ def open_model(
 def prompts_of(config: JudgeConfig) -> Prompts:
     """The prompt set of a configuration, with its secret, its facts and its examples.
 
-    Raises: as `load_prompts`, `evidence_key`, `examples_of`.
+    Raises: see `load_prompts`, `evidence_key`, `examples_of`.
     """
     return load_prompts(
         config.prompts, evidence_key(config.files or config.cache), config.environment_facts, examples_of(config)

@@ -165,8 +165,8 @@ class LiteLLMClient:
 
         Args:
             config: model, endpoint, sampling, limits and prices.
-            cache: where answers are kept; None keeps none.
-            sleep: waits between attempts, for tests.
+            cache: the reply store; None: none.
+            sleep: sleeps between attempts; replaced by tests.
             leases: taken before every HTTP request; None: no limits, and calls do not wait for the end of an outage.
             servers: chooses the server of a request; None: the configured endpoint.
             endpoint_counts: whether the endpoint is a part of the cache key: the model elsewhere is another judge.
@@ -447,7 +447,7 @@ async def _claimed(cache: ReplyCache, key: str) -> AsyncIterator[None]:
 
 _PAID = {each.name for each in fields(Paid)}
 _STORED = {each.name for each in fields(Completion)} - {"paid", "error"}
-"""What is stored of a reply: what it said, and what it cost."""
+"""Fields of a completion that are stored."""
 _COMPLETION = TypeAdapter(Completion)
 
 

@@ -70,7 +70,7 @@ class JudgeWorkerActor:
         return node
 
     async def check(self) -> None:
-        """Raise JudgeUnavailable now rather than in the middle of a step."""
+        """Check that the judge answers. Raises: JudgeUnavailable."""
         await self._judge.check()
 
     @ray.method(num_returns=3)

@@ -240,9 +240,9 @@ def _verdicts(judged: Judged[tuple[ScoredCriterion, ...]] | None) -> tuple[int, 
 
 
 def start_run_store(path: Path, run_name: str, requests_name: str = "") -> Any:
-    """The one writer of a run; its methods run one at a time, in the order they were called.
+    """Start the only writer of a run; its methods run one at a time, in the order of the calls.
 
-    The arguments are `RunStoreActor`'s, and the run's name in its own.
+    The arguments are those of `RunStoreActor`, and the run's name.
 
     All of its state is on disk, and repeated writes change nothing: a new process continues.
     """
