@@ -50,7 +50,7 @@ def draco(
 
 @functools.cache
 def _commands() -> Any:
-    """Every command, its options read from its signature: built once, however often a process calls `main`."""
+    """The command group, built once per process."""
     return get_command(app)
 
 
@@ -61,10 +61,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            # A terminal of ASCII or Latin-1 shows a question mark for what it lacks.
+            # An ASCII or Latin-1 terminal shows question marks for other characters.
             stream.reconfigure(errors="replace")
     if arguments is None:
-        # While large packages are imported almost nothing is garbage; every 700 objects it was looked for.
+        # Collect less often: importing large packages creates almost no garbage.
         gc.set_threshold(50_000, 20, 20)
     try:
         with naming_extras(), ended_as_interrupted():
@@ -76,7 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(f"draco: {plain(' '.join(str(error).splitlines()))}", file=sys.stderr)
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
-        # Before or after the command itself, which Typer ends so.
+        # Typer handles it inside a command.
         sys.exit(130)
 
 

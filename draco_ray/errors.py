@@ -31,7 +31,7 @@ class DracoError(Exception):
     """Base of every error this package raises on purpose."""
 
     exit_code = 1
-    """Of a command that it ends."""
+    """Exit code of a command that it ends."""
 
 
 class MissingExtra(DracoError, ImportError):
@@ -53,7 +53,7 @@ class EnvironmentCrashed(DracoError):
 
 
 class WorldBroken(EnvironmentCrashed):
-    """The code of a rollout has ended or spoiled its own world: the rollout has failed, and is a result."""
+    """The code of a rollout has ended or corrupted its environment: the rollout has failed, and counts as a result."""
 
 
 class IsolationUnavailable(EnvironmentCrashed):
@@ -73,7 +73,7 @@ class RubricError(DracoError):
 
 
 class ReplyError(DracoError, ValueError):
-    """A judge's reply cannot be used; the message tells the judge what to mend."""
+    """A judge's reply cannot be used; the message tells the judge what to correct."""
 
 
 class EngineError(DracoError):
@@ -105,11 +105,11 @@ class DamagedRun(DracoError):
 
 
 class RunStopped(DracoError):
-    """A run is ended by its own watch: it learns nothing, its judge fails, or a step does not end."""
+    """A run is stopped by its own monitoring: it learns nothing, its judge fails, or a step does not end."""
 
 
 class TooManyLost(DracoError):
-    """An evaluation has lost a larger share of its rollouts than it was allowed to; what was played is kept."""
+    """An evaluation has lost a larger share of its rollouts than allowed; finished rollouts are kept."""
 
     exit_code = 3
 

@@ -1,4 +1,4 @@
-"""SIGTERM (`ray job stop`, a container's end) as Ctrl-C: what is stopped says what is finished and how to go on."""
+"""Handle SIGTERM (`ray job stop`, the end of a container) like Ctrl-C."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from collections.abc import Iterator
 def ended_as_interrupted(said: str = "") -> Iterator[None]:
     """SIGTERM ends the block as Ctrl-C does; main thread only.
 
-    ``said`` is written at once, before anything is tidied up: whoever sent the signal may kill in seconds (`ray job
-    stop` after three, unless ``RAY_JOB_STOP_WAIT_TIME_S`` says otherwise).
+    ``said`` is written at once, before any cleanup: the sender may follow with SIGKILL (`ray job stop` after three
+    seconds, unless ``RAY_JOB_STOP_WAIT_TIME_S`` says otherwise).
 
-    A shell starts what it runs behind a script with SIGINT ignored: then, too.
+    A shell starts background jobs of a script with SIGINT ignored; the block then handles SIGINT as well.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -38,10 +38,9 @@ def ended_as_interrupted(said: str = "") -> Iterator[None]:
 
 @contextlib.contextmanager
 def handler_kept(number: signal.Signals) -> Iterator[None]:
-    """What a signal did before the block it does after it; main thread only.
+    """Restore the handler of a signal after the block; main thread only.
 
-    Ray puts a handler of SIGTERM in the place of another when it is started or joined: one that ends the process where
-    it stands, with a stack trace.
+    When Ray is started or joined it replaces the handler of SIGTERM by one that ends the process with a stack trace.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -50,6 +49,6 @@ def handler_kept(number: signal.Signals) -> Iterator[None]:
     try:
         yield
     finally:
-        # None is a handler that was not installed by Python.
+        # None: the handler was not installed by Python.
         if before is not None:
             signal.signal(number, before)

@@ -312,7 +312,7 @@ class JudgeCall:
 
     call_id: str
     phase: str
-    """Name of the judge's job (`draco_ray.judging.phases`)."""
+    """Name of the phase (`draco_ray.judging.phases`)."""
     group: str
     task_id: str
     rollout: int | None
@@ -374,7 +374,7 @@ class CreditFallback(StrEnum):
     NONE = "none"
     CREDIT_OFF = "credit_off"
     NO_STEP = "no_step"
-    """The policy emitted no code block: all its sampled tokens take A_i."""
+    """The rollout has no step: all its sampled tokens receive A_i."""
     NO_CITATION = "no_citation"
     VANISHING_NORMALISER = "vanishing_normaliser"
     CREDIT_CALL_FAILED = "credit_call_failed"

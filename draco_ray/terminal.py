@@ -1,4 +1,4 @@
-"""What people read on a terminal: text as it is, and nothing in it that tells the terminal what to do."""
+"""Terminal output without control sequences from printed texts."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from rich.console import Console
 from rich.text import Text
 
 _ORDERS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
-"""Characters that a terminal obeys instead of showing them: control characters but line feed and tab, what turns the
-direction of writing, ends of lines and halves of characters."""
+"""Characters that a terminal interprets: control characters except line feed and tab, bidirectional controls, Unicode
+line separators, and lone surrogates."""
 
 
 def plain(text: str) -> str:
-    r"""``text`` with what a terminal would obey spelled out, e.g. ``\x1b``."""
+    r"""``text`` with control characters escaped, e.g. ``\x1b``."""
     return _ORDERS.sub(lambda found: ascii(found[0])[1:-1], text)
 
 
 class PlainConsole(Console):
-    """Prints names, paths and texts of others: brackets are no markup, and a terminal obeys none of it."""
+    """Prints names, paths and untrusted texts without markup and control characters."""
 
     def __init__(self, **options: Any) -> None:
         """``options``: as of `rich.console.Console`."""

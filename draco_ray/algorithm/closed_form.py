@@ -1,6 +1,6 @@
-"""The rule of the paper for whoever trains with something else: verdicts and citations in, step advantages out.
+"""The paper's rule as a function, for other trainers: verdicts and citations in, step advantages out.
 
-NumPy only; nothing is asked and nothing is read. With `draco_ray.judge` the verdicts come from a judge.
+NumPy only, without I/O. With `draco_ray.judge` the verdicts come from a judge.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from draco_ray.algorithm.reward import rubric_rewards, surviving_criteria
 from draco_ray.records import Attribution, FloatArray, IntArray, Verdict
 
 Citations = Mapping[int, Sequence[int]] | Sequence[Attribution] | None
-"""Of one rollout: criterion (0-based) to the steps (1-based) responsible for its verdict, or the credit call's own
-verdicts and steps; None or empty: nothing is cited, and its advantage is spread evenly."""
+"""Citations of one rollout: criterion (0-based) -> steps (1-based) responsible for its verdict, or the credit call's
+attributions; None or empty: nothing is cited, and the advantage is spread evenly."""
 
 
 def step_advantages(
@@ -30,7 +30,7 @@ def step_advantages(
     reward: ArrayLike | None = None,
     std_epsilon: float = STD_EPSILON,
 ) -> list[FloatArray]:
-    """What every token of each step of a group receives (Eqs. `rubric-reward`, `grpo-adv`, `stepq`, `credit`).
+    """Advantage of every token of each step of a group (Eqs. `rubric-reward`, `grpo-adv`, `stepq`, `credit`).
 
     Args:
         verdicts: (G, K), +1 pass, -1 fail, 0 not applicable; one row a rollout, one column a criterion.

@@ -96,7 +96,7 @@ class NoStd(AdvantageRule):
 
     def advantages(self, reward_G: FloatArray, *, std_epsilon: float = STD_EPSILON) -> FloatArray:
         """R_i - mean(R); exactly 0 without spread."""
-        # Compared as they are: a mean rounded in its last digit would leave a tiny spread.
+        # Compare the rewards themselves: rounding of the mean would leave a tiny spread.
         return np.zeros(len(reward_G)) if np.ptp(reward_G) == 0.0 else np.asarray(reward_G - reward_G.mean())
 
 
@@ -133,8 +133,8 @@ def find_rule(name: str, reliability: float | None = None) -> AdvantageRule:
     """The rule of that name (see `draco_ray.registry.find`).
 
     Args:
-        name: as of ``algorithm.rule``.
-        reliability: as of ``algorithm.reliability``, for `Calibrated` and its subclasses.
+        name: value of ``algorithm.rule``.
+        reliability: value of ``algorithm.reliability``, for `Calibrated` and its subclasses.
 
     Raises:
         ConfigError: there is none, it is no subclass of `AdvantageRule`, or it needs a reliability and has none.

@@ -324,9 +324,9 @@ def _understood(groups: Groups, settled: Plan) -> list[str]:
             "(judge.local)"
         )
     places: dict[str, list[str]] = {}
-    for each in summaries:
-        for note in each.notes:
-            places.setdefault(note, []).append(each.source)
+    for summary in summaries:
+        for note in summary.notes:
+            places.setdefault(note, []).append(summary.source)
     noted = [
         f"  {sources[0]}{f' and {len(sources) - 1} more' if len(sources) > 1 else ''}: {note}"
         for note, sources in places.items()

@@ -22,9 +22,9 @@ from draco_ray.judging.local.actor import start_judge_servers
 from draco_ray.judging.phases import Question
 from draco_ray.judging.pool import JudgePool, PolicyJudge, judge_starter
 from draco_ray.records import Judged
+from draco_ray.traces.judging import environment_facts
 from draco_ray.traces.keeping import JudgingRun
 from draco_ray.traces.library import Meter
-from draco_ray.traces.trajectory import environment_facts
 from draco_ray.training.cluster import release_start_lock
 from draco_ray.training.session import plain_error, ray_session
 

@@ -17,7 +17,7 @@ from draco_ray.errors import ConfigError
 from draco_ray.judging.build import prompts_of
 from draco_ray.judging.completion import Completer
 from draco_ray.judging.judge import Judge
-from draco_ray.judging.static_rubric import load_static_rubric
+from draco_ray.judging.prompts import load_static_rubric
 from draco_ray.lab.analysis import rubric_overlap
 from draco_ray.lab.analysis.checkpoint_judge import checkpoints_before, open_checkpoints
 from draco_ray.lab.analysis.judge_loss import judge_loss

@@ -1,4 +1,4 @@
-"""The limiter and the stored replies of a run, as Ray actors beside the driver that all judge workers share.
+"""The limiter and the reply store of a run, as Ray actors beside the driver that all judge workers share.
 
 Judge workers may run on hosts that share no folder with the driver, and SQLite does not work on network file systems.
 """
@@ -6,11 +6,12 @@ Judge workers may run on hosts that share no folder with the driver, and SQLite 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import ray
 from ray.exceptions import RayError, RayTaskError
@@ -24,6 +25,8 @@ from draco_ray.observability.logs import start_run_log
 from draco_ray.placement import beside_the_driver
 from draco_ray.runs.directory import RunDirectory
 
+ValueT = TypeVar("ValueT")
+
 LEASE_GRACE_SECONDS = 60.0
 OPTIONS = {
     "num_cpus": 0,
@@ -35,13 +38,14 @@ OPTIONS = {
 
 
 class NamedActor:
-    """Calls an actor's methods by the actor's name, so that the caller's process can be restarted by Ray.
+    """Calls the methods of an actor that is found by its name: unlike a handle, a name survives restarts.
 
     Every public attribute is a method of the actor, as a coroutine function. Raises: the actor's own errors.
     """
 
     def __init__(self, name: str) -> None:
         self._name = name
+        self._returning: set[asyncio.Task[None]] = set()
 
     @cached_property
     def _handle(self) -> Any:
@@ -60,6 +64,22 @@ class NamedActor:
                 raise
 
         return call
+
+    async def borrowed(self, waiting: Awaitable[ValueT], give_back: Callable[[ValueT], Awaitable[object]]) -> ValueT:
+        """Wait for something that is given back should the caller be cancelled meanwhile."""
+        task = asyncio.ensure_future(waiting)
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            returning = asyncio.create_task(_give_back(task, give_back))
+            self._returning.add(returning)
+            returning.add_done_callback(self._returning.discard)
+            raise
+
+
+async def _give_back(waiting: Awaitable[ValueT], give_back: Callable[[ValueT], Awaitable[object]]) -> None:
+    with contextlib.suppress(DracoError, RayError):
+        await give_back(await waiting)
 
 
 class LimiterActor(WaitingLine):
@@ -85,8 +105,8 @@ class LimiterActor(WaitingLine):
 class JudgeLimiterActor(LimiterActor):
     """The limiter of a run.
 
-    It starts with the dollars that the book of requests says the run has spent, so that neither a resumed run nor a
-    restarted process starts from zero. Archived calls that are not in the book were booked under another
+    It starts with the dollars that the run has spent according to the book of requests, so that a resumed run and a
+    restarted process do not start from zero. Archived calls that are not in the book were booked under another
     ``judge.cache``.
     """
 
@@ -102,7 +122,7 @@ class JudgeLimiterActor(LimiterActor):
 
 
 def requests_name(config: JudgeConfig, run: Path) -> str:
-    """What the numbers of a run's requests begin with in the book; nothing where the book is the run's own."""
+    """Prefix of the numbers of a run's requests in the book; empty if the book is the run's own."""
     own = config.cache is None or config.cache.resolve().is_relative_to(run.resolve())
     return "" if own else f"{run.name}/"
 
@@ -114,33 +134,13 @@ class LimiterClient(NamedActor):
     settle: Callable[[str, RequestResult], Coroutine[Any, Any, NextAction]]
     give_back: Callable[[str], Coroutine[Any, Any, None]]
 
-    def __init__(self, run_name: str) -> None:
-        super().__init__(_limiter_name(run_name))
-        self._returning: set[asyncio.Task[None]] = set()
-
     async def lease(self, asked: LeaseRequest) -> Grant:
         """See `draco_ray.judging.limiter.Leases.lease`."""
-        waiting = asyncio.ensure_future(self.__getattr__("lease")(asked))
-        try:
-            grant: Grant = await asyncio.shield(waiting)
-        except asyncio.CancelledError:
-            task = asyncio.create_task(self._return(waiting))
-            self._returning.add(task)
-            task.add_done_callback(self._returning.discard)
-            raise
-        return grant
+        return await self.borrowed(self.__getattr__("lease")(asked), lambda grant: self.give_back(grant.number))
 
     def abandon(self, number: str) -> None:
         """See `draco_ray.judging.limiter.Leases.abandon`."""
         self._handle.abandon.remote(number)
-
-    async def _return(self, waiting: asyncio.Future[Grant]) -> None:
-        """Give back a lease whose caller was cancelled."""
-        try:
-            grant = await waiting
-        except (DracoError, RayError):
-            return
-        await self.give_back(grant.number)
 
 
 class RepliesActor(ReplyCache):
@@ -162,13 +162,13 @@ def start_judge_limiter(config: JudgeConfig, run: Path, run_name: str) -> tuple[
 def start_limiter(
     actor: type[LimiterActor], config: JudgeConfig, book: Path, run_name: str
 ) -> tuple[Any, LimiterClient]:
-    """Start an ``actor`` of this kind, which reads from ``book`` what has been spent; see `start_judge_limiter`."""
+    """Start an ``actor`` of this kind, which reads from ``book`` the dollars spent; see `start_judge_limiter`."""
     handle = ray.remote(actor).options(name=_limiter_name(run_name), scheduling_strategy=beside_the_driver(), **OPTIONS)
-    return handle.remote(config, book), LimiterClient(run_name)
+    return handle.remote(config, book), LimiterClient(_limiter_name(run_name))
 
 
 def start_replies(config: JudgeConfig, run_name: str) -> tuple[Any, Any] | None:
-    """Start the store of the replies in ``judge.cache``; None where none are kept.
+    """Start the reply store in ``judge.cache``; None where replies are not stored.
 
     Returns: the handle, to be kept for as long as the actor is to live, and the client for judge workers: a
         `ReplyCache` in all but type.
@@ -176,7 +176,7 @@ def start_replies(config: JudgeConfig, run_name: str) -> tuple[Any, Any] | None:
     """
     if config.cache is None or config.self_judge.enabled:
         return None
-    # Opened here first: an error in an actor's constructor would reach its callers as the loss of the actor.
+    # Open it here first: an error in an actor's constructor would look like the loss of the actor.
     ReplyCache(config.cache)
     name = f"JudgeReplies@{run_name}"
     handle: Any = ray.remote(RepliesActor).options(name=name, scheduling_strategy=beside_the_driver(), **OPTIONS)

@@ -14,7 +14,6 @@ from draco_ray.judging.panel import panel_judge, with_fallbacks
 from draco_ray.judging.prompts import Prompts, evidence_key, load_prompts
 
 if TYPE_CHECKING:
-    from draco_ray.engine.actor import EngineClient
     from draco_ray.judging.endpoint import Servers
     from draco_ray.judging.limiter import Leases
     from draco_ray.judging.reply_cache import ReplyCache
@@ -33,11 +32,11 @@ def build_judge(
 
     Args:
         config: the judge.
-        leases: asked before every request; None: nothing is limited.
+        leases: taken before every request; None: no limits.
         servers: of ``judge.local``.
-        replies: where answers are kept; None: in the folder ``config.cache``, if that names one.
-        own_replies: whether they are of one run, in which the judge stays the same wherever it is reached.
-        prompts: what `prompts_of` gave on another host; None: read here.
+        replies: the reply store; None: the folder ``config.cache``, if set.
+        own_replies: whether the store belongs to one run, in which the judge is the same at any endpoint.
+        prompts: result of `prompts_of` on another host; None: read here.
 
     Raises:
         ConfigError: the prompt set cannot be used.
@@ -67,7 +66,7 @@ def open_model(
     servers: Servers | None = None,
     endpoint_counts: bool = True,
 ) -> Completer:
-    """What answers for ``judge.model``: files of a directory, or LiteLLM; for the arguments see its client."""
+    """The completer of ``judge.model``: files of a directory, or LiteLLM; for the arguments see `LiteLLMClient`."""
     if config.files is not None:
         return FileJudge(config.files, config.model)
     from draco_ray.judging.client import LiteLLMClient
@@ -78,7 +77,7 @@ def open_model(
 def prompts_of(config: JudgeConfig) -> Prompts:
     """The prompt set of a configuration, with its secret, its facts and its examples.
 
-    Raises: as `load_prompts`, `evidence_key`, `examples_of`.
+    Raises: see `load_prompts`, `evidence_key`, `examples_of`.
     """
     return load_prompts(
         config.prompts, evidence_key(config.files or config.cache), config.environment_facts, examples_of(config)
@@ -86,9 +85,9 @@ def prompts_of(config: JudgeConfig) -> Prompts:
 
 
 def build_self_judge(
-    config: JudgeConfig, samplers: Sequence[EngineClient], tokenizer: Any, name: str, prompts: Prompts | None = None
+    config: JudgeConfig, samplers: Sequence[Any], tokenizer: Any, name: str, prompts: Prompts | None = None
 ) -> Judge:
-    """The policy behind ``samplers`` as its own judge; ``prompts`` as of `build_judge`.
+    """The policy behind ``samplers`` as its own judge; ``prompts``: see `build_judge`.
 
     Raises:
         ConfigError: the prompt set or the chat template cannot be used.

@@ -1,11 +1,11 @@
 """The judge over LiteLLM: one request in, one completion out, with retries, a concurrency limit, prices and a cache.
 
-LiteLLM translates between providers, names the errors and knows prices. Its own retries, rate limits and cache are off:
+LiteLLM translates between providers, classifies errors and knows prices. Its retries, rate limits and cache are off:
 they ignore Retry-After for some providers, reject instead of queueing, and forget ``extra_body``.
 
-`draco_ray.judging.endpoint` makes the requests; `draco_ray.judging.outage` classifies errors and decides what becomes
-of their calls. In a pool (``leases``) with ``max_outage_seconds`` a failed request counts towards ``max_attempts`` only
-if the judge has answered another request since; otherwise the judge is down for all calls, and this one waits.
+`draco_ray.judging.endpoint` sends the requests; `draco_ray.judging.outage` classifies errors and decides about retries.
+In a pool (``leases``) with ``max_outage_seconds`` a failed request counts towards ``max_attempts`` only if the judge
+has answered another request since; otherwise the judge is down for all calls, and this one waits.
 """
 
 from __future__ import annotations
@@ -53,11 +53,10 @@ from draco_ray.judging.pricing import (
     reported_cost,
 )
 from draco_ray.judging.reply_cache import CLAIM_SECONDS, ReplyCache, request_key
-from draco_ray.judging.structured import PROBE, PROBE_SCHEMA, keeps_to
 from draco_ray.records import Message, Paid
 
 LONGEST_HINT_SECONDS = 60.0
-"""Longest wait of one call that an endpoint may ask for; that of the whole pool is `draco_ray.judging.outage`'s."""
+"""Longest wait that an endpoint may ask of one call; `draco_ray.judging.outage` limits that of the whole pool."""
 
 
 @dataclass(slots=True)
@@ -71,35 +70,35 @@ class Call:
     key: str | None
     attempts: int
     patient: bool
-    """Whether failures are waited out while the judge answers nobody."""
+    """Whether failures do not count as attempts while the judge answers no call."""
     timeout: float
     """Seconds that one request may take."""
     started_at: float
     clock: float
     check: bool = False
-    """Whether it is the start-up check, which waits only for an endpoint that says it is busy."""
+    """Whether it is the startup check, which waits only for a busy endpoint."""
     requests: int = 0
     own: int = 0
-    """Times that it failed while the judge answered others."""
+    """Failures while the judge answered other calls."""
     unexplained: int = 0
-    """Requests that failed, with no answer to anybody since."""
+    """Failures since the last reply to any call."""
     answers: int = 0
-    """Of the pool, at the last lease."""
+    """Replies of the pool at the last lease."""
     number: str = ""
-    """Of the latest request."""
+    """Number of the latest request."""
     guessed: float = 0.0
     """Dollars of requests that may have been billed without a reply."""
     waited: float = 0.0
-    """Seconds for leave to send its requests."""
+    """Seconds spent waiting for leases."""
     error: BaseException | None = None
 
     def note_failure(self, error: BaseException, billed: float, *, counts: bool = False) -> None:
-        """A request failed.
+        """Note that a request failed.
 
         Args:
-            error: why.
-            billed: dollars that may be owed for it all the same.
-            counts: whether it counts towards `attempts` although failures are waited out.
+            error: the reason.
+            billed: dollars that may be charged all the same.
+            counts: whether it counts towards `attempts` even for a patient call.
         """
         self.error, self.guessed = error, self.guessed + billed
         if self.patient and not counts:
@@ -108,29 +107,29 @@ class Call:
             self.own += 1
 
     def note_grant(self, grant: Grant) -> None:
-        """The next request may be sent; what the others have seen meanwhile says whose failures the last ones were."""
+        """Note a lease for the next request; replies to other calls tell whose fault the last failures were."""
         if grant.answers > self.answers:
-            # Several in a row, and then another request was answered: the judge may have been down in between.
+            # Another call was answered since; an outage may explain all but one of the failures.
             self.own, self.unexplained = self.own + min(self.unexplained, 1), 0
         elif grant.alone and self.error is not None and not (unconnected(self.error) or is_busy(self.error)):
-            # The judge can be reached and no other call fails: the prompt may be the cause.
+            # The judge is reachable and no other call fails: the prompt may be the cause.
             self.own, self.unexplained = self.own + self.unexplained, 0
         self.answers = grant.answers
 
     @property
     def spent(self) -> bool:
-        """Whether it has failed often enough."""
+        """Whether all attempts are used up."""
         return self.own >= self.attempts
 
     def pause_seconds(self, hint: float | None, max_backoff: float) -> float:
         """Seconds to wait before the next request.
 
         Args:
-            hint: what the endpoint asks for, if it does.
-            max_backoff: the most to wait without a hint.
+            hint: seconds that the endpoint asks us to wait, if it does.
+            max_backoff: maximum without a hint.
         """
         if hint is not None:
-            # A little late: a request that comes early is refused again.
+            # A little later than asked: an early request is refused again.
             return min(hint, max(max_backoff, LONGEST_HINT_SECONDS)) + random.uniform(0, min(1.0, 0.1 * hint))
         doubled = FIRST_BACKOFF_SECONDS * 2.0 ** min(self.own + self.unexplained - 1, 30)
         ceiling = min(max_backoff, doubled)
@@ -140,8 +139,8 @@ class Call:
 log = logging.getLogger(__name__)
 
 CHECK_ATTEMPTS = 3
-"""Requests `LiteLLMClient.check` makes at most: a judge that is down should be known within seconds."""
-PROBE_REQUEST = Request(messages=(Message(role="user", content=PROBE),), schema=PROBE_SCHEMA)
+"""Maximum number of requests of `LiteLLMClient.check`: a judge that is down should be noticed within seconds."""
+PROBE_REQUEST = Request(messages=(Message(role="user", content="Reply with the word OK."),))
 PROBE_TOKENS = 32
 
 Sleep = Callable[[float], Awaitable[None]]
@@ -166,16 +165,16 @@ class LiteLLMClient:
 
         Args:
             config: model, endpoint, sampling, limits and prices.
-            cache: where answers are kept; None keeps none.
-            sleep: waits between attempts, for tests.
-            leases: asked before every HTTP request; None: nothing is limited, and no outage is waited for.
-            servers: which server takes a request; None: the configured endpoint takes all.
-            endpoint_counts: whether the model at another endpoint is another judge, whose answers are its own.
-            role: what the model is here, for messages.
-            settings: where model and endpoint were named, for messages.
+            cache: the reply store; None: none.
+            sleep: sleeps between attempts; replaced by tests.
+            leases: taken before every HTTP request; None: no limits, and calls do not wait for the end of an outage.
+            servers: chooses the server of a request; None: the configured endpoint.
+            endpoint_counts: whether the endpoint is a part of the cache key: the model elsewhere is another judge.
+            role: role of the model, for messages.
+            settings: configuration keys of model and endpoint, for messages.
         """
         self._endpoint = Endpoint(config, role, settings)
-        # A resumed run starts the rule judge's server anew, on another port: the same judge.
+        # A resumed run starts the rule judge's server again, on another port: it is the same judge.
         self._endpoint_counts = endpoint_counts and not config.rule_judge.start
         self._servers: Servers = servers or self._endpoint
         self._patient = leases is not None and config.max_outage_seconds > 0
@@ -190,7 +189,7 @@ class LiteLLMClient:
         """Answer ``request``, from the cache if it was answered before.
 
         Raises:
-            JudgeUnavailable: see the module's table; BudgetSpent where the run's budget does not allow the request.
+            JudgeUnavailable: the judge is down or refuses us. BudgetSpent: the run's budget does not allow the request.
         """
         if self._cache is None:
             return await self._answer(request, None)
@@ -211,34 +210,24 @@ class LiteLLMClient:
             await self._cache.forget(self._key(request))
 
     async def check(self) -> None:
-        """Send a one-word prompt with the run's own parameters, so that a refused one is known before it costs.
-
-        It also finds out whether the endpoint holds replies to a JSON schema.
+        """Send a one-word prompt with the run's own parameters, so that a refused parameter is noticed early.
 
         Raises:
-            JudgeUnavailable: no answer, for whatever reason, or one that does not say its usage under a budget.
+            JudgeUnavailable: no answer, or one without its usage under a budget.
             ConfigError: a budget, and no price.
         """
         check_budget(self._config, self._config.model)
-        structured = self._endpoint.structured
-        completion = await self._probe()
-        # A reply that its reasoning used up says nothing about the schema.
-        if structured.constrained and completion.finish_reason == "stop" and not keeps_to(completion.text):
-            structured.drop("ignores a JSON schema")
+        call = self._call(PROBE_REQUEST, PROBE_TOKENS)
+        call.attempts, call.check = min(CHECK_ATTEMPTS, self._config.max_attempts), True
+        completion = await self._ask(call)
+        if completion.error is not None:
+            raise JudgeUnavailable(f"{self._endpoint.who()}: {completion.error}")
         if not completion.usage_known and self._config.limits.dollars is not None:
             raise JudgeUnavailable(
                 f"{self._endpoint.who()}: its replies do not say their usage (prompt_tokens, completion_tokens), so "
                 f"what is left of judge.limits.dollars={self._config.limits.dollars:g} would be a guess; let the "
                 "endpoint report it, or set judge.limits.dollars=null"
             )
-
-    async def _probe(self) -> Completion:
-        call = self._call(PROBE_REQUEST, PROBE_TOKENS)
-        call.attempts, call.check = min(CHECK_ATTEMPTS, self._config.max_attempts), True
-        completion = await self._ask(call)
-        if completion.error is not None:
-            raise JudgeUnavailable(f"{self._endpoint.who()}: {completion.error}")
-        return completion
 
     async def _ask(self, call: Call) -> Completion:
         while True:
@@ -273,7 +262,7 @@ class LiteLLMClient:
         return result
 
     async def _send(self, call: Call, grant: Grant, server: Server) -> Completion | NextAction:
-        """Send one request; returns its reply, or what becomes of the call."""
+        """Send one request; returns its reply, or what to do with the call."""
         import openai
 
         call.requests, call.number = call.requests + 1, grant.number
@@ -296,7 +285,7 @@ class LiteLLMClient:
                 await self._cache.settle(grant.number, ended.dollars)
             return await self._leases.settle(grant.number, ended)
         except BaseException:
-            # How it ended is unknown: in the book of requests it stays open.
+            # How it ended is unknown: it stays open in the book of requests.
             self._leases.abandon(grant.number)
             raise
         usage, dollars, estimated = self._bill(response, call.most)
@@ -327,7 +316,7 @@ class LiteLLMClient:
         return completion
 
     def _ended(self, most: CostBound, error: BaseException, billed: bool) -> RequestResult:
-        """Account for a request without a reply; one that may be billed counts with the most that it may cost."""
+        """The result of a request without a reply; one that may be billed is booked at its maximum cost."""
         return RequestResult(
             tokens=most.input_tokens + most.output_tokens if billed else 0.0,
             output_tokens=most.output_tokens if billed else 0.0,
@@ -343,7 +332,7 @@ class LiteLLMClient:
         return known_price(self._config, self._config.model)
 
     def _key(self, request: Request) -> str:
-        """The key under which the answer is kept."""
+        """The key under which the answer is stored."""
         config = self._config
         arguments = self._endpoint.arguments(request.messages)
         for name in ("temperature", "reasoning_effort"):
@@ -423,7 +412,7 @@ class LiteLLMClient:
         }
 
     async def _wait(self, call: Call) -> None:
-        """Wait until this call's next request; a pause of the whole pool comes on top."""
+        """Back off before this call's next request; pauses of the whole pool come on top."""
         error = call.error
         assert error is not None
         seconds = call.pause_seconds(self._endpoint.hint(error), self._config.max_backoff_seconds)
@@ -440,7 +429,7 @@ class LiteLLMClient:
 
 @contextlib.asynccontextmanager
 async def _claimed(cache: ReplyCache, key: str) -> AsyncIterator[None]:
-    """Hold the claim on a question, so that no judge worker asks it meanwhile."""
+    """Hold the claim on a question, so that no other judge worker asks it."""
     holder = uuid.uuid4().hex
 
     async def renew() -> None:
@@ -461,7 +450,7 @@ async def _claimed(cache: ReplyCache, key: str) -> AsyncIterator[None]:
 
 _PAID = {each.name for each in fields(Paid)}
 _STORED = {each.name for each in fields(Completion)} - {"paid", "error"}
-"""What is stored of a reply: what it said, and what it cost."""
+"""Fields of a completion that are stored."""
 _COMPLETION = TypeAdapter(Completion)
 
 

@@ -58,7 +58,7 @@ class Completion:
     estimated_dollars: float = 0.0
     """The part of ``dollars`` that no reply states: the most that those requests may have cost."""
     call_id: str = ""
-    """Unique; of a reply from the durable cache empty."""
+    """Unique id; empty for a reply from the durable cache."""
     paid: Paid | None = None
     """What a reply from the durable cache cost when it was made, if known."""
     waited_seconds: float = 0.0
@@ -73,7 +73,7 @@ class Completion:
 
 
 class Completer(Protocol):
-    """Answers requests; `draco_ray.judging.client.LiteLLMClient` in production, a script in tests."""
+    """Answers requests, such as `draco_ray.judging.client.LiteLLMClient`."""
 
     async def __call__(self, request: Request) -> Completion:
         """Answer ``request``.
@@ -84,11 +84,11 @@ class Completer(Protocol):
         ...
 
     async def forget(self, request: Request) -> None:
-        """Drop a stored answer to ``request``: the phase it served failed, so that asking again must ask anew."""
+        """Drop the stored answer to ``request``, because its phase failed: a retry must ask again."""
         ...
 
     async def check(self) -> None:
-        """Ask something tiny.
+        """Send a tiny request.
 
         Raises:
             JudgeUnavailable: the judge does not answer.

@@ -1,4 +1,4 @@
-"""The judge's endpoint through LiteLLM: what a request says, and what its errors say. Nothing is retried here."""
+"""The judge's endpoint through LiteLLM: arguments of a request, and messages of its errors. Nothing is retried here."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """Where a request goes."""
+    """The address and key for a request."""
 
     api_base: str | None
     """None: the provider's own."""
@@ -33,27 +33,27 @@ class Server:
 
 @dataclass(slots=True)
 class Borrowed:
-    """A server for as long as one request takes."""
+    """A server, borrowed for one request."""
 
     server: Server
     lost: bool = False
-    """Set by its user: no connection was to be had, or it broke."""
+    """Set by the borrower if there was no connection, or it broke."""
 
 
 class Servers(Protocol):
-    """Which server takes a request."""
+    """Chooses the server of a request."""
 
     def borrow(self, request: Request) -> AbstractAsyncContextManager[Borrowed]:
-        """A server that has room for ``request``; waits for one.
+        """Wait for a server with a free slot.
 
         Raises:
-            JudgeUnavailable: there is none.
+            JudgeUnavailable: there is no server.
         """
         ...
 
 
 def place_of(config: JudgeConfig) -> str:
-    """Where a model is asked, for messages: LiteLLM takes an endpoint from the provider's variables as well."""
+    """The endpoint of a model, for messages: LiteLLM reads it from the provider's environment variables as well."""
     provider = provider_key(config.model).removesuffix("_API_KEY")
     names = [f"{provider}_BASE_URL", f"{provider}_API_BASE"]
     return config.api_base or next(
@@ -62,7 +62,7 @@ def place_of(config: JudgeConfig) -> str:
 
 
 def introduced(config: JudgeConfig) -> str:
-    """Who is asked, where, and whose key: what a command says before its first request."""
+    """Model, endpoint and key variable: what a command prints before its first request."""
     if config.files is not None:
         return f"you, through files: {config.files}/NAME.prompt.txt is answered by {config.files}/NAME.reply.txt"
     return f"{config.model} at {place_of(config)}, key in {config.key_variable}"
@@ -78,7 +78,7 @@ class Endpoint:
         self._tokens_name = "max_tokens"
 
     def arguments(self, messages: Sequence[Message]) -> dict[str, Any]:
-        """Return what identifies and shapes the answer, as configured."""
+        """The configured arguments of a request, which are a part of its cache key."""
         config = self._config
         arguments: dict[str, Any] = {
             "model": config.model,
@@ -106,7 +106,7 @@ class Endpoint:
         if key := os.environ.get(name):
             return key
         if self._config.api_base is not None:
-            # A server of one's own needs none, but LiteLLM insists on a value and would take another variable's.
+            # A private server needs no key, but LiteLLM insists on one and would take another variable's.
             return "none"
         raise JudgeUnavailable(
             f"{self._role} {self._config.model}: environment variable {name} holds no key; set it, or the endpoint "
@@ -117,14 +117,14 @@ class Endpoint:
         """Send one request and return LiteLLM's response.
 
         Args:
-            request: what is asked.
-            server: where.
-            max_tokens: of the reply.
+            request: the prompt and its schema.
+            server: where to send it.
+            max_tokens: maximum length of the reply.
             timeout: seconds.
 
         Raises:
-            OpenAIError: whatever went wrong, in LiteLLM's terms.
-            JudgeUnavailable: a parameter that the model refuses.
+            OpenAIError: any failure, as LiteLLM classifies it.
+            JudgeUnavailable: the model refuses a parameter.
         """
         litellm = quiet_litellm()
         arguments = self.arguments(request.messages) | self._parameters
@@ -151,7 +151,7 @@ class Endpoint:
                 self._tokens_name = "max_completion_tokens"
 
     def _told(self, litellm: Any, request: Request, messages: list[dict[str, Any]]) -> dict[str, Any]:
-        """The arguments that tell the provider of its tier, and of the beginnings that other requests share."""
+        """The arguments for the service tier and for the provider's prompt cache."""
         config = self._config
         extra: dict[str, Any] = {} if config.service_tier is None else {"service_tier": config.service_tier}
         how = told(litellm, config.model, config.api_base, config.prompt_cache)
@@ -188,7 +188,7 @@ class Endpoint:
         return sent
 
     def refused(self, error: BaseException) -> JudgeUnavailable:
-        """Return the error for an endpoint that will not have us."""
+        """The error for an endpoint that refuses our requests."""
         name = self._config.key_variable
         return JudgeUnavailable(
             f"{self.who()}: refused: {self.one_line(error)}; check {self._settings} and the key in environment "
@@ -196,16 +196,16 @@ class Endpoint:
         )
 
     def hint(self, error: BaseException) -> float | None:
-        """Return how many seconds the endpoint asks us to wait, at most as many as a request may take."""
+        """Seconds that the endpoint asks us to wait, at most the request timeout."""
         hint = retry_after_seconds(headers_of(error))
         return None if hint is None else min(hint, self._config.request_timeout_seconds)
 
     def who(self) -> str:
-        """Return what messages call it."""
+        """Name of the judge in messages."""
         return f"{self._role} {self._config.model} at {place_of(self._config)}"
 
     def one_line(self, error: BaseException | str) -> str:
-        """Return the error without line breaks and without the key, should a server echo it."""
+        """The error in one line, without the key that a server may echo."""
         if isinstance(error, TimeoutError):
             return f"no answer within {self._config.request_timeout_seconds:g} s"
         text = " ".join(str(error).partition("Traceback (most recent")[0].split())

@@ -1,9 +1,8 @@
 """A judge that answers through files: each prompt is written to a numbered file, its reply is read from beside it.
 
-``0001-score-3fa91c2b70d4.prompt.txt`` and its ``.schema.json`` are written, ``0001-score-3fa91c2b70d4.reply.txt`` is
-waited for. Whoever answers may use a chat window, a batch system or a gateway; a directory whose replies are all there
-is a recorded judge, also without the prompts. The same question has the same file in every run, so an interrupted
-command goes on.
+It writes ``0001-score-3fa91c2b70d4.prompt.txt`` and ``.schema.json``, and waits for the ``.reply.txt`` of that name.
+The replies may come from a chat window, a batch system or a gateway. A directory with all replies is a recorded judge,
+also without the prompts. The same question has the same file in every run, so an interrupted command can continue.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ POLL_SECONDS = 0.5
 REMIND_SECONDS = 60.0
 """Time between two messages that name what is waited for."""
 RECORDED = "recorded"
-"""File that says by whom and when all replies of a directory were given: a prompt without one is then an error."""
+"""File that marks a complete recording, with its author and date: a prompt without a reply is then an error."""
 PROMPT, SCHEMA, REPLY = ".prompt.txt", ".schema.json", ".reply.txt"
 
 
@@ -64,12 +63,12 @@ class FileJudge:
         )
 
     async def forget(self, request: Request) -> None:
-        """Set an unusable reply aside as ``.reply.txt.refused``, so that the same question waits for another one."""
+        """Rename an unusable reply to ``.reply.txt.refused``: the same question then waits for another one."""
         for reply in self._directory.glob(f"*-{_key(request)}{REPLY}"):
             reply.rename(f"{reply}.refused")
 
     async def check(self) -> None:
-        """Ask nothing: whoever answers has all the time they need."""
+        """Do nothing: a reply may take any time."""
 
     def _write(self, request: Request) -> tuple[str, bool]:
         """Write prompt and schema under the next number, unless they or the reply are there.
@@ -143,7 +142,7 @@ def _key(request: Request) -> str:
 
 
 def _shown(request: Request) -> str:
-    """The prompt as it is; of a conversation each message under its role."""
+    """The prompt; several messages each under its role."""
     if len(request.messages) == 1:
         return request.messages[0].content
     return "\n\n".join(f"[{message.role}]\n{message.content}" for message in request.messages)

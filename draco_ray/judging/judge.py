@@ -1,16 +1,16 @@
-"""Asking the judge (Section "Dynamic Per-Trajectory Rubrics"): prompt, ask, parse, ask once more, or give up.
+"""Ask the judge (Section "Dynamic Per-Trajectory Rubrics"): send the prompt, parse the reply, retry, or give up.
 
-The prompts are in `draco_ray.judging.phases`. No phase raises over a reply: it returns a `Judged` with its value or the
-reason there is none, and every call it made. Only a judge that cannot answer at all raises (`JudgeUnavailable`).
+The phases are in `draco_ray.judging.phases`. An unusable reply raises nothing: the result is a `Judged` with a value or
+the reason there is none, and all calls. Only a judge that cannot answer at all raises (`JudgeUnavailable`).
 
-A content filter, or a rollout that is too long whatever is cut, must not cost the other rollouts of a group their
-rubric: a question about several rollouts is asked again without those for which the judge refuses it. Rollouts whose
-own stage2 call failed are left out first, which takes one more call. Otherwise the refused ones are found by bisection:
-a part is added to what the judge has accepted, and split if that is refused; the last accepted answer counts. One
-refused rollout of eight takes at most 6 more calls; after `MOST_CALLS` whatever is not shown yet is left out.
+A content filter, or one rollout that is too long even if truncated, must not cost the other rollouts of a group their
+rubric: a question about several rollouts is asked again without those that the judge refuses. Rollouts whose own stage2
+call failed are left out first, which takes one more call. Otherwise the refused ones are found by bisection: a part is
+added to what the judge has accepted, and split if that is refused; the last accepted answer counts. One refused rollout
+of eight takes at most 6 more calls; after `MOST_CALLS` the rest is left out.
 
-One more call for some rollouts (``judge.second_look``) shows the judge its own notes without the verdicts, and asks
-which verdict they argue for. The result is a rate in the metrics and the report; no verdict is changed by it.
+For a sample of rollouts one more call (``judge.second_look``) shows the judge its own notes without the verdicts, and
+asks which verdict they argue for. The result is a rate in the metrics and the report; it changes no verdict.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from draco_ray.config.load import project_file
 from draco_ray.config.schema import JudgeConfig
 from draco_ray.errors import ReplyError
 from draco_ray.judging.completion import Completer, Completion, Request
-from draco_ray.judging.escaping import json_text
 from draco_ray.judging.fitting import Fitted, Fitting
 from draco_ray.judging.judge_context import QUOTED_REPLY_CHARACTERS
 from draco_ray.judging.phases import Question, Score
 from draco_ray.judging.prompt_cache import shared_ends
 from draco_ray.judging.prompts import Prompts
+from draco_ray.judging.render import json_text
 from draco_ray.judging.reply import Entry, Parsed, RubricEntry, align, check_finish, own_answer, read_entries
 from draco_ray.judging.structured import reply_schema, tag_of, with_tag
 from draco_ray.records import Criterion, JudgeCall, Judged, Message, ScoredCriterion
@@ -41,18 +41,18 @@ if TYPE_CHECKING:
     from draco_ray.judging.reply_cache import ReplyCache
 
 MOST_CALLS = 12
-"""Times that the question is asked again, each with less than all of its rollouts."""
+"""Maximum number of further questions, each about a part of the rollouts."""
 
 ValueT = TypeVar("ValueT")
 Ask = Callable[[Question[ValueT]], Awaitable[Judged[ValueT]]]
 
 
 def is_refused(judged: Judged[ValueT]) -> bool:
-    """Whether a question was refused for what it shows: it does not fit, or the judge declined."""
+    """Whether a question was refused for its content: it does not fit, or the judge declined."""
     if judged.ok or not judged.calls:
         return not judged.ok
     last = judged.calls[-1]
-    # A provider may call it an error, too, that it broke a reply off.
+    # A provider may also report an interrupted reply as an error.
     return last.finish_reason in ("content_filter", "refusal") or (last.finish_reason == "error" and not last.reply)
 
 
@@ -60,9 +60,9 @@ async def ask_without_refused(question: Question[ValueT], whole: Judged[ValueT],
     """The answer about as many of the question's rollouts as the judge accepts, with a note of the others.
 
     Args:
-        question: about several.
-        whole: what came of asking about all of them.
-        ask: asks about some.
+        question: about several rollouts.
+        whole: the result for all of them.
+        ask: asks about some of them.
 
     Returns: ``whole`` with all calls where it accepts none of them.
     """
@@ -79,7 +79,7 @@ async def ask_without_refused(question: Question[ValueT], whole: Judged[ValueT],
 
 
 class _Search(Generic[ValueT]):
-    """The rollouts that the judge has accepted, and its answer about them."""
+    """Bisection for the rollouts that the judge accepts."""
 
     def __init__(self, question: Question[ValueT], ask: Ask[ValueT]) -> None:
         self._question, self._ask = question, ask
@@ -89,11 +89,11 @@ class _Search(Generic[ValueT]):
         self.calls: list[JudgeCall] = []
 
     async def add(self, part: Sequence[int], *, refused: bool) -> bool:
-        """Add what can be added of ``part``; returns whether that is all of it.
+        """Add as many rollouts of ``part`` as possible; returns whether all were added.
 
         Args:
             part: rollouts.
-            refused: whether the judge has refused what is shown together with all of them.
+            refused: whether the judge has already refused the accepted rollouts together with all of these.
         """
         if not refused:
             if self._asked == MOST_CALLS:
@@ -113,7 +113,7 @@ class _Search(Generic[ValueT]):
 
 
 SECOND_LOOK = "second_look"
-"""Of these calls in the archive and in cost tables."""
+"""Phase name of these calls in the archive and in cost tables."""
 PROMPT = Path("prompts/second_look.txt")
 
 
@@ -125,19 +125,19 @@ class LookEntry(RubricEntry):
 
 
 def gets_second_look(share: float, group: str, rollout: int | None) -> bool:
-    """Whether a rollout belongs to the sample: the same again for the same rollout.
+    """Whether a rollout belongs to the sample; deterministic.
 
     Args:
-        share: of all rollouts, 0 .. 1.
-        group: the rollout's.
-        rollout: its number in there.
+        share: sampled share of all rollouts, 0 .. 1.
+        group: of the rollout.
+        rollout: its index in the group.
     """
     digest = hashlib.blake2b(f"{group}/{rollout}".encode(), digest_size=7).digest()
     return int.from_bytes(digest, "big") < share * 2**56
 
 
 def second_look_request(rubric: Sequence[Criterion], scores: Sequence[ScoredCriterion], group: str) -> Request:
-    """What is asked about the notes on a rubric, one score a criterion."""
+    """The request about the notes of the scores, one per criterion."""
     template = project_file(PROMPT).read_text(encoding="utf-8")
     notes = [
         {
@@ -155,7 +155,7 @@ def second_look_request(rubric: Sequence[Criterion], scores: Sequence[ScoredCrit
 
 
 def count_contradictions(text: str, rubric: Sequence[Criterion], scores: Sequence[ScoredCriterion]) -> int:
-    """The number of scores whose own notes argue for another verdict; unclear notes contradict nothing.
+    """Number of scores whose own notes argue for another verdict; unclear notes do not count.
 
     Raises:
         ReplyError: not exactly one entry per criterion.
@@ -168,7 +168,7 @@ def count_contradictions(text: str, rubric: Sequence[Criterion], scores: Sequenc
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallContext:
-    """What a call is for, as the archive records it."""
+    """What a call is about, as the archive records it."""
 
     group: str
     task_id: str
@@ -181,7 +181,7 @@ class Judge:
     def __init__(
         self, complete: Completer, prompts: Prompts, config: JudgeConfig, replies: ReplyCache | None = None
     ) -> None:
-        """``replies``: where ``complete`` keeps its answers; None: nowhere."""
+        """``replies``: where ``complete`` stores its replies; None: nowhere."""
         self._complete = complete
         self._prompts = prompts
         self._config = config
@@ -196,14 +196,14 @@ class Judge:
         await self._complete.check()
 
     async def ask(self, question: Question[ValueT], context: CallContext) -> Judged[ValueT]:
-        """Answer a question of any phase: its value, or the reason there is none, with every call that was made."""
+        """Answer a question of any phase: its value, or the reason there is none, with all calls."""
         judged = await self._ask_fitting(question, context)
         if len(question.members) < 2 or not is_refused(judged):
             return judged
         return await ask_without_refused(question, judged, lambda some: self._ask_fitting(some, context))
 
     async def _ask_fitting(self, question: Question[ValueT], context: CallContext) -> Judged[ValueT]:
-        """Ask with as much of what the question shows as the judge reads."""
+        """Ask, truncated to the judge's context if necessary."""
         if (settled := question.settled()) is not None:
             return Judged(value=settled)
         try:
@@ -227,7 +227,7 @@ class Judge:
         return replace(judged, calls=(*calls, *judged.calls), notes=notes, left_out=fitted.left_out)
 
     async def _votes(self, fitted: Fitted[ValueT], context: CallContext) -> Judged[ValueT]:
-        """Ask as often as the phase wants votes, and join them."""
+        """Ask for each vote of the phase, and join them."""
         question = fitted.shown
         votes = await asyncio.gather(
             *(self._vote(question, fitted.prompt, context, vote) for vote in range(question.votes(self._config)))
@@ -243,7 +243,7 @@ class Judge:
         return await self._looked_at(judged, question, context) if isinstance(question, Score) and looks else judged
 
     async def _looked_at(self, judged: Judged[Any], question: Score, context: CallContext) -> Judged[Any]:
-        """``judged``, and how many of its scores contradict their own justifications; nothing where that call fails."""
+        """``judged`` with the number of scores that contradict their own notes; unchanged if that call fails."""
         scores: Any = judged.value
         request = second_look_request(question.rubric, scores, context.group)
         completion = await self._complete(request)
@@ -286,7 +286,7 @@ class Judge:
                 calls.append(_call(phase, context, archived_prompt, completion, error))
                 break
             try:
-                # In a thread: reading a long reply must not hold up the other calls.
+                # In a thread: parsing a long reply must not block the other calls.
                 parsed = await asyncio.to_thread(
                     _read, completion, question, tag_of(prompt), self._config, last=attempt == self._config.reasks
                 )
@@ -302,7 +302,7 @@ class Judge:
                     error = f"all of {limit} went to reasoning; raise it, or lower judge.reasoning_effort"
             calls.append(_call(phase, context, archived_prompt, completion, error))
             if completion.finish_reason == "length" and not completion.text.strip():
-                break  # Asked again, it would think as long.
+                break  # A retry would think as long.
             quoted = _shorten(completion.text) or "(empty)"
             reask = _reask(error)
             messages = (*messages, Message(role="assistant", content=quoted), Message(role="user", content=reask))

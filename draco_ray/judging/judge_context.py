@@ -1,8 +1,7 @@
-"""How long a judge's prompts may become: the longest is the union's, which shows every rollout of a group whole.
+"""Context lengths of judges, and the length of their longest prompt: the union's, which shows every rollout of a group.
 
-An estimate from above for rollouts at their full length, in tokens of the policy. Text whose length is set in
-characters or by the judge itself is counted at `CHARACTERS_PER_TOKEN`. A prompt that is longer than the judge reads is
-cut by the rule of `draco_ray.judging.shortening`.
+An upper estimate for rollouts at full length, in tokens of the policy. Texts that are limited in characters, or written
+by the judge, are counted at `CHARACTERS_PER_TOKEN`. `draco_ray.judging.shortening` truncates prompts that do not fit.
 """
 
 from __future__ import annotations
@@ -21,15 +20,15 @@ from draco_ray.judging.phases import Credit, Union
 from draco_ray.judging.tokens import model_limit
 
 CHARACTERS_PER_TOKEN = 3
-"""Of English, code and JSON: fewer than the base models' tokenizers take."""
+"""Low for English, code and JSON, so that the token counts are upper estimates."""
 QUOTED_REPLY_CHARACTERS = 20_000
-"""How much of an unusable reply is shown to the judge when it is asked again."""
+"""Maximum length of the unusable reply that is quoted when the judge is asked again, in characters."""
 LEAST_ROOM = 700
-"""Tokens of a prompt, however small the judge's context is said to be."""
+"""Minimum room for a prompt in tokens, however small the judge's context."""
 CRITERION_TOKENS = 256
-"""Of a criterion with its JSON; those of the static set take 172 at that rate."""
+"""Tokens of a criterion with its JSON; those of the static rubric take 172 at that rate."""
 TURN_TOKENS = 32
-"""Of the headings of a turn and of its output, and of thinking tags, which a prompt spells out."""
+"""Tokens of the headings of a turn and its output, and of thinking tags."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,12 +36,12 @@ class JudgeContext:
     """The parts of the longest request to the judge, tokens."""
 
     shows: str
-    """Which request that is."""
+    """Description of the request."""
 
     instructions: int
-    """The template, and the agent's prompt, which it may show twice."""
+    """The template, and twice the agent's prompt."""
     rollouts: int
-    """With the last output of each, which no longer had to fit into the response."""
+    """The rollouts, each with a last output beyond its maximum response length."""
     criteria: int
     reply: int
     """``judge.max_tokens``, and the refused replies that are quoted when it is asked again."""
@@ -53,7 +52,7 @@ class JudgeContext:
         return self.instructions + self.rollouts + self.criteria + self.reply
 
     def __str__(self) -> str:
-        """The sum, and what it is of."""
+        """The sum and its parts."""
         return (
             f"{self.tokens:,} tokens (rollouts {self.rollouts:,}, criteria {self.criteria:,}, instructions "
             f"{self.instructions:,}, reply {self.reply:,})"
@@ -61,9 +60,9 @@ class JudgeContext:
 
 
 def judge_context(config: DracoConfig) -> JudgeContext:
-    """What the longest request takes with every rollout at full length.
+    """The longest request with every rollout at full length.
 
-    With a static rubric there is no union: it is then a credit call, whose template may show its rollout twice.
+    With a static rubric there is no union; it is then a credit call, whose template may show its rollout twice.
 
     Raises: ConfigError: the prompt set is missing, or its examples are.
     """
@@ -88,21 +87,21 @@ def judge_context(config: DracoConfig) -> JudgeContext:
 
 
 def judge_tokens(judge: JudgeConfig) -> int | None:
-    """Prompt and reply that a judge reads, tokens; None where that is not known.
+    """Context length of a judge in tokens; None if unknown.
 
-    Of a policy that judges itself only what is set: its engines have room for what a run shows, and count its tokens.
+    For a self-judge only the configured value: its engines are sized for the prompts.
     """
     if judge.context_tokens is not None or judge.self_judge.enabled:
         return judge.context_tokens
     if judge.local.enabled:
         return judge.local.context_tokens or model_positions(judge.model.removeprefix(LOCAL_PROVIDER))
-    # Behind an endpoint of one's own a name says nothing of how a model is served.
+    # At a private endpoint the name does not tell how the model is served.
     return None if judge.api_base else model_limit(judge.model, "max_input_tokens")
 
 
 def judge_room(judge: JudgeConfig) -> int | None:
-    """Tokens that a prompt may have, beside a reply and the quotation of one that was refused; None: not known."""
-    # Whoever of them answers reads the same prompt.
+    """Maximum length of a prompt in tokens, beside a reply and the quoted unusable replies; None if unknown."""
+    # A fallback reads the same prompt.
     others = (model_limit(each.model, "max_input_tokens") for each in judge.fallbacks if each.api_base is None)
     known = [tokens for tokens in (judge_tokens(judge), *others) if tokens is not None]
     if not known:
@@ -111,7 +110,7 @@ def judge_room(judge: JudgeConfig) -> int | None:
 
 
 def context_tokens(config: DracoConfig) -> int:
-    """Tokens of prompt and reply for which the engines of a self-judged run have room.
+    """Context length of the engines of a self-judged run, in tokens.
 
     Raises: ConfigError: the prompt set is missing.
     """
@@ -119,15 +118,15 @@ def context_tokens(config: DracoConfig) -> int:
 
 
 def uses_self_judge(config: DracoConfig) -> bool:
-    """Whether the policy answers the judge's prompts in this run."""
+    """Whether the policy is its own judge in this run."""
     return config.judge.self_judge.enabled and config.algorithm.reward == "rubric"
 
 
 def context_problem(config: DracoConfig, positions: int | None) -> str | None:
-    """Why the model cannot be its own judge, with the numbers, and what to change; None where it can.
+    """Why the model's context is too short for a self-judge, and what to change; None where it is not.
 
     Args:
-        positions: tokens that the model accepts; None where that is not known.
+        positions: context length of the model in tokens; None if unknown.
     """
     if not uses_self_judge(config) or positions is None:
         return None
@@ -145,7 +144,7 @@ def context_problem(config: DracoConfig, positions: int | None) -> str | None:
 
 
 def model_positions(path: str, config_file: Path | None = None) -> int | None:
-    """Tokens that the model of `model.path` accepts, by its ``config.json``; None where that is not known.
+    """Context length of the model of `model.path` by its ``config.json``, in tokens; None if unknown.
 
     Args:
         path: a model directory, or the name of one of `PUBLIC_CONFIGS`.

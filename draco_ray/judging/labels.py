@@ -1,6 +1,6 @@
-"""What people say of a judge's verdicts and citations, as `draco report`'s page exports it: one JSON object a line.
+"""Human labels of a judge's verdicts and citations, as `draco report`'s page exports them: one JSON object per line.
 
-A person marks a verdict right or wrong, and so the steps it cites. Corrected verdicts can be shown to the scoring call
+A person marks a verdict, or the steps it cites, as right or wrong. Corrected verdicts can be shown to the scoring call
 (``judge.examples``); `draco agreement` measures the judge against them.
 """
 
@@ -15,25 +15,25 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from draco_ray.config.load import project_file
 from draco_ray.config.schema import JudgeConfig
 from draco_ray.errors import ConfigError
-from draco_ray.judging.escaping import json_text
+from draco_ray.judging.render import json_text
 from draco_ray.records import Verdict
 
 MOST_CHARACTERS = 2_000
-"""Of a task, or of what a judge wrote, in an example."""
+"""Maximum length of a task or a judge's text in an example, in characters."""
 
 MOST = 2**31 - 1
-"""Of a number that tables hold."""
+"""Largest integer in tables."""
 
 
 class Label(BaseModel):
-    """A person's word on one verdict, or on the steps it cites, or on both."""
+    """A person's label of one verdict, of the steps it cites, or of both."""
 
     model_config = ConfigDict(frozen=True, extra="ignore", strict=True)
 
     run: str
     """Directory name of the run."""
     run_id: str = ""
-    """Of the run itself, since names come again."""
+    """Id of the run, since names are reused."""
     training_step: int = Field(ge=0, le=MOST)
     task_id: str
     rollout: int = Field(ge=0, le=MOST)
@@ -43,7 +43,7 @@ class Label(BaseModel):
     description: str = ""
     evaluator_instruction: str = ""
     task: str = ""
-    """What was asked of the agent."""
+    """The agent's task."""
     judge: int = Field(ge=-1, le=1)
     """The judge's verdict: +1 pass, -1 fail, 0 not applicable."""
     evidence: str = ""
@@ -55,15 +55,15 @@ class Label(BaseModel):
     cited: tuple[int, ...] = Field((), strict=False)
     """Steps the judge holds responsible, 1-based."""
     citation: bool | None = None
-    """Whether these are the right ones; None: not labelled."""
+    """Whether the cited steps are right; None: not labelled."""
     steps: tuple[int, ...] | None = Field(None, strict=False)
-    """The right ones, where the person says which."""
+    """The right steps, if the person names them."""
     note: str = ""
-    """Why, in the person's words."""
+    """The person's comment."""
     by: str = ""
-    """Who; empty: the only one."""
+    """Name of the person; empty if there is only one."""
     drawn: bool = False
-    """Whether the page drew the verdict at random, rather than the person choosing it."""
+    """Whether the page sampled the verdict at random; else the person chose it."""
 
     @model_validator(mode="after")
     def _says_something(self) -> Label:
@@ -75,17 +75,17 @@ class Label(BaseModel):
 
     @property
     def group(self) -> tuple[str, str, int, str]:
-        """The group of rollouts that the verdict is about: labels of one rise and fall together."""
+        """The group of rollouts of the verdict; labels of one group are correlated."""
         return (self.run, self.run_id, self.training_step, self.task_id)
 
     @property
     def judgment(self) -> tuple[object, ...]:
-        """What is labelled, whoever does."""
+        """Identity of the labelled verdict."""
         return (*self.group, self.rollout, self.criterion)
 
 
 def load_labels(paths: Sequence[Path]) -> list[Label]:
-    """The labels of files; of one person's labels of one verdict the last counts.
+    """The labels in files; only the last one per person and verdict.
 
     Raises:
         ConfigError: as `read_labels`.
@@ -94,12 +94,12 @@ def load_labels(paths: Sequence[Path]) -> list[Label]:
 
 
 def last_words(labels: Iterable[Label]) -> list[Label]:
-    """Keep of one person's labels of one verdict the last."""
+    """Keep the last label per person and verdict."""
     return list({(label.judgment, label.by): label for label in labels}.values())
 
 
 def taken_back(labels: Iterable[Label]) -> int:
-    """How many labels say another thing of a verdict or a citation than the same person's label before them."""
+    """Number of labels that contradict the same person's earlier label."""
     before: dict[tuple[object, ...], Label] = {}
     contrary = 0
     for label in labels:
@@ -111,7 +111,7 @@ def taken_back(labels: Iterable[Label]) -> int:
 
 
 def read_labels(paths: Sequence[Path]) -> list[Label]:
-    """Every label of files, in their order.
+    """All labels in files, in order.
 
     Raises:
         ConfigError: a file cannot be read, a line is no label, two lines name different verdicts of the judge on the
@@ -144,15 +144,15 @@ def read_labels(paths: Sequence[Path]) -> list[Label]:
 
 
 def corrected(labels: Iterable[Label], most: int) -> list[Label]:
-    """The first verdicts that people corrected, each once; the last person's word counts."""
+    """The first ``most`` corrected verdicts; the last label of each counts."""
     latest = {label.judgment: label for label in labels if label.verdict is not None}
     return [label for label in latest.values() if label.verdict != label.judge][:most]
 
 
 def examples_text(labels: Sequence[Label]) -> str:
-    """What stands before the scoring call's prompt: corrected verdicts on other runs; empty for none.
+    """Corrected verdicts on other runs, which are prepended to the scoring prompt; empty for none.
 
-    All of it that somebody else wrote is JSON in which no string can close a block or start a line.
+    Untrusted texts are JSON in which no string can close a block or start a line.
     """
     if not labels:
         return ""
@@ -200,7 +200,7 @@ def _cut(text: str) -> str:
 
 def _lines(path: Path) -> list[str]:
     try:
-        # Not splitlines: JSON may hold other ends of lines than \n as they are.
+        # Not splitlines: JSON may contain other line separators than \n.
         return path.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         problem = error.strerror if isinstance(error, OSError) else "it is not UTF-8"

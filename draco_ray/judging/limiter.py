@@ -1,14 +1,13 @@
-"""What the whole judge pool may ask for: requests and tokens a minute, and dollars in all; and when it has to pause.
+"""Rate limits and the budget of the whole judge pool, and its pauses during outages.
 
-A request takes a lease before it is sent and settles it with what it did cost.
+A request takes a lease before it is sent and settles it with its actual cost.
 
-- Dollars: a lease holds the most that its request can cost, so that the budget is never exceeded.
-- Requests: in any 60 seconds no more than the limit, spread over them.
-- Tokens: a request counts from the moment it is sent, with what requests of its kind have used (mean and one standard
-  deviation), until enough have ended with the most that it can use; once it has ended, with what it did use. Spread
-  over the minute as well, at `PACE`.
-- Order: later phases of a group before new groups, otherwise first come, first served: a large request that has to
-  wait for room is not overtaken by smaller ones.
+- Dollars: a lease reserves the maximum cost of its request, so the budget is never exceeded.
+- Requests: at most the limit in any 60 seconds, spread evenly.
+- Tokens: a request in flight counts with the expected size of its kind (mean and one standard deviation; the maximum
+  until enough have ended), an ended one with its actual size. Spread over the minute as well, at `PACE`.
+- Order: later phases of a group before new groups, otherwise first come, first served: smaller requests do not overtake
+  a large one that waits for room.
 
 `Limiter` decides on a clock that tests can set, `WaitingLine` is where callers wait for it. No Ray in here.
 """
@@ -36,13 +35,13 @@ from draco_ray.judging.outage import FailureKind, NextAction, Outage, Pause
 WINDOW_SECONDS = 60.0
 ROUNDING = 1e-9
 BURST_SECONDS, BURST_REQUESTS = 2.0, 5
-"""Requests that may leave at once: those of so many seconds, and at least so many."""
+"""Burst size: the requests of so many seconds, and at least so many."""
 BURST_SHARE = 0.2
-"""Part of the minute's tokens that may leave at once; a single request always may."""
+"""Burst size in tokens, as a part of the limit; a single larger request may always leave."""
 PACE = 4.0
-"""Of the limit, at which tokens may leave for a while: what waited for room may be made up for."""
+"""Factor on the limit: the rate at which tokens may leave after the burst, to make up for waiting."""
 LEARNED_AFTER = 12
-"""Ended requests of a kind after which the next ones are expected to be like them."""
+"""Number of ended requests of a kind from which the size of the next one is predicted."""
 MEMORY = 200
 """Number of ended requests over which means are taken."""
 LOOK_AGAIN_SECONDS = 5.0
@@ -50,7 +49,7 @@ LOOK_AGAIN_SECONDS = 5.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeaseRequest:
-    """A request that is to be sent: the most it can take."""
+    """A request that waits to be sent, with upper bounds of its size."""
 
     input_tokens: float
     output_tokens: float
@@ -70,21 +69,21 @@ class Grant:
     number: str
     """Unique over all runs."""
     answers: int
-    """Replies that the whole pool had before it."""
+    """Replies that the whole pool had received before it."""
     alone: bool = False
-    """Whether no other call has failed since the last reply."""
+    """Whether no other call failed since the last reply."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestResult:
-    """What became of a request."""
+    """The result of a request."""
 
     tokens: float = 0.0
     output_tokens: float = 0.0
-    """The part of ``tokens`` that was written."""
+    """The output part of ``tokens``."""
     dollars: float = 0.0
     estimated: bool = False
-    """Whether these are guesses: nothing is learned from them."""
+    """Whether these are guesses, from which nothing is learned."""
     trouble: FailureKind | None = None
     """Why there is no reply; None where there is one."""
     reason: str = ""
@@ -93,19 +92,19 @@ class RequestResult:
 
 
 class Leases(Protocol):
-    """Where a judge client takes its leases; `draco_ray.judging.actors.LimiterClient` in a run."""
+    """Where a judge client gets its leases; `draco_ray.judging.actors.LimiterClient` in a run."""
 
     async def lease(self, asked: LeaseRequest) -> Grant:
         """Wait until a request may be sent.
 
         Raises:
-            BudgetSpent: it may not be.
-            JudgeUnavailable: the judge has answered nobody for too long.
+            BudgetSpent: it could exceed the budget.
+            JudgeUnavailable: the judge has not answered for too long.
         """
         ...
 
     async def settle(self, number: str, ended: RequestResult) -> NextAction:
-        """Book the end of a lease's request; returns what becomes of its call if it has no reply."""
+        """Book the end of a lease's request; returns what to do with its call if there is no reply."""
         ...
 
     async def give_back(self, number: str) -> None:
@@ -113,7 +112,7 @@ class Leases(Protocol):
         ...
 
     def abandon(self, number: str) -> None:
-        """Give up a lease whose request nobody waits for any longer; it may be billed."""
+        """Drop a lease whose request has no caller any more; it may be billed."""
         ...
 
 
@@ -126,14 +125,17 @@ class _Use:
 
 
 class SlidingWindow:
-    """At most ``limit`` in any `WINDOW_SECONDS`, paced; an amount above the limit passes when the window is empty."""
+    """A rate limit: at most ``limit`` in any `WINDOW_SECONDS`, spread evenly after a burst.
+
+    An amount above the limit passes when the window is empty.
+    """
 
     def __init__(self, limit: float | None, burst: float, pace: float = 1.0) -> None:
         """
         Args:
-            limit: of the window; None: there is none.
-            burst: that may leave at once, or one more where it is larger.
-            pace: of the limit, at which the rest may.
+            limit: maximum amount in the window; None: no limit.
+            burst: amount that may leave at once; a single larger one may, too.
+            pace: rate of the rest, as a factor on the limit.
         """
         self._limit = limit
         self._seconds_each = 0.0 if limit is None else WINDOW_SECONDS / (pace * limit)
@@ -141,17 +143,17 @@ class SlidingWindow:
         self._uses: deque[_Use] = deque()
         self._sum = 0.0
         self._due = -math.inf
-        """When all that was taken would have left at an even pace."""
+        """Time at which everything taken so far would have left at an even pace."""
 
     def seconds_to_wait(self, amount: float, now: float) -> float:
-        """Seconds until ``amount`` more would fit if nothing else happened; 0 if it does."""
+        """Seconds until ``amount`` more fits if nothing else happens; 0 if it fits now."""
         self._forget(now)
         if self._limit is None:
             return 0.0
         over = self._sum + amount - self._limit
         if not self._uses:
             return 0.0
-        # A burst may leave at once; what exceeds it leaves at an even pace.
+        # The burst may leave at once, the rest at an even pace.
         wait = max(0.0, self._due - now - self._seconds_each * max(self._burst - amount, 0.5 * self._burst))
         for use in self._uses:
             if over <= ROUNDING:
@@ -161,7 +163,7 @@ class SlidingWindow:
         return wait if wait > ROUNDING else 0.0
 
     def take(self, amount: float, now: float) -> _Use:
-        """Count ``amount`` from now on."""
+        """Count ``amount`` in the window from now on."""
         use = _Use(now, amount)
         self._uses.append(use)
         self._sum += amount
@@ -169,7 +171,7 @@ class SlidingWindow:
         return use
 
     def correct(self, use: _Use, amount: float, now: float) -> None:
-        """Count ``use`` as ``amount``, which it turned out to be."""
+        """Correct the amount of ``use``."""
         self._forget(now)
         if now - use.at < WINDOW_SECONDS:
             self._sum += amount - use.amount
@@ -180,7 +182,7 @@ class SlidingWindow:
         while self._uses and now - self._uses[0].at >= WINDOW_SECONDS:
             self._sum -= self._uses.popleft().amount
         if not self._uses:
-            self._sum = 0.0  # No rounding is carried along.
+            self._sum = 0.0  # Drop accumulated rounding errors.
 
 
 class _Sizes:
@@ -213,11 +215,11 @@ class _Lease:
     at: float
     expires_at: float
     probe: bool = False
-    """Whether it is the one request that is let through during an outage."""
+    """Whether it is the single request that probes the judge during an outage."""
 
 
 class Limiter:
-    """Hands out leases; the caller waits, one after the other, for as long as `lease` says."""
+    """Grants leases; callers ask one at a time and wait as long as `lease` says."""
 
     def __init__(
         self,
@@ -234,13 +236,12 @@ class Limiter:
         Args:
             limits: of the whole pool.
             spent: dollars that earlier processes of this run have spent.
-            under_way: lease number -> the most it may cost, of leases that an earlier limiter of this run has given and
-                that were not settled.
-            lease_seconds: after which a lease is booked at the most it may cost: whoever held it has died, and its
-                request may have been billed.
-            outage: what is known of the judge's health.
-            name: begins every lease's number.
-            clock: seconds, for tests.
+            under_way: unsettled leases of an earlier limiter of this run: number -> maximum cost.
+            lease_seconds: age at which a lease is booked at its maximum cost: its holder has died, and the request may
+                have been billed.
+            outage: the health of the judge.
+            name: prefix of the lease numbers.
+            clock: monotonic time in seconds; replaced by tests.
         """
         self._limits = limits
         self._name = name
@@ -255,9 +256,9 @@ class Limiter:
         self._sizes = _Sizes()
         self._leases: dict[str, _Lease] = {}
         self._booked: dict[str, float] = {}
-        """Leases that were booked without an answer; one may still come."""
+        """Leases that were booked without an answer, which may still come."""
         self._scale = 1.0
-        """Largest factor by which a request exceeded the most it was expected to take."""
+        """Largest factor by which a request exceeded its maximum cost."""
         self.spent = spent
         """Dollars of settled requests."""
         now = clock()
@@ -267,17 +268,17 @@ class Limiter:
 
     @property
     def reserved(self) -> float:
-        """Dollars that requests under way may cost at most."""
+        """Maximum cost of the requests in flight, in dollars."""
         return math.fsum(self._scale * lease.asked.dollars for lease in self._leases.values())
 
     def lease(self, asked: LeaseRequest) -> tuple[Grant | None, float]:
         """Ask for one request.
 
-        Returns: the lease and 0.0, or None and the seconds after which to ask again. They are infinite while only the
-            settlement of requests under way can help.
+        Returns: the lease and 0.0, or None and the seconds after which to ask again, infinity if only the settlement of
+            requests in flight can help.
         Raises:
-            BudgetSpent: with nothing under way, the request could cost more than is left.
-            JudgeUnavailable: the judge has answered nobody for too long.
+            BudgetSpent: nothing is in flight, and the request could cost more than is left.
+            JudgeUnavailable: the judge has not answered for too long.
         """
         now = self._clock()
         self._expire(now)
@@ -305,7 +306,7 @@ class Limiter:
         return grant
 
     def settle(self, number: str, ended: RequestResult) -> NextAction:
-        """Book the end of a lease's request. What it did cost counts even if the lease expired."""
+        """Book the end of a lease's request. Its cost counts even if the lease has expired."""
         now = self._clock()
         self.spent += ended.dollars - self._booked.pop(number, 0.0)
         lease = self._remove(number)
@@ -330,14 +331,14 @@ class Limiter:
             self._tokens.correct(lease.use, 0.0, self._clock())
 
     def abandon(self, number: str) -> None:
-        """Book a request whose end nobody will see: it may be billed."""
+        """Book a request whose end nobody will see at its maximum cost: it may be billed."""
         lease = self._remove(number)
         if lease is not None:
             self._booked[number] = self._scale * lease.asked.dollars
             self.spent += self._booked[number]
 
     def pause(self) -> Pause | None:
-        """The outage there is, if there is one."""
+        """The current outage, if any."""
         return self.outage.pause(self._clock())
 
     def _remove(self, number: str) -> _Lease | None:
@@ -374,7 +375,7 @@ class _Waiting:
 
 
 class WaitingLine:
-    """`Leases` of a limiter in this process."""
+    """A queue in front of a limiter in this process (`Leases`)."""
 
     def __init__(self, limiter: Limiter) -> None:
         self.limiter = limiter
@@ -415,11 +416,11 @@ class WaitingLine:
         self._news.set()
 
     async def pause(self) -> Pause | None:
-        """The outage there is, if there is one."""
+        """The current outage, if any."""
         return self.limiter.pause()
 
     async def _serve(self) -> None:
-        """Serve the first in the line until nobody waits."""
+        """Serve the queue until it is empty."""
         while self._waiting:
             first = self._waiting[0]
             if first.granted.done():

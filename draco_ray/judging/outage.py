@@ -1,11 +1,11 @@
-"""Judge outages: how errors are classified, and what they mean for the call and for all further requests.
+"""Judge outages: how errors are classified, and what happens to the call and to all further requests.
 
 ========================  =============================================================================================
-answered                  every count starts from zero
-rate limited              all requests wait, as long as the endpoint says, else longer each time
-not available             no connection, 5xx: while no request is answered all wait, longer each time; from the third
-                          failure on one request at a time is let through
-timed out                 the same, from the first time-out on: such requests are slow, and may be billed
+answered                  all counts start from zero
+rate limited              all requests wait, as long as the endpoint says, else with exponential backoff
+not available             no connection, 5xx: all wait with exponential backoff until one request is answered; from the
+                          third failure on only one request at a time is sent
+timed out                 the same, from the first timeout on: such requests are slow, and may be billed
 refused (401, 402, 403,   the run stops if the judge has never answered. Otherwise the call fails, and the third
 404)                      refusal in a row stops the run
 quota spent               the run stops
@@ -30,10 +30,10 @@ log = logging.getLogger(__name__)
 
 FIRST_BACKOFF_SECONDS = 1.0
 ROUNDS_TO_PROBE = 3
-"""Failures in a row after which one request at a time is let through, until one is answered."""
+"""Failures in a row from which only one request at a time is sent, until one is answered."""
 REFUSALS_TO_STOP = 3
 LOGGED_SECONDS = 30.0
-"""Waits that are longer are logged when they begin."""
+"""Longer waits are logged when they begin."""
 
 
 class FailureKind(StrEnum):
@@ -45,11 +45,11 @@ class FailureKind(StrEnum):
     REFUSED = "refused"
     QUOTA_SPENT = "quota_spent"
     OWN = "own"
-    """The request's own: too long, flagged. The judge is well."""
+    """The request itself is the cause: too long, or flagged. The judge is available."""
 
 
 class NextAction(StrEnum):
-    """What becomes of a call whose request had no reply."""
+    """What to do with a call whose request had no reply."""
 
     AGAIN = "again"
     FAIL = "fail"
@@ -58,7 +58,7 @@ class NextAction(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pause:
-    """An outage, for whoever watches."""
+    """An outage, for progress displays."""
 
     reason: str
     lasted: float
@@ -70,14 +70,14 @@ class Pause:
 
 
 class Outage:
-    """What is known of the judge's health."""
+    """The health of the judge."""
 
     def __init__(self, *, max_seconds: float = 0.0, max_backoff_seconds: float = 60.0, who: str = "judge") -> None:
         """
         Args:
-            max_seconds: for which an outage is waited out; 0: nobody waits for anybody else's failures.
-            max_backoff_seconds: between two tries at most, where the endpoint does not say.
-            who: names the judge in messages.
+            max_seconds: maximum duration of an outage before the run stops; 0: calls do not wait for each other.
+            max_backoff_seconds: maximum backoff where the endpoint does not say how long to wait.
+            who: name of the judge in messages.
         """
         self._max_seconds = max_seconds
         self._max_backoff_seconds = max_backoff_seconds
@@ -92,10 +92,10 @@ class Outage:
         self.failing: set[str] = set()
         """Calls that have failed since the last reply."""
         self.probing = False
-        """Whether the one request that is let through during an outage is under way."""
+        """Whether the single request of an outage is in flight."""
         self._refusals = 0
         self.answers = 0
-        """Replies so far, requests that were understood and refused included."""
+        """Replies so far, including refusals of single requests."""
         self._answered = False
 
     @property
@@ -104,18 +104,18 @@ class Outage:
         return self._max_seconds > 0
 
     def seconds_to_wait(self, now: float) -> float:
-        """Seconds until the next request may be sent; infinite while only the request under way can tell."""
+        """Seconds until the next request may be sent; infinity while a probe is in flight."""
         if self._paused_until > now:
             return self._paused_until - now
         return math.inf if self.probing else 0.0
 
     @property
     def down(self) -> bool:
-        """Whether the judge seems down for everybody, so that one request at a time is let through."""
+        """Whether the judge seems down, so that only one request at a time is sent."""
         return self._rounds >= ROUNDS_TO_PROBE
 
     def given_up(self, now: float) -> str | None:
-        """Why nobody should wait any longer; None while they should."""
+        """Why waiting has no use any more; None while it has."""
         if self._since is None or not self.patient or now - self._since < self._max_seconds:
             return None
         return (
@@ -142,11 +142,11 @@ class Outage:
         self._well(now)
 
     def failed(self, trouble: FailureKind, reason: str, hint: float | None, sent_at: float, now: float) -> NextAction:
-        """Take in that a request, sent at ``sent_at``, had no reply.
+        """Note that a request, sent at ``sent_at``, had no reply.
 
         Args:
-            trouble: what kind.
-            reason: one line.
+            trouble: kind of failure.
+            reason: the error, in one line.
             hint: seconds that the endpoint asks us to wait.
             sent_at: on the clock of ``now``.
             now: seconds.
@@ -167,18 +167,18 @@ class Outage:
         self._reason = reason
         if self._since is None:
             self._since = now
-        # One that was sent before the pause began says nothing new.
+        # A failure of a request that was sent before the pause began is no news.
         new = sent_at >= self._paused_at and now >= self._paused_until
         if new:
             self._rounds = max(self._rounds + 1, ROUNDS_TO_PROBE if trouble is FailureKind.TIMED_OUT else 0)
             self._paused_at = now
         if hint is not None:
-            # A little late: a request that comes early is refused again.
+            # A little later than asked: an early request is refused again.
             self._paused_until = max(self._paused_until, now + hint + random.uniform(0, min(1.0, 0.1 * hint)))
         elif new:
             ceiling = min(self._max_backoff_seconds, FIRST_BACKOFF_SECONDS * 2.0 ** min(self._rounds - 1, 30))
             self._paused_until = now + random.uniform(ceiling / 2, ceiling)
-        # However long the endpoint asks to wait, the limit holds.
+        # The limit holds, however long the endpoint asks to wait.
         ends = self._since + self._max_seconds
         self._paused_until = min(self._paused_until, max(now, ends))
         pause = self._paused_until - now
@@ -187,7 +187,7 @@ class Outage:
             self._announced, self._logged_until = True, self._paused_until
             asked = f", which asks to wait {span(hint)}" if hint is not None and hint > pause else ""
             log.warning(
-                "%s answers nobody (%s%s): judging is paused, nothing is dropped; next try in %s, the run stops in %s "
+                "%s does not answer (%s%s): judging is paused, nothing is dropped; next try in %s, the run stops in %s "
                 "(judge.max_outage_seconds=%g)",
                 *(self._who, reason, asked, span(pause), span(max(0.0, ends - now)), self._max_seconds),
             )
@@ -196,16 +196,16 @@ class Outage:
         self.answers += 1
         self.failing.clear()
         if self._since is not None and self._announced:
-            log.warning("%s answers again after %s: judging goes on", self._who, span(now - self._since))
+            log.warning("%s answers again after %s: judging continues", self._who, span(now - self._since))
         self._announced = False
-        # A wait that a rate limit asked for holds, even though somebody was answered since.
+        # A wait that a rate limit asked for still holds.
         if self._rounds >= ROUNDS_TO_PROBE:
             self._paused_until = min(self._paused_until, now)
         self._since, self._rounds = None, 0
 
 
 def span(seconds: float) -> str:
-    """Words for a time.
+    """A duration in words.
 
     >>> span(59.6), span(125), span(3 * 3600 + 59)
     ('60 s', '2 min 5 s', '3 h 0 min')
@@ -227,21 +227,21 @@ _FLAGGED = re.compile(
 )
 _TOO_LARGE = re.compile(r"request too large|too large for|reduce (the|your) (length|prompt|message)", re.I)
 _UNPAID = re.compile(r"billing_hard_limit|credit balance is too low to access")
-"""Narrow: an error may quote the prompt, and a rollout may be about money."""
+"""Narrow, since an error may quote the prompt, and a rollout may be about money."""
 _UNPAID_CODES = {"insufficient_quota", "billing_hard_limit_reached", "billing_not_active"}
 _UNREADABLE = re.compile(r"Error converting to valid response block|Error in response object")
-"""How LiteLLM says that the answer was no error, and no completion either; it calls that a bad request."""
+"""LiteLLM's words for an answer that is neither an error nor a completion; it reports a bad request."""
 _ADVICE = (
     (re.compile(r"\btemperature\b", re.I), "judge.temperature=null leaves it out"),
     (re.compile(r"max_(completion_)?tokens", re.I), "judge.max_tokens sets it"),
     (re.compile(r"reasoning[_.]effort", re.I), "judge.reasoning_effort=null leaves it out"),
     (re.compile(r"response_format|json_schema", re.I), "judge.structured_output=false leaves it out"),
 )
-"""What a parameter is called where a request is refused for it, and the key that sets it."""
+"""Pattern of a parameter's name in an error, and the key that sets it."""
 
 
 def classify(error: BaseException) -> FailureKind:
-    """Whose fault it is."""
+    """The kind of a failure."""
     status, text = _status(error), str(error)
     if _quota_spent(error):
         return FailureKind.QUOTA_SPENT
@@ -252,7 +252,7 @@ def classify(error: BaseException) -> FailureKind:
     if status in (400, 422) and _UNREADABLE.search(text):
         return FailureKind.UNAVAILABLE
     if status == 429 and _TOO_LARGE.search(text):
-        # The request is larger than what a minute allows: asking again would never help.
+        # Larger than a minute's limit: a retry never helps.
         return FailureKind.OWN
     if isinstance(error, TimeoutError) or status in _TIMED_OUT:
         return FailureKind.TIMED_OUT
@@ -267,9 +267,9 @@ def possibly_billed(error: BaseException) -> bool:
     """Whether a reply may have been made: the request was sent, and the endpoint did not answer it with an error."""
     import httpx
 
+    if unconnected(error):
+        return False
     for cause in _causes(error):
-        if isinstance(cause, (httpx.ConnectError, httpx.ConnectTimeout, ConnectionRefusedError)):
-            return False
         if isinstance(cause, httpx.HTTPStatusError):
             # A gateway has timed out; the server behind it may still make the reply.
             return cause.response.status_code in _TIMED_OUT
@@ -277,12 +277,12 @@ def possibly_billed(error: BaseException) -> bool:
 
 
 def is_busy(error: BaseException) -> bool:
-    """Whether the endpoint is there and asks to come back later."""
+    """Whether the endpoint is up and asks to retry later."""
     return _status(error) in (429, 503, 529)
 
 
 def unconnected(error: BaseException) -> bool:
-    """Whether no connection was made; LiteLLM reports that as a 500 with the cause behind it."""
+    """Whether no connection was made; LiteLLM reports that as a 500 with the cause chained."""
     import httpx
 
     connecting = (httpx.ConnectError, httpx.ConnectTimeout, ConnectionRefusedError)
@@ -290,7 +290,7 @@ def unconnected(error: BaseException) -> bool:
 
 
 def disconnected(error: BaseException) -> bool:
-    """Whether there was no connection, or it broke: what any request to that server would meet."""
+    """Whether there was no connection, or it broke: any request to that server would fail."""
     import httpx
 
     broken = (httpx.NetworkError, httpx.RemoteProtocolError, ConnectionError)
@@ -298,7 +298,7 @@ def disconnected(error: BaseException) -> bool:
 
 
 def misread(error: BaseException) -> bool:
-    """Whether a reply came and was no completion; LiteLLM reports that as a 500, with no error of HTTP behind it."""
+    """Whether the answer was no completion; LiteLLM reports that as a 500 without an HTTP error in the chain."""
     of_http = ("httpx", "httpcore", "aiohttp", "openai")
     causes = list(_causes(error))
     if classify(error) is not FailureKind.UNAVAILABLE or any(
@@ -309,7 +309,7 @@ def misread(error: BaseException) -> bool:
 
 
 def advice(error: BaseException) -> str:
-    """What mends a refused request, as the end of a message: keys of the parameters that its error names."""
+    """The end of a message about a refused request: the keys of the parameters that the error names."""
     if misread(error):
         return "; it answered, but in another format than the provider that judge.model names"
     if _status(error) not in (400, 422):
@@ -323,7 +323,7 @@ def wants_completion_tokens(error: BaseException) -> bool:
 
 
 def retry_after_seconds(headers: Mapping[str, str]) -> float | None:
-    """How long the server asks us to wait: ``retry-after-ms``, or ``retry-after`` in seconds or as a date."""
+    """The server's ``retry-after-ms``, or ``retry-after`` (seconds or a date), in seconds; None without either."""
     try:
         if "retry-after-ms" in headers:
             seconds = float(headers["retry-after-ms"]) / 1000
@@ -342,7 +342,7 @@ def retry_after_seconds(headers: Mapping[str, str]) -> float | None:
 
 
 def headers_of(error: BaseException) -> Mapping[str, str]:
-    """Headers of the answer behind an error, keys in lower case."""
+    """Headers of the response that caused an error, names in lower case."""
     response = getattr(error, "response", None)
     found = getattr(error, "litellm_response_headers", None) or getattr(response, "headers", None) or {}
     return {str(name).lower(): str(value) for name, value in found.items()}

@@ -1,9 +1,9 @@
-"""Several judges: a vote, a stronger one where cheap ones disagree, and others in the place of one that fails.
+"""Several judges: a jury that votes, a strong judge that breaks ties, and fallbacks.
 
 ========================  ==========================================================================================
-``judge.jury``            scores with the judge; the verdict of most counts, the judge's own where none has most
-``judge.strong``          is asked about the criteria only on which judge and jury differ, and decides these
-``judge.fallbacks``       are asked in turn what the judge could not answer
+``judge.jury``            scores as well; the majority verdict counts, the judge's own where there is no majority
+``judge.strong``          decides the criteria on which judge and jury differ
+``judge.fallbacks``       are asked in turn if the judge does not answer
 ========================  ==========================================================================================
 
 All other phases are the judge's own. Every call is in the archive under the model that answered it.
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from draco_ray.judging.reply_cache import ReplyCache
 
 AWAY_SECONDS = 60.0
-"""For which a judge that was not there is not asked again, where another one answers."""
+"""Time for which an unavailable judge is not asked again while a fallback answers."""
 
 ValueT = TypeVar("ValueT")
 
@@ -48,7 +48,7 @@ class Panel(Judge):
         jury: Sequence[Judge],
         strong: Judge | None,
     ) -> None:
-        """The first four are those of `Judge`."""
+        """The first four arguments are those of `Judge`."""
         super().__init__(complete, prompts, config, replies)
         self._jury, self._strong = tuple(jury), strong
 
@@ -99,7 +99,7 @@ class Panel(Judge):
 
 
 def majority(votes: Sequence[ScoredCriterion]) -> ScoredCriterion:
-    """The first vote with the verdict of most; the first one where no verdict has most."""
+    """The first vote with the most frequent verdict; the first vote if several verdicts are equally frequent."""
     counts = Counter(vote.verdict for vote in votes)
     most = [verdict for verdict, count in counts.items() if count == max(counts.values())]
     verdict = most[0] if len(most) == 1 else votes[0].verdict
@@ -107,7 +107,7 @@ def majority(votes: Sequence[ScoredCriterion]) -> ScoredCriterion:
 
 
 class Fallbacks:
-    """A `Completer` that asks others in turn what the first could not answer."""
+    """A `Completer` that asks others in turn if the first does not answer."""
 
     def __init__(self, completes: Sequence[Completer], clock: Callable[[], float] = time.monotonic) -> None:
         """``clock`` is for tests."""
@@ -115,10 +115,10 @@ class Fallbacks:
         self._away: dict[int, float] = {}
 
     async def __call__(self, request: Request) -> Completion:
-        """The first answer that is one.
+        """The first answer.
 
         Raises:
-            JudgeUnavailable: the last of them is away as well; BudgetSpent at once.
+            JudgeUnavailable: the last one is unavailable, too. BudgetSpent: immediately.
         """
         paid = 0.0
         for index, complete in enumerate(self._completes):
@@ -140,7 +140,7 @@ class Fallbacks:
         raise AssertionError("the last one answers or raises")
 
     async def forget(self, request: Request) -> None:
-        """Drop it wherever it is kept."""
+        """Drop the stored reply of every judge."""
         for complete in self._completes:
             await complete.forget(request)
 
@@ -162,7 +162,7 @@ class Fallbacks:
 
 
 def _dearer(completion: Completion, dollars: float) -> Completion:
-    """The completion with what the judges before it may have cost."""
+    """The completion with the possible costs of the judges before it added."""
     return replace(
         completion,
         dollars=completion.dollars + dollars,
@@ -188,17 +188,17 @@ def other(config: JudgeConfig, judge: OtherJudgeConfig) -> JudgeConfig:
 
 
 def with_fallbacks(config: JudgeConfig, open_one: Callable[[JudgeConfig], Completer]) -> Completer:
-    """What answers for a configuration: the judge, with those that stand in for it.
+    """The completer of a configuration: the judge with its fallbacks.
 
     Raises:
-        ConfigError: a budget, and no price of one of the judges: what it is asked would count nothing.
+        ConfigError: there is a budget, and no price of one of the judges.
     """
     beside = (*config.jury, *([config.strong] if config.strong is not None else []), *config.fallbacks)
     for each in beside:
         check_budget(other(config, each), each.model)
     if not config.fallbacks:
         return open_one(config)
-    # Only the last judge of the list is waited for while it does not answer.
+    # Only an outage of the last one is waited out.
     models = [config, *(other(config, each) for each in config.fallbacks)]
     impatient = [each.model_copy(update={"max_outage_seconds": 0.0}) for each in models[:-1]]
     return Fallbacks([open_one(each) for each in [*impatient, models[-1]]])
@@ -214,9 +214,9 @@ def panel_judge(
     """The judge of a configuration, with its jury where it has one.
 
     Args:
-        complete: answers for the judge itself.
-        open_one: opens what answers for another.
-        replies: where they keep their answers; None: nowhere.
+        complete: completer of the judge itself.
+        open_one: opens the completer of another judge.
+        replies: the reply store; None: none.
     """
     if not config.jury and config.strong is None:
         return Judge(complete, prompts, config, replies)

@@ -34,12 +34,12 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyJudge:
-    """How a self-judge reaches the policy."""
+    """The policy that judges itself."""
 
     samplers: Sequence[EngineClient]
     tokenizer: Any
     name: str
-    """Of the model, in the books."""
+    """Name of the model in the archive."""
 
 
 class JudgeWorkerActor:
@@ -65,12 +65,12 @@ class JudgeWorkerActor:
         )
 
     async def up(self) -> str:
-        """The node this process runs on; an answer means that phases would be answered as well."""
+        """Node id of this process; the health check."""
         node: str = ray.get_runtime_context().get_node_id()
         return node
 
     async def check(self) -> None:
-        """Raise JudgeUnavailable now rather than in the middle of a step."""
+        """Check that the judge answers. Raises: JudgeUnavailable."""
         await self._judge.check()
 
     @ray.method(num_returns=3)
@@ -80,10 +80,10 @@ class JudgeWorkerActor:
         """Ask a question of ``phase``; returns the answer, the same with its calls, for the archive, and a summary.
 
         Args:
-            phase: what is asked.
+            phase: class of the question.
             context: for the archive.
-            given: the question's fields. What another phase returned stands for its value, or for nothing where it
-                failed; a list may hold references, and the values of several phases become one sequence.
+            given: fields of the question. The result of another phase stands for its value, or for an empty one if it
+                failed. A list may hold references, and the values of several phases become one sequence.
         """
         working_on(context.group, context.rollout)
         judged, summary = await ask_phase(self._judge, phase, context, given)
@@ -125,10 +125,10 @@ def judge_starter(
     *,
     own_replies: bool = False,
 ) -> Callable[[str], Any]:
-    """What starts a judge actor of a given name: workers and the union alike ask for one of the resource ``judge``.
+    """A function that starts a judge actor of a given name; each takes one unit of the resource ``judge``.
 
-    They may run on hosts that see no file of the driver's: prompts and examples come with them, and ``replies``
-    (`draco_ray.judging.actors.start_replies`) are reached through Ray; ``own_replies`` as of `build_judge`.
+    The actors may run on hosts that cannot read the driver's files: prompts and examples are sent to them, and
+    ``replies`` (`draco_ray.judging.actors.start_replies`) are reached through Ray. ``own_replies``: see `build_judge`.
 
     Raises:
         ConfigError, StoreError: as `prompts_of`.
@@ -140,11 +140,11 @@ def judge_starter(
             name=f"{name}@{run_name}",
             num_cpus=0,
             resources={"judge": 1},
-            # More than it answers at once: calls that it was given up on still run, and `up` must always get through.
+            # More than it answers at once: abandoned calls still run, and `up` must always get through.
             max_concurrency=4 * config.concurrency_per_worker,
-            # A new process repeats the phase, and takes replies that had come already from the durable cache.
+            # A new process repeats the phase, and takes replies that had arrived from the durable cache.
             max_restarts=-1,
-            # At the same worker, and in seconds where its node is gone: then the pool has the phase made elsewhere.
+            # At the same worker; if its node is gone this fails within seconds, and the pool retries elsewhere.
             max_task_retries=1,
         ).remote(config, policy, leases, servers, replies, own_replies, prompts)
 
@@ -175,9 +175,9 @@ class Judgement:
     """A finished judge phase: references to its `Judged`, the summary itself."""
 
     judged: ray.ObjectRef[Any]
-    """Without the calls."""
+    """The result without its calls."""
     archived: ray.ObjectRef[Any]
-    """With them: prompts and replies, for the run store."""
+    """The result with its calls (prompts and replies), for the run store."""
     summary: PhaseSummary
 
     @property
@@ -187,18 +187,18 @@ class Judgement:
 
 
 class JudgePool:
-    """Judge workers that come and go with the calls, and the union actor; what it decides is in `MonitoredWorkers`.
+    """Autoscaled judge workers and the union actor; see `MonitoredWorkers`.
 
-    A phase that is made elsewhere asks nothing twice: replies that had come are in the durable cache. The union actor's
-    calls go to a worker while it is not up.
+    A phase that is retried at another worker asks nothing twice: earlier replies are in the durable cache. Calls of the
+    union actor go to a worker while it is down.
     """
 
     def __init__(self, start: Callable[[str], Any], config: JudgeConfig) -> None:
         """Prepare the pool; nothing is started yet.
 
         Args:
-            start: asks Ray for a judge actor of that name and returns its handle at once.
-            config: bounds and times.
+            start: requests a judge actor of that name from Ray and returns its handle at once.
+            config: limits and timeouts.
         """
         self._start = start
         self._config = config
@@ -214,27 +214,27 @@ class JudgePool:
 
     @property
     def in_flight(self) -> int:
-        """Phases handed to a judge."""
+        """Number of phases in flight."""
         return self._workers.in_flight + (self._union.calls if self._union is not None else 0)
 
     @property
     def waiting(self) -> int:
-        """Phases that wait for a worker with room."""
+        """Number of phases that wait for a free slot."""
         return self._workers.waiting
 
     @property
     def up(self) -> int:
-        """Judge workers that answer."""
+        """Number of workers that answer."""
         return self._workers.up
 
     @property
     def wanted(self) -> int:
-        """Judge workers that would hold every phase there is, within the bounds."""
+        """Number of workers that all phases would need, within the bounds."""
         return self._workers.wanted
 
     def open(self) -> None:
-        """Ask for the fewest workers and the union; needs a running event loop, and returns at once."""
-        # Workers before the union: where slots are short, the union's calls can go to a worker, but not the reverse.
+        """Request the minimum number of workers and the union actor; needs a running event loop, returns at once."""
+        # Workers first: if resources are short, calls of the union can go to a worker, but not the reverse.
         self._watched.open()
         self._union = PooledWorker(self._start("RubricUnion"), -1, 0.0)
         self._watched.monitor(self._union)
@@ -261,7 +261,7 @@ class JudgePool:
             self._workers.release(place)
 
     def close(self) -> None:
-        """Watch and adjust no longer; the actors end with the run."""
+        """Stop monitoring and scaling; the actors end with the run."""
         self._watched.close()
 
     async def ask(self, phase: Phase, context: CallContext, **given: Any) -> Judgement:
@@ -270,7 +270,7 @@ class JudgePool:
         started = time.time()
 
         def send(worker: Any) -> PendingCall[tuple[ray.ObjectRef[Any], ray.ObjectRef[Any]], PhaseSummary]:
-            # Without the task: each process of Ray's keeps a metric of every name there ever was, and its export grows.
+            # No task id in the name: Ray keeps a metric for every name there ever was.
             judged, archived, summary = worker.ask.options(name=phase.name).remote(phase, context, **given)
             return PendingCall((judged, archived), monitor.answer(summary), partial(ray.cancel, summary))
 
@@ -287,5 +287,5 @@ class JudgePool:
         return Judgement(judged=nothing, archived=nothing, summary=summary)
 
     async def drain(self, seconds: float) -> None:
-        """Wait for phases whose caller was cancelled: replies on their way are paid for, and kept if they arrive."""
+        """Wait for phases whose caller was cancelled: their replies are paid for, and stored if they arrive."""
         await self._watched.drain(seconds)

@@ -1,7 +1,7 @@
-"""What a request may cost at most, what a reply did cost, and where the price comes from.
+"""Maximum cost of a request, actual cost of a reply, and prices.
 
-A price is the configured one (``judge.prices``), else LiteLLM's. A reply whose usage is missing or cannot be true is
-booked at the most that its request may have cost: a budget then holds whatever the endpoint reports.
+The price is the configured one (``judge.prices``), else LiteLLM's. A reply with missing or implausible usage is booked
+at the maximum cost of its request: the budget holds whatever the endpoint reports.
 """
 
 from __future__ import annotations
@@ -19,16 +19,15 @@ from draco_ray.judging.tokens import listed_model
 from draco_ray.records import Message
 
 REQUEST_TOKENS = 512
-"""Beside the messages' text: the chat template's own tokens, and what an endpoint puts in front."""
+"""Allowance for tokens of the chat template and of a system prompt that an endpoint adds."""
 MESSAGE_TOKENS = 16
 CREDIBLE_TIMES, CREDIBLE_MORE = 4, 10_000
-"""A reply's usage is taken for true up to so many times the most that it should be, and so many tokens more: some
-endpoints add a prompt of their own, and some count thinking beside ``max_tokens``."""
+"""Plausible usage is at most this factor times the expected maximum, plus so many tokens: some endpoints add a prompt,
+and some do not count reasoning towards ``max_tokens``."""
 LONGEST_TOKEN_BYTES = 128
-"""Of the vocabularies in use, spaces: fewer tokens than these would make are not true either."""
+"""Longest token of common vocabularies, a run of spaces: usage below one token per so many bytes is implausible."""
 OTHERS_SAY = ("model", "models", "max_tokens", "max_completion_tokens", "max_output_tokens", "n", "best_of")
-"""What ``judge.extra_body`` must not say under a budget: the price and the length of a reply would be others than those
-that a call is counted with."""
+"""Keys that ``judge.extra_body`` must not contain under a budget: they change the price or the length of a reply."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +46,7 @@ class TokenUsage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostBound:
-    """The most that one request may take."""
+    """Upper bounds of one request."""
 
     input_tokens: int
     output_tokens: int
@@ -63,7 +62,7 @@ def find_price(model: str, prices: Mapping[str, Price]) -> Price | None:
 def known_price(judge: JudgeConfig, model: str) -> Price | None:
     """The configured price of ``model``, else LiteLLM's; None where neither is known.
 
-    Where LiteLLM's is the configured one and says besides what cached input and long prompts cost, it is that.
+    If both agree and LiteLLM's also has prices for cached input and long prompts, LiteLLM's is used.
     """
     if model.startswith(FILES):
         return Price(input=0.0, output=0.0)
@@ -71,7 +70,7 @@ def known_price(judge: JudgeConfig, model: str) -> Price | None:
     configured, listed = find_price(model, judge.prices), _litellm_price(model, sent)
     if configured is None or listed is None:
         return configured or listed
-    # A configured price is that of the usual tier.
+    # A configured price is for the standard tier.
     other_tier = sent.get("service_tier") in ("flex", "priority")
     return listed if other_tier or _says_more(listed, configured) else configured
 
@@ -82,11 +81,11 @@ def _says_more(listed: Price, configured: Price) -> bool:
 
 
 def check_budget(judge: JudgeConfig, model: str) -> None:
-    """Make sure that a budget in dollars can be kept.
+    """Check that a budget in dollars can be enforced.
 
     Raises:
-        ConfigError: there is one and no price of ``model``, or ``judge.extra_body`` asks for another model or for more:
-            what the next call may cost is then unknown.
+        ConfigError: there is one and no price of ``model``, or ``judge.extra_body`` changes the model or the length of
+            replies: the maximum cost of a call is then unknown.
     """
     dollars = judge.limits.dollars
     if dollars is not None and (said := [name for name in OTHERS_SAY if name in judge.extra_body]):
@@ -106,11 +105,11 @@ def price_of(price: Price, input_tokens: int, cached_tokens: int, output_tokens:
     """Dollars for one answer.
 
     Args:
-        price: of the model. The tier with the largest ``above`` that the input exceeds holds for the whole answer.
-        input_tokens: all of them.
-        cached_tokens: the part of them that costs the cached price.
-        output_tokens: reasoning included.
-        written_tokens: the part of the input that costs the price of writing to the prompt cache.
+        price: of the model. The tier with the largest ``above`` that the input exceeds applies to the whole answer.
+        input_tokens: the whole input.
+        cached_tokens: the part of the input at the cached price.
+        output_tokens: including reasoning.
+        written_tokens: the part of the input at the price of writing to the prompt cache.
     """
     rates = _rates(price, input_tokens)
     fresh = input_tokens - cached_tokens - written_tokens
@@ -123,16 +122,15 @@ def price_of(price: Price, input_tokens: int, cached_tokens: int, output_tokens:
 
 
 def most_of(price: Price | None, messages: Sequence[Message], max_tokens: int, sent: Mapping[str, Any]) -> CostBound:
-    """The most that a request may take.
+    """Upper bounds of a request.
 
-    No tokenizer makes more tokens than there are bytes in UTF-8: a digit is one where each is a token of its own, a
-    Chinese character up to three.
+    No tokenizer makes more tokens than there are bytes in UTF-8.
 
     Args:
         price: of the model.
-        messages: the request's.
-        max_tokens: of the reply.
-        sent: what else the endpoint may count as input, such as a JSON schema.
+        messages: of the request.
+        max_tokens: maximum length of the reply.
+        sent: further arguments that the endpoint may count as input, such as a JSON schema.
     """
     text = sum(len(message.content.encode("utf-8", "surrogatepass")) + MESSAGE_TOKENS for message in messages)
     more = len(json.dumps(sent, default=str)) if sent else 0
@@ -140,7 +138,7 @@ def most_of(price: Price | None, messages: Sequence[Message], max_tokens: int, s
     if price is None:
         return CostBound(input_tokens=input_tokens, output_tokens=max_tokens, dollars=0.0)
     rates: list[Price | PriceTier] = [price, *(tier for tier in price.tiers if tier.above < input_tokens)]
-    # How much of the input is cached, or written to the cache, is the provider's to say.
+    # The provider decides how much of the input is cached, or written to the cache.
     inputs = [max(rate.input, rate.cached_input or 0.0, rate.cache_write or 0.0) for rate in rates]
     dollars = max(
         (input_tokens * dearest + max_tokens * rate.output) / 1e6 for dearest, rate in zip(inputs, rates, strict=True)
@@ -149,11 +147,11 @@ def most_of(price: Price | None, messages: Sequence[Message], max_tokens: int, s
 
 
 def read_usage(response: Any, most: CostBound) -> TokenUsage | None:
-    """What a reply says it took; None where it says nothing, or what cannot be true.
+    """The usage that a reply states; None if it states none, or an implausible one.
 
     Args:
-        response: LiteLLM's.
-        most: of its request.
+        response: of LiteLLM.
+        most: upper bounds of the request.
     """
     usage = getattr(response, "usage", None)
     details = getattr(usage, "prompt_tokens_details", None)
@@ -198,7 +196,7 @@ def reported_cost(response: Any) -> float | None:
 
 
 def _written(message: Any) -> str:
-    """All that a message holds, whether it is the answer or not: it was paid for."""
+    """All output text of a message, including reasoning and tool calls."""
     calls = (getattr(call, "function", None) for call in getattr(message, "tool_calls", None) or ())
     parts = [getattr(message, name, None) for name in ("content", "reasoning_content", "refusal")]
     return "".join(
@@ -207,7 +205,7 @@ def _written(message: Any) -> str:
 
 
 def _count(holder: Any, name: str) -> int | None:
-    """A number of tokens; 0 where nothing is said, None where it is no such number."""
+    """A number of tokens; 0 if missing, None if invalid."""
     value = getattr(holder, name, None)
     if value is None:
         return 0
@@ -236,16 +234,16 @@ def _litellm_price(model: str, extra_body: Mapping[str, object]) -> Price | None
             "output": "output_cost_per_token",
         }
         found = {field: per_million(table, f"{name}{suffix}") for field, name in names.items()}
-        # Some providers ask more for a token that was thought.
+        # Some providers charge more for reasoning tokens.
         thought = per_million(table, f"output_cost_per_reasoning_token{suffix}")
         if found["output"] is not None and thought is not None:
             found["output"] = max(found["output"], thought)
         return found
 
-    # Prices by the length of the input stand in a list, or under names that say the length.
+    # Prices by input length are in a list, or under names with the length.
     by_length = listed.get("tiered_pricing") or [listed]
     base = rates(by_length[0])
-    # It lists models whose price it does not know as free.
+    # LiteLLM lists models with unknown prices as free.
     if not base["input"] or base["output"] is None:
         return None
     thresholds = {

@@ -1,10 +1,9 @@
-"""Telling the provider what of a prompt comes again, so that it is read from its prompt cache.
+"""Use of the providers' prompt caches.
 
-Prompts of one phase and group begin alike, up to the first text about one rollout; where a prompt set puts the rollout
-first (``prompts/judge-cache-friendly``), so do the prompts of several phases about it. Anthropic's models want to be
-told where such a beginning ends (``cache_control``); OpenAI's find it themselves, among requests that carry the same
-``prompt_cache_key`` and so go to the same machine. What is asked, and the key under which a reply is kept, stay the
-same.
+Prompts of one phase and group share a prefix up to the first text about one rollout. If a prompt set puts the rollout
+first (``prompts/judge-cache-friendly``), prompts of several phases about it share one, too. Anthropic needs a mark
+(``cache_control``) at the end of a prefix; OpenAI finds it among requests with the same ``prompt_cache_key``, which go
+to the same machine. The prompt and the key of its stored reply stay the same.
 """
 
 from __future__ import annotations
@@ -20,24 +19,24 @@ from draco_ray.judging.prompts import Prompts
 EVIDENCE = frozenset({"agent_prompt", "task", "task_input", "agent_trajectory", "group_trajectories", "steps_summary"})
 """Placeholders that become an evidence block."""
 OF_ROLLOUT = frozenset({"agent_trajectory", "steps_summary"})
-"""Those of one rollout."""
+"""Placeholders for evidence about one rollout."""
 LEAST_CHARACTERS = 4096
-"""No provider keeps less than 1024 tokens."""
+"""Minimum length of a shared prefix: no provider caches less than 1024 tokens."""
 MOST_MARKS = 4
-"""Anthropic's limit."""
+"""Anthropic's limit on marks in a request."""
 _PLACEHOLDER = re.compile(r"\{\{\s*(\w+)\s*\}\}")
 
 Mode = Literal["auto", "on", "off"]
 
 
 def shared_ends(prompts: Prompts, phase: str, text: str, code: str) -> tuple[int, ...]:
-    """Where beginnings of a prompt end that other prompts share, ascending.
+    """Ends of the prefixes that a prompt shares with other prompts, ascending.
 
     Args:
         prompts: the set.
         phase: of the prompt.
-        text: the prompt, filled.
-        code: of its evidence, which nothing that is quoted in it can know.
+        text: the filled prompt.
+        code: of its evidence blocks; quoted text cannot contain it.
     """
     blocks = [match.end() for match in re.finditer(rf"^\[END EVIDENCE {re.escape(code)}\]$", text, re.MULTILINE)]
     names = [name for name in _PLACEHOLDER.findall(prompts.templates[phase]) if name in EVIDENCE]
@@ -52,7 +51,7 @@ def shared_ends(prompts: Prompts, phase: str, text: str, code: str) -> tuple[int
 
 
 def _blocks_alike(prompts: Prompts, phase: str) -> int:
-    """Evidence blocks up to which a phase's template is that of another one, too."""
+    """Number of evidence blocks in the longest prefix that a phase's template shares with another one's."""
     mine = prompts.templates[phase]
     most = 0
     for name, other in prompts.templates.items():
@@ -64,7 +63,7 @@ def _blocks_alike(prompts: Prompts, phase: str) -> int:
 
 
 def marked(messages: Sequence[Mapping[str, Any]], shared: Sequence[int]) -> list[dict[str, Any]]:
-    """Messages whose first one is cut where a shared beginning ends, each such part marked for Anthropic's cache."""
+    """Messages whose first one is split at the ends of shared prefixes, each marked for Anthropic's cache."""
     first, *rest = (dict(message) for message in messages)
     text, begin, parts = str(first["content"]), 0, []
     for end in shared[-MOST_MARKS:]:
@@ -79,10 +78,10 @@ def marked(messages: Sequence[Mapping[str, Any]], shared: Sequence[int]) -> list
 
 
 def told(litellm: Any, model: str, api_base: str | None, mode: Mode) -> Literal["marks", "key", "nothing"]:
-    """How a model's provider is told: by marks in the prompt, by a key, or not at all.
+    """How a model's prompt cache is addressed: by marks in the prompt, by a key, or not at all.
 
     Args:
-        mode: ``auto`` tells nothing to endpoints of one's own, which may not know either.
+        mode: ``auto`` does nothing for private endpoints, which may know neither.
     """
     if mode == "off" or (mode == "auto" and api_base is not None):
         return "nothing"
@@ -97,5 +96,5 @@ def told(litellm: Any, model: str, api_base: str | None, mode: Mode) -> Literal[
 
 
 def cache_key(group: str) -> str:
-    """What requests of one group carry; OpenAI takes up to 64 characters."""
+    """The ``prompt_cache_key`` of a group; OpenAI takes up to 64 characters."""
     return f"draco-{hashlib.sha256(group.encode('utf-8', 'replace')).hexdigest()[:32]}"

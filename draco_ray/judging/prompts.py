@@ -1,4 +1,4 @@
-"""Prompt sets: a template for each phase in a folder, checked when they are loaded and filled in a single pass."""
+"""Prompt sets, a folder with a template for each phase, and static rubrics."""
 
 from __future__ import annotations
 
@@ -10,6 +10,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from draco_ray.config import plain_yaml
 from draco_ray.config.load import project_file
 from draco_ray.errors import ConfigError, StoreError
 from draco_ray.judging.phases import PHASES, Score
@@ -17,11 +21,12 @@ from draco_ray.judging.render import evidence_code
 from draco_ray.judging.reply import ENTRIES
 from draco_ray.judging.reply_cache import RESTORE
 from draco_ray.judging.structured import with_tag
+from draco_ray.records import Criterion
 
 FACTS = "environment_facts"
-"""Known in every phase."""
+"""Placeholder that every phase knows."""
 ROOT_NOTE = f'\n\nGive the array as the value of "{ENTRIES}" in one JSON object: {{"{ENTRIES}": [...]}}.\n'
-"""Follows a template that asks for a bare array, such as the paper's: the schema's root is an object."""
+"""Added to a template that asks for a bare array, such as the paper's: the root of the schema is an object."""
 NO_FACTS = "- Nothing beyond what the agent was told."
 
 KEY_FILE = "evidence_key"
@@ -37,19 +42,18 @@ class Prompts:
     templates: Mapping[str, str]
     """By phase."""
     key: bytes = b""
-    """What the codes of evidence are derived from (`draco_ray.judging.render.evidence_code`): secret where anybody is
-    judged."""
+    """Secret key of the evidence codes (`draco_ray.judging.render.evidence_code`)."""
     facts: str = ""
-    """What every prompt may say of the environment: ``{{ environment_facts }}``."""
+    """Facts about the environment: ``{{ environment_facts }}``."""
     examples: str = ""
-    """Corrected verdicts, put before the scoring call's prompt (`draco_ray.judging.labels.examples_text`)."""
+    """Corrected verdicts, prepended to the scoring prompt (`draco_ray.judging.labels.examples_text`)."""
 
     def code(self, identity: str) -> str:
-        """The code of evidence about ``identity``: a group, so that its prompts share their beginnings."""
+        """The evidence code of ``identity``: of a group, so that its prompts share a prefix."""
         return evidence_code(self.key, identity)
 
     def length(self, phase: str) -> int:
-        """Characters of a prompt of ``phase`` before its placeholders are filled."""
+        """Length of the template of ``phase`` in characters."""
         return len(self.templates[phase]) + (len(self.examples) if phase == Score.name else 0)
 
     def fill(self, phase: str, values: Mapping[str, object]) -> str:
@@ -62,7 +66,7 @@ class Prompts:
 
         def value(match: re.Match[str]) -> str:
             text = (self.facts.strip() or NO_FACTS) if match[1] == FACTS else str(values[match[1]])
-            # A block begins on a line of its own, wherever somebody's template puts it.
+            # A block begins on its own line, wherever the template puts it.
             start = match.string[: match.start()]
             return f"\n{text}" if "\n" in text and start and not start.endswith("\n") else text
 
@@ -73,10 +77,10 @@ class Prompts:
 
 
 def evidence_key(folder: Path | None) -> bytes:
-    """The secret behind the codes of evidence, kept beside the judge's replies: a resumed run asks the same again.
+    """The secret key of the evidence codes, stored beside the judge's replies: a resumed run sends the same prompts.
 
     Args:
-        folder: the replies' (`draco_ray.config.schema.JudgeConfig.cache`); None: a secret of this process.
+        folder: of the replies (`draco_ray.config.schema.JudgeConfig.cache`); None: a key of this process.
 
     Raises:
         StoreError: it can neither be read nor written, or is damaged.
@@ -88,7 +92,7 @@ def evidence_key(folder: Path | None) -> bytes:
     try:
         if not path.exists():
             folder.mkdir(parents=True, exist_ok=True)
-            # Linked into place, so that it appears whole and the first of several judge workers wins.
+            # A link creates it atomically, and the first of several judge workers wins.
             draft = folder / f"{KEY_FILE}.{new}"
             draft.write_text(new, encoding="ascii")
             with draft.open("rb") as file:
@@ -107,13 +111,13 @@ def load_prompts(folder: Path, key: bytes = b"", facts: str | None = None, examp
     """Read the prompt set in ``folder`` (found as `project_file` does).
 
     Args:
-        folder: the phases' templates under their file names.
-        key: `evidence_key`, wherever anybody is judged.
-        facts: of the environment; None: nothing is said of it.
-        examples: put before the scoring call's prompt.
+        folder: with the template of every phase.
+        key: see `evidence_key`.
+        facts: about the environment; None: none.
+        examples: prepended to the scoring prompt.
 
     Raises:
-        ConfigError: a missing file, an unknown placeholder, or a missing one that the phase cannot do without.
+        ConfigError: a file is missing, or a template has an unknown placeholder or lacks a required one.
     """
     folder = project_file(folder)
     templates = {}
@@ -136,7 +140,7 @@ def load_prompts(folder: Path, key: bytes = b"", facts: str | None = None, examp
 
 
 def render_phase(phase: str, folder: Path) -> str:
-    """The prompt of ``phase`` as the judge would see it for its example, in the prompt set at ``folder``.
+    """The prompt of ``phase`` about its example, with the prompt set at ``folder``.
 
     Raises:
         ConfigError: the prompt set cannot be used.
@@ -146,3 +150,46 @@ def render_phase(phase: str, folder: Path) -> str:
     from draco_ray.judging.example import EXAMPLES
 
     return EXAMPLES[phase].prompt(load_prompts(folder, facts=APPWORLD_FACTS))
+
+
+class _Criterion(BaseModel):
+    model_config = ConfigDict(extra="forbid", str_strip_whitespace=True)
+
+    title: str = Field(min_length=1)
+    description: str = Field(min_length=1)
+    evaluator_instruction: str = Field(min_length=1)
+
+
+def load_static_rubric(path: Path) -> tuple[Criterion, ...]:
+    """Read a YAML list of criteria, in its order (found as `project_file` does).
+
+    Raises:
+        ConfigError: not such a list, a field missing, empty or unknown, no criterion, or a title twice.
+    """
+    path = project_file(path)
+    try:
+        entries = plain_yaml.load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"static rubric {path}: cannot be read: {' '.join(str(error).split())}") from None
+    if not isinstance(entries, list) or not entries:
+        found = "an empty list" if entries == [] else type(entries).__name__
+        raise ConfigError(f"static rubric {path}: expected a list of criteria, found {found}")
+    criteria: list[Criterion] = []
+    for number, entry in enumerate(entries, start=1):
+        try:
+            criterion = _Criterion.model_validate(entry)
+        except ValidationError as error:
+            problem = error.errors()[0]
+            field = next(iter(problem["loc"]), "entry")
+            raise ConfigError(f"static rubric {path}: criterion {number}: {field}: {problem['msg']}") from None
+        if any(criterion.title.casefold() == other.title.casefold() for other in criteria):
+            raise ConfigError(f"static rubric {path}: criterion {number}: the title {criterion.title!r} comes twice")
+        criteria.append(
+            Criterion(
+                title=criterion.title,
+                description=criterion.description,
+                evaluator_instruction=criterion.evaluator_instruction,
+                source="static",
+            )
+        )
+    return tuple(criteria)

@@ -1,12 +1,12 @@
-"""Read a judge's reply: text in, entries of the phase's schema out, or a `ReplyError` that the judge is told.
+"""Parse a judge's reply into entries of the phase's schema; a `ReplyError` is sent back to the judge.
 
-The answer is the object that carries the request's tag, whatever else the reply holds (`own_answer`). Without a tag,
-the last complete JSON value that satisfies the schema is the answer, and text around it does not matter. Four things
-make the judge be asked again: no such value; another one with a different content; a further answer behind it that does
-not satisfy the schema; and JSON of the answer's kind that does not parse around or behind it, since a value inside
-broken JSON may be a quotation of the rollout. A reply that was cut is refused whatever it holds. Nothing is repaired.
+The answer is the object with the request's tag, whatever else the reply contains (`own_answer`). Without a tag, the
+last complete JSON value that satisfies the schema is the answer; text around it is ignored. The judge is asked again
+in four cases: no such value; another one with a different content; a further answer after it that does not satisfy the
+schema; and similar JSON around or after it that does not parse, since a value inside broken JSON may be a quotation of
+the rollout. A truncated reply is always refused. Nothing is repaired.
 
-On the last attempt a complete answer counts although a broken one stands behind it, with a note.
+On the last attempt a complete answer counts even if a broken one follows it, with a note.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from draco_ray.errors import ReplyError
 from draco_ray.records import Criterion, Verdict
 
 MAX_REPLY_CHARACTERS = 400_000
-"""Longer replies are refused unread: 24 criteria with evidence take a tenth of it."""
+"""Longer replies are refused: 24 criteria with evidence take a tenth of it."""
 MAX_TEXT_CHARACTERS = 8_000
 """Maximum length of one text, in characters; longer ones are truncated, because later prompts repeat them."""
 MAX_TITLE_CHARACTERS = 300
 MAX_BROKEN = 1_000
-"""Maximum number of places that look like JSON and do not parse: bounds the time that reading takes."""
+"""Maximum number of places that look like JSON and do not parse; bounds the parsing time."""
 
 THINK_BEGIN, THINK_END = "<think>", "</think>"
 _THINK_END = re.compile("</think>|\u25c1/think\u25b7")
@@ -47,7 +47,7 @@ _ENDED = {
     "reasoning": "the reply is reasoning that no answer follows",
 }
 _BEGIN = re.compile(r"\[\s*+[{\]]|\{\s*+[\"}]")
-"""Where an array of objects or an object may begin; ``[3]`` in prose is a citation."""
+"""Start of an array of objects or an object; ``[3]`` in prose is a citation."""
 EntryT = TypeVar("EntryT", bound="Entry")
 RubricEntryT = TypeVar("RubricEntryT", bound="RubricEntry")
 ValueT = TypeVar("ValueT")
@@ -55,7 +55,7 @@ ValueT = TypeVar("ValueT")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parsed(Generic[ValueT]):
-    """A usable reply, and what was tolerated in it."""
+    """A usable reply, and notes about its flaws."""
 
     value: ValueT
     notes: tuple[str, ...] = ()
@@ -63,7 +63,7 @@ class Parsed(Generic[ValueT]):
 
 def _text(limit: int) -> BeforeValidator:
     def clean(value: object) -> object:
-        """A text that can be stored and sent on; a list of quotations becomes lines."""
+        """Clean a text; a list of quotations becomes lines."""
         if isinstance(value, list) and all(isinstance(part, str) for part in value):
             value = "\n".join(value)
         if isinstance(value, str):
@@ -75,7 +75,7 @@ def _text(limit: int) -> BeforeValidator:
 
 
 def _integer(value: object) -> object:
-    """An integer, also where a judge writes "1" or 1.0; nothing else becomes one."""
+    """An integer, also from "1" or 1.0; other values stay as they are."""
     text = value.strip(" \t\n\r") if isinstance(value, str) else ""
     if plain := re.fullmatch(r"(0|[+-]?[1-9][0-9]{0,5})(?:\.0{1,6})?", text):
         return int(plain[1])
@@ -101,9 +101,9 @@ class Entry(BaseModel):
 
     model_config = ConfigDict(extra="allow")
     decides: ClassVar[tuple[str, ...]]
-    """Fields of which an entry of an answer holds at least one."""
+    """Fields that mark an object as an entry: it has at least one of them."""
     if_asked: ClassVar[tuple[str, ...]] = ()
-    """Fields that belong to the schema only where the prompt shows them."""
+    """Fields that are in the schema only if the prompt shows them."""
 
     @classmethod
     def decided(cls, value: dict[str, Any]) -> bool:
@@ -112,7 +112,7 @@ class Entry(BaseModel):
 
     @classmethod
     def complete(cls, value: dict[str, Any]) -> bool:
-        """Whether it is one even where it stands outside a list."""
+        """Whether an object counts as an entry even outside a list."""
         return all(name in value for name in cls.decides)
 
 
@@ -141,11 +141,11 @@ class RubricEntry(Entry):
 
     @classmethod
     def complete(cls, value: dict[str, Any]) -> bool:
-        """See `Entry`: it says which criterion it is about."""
+        """See `Entry`: it names its criterion."""
         return not value.keys().isdisjoint(("rubric_index", "rubric_title"))
 
     def second_verdict(self, own: Verdict) -> str | None:
-        """A further field that is named like a verdict and holds another one than ``own``: ``"final_score": -1``."""
+        """A further field with a verdict that differs from ``own``, such as ``"final_score": -1``; None without one."""
         for name, value in (self.model_extra or {}).items():
             if "score" in name.lower() or "verdict" in name.lower():
                 said = Verdict.__members__.get(str(_verdict_name(value)), _integer(value))
@@ -155,10 +155,10 @@ class RubricEntry(Entry):
 
 
 def check_finish(text: str, finish_reason: str) -> None:
-    """Refuse a reply by how it ended, before looking for JSON in it.
+    """Refuse a reply by its finish reason or length.
 
     Raises:
-        ReplyError: cut off, broken off, filtered, refused, no answer but a tool call or reasoning, empty, or too long.
+        ReplyError: truncated, interrupted, filtered, refused, only a tool call or reasoning, empty, or too long.
     """
     if finish_reason != "stop":
         why = _ENDED.get(finish_reason, f"the provider broke the reply off ({finish_reason[:60]!r}); answer again")
@@ -171,12 +171,12 @@ def check_finish(text: str, finish_reason: str) -> None:
 
 
 def own_answer(text: str, tag: str, kind: type[Entry]) -> str:
-    """The answer that carries the request's tag, or the whole text where nothing in it carries a tag.
+    """The answer with the request's tag, or the whole text if nothing in it has a tag.
 
-    Quotations of a rollout cannot carry the tag, which is in nothing that the rollout saw.
+    Quotations of a rollout cannot contain the tag, which the rollout never saw.
 
     Raises:
-        ReplyError: the answer carries another request's tag, or several different ones carry this request's.
+        ReplyError: the answer has the tag of another request, or several different answers have this request's.
     """
     objects = [each for value in _scan(text, kind)[0] for each in _objects(value)]
     tagged = [each for each in objects if re.fullmatch("[0-9]{6}", str(each.get(TAG)))]
@@ -200,7 +200,7 @@ def read_entries(
         last: whether the judge is not asked again.
 
     Raises:
-        ReplyError: there is no answer, or it is not clear which one counts.
+        ReplyError: there is no answer, or several.
     """
     values, gaps, broken = _scan(text, kind)
     # Without brackets around them objects in a row are the entries, and "[]" at the end is an answer.
@@ -289,9 +289,9 @@ def parse_criteria(
 
 
 def align(entries: Sequence[RubricEntryT], rubric: Sequence[Criterion]) -> tuple[list[RubricEntryT], tuple[str, ...]]:
-    """The entry of each criterion, in the rubric's order, and what was tolerated.
+    """The entry of each criterion, in the rubric's order, and notes.
 
-    An entry belongs to its ``rubric_index``, else to the criterion of its title, else to the one that is left.
+    An entry belongs to its ``rubric_index``, else to the criterion of its title, else to the only one left.
 
     Raises:
         ReplyError: a criterion has no entry or two, or an index comes with another criterion's title.
@@ -325,8 +325,8 @@ def align(entries: Sequence[RubricEntryT], rubric: Sequence[Criterion]) -> tuple
 
 
 def _scan(text: str, kind: type[Entry]) -> tuple[list[Any], list[str], str]:
-    """The complete JSON values of a text (None for one in its reasoning), the text in front of each and behind the
-    last, and why the last place that looks like JSON does not parse."""
+    """The complete JSON values of a text (None for one inside reasoning), the texts before, between and after them, and
+    the last parsing error."""
 
     def pairs(found: list[tuple[str, Any]]) -> dict[str, Any]:
         if len(dict(found)) < len(found) and any(key == ENTRIES or key in kind.model_fields for key, _ in found):
@@ -336,7 +336,7 @@ def _scan(text: str, kind: type[Entry]) -> tuple[list[Any], list[str], str]:
     def whole(token: str) -> object:
         return token if token == "-0" else int(token)
 
-    # Not strict: line breaks inside strings leave no doubt.
+    # Not strict: line breaks inside strings are unambiguous.
     decoder = json.JSONDecoder(strict=False, parse_int=whole, parse_float=str, object_pairs_hook=pairs)
     values: list[Any] = []
     gaps: list[str] = []
@@ -356,7 +356,7 @@ def _scan(text: str, kind: type[Entry]) -> tuple[list[Any], list[str], str]:
         gaps.append(text[begin : match.start()])
         begin = position = end
     gaps.append(text[begin:])
-    # Reasoning ends at the last tag outside JSON; one inside is a quotation.
+    # Reasoning ends at the last tag outside JSON; a tag inside is a quotation.
     reasoned = max((place for place, gap in enumerate(gaps) if _THINK_END.search(gap)), default=-1)
     if reasoned < 0 and text.lstrip().startswith(THINK_BEGIN):
         raise ReplyError("the reply is reasoning that no answer follows")
@@ -364,13 +364,13 @@ def _scan(text: str, kind: type[Entry]) -> tuple[list[Any], list[str], str]:
 
 
 def _objects(value: Any) -> list[dict[str, Any]]:
-    """An object and the objects it holds, such as the arguments of a function call that is written as text."""
+    """An object and its direct children that are objects, such as the arguments of a function call in text."""
     each = [value, *value.values()] if isinstance(value, dict) else []
     return [part for part in each if isinstance(part, dict)]
 
 
 def _parts(value: Any, kind: type[Entry]) -> list[Any]:
-    """What of a JSON value may be an answer: an entry, an array of objects, or such arrays in `_objects`."""
+    """Possible answers in a JSON value: an entry, an array of objects, or such arrays in `_objects`."""
     if isinstance(value, dict) and kind.decided(value):
         return [value]
     objects = [each for each in _objects(value) if not kind.decided(each)] or [{ENTRIES: value}]
@@ -396,5 +396,5 @@ def _entry(kind: type[EntryT], value: dict[str, Any], where: str = "") -> EntryT
 
 
 def _normal(title: str) -> str:
-    """Titles are compared without case, width, punctuation and spacing."""
+    """A title without case, width, punctuation and spacing, for comparison."""
     return " ".join(re.findall(r"\w+", unicodedata.normalize("NFKC", title[:MAX_TITLE_CHARACTERS]).casefold()))

@@ -1,16 +1,14 @@
-"""Answers that were paid for, on disk: a resumed run asks no question twice, and stage1 can be kept
-across epochs.
+"""The store of judge replies: a resumed run asks no question twice, and stage1 can be reused across epochs.
 
-Every answer is stored as it arrives, even one that turns out to be malformed: the question that mends it is keyed on
-it, so replaying both costs nothing. When a whole phase fails, its answers are forgotten and the next try asks anew.
+Every reply is stored as it arrives, even a malformed one: the key of the follow-up question contains it, so both can be
+replayed. When a whole phase fails, its replies are deleted and the next attempt asks again.
 
-The same file holds the book of requests: each is entered with the most that it may cost before it is sent, and with
-what it did cost together with its reply, in one transaction. So whatever is killed, no reply is paid for that is not
-booked; a request whose end nobody saw stays in the book with the most, since it may be billed.
+The same file holds the book of requests: each is entered with its maximum cost before it is sent, and its actual cost
+is entered together with its reply in one transaction. So whatever is killed, every paid reply is booked; a request
+whose end nobody saw stays in the book at its maximum cost, since it may be billed.
 
-All judge workers of a run share one of these. A worker claims a question before it asks, and whoever has the same
-question waits for that answer. A claim is held in memory and expires unless it is renewed, so nobody waits for a dead
-worker.
+All judge workers of a run share one store. A worker claims a question before it asks; others with the same question
+wait for its answer. Claims are held in memory and expire unless renewed, so nobody waits for a dead worker.
 
 One SQLite file of JSON values. A run directory may come from somebody else, so nothing in it is ever unpickled.
 """
@@ -41,18 +39,18 @@ from draco_ray.errors import StoreError
 SHARED_FILE_SYSTEMS = frozenset(
     ("nfs", "nfs4", "cifs", "smb3", "smbfs", "afs", "ceph", "lustre", "gpfs", "beegfs", "glusterfs", "fuse")
 )
-"""Types of file systems that several machines share, or of which nobody knows what is behind them."""
+"""Types of file systems that several machines share, or may share."""
 OWN_FUSE = frozenset(("fuse.fuse-overlayfs",))
-"""Of a container's own disk."""
+"""FUSE file systems of a container's own disk."""
 MOUNTS = Path("/proc/mounts")
 
 
 def check_own_disk(folder: Path, mounts: str | None = None) -> None:
-    """Check that judge replies may be kept in a folder.
+    """Check that judge replies may be stored in a folder.
 
     Args:
-        folder: need not be there.
-        mounts: what /proc/mounts says; None: of this machine.
+        folder: need not exist.
+        mounts: content of /proc/mounts; None: of this machine.
 
     Raises:
         StoreError: it lies on a file system that machines share.
@@ -70,18 +68,18 @@ def check_own_disk(folder: Path, mounts: str | None = None) -> None:
 
 
 def file_system_of(path: Path, mounts: str) -> tuple[str, str]:
-    """Type and mount point of the file system on which an absolute path lies; empty where nothing says so.
+    """Type and mount point of the file system of an absolute path; empty if unknown.
 
     Args:
-        path: need not be there.
-        mounts: lines of /proc/mounts.
+        path: need not exist.
+        mounts: content of /proc/mounts.
     """
     found = ("", Path())
     for line in mounts.splitlines():
         if len(words := line.split()) < 3:
             continue
         at = Path(re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), words[1]))
-        # Of two at one place the later hides the earlier.
+        # A later mount hides an earlier one at the same place.
         if path.is_relative_to(at) and len(at.parts) >= len(found[1].parts):
             found = (words[2], at)
     return found[0], str(found[1])
@@ -92,7 +90,7 @@ log = logging.getLogger(__name__)
 FILE = "replies.sqlite"
 """In the cache's folder."""
 BUSY_SECONDS = 180.0
-"""For which a write waits for those of other processes; one that is stopped in the midst of a write is ended by then
+"""Maximum wait for the writes of other processes; a process that hangs during a write is killed by then
 (`draco_ray.workers.monitor`)."""
 CLAIM_SECONDS = 15.0
 """Seconds until a claim that is not renewed expires: its worker has died or is stopped."""
@@ -115,11 +113,11 @@ ResultT = TypeVar("ResultT")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Book:
-    """What the requests of a run have cost, by their numbers; dollars."""
+    """Costs of the requests of a run by request number, in dollars."""
 
     settled: dict[str, float]
     under_way: dict[str, float]
-    """Those whose end nobody saw: the most that they may cost."""
+    """Maximum costs of the requests whose end nobody saw."""
 
     @property
     def dollars(self) -> float:
@@ -129,7 +127,7 @@ class Book:
 
 @dataclass(slots=True)
 class _Claim:
-    """A question that somebody is about to ask."""
+    """A claim on a question."""
 
     holder: str
     expires: float = 0.0
@@ -138,16 +136,16 @@ class _Claim:
 
 
 def request_key(request: dict[str, object]) -> str:
-    """SHA-256 of everything that is sent, whatever the order of its keys."""
+    """SHA-256 of a request, independent of the order of its keys."""
     canonical = json.dumps(request, sort_keys=True, default=str)
     return hashlib.sha256(canonical.encode("ascii")).hexdigest()
 
 
 class ReplyCache:
-    """A folder of answers, safe to share between judge workers; disk access happens in a thread of its own."""
+    """A folder of replies, safe to share between judge workers; disk access happens in its own thread."""
 
     def __init__(self, folder: Path) -> None:
-        """Open the folder, made if there is none.
+        """Open the folder; create it if there is none.
 
         Raises:
             StoreError: it cannot be opened (SQLite writes to do so), or lies on a file system that machines share.
@@ -155,7 +153,7 @@ class ReplyCache:
         check_own_disk(folder)
         self._folder = folder
         self._claims: dict[str, _Claim] = {}
-        # One thread: SQLite's connection belongs to it, and what is asked for happens in that order.
+        # One thread, which owns SQLite's connection: requests are served in order.
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="replies")
         self._pending: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
         with self._said_plainly():
@@ -195,7 +193,7 @@ class ReplyCache:
         """Store an answer; the last one wins.
 
         Raises:
-            StoreError: it cannot be kept: nothing more is to be paid for.
+            StoreError: it cannot be stored, so nothing more may be paid for.
         """
         row = (key, _row(answer))
         await self._run(lambda: self._connection.execute(PUT, row))
@@ -205,19 +203,19 @@ class ReplyCache:
 
         Args:
             number: of its lease.
-            most: dollars that it may cost.
+            most: maximum cost in dollars.
 
         Raises:
-            StoreError: it cannot be entered: it is not to be sent.
+            StoreError: it cannot be entered, so it must not be sent.
         """
         row = (number, most)
         await self._run(lambda: self._connection.execute("INSERT OR REPLACE INTO requests VALUES (?, ?, NULL)", row))
 
     async def settle(self, number: str, dollars: float, reply: tuple[str, dict[str, object]] | None = None) -> None:
-        """Enter what a request has cost, and store its reply (key, answer) with it.
+        """Enter the cost of a request, and store its reply (key, answer) with it.
 
         Raises:
-            StoreError: they cannot be kept: nothing more is to be paid for.
+            StoreError: they cannot be stored, so nothing more may be paid for.
         """
         stored = None if reply is None else (reply[0], _row(reply[1]))
 
@@ -261,17 +259,19 @@ class ReplyCache:
             claim.released.set()
 
     async def _run(self, work: Callable[[], ResultT]) -> ResultT:
-        """Run ``work`` in the connection's thread, in one transaction with all that waits there: it is on disk when
-        this returns."""
+        """Run ``work`` in the connection's thread, in one transaction with everything that waits there (group commit).
+
+        It is on disk when this returns.
+        """
         done: Future[ResultT] = Future()
         self._pending.append((work, done))
         self._thread.submit(self._commit_pending)
         with self._said_plainly():
-            # What was paid for is kept even if whoever asked for it is gone.
+            # A paid reply is stored even if its caller is gone.
             return await asyncio.shield(asyncio.wrap_future(done))
 
     def _commit_pending(self) -> None:
-        """Run what is pending in one transaction; if it fails, everything in it has failed."""
+        """Run all pending work in one transaction; if it fails, all of it has failed."""
         batch = [self._pending.popleft() for _ in range(len(self._pending))]
         if not batch:
             return
@@ -288,7 +288,7 @@ class ReplyCache:
 
     @contextlib.contextmanager
     def _said_plainly(self) -> Iterator[None]:
-        """What the disk or SQLite refuse, as one line."""
+        """Report errors of the disk and of SQLite in one line."""
         try:
             yield
         except (OSError, sqlite3.OperationalError) as error:
@@ -318,9 +318,9 @@ def _checksum(text: str) -> str:
 def _connect(file: Path) -> sqlite3.Connection:
     """A connection without transactions of its own: each statement is one, unless BEGIN says otherwise."""
     connection = sqlite3.connect(file, timeout=BUSY_SECONDS, isolation_level=None)
-    # Nothing that a received file may hold besides values is carried out.
+    # Do not execute anything that a received file may contain.
     connection.execute("PRAGMA trusted_schema = OFF")
-    # Judge workers on several nodes share the folder; SQLite's write-ahead log and memory maps work on one host only.
+    # No write-ahead log and no memory maps: they have further files, and need one host.
     connection.execute("PRAGMA journal_mode = DELETE")
     connection.execute("PRAGMA mmap_size = 0")
     for statement in SCHEMA:
@@ -329,11 +329,11 @@ def _connect(file: Path) -> sqlite3.Connection:
 
 
 def create_store(folder: Path) -> None:
-    """Make the file of replies in a folder that has none. It appears whole: an empty one has lost what it held.
+    """Create the file of replies if there is none, atomically: an empty file has lost its content.
 
     Raises:
-        StoreError: the one that is there is damaged.
-        OSError: it cannot be made.
+        StoreError: the existing one is damaged.
+        OSError: it cannot be created.
     """
     file, made = folder / FILE, folder / f"{FILE}.tmp"
     opened = os.open(folder, os.O_RDONLY)
@@ -348,7 +348,7 @@ def create_store(folder: Path) -> None:
 
 
 def check_store(folder: Path) -> bool:
-    """Whether there are replies in a folder, which are then read through for damage.
+    """Whether there are replies in a folder; they are checked for damage.
 
     Raises:
         StoreError: they are damaged.
@@ -360,7 +360,7 @@ def check_store(folder: Path) -> bool:
         with contextlib.closing(sqlite3.connect(file, timeout=BUSY_SECONDS)) as connection:
             found = connection.execute("PRAGMA quick_check(1)").fetchone()[0]
             pages, size = (connection.execute(f"PRAGMA page_{each}").fetchone()[0] for each in ("count", "size"))
-            # SQLite fills up a last page that is cut.
+            # SQLite does not notice a truncated last page.
             if file.stat().st_size < pages * size:
                 found = f"its last page is cut at byte {file.stat().st_size}"
     except sqlite3.Error as error:
@@ -374,7 +374,7 @@ def _is_there(file: Path) -> bool:
     """Whether the file of replies is there. Raises: StoreError: it is empty, or only its journal is there."""
     journals = (file.with_name(f"{file.name}-{kind}") for kind in ("journal", "wal"))
     if file.exists():
-        # SQLite takes a file of one byte for an empty one, too.
+        # SQLite treats a file of one byte as empty.
         problem = "the file is empty" if file.is_file() and file.stat().st_size <= 1 else None
     else:
         problem = next((f"{each.name} is there without it" for each in journals if each.exists()), None)
@@ -397,7 +397,7 @@ def read_book(folder: Path, run: str = "") -> Book:
     found: list[tuple[str, float, float | None]] = []
     if _is_there(file):
         try:
-            # Another process may be writing: its journal has to be minded, and a killed one's rolled back.
+            # Not read-only: the journal of a killed writer has to be rolled back.
             with contextlib.closing(sqlite3.connect(file, timeout=BUSY_SECONDS)) as connection:
                 connection.execute("PRAGMA trusted_schema = OFF")
                 if connection.execute("SELECT 1 FROM sqlite_schema WHERE name = 'requests'").fetchone():
@@ -405,7 +405,7 @@ def read_book(folder: Path, run: str = "") -> Book:
         except sqlite3.Error as error:
             raise StoreError(f"the book of judge requests in {file} cannot be read: {error}; {RESTORE}") from None
     for number, *amounts in found:
-        # Another's file may hold other tables: a negative amount would be more budget.
+        # A received file may hold anything: a negative amount would enlarge the budget.
         if not isinstance(number, str) or not all(map(_is_amount, amounts)) or amounts[0] is None:
             raise StoreError(
                 f"the book of judge requests in {file} cannot be read: request {str(number)[:80]!a} is said to cost "
@@ -419,9 +419,9 @@ def read_book(folder: Path, run: str = "") -> Book:
 
 
 def release_unanswered(folder: Path) -> float:
-    """Book requests that were sent and never answered as free; returns the dollars that are free again.
+    """Book requests that were sent and never answered at no cost; returns the dollars that this frees.
 
-    For whoever knows from the provider's record that they were not billed. No other process may be using the cache.
+    For users who know from the provider's record that they were not billed. No other process may be using the cache.
 
     Raises:
         StoreError: the book cannot be read or written.

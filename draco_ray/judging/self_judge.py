@@ -1,8 +1,8 @@
 """The self-judge (Section "Ablations", "Self-judge"): the policy that is being trained answers the judge's prompts.
 
-It answers through the engines that generate, with whatever adapter they serve at that moment. With thinking it reasons
-freely up to ``</think>``, and only its answer is held to the phase's JSON schema. Its replies are not kept: the next
-version of the policy is another judge.
+It answers through the engines that generate, with the adapter they serve at that moment. With thinking it reasons
+freely up to ``</think>``, and only its answer is constrained to the phase's JSON schema. Its replies are not stored:
+the next version of the policy is another judge.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import hashlib
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from draco_ray.config.schema import JudgeConfig
 from draco_ray.engine.chat import ChatTokens
@@ -21,18 +21,16 @@ from draco_ray.judging.completion import Completion, Request
 from draco_ray.judging.pricing import find_price, price_of
 from draco_ray.judging.reply import THINK_BEGIN, THINK_END
 
-if TYPE_CHECKING:
-    from draco_ray.engine.actor import EngineClient
-
 
 class SelfJudgeClient:
     """A `draco_ray.judging.completion.Completer` whose answers the current policy samples."""
 
-    def __init__(self, samplers: Sequence[EngineClient], tokenizer: Any, config: JudgeConfig, *, model: str) -> None:
+    def __init__(self, samplers: Sequence[Any], tokenizer: Any, config: JudgeConfig, *, model: str) -> None:
         """Prepare the chat template.
 
         Args:
-            samplers: the policy's engines; a request goes to the one with the fewest of ours in flight.
+            samplers: the policy's engines, which have the method ``sample`` of `draco_ray.engine.actor.EngineClient`; a
+                request goes to the one with the fewest of ours in flight.
             tokenizer: the policy's.
             config: ``max_tokens``, ``temperature``, ``prices`` and ``self_judge`` are used.
             model: name in the archive, and in the price table by its last part.
@@ -48,7 +46,7 @@ class SelfJudgeClient:
         self._price = find_price(model, config.prices)
 
     async def __call__(self, request: Request) -> Completion:
-        """Answer ``request``; a prompt beyond the engine's context is this call's error, not the run's."""
+        """Answer ``request``; a prompt beyond the engine's context fails this call, not the run."""
         started_at, clock = time.time(), time.perf_counter()
         prompt = self._chat.prompt(request.messages)
         index = self._in_flight.index(min(self._in_flight))
@@ -70,11 +68,11 @@ class SelfJudgeClient:
         ended = sample.finish_reason
         if self._chat.opens_thinking or text.lstrip().startswith(THINK_BEGIN):
             _, closed, answer = text.partition(THINK_END)
-            # Reasoning that never ends holds no answer, whatever JSON it may quote.
+            # Unfinished reasoning is no answer, whatever JSON it may quote.
             text, ended = (answer.strip(), ended) if closed else (text, "length")
         return self._completion(text, ended, len(prompt), len(sample.token_ids), started_at, clock, None)
 
-    async def _sample(self, sampler: EngineClient, prompt: list[int], request: Request) -> Sample:
+    async def _sample(self, sampler: Any, prompt: list[int], request: Request) -> Sample:
         """Sample the reply; with thinking the reasoning first, and then the answer under the schema."""
         given: dict[str, Any] = {"seed": _seed(prompt, request.vote), "temperature": self._config.temperature}
         room, schema = self._config.max_tokens, request.schema if self._config.structured_output else None
@@ -122,5 +120,5 @@ class SelfJudgeClient:
 
 
 def _seed(prompt: list[int], vote: int) -> int:
-    """A seed of the request's own: votes on one prompt are drawn independently, a rerun draws the same."""
+    """A seed derived from the request: votes on one prompt are independent, a rerun repeats them."""
     return int.from_bytes(hashlib.blake2b(repr((prompt, vote)).encode(), digest_size=4).digest(), "big")

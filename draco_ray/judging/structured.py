@@ -1,7 +1,6 @@
 """The JSON schema of a phase's reply, and requests that send it.
 
-Whether an endpoint takes a schema (``response_format``) is tried, not looked up: in the start-up check, and with every
-request until it refuses one. An endpoint that accepts a schema and ignores it is sent none either.
+Whether an endpoint takes a schema (``response_format``) is not looked up: schemas are sent until one is refused.
 
 Providers write fields in the schema's order, so the schema has the order of the prompt's own example.
 """
@@ -9,7 +8,6 @@ Providers write fields in the schema's order, so the schema has the order of the
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 import re
 from collections.abc import Mapping, Sequence
@@ -77,21 +75,6 @@ def _object(fields: Mapping[str, Any]) -> JsonSchema:
     return {"type": "object", "properties": dict(fields), "required": [*fields], "additionalProperties": False}
 
 
-PROBE = "Reply with the word OK."
-PROBE_SCHEMA = _object(
-    {ENTRIES: {"type": "array", "items": {"anyOf": [{"type": "string", "enum": ["OK"]}]}, "minItems": 1, "maxItems": 1}}
-)
-"""An endpoint that keeps to it answers `PROBE` with JSON; any other answers with a word."""
-
-
-def keeps_to(text: str) -> bool:
-    """Whether the reply to `PROBE` keeps to its schema."""
-    try:
-        return bool(json.loads(text) == {ENTRIES: ["OK"]})
-    except ValueError:
-        return False
-
-
 class StructuredOutput:
     """Sends requests with a schema for as long as the endpoint takes it."""
 
@@ -121,10 +104,6 @@ class StructuredOutput:
                 reason = " ".join(str(error).split())[:200]
         response = await litellm.acompletion(**arguments)
         if reason:
-            self.drop(f"refuses a JSON schema: {reason}")
+            log.warning("%s refuses a JSON schema: %s; replies are read as they come", self._model, reason)
+            self.constrained = False
         return response
-
-    def drop(self, why: str) -> None:
-        """Send no more schemas."""
-        log.warning("%s %s; replies are read as they come", self._model, why)
-        self.constrained = False

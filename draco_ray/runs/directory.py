@@ -1,4 +1,4 @@
-"""Where things lie in a run directory, and reading them back.
+"""Layout and readers of a run directory.
 
 ::
 
@@ -11,8 +11,8 @@
     checkpoints/step00003/            adapter (PEFT format), optimizer, counters and digests
     judge_cache/                      judge replies by request, so that none is paid for twice
 
-Only its owner may read it, unless they allow others. It may come from somebody else: nothing in it is unpickled, and
-a damaged file is reported in one line that names it.
+Only its owner may read it, unless they change its mode. It may come from somebody else: nothing in it is unpickled, and
+a damaged file is reported in one line with its name.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Evaluations that a training run made of its own policies: read back, and their rates.
+"""Evaluations of a training run's own policies, read from its tables, and their rates.
 
-Where an environment has no evaluator, the judge's pass rate on held-out rollouts stands in for success.
+If an environment has no evaluator, the judge's pass rate on held-out rollouts replaces the success rate.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def task_goal_completion(evaluations: Iterable[Evaluation]) -> float:
 def scenario_goal_completion(evaluations: Iterable[Evaluation]) -> float:
     """SGC: the share of (scenario, run) pairs whose every task succeeded, in [0, 1]; 0.0 for none.
 
-    A task of no scenario is one of its own.
+    A task without a scenario is its own scenario.
     """
     scenarios: dict[tuple[str, int], list[bool]] = defaultdict(list)
     for evaluation in evaluations:

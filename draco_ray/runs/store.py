@@ -24,9 +24,9 @@ ROW_GROUP_BYTES = 32 * 2**20
 
 
 class RunStore:
-    """The one writer of a run directory.
+    """The only writer of a run directory.
 
-    Every write goes to a temporary name first and is renamed, so a run that is killed leaves whole files only.
+    Every file is written under a temporary name and renamed, so a killed run leaves complete files only.
     """
 
     def __init__(self, directory: RunDirectory) -> None:

@@ -34,10 +34,10 @@ from draco_ray.summaries import RolloutSummary
 
 
 class RunStoreActor:
-    """Writes every part of a step the moment it exists. Its methods are synchronous: Ray then keeps their order.
+    """Writes every part of a step as soon as it exists. Its methods are synchronous, so Ray keeps their order.
 
-    The files of a step that has ended are gathered in a thread beside them. That loses nothing and doubles nothing
-    wherever it is killed; the process that follows begins with what was left.
+    The files of a finished step are gathered in a background thread. A kill at any point loses and duplicates nothing;
+    the next process continues with what is left.
     """
 
     def __init__(self, path: Path, requests_name: str = "", began_ns: int | None = None) -> None:
@@ -67,7 +67,7 @@ class RunStoreActor:
     def _trajectory(self, kind: str, step: int, trajectory: Trajectory) -> None:
         key = f"{trajectory.task_id}-{trajectory.rollout}"
         self._write(f"{kind}steps", step, key, rows.step_rows(step, trajectory))
-        # Last: a rollout that has this row has everything.
+        # Last: a rollout with this row is complete.
         self._write(f"{kind}trajectories", step, key, rows.trajectory_rows(step, trajectory))
 
     def judged(self, step: int, task_id: str, rollout: int | None, phase: str, judged: Judged[Any]) -> None:
@@ -95,7 +95,7 @@ class RunStoreActor:
         self._write("groups", step, task_id, [{"training_step": step, "task_id": task_id, **state}])
 
     def spans(self, step: int, key: str, spans: Sequence[Row]) -> None:
-        """Keep what ran when."""
+        """Keep timing spans."""
         self._write("spans", step, key, [{"training_step": step, **span} for span in spans])
 
     def evaluations(self, step: int, split: str, evaluations: Sequence[Evaluation]) -> None:
@@ -116,14 +116,14 @@ class RunStoreActor:
         score: Judged[tuple[ScoredCriterion, ...]] | None = None,
         again: Judged[tuple[ScoredCriterion, ...]] | None = None,
     ) -> JudgedRollout:
-        """Keep what the judge said of a held-out rollout.
+        """Keep the judge's verdicts on a held-out rollout.
 
         Args:
-            step: of the policy.
+            step: training step of the policy.
             split: of the task.
-            task: what was to be done.
-            run: of the task.
-            rubric: by which it is scored.
+            task: the task.
+            run: index of the rollout of the task.
+            rubric: the criteria.
             score: the first scoring; None where the rollout was lost.
             again: the second one.
         """
@@ -153,7 +153,7 @@ class RunStoreActor:
         self._write("outcomes", step, f"{verdict.task_id}-{rollout}", rows.outcome_rows(step, rollout, verdict))
 
     def finish_step(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Close a step: its rows and its metrics line are on disk; they become one file a table by and by.
+        """Close a step: its rows and its metrics line are on disk, and are gathered into one file per table later.
 
         Steps are closed in their order.
 
@@ -164,10 +164,10 @@ class RunStoreActor:
         self._gathered = self._gathering.submit(self._gather, step)
 
     def settle(self, step: int | None = None) -> None:
-        """Answers once every step that was closed is one file a table.
+        """Return once every closed step is gathered into one file per table.
 
         Args:
-            step: closed as well, as a process before this one may know alone.
+            step: a further closed step, which an earlier process may have closed.
 
         Raises:
             StoreError: something could not be written.
@@ -178,9 +178,9 @@ class RunStoreActor:
         self.flush()
 
     def _gather(self, last: int | None) -> None:
-        """Gather the steps up to ``last``; None: those that an earlier process has left, and that are closed for sure.
+        """Gather the steps up to ``last``; None: closed steps that an earlier process has left.
 
-        What measures a policy is added to a step at any time after it, and stays as it is.
+        Measurements of a policy may be added long after its step, and are not gathered.
         """
         store = self._store
         try:
@@ -196,10 +196,10 @@ class RunStoreActor:
             self._failure = str(error)
 
     def metrics(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Keep what is known of a step before its checkpoint, which makes it a step that is done.
+        """Write the metrics of a step, before the checkpoint that completes it.
 
         Raises:
-            StoreError: it, or anything asked for before, could not be written.
+            StoreError: this or an earlier write failed.
         """
         self.flush()
         try:
@@ -218,7 +218,7 @@ class RunStoreActor:
         return trajectory, summarise(trajectory)
 
     def flush(self) -> None:
-        """Answers once everything asked for before is on disk.
+        """Return once all earlier writes are on disk.
 
         Raises:
             StoreError: something could not be written.
@@ -233,7 +233,7 @@ class RunStoreActor:
             self._fail(error)
 
     def _fail(self, error: OSError) -> NoReturn:
-        # Most writes are not waited for: the error is raised by the next call that is.
+        # Most callers do not wait for their writes: the next one that does gets the error.
         self._failure = self._problem(error)
         raise StoreError(self._failure) from None
 
@@ -247,11 +247,11 @@ def _verdicts(judged: Judged[tuple[ScoredCriterion, ...]] | None) -> tuple[int, 
 
 
 def start_run_store(path: Path, run_name: str, requests_name: str = "") -> Any:
-    """The one writer of a run; its methods run one at a time, in the order they were called.
+    """Start the only writer of a run; its methods run one at a time, in the order of the calls.
 
-    The arguments are `RunStoreActor`'s, and the run's name in its own.
+    The arguments are those of `RunStoreActor`, and the run's name.
 
-    All it holds is on disk, and writing the same again changes nothing: a new process carries on.
+    All of its state is on disk, and repeated writes change nothing: a new process continues.
     """
     return (
         ray.remote(RunStoreActor)

@@ -1,4 +1,4 @@
-"""Traces that somebody else's agent left: read from any of several formats, judged in groups, scored step by step.
+"""Traces of other agents: read from many formats, judged in groups, scored step by step.
 
 ========================  ==========================================================================================
 `files`                   files to records, whatever they are packed in

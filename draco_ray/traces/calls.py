@@ -1,7 +1,7 @@
-"""Conversations put together from single calls of a model, as logs of requests and spans record them.
+"""Conversations reconstructed from single model calls, as request logs and spans record them.
 
-Each call has the history as its input and what the model said as its output. A call continues the conversation whose
-last output its input repeats.
+The input of a call is the history, its output the model's answer. A call continues the conversation whose last output
+its input repeats.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from draco_ray.traces.entry import AGENT, Entry
 
 SIDE_CALL = "side call"
-"""Role of what a model said beside the agent's conversation: a title, a guard's verdict, a summary."""
+"""Role of model outputs outside the agent's conversation: a title, a guard's verdict, a summary."""
 SUB_AGENT = "sub-agent"
-"""Beginning of the role of what a sub-agent said."""
+"""Prefix of the role of a sub-agent."""
 _THOUGHT = re.compile(r"<think>.*?</think>", re.DOTALL)
 
 
@@ -28,7 +28,7 @@ class ModelCall:
     names: tuple[str, ...] = ()
     """Ids by which a later call may say that it follows this one."""
     follows: str = ""
-    """The id of the call that it continues, where the provider keeps the history."""
+    """The id of the call that it continues, if the provider stores the history."""
     sub_agent: bool = False
     """Whether it was made by a sub-agent of the one that is judged."""
 
@@ -81,7 +81,7 @@ def threads(calls: Sequence[ModelCall]) -> list[Thread]:
 
 
 def main_conversation(calls: Sequence[ModelCall]) -> list[Entry]:
-    """The agent's conversation among calls that all belong to one trace; what was said beside it is a `SIDE_CALL`.
+    """The agent's conversation in the calls of one trace; other outputs become a `SIDE_CALL`.
 
     The longest conversation is the agent's. Later calls under the same system prompt belong to it although their
     history was summarised. If no call repeats an earlier output, the provider kept the history: all calls belong to it.
@@ -129,8 +129,8 @@ def _longest(found: Sequence[Thread]) -> Thread:
 
 
 def _continued(known: Sequence[Entry], inputs: Sequence[Entry]) -> tuple[int, int] | None:
-    """How many entries in a row the inputs share with the end of what is known, and where the new ones begin; None: the
-    inputs do not repeat the last output."""
+    """Number of entries in a row that the inputs share with the end of the known ones, and the index of the first new
+    one; None if the inputs do not repeat the last output."""
     known = _own_entries(known)
     last = next((place for place in range(len(known) - 1, -1, -1) if known[place].role == AGENT), None)
     if last is None:
@@ -163,6 +163,6 @@ def _same(one: Entry, other: Entry) -> bool:
 
 
 def _key(entry: Entry) -> object:
-    """What is the same wherever a turn of the agent is repeated: its calls, else its text; reasoning is often not sent
+    """Identity of a repeated turn of the agent: its calls, else its text without reasoning, which is often not sent
     back."""
     return tuple(map(str, entry.calls)) or _THOUGHT.sub("", entry.text).strip()

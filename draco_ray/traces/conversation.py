@@ -1,7 +1,7 @@
 """A conversation as prompt, steps and gaps.
 
-What precedes the agent's first turn is its prompt. From then on each of its turns is a step, with what came back as
-its observation, unless it is empty or only reasons. Turns of others are gaps and shown with who spoke.
+Everything before the agent's first turn is its prompt. Each of its turns is a step, with the output as observation,
+unless it is empty or only reasoning. Turns of others are gaps, shown with the speaker.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from draco_ray.traces.entry import AGENT, Call, Entry, compact, decoded, kind, o
 from draco_ray.traces.model import TraceTurn, clean
 
 CODE = re.compile(r"<code>\n?(.*?)</code>", re.DOTALL)
-"""How code agents mark what is to be run, unless a mapping says otherwise."""
+"""How code agents mark code to run, unless a mapping says otherwise."""
 _THOUGHT = re.compile(r"<think>.*?(?:</think>|\Z)", re.DOTALL)
 NO_TASK = "(the trace does not say what was asked of the agent)"
 
@@ -70,9 +70,9 @@ def assemble(
 
     Args:
         entries: in order.
-        instruction: what the agent was asked, where the conversation before its first turn does not hold it.
-        tools: the tools it had, a text each.
-        code: finds what is run in a turn that calls no tool, in its first group; None: nothing is.
+        instruction: the agent's task, if the conversation before its first turn does not contain it.
+        tools: the agent's tools, one text each.
+        code: matches the code in a turn without tool calls, in its first group; None: no turn runs code.
     """
     first = next((index for index, entry in enumerate(entries) if entry.role == AGENT), len(entries))
     prompt = [Message(role=role_name(entry.role), content=entry.text) for entry in entries[:first] if entry.text]
@@ -106,7 +106,7 @@ def _add(turns: list[_Turn], entry: Entry, code: re.Pattern[str] | None, notes: 
         turns.append(_Turn("tool", entry.text, None))
     elif entry.role != AGENT:
         if last is not None and last.code is not None and not last.results:
-            # What a code agent's environment answers stands in the user's place.
+            # The output of a code agent's environment has the role of the user.
             last.results[0] = entry.text
         elif entry.text or entry.calls:
             said = "\n".join([*filter(None, [entry.text]), *map(str, entry.calls)])
@@ -122,8 +122,8 @@ def _add(turns: list[_Turn], entry: Entry, code: re.Pattern[str] | None, notes: 
 
 
 def _matches(result: Entry) -> Iterator[tuple[Callable[[Call], bool], Callable[[list[_Turn]], Iterable[_Turn]]]]:
-    """How to find the call that a result answers, best first, and in which order to search the turns: by its id, else
-    by its name, else the earliest open call of the latest turn that has one. An id that is there decides."""
+    """Ways to find the call of a result, best first, and the order in which to search the turns: by its id, else by its
+    name, else the earliest open call of the latest turn with one. If both have an id, only the id counts."""
 
     def latest_first(turns: list[_Turn]) -> Iterable[_Turn]:
         return reversed(turns)
@@ -136,18 +136,18 @@ def _matches(result: Entry) -> Iterator[tuple[Callable[[Call], bool], Callable[[
 
 
 def _one_turn(last: _Turn, entry: Entry) -> bool:
-    """Whether an item goes on with the turn before it: thoughts, then what is said, then the calls."""
+    """Whether an item continues the turn before it: reasoning, then text, then calls."""
     known = entry.item and (last.item or bool(entry.calls))
     return known and not last.results and last.code is None and bool(entry.calls or not last.calls)
 
 
 def role_name(role: str) -> str:
-    """A role as it may stand in a heading: letters, digits and little else."""
+    """A role as it may appear in a heading: letters, digits and few other characters."""
     return re.sub(r"[^\w .'-]+", " ", role.strip())[:40].strip() or "somebody"
 
 
 def tool_texts(tools: object) -> tuple[str, ...]:
-    """Tools as the agent was told of them: name, description, parameters; whatever dialect they are declared in."""
+    """The declared tools as text: name, description, parameters; in any dialect."""
     tools = decoded(tools)
     if not isinstance(tools, Iterable) or isinstance(tools, str | Mapping):
         return ()

@@ -1,4 +1,4 @@
-"""The internal form of a conversation: entries in order, whatever format they were read from."""
+"""The common form of a conversation: a list of entries, whatever format they were read from."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ MIN_ENCODED = 200
 """Minimum length of text that counts as base64 or ciphertext, in characters."""
 _ENCODED = re.compile(r"[A-Za-z0-9+/_=-]+")
 _SIGNATURES = ("iVBOR", "/9j/", "R0lGOD", "JVBERi", "UklGR", "UEsDB", "H4sI")
-"""How base64 of PNG, JPEG, GIF, PDF, WebP or WAV, ZIP and gzip begins."""
+"""First characters of PNG, JPEG, GIF, PDF, WebP or WAV, ZIP and gzip in base64."""
 _CIPHERTEXT = ("encrypted_content", "signature", "thoughtSignature", "thought_signature")
 
 
 class BadTrace(ValueError):
-    """A record that is not what its format says; the message tells what was expected."""
+    """A record that does not fit its format; the message says what was expected."""
 
 
 UNREADABLE = (BadTrace, KeyError, TypeError, ValueError, AttributeError, IndexError, RecursionError)
-"""What a reader raises over a record that is not what its format says."""
+"""What a reader may raise for a record that does not fit its format."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,25 +52,25 @@ class Call:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """One thing that happened."""
+    """One event of a conversation."""
 
     role: str
     """``assistant`` is the agent; ``tool`` a result; anything else another speaker."""
     text: str = ""
     calls: tuple[Call, ...] = ()
     code: str | None = None
-    """What the agent ran in this turn, where its format says so."""
+    """Code that the agent ran in this turn, if its format says so."""
     call_id: str = ""
-    """Of a result: id of the call that it answers; empty where the trace does not say."""
+    """For a result: id of its call; empty where the trace does not say."""
     name: str = ""
-    """Of a result: name of the tool; empty where the trace does not say."""
+    """For a result: name of the tool; empty where the trace does not say."""
     tokens: int | None = None
     item: bool = False
     """Whether the format may spread a turn over several entries, such as the items of the Responses API."""
 
 
 def compact(value: object) -> str:
-    """JSON on one line, in the characters it was written with; encoded data is described."""
+    """JSON on one line, without ASCII escapes; encoded data is described."""
     return clean(json.dumps(without_encoded(value), ensure_ascii=False, default=str))
 
 
@@ -133,7 +133,7 @@ def object_of(holder: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 
 def thinking(text: str) -> str:
-    """Reasoning in the tags in which it is shown everywhere; empty text stays empty."""
+    """Reasoning in ``<think>`` tags; empty text stays empty."""
     text = clean(text).strip()
     return text if not text or text.startswith("<think>") else f"<think>{text}</think>"
 

@@ -1,8 +1,7 @@
-"""What judging will cost, before it is paid for: a guess from the traces' length, calls and tokens by phase.
+"""Estimated cost of judging, from the lengths of the traces: calls, tokens and dollars by phase.
 
-Input is counted at `CHARACTERS_PER_TOKEN`; replies at what judges have written for AppWorld's tasks (`REPLY_TOKENS`,
-and `CRITERION_TOKENS` for each criterion that a call is about), with `CRITERIA` of them in a rubric. Prompt caching is
-not counted, asking again neither.
+Input is counted at `CHARACTERS_PER_TOKEN`; replies as judges have written them for AppWorld's tasks (`REPLY_TOKENS`,
+and `CRITERION_TOKENS` per criterion), with `CRITERIA` criteria in a rubric. Prompt caching and retries are not counted.
 """
 
 from __future__ import annotations
@@ -37,11 +36,11 @@ class PhaseEstimate:
     dollars: float | None = None
     """None where no price is known."""
     largest: float = 0.0
-    """Most dollars that one of the calls may cost, with a token a character and the longest reply."""
+    """Maximum cost of one call in dollars, at one token per character and with the longest reply."""
 
     @property
     def budget(self) -> float | None:
-        """Smallest budget that finishes, in whole cents: the last call must fit beside what all have cost."""
+        """Smallest sufficient budget, in whole cents: the last call must fit beside the cost of all others."""
         return None if self.dollars is None else math.ceil(100 * (self.dollars + self.largest)) / 100
 
     def __add__(self, other: PhaseEstimate) -> PhaseEstimate:
@@ -61,7 +60,7 @@ def estimate(
     """Calls, tokens and dollars of judging ``groups``, by phase.
 
     Args:
-        room: characters that a prompt may have.
+        room: maximum length of a prompt, in characters.
         own: whether the judge writes the rubric.
     """
     found = {phase: PhaseEstimate(dollars=None if price is None else 0.0) for phase in PHASES}
@@ -103,5 +102,5 @@ def estimate(
 
 
 def _read(summary: Summary) -> int:
-    """Characters of a prompt about a trace, its own prompt twice."""
+    """Length of a prompt about a trace, in characters: it contains the agent's prompt twice."""
     return summary.characters + summary.prompt_characters

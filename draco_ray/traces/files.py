@@ -1,4 +1,4 @@
-"""Files to records: which files of the paths given, and what is in each, one at a time.
+"""Records in files: which files of the given paths are read, and the records of each, one at a time.
 
 A JSON Lines file is read a line at a time; a JSON document is in memory while its own traces are read.
 """
@@ -29,19 +29,19 @@ INSPECT = (".eval",)
 PACKED = (".parquet", ".zip")
 COMPRESSED = (".gz", ".zst")
 MAGIC = {b"PAR1": ".parquet", b"PK\x03\x04": ".zip", b"\x1f\x8b": ".gz", b"\x28\xb5\x2f\xfd": ".zst"}
-"""How files of these kinds begin, whatever their names."""
+"""First bytes of files of these kinds, whatever their names."""
 MAX_LINE, MAX_DOCUMENT = 2**28, 2**30
-"""Bytes of a line, and of a document that is read as a whole."""
+"""Maximum length of a line, and of a document, in bytes."""
 MAX_RATIO, FREE = 300, 2**26
-"""Bytes that a compressed byte may become, beyond the first `FREE` bytes of a file."""
+"""Maximum decompression ratio, not counting the first `FREE` bytes of a file."""
 ROWS_AT_ONCE = 64
 INDEX = "traces.jsonl"
-"""In a run directory in which traces were judged: where each came from."""
+"""File of a run directory with judged traces: the source of each trace."""
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A record, or what is wrong with it."""
+    """A record, or a problem with it."""
 
     where: str
     record: Any = None
@@ -49,9 +49,9 @@ class Found:
 
 
 def trace_files(paths: Sequence[Path], other: Counter[str] | None = None) -> list[Path]:
-    """The files and run directories that the paths stand for, in the order of their names.
+    """The files and run directories of the paths, sorted by name.
 
-    ``other`` counts, by their endings, the files in folders that are of no kind that is read.
+    ``other`` counts the files in folders that are not read, by suffix.
 
     Raises:
         TraceError: a path does not exist.
@@ -63,7 +63,7 @@ def trace_files(paths: Sequence[Path], other: Counter[str] | None = None) -> lis
         if not path.is_dir() and not path.is_file():
             raise TraceError(f"{path}: neither a file nor a folder; write what it gives to a file first")
         found += [path] if is_run(path) or not path.is_dir() else _below(path, Counter() if other is None else other)
-    # A link to another of them (latest.jsonl) adds nothing.
+    # Skip links to another one of them (latest.jsonl).
     return list({path.resolve(): path for path in reversed(found)}.values())[::-1]
 
 
@@ -74,7 +74,7 @@ def is_run(path: Path) -> bool:
 
 def _below(folder: Path, other: Counter[str]) -> list[Path]:
     if is_run(folder):
-        # What an earlier judging has left beside the traces is no further trace, unless it is named.
+        # Results of an earlier judging beside the traces are read only if they are named.
         return [] if (folder / INDEX).is_file() else [folder]
     found: list[Path] = []
     # The simulations of τ-bench's directory format are read with the results.json beside them.
@@ -92,13 +92,13 @@ def _below(folder: Path, other: Counter[str]) -> list[Path]:
 
 
 def suffix(path: Path) -> str:
-    """What the name ends in, without ``.gz`` and ``.zst``."""
+    """The suffix of the name, without ``.gz`` and ``.zst``."""
     name = path.name.casefold()
     return Path(next((name.removesuffix(each) for each in COMPRESSED if name.endswith(each)), name)).suffix
 
 
 def records(path: Path, inside: str | None = None) -> Iterator[Found]:
-    """What is in a file: a record a line, or those of a JSON document.
+    """The records of a file: one per line, or those of a JSON document.
 
     Args:
         inside: dotted path to the records of a document; None: the document is one, or a list of them.
@@ -121,7 +121,7 @@ def records(path: Path, inside: str | None = None) -> Iterator[Found]:
 
 
 def packing(path: Path) -> str:
-    """How a file is packed or compressed, by its first bytes: one of the endings in `MAGIC`, or empty."""
+    """Compression of a file by its first bytes: one of the suffixes in `MAGIC`, or empty."""
     with path.open("rb") as file:
         start = file.read(4)
     return next((ending for magic, ending in MAGIC.items() if start.startswith(magic)), "")
@@ -136,7 +136,7 @@ def _open(path: Path, kind_: str) -> Any:
 
 
 class _Bounded:
-    """A stream that ends with a `BadTrace` where it becomes far larger than its file."""
+    """A stream that raises `BadTrace` when it becomes far larger than its file (a decompression bomb)."""
 
     def __init__(self, file: Any, size: int) -> None:
         self._file = file
@@ -148,7 +148,7 @@ class _Bounded:
         return self._checked(self._file.readline(min(MAX_LINE, self._limit) + 1), MAX_LINE, "a line")
 
     def rest(self) -> bytes:
-        """All that follows."""
+        """The rest of the stream."""
         return self._checked(self._file.read(min(MAX_DOCUMENT, self._limit) + 1), MAX_DOCUMENT, "a JSON document")
 
     def _checked(self, content: bytes, limit: int, what: str) -> bytes:
@@ -173,7 +173,7 @@ def _parquet(path: Path) -> Iterator[Found]:
 
 
 def _zip(path: Path, inside: str | None) -> Iterator[Found]:
-    """What is in the files of a ZIP archive."""
+    """The records of the files in a ZIP archive."""
     found = False
     with zipfile.ZipFile(path) as archive:
         for member in archive.infolist():
@@ -205,7 +205,7 @@ def _lines(file: _Bounded, where: str) -> Iterator[Found]:
         if not line.strip():
             continue
         if empty and line.strip() in (b"{", b"["):
-            # One document, written over several lines.
+            # A single document with line breaks.
             yield from _document((line + file.rest()).strip(), where, None)
             return
         empty = False
@@ -242,7 +242,7 @@ def _document(content: bytes, where: str, inside: str | None) -> Iterator[Found]
     except BadTrace as problem:
         first = content.partition(b"\n")[0].rstrip()
         if b"\n{" in content and first.startswith(b"{") and first != b"{":
-            # JSON Lines under another name.
+            # JSON Lines with another suffix.
             for number, line in enumerate(content.splitlines(), 1):
                 if line.strip():
                     yield from _line(line, f"{where}:{number}")
@@ -258,9 +258,9 @@ def _document(content: bytes, where: str, inside: str | None) -> Iterator[Found]
 
 
 def _values(where: str, content: bytes, problem: BadTrace) -> Iterator[Found]:
-    """What can be read of a document that is no JSON as a whole, then what is wrong with it, if anything is.
+    """The readable values of a document that is not valid JSON, and then the problem, if there is one.
 
-    That is values one behind the other, or those before the end of a list that is cut.
+    These are concatenated values, or the values of a truncated list.
     """
     from draco_ray.traces.readers.chat import is_messages
 
@@ -290,7 +290,7 @@ _BETWEEN = re.compile(r"[\s,]*")
 
 
 def _several(document: Any, where: str) -> Iterator[Found]:
-    """The records of a list, or of the list that an object of no known format holds; else the one record that it is."""
+    """The records of a list, or of the list in an object of an unknown format; else the document is one record."""
     from draco_ray.traces.readers import recognised
 
     known = recognised(document) is not None
@@ -351,5 +351,5 @@ def _inspect(path: Path) -> Iterator[Found]:
                 "samples": [sample.model_dump(mode="json", exclude={"events", "store"})],
             }
             yield Found(where, log)
-    except Exception as error:  # Whatever its reader raises over a damaged file.
+    except Exception as error:  # Inspect's reader may raise anything for a damaged file.
         yield Found(str(path), problem=f"Inspect cannot read it: {' '.join(str(error).split())[:300]}")

@@ -1,4 +1,4 @@
-"""What a format is, and what its reader needs: fields of a record, its task, and a trace of its conversation.
+"""Formats, and helpers for their readers: fields of a record, its task, and the trace of its conversation.
 
 The readers are in `draco_ray.traces.readers`; messages themselves are read by `draco_ray.traces.messages`.
 """
@@ -40,7 +40,7 @@ class Reading:
     """How records are read, beyond their format."""
 
     group_by: str | None = None
-    """Dotted path of what names the task; None: the format's own, or one of `TASK_IDS`, else equal prompts."""
+    """Dotted path of the task's name; None: the format's own, or one of `TASK_IDS`, else equal prompts."""
     code: re.Pattern[str] = CODE
     """See `draco_ray.traces.conversation.assemble`."""
     format: str = ""
@@ -48,7 +48,7 @@ class Reading:
     where: str = ""
     """Where the record was found."""
     unreadable: Callable[[str, Exception], None] = lambda where, problem: None
-    """(place, error): notes a record of a session that cannot be read, so that the others are."""
+    """(place, error): notes a record of a session that cannot be read; the others are read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,21 +57,21 @@ class Format:
 
     name: str
     shape: str
-    """What a record of it looks like, for messages."""
+    """Description of a record, for messages."""
     recognises: Callable[[object], bool]
     read: Callable[[Any, Reading], Iterator[Trace]]
     """The traces of a record, or of all records of a session as a list.
 
     BadTrace: it is not what it should be."""
     session: Callable[[Any, str], str | tuple[str, ...] | None] | None = None
-    """(record, file) -> what records of one session have in common, or several names each of which a session shares;
-    None: the record is read by itself."""
+    """(record, file) -> name of the record's session, or several names, each of which identifies it; None: the record
+    is read by itself."""
     split: Callable[[Any], Iterable[Any]] | None = None
     """The records that a record holds, such as the spans of an export."""
     repeated: tuple[str, ...] = ()
     """Fields that repeat what is read elsewhere in the record."""
     metered: bool = True
-    """Whether fields that were not read are reported; off where a format holds what must stay unread, as answers."""
+    """Whether unread fields are reported; off for formats with fields that must not be read, such as answers."""
 
 
 READERS: dict[str, Format] = {}
@@ -90,7 +90,7 @@ def reads(name: str, shape: str, recognises: Callable[[object], bool], **options
 
 
 def path_value(record: object, path: str) -> Any:
-    """What a dotted path leads to; None where nothing is there.
+    """The value at a dotted path; None where there is none.
 
     >>> path_value({"data": [{"id": 7}]}, "data.0.id")
     7
@@ -124,10 +124,10 @@ def named(record: object, names: Sequence[str]) -> str:
 
 
 def task_of(record: object, reading: Reading, own: str = "") -> str:
-    """What names the task of a record; empty: its prompt does.
+    """The task id of a record; empty: its prompt identifies the task.
 
     Raises:
-        BadTrace: ``reading.group_by`` leads to nothing that can.
+        BadTrace: there is no text or number at ``reading.group_by``.
     """
     if reading.group_by is None:
         return own or named(record, TASK_IDS)
@@ -138,7 +138,7 @@ def task_of(record: object, reading: Reading, own: str = "") -> str:
 
 
 def number(value: object) -> float | None:
-    """A finite number, or nothing."""
+    """A finite number; None for anything else."""
     ok = isinstance(value, int | float) and value == value and abs(value) < 1e300
     return float(value) if ok else None  # type: ignore[arg-type]
 

@@ -1,6 +1,6 @@
 """The judge over groups of traces: the phases of `draco_ray.judging.judge.Judge`, without Ray and without a policy.
 
-A group of two or more goes the way of a training group: stage1 ──► stage2 ×G ──► union ──► score ×G ──► credit ×G,
+Two or more traces are judged like a training group: stage1 ──► stage2 ×G ──► union ──► score ×G ──► credit ×G,
 then dropout, reward, advantage and step credit. A single trace has nothing to be compared with: its rubric is what
 stage1 and stage2 propose, all of it counts, and it has a reward and step qualities but no advantage.
 """
@@ -8,6 +8,8 @@ stage1 and stage2 propose, all of it counts, and it has a reward and step qualit
 from __future__ import annotations
 
 import asyncio
+import itertools
+import re
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
@@ -24,23 +26,30 @@ from draco_ray.judging.panel import panel_judge
 from draco_ray.judging.phases import Credit, Question, Score, Stage1, Stage2, Union
 from draco_ray.judging.prompts import Prompts
 from draco_ray.records import (
+    GAP,
     Attribution,
     Criterion,
+    EpisodeEnd,
     GroupAdvantages,
     JudgeCall,
     Judged,
     RolloutAdvantage,
     ScoredCriterion,
     Trajectory,
+    Turn,
 )
+from draco_ray.traces.entry import AGENT
 from draco_ray.traces.model import Trace, TraceGroup
-from draco_ray.traces.trajectory import as_trajectory, environment_facts
 
 if TYPE_CHECKING:
     from draco_ray.judging.reply_cache import ReplyCache
 
 MOST_IN_UNION = 16
 """Traces of a group that the union prompt shows; all are scored."""
+UNKNOWN_TOKEN = -1
+"""Token id where only the number of tokens is known."""
+MOST_TOOLS = 40
+"""Maximum number of tools named in the facts."""
 SINGLE = "a single trace: no dropout, no advantage"
 
 Phases = dict[tuple[str, int | None], Judged[Any]]
@@ -48,7 +57,7 @@ ResultT = TypeVar("ResultT")
 
 
 class Asker(Protocol):
-    """Asks the judge: `draco_ray.judging.judge.Judge`, or whoever stands before many of them."""
+    """Asks the judge: `draco_ray.judging.judge.Judge`, or a pool of judge workers."""
 
     async def ask(self, question: Question[ResultT], context: CallContext) -> Judged[ResultT]:
         """See `Judge.ask`."""
@@ -57,18 +66,18 @@ class Asker(Protocol):
 
 @dataclass(slots=True, kw_only=True)
 class GroupJudgement:
-    """What became of a group: the records that a run directory keeps."""
+    """The result of a group: the records that a run directory stores."""
 
     index: int
-    """Of the group among all."""
+    """Index of the group."""
     group: TraceGroup
     traces: tuple[Trace, ...]
-    """As they were read, whole."""
+    """The complete traces, as they were read."""
     trajectories: tuple[Trajectory, ...]
-    """The same, as the judge is asked about them."""
+    """The traces as trajectories, about which the judge is asked."""
     rubric: tuple[Criterion, ...] = ()
     phases: Phases = field(default_factory=dict)
-    """Phase and rollout (None: the group's) -> what came of it."""
+    """(phase, rollout) -> result; rollout None for phases of the whole group."""
     advantages: GroupAdvantages | None = None
     errors: dict[int, str] = field(default_factory=dict)
     """Rollout -> why it has no verdicts."""
@@ -78,12 +87,12 @@ class GroupJudgement:
 
     @property
     def single(self) -> bool:
-        """Whether there is nothing to compare it with."""
+        """Whether there is no other trace to compare with."""
         return len(self.traces) == 1
 
     @property
     def calls(self) -> list[JudgeCall]:
-        """Every call that was made for it."""
+        """All calls for the group."""
         return [call for judged in self.phases.values() for call in judged.calls]
 
     def verdicts(self, rollout: int) -> tuple[ScoredCriterion, ...] | None:
@@ -97,7 +106,7 @@ class GroupJudgement:
         return None if judged is None or not judged.ok else judged.value
 
     def left_out(self, rollout: int) -> int:
-        """Characters that the scoring call did not see of a rollout."""
+        """Characters of a rollout that were truncated in the scoring prompt."""
         judged = self.phases.get((Score.name, rollout))
         return 0 if judged is None else judged.left_out
 
@@ -122,13 +131,13 @@ class TraceJudge:
     ) -> None:
         """
         Args:
-            complete: who answers.
+            complete: completer of the judge.
             prompts: the prompt set.
-            config: ``judge`` and ``algorithm``.
+            config: ``judge`` and ``algorithm`` are used.
             static: a rubric to use instead of the judge's own.
-            open_other: opens what answers for a judge of the jury; None: ``complete`` does.
-            asker: asks in the place of a judge made of all these, on a cluster.
-            replies: where the answers are kept; None: nowhere.
+            open_other: opens the completer of another judge; None: ``complete`` answers for all.
+            asker: asks instead of a judge made of these, on a cluster.
+            replies: the reply store; None: none.
         """
         self._asker = asker
         self._open_other = open_other or (lambda _: complete)
@@ -159,14 +168,14 @@ class TraceJudge:
         return state
 
     def prompt_of(self, group: TraceGroup) -> tuple[Trace, str]:
-        """The first trace of a group as the judge sees it where nothing is cut, steps numbered."""
+        """The first trace of a group as the judge sees it, without truncation."""
         from draco_ray.judging import render
 
         trace = group.traces[0]
         return trace, render.agent_trajectory(as_trajectory(trace, group.task_id, 0), self._prompts.code(group.task_id))
 
     def _judge_of(self, traces: Sequence[Trace]) -> Asker:
-        """The judge, told of the world of these traces."""
+        """The judge, with facts about the environment of these traces."""
         if self._asker is not None:
             return self._asker
         prompts = self._prompts
@@ -175,7 +184,7 @@ class TraceJudge:
         return panel_judge(self._config.judge, prompts, self._complete, self._open_other, self._replies)
 
     async def _write_rubric(self, judge: Asker, state: GroupJudgement) -> bool:
-        """stage1 ──► stage2 ×G ──► union; says whether there is a rubric."""
+        """stage1 ──► stage2 ×G ──► union; returns whether there is a rubric."""
         context = CallContext(group=state.group.task_id, task_id=state.group.task_id)
         prompt = state.trajectories[0].prompt
         stage1 = state.phases[Stage1.name, None] = await judge.ask(Stage1(prompt), context)
@@ -262,10 +271,10 @@ async def judge_groups(
     *,
     at_once: int,
 ) -> None:
-    """Judge many groups, so many at one time, and hand on each as soon as it is done.
+    """Judge groups, ``at_once`` at a time, and pass each to ``keep`` as soon as it is done.
 
     Raises:
-        JudgeUnavailable: see `TraceJudge.judge`; the groups under way are ended, those handed on stay.
+        JudgeUnavailable: see `TraceJudge.judge`; groups in flight are cancelled.
     """
     waiting = iter(groups)
 
@@ -277,7 +286,7 @@ async def judge_groups(
 
 
 async def together(work: Iterable[Coroutine[Any, Any, ResultT]]) -> list[ResultT]:
-    """Like `asyncio.gather`, but the first error cancels the rest, and is raised once they have ended."""
+    """Like `asyncio.gather`, but the first error cancels the rest and is raised after they have ended."""
     tasks = [asyncio.ensure_future(each) for each in work]
     try:
         return list(await asyncio.gather(*tasks))
@@ -290,3 +299,79 @@ async def together(work: Iterable[Coroutine[Any, Any, ResultT]]) -> list[ResultT
 
 def _context(trajectory: Trajectory) -> CallContext:
     return CallContext(group=trajectory.group, task_id=trajectory.task_id, rollout=trajectory.rollout)
+
+
+def as_trajectory(trace: Trace, group: str, rollout: int) -> Trajectory:
+    """A trace as the judge and the advantage rule take it.
+
+    Its tokens are those of its agent's turns, counted by the trace or estimated from the length; their ids are unknown.
+    """
+    counts = [trace.tokens(turn) for turn in trace.turns]
+    ends = list(itertools.accumulate(counts))
+    steps = itertools.count()
+    step_of = [next(steps) if turn.is_step else GAP for turn in trace.turns]
+    total = sum(counts)
+    return Trajectory(
+        task_id=trace.task_id,
+        group=group,
+        rollout=rollout,
+        attempt=0,
+        policy_version=0,
+        prompt=trace.prompt,
+        turns=tuple(
+            Turn(
+                text=turn.text,
+                action=turn.action,
+                observation=turn.observation,
+                role=turn.role,
+                first_token=end - count,
+                last_token=end,
+                message=turn.message,
+            )
+            for turn, count, end in zip(trace.turns, counts, ends, strict=True)
+        ),
+        token_ids_T=np.full(total, UNKNOWN_TOKEN, dtype=np.int32),
+        sampled_T=np.ones(total, dtype=np.bool_),
+        logprob_T=np.zeros(total, dtype=np.float32),
+        step_T=np.repeat(np.array(step_of, dtype=np.int32), counts),
+        prompt_length=0,
+        ended=trace.ended,
+        started_at=0.0,
+        ended_at=0.0,
+    )
+
+
+def environment_facts(traces: Sequence[Trace]) -> str:
+    """Facts about the agents' environment for the judge, derived from their traces.
+
+    They contain only our own words and names of tools.
+    """
+    turns = [turn for trace in traces for turn in trace.turns]
+    actions = [turn.action for turn in turns if turn.action is not None]
+    called = sorted({name for action in actions for name in _called(action)})
+    facts = ["A step is a turn of the agent that somebody or something received: an action or a message."]
+    if called:
+        more = f" and {len(called) - MOST_TOOLS} more" if len(called) > MOST_TOOLS else ""
+        facts.append(
+            "The agent acts by calling tools: several calls in a turn are made together and are one step, and what "
+            "the environment answered follows. Tools seen here: "
+            f"{', '.join(called[:MOST_TOOLS])}{more}."
+        )
+    elif actions:
+        facts.append("The agent acts by code that is run, and its output follows.")
+    else:
+        facts.append("The agent only speaks here: no turn of these runs acts on anything.")
+    others = sorted({turn.role for turn in turns if turn.role != AGENT})
+    if "user" in others:
+        facts.append("It talks with a user: its messages are said to the user, who may answer.")
+    if rest := [role for role in others if role not in ("user", "tool")]:
+        facts.append(f"Turns under another name ({', '.join(rest[:10])}) are not the agent's own.")
+    if any(trace.ended is EpisodeEnd.UNSTATED for trace in traces):
+        facts.append("Where a run ends with `unstated`, nothing is known of why it ended.")
+    facts.append("Text in brackets such as [image: image/png, 12 kB] stands for what is no text and cannot be shown.")
+    return "\n".join(f"- {fact}" for fact in facts)
+
+
+def _called(action: str) -> list[str]:
+    """Names of the tools that an action calls."""
+    return re.findall(r"^([A-Za-z_][\w.:-]{0,79})\((?=[{\"\[]|$|\n)", action, re.MULTILINE)

@@ -1,4 +1,4 @@
-"""The run directory that judging traces leaves, and going on in it.
+"""The run directory of judged traces, and how judging continues in it.
 
 ::
 
@@ -8,8 +8,8 @@
     judged.jsonl        one line a trace: reward, advantage, verdicts with evidence, steps
     report.html         the page
 
-So many groups (`GROUPS_A_STEP`) stand where a training step stands. A group is kept once it is done; the same command
-again goes on with those that are not, and asks nothing twice.
+`GROUPS_A_STEP` groups take the place of a training step. A group is stored once it is done; the same command again
+continues with the others, and asks nothing twice.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ SETTING = "traces"
 CHANGEABLE = (
     *("limits", "concurrency_per_worker", "max_attempts", "max_outage_seconds", "request_timeout_seconds"),
     *("prompt_cache", "service_tier", "fallbacks"),
-    # Where it is reached, and how many ask.
+    # How it is reached, and by how many workers.
     *("api_base", "api_key_env", "local", "workers", "max_workers", "idle_seconds", "start_timeout_seconds"),
 )
-"""Of the judge's keys: those with which a run may be continued otherwise."""
+"""Keys of the judge that may change when a run is continued."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ class JudgingRun:
     @classmethod
     @contextmanager
     def open(cls, path: Path, config: DracoConfig, groups: Sequence[TraceGroup]) -> Iterator[JudgingRun]:
-        """A new run directory, or one in which the same was begun; nobody else works in it meanwhile.
+        """Create a run directory, or continue in one with the same traces and judge; it is locked meanwhile.
 
         Raises:
             ConfigError: other traces or another judge were judged there, or another process works in it.
@@ -103,7 +103,7 @@ class JudgingRun:
         return self.directory.path
 
     def pending(self) -> list[tuple[int, TraceGroup]]:
-        """Groups that are not done, those that failed included, with their places among all."""
+        """Groups that are not done, including failed ones, with their indices."""
         return [
             (index, group)
             for index, group in enumerate(self._groups)
@@ -116,17 +116,17 @@ class JudgingRun:
         return GROUP.validate_json(path.read_bytes()) if path.is_file() else None
 
     def keep(self, state: GroupJudgement) -> JudgedGroup:
-        """Write down everything about a group that is done.
+        """Store everything about a finished group.
 
         Raises:
-            StoreError: the disk is full, say.
+            StoreError: it cannot be written, e.g. because the disk is full.
         """
         result = judged_group(state)
         try:
             self._write_tables(state)
             path = self._result(state.index)
             path.parent.mkdir(exist_ok=True, mode=0o700)
-            # Last: a group that has this file has everything.
+            # Last: a group with this file is complete.
             write_private(path, GROUP.dump_json(result).decode())
         except OSError as error:
             raise StoreError(
@@ -135,7 +135,7 @@ class JudgingRun:
         return result
 
     def finish(self, seconds: float) -> Totals:
-        """Gather what is done: tables a step, metrics, ``judged.jsonl``."""
+        """Gather the finished groups: tables by step, metrics, ``judged.jsonl``."""
         traces = judged = failed = 0
         rewards: list[float] = []
         shares: list[tuple[str, float]] = []
@@ -159,7 +159,7 @@ class JudgingRun:
                 whole = len(results) == len(members) and not any(
                     group.error or any(trace.error for trace in group.rollouts) for group in results
                 )
-                # A step that was gathered before is as it was.
+                # A step that was gathered before stays unchanged.
                 if results and self.directory.part("groups", step, "any").parent.is_dir():
                     metrics = _metrics(step, results, seconds * len(results) / max(len(self._groups), 1))
                     if whole:
@@ -196,7 +196,7 @@ class JudgingRun:
             write("advantages", step, key, rows.advantage_rows(step, task_id, state.advantages, tokens))
         calls = [rows.as_paid(call, self._booked) for call in state.calls]
         known = {call.call_id for call in calls}
-        # A group that is judged again keeps what its earlier calls cost.
+        # Keep the earlier calls of a group that is judged again: they were paid for.
         earlier = [row for row in self._store.part("judge_calls", step, key) if row["call_id"] not in known]
         write("judge_calls", step, key, [*earlier, *rows.call_rows(step, calls)])
         write("groups", step, key, [_group_row(step, state)])
@@ -207,7 +207,7 @@ def _check_same(directory: RunDirectory, config: DracoConfig, index: str) -> Non
     if not (path / INDEX).is_file() and directory.steps():
         raise ConfigError(f"--out {path}: a run directory of another kind; name a new one")
     if not _begun(path):
-        return  # By a command that could not reach its judge, say.
+        return  # E.g. the earlier command could not reach its judge.
     if (path / INDEX).is_file() and read_text(path / INDEX) != index:
         raise ConfigError(f"--out {path}: other traces were judged there, or in other groups; name a new one")
     if (changed := _changed(load_config(str(path)), config)) is not None:
@@ -215,7 +215,7 @@ def _check_same(directory: RunDirectory, config: DracoConfig, index: str) -> Non
 
 
 def _begun(path: Path) -> bool:
-    """Whether anything was judged there, or paid for."""
+    """Whether anything was judged or paid for there."""
     return any((path / JUDGED).glob("*.json")) or read_book(path / "judge_cache").dollars > 0
 
 
@@ -252,7 +252,7 @@ def _index(groups: Sequence[TraceGroup]) -> Iterable[dict[str, Any]]:
 
 
 def _changed(before: DracoConfig, now: DracoConfig) -> str | None:
-    """A key that decides what is asked and differs."""
+    """A key that differs and affects the prompts or the results."""
     for section in ("judge", "algorithm"):
         old: Mapping[str, Any] = getattr(before, section).model_dump(mode="json")
         new: Mapping[str, Any] = getattr(now, section).model_dump(mode="json")

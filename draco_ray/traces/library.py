@@ -33,9 +33,8 @@ from draco_ray.judging.limiter import Limiter, WaitingLine
 from draco_ray.judging.outage import Outage
 from draco_ray.judging.panel import with_fallbacks
 from draco_ray.judging.pricing import check_budget
-from draco_ray.judging.prompts import Prompts, load_prompts
+from draco_ray.judging.prompts import Prompts, load_prompts, load_static_rubric
 from draco_ray.judging.reply_cache import ReplyCache, read_book
-from draco_ray.judging.static_rubric import load_static_rubric
 from draco_ray.judging.tokens import BYTES_PER_TOKEN, model_limit
 from draco_ray.records import Criterion
 from draco_ray.traces.judging import Asker, GroupJudgement, TraceJudge, judge_groups
@@ -44,7 +43,7 @@ from draco_ray.traces.model import TraceGroup
 from draco_ray.traces.results import JudgedGroup, judged_group
 
 DEFAULT_CONTEXT = 128_000
-"""Tokens, of a judge whose context nobody knows."""
+"""Context length of an unknown judge, in tokens."""
 STATIC_RUBRIC = Path("prompts/static_rubric.yaml")
 STATIC = "static"
 """For ``rubric``: the one that ships."""
@@ -58,7 +57,7 @@ ConfigSource = DracoConfig | Mapping[str, Any] | str | Path
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """How traces are to be judged."""
+    """Settings of a judgement of traces."""
 
     config: DracoConfig
     prompts: Prompts
@@ -71,18 +70,17 @@ class Plan:
 
     @property
     def told(self) -> DracoConfig:
-        """The configuration, with how much the judge reads."""
+        """The configuration with the judge's context length."""
         return self.config.updated(judge={"context_tokens": self.context_tokens})
 
     @property
     def room(self) -> int:
-        """Characters that a prompt may have, about."""
+        """Approximate maximum length of a prompt, in characters."""
         return BYTES_PER_TOKEN * (judge_room(self.told.judge) or self.context_tokens)
 
     @property
     def at_once(self) -> int:
-        """Groups in memory and under way: enough for every request that may be in flight, as a group of one trace has
-        one at a time."""
+        """Number of groups in flight: as many as requests, since a group of one trace has one request at a time."""
         judge = self.config.judge
         return GROUPS_IN_BATCH if self.batch else judge.concurrency_per_worker * max(judge.max_workers, judge.workers)
 
@@ -100,9 +98,9 @@ def plan(
     batch: bool = False,
     ray: bool = False,
 ) -> Plan:
-    """Settle how traces are judged; the arguments are those of `judge`.
+    """Resolve the settings of a judgement; the arguments are those of `judge`.
 
-    ``ray``: on a cluster, which serves a ``hosted_vllm/`` model without an endpoint itself (``judge.local``).
+    ``ray``: on a cluster, which itself serves a ``hosted_vllm/`` model without an endpoint (``judge.local``).
 
     Raises:
         ConfigError: a budget without a known price, a rubric or prompt set that cannot be used, or no model where the
@@ -165,7 +163,7 @@ def _configured_model(judge: JudgeConfig) -> str:
 
 
 def _served_here(judge: JudgeConfig, *, ray: bool) -> JudgeConfig:
-    """The configuration with ``judge.local`` on where the cluster serves the judge, and off elsewhere."""
+    """The configuration with ``judge.local`` enabled if the cluster serves the judge, else disabled."""
     own = judge.model.startswith(LOCAL_PROVIDER) and not (judge.api_base or os.environ.get("HOSTED_VLLM_API_BASE"))
     if own and not ray:
         raise ConfigError(
@@ -182,34 +180,34 @@ def _budget(limits: JudgeLimits, budget: float) -> JudgeLimits:
 
 
 class Meter:
-    """A `Completer` that counts what passes through it, and through the other judges beside it."""
+    """A `Completer` that counts its calls and those of the other judges."""
 
     def __init__(self, complete: Completer | None = None) -> None:
         """``complete`` answers; None: it is set later."""
         self.complete = None if complete is None else self.over(complete)
         self.open_other: Callable[[JudgeConfig], Completer] | None = None
-        """Opens a judge of the jury."""
+        """Opens the completer of another judge."""
         self.replies: ReplyCache | None = None
-        """Where its answers are kept."""
+        """The reply store."""
         self.done = self.replayed = self.failed = 0
         self.dollars = 0.0
         self.waits_for = ""
-        """Servers that load."""
+        """Servers that are still loading, in words."""
         self.begun: dict[int, float] = {}
         self.numbers = itertools.count()
 
     def over(self, complete: Completer) -> Completer:
-        """``complete``, counted."""
+        """``complete`` with its calls counted."""
         return _Counted(self, complete)
 
     @property
     def under_way(self) -> int:
-        """Calls without an answer yet."""
+        """Number of calls in flight."""
         return len(self.begun)
 
     @property
     def oldest(self) -> float:
-        """Seconds for which the oldest of them has been waited for."""
+        """Age of the oldest call in flight, in seconds."""
         return time.monotonic() - min(self.begun.values(), default=time.monotonic())
 
     async def __call__(self, request: Request) -> Completion:
@@ -254,10 +252,10 @@ class _Counted:
 
 
 def open_judge(settled: Plan) -> Meter:
-    """The judge model over LiteLLM, within its limits and budget; what earlier processes have spent counts.
+    """The judge model over LiteLLM, within its limits and budget, which includes the dollars of earlier processes.
 
     Raises:
-        StoreError: replies cannot be kept.
+        StoreError: replies cannot be stored.
     """
     judge = settled.config.judge
     book = None if judge.cache is None else read_book(judge.cache)
@@ -290,14 +288,14 @@ def open_judge(settled: Plan) -> Meter:
 
 
 def trace_judge(settled: Plan, complete: Completer, asker: Asker | None = None) -> TraceJudge:
-    """What judges by a plan."""
+    """The judge of a plan."""
     prompts = prompts_of(settled.config.judge)
     opens, replies = (complete.open_other, complete.replies) if isinstance(complete, Meter) else (None, None)
     return TraceJudge(complete, prompts, settled.told, settled.rubric, opens, asker, replies)
 
 
 async def judge_run(settled: Plan, complete: Completer, run: JudgingRun, asker: Asker | None = None) -> None:
-    """Judge what is not done yet in a run directory.
+    """Judge the pending groups of a run directory.
 
     Raises:
         JudgeUnavailable: the judge answers nothing; BudgetSpent where the budget allows no more.
@@ -314,7 +312,7 @@ async def judge_run(settled: Plan, complete: Completer, run: JudgingRun, asker: 
         try:
             await asyncio.shield(writing)
         except asyncio.CancelledError:
-            # What is done is kept, whatever ends the others.
+            # A finished group is stored, even if the others are cancelled.
             await writing
             raise
 
@@ -418,7 +416,7 @@ def judge_sync(
         asyncio.get_running_loop()
     except RuntimeError:
         return run()
-    # A notebook has a loop of its own in this thread.
+    # A notebook already runs an event loop in this thread.
     with ThreadPoolExecutor(max_workers=1) as thread:
         return thread.submit(run).result()
 

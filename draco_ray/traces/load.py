@@ -1,7 +1,7 @@
 """`load_traces`: paths in, groups of traces out.
 
-Every trace is read once, put into its common form and laid down in a temporary file; what stays in memory is a
-`draco_ray.traces.model.Summary` of each. So thousands of them fit on a laptop, whatever their formats.
+Every trace is read once, converted to its common form and written to a temporary file; only a
+`draco_ray.traces.model.Summary` of each stays in memory. So thousands of them fit on a laptop.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ NO_GROUPS = "none"
 
 
 Place = tuple[int, int]
-"""Where in the spool, and how long."""
+"""Offset in the spool, and length."""
 
 
 def format_names() -> list[str]:
@@ -83,12 +83,12 @@ class Spool:
 
 TRACE = TypeAdapter(Trace)
 _Name = tuple[Any, str]
-"""Of a session: the function that names the sessions of its formats, and its name."""
+"""Identity of a session: the function that names the sessions of its format, and its name."""
 
 
 @dataclass(slots=True)
 class _Session:
-    """Records that were found apart and belong together."""
+    """Records in different places that belong together."""
 
     format: Format
     where: str
@@ -106,12 +106,12 @@ class _Loader:
     problems: list[str] = field(default_factory=list)
     sessions: dict[_Name, _Session] = field(default_factory=dict)
     joined: dict[_Name, _Name] = field(default_factory=dict)
-    """By the name of a session: another name of it."""
+    """Session name -> another name of the same session."""
     taken: dict[str, int] = field(default_factory=dict)
     tasks: dict[str, list[str]] = field(default_factory=dict)
-    """By task id: the digests of the tasks that have it."""
+    """Task id -> digests of the tasks with that id."""
     lost: dict[str, Counter[str]] = field(default_factory=dict)
-    """By format: fields with evidence that were not read, and in how many records."""
+    """Format -> unread fields with evidence, and the number of records that have them."""
 
     def file(self, path: Path, inside: str | None) -> None:
         """Read everything in a file."""
@@ -125,16 +125,16 @@ class _Loader:
             if latest is not None:
                 self._record(found, latest)
             elif not refused:
-                # Said once of a file.
+                # Once per file.
                 refused = True
                 self.problem(
                     found.where,
-                    f"no known format, found {_described(found.record)}; expected one of {', '.join(FORMATS)}; for any "
-                    "other a mapping says where things are (--mapping FILE)",
+                    f"no known format, found {_described(found.record)}; expected one of {', '.join(FORMATS)}, or a "
+                    "mapping of another format (--mapping FILE)",
                 )
 
     def problem(self, where: str, text: str) -> None:
-        """Note what cannot be read."""
+        """Note a problem."""
         self.problems.append(f"{where}: {text}")
 
     def _record(self, found: Found, format_: Format) -> None:
@@ -159,12 +159,12 @@ class _Loader:
         kept.places.append((self.spool.put(json.dumps(found.record).encode("ascii")), found.where))
 
     def _read(self, format_: Format, found: Found) -> None:
-        """Add the traces of a record, or of a session's records, and note what of them was not read."""
+        """Add the traces of a record, or of a session's records, and note their unread fields."""
         record = found.record
         if format_.metered:
             record = record.map(watched) if isinstance(record, Gathered) else watched(record)
         traces = []
-        # Added one by one: what precedes a bad trace of a document is not lost with it.
+        # Add one by one: a bad trace of a document does not lose the ones before it.
         reading = replace(
             self.reading,
             format=format_.name,
@@ -188,7 +188,7 @@ class _Loader:
             self.joined[root] = end
 
     def finish_sessions(self, one_file_a_call: bool = True) -> None:
-        """Put together the sessions whose records were found, wherever these were.
+        """Read the sessions, now that all their records are known.
 
         Args:
             one_file_a_call: whether files of one request each, in one folder, may be calls of the same conversation.
@@ -215,7 +215,7 @@ class _Loader:
         self.problem(where, f"{said}; expected {format_.shape}")
 
     def add(self, trace: Trace) -> None:
-        """Lay down a trace with its group."""
+        """Add a trace to its group."""
         trace_id = trace.trace_id or f"trace-{sum(map(len, self.members.values())) + 1}"
         self.taken[trace_id] = self.taken.get(trace_id, 0) + 1
         notes = trace.notes
@@ -237,8 +237,8 @@ class _Loader:
         self.members.setdefault(trace.task_id, []).append((summary, self.spool.put(TRACE.dump_json(trace))))
 
     def _task_id(self, trace: Trace, trace_id: str) -> str:
-        """The task that a trace is judged with: traces without a task are judged alone, and equal ids of different
-        tasks are different tasks."""
+        """The id of the group of a trace: a trace without a task is judged alone, and equal ids of different tasks are
+        made different."""
         digest = trace.task_digest
         if self.alone or not (trace.task_id or digest):
             return trace_id
@@ -251,7 +251,7 @@ class _Loader:
         return task_id if known[0] == digest else f"{task_id}#{known.index(digest) + 1}"
 
     def groups(self) -> Groups:
-        """What was laid down, by task in the order of first appearance."""
+        """All traces by task, in the order of first appearance."""
         found = Groups(
             TraceGroup(
                 task_id=task_id,
@@ -280,12 +280,12 @@ def load_traces(
     Args:
         path: files, folders (searched for them) and run directories of ours.
         format: one of `format_names`; ``auto`` recognises each record's.
-        group_by: dotted path, in a record, of what names its task (``metadata.task_id``); ``none``: every trace is for
-            itself. Unless told, what the format calls the task, else the prompt: equal prompts are one task.
-        mapping: YAML file that says where things are in records of no known format (`Mapped`).
+        group_by: dotted path of the task's name in a record (``metadata.task_id``); ``none``: every trace is judged
+            alone. Default: the task of the format, else the prompt: equal prompts are one task.
+        mapping: YAML file that describes records of an unknown format (`Mapped`).
 
-    Returns: groups in the order in which their tasks appear; ``problems`` holds a line for everything that could not be
-        read, which is logged as well.
+    Returns: groups in the order in which their tasks appear; ``problems`` has a line for everything that could not be
+        read, which is also logged.
 
     Raises:
         TraceError: nothing is a trace, or a path does not exist.
@@ -306,7 +306,7 @@ def load_traces(
     files = trace_files(paths, other)
     if other:
         counted = ", ".join(f"{count} of {ending}" for ending, count in sorted(other.items()))
-        log.warning("files that are of no kind of traces are not read: %s", counted)
+        log.warning("files of other kinds are not read: %s", counted)
     for file in files:
         if is_run(file):
             if format not in (AUTO, RUN) or mapped is not None or group_by not in (None, NO_GROUPS):
@@ -337,12 +337,12 @@ RECORD = "record"
 
 
 def place_of(trace: Trace) -> int:
-    """Which of the records of `groups_of` a trace is from."""
+    """Index of the record of a trace from `groups_of`."""
     return int(trace.source.split()[1]) - 1
 
 
 def groups_of(records: Sequence[Any], group_by: str | None = None) -> Groups:
-    """`load_traces` for records that are in memory already, in any format that it recognises.
+    """`load_traces` for records in memory, in any format that it recognises.
 
     Raises:
         TraceError: none of them is a trace.
@@ -401,7 +401,7 @@ def trace_of(trajectory: Trajectory, source: str, training_step: int) -> Trace:
 def _read_file(loader: _Loader, file: Path, inside: str | None) -> None:
     simulations = file.parent / "simulations"
     if file.name == "results.json" and simulations.is_dir() and loader.forced in (None, FORMATS["tau2"]):
-        # τ-bench's directory format: tasks and policy are here, each simulation in a file of its own.
+        # τ-bench's directory format: tasks and policy are here, each simulation in its own file.
         head = next(iter(records(file)), None)
         if head is not None and isinstance(head.record, dict) and "info" in head.record:
             if head.record.get("simulations"):
@@ -418,7 +418,7 @@ def _read_file(loader: _Loader, file: Path, inside: str | None) -> None:
 
 
 def _single(found: Found) -> Iterator[Found]:
-    """The traces of a record, each as a record of its own: one that is bad does not take the others with it."""
+    """The traces of a record, each as its own record: a bad one does not affect the others."""
     for name in ("samples", "simulations", "traces"):
         inner = found.record.get(name) if isinstance(found.record, dict) else None
         if isinstance(inner, list) and inner:

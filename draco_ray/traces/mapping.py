@@ -1,4 +1,4 @@
-"""A small YAML file that says where things are in records of no known format."""
+"""Mappings: small YAML files that describe records of an unknown format."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Mapped(BaseModel):
     task_id: str | None = None
     trace_id: str | None = None
     instruction: str | None = None
-    """What the agent was asked, where the conversation does not say it."""
+    """The agent's task, if the conversation does not contain it."""
     system: str | None = None
     tools: str | None = None
     outcome: str | None = None
@@ -42,9 +42,9 @@ class Mapped(BaseModel):
     tool_calls: str | None = None
     """Within a message: the calls."""
     roles: dict[str, str] = Field(default_factory=dict)
-    """What is written there, and which of system, user, assistant and tool it means."""
+    """Role names in the records -> system, user, assistant or tool."""
     action_pattern: str | None = None
-    """For code agents: a regular expression whose first group is what was run."""
+    """For code agents: a regular expression whose first group is the code that was run."""
 
 
 def load_mapping(path: Path) -> Mapped:

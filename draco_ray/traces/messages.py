@@ -1,4 +1,4 @@
-"""Messages of all dialects as entries: who said what, called which tools, and what came back.
+"""Messages of all dialects as entries: speakers, texts, tool calls and results.
 
 =================  =====================================================================================================
 OpenAI chat        ``role``, ``content`` (text or parts), ``tool_calls``, ``role: tool`` with ``tool_call_id``
@@ -41,16 +41,16 @@ LANGCHAIN = {
 }
 """LangChain's message types, as it writes them and as the beginnings of its class names."""
 USER_PROXIES = ("user_proxy", "userproxy", "User_proxy", "UserProxy")
-"""Names under which AutoGen's first versions write what the user's side says, whose role may be the assistant's."""
+"""Names of the user's side in AutoGen's first versions, whose role may be the assistant's."""
 GEMINI_CLI = {"user": "user", "gemini": AGENT, "info": "system", "warning": "system", "error": "system"}
 """Types of the messages in sessions of Gemini CLI."""
 AUTOGEN = ("Message", "Event")
-"""How AutoGen's message types end."""
+"""Suffixes of AutoGen's message types."""
 _RESULTS = ("result", "results", "outputs", "output")
 _CONTAINERS = ("message", "output", "messages", "body", "response", "outputBodyJson", "body_raw")
-"""Fields of a response below which the answer is."""
+"""Fields of a response that may contain the answer."""
 _CONTENTS = ("content", "blocks", "text", "system_prompt")
-"""Fields of a message that hold what is said."""
+"""Fields of a message that may contain its text."""
 _REPLY_KEYS = ("role", "content", "tool_calls", "toolCalls", "text", "choices", "candidates", "output", "message")
 
 
@@ -58,7 +58,7 @@ def entries(messages: object, where: str = "message") -> list[Entry]:
     """Entries of a list of messages or items, in order.
 
     Raises:
-        BadTrace: it is no list, or one of them is no message.
+        BadTrace: it is not a list of messages.
     """
     if isinstance(messages, str):
         messages = templated(messages) or [{"role": "user", "content": messages}]
@@ -74,10 +74,10 @@ def entries(messages: object, where: str = "message") -> list[Entry]:
 
 
 def reply_entries(reply: object, where: str = "response") -> list[Entry]:
-    """Entries of what a model answered, in the form of any provider's API; empty: nothing that is known.
+    """Entries of a model's answer, in the form of any provider's API; empty if the form is unknown.
 
     Raises:
-        BadTrace: it holds something that is no message.
+        BadTrace: it contains something that is not a message.
     """
     reply = whole(reply)
     if isinstance(reply, str):
@@ -87,7 +87,7 @@ def reply_entries(reply: object, where: str = "response") -> list[Entry]:
     if not isinstance(reply, Mapping):
         return []
     if "finishReason" in reply and ("toolCalls" in reply or isinstance(reply.get("content"), list)):
-        # A step of the AI SDK: what it called and what came back.
+        # A step of the AI SDK: its calls and their results.
         said = {"role": AGENT, "content": reply.get("content") or reply.get("text"), "tool_calls": ()}
         if "content" not in reply:
             said = {**said, "reasoning": reply.get("reasoning"), "tool_calls": reply["toolCalls"]}
@@ -119,7 +119,7 @@ def message_entries(value: object) -> list[Entry]:
     """The entries of one message or item.
 
     Raises:
-        BadTrace: it is none.
+        BadTrace: it is not a message.
     """
     if not isinstance(value, Mapping):
         raise BadTrace(f"expected an object with a role, found {kind(value)}")
@@ -129,7 +129,7 @@ def message_entries(value: object) -> list[Entry]:
     if message.get("kind") in ("request", "response") and "parts" in message:
         return [each for part_ in message["parts"] for each in _pydantic(part_)]
     if "author" in message and not message.get("content"):
-        # An event of Google's ADK in which nothing is said.
+        # An event of Google's ADK without content.
         return []
     if (converted := _gemini_cli(message)) is not None:
         message = converted
@@ -149,7 +149,7 @@ def message_entries(value: object) -> list[Entry]:
 
 
 def is_wrapped(value: Any) -> bool:
-    """Whether it is a message in the wrapping of a framework: Google's ADK, OpenCode, Pydantic AI."""
+    """Whether it is a message wrapped by a framework: Google's ADK, OpenCode, Pydantic AI."""
     if not isinstance(value, Mapping):
         return False
     adk = "author" in value and isinstance(value.get("content"), Mapping | None)
@@ -157,13 +157,13 @@ def is_wrapped(value: Any) -> bool:
 
 
 def _unwrapped(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The message in what a framework keeps about it."""
+    """The message without the wrapping of a framework."""
     if isinstance(message.get("message"), Mapping) and "role" not in message:
-        # A choice of an API's response, as ART keeps them.
+        # A choice of an API's response, as ART stores them.
         return object_of(message, "message")
     if isinstance(message.get("content"), Mapping) and "parts" in message["content"]:
         return object_of(message, "content")
-    # OpenCode says beside its parts who speaks, LlamaIndex beside its blocks what is called.
+    # OpenCode has the role beside the parts, LlamaIndex the calls beside the blocks.
     beside = {**object_of(message, "info"), **(object_of(message, "additional_kwargs") if "role" in message else {})}
     return {**beside, **message} if beside else message
 
@@ -196,13 +196,13 @@ def _message(role: str, message: Mapping[str, Any]) -> Iterator[Entry]:
     invoked = [each for each in message.get("toolInvocations") or () if isinstance(each, Mapping)]
     pieces = [*parts(content), *(e for each in invoked if not message.get("parts") for e in part(_invocation(each)))]
     inside = [call for piece in pieces for call in piece.calls]
-    # Calls in the content are often repeated beside it.
+    # Calls in the content are often repeated in another field.
     calls = [call for call in _calls(message) if not any(_same_call(call, each) for each in inside)]
     if role != AGENT:
         results = [piece for piece in pieces if piece.role == "tool"]
         text = "\n".join(piece.text for piece in pieces if piece.role != "tool" and piece.text)
         if role == "tool" and results:
-            # Media of a result stand beside it.
+            # Media of a result are separate parts.
             results[-1] = replace(results[-1], text="\n".join(filter(None, [results[-1].text, text])))
             text = ""
         yield from results
@@ -217,14 +217,14 @@ def _message(role: str, message: Mapping[str, Any]) -> Iterator[Entry]:
 
 
 def _same_call(one: Call, other: Call) -> bool:
-    """Whether two calls are the same one: by their ids, else by what they say."""
+    """Whether two calls are the same: by their ids, else by name and arguments."""
     if one.call_id and other.call_id:
         return one.call_id == other.call_id
     return str(one) == str(other)
 
 
 def _turns(pieces: Iterable[Entry], tokens: int | None) -> Iterator[Entry]:
-    """An agent's message in order: what follows the results of the provider's own tools is said after them."""
+    """An agent's message in order: text after results of the provider's own tools becomes a later turn."""
     said: list[Entry] = []
     empty = True
     for piece in [*pieces, None]:
@@ -277,7 +277,7 @@ def _item(item: Mapping[str, Any]) -> Iterator[Entry]:
     elif type_.endswith("_output"):
         yield Entry(role="tool", text=plain(item.get("output")), call_id=call_id)
     elif type_.endswith("_call"):
-        # The provider's own tools (web search, code interpreter, ...), whose results are in the item.
+        # The provider's own tools (web search, code interpreter, ...): the item contains their results.
         about = {key: item[key] for key in item if key not in ("id", "type", "status", "call_id", *_RESULTS)}
         call = Call(name=type_.removesuffix("_call"), arguments=about, call_id=call_id)
         yield Entry(role=AGENT, calls=(call,))
@@ -289,7 +289,7 @@ def _item(item: Mapping[str, Any]) -> Iterator[Entry]:
 
 
 def _langchain(message: Mapping[str, Any]) -> dict[str, Any] | None:
-    """A LangChain message in OpenAI's form; None: it is none."""
+    """A LangChain message in OpenAI's form; None if it is not one."""
     type_, data = message.get("type"), message
     if type_ == "constructor" and isinstance(message.get("kwargs"), Mapping):
         names, data = message.get("id"), message["kwargs"]
@@ -306,7 +306,7 @@ def _langchain(message: Mapping[str, Any]) -> dict[str, Any] | None:
     further = object_of(data, "additional_kwargs")
     calls = data.get("tool_calls") or further.get("tool_calls") or ()
     failed = {"error": True} if data.get("status") == "error" else {}
-    # An identity of the message is none of a call.
+    # The id of the message is not the id of a call.
     kept = {key: data[key] for key in ("content", "tool_call_id", "name", "reasoning_content") if key in data}
     return {
         **{
@@ -349,7 +349,7 @@ def _autogen(message: Mapping[str, Any]) -> Iterator[Entry]:
 
 
 def _gemini_cli(message: Mapping[str, Any]) -> dict[str, Any] | None:
-    """A message of a Gemini CLI session in Gemini's form; None: it is none."""
+    """A message of a Gemini CLI session in Gemini's form; None if it is not one."""
     if "role" in message or message.get("type") not in GEMINI_CLI or "content" not in message:
         return None
     thoughts = [
@@ -377,7 +377,7 @@ def _sharegpt(who: str, value: object) -> Iterator[Entry]:
 
 
 def _smolagents(text: str) -> Iterator[Call]:
-    """The calls that smolagents writes as a Python list behind "Calling tools:"."""
+    """The calls that smolagents writes as a Python list after "Calling tools:"."""
     try:
         listed = ast.literal_eval(text.partition("Calling tools:")[2].strip() or text)
         yield from _calls({"tool_calls": listed if isinstance(listed, list) else [listed]})
@@ -390,7 +390,7 @@ def _invocation(each: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _holds_results(content: object) -> bool:
-    """Whether a content holds parts that are results of their own."""
+    """Whether a content has parts that are tool results."""
     if not isinstance(content, list) or not all(isinstance(each, Mapping) for each in content):
         return False
     return any(piece.role == "tool" for each in content for piece in part(each))
@@ -403,7 +403,7 @@ def _calls(message: Mapping[str, Any]) -> Iterator[Call]:
     older = message.get("function_call")
     for call in [*calls, *([older] if isinstance(older, Mapping) else [])]:
         if isinstance(call, str):
-            # Results of verifiers hold each call as JSON text.
+            # verifiers stores each call as JSON text.
             try:
                 call = json.loads(call)
             except (ValueError, RecursionError):
@@ -427,7 +427,7 @@ def _calls(message: Mapping[str, Any]) -> Iterator[Call]:
 
 
 def _marked(text: str, message: Mapping[str, Any]) -> str:
-    """A tool's result with the error that its message states."""
+    """A tool's result with the error in its message."""
     error = message.get("error")
     if isinstance(error, Mapping):
         error = error.get("message") or shown(error)

@@ -1,4 +1,4 @@
-"""What a trace is once its format is forgotten."""
+"""Traces, independent of the format they were read from."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from draco_ray.records import EpisodeEnd, Message
 
 CHARACTERS_PER_TOKEN = 4
-"""Where a trace does not say how many tokens a turn took."""
+"""For turns without a token count."""
 MAX_ID_CHARACTERS = 200
 
 
@@ -20,13 +20,13 @@ class TraceTurn:
     role: str
     """``assistant`` for the agent's own turns; anybody else's (``user``, ``tool``, a sub-agent's name) are gaps."""
     text: str
-    """Everything said in it, the action included."""
+    """The whole text, including the action."""
     action: str | None = None
     """The tool calls, one after the other, or the code; None in a message or a gap."""
     observation: str | None = None
-    """What came back; None where nothing did, or nothing is recorded."""
+    """Output of the action; None where there is none, or none is recorded."""
     tokens: int | None = None
-    """Sampled tokens, where the trace says so."""
+    """Number of sampled tokens, if the trace states it."""
     message: bool = False
     """Whether it is a step without an action: a message that somebody received."""
 
@@ -44,21 +44,21 @@ class Trace:
     task_id: str
     """Traces of one task are judged together; empty: those with the same `task`."""
     prompt: tuple[Message, ...]
-    """What the agent was told before its first turn, its tools included (role ``tools``)."""
+    """Messages before the agent's first turn, and its tools (role ``tools``)."""
     turns: tuple[TraceTurn, ...]
     format: str
     """One of `draco_ray.traces.readers.FORMATS`."""
     source: str
     """File, and line or place in it."""
     task: str = ""
-    """What the agent was asked, in words; empty where the trace does not say."""
+    """The agent's task in words; empty where the trace does not say."""
     ended: EpisodeEnd = EpisodeEnd.UNSTATED
     outcome: float | None = None
-    """A reward or score that the trace itself carries. No judge is ever shown it."""
+    """A reward or score in the trace itself. No judge is shown it."""
     notes: tuple[str, ...] = ()
-    """What was out of the ordinary in it, and what was made of that."""
+    """Irregularities in the trace, and how they were handled."""
     training_step: int | None = None
-    """Of a trace from a run directory."""
+    """Training step of a trace from a run directory."""
 
     @property
     def steps(self) -> tuple[TraceTurn, ...]:
@@ -72,12 +72,12 @@ class Trace:
 
     @property
     def tokens_counted(self) -> bool:
-        """Whether the trace says how many tokens each of its agent's turns took."""
+        """Whether the trace states the tokens of every turn of its agent."""
         own = [turn for turn in self.turns if turn.role == "assistant"]
         return bool(own) and all(turn.tokens for turn in own)
 
     def tokens(self, turn: TraceTurn) -> int:
-        """Sampled tokens of a turn: as the trace counts them if it counts all, else by its length; 0 for others'."""
+        """Sampled tokens of a turn: the trace's count if it counts all turns, else by length; 0 for turns of others."""
         if turn.role != "assistant":
             return 0
         if self.tokens_counted:
@@ -98,7 +98,7 @@ class Trace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """What is kept in memory of a trace."""
+    """The part of a trace that stays in memory."""
 
     trace_id: str
     format: str
@@ -113,7 +113,7 @@ class Summary:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceGroup:
-    """The traces of one task. They are read when asked for, so that thousands of groups fit in memory."""
+    """The traces of one task. They are read on demand, so that thousands of groups fit in memory."""
 
     task_id: str
     summaries: tuple[Summary, ...]
@@ -122,7 +122,7 @@ class TraceGroup:
 
     @property
     def traces(self) -> tuple[Trace, ...]:
-        """The traces, read anew each time."""
+        """The traces, read from disk at each call."""
         return tuple(self.read())
 
     def __len__(self) -> int:
@@ -130,7 +130,7 @@ class TraceGroup:
 
 
 def identifier(value: object) -> str:
-    """A task's or trace's id as text that can be printed and is not endless."""
+    """The id of a task or trace as printable text of limited length."""
     text = clean(str(value)).strip()
     text = "".join(character if character.isprintable() else " " for character in text)
     if len(text) <= MAX_ID_CHARACTERS:
@@ -140,7 +140,7 @@ def identifier(value: object) -> str:
 
 
 def clean(text: str) -> str:
-    """``text`` without halves of surrogate pairs, which JSON may hold and no file can."""
+    """``text`` without lone surrogates, which JSON may contain and files cannot."""
     if text.isascii():
         return text
     return text.encode("utf-8", "backslashreplace").decode("utf-8")

@@ -1,8 +1,8 @@
 """OpenTelemetry spans of generative AI: OTLP JSON as collectors write it, and what Langfuse, Phoenix and MLflow export.
 
-Every call of a model is a span that holds the conversation so far and what the model said. A trace is put together from
-those of one ``gen_ai.conversation.id`` (else one trace id): what is new in each span's input, then its output. Spans
-below another ``invoke_agent`` span than the first belong to a sub-agent.
+Every model call is a span with the conversation so far and the model's answer. A trace is assembled from the spans of
+one ``gen_ai.conversation.id`` (else one trace id): the new part of each span's input, then its output. Spans below an
+``invoke_agent`` span other than the first belong to a sub-agent.
 
 =======================  ===========================================================================================
 conventions              where messages are
@@ -17,7 +17,7 @@ Langfuse, MLflow         ``langfuse.observation.input``, ``mlflow.spanInputs``, 
 
 Results of tools that no later input repeats are taken from ``execute_tool`` spans.
 
-Spans lie in OTLP's lists (``resourceSpans``, Tempo's ``batches``), in ``data.spans`` (MLflow), in ``data`` (Phoenix's
+Spans are in OTLP's lists (``resourceSpans``, Tempo's ``batches``), in ``data.spans`` (MLflow), in ``data`` (Phoenix's
 API), in ``observations`` (Langfuse), or are a record each; rows of Phoenix's table and observations of Langfuse, which
 have names of their own, are put into the form of spans.
 """
@@ -61,10 +61,10 @@ TASK_ATTRIBUTES = ("draco.task_id", "gen_ai.task.id", "task_id", "langfuse.trace
 
 OTLP = ("resourceSpans", "resource_spans", "batches", "scopeSpans", "scope_spans")
 HOLDERS = (*OTLP, "spans", "observations", "data", "traces", "trace")
-"""What spans are below, in exports."""
+"""Fields of exports that contain spans."""
 MAX_DEPTH = 8
 KINDS = ("gen_ai.operation.name", "openinference.span.kind", "langfuse.observation.type", "mlflow.spanType")
-"""Attributes that say what a span is."""
+"""Attributes with the kind of a span."""
 TOOL_RESULTS = ("gen_ai.tool.call.result", "langfuse.observation.output", "mlflow.spanOutputs", "output.value")
 
 
@@ -99,7 +99,7 @@ def spans(record: Any) -> Iterator[Span]:
     """The spans of an export, in one form: attributes as a flat mapping, names as in OTLP.
 
     Raises:
-        BadTrace: something in it is no span.
+        BadTrace: it contains something other than spans.
     """
     empty = True
     for span in _below(record):
@@ -110,7 +110,7 @@ def spans(record: Any) -> Iterator[Span]:
 
 
 def _below(node: object, name: str = "", depth: int = 0) -> Iterator[object]:
-    """The spans in an export, whatever they are wrapped in; ``name`` is what the node was found under."""
+    """The spans in an export at any depth; ``name`` is the field of the node."""
     holder = None if not isinstance(node, Mapping) or _is_span(node) else next((h for h in HOLDERS if h in node), None)
     if depth > MAX_DEPTH:
         raise BadTrace("no spans in it, but lists in lists")
@@ -122,7 +122,7 @@ def _below(node: object, name: str = "", depth: int = 0) -> Iterator[object]:
         if value is not None and not isinstance(value, list | Mapping):
             raise BadTrace(f'expected "{holder}" as a list, found {kind(value)}')
         for span in _below([] if value is None else value, holder, depth + 1):
-            # What Langfuse knows of a trace stands beside its observations.
+            # Langfuse stores data of the trace beside its observations.
             yield {**span, "trace": node.get("trace", node)} if _observed(span, holder) else span
     elif name in ("spans", "observations") or _is_span(node):
         yield node
@@ -135,7 +135,7 @@ def _observed(span: object, holder: str) -> TypeGuard[Mapping[str, Any]]:
 
 
 def _renamed(span: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A row of Phoenix's table or of those that `_is_row` knows in the shape of a span."""
+    """A row of Phoenix's table, or one that `_is_row` recognises, in the form of a span."""
     if "context.span_id" in span:
         named = {key: value for key, value in span.items() if value is not None}
         attributes = {key.removeprefix("attributes."): named[key] for key in named if key.startswith("attributes.")}
@@ -191,7 +191,7 @@ def _span(span: object) -> Span:
 
 
 def _time(value: object) -> str:
-    """A time as text that sorts: nanoseconds since 1970, padded; what is no time stays as it is."""
+    """A time as sortable text: nanoseconds since 1970, padded; other text stays as it is."""
     text = str(value or "")
     if not text.isdigit():
         try:
@@ -240,7 +240,7 @@ SESSIONS = (CONVERSATION, "session.id", "langfuse.session.id")
 
 
 def session(span: Span, file: str) -> tuple[str, ...]:
-    """What spans that may belong together have in common: a trace, and a conversation or a session."""
+    """Names of a span's session: its trace id, and its conversation or session id."""
     attributes = span["attributes"]
     named = [attributes[name] for name in SESSIONS if isinstance(attributes.get(name), str) and attributes[name]]
     return (str(span["trace"]), *named[:1])
@@ -260,8 +260,8 @@ def read(spans_: Any, reading: Reading) -> Iterator[Trace]:
 
 
 def _named(ordered: list[Span]) -> dict[str, list[Span]]:
-    """The spans by conversation. A span without a name belongs to the conversation that is named above it, or to the
-    only one that is named below the nearest span around it."""
+    """The spans by conversation. A span without a conversation id belongs to that of an ancestor, or to the only one
+    below its nearest ancestor."""
     by_id = {span["id"]: span for span in ordered}
     above: dict[str, list[str]] = {}
     around: dict[str, set[str]] = {}
@@ -283,7 +283,7 @@ def _named(ordered: list[Span]) -> dict[str, list[Span]]:
 
 
 def _conversations(ordered: list[Span]) -> list[list[Span]]:
-    """The spans by trace, traces of one session joined where the later one repeats what was said in the earlier."""
+    """The spans by trace; traces of one session are joined if the later one repeats messages of the earlier."""
     by_trace: dict[str, list[Span]] = {}
     for span in ordered:
         by_trace.setdefault(str(span["trace"]), []).append(span)
@@ -298,7 +298,7 @@ def _conversations(ordered: list[Span]) -> list[list[Span]]:
 
 
 def _model_calls(of_trace: list[Span]) -> list[tuple[Span, ModelCall]]:
-    """The spans that are calls of a model, without those around others, which may repeat what these hold."""
+    """The spans that are model calls, without parents of other calls, which may repeat their messages."""
     for of_agents in (False, True):
         said = [
             (span, ModelCall(inputs=found[0], outputs=found[1]))
@@ -345,14 +345,14 @@ def _tools(attributes: Mapping[str, Any]) -> Any:
 
 
 def _of_sub_agent(call: ModelCall, agent: str, by_id: Mapping[str, Span]) -> ModelCall:
-    """A sub-agent's call: what it said, under its name."""
+    """A sub-agent's call: its outputs under its name."""
     name = str(by_id[agent]["attributes"].get("gen_ai.agent.name") or "") if agent in by_id else ""
     said = [Entry(role=f"{SUB_AGENT} {name}".strip(), text=e.text, calls=e.calls) for e in call.outputs]
     return ModelCall(inputs=[], outputs=[each for each in said if each.text or each.calls], sub_agent=True)
 
 
 def _record(of_trace: list[Span]) -> dict[str, Any]:
-    """What ``--group-by`` may name: the attributes of all spans, those of the first winning."""
+    """The attributes of all spans for ``--group-by``; the first span takes precedence."""
     merged: dict[str, Any] = {}
     for span in reversed(of_trace):
         merged |= span["attributes"]
@@ -360,7 +360,7 @@ def _record(of_trace: list[Span]) -> dict[str, Any]:
 
 
 def _tree(attributes: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Attributes with points in their names as objects in objects; only those below a prefix."""
+    """Dotted attributes as nested objects; only those below a prefix."""
     tree: dict[str, Any] = {}
     for key, value in attributes.items():
         if key.startswith(prefix):
@@ -382,13 +382,13 @@ def _task(of_trace: list[Span]) -> str:
 
 
 def _kind(span: Span) -> str:
-    """What a span is, in small letters; empty: it does not say."""
+    """The kind of a span in lower case; empty if not stated."""
     attributes = span["attributes"]
     return next((str(attributes[name]).strip('"').casefold() for name in KINDS if attributes.get(name)), "")
 
 
 def _agent(span: Span, by_id: Mapping[str, Span]) -> str:
-    """The span of the agent that made a call: the nearest ``invoke_agent`` above it; empty: there is none."""
+    """The id of the nearest ``invoke_agent`` span above a call; empty if there is none."""
     seen = set()
     while span["parent"] in by_id and span["parent"] not in seen:
         span = by_id[span["parent"]]
@@ -399,7 +399,7 @@ def _agent(span: Span, by_id: Mapping[str, Span]) -> str:
 
 
 def _said(span: Span, of_agents: bool) -> tuple[list[Entry], list[Entry]] | None:
-    """A model's input and output, of a span that holds them; or of the agent's span around its calls."""
+    """Input and output of a model call, or of an agent's span (``of_agents``); None for other spans."""
     attributes = span["attributes"]
     if _kind(span) not in ("", *(AGENT_SPANS if of_agents else CALL_SPANS)):
         return None
@@ -421,7 +421,7 @@ def _tokens(attributes: Mapping[str, Any]) -> int:
     """Tokens that the model wrote; 0 where the span does not say."""
     for name in OUTPUT_TOKENS:
         value = attributes.get(name)
-        # OTLP writes 64 bits as text, a table numbers with a point.
+        # OTLP writes 64-bit integers as text, tables as floats.
         count = number(int(value) if isinstance(value, str) and value.isdecimal() and len(value) < 20 else value)
         if count is not None:
             return int(count)
@@ -494,7 +494,7 @@ def _json(value: object) -> Any:
 
 
 def _with_results(known: list[Entry], of_trace: list[Span]) -> list[Entry]:
-    """The conversation with the results that only spans of tools hold."""
+    """The conversation with results that are only in tool spans."""
     answered = {entry.call_id for entry in known if entry.role == "tool"}
     results = [result for span in of_trace if (result := _tool_result(span)) is not None]
     found: list[Entry] = []
@@ -516,7 +516,7 @@ def _with_results(known: list[Entry], of_trace: list[Span]) -> list[Entry]:
 
 
 def _tool_result(span: Span) -> Entry | None:
-    """The result that a span of a tool holds; None: it is no such span, or holds none."""
+    """The result in a tool span; None for other spans, or without a result."""
     attributes = span["attributes"]
     if "tool" not in _kind(span) and not attributes.get("gen_ai.tool.call.id"):
         return None

@@ -35,7 +35,7 @@ from draco_ray.traces.model import clean
 
 HIDDEN = "[thinking that the provider does not show]"
 MARKERS = ("step-start", "step-finish", "finish-step", "snapshot", "ghost_snapshot", "cachePoint")
-"""Types of parts and items that hold nothing that anybody said."""
+"""Types of parts and items without content."""
 MEDIA = ("image", "audio", "video", "document", "file", "blob", "uri", "screenshot")
 
 
@@ -43,7 +43,7 @@ def parts(content: object) -> Iterator[Entry]:
     """The parts of a content, in order; their role is ``tool`` for results and empty otherwise.
 
     Raises:
-        BadTrace: the content is neither text nor parts.
+        BadTrace: the content is neither text nor a list of parts.
     """
     if isinstance(content, str):
         yield Entry(role="", text=clean(content))
@@ -62,7 +62,7 @@ def parts(content: object) -> Iterator[Entry]:
 
 
 def part(each: Mapping[str, Any]) -> Iterator[Entry]:
-    """The entries of one part: one, or two where a part holds a call and its result."""
+    """The entries of one part: one, or two if the part holds a call and its result."""
     type_ = str(each.get("type") or each.get("block_type") or "")
     if type_ in ("toolRequest", "toolResponse"):
         # Goose: the call or its result in a result of Rust.
@@ -109,7 +109,7 @@ def part(each: Mapping[str, Any]) -> Iterator[Entry]:
 
 
 def _typeless(each: Mapping[str, Any]) -> Iterator[Entry]:
-    """A part whose only key says what it is: the form of Bedrock and Gemini."""
+    """A part whose only key is its type, as in Bedrock and Gemini."""
     call = first_of(each, "toolUse", "functionCall", "function_call", "tool_call")
     result = first_of(each, "toolResult", "functionResponse", "function_response", "tool_call_result")
     code = first_of(each, "executableCode", "executable_code")
@@ -167,7 +167,7 @@ def _result(each: Mapping[str, Any], type_: str) -> Entry:
 
 
 def _call_and_result(each: Mapping[str, Any], type_: str) -> Iterator[Entry]:
-    """A part of the AI SDK's user interface, which holds a call and, once there is one, its result."""
+    """A part of the AI SDK's user interface with a call and, if available, its result."""
     named = {"toolName": text_of(each, "toolName") or type_.removeprefix("tool-")}
     yield Entry(role="", calls=(_call({**each, **named}, type_),))
     outcome = {name: each[name] for name in ("output", "result") if each.get(name) is not None}
@@ -200,7 +200,7 @@ def _medium(type_: str, each: Mapping[str, Any]) -> str | None:
 
 
 def plain(value: object) -> str:
-    """The text of whatever a tool returned, whole; encoded data is described."""
+    """The complete text of a tool's result; encoded data is described."""
     if value is None:
         return ""
     if isinstance(value, str):
@@ -216,7 +216,7 @@ def _is_part(each: Mapping[str, Any]) -> bool:
 
 
 def _shown_part(each: Mapping[str, Any]) -> str:
-    """A part within a result: text and media as everywhere, of any other kind all of its JSON."""
+    """A part of a result: text and media as elsewhere, other kinds as complete JSON."""
     found = list(part(each))
     known = bool(found) and not any(
         entry.calls or entry.text.startswith((f"[{each.get('type')}: {{", "[part: {")) for entry in found

@@ -1,4 +1,4 @@
-"""What judging a group of traces gives, for a program and as JSON."""
+"""Results of judging a group of traces, as dataclasses and as JSON."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class JudgedVerdict:
     evidence: str
     justification: str
     counts: bool
-    """Whether it survived dropout; of a single trace every criterion does."""
+    """Whether it survived dropout; for a single trace always true."""
     steps: tuple[int, ...] = ()
-    """1-based steps that the credit call holds responsible; empty as well where it was not asked."""
+    """1-based steps that the credit call holds responsible; also empty where it was not asked."""
     credited_verdict: str | None = None
     """The credit call's verdict, which step quality is made of; None where it was not asked."""
     explanation: str = ""
@@ -35,17 +35,17 @@ class JudgedVerdict:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JudgedStep:
-    """One step, and its part."""
+    """One step and its share of the advantage."""
 
     step: int
     """1-based, as the judge numbers them."""
     action: str
     tokens: int
-    """n_j: as the trace counts them, or by its length."""
+    """n_j: counted by the trace, or estimated from the length."""
     quality: float | None
     """Q_j in [0, 1]; None where no step is cited."""
     advantage: float | None
-    """a_j, what every token of the step receives; None of a single trace."""
+    """a_j, the advantage of every token of the step; None for a single trace."""
     cited: bool
 
 
@@ -60,7 +60,7 @@ class JudgedTrace:
     source: str
     format: str
     pass_share: float | None
-    """A grade: passes among the passes and fails of all criteria; None where nothing was scored, or none applies."""
+    """Share of passes among the passes and fails of all criteria; None if nothing was scored or none applies."""
     reward: float | None
     """R_i in [-1, 1], for training: only criteria that some trace of its group failed count. None where it could not be
     scored."""
@@ -72,13 +72,13 @@ class JudgedTrace:
     """Why there is no reward."""
     notes: tuple[str, ...] = ()
     left_out: int = 0
-    """Characters that the judge did not see of it."""
+    """Characters of the trace that were truncated in the judge's prompt."""
     tokens_counted: bool = False
     """Whether the tokens of steps are the trace's own count."""
     fallback: str = ""
     """Why its advantage is spread evenly over its steps (`draco_ray.records.CreditFallback`); ``none``: it is not."""
     outcome: float | None = None
-    """A score that the trace came with. No judge saw it."""
+    """A score in the trace itself. No judge saw it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Streamed answers: the events of any provider's API put together into the answer that they add up to."""
+"""Streamed answers: reassemble the events of any provider's API into one answer."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def server_sent(text: str) -> list[Any]:
 
 
 def whole(reply: Any) -> Any:
-    """An answer, put together if it was streamed: from a list of events, or from text of server-sent events; the JSON
-    text of a response is decoded."""
+    """An answer, reassembled if it was streamed (a list of events, or the text of server-sent events); the JSON text of
+    a response is decoded."""
     value = decoded(reply)
     first = value[0] if isinstance(value, list) and value else value
     # An answer may be JSON itself, and then stays text.

@@ -1,4 +1,4 @@
-"""Conversations and tool calls written as text: what chat templates print, and calls and results in tags.
+"""Conversations and tool calls written as text: output of chat templates, and calls and results in tags.
 
 ==========================  ===========================================================================================
 ChatML (Qwen, Hermes)       ``<|im_start|>user\\n...<|im_end|>``
@@ -32,7 +32,7 @@ _RESULT = re.compile(r"<tool_response>\n?(.*?)\n?</tool_response>", re.DOTALL)
 
 
 def templated(text: str) -> list[dict[str, str]]:
-    """The messages of text that a chat template printed; empty: no template that is known printed it."""
+    """The messages in the output of a chat template; empty if no known template printed it."""
     for template in _TEMPLATES:
         if found := template.findall(text):
             messages = [{"role": role, "content": said.strip("\n")} for role, said in found]
@@ -57,7 +57,7 @@ def tagged(entry: Entry) -> Iterator[Entry]:
 
 
 def _call(block: str) -> Call | None:
-    """The call in a tag; None: it is none, and stays text."""
+    """The call in a tag; None if it is none, and stays text."""
     if found := _FUNCTION.search(block):
         return Call(name=found[1], arguments=dict(_PARAMETER.findall(found[2])))
     try:

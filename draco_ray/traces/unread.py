@@ -1,7 +1,7 @@
-"""The loss meter: what of a record did not become part of a trace.
+"""Fields of a record that did not become part of a trace.
 
-A record is read through a view that notes which of its fields were looked up. What nobody looked up and holds prose or
-a tool call, and is shown nowhere in the traces, is reported.
+A record is read through a view that notes which fields were looked up. A field that no reader looked up, that holds
+prose or a tool call, and that is shown nowhere in the traces, is reported.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 from draco_ray.traces.model import Trace, clean
 
 MIN_PROSE = 40
-"""Minimum length of text with blanks that counts as evidence, in characters."""
+"""Minimum length of prose that counts as evidence, in characters."""
 COMPARED = 60
 """Characters of a text that are searched for in the traces."""
 _NAMES = ("name", "tool", "toolName", "tool_name", "function_name", "function")

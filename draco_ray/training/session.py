@@ -28,7 +28,7 @@ from draco_ray.judging.judge_context import context_tokens, uses_self_judge
 from draco_ray.judging.local.actor import start_judge_servers
 from draco_ray.judging.outage import Pause
 from draco_ray.judging.pool import JudgePool, PolicyJudge, judge_starter
-from draco_ray.judging.static_rubric import load_static_rubric
+from draco_ray.judging.prompts import load_static_rubric
 from draco_ray.learner.base import Learner, find_learner
 from draco_ray.pipeline import Pipeline, Wait
 from draco_ray.records import Criterion, Judged, Message

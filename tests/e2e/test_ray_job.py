@@ -19,7 +19,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from draco_ray.judging.static_rubric import load_static_rubric
+from draco_ray.judging.prompts import load_static_rubric
 from draco_ray.runs.directory import RunDirectory
 from tests.e2e.test_training import GROUP, PROMPTS, arguments
 from tests.support.command import draco_here

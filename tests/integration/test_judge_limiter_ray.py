@@ -42,7 +42,7 @@ async def test_leases_are_given_waited_for_given_up_and_refused(own_ray: None, t
     handle, client = started
     first = await client.lease(asked(0.6))
     giving_up = asyncio.create_task(client.lease(asked(0.6)))
-    waiting = asyncio.create_task(LimiterClient("limits").lease(asked(0.5)))
+    waiting = asyncio.create_task(LimiterClient("JudgeLimiter@limits").lease(asked(0.5)))
     # The one who gives up stands before the other; the actor has both once it answers.
     await asyncio.sleep(0)
     assert await handle.pause.remote() is None

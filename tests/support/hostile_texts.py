@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from draco_ray.errors import ReplyError
-from draco_ray.judging import escaping, render
+from draco_ray.judging import render
 from draco_ray.judging.example import RUBRIC, SCORES, example_trajectory
 from draco_ray.judging.phases import Credit, Score, Stage1, parse_attributions, parse_scores
 from draco_ray.judging.prompts import load_prompts
@@ -124,7 +124,7 @@ def criterion(text: str) -> str:
 FIELD = '[{"rubric_index": 0, "evidence": "'
 PARTS: dict[str, tuple[tuple[int, Reader], ...]] = {
     "prompts": (
-        (OUTPUT, lambda text: escaping.unescape(escaping.escape(text))),
+        (OUTPUT, lambda text: render.unescape(render.escape(text))),
         (OUTPUT, criterion),
         (OUTPUT, lambda text: render._outside_code(f"<code>{text}</code>{text}", text[: len(text) // 2])),
         (REPLY, lambda text: cut_output(extract_code(f"{text}<code>{text}") or "", OUTPUT)),

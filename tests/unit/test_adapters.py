@@ -107,11 +107,11 @@ def test_a_budget_holds_over_all_generations_of_a_reward_function(monkeypatch: p
     )
     with ScriptedJudgeServer(answer=canned_judge.answer) as server:
         # A reply is 10 tokens, a tenth of a cent, and might be 1,000, ten cents.
-        credit = StepCredit(config=config, api_base=server.base, budget=0.116)
+        credit = StepCredit(config=config, api_base=server.base, budget=0.115)
         prompts, completions = [ASK, ASK], [said("DL9"), said("UA1")]
         assert credit(prompts, completions) == [1.0, -1.0]
-        # Ten requests, two of them of the start-up check, leave 0.106; each generation needs 0.108 at most.
-        assert len(server.requests) == 10
+        # Nine requests, one of them the start-up check, leave 0.106; each generation needs 0.108 at most.
+        assert len(server.requests) == 9
         with pytest.raises(BudgetSpent):
             credit(prompts, completions)
         assert len(server.requests) < 20

@@ -28,8 +28,7 @@ from draco_ray.judging.judge_context import (
 )
 from draco_ray.judging.labels import examples_of
 from draco_ray.judging.phases import Credit, Union
-from draco_ray.judging.prompts import load_prompts
-from draco_ray.judging.static_rubric import load_static_rubric
+from draco_ray.judging.prompts import load_prompts, load_static_rubric
 from draco_ray.lab.planning.memory import GIB, engine_memory
 from draco_ray.lab.planning.model_shape import model_shape
 from draco_ray.records import EpisodeEnd, Message, Trajectory, Turn

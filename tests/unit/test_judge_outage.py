@@ -89,7 +89,7 @@ def test_an_outage_is_logged_with_its_long_waits_and_its_end(caplog: pytest.LogC
     now = down(outage, 0.0, rounds=5)
     (line,) = [record.getMessage() for record in caplog.records]
     assert line.startswith(
-        "judge openai/x at http://h/v1 answers nobody (503 overloaded): judging is paused, nothing is"
+        "judge openai/x at http://h/v1 does not answer (503 overloaded): judging is paused, nothing is"
     )
     assert "judge.max_outage_seconds=3600" in line
     # Waits of half a minute and more are logged when they begin.
@@ -122,7 +122,7 @@ def test_the_line_of_an_outage_and_of_its_end_say_how_long(
     down(outage, 7.0, rounds=1)
     (line,) = [record.getMessage() for record in caplog.records]
     assert line == (
-        "judge m answers nobody (503 overloaded): judging is paused, nothing is dropped; next try in 8 s, the run "
+        "judge m does not answer (503 overloaded): judging is paused, nothing is dropped; next try in 8 s, the run "
         "stops in 9 min 53 s (judge.max_outage_seconds=600)"
     )
     assert outage.pause(20.0) == Pause(reason="503 overloaded", lasted=20.0, next_try=11.0, gives_up=580.0)
@@ -134,7 +134,7 @@ def test_the_line_of_an_outage_and_of_its_end_say_how_long(
     caplog.clear()
     outage.answered(80.0)
     outage.answered(90.0)
-    assert [record.getMessage() for record in caplog.records] == ["judge m answers again after 80 s: judging goes on"]
+    assert [record.getMessage() for record in caplog.records] == ["judge m answers again after 80 s: judging continues"]
     assert outage.pause(80.0) is None
     # Of the next one everything is said again.
     caplog.clear()
@@ -264,7 +264,7 @@ def test_times_are_counted_from_the_beginning_of_the_outage(
     caplog.clear()
     # A request that is refused for its own sake is an answer as well.
     outage.failed(FailureKind.OWN, "too long", None, 1079.0, 1080.0)
-    assert [record.getMessage() for record in caplog.records] == ["judge m answers again after 80 s: judging goes on"]
+    assert [record.getMessage() for record in caplog.records] == ["judge m answers again after 80 s: judging continues"]
 
 
 def test_how_much_later_than_asked_for_anybody_asks_at_most(monkeypatch: pytest.MonkeyPatch) -> None:

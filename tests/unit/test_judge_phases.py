@@ -51,7 +51,7 @@ def summary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     spec.loader.exec_module(module)
     phase: Phase = module.Summary
     monkeypatch.setitem(PHASES, phase.name, phase)
-    monkeypatch.setitem(EXAMPLES, phase.name, phase(example_trajectory()))
+    monkeypatch.setitem(EXAMPLES, phase.name, module.Summary(example_trajectory()))
     shutil.copytree("prompts/judge", tmp_path / "set")
     (tmp_path / "set" / phase.template).write_text(templates[0])
     yield phase
@@ -142,7 +142,7 @@ def test_an_unknown_phase_on_the_command_line_is_named_with_those_that_are(
 
 def test_the_examples_are_of_one_group_and_show_what_each_phase_is_given() -> None:
     rollout, other = example_trajectory(), example_trajectory(1)
-    assert EXAMPLES["stage1"].messages == PROMPT
+    assert EXAMPLES["stage1"] == Stage1(PROMPT)
     stage2, score, credit, union = (EXAMPLES[name] for name in ("stage2", "score", "credit", "union"))
     assert isinstance(stage2, Stage2)
     assert stage2.existing == RUBRIC[:1]

@@ -549,19 +549,6 @@ async def test_a_check_waits_for_an_endpoint_that_is_busy(monkeypatch: pytest.Mo
     assert len(scripted.sent) == 9
 
 
-async def test_a_check_finds_out_that_a_schema_is_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A reply that reasoning used up says nothing about it."""
-    scripted = Scripted(monkeypatch, said("OK"))
-    await scripted.client.check()
-    assert len(scripted.sent) == 1
-    assert not scripted.client._endpoint.structured.constrained
-    thought = said("")
-    thought.choices[0].finish_reason = "length"
-    scripted = Scripted(monkeypatch, thought)
-    await scripted.client.check()
-    assert scripted.client._endpoint.structured.constrained
-
-
 async def test_under_a_budget_a_check_wants_the_usage(monkeypatch: pytest.MonkeyPatch) -> None:
     await Scripted(monkeypatch, said(none=1), structured_output=False).client.check()
     await Scripted(monkeypatch, said(), limits={"dollars": 2.5}, structured_output=False).client.check()

@@ -19,10 +19,10 @@ from hypothesis import strategies as st
 from draco_ray.environments.appworld.environment import FACTS
 from draco_ray.errors import ConfigError, StoreError
 from draco_ray.judging import render
-from draco_ray.judging.escaping import escape, json_text, unescape
 from draco_ray.judging.example import PROMPT, RUBRIC, SCORES, example_trajectory
 from draco_ray.judging.phases import PHASES, Credit, Score, Stage1, Stage2, Union
 from draco_ray.judging.prompts import Prompts, evidence_key, load_prompts, render_phase
+from draco_ray.judging.render import escape, json_text, unescape
 from draco_ray.judging.structured import with_tag
 from draco_ray.records import PROGRAM, Criterion, EpisodeEnd, Message, Trajectory, Turn
 

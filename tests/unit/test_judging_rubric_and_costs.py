@@ -13,7 +13,7 @@ from draco_ray.errors import ConfigError
 from draco_ray.judging.outage import retry_after_seconds
 from draco_ray.judging.phases import PHASES
 from draco_ray.judging.pricing import find_price, price_of
-from draco_ray.judging.static_rubric import load_static_rubric
+from draco_ray.judging.prompts import load_static_rubric
 from draco_ray.lab.runs.phase_costs import PhaseCost, cost_table, phase_costs, total_cost
 from draco_ray.records import Criterion, JudgeCall
 

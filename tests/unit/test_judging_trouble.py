@@ -289,6 +289,7 @@ class LiteLLM:
 async def sent(litellm: LiteLLM, made: Endpoint, request: Request, server: Server) -> dict[str, Any]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("draco_ray.judging.endpoint.quiet_litellm", lambda: litellm)
+        patch.setattr("draco_ray.judging.tokens.quiet_litellm", lambda: litellm)
         assert await made.complete(request, server, 99, 12.5) == "reply"
     return litellm.sent[-1]
 
@@ -367,7 +368,7 @@ async def test_a_temperature_that_a_model_refuses_is_left_out_and_an_effort_is_n
     for _ in range(2):
         assert await sent(LiteLLM("temperature"), made, ASK, Server(None, "secret")) == PLAIN
     assert [record.getMessage() for record in caplog.records] == [
-        "judge openai/m at its provider takes no temperature: judge.temperature=0.5 is not sent (null says the same "
+        "judge openai/m at its provider takes no temperature: judge.temperature=0.5 is not sent (null does the same "
         "without this line)"
     ]
     for refuses in (("reasoning_effort",), ("reasoning_effort", "temperature")):

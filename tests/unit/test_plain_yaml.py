@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from draco_ray.config import plain_yaml
 from draco_ray.config.load import load_config
 from draco_ray.errors import ConfigError
-from draco_ray.judging.static_rubric import load_static_rubric
+from draco_ray.judging.prompts import load_static_rubric
 from draco_ray.traces.mapping import load_mapping
 
 

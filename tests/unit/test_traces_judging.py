@@ -22,10 +22,10 @@ from draco_ray.lab.analysis.rules import replay_rules
 from draco_ray.records import EpisodeEnd, Message
 from draco_ray.runs.directory import RunDirectory, sole_driver
 from draco_ray.runs.rows import step_trajectories
+from draco_ray.traces.judging import as_trajectory, environment_facts
 from draco_ray.traces.library import judge, judge_sync, plan
 from draco_ray.traces.load import load_traces
 from draco_ray.traces.model import Trace, TraceTurn
-from draco_ray.traces.trajectory import as_trajectory, environment_facts
 from tests.support import canned_judge
 from tests.unit.test_traces_load import FILES, written
 

@@ -1,11 +1,10 @@
-"""The Ray shells of `draco_ray.judging.local.servers`: a server on a node, all of them together, and who asks them."""
+"""Ray actors of `draco_ray.judging.local.servers`: a server, the pool, and the client."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from ray.exceptions import RayError, RayTaskError
 
 from draco_ray.config.schema import JudgeConfig
 from draco_ray.errors import JudgeUnavailable
+from draco_ray.judging.actors import LEASE_GRACE_SECONDS, OPTIONS, NamedActor
 from draco_ray.judging.completion import Request
 from draco_ray.judging.endpoint import Borrowed
 from draco_ray.judging.local.server import ServerStatus, VllmJudgeServer
@@ -22,12 +22,11 @@ from draco_ray.judging.phases import urgency
 from draco_ray.observability.logs import start_run_log
 from draco_ray.placement import beside_the_driver
 
-LEASE_GRACE_SECONDS = 60.0
 STOP_SECONDS = 30.0
 
 
 class JudgeServerActor:
-    """One `VllmJudgeServer` on the node that Ray chose; its address is the one the cluster knows that node by."""
+    """One `VllmJudgeServer` on the node that Ray chose."""
 
     def __init__(self, config: JudgeConfig, log: Path) -> None:
         start_run_log()
@@ -54,13 +53,13 @@ class _Handle:
         try:
             look: ServerStatus = await self.handle.look.remote()
         except RayTaskError as error:
-            raise _plain(error) from None
+            raise (error.cause if isinstance(error.cause, JudgeUnavailable) else error) from None
         return look
 
     def end(self) -> None:
-        # First in the actor, so that the server ends in order; then the actor itself.
+        # End the server first, then the actor.
         self.ending = self.handle.end.remote()
-        # Once: Ray would say of a retry that it failed, since the actor is gone.
+        # No retries: Ray would report a failed retry, since the actor is gone.
         self.handle.__ray_terminate__.options(max_task_retries=0).remote()
 
 
@@ -77,7 +76,7 @@ class JudgeServersActor:
                 name=f"JudgeServer-{number}@{run_name}",
                 num_gpus=local.gpus_per_replica,
                 num_cpus=local.cpus_per_replica,
-                # Ray starts it on another node where its own is gone.
+                # Ray restarts it on another node if its own is gone.
                 max_restarts=-1,
                 max_task_retries=-1,
             ).remote(config, logs / f"judge-server-{number}.log")
@@ -127,68 +126,32 @@ class JudgeServersActor:
             self._servers.open()
 
 
-class ServersClient:
-    """A `draco_ray.judging.endpoint.Servers` that reaches the actor by its name, which outlives its process."""
-
-    def __init__(self, run_name: str) -> None:
-        self._actor_name = _actor_name(run_name)
-        self._returning: set[asyncio.Task[None]] = set()
-
-    @cached_property
-    def _handle(self) -> Any:
-        return ray.get_actor(self._actor_name)
+class ServersClient(NamedActor):
+    """A `draco_ray.judging.endpoint.Servers` that reaches the actor."""
 
     @asynccontextmanager
     async def borrow(self, request: Request) -> AsyncIterator[Borrowed]:
         """See `Servers.borrow`."""
-        asked = self._handle.acquire.remote(request.group, urgency(request.phase))
-        try:
-            lease: Lease = await asked
-        except RayTaskError as error:
-            raise _plain(error) from None
-        except asyncio.CancelledError:
-            task = asyncio.get_running_loop().create_task(self._return(asked))
-            self._returning.add(task)
-            task.add_done_callback(self._returning.discard)
-            raise
+        waiting = self.acquire(request.group, urgency(request.phase))
+        lease: Lease = await self.borrowed(waiting, lambda lease: self.release(lease.number, False))
         borrowed = Borrowed(lease.server)
         try:
             yield borrowed
         finally:
             self._handle.release.remote(lease.number, borrowed.lost)
 
-    async def _return(self, asked: ray.ObjectRef[Lease]) -> None:
-        """Give back what nobody waits for any longer."""
-        with suppress(RayError):
-            lease = await asked
-            await self._handle.release.remote(lease.number, False)
-
 
 def start_judge_servers(config: JudgeConfig, run: Path, run_name: str) -> tuple[Any, ServersClient] | None:
-    """The judge's servers of a run, and what its workers reach them by; None where the judge is served elsewhere.
+    """Start the judge servers of a run; None where the judge is served elsewhere.
 
-    Returns: the handle, to be kept for as long as the servers are to live, and the client.
+    Returns: the handle, which keeps the servers alive, and the client.
     """
     if not config.local.enabled:
         return None
-    options = {
-        "name": _actor_name(run_name),
-        "num_cpus": 0,
-        "scheduling_strategy": beside_the_driver(),
-        # Each call that waits for a server occupies one of these.
-        "max_concurrency": 10_000,
-        "max_restarts": -1,
-        "max_task_retries": -1,
-    }
-    handle: Any = ray.remote(JudgeServersActor).options(**options).remote(config, run / "logs", run_name)
-    # The servers begin to load while the rest of the run starts.
+    name = f"JudgeServers@{run_name}"
+    actor: Any = ray.remote(JudgeServersActor)
+    options = {"name": name, "scheduling_strategy": beside_the_driver(), **OPTIONS}
+    handle = actor.options(**options).remote(config, run / "logs", run_name)
+    # The servers load while the rest of the run starts.
     handle.pending.remote()
-    return handle, ServersClient(run_name)
-
-
-def _plain(error: RayTaskError) -> BaseException:
-    return error.cause if isinstance(error.cause, JudgeUnavailable) else error
-
-
-def _actor_name(run_name: str) -> str:
-    return f"JudgeServers@{run_name}"
+    return handle, ServersClient(name)

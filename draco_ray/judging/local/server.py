@@ -1,4 +1,4 @@
-"""One vLLM server of the judge model, kept alive: started, watched, started again. No Ray in it."""
+"""One vLLM server of the judge model: started, monitored, restarted. Independent of Ray."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from draco_ray.judging.judge_context import model_positions
 from draco_ray.judging.reply import THINK_BEGIN, THINK_END
 
 STARTS = 3
-"""Times in a row that a server may end before it has answered."""
+"""Maximum number of starts in a row that end before the server answers."""
 LOOK_SECONDS = 5.0
-"""That a look at it may take."""
+"""Timeout of a health check, in seconds."""
 CPU_CONTEXT = 8192
-"""Tokens, where neither the configuration nor the model says how many."""
+"""Context length on CPUs in tokens, if neither the configuration nor the model states one."""
 _TOKENS = re.compile(r"^vllm:(?:prompt|generation)_tokens_total(?:\{[^}]*\})? (\S+)$", re.MULTILINE)
 
 
@@ -41,7 +41,7 @@ def served_model(model: str) -> str:
 
 
 def engine_of(local: LocalJudgeConfig) -> EngineConfig:
-    """The settings of an engine that a server runs with."""
+    """Engine settings of a server."""
     return EngineConfig(
         gpus_per_engine=local.gpus_per_replica,
         cpus_per_engine=local.cpus_per_replica,
@@ -59,9 +59,9 @@ def serve_words(config: JudgeConfig, host: str, port: int) -> list[str]:
     words = [*openai_server.PROGRAM, "--model", model, "--served-model-name", model]
     words += ["--host", host, "--port", str(port), "--dtype", local.dtype, "--generation-config", "vllm"]
     words += [] if context is None else ["--max-model-len", str(context)]
-    # Its statistics show whether it still works; each reply's usage is to name the tokens read from the prefix cache.
+    # Its statistics show whether it makes progress; the usage of a reply states the tokens read from the prefix cache.
     words += ["--enable-prompt-tokens-details", "--disable-uvicorn-access-log"]
-    # Where replies follow a schema, blanks would only use up their length.
+    # No optional whitespace in replies that follow a schema.
     words += ["--structured-outputs-config", json.dumps({"disable_any_whitespace": True, "backend": "xgrammar"})]
     words += openai_server.hardware_words(engine_of(local), context or CPU_CONTEXT)
     return [*words, *reasoning_words(model, local.arguments), *local.arguments]
@@ -71,8 +71,8 @@ def reasoning_words(model: str, arguments: Sequence[str]) -> list[str]:
     """Let a model whose chat template makes it think reason freely up to ``</think>``: only the rest follows a schema.
 
     Args:
-        model: hub name or directory. One that cannot be read here is left to vLLM, which reports why.
-        arguments: ``judge.local.arguments``; a parser that is typed there is the only one.
+        model: hub name or directory. If it cannot be read here, vLLM reports why.
+        arguments: ``judge.local.arguments``; a parser given there takes precedence.
     """
     if any(word.startswith("--reasoning-parser") for word in arguments):
         return []
@@ -90,7 +90,7 @@ def reasoning_words(model: str, arguments: Sequence[str]) -> list[str]:
         text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **switch)
         return str(text).rstrip()
 
-    # A hybrid model thinks unless its template closes the reasoning for it, as it does when that is switched off.
+    # A hybrid model thinks unless its template closes the reasoning, as it does when thinking is disabled.
     hybrid = turn(enable_thinking=False).endswith(THINK_END) and not turn().endswith(THINK_END)
     thinks = hybrid or turn().endswith(THINK_BEGIN)
     return ["--reasoning-parser", "deepseek_r1"] if thinks else []
@@ -98,16 +98,16 @@ def reasoning_words(model: str, arguments: Sequence[str]) -> list[str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerStatus:
-    """How a server was found."""
+    """Result of a health check."""
 
     server: Server | None
-    """Where it answers; None while it loads."""
+    """Address of the server; None while it loads."""
     doing: str
-    """In words."""
+    """Description of its state."""
 
 
 class StallDetector:
-    """Whether a server has stopped: no token for a while, and none when it is asked for one."""
+    """Detects a hung server: no new token for a while, and none on request."""
 
     def __init__(self, seconds: float, clock: Callable[[], float]) -> None:
         self._seconds, self._clock = seconds, clock
@@ -115,7 +115,7 @@ class StallDetector:
         self._since = clock()
 
     def suspected(self, tokens: float | None) -> bool:
-        """Whether ``tokens``, all that it has read and written (None: it does not say), are those of long ago."""
+        """Whether ``tokens``, the total number read and written (None: unknown), has not changed for too long."""
         if tokens is not None and tokens != self._tokens:
             self._tokens, self._since = tokens, self._clock()
         return self._clock() - self._since >= self._seconds
@@ -126,16 +126,16 @@ class StallDetector:
 
 
 class VllmJudgeServer:
-    """A `vllm serve` process and the key to it."""
+    """A `vllm serve` process and its API key."""
 
     def __init__(self, config: JudgeConfig, host: str, log: Path, clock: Callable[[], float] = time.monotonic) -> None:
         """Prepare a server; nothing is started before the first `look`.
 
         Args:
-            config: what is served, and on what.
-            host: the address of this node that the cluster's other nodes use.
-            log: for what the server prints.
-            clock: seconds, for tests.
+            config: model and resources.
+            host: address of this node in the cluster.
+            log: file for the server's output.
+            clock: monotonic time in seconds; replaced by tests.
         """
         self._config, self._host, self._log, self._clock = config, host, log, clock
         self._key = secrets.token_urlsafe(24)
@@ -143,17 +143,17 @@ class VllmJudgeServer:
         self._base = ""
         self._began = clock()
         self._stall: StallDetector | None = None
-        """Of a server that has answered."""
+        """Set once the server has answered."""
         self._failures = 0
-        """Servers in a row that ended before they answered."""
+        """Number of starts in a row that ended before the server answered."""
 
     @property
     def pid(self) -> int | None:
-        """Process id of the server there is."""
+        """Process id of the server, if there is one."""
         return None if self._child is None else self._child.pid
 
     def look(self) -> ServerStatus:
-        """See to it that a server runs, and say how it does; call it from one thread, now and then.
+        """Check the server, and start or restart it if needed; called regularly from one thread.
 
         Raises:
             JudgeUnavailable: it ended `STARTS` times in a row before it answered, or did not answer in time.
@@ -185,7 +185,7 @@ class VllmJudgeServer:
         return ServerStatus(server=None, doing=f"loads {model}{why}")
 
     def _again(self, child: Child) -> ServerStatus:
-        """Start a server in the place of one that has ended."""
+        """Restart a server that has ended."""
         self._child = None
         why = f"ended with exit code {child.returncode}"
         self._failures += self._stall is None
@@ -237,5 +237,5 @@ class VllmJudgeServer:
 
     def _client(self, seconds: float) -> httpx.Client:
         headers = {"Authorization": f"Bearer {self._key}"}
-        # Nothing here is behind TLS; httpx would read all certificates for each client, which is each look.
+        # No TLS here; otherwise httpx would read all certificates for every health check.
         return httpx.Client(base_url=self._base, headers=headers, timeout=seconds, trust_env=False, verify=False)

@@ -1,7 +1,7 @@
-"""The judge's servers together: how many there are, which of them takes a call, and what becomes of one that is gone.
+"""The pool of judge servers: scaling, routing of calls, and lost servers. Independent of Ray.
 
-A call goes to the server that had its group's last one, while that has room. A server that answers no more gets no call
-until it does; calls that it had are asked again elsewhere by whoever made them (`draco_ray.judging.client`). No Ray.
+A call goes to the server that had its group's last call while that has a free slot. A server that stops answering gets
+no calls until it answers again; `draco_ray.judging.client` retries its calls elsewhere.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from draco_ray.workers.elastic import ElasticWorkers, PooledWorker
 log = logging.getLogger(__name__)
 
 ADJUST_SECONDS = 1.0
-"""Between two looks at how many servers are needed, and at one that loads."""
+"""Interval of scaling, and of health checks of a loading server."""
 LOOK_SECONDS = 5.0
-"""Between two looks at one that serves."""
+"""Interval of health checks of a serving server."""
 SILENT_SECONDS = 20.0
-"""That the answer to a look may take beyond `LocalJudgeConfig.stall_seconds`."""
+"""Timeout of a health check beyond `LocalJudgeConfig.stall_seconds`."""
 WAITS_FOR_A_NODE = "waits for a node that has room"
 
 
@@ -35,7 +35,7 @@ class Replica(Protocol):
     """Where a `draco_ray.judging.local.server.VllmJudgeServer` runs."""
 
     async def look(self) -> ServerStatus:
-        """See `VllmJudgeServer.look`; raises whatever says that there is none any more."""
+        """See `VllmJudgeServer.look`; raises an error if the server is lost."""
         ...
 
     def end(self) -> None:
@@ -45,14 +45,14 @@ class Replica(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lease:
-    """The server that a call goes to."""
+    """The server of a call."""
 
     number: int
     server: Server
 
 
 class JudgeServers:
-    """Servers between two bounds."""
+    """An autoscaled pool of servers."""
 
     def __init__(
         self,
@@ -65,10 +65,10 @@ class JudgeServers:
         """Prepare the pool; nothing is started before `open`.
 
         Args:
-            start: asks for the server of that number and returns at once.
-            config: bounds and times.
-            lease_seconds: after which the slot of a call that nobody gave back is free again: its caller is dead.
-            clock: seconds, for tests.
+            start: requests the server with that number and returns at once.
+            config: bounds and timeouts.
+            lease_seconds: time after which a lease expires, because its caller has died.
+            clock: monotonic time in seconds; replaced by tests.
         """
         self._config, self._clock, self._lease_seconds = config, clock, lease_seconds
         self._workers: ElasticWorkers[Replica] = ElasticWorkers(
@@ -89,16 +89,16 @@ class JudgeServers:
 
     @property
     def up(self) -> int:
-        """Servers that answer."""
+        """Number of servers that answer."""
         return self._workers.up
 
     @property
     def numbers(self) -> list[int]:
-        """The numbers of the servers there are, the oldest first."""
+        """Numbers of all servers, the oldest first."""
         return [place.number for place in self._workers.pooled]
 
     def pending(self) -> list[str]:
-        """Each server that does not answer yet, and what it does."""
+        """A line for each server that does not answer yet."""
         now = self._clock()
         return [
             f"judge server {place.number} {doing} (since {now - since:.0f} s)"
@@ -107,7 +107,7 @@ class JudgeServers:
         ]
 
     def open(self) -> None:
-        """Ask for the fewest servers; needs a running event loop, and returns at once."""
+        """Request the minimum number of servers; needs a running event loop, and returns at once."""
         self._none_since = self._clock()
         self.adjust()
         self._adjusting = asyncio.create_task(self._keep_adjusting())
@@ -120,10 +120,10 @@ class JudgeServers:
             place.worker.end()
 
     async def acquire(self, group: str = "", rank: int = 0) -> Lease:
-        """A server for one call; waits for one that has room, the lowest rank first.
+        """Wait for a server with a free slot, the lowest rank first.
 
         Raises:
-            JudgeUnavailable: there is none, and none comes.
+            JudgeUnavailable: no server comes up.
         """
         place = await self._workers.acquire(rank, group)
         number = next(self._numbers)
@@ -131,7 +131,7 @@ class JudgeServers:
         return Lease(number=number, server=self._servers[place])
 
     def release(self, number: int, *, lost: bool = False) -> None:
-        """Note that a call has ended; ``lost``: its server could not be reached, so others should not try it."""
+        """End a lease; ``lost``: its server could not be reached, so it gets no further calls for now."""
         lease = self._leases.pop(number, None)
         if lease is None:
             return
@@ -142,7 +142,7 @@ class JudgeServers:
         self._workers.release(place)
 
     def adjust(self) -> None:
-        """Ask for servers that are missing, end those that are not needed, and take back what the dead hold."""
+        """Scale the pool, and end expired leases."""
         now = self._clock()
         for number in [number for number, (_, until) in self._leases.items() if until < now]:
             self.release(number)

@@ -1,4 +1,4 @@
-"""The authored rubric: a YAML file that `draco_ray.judging.static_rubric.load_static_rubric` reads, and a table."""
+"""The authored rubric: a YAML file that `draco_ray.judging.prompts.load_static_rubric` reads, and a table."""
 
 from __future__ import annotations
 

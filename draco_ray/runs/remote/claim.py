@@ -1,9 +1,9 @@
 """Claims: one driver at a time works on a run in an object store.
 
-A driver writes a claim under a name of its own, then lists the claims. Of two that start at once, each sees the other:
-one or both withdraw, and never do both go on. This needs no conditional write, only listings that show earlier writes,
-which S3, Google Cloud Storage and Azure promise. A driver renews its claim while it lives; a claim that was not renewed
-for `LEASE_SECONDS`, by the clock of whoever waits for it, belongs to a dead driver.
+A driver writes a claim with a unique name, then lists the claims. If two start at once, each sees the other, and one or
+both withdraw; never do both continue. This needs no conditional write, only listings that show earlier writes, which
+S3, Google Cloud Storage and Azure guarantee. A driver renews its claim while it lives; a claim that was not renewed for
+`LEASE_SECONDS`, by the clock of the waiting driver, belongs to a dead one.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Claim:
     """The right to write a run in an object store, for as long as it is renewed."""
 
     def __init__(self, store: ObjectStore, epoch: int) -> None:
-        """Write a claim; `take` decides whether it holds."""
+        """Write a claim; `take` decides whether it is granted."""
         self.epoch, self.url = epoch, store.url
         self._name = f"{epoch:06d}-{secrets.token_hex(8)}.json"
         self._renewals = 0
@@ -57,7 +57,7 @@ class Claim:
         return [name for name in _names(store) if name != self._name]
 
     def check(self, store: ObjectStore) -> None:
-        """Check that it still holds.
+        """Check that the claim is still valid.
 
         Raises:
             ClaimLost: another driver has taken over the run meanwhile.
@@ -76,7 +76,7 @@ class Claim:
         threading.Thread(target=renew, name="claim", daemon=True).start()
 
     def release(self, store: ObjectStore) -> None:
-        """Give it up."""
+        """Release the claim."""
         self._released.set()
         store.delete(f"{FOLDER}/{self._name}")
 

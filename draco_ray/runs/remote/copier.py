@@ -1,4 +1,4 @@
-"""Copying a run directory to an object store while the run goes on, and back."""
+"""Copy a run directory to an object store during the run, and restore it."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def listing(folder: Path) -> dict[str, Seen]:
 
 
 def snapshot(folder: Path, staging: Path, known: Mapping[str, Seen]) -> tuple[dict[str, Seen], dict[str, Path]]:
-    """Hold the files of a run directory as they are at one moment.
+    """Take a consistent snapshot of the files of a run directory.
 
     Writers of a run directory replace files and never change them, except for logs, which grow, and databases. So a
     hard link to each file keeps its present content; if none was replaced or removed while the links were made, all
@@ -74,7 +74,7 @@ def snapshot(folder: Path, staging: Path, known: Mapping[str, Seen]) -> tuple[di
     Args:
         folder: the run directory.
         staging: an empty folder on the same file system, for the links.
-        known: files that need not be held if they are still the same.
+        known: files that are left out if unchanged.
 
     Returns: what was seen of all files, and the links to those that were not known.
     Raises:
@@ -120,7 +120,7 @@ def _link(file: Path, link: Path) -> None:
 
 
 def _backup(file: Path, to: Path) -> None:
-    """Copy a database as it is between two transactions, and a file that is no database as it is."""
+    """Copy a database consistently, and other files as they are."""
     try:
         with (
             contextlib.closing(sqlite3.connect(file, timeout=BUSY_SECONDS)) as source,

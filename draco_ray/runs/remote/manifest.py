@@ -23,7 +23,7 @@ _NAME = re.compile(r"(\d{6})-(\d{8})-([0-9a-f]{32})\.json")
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """Where the content of a file is."""
+    """Location of a file's content."""
 
     size: int
     sha256: str
@@ -99,7 +99,7 @@ def read_manifest(store: ObjectStore, name: str) -> Manifest | None:
     """One manifest; None if its content does not match the digest in its name.
 
     Raises:
-        DamagedRun: its schema has another version, or it names what is no file of a run.
+        DamagedRun: its schema has another version, or it names a path outside a run.
         FileNotFoundError: it is gone.
     """
     data = store.read(f"{FOLDER}/{name}")

@@ -23,7 +23,7 @@ from draco_ray.runs.remote.manifest import MARKER, Manifest, Marker, latest_mani
 from draco_ray.runs.remote.store import OPTIONS, ObjectStore, Say
 
 START_SECONDS, RUN_SECONDS, END_SECONDS, STOPPED_SECONDS = 120.0, 3600.0, 600.0, 60.0
-"""How long a request is retried: before a run begins, during the run, at its end, and after it was stopped."""
+"""How long a failing request is retried: before a run, during it, at its end, and after it was stopped, in seconds."""
 INTERVAL_SECONDS = 15.0
 """Time between two copies; longer where a copy takes long (`SHARE`)."""
 SHARE = 0.2
@@ -57,7 +57,7 @@ def place_at(given: str | Path, local: Path | None = None, *, trust: bool = Fals
     """The place of a run that a user names by its folder or its URL.
 
     Args:
-        given: what they typed.
+        given: as typed.
         local: ``run.local``.
         trust: copy to the URL that the folder's marker names, even if somebody else made the folder.
 
@@ -141,9 +141,9 @@ def working(place: Place, say: Say, *, new: bool = False, again: str | None = No
 
     Args:
         place: of the run.
-        say: takes lines for people.
+        say: prints a message.
         new: the run must not have begun.
-        again: the command that continues, for people; None: ``draco train --resume`` with the folder.
+        again: the command that continues, for messages; None: ``draco train --resume`` with the folder.
 
     Raises:
         ConfigError: another driver works on it, or ``new`` and it has begun.
@@ -180,7 +180,7 @@ def working(place: Place, say: Say, *, new: bool = False, again: str | None = No
 
 @contextlib.contextmanager
 def _copying(copier: Copier, store: ObjectStore) -> Iterator[None]:
-    """Copy in a thread for as long as the block runs; another driver's take-over ends this process with SIGTERM."""
+    """Copy in a thread while the block runs; if another driver takes over, SIGTERM ends this process."""
     stopped = threading.Event()
     patient = store.retrying(RUN_SECONDS, stopped)
 

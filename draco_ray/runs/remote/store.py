@@ -28,7 +28,7 @@ GOOGLE = "retry_limit_seconds=10"
 FIRST_WAIT, LONGEST_WAIT = 0.5, 30.0
 """Seconds before the first retry, and at most before any."""
 OPTIONS = r"\?((?:endpoint_override|region|scheme|allow_bucket_creation)=.*)"
-"""What may follow a URL; any other question mark is part of a name."""
+"""Options after a URL; any other question mark is part of a name."""
 REFUSED = re.compile(
     r"ACCESS_DENIED|PERMISSION_DENIED|NO_SUCH_BUCKET"
     r"|AWS Error (?:INVALID_|MISSING_|SIGNATURE_DOES_NOT_MATCH|REQUEST_TIME_TOO_SKEWED)"
@@ -47,7 +47,7 @@ class ObjectStore:
         """
         Args:
             url: of a folder, such as ``s3://bucket/prefix``. Names in it are taken literally, also blanks, % and #.
-            say: takes a line when an outage begins, and one when it is over.
+            say: prints a message when an outage begins and when it ends.
             seconds: how long a failing request is retried.
 
         Raises:

@@ -13,8 +13,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from draco_ray.judging.escaping import unescape
 from draco_ray.judging.phases import Credit, Score, Stage1, Stage2, Union
+from draco_ray.judging.render import unescape
 from draco_ray.judging.reply import ENTRIES, TAG
 from draco_ray.rollout.code_block import extract_code
 

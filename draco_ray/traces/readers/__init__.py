@@ -1,4 +1,4 @@
-"""The formats of records by name, in the order in which they are tried: one small reader each."""
+"""The formats of records by name, in the order in which they are tried."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from draco_ray.traces.formats import READERS, Format
 from draco_ray.traces.readers import benchmarks, chat, coding, langsmith
 
 MODULES = (benchmarks, chat, coding, langsmith, otel)
-"""Those that declare the readers; importing them fills `READERS`."""
+"""Modules that declare readers; importing them fills `READERS`."""
 ORDER = (
     *("inspect", "tau2", "verifiers", "langsmith", "claude-code", "codex", "atif", "swe-agent", "mini-swe-agent"),
     *("smolagents", "openhands", "otel", *chat.MESSAGES),
@@ -19,9 +19,9 @@ FORMATS: dict[str, Format] = {name: READERS[name] for name in ORDER}
 
 
 def recognised(record: object) -> Format | None:
-    """The format of a record; None: it is none of them."""
+    """The format of a record; None if unknown."""
     for each in FORMATS.values():
-        # A record that is not what it seems to be is no reason to stop.
+        # A malformed record must not end the search.
         with contextlib.suppress(*UNREADABLE):
             if each.recognises(record):
                 return each

@@ -53,7 +53,7 @@ def _inspect_sample(sample: Any, reading: Reading, task: str) -> Trace:
 
 
 def _attached(value: object, attachments: Mapping[str, Any]) -> object:
-    """The value with what Inspect has put aside (``attachment://DIGEST``) back in its place."""
+    """The value with Inspect's attachments (``attachment://DIGEST``) resolved."""
     if isinstance(value, str) and value.startswith("attachment://"):
         return attachments.get(value.removeprefix("attachment://"), value)
     if isinstance(value, list):
@@ -121,7 +121,7 @@ def _tau2_entries(messages: object) -> list[Entry]:
             part = {"type": "audio", "data": message["content"], "media_type": "audio"}
             message = {**message, "content": [part, str(message.get("audio_script_gold") or "")]}
         if isinstance(message, Mapping) and message.get("role") == "tool":
-            # Several results at once come as one message of messages.
+            # Several results are one message with a list of messages.
             for each in message.get("tool_messages") or [message]:
                 users = isinstance(each, Mapping) and each.get("requestor") == "user"
                 role = {"role": "user's tool"} if users else {}
@@ -133,7 +133,7 @@ def _tau2_entries(messages: object) -> list[Entry]:
 
 
 def _scenario(task: object) -> str | None:
-    """What the simulated user was told, which is the task; what it is graded by is left where it is."""
+    """The simulated user's instructions, which are the task; the grading criteria are not read."""
     told = path_value(task, "user_scenario.instructions")
     if not told:
         return None
@@ -209,7 +209,7 @@ def _said_by(node: Mapping[str, Any]) -> object:
 
 
 def _walk(nodes: list[Mapping[str, Any]]) -> list[Entry]:
-    """The graph's path to its last sampled node; what was sampled beside it is a sub-agent's, or was rewritten."""
+    """The path to the last sampled node; other sampled nodes are of sub-agents, or were rewritten."""
     last = max((i for i, node in enumerate(nodes) if node.get("sampled")), default=len(nodes) - 1)
     path: set[int] = set()
     at: object = last
@@ -226,5 +226,5 @@ def _walk(nodes: list[Mapping[str, Any]]) -> list[Entry]:
 
 
 def other_agent(said: Sequence[Entry], name: str) -> list[Entry]:
-    """Turns of somebody else's than the agent that is judged, as gaps under their own name."""
+    """Turns of another agent than the judged one, as gaps under ``name``."""
     return [Entry(role=name, text=each.text, calls=each.calls) for each in said if each.role == AGENT]

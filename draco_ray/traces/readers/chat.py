@@ -20,7 +20,7 @@ from draco_ray.traces.templates import templated
 ITEM = re.compile(r"message|reasoning|item_reference|compaction|mcp_\w+|\w+_call|\w+_output")
 """Types of the items of OpenAI's responses."""
 REQUESTS = ("request.body", "request", "request_body", "body", "params", "input.inputBodyJson", "values", "")
-"""Where the request in a record is, or the state that holds its messages; else the record is the request."""
+"""Paths of the request in a record, or of the state with its messages; else the record is the request."""
 HISTORIES = (
     "messages",
     "messages_and_choices",
@@ -34,7 +34,7 @@ HISTORIES = (
     "trajectory",
     "text",
 )
-"""Fields that hold the messages of a record or a request."""
+"""Fields with the messages of a record or a request."""
 REPLIES = (
     "response",
     "response_body",
@@ -47,7 +47,7 @@ REPLIES = (
     "generations",
     "steps",
 )
-"""Fields that hold what the model answered to them."""
+"""Fields with the model's answer."""
 SYSTEM = (
     "system",
     "instructions",
@@ -57,7 +57,7 @@ SYSTEM = (
     "config.systemInstruction",
     "developer",
 )
-"""Where a request tells its system prompt, if not among its messages."""
+"""Paths of the system prompt in a request, if it is not among the messages."""
 TOOLS = ("tools", "functions", "toolConfig.tools", "tool_config.tools", "config.tools")
 MESSAGES = {
     "anthropic": 'an object with "messages", whose content are blocks (tool_use, tool_result), and perhaps "system"',
@@ -65,7 +65,7 @@ MESSAGES = {
     "openai-chat": 'an object with "messages", each with "role" and "content" or "tool_calls"',
     "messages": "messages of LangChain, AutoGen, Gemini, ShareGPT and their like",
 }
-"""What records of messages look like, by dialect."""
+"""Dialect -> description of its records."""
 ANTHROPIC_BLOCKS = {"tool_use", "tool_result", "thinking", "server_tool_use", "redacted_thinking"}
 RESPONSE_ITEMS = {"function_call", "function_call_output", "reasoning", "custom_tool_call", "mcp_call"}
 
@@ -77,11 +77,11 @@ class _Parts(NamedTuple):
     """The record, or the request in it."""
     history: Any
     reply: Any
-    """None where the history is the whole conversation."""
+    """None if the history is the whole conversation."""
 
 
 def _parts(record: object) -> _Parts | None:
-    """Where in a record the conversation is; None: there is none."""
+    """The conversation in a record; None without one."""
     if isinstance(record, list):
         return _Parts(request={}, history=record, reply=None) if is_messages(record) else None
     if not isinstance(record, Mapping):
@@ -93,7 +93,7 @@ def _parts(record: object) -> _Parts | None:
     else:
         if is_lone(record):
             return _Parts(request={}, history=[record], reply=None)
-        # The results of a batch of requests lie in a file of their own.
+        # The results of a batch of requests are in a separate file.
         reply = _reply(record, record, "") if "custom_id" in record else None
         return None if reply is None else _Parts(request={}, history=[], reply=reply)
     history = decoded(request[name])
@@ -108,7 +108,7 @@ def _parts(record: object) -> _Parts | None:
 
 def _history_name(request: Mapping[str, Any]) -> str | None:
     """The field of a request that holds its messages."""
-    # A copy, since looking a field up in the record counts as reading it.
+    # A copy, since a lookup in the record counts as reading the field.
     fields = dict(request)
     known = (name for name in HISTORIES if name in fields and _is_history(decoded(fields[name]), name))
     others = (name for name, value in fields.items() if _is_dialogue(value))
@@ -116,7 +116,7 @@ def _history_name(request: Mapping[str, Any]) -> str | None:
 
 
 def _reply(record: Mapping[str, Any], request: Mapping[str, Any], history: str) -> Any:
-    """What the model answered, put together if it was streamed; None: the history is the whole conversation."""
+    """The model's answer, reassembled if it was streamed; None if the history is the whole conversation."""
     for path in REPLIES:
         if path != history:
             value = path_value(record, path) or path_value(request, path)
@@ -134,14 +134,14 @@ def _is_history(value: object, name: str) -> bool:
 
 
 def _is_dialogue(value: Any) -> bool:
-    """Whether it is a list of messages, one of them by an agent."""
+    """Whether it is a list of messages with at least one of an agent."""
     return is_messages(value) and any(
         is_wrapped(each) or str(field(each, "role")).casefold() in AGENT_ROLES for each in value
     )
 
 
 def is_lone(record: Mapping[str, Any]) -> bool:
-    """Whether a record is one message of a conversation that was written line by line."""
+    """Whether a record is a single message of a conversation with one line per message."""
     return isinstance(record.get("role"), str) and bool({"content", "tool_calls", "parts"} & record.keys())
 
 
@@ -202,8 +202,8 @@ def _dialect(record: object) -> str | None:
 
 
 def session(record: Any, file: str) -> str | None:
-    """The file, for records that are a request with its response, since later requests repeat earlier ones; of a batch
-    the request, whose response is in another file; of a graph's states its thread."""
+    """The session of a record: the file of requests with responses, since later requests repeat earlier ones; the id of
+    a request in a batch, whose response is in another file; the thread of a graph's states."""
     if isinstance(record, Mapping) and "custom_id" in record:
         return f"{Path(file).parent} {record['custom_id']}"
     threads_ = (path_value(record, path) for path in ("config.configurable.thread_id", "checkpoint.thread_id"))
@@ -227,7 +227,7 @@ def read(record: Any, reading: Reading) -> Iterator[Trace]:
             logged.append((where, each))
         except UNREADABLE as problem:
             reading.unreadable(where, problem)
-    # Files of one call each lie in any order: later requests hold more.
+    # Files with one call each have no order: later requests are longer.
     order = sorted(range(len(calls)), key=lambda n: 0 if any(c.follows for c in calls) else len(calls[n].inputs))
     found = [(sorted(order[n] for n in thread.calls), thread) for thread in threads([calls[n] for n in order])]
     for own, thread in sorted(found, key=lambda each: each[0]):
@@ -239,8 +239,8 @@ def read(record: Any, reading: Reading) -> Iterator[Trace]:
 
 
 def _answered(records: Gathered) -> list[tuple[str, Any]]:
-    """The records of a session with their places, as requests with their responses: those of a batch are joined, and a
-    response that was logged twice comes once."""
+    """The records of a session with their places: requests of a batch are joined with their responses, and duplicate
+    responses are dropped."""
     found = list(zip(records.wheres, records, strict=True))
     if all(isinstance(each, Mapping) and is_lone(each) for each in records):
         return [(found[0][0], list(records))]
@@ -270,13 +270,13 @@ def _trace(record: Any, said: Sequence[Entry], reading: Reading) -> Trace:
 
 
 def _told(record: Any, known: _Parts, paths: Sequence[str]) -> Any:
-    """The first of these that a request, its record or its response holds."""
+    """The first of these paths with a value in a request, its record or its response."""
     holders = (known.request, record, known.reply)
     return next((value for path in paths for each in holders if (value := path_value(each, path))), None)
 
 
 def _intermediate(record: Any) -> list[Entry]:
-    """What an agent executor of LangChain did before its output."""
+    """Intermediate steps of a LangChain agent executor."""
     found: list[Entry] = []
     for place, (action, observation) in enumerate(field(record, "intermediate_steps") or ()):
         call = {"id": f"step {place}", "name": action["tool"], "arguments": action.get("tool_input")}
@@ -286,10 +286,10 @@ def _intermediate(record: Any) -> list[Entry]:
 
 
 def _call(record: Any) -> ModelCall:
-    """A record as the history and what followed it."""
+    """A record as history and output."""
     known = _parts(record)
     if known is None:
-        # A response of OpenAI's alone: its input was not logged.
+        # Only a response of OpenAI: its input was not logged.
         return ModelCall(inputs=[], outputs=reply_entries(record))
     history, reply = known.history, known.reply
     inputs = entries(history, "item" if "input" in known.request else "message")
@@ -303,7 +303,7 @@ def _call(record: Any) -> ModelCall:
         inputs = entries([{"role": "system", "content": content}]) + inputs
     outputs = entries(reply) if isinstance(reply, list) and _types(reply) & LANGCHAIN.keys() else answered
     outputs = [*_intermediate(record), *outputs]
-    # Some logs hold the history again in front of what was answered.
+    # Some logs repeat the history before the answer.
     if len(outputs) >= len(inputs) > 0 and outputs[: len(inputs)] == inputs:
         outputs = outputs[len(inputs) :]
     if outputs == inputs[-len(outputs) :]:

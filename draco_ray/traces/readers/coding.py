@@ -16,13 +16,13 @@ from draco_ray.traces.model import Trace, clean, identifier
 from draco_ray.traces.parts import parts, plain
 
 MINI_SWE_CODE = re.compile(r"```(?:mswea_bash_command|bash)[ \t]*\n(.*?)\n?```", re.DOTALL)
-"""How mini-swe-agent marks the command of a turn."""
+"""mini-swe-agent's marks around the command of a turn."""
 
 
 # --- Claude Code -----------------------------------------------------------------------------------------------------
 
 SUMMARY = "This session is being continued from a previous conversation"
-"""How the summary begins that stands in the place of a conversation that was compacted."""
+"""Beginning of the summary that replaces a compacted conversation."""
 
 
 def is_claude_code(record: object) -> bool:
@@ -41,7 +41,7 @@ def is_claude_code(record: object) -> bool:
 
 
 def claude_code_session(record: Any, file: str) -> str | None:
-    """The session of a line; lines that belong to none hold no turn."""
+    """The session of a line; lines without one contain no turn."""
     return str(record.get("sessionId") or record.get("session_id") or file)
 
 
@@ -61,11 +61,11 @@ def read_claude_code(lines: Any, reading: Reading) -> Iterator[Trace]:
             continue
         of_line = [replace(each, item=True) if each.role == AGENT else each for each in entries([message])]
         if line.get("isSidechain") or line.get("parent_tool_use_id"):
-            # What a sub-agent was asked stands in the call that started it.
+            # A sub-agent's task is in the call that started it.
             role = {AGENT: SUB_AGENT, "tool": f"{SUB_AGENT}'s tool"}
             of_line = [Entry(role=role[e.role], text=e.text, calls=e.calls) for e in of_line if e.role in role]
         elif line.get("isMeta") or line.get("isApiErrorMessage"):
-            # Neither the user's words nor the agent's.
+            # Messages of the program.
             of_line = [e if e.role == "tool" else Entry(role="system", text=e.text) for e in of_line]
         said += of_line
     if not said:
@@ -81,8 +81,8 @@ def read_claude_code(lines: Any, reading: Reading) -> Iterator[Trace]:
 
 
 def _in_order(lines: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """The lines with those of each sub-agent, which may be in a file of its own, before the result of the call that
-    started it; without such a link where their time says."""
+    """The lines with those of each sub-agent, which may be in another file, before the result of the call that started
+    it, or by their time if there is no such link."""
     main: list[Mapping[str, Any]] = []
     apart: dict[object, list[Mapping[str, Any]]] = {}
     for line in lines:
@@ -100,7 +100,7 @@ def _in_order(lines: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
 
 
 def _without_rewound(lines: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """The lines without those that follow a prompt which the user took back and wrote again."""
+    """The lines without those after a prompt that the user rewound and wrote again."""
     latest: dict[object, object] = {}
     prompts = [line for line in lines if _is_prompt(line)]
     for line in prompts:
@@ -126,7 +126,7 @@ def _is_prompt(line: Mapping[str, Any]) -> bool:
 
 
 def _one_line_a_message(lines: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """The lines with the blocks of a message, each of which has a line of its own, put together."""
+    """The lines with the blocks of each message, which have one line each, merged."""
     first: dict[str, dict[str, Any]] = {}
     found: list[Mapping[str, Any]] = []
     for line in lines:
@@ -148,7 +148,7 @@ def _one_line_a_message(lines: Sequence[Mapping[str, Any]]) -> list[Mapping[str,
 # --- Codex -----------------------------------------------------------------------------------------------------------
 
 CODEX_ITEMS = ("reasoning", "function_call", "function_call_output", "local_shell_call", "message")
-"""Types of the lines of its first form, which are items of OpenAI's responses."""
+"""Types of lines in its first format, which are items of OpenAI's responses."""
 CODEX_LINES = ("session_meta", "response_item", "event_msg", "turn_context", "compacted")
 
 
@@ -206,7 +206,7 @@ def read_codex(lines: Any, reading: Reading) -> Iterator[Trace]:
 
 
 def _exec_item(item: Mapping[str, Any]) -> Iterator[Entry]:
-    """What ``codex exec --json`` prints of something the agent did."""
+    """An item in the output of ``codex exec --json``."""
     type_, said = str(item.get("type")), text_of(item, "text", "message")
     if type_ in ("agent_message", "reasoning"):
         yield Entry(role=AGENT, text=thinking(said) if type_ == "reasoning" else said, item=True)
@@ -304,7 +304,7 @@ def _id(event: Mapping[str, Any]) -> str:
 
 
 def _sdk_message(event: Mapping[str, Any]) -> Any:
-    """The message of an event of OpenHands' agent SDK; None: nothing is said in it."""
+    """The message of an event of OpenHands' agent SDK; None without one."""
     kind_ = str(event["kind"])
     if kind_ == "SystemPromptEvent":
         return {"role": "system", "content": event.get("system_prompt")}
@@ -385,7 +385,7 @@ def is_atif(record: object) -> bool:
 
 @reads("atif", 'a trajectory in ATIF: an object with "schema_version" and "steps"', is_atif)
 def read_atif(record: Any, reading: Reading) -> Iterator[Trace]:
-    """The trace of a trajectory. Raises: BadTrace where it has a step that is none, or none of an agent."""
+    """The trace of a trajectory. Raises: BadTrace where a step is not an object, or none is an agent's."""
     said: list[Entry] = []
     for place, step in enumerate(record["steps"], 1):
         if not isinstance(step, Mapping):

@@ -1,4 +1,4 @@
-"""Runs of LangSmith: a line each, put together by their trace."""
+"""Runs of LangSmith, one per line, grouped by trace."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def read(runs: Any, reading: Reading) -> Iterator[Trace]:
     if not any(entry.role == AGENT for entry in said):
         said = main_conversation([ModelCall(inputs=_messages(run["inputs"]), outputs=_answer(run)) for run in models])
     elif not any(entry.role == "system" for entry in said):
-        # A graph's state does not hold the prompt that a node puts before it.
+        # A graph's state does not contain the prompt that a node prepends.
         told = [entry for run in models[:1] for entry in _messages(run["inputs"]) if entry.role == "system"]
         said = told + said
     if not said:
@@ -54,7 +54,7 @@ def read(runs: Any, reading: Reading) -> Iterator[Trace]:
 
 
 def _flat(runs: Any) -> Iterator[Any]:
-    """Runs with those below them."""
+    """Runs with their descendants."""
     for run in runs:
         yield run
         yield from _flat(run.get("child_runs") or ())
