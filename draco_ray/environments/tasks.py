@@ -24,9 +24,9 @@ from draco_ray.records import Task
 from draco_ray.temp_dirs import PrivateTempDir
 
 WORKSPACE = "workspace"
-"""Field of an open task: a folder of the rollout's own, in which its agent may leave what is to be looked at."""
+"""Field of an open task: the rollout's own folder, whose files an evaluator can read."""
 KEPT = "kept"
-"""Folder of the workspace whose files stay with the run."""
+"""Folder in the workspace whose files are kept with the run."""
 _HOW_AGENTS_ACT = """\
 - The agent is a program with a loop and tools of its own. A step is a turn of the policy that it received: calls of \
 tools, whose answers stand as its output, or a message, the last one included.
@@ -53,7 +53,7 @@ class TasksOptions(Tree):
 
 
 class TasksEnvironment(Environment):
-    """Lists tasks, gives each rollout a folder, and has it evaluated where there is an evaluator."""
+    """Lists tasks, gives each rollout a folder, and runs the evaluator, if there is one."""
 
     options_type: ClassVar[type[TasksOptions]] = TasksOptions
 
@@ -90,7 +90,7 @@ class TasksEnvironment(Environment):
 
 
 class HandIn:
-    """One open task: a folder, and what the agent's program hands in (its one action)."""
+    """One open task: a folder, and the program's output, which is its one action."""
 
     def __init__(self, environment: TasksEnvironment, task: Task) -> None:
         self._environment = environment
@@ -100,12 +100,12 @@ class HandIn:
         self.task = replace(task, fields={**task.fields, WORKSPACE: str(self._folder)})
 
     async def act(self, action: str) -> str:
-        """Take what the agent's program printed."""
+        """Take the output of the agent's program."""
         self._output = action
         return ""
 
     async def evaluate(self) -> WorldVerdict:
-        """Ask the evaluator. Raises: see `World`."""
+        """Run the evaluator. Raises: see `World`."""
         environment, task_id = self._environment, self.task.task_id
         if not (environment.ground_truth and environment.evaluates):
             raise WorldError(f"task {task_id}: the environment was opened without ground truth, or has no evaluator")
@@ -127,7 +127,7 @@ class HandIn:
         if ran.exit_code not in (0, 1):
             how = "did not end in time" if ran.exit_code is None else f"ended with exit code {ran.exit_code}"
             last = " ".join((ran.errors or ran.output).split())[-300:]
-            raise EnvironmentCrashed(f"task {task_id}: the evaluator {how}, expected 0 or 1; its last words: {last}")
+            raise EnvironmentCrashed(f"task {task_id}: the evaluator {how}, expected 0 or 1; its last output: {last}")
         return _verdict(task_id, ran.exit_code == 0, ran.output)
 
     async def keep(self, folder: Path) -> None:

@@ -355,4 +355,4 @@ def _git(words: Sequence[str], folder: Path, *, check: bool = True) -> subproces
 
 def _how(ran: Ran) -> str:
     how = f"ended with exit code {ran.exit_code}" if ran.exit_code is not None else "did not end in time"
-    return f"{how}; its last words: {' '.join((ran.errors or ran.output).split())[-300:]}"
+    return f"{how}; its last output: {' '.join((ran.errors or ran.output).split())[-300:]}"
