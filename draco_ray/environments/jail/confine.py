@@ -35,7 +35,7 @@ from draco_ray.temp_dirs import lock_shared, remove_abandoned
 
 LEVELS = ("namespaces", "bubblewrap", "landlock", "rlimits")
 AUTOMATIC_LEVELS = LEVELS[:-1]
-"""What ``auto`` may take; the last leaves the host's files in reach and must be asked for by name."""
+"""What ``auto`` may take; the last one hides no files of the host and has to be named explicitly."""
 
 UNAVAILABLE = 3
 """Exit status: the host does not offer this level."""
@@ -52,21 +52,21 @@ _SERVER_CAPABILITIES = frozenset(
         linux.CAP_SYS_ADMIN,
     }
 )
-"""What the server needs to show a task's process its own task only, to change its user, to end it and to clear what it
-wrote. The task's process has none."""
+"""Capabilities of the server, for mounts, changing users, killing processes and removing their files. A task's process
+has none."""
 
 _FIRST_SPARE_UID, _SPARE_UIDS = 1_900_000_000, 1 << 22
 
 SHOWN_OF_A_TASK = ("specs.json", "dbs")
-"""Of a task's folder; its ground truth is not among them."""
+"""The parts of a task's folder that are shown; its ground truth is not among them."""
 
 JAIL_CODE = ("__init__.py", "temp_dirs.py", "environments/__init__.py", "environments/jail")
-"""Of this package: what runs in every jail."""
+"""Parts of this package that run in every jail."""
 _PROGRAM = "/program"
 _WORLD = "/world"
 SCRATCH_FOLDERS = ("/scratch", f"{_WORLD}/experiments")
-"""What can be written where the file system is built from mounts. The first is home, and ``/tmp`` too where nothing
-that is shown lies below that name, as the interpreter of a clone in ``/tmp`` does."""
+"""Writable folders if the file system is built from mounts. The first is home, and also ``/tmp`` unless something shown
+lies below ``/tmp``, such as the interpreter of a clone there."""
 WORKSPACE = "/workspace"
 _TMP = "/tmp"
 _DEVICES = ("null", "zero", "random", "urandom")
@@ -86,36 +86,36 @@ _NETWORK = tuple(
     )
     if os.path.exists(path)
 )
-"""What programs read to find and trust other hosts."""
+"""Files of name resolution and certificates."""
 
 
 @dataclass(frozen=True)
 class JailSpec:
-    """A jail to be built; travels as JSON on the command line, so nothing secret may be in it."""
+    """Description of a jail. It is passed as JSON on the command line, so it may hold no secret."""
 
     level: str
     control_fd: int
     directory: str
     """Private folder of the jail on the host."""
     data: str
-    """AppWorld's data root's ``data`` folder; empty: none."""
+    """The ``data`` folder of AppWorld's data root; empty: none."""
     scratch_mib: int
     output_bytes: int
-    """What one cell may print."""
+    """Maximum output of one cell, in bytes."""
     world: str = ""
     """AppWorld's root as the processes in the jail see it."""
     mounts: bool = False
     """Whether the file system is built from mounts, so that a slot and a task can be given their own view of it."""
     task_uids: tuple[int, int] | None = None
-    """First and last user that tasks may become; None: they stay who the server is."""
+    """First and last user id for tasks; None: they run as the server's user."""
     module: str = "draco_ray.environments.appworld.world_template"
     """What is started in the jail, with this spec as its argument."""
     code: tuple[str, ...] = ("environments/appworld",)
-    """Of this package: what it consists of, beside what runs in every jail."""
+    """Further parts of this package that it needs."""
     shown: tuple[str, ...] = ()
-    """More of the host's files and folders, read-only and under their own names."""
+    """Further files and folders of the host, shown read-only at their own paths."""
     network: bool = False
-    """Whether the host's network is there."""
+    """Whether programs use the host's network, loopback included."""
     workspace: str = ""
     """Folder of the host that an agent's program may write, as `WORKSPACE`. With it there are ``/proc``, a ``/tmp`` and
     a loopback device of the jail's own."""
@@ -161,8 +161,8 @@ def main() -> int:
 
 
 def _leave_caretaker(spec: JailSpec) -> None:
-    """Fork a process that outlives the jail: a host that was killed cannot remove what it made, and nobody may before
-    the last process in the jail has ended."""
+    """Fork a process that outlives the jail and removes its folders if the host was killed, once the last process in
+    the jail has ended."""
     watched, held = os.pipe()
     # Held by everything that runs in the jail: its end is the end of the last of them.
     os.set_inheritable(held, True)
@@ -200,14 +200,7 @@ def _in_namespaces(spec: JailSpec) -> int:
     os.mkdir(root)
     linux.mount_tmpfs(root, 4, 0o755)
     if spec.workspace:
-        if not spec.network:
-            linux.start_loopback()
-        os.mkdir(root + _TMP)
-        linux.mount_tmpfs(root + _TMP, spec.scratch_mib, 0o1777)
-        os.mkdir(root + WORKSPACE)
-        linux.bind(spec.workspace, root + WORKSPACE)
-        linux.seal(root + WORKSPACE, writable=True)
-        os.mkdir(root + "/proc")
+        _mount_workspace(spec, root)
     for source, target in _visible(spec):
         inside = root + target
         if os.path.isdir(source):
@@ -219,22 +212,17 @@ def _in_namespaces(spec: JailSpec) -> int:
         linux.seal(inside)
     for source, target in _system_links():
         os.symlink(source, root + target)
-    os.mkdir(root + "/dev")
+    os.makedirs(root + "/dev", exist_ok=True)
     for device in _DEVICES:
         Path(f"{root}/dev/{device}").touch()
         linux.bind(f"/dev/{device}", f"{root}/dev/{device}")
         linux.seal(f"{root}/dev/{device}", devices=True)
-    for name, target in _DEVICE_LINKS if spec.workspace else ():
-        os.symlink(target, f"{root}/dev/{name}")
     for scratch in SCRATCH_FOLDERS:
         os.makedirs(root + scratch)
         linux.mount_tmpfs(root + scratch, spec.scratch_mib, 0o1777)
     if not os.path.exists(root + _TMP):
         os.symlink(SCRATCH_FOLDERS[0], root + _TMP)
-    os.mkdir(root + "/view")
-    if spec.workspace:
-        # In a user namespace /proc is only mounted where another one can be seen.
-        linux.bind("/proc", root + "/view")
+    os.makedirs(root + "/view", exist_ok=True)
     linux.enter_root(root)
     linux.seal("/", recursive=False)
 
@@ -252,6 +240,21 @@ def _in_namespaces(spec: JailSpec) -> int:
     linux.keep_capabilities(_SERVER_CAPABILITIES)
     _serve(replace(spec, world=_WORLD, task_uids=task_uids, mounts=True), SCRATCH_FOLDERS[0], _PROGRAM)
     return UNAVAILABLE
+
+
+def _mount_workspace(spec: JailSpec, root: str) -> None:
+    """Mount what an agent's program has beside a task of tools or AppWorld."""
+    if not spec.network:
+        linux.start_loopback()
+    for folder in (_TMP, WORKSPACE, "/proc", "/view", "/dev"):
+        os.mkdir(root + folder)
+    linux.mount_tmpfs(root + _TMP, spec.scratch_mib, 0o1777)
+    linux.bind(spec.workspace, root + WORKSPACE)
+    linux.seal(root + WORKSPACE, writable=True)
+    # A user namespace may mount /proc only while another one is visible.
+    linux.bind("/proc", root + "/view")
+    for name, target in _DEVICE_LINKS:
+        os.symlink(target, f"{root}/dev/{name}")
 
 
 def _in_bubblewrap(spec: JailSpec) -> None:
@@ -332,7 +335,7 @@ def _template_arguments(spec: JailSpec) -> list[str]:
 
 
 def environment(world: str, home: str, program: str) -> dict[str, str]:
-    """All environment variables there are in the jail."""
+    """The complete environment of processes in the jail."""
     return {
         "PATH": "/usr/local/bin:/usr/bin:/bin",
         "PYTHONPATH": program,
@@ -349,8 +352,8 @@ def environment(world: str, home: str, program: str) -> dict[str, str]:
 
 
 def spare_uids(uid_map: str) -> tuple[int, int] | None:
-    """Users nobody else is. A slot's tasks become one of them: their processes are counted apart, and can signal or
-    inspect no other process, not even another slot's.
+    """Unused user ids. The tasks of a slot run as one of them, so that their processes are counted apart and cannot
+    signal or inspect any other process, not even another slot's.
 
     Args:
         uid_map: ``/proc/self/uid_map``; inside a container it may offer few users.
@@ -367,7 +370,7 @@ def spare_uids(uid_map: str) -> tuple[int, int] | None:
 
 
 def readable_in_place(spec: JailSpec, tasks: Iterable[str]) -> list[str]:
-    """What may be read where Landlock stands in for mounts: the same as where there are mounts.
+    """Paths that are readable at the level landlock: the same that mounts would show.
 
     Args:
         tasks: what of ``data/tasks``, relative to it.

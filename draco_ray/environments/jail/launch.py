@@ -1,4 +1,4 @@
-"""The host's side of a jail: which levels to try, starting a program in one, and what a process said last."""
+"""The host's side of a jail: which levels to try, how a program is started, and the last line of its errors."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from pathlib import Path
 from draco_ray.environments.jail.confine import AUTOMATIC_LEVELS, JAIL_CODE, UNAVAILABLE, JailSpec
 
 SCRATCH_MIB = 128
-"""What a task may write, and the largest file."""
+"""Size of a task's scratch file system, and of its largest file."""
 _LAST_BYTES = 1 << 16
-"""Of a process's complaints, in which its last words are looked for."""
+"""Number of bytes at the end of a process's standard error that are searched for its last line."""
 PACKAGE = Path(__file__).resolve().parents[2]
 _reached: dict[str, str] = {}
-"""The level that ``auto`` reached in this process, by interpreter, so that others are not tried again."""
+"""Interpreter -> the level that ``auto`` has found in this process, so that it is not searched again."""
 
 
 class LevelUnavailable(Exception):
@@ -25,7 +25,7 @@ class LevelUnavailable(Exception):
 
 
 class Levels:
-    """The levels at which a program may run, strongest first, until one is there."""
+    """The isolation levels to try, strongest first, and why each was refused."""
 
     def __init__(self, isolation: str, python: str = sys.executable) -> None:
         """``isolation`` as ``environment.isolation``; ``python`` runs the program."""
@@ -38,32 +38,32 @@ class Levels:
         return iter(self._levels)
 
     def refused(self, level: str, error: LevelUnavailable) -> None:
-        """Take note that a level is not there."""
+        """Note why a level is unavailable."""
         self._complaints.append(f"{level}: {error}")
 
     def reached(self, level: str) -> None:
-        """Begin with this level from now on, where any will do."""
+        """Remember this level for later programs, if ``auto`` chose it."""
         if self._automatic:
             _reached[self._python] = level
 
     def __str__(self) -> str:
-        """What was said of each level that was tried, and what would still work."""
+        """The reason for each refused level, and an alternative."""
         hint = "; environment.isolation=rlimits would run this with limits alone" if self._automatic else ""
         return "; ".join(self._complaints) + hint
 
 
 def reached_level(isolation: str) -> str:
-    """The level at which a program of this Python's has been started here."""
+    """The level at which a program of this interpreter has been started in this process."""
     return _reached[sys.executable] if isolation == "auto" else isolation
 
 
 def jail_command(spec: JailSpec) -> list[str]:
-    """The words after the interpreter that start the program of ``spec`` in its jail."""
+    """The interpreter's arguments that start the program of ``spec`` in its jail."""
     return ["-P", "-s", "-m", "draco_ray.environments.jail.confine", spec.to_json()]
 
 
 def launch(spec: JailSpec, python: str = sys.executable) -> subprocess.Popen[bytes]:
-    """Start the program of ``spec`` in its jail; it complains to the file ``stderr`` in its folder."""
+    """Start the program of ``spec`` in its jail, its standard error in the file ``stderr`` in its folder."""
     program = link_package(Path(spec.program), spec.code)
     with open(os.path.join(spec.directory, "stderr"), "wb") as stderr:
         return subprocess.Popen(
@@ -79,7 +79,7 @@ def launch(spec: JailSpec, python: str = sys.executable) -> subprocess.Popen[byt
 
 
 def not_offered(status: int | None, complaint: str) -> bool:
-    """Whether a program in a jail has ended because the host does not offer its level."""
+    """Whether a program ended because the host does not offer its isolation level."""
     return status == UNAVAILABLE or complaint.startswith("bwrap: ")
 
 
@@ -98,7 +98,7 @@ def link_package(folder: Path, code: Iterable[str] | None = None) -> str:
 
 
 def last_line(directory: str) -> str:
-    """The last words of a process that writes its complaints to the file ``stderr`` in its folder."""
+    """The last line of the file ``stderr`` in a process's folder."""
     text = b""
     with contextlib.suppress(OSError), open(os.path.join(directory, "stderr"), "rb") as file:
         # Code of the policy can write to it as well.

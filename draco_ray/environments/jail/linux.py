@@ -1,4 +1,4 @@
-"""The few Linux calls a jail needs, through libc: namespaces, mounts, capabilities, limits, Landlock.
+"""The Linux system calls that a jail needs, through libc: namespaces, mounts, capabilities, limits, Landlock.
 
 Standard library only: this runs under AppWorld's Python. System calls a task is refused are in `system_calls`.
 """
@@ -105,7 +105,7 @@ def mount_tmpfs(target: str, mebibytes: int, mode: int) -> None:
 
 
 def mount_proc(target: str) -> None:
-    """Show the processes of this process namespace. Raises: OSError where the host masks parts of its own."""
+    """Mount the proc file system of this process namespace. Raises: OSError if the host masks parts of its own."""
     flags = ctypes.c_ulong(_MS_NOSUID | _MS_NODEV)
     _check(_libc.mount(b"proc", os.fsencode(target), b"proc", flags, None), f"mount proc on {target}")
 
@@ -138,7 +138,7 @@ def seal(target: str, *, devices: bool = False, writable: bool = False, recursiv
 
 
 def unmount(target: str) -> None:
-    """Take the topmost mount off ``target``, whoever still uses it."""
+    """Detach the topmost mount of ``target``, even if it is in use."""
     _check(_libc.umount2(os.fsencode(target), _MNT_DETACH), f"unmount {target}")
 
 
@@ -167,7 +167,7 @@ def adopt_orphans() -> None:
 
 
 def end_descendants(spare: Collection[int] = ()) -> dict[int, int]:
-    """Kill the processes below this one and wait for them; orphans too, where this one adopts them or is process 1.
+    """Kill all descendants and wait for them, orphans included if this process adopts them or is process 1.
 
     Args:
         spare: children that live on, where this is not process 1.
@@ -219,7 +219,7 @@ def keep_capabilities(keep: frozenset[int]) -> None:
 
 
 def drop_privileges(uid: int | None) -> None:
-    """Give up everything for good: capabilities, groups, set-uid programs and, unless None, the user.
+    """Drop permanently: capabilities, groups, set-uid programs and, unless None, the user.
 
     Args:
         uid: the user (and group) to become; None stays who one is.
@@ -284,7 +284,7 @@ def require_landlock() -> None:
 
 
 def reach_only(*, readable: Iterable[str], writable: Iterable[str], network: bool = False) -> None:
-    """Landlock: open no file outside these any more, use no TCP port, signal nobody outside (newer kernels).
+    """Landlock: open no other files, use no TCP port, and on newer kernels signal no process outside.
 
     Holds for this thread and what it starts, for good. Set no-new-privileges first (`drop_privileges`).
 

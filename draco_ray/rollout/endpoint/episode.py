@@ -130,7 +130,7 @@ class Episode:
         """The policy's turns so far."""
         return len(self._turns)
 
-    async def answer(self, ask: TurnRequest) -> TurnReply:
+    async def answer(self, request: TurnRequest) -> TurnReply:
         """Sample the policy's next turn in the conversation of a request.
 
         Raises: Refused; and whatever the policy raises.
@@ -138,14 +138,14 @@ class Episode:
         if self._requests >= self._config.max_turns:
             self.refused = EpisodeEnd.TURN_LIMIT
             raise no_turn_left(self._config)
-        keys, began = [self._identity(message) for message in ask.messages], time.monotonic()
-        turn = self._longest(keys, ask.tools)
-        branch, ids = self._tokens(ask, turn)
-        self._attach_results(ask, turn, began)
-        opening = self._opening(ask, turn, branch)
+        keys, began = [self._identity(message) for message in request.messages], time.monotonic()
+        turn = self._longest(keys, request.tools)
+        branch, ids = self._tokens(request, turn)
+        self._attach_results(request, turn, began)
+        opening = self._opening(request, turn, branch)
         if turn is not None and turn.answered is None:
             # Even if the request is refused below: it holds the turn's results.
-            turn.answered, turn.answered_at = ask.messages[turn.message_count :], began
+            turn.answered, turn.answered_at = request.messages[turn.message_count :], began
         try:
             room = room_left(self._config, len(ids))
         except Refused:
@@ -153,15 +153,9 @@ class Episode:
             raise
         self.refused = None
         self._requests += 1
-        limits = (room, ask.max_tokens, self._config.max_turn_tokens)
-        seed = turn_seed(self._request.seed, self._requests)
         branch.busy = True
         try:
-            sample = await self._policy.sampler.sample(ids, max_tokens=min(each for each in limits if each), seed=seed)
-            sample = self._stopped(sample, ask.stop)
-            text, use = self._chat.text(sample.token_ids), None
-            if sample.finish_reason == "stop" and ask.tools != _NO_TOOLS:
-                use = await self._policy.read_calls(text, ask.tools)
+            sample, text, use = await self._sample(request, ids, room)
         except Exception as error:
             if not self.failed.done():
                 self.failed.set_exception(error)
@@ -178,18 +172,18 @@ class Episode:
             message_count=len(keys) + 1,
             text=text,
             use=use,
-            side_call=ask.side_call or self._is_side_call(ask.messages),
+            side_call=request.side_call or self._is_side_call(request.messages),
             opening=opening,
             seconds=time.monotonic() - began,
             policy_version=sample.policy_version,
             at=time.monotonic(),
         )
-        self._known.update((*keys, ask.tools))
+        self._known.update((*keys, request.tools))
         branch.turns.append(sampled)
         self._turns.append(sampled)
         cached = turn.end if turn else 0
         self._cached += cached
-        answer = self._answer(sampled, sample, ask.stop, len(ids), cached)
+        answer = self._answer(sampled, sample, request.stop, len(ids), cached)
         sampled.call_ids = frozenset(each for each, _ in answer.calls)
         branch.messages = [*keys, identity(answer.message())]
         if answer.stopped_by:
@@ -199,9 +193,22 @@ class Episode:
         self._known.add(branch.messages[-1])
         return answer
 
-    def count(self, ask: TurnRequest) -> int:
+    async def _sample(self, request: TurnRequest, ids: list[int], room: int) -> tuple[Sample, str, ToolUse | None]:
+        """Sample a turn after ``ids`` of at most ``room`` tokens. Returns: it, its text, and its tool calls."""
+        limits = (room, request.max_tokens, self._config.max_turn_tokens)
+        seed = turn_seed(self._request.seed, self._requests)
+        sample = await self._policy.sampler.sample(ids, max_tokens=min(each for each in limits if each), seed=seed)
+        sample = self._stopped(sample, request.stop)
+        text = self._chat.text(sample.token_ids)
+        if sample.finish_reason != "stop" or request.tools == _NO_TOOLS:
+            return sample, text, None
+        return sample, text, await self._policy.read_calls(text, request.tools)
+
+    def count(self, request: TurnRequest) -> int:
         """Tokens of a request. Raises: Refused where the chat template refuses its messages."""
-        return len(self._tokens(ask, self._longest([self._identity(each) for each in ask.messages], ask.tools))[1])
+        return len(
+            self._tokens(request, self._longest([self._identity(each) for each in request.messages], request.tools))[1]
+        )
 
     def trajectory(
         self, ended: EpisodeEnd, error: str | None, *, prompt: tuple[Message, ...], closing: str
@@ -258,12 +265,12 @@ class Episode:
             branches=tuple(offsets.values()) or (0,),
         )
 
-    def _attach_results(self, ask: TurnRequest, continued: _Turn | None, began: float) -> None:
+    def _attach_results(self, request: TurnRequest, continued: _Turn | None, began: float) -> None:
         """Give turns their tool results where a rewritten history brings both."""
         for turn in self._turns:
             if turn is continued or turn.answered is not None or not turn.call_ids:
                 continue
-            results = [each for each in ask.messages if each.get("tool_call_id") in turn.call_ids]
+            results = [each for each in request.messages if each.get("tool_call_id") in turn.call_ids]
             if results:
                 turn.answered, turn.answered_at = results, began
                 self._known.update(map(self._identity, results))
@@ -281,18 +288,20 @@ class Episode:
                     found = turn
         return found
 
-    def _tokens(self, ask: TurnRequest, turn: _Turn | None) -> tuple[_Branch, list[int]]:
+    def _tokens(self, request: TurnRequest, turn: _Turn | None) -> tuple[_Branch, list[int]]:
         """The branch that a request continues, or a new one, and all tokens before the policy's turn."""
         try:
             if turn is None:
-                return _Branch(tools=ask.tools), self._chat.conversation(ask.messages, json.loads(ask.tools))
-            glue = self._chat.after_messages(turn.ids, turn.called, ask.messages[turn.message_count :])
+                return _Branch(tools=request.tools), self._chat.conversation(
+                    request.messages, json.loads(request.tools)
+                )
+            glue = self._chat.after_messages(turn.ids, turn.called, request.messages[turn.message_count :])
         except ConfigError as error:
             raise Refused(str(error), code="chat_template") from error
         branch = turn.branch
         ids = branch.ids[: turn.end] + glue
         at_its_end = turn is branch.turns[-1] and not branch.busy
-        return (branch if at_its_end else _Branch(tools=ask.tools)), ids
+        return (branch if at_its_end else _Branch(tools=request.tools)), ids
 
     def _keep(self, branch: _Branch, ids: Sequence[int], sample: Sample) -> None:
         if not branch.turns:
@@ -345,15 +354,15 @@ class Episode:
             completion_tokens=len(sample.token_ids),
         )
 
-    def _opening(self, ask: TurnRequest, turn: _Turn | None, branch: _Branch) -> Sequence[Mapping[str, Any]]:
+    def _opening(self, request: TurnRequest, turn: _Turn | None, branch: _Branch) -> Sequence[Mapping[str, Any]]:
         """The messages of a branch that this request opens, known ones replaced by their number."""
         if turn is not None and (branch is turn.branch or turn.answered is None):
             return ()
-        given = ask.messages[turn.message_count if turn else 0 :]
+        given = request.messages[turn.message_count if turn else 0 :]
         new = [message for message in given if self._identity(message) not in self._known]
         old = len(given) - len(new)
         counted = [{"role": "context", "content": f"({old} messages as before)"}] if old else []
-        tools = [{"role": TOOLS, "content": ask.tools}] if ask.tools not in {_NO_TOOLS, *self._known} else []
+        tools = [{"role": TOOLS, "content": request.tools}] if request.tools not in {_NO_TOOLS, *self._known} else []
         return [*tools, *counted, *new]
 
     def _is_side_call(self, messages: Sequence[Mapping[str, Any]]) -> bool:

@@ -51,26 +51,26 @@ class TokenEpisode:
         """The policy's turns so far."""
         return len(self._sampled)
 
-    async def generate(self, ask: TokenRequest) -> Sample:
+    async def generate(self, request: TokenRequest) -> Sample:
         """Sample a continuation of a sequence. Raises: Refused; and whatever the policy raises."""
         if self._asked >= self._config.max_turns:
             self.refused = EpisodeEnd.TURN_LIMIT
             raise no_turn_left(self._config)
         known = len(self._policy.chat.tokenizer)
-        if (highest := max(ask.token_ids)) >= known:
+        if (highest := max(request.token_ids)) >= known:
             raise Refused(f"token_ids: {highest} is none of the {known} tokens of this model: is this its renderer?")
         try:
-            room = room_left(self._config, len(ask.token_ids))
+            room = room_left(self._config, len(request.token_ids))
         except Refused:
             self.refused = EpisodeEnd.RESPONSE_LIMIT
             raise
         self.refused = None
         self._asked += 1
-        limits = (room, ask.max_tokens, self._config.max_turn_tokens)
+        limits = (room, request.max_tokens, self._config.max_turn_tokens)
         seed, began = turn_seed(self._request.seed, self._asked), time.monotonic()
         try:
             sample = await self._policy.sampler.sample(
-                ask.token_ids, max_tokens=min(each for each in limits if each), seed=seed
+                request.token_ids, max_tokens=min(each for each in limits if each), seed=seed
             )
         except Exception as error:
             if not self.failed.done():
@@ -78,8 +78,8 @@ class TokenEpisode:
             raise
         if not self.open:
             raise Refused("this episode has ended", status=410, code="episode_over")
-        sample = _stopped(sample, ask.stop_token_ids)
-        self._sampled[_digest([*ask.token_ids, *sample.token_ids])] = Sampled(
+        sample = _stopped(sample, request.stop_token_ids)
+        self._sampled[_digest([*request.token_ids, *sample.token_ids])] = Sampled(
             sample=sample, seconds=time.monotonic() - began
         )
         return sample
