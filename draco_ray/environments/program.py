@@ -1,4 +1,4 @@
-"""Runs an agent's program and all it starts, with a time limit, and keeps the end of its output."""
+"""Runs an agent's program and all that it starts, with a time limit, and keeps the end of its output."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ PASSED = (
 )
 """Variables that every program gets, besides those that begin with ``LC_``."""
 MARK = "DRACO_EPISODE"
-"""Environment variable that identifies processes that left their program's process group."""
+"""Environment variable by which processes that left their process group are found."""
 _READ_BYTES = 1 << 16
 _GONE_SECONDS = 10.0
-"""Time to wait for a killed process; one that hangs in the kernel may never end."""
+"""Maximum wait for killed processes; one that hangs in the kernel may take longer."""
 
 
 def passed_environment(names: Iterable[str]) -> dict[str, str]:
-    """This process's variables that a program gets: `PASSED` and ``names``."""
+    """The variables of this process that are passed to a program: `PASSED` and ``names``."""
     passed = {*PASSED, *names}
     return {name: value for name, value in os.environ.items() if name in passed or name.startswith("LC_")}
 
@@ -51,7 +51,7 @@ class Ran:
     """How a program ended."""
 
     exit_code: int | None
-    """As in `subprocess`, negative for a signal; None if it was ended by the time limit or ``until``."""
+    """As in `subprocess`, negative for a signal; None if it was ended at its time limit, or by ``until``."""
     output: str
     """The end of its standard output."""
     errors: str
@@ -60,7 +60,7 @@ class Ran:
 
 
 class _Tail:
-    """The last bytes of a pipe, which is read continuously so that no writer blocks."""
+    """Keeps the last bytes of a pipe and reads it continuously, so that no writer blocks."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -84,7 +84,7 @@ class _Tail:
         return bool(read)
 
     def finish(self) -> str:
-        """Stop reading and return what was kept, with a note of how much is missing."""
+        """Stop reading. Returns: the kept bytes as text, after a mark if earlier ones were dropped."""
         while self._read():
             pass
         asyncio.get_running_loop().remove_reader(self._reading)
@@ -103,17 +103,17 @@ async def run_program(
     most_bytes: int,
     until: asyncio.Future[None],
 ) -> Ran:
-    """Run a program in its own process group; all its processes are ended when this returns.
+    """Run a program in a process group of its own; all processes that it started have ended when this returns.
 
     Args:
         folder: its working directory.
-        environment: all its variables.
-        told: its standard input.
-        seconds: time limit.
-        most_bytes: kept of each output stream.
-        until: ends the program when done.
+        environment: all of its variables.
+        told: text for its standard input.
+        seconds: time limit, wall clock.
+        most_bytes: bytes to keep of each output stream.
+        until: ends it when done.
 
-    Raises: OSError: it cannot be started.
+    Raises: OSError if it cannot be started.
     """
     began = time.monotonic()
     mark = secrets.token_hex(16)
@@ -123,7 +123,7 @@ async def run_program(
         with tempfile.TemporaryFile() as stdin:
             stdin.write(told.encode("utf-8", "replace"))
             stdin.seek(0)
-            # Not asyncio's: any kind of loop in any thread may run this, and starting is quick.
+            # Not asyncio's subprocess: this may run in the event loop of any thread, and starting is quick.
             process = subprocess.Popen(  # noqa: ASYNC220
                 list(words),
                 stdin=stdin,
@@ -150,7 +150,7 @@ async def run_program(
 
 
 async def _ended(process: subprocess.Popen[bytes], seconds: float, until: asyncio.Future[None]) -> None:
-    """Return when the process has ended, at the time limit, or when ``until`` is done."""
+    """Wait until the process has ended, its time is up, or ``until`` is done."""
     loop = asyncio.get_running_loop()
     gone = asyncio.Event()
     watched = os.pidfd_open(process.pid)
@@ -165,7 +165,7 @@ async def _ended(process: subprocess.Popen[bytes], seconds: float, until: asynci
 
 
 def end_strays(mark: str) -> None:
-    """End all processes of a program, also those that left its process group, and wait until they are gone."""
+    """Kill the processes that a program started, also those that left its group, and wait for them."""
     ended = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):

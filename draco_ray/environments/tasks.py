@@ -24,9 +24,9 @@ from draco_ray.records import Task
 from draco_ray.temp_dirs import PrivateTempDir
 
 WORKSPACE = "workspace"
-"""Field of an open task: a folder for this rollout, in which the agent may leave files."""
+"""Field of an open task: the rollout's own folder, whose files an evaluator can read."""
 KEPT = "kept"
-"""Folder of the workspace whose files are stored with the run."""
+"""Folder in the workspace whose files are kept with the run."""
 _HOW_AGENTS_ACT = """\
 - The agent is a program with a loop and tools of its own. A step is a turn of the policy that it received: calls of \
 tools, whose answers stand as its output, or a message, the last one included.
@@ -53,7 +53,7 @@ class TasksOptions(Tree):
 
 
 class TasksEnvironment(Environment):
-    """Lists tasks, gives each rollout a folder, and runs the evaluator if there is one."""
+    """Lists tasks, gives each rollout a folder, and runs the evaluator, if there is one."""
 
     options_type: ClassVar[type[TasksOptions]] = TasksOptions
 
@@ -85,7 +85,7 @@ class TasksEnvironment(Environment):
 
 
 class HandIn:
-    """An open task: a folder, and the output of the agent's program as the only action."""
+    """One open task: a folder, and the program's output, which is its one action."""
 
     def __init__(self, environment: TasksEnvironment, task: Task) -> None:
         self._environment = environment
@@ -95,7 +95,7 @@ class HandIn:
         self.task = replace(task, fields={**task.fields, WORKSPACE: str(self._folder)})
 
     async def act(self, action: str) -> str:
-        """Store the output of the agent's program."""
+        """Take the output of the agent's program."""
         self._output = action
         return ""
 
@@ -122,7 +122,7 @@ class HandIn:
         if ran.exit_code not in (0, 1):
             how = "did not end in time" if ran.exit_code is None else f"ended with exit code {ran.exit_code}"
             last = " ".join((ran.errors or ran.output).split())[-300:]
-            raise EnvironmentCrashed(f"task {task_id}: the evaluator {how}, expected 0 or 1; its last words: {last}")
+            raise EnvironmentCrashed(f"task {task_id}: the evaluator {how}, expected 0 or 1; its last output: {last}")
         return _verdict(task_id, ran.exit_code == 0, ran.output)
 
     async def keep(self, folder: Path) -> None:

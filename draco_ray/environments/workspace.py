@@ -216,22 +216,10 @@ class Workspace(HandIn):
             home.mkdir(exist_ok=True)
             own = {"HOME": str(home), "TMPDIR": str(home), **_SAFE_DIRECTORY}
             return Command(words=list(words), environment={**variables, **own}, folder=self._folder)
-        options, config = self._options, self._environment.config
+        options = self._options
         self._jails.append(PrivateTempDir())
         directory = self._jails[-1].path
-        variables = {name: value for name, value in variables.items() if name not in ("HOME", "TMPDIR")}
-        launch = ProgramLaunch(
-            command=list(words),
-            variables={**variables, **_SAFE_DIRECTORY},
-            port=0 if options.network else port,
-            memory_mib=config.max_memory_mib,
-            disk_mib=options.disk_mib,
-            processes=options.processes,
-            cpu_seconds=_CPU_SECONDS,
-        )
-        described = directory / "launch.json"
-        described.touch(0o600)
-        described.write_text(json.dumps(asdict(launch)), encoding="utf-8")
+        described = self._describe(directory, words, variables, port)
         spec = JailSpec(
             level=level,
             # Standard input: what the processes around the program must not hold open.
@@ -252,6 +240,23 @@ class Workspace(HandIn):
         program = link_package(Path(spec.program), spec.code)
         environment = {"PATH": "/usr/local/bin:/usr/bin:/bin", "PYTHONPATH": program, "LANG": "C.UTF-8"}
         return Command(words=[sys.executable, *jail_command(spec)], environment=environment, folder=directory)
+
+    def _describe(self, directory: Path, words: Sequence[str], variables: Mapping[str, str], port: int) -> Path:
+        """Write the launch file of a program."""
+        own = {name: value for name, value in variables.items() if name not in ("HOME", "TMPDIR")}
+        launch = ProgramLaunch(
+            command=list(words),
+            variables={**own, **_SAFE_DIRECTORY},
+            port=0 if self._options.network else port,
+            memory_mib=self._environment.config.max_memory_mib,
+            disk_mib=self._options.disk_mib,
+            processes=self._options.processes,
+            cpu_seconds=_CPU_SECONDS,
+        )
+        described = directory / "launch.json"
+        described.touch(0o600)
+        described.write_text(json.dumps(asdict(launch)), encoding="utf-8")
+        return described
 
     async def changes(self) -> str:
         """Run the tear-down command, once. Returns: what was changed since the set-up, as a diff."""
@@ -355,4 +360,4 @@ def _git(words: Sequence[str], folder: Path, *, check: bool = True) -> subproces
 
 def _how(ran: Ran) -> str:
     how = f"ended with exit code {ran.exit_code}" if ran.exit_code is not None else "did not end in time"
-    return f"{how}; its last words: {' '.join((ran.errors or ran.output).split())[-300:]}"
+    return f"{how}; its last output: {' '.join((ran.errors or ran.output).split())[-300:]}"

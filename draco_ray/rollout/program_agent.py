@@ -1,4 +1,4 @@
-"""An agent that is a program of the user: it does one task and samples from the policy through an HTTP endpoint."""
+"""An agent that is a program: it does one task and calls the policy through an endpoint of its own."""
 
 from __future__ import annotations
 
@@ -30,24 +30,24 @@ from draco_ray.temp_dirs import PrivateTempDir
 
 RUNNER = "draco_ray.rollout.call_function"
 PLAY_AGAIN = os.EX_TEMPFAIL
-"""Exit code of a program for failures that are not the policy's."""
+"""Exit code of a program that failed for a reason other than the policy, so that its rollout is repeated."""
 TASK_FILE = "/run/draco/task.json"
 """``DRACO_TASK_FILE`` in a jail."""
 _SCRIPTS = (".py", ".sh")
 _SAID_CHARACTERS = 300
 _NO_PROGRAM = (errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.ENOEXEC)
-"""Errors of starting a program that every attempt would get; others mean that the machine is out of resources."""
+"""Errors of starting a program that a retry would meet again; others mean that the machine is out of resources."""
 
 
 class ProgramAgent:
     """Starts ``agent.command`` (or ``agent.function`` in a process of its own) once per episode.
 
-    If the task lists tools, the program acts by calling them (`WorldTools`). Otherwise its output, if it exits
-    normally, is the only action.
+    If the task lists tools, the program acts in the world through them (`WorldTools`). Otherwise its standard output is
+    the world's one action, once the program has ended by itself.
     """
 
     def __init__(self, policy: Policy, config: AgentConfig, template: str) -> None:
-        """Find the program. Raises: ConfigError: there is none, or the policy has no tokens."""
+        """Find the program. Raises: ConfigError if there is none, or the policy has no tokens."""
         if not isinstance(policy, TokenPolicy):
             raise ConfigError(f"agent.use=command: policy {policy.name} has no tokens to record")
         self._harness = read_harness(config.harness) if config.harness is not None else None
@@ -58,9 +58,9 @@ class ProgramAgent:
 
     @staticmethod
     def check(config: AgentConfig, policies: object) -> None:
-        """Check the program and the policies before workers are started.
+        """Check the configuration before workers are started.
 
-        Raises: ConfigError: there is no program, or ``policies`` are those of an API.
+        Raises: ConfigError if there is no program, or ``policies`` are an API's.
         """
         if not isinstance(policies, EnginePolicies):
             raise ConfigError(
@@ -72,14 +72,14 @@ class ProgramAgent:
             harness.check_version(words[0])
 
     def prompt(self, task: Task) -> tuple[Message, ...]:
-        """See `Agent`; the program gets it on standard input."""
+        """See `Agent`: the prompt, which the program gets on standard input."""
         return fill_agent_prompt(self._template, task)
 
     async def run(self, world: World, request: RolloutRequest) -> Trajectory:
         """See `Agent`.
 
-        Raises: what the policy raises; ConfigError: the program can never be started; EnvironmentCrashed: this machine
-            is out of resources.
+        Raises: what the policy raises; ConfigError if the program can never be started; EnvironmentCrashed if this
+            machine is out of resources.
         """
         task = world.task
         prompt = self.prompt(task)
@@ -144,14 +144,14 @@ class ProgramAgent:
         return started
 
     def _end(self, episode: Episode, ran: Ran) -> tuple[EpisodeEnd, str | None]:
-        """How the episode ended, and a reason unless it ended normally."""
+        """How the episode ended, and the error, if any."""
         how = f"ended with exit code {ran.exit_code}"
         if ran.exit_code is None:
             how = f"did not end within agent.timeout_seconds={self._config.timeout_seconds:g}"
         elif ran.exit_code < 0:
             how = f"was ended by signal {-ran.exit_code}"
         last = " ".join((ran.errors.strip() or ran.output.strip()).split())[-_SAID_CHARACTERS:]
-        said = f"; its last words: {last}" if last else ""
+        said = f"; its last output: {last}" if last else ""
         if not episode.turns:
             asked = f"got no answer: {episode.complaint}" if episode.complaint else "never called the endpoint"
             return EpisodeEnd.SERVER_ERROR, f"the agent's program {how} and {asked}{said}"
@@ -166,7 +166,7 @@ class ProgramAgent:
     def _environment(
         self, scratch: Path, task: Task, prompt: tuple[Message, ...], key: str, base_url: str
     ) -> Mapping[str, str]:
-        """Environment variables of the program: those passed on, and its own."""
+        """The environment of one program: variables that are passed on, and its own."""
         file = scratch / "task.json"
         told = {
             "task_id": task.task_id,
@@ -219,8 +219,8 @@ def _words(config: AgentConfig, harness: Harness | None) -> list[str]:
         raise ConfigError(f"agent.command={config.command!r}: {error}") from None
     if not words:
         raise ConfigError("agent.command: empty; expected a command such as 'python my_agent.py'")
-    # As the program will be looked for: in its folder if it has a slash, else on PATH. A bare "python" is this
-    # interpreter, whether or not its virtual environment is active.
+    # Where the program is looked for: in its folder if it has a slash, else along PATH. A bare "python" is the one that
+    # runs this, whether or not its virtual environment is active.
     if words[0] == "python":
         words[0] = sys.executable
     found = shutil.which(str(config.folder / words[0]) if "/" in words[0] else words[0])
@@ -233,7 +233,7 @@ def _words(config: AgentConfig, harness: Harness | None) -> list[str]:
 
 
 def _check_script(key: str, script: str, folder: Path) -> None:
-    """Check that the script exists, before every rollout fails on it. Raises: ConfigError."""
+    """Check that a script exists, before every rollout fails. Raises: ConfigError."""
     if not (folder / script).is_file():
         raise ConfigError(f"{key}: no file {script!r} (agent.folder is {folder})")
 
@@ -249,7 +249,7 @@ async def _changes(workspace: Workspace, config: AgentConfig) -> str:
 
 
 def _closing(ran: Ran) -> str:
-    how = "ended for its time" if ran.exit_code is None else f"exit code {ran.exit_code}"
+    how = "stopped at its time limit" if ran.exit_code is None else f"exit code {ran.exit_code}"
     parts = [f"The agent's program: {how} after {ran.seconds:.1f} s."]
     for name, text in (("standard output", ran.output), ("standard error", ran.errors)):
         if text.strip():

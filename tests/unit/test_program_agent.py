@@ -175,9 +175,9 @@ async def test_what_the_program_is_told(rollouts: Rollouts, monkeypatch: pytest.
     [
         ("print('hello')", EpisodeEnd.SERVER_ERROR, "ended with exit code 0 and never called the endpoint.* hello"),
         ("raise ValueError('no')", EpisodeEnd.SERVER_ERROR, "exit code 1 and never called .* ValueError: no"),
-        ("ask('a'); raise ValueError('no')", EpisodeEnd.CRASHED, "exit code 1; its last words: .*ValueError: no"),
+        ("ask('a'); raise ValueError('no')", EpisodeEnd.CRASHED, "exit code 1; its last output: .*ValueError: no"),
         ("ask('a'); os.kill(os.getpid(), 9)", EpisodeEnd.CRASHED, "was ended by signal 9$"),
-        ("ask('a'); print('no desk'); exit(75)", EpisodeEnd.SERVER_ERROR, "asks to be played again; .*words: no desk"),
+        ("ask('a'); print('no desk'); exit(75)", EpisodeEnd.SERVER_ERROR, "asks to be played again; .*output: no desk"),
         ("ask('a'); os.abort()", EpisodeEnd.CRASHED, "was ended by signal 6"),
         ("ask('a'); import time; time.sleep(600)", EpisodeEnd.CRASHED, "did not end within agent.timeout_seconds=4"),
         ("import time; time.sleep(600)", EpisodeEnd.SERVER_ERROR, "timeout_seconds=4 and never called the endpoint"),

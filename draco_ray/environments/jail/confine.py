@@ -34,7 +34,7 @@ from draco_ray.temp_dirs import lock_shared, remove_abandoned
 
 LEVELS = ("namespaces", "bubblewrap", "landlock", "rlimits")
 AUTOMATIC_LEVELS = LEVELS[:-1]
-"""Levels for ``auto``; rlimits leaves the host's files accessible and must be chosen explicitly."""
+"""What ``auto`` may take; the last one hides no files of the host and has to be named explicitly."""
 
 UNAVAILABLE = 3
 """Exit status: this level is not available on the host."""
@@ -51,21 +51,21 @@ _SERVER_CAPABILITIES = frozenset(
         linux.CAP_SYS_ADMIN,
     }
 )
-"""Capabilities the server needs to show a task's process only its own task, change its user, end it and delete its
-files. The task's process has none."""
+"""Capabilities of the server, for mounts, changing users, killing processes and removing their files. A task's process
+has none."""
 
 _FIRST_SPARE_UID, _SPARE_UIDS = 1_900_000_000, 1 << 22
 
 SHOWN_OF_A_TASK = ("specs.json", "dbs")
-"""Readable parts of a task's folder, without its ground truth."""
+"""The parts of a task's folder that are shown; its ground truth is not among them."""
 
 JAIL_CODE = ("__init__.py", "temp_dirs.py", "environments/__init__.py", "environments/jail")
-"""Files of this package that run in every jail."""
+"""Parts of this package that run in every jail."""
 _PROGRAM = "/program"
 _WORLD = "/world"
 SCRATCH_FOLDERS = ("/scratch", f"{_WORLD}/experiments")
-"""Writable folders if the file system is built from mounts. The first is home, and also ``/tmp`` unless something
-visible is there, such as the interpreter of a clone in ``/tmp``."""
+"""Writable folders if the file system is built from mounts. The first is home, and also ``/tmp`` unless something shown
+lies below ``/tmp``, such as the interpreter of a clone there."""
 WORKSPACE = "/workspace"
 _TMP = "/tmp"
 _DEVICES = ("null", "zero", "random", "urandom")
@@ -85,36 +85,36 @@ _NETWORK = tuple(
     )
     if os.path.exists(path)
 )
-"""Files that programs read to resolve and trust other hosts."""
+"""Files of name resolution and certificates."""
 
 
 @dataclass(frozen=True)
 class JailSpec:
-    """Description of a jail, passed as JSON on the command line, so without secrets."""
+    """Description of a jail. It is passed as JSON on the command line, so it may hold no secret."""
 
     level: str
     control_fd: int
     directory: str
     """Private folder of the jail on the host."""
     data: str
-    """``data`` folder of AppWorld's data root; empty: none."""
+    """The ``data`` folder of AppWorld's data root; empty: none."""
     scratch_mib: int
     output_bytes: int
-    """Maximum output of a cell in bytes."""
+    """Maximum output of one cell, in bytes."""
     world: str = ""
     """AppWorld's root inside the jail."""
     mounts: bool = False
     """Whether the file system is built from mounts, so that slots and tasks can have their own view."""
     task_uids: tuple[int, int] | None = None
-    """First and last user id for tasks; None: the server's."""
+    """First and last user id for tasks; None: they run as the server's user."""
     module: str = "draco_ray.environments.appworld.world_template"
     """Module to start in the jail with this spec as its argument."""
     code: tuple[str, ...] = ("environments/appworld",)
-    """Files of this package it needs besides those of every jail."""
+    """Further parts of this package that it needs."""
     shown: tuple[str, ...] = ()
-    """Other files and folders of the host, read-only, at the same paths."""
+    """Further files and folders of the host, shown read-only at their own paths."""
     network: bool = False
-    """Whether the host's network is accessible."""
+    """Whether programs use the host's network, loopback included."""
     workspace: str = ""
     """Folder of the host that an agent's program may write, mounted at `WORKSPACE`. The jail then also has ``/proc``,
     its own ``/tmp`` and its own loopback device."""
@@ -160,8 +160,8 @@ def main() -> int:
 
 
 def _leave_caretaker(spec: JailSpec) -> None:
-    """Fork a process that outlives the jail and removes its folder after the last process in it has ended, in case the
-    host process was killed."""
+    """Fork a process that outlives the jail and removes its folders if the host was killed, once the last process in
+    the jail has ended."""
     watched, held = os.pipe()
     # Every process in the jail holds this end of the pipe; it closes when the last of them ends.
     os.set_inheritable(held, True)
@@ -199,14 +199,7 @@ def _in_namespaces(spec: JailSpec) -> int:
     os.mkdir(root)
     linux.mount_tmpfs(root, 4, 0o755)
     if spec.workspace:
-        if not spec.network:
-            linux.start_loopback()
-        os.mkdir(root + _TMP)
-        linux.mount_tmpfs(root + _TMP, spec.scratch_mib, 0o1777)
-        os.mkdir(root + WORKSPACE)
-        linux.bind(spec.workspace, root + WORKSPACE)
-        linux.seal(root + WORKSPACE, writable=True)
-        os.mkdir(root + "/proc")
+        _mount_workspace(spec, root)
     for source, target in _visible(spec):
         inside = root + target
         if os.path.isdir(source):
@@ -218,22 +211,17 @@ def _in_namespaces(spec: JailSpec) -> int:
         linux.seal(inside)
     for source, target in _system_links():
         os.symlink(source, root + target)
-    os.mkdir(root + "/dev")
+    os.makedirs(root + "/dev", exist_ok=True)
     for device in _DEVICES:
         Path(f"{root}/dev/{device}").touch()
         linux.bind(f"/dev/{device}", f"{root}/dev/{device}")
         linux.seal(f"{root}/dev/{device}", devices=True)
-    for name, target in _DEVICE_LINKS if spec.workspace else ():
-        os.symlink(target, f"{root}/dev/{name}")
     for scratch in SCRATCH_FOLDERS:
         os.makedirs(root + scratch)
         linux.mount_tmpfs(root + scratch, spec.scratch_mib, 0o1777)
     if not os.path.exists(root + _TMP):
         os.symlink(SCRATCH_FOLDERS[0], root + _TMP)
-    os.mkdir(root + "/view")
-    if spec.workspace:
-        # In a user namespace /proc is only mounted where another one can be seen.
-        linux.bind("/proc", root + "/view")
+    os.makedirs(root + "/view", exist_ok=True)
     linux.enter_root(root)
     linux.seal("/", recursive=False)
 
@@ -251,6 +239,21 @@ def _in_namespaces(spec: JailSpec) -> int:
     linux.keep_capabilities(_SERVER_CAPABILITIES)
     _serve(replace(spec, world=_WORLD, task_uids=task_uids, mounts=True), SCRATCH_FOLDERS[0], _PROGRAM)
     return UNAVAILABLE
+
+
+def _mount_workspace(spec: JailSpec, root: str) -> None:
+    """Mount what an agent's program has beside a task of tools or AppWorld."""
+    if not spec.network:
+        linux.start_loopback()
+    for folder in (_TMP, WORKSPACE, "/proc", "/view", "/dev"):
+        os.mkdir(root + folder)
+    linux.mount_tmpfs(root + _TMP, spec.scratch_mib, 0o1777)
+    linux.bind(spec.workspace, root + WORKSPACE)
+    linux.seal(root + WORKSPACE, writable=True)
+    # A user namespace may mount /proc only while another one is visible.
+    linux.bind("/proc", root + "/view")
+    for name, target in _DEVICE_LINKS:
+        os.symlink(target, f"{root}/dev/{name}")
 
 
 def _in_bubblewrap(spec: JailSpec) -> None:
@@ -331,7 +334,7 @@ def _template_arguments(spec: JailSpec) -> list[str]:
 
 
 def environment(world: str, home: str, program: str) -> dict[str, str]:
-    """All environment variables in the jail."""
+    """The complete environment of processes in the jail."""
     return {
         "PATH": "/usr/local/bin:/usr/bin:/bin",
         "PYTHONPATH": program,
@@ -348,8 +351,8 @@ def environment(world: str, home: str, program: str) -> dict[str, str]:
 
 
 def spare_uids(uid_map: str) -> tuple[int, int] | None:
-    """Unused user ids for the tasks of slots, so that their processes are counted separately and cannot signal or
-    inspect others, including other slots'.
+    """Unused user ids. The tasks of a slot run as one of them, so that their processes are counted apart and cannot
+    signal or inspect any other process, not even another slot's.
 
     Args:
         uid_map: content of ``/proc/self/uid_map``; inside a container it may have few users.
@@ -366,7 +369,7 @@ def spare_uids(uid_map: str) -> tuple[int, int] | None:
 
 
 def readable_in_place(spec: JailSpec, tasks: Iterable[str]) -> list[str]:
-    """What Landlock allows to read: the same as is visible with mounts.
+    """Paths that are readable at the level landlock: the same that mounts would show.
 
     Args:
         tasks: paths relative to ``data/tasks``.

@@ -1,4 +1,4 @@
-"""The host's side of a jail: selects a level, starts a program, and reads its last message."""
+"""The host's side of a jail: which levels to try, how a program is started, and the last line of its errors."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from pathlib import Path
 from draco_ray.environments.jail.confine import AUTOMATIC_LEVELS, JAIL_CODE, UNAVAILABLE, JailSpec
 
 SCRATCH_MIB = 128
-"""Maximum a task may write, and maximum size of a file."""
+"""Size of a task's scratch file system, and of its largest file."""
 _LAST_BYTES = 1 << 16
-"""Number of bytes at the end of a log in which the last message is looked for."""
+"""Number of bytes at the end of a process's standard error that are searched for its last line."""
 PACKAGE = Path(__file__).resolve().parents[2]
 _reached: dict[str, str] = {}
-"""The level that ``auto`` selected in this process, by interpreter, to be tried first."""
+"""Interpreter -> the level that ``auto`` has found in this process, so that it is not searched again."""
 
 
 class LevelUnavailable(Exception):
@@ -25,7 +25,7 @@ class LevelUnavailable(Exception):
 
 
 class Levels:
-    """Iterates over the levels at which a program may run, strongest first."""
+    """The isolation levels to try, strongest first, and why each was refused."""
 
     def __init__(self, isolation: str, python: str = sys.executable) -> None:
         """``isolation``: see ``environment.isolation``; ``python``: interpreter of the program."""
@@ -38,32 +38,32 @@ class Levels:
         return iter(self._levels)
 
     def refused(self, level: str, error: LevelUnavailable) -> None:
-        """Record that a level is not available."""
+        """Note why a level is unavailable."""
         self._complaints.append(f"{level}: {error}")
 
     def reached(self, level: str) -> None:
-        """Record that a level works, to begin with it next time if the level is automatic."""
+        """Remember this level for later programs, if ``auto`` chose it."""
         if self._automatic:
             _reached[self._python] = level
 
     def __str__(self) -> str:
-        """Why each tried level is not available, and a hint."""
+        """The reason for each refused level, and an alternative."""
         hint = "; environment.isolation=rlimits would run this with limits alone" if self._automatic else ""
         return "; ".join(self._complaints) + hint
 
 
 def reached_level(isolation: str) -> str:
-    """The level at which a program of this Python was started."""
+    """The level at which a program of this interpreter has been started in this process."""
     return _reached[sys.executable] if isolation == "auto" else isolation
 
 
 def jail_command(spec: JailSpec) -> list[str]:
-    """Interpreter arguments that start the program of ``spec`` in its jail."""
+    """The interpreter's arguments that start the program of ``spec`` in its jail."""
     return ["-P", "-s", "-m", "draco_ray.environments.jail.confine", spec.to_json()]
 
 
 def launch(spec: JailSpec, python: str = sys.executable) -> subprocess.Popen[bytes]:
-    """Start the program of ``spec`` in its jail; its errors go to the file ``stderr`` in its folder."""
+    """Start the program of ``spec`` in its jail, its standard error in the file ``stderr`` in its folder."""
     program = link_package(Path(spec.program), spec.code)
     with open(os.path.join(spec.directory, "stderr"), "wb") as stderr:
         return subprocess.Popen(
@@ -79,7 +79,7 @@ def launch(spec: JailSpec, python: str = sys.executable) -> subprocess.Popen[byt
 
 
 def not_offered(status: int | None, complaint: str) -> bool:
-    """Whether a program in a jail ended because its level is not available."""
+    """Whether a program ended because the host does not offer its isolation level."""
     return status == UNAVAILABLE or complaint.startswith("bwrap: ")
 
 

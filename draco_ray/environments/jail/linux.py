@@ -1,4 +1,4 @@
-"""The Linux calls that a jail needs, through libc: namespaces, mounts, capabilities, limits, Landlock.
+"""The Linux system calls that a jail needs, through libc: namespaces, mounts, capabilities, limits, Landlock.
 
 Standard library only, because this runs with AppWorld's Python. `system_calls` has the filter of system calls.
 """
@@ -105,7 +105,7 @@ def mount_tmpfs(target: str, mebibytes: int, mode: int) -> None:
 
 
 def mount_proc(target: str) -> None:
-    """Show the processes of this process namespace. Raises: OSError where the host masks parts of its own."""
+    """Mount the proc file system of this process namespace. Raises: OSError if the host masks parts of its own."""
     flags = ctypes.c_ulong(_MS_NOSUID | _MS_NODEV)
     _check(_libc.mount(b"proc", os.fsencode(target), b"proc", flags, None), f"mount proc on {target}")
 
@@ -138,7 +138,7 @@ def seal(target: str, *, devices: bool = False, writable: bool = False, recursiv
 
 
 def unmount(target: str) -> None:
-    """Detach the topmost mount of ``target``, even if in use."""
+    """Detach the topmost mount of ``target``, even if it is in use."""
     _check(_libc.umount2(os.fsencode(target), _MNT_DETACH), f"unmount {target}")
 
 
@@ -167,7 +167,7 @@ def adopt_orphans() -> None:
 
 
 def end_descendants(spare: Collection[int] = ()) -> dict[int, int]:
-    """Kill and await all descendants, also orphans if this process adopts them or is process 1.
+    """Kill all descendants and wait for them, orphans included if this process adopts them or is process 1.
 
     Args:
         spare: children to keep, if this is not process 1.
@@ -219,7 +219,7 @@ def keep_capabilities(keep: frozenset[int]) -> None:
 
 
 def drop_privileges(uid: int | None) -> None:
-    """Permanently give up capabilities, groups, set-uid programs and, unless None, the user.
+    """Drop permanently: capabilities, groups, set-uid programs and, unless None, the user.
 
     Args:
         uid: the new user (and group) id; None: unchanged.
@@ -284,7 +284,7 @@ def require_landlock() -> None:
 
 
 def reach_only(*, readable: Iterable[str], writable: Iterable[str], network: bool = False) -> None:
-    """Restrict this thread and what it starts with Landlock: no other files, no TCP and, on newer kernels, no signals.
+    """Landlock: open no other files, use no TCP port, and on newer kernels signal no process outside.
 
     Permanent. Set no-new-privileges first (`drop_privileges`).
 

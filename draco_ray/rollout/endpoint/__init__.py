@@ -1,1 +1,1 @@
-"""An OpenAI-compatible endpoint of the policy, for agents with their own loop; each episode has a URL and a key."""
+"""An endpoint of the policy, compatible with OpenAI and Anthropic, for agents with their own loop."""

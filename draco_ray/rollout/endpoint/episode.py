@@ -1,9 +1,9 @@
-"""One episode behind the endpoint: which recorded tokens a request goes on from, and the trajectory they all make.
+"""One episode behind the endpoint: which recorded tokens a request continues, and the trajectory of all of them.
 
-A request whose messages begin with those of an earlier turn, that turn included, goes on from the tokens recorded up to
-there: only what came since is put into tokens. Where that turn was the last of its branch the branch grows; otherwise,
-or where no recorded turn fits, the request opens a branch. What a new branch takes over from another is context in it,
-so every sampled token is trained on once.
+A request whose messages begin with those of an earlier turn, that turn included, continues its recorded tokens: only
+new messages are tokenized. If that turn was the last of its branch, the branch grows; otherwise, or if no recorded turn
+matches, the request opens a branch. Tokens that a new branch copies from another are context in it, so every sampled
+token is trained on once.
 """
 
 from __future__ import annotations
@@ -39,28 +39,28 @@ class _Turn:
 
     branch: _Branch
     ids: list[int]
-    first: int
-    """Of its tokens in the branch."""
-    heard: int
-    """Messages of the conversation up to it, itself included."""
+    start: int
+    """Position of its first token in the branch."""
+    message_count: int
+    """Messages of the conversation up to and including it."""
     text: str
     use: ToolUse | None
     side_call: bool
     opening: Sequence[Mapping[str, Any]]
-    """What its request said that no branch had said before; for the first turn of a branch."""
+    """New messages of its request, for the first turn of a branch: those that no other branch has."""
     seconds: float
     policy_version: int
     at: float
-    """Monotonic seconds when it was there."""
+    """When it was sampled, in seconds of the monotonic clock."""
     call_ids: frozenset[str] = frozenset()
     answered: Sequence[Mapping[str, Any]] | None = None
-    """What its agent came back with."""
+    """The messages that the agent sent after it; None so far."""
     answered_at: float = 0.0
 
     @property
-    def last(self) -> int:
-        """The position behind its last token in the branch."""
-        return self.first + len(self.ids)
+    def end(self) -> int:
+        """Position after its last token in the branch."""
+        return self.start + len(self.ids)
 
     @property
     def called(self) -> bool:
@@ -70,27 +70,27 @@ class _Turn:
 
 @dataclass(kw_only=True, eq=False)
 class _Branch:
-    """One token sequence; its lists are only ever appended to."""
+    """One token sequence; its token lists are append-only."""
 
     tools: str
     ids: list[int] = field(default_factory=list)
     sampled: list[bool] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
-    heard: list[str] = field(default_factory=list)
-    """The identities of the messages that its tokens say."""
+    messages: list[str] = field(default_factory=list)
+    """The keys (`identity`) of the messages that its tokens encode."""
     turns: list[_Turn] = field(default_factory=list)
     busy: bool = False
-    """A request that goes on from its end is under way."""
+    """Whether a request that continues its end is in progress."""
 
     def add(self, ids: Sequence[int], logprobs: Sequence[float] | None) -> None:
-        """Append tokens; without log-probs they were not sampled."""
+        """Append tokens: sampled ones with their log-probs, context with None."""
         self.ids += ids
         self.sampled += [logprobs is not None] * len(ids)
         self.logprobs += logprobs if logprobs is not None else [0.0] * len(ids)
 
 
 class Episode:
-    """What one agent asks for while it does one task."""
+    """The requests of one agent while it does one task."""
 
     def __init__(
         self,
@@ -104,23 +104,24 @@ class Episode:
         self.name = f"{request.task_id}/{request.rollout}"
         self.open = True
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        """Raises what the policy raised."""
-        # It counts as read even where nobody waits for it.
+        """Done, with the policy's exception, once the policy has failed."""
+        # Mark the exception as retrieved, or asyncio would log it.
         self.failed.add_done_callback(lambda failed: failed.cancelled() or failed.exception())
         self.refused: EpisodeEnd | None = None
-        """The limit that the last request ran into."""
+        """The limit for which the last request was refused."""
         self.complaint: str | None = None
-        """Why the last request that got no answer got none."""
+        """Why the last unanswered request got no answer."""
         self.stored: dict[str, tuple[Mapping[str, Any], ...]] = {}
-        """Id of a response -> the conversation up to it, for requests that go on from an id."""
+        """Id of a response -> the conversation up to it, for requests that name a previous response."""
         self._task, self._request = task, request
         self._policy, self._chat, self._config = policy, policy.chat, config
         self._branches: list[_Branch] = []
         self._turns: list[_Turn] = []
-        self._asked = 0
-        self._said: set[str] = set()
+        self._requests = 0
+        self._known: set[str] = set()
+        """Keys of all messages and tool lists so far."""
         self._without_stop: dict[str, str] = {}
-        """Identity of a turn that a stop text has ended, with that text -> as its agent got it."""
+        """Key of a turn together with the stop text that ended it -> its key without that text."""
         self._cached = 0
         self._started_at = time.time()
 
@@ -129,38 +130,32 @@ class Episode:
         """The policy's turns so far."""
         return len(self._turns)
 
-    async def answer(self, ask: TurnRequest) -> TurnReply:
-        """Have the policy take its turn in the conversation of a request.
+    async def answer(self, request: TurnRequest) -> TurnReply:
+        """Sample the policy's next turn in the conversation of a request.
 
         Raises: Refused; and whatever the policy raises.
         """
-        if self._asked >= self._config.max_turns:
+        if self._requests >= self._config.max_turns:
             self.refused = EpisodeEnd.TURN_LIMIT
             raise no_turn_left(self._config)
-        heard, began = [self._identity(message) for message in ask.messages], time.monotonic()
-        turn = self._longest(heard, ask.tools)
-        branch, ids = self._tokens(ask, turn)
-        self._attach_results(ask, turn, began)
-        opening = self._opening(ask, turn, branch)
+        keys, began = [self._identity(message) for message in request.messages], time.monotonic()
+        turn = self._longest(keys, request.tools)
+        branch, ids = self._tokens(request, turn)
+        self._attach_results(request, turn, began)
+        opening = self._opening(request, turn, branch)
         if turn is not None and turn.answered is None:
-            # Also where what follows does not fit: it is what came of the turn.
-            turn.answered, turn.answered_at = ask.messages[turn.heard :], began
+            # Even if the request is refused below: it holds the turn's results.
+            turn.answered, turn.answered_at = request.messages[turn.message_count :], began
         try:
             room = room_left(self._config, len(ids))
         except Refused:
             self.refused = EpisodeEnd.RESPONSE_LIMIT
             raise
         self.refused = None
-        self._asked += 1
-        limits = (room, ask.max_tokens, self._config.max_turn_tokens)
-        seed = turn_seed(self._request.seed, self._asked)
+        self._requests += 1
         branch.busy = True
         try:
-            sample = await self._policy.sampler.sample(ids, max_tokens=min(each for each in limits if each), seed=seed)
-            sample = self._stopped(sample, ask.stop)
-            text, use = self._chat.text(sample.token_ids), None
-            if sample.finish_reason == "stop" and ask.tools != _NO_TOOLS:
-                use = await self._policy.read_calls(text, ask.tools)
+            sample, text, use = await self._sample(request, ids, room)
         except Exception as error:
             if not self.failed.done():
                 self.failed.set_exception(error)
@@ -170,45 +165,58 @@ class Episode:
         if not self.open:
             raise Refused("this episode has ended", status=410, code="episode_over")
         self._keep(branch, ids, sample)
-        said = _Turn(
+        sampled = _Turn(
             branch=branch,
             ids=sample.token_ids,
-            first=len(branch.ids) - len(sample.token_ids),
-            heard=len(heard) + 1,
+            start=len(branch.ids) - len(sample.token_ids),
+            message_count=len(keys) + 1,
             text=text,
             use=use,
-            side_call=ask.side_call or self._is_side_call(ask.messages),
+            side_call=request.side_call or self._is_side_call(request.messages),
             opening=opening,
             seconds=time.monotonic() - began,
             policy_version=sample.policy_version,
             at=time.monotonic(),
         )
-        self._said.update((*heard, ask.tools))
-        branch.turns.append(said)
-        self._turns.append(said)
-        cached = turn.last if turn else 0
+        self._known.update((*keys, request.tools))
+        branch.turns.append(sampled)
+        self._turns.append(sampled)
+        cached = turn.end if turn else 0
         self._cached += cached
-        answer = self._answer(said, sample, ask.stop, len(ids), cached)
-        said.call_ids = frozenset(each for each, _ in answer.calls)
-        branch.heard = [*heard, identity(answer.message())]
+        answer = self._answer(sampled, sample, request.stop, len(ids), cached)
+        sampled.call_ids = frozenset(each for each, _ in answer.calls)
+        branch.messages = [*keys, identity(answer.message())]
         if answer.stopped_by:
-            # Many agents put it back where they want it.
-            whole = {**answer.message(), "content": answer.content + answer.stopped_by}
-            self._without_stop[identity(whole)] = branch.heard[-1]
-        self._said.add(branch.heard[-1])
+            # Many agents append the stop text again.
+            with_stop = {**answer.message(), "content": answer.content + answer.stopped_by}
+            self._without_stop[identity(with_stop)] = branch.messages[-1]
+        self._known.add(branch.messages[-1])
         return answer
 
-    def count(self, ask: TurnRequest) -> int:
+    async def _sample(self, request: TurnRequest, ids: list[int], room: int) -> tuple[Sample, str, ToolUse | None]:
+        """Sample a turn after ``ids`` of at most ``room`` tokens. Returns: it, its text, and its tool calls."""
+        limits = (room, request.max_tokens, self._config.max_turn_tokens)
+        seed = turn_seed(self._request.seed, self._requests)
+        sample = await self._policy.sampler.sample(ids, max_tokens=min(each for each in limits if each), seed=seed)
+        sample = self._stopped(sample, request.stop)
+        text = self._chat.text(sample.token_ids)
+        if sample.finish_reason != "stop" or request.tools == _NO_TOOLS:
+            return sample, text, None
+        return sample, text, await self._policy.read_calls(text, request.tools)
+
+    def count(self, request: TurnRequest) -> int:
         """Tokens of a request. Raises: Refused where the chat template refuses its messages."""
-        return len(self._tokens(ask, self._longest([self._identity(each) for each in ask.messages], ask.tools))[1])
+        return len(
+            self._tokens(request, self._longest([self._identity(each) for each in request.messages], request.tools))[1]
+        )
 
     def trajectory(
         self, ended: EpisodeEnd, error: str | None, *, prompt: tuple[Message, ...], closing: str
     ) -> Trajectory:
-        """Everything that was sampled, as one rollout; nothing is sampled after it.
+        """All branches as one rollout; ends the episode.
 
         Args:
-            closing: what is to be said of the agent's program, as the last turn.
+            closing: text of the last turn, about the agent's program; may be empty.
         """
         self.open = False
         offsets = dict(
@@ -219,19 +227,19 @@ class Episode:
         step_T = np.full(sum(len(branch.ids) for branch in self._branches), GAP, dtype=np.int32)
         for turn in self._turns:
             number, offset = self._branches.index(turn.branch), offsets[turn.branch]
-            turns += [_context(each, number, offset + turn.first, self._config) for each in turn.opening]
+            turns += [_context(each, number, offset + turn.start, self._config) for each in turn.opening]
             step = self._is_step(turn)
             if step:
-                step_T[offset + turn.first : offset + turn.last] = steps
+                step_T[offset + turn.start : offset + turn.end] = steps
                 steps += 1
             turns.append(self._record(turn, number, offset, step))
             spoken = [message for message in turn.answered or () if message["role"] != "tool"]
-            turns += [_context(each, number, offset + turn.last, self._config) for each in spoken]
+            turns += [_context(each, number, offset + turn.end, self._config) for each in spoken]
         if closing:
             turns.append(Turn(text=closing, action=None, observation=None, first_token=0, last_token=0, role=PROGRAM))
         usage = Usage(
             calls=len(self._turns),
-            input_tokens=sum(turn.first for turn in self._turns),
+            input_tokens=sum(turn.start for turn in self._turns),
             cached_tokens=self._cached,
             output_tokens=sum(len(turn.ids) for turn in self._turns),
         )
@@ -247,7 +255,7 @@ class Episode:
             sampled_T=np.array([flag for branch in self._branches for flag in branch.sampled], dtype=np.bool_),
             logprob_T=np.array([value for branch in self._branches for value in branch.logprobs], dtype=np.float32),
             step_T=step_T,
-            prompt_length=self._turns[0].first if self._turns else 0,
+            prompt_length=self._turns[0].start if self._turns else 0,
             ended=ended,
             started_at=self._started_at,
             ended_at=time.time(),
@@ -257,40 +265,43 @@ class Episode:
             branches=tuple(offsets.values()) or (0,),
         )
 
-    def _attach_results(self, ask: TurnRequest, continued: _Turn | None, began: float) -> None:
+    def _attach_results(self, request: TurnRequest, continued: _Turn | None, began: float) -> None:
         """Give turns their tool results where a rewritten history brings both."""
         for turn in self._turns:
             if turn is continued or turn.answered is not None or not turn.call_ids:
                 continue
-            results = [each for each in ask.messages if each.get("tool_call_id") in turn.call_ids]
+            results = [each for each in request.messages if each.get("tool_call_id") in turn.call_ids]
             if results:
                 turn.answered, turn.answered_at = results, began
-                self._said.update(map(self._identity, results))
+                self._known.update(map(self._identity, results))
 
-    def _longest(self, heard: Sequence[str], tools: str) -> _Turn | None:
-        """The turn up to which most of a conversation is recorded; of several the latest."""
+    def _longest(self, keys: Sequence[str], tools: str) -> _Turn | None:
+        """The turn up to which most of a conversation is recorded; of several, the latest."""
         found: _Turn | None = None
         for branch in self._branches:
             if branch.tools != tools:
                 continue
             for turn in branch.turns:
-                longer = found is None or turn.heard >= found.heard
-                if longer and turn.heard <= len(heard) and branch.heard[: turn.heard] == list(heard[: turn.heard]):
+                longer = found is None or turn.message_count >= found.message_count
+                count = turn.message_count
+                if longer and count <= len(keys) and branch.messages[:count] == list(keys[:count]):
                     found = turn
         return found
 
-    def _tokens(self, ask: TurnRequest, turn: _Turn | None) -> tuple[_Branch, list[int]]:
-        """The branch that a request grows, or a new one, and all tokens up to the policy's turn."""
+    def _tokens(self, request: TurnRequest, turn: _Turn | None) -> tuple[_Branch, list[int]]:
+        """The branch that a request continues, or a new one, and all tokens before the policy's turn."""
         try:
             if turn is None:
-                return _Branch(tools=ask.tools), self._chat.conversation(ask.messages, json.loads(ask.tools))
-            glue = self._chat.after_messages(turn.ids, turn.called, ask.messages[turn.heard :])
+                return _Branch(tools=request.tools), self._chat.conversation(
+                    request.messages, json.loads(request.tools)
+                )
+            glue = self._chat.after_messages(turn.ids, turn.called, request.messages[turn.message_count :])
         except ConfigError as error:
             raise Refused(str(error), code="chat_template") from error
         branch = turn.branch
-        ids = branch.ids[: turn.last] + glue
+        ids = branch.ids[: turn.end] + glue
         at_its_end = turn is branch.turns[-1] and not branch.busy
-        return (branch if at_its_end else _Branch(tools=ask.tools)), ids
+        return (branch if at_its_end else _Branch(tools=request.tools)), ids
 
     def _keep(self, branch: _Branch, ids: Sequence[int], sample: Sample) -> None:
         if not branch.turns:
@@ -299,7 +310,7 @@ class Episode:
         branch.add(sample.token_ids, sample.logprobs)
 
     def _stopped(self, sample: Sample, stop: Sequence[str]) -> Sample:
-        """A turn up to the token with which the first of the agent's stop texts is complete."""
+        """A turn cut after the token that completes the first of the agent's stop texts."""
         if not any(each in self._chat.text(sample.token_ids) for each in stop):
             return sample
         low, high = 1, len(sample.token_ids)
@@ -317,7 +328,7 @@ class Episode:
         )
 
     def _identity(self, message: Mapping[str, Any]) -> str:
-        """`identity`, in which it does not matter whether a turn has the stop text that ended it."""
+        """`identity`, with or without the stop text that ended a turn."""
         found = identity(message)
         return self._without_stop.get(found, found)
 
@@ -343,15 +354,15 @@ class Episode:
             completion_tokens=len(sample.token_ids),
         )
 
-    def _opening(self, ask: TurnRequest, turn: _Turn | None, branch: _Branch) -> Sequence[Mapping[str, Any]]:
-        """What a branch that this request opens is given and nobody has been told before; the rest is counted."""
+    def _opening(self, request: TurnRequest, turn: _Turn | None, branch: _Branch) -> Sequence[Mapping[str, Any]]:
+        """The messages of a branch that this request opens, known ones replaced by their number."""
         if turn is not None and (branch is turn.branch or turn.answered is None):
             return ()
-        told = ask.messages[turn.heard if turn else 0 :]
-        new = [message for message in told if self._identity(message) not in self._said]
-        old = len(told) - len(new)
+        given = request.messages[turn.message_count if turn else 0 :]
+        new = [message for message in given if self._identity(message) not in self._known]
+        old = len(given) - len(new)
         counted = [{"role": "context", "content": f"({old} messages as before)"}] if old else []
-        tools = [{"role": TOOLS, "content": ask.tools}] if ask.tools not in {_NO_TOOLS, *self._said} else []
+        tools = [{"role": TOOLS, "content": request.tools}] if request.tools not in {_NO_TOOLS, *self._known} else []
         return [*tools, *counted, *new]
 
     def _is_side_call(self, messages: Sequence[Mapping[str, Any]]) -> bool:
@@ -360,7 +371,7 @@ class Episode:
         return any(re.search(rule, text) for rule in self._config.side_calls for text in (*told[:1], *told[-1:]))
 
     def _is_step(self, turn: _Turn) -> bool:
-        """Every turn here was sent to the agent's program, so its message was received."""
+        """Whether a turn gets credit: the program has received all of them, but side calls are gaps."""
         if turn.side_call:
             return False
         message = after_reasoning(turn.text, thinking=self._chat.opens_thinking)
@@ -370,7 +381,7 @@ class Episode:
 
     def _record(self, turn: _Turn, branch: int, offset: int, step: bool) -> Turn:
         action = None
-        # A text that the program answered may be an action in a form of its own: only one that it did not is a message.
+        # A text that the program answered may be an action in a format of its own; an unanswered one is a message.
         if step and (turn.called or turn.answered is not None):
             action = turn.use.text if turn.use is not None else turn.text
         observation = None
@@ -380,8 +391,8 @@ class Episode:
             text=turn.text,
             action=action,
             observation=observation,
-            first_token=offset + turn.first,
-            last_token=offset + turn.last,
+            first_token=offset + turn.start,
+            last_token=offset + turn.end,
             seconds_generating=turn.seconds,
             seconds_executing=max(0.0, turn.answered_at - turn.at) if turn.answered is not None else 0.0,
             branch=branch,
@@ -391,7 +402,7 @@ class Episode:
 
 
 def _results(messages: Sequence[Mapping[str, Any]], use: ToolUse | None) -> str:
-    """What the tools that a turn called have answered."""
+    """The results of a turn's tool calls as one text."""
     results = [str(message.get("content") or "") for message in messages]
     if len(results) == 1:
         return results[0]
@@ -401,11 +412,11 @@ def _results(messages: Sequence[Mapping[str, Any]], use: ToolUse | None) -> str:
 
 
 def _context(message: Mapping[str, Any], branch: int, at: int, config: AgentConfig) -> Turn:
-    """A message that opened a branch, or that a turn was answered with, as a turn of its speaker."""
+    """A message from the agent as a turn with the role of its speaker."""
     content = str(message.get("content") or "")
     if calls := message.get("tool_calls"):
         content = "\n".join([content, *(json.dumps(call["function"], ensure_ascii=False) for call in calls)]).strip()
-    # A turn of the agent is one that the policy has sampled.
+    # The role "assistant" is for turns that the policy has sampled.
     role = "earlier assistant" if message["role"] == "assistant" else str(message["role"])
     text = content if role == TOOLS else cut_output(content, config.max_output_characters)
     return Turn(text=text, action=None, observation=None, first_token=at, last_token=at, role=role, branch=branch)

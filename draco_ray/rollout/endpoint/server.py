@@ -38,7 +38,7 @@ HOST = "127.0.0.1"
 MOST_BYTES = 16 << 20
 """Maximum size of a request."""
 _REMEMBERED = 10_000
-"""Ended episodes whose late requests are told so."""
+"""Number of ended episodes whose late requests are answered with 410."""
 AnswerT = TypeVar("AnswerT")
 
 
@@ -66,7 +66,7 @@ _DIALECTS: dict[str, _Dialect] = {
 
 
 class Endpoint:
-    """The server. It lives in the event loop that starts it."""
+    """The server. It runs in the event loop that starts it."""
 
     def __init__(self) -> None:
         self._episodes: dict[str, Episode] = {}
@@ -81,7 +81,7 @@ class Endpoint:
 
     @asynccontextmanager
     async def serving(self, episode: Episode, tools: WorldTools | None = None) -> AsyncIterator[str]:
-        """Answer the requests of an episode while the block runs, and none after it. Yields: its base URL."""
+        """Serve an episode while the block runs. Yields: its base URL."""
         await self._start()
         name = secrets.token_hex(8)
         self._episodes[name] = episode
@@ -99,10 +99,10 @@ class Endpoint:
 
     @asynccontextmanager
     async def serving_tokens(self, episode: TokenEpisode) -> AsyncIterator[str]:
-        """Answer an episode's requests for tokens while the block runs.
+        """Serve an episode of a client that tokenizes itself while the block runs.
 
-        Such an episode is known by the model's name that it asks for, `TokenEpisode.key`: clients that put messages
-        into tokens themselves keep a connection for each URL and key.
+        The model name of its requests, `TokenEpisode.key`, tells it apart: such clients keep one connection for each
+        URL and key.
 
         Yields: the base URL, the same for all.
         """
@@ -237,7 +237,7 @@ class Endpoint:
         return _refusal(refused, dialect)
 
     def _note(self, request: Request | None, why: str) -> None:
-        """Remember why an agent got no answer."""
+        """Note in the episode why a request got no answer."""
         if request is not None and (episode := self._episodes.get(request.path_params["episode"])) is not None:
             episode.complaint = why
 
@@ -275,7 +275,7 @@ def shared_endpoint() -> Endpoint:
 
 
 class _Server(uvicorn.Server):
-    """Leaves signals to the process it runs in."""
+    """Leaves signal handlers to the process it runs in."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

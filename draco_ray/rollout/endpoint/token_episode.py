@@ -1,4 +1,4 @@
-"""One episode of a client that puts messages into tokens itself: what the policy sampled behind which tokens."""
+"""One episode of a client that tokenizes messages itself: what the policy sampled after which tokens."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ class Sampled:
 
 
 class TokenEpisode:
-    """What is asked for while one task is done."""
+    """The requests of one client while it does one task."""
 
     def __init__(self, request: RolloutRequest, policy: TokenPolicy, config: AgentConfig) -> None:
-        """Begin it: at most ``max_turns`` turns, and ``max_prompt_length + max_response_length`` tokens a sequence."""
+        """Begin with at most ``max_turns`` turns, and ``max_prompt_length + max_response_length`` tokens a sequence."""
         self.key = f"policy-{secrets.token_urlsafe(24)}"
-        """The model's name that it asks for."""
+        """The model name in its requests, by which they are told apart."""
         self.open = True
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        """Raises what the policy raised."""
-        # It counts as read even where nobody waits for it.
+        """Done, with the policy's exception, once the policy has failed."""
+        # Mark the exception as retrieved, or asyncio would log it.
         self.failed.add_done_callback(lambda failed: failed.cancelled() or failed.exception())
         self.refused: EpisodeEnd | None = None
-        """The limit that the last request ran into."""
+        """The limit for which the last request was refused."""
         self.started_at = time.time()
         self._request, self._policy, self._config = request, policy, config
         self._asked = 0
@@ -51,26 +51,26 @@ class TokenEpisode:
         """The policy's turns so far."""
         return len(self._sampled)
 
-    async def generate(self, ask: TokenRequest) -> Sample:
-        """Have the policy continue a sequence. Raises: Refused; and whatever the policy raises."""
+    async def generate(self, request: TokenRequest) -> Sample:
+        """Sample a continuation of a sequence. Raises: Refused; and whatever the policy raises."""
         if self._asked >= self._config.max_turns:
             self.refused = EpisodeEnd.TURN_LIMIT
             raise no_turn_left(self._config)
         known = len(self._policy.chat.tokenizer)
-        if (highest := max(ask.token_ids)) >= known:
+        if (highest := max(request.token_ids)) >= known:
             raise Refused(f"token_ids: {highest} is none of the {known} tokens of this model: is this its renderer?")
         try:
-            room = room_left(self._config, len(ask.token_ids))
+            room = room_left(self._config, len(request.token_ids))
         except Refused:
             self.refused = EpisodeEnd.RESPONSE_LIMIT
             raise
         self.refused = None
         self._asked += 1
-        limits = (room, ask.max_tokens, self._config.max_turn_tokens)
+        limits = (room, request.max_tokens, self._config.max_turn_tokens)
         seed, began = turn_seed(self._request.seed, self._asked), time.monotonic()
         try:
             sample = await self._policy.sampler.sample(
-                ask.token_ids, max_tokens=min(each for each in limits if each), seed=seed
+                request.token_ids, max_tokens=min(each for each in limits if each), seed=seed
             )
         except Exception as error:
             if not self.failed.done():
@@ -78,14 +78,14 @@ class TokenEpisode:
             raise
         if not self.open:
             raise Refused("this episode has ended", status=410, code="episode_over")
-        sample = _stopped(sample, ask.stop_token_ids)
-        self._sampled[_digest([*ask.token_ids, *sample.token_ids])] = Sampled(
+        sample = _stopped(sample, request.stop_token_ids)
+        self._sampled[_digest([*request.token_ids, *sample.token_ids])] = Sampled(
             sample=sample, seconds=time.monotonic() - began
         )
         return sample
 
     def find(self, token_ids: Sequence[int]) -> Sampled | None:
-        """The answer with which a sequence ends, if the policy has sampled that, behind these very tokens."""
+        """The sampled answer that ends a sequence, if the policy sampled it after exactly the tokens before it."""
         return self._sampled.get(_digest(token_ids))
 
 
@@ -94,7 +94,7 @@ def _digest(token_ids: Sequence[int]) -> bytes:
 
 
 def _stopped(sample: Sample, stops: frozenset[int]) -> Sample:
-    """A turn up to the first of the tokens that end it."""
+    """A turn cut after the first of the stop tokens."""
     last = next((place for place, token in enumerate(sample.token_ids) if token in stops), None)
     if last is None or (last == len(sample.token_ids) - 1 and sample.finish_reason == "stop"):
         return sample

@@ -18,16 +18,16 @@ class WorldTools:
 
     def __init__(self, world: World, config: AgentConfig) -> None:
         self.schemas: list[Any] = json.loads(world.task.tools)
-        """As chat completions take them."""
+        """In the form of chat completions."""
         self.crash: EnvironmentCrashed | None = None
-        """How the world was lost."""
+        """The error with which the world was lost."""
         self._world, self._config = world, config
         self._turn, self._open = asyncio.Lock(), True
 
     async def call(self, body: Any) -> str:
         """Make the call ``{"name": ..., "arguments": {...}}``.
 
-        Returns: what it was answered with.
+        Returns: the result.
         Raises: Refused.
         """
         if not isinstance(body, dict) or not isinstance(body.get("name"), str):
@@ -47,6 +47,6 @@ class WorldTools:
         raise Refused(f"the world is lost: {' '.join(str(self.crash).split())}", 500, "world_lost")
 
     async def close(self) -> None:
-        """Let the call that is under way end; none follows it."""
+        """Wait for the call in progress and refuse later ones."""
         async with self._turn:
             self._open = False
