@@ -13,7 +13,7 @@ MUTATE_VENV := .venv-mutate
 # The sandbox of world, demo, ablation and bench-noise: standard, or hard (make demo WORLD=hard).
 WORLD ?= standard
 SANDBOX := $(if $(filter-out standard,$(WORLD)),sandbox-$(WORLD),sandbox)
-ADAPTERS := verifiers inspect art verl
+ADAPTERS := verifiers inspect art verl skyrl tinker
 FRAMEWORKS := agents langgraph smolagents
 UV_COMPILE := .venv-tools/bin/uv pip compile --python-version 3.11 --no-annotate --no-header --quiet
 DRACO := $(VENV)/bin/draco
@@ -69,10 +69,10 @@ $(GPU_VENV)/.bench-ready: requirements/gpu-bench.lock $(GPU_VENV)/.ready
 	.venv-$*/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --require-hashes $(PIP_ARGS) -r requirements/$*.lock
 	touch $@
 
-# Other trainers' packages, from the package index; verl sees torch, Ray and the like in the main environment.
+# Other trainers' packages, from the package index; some see torch, Ray and the like in the main environment.
 .venv-adapter-%/.ready: requirements/adapters/%.txt
 	test -x .venv-adapter-$*/bin/python || $(PYTHON) -m venv .venv-adapter-$*
-	.venv-adapter-$*/bin/python -m pip install --quiet --disable-pip-version-check $(if $(filter verl,$*),--no-deps) $(PIP_ARGS) -r $<
+	.venv-adapter-$*/bin/python -m pip install --quiet --disable-pip-version-check $(if $(filter verl skyrl tinker,$*),--no-deps) $(PIP_ARGS) -r $<
 	touch $@
 
 .venv-framework-%/.ready: requirements/frameworks/%.txt
@@ -262,7 +262,7 @@ mutate: .venv-mutate/.ready
 	$(MUTATE_VENV)/bin/mutmut run --max-children 2 $(ARGS)
 	$(VENV)/bin/python jobs/mutate.py report
 
-# The adapters with the real TRL, verifiers, Inspect, ART and verl, each in an environment of its own (2 GB, minutes).
+# The adapters with the real TRL, verl, SkyRL, Tinker, verifiers, Inspect and ART, each in an environment of its own (2 GB, ten minutes).
 adapters-check: setup $(BENCH_VENV)/.ready $(ADAPTERS:%=.venv-adapter-%/.ready)
 	$(VENV)/bin/python -m pytest tests/integration/test_adapters_real.py -rs $(ARGS)
 

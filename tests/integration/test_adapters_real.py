@@ -188,7 +188,7 @@ def test_tinkers_data_hold_our_advantages() -> None:
         assert [target for _, target in pairs] == [10, 11, 12, 20, 21, 22, 23, 30, 31]
         assert [advantage for advantage, _ in pairs] == pytest.approx(np.repeat(values, tokens).tolist(), rel=1e-5)
     assert [len(data) for data in found["cookbook"]] == [1, 2]
-    (plain,) = found["plain"]
+    plain = found["plain"]
     assert {name: plain[name] for name in found["ours"]} == found["ours"]
 
 

@@ -33,7 +33,7 @@ def trace(flight: str) -> Any:
     ]
     task = TraceTask(type="Booking", data=WireTaskData(id="jfk-sfo", prompt=ASK))
     return Trace[WireTaskData, State, WireAgentConfig](
-        task=task, agent=AgentInfo(config=WireAgentConfig(), trainable=True), nodes=nodes
+        task=task, agent=AgentInfo(config=WireAgentConfig()), nodes=nodes, ok=True
     )
 
 
