@@ -83,7 +83,8 @@ def conversation_of_tokens(
     Returns: messages, and the number of sampled tokens of each turn.
     """
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [dict(each) for each in prompt]
-    end, counts = 0, []
+    end = 0
+    counts: list[int] = []
     for begin, stop in sampled_runs(np.asarray(mask)[: len(token_ids)]):
         if counts and begin > end:
             messages.append({"role": "user", "content": decode(list(token_ids[end:begin]))})

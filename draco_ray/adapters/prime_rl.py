@@ -41,6 +41,6 @@ class StepCreditAlgorithm(GRPOAlgorithm):
         for trace in traces:
             assign_advantages(trace, 0.0)
         if scored:
-            await super().score_group([SimpleNamespace(traces=[trace for trace, _ in scored])])  # type: ignore[list-item]
+            await super().score_group([SimpleNamespace(traces=[trace for trace, _ in scored])])
         for trace, each in scored:
             spread(trace, each.quality, each.acted)

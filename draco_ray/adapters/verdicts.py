@@ -31,6 +31,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike
+from pydantic import TypeAdapter
 
 from draco_ray.adapters.conversations import JudgedConversation
 from draco_ray.adapters.tokens import sampled_runs, token_advantages
@@ -101,6 +102,9 @@ class StepVerdict:
             return cls(reward=None, error="no trace" if judged is None else judged.trace.error)
         counts = None if tokens is None else tuple(tokens)
         return cls(reward=judged.trace.reward, quality=tuple(judged.quality), acted=judged.acted, tokens=counts)
+
+
+VERDICT = TypeAdapter(StepVerdict)
 
 
 class VerdictStore:
@@ -291,8 +295,7 @@ def _verdict(connection: sqlite3.Connection, key: TrajectoryKey, record: str | N
     ).fetchone()
     if row is None or record not in (None, row[0]):
         return None
-    values = {name: tuple(value) if isinstance(value, list) else value for name, value in json.loads(row[1]).items()}
-    return StepVerdict(**values)
+    return VERDICT.validate_json(row[1])
 
 
 def _waiting(connection: sqlite3.Connection, key: TrajectoryKey) -> list[tuple[str, str]]:

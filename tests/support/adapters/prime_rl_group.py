@@ -51,8 +51,8 @@ def pushed(trace: Any) -> list[float]:
         advantages=advantages,
         loss_mask=torch.ones(advantages.shape, dtype=torch.bool),
     )
-    default_loss_fn(inputs, DefaultLossConfig(kl_tau=0.0)).loss.backward()
-    return (-log_probs.grad).tolist()
+    (gradient,) = torch.autograd.grad(default_loss_fn(inputs, DefaultLossConfig(kl_tau=0.0)).loss, log_probs)
+    return (-gradient).tolist()
 
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 import typing
 from itertools import chain
 from typing import Any
@@ -69,7 +68,7 @@ def main() -> None:
     found = []
     for step_wise in (False, True):
         credit = SkyRLCredit("canned", complete=CannedOnce(unscored="booked XX0"))
-        trainer = object.__new__(credit.trainer(RayPPOTrainer))
+        trainer: Any = object.__new__(credit.trainer(RayPPOTrainer))
         trainer.cfg, trainer.tokenizer, trainer.all_metrics = SkyRLTrainConfig(), Words(), {}
         trainer.cfg.generator.step_wise_trajectories = step_wise
         trainer.cfg.generator.n_samples_per_prompt = 4
@@ -85,14 +84,14 @@ def main() -> None:
         loss, _ = PolicyLossRegistry.get("regular")(
             log_probs, log_probs.detach(), batch["advantages"], config=trainer.cfg.trainer.algorithm, loss_mask=mask
         )
-        loss.backward()
-        scale = float((-log_probs.grad / batch["advantages"])[(mask * batch["advantages"]) != 0].mean())
+        (gradient,) = torch.autograd.grad(loss, log_probs)
+        scale = float((-gradient / batch["advantages"])[(mask * batch["advantages"]) != 0].mean())
         found.append(
             {
                 "uids": uids,
                 "ids": [row[row > 0].tolist() for row in batch["sequences"][:, -mask.shape[1] :]],
                 "mask": mask.tolist(),
-                "pushed": (-log_probs.grad / scale).tolist(),
+                "pushed": (-gradient / scale).tolist(),
                 "counts": credit.store.counts,
             }
         )
@@ -100,4 +99,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

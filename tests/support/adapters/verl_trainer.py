@@ -118,8 +118,8 @@ def rows_of(data: Any, keys: list[str]) -> list[dict[str, Any]]:
         loss_agg_mode="token-mean",
         config=config,
     )
-    loss.backward()
-    pushed = (-log_probs.grad * mask.sum()).tolist()
+    (gradient,) = torch.autograd.grad(loss, log_probs)
+    pushed = (-gradient * mask.sum()).tolist()
     return [
         {"key": key, "mask": each_mask, "advantages": row, "pushed": push}
         for key, each_mask, row, push in zip(keys, mask.tolist(), advantages.tolist(), pushed, strict=True)
@@ -141,7 +141,7 @@ def main() -> None:
     config = settings(str(Path(tempfile.mkdtemp()) / "verdicts.sqlite"))
     ray.init(num_cpus=6, include_dashboard=False, log_to_driver=True)
     tq.init(config.transfer_queue)
-    workers = [ray.remote(worker_class()).remote(config, None, None, None) for _ in range(2)]
+    workers: list[Any] = [ray.remote(worker_class()).remote(config, None, None, None) for _ in range(2)]
     store = adapter.attach(config)
     for n, worker in enumerate(workers):
         prompt = TensorDict(
