@@ -1,6 +1,7 @@
 """verl's advantages and policy loss of a real DataProto batch; the actor's step, which needs a GPU, is not run.
 
-Two of verl's workers of agent loops, made without Ray, judge two groups, each of which is split over both.
+Two of verl's workers of agent loops judge two groups: one is split over both, the other goes through verl's own handling
+of a prompt. They are made without Ray; a dictionary stands in for TransferQueue, and a script for the agent loop.
 """
 
 from __future__ import annotations
@@ -12,7 +13,32 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.adapters import ASK, CannedOnce, emit
-from tests.support.adapters.verl_trainer import FLIGHTS, mask_of, rows_of, text_of, token_ids
+from tests.support.adapters.verl_runs import FLIGHTS, mask_of, rows_of, text_of, token_ids
+
+
+class Queue:
+    """Stands in for TransferQueue."""
+
+    def __init__(self) -> None:
+        self.rewards: dict[str, float] = {}
+        self.status: dict[str, str] = {}
+
+    async def async_kv_put(self, key: str, partition_id: str, tag: dict[str, str]) -> None:
+        """Note a prompt's status."""
+        self.status[f"{partition_id} {key}"] = tag["status"]
+
+    async def async_kv_batch_put(self, keys: list[str], fields: Any, tags: Any, partition_id: str) -> None:
+        """Note rewards."""
+        for key, row in zip(keys, fields, strict=True):
+            self.rewards[f"{partition_id} {key}"] = float(row["rm_scores"].sum()) if "rm_scores" in row else -9.0
+
+
+def output_of(session: int) -> Any:
+    """What an agent loop of verl's returns."""
+    from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopOutput
+
+    ids, mask = token_ids(session), mask_of(session)
+    return AgentLoopOutput(prompt_ids=[7], response_ids=ids, response_mask=mask, metrics=AgentLoopMetrics())
 
 
 def worker(config: Any) -> Any:
@@ -22,23 +48,40 @@ def worker(config: Any) -> Any:
     made = object.__new__(adapter.StepCreditWorker)
     made.config, made.tokenizer, made._timeout = config, types.SimpleNamespace(decode=text_of), 60.0
     made._credit = adapter.CreditJudge("canned", store=config.draco.store, complete=CannedOnce(unscored="booked XX0"))
-    made._sizes = {"prompt_0": 4, "prompt_1": 4}
+    made._sizes = {"prompt_0": 4}
+    made.processor = made.reward_loop_worker_handles = None
+    made.mm_processor_kwargs, made.distillation_enabled = {}, False
+
+    async def run_agent_loop(_: Any, trajectory: Any, session_id: int, trace: bool, **prompt: Any) -> None:
+        await made._agent_loop_postprocess(
+            output_of(session_id), trajectory["validate"], session_id=session_id, **prompt
+        )
+
+    made._run_agent_loop = run_agent_loop
     return made
 
 
-async def play(workers: list[Any]) -> list[float]:
-    """Judge both groups; returns the rewards that verl is given."""
-    outputs, judging = [], []
-    for uid in ("prompt_0", "prompt_1"):
-        for session in range(len(FLIGHTS)):
-            output = types.SimpleNamespace(
-                response_ids=token_ids(session), response_mask=mask_of(session), reward_score=None, extra_fields={}
-            )
-            kwargs = {"uid": uid, "session_id": session, "raw_prompt": [{"role": "user", "content": ASK + uid}]}
-            judging.append(workers[session % 2]._judge([output], kwargs))
-            outputs.append(output)
-    await asyncio.gather(*judging)
-    return [output.reward_score for output in outputs]
+def prompt_of(uid: str) -> dict[str, Any]:
+    """A prompt as verl's data set has it."""
+    return {"uid": uid, "raw_prompt": [{"role": "user", "content": ASK + uid}], "global_steps": 1}
+
+
+async def play(workers: list[Any]) -> dict[str, float]:
+    """Judge both groups, and play one more prompt for validation; returns the rewards that verl is given."""
+    from verl.trainer.ppo.v1 import agent_loop_tq
+
+    agent_loop_tq.tq = queue = Queue()
+    outputs = [output_of(session) for session in range(len(FLIGHTS))]
+    split = [
+        workers[session % 2]._judge([output], {**prompt_of("prompt_0"), "session_id": session})
+        for session, output in enumerate(outputs)
+    ]
+    whole = [
+        workers[1]._run_prompt(prompt_of(uid), {}, {"validate": uid == "unseen"}) for uid in ("prompt_1", "unseen")
+    ]
+    await asyncio.gather(*split, *whole)
+    assert queue.status == {"train prompt_1": "finished", "val unseen": "finished"}, queue.status
+    return {**{f"train prompt_0_{n}_0": each.reward_score for n, each in enumerate(outputs)}, **queue.rewards}
 
 
 def main() -> None:
@@ -50,7 +93,12 @@ def main() -> None:
 
     from draco_ray.adapters import verl as adapter
 
-    config = OmegaConf.create({"draco": {"store": str(Path(tempfile.mkdtemp()) / "verdicts.sqlite")}})
+    config = OmegaConf.create(
+        {
+            "draco": {"store": str(Path(tempfile.mkdtemp()) / "verdicts.sqlite")},
+            "actor_rollout_ref": {"rollout": {"n": 4, "val_kwargs": {"n": 1}}},
+        }
+    )
     rewards = asyncio.run(play([worker(config), worker(config)]))
     store = adapter.attach(config)
     rows = [(uid, session) for uid in range(2) for session in range(len(FLIGHTS))]
@@ -59,7 +107,7 @@ def main() -> None:
     width = max(map(len, masks))
     mask = torch.tensor([row + [0] * (width - len(row)) for row in masks])
     scores = torch.zeros(mask.shape)
-    scores[:, -1] = torch.tensor([rewards[n] for n in order])
+    scores[:, -1] = torch.tensor([rewards[f"train prompt_{rows[n][0]}_{rows[n][1]}_0"] for n in order])
     data = DataProto.from_dict(
         tensors={"token_level_rewards": scores, "response_mask": mask},
         non_tensors={"uid": [f"prompt_{rows[n][0]}" for n in order]},
