@@ -1,10 +1,16 @@
 """Step credit for other trainers and evaluators, one small module each; docs/adapters.md shows them.
 
 ==================  ================================================================================================
-`tokens`            step advantages to tokens: the matrix that verl and SkyRL take
+`verdicts`          the store of verdicts, which judging writes and advantage estimators read
+`credit`            judging into the store, from messages or tokens
+`tokens`            step advantages to tokens
 `conversations`     conversations in memory to judged groups: what the others stand on
-`trl`               a reward function and per-token advantages for TRL's GRPOTrainer
+`trl`, `trl_async`  a reward function and per-token advantages for TRL's GRPOTrainer and AsyncGRPOTrainer
+`verl`              a manager of agent loops and an estimator for verl's trainer
+`skyrl`             a trainer class for SkyRL, step-wise trajectories included
 `verifiers`         rewards and per-token advantages on the traces of verifiers
+`prime_rl`          an algorithm of prime-rl
+`tinker`            training data for Tinker's API
 `inspect_scorer`    a scorer for Inspect, with verdicts as metadata
 `art`               ART's ``ruler_score_group``, with rubric, verdicts and step advantages
 ==================  ================================================================================================

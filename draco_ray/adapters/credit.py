@@ -40,26 +40,25 @@ class CreditJudge:
         self._judging = Judging(model, **options)
         self.store = store if isinstance(store, VerdictStore) else VerdictStore(store, missing=missing)
 
-    async def judge(
-        self,
-        keys: Sequence[TrajectoryKey],
-        records: Sequence[Mapping[str, Any]],
-        tokens: Sequence[Sequence[int] | None] | None = None,
+    async def verdicts(
+        self, records: Sequence[Mapping[str, Any]], tokens: Sequence[Sequence[int] | None] | None = None
     ) -> list[StepVerdict]:
-        """Judge trajectories and store their verdicts.
+        """Judge trajectories, without storing.
 
         Args:
-            keys: one for each record.
             records: as of `judge_conversations`; those with equal ``task_id`` are a group.
             tokens: sampled tokens of each turn of each record, where they are known.
 
         Returns: one for each record. Raises: as `draco_ray.judge`.
         """
-        judged = await self._judging(records)
         counts = [None] * len(records) if tokens is None else tokens
-        verdicts = [StepVerdict.of(*each) for each in zip(judged, counts, strict=True)]
-        self.store.put(dict(zip(keys, verdicts, strict=True)))
-        return verdicts
+        return [StepVerdict.of(*each) for each in zip(await self._judging(records), counts, strict=True)]
+
+    async def judge(self, keys: Sequence[TrajectoryKey], *arguments: Any) -> list[StepVerdict]:
+        """`verdicts`, which are also stored under the keys."""
+        found = await self.verdicts(*arguments)
+        self.store.put(dict(zip(keys, found, strict=True)))
+        return found
 
     def judge_sync(self, *arguments: Any) -> list[StepVerdict]:
         """`judge`, for code that is not asynchronous but may be called from within a running event loop."""
@@ -84,7 +83,8 @@ def conversation_of_tokens(
     Returns: messages, and the number of sampled tokens of each turn.
     """
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [dict(each) for each in prompt]
-    end, counts = 0, []
+    end = 0
+    counts: list[int] = []
     for begin, stop in sampled_runs(np.asarray(mask)[: len(token_ids)]):
         if counts and begin > end:
             messages.append({"role": "user", "content": decode(list(token_ids[end:begin]))})

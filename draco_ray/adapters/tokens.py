@@ -49,6 +49,26 @@ def token_advantages(
     return found_T
 
 
+def spread_rows(
+    advantage: float, quality: Sequence[float | None], acted: Sequence[bool], masks: Sequence[ArrayLike]
+) -> list[FloatArray]:
+    """`token_advantages` of one trajectory that a trainer keeps in several rows, each with whole turns.
+
+    Args:
+        advantage: A_i.
+        quality: Q_j of each step of the trajectory.
+        acted: of each of its turns.
+        masks: (T,) of each row, in the trajectory's order.
+
+    Returns: (T,) float32 for each row.
+    """
+    rows = [np.asarray(mask) for mask in masks]
+    # A token of the environment between two rows keeps their turns apart.
+    whole = token_advantages(advantage, quality, acted, np.concatenate([np.append(row, 0) for row in rows]))
+    ends = np.cumsum([len(row) + 1 for row in rows])
+    return [whole[end - len(row) - 1 : end - 1] for row, end in zip(rows, ends, strict=True)]
+
+
 def advantage_matrix(
     advantages: Sequence[float],
     qualities: Sequence[Sequence[float | None]],

@@ -82,15 +82,26 @@ def async_trainer(credit: StepCredit, base: Any) -> type:
             if isinstance(self.rollout_worker, async_rollout_worker.AsyncRolloutWorker):
                 self.rollout_worker._loop_cls = StepCreditLoop
 
+        _spread = False
+
         def get_train_dataloader(self) -> Any:
             loader = super().get_train_dataloader()
-            if self.accelerator.is_main_process:
-                loader.collate_fn = self._spread_rows(loader.collate_fn)
+            # accelerate wraps the loader that collates.
+            inner = getattr(loader, "base_dataloader", loader)
+            inner.collate_fn = self._spread_rows(inner.collate_fn)
             return loader
+
+        def compute_loss(self, *arguments: Any, **options: Any) -> Any:
+            if self.accelerator.is_main_process and not self._spread:
+                raise ConfigError(
+                    f"trl {version('trl')}: its loader did not collate with step credit, so the loss would be uniform; "
+                    "expected trl 1.16 and accelerate 1.15, or use GRPOTrainer"
+                )
+            return super().compute_loss(*arguments, **options)
 
         def _spread_rows(self, collate: Any) -> Any:
             def collate_and_spread(examples: Any) -> Any:
-                batch = collate(examples)
+                batch, self._spread = collate(examples), True
                 before = credit.store.counts.copy()
                 for row, packed in zip(batch["advantages"], examples[0], strict=True):
                     values = [_row_advantages(credit, each) for each in packed.samples]

@@ -31,6 +31,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike
+from pydantic import TypeAdapter
 
 from draco_ray.adapters.conversations import JudgedConversation
 from draco_ray.adapters.tokens import sampled_runs, token_advantages
@@ -42,7 +43,7 @@ log = logging.getLogger(__name__)
 Missing = Literal["error", "uniform"]
 LEASE_SECONDS = 1800.0
 """After this time another worker may judge a group whose judging worker died."""
-POLL_SECONDS = 0.2
+POLL_SECONDS = 0.5
 ALIVE_SECONDS = 30.0
 """A trajectory whose worker has not asked for this long does not wait any more: the worker has died."""
 TABLES = """
@@ -103,6 +104,9 @@ class StepVerdict:
         return cls(reward=judged.trace.reward, quality=tuple(judged.quality), acted=judged.acted, tokens=counts)
 
 
+VERDICT = TypeAdapter(StepVerdict)
+
+
 class VerdictStore:
     """See the module's docstring. Copies in other processes (it can be pickled) use the same file."""
 
@@ -136,6 +140,8 @@ class VerdictStore:
     def _open(self) -> Iterator[sqlite3.Connection]:
         # A connection must not cross a fork or a thread; opening one takes a fraction of a millisecond.
         connection = sqlite3.connect(self.path, timeout=60.0)
+        # With the write-ahead log this loses nothing when a process dies.
+        connection.execute("PRAGMA synchronous=NORMAL")
         try:
             with connection:
                 yield connection
@@ -235,26 +241,36 @@ class VerdictStore:
 
         Raises: MissingVerdict: the group was not whole, or not judged, in time.
         """
-        text, deadline, rows = json.dumps(record), time.monotonic() + timeout, []
+        text, deadline, announced = json.dumps(record), time.monotonic() + timeout, -ALIVE_SECONDS
         while time.monotonic() < deadline:
             with self._open() as connection:
-                connection.execute("BEGIN IMMEDIATE")
-                if (verdict := _verdict(connection, key, text)) is not None:
-                    return verdict
-                now = time.time()
-                connection.execute("INSERT OR REPLACE INTO waiting VALUES (?, ?, ?, ?, ?)", (*key, text, now))
-                rows = connection.execute(
-                    "SELECT sample, record FROM waiting WHERE uid = ? AND grp = ? AND seen > ? ORDER BY sample",
-                    (*key[:2], now - ALIVE_SECONDS),
-                ).fetchall()
-                claimed = len(rows) >= size and _claim(connection, key)
-            if claimed:
+                if time.monotonic() - announced > ALIVE_SECONDS / 3:
+                    row = (*key, text, time.time())
+                    connection.execute("INSERT OR REPLACE INTO waiting VALUES (?, ?, ?, ?, ?)", row)
+                    connection.commit()
+                    announced = time.monotonic()
+                verdict, rows = _verdict(connection, key, text), _waiting(connection, key)
+            if verdict is not None:
+                return verdict
+            if len(rows) >= size and (rows := self._claim(key, text, size)):
                 await self._judge_group(key, rows, judge)
             else:
                 await asyncio.sleep(POLL_SECONDS)
         raise MissingVerdict(
             f"group {key.uid}: {len(rows)} of {size} trajectories arrived in {timeout:.0f} s, unjudged"
         )
+
+    def _claim(self, key: TrajectoryKey, record: str, size: int) -> list[tuple[str, str]]:
+        """Samples and records of the group, where it is this worker that judges it; else none."""
+        with self._open() as connection:
+            connection.execute("BEGIN IMMEDIATE")
+            rows, now = _waiting(connection, key), time.time()
+            if len(rows) < size or _verdict(connection, key, record) is not None:
+                return []
+            connection.execute("DELETE FROM judging WHERE uid = ? AND grp = ? AND until < ?", (*key[:2], now))
+            row = (*key[:2], now + LEASE_SECONDS)
+            claimed = connection.execute("INSERT OR IGNORE INTO judging VALUES (?, ?, ?)", row).rowcount == 1
+        return rows if claimed else []
 
     async def _judge_group(self, key: TrajectoryKey, rows: list[tuple[str, str]], judge: Any) -> None:
         try:
@@ -279,13 +295,12 @@ def _verdict(connection: sqlite3.Connection, key: TrajectoryKey, record: str | N
     ).fetchone()
     if row is None or record not in (None, row[0]):
         return None
-    values = {name: tuple(value) if isinstance(value, list) else value for name, value in json.loads(row[1]).items()}
-    return StepVerdict(**values)
+    return VERDICT.validate_json(row[1])
 
 
-def _claim(connection: sqlite3.Connection, key: TrajectoryKey) -> bool:
-    """Whether this worker is the one that judges the group."""
-    now = time.time()
-    connection.execute("DELETE FROM judging WHERE uid = ? AND grp = ? AND until < ?", (*key[:2], now))
-    row = (*key[:2], now + LEASE_SECONDS)
-    return connection.execute("INSERT OR IGNORE INTO judging VALUES (?, ?, ?)", row).rowcount == 1
+def _waiting(connection: sqlite3.Connection, key: TrajectoryKey) -> list[tuple[str, str]]:
+    """Samples and records of the group whose workers are alive."""
+    return connection.execute(
+        "SELECT sample, record FROM waiting WHERE uid = ? AND grp = ? AND seen > ? ORDER BY sample",
+        (*key[:2], time.time() - ALIVE_SECONDS),
+    ).fetchall()

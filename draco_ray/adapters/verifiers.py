@@ -5,7 +5,8 @@
     await score_group([trace for episode in group for trace in episode.traces], "openai/gpt-5.4")
 
 Each trace gets a reward named ``draco``, and every sampled message of it the advantage of its step, one number a
-sampled token, where prime-rl and other trainers read it (``MessageNode.advantages``).
+sampled token (``MessageNode.advantages``). prime-rl's own algorithms overwrite them;
+`draco_ray.adapters.prime_rl` keeps them.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ from typing import Any
 
 import numpy as np
 
-from draco_ray.adapters.conversations import judge_conversations
+from draco_ray.adapters.conversations import JudgedConversation, Judging
+from draco_ray.adapters.tokens import spread_rows
 from draco_ray.algorithm.advantage import group_advantages_G
-from draco_ray.algorithm.credit import step_advantages
 from draco_ray.traces.results import JudgedTrace
 
 NAME = "draco"
@@ -35,34 +36,42 @@ async def score_group(traces: Sequence[Any], model: str, **options: Any) -> list
 
     Raises: as `draco_ray.judge`.
     """
+    judged = await judge_traces(traces, Judging(model, **options))
+    scored = [(trace, each) for trace, each in zip(traces, judged, strict=True) if each is not None]
+    advantages = group_advantages_G(np.array([each.trace.reward for _, each in scored], dtype=float)) if scored else ()
+    for (trace, each), advantage in zip(scored, advantages, strict=True):
+        for node in trace.nodes:
+            if node.sampled:
+                node.advantages = [float(advantage)] * sum(node.mask)
+        spread(trace, each.quality, each.acted)
+    return [None if each is None else each.trace for each in judged]
+
+
+async def judge_traces(traces: Sequence[Any], judging: Judging) -> list[JudgedConversation | None]:
+    """Judge traces of one task and add the reward `NAME` to them.
+
+    Returns: one for each trace; None, and no reward, where it could not be judged. Raises: as `draco_ray.judge`.
+    """
     import verifiers.v1 as vf
 
     records = []
     for trace in traces:
         record = trace.model_dump(mode="json")
         record["task"] = {"type": "group", "data": {"id": "group"}}
-        records.append(record)
-    judged = await judge_conversations([{"task_id": "group", **each} for each in records], model, **options)
-    scored = [each.trace if each is not None and each.trace.reward is not None else None for each in judged]
-    rewards = np.array([part.reward for part in scored if part is not None], dtype=float)
-    shares = iter(group_advantages_G(rewards)) if len(rewards) else iter(())
-    for trace, each, part in zip(traces, judged, scored, strict=True):
-        trace.rewards[NAME] = None if part is None else vf.Reward(score=part.reward)
-        if part is not None and each is not None:
-            _spread(trace, each.quality, each.acted, float(next(shares)))
-    return scored
+        records.append({"task_id": "group", **record})
+    judged = [
+        each if each is not None and each.trace.reward is not None else None
+        for each in (await judging(records) if records else [])
+    ]
+    for trace, each in zip(traces, judged, strict=True):
+        trace.rewards[NAME] = None if each is None else vf.Reward(score=each.trace.reward)
+    return judged
 
 
-def _spread(trace: Any, quality: Sequence[float | None], acted: Sequence[bool], advantage: float) -> None:
-    """An advantage for each sampled token of each turn; A_i where nothing is cited."""
-    turns = [node for node in trace.nodes if node.sampled]
-    steps = [node for node, step in zip(turns, acted, strict=False) if step]
-    tokens_M = np.array([sum(node.mask) for node in steps], dtype=np.int64)
-    known = len(turns) == len(acted) and bool(quality) and all(each is not None for each in quality)
-    if known and len(quality) == len(steps):
-        values = dict(zip(map(id, steps), step_advantages(advantage, np.array(quality, float), tokens_M), strict=True))
-        for node in turns:
-            node.advantages = [float(values.get(id(node), 0.0))] * sum(node.mask)
-    else:
-        for node in turns:
-            node.advantages = [advantage] * sum(node.mask)
+def spread(trace: Any, quality: Sequence[float | None], acted: Sequence[bool]) -> None:
+    """Spread the advantage that all sampled tokens of a trace have over its steps; it stays where nothing is cited."""
+    turns = [node for node in trace.nodes if node.sampled and any(node.mask)]
+    if turns:
+        masks = [[1] * sum(node.mask) for node in turns]
+        for node, row in zip(turns, spread_rows(turns[0].advantages[0], quality, acted, masks), strict=True):
+            node.advantages = row.tolist()

@@ -1,4 +1,4 @@
-"""The adapters with the real TRL, verifiers, Inspect, ART and verl, each in an environment that has it.
+"""The adapters with the real TRL, verifiers, Inspect, ART, verl, SkyRL and Tinker, each in its own environment.
 
 ``make adapters-check`` makes these environments and runs this; a variable below names another.
 """
@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from draco_ray import step_advantages
+from draco_ray.adapters.tokens import sampled_runs
 from tests.conftest import REPOSITORY
 
 pytestmark = pytest.mark.slow
@@ -31,32 +32,71 @@ runpy.run_module("tests.support.adapters.{script}", run_name="__main__")
 """
 
 
-def run(script: str, variable: str, usual: str) -> Any:
+def run(script: str, variable: str, usual: str, **settings: str) -> Any:
     """What a script prints in the environment that a variable, else a folder, names."""
     python = Path(os.environ.get(variable) or REPOSITORY / usual)
     if not python.is_file():
         pytest.skip(f"{variable} names no python")
     code = RUN.format(site=sysconfig.get_path("purelib"), tests=str(REPOSITORY / "tests"), script=script)
-    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "LITELLM_LOCAL_MODEL_COST_MAP": "True"}
+    environment = {**os.environ, **settings, "PYTHONPATH": str(REPOSITORY), "LITELLM_LOCAL_MODEL_COST_MAP": "True"}
     done = subprocess.run([python, "-c", code], capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def test_a_real_step_of_trl_is_pushed_by_our_advantages() -> None:
-    found = run("trl_step", "DRACO_TRL_PYTHON", ".venv-bench/bin/python")
-    assert found["rewards"] == [1.0, -1.0]
+FLIGHTS = ("DL9", "UA1", "UA1", "XX0")
+
+
+def expected(tokens: list[list[int]], epsilon: float) -> list[list[float]]:
+    """Advantages of each turn of runs that book `FLIGHTS`: the closed form of those that could be scored.
+
+    All cite their second step only, so that the others have its quality. The run that could not be scored has 0.
+    """
+    verdicts, citations = [[1], [-1], [-1]], [{0: [2]}] * 3
+    of_runs = step_advantages(verdicts=verdicts, citations=citations, tokens=tokens[:3], std_epsilon=epsilon)
+    return [*map(list, of_runs), [0.0] * 3]
+
+
+def check_rows(rows: list[dict[str, Any]], epsilon: float) -> None:
+    """All rows that a loss of TRL was computed of have our advantages on each token."""
+    for row in rows:
+        values = expected([row["tokens"]] * 3, epsilon)[FLIGHTS.index(row["flight"])]
+        for turn, value in zip(row["advantages"], values, strict=True):
+            assert turn == pytest.approx([value, value], rel=1e-5, abs=1e-9)
+        assert row["elsewhere"] == 0.0
+
+
+def test_trls_trainer_is_pushed_by_our_advantages_through_its_own_tool_loop() -> None:
+    found = run("trl_sync", "DRACO_TRL_PYTHON", ".venv-bench/bin/python")
+    check_rows(found["rows"], epsilon=1e-4)
+    # Two groups in shuffled batches, each used again when the policy has moved.
+    assert sorted(row["flight"] for row in found["rows"]) == sorted(FLIGHTS * 4)
+    assert {row["step"] for row in found["rows"]} == {0, 1, 2, 3}
     assert found["moved"]
-    given = np.array(found["advantages"])
-    # Both runs cite their second step only, so the others have its quality: the same total for 3, 4 and 2 tokens.
-    expected = step_advantages(
-        verdicts=[[1], [-1]], citations=[{0: [2]}, {0: [2]}], tokens=[[3, 4, 2], [3, 4, 2]], std_epsilon=1e-4
-    )
-    for row, advantage_M in zip(given, expected, strict=True):
-        assert row[:3].tolist() == pytest.approx([advantage_M[0]] * 3, rel=1e-5)
-        assert row[5:9].tolist() == pytest.approx([advantage_M[1]] * 4, rel=1e-5)
-        assert row[11:13].tolist() == pytest.approx([advantage_M[2]] * 2, rel=1e-5)
-    assert not given[:, [3, 4, 9, 10]].any()
+    assert found["counts"] == {"spread": 6, "failed": 2}
+
+
+def test_trls_trainer_judges_a_group_that_is_split_over_two_processes_as_one() -> None:
+    parts = run("trl_sync", "DRACO_TRL_PYTHON", ".venv-bench/bin/python", FLIGHTS_SPLIT="1")
+    for found in parts:
+        check_rows(found["rows"], epsilon=1e-4)
+        assert found["moved"]
+    flights = [{row["flight"] for row in found["rows"]} for found in parts]
+    assert flights == [{"DL9", "UA1"}, {"UA1", "XX0"}]
+
+
+def test_trls_asynchronous_trainer_is_pushed_by_our_advantages() -> None:
+    found = run("trl_async", "DRACO_TRL_PYTHON", ".venv-bench/bin/python")
+    # The standard deviation is numpy's here, of all, not of a sample.
+    for row in found["rows"]:
+        for turn, value in zip(
+            row["advantages"], expected([row["tokens"]] * 3, 0.0)[FLIGHTS.index(row["flight"])], strict=True
+        ):
+            assert turn == pytest.approx([value * 1.5**0.5] * 2, rel=1e-5, abs=1e-9)
+        assert row["elsewhere"] == 0.0
+    assert {row["flight"] for row in found["rows"]} == set(FLIGHTS)
+    assert found["moved"]
+    assert set(found["counts"]) == {"spread", "failed"}
 
 
 def test_traces_of_verifiers_get_rewards_and_advantages() -> None:
@@ -91,15 +131,78 @@ def test_a_group_of_art_comes_back_scored() -> None:
     assert found[1]["logs"][0] == "FAIL: Books the cheapest flight (steps 2): because"
 
 
-def test_verls_batch_holds_our_advantages() -> None:
-    found = run("verl_estimator", "DRACO_VERL_PYTHON", ".venv-adapter-verl/bin/python")
-    good, bad = step_advantages(
-        verdicts=[[1], [-1]], citations=[{0: [2]}, {0: [2]}], tokens=[[3, 4, 2], [4, 2, 2]], std_epsilon=1e-6
-    )
-    assert found["of_sequences"] == pytest.approx([0.707106, -0.707106], abs=1e-4)
-    rows = found["advantages"]
-    assert rows[0] == pytest.approx([*[good[0]] * 3, 0, *[good[1]] * 4, 0, *[good[2]] * 2], rel=1e-5)
-    assert rows[1] == pytest.approx([*[bad[0]] * 4, 0, *[bad[1]] * 2, 0, *[bad[2]] * 2, 0], rel=1e-5)
+def runs_of(values: list[float], mask: list[float]) -> list[list[float]]:
+    """The values of each run of sampled tokens."""
+    return [values[begin:end] for begin, end in sampled_runs(mask)]
+
+
+def check_pushed(values: list[list[float]], session: int) -> None:
+    """What a loss passes on to each turn's tokens, for the runs of `tests.support.adapters.verl_runs`."""
+    wanted = expected([[3, 4, 2], [4, 5, 3], [3, 4, 2]], epsilon=1e-6)[session]
+    for turn, value in zip(values, wanted, strict=True):
+        assert turn == pytest.approx([value] * len(turn), rel=1e-5, abs=1e-9)
+
+
+def test_verls_policy_loss_passes_our_advantages_on() -> None:
+    found = run("verl_loss", "DRACO_VERL_PYTHON", ".venv-adapter-verl/bin/python")
+    # A validation sample was neither judged nor given a reward.
+    rewards = {f"train prompt_{uid}_{n}_0": value for uid in (0, 1) for n, value in enumerate((1.0, -1.0, -1.0, 0.0))}
+    assert found["rewards"] == {**rewards, "val unseen_0_0": -9.0}
+    for row in found["rows"]:
+        check_pushed(runs_of(row["pushed"], row["mask"]), int(row["key"].split("_")[2]))
+    assert found["counts"] == {"spread": 6, "failed": 2}
+    assert "(stale)" in found["stale"]
+
+
+def test_skyrls_policy_loss_passes_our_advantages_on() -> None:
+    whole, step_wise = run("skyrl_batch", "DRACO_SKYRL_PYTHON", ".venv-adapter-skyrl/bin/python")
+    for ids, pushed, mask in zip(whole["ids"], whole["pushed"], whole["mask"], strict=True):
+        session = (next(each for each in ids if each >= 100) - 100) // 5
+        if session < 3:
+            check_pushed(runs_of(pushed, mask), session)
+        else:
+            assert not any(mask)
+    # Three rows a trajectory, in the same order, have the same values as its three turns.
+    turns = [turn for row in zip(whole["pushed"], whole["mask"], strict=True) for turn in runs_of(*row) or [[]] * 3]
+    rows = [
+        [p for p, m in zip(*row, strict=True) if m] for row in zip(step_wise["pushed"], step_wise["mask"], strict=True)
+    ]
+    assert len(turns) == len(rows) == 24
+    for turn, row in zip(turns, rows, strict=True):
+        assert row == pytest.approx(turn, rel=1e-5)
+    assert whole["counts"] == step_wise["counts"] == {"spread": 6}
+
+
+def test_tinkers_data_hold_our_advantages() -> None:
+    found = run("tinker_data", "DRACO_TINKER_PYTHON", ".venv-adapter-tinker/bin/python")
+    quality, tokens = np.array([1.0, 0.25, 0.5]), np.array([3, 4, 2])
+    values = 0.7 * 9 * quality / quality.sum() / tokens
+    for data in found["cookbook"]:
+        pairs = [
+            (advantage, target)
+            for datum in data
+            for advantage, mask, target in zip(
+                *(datum[name] for name in ("advantages", "mask", "target_tokens")), strict=True
+            )
+            if mask
+        ]
+        assert [target for _, target in pairs] == [10, 11, 12, 20, 21, 22, 23, 30, 31]
+        assert [advantage for advantage, _ in pairs] == pytest.approx(np.repeat(values, tokens).tolist(), rel=1e-5)
+    assert [len(data) for data in found["cookbook"]] == [1, 2]
+    plain = found["plain"]
+    assert {name: plain[name] for name in found["ours"]} == found["ours"]
+
+
+def test_prime_rls_loss_passes_our_advantages_on() -> None:
+    if "DRACO_PRIME_RL" not in os.environ:
+        pytest.skip("DRACO_PRIME_RL names no checkout")
+    found = run("prime_rl_group", "DRACO_PRIME_RL_PYTHON", ".venv-adapter-prime-rl/bin/python")
+    assert found["pushed"] == [pytest.approx(row, rel=1e-5) for row in found["advantages"]]
+    # prime-rl's GRPO has no standard deviation: rewards 1, -1, -1 minus their mean.
+    quality = {"UA1": -2 / 3, "DL9": 4 / 3, "XX0": 0.0}
+    for row, flight in zip(found["advantages"], ("UA1", "XX0", "DL9", "UA1"), strict=True):
+        share = quality[flight] * 9 / 3
+        assert row == pytest.approx([share / 3] * 3 + [share / 4] * 4 + [share / 2] * 2, rel=1e-5)
 
 
 def test_inspect_opens_the_logs_of_a_run_and_packs_them() -> None:

@@ -136,6 +136,35 @@ async def test_a_group_that_is_split_over_workers_is_judged_once_and_whole(tmp_p
     assert await asyncio.gather(*again) == [BAD, BAD, BAD, GOOD]
 
 
+WORKER = """
+import asyncio, sys
+from draco_ray.adapters.verdicts import StepVerdict, TrajectoryKey, VerdictStore
+
+async def judge(records):
+    print("judged", *(each["n"] for each in records))
+    return [StepVerdict(reward=float(each["n"])) for each in records]
+
+async def main(path, *samples):
+    store = VerdictStore(path)
+    keys = [TrajectoryKey("task", "", each) for each in samples]
+    waiting = [store.judge_in_group(key, {"n": int(key.sample)}, 4, judge, timeout=120.0) for key in keys]
+    print(*(int(verdict.reward) for verdict in await asyncio.gather(*waiting)))
+
+asyncio.run(main(*sys.argv[1:]))
+"""
+
+
+def test_two_processes_judge_their_common_group_once(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", WORKER, str(tmp_path / "v.sqlite")]
+    workers = [
+        subprocess.Popen([*command, *samples], stdout=subprocess.PIPE, text=True)
+        for samples in (("0", "3"), ("1", "2"))
+    ]
+    printed = [worker.communicate()[0].splitlines() for worker in workers]
+    assert [lines[-1] for lines in printed] == ["0 3", "1 2"]
+    assert [line for lines in printed for line in lines[:-1]] == ["judged 0 1 2 3"]
+
+
 async def test_a_group_that_stays_incomplete_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store, judge = VerdictStore(tmp_path / "v"), Judge()
     with pytest.raises(MissingVerdict, match="group task: 1 of 2 trajectories"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 from draco_ray.judging.completion import Completion, Request
@@ -34,6 +35,21 @@ class Canned:
 
     async def check(self) -> None:
         """It always answers."""
+
+
+class CannedOnce(Canned):
+    """The canned judge, which cannot score runs in which this stands."""
+
+    def __init__(self, unscored: str) -> None:
+        self.unscored = unscored
+
+    async def __call__(self, request: Request) -> Completion:
+        """Answer by the prompt."""
+        prompt = request.messages[0].content
+        answer = await super().__call__(request)
+        if prompt.startswith("You grade one run") and self.unscored in prompt:
+            return replace(answer, text="", finish_reason="error", error="no answer")
+        return answer
 
 
 def call(name: str, number: int, **arguments: str) -> dict[str, Any]:

@@ -1,0 +1,174 @@
+"""Step credit in verl 0.9's trainer: rewards from the judge, and per-token advantages for the actor.
+
+Two entries of verl's configuration, and the judge's:
+
+    actor_rollout_ref.rollout.agent.agent_loop_manager_class=draco_ray.adapters.verl.StepCreditManager
+    algorithm.adv_estimator=draco
+    +draco.model=openai/gpt-5.4 +draco.store=/data/run/verdicts.sqlite +draco.missing=error
+
+Each worker of agent loops stores its trajectories; when a prompt's group is whole, one worker judges it and all take
+their rewards. In the trainer, verl computes its GRPO advantage A_i of those rewards; that is then spread over the
+tokens of each step. A trajectory that could not be judged trains nothing and counts in nobody's baseline.
+Validation is not judged. All processes must reach the store, so they run on one machine; each worker of agent loops may
+spend its share of the budget.
+"""
+
+from __future__ import annotations
+
+import functools
+from importlib.metadata import version
+from typing import Any
+
+import ray
+import torch
+from omegaconf import OmegaConf
+from verl.trainer.ppo import core_algos
+from verl.trainer.ppo.v1 import agent_loop_tq, trainer_base
+
+from draco_ray.adapters.credit import CreditJudge, conversation_of_tokens
+from draco_ray.adapters.verdicts import MissingVerdict, StepVerdict, TrajectoryKey, VerdictStore
+from draco_ray.errors import ConfigError
+
+__all__ = ["CreditJudge", "MissingVerdict", "StepCreditManager", "StepCreditWorker", "attach", "compute_advantage"]
+ESTIMATOR = "draco"
+
+
+def settings(config: Any) -> dict[str, Any]:
+    """The section ``draco`` of verl's configuration: arguments of `CreditJudge`, and ``timeout`` in seconds."""
+    found = OmegaConf.to_container(OmegaConf.create(config.get("draco") or {}), resolve=True)
+    assert isinstance(found, dict)
+    if "store" not in found:
+        raise ConfigError(
+            "verl: draco.store is missing; expected a file that all of verl's processes reach, for example "
+            "+draco.store=/data/run/verdicts.sqlite"
+        )
+    if "out" in found:
+        raise ConfigError(
+            "verl: draco.out: verl's workers judge side by side and cannot share a run directory; drop it"
+        )
+    return {str(name): value for name, value in found.items()}
+
+
+class StepCreditWorker(agent_loop_tq.AgentLoopWorkerTQ.__ray_metadata__.modified_class):
+    """verl's worker of agent loops, which has each trajectory judged with its group."""
+
+    def __init__(self, config: Any, *arguments: Any, **options: Any) -> None:
+        super().__init__(config, *arguments, **options)
+        judge = settings(config)
+        self._timeout = float(judge.pop("timeout", 3600.0))
+        if judge.get("budget") is not None:
+            judge["budget"] /= config.actor_rollout_ref.rollout.agent.num_workers
+        self._credit = CreditJudge(**judge)
+        self._sizes: dict[str, int] = {}
+
+    async def _run_prompt(self, prompt: dict[str, Any], *arguments: Any, **options: Any) -> None:
+        self._sizes[prompt["uid"]] = prompt.get("__rollout_n__", self.config.actor_rollout_ref.rollout.n)
+        try:
+            await super()._run_prompt(prompt, *arguments, **options)
+        finally:
+            del self._sizes[prompt["uid"]]
+
+    async def _agent_loop_postprocess(self, output: Any, validate: bool, **kwargs: Any) -> None:
+        outputs = output if isinstance(output, list) else [output]
+        if outputs and not validate:
+            await self._judge(outputs, kwargs)
+        await super()._agent_loop_postprocess(output, validate, **kwargs)
+
+    async def _judge(self, outputs: list[Any], kwargs: dict[str, Any]) -> None:
+        if len(outputs) > 1:
+            raise ConfigError(
+                f"verl {version('verl')}: an agent loop that returns {len(outputs)} outputs for one trajectory gets no "
+                "step credit: which of its turns each shows is not known; expected one output"
+            )
+        uid = str(kwargs["uid"])
+        messages, counts = conversation_of_tokens(
+            list(kwargs["raw_prompt"]),
+            outputs[0].response_ids,
+            outputs[0].response_mask,
+            functools.partial(self.tokenizer.decode, skip_special_tokens=True),
+        )
+        record = {"messages": messages, "tokens": counts}
+        key = TrajectoryKey(uid, "", str(kwargs["session_id"]))
+        verdict = await self._credit.store.judge_in_group(
+            key, record, self._sizes[uid], functools.partial(self._judge_group, uid), timeout=self._timeout
+        )
+        # verl must have a number; the estimator leaves out those without a reward.
+        outputs[0].reward_score = 0.0 if verdict.reward is None else verdict.reward
+        outputs[0].extra_fields["reward_extra_info"] = {"draco_failed": float(verdict.reward is None)}
+
+    async def _judge_group(self, uid: str, records: list[dict[str, Any]]) -> list[StepVerdict]:
+        return await self._credit.verdicts(
+            [{"task_id": uid, "messages": each["messages"]} for each in records], [each["tokens"] for each in records]
+        )
+
+
+class StepCreditManager(agent_loop_tq.AgentLoopManagerTQ):
+    """verl's manager of agent loops with `StepCreditWorker`; importing this module also registers the estimator."""
+
+    def __init__(self, config: Any, *arguments: Any, **options: Any) -> None:
+        if config.algorithm.adv_estimator != ESTIMATOR:
+            raise ConfigError(
+                f"verl: algorithm.adv_estimator={config.algorithm.adv_estimator} spreads no step credit; expected "
+                f"{ESTIMATOR}"
+            )
+        attach(config)
+        super().__init__(config, *arguments, **options)
+        self.agent_loop_workers_class = ray.remote(StepCreditWorker)
+
+
+@core_algos.register_adv_est(ESTIMATOR)
+def _no_keys(**_: Any) -> Any:
+    """An estimator is not told which trajectory a row is of; `compute_advantage` below is."""
+    raise ConfigError(
+        f"verl {version('verl')}: this trainer gives advantage estimators no trajectory keys; expected the trainer of "
+        "trainer.use_v1=True"
+    )
+
+
+def compute_advantage(host: Any, data: Any, batch_keys: list[str], adv_estimator: Any, **options: Any) -> Any:
+    """verl's ``compute_advantage_for_multi_trajectories`` with the estimator ``draco``.
+
+    Args:
+        host: verl's own function.
+        data: a DataProto; batch has token_level_rewards and response_mask, both (B, T).
+        batch_keys: B of them, ``{uid}_{session}_{output}``.
+        adv_estimator: any estimator; others than ``draco`` are left to verl.
+        options: verl's.
+
+    Returns: the DataProto, with ``advantages`` and ``returns``. Raises: MissingVerdict: see `VerdictStore.spread`.
+    """
+    if adv_estimator != ESTIMATOR:
+        return host(data, batch_keys, adv_estimator, **options)
+    store: VerdictStore | None = _attached.get("store")
+    if store is None:
+        raise ConfigError("verl: no verdict store; expected agent_loop_manager_class=...StepCreditManager, or attach()")
+    keys = [TrajectoryKey(uid, "", session) for uid, session, _ in (each.rsplit("_", 2) for each in batch_keys)]
+    verdicts = store.get(keys)
+    judged = [row for row, each in enumerate(verdicts) if each is None or each.reward is not None]
+    mask = data.batch["response_mask"]
+    uniform = torch.zeros(len(keys))
+    if judged:
+        part = host(
+            data.select_idxs(judged),
+            [batch_keys[row] for row in judged],
+            core_algos.AdvantageEstimator.GRPO,
+            **options,
+        )
+        first = part.batch["response_mask"].argmax(dim=1)
+        uniform[judged] = part.batch["advantages"][torch.arange(len(judged)), first].float()
+    spread = torch.as_tensor(store.spread(keys, uniform.numpy(), mask.numpy())).to(mask.device)
+    data.batch["advantages"], data.batch["returns"] = spread, spread.clone()
+    return data
+
+
+_attached: dict[str, VerdictStore] = {}
+
+
+def attach(config: Any) -> VerdictStore:
+    """Make this process's trainer read the store of the configuration's section ``draco``."""
+    judge = settings(config)
+    _attached["store"] = VerdictStore(judge["store"], missing=judge.get("missing", "error"))
+    host = trainer_base.compute_advantage_for_multi_trajectories
+    if not isinstance(host, functools.partial):
+        trainer_base.compute_advantage_for_multi_trajectories = functools.partial(compute_advantage, host)
+    return _attached["store"]
