@@ -198,12 +198,6 @@ def test_rewards_and_advantages_are_those_of_the_recorded_verdicts(run: RunDirec
     assert "none" in fallbacks, "no advantage was divided by credit"
 
 
-def test_the_run_that_was_killed_is_computed_again(run: RunDirectory) -> None:
-    verified = draco_here("verify", str(run.path))
-    assert verified.returncode == 0, verified.stderr
-    assert re.findall(r"^step (\d): 2 groups, 6 rollouts as recorded$", verified.stdout, re.MULTILINE) == ["1", "2"]
-
-
 def test_the_adapter_changed_and_is_plain_peft(run: RunDirectory) -> None:
     first, second = (load_file(run.checkpoint(step) / "adapter_model.safetensors") for step in (1, 2))
     assert first.keys() == second.keys()

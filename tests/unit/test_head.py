@@ -102,6 +102,28 @@ async def test_a_head_that_is_stopped_does_not_answer_although_it_takes_connecti
     assert await head_answers(address, 60)
 
 
+LEAVING = """
+import sys, time, ray
+from draco_ray.training import cluster
+
+def hanging():
+    time.sleep(600)
+
+# Stands for a Ray whose shutdown waits for its head.
+ray.is_initialized, ray.shutdown, cluster.head_address = (lambda: True), hanging, (lambda: sys.argv[1])
+cluster.leave_ray(0.2)
+print("left")
+"""
+
+
+def test_a_process_whose_ray_cannot_be_left_ends_without_it(listening: subprocess.Popen[str]) -> None:
+    assert listening.stdout is not None
+    address = f"127.0.0.1:{int(listening.stdout.readline())}"
+    listening.send_signal(signal.SIGSTOP)
+    ended = subprocess.run([sys.executable, "-c", LEAVING, address], capture_output=True, text=True, check=False)
+    assert (ended.stdout, ended.returncode) == ("left\n", 1), ended.stderr
+
+
 async def test_the_first_loss_ends_the_work() -> None:
     ended = []
 
