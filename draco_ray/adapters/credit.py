@@ -13,7 +13,7 @@ from numpy.typing import ArrayLike
 
 from draco_ray.adapters.conversations import Judging
 from draco_ray.adapters.tokens import sampled_runs
-from draco_ray.adapters.verdicts import Missing, StepVerdict, TrajectoryKey, VerdictStore
+from draco_ray.adapters.verdicts import Missing, StepVerdict, TrajectoryKey, VerdictStore, digest
 from draco_ray.traces.library import JudgeOptions
 
 
@@ -65,6 +65,11 @@ class CreditJudge:
         with ThreadPoolExecutor(max_workers=1) as thread:
             judging = thread.submit(asyncio.run, self.judge(*arguments))
             return judging.result()
+
+
+def trajectory_key(prompt: Any, completion: Any) -> TrajectoryKey:
+    """The key of a completion: the content names it, so that shuffled and repeated samples are found."""
+    return TrajectoryKey(digest(repr(prompt)), "", digest(list(completion)))
 
 
 def conversation_of_tokens(

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from draco_ray.adapters.credit import CreditJudge
+from draco_ray.adapters.credit import CreditJudge, trajectory_key
 from draco_ray.adapters.verdicts import StepVerdict, TrajectoryKey, digest
 from draco_ray.errors import ConfigError
 from draco_ray.records import FloatArray
@@ -141,11 +141,6 @@ def _sync_trainer(credit: StepCredit, base: Any) -> type:
             return output
 
     return StepCreditTrainer
-
-
-def trajectory_key(prompt: Any, completion: Any) -> TrajectoryKey:
-    """The key of a completion: the content names it, so that shuffled and repeated samples are found."""
-    return TrajectoryKey(digest(repr(prompt)), "", digest(list(completion)))
 
 
 def _messages(said: Any, role: str) -> list[Any]:

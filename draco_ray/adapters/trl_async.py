@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 from trl.experimental.async_grpo import async_grpo_trainer, async_rollout_worker
 
+from draco_ray.adapters.credit import CreditJudge, trajectory_key
 from draco_ray.adapters.tokens import sampled_runs
-from draco_ray.adapters.trl import StepCredit, trajectory_key
 from draco_ray.adapters.verdicts import StepVerdict, TrajectoryKey, digest
 from draco_ray.errors import ConfigError
 
@@ -24,7 +24,7 @@ def row_key(group: Any, input_ids: Any) -> TrajectoryKey:
     return TrajectoryKey("row", str(group), digest(np.asarray(input_ids).tolist()))
 
 
-def store_rows(credit: StepCredit, group: Any) -> None:
+def store_rows(credit: CreditJudge, group: Any) -> None:
     """Store a verdict for each training row of a group that was just scored."""
     keys = [trajectory_key(*each) for each in zip(group.prompts, group.completions_ids, strict=True)]
     rows: dict[TrajectoryKey, StepVerdict] = {}
@@ -51,12 +51,12 @@ class StepCreditLoop(async_rollout_worker._AsyncRolloutLoop):
     async def _score_group(self, group: Any) -> Any:
         samples = await super()._score_group(group)
         for credit in self.reward_funcs:
-            if isinstance(credit, StepCredit):
+            if isinstance(credit, CreditJudge):
                 store_rows(credit, group)
         return samples
 
 
-def async_trainer(credit: StepCredit, base: Any) -> type:
+def async_trainer(credit: CreditJudge, base: Any) -> type:
     """See `StepCredit.trainer`."""
     missing = [
         name
@@ -116,7 +116,7 @@ def async_trainer(credit: StepCredit, base: Any) -> type:
     return StepCreditAsyncTrainer
 
 
-def _row_advantages(credit: StepCredit, sample: Any) -> Any:
+def _row_advantages(credit: CreditJudge, sample: Any) -> Any:
     """Advantages of a row's trained tokens, in the order in which TRL's packing lists them."""
     mask = np.asarray(sample["completion_mask"])
     key = row_key(sample["group_id"], sample["input_ids"])

@@ -1,7 +1,7 @@
 """verl's advantages and policy loss of a real DataProto batch; the actor's step, which needs a GPU, is not run.
 
-Two of verl's workers of agent loops judge two groups: one is split over both, the other goes through verl's own handling
-of a prompt. They are made without Ray; a dictionary stands in for TransferQueue, and a script for the agent loop.
+Two of verl's workers of agent loops judge two groups: one is split over both, the other goes through verl's handling of
+a prompt. They are made without Ray; a dictionary stands in for TransferQueue, and a script for the agent loop.
 """
 
 from __future__ import annotations
