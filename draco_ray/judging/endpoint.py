@@ -173,13 +173,13 @@ class Endpoint:
         sent = {name: value for name, value in sent.items() if value is not None}
         refused = partial(refused_parameters, config.model, config.api_base)
         reason = refused(**sent)
-        if reason and "temperature" in sent and refused(temperature=config.temperature):
+        cooler = {name: value for name, value in sent.items() if name != "temperature"}
+        if reason and cooler != sent and refused(**cooler) is None:
             log.warning(
                 "%s takes no temperature: judge.temperature=%g is not sent (null does the same without this line)",
                 *(self.who(), config.temperature),
             )
-            del sent["temperature"]
-            reason = refused(**sent)
+            return cooler
         if reason:
             raise JudgeUnavailable(
                 f"{self.who()}: judge.reasoning_effort={config.reasoning_effort} is refused: {self.one_line(reason)}; "
