@@ -17,9 +17,7 @@ import asyncio
 import hashlib
 import json
 import logging
-import shutil
 import sqlite3
-import tempfile
 import time
 import weakref
 from collections import Counter
@@ -37,6 +35,7 @@ from draco_ray.adapters.conversations import JudgedConversation
 from draco_ray.adapters.tokens import sampled_runs, token_advantages
 from draco_ray.errors import ConfigError, DracoError
 from draco_ray.records import FloatArray
+from draco_ray.temp_dirs import PrivateTempDir
 
 log = logging.getLogger(__name__)
 
@@ -122,9 +121,9 @@ class VerdictStore:
         if missing not in ("error", "uniform"):
             raise ConfigError(f"missing={missing!r}: expected 'error' or 'uniform'")
         if path is None:
-            folder = tempfile.mkdtemp(prefix="draco-verdicts-")
-            path = Path(folder) / "verdicts.sqlite"
-            weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
+            folder = PrivateTempDir()
+            path = folder.path / "verdicts.sqlite"
+            weakref.finalize(self, folder.remove)
         self.path, self.missing = Path(path).absolute(), missing
         self.counts: Counter[str] = Counter()
         """Rows that `spread` has seen in this process: spread, uncited, cut, failed, stale, missing."""

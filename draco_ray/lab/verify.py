@@ -12,7 +12,6 @@ import asyncio
 import json
 import math
 import shutil
-import tempfile
 import time
 from collections.abc import Awaitable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -46,6 +45,7 @@ from draco_ray.runs.manifest import FILE, line_digest, read_manifest, this_machi
 from draco_ray.runs.rows import Row, step_trajectories
 from draco_ray.runs.schema import STEP_TABLES
 from draco_ray.runs.store_actor import RunStoreActor
+from draco_ray.temp_dirs import PrivateTempDir
 from draco_ray.training.advantage_computer import AdvantageComputerActor
 from draco_ray.training.metrics import step_metrics, update_metrics
 from draco_ray.training.resume import config_changes, recorded_order
@@ -223,8 +223,8 @@ class _Step:
         prompt = next((each.prompt for each in members.values()), ())
         group, problem = Group(step=self._step, index=index, task_id=task_id, prompt=prompt), None
         samples: Any = None
-        with tempfile.TemporaryDirectory() as scratch:
-            store = _Local(RunStoreActor(Path(scratch)))
+        with PrivateTempDir() as scratch:
+            store = _Local(RunStoreActor(scratch))
             try:
                 samples = await self._pipeline(members, store).run(group) if members else None
             except (_NotAsked, ValueError) as error:
@@ -232,7 +232,7 @@ class _Step:
                 problem = error
             await store.done()
             if members:
-                self._compare(RunDirectory(Path(scratch)), task_id, complete=problem is None)
+                self._compare(RunDirectory(scratch), task_id, complete=problem is None)
         if problem is not None:
             raise self._differs(f"task {task_id}: {problem}")
         return group, None if samples is None else await samples
@@ -422,10 +422,10 @@ class RecordedJudge:
             judge = judge.model_copy(update={"api_base": "http://127.0.0.1", "model": "openai/rule-judge"})
         self._run, self._config = run, judge
         # How far prompts were cut is kept beside the replies. Opening the store would write to it.
-        self._scratch = tempfile.TemporaryDirectory()
+        scratch = PrivateTempDir()
         for path in cache.glob(f"{REPLIES}*"):
-            shutil.copy(path, self._scratch.name)
-        self._replies = ReplyCache(Path(self._scratch.name))
+            shutil.copy(path, scratch.path)
+        self._replies = ReplyCache(scratch.path)
         self._calls: tuple[int, list[Row]] = (0, [])
 
     def of(self, step: int, phase: Phase, context: CallContext) -> Any:
@@ -558,8 +558,8 @@ class _Relearner:
     def _compare(self, step: int) -> str:
         """Compare the step's checkpoint with the learner. Raises: DamagedRun: the first difference."""
         recorded = self._run.checkpoint(step)
-        with tempfile.TemporaryDirectory() as scratch:
-            made = Path(scratch) / recorded.name
+        with PrivateTempDir() as scratch:
+            made = scratch / recorded.name
             self._learner.snapshot().write(made)
             for name in (ADAPTER, OPTIMIZER):
                 if file_digest(recorded / name)[0] != file_digest(made / name)[0]:
