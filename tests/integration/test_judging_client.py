@@ -492,7 +492,7 @@ async def test_equal_requests_at_the_same_time_are_asked_once_if_answers_are_kep
         assert other.requests == 1
         independent = LiteLLMClient(config(server.base))
         await asyncio.gather(independent(ask()), independent(ask()))
-        assert len(server.requests) == 3
+        assert len(server.requests) == 4
 
 
 WRAPPED = f'{{"entries": {CRITERION}}}'
