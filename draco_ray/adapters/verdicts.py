@@ -210,7 +210,7 @@ class VerdictStore:
             self.counts["cut"] += 1
         else:
             self.counts["spread"] += 1
-            # The whole trajectory, of which this row may be a part: each turn's tokens and one of the environment.
+            # The whole trajectory, of which this row may be a part: sampled tokens (1) of each turn, then one other (0).
             whole = np.concatenate([[1] * count + [0] for count in turns])
             values = token_advantages(advantage, verdict.quality, verdict.acted, whole)[whole != 0]
             begin = sum(turns[: verdict.first])

@@ -55,7 +55,7 @@ def step_advantages(
     """
     verdict_GK = np.asarray(verdicts)
     if verdict_GK.dtype == np.bool_:
-        raise ValueError("verdicts are true or false: expected +1 pass, -1 fail, 0 not applicable")
+        raise ValueError("verdicts are booleans: expected +1 (pass), -1 (fail) or 0 (not applicable)")
     if verdict_GK.size == 0 and len(tokens):
         verdict_GK = verdict_GK.reshape(len(tokens), -1)
     if not len(verdict_GK) == len(citations) == len(tokens) > 0:

@@ -104,7 +104,7 @@ class ScoreVerdicts(AdvantageRule):
     """The credit call names steps, and overrules no verdict."""
 
     def attributions(self, attributed: Sequence[Attribution], verdict_K: IntArray) -> Sequence[Attribution]:
-        """The credit call's citations, under the scoring call's verdicts."""
+        """The credit call's citations with the scoring call's verdicts."""
         return tuple(replace(each, verdict=Verdict(int(verdict_K[each.criterion]))) for each in attributed)
 
 

@@ -147,12 +147,16 @@ def _named_settings(arguments: Sequence[str], last_epochs: int | None) -> dict[s
             raise ConfigError(f"--setting {argument!r}: expected LABEL=POLICY, e.g. Base=starter")
         if not os.path.isfile(Path(policy) / "config.yaml"):
             if label in found:
-                raise ConfigError(f"--setting {argument!r}: {label} is there already; only runs are seeds of one label")
+                raise ConfigError(
+                    f"--setting {argument!r}: {label} is given twice; only run directories, its seeds, may share one"
+                )
             found[label] = {"policy": policy}
             continue
         setting = found.setdefault(label, {"run": []})
         if "run" not in setting:
-            raise ConfigError(f"--setting {argument!r}: {label} is there already; only runs are seeds of one label")
+            raise ConfigError(
+                f"--setting {argument!r}: {label} is given twice; only run directories, its seeds, may share one"
+            )
         setting["run"].append(policy)
         if last_epochs is not None:
             setting["last_epochs"] = last_epochs

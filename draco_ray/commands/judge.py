@@ -179,7 +179,7 @@ def _idle(settled: Plan, wanted: JudgeArguments) -> dict[str, str]:
     """Keys that `READ` names and nothing reads this time, with the reason."""
     judge = settled.config.judge
     named = wanted.judge is not None or judge.model != RULES
-    # `plan` has settled whether the cluster serves the judge, and leaves the rule judge's keys to the configuration.
+    # `plan` may have replaced a configured rule judge, so its keys are read from the configuration as typed.
     idle = {"algorithm": "on traces"}
     idle |= {f"algorithm.{key}": "" for key in OF_ALGORITHM}
     idle |= judge_idle(settled.config if named else wanted.config)

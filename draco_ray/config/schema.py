@@ -670,8 +670,8 @@ class LearnerConfig(Tree):
     """Time without an answer from a worker's process after which the workers are restarted; it answers during long
     passes too."""
     hang_seconds: float = Field(1800.0, gt=0)
-    """Time in which a busy worker completes no layer of the model after which the workers are restarted, e.g. for a
-    hanging kernel; also the time limit of collective operations."""
+    """Seconds without a completed layer after which busy workers are restarted, e.g. because a kernel hangs; also the
+    time limit of collective operations."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:

@@ -285,7 +285,7 @@ class LiteLLMClient:
                 await self._cache.settle(grant.number, ended.dollars)
             return await self._leases.settle(grant.number, ended)
         except BaseException:
-            # How it ended is unknown: it stays open in the book of requests.
+            # Its outcome is unknown: the ledger keeps the request as unsettled.
             self._leases.abandon(grant.number)
             raise
         usage, dollars, estimated = self._bill(response, call.most)

@@ -346,7 +346,7 @@ class _Method:
             return call
         found = [asyncio.ensure_future(_nth(call, index)) for index in range(self._results)]
         for each in found:
-            # Of an error the first one that is awaited tells; asyncio would report the others at length.
+            # Only the first error is raised; asyncio would log the others at length.
             each.add_done_callback(lambda done: done.cancelled() or done.exception())
         return found
 

@@ -175,7 +175,7 @@ class GroupLearner(Protocol):
         ...
 
     async def remember_old_logprobs(self, group: Any) -> object:
-        """Keep the log-probs of a group of a later minibatch under the weights of the step's start."""
+        """Store log-probs of a later minibatch's group, computed with the weights at the step's start."""
         ...
 
     async def step(self) -> UpdateMetrics:

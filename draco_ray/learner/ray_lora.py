@@ -96,7 +96,7 @@ class RayLoraLearner:
         await self._submit(Accumulate(groups=(group,)))
 
     async def remember_old_logprobs(self, group: ray.ObjectRef[Any]) -> None:
-        """Keep the log-probs of a group of a later minibatch under the weights of the step's start."""
+        """Store log-probs of a later minibatch's group, computed with the weights at the step's start."""
         await self._submit(Remember(groups=(group,)))
 
     async def step(self) -> UpdateMetrics:

@@ -421,7 +421,7 @@ def _tokens(attributes: Mapping[str, Any]) -> int:
     """Tokens that the model wrote; 0 where the span does not say."""
     for name in OUTPUT_TOKENS:
         value = attributes.get(name)
-        # OTLP writes 64-bit integers as text, tables as floats.
+        # OTLP writes 64-bit integers as text; tables hold them as floats.
         count = number(int(value) if isinstance(value, str) and value.isdecimal() and len(value) < 20 else value)
         if count is not None:
             return int(count)

@@ -276,7 +276,7 @@ async def unless_lost(work: Coroutine[Any, Any, None], *losses: Awaitable[None])
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OrderRules:
-    """By what tasks are chosen; see `TaskOrder`."""
+    """Rules by which tasks are chosen; see `TaskOrder`."""
 
     per_step: int
     seed: int

@@ -300,7 +300,7 @@ def proven_renderer(tokenizer: str, chat_template_kwargs: dict[str, Any] | None)
         except Exception:  # The tokenizer lacks tokens of this renderer.
             continue
         if all(same(renderer, whole[:length], tools) for length in (2, 4, 6) for tools in ([_TOOL], None)):
-            # Several may fit; these compare without a system prompt, and with reasoning.
+            # Several renderers may fit: compare them without a system prompt, and with reasoning.
             found[name] = same(renderer, whole[1:], [_TOOL]) + same(renderer, _probe("I do not know."), [_TOOL])
     return max(found, key=found.__getitem__, default=None)
 

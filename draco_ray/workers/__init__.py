@@ -1,1 +1,1 @@
-"""Workers of one kind that come and go: how many there are, which takes a call, what becomes of a lost one's."""
+"""A pool of workers of one kind: its size, which worker takes a call, and what happens to the calls of a lost one."""

@@ -91,7 +91,7 @@ def test_citations_are_steps_by_criterion_or_the_credit_calls_own() -> None:
         ({"tokens": [[20, -1], [10]]}, "rollout 0: a step has a negative number of tokens: [20 -1]"),
         (
             {"verdicts": [[True, False], [True, True]]},
-            "verdicts are true or false: expected +1 pass, -1 fail, 0 not applicable",
+            "verdicts are booleans: expected +1 (pass), -1 (fail) or 0 (not applicable)",
         ),
         ({"citations": [{0: [True]}, None]}, "rollout 0: a step is True, expected a whole number"),
         ({"citations": [{True: [1]}, None]}, "rollout 0: a criterion is True, expected a whole number"),

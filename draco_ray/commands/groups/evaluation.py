@@ -140,7 +140,8 @@ def reevaluate(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="An evaluation directory.")],
     overrides: Overrides = None,
     config: Annotated[
-        str | None, typer.Option(help="A preset or a YAML file (default: sandbox or the defaults).")
+        str | None,
+        typer.Option(help="A preset or a YAML file (default: sandbox for its tasks, else the defaults)."),
     ] = None,
 ) -> None:
     """Run AppWorld's evaluator again on the saved worlds of an evaluation; exit code 1 if a result differs."""

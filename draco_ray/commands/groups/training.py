@@ -17,7 +17,7 @@ from draco_ray.judging.phases import PHASES
 app = typer.Typer()
 new = typer.Typer(no_args_is_help=True, help="Write a template to start from.")
 prompts = typer.Typer(no_args_is_help=True, help="The judge's prompts.")
-rubric = typer.Typer(no_args_is_help=True, help="The static rubric of the settings without dynamic ones.")
+rubric = typer.Typer(no_args_is_help=True, help="Static rubrics, for settings without dynamic rubrics.")
 app.add_typer(new, name="new")
 app.add_typer(prompts, name="prompts")
 app.add_typer(rubric, name="rubric")

@@ -98,7 +98,7 @@ class AppWorldSlot:
 
     @property
     def memory_mib(self) -> float:
-        """Resident memory in MiB of the slot's processes without the outermost. Shared pages count for each process."""
+        """Resident memory in MiB of the slot's processes except the outermost one. Shared pages count for each."""
         return self._server.usage()[0] if self._server else 0.0
 
     async def open(self, task_id: str) -> Task:

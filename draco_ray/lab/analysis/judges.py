@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 OWN = "own"
 """Name of a run's own judge on the command line: asked again, it says how far a judge agrees with itself."""
 POLICY = "policy"
-"""Name of a run's policy on the command line: of each step, the checkpoint of the step before."""
+"""Name of a run's own policy on the command line: each step is judged by the checkpoint of the step before it."""
 
 
 class RuleComplete:

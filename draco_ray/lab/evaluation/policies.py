@@ -78,7 +78,7 @@ def find_policy(name: str, starter: Path) -> EvaluatedPolicy:
         if not starter.is_dir():
             raise ConfigError(f"--policy starter: {starter} is not there; `draco starter build` makes it")
         return single(STARTER, STARTER, config="sandbox", model=str(starter))
-    # os.path, for which a name too long for a path is one that is not there.
+    # os.path returns False for a name that is too long, where pathlib raises.
     path = Path(name)
     if os.path.isfile(path / ADAPTER_CONFIG):
         return _adapter_policy(path.resolve(), name)

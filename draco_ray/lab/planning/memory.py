@@ -244,7 +244,7 @@ def _spared(config: DracoConfig, layer: LayerShape) -> int:
 
 
 def _gathered(config: DracoConfig, shape: ModelShape, chunk: int) -> tuple[tuple[Item, ...], tuple[Item, ...]]:
-    """Gathered weights of a sharded base at the LM head and in a layer's backward; `chunk`: bytes of a log-prob chunk.
+    """Bytes of the weights that FSDP gathers, at the LM head and in a layer's backward; `chunk`: of a log-prob chunk.
 
     The receive buffer and the weights built from it exist together for a moment; the next layer is prefetched.
     """

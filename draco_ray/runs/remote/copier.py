@@ -244,7 +244,7 @@ class Copier:
 
 
 def restore(store: ObjectStore, folder: Path, wanted: Callable[[str], bool] = lambda path: True) -> Manifest | None:
-    """Make a folder hold the run in the store, or some of its files; files that are right already stay.
+    """Download the run from the store into a folder, or some of its files. Files that are already identical are kept.
 
     Args:
         store: of the run.

@@ -141,7 +141,7 @@ def _names(people: Sequence[Row]) -> str:
     return "\n".join(sorted(f"{row['first_name']} {row['last_name']}" for row in people))
 
 
-# --- the standard variety ---
+# --- task families of the standard sandbox ---
 
 
 def text_relation(world: World, person: Person, rng: random.Random) -> Draft | None:
