@@ -210,7 +210,8 @@ class VerdictStore:
             self.counts["cut"] += 1
         else:
             self.counts["spread"] += 1
-            # The whole trajectory, of which this row may be a part: sampled tokens (1) of each turn, then one other (0).
+            # The whole trajectory, of which this row may be a part: each turn's sampled tokens, then a token of the
+            # environment.
             whole = np.concatenate([[1] * count + [0] for count in turns])
             values = token_advantages(advantage, verdict.quality, verdict.acted, whole)[whole != 0]
             begin = sum(turns[: verdict.first])

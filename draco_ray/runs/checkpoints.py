@@ -104,7 +104,7 @@ def _counters(path: Path) -> dict[str, Any]:
 
 
 def _check_values(path: Path) -> set[int]:
-    """Check a tensor; returns the step counts if it holds them. Raises: ValueError: values are not finite."""
+    """Check the tensors of a file; returns the step counts in it. Raises: ValueError: values are not finite."""
     from safetensors import safe_open
 
     steps: set[int] = set()
