@@ -16,6 +16,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import ray
@@ -325,9 +326,9 @@ async def unless_gone(stop: Callable[[], Awaitable[object]], look: float = LOOK_
 def leave_ray(within: float = LEAVE_SECONDS) -> None:
     """Leave the cluster, or end the Ray of this process.
 
-    Where the head hangs that takes for ever. It is waited for so many seconds, and this process then ends without it.
+    Ray waits forever for a head that hangs. After ``within`` seconds this process exits without it.
     """
-    if not ray.is_initialized() or asyncio.run(head_answers(head_address())):
+    if not ray.is_initialized() or _head_answers():
         ray.shutdown()
         return
     leaving = threading.Thread(target=ray.shutdown, daemon=True)
@@ -337,6 +338,12 @@ def leave_ray(within: float = LEAVE_SECONDS) -> None:
         # Ray would try again at the end of the interpreter.
         atexit.unregister(ray.shutdown)
         atexit.register(_end_at_once)
+
+
+def _head_answers() -> bool:
+    """`head_answers` for callers inside and outside an event loop."""
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(lambda: asyncio.run(head_answers(head_address()))).result()
 
 
 def _end_at_once() -> None:

@@ -75,12 +75,12 @@ def test_unknown_preset_and_setting(refused: Refused) -> None:
     assert "no-credit" in refused("train", "sandbox", "--setting", "nocredit")[1]
 
 
-def test_data_root_without_tasks(refused: Refused, tmp_path: Path, sandbox_root: Path) -> None:
+def test_data_root_without_tasks(refused: Refused, tmp_path: Path, sandbox_root: Path, model: Path) -> None:
     root = tmp_path / "world"
     for name in ("tasks", "base_dbs", "api_docs", "datasets"):
         (root / "data" / name).mkdir(parents=True)
     shutil.copytree(sandbox_root / "data" / "datasets", root / "data" / "datasets", dirs_exist_ok=True)
-    code, line = refused("train", "sandbox", f"data.root={root}")
+    code, line = refused("train", "sandbox", f"data.root={root}", f"model.path={model}")
     assert code == 1
     assert "no tasks" in line
     assert "draco sandbox build" in line

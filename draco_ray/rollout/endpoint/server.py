@@ -18,6 +18,7 @@ import socket
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import uvicorn
@@ -141,7 +142,12 @@ class Endpoint:
                 return
             self._folder = PrivateTempDir()
             listening = [socket.create_server((HOST, 0), backlog=1024), socket.socket(socket.AF_UNIX)]
-            listening[1].bind(self.socket_path)
+            # By the folder's descriptor: a path below a long TMPDIR exceeds the length of a Unix socket's path.
+            folder = os.open(self._folder.path, os.O_PATH)
+            try:
+                listening[1].bind(f"/proc/self/fd/{folder}/{Path(self.socket_path).name}")
+            finally:
+                os.close(folder)
             # Its folder is private; programs in jails, which are shown the socket, may have another user.
             os.chmod(self.socket_path, 0o666)
             listening[1].listen(1024)
