@@ -26,7 +26,7 @@ class PlainConsole(Console):
         super().__init__(**{"markup": False, "emoji": False, "highlight": False, "soft_wrap": True} | options)
 
     def render_str(self, text: str, **options: Any) -> Text:
-        """Every text that is printed, also in a table's cell."""
+        """Make a text printable; called for every text, also in the cells of tables."""
         return super().render_str(plain(text), **options)
 
 

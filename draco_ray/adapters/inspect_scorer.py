@@ -58,7 +58,7 @@ def draco_scanner(model: str | None = None, **options: Any) -> Any:
             value, explanation, metadata = await _judged(judging, str(task), transcript.messages)
             return Result(value=value, explanation=explanation, metadata=metadata)
 
-        # Scout reads from it what to hand over, and cannot look up the name of a package imported here.
+        # Scout reads the parameter's type, and cannot resolve the name of a class imported in this function.
         scan.__annotations__["transcript"] = Transcript
         return scan
 

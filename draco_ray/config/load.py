@@ -234,7 +234,7 @@ def _refuse_foreign(config: DracoConfig, layers: Sequence[_Layer]) -> None:
         for key, _ in confirmed_keys():
             if (node := _node(layer.tree, key)) is _ABSENT:
                 continue
-            # Mappings are merged, so other keys of a foreign mapping remain foreign.
+            # Mappings are merged, so the other keys of somebody else's mapping remain in it.
             if not isinstance(node, Mapping):
                 foreign.pop(key, None)
             if layer.theirs is not None:

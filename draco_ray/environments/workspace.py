@@ -74,7 +74,7 @@ class WorkspaceOptions(TasksOptions):
     network: bool = False
     """Whether they have the host's network, its loopback device and all that listens there included."""
     disk_mib: int = Field(2048, ge=1)
-    """What the workspace may hold; also what each of home and /tmp may hold, in memory."""
+    """Size limit of the workspace in MiB; home and /tmp, which are in memory, have the same limit each."""
     processes: int = Field(512, ge=1)
     """Processes and threads of a rollout."""
 

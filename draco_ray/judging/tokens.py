@@ -106,7 +106,7 @@ MARGIN = 1.05
 LEARNED_BYTES = 20_000
 """A text of this length or more sets the rate at once, a shorter one in proportion."""
 SHORTER = (0.9, 0.75, 0.7, 0.6, 0.6, 0.5)
-"""Maximum part that each further attempt keeps of a prompt that was too long: 9 % after six of them."""
+"""Largest fraction of a prompt that is too long that each further attempt keeps: 9 % after six attempts."""
 CLOSE = 2.5
 """A number in an error counts the prompt's tokens if it differs from the estimate by less than this factor."""
 _TOO_LONG = re.compile(r"context[ _](length|window|size|limit)|too long|(request|entity|payload|input) too large", re.I)

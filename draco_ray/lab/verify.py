@@ -388,7 +388,7 @@ class _Judges:
     """The recorded judge in the place of a `JudgePool`, for one step."""
 
     def __init__(self, judge: RecordedJudge | None, step: int) -> None:
-        """``judge``: None where the reward is no judge's."""
+        """``judge``: None if no judge gives the reward."""
         self._judge, self._step = judge, step
 
     async def ask(self, phase: Phase, context: CallContext, **given: Any) -> Judgement:

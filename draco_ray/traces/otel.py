@@ -204,7 +204,7 @@ def _time(value: object) -> str:
 
 
 def _attributes(attributes: object) -> dict[str, Any]:
-    """OTLP's list of key and typed value, or a mapping, flat or nested."""
+    """A flat mapping of OTLP's list of keys with typed values, or of a mapping, flat or nested."""
     found: dict[str, Any] = {}
     if isinstance(attributes, list):
         for each in attributes:

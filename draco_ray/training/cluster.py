@@ -58,7 +58,7 @@ class StartLock:
 
 
 def has_autoscaler() -> bool:
-    """Whether an autoscaler adds nodes to the connected cluster: its nodes are then of named types."""
+    """Whether an autoscaler adds nodes to the connected cluster; if so, its nodes have named types."""
     status = get_cluster_status(ray.get_runtime_context().gcs_address)
     nodes = [*status.active_nodes, *status.idle_nodes]
     return any(not node.ray_node_type_name.startswith(ANONYMOUS_TYPE) for node in nodes)

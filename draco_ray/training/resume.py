@@ -126,7 +126,7 @@ def adopt_tasks(
     Raises:
         DamagedRun: the run directory's list of them cannot be read.
     """
-    # A part of which no step is left is done again, with the tasks there are now.
+    # A part whose steps were all rewound is run again, with today's tasks.
     parts = [part for part in _task_parts(run) if part[0] <= step]
     before, now = set(parts[-1][1]) if parts else set(tasks), set(tasks)
     if new := now - before:

@@ -285,7 +285,7 @@ def usable_prompts(
             f"agent.max_prompt_length={most} tokens, the longest has {max(lengths.values())}"
         )
         if len(usable) < needed:
-            raise ConfigError(f"{said}, so fewer than train.prompts_per_step={needed} are left: raise it")
+            raise ConfigError(f"{said}, so fewer than train.prompts_per_step={needed} are left: raise that limit")
         console.print(said)
     return usable
 

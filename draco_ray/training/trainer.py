@@ -291,7 +291,7 @@ class EarlierTasks:
 
     tasks: tuple[str, ...]
     last_step: int
-    """The last step that was done so."""
+    """The last step with these tasks."""
     rules: OrderRules
 
 

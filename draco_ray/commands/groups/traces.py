@@ -59,7 +59,8 @@ def judge(
         bool, typer.Option("--release", help="Count requests that a killed process left unanswered as not billed.")
     ] = False,
     replay: Annotated[
-        bool, typer.Option("--replay", help="Take the replies recorded in PATH/.replies (default --out: replayed).")
+        bool,
+        typer.Option("--replay", help="Take the replies recorded in PATH/.replies (--out: default replayed)."),
     ] = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Show what would be judged and the expected cost; send nothing.")

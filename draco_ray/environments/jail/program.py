@@ -39,7 +39,7 @@ class ProgramLaunch:
     memory_mib: int
     """Resident memory of all processes together, and writable memory of one."""
     disk_mib: int
-    """What the workspace may hold."""
+    """Size limit of the workspace."""
     processes: int
     """Processes and threads."""
     cpu_seconds: int

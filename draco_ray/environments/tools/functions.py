@@ -250,7 +250,7 @@ def _check_hook(file: str, hook: str, function: Callable[..., Any]) -> None:
     try:
         inspect.signature(function).bind(*HOOKS[hook])
     except TypeError:
-        # evaluate(task) without state would expect the tools' memory, which its process does not have.
+        # evaluate(task) without state would read the tools' module variables, which its process does not share.
         raise UnusableTools(
             f"{file}: {hook}: expected def {hook}({', '.join(HOOKS[hook])}); "
             "state is what end_state() returned in the process of the tools"

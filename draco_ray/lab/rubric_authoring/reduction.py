@@ -75,7 +75,7 @@ def reduction_prompt(batch: Sequence[CriterionSet], template: str, facts: str) -
         facts: of the environment.
     """
     prompts = [prompt for each in batch for prompt in each.prompts]
-    # No policy wrote any of it: the code need only differ from what a task holds.
+    # No policy wrote this text, so the code need not be secret, only absent from the tasks.
     code = render.evidence_code(b"", repr(prompts))
     tasks = [f"<task>\n{render.task(prompt, code)}\n</task>" for prompt in prompts]
     values = {

@@ -381,7 +381,7 @@ class Episode:
 
     def _record(self, turn: _Turn, branch: int, offset: int, step: bool) -> Turn:
         action = None
-        # A text that the program answered may be an action in a format of its own; an unanswered one is a message.
+        # A text that got a result may be an action in the program's own format; one without a result is a message.
         if step and (turn.called or turn.answered is not None):
             action = turn.use.text if turn.use is not None else turn.text
         observation = None

@@ -49,7 +49,7 @@ def turn_request(
     tools: Sequence[Mapping[str, Any]],
     **fields: Any,
 ) -> TurnRequest:
-    """A request with what all dialects spell alike. Raises: Refused."""
+    """A request with the fields that all dialects share. Raises: Refused."""
     metadata, choice = body.get("metadata"), body.get("tool_choice")
     # Any other choice would change the distribution; it stays the policy's own.
     hidden = choice == "none" or (isinstance(choice, dict) and choice.get("type") == "none")

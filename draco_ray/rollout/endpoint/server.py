@@ -225,7 +225,7 @@ class Endpoint:
     async def _guarded(
         self, reply: Callable[[], Awaitable[Response]], turn_of: Request | None = None, dialect: _Dialect | None = None
     ) -> Response:
-        """The answer of ``reply``, or a refusal in the form of ``dialect``; the episode of ``turn_of`` notes why."""
+        """The answer of ``reply``, or an error in the form of ``dialect``, whose reason is stored in the episode."""
         try:
             return await reply()
         except Refused as error:

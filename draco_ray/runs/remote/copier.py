@@ -198,7 +198,7 @@ class Copier:
         number = 1 + (self._latest.number if self._latest else 0)
         manifest = Manifest(self._claim.epoch, number, files)
         name, data = manifest.encoded()
-        # From here on a killed driver must know that this manifest is of its folder.
+        # From here on, a driver that takes over must recognize this manifest as its folder's.
         self._names.append(name)
         Marker(self._claim.url, tuple(self._names)).write(self._folder)
         store.write(f"{FOLDER}/{name}", data)

@@ -26,7 +26,7 @@ ATTEMPTS = 3
 GOOGLE = "retry_limit_seconds=10"
 """Option of Google's client, which otherwise retries for a quarter of an hour before it reports anything."""
 FIRST_WAIT, LONGEST_WAIT = 0.5, 30.0
-"""Seconds before the first retry, and at most before any."""
+"""Seconds before the first retry, and the longest wait before a retry."""
 OPTIONS = r"\?((?:endpoint_override|region|scheme|allow_bucket_creation)=.*)"
 """Options after a URL; any other question mark is part of a name."""
 REFUSED = re.compile(

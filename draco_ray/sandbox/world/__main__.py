@@ -29,7 +29,7 @@ def main(arguments: list[str] | None = None) -> int:
     make.add_argument("--variety", default=VARIETIES[0], help="kind of tasks: " + " or ".join(VARIETIES))
     make.add_argument("--seed", type=int, default=0, help="the same seed gives the same world")
     make.add_argument("--users", type=int, default=DEFAULT_USERS, help="main users of the world")
-    make.add_argument("--scenarios", type=int, default=None, help="scenarios a split at most (default: a full world)")
+    make.add_argument("--scenarios", type=int, default=None, help="most scenarios per split (default: a full world)")
     make.add_argument("--force", action="store_true", help="build even if the same world is there")
     check = commands.add_parser("verify", help="run every task: the reference passes, nothing and fatal faults fail")
     check.add_argument("--root", type=Path, required=True, help="a folder made by build")

@@ -89,7 +89,7 @@ def build(
         out: the AppWorld root to make. An older sandbox in its place is replaced, anything else is refused.
         seed: equal seeds give equal worlds.
         users: main users of the world.
-        limit: scenarios a split at most; None for a full world.
+        limit: maximum number of scenarios per split; None for a full world.
         force: build even if the same world is there.
         variety: one of VARIETIES.
     Raises: ConfigError for arguments out of range; WorldError if ``out`` holds something that is not a sandbox.

@@ -44,7 +44,7 @@ def plan(world: World, seed: int, limit: int | None = None, variety: str = VARIE
     """Choose every task of the world, split by split. Equal arguments give equal plans.
 
     Args:
-        limit: scenarios a split at most; None for a full world.
+        limit: maximum number of scenarios per split; None for a full world.
         variety: whose families make the tasks.
     Raises: WorldError if a family finds too few users for a scenario.
     """

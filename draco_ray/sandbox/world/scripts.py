@@ -177,7 +177,7 @@ class Family:
                 continue
             row = step | (step[fault] if fault else {})
             cells += fetch_cells(row["fetch"], row["api"], repeats, row.get("arguments", ""), row.get("paged", True))
-            # Only the first list of a family is asked for in vain.
+            # Only the first list of a family is fetched with the failing call.
             repeats = faults - {Fault.REPEAT_FAILING_CALL}
         if Fault.NO_COMPLETION in faults:
             # A cell, so that there is a step to blame: a turn without code is no step.
