@@ -941,7 +941,7 @@ class DracoConfig(Tree):
             return self
         where = "engine.colocate: "
         if engine.gpus_per_engine == 0 or learner.gpus_per_worker == 0:
-            raise ValueError(f"{where}vLLM cannot sleep on CPUs, where taking turns is not needed; set it to false")
+            raise ValueError(f"{where}vLLM cannot sleep on the CPU, where taking turns is not needed; set it to false")
         parallel = engine.tensor_parallel
         if engine.engines * parallel != learner.workers:
             raise ValueError(
