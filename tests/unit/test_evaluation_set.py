@@ -109,8 +109,8 @@ def test_arguments_that_do_not_go_together_are_refused(tmp_path: Path) -> None:
         (asked(str(file), settings=("b=starter",)), "names settings already"),
         (asked(str(file), last_epochs=2), "--last-epochs: is about run directories of --setting"),
         (asked(settings=("starter",)), "--setting 'starter': expected LABEL=POLICY"),
-        (asked(settings=("a=m", "a=n")), "only runs are seeds of one label"),
-        (asked(settings=("a=m", f"a={run}")), "only runs are seeds of one label"),
+        (asked(settings=("a=m", "a=n")), "only the runs of several seeds may share a label"),
+        (asked(settings=("a=m", f"a={run}")), "only the runs of several seeds may share a label"),
         (asked(str(tmp_path / "none.yaml")), "none.yaml: cannot be read: [Errno 2] No such file"),
         (asked(str(file), against="b"), "--against 'b': expected one of a"),
     ):
