@@ -213,6 +213,12 @@ def test_engine_and_learner_agree(run: RunDirectory) -> None:
         assert metrics["canary_gap"] < 0.02
 
 
+def test_the_run_that_was_killed_is_computed_again(run: RunDirectory) -> None:
+    verified = draco_here("verify", str(run.path))
+    assert verified.returncode == 0, verified.stderr
+    assert re.findall(r"^step (\d): 2 groups, 6 rollouts as recorded$", verified.stdout, re.MULTILINE) == ["1", "2"]
+
+
 def test_show_and_cost_read_the_run(run: RunDirectory) -> None:
     shown = draco_here("runs", "show", str(run.path))
     assert shown.returncode == 0, shown.stderr
