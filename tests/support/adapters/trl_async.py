@@ -129,6 +129,8 @@ def main() -> None:
             vllm_server_base_url=serve(tokenizer),
             per_device_train_batch_size=4,
             num_generations=4,
+            # One group at a time: the server counts a prompt's conversations, and cannot tell their groups apart.
+            max_inflight_tasks=4,
             max_completion_length=512,
             token_budget=0,
             max_steps=2,
