@@ -151,10 +151,17 @@ def play(worker: LearnerWorker, directory: Path) -> dict[str, Any]:
     """A training step of two updates, and what it answered: samples divide one to three, none to one, one to two."""
     uneven, single = samples(0, [70, 20, 22, 24]), samples(1, [30])
     later = samples(2, [40, 25, 10])
-    answers = {
-        "uneven": worker.execute(Accumulate(groups=(uneven,))),
-        "single": worker.execute(Accumulate(groups=(single,))),
-        "remembered": worker.execute(Remember(groups=(later,))),
+    computed = count_samples(worker._learner)
+
+    def counted(command: Accumulate | Remember) -> dict[str, int]:
+        before = sum(computed)
+        worker.execute(command)
+        return {"samples": sum(computed) - before}
+
+    answers: dict[str, Any] = {
+        "uneven": counted(Accumulate(groups=(uneven,))),
+        "single": counted(Accumulate(groups=(single,))),
+        "remembered": counted(Remember(groups=(later,))),
         "first": worker.execute(Update()),
         "later": worker.execute(Accumulate(groups=(later,))),
         "second": worker.execute(Update()),
@@ -162,10 +169,28 @@ def play(worker: LearnerWorker, directory: Path) -> dict[str, Any]:
         "base": worker.execute(TokenLogprobs(token_ids=tuple(range(30)), adapter=False)),
         "adapter": worker.execute(Publish(version=1)),
     }
-    writing = worker.execute(SaveCheckpoint(directory=str(directory / "checkpoint")))
-    assert writing is None or writing.result() is None
+    snapshot = worker.execute(SaveCheckpoint(directory=str(directory / "checkpoint")))
+    if snapshot is not None:
+        # The command log would write what the worker of rank 0 answers.
+        snapshot.write(directory / "checkpoint")
     answers["weights"] = [parameter.detach().numpy() for parameter in worker._learner.policy.parameters]
     return answers
+
+
+def count_samples(learner: LoraLearner) -> list[int]:
+    """The numbers of samples that a learner is given from now on, one for each call."""
+    counts: list[int] = []
+
+    def counted(compute: Any) -> Any:
+        def count(given: Any, *more: Any, **options: Any) -> Any:
+            counts.append(len(given))
+            return compute(given, *more, **options)
+
+        return count
+
+    for name in ("accumulate", "old_logprobs"):
+        setattr(learner, name, counted(getattr(learner, name)))
+    return counts
 
 
 def frozen_bytes(learner: LoraLearner) -> int:
@@ -340,9 +365,9 @@ def test_four_workers_that_share_rows_are_one_learner(
     found = [rank[case] for rank in sharing]
     assert_one_learner(found, alone, exact=True)
     each = SHARED[case]["context_parallel"]
-    # Those that share rows work on the same samples, and the first of them counts.
-    assert [one["remembered"]["samples"] for one in found] == ([1, 0, 2, 0] if each == 2 else [3, 0, 0, 0])
-    assert [one["uneven"]["samples"] for one in found] == ([1, 0, 2, 0] if each == 2 else [4, 0, 0, 0])
+    # Those that share rows work on the same samples.
+    assert [one["remembered"]["samples"] for one in found] == ([1, 1, 2, 2] if each == 2 else [3] * 4)
+    assert [one["uneven"]["samples"] for one in found] == ([1, 1, 2, 2] if each == 2 else [4] * 4)
     loaded = LoraLearner(model, config, seed=3)
     loaded.load(directory / f"shared {case}" / "checkpoint")
     np.testing.assert_allclose(loaded.token_logprobs(range(30)), found[0]["logprobs"], atol=1e-4)
