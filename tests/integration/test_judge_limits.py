@@ -7,6 +7,7 @@ import logging
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -265,7 +266,10 @@ async def test_an_outage_pauses_everybody_and_drops_nothing(
     run: RunDirectory, trouble: Reply, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING)
-    with ScriptedJudgeServer(*outage(trouble, before=5, times=34)) as server:
+    # The first eight are answered late, so that all calls are on their way when the outage begins, however slow the
+    # machine is: a call that fails alone twice is its own failure.
+    during = [replace(trouble, delay=0.5)] * 8 + [trouble] * 26
+    with ScriptedJudgeServer(*outage(*during, before=5)) as server:
         # The whole outage counts as one failure of a call.
         judge, _ = client(server.base, None, run, max_attempts=2)
         await asyncio.gather(*(judge(ask(number)) for number in range(5)))
