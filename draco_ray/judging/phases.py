@@ -309,7 +309,7 @@ class Score(RolloutQuestion[Scores]):
         return {**RolloutQuestion.values(self, code), "rubrics": render.rubrics(self.rubric)}
 
     def settled(self) -> Scores | None:
-        """An empty answer where there is no criterion."""
+        """An empty answer if there is no criterion; None if the judge must be asked."""
         return None if self.rubric else ()
 
     def votes(self, config: JudgeConfig) -> int:
@@ -417,7 +417,7 @@ class Credit(RolloutQuestion[Attributions]):
         }
 
     def settled(self) -> Attributions | None:
-        """An empty answer where there is no criterion to ask about, or no step."""
+        """An empty answer if there is no criterion or no step to ask about; None if the judge must be asked."""
         return None if self.asked and self.trajectory.steps else ()
 
     def schema(self, template: str, config: JudgeConfig) -> JsonSchema:

@@ -117,7 +117,7 @@ class Book:
 
     settled: dict[str, float]
     under_way: dict[str, float]
-    """Maximum costs of the requests whose end nobody saw."""
+    """Maximum costs of requests without a known outcome, in dollars."""
 
     @property
     def dollars(self) -> float:

@@ -350,7 +350,7 @@ class TaskOrder:
 
     @property
     def steps_per_epoch(self) -> int:
-        """Whole steps in an epoch of the tasks as they are now, in which none rests."""
+        """Number of whole steps in an epoch of the present tasks if no task is skipped."""
         return len(self._tasks) // self.rules.per_step
 
     def last_step(self, epochs: int) -> int:
