@@ -23,7 +23,7 @@ export LITELLM_LOCAL_MODEL_COST_MAP := True
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-gpu setup-verifiers install-check lock lock-hashes lock-gpu world demo demo-real example-shop sample example-desk example-parcels example-hangman bench bench-overlap bench-learner bench-intervals gpu-check ablation bench-noise chaos mutate-method adapters-check frameworks-check check format docs test test-deployment test-all test-fast fuzz-replies clean release-check
+.PHONY: help setup setup-gpu setup-verifiers install-check lock lock-hashes lock-gpu world demo demo-real example-shop sample example-desk example-parcels example-hangman bench bench-overlap bench-learner bench-intervals gpu-check ablation bench-noise chaos mutate-method adapters-check frameworks-check check format docs test test-deployment test-all test-failed test-fast fuzz-replies clean release-check
 
 # List the targets.
 help:
@@ -300,6 +300,10 @@ docs: .venv-docs/.ready
 # Builds, metadata, installs in empty environments of each supported Python, links of the README (minutes). Uploads nothing.
 release-check:
 	PIP_ARGS="$(PIP_ARGS)" jobs/release_check.sh
+
+# Run the tests that failed last time again, one at a time: what passes now is unreliable beside others, and listed as such in the log.
+test-failed: setup setup-verifiers
+	$(VENV)/bin/python -m pytest --last-failed --last-failed-no-failures none --maxfail 10 -v
 
 # The tests that start no process (some six minutes on one core).
 test-fast: setup
