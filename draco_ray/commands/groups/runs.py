@@ -71,7 +71,6 @@ def runs_inspect(
 
 @app.command(epilog="Try:  draco report runs/NAME      draco report runs/A runs/B --figures --out figures")
 def report(
-    context: typer.Context,
     directories: Annotated[
         list[str], typer.Argument(metavar="DIR", help="A run directory or its URL, or several to compare.")
     ],
@@ -83,21 +82,9 @@ def report(
     out: Annotated[
         Path | None, typer.Option(help="The file, or the folder of figures and tables (default: inside the first run).")
     ] = None,
-    serve: Annotated[
-        bool, typer.Option("--serve", help="Serve the page on this machine; it follows a live run.")
-    ] = False,
-    port: Annotated[int, typer.Option(min=0, max=65535, help="With --serve; 0 takes a free one.")] = 8321,
 ) -> None:
     """Write a run as one HTML page: what the judge said and where the credit went."""
-    from draco_ray.commands.report import serve_page, write
-
-    if not serve:
-        check_no_effect(context, "without --serve", "port")
-    if serve:
-        if len(directories) > 1 or figures or tables or tokens or out is not None:
-            raise ConfigError("--serve: the page of one run; expected one DIR and no other option but --port")
-        serve_page(run_folder(directories[0]), port, typer.echo)
-        return
+    from draco_ray.commands.report import write
 
     if tokens and (figures or tables):
         raise ConfigError("--tokens: part of the page; expected no --figures or --tables")
