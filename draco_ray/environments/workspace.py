@@ -10,8 +10,10 @@ import asyncio
 import json
 import logging
 import os
+import re
 import shlex
 import shutil
+import stat
 import subprocess
 import sys
 import tarfile
@@ -24,10 +26,17 @@ from pydantic import Field
 
 from draco_ray.config.schema import DataConfig, EnvironmentConfig
 from draco_ray.environments.base import WorldVerdict
-from draco_ray.environments.jail.confine import WORKSPACE, JailSpec
-from draco_ray.environments.jail.launch import Levels, LevelUnavailable, jail_command, link_package, not_offered
-from draco_ray.environments.jail.program import LAUNCH, ProgramLaunch
-from draco_ray.environments.program import Ran, passed_environment, run_program
+from draco_ray.environments.jail.confine import JAIL_CODE, UNAVAILABLE, WORKSPACE, JailSpec
+from draco_ray.environments.jail.launch import (
+    PACKAGE,
+    Levels,
+    LevelUnavailable,
+    jail_command,
+    link_package,
+    not_offered,
+)
+from draco_ray.environments.jail.program import LAUNCH, LIFELINE, ProgramLaunch
+from draco_ray.environments.program import PASSED, Ran, passed_environment, run_program
 from draco_ray.environments.tasks import WORKSPACE as WORKSPACE_FIELD
 from draco_ray.environments.tasks import HandIn, TasksEnvironment, TasksOptions
 from draco_ray.errors import ConfigError, EnvironmentCrashed, IsolationUnavailable
@@ -37,7 +46,15 @@ from draco_ray.temp_dirs import PrivateTempDir
 log = logging.getLogger(__name__)
 
 _SYSTEM = ("/usr", "/bin", "/etc/alternatives")
-_TESTS = "/run/draco/tests"
+_RUN = Path(LAUNCH).parent
+_TESTS = f"{_RUN}/tests"
+_IN_CONTAINER = (
+    "python3",
+    "-s",
+    "-c",
+    f"import sys; sys.path.insert(0, '{_RUN}/program'); from draco_ray.environments.jail.program import main; main()",
+)
+"""How process 1 of a container is started."""
 _CPU_SECONDS = 3600
 _OUTPUT_BYTES = 20_000
 _GIT_SECONDS = 120.0
@@ -86,6 +103,8 @@ class Command:
     words: list[str]
     environment: dict[str, str]
     folder: Path
+    lifeline: Path | None = None
+    """See `run_program`."""
 
 
 class WorkspaceEnvironment(TasksEnvironment):
@@ -116,7 +135,16 @@ class WorkspaceEnvironment(TasksEnvironment):
         return workspace
 
     async def level(self, workspace: Workspace) -> str:
-        """The strongest isolation level that the host offers. Raises: IsolationUnavailable."""
+        """The strongest isolation level that the host offers, or "container".
+
+        Raises: IsolationUnavailable; ConfigError: the container is not as it has to be; EnvironmentCrashed.
+        """
+        if self._level is None and self.container is not None:
+            ran = await workspace.run("true", "container")
+            if ran.exit_code != 0:
+                kind = ConfigError if ran.exit_code == UNAVAILABLE else EnvironmentCrashed
+                raise kind(f"agent.container={self.container!r}: {_how(ran)}")
+            self._level = "container"
         if self._level is None:
             levels = Levels(self.config.isolation)
             for level in levels:
@@ -159,7 +187,7 @@ class Workspace(HandIn):
 
     @property
     def confined(self) -> bool:
-        """Whether programs run in a jail."""
+        """Whether programs run in a jail or a container."""
         return self._level != "rlimits"
 
     async def begin(self) -> None:
@@ -189,6 +217,7 @@ class Workspace(HandIn):
             seconds=self._options.command_seconds,
             most_bytes=_OUTPUT_BYTES,
             until=asyncio.get_running_loop().create_future(),
+            lifeline=started.lifeline,
         )
 
     def command(
@@ -216,6 +245,8 @@ class Workspace(HandIn):
             home.mkdir(exist_ok=True)
             own = {"HOME": str(home), "TMPDIR": str(home), **_SAFE_DIRECTORY}
             return Command(words=list(words), environment={**variables, **own}, folder=self._folder)
+        if level == "container":
+            return self._in_container(words, variables, port, mapped or {})
         options = self._options
         self._jails.append(PrivateTempDir())
         directory = self._jails[-1].path
@@ -241,7 +272,48 @@ class Workspace(HandIn):
         environment = {"PATH": "/usr/local/bin:/usr/bin:/bin", "PYTHONPATH": program, "LANG": "C.UTF-8"}
         return Command(words=[sys.executable, *jail_command(spec)], environment=environment, folder=directory)
 
-    def _describe(self, directory: Path, words: Sequence[str], variables: Mapping[str, str], port: int) -> Path:
+    def _in_container(
+        self, words: Sequence[str], variables: Mapping[str, str], port: int, mapped: Mapping[str, str]
+    ) -> Command:
+        """How to start a program in a container of the user's engine, which is shown one folder with all it needs."""
+        self._jails.append(PrivateTempDir())
+        shown = self._jails[-1].path / "run"
+        shown.mkdir()
+        own = {name: value for name, value in variables.items() if name not in PASSED and not name.startswith("LC_")}
+        self._describe(shown, words, own, port, contained=True)
+        copied = {shown / "program" / "draco_ray" / part: PACKAGE / part for part in JAIL_CODE}
+        copied |= {shown / Path(inside).relative_to(_RUN): Path(source) for inside, source in mapped.items()}
+        for target, source in copied.items():
+            target.parent.mkdir(parents=True, exist_ok=True)
+            if stat.S_ISSOCK(source.stat().st_mode):
+                os.link(source, target)
+            elif source.is_dir():
+                shutil.copytree(source, target, ignore=shutil.ignore_patterns("__pycache__"))
+            else:
+                shutil.copyfile(source, target)
+        # Only this user reaches the folder on the host; the container may have another one.
+        subprocess.run(["chmod", "-R", "a+rX", str(shown)], check=True)
+        values = {
+            **self.task.fields,
+            "workspace": str(self._folder),
+            "run": str(shown),
+            "user": f"{os.getuid()}:{os.getgid()}",
+            "processes": str(self._options.processes),
+        }
+        engine = [
+            re.sub(r"\{(\w+)\}", lambda match: values.get(match[1], match[0]), word)
+            for word in shlex.split(str(self._environment.container))
+        ]
+        return Command(
+            words=[*engine, *_IN_CONTAINER],
+            environment=passed_environment(("DOCKER_HOST", "CONTAINER_HOST", "XDG_RUNTIME_DIR")),
+            folder=shown,
+            lifeline=shown / Path(LIFELINE).name,
+        )
+
+    def _describe(
+        self, directory: Path, words: Sequence[str], variables: Mapping[str, str], port: int, *, contained: bool = False
+    ) -> Path:
         """Write the launch file of a program."""
         own = {name: value for name, value in variables.items() if name not in ("HOME", "TMPDIR")}
         launch = ProgramLaunch(
@@ -250,8 +322,10 @@ class Workspace(HandIn):
             port=0 if self._options.network else port,
             memory_mib=self._environment.config.max_memory_mib,
             disk_mib=self._options.disk_mib,
-            processes=self._options.processes,
+            processes=None if contained else self._options.processes,
             cpu_seconds=_CPU_SECONDS,
+            contained=contained,
+            network=self._options.network,
         )
         described = directory / "launch.json"
         described.touch(0o600)
