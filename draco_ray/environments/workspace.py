@@ -55,6 +55,11 @@ _IN_CONTAINER = (
     f"import sys; sys.path.insert(0, '{_RUN}/program'); from draco_ray.environments.jail.program import main; main()",
 )
 """How process 1 of a container is started."""
+_HARBOR = f"""
+mkdir -p "$(readlink -f /logs)/verifier" && {{ [ -e /tests ] || ln -s {_TESTS} /tests; }} && bash /tests/test.sh >&2
+cat /logs/verifier/reward.json 2>/dev/null || cat /logs/verifier/reward.txt
+"""
+"""Runs the tests of a task of Harbor's and prints their reward."""
 _CPU_SECONDS = 3600
 _OUTPUT_BYTES = 20_000
 _GIT_SECONDS = 120.0
@@ -115,7 +120,7 @@ class WorkspaceEnvironment(TasksEnvironment):
     def __init__(self, config: EnvironmentConfig, data: DataConfig, *, ground_truth: bool, name: str) -> None:
         """See `Environment`."""
         super().__init__(config, data, ground_truth=ground_truth, name=name)
-        self.evaluates = self.evaluates or bool(self.workspace_options.test)
+        self.evaluates = self.evaluates or bool(self.workspace_options.test) or Path(self.options.tasks).is_dir()
         self.facts = f"{_FACTS}\n{self.facts}"
         self._level: str | None = None
 
@@ -346,6 +351,8 @@ class Workspace(HandIn):
         """Run the test command, else the evaluator. Raises: see `World`."""
         expected: Any = self._environment.rows.row(self.task.task_id).row.get("expected")
         asked: Mapping[str, Any] = expected if isinstance(expected, dict) else {}
+        if self._environment.ground_truth and asked.get("harbor"):
+            return await self._harbor(Path(asked["harbor"]))
         test = str(asked.get("test") or self._options.test)
         if not (self._environment.ground_truth and test):
             return await super().evaluate()
@@ -358,6 +365,24 @@ class Workspace(HandIn):
         ran = await self.run(f"{copied}{test}", tests=tests)
         passed = ran.exit_code == 0
         failures = () if passed else (f"the test command {_how(ran)}",)
+        return WorldVerdict(success=passed, passed_tests=int(passed), total_tests=1, failures=failures)
+
+    async def _harbor(self, tests: Path) -> WorldVerdict:
+        """Run the tests of a task of Harbor's. Raises: ConfigError."""
+        if not (tests / "test.sh").is_file():
+            raise ConfigError(f"task {self.task.task_id}: no file {tests}/test.sh")
+        if not self.confined:
+            raise ConfigError(
+                "environment.isolation=rlimits: Harbor's tests need /tests and /logs of a jail or container"
+            )
+        ran = await self.run(_HARBOR, tests=tests)
+        try:
+            reward = json.loads(ran.output)
+            rewards = reward if isinstance(reward, dict) else {"reward": reward}
+            passed = float(rewards.get("reward", min(rewards.values()))) >= 1
+            failures = () if passed else (f"the tests' reward is {ran.output.strip()[:200]}, expected 1",)
+        except (ValueError, TypeError):
+            passed, failures = False, (f"the tests left no reward: they {_how(ran)}",)
         return WorldVerdict(success=passed, passed_tests=int(passed), total_tests=1, failures=failures)
 
     async def keep(self, folder: Path) -> None:

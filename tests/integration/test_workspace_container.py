@@ -57,10 +57,12 @@ def engine(request: pytest.FixtureRequest) -> Iterator[str]:
     stored.remove()
 
 
-async def play(at: Workspaces, script: str, container: str, timeout_seconds: float = 120) -> Trajectory:
+async def play(
+    at: Workspaces, script: str, container: str, timeout_seconds: float = 120, task: str = "1"
+) -> Trajectory:
     sampler = ScriptedSampler(lambda prompt: f"Done.{END}")
     command = f"sh -c {shlex.quote(ASK + script)}"
-    return await at.play(sampler, command=command, container=container, timeout_seconds=timeout_seconds)
+    return await at.play(sampler, command=command, container=container, timeout_seconds=timeout_seconds, task=task)
 
 
 def left(mark: str) -> list[psutil.Process]:
