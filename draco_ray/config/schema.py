@@ -106,6 +106,9 @@ class AgentConfig(Tree):
     harness: str | None = Field(None, json_schema_extra=CONFIRMED)
     """Instead of a command, with environment.use=workspace: a coding agent, which is claude-code, codex,
     mini-swe-agent, opencode, or your YAML file (docs/coding-agents.md)."""
+    container: str | None = Field(None, json_schema_extra=CONFIRMED)
+    """With environment.use=workspace: a command, e.g. docker run, that starts a container for the agent instead of the
+    jail (docs/coding-agents.md)."""
     folder: Path = Field(Path("."), json_schema_extra=CONFIRMED)
     """Working directory of the command."""
     pass_environment: tuple[str, ...] = Field((), json_schema_extra=CONFIRMED)

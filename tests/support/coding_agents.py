@@ -56,7 +56,7 @@ class Workspaces:
     def environment(self, *, ground_truth: bool = True) -> WorkspaceEnvironment:
         return WorkspaceEnvironment(self.config, self.data, ground_truth=ground_truth, name="test")
 
-    async def play(self, sampler: ScriptedSampler, *, rollout: int = 0, **agent: Any) -> Trajectory:
+    async def play(self, sampler: ScriptedSampler, *, rollout: int = 0, task: str = "1", **agent: Any) -> Trajectory:
         """One rollout; `verdict` and `kept` are then of it."""
         config = AgentConfig.model_validate(
             {
@@ -70,9 +70,11 @@ class Workspaces:
             }
         )
         player = ProgramAgent(TokenPolicy(sampler, CHAT, config), config, "{task_description}")
-        world = GuardedWorld(await self.environment().open("1"), "test", 600.0)
+        environment = self.environment()
+        environment.container = config.container
+        world = GuardedWorld(await environment.open(task), "test", 600.0)
         try:
-            request = RolloutRequest(task_id="1", group="g", rollout=rollout, attempt=0, seed=1)
+            request = RolloutRequest(task_id=task, group="g", rollout=rollout, attempt=0, seed=1)
             played = await player.run(world, request)
             check_books(played, sampler)
             self.verdict = await world.evaluate()
