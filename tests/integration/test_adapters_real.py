@@ -1,4 +1,4 @@
-"""The adapters with the real TRL, verifiers, Inspect, ART, verl, SkyRL and Tinker, each in its own environment.
+"""The adapters with the real packages, each in its own environment.
 
 ``make adapters-check`` makes these environments and runs this; a variable below names another.
 """
@@ -171,6 +171,46 @@ def test_skyrls_policy_loss_passes_our_advantages_on() -> None:
     for turn, row in zip(turns, rows, strict=True):
         assert row == pytest.approx(turn, rel=1e-5)
     assert whole["counts"] == step_wise["counts"] == {"spread": 6}
+
+
+def test_openrlhfs_policy_loss_passes_our_advantages_on() -> None:
+    found = run("openrlhf_batch", "DRACO_OPENRLHF_PYTHON", ".venv-adapter-openrlhf/bin/python")
+    # Against group_norm's advantages 1.1547, -0.5774, -0.5774 of the rewards 1, -1, -1.
+    for estimator, factor in (("group_norm", 1.0), ("dr_grpo", 2 / 3**0.5), ("rloo", 3**0.5)):
+        rows = found[estimator]["rows"]
+        assert sorted(row["session"] for row in rows) == [0, 0, 1, 1, 2, 2, 3, 3]
+        assert found[estimator]["counts"] == {"spread": 6, "failed": 2}
+        for row in rows:
+            turns = runs_of(row["pushed"], row["mask"])
+            check_pushed([[each / factor for each in turn] for turn in turns], row["session"])
+    # reinforce_baseline whitens over all tokens, those of the unjudged run (0) included.
+    tokens, values = np.array([9, 12, 9, 12]), np.array([4 / 3, -2 / 3, -2 / 3, 0.0])
+    mean = np.average(values, weights=tokens)
+    white = (values - mean) / np.average((values - mean) ** 2, weights=tokens) ** 0.5
+    for row in found["reinforce_baseline"]["rows"]:
+        session = row["session"]
+        counts = [len(turn) for turn in runs_of(row["pushed"], row["mask"])]
+        share = 0.0 if session == 3 else white[session] * tokens[session] / 3
+        for turn, count in zip(runs_of(row["pushed"], row["mask"]), counts, strict=True):
+            assert turn == pytest.approx([share / count] * count, rel=1e-5, abs=1e-7)
+    assert "no verdict" in found["stale"]
+    assert found["refused"].startswith("openrlhf 0.11.2: --algo.advantage.estimator=gae")
+
+
+def test_slimes_policy_loss_passes_our_advantages_on() -> None:
+    if "DRACO_SLIME" not in os.environ:
+        pytest.skip("DRACO_SLIME names no checkout")
+    found = run("slime_batch", "DRACO_SLIME_PYTHON", ".venv-bench/bin/python")
+    rewards = {"DL9": 1.0, "UA1": -1.0, "XX0": 0.0}
+    assert found["rewards"] == [rewards[flight] for flight in found["flights"]]
+    assert sorted(row["session"] for row in found["rows"]) == [0, 0, 1, 1, 2, 2, 3, 3]
+    for row in found["rows"]:
+        if row["session"] < 3:
+            check_pushed(runs_of(row["pushed"], row["mask"]), row["session"])
+        else:
+            assert not any(row["mask"])
+            assert not any(row["pushed"])
+    assert "no verdict" in found["stale"]
 
 
 def test_tinkers_data_hold_our_advantages() -> None:
