@@ -101,10 +101,21 @@ def test_trls_asynchronous_trainer_is_pushed_by_our_advantages() -> None:
 
 def test_traces_of_verifiers_get_rewards_and_advantages() -> None:
     found = run("verifiers_group", "DRACO_VERIFIERS_PYTHON", ".venv-adapter-verifiers/bin/python")
-    assert found["rewards"] == [1.0, -1.0]
+    assert found["rewards"] == [-1.0, 0.0, 1.0]
+    assert found["advantages"][1] is None
     good, bad = step_advantages(verdicts=[[1], [-1]], citations=[{0: [2]}, {0: [2]}], tokens=[[3, 4, 2], [3, 4, 2]])
-    for row, advantage_M in zip(found["advantages"], (good, bad), strict=True):
+    for row, advantage_M in zip(found["advantages"][::-2], (good, bad), strict=True):
         assert row == pytest.approx([*[advantage_M[0]] * 3, *[advantage_M[1]] * 4, *[advantage_M[2]] * 2])
+
+
+def test_vf_eval_runs_our_environment_which_judges_in_its_finalize() -> None:
+    found = run("verifiers_eval", "DRACO_VF_EVAL_PYTHON", ".venv-adapter-verifiers/bin/python")
+    (value,) = step_advantages(verdicts=[[1], [-1]], citations=[{0: [1]}] * 2, tokens=[[1], [1]])[0]
+    assert found == {
+        "The cheapest is DL9.": [{"score": 1.0, "weight": 1.0}, {"step_advantages": [pytest.approx(value)]}],
+        "I take UA1.": [{"score": -1.0, "weight": 1.0}, {"step_advantages": [pytest.approx(-value)]}],
+        "It is XX0.": [None, None],
+    }
 
 
 def test_inspects_log_holds_the_verdicts() -> None:
@@ -123,7 +134,9 @@ def test_scouts_results_hold_the_verdicts() -> None:
 
 
 def test_a_group_of_art_comes_back_scored() -> None:
-    found = run("art_group", "DRACO_ART_PYTHON", ".venv-adapter-art/bin/python")
+    unscored, *found = run("art_group", "DRACO_ART_PYTHON", ".venv-adapter-art/bin/python")
+    # As with RULER, a group with a failed judgement is dropped.
+    assert unscored is None
     assert [each["reward"] for each in found] == [1.0, -1.0]
     assert [each["before"] for each in found] == [0.25, 0.25]
     assert found[0]["metrics"] == {"independent_reward": 0.25, "draco_score": 1.0}
