@@ -12,7 +12,7 @@ GPU_PYTHON ?=
 # The sandbox of world, demo, ablation and bench-noise: standard, or hard (make demo WORLD=hard).
 WORLD ?= standard
 SANDBOX := $(if $(filter-out standard,$(WORLD)),sandbox-$(WORLD),sandbox)
-ADAPTERS := verifiers inspect art verl skyrl tinker
+ADAPTERS := verifiers inspect art verl skyrl tinker openrlhf
 FRAMEWORKS := agents langgraph smolagents
 UV_COMPILE := .venv-tools/bin/uv pip compile --python-version 3.11 --no-annotate --no-header --quiet
 DRACO := $(VENV)/bin/draco
@@ -71,7 +71,7 @@ $(GPU_VENV)/.bench-ready: requirements/gpu-bench.lock $(GPU_VENV)/.ready
 # Other trainers' packages, from the package index; some see torch, Ray and the like in the main environment.
 .venv-adapter-%/.ready: requirements/adapters/%.txt
 	test -x .venv-adapter-$*/bin/python || $(PYTHON) -m venv .venv-adapter-$*
-	.venv-adapter-$*/bin/python -m pip install --quiet --disable-pip-version-check $(if $(filter verl skyrl tinker,$*),--no-deps) $(PIP_ARGS) -r $<
+	.venv-adapter-$*/bin/python -m pip install --quiet --disable-pip-version-check $(if $(filter verl skyrl tinker openrlhf,$*),--no-deps) $(PIP_ARGS) -r $<
 	touch $@
 
 .venv-framework-%/.ready: requirements/frameworks/%.txt
@@ -256,7 +256,7 @@ chaos: world
 mutate-method: setup
 	$(VENV)/bin/python jobs/mutate.py $(ARGS)
 
-# The adapters with the real TRL, verl, SkyRL, Tinker, verifiers, Inspect and ART, each in an environment of its own (2 GB, ten minutes).
+# The adapters with the real TRL, verl, SkyRL, OpenRLHF, Tinker, verifiers, Inspect and ART, each in an environment of its own (2 GB, ten minutes).
 adapters-check: setup $(BENCH_VENV)/.ready $(ADAPTERS:%=.venv-adapter-%/.ready)
 	$(VENV)/bin/python -m pytest tests/integration/test_adapters_real.py -rs $(ARGS)
 
