@@ -39,6 +39,7 @@ from draco_ray.pipeline import Group, Pipeline
 from draco_ray.records import EpisodeEnd, Evaluation, Judged, TrainingSample, Trajectory
 from draco_ray.rollout.pool import FinishedRollout, RolloutResult
 from draco_ray.rollout.worker import Evaluated, summarise
+from draco_ray.runs.carried import carried_rubrics
 from draco_ray.runs.checkpoints import ADAPTER, ADAPTER_CONFIG, COUNTERS, OPTIMIZER, file_digest
 from draco_ray.runs.directory import RunDirectory, check_regular
 from draco_ray.runs.manifest import FILE, line_digest, read_manifest, this_machine
@@ -247,6 +248,7 @@ class _Step:
             _Local(AdvantageComputerActor(self._config.algorithm), results),
             store,
             static_rubric=Judged(value=static_criteria(self._config)),
+            carried=carried_rubrics(self._run, self._step) if self._config.algorithm.rubric_visits else None,
             seed=self._config.seed,
         )
 

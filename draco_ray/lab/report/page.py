@@ -202,7 +202,10 @@ def _of_traces(run: RunDirectory) -> bool:
     return bool(run.setting("setting") == SETTING)
 
 
-KINDS = dict(zip(("rollout", *PHASES, "learning", "sync", "checkpoint"), PALETTE, strict=False))
+_SINGLE = [name for name, phase in PHASES.items() if not phase.merged]
+_COLORS = dict(zip(("rollout", *_SINGLE, "learning", "sync", "checkpoint"), PALETTE, strict=False))
+_ALIKE = {"proposals": "stage2", "verdicts": "score"}
+KINDS = {kind: _COLORS[_ALIKE.get(kind, kind)] for kind in ("rollout", *PHASES, "learning", "sync", "checkpoint")}
 """Kind of work -> its colour on timelines."""
 STAGE_COLORS = {
     "generation": KINDS["rollout"],
