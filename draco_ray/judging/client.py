@@ -343,6 +343,9 @@ class LiteLLMClient:
             arguments["scope"] = request.scope
         if not self._endpoint_counts:
             arguments.pop("api_base", None)
+        if config.rule_judge.start:
+            # Other rules or error rates are another judge; defaults add nothing, so that earlier replies are found.
+            arguments |= config.rule_judge.model_dump(exclude={"start", "latency_seconds"}, exclude_defaults=True)
         return request_key(arguments)
 
     def _call(self, request: Request, max_tokens: int, key: str | None = None) -> Call:

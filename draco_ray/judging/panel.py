@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from draco_ray.config.schema import JudgeConfig, LocalJudgeConfig, OtherJudgeConfig
+from draco_ray.config.schema import JudgeConfig, LocalJudgeConfig, OtherJudgeConfig, RuleJudgeConfig
 from draco_ray.errors import BudgetSpent, JudgeUnavailable
 from draco_ray.judging.completion import Completer, Completion, Request
 from draco_ray.judging.judge import CallContext, Judge
@@ -171,7 +171,10 @@ def _dearer(completion: Completion, dollars: float) -> Completion:
 
 
 def other(config: JudgeConfig, judge: OtherJudgeConfig) -> JudgeConfig:
-    """The configuration of another judge: its model and endpoint, everything else as of the first."""
+    """The configuration of another judge: its model and endpoint, everything else as of the first.
+
+    It is never the run's own rule judge, whose replies are stored without their endpoint.
+    """
     return config.model_copy(
         update={
             "model": judge.model,
@@ -180,6 +183,7 @@ def other(config: JudgeConfig, judge: OtherJudgeConfig) -> JudgeConfig:
             "extra_body": {},
             "context_tokens": None,
             "local": LocalJudgeConfig(),
+            "rule_judge": RuleJudgeConfig(),
             "jury": (),
             "strong": None,
             "fallbacks": (),

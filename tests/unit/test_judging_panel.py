@@ -10,15 +10,16 @@ from pathlib import Path
 import pytest
 
 from draco_ray.config.load import load_config
-from draco_ray.config.schema import JudgeConfig, JudgeLimits, LocalJudgeConfig, OtherJudgeConfig
+from draco_ray.config.schema import JudgeConfig, JudgeLimits, LocalJudgeConfig, OtherJudgeConfig, RuleJudgeConfig
 from draco_ray.errors import BudgetSpent, ConfigError, JudgeUnavailable
+from draco_ray.judging.client import LiteLLMClient
 from draco_ray.judging.completion import Completer, Completion, Request
 from draco_ray.judging.example import PROMPT, RUBRIC, example_trajectory
 from draco_ray.judging.judge import CallContext
 from draco_ray.judging.panel import AWAY_SECONDS, Fallbacks, Panel, majority, other, panel_judge, with_fallbacks
 from draco_ray.judging.phases import Score, Stage1
 from draco_ray.judging.prompts import load_prompts
-from draco_ray.records import ScoredCriterion, Verdict
+from draco_ray.records import Message, ScoredCriterion, Verdict
 
 CONTEXT = CallContext(group="step1/t", task_id="t", rollout=0)
 PROMPTS = load_prompts(Path("prompts/judge"), b"key")
@@ -280,6 +281,20 @@ def test_another_judge_has_its_own_endpoint_and_key() -> None:
         "sandbox", ["judge.jury=[{model: openai/gpt-5.4-mini}]", "judge.strong={model: openai/gpt-5.4}"]
     )
     assert loaded.judge.jury[0].model == "openai/gpt-5.4-mini"
+
+
+def test_the_replies_of_another_judge_are_not_those_of_the_rule_judge_that_the_run_started() -> None:
+    """They have the name of one model; endpoint, or rules, tell them apart."""
+    config = JudgeConfig.model_validate({"model": "openai/rule-judge", "rule_judge": {"start": True}})
+    same = [
+        other(config, OtherJudgeConfig(model=config.model, api_base=base)) for base in ("http://a/v1", "http://b/v1")
+    ]
+    rules = config.model_copy(update={"rule_judge": RuleJudgeConfig(start=True, use="mine.py:answer")})
+    request = Request(messages=(Message(role="user", content="?"),))
+    keys = {LiteLLMClient(each)._key(request) for each in (config, rules, *same)}
+    assert len(keys) == 4
+    restarted = config.model_copy(update={"api_base": "http://c/v1"})
+    assert LiteLLMClient(restarted)._key(request) == LiteLLMClient(config)._key(request)
 
 
 def with_others(**changes: object) -> JudgeConfig:
