@@ -21,7 +21,7 @@ from draco_ray.rollout.program_agent import ProgramAgent
 from draco_ray.rollout.tokens import EnginePolicies
 from draco_ray.temp_dirs import PrivateTempDir
 from tests.support import stand_in_engine
-from tests.support.coding_agents import Workspaces
+from tests.support.coding_agents import Workspaces, left, new_mark
 from tests.support.endpoint_episode import END, ScriptedSampler
 
 MOUNTS = "-v {workspace}:/workspace -v {run}:/run/draco"
@@ -63,16 +63,6 @@ async def play(
     sampler = ScriptedSampler(lambda prompt: f"Done.{END}")
     command = f"sh -c {shlex.quote(ASK + script)}"
     return await at.play(sampler, command=command, container=container, timeout_seconds=timeout_seconds, task=task)
-
-
-def left(mark: str) -> list[psutil.Process]:
-    """Processes with this word that still run."""
-    running = psutil.process_iter(["cmdline", "status"])
-    return [each for each in running if mark in (each.info["cmdline"] or ()) and each.info["status"] != "zombie"]
-
-
-def new_mark() -> str:
-    return str(1_000_000 + time.time_ns() % 1_000_000)
 
 
 async def test_an_agent_its_set_up_and_its_tests_run_in_the_container(tmp_path: Path, engine: str) -> None:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import subprocess
+import time
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from draco_ray.config.schema import AgentConfig, DataConfig, EnvironmentConfig
 from draco_ray.environments.base import GuardedWorld, WorldVerdict
@@ -32,6 +35,16 @@ def repository(folder: Path) -> Path:
     (folder / "add.py").write_text("def add(a, b):\n    return a + b\n")
     git("commit", "-qam", "The solution")
     return folder
+
+
+def left(mark: str) -> list[psutil.Process]:
+    """Processes with this word that still run."""
+    running = psutil.process_iter(["cmdline", "status"])
+    return [each for each in running if mark in (each.info["cmdline"] or ()) and each.info["status"] != "zombie"]
+
+
+def new_mark() -> str:
+    return str(1_000_000 + time.time_ns() % 1_000_000)
 
 
 class Workspaces:
