@@ -23,7 +23,7 @@ export LITELLM_LOCAL_MODEL_COST_MAP := True
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-gpu setup-verifiers install-check lock lock-hashes lock-gpu world demo demo-real example-shop sample example-desk example-parcels example-hangman bench bench-overlap bench-learner bench-intervals gpu-check ablation bench-noise chaos mutate-method adapters-check frameworks-check check format docs test test-deployment test-all test-failed test-fast fuzz-replies clean release-check
+.PHONY: help setup setup-gpu setup-verifiers install-check lock lock-hashes lock-gpu world demo demo-real example-shop sample example-desk example-parcels example-hangman bench bench-overlap bench-learner bench-intervals bench-staleness gpu-check gpu-step ablation bench-noise chaos mutate-method adapters-check frameworks-check check format docs test test-deployment test-all test-failed test-fast fuzz-replies clean release-check
 
 # List the targets.
 help:
@@ -197,9 +197,9 @@ example-hangman: setup setup-verifiers
 examples: setup setup-verifiers
 	$(VENV)/bin/python jobs/train_examples.py $(ARGS)
 
-# Print the numbers of docs/benchmarks.md: three seeds, overlap with a slow judge, peak memory.
+# Print the numbers of docs/benchmarks.md: three seeds, overlap with a slow judge, peak memory; ARGS="--only deterministic": what engine.deterministic costs.
 bench: world
-	$(VENV)/bin/python jobs/bench.py
+	$(VENV)/bin/python jobs/bench.py $(ARGS)
 
 # Step time against its critical path, and against working phase by phase, e.g. make bench-overlap ARGS="--repeats 3".
 bench-overlap: world
@@ -239,6 +239,17 @@ gpu-check:
 		$(if $(GPU_PYTHON),true,$(MAKE) $(GPU_VENV)/.ready) && \
 		PYTHONPATH=$(CURDIR) $(or $(GPU_PYTHON),$(GPU_VENV)/bin/python) jobs/gpu_check.py $(ARGS); \
 	else echo "gpu-check: skipped: nvidia-smi lists no GPU here"; fi
+
+# A GRPO step of a whole model on one GPU, beside the plan; on CPUs: make gpu-step ARGS=--tiny GPU_PYTHON=.venv/bin/python.
+gpu-step:
+	@if [ -n "$(findstring --tiny,$(ARGS))" ] || nvidia-smi --list-gpus 2> /dev/null | grep -q .; then \
+		$(if $(GPU_PYTHON),true,$(MAKE) $(GPU_VENV)/.ready) && \
+		PYTHONPATH=$(CURDIR) $(or $(GPU_PYTHON),$(GPU_VENV)/bin/python) jobs/gpu_step.py $(ARGS); \
+	else echo "gpu-step: skipped: no GPU"; fi
+
+# Steps an hour and held-out gain at each train.staleness, over seeds, e.g. make bench-staleness ARGS="--steps 6 --seeds 1" (nights).
+bench-staleness: world
+	$(VENV)/bin/python jobs/bench_staleness.py $(ARGS)
 
 # Train every setting of the ablation, five seeds, with learning curves on held-out tasks, e.g. make ablation ARGS="--steps 6 --seeds 1" (nights).
 ablation: world
