@@ -106,9 +106,8 @@ class Counted:
         if asked in self._kept:
             return replace(self._kept[asked], requests=0)
         found = await self._complete(request)
-        tokens = {"input_tokens": len(asked), "output_tokens": len(found.text)}
-        tokens = {name: -(-characters // CHARACTERS_PER_TOKEN) for name, characters in tokens.items()}
-        found = replace(found, requests=1, **tokens)
+        tokens, written = (-(-len(text) // CHARACTERS_PER_TOKEN) for text in (asked, found.text))
+        found = replace(found, requests=1, input_tokens=tokens, output_tokens=written)
         if request.phase == "stage1" and not request.scope:
             self._kept[asked] = found
         return found
