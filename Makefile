@@ -23,7 +23,7 @@ export LITELLM_LOCAL_MODEL_COST_MAP := True
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-gpu setup-verifiers install-check lock lock-hashes lock-gpu world demo demo-real example-shop sample example-desk example-parcels example-hangman bench bench-overlap bench-learner bench-intervals bench-staleness gpu-check gpu-step ablation bench-noise chaos mutate-method adapters-check frameworks-check check format docs test test-deployment test-all test-failed test-fast fuzz-replies clean release-check
+.PHONY: help setup setup-gpu setup-verifiers install-check lock lock-hashes lock-gpu world demo demo-real example-shop sample example-desk example-parcels example-hangman bench bench-overlap bench-judge-plans bench-judge-throughput bench-learner bench-intervals bench-staleness gpu-check gpu-step ablation bench-noise chaos mutate-method adapters-check frameworks-check check format docs test test-deployment test-all test-failed test-fast fuzz-replies clean release-check
 
 # List the targets.
 help:
@@ -258,6 +258,14 @@ ablation: world
 # Train with a judge that is wrong in known shares and print what is left of the gain, e.g. make bench-noise ARGS="--seeds 1" (a night).
 bench-noise: world
 	$(VENV)/bin/python jobs/bench_noise.py --preset $(SANDBOX) $(ARGS)
+
+# Train under judge.plan=paper and lean and print tokens, dollars and held-out TGC, paired, e.g. make bench-judge-plans ARGS="--seeds 1" (20 minutes a seed).
+bench-judge-plans: world
+	$(VENV)/bin/python jobs/bench_judge_plans.py --preset $(SANDBOX) $(ARGS)
+
+# CPU time of a judge call on the client's side: ours, bare httpx, LiteLLM, RULER and Inspect where installed (a minute).
+bench-judge-throughput: setup
+	$(VENV)/bin/python jobs/bench_judge_throughput.py $(ARGS)
 
 # Kill one process after another in small sandbox runs and print what became of them (a minute or two each).
 chaos: world

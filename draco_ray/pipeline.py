@@ -124,16 +124,22 @@ class Pipeline:
     async def _run(self, group: Group) -> ray.ObjectRef[Any] | None:
         working_on(group.name)
         existing = self._existing(group)
-        if isinstance(existing, asyncio.Task):
-            # If a rollout fails first, retrieve this error, which asyncio would otherwise log.
-            existing.add_done_callback(lambda task: task.cancelled() or task.exception())
+        if not isinstance(existing, asyncio.Task):
+            return await self._played(group, existing)
+        # If a rollout fails first, retrieve this error, which asyncio would otherwise log.
+        existing.add_done_callback(lambda task: task.cancelled() or task.exception())
         try:
-            members = await gather_or_cancel(
-                self._member(group, rollout, existing) for rollout in range(self._config.group_size)
-            )
+            return await self._played(group, existing)
         finally:
-            if isinstance(existing, asyncio.Task) and not existing.done():
-                existing.cancel()
+            existing.cancel()
+
+    async def _played(
+        self, group: Group, existing: asyncio.Task[Judgement] | Judged[Rubric] | None
+    ) -> ray.ObjectRef[Any] | None:
+        """rollout ×G, and all that follows."""
+        members = await gather_or_cancel(
+            self._member(group, rollout, existing) for rollout in range(self._config.group_size)
+        )
         played = [member for member in members if member is not None]
         group.state = GroupState.ROLLED
         self._watch(group)

@@ -99,7 +99,7 @@ async def test_proposals_that_do_not_fit_are_asked_for_in_halves() -> None:
     whole = len(question.prompt(load_prompts(Path(SETS[0]))))
     room = whole // 3 - 50
     for tokens, shown in ((10**6, [[0, 1, 2, 3]]), (room + 2048, [[0, 1], [2, 3]])):
-        complete = Asked()
+        complete: Any = Asked()
         settings: dict[str, Any] = {"model": "openai/no-such", "reasks": 0, "max_tokens": 2048}
         judged = await judge(complete, context_tokens=tokens, **settings).ask(question, WHERE)
         seen = [[int(each) for each in re.findall(r'<rollout index="(\d+)"', each)] for each in complete.prompts]
