@@ -145,13 +145,12 @@ world: setup
 demo: world
 	$(DRACO) train $(SANDBOX)
 
-# Train a real small language model (examples/library): fetch, demonstrations, then DRACO; goes on where it stopped (ARGS="train.steps=3").
+# Train a real small language model (examples/library): fetch, demonstrations, then the settings on held-out tasks; goes on where it stopped (ARGS="--seeds 1 --settings draco").
 demo-real: setup
 	test -d .cache/models/smollm2-135m || $(DRACO) model fetch smollm2-135m
 	mkdir -p .cache/library && $(VENV)/bin/python examples/library/demonstrations.py .cache/library
-	test -d .cache/library/policy || $(DRACO) sft examples/library/environment.yaml .cache/library/demonstrations.jsonl --epochs 2 --out .cache/library/policy
-	$(DRACO) train examples/library/environment.yaml --resume-or-start run.name=library run.root=.cache/library/runs model.path=.cache/library/policy $(ARGS)
-	$(DRACO) runs show .cache/library/runs/library
+	test -d .cache/library/policy || $(DRACO) sft examples/library/environment.yaml .cache/library/demonstrations.jsonl --epochs 2 --out .cache/library/policy learner.minibatch_prompts=16
+	$(VENV)/bin/python jobs/ablation.py --preset examples/library/environment.yaml --settings "draco no-credit outcome" --every 10 --runs-per-task 1 --root .cache/library/runs $(ARGS) model.path=.cache/library/policy
 
 # Train an agent with tools of its own (examples/shop): demonstrations, a policy from them, then DRACO (ten minutes).
 example-shop: setup

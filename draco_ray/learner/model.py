@@ -458,9 +458,14 @@ class AdaptedModel:
     @torch.no_grad()
     def _check_packing(self, base: Any, context: Context | None) -> bool:
         """Install segment attention, and check whether packed sequences give the outputs of separate ones."""
-        ids_T = np.arange(8)
+        ids_T = np.arange(24)
         sequences = [
-            TokenSequence(ids_T % step, ids_T >= 3, prompt) for step, prompt in ((5, 3), (4, 2), (3, 3), (6, 3))
+            TokenSequence(
+                np.append(ids_T[:prompt] % 7, ids_T[prompt : prompt + more] % 5),
+                ids_T[: prompt + more] >= prompt,
+                prompt,
+            )
+            for prompt, more in ((18, 2), (17, 2), (18, 1), (18, 3))
         ]
         usual = base.config._attn_implementation
         self.packs = False
@@ -469,7 +474,7 @@ class AdaptedModel:
             self.packs = install_attention(base, shared=context is not None)
             # From here on workers share the micro-batch; the separate sequences above were not shared.
             self._context = context
-            # The first, third and fourth share the prompt 0 1 2.
+            # All share 17 tokens; the first, third and fourth share a prompt of 18.
             found_VH = torch.zeros_like(alone_VH)
             if self.packs:
                 found_VH = self._over_workers(concatenate(sequences), lambda batch: [self._hidden_states(batch)])[
