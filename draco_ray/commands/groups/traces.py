@@ -84,6 +84,21 @@ def judge(
         raise typer.Exit(code)
 
 
+@app.command(name="write-back", epilog="Try:  draco write-back judged --to langfuse --url https://cloud.langfuse.com")
+def write_back(judged: Annotated[Path, typer.Argument(metavar="DIR")], *, to: str, url: str) -> None:
+    """Write verdicts back to the tracing service that the traces came from, as scores that name the blamed steps.
+
+    Args:
+        judged: Directory of draco judge, or its judged.jsonl.
+        to: langfuse, phoenix, or otlp (OpenTelemetry's evaluation events).
+        url: Address of the service, without the API's path.
+    """
+    from draco_ray.commands.write_back import write_back as send
+    from draco_ray.terminal import PlainConsole
+
+    send(judged, to, url, PlainConsole(width=120))
+
+
 def _recorded(paths: list[str], judge: str | None) -> str:
     """The judge that answers from the recorded replies beside the traces. Raises: ConfigError: there are none."""
     folder = Path(paths[0]) / ".replies"
