@@ -435,8 +435,8 @@ class JudgeConfig(Tree):
     and in which replies are awaited."""
     plan: Literal["paper", "default", "lean"] = "default"
     """What is asked of the judge: paper (20 calls for a group of 6), default (without calls that change little), lean
-    (a third of the tokens: algorithm.merge_proposals, merge_verdicts and rubric_visits). A plan sets only keys that
-    are not set anywhere else; a run's own config.yaml sets them all."""
+    (9 calls, 6 at later visits: algorithm.merge_proposals, merge_verdicts and rubric_visits). A plan sets only keys
+    that are not set anywhere else; a run's own config.yaml sets them all."""
     api_base: str | None = Field(None, json_schema_extra=CONFIRMED)
     """Endpoint; null: the provider's."""
     api_key_env: str | None = Field(None, json_schema_extra=CONFIRMED)

@@ -5,17 +5,24 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from draco_ray.config.load import dump_config, load_config
+from draco_ray.lab.analysis.judges import configured_rules
+from draco_ray.lab.verify import LocalActor, PlayedRollouts
+from draco_ray.pipeline import Group, Pipeline
+from draco_ray.runs.carried import carried_rubrics
 from draco_ray.runs.directory import RunDirectory
 from draco_ray.runs.store_actor import RunStoreActor
 from draco_ray.sandbox.rule_judge.answering import answer
 from draco_ray.sandbox.world.scripts import families
+from draco_ray.training.advantage_computer import AdvantageComputerActor
 from tests.support.jobs import load_job
 from tests.support.rule_judge_runs import instruction, scripted_run, trajectory_of
 
@@ -81,3 +88,39 @@ async def test_the_prompts_of_both_plans_are_files_that_somebody_answers(
     }
     assert set(asked["lean"]) == {"stage1", "proposals", "union", "verdicts"}
     assert set(asked["paper"]) == {"stage1", "stage2", "union", "score", "credit"}
+
+
+async def test_a_continued_run_carries_over_what_an_undisturbed_one_does(
+    recorded: RunDirectory, tmp_path: Path
+) -> None:
+    bench = load_job("bench_judge_plans")
+    config = bench.with_plan(load_config(str(recorded.path)), "lean")
+    ((task_id, rollouts),) = bench.recorded_groups(recorded, 1, GROUP).items()
+
+    async def visits(name: str, *processes: range) -> RunDirectory:
+        run = RunDirectory.create(tmp_path / name, dump_config(config))
+        for steps in processes:
+            judges = bench.Rejudged(config, configured_rules(config.judge, 0))
+            store = LocalActor(RunStoreActor(run.path))
+            pipeline = Pipeline(
+                config.algorithm,
+                PlayedRollouts({each.rollout: each for each in rollouts}, {}),  # type: ignore[arg-type]
+                judges,
+                LocalActor(AdvantageComputerActor(config.algorithm), {"from_verdicts": 4}),
+                store,
+                carried=carried_rubrics(run, steps.start),
+            )
+            for step in steps:
+                group = Group(step=step, index=0, task_id=task_id, prompt=rollouts[0].prompt)
+                samples: Any = await pipeline.run(group)
+                assert any(np.any(each.advantage_T) for each in await samples)
+                await store.done()
+        return run
+
+    whole, parts = await visits("whole", range(1, 5)), await visits("parts", range(1, 2), range(2, 4), range(4, 5))
+    for table in ("criteria", "verdicts", "citations", "proposals", "advantages"):
+        assert whole.table(table).to_pylist() == parts.table(table).to_pylist()
+    calls = Counter((row["training_step"], row["phase"]) for row in parts.table("judge_calls").to_pylist())
+    assert [calls[step, "proposals"] for step in range(1, 5)] == [1, 1, 0, 0]
+    assert [calls[step, "union"] for step in range(1, 5)] == [1, 0, 0, 0]
+    assert carried_rubrics(parts, 5)[task_id].visits == 4
