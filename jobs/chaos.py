@@ -321,6 +321,12 @@ def set_clock_back(scene: Scene, victims: Sequence[int]) -> None:
     (scene.world.parent / CLOCK / "back").touch()
 
 
+def set_clock_back_and_kill(scene: Scene, victims: Sequence[int]) -> None:
+    """Both, so that the run goes on at an earlier time than it began."""
+    set_clock_back(scene, victims)
+    kill(scene, victims)
+
+
 def edit_tasks(run: Path, world: Path) -> None:
     """Ask something else in every task."""
     for specs in world.glob("data/tasks/*/specs.json"):
@@ -502,7 +508,7 @@ FAULTS: dict[str, Fault] = {
     "clock set back": Fault(find=the_driver, strike=set_clock_back, held=False, own_world=True, prepare=own_clock),
     "clock set back, driver": Fault(
         find=the_driver,
-        strike=lambda scene, victims: (set_clock_back(scene, victims), kill(scene, victims))[0],
+        strike=set_clock_back_and_kill,
         own_world=True,
         prepare=own_clock,
     ),

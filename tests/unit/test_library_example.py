@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import random
 import sys
@@ -22,11 +23,7 @@ def example() -> Any:
     """The example's modules: judge, tools and demonstrations."""
     sys.path.insert(0, str(FOLDER))
     try:
-        import demonstrations
-        import judge
-        import tools
-
-        yield judge, tools, demonstrations
+        yield [importlib.import_module(name) for name in ("judge", "tools", "demonstrations")]
     finally:
         sys.path.remove(str(FOLDER))
         for name in ("demonstrations", "judge", "tools"):
@@ -39,7 +36,7 @@ CHECKS = ("looks_first", "keeps_the_rules", "does_all", "refuses_the_rest", "no_
 
 def steps_of(messages: list[dict[str, Any]]) -> Steps:
     """As a judge reads a conversation."""
-    found = []
+    found: list[Step] = []
     for message, answer in zip(messages, [*messages[1:], {}], strict=True):
         if message["role"] != "assistant":
             continue
