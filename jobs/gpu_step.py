@@ -23,7 +23,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -36,6 +36,7 @@ from gpu_check import GIB, Figure
 from draco_ray.commands.plan import memory_problems
 from draco_ray.config.load import load_config
 from draco_ray.config.schema import DracoConfig
+from draco_ray.engine.model_config import PUBLIC_CONFIGS
 from draco_ray.lab.planning.memory import engine_memory, learner_memory, total
 from draco_ray.lab.planning.model_shape import ModelShape, model_shape
 from draco_ray.lab.planning.step_time import Assumptions, learner_flops, step_time
@@ -47,6 +48,13 @@ SECONDS = 570
 """Of everything: a borrowed machine's ten minutes, less what the table takes."""
 GROUP, STEPS = 6, 2
 WORLD = Path(__file__).with_name("gpu_step_world.py")
+PUBLISHED = """
+| system | model | tokens/s a GPU | counted | MFU | step |
+|---|---|---|---|---|---|
+| prime-rl, its benchmark file | Qwen3-30B-A3B, LoRA | 4,100 | tokens of the trainer, by its seconds | 15 % | |
+| NeMo RL, its performance summary | see there | 1,102 | tokens of a step, by its seconds, all GPUs | | 192 s |
+"""
+"""Published figures, not ours: other models, lengths and GPUs, so only the definitions can be compared."""
 LAYERS_AT_A_TIME = 4
 """Of Qwen3.6: three delta nets and a layer of attention."""
 
@@ -97,10 +105,15 @@ def overrides(folder: Path, rollouts: int, *, tiny: bool) -> list[str]:
         return [*keys, "model.dtype=float32", "learner.micro_batch_tokens=512"]
     return [
         *keys,
+        "engine.engines=1",
+        "engine.tensor_parallel=1",
         "engine.colocate=true",
         "engine.gpus_per_engine=0.6",
+        # Of the GPU, beside a learner at rest.
+        "engine.gpu_memory_utilization=0.65",
         "engine.kv_cache_gib=12",
         f"engine.max_num_seqs={rollouts}",
+        "learner.workers=1",
         "learner.gpus_per_worker=0.4",
         "learner.base_precision=int8",
         f"learner.micro_batch_tokens={asked + 64 + length}",
@@ -112,14 +125,27 @@ def configured(keys: Sequence[str], *, tiny: bool) -> DracoConfig:
     return with_checkpointing(load_config("cpu" if tiny else "qwen3.6-27b", list(keys), setting="random"))
 
 
-def layers_that_fit(config: DracoConfig, shape: ModelShape, gpu: int) -> int:
+def layers_that_fit(config: DracoConfig, model: str, gpu: int, folder: Path) -> int:
     """The most layers with which `draco plan` has no objection; 0 where there is none."""
-    reserved = int(Assumptions().reserved_gib * GIB)
-    for layers in range(len(shape.layers), 0, -LAYERS_AT_A_TIME):
-        # Layers are counted from the end, so that a multiple of the pattern is left.
-        if not memory_problems(config, replace(shape, layers=shape.layers[:layers]), gpu, reserved):
+    reserved, file = int(Assumptions().reserved_gib * GIB), folder / "planned.json"
+    public = PUBLIC_CONFIGS[gpu_check.MODELS[model]]
+    for layers in range(public["num_hidden_layers"], 0, -LAYERS_AT_A_TIME):
+        file.write_text(json.dumps(public | {"num_hidden_layers": layers}), encoding="utf-8")
+        if not memory_problems(config, model_shape(config.model.path, file), gpu, reserved):
             return layers
     return 0
+
+
+def comparison(found: Sequence[dict[str, Any]], model: str) -> str:
+    """Published figures, with our line in each of their two definitions."""
+    ours = {each["name"]: each["value"] for each in found}
+    mfu = f"{ours['learner: MFU']:.0f} %" if "learner: MFU" in ours else ""
+    step = next((f"{value:.0f} s" for name, value in ours.items() if name.startswith("step ")), "")
+    rows = [
+        f"| ours | {model}, LoRA | {ours['learning: tokens']:,.0f} | as prime-rl's | {mfu} | |",
+        f"| ours | {model}, LoRA | {ours['step: tokens']:,.0f} | as NeMo RL's; one GPU does both | | {step} |",
+    ]
+    return PUBLISHED + "\n".join(rows)
 
 
 @contextlib.contextmanager
@@ -232,8 +258,7 @@ def measured(model: str, layers: int, rollouts: int, log: Path, *, tiny: bool) -
         if tiny:
             layers = layers or LAYERS_AT_A_TIME
         else:
-            public = model_shape(gpu_check.MODELS[model])
-            layers = layers or layers_that_fit(configured(keys, tiny=False), public, gpu)
+            layers = layers or layers_that_fit(configured(keys, tiny=False), model, gpu, root)
             if layers == 0:
                 return {"failed": f"{model}: no layer fits into {gpu / GIB:.0f} GiB beside embeddings and caches"}
         began = time.monotonic()
@@ -286,6 +311,8 @@ def main(
     result["parts"][key] = found
     out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     print(gpu_check.table({"parts": {key: found}}))
+    if any(each["name"] == "learning: tokens" for each in found.get("figures", ())):
+        print(comparison(found["figures"], model))
     if "failed" in found:
         sys.exit("gpu-step: failed")
 
