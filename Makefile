@@ -23,7 +23,7 @@ export LITELLM_LOCAL_MODEL_COST_MAP := True
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-gpu setup-verifiers install-check lock lock-hashes lock-gpu world demo demo-real example-shop sample example-desk example-parcels example-hangman bench bench-overlap bench-judge-plans bench-judge-throughput bench-learner bench-intervals bench-staleness gpu-check gpu-step ablation bench-noise chaos mutate-method adapters-check frameworks-check check format docs test test-deployment test-all test-failed test-fast fuzz-replies clean release-check
+.PHONY: help setup setup-gpu setup-verifiers install-check lock lock-hashes lock-gpu world demo demo-real example-shop sample example-desk example-parcels example-hangman bench bench-overlap bench-judge-plans bench-judge-throughput bench-learner bench-intervals bench-staleness gpu-check gpu-step gpu-library ablation bench-noise chaos mutate-method adapters-check frameworks-check check format docs test test-deployment test-all test-failed test-fast fuzz-replies clean release-check
 
 # List the targets.
 help:
@@ -245,6 +245,13 @@ gpu-step:
 		$(if $(GPU_PYTHON),true,$(MAKE) $(GPU_VENV)/.ready) && \
 		PYTHONPATH=$(CURDIR) $(or $(GPU_PYTHON),$(GPU_VENV)/bin/python) jobs/gpu_step.py $(ARGS); \
 	else echo "gpu-step: skipped: no GPU"; fi
+
+# SmolLM2-135M on examples/library by draco train and by TRL, on one GPU; on CPUs: make gpu-library ARGS=--tiny GPU_PYTHON=.venv-bench/bin/python.
+gpu-library:
+	@if [ -n "$(findstring --tiny,$(ARGS))" ] || nvidia-smi --list-gpus 2> /dev/null | grep -q .; then \
+		$(if $(GPU_PYTHON),true,$(MAKE) $(GPU_VENV)/.bench-ready) && \
+		PYTHONPATH=$(CURDIR) $(or $(GPU_PYTHON),$(GPU_VENV)/bin/python) jobs/gpu_library.py $(ARGS); \
+	else echo "gpu-library: skipped: no GPU"; fi
 
 # Steps an hour and held-out gain at each train.staleness, over seeds, e.g. make bench-staleness ARGS="--steps 6 --seeds 1" (nights).
 bench-staleness: world
