@@ -23,7 +23,7 @@ export LITELLM_LOCAL_MODEL_COST_MAP := True
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-gpu setup-verifiers install-check lock lock-hashes lock-gpu world demo demo-real example-shop sample example-desk example-parcels example-hangman bench bench-overlap bench-judge-plans bench-judge-throughput bench-learner bench-intervals bench-staleness gpu-check gpu-step gpu-library ablation bench-noise chaos mutate-method adapters-check frameworks-check check format docs test test-deployment test-all test-failed test-fast fuzz-replies clean release-check
+.PHONY: help setup setup-gpu setup-verifiers install-check lock lock-hashes lock-gpu world demo demo-real example-shop sample example-desk example-parcels example-hangman example-repairs bench bench-overlap bench-judge-plans bench-judge-throughput bench-learner bench-intervals bench-staleness gpu-check gpu-step gpu-library ablation bench-noise chaos mutate-method adapters-check frameworks-check check format docs test test-deployment test-all test-failed test-fast fuzz-replies clean release-check
 
 # List the targets.
 help:
@@ -190,6 +190,15 @@ example-hangman: setup setup-verifiers
 	$(DRACO_VERIFIERS_PYTHON) examples/parcels/demonstrations.py hangman .cache/hangman/demonstrations.jsonl
 	$(DRACO) sft examples/parcels/hangman.yaml .cache/hangman/demonstrations.jsonl --new --epochs 3 --out .cache/hangman/policy
 	$(DRACO) train examples/parcels/hangman.yaml model.path=.cache/hangman/policy $(ARGS)
+
+# Train mini-swe-agent, from its package in an environment of its own, on toy repositories (examples/repairs): one step.
+example-repairs: export PATH := $(CURDIR)/.venv-agents/bin:$(PATH)
+example-repairs: setup
+	test -x .venv-agents/bin/mini || ($(PYTHON) -m venv .venv-agents && .venv-agents/bin/pip install --quiet mini-swe-agent==2.4.6)
+	test -d .cache/models/smollm2-135m || $(DRACO) model fetch smollm2-135m
+	$(DRACO) train examples/repairs/repairs.yaml --resume-or-start run.name=repairs run.root=.cache/repairs $(ARGS)
+	$(DRACO) runs show .cache/repairs/repairs
+	grep -o '"grad_norm": [^,}]*' .cache/repairs/repairs/metrics.jsonl
 
 # Train all four examples from nothing and print what each gains on held-out tasks (ten minutes each).
 .PHONY: examples

@@ -1,0 +1,3 @@
+from slug import slug
+
+assert slug("Hello Big World") == "hello-big-world"
