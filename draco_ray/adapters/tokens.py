@@ -89,7 +89,7 @@ def advantage_matrix(
     if not len(advantages) == len(qualities) == len(acted) == len(mask_BT):
         raise ValueError(
             f"{len(advantages)} advantages, {len(qualities)} qualities, {len(acted)} turns and {len(mask_BT)} rows of "
-            "the mask: expected one of each a response"
+            "the mask: expected one of each per response"
         )
     rows = [token_advantages(*each) for each in zip(advantages, qualities, acted, mask_BT, strict=True)]
     return np.stack(rows) if rows else np.zeros(mask_BT.shape, dtype=np.float32)

@@ -108,7 +108,7 @@ class StepCreditManager(agent_loop_tq.AgentLoopManagerTQ):
     def __init__(self, config: Any, *arguments: Any, **options: Any) -> None:
         if config.algorithm.adv_estimator != ESTIMATOR:
             raise ConfigError(
-                f"verl: algorithm.adv_estimator={config.algorithm.adv_estimator} spreads no step credit; expected "
+                f"verl: algorithm.adv_estimator={config.algorithm.adv_estimator} does not use step credit; expected "
                 f"{ESTIMATOR}"
             )
         attach(config)

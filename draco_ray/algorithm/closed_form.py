@@ -103,7 +103,7 @@ def _attributions(cited: Citations, verdict_K: IntArray) -> Sequence[Attribution
     for named, steps, verdict in by_criterion:
         criterion = _whole("a criterion", named)
         if not 0 <= criterion < len(verdict_K):
-            raise ValueError(f"citation of criterion {criterion} of a rubric of {len(verdict_K)}")
+            raise ValueError(f"criterion {criterion} is cited, but the rubric has {len(verdict_K)} criteria")
         if isinstance(steps, str) or not np.iterable(steps):
             raise ValueError(f"citation of criterion {criterion}: its steps are {steps!r}, expected a list of numbers")
         said = int(verdict_K[criterion]) if verdict is None else verdict

@@ -88,7 +88,7 @@ def check_world(start: Start) -> None:
         raise
     except TimeoutError:
         raise EnvironmentCrashed(
-            f"environment.use={config.environment.use}: task {task} has not begun in twice "
+            f"environment.use={config.environment.use}: task {task} did not start within twice "
             f"environment.start_timeout_seconds={config.environment.start_timeout_seconds:g}; raise it, or see what "
             "its tools wait for"
         ) from None

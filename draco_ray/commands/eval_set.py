@@ -135,7 +135,7 @@ def read_set(options: EvalSetOptions) -> tuple[EvaluationSet, Path]:
         tree["overrides"] = [*(own if isinstance(own, list) else [own]), *words]
     out = options.out or (None if file is None else Path("evaluations") / file.stem)
     if out is None:
-        raise ConfigError("--out: expected the folder of the set")
+        raise ConfigError("--out: expected a folder for the evaluation set")
     return parse_set(tree, "draco eval-set" if file is None else f"eval-set {file}"), out.resolve()
 
 

@@ -124,7 +124,9 @@ def _check_named(
             f"--pairing {POLICY}: a policy cannot compare its own criteria; name a third model or {RULES}"
         )
     elif not writing:
-        raise ConfigError("--pairing: only verdicts were asked about; add --phase stage1, stage2 or union")
+        raise ConfigError(
+            "--pairing compares criteria, but only verdicts were requested; add --phase stage1, stage2 or union"
+        )
 
 
 class _Replay:

@@ -183,7 +183,7 @@ def judge_canary(
         raise CanaryFailed(
             f"{where}: without any adapter engine and learner differ by {reading.base_gap_mean:.4f} nats a token on "
             f"average; expected at most {OTHER_BASE:g} times engine.canary_tolerance = {tolerance}; "
-            "they hold other base models: compare what model.path leads to on their nodes"
+            "they loaded different base models: compare the files behind model.path on their nodes"
         )
     silent = reading.shift_max == reading.noise_max == 0 and bool(np.any(learner_T != learner_off_T))
     if moved and silent:
@@ -204,8 +204,8 @@ def judge_canary(
         raise CanaryFailed(
             f"{where}: the engine's answers are nearer to the base model than to what was trained, by "
             f"{-reading.nearness:.1f} standard errors (gap {reading.gap_mean:.4f} nats a token, "
-            f"{reading.base_gap_mean:.4f} without the adapter): its adapter is not live, or not this one; compare the "
-            "adapter's tensor names with the engine's modules"
+            f"{reading.base_gap_mean:.4f} without the adapter): the adapter is not loaded, or another one is; compare "
+            "the adapter's tensor names with the engine's modules"
         )
     return reading
 

@@ -403,12 +403,12 @@ def read_book(folder: Path, run: str = "") -> Book:
                 if connection.execute("SELECT 1 FROM sqlite_schema WHERE name = 'requests'").fetchone():
                     found = connection.execute("SELECT number, most, dollars FROM requests").fetchall()
         except sqlite3.Error as error:
-            raise StoreError(f"the book of judge requests in {file} cannot be read: {error}; {RESTORE}") from None
+            raise StoreError(f"the log of judge requests {file} cannot be read: {error}; {RESTORE}") from None
     for number, *amounts in found:
         # A received file may hold anything: a negative amount would enlarge the budget.
         if not isinstance(number, str) or not all(map(_is_amount, amounts)) or amounts[0] is None:
             raise StoreError(
-                f"the book of judge requests in {file} cannot be read: request {str(number)[:80]!a} is said to cost "
+                f"the log of judge requests {file} cannot be read: request {str(number)[:80]!a} is said to cost "
                 f"{str(amounts)[:80]}; expected its number, the most in dollars, and dollars or nothing"
             )
     mine = [row for row in found if row[0].startswith(run)]
@@ -432,7 +432,7 @@ def release_unanswered(folder: Path) -> float:
             with contextlib.closing(sqlite3.connect(folder / FILE, timeout=BUSY_SECONDS)) as connection, connection:
                 connection.execute("UPDATE requests SET dollars = 0.0 WHERE dollars IS NULL")
         except sqlite3.Error as error:
-            raise StoreError(f"the book of judge requests in {folder / FILE} cannot be written: {error}") from None
+            raise StoreError(f"the log of judge requests {folder / FILE} cannot be written: {error}") from None
     return freed
 
 

@@ -113,7 +113,7 @@ def _below(node: object, name: str = "", depth: int = 0) -> Iterator[object]:
     """The spans in an export at any depth; ``name`` is the field of the node."""
     holder = None if not isinstance(node, Mapping) or _is_span(node) else next((h for h in HOLDERS if h in node), None)
     if depth > MAX_DEPTH:
-        raise BadTrace("no spans in it, but lists in lists")
+        raise BadTrace("expected a list of spans, found lists of lists")
     if isinstance(node, list):
         for each in node:
             yield from _below(each, name, depth + 1)

@@ -127,7 +127,7 @@ def _with_calls(name: str, message: Mapping[str, Any]) -> Mapping[str, Any]:
     if not calls and not str(message["content"]).strip():
         raise ConfigError(f"{name}: a turn of the assistant that says nothing and calls nothing")
     if message.get("weight") not in (None, 0, 1):
-        raise ConfigError(f"{name}: weight {message['weight']!r}: expected 0, a turn that is not learned, or 1")
+        raise ConfigError(f"{name}: weight {message['weight']!r}: expected 1, or 0 for a turn that is not trained on")
     # Servers use different names for it.
     reasoning = message.get("reasoning_content") or message.get("reasoning") or ""
     if not isinstance(reasoning, str):

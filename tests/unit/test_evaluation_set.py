@@ -105,7 +105,7 @@ def test_arguments_that_do_not_go_together_are_refused(tmp_path: Path) -> None:
     file.write_text("settings: {a: starter}\nsplits: dev\n", encoding="utf-8")
     run = a_run(tmp_path / "run", [1])
     for options, said in (
-        (asked(splits=("dev",), settings=("a=starter",)), "--out: expected the folder of the set"),
+        (asked(splits=("dev",), settings=("a=starter",)), "--out: expected a folder for the evaluation set"),
         (asked(str(file), settings=("b=starter",)), "names settings already"),
         (asked(str(file), last_epochs=2), "--last-epochs: is about run directories of --setting"),
         (asked(settings=("starter",)), "--setting 'starter': expected LABEL=POLICY"),

@@ -308,7 +308,7 @@ def test_a_damaged_book_is_said(tmp_path: Path) -> None:
     (tmp_path / FILE).write_bytes(b"not a database" * 1000)
     with pytest.raises(StoreError) as problem:
         read_book(tmp_path)
-    assert f"the book of judge requests in {tmp_path / FILE} cannot be read: file is not a database; restore" in str(
+    assert f"the log of judge requests {tmp_path / FILE} cannot be read: file is not a database; restore" in str(
         problem.value
     )
 
@@ -327,7 +327,7 @@ def test_a_book_that_does_not_say_dollars_is_named(tmp_path: Path, row: tuple[ob
     with sqlite3.connect(tmp_path / FILE) as file:
         file.execute("INSERT INTO requests VALUES (?, ?, ?)", row)
     for run in ("", "other/"):
-        with pytest.raises(StoreError, match="the book of judge requests in .* cannot be read: request ") as problem:
+        with pytest.raises(StoreError, match="the log of judge requests .* cannot be read: request ") as problem:
             read_book(tmp_path, run)
         assert "\n" not in str(problem.value)
 

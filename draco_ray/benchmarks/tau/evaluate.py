@@ -182,7 +182,7 @@ def sent_temperatures(config: TauBenchConfig, policies: Sequence[TauPolicy]) -> 
         refused = [name for name in names if settings.temperature is not None and not sampling(settings, name)]
         if refused:
             log.warning(
-                "tau_bench.%s.temperature=%g is not sent, and the evaluation says null: %s takes none",
+                "tau_bench.%s.temperature=%g is not sent and recorded as null: %s does not accept a temperature",
                 *(role, settings.temperature, ", ".join(refused)),
             )
         found[role] = None if refused else settings.temperature
