@@ -72,7 +72,7 @@ def test_an_example_longer_than_the_budget_is_a_batch_of_its_own() -> None:
 @pytest.mark.parametrize("bfloat16", [True, False])
 def test_training_learns_what_is_sampled_and_is_reproducible(bfloat16: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the CPU can, and what is served is bfloat16 in either case."""
-    monkeypatch.setattr(train_module, "_has_bfloat16", lambda: bfloat16)
+    monkeypatch.setattr(train_module, "has_bfloat16", lambda: bfloat16)
     shown = examples(24)
     weights = []
     for _ in range(2):

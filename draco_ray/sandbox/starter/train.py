@@ -12,6 +12,7 @@ import torch
 from torch.nn import functional
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
+from draco_ray.config.machine import has_bfloat16
 from draco_ray.sandbox.starter.settings import StarterSettings
 
 OnUpdate = Callable[[int, int, float], None]
@@ -76,7 +77,7 @@ def train(
     saved_dtype = model.dtype
     weights = list(model.parameters())
     masters = [weight.detach().float().clone() for weight in weights]
-    if not _has_bfloat16():
+    if not has_bfloat16():
         model.float()
     optimizer = torch.optim.AdamW(
         masters, lr=settings.learning_rate, betas=(0.9, 0.98), weight_decay=settings.weight_decay
@@ -108,11 +109,6 @@ def train(
         model.eval()
     model.to(saved_dtype)
     return epoch_loss
-
-
-def _has_bfloat16() -> bool:
-    """Whether the CPU multiplies bfloat16 matrices by instructions of its own."""
-    return torch.backends.mkldnn.is_available() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def batches(examples: Sequence[Example], batch_tokens: int, order: np.random.Generator) -> list[list[int]]:
