@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
+import sys
 import sysconfig
 from pathlib import Path
 from typing import Any
@@ -44,6 +46,41 @@ def run(script: str, variable: str, usual: str, **settings: str) -> Any:
     return json.loads(done.stdout.splitlines()[-1])
 
 
+TRAINERS = REPOSITORY / "examples" / "trainers"
+PROGRAMS = {
+    "trl": ("DRACO_TRL_PYTHON", ".venv-bench"),
+    **{
+        name: (f"DRACO_{name.upper()}_PYTHON", f".venv-adapter-{name}")
+        for name in ("skyrl", "openrlhf", "tinker", "art", "inspect", "verifiers")
+    },
+}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_programs_imports_exist(name: str, tmp_path: Path) -> None:
+    variable, usual = PROGRAMS[name]
+    programs = [*TRAINERS.glob(f"{name}/*.py")]
+    if name == "trl":
+        text = (REPOSITORY / "docs" / "adapters.md").read_text(encoding="utf-8")
+        (block,) = re.findall(r"^```python\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL)
+        programs.append(tmp_path / "page.py")
+        programs[-1].write_text(block, encoding="utf-8")
+    assert programs
+    found = run("programs", variable, f"{usual}/bin/python", PROGRAMS=" ".join(map(str, programs)))
+    assert [*found] == [str(path) for path in programs]
+    # Undefined names, of what is not run here too.
+    subprocess.run([sys.executable, "-m", "ruff", "check", "--isolated", "--select=F,E9", *programs], check=True)
+
+
+def test_configurations_name_what_exists() -> None:
+    for name in ("verl/run.sh", "slime/draco.yaml", "prime_rl/run.toml"):
+        named = re.findall(r"draco_ray\.adapters\.(\w+)\.(\w+)", (TRAINERS / name).read_text(encoding="utf-8"))
+        assert named
+        for module, each in named:
+            source = (REPOSITORY / "draco_ray" / "adapters" / f"{module}.py").read_text(encoding="utf-8")
+            assert re.search(rf"^(class|def) {each}\b", source, flags=re.MULTILINE), f"{name}: {each}"
+
+
 FLIGHTS = ("DL9", "UA1", "UA1", "XX0")
 
 
@@ -74,6 +111,7 @@ def test_trls_trainer_is_pushed_by_our_advantages_through_its_own_tool_loop() ->
     assert {row["step"] for row in found["rows"]} == {0, 1, 2, 3}
     assert found["moved"]
     assert found["counts"] == {"spread": 6, "failed": 2}
+    assert "no verdict" in found["stale"]
 
 
 def test_trls_trainer_judges_a_group_that_is_split_over_two_processes_as_one() -> None:
@@ -97,6 +135,7 @@ def test_trls_asynchronous_trainer_is_pushed_by_our_advantages() -> None:
     assert {row["flight"] for row in found["rows"]} == set(FLIGHTS)
     assert found["moved"]
     assert set(found["counts"]) == {"spread", "failed"}
+    assert "no verdict" in found["stale"]
 
 
 def test_traces_of_verifiers_get_rewards_and_advantages() -> None:
@@ -184,6 +223,8 @@ def test_skyrls_policy_loss_passes_our_advantages_on() -> None:
     for turn, row in zip(turns, rows, strict=True):
         assert row == pytest.approx(turn, rel=1e-5)
     assert whole["counts"] == step_wise["counts"] == {"spread": 6}
+    assert "no verdict" in whole["stale"]
+    assert "no verdict" in step_wise["stale"]
 
 
 def test_openrlhfs_policy_loss_passes_our_advantages_on() -> None:
@@ -243,6 +284,8 @@ def test_tinkers_data_hold_our_advantages() -> None:
         assert [advantage for advantage, _ in pairs] == pytest.approx(np.repeat(values, tokens).tolist(), rel=1e-5)
     assert [len(data) for data in found["cookbook"]] == [1, 2]
     plain = found["plain"]
+    # A verdict on another number of turns leaves the advantage as it is.
+    assert found["stale"]["advantages"] == plain["advantages"]
     assert {name: plain[name] for name in found["ours"]} == found["ours"]
 
 

@@ -72,6 +72,17 @@ def said(flight: str) -> list[dict[str, Any]]:
     ]
 
 
+def refusal(call: Any, *arguments: Any) -> str:
+    """What the error says that this call raises for a trajectory without a verdict."""
+    from draco_ray.adapters.verdicts import MissingVerdict
+
+    try:
+        call(*arguments)
+    except MissingVerdict as error:
+        return str(error)
+    raise AssertionError("a stale sample was not noticed")
+
+
 def emit(value: Any) -> None:
     """Print the result on the last line."""
     print("\n" + json.dumps(value))

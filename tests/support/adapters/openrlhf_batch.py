@@ -15,7 +15,7 @@ import peft  # noqa: F401
 import transformers.trainer  # noqa: F401
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer  # noqa: F401
 
-from tests.support.adapters import ASK, CannedOnce, emit
+from tests.support.adapters import ASK, CannedOnce, emit, refusal
 from tests.support.adapters.verl_runs import mask_of, text_of, token_ids
 
 # After transformers and peft, which would look at their versions.
@@ -131,7 +131,6 @@ def main() -> None:
     from openrlhf.trainer.ppo_utils import experience_maker, split_experience_batch
 
     from draco_ray.adapters.openrlhf import OpenRLHFCredit
-    from draco_ray.adapters.verdicts import MissingVerdict
     from draco_ray.errors import ConfigError
 
     experience_maker.ray = SimpleNamespace(put=lambda value: value, get=lambda value: value)
@@ -164,10 +163,7 @@ def main() -> None:
         found[estimator] = {"rows": rows, "counts": credit.store.counts}
     stale = trainer.experience_maker.make_experience(trainer.experience_maker.split_rollout_samples(samples()))
     stale[0].sequences[0, 2] += 50
-    try:
-        trainer.experience_maker.compute_advantages_and_returns(stale)
-    except MissingVerdict as error:
-        found["stale"] = str(error)
+    found["stale"] = refusal(trainer.experience_maker.compute_advantages_and_returns, stale)
     try:
         credit.experience_maker(experience_maker.RemoteExperienceMaker)(
             None, None, None, None, None, SimpleNamespace(args=arguments("gae")), Words()

@@ -12,7 +12,7 @@ import typing_extensions
 # SkyRL 0.3.0 has TypedDicts that pydantic 2.14 refuses on Python 3.11.
 typing.TypedDict = typing_extensions.TypedDict
 
-from tests.support.adapters import ASK, CannedOnce, emit, said  # noqa: E402
+from tests.support.adapters import ASK, CannedOnce, emit, refusal, said  # noqa: E402
 
 FLIGHTS = ("DL9", "UA1", "UA1", "XX0")
 LENGTHS = (3, 2, 4, 2, 2)
@@ -92,9 +92,12 @@ def main() -> None:
                 "ids": [row[row > 0].tolist() for row in batch["sequences"][:, -mask.shape[1] :]],
                 "mask": mask.tolist(),
                 "pushed": (-gradient / scale).tolist(),
-                "counts": credit.store.counts,
+                "counts": credit.store.counts.copy(),
             }
         )
+        # Sampled tokens that were not judged.
+        batch["sequences"][:, -mask.shape[1] :][mask != 0] += 1
+        found[-1]["stale"] = refusal(trainer.compute_advantages_and_returns, batch)
     emit(found)
 
 

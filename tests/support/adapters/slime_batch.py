@@ -22,7 +22,7 @@ for name in ("megatron", "megatron.core"):
     sys.modules[name] = ModuleType(name)
 sys.modules["megatron.core"].mpu = MPU  # type: ignore[attr-defined]
 
-from tests.support.adapters import ASK, CannedOnce, emit  # noqa: E402
+from tests.support.adapters import ASK, CannedOnce, emit, refusal  # noqa: E402
 from tests.support.adapters.verl_runs import FLIGHTS, mask_of, text_of, token_ids  # noqa: E402
 
 
@@ -108,7 +108,6 @@ def main() -> None:
 
     from draco_ray.adapters import slime as adapter
     from draco_ray.adapters.credit import CreditJudge
-    from draco_ray.adapters.verdicts import MissingVerdict
 
     store = f"{tempfile.mkdtemp()}/verdicts.sqlite"
     processing_utils.load_tokenizer = lambda *_, **__: SimpleNamespace(decode=text_of)
@@ -124,11 +123,7 @@ def main() -> None:
             session = (row.tokens[2] - 100) // 5
             found.append({"session": session, "mask": mask, "pushed": push})
     made[1].tokens[2] += 50
-    stale = ""
-    try:
-        trained(args, made[1:2], advantages[1:2])
-    except MissingVerdict as error:
-        stale = str(error)
+    stale = refusal(trained, args, made[1:2], advantages[1:2])
     order = [FLIGHTS[(row.tokens[2] - 100) % 50 // 5] for row in made]
     emit({"rewards": rewards, "flights": order, "rows": found, "stale": stale})
 

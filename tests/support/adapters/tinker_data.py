@@ -44,6 +44,8 @@ def main() -> None:
         ]
 
     found = [shown(step_data(trajectory_to_data(trajectory(each), 0.7), verdict)) for each in (False, True)]
+    other = StepVerdict(reward=1.0, quality=(1.0, 0.25), acted=(True, True))
+    stale = shown(step_data(trajectory_to_data(trajectory(False), 0.7), other))[0]
     ids = [
         token
         for number, (n, m) in enumerate(TURNS)
@@ -51,7 +53,14 @@ def main() -> None:
     ]
     mask = [int(part == 0) for counts in TURNS for part in (0, 1) for _ in range(counts[part])]
     ours = datum([1, 2, 3], ids, mask, np.full(len(ids), -0.5), np.array(mask) * 0.7)
-    emit({"cookbook": found, "ours": shown([ours])[0], "plain": shown(trajectory_to_data(trajectory(False), 0.7))[0]})
+    emit(
+        {
+            "cookbook": found,
+            "stale": stale,
+            "ours": shown([ours])[0],
+            "plain": shown(trajectory_to_data(trajectory(False), 0.7))[0],
+        }
+    )
 
 
 if __name__ == "__main__":

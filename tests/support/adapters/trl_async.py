@@ -13,7 +13,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import pairwise
 from typing import Any
 
-from tests.support.adapters import emit
+from tests.support.adapters import emit, refusal
 from tests.support.adapters.trl_flights import FLIGHTS, JUDGE, PROMPTS, book, model_folder, search, seen, turn
 
 
@@ -88,6 +88,7 @@ def main() -> None:
         packing,
     )
 
+    from draco_ray.adapters import trl_async
     from draco_ray.adapters.trl import StepCredit
 
     packing._flash_attn = Attention
@@ -96,6 +97,7 @@ def main() -> None:
     folder = model_folder()
     tokenizer = AutoTokenizer.from_pretrained(folder)
     rows: list[dict[str, Any]] = []
+    remembered_rows: list[Any] = []
     packed: list[list[Any]] = []  # The loader is a batch ahead of the loss.
 
     class Recording(AsyncGRPOTrainer):
@@ -106,6 +108,7 @@ def main() -> None:
 
             def remembered(examples: Any) -> Any:
                 packed.append([sample for row in examples[0] for sample in row.samples])
+                remembered_rows.extend(packed[-1])
                 return collate(examples)
 
             inner.collate_fn = remembered
@@ -148,7 +151,11 @@ def main() -> None:
     before = [each.clone() for each in trainer.model.parameters()]
     trainer.train()
     moved = any(not each.equal(old) for each, old in zip(trainer.model.parameters(), before, strict=True))
-    emit({"rows": rows, "moved": moved, "counts": credit.store.counts})
+    found = {"rows": rows, "moved": moved, "counts": credit.store.counts.copy()}
+    # A row whose tokens are not those that were judged.
+    stale = {**remembered_rows[0], "input_ids": remembered_rows[0]["input_ids"] + 1}
+    found["stale"] = refusal(trl_async._row_advantages, credit, stale)
+    emit(found)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from tests.support.adapters import emit
+from tests.support.adapters import emit, refusal
 from tests.support.adapters.trl_flights import FLIGHTS, JUDGE, PROMPTS, book, model_folder, search, seen, turn
 
 
@@ -70,7 +70,10 @@ def main() -> None:
     before = [each.clone() for each in trainer.model.parameters()]
     trainer.train()
     moved = any(not each.equal(old) for each, old in zip(trainer.model.parameters(), before, strict=True))
-    found = {"rows": rows, "moved": moved, "counts": credit.store.counts}
+    found = {"rows": rows, "moved": moved, "counts": credit.store.counts.copy()}
+    # A batch in which other tokens stand than those that were judged.
+    count = len(credit._keys)
+    found["stale"] = refusal(credit.advantages, [1.0] * count, [[1]] * count, [[0]] * count)
     if "FLIGHTS_OUT" in os.environ:
         Path(os.environ["FLIGHTS_OUT"], f"{rank}.json").write_text(json.dumps(found))
     else:
