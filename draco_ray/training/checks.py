@@ -33,7 +33,7 @@ class Start:
     """A run to be started: its configuration, and results of the checks that later checks use."""
 
     config: DracoConfig
-    """The checks resolve it: the model's path becomes absolute, the judge gets the environment's facts."""
+    """The checks complete it: the model's path becomes absolute, the judge gets the environment's facts."""
     console: Console
     environment: Environment | None = None
     has_model: bool = False
@@ -55,7 +55,7 @@ def check_parts(start: Start) -> None:
 
 
 def check_environment(start: Start) -> None:
-    """Check that the environment has the tasks, and whether it can evaluate."""
+    """Check that the environment has the tasks; adapt the configuration if it cannot evaluate them."""
     config, environment = with_environment(start.config)
     environment.tasks(config.data.train_split)
     if not environment.evaluates:
@@ -157,7 +157,7 @@ def refuse(found: Sequence[DracoError]) -> None:
 
 
 def task_order(config: DracoConfig, tasks: Sequence[str], earlier: Sequence[EarlierTasks] = ()) -> TaskOrder:
-    """The order of a run's tasks. Raises: ConfigError where it is a judge's to say, and there is none."""
+    """The order of a run's tasks. Raises: ConfigError if the order needs a judge's verdicts and there is no judge."""
     train = config.train
     if config.algorithm.reward != "rubric":
         said = {"skip_solved": "what is solved", "order": "what is easy"}

@@ -22,7 +22,7 @@ from draco_ray.errors import RunStopped
 from draco_ray.judging.outage import span
 
 COST = 30
-"""Sampling memory takes at most one part in this many of the time, since the kernel walks every page."""
+"""Sampling memory takes at most 1/COST of the time; it is slow because the kernel walks every page."""
 
 
 def tree_memory_bytes() -> int:
@@ -200,7 +200,7 @@ async def in_time(work: Coroutine[Any, Any, ResultT], seconds: float | None, lat
         done, _ = await asyncio.wait({working}, timeout=seconds)
         if done:
             return working.result()
-        # Made before cancelling, since it names what is being waited for.
+        # Create the error before cancelling, since it names the operations that are still pending.
         error = late()
     finally:
         if not working.done():
