@@ -51,8 +51,8 @@ class AdapterFiles:
     def write(self, adapter: Adapter, architectures: Sequence[str]) -> Path:
         """Write one version and return its directory, whose path is used only once.
 
-        vLLM's prefix cache identifies an adapter by its path: a path used twice would return keys and values of the old
-        adapter.
+        vLLM's prefix cache identifies an adapter by its path: if a path were reused, the cache would return keys and
+        values of the old adapter.
         """
         path = self.directory / f"v{adapter.version}-{next(self._numbers)}"
         path.mkdir()

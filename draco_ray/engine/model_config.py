@@ -155,7 +155,7 @@ def matching_names(names: Sequence[str], target: str, *, layers: int, experts: i
         target: `learner.lora_target`: ``all-linear``, or a regular expression over module names.
         layers: number of decoder layers.
         experts: number of experts of a layer; 0: a dense model.
-    Raises: ConfigError if it matches none, or matches experts or routers.
+    Raises: ConfigError if ``target`` matches no layer, or matches experts or routers.
     """
     if target == "all-linear":
         return list(names)

@@ -119,12 +119,12 @@ def adopt_tasks(
     """Store the run's training tasks from ``step`` on, and print how they differ from before.
 
     Args:
-        rules: by which they are chosen from then on.
+        rules: the rules that choose tasks from then on.
 
-    Returns: what they and the rules were in earlier parts of the run, oldest first; none where that was not written
-        down.
+    Returns: the tasks and rules of earlier parts of the run, oldest first; empty if there were none or they were not
+        stored.
     Raises:
-        DamagedRun: the run directory's list of them cannot be read.
+        DamagedRun: the run directory's list of tasks cannot be read.
     """
     # A part whose steps were all rewound is run again with the present tasks.
     parts = [part for part in _task_parts(run) if part[0] <= step]
