@@ -116,7 +116,7 @@ class AgentConfig(Tree):
     """Additional environment variables for the command, besides PATH, HOME and similar ones: e.g. keys of services."""
     side_calls: tuple[Annotated[str, AfterValidator(_compiles)], ...] = ()
     """Regular expressions of requests that get no credit, e.g. for a title or a summary of the history: searched in the
-    first message of the system or user, and in the last one."""
+    first and in the last of the system and user messages."""
     timeout_seconds: float = Field(3600.0, gt=0)
     """Time limit for one run of the command; after it all the command's processes are ended."""
     tool_parser: str | None = None
@@ -128,7 +128,7 @@ class AgentConfig(Tree):
     thinking: bool = True
     """Whether turns open with a <think> block: selects the chat template's thinking mode."""
     max_turns: int = Field(50, ge=1)
-    """Maximum turns of a rollout; it then ends as turn_limit."""
+    """Maximum turns of a rollout, which ends as turn_limit after them."""
     max_prompt_length: int = Field(4096, ge=1)
     """Maximum tokens of a task's prompt; tasks with longer prompts are not trained on."""
     max_response_length: int = Field(24576, ge=1)
@@ -216,14 +216,14 @@ class EngineConfig(Tree):
     """Policy engines (vLLM)."""
 
     engines: int = Field(1, ge=1)
-    """vLLM engines."""
+    """Number of vLLM engines."""
     min_engines: int | None = Field(None, ge=1)
     """Minimum number of engines with which a run starts and continues; more, up to ``engines``, are used when the
     cluster has room for them (spot nodes). null: all."""
     tensor_parallel: int = Field(1, ge=1)
     """GPUs over which an engine's weights are split."""
     gpus_per_engine: float = Field(1.0, ge=0)
-    """0: vLLM's CPU build. With colocate, the sum of the engine's shares, e.g. 1.2 of two GPUs."""
+    """GPUs per engine; 0: vLLM's CPU build. With colocate, the sum of the engine's shares, e.g. 1.2 of two GPUs."""
     cpus_per_engine: float = Field(1.0, ge=0)
     """CPUs per PolicyEngine actor. A CPU engine uses this many threads, divided among its tensor-parallel ranks, at
     least one each."""
@@ -240,7 +240,7 @@ class EngineConfig(Tree):
     top_p: float = Field(1.0, gt=0, le=1)
     """Nucleus sampling: share of the probability mass to sample from."""
     top_k: int = Field(-1, ge=-1)
-    """-1: unrestricted."""
+    """Number of most likely tokens to sample from; -1: all."""
     canary_tolerance: float = Field(0.05, gt=0)
     """Mean |engine - learner| log-prob gap in nats that is always accepted after a sync. A larger gap stops the run if
     it exceeds both twice the first step's gap and twice the gap without the adapter, or if the gap without the adapter
@@ -295,7 +295,7 @@ class PriceTier(Tree):
     above: int = Field(ge=0)
     input: float = Field(ge=0)
     cached_input: float | None = Field(None, ge=0)
-    """null: the input price."""
+    """Price of input that is read from the provider's prompt cache; null: the input price."""
     cache_write: float | None = Field(None, ge=0)
     """Price of input that is written to the provider's prompt cache; null: the input price."""
     output: float = Field(ge=0)
@@ -306,7 +306,7 @@ class Price(Tree):
 
     input: float = Field(ge=0)
     cached_input: float | None = Field(None, ge=0)
-    """null: the input price."""
+    """Price of input that is read from the provider's prompt cache; null: the input price."""
     cache_write: float | None = Field(None, ge=0)
     """Price of input that is written to the provider's prompt cache; null: the input price."""
     output: float = Field(ge=0)
@@ -380,14 +380,14 @@ class LocalJudgeConfig(Tree):
     start_timeout_seconds: float = Field(1800.0, gt=0)
     """Maximum time for a server to load, including that for a new node; calls wait this long while none is up."""
     stall_seconds: float = Field(60.0, gt=0)
-    """Time without a token after which a server is probed; it is replaced if it does not answer within the same
-    time."""
+    """Time without a token after which a server is probed; it is replaced if it does not answer the probe within the
+    same time."""
     context_tokens: int | None = Field(None, ge=1024)
     """Maximum length of prompt and reply together; null: the model's."""
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     """Data type of the served weights; auto: the model's."""
     gpus_per_replica: float = Field(1.0, ge=0)
-    """0: vLLM's CPU build."""
+    """GPUs per server; 0: vLLM's CPU build."""
     cpus_per_replica: float = Field(1.0, ge=0)
     """CPUs that Ray reserves for a server."""
     tensor_parallel: int = Field(1, ge=1)
@@ -395,7 +395,7 @@ class LocalJudgeConfig(Tree):
     gpu_memory_utilization: float = Field(0.9, gt=0, le=1)
     """Share of a GPU's memory that a server uses."""
     kv_cache_gib: float | None = Field(None, gt=0)
-    """KV cache on the CPU; null: 1."""
+    """KV cache on the CPU in GiB; null: 1."""
     arguments: tuple[str, ...] = Field((), json_schema_extra=CONFIRMED)
     """Other arguments of ``vllm serve``, e.g. --reasoning-parser, mistral, for a judge that reasons without <think>."""
 
@@ -443,7 +443,7 @@ class JudgeConfig(Tree):
     """Environment variable with the key; null: ``<PROVIDER>_API_KEY``. The key itself never appears in a configuration,
     log or command line."""
     temperature: float | None = Field(0.1, ge=0)
-    """null: not sent. It is also not sent to models that do not accept it according to LiteLLM."""
+    """Temperature of the judge; null: not sent. It is also not sent to models that do not accept it according to LiteLLM."""
     max_tokens: int = Field(16384, ge=256)
     """Maximum tokens of a reply, including reasoning."""
     context_tokens: int | None = Field(None, ge=1024)
@@ -612,7 +612,7 @@ class LearnerConfig(Tree):
     options: dict[str, object] = Field(default_factory=dict)
     """Options that your learner defines; ray_lora has none."""
     workers: int = Field(1, ge=1)
-    """Ray Train workers."""
+    """Number of Ray Train workers."""
     sharding: Literal["none", "full"] = "none"
     """Whether each worker holds the whole base model, or only a shard of it and one complete layer at a time
     (FSDP2)."""
@@ -623,7 +623,7 @@ class LearnerConfig(Tree):
     """Workers that share each forward pass, for sequences too long for one: each computes a shard of the tokens, and
     attention for a shard of the heads (Ulysses). Must divide workers and the model's heads."""
     gpus_per_worker: float = Field(1.0, ge=0)
-    """0: learn on the CPU."""
+    """GPUs per worker; 0: learn on the CPU."""
     cpus_per_worker: float = Field(1.0, ge=0)
     """CPUs that Ray reserves for a worker."""
     lora_rank: int = Field(16, ge=1)
@@ -638,11 +638,11 @@ class LearnerConfig(Tree):
     sft_learning_rate: float | None = Field(None, gt=0)
     """Learning rate of `draco sft`; null: learning_rate."""
     adam_beta1: float = Field(0.9, ge=0, lt=1)
-    """Of AdamW."""
+    """AdamW's beta1."""
     adam_beta2: float = Field(0.999, ge=0, lt=1)
-    """Of AdamW."""
+    """AdamW's beta2."""
     weight_decay: float = Field(0.01, ge=0)
-    """Of AdamW."""
+    """AdamW's weight decay."""
     max_grad_norm: float = Field(1.0, gt=0)
     """Gradients are clipped to this norm."""
     clip_low: float = Field(0.2, ge=0)
@@ -789,7 +789,7 @@ class TauModelConfig(Tree):
     """Environment variable with the key; null: ``<PROVIDER>_API_KEY``. For providers other than openai/ and
     hosted_vllm/ it must have LiteLLM's name."""
     temperature: float | None = Field(0.0, ge=0)
-    """null: not sent."""
+    """Temperature of sampling; null: not sent."""
 
 
 class TauEmbedderConfig(Tree):
@@ -886,7 +886,7 @@ class RunConfig(Tree):
     local: Path | None = Field(None, json_schema_extra=CONFIRMED)
     """If run.root is an object store: local folder of running runs. null: a private one in this user's cache."""
     name: FileName | None = None
-    """null: <setting>-<date>-<time>-<random>."""
+    """Name of the run; null: <setting>-<date>-<time>-<random>."""
     trackers: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = ("tensorboard",)
     """Trackers that get each step's metrics besides metrics.jsonl; wandb and mlflow are extras of the package."""
 

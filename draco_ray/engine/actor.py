@@ -147,7 +147,7 @@ class EngineProcess:
     """State of an engine's process."""
 
     identity: str
-    """Unique to the process."""
+    """Random id, unique to the process."""
     node: str
     """Ray's id of the node."""
     serves: bool
@@ -261,7 +261,7 @@ class PolicyEngineActor:
             await self._engine.sleep()
 
     async def wake(self) -> None:
-        """Take the GPU back."""
+        """Load the weights onto the GPU again and admit waiting calls."""
         await self._started.wait()
         async with self._alive():
             await self._engine.wake()
@@ -305,7 +305,7 @@ class PolicyEngineActor:
 
 
 def _end_process() -> None:
-    """Kill this process and its children, since a stopped child would not notice the end of its parent.
+    """Kill this process and its children, since a suspended child would not notice the end of its parent.
 
     An exception would not do: Ray retries calls whose process died, but not calls that raised.
     """

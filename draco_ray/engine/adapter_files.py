@@ -20,7 +20,7 @@ WRAPPER = "ForConditionalGeneration"
 
 
 class AdapterFiles:
-    """One engine's adapter versions, in a private directory that also holds vLLM's sockets.
+    """The adapter versions of one engine, in a private directory that also holds vLLM's sockets.
 
     The directory is usually in memory (/dev/shm). The next engine that starts removes the files of a killed engine
     (`draco_ray.temp_dirs`).

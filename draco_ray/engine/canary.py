@@ -74,7 +74,7 @@ class Probe(NamedTuple):
     """Tokens on which engine and learner are compared."""
 
     token_ids: list[int]
-    """At least 2."""
+    """At least 2 token ids."""
     compared_T: BoolArray
     """Mask over ``token_ids[1:]`` of the compared tokens, which the policy sampled."""
     learner_T: FloatArray

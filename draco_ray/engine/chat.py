@@ -212,7 +212,7 @@ class ChatTokens:
             ) from error
 
     def written_call(self) -> str:
-        """A call of a function ``NAME`` as written by the template, up to the value of its argument.
+        """How the template writes a call of a function ``NAME``, up to the value of its argument.
 
         Raises: ConfigError: the template does not show tools, or has no place for calls and results.
         """
@@ -359,11 +359,11 @@ class ChatTokens:
         return [self._ids.get(id_, id_) for id_ in self._encoder.encode(spelled, add_special_tokens=False).ids]
 
     def _encode_turn(self, text: str, hidden: list[str]) -> list[int]:
-        """Token ids of text after the beginning of a turn."""
+        """Token ids of a turn's text, which follows the template's beginning of a turn."""
         opened = self._render([{"role": "user", "content": "-"}])
         tail = opened[[match.start() for match in self._control_pattern.finditer(opened)][-1] :]
         before, whole = self._encode(tail, []), self._encode(tail + text, hidden)
-        # Tokenized separately, because some tokenizers would merge characters across the beginning of the turn.
+        # If the tokenizer merges characters across the beginning of the turn, tokenize the text separately.
         return whole[len(before) :] if whole[: len(before)] == before else self._encode(text, hidden)
 
     def _check_tokens(self) -> None:

@@ -83,7 +83,7 @@ class EngineFleet:
             EngineError: the model cannot be loaded.
         """
         self._failed = asyncio.get_running_loop().create_future()
-        # Mark its exception as retrieved: calls to a lost engine raise their own errors.
+        # Mark the future's exception as retrieved: calls to a lost engine raise their own errors.
         self._failed.add_done_callback(lambda failed: failed.cancelled() or failed.exception())
         self._watched.open()
         await self._until(lambda: self.workers.up >= self._fewest and not self._loading)

@@ -129,7 +129,7 @@ def build_model(config: Mapping[str, Any], source: str) -> tuple[Any, Any]:
         made.get_text_config().allow_global_per_layer_attribute_access = True
         with torch.device("meta"):
             return AutoModelForCausalLM.from_config(made, attn_implementation="eager"), made.get_text_config()
-    except Exception as error:  # Of many types, depending on the wrong value.
+    except Exception as error:  # The type depends on which value is wrong.
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
         raise ConfigError(
             f"model config {source}: transformers builds no language model of model_type {kind!r} from it ({reason})"

@@ -25,7 +25,7 @@ def load_tokenizer(path: str, chat_template: str | None = None) -> Any:
     Args:
         path: a model directory, or a name on the model hub.
         chat_template: `model.chat_template`.
-    Raises: EngineError, one line, where there is none; ConfigError for an unknown chat template.
+    Raises: EngineError, one line, if there is no tokenizer; ConfigError for an unknown chat template.
     """
     tokenizer = _load(path)
     if chat_template is not None:

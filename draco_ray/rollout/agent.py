@@ -2,7 +2,7 @@
 
 ::
 
-    Agent ──► Conversation (what was said so far, and its tokens) ──► an engine, or an API
+    Agent ──► Conversation (the messages so far, and their tokens) ──► an engine, or an API
       └─────► World (draco_ray.environments.base)
 
 An agent interprets turns and chooses what the policy sees next; a conversation samples and records the tokens.
@@ -106,7 +106,7 @@ class PolicyTurn:
     """A turn of the policy."""
 
     text: str
-    """Decoded, without the end-of-turn token."""
+    """The decoded turn, without the end-of-turn token."""
     cut: bool
     """Whether a length limit ended the turn."""
     opens_thinking: bool = False
@@ -142,7 +142,7 @@ class Conversation(Protocol):
     def keep(self, step: int) -> tuple[int, int]:
         """Record the sampled turn as ``step`` (from 0), or as `GAP`.
 
-        Returns: the first token and the one after the last.
+        Returns: the positions of its first token and after its last token.
         """
         ...
 

@@ -37,7 +37,7 @@ class Harness(Tree):
     """The first version that was tested, and the first that is too new."""
 
     def fill(self, words: list[str], variables: Mapping[str, str], prompt: str) -> tuple[list[str], dict[str, str]]:
-        """Fill the placeholders. Returns: the words of the command, and variables beside the given ones."""
+        """Fill the placeholders. Returns: the command's words, and the variables to add to the given ones."""
         values: dict[str, str] = {**variables, "prompt": prompt, "model": variables["DRACO_MODEL"]}
 
         def filled(text: str) -> str:

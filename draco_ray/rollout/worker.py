@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 EPISODES = "episodes"
 """Folder in the directory of a run or an evaluation, for files that worlds keep."""
 Policies = Callable[[AgentConfig], list[Policy]]
-"""Creates, in a worker, the policies it samples from: engines of this run, or an API."""
+"""Creates, in a worker, the policies that it samples from, which use engines of this run or an API."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +79,7 @@ class RolloutWorkerActor:
         ]
         for slot in self._slots:
             slot.container = agent.container
-        # Passed by the driver, because the file may not exist on this host.
+        # The driver passes the template's text, because the file may not exist on this host.
         template = template or agent_template(agent.prompt, self._slots[0].agent_prompt)
         kind = find_agent(agent.use)
         self._agents = [kind(policy, agent, template) for policy in policies(agent)]
@@ -218,7 +218,7 @@ def rollout_starter(
         ConfigError: the agent cannot use these policies.
     """
     if (check := getattr(find_agent(agent.use), "check", None)) is not None:
-        # Checked here, because a worker that cannot start is only retried.
+        # Check in the driver, because a worker that cannot start would be retried without an error.
         check(agent, policies)
     remote = ray.remote(RolloutWorkerActor)
     # Workers may have another working directory.

@@ -96,7 +96,7 @@ def _counters(path: Path) -> dict[str, Any]:
         raise ValueError("expected the keys updates, checkpoint and sha256")
     if type(counters["updates"]) is not int or not isinstance(counters["sha256"], dict):
         raise ValueError("expected a number of updates, and SHA-256 by file")
-    # A folder may have been copied to another name, but not to another step's.
+    # A checkpoint may be copied to a folder of any name except another step's.
     step, written = STEP.fullmatch(path.parent.name), counters["checkpoint"]
     if step is not None and written != step[0]:
         raise ValueError(f"of checkpoint {str(written)[:50]!r}")

@@ -4,7 +4,7 @@
 
     run.json                          schema version, and whose configuration it is (`draco_ray.config.origin`)
     config.yaml                       the resolved configuration
-    metrics.jsonl                     one line a training step
+    metrics.jsonl                     one line per training step
     manifest.json                     SHA-256 digests of finished steps (`draco_ray.runs.manifest`)
     tables/<table>/step00003.parquet  a finished step (for measurements of a policy: step00003/*.parquet)
     tables/<table>/step00003/*.arrow  an unfinished step: one file per rollout or group, as they finish
@@ -295,7 +295,7 @@ class RunDirectory:
 
     @property
     def metrics_file(self) -> Path:
-        """The metrics, one JSON object a line."""
+        """The file of metrics, one JSON object per line."""
         return self.path / "metrics.jsonl"
 
     @property
@@ -399,7 +399,7 @@ class RunDirectory:
                     raise ValueError(f"{name}: expected a number")
         except (ValueError, RecursionError) as error:
             raise damaged(self.metrics_file, f"line {number}: {error}") from None
-        # Missing measurements are null; other writers of JSON may use NaN or infinity.
+        # We write missing measurements as null; other JSON writers may use NaN or infinity, so replace these by null.
         return {
             key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in line.items()
         }

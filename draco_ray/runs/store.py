@@ -1,4 +1,4 @@
-"""Writing a run directory: rows are written as they appear, and a finished step becomes one file per table."""
+"""Writes a run directory: rows as they appear, and one file per table for a finished step."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def write_parquet(path: Path, table: pa.Table) -> None:
 
 
 def _join(whole: Path, table: str, paths: Sequence[Path]) -> None:
-    """Join part files into one, a row group at a time."""
+    """Merge part files into one, a row group at a time."""
 
     def groups() -> Iterator[pa.Table]:
         held: list[pa.Table] = []

@@ -1,4 +1,4 @@
-"""The Ray shell of `draco_ray.runs.store.RunStore`: resolves references, so that the driver holds no trajectory."""
+"""The Ray actor around `draco_ray.runs.store.RunStore`: it resolves references, so the driver holds no trajectory."""
 
 from __future__ import annotations
 
@@ -213,7 +213,7 @@ class RunStoreActor:
 
     @ray.method(num_returns=2)
     def trajectory_again(self, step: int, task_id: str, rollout: int) -> tuple[Trajectory, RolloutSummary]:
-        """A recorded rollout, for the object store, and its summary."""
+        """A recorded rollout, which goes to Ray's object store, and its summary."""
         trajectory = read_trajectory(self._store.directory, step, task_id, rollout)
         return trajectory, summarise(trajectory)
 

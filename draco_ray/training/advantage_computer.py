@@ -1,4 +1,4 @@
-"""The Ray shell of `draco_ray.algorithm`: verdicts and citations in, training samples out."""
+"""The Ray actor around `draco_ray.algorithm`: it turns verdicts and citations into training samples."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class AdvantageComputerActor:
         self._rule = find_rule(config.rule, config.reliability)
 
     async def rewards(self, rollouts: Sequence[int], scores: Sequence[ray.ObjectRef[Scores]]) -> RewardSummary:
-        """Discriminative dropout and Eq. ``rubric-reward``, for the rollouts whose scoring call succeeded."""
+        """Apply discriminative dropout and Eq. ``rubric-reward`` to the rollouts whose scoring call succeeded."""
         scored, verdict_GK = _verdicts(rollouts, [await ref for ref in scores])
         surviving_K = self._rule.surviving(verdict_GK)
         rewards_G = self._rule.rewards(verdict_GK, surviving_K)
@@ -167,14 +167,14 @@ class AdvantageComputerActor:
 
 
 def start_advantage_computer(config: AlgorithmConfig, run_name: str) -> Any:
-    """The one advantage actor of a run."""
+    """Start the advantage actor of a run."""
     remote = ray.remote(AdvantageComputerActor)
     return remote.options(
         name=f"AdvantageComputer@{run_name}",
         num_cpus=0,
         scheduling_strategy=beside_the_driver(),
         max_concurrency=64,
-        # It is stateless, so restarts change nothing.
+        # The actor is stateless, so restarts change nothing.
         max_restarts=-1,
         max_task_retries=3,
     ).remote(config)

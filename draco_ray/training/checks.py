@@ -74,7 +74,7 @@ def check_model(start: Start) -> None:
 
 
 def check_context(start: Start) -> None:
-    """Check that the model's context fits the rollouts and, if it is its own judge, the judge's prompts."""
+    """Check that the model's context is long enough for rollouts and, if it is its own judge, for judge prompts."""
     path = start.config.model.path
     positions = model_positions(path, cached_config(path))
     if problems := context_problems(start.config, positions):
@@ -104,7 +104,7 @@ def check_machine(start: Start) -> None:
 
 
 def machine_resources(config: DracoConfig) -> dict[str, float]:
-    """The resources of a Ray that is started on this machine."""
+    """The resources of a Ray cluster that is started on this machine."""
     gpus = 0
     if config.engine.gpus_per_engine or config.learner.gpus_per_worker or config.judge.local.enabled:
         import torch

@@ -43,7 +43,7 @@ CHECK_SECONDS = 5.0
 LOG_SECONDS = 60.0
 """Interval between two lines on what the run waits for."""
 ROUNDING = 1e-6
-"""Ray counts resources in ten-thousandths; sums of floats are off by less than this."""
+"""Tolerance of comparisons: Ray counts resources in ten-thousandths, and sums of floats are off by less than this."""
 STATUS_TIMEOUT_SECONDS = 5
 ANONYMOUS_TYPE = "node_"
 """Prefix of the node type that Ray reports for a node that no autoscaler started; the node's id follows."""
@@ -243,7 +243,7 @@ def wait_for_room(
         _wait(config, console, "no room on the Ray cluster", problem)
     finally:
         if requested:
-            # From now on the run's own processes request what they need.
+            # Cancel this request: from now on the run's own processes request what they need.
             request([])
 
 
@@ -431,7 +431,8 @@ def connect(config: DracoConfig, *, judges: bool = True, console: Console | None
             else:
                 # A run has a dozen actors on any number of cores. Ray warns about more than four times this number.
                 os.environ.setdefault("RAY_worker_maximum_startup_concurrency", "8")
-                # Tasks that the dashboard lists. With Ray's default of 100,000 the head grows for a thousand steps.
+                # Limit the tasks that the dashboard lists. With Ray's default of 100,000 the head's memory grows for a
+                # thousand steps.
                 os.environ.setdefault("RAY_task_events_max_num_task_in_gcs", "10000")
                 # Ray Train's watcher of draining nodes is not needed on one node.
                 os.environ.setdefault("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")
@@ -469,7 +470,7 @@ def connect(config: DracoConfig, *, judges: bool = True, console: Console | None
 
 
 def start_ray(**options: Any) -> None:
-    """Start Ray on this machine with ``options`` of `ray.init`; retry where a busy machine misses Ray's time limit."""
+    """Start Ray on this machine with ``options`` of `ray.init`; retry if a busy machine misses Ray's time limit."""
     os.environ.setdefault("RAY_gcs_server_port_wait_time_s", GCS_SECONDS)
     for attempt in range(START_ATTEMPTS):
         try:

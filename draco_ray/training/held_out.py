@@ -228,7 +228,7 @@ class JudgedBeforeAfter:
         self._prompts, self._static = prompts, tuple(static)
 
     async def measure(self, step: int, done: int) -> list[JudgedRollout] | None:
-        """The judged rollouts of the policy of ``step``; see `BeforeAfter.measure`."""
+        """The judged rollouts of the policy after ``step``; see `BeforeAfter.measure`."""
         if not self._config.train.evaluate_before_after:
             return None
         environment, split = make_environment(self._config.environment, self._config.data), self._config.data.eval_split

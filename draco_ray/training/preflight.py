@@ -30,7 +30,7 @@ from draco_ray.judging.reply_cache import FILE, RESTORE, check_own_disk, check_s
 from draco_ray.runs.directory import RunDirectory
 
 SUBMITTED = "RAY_JOB_CONFIG_JSON_ENV_VAR"
-"""Variable that Ray sets for a submitted job."""
+"""Environment variable that Ray sets for a submitted job."""
 PROBE_SECONDS = 120.0
 """Timeout for a node to start a process and look for data and model."""
 
@@ -131,7 +131,7 @@ def cached_config(model_path: str) -> Path | None:
     try:
         cached = try_to_load_from_cache(model_path, "config.json")
     except HFValidationError:
-        # A missing folder, which `check_model_directory` reports.
+        # The path is a missing folder, which `check_model_directory` reports.
         return None
     return Path(cached) if isinstance(cached, str) else None
 

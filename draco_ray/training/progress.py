@@ -195,7 +195,7 @@ class StepProgress:
 
     def stop(self) -> None:
         """End the live line."""
-        # Cleared first, because an interrupt may call this a second time.
+        # Clear the attribute first, because an interrupt may call this method a second time.
         live, self._live = self._live, None
         if live is not None:
             live.stop()
@@ -365,7 +365,7 @@ class RunObserver:
         """Metrics line of the last finished step."""
 
     def group(self, group: Group) -> None:
-        """Record what is new in a group since the last call."""
+        """Record the group's rollouts and phases that are new since the last call."""
         rollouts, phases = self._seen.get(group.name, (0, 0))
         self._seen[group.name] = (len(group.rollouts), len(group.phases))
         where = {"step": group.step, "task": group.task_id}

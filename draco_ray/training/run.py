@@ -1,4 +1,4 @@
-"""A whole training run, seen from its driver: checks, the run directory, and clean-up.
+"""The driver of a training run: checks, the run directory, and clean-up.
 
 The driver holds configuration, summaries and references; trajectories, samples and weights stay in the object store.
 """

@@ -434,7 +434,7 @@ def one_line_errors(run: RunDirectory, console: Console, *, resumable: bool = Fa
 
 
 def plain_error(error: BaseException) -> DracoError | None:
-    """The one-line error behind an error of an actor; None if it is an unexpected one, that is, a bug."""
+    """The one-line error behind an error of an actor; None if the error is unexpected, that is, a bug."""
     while isinstance(error, ray.exceptions.RayTaskError):
         # Each actor that re-raises an error wraps it again.
         if error.cause is None or error.cause is error:
@@ -661,7 +661,7 @@ async def started(
 
 
 async def start_actors(actors: Actors, config: DracoConfig, console: Console) -> None:
-    """`Actors.start` for commands that do not train. Raises: as that and `started`."""
+    """`Actors.start` for commands that do not train. Raises: as `Actors.start` and `started`."""
     pending = Pending()
     await started(actors.start(pending), config, pending, console)
 
@@ -674,7 +674,7 @@ async def _start(config: DracoConfig, actors: Actors, learner: Learner, pending:
     if not config.engine.colocate:
         await asyncio.gather(actors.start(pending), learn())
         return
-    # Engines first: each gets a GPU of its own from Ray, and vLLM measures how much of its memory is free.
+    # Start engines first: Ray gives each its own GPU, and vLLM measures how much of the GPU's memory is free.
     await actors.start(pending)
     async with engines_asleep(actors.fleet, colocate=True, pending=pending):
         await learn()

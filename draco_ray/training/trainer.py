@@ -54,7 +54,7 @@ from draco_ray.training.watchdog import Pending, Watchdog, in_time
 
 @dataclass(slots=True)
 class StreamedUpdate:
-    """The learner's results of one training step."""
+    """The results of the learner for one training step."""
 
     updates: list[UpdateMetrics] = field(default_factory=list)
     """One per minibatch."""
@@ -114,7 +114,7 @@ async def streamed_update(
     await update()
     for start in range(minibatch_prompts, len(finished), minibatch_prompts):
         minibatch = finished[start : start + minibatch_prompts]
-        # Awaited before the update, because calls to an asynchronous actor may run in another order.
+        # Await these calls before the update, because an asynchronous actor may run calls in another order.
         asked = [samples for samples in minibatch if samples is not None]
         if in_order:
             for samples in asked:
@@ -129,7 +129,7 @@ PROBE_TOKENS, PROBE_LENGTH = 512, 8192
 """Maximum number of sampled tokens on which engine and learner are compared after a sync, and maximum length of the
 sequence they are taken from."""
 PUBLISH_ATTEMPTS = 3
-"""Attempts to get the weights, in case the learner's worker dies before they are copied."""
+"""Attempts to get the weights: the learner's worker may die before they are copied."""
 
 
 class WeightSync:
@@ -687,7 +687,7 @@ class Trainer:
                 await self._store.spans.remote(step, "checkpoint", spans)
         metrics = {**learning, **_seconds(learned_at, started)}
         with self._pending.of("the trackers"):
-            # In a thread, so that a tracker's hanging server blocks neither the watchdog nor the terminal.
+            # Run in a thread, so that a tracker's hanging server blocks neither the watchdog nor the terminal.
             await asyncio.to_thread(self._observer.step, metrics)
         with self._pending.of("the run store"):
             await self._store.finish_step.remote(step, metrics)
@@ -699,7 +699,7 @@ class Trainer:
         """Start writing the step's checkpoint, concurrently with the next step, once the previous one is on disk."""
         await self._written()
         self._writing = asyncio.create_task(self._learner.checkpoint(self._run.checkpoint(step)))
-        # Let it queue its request, so that later requests to the learner come after it.
+        # Let the task send its request first, so that the learner receives later requests after it.
         await asyncio.sleep(0)
 
     async def _written(self) -> None:

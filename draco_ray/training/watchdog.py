@@ -66,14 +66,14 @@ ResultT = TypeVar("ResultT")
 
 LOOK_SECONDS = 5.0
 FEWEST_PHASES = 10
-"""Judge phases of a step below which the share of failures is not checked."""
+"""Minimum number of judge phases in a step for checking the share of failures."""
 
 
 class Pending:
     """What the run is waiting for, and since when."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        """``clock``: seconds, for tests."""
+        """``clock``: returns seconds; replaced by tests."""
         self._clock = clock
         self._numbers = itertools.count()
         self._waiting: dict[int, tuple[str, str, float]] = {}

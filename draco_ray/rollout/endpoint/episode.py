@@ -40,9 +40,9 @@ class _Turn:
     branch: _Branch
     ids: list[int]
     start: int
-    """Position of its first token in the branch."""
+    """Position of the turn's first token in the branch."""
     message_count: int
-    """Messages of the conversation up to and including it."""
+    """Number of messages of the conversation up to and including this turn."""
     text: str
     use: ToolUse | None
     side_call: bool
@@ -51,7 +51,7 @@ class _Turn:
     seconds: float
     policy_version: int
     at: float
-    """When it was sampled, in seconds of the monotonic clock."""
+    """Time when the turn was sampled, in seconds of the monotonic clock."""
     call_ids: frozenset[str] = frozenset()
     answered: Sequence[Mapping[str, Any]] | None = None
     """The messages that the agent sent after this turn; None if it has sent none yet."""
@@ -59,7 +59,7 @@ class _Turn:
 
     @property
     def end(self) -> int:
-        """Position after its last token in the branch."""
+        """Position after the turn's last token in the branch."""
         return self.start + len(self.ids)
 
     @property
@@ -77,7 +77,7 @@ class _Branch:
     sampled: list[bool] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     messages: list[str] = field(default_factory=list)
-    """The keys (`identity`) of the messages that its tokens encode."""
+    """The keys (`identity`) of the messages that the branch's tokens encode."""
     turns: list[_Turn] = field(default_factory=list)
     busy: bool = False
     """Whether a request that continues this branch is in progress."""
@@ -127,7 +127,7 @@ class Episode:
 
     @property
     def turns(self) -> int:
-        """The policy's turns so far."""
+        """Number of the policy's turns so far."""
         return len(self._turns)
 
     async def answer(self, request: TurnRequest) -> TurnReply:
@@ -187,7 +187,7 @@ class Episode:
         sampled.call_ids = frozenset(each for each, _ in answer.calls)
         branch.messages = [*keys, identity(answer.message())]
         if answer.stopped_by:
-            # Many agents append the stop text again.
+            # Many agents append the stop text to the turn again.
             with_stop = {**answer.message(), "content": answer.content + answer.stopped_by}
             self._without_stop[identity(with_stop)] = branch.messages[-1]
         self._known.add(branch.messages[-1])

@@ -269,7 +269,7 @@ def _endpoint_of(loop: asyncio.AbstractEventLoop) -> Endpoint:
 
 
 def shared_endpoint() -> Endpoint:
-    """The one server of this process, for the agents of all its policies."""
+    """The server that all agents of this process share."""
     return _endpoint_of(asyncio.get_running_loop())
 
 

@@ -48,7 +48,7 @@ class TokenEpisode:
 
     @property
     def turns(self) -> int:
-        """The policy's turns so far."""
+        """Number of the policy's turns so far."""
         return len(self._sampled)
 
     async def generate(self, request: TokenRequest) -> Sample:

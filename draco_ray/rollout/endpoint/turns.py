@@ -88,7 +88,7 @@ class TurnReply:
     content: str
     reasoning: str
     calls: tuple[tuple[str, ToolCall], ...]
-    """Each with its id."""
+    """The turn's tool calls, each with its id."""
     finish_reason: str
     """``stop``, ``tool_calls`` or ``length``."""
     stopped_by: str

@@ -49,7 +49,7 @@ class Manifest:
 
     @property
     def objects(self) -> set[str]:
-        """Names of the objects that hold its files."""
+        """Names of the objects that hold the manifest's files."""
         return {entry.object for entry in self.files.values()}
 
     @property

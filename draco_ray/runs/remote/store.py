@@ -113,7 +113,7 @@ class ObjectStore:
         return self._retry(upload)
 
     def delete(self, name: str) -> None:
-        """Remove an object; one that does not exist is no error. Raises: StoreError."""
+        """Remove an object; does nothing if it does not exist. Raises: StoreError."""
 
         def delete() -> None:
             try:
