@@ -443,7 +443,8 @@ class JudgeConfig(Tree):
     """Environment variable with the key; null: ``<PROVIDER>_API_KEY``. The key itself never appears in a configuration,
     log or command line."""
     temperature: float | None = Field(0.1, ge=0)
-    """Temperature of the judge; null: not sent. It is also not sent to models that do not accept it according to LiteLLM."""
+    """Temperature of the judge; null: not sent. It is not sent either if the model, according to LiteLLM, does not
+    accept it."""
     max_tokens: int = Field(16384, ge=256)
     """Maximum tokens of a reply, including reasoning."""
     context_tokens: int | None = Field(None, ge=1024)
