@@ -1,1 +1,1 @@
-"""The configuration: its schema with every default, how a file and overrides become one, and the presets."""
+"""The configuration: its schema with every default, the loader of files and overrides, and the presets."""

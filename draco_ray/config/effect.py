@@ -12,7 +12,7 @@ from draco_ray.errors import ConfigError
 
 
 def typed_keys(overrides: Iterable[str]) -> list[str]:
-    """The keys that ``KEY=VALUE`` words set; if a value is a mapping, the keys in it.
+    """The keys set by ``KEY=VALUE`` arguments; if a value is a mapping, the keys in it.
 
     >>> typed_keys(["seed=1", "judge.limits={dollars: 5}"])
     ['seed', 'judge.limits.dollars']
@@ -34,10 +34,10 @@ def check_effect(command: str, overrides: Iterable[str], read: Sequence[str], id
 
     Args:
         command: for messages.
-        overrides: ``KEY=VALUE`` words.
+        overrides: ``KEY=VALUE`` arguments.
         read: keys and sections that the command uses.
         idle: keys and sections without effect -> the reason. The longest match of a key applies; an empty reason means
-            that it has an effect.
+            that the key has an effect.
 
     Raises:
         ConfigError: a key has no effect.
@@ -57,7 +57,7 @@ TRAINING = (
 )
 """Sections used by training."""
 SENT = ("extra_body", "reasoning_effort", "service_tier", "prompt_cache", "jury", "strong", "fallbacks")
-"""Keys of ``judge`` that only apply to a model behind an endpoint."""
+"""Keys of ``judge`` that apply only to a model behind an endpoint."""
 
 
 def judge_idle(config: DracoConfig) -> dict[str, str]:

@@ -7,7 +7,7 @@ from typing import Annotated
 from pydantic import AfterValidator
 
 MAX_BYTES = 200
-"""Maximum length of a name; file systems allow 255 bytes, and suffixes are added."""
+"""Maximum length of a name; file systems allow 255 bytes, and suffixes need room."""
 
 
 def file_name(text: str) -> str:

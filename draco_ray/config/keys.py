@@ -22,11 +22,11 @@ class Key:
     """A key as shown to users."""
 
     name: str
-    """Dotted."""
+    """The dotted key."""
     kind: str
     """Allowed values in words: ``integer >= 1``, ``auto | on | off``."""
     value: str
-    """Its value, as YAML on one line."""
+    """The key's value, as YAML on one line."""
     default: str
     """The default as YAML."""
     meaning: str

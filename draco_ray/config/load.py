@@ -1,8 +1,8 @@
 """Builds a `DracoConfig` from a preset or YAML file, a setting, and ``key=value`` overrides, of which later ones win.
 
-A file may extend another with ``extends: NAME``, or several, of which later ones win. A text in it that begins with
-``./`` is a path relative to the file. Every mistake becomes one line with the key, what was found, what is expected,
-and the most similar key.
+A file may extend another with ``extends: NAME``, or several, of which later ones win. In a file, a text that begins
+with ``./`` is a path relative to the file. Every mistake is reported in one line with the key, the value found, the
+value expected, and the most similar key.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ PRESETS = PACKAGE / "config" / "presets"
 CONFIG_FILE = "config.yaml"
 """Name of a run directory's configuration."""
 MAX_DEPTH = 100
-"""Maximum levels of a configuration."""
+"""Maximum nesting depth of a configuration."""
 MAX_VALUES = 100_000
 """Maximum number of values of a configuration."""
 _ABSENT = object()
@@ -48,7 +48,7 @@ class _Layer:
 
     tree: Mapping[str, Any]
     theirs: Path | None = None
-    """The file, if it is from another user's run directory or was named by one."""
+    """The layer's file, if it is in another user's run directory or is extended by such a file."""
 
 
 def load_config(
@@ -62,12 +62,12 @@ def load_config(
 
     Args:
         source: a preset's name (see `preset_names`), a YAML file, a run directory, or a nested mapping; None: the
-            paper's defaults. A preset with an argument may be followed by a colon and its value.
+            paper's defaults. If a preset takes an argument, add it after a colon, ``NAME:VALUE``.
         overrides: ``dotted.key=value``; the value is read as YAML.
         setting: a setting's name (see `setting_names`).
-        trust: accept every key also from a run directory of another user. Otherwise keys that start a program, send a
+        trust: accept every key even from another user's run directory. Otherwise keys that start a program, send an API
             key or prompts somewhere, weaken the jail or name a place to write must be given as overrides. Reading a run
-            needs no trust, acting on its configuration does.
+            needs no trust; acting on its configuration does.
 
     Raises:
         ConfigError: one line per mistake.
@@ -126,7 +126,7 @@ def project_file(path: Path) -> Path:
     """Find a file of the project: in the working directory, else where the project is installed.
 
     Raises:
-        ConfigError: it is in neither.
+        ConfigError: the file is in neither place.
     """
     for candidate in (path, PACKAGE / path, PROJECT / path):
         if candidate.exists():
@@ -163,7 +163,7 @@ def _read(source: str, children: tuple[Path, ...] = (), *, named_by_theirs: bool
 
 
 def _argument(source: str) -> tuple[str, dict[str, Any]]:
-    """A source without its argument, and the tree that the argument sets."""
+    """Split ``NAME:VALUE`` into the source's name and the tree of keys that its argument sets."""
     name, colon, value = source.partition(":")
     if not colon or name not in preset_names() or os.path.lexists(source):
         return source, {}
@@ -210,9 +210,9 @@ def _node(tree: Mapping[str, Any], key: str) -> Any:
 
 
 def _check_one_judge(config: DracoConfig, layers: Sequence[_Layer], typed: Mapping[str, Any]) -> None:
-    """Refuse a judge model that is overridden by a switch, such as ``judge.rule_judge.start``, set earlier or typed.
+    """Refuse a judge model, set later or on the command line, that a switch like ``judge.rule_judge.start`` overrides.
 
-    One file may contain both, because `draco config` prints every key.
+    One file may set both, because `draco config` prints every key.
     """
 
     def last(key: str) -> int:
@@ -234,7 +234,7 @@ def _refuse_foreign(config: DracoConfig, layers: Sequence[_Layer]) -> None:
         for key, _ in confirmed_keys():
             if (node := _node(layer.tree, key)) is _ABSENT:
                 continue
-            # Mappings are merged, so the other keys of somebody else's mapping remain in it.
+            # Mappings are merged, so another user's mapping keeps its other keys.
             if not isinstance(node, Mapping):
                 foreign.pop(key, None)
             if layer.theirs is not None:
@@ -292,7 +292,7 @@ def _check_values(node: Any, where: str) -> None:
     sizes: dict[int, int] = {}
 
     def size(node: Any, key: str, above: tuple[int, ...]) -> int:
-        """Number of values in a node; those repeated by YAML aliases are counted each time."""
+        """Number of values in a node; values repeated by YAML aliases are counted each time."""
         if isinstance(node, float) and not math.isfinite(node):
             raise ConfigError(f"config {where}{key}: expected a finite number, found {node}")
         if isinstance(node, str):
@@ -318,7 +318,7 @@ def _check_values(node: Any, where: str) -> None:
 
 
 def parse_override(text: str) -> dict[str, Any]:
-    """The tree of one ``KEY=VALUE``. Raises: ConfigError."""
+    """The configuration tree that one ``KEY=VALUE`` sets. Raises: ConfigError."""
     key, separator, value = text.partition("=")
     if not separator or not key.strip():
         raise ConfigError(f"override {text!r}: expected key=value, e.g. learner.learning_rate=1e-4")
@@ -331,7 +331,7 @@ def parse_override(text: str) -> dict[str, Any]:
 
 
 def _nested(key: str, leaf: Any) -> dict[str, Any]:
-    """The tree with one leaf."""
+    """The nested mapping with one leaf, at a dotted key."""
     tree: Any = leaf
     for part in reversed(key.split(".")):
         tree = {part: tree}
@@ -349,8 +349,8 @@ def _merge(into: dict[str, Any], other: Mapping[str, Any]) -> None:
 
 @functools.cache
 def confirmed_keys(model: type[Tree] = DracoConfig, prefix: str = "") -> tuple[tuple[str, str], ...]:
-    """Dotted keys that need confirmation if they come from another user's run directory, each with the text that a
-    value in need of it contains."""
+    """Dotted keys that need confirmation if they come from another user's run directory, each with the text that marks
+    a value as needing it."""
     keys: list[tuple[str, str]] = []
     for name, field in model.model_fields.items():
         if (below := subtree(field)) is not None:

@@ -1,4 +1,4 @@
-"""Properties of this machine, the values of the preset `cpu` derived from them, and the threads of a process."""
+"""Properties of this machine, values of the preset `cpu` that depend on them, and the thread settings of a process."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 GIB = 1 << 30
 BFLOAT16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}
-"""Flags of /proc/cpuinfo on x86 and ARM; other CPUs emulate bfloat16, slower than float32."""
+"""Flags of /proc/cpuinfo on x86 and ARM; CPUs without them emulate bfloat16, which is slower than float32."""
 
 
 def cores() -> int:
@@ -51,7 +51,7 @@ def thread_environment(cpus: float) -> dict[str, str]:
 
 
 def set_threads(cpus: float) -> None:
-    """Apply `thread_environment` to this process; best before PyTorch is imported, which reads it once."""
+    """Apply `thread_environment` to this process; call it before PyTorch is imported, which reads it only once."""
     os.environ.update(thread_environment(cpus))
     if (torch := sys.modules.get("torch")) is not None:
         torch.set_num_threads(max(1, int(cpus)))

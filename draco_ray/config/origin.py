@@ -1,7 +1,7 @@
 """Detects whether a run directory's configuration is this user's, signed with a key in their home.
 
-Run directories may be shared. Their configuration names programs, endpoints and isolation, so that of another user must
-not be run without confirmation. Used by `draco_ray.config.load`.
+Run directories may be shared. Their configuration names programs, endpoints and isolation, so another user's
+configuration must not be run without confirmation. Used by `draco_ray.config.load`.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def is_ours(run: Path, config_yaml: str) -> bool:
 
 
 def changed(run: Path, config_yaml: str) -> str | None:
-    """How a run's configuration differs from what the run wrote; None if it does not, or is unknown."""
+    """A message if a run's configuration is not what the run wrote; None if it is unchanged, or if that is unknown."""
     if not config_yaml.strip():
         return "it is empty"
     if (known := _written(run, "config_sha256")) is None or known == _digest(config_yaml):
@@ -90,7 +90,7 @@ def write_private(path: Path, text: str) -> None:
         file.flush()
         os.fsync(file.fileno())
     os.replace(temporary, path)
-    # The new name is in the folder.
+    # Sync the folder, which holds the new name.
     folder = os.open(path.parent, os.O_RDONLY)
     try:
         os.fsync(folder)
@@ -109,7 +109,7 @@ def _signature(text: str, *, create: bool) -> str | None:
 
 
 def _key(*, create: bool) -> bytes | None:
-    """This user's key; None if there is none or it cannot be stored: then no run counts as theirs."""
+    """This user's key; None if it does not exist or cannot be stored, so that no run counts as this user's."""
     folder = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "draco-ray"
     path = folder / "key"
     with contextlib.suppress(OSError):
@@ -118,7 +118,7 @@ def _key(*, create: bool) -> bytes | None:
             whole = folder / f"key.{secrets.token_hex(8)}"
             with open(whole, "wb", opener=private) as file:
                 file.write(secrets.token_bytes(_KEY_BYTES))
-            # Only one of several processes creates it.
+            # If several processes do this at once, the first link wins.
             with contextlib.suppress(FileExistsError):
                 os.link(whole, path)
             whole.unlink()

@@ -1,7 +1,7 @@
 """YAML with only obvious scalars: decimal numbers, true, false, null; everything else is text.
 
 PyYAML reads YAML 1.1, where ``12:30:45`` is 45045, ``010`` is 8, ``on`` is true and ``5e-5`` is text, and duplicate
-keys are accepted. Output of this module reads the same in both.
+keys are accepted. This module's output has the same meaning for both readers.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _PLAIN = {
 
 class _Loader(yaml.SafeLoader):
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
-        """As PyYAML's, but refuses duplicate keys."""
+        """Like PyYAML's method, but refuses duplicate keys."""
         node = super().compose_mapping_node(anchor)
         seen: set[tuple[str, str]] = set()
         for key, _ in node.value:
@@ -40,13 +40,13 @@ class _Loader(yaml.SafeLoader):
         return node
 
     def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
-        """Decimal, also with leading zeros."""
+        """Read as decimal, even with leading zeros."""
         return int(self.construct_scalar(node))
 
 
 class _Dumper(yaml.SafeDumper):
     def represent_str(self, data: str) -> yaml.ScalarNode:
-        """In quotation marks if it has characters that PyYAML takes for line breaks."""
+        """Quote a text with characters that PyYAML takes for line breaks."""
         style = '"' if re.search("[\x85\u2028\u2029]", data) else None
         return self.represent_scalar(f"{_TAG}str", data, style=style)
 
@@ -61,7 +61,7 @@ _Dumper.add_representer(str, _Dumper.represent_str)
 
 @functools.lru_cache(maxsize=32)
 def _read(text: str) -> Any:
-    """Cached, because a command reads its run's configuration several times."""
+    """Parse a document; cached, because a command reads its run's configuration several times."""
     return yaml.load(text, _Loader)
 
 

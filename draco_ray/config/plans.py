@@ -1,4 +1,4 @@
-"""What ``judge.plan`` sets."""
+"""The values that each ``judge.plan`` sets."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ PLANS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
     "default": {},
     "lean": {"algorithm": {"merge_proposals": True, "merge_verdicts": True, "rubric_visits": 2}},
 }
-"""Plan -> section -> values of keys that are not set themselves."""
+"""Plan -> section -> values for keys that are not set explicitly."""
 
 
 def with_plan(given: Any) -> Any:
-    """The values of a configuration, with those of its plan for keys that are not among them."""
+    """The given values of a configuration, completed with its plan's values for keys that are not given."""
     if not isinstance(given, dict):
         return given
     for section, values in PLANS.get(str(_given(given, "judge").get("plan")), {}).items():

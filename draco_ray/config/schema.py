@@ -1,7 +1,7 @@
 """The configuration: one typed tree. Every default is the paper's (Table "hparams"), every typo stops the run.
 
 Imports only pydantic and the standard library, so that ``draco train --help`` is quick and nothing heavy loads before
-the configuration is known to be good. A part of the program receives its subtree, never the root.
+the configuration is validated. Each part of the program receives only its subtree, never the root.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from draco_ray.config.plans import with_plan
 from draco_ray.config.vllm_arguments import argument_problem
 
 CONFIRMED: dict[str, Any] = {"confirmed": ""}
-"""Marks a key that starts a program, sends a key or prompts somewhere, weakens the jail or names a place to write: from
-another user's run directory it is only taken if confirmed (`draco_ray.config.load`)."""
+"""Marks a key that starts a program, sends an API key or prompts somewhere, weakens the jail or names a place to write:
+from another user's run directory it is accepted only if confirmed (`draco_ray.config.load`)."""
 CONFIRMED_PATH: dict[str, Any] = {"confirmed": ":"}
-"""Marks a key whose value names code of the user if it contains a colon, and a built-in part otherwise."""
+"""Marks a key whose value names the user's code if it contains a colon, and a built-in part otherwise."""
 CONFIRMED_URL: dict[str, Any] = {"confirmed": "://"}
 """Marks a model's name: for LiteLLM some names contain the address to which prompts and the key are sent."""
 
@@ -55,7 +55,7 @@ class Tree(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _no_truth_for_a_number(cls, value: object, info: ValidationInfo) -> object:
-        """Pydantic takes true for 1."""
+        """Refuse booleans for numbers, because pydantic accepts true as 1."""
         if isinstance(value, bool) and not _takes_truth(cls.model_fields[str(info.field_name)].annotation):
             raise PydanticCustomError("no_truth", "neither true nor false can stand here")
         return value
@@ -86,7 +86,7 @@ class ModelConfig(Tree):
     """Model directory or hub name, with its tokenizer and chat template."""
     chat_template: str | None = None
     """Chat template: a Jinja file or hermes (part of this package), e.g. for a model whose own template has no tools;
-    null: the tokenizer's. The run directory stores its text."""
+    null: the tokenizer's. The run directory stores the template's text."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Data type of the frozen base; the adapter is always float32 in the learner."""
 
@@ -116,9 +116,9 @@ class AgentConfig(Tree):
     """Additional environment variables for the command, besides PATH, HOME and similar ones: e.g. keys of services."""
     side_calls: tuple[Annotated[str, AfterValidator(_compiles)], ...] = ()
     """Regular expressions of requests that get no credit, e.g. for a title or a summary of the history: searched in the
-    first message of the system or user, and in the last one."""
+    first and in the last of the system and user messages."""
     timeout_seconds: float = Field(3600.0, gt=0)
-    """Time limit of one run of the command; then all its processes are ended."""
+    """Time limit for one run of the command; after it all the command's processes are ended."""
     tool_parser: str | None = None
     """How tool calls are parsed: a tool parser of vLLM, e.g. hermes (Qwen2.5, Qwen3), qwen3_xml (Qwen3.5, Qwen3.6) or
     llama3_json; null: derived from how the chat template writes calls."""
@@ -128,7 +128,7 @@ class AgentConfig(Tree):
     thinking: bool = True
     """Whether turns open with a <think> block: selects the chat template's thinking mode."""
     max_turns: int = Field(50, ge=1)
-    """Maximum turns of a rollout; it then ends as turn_limit."""
+    """Maximum turns of a rollout, which ends as turn_limit after them."""
     max_prompt_length: int = Field(4096, ge=1)
     """Maximum tokens of a task's prompt; tasks with longer prompts are not trained on."""
     max_response_length: int = Field(24576, ge=1)
@@ -136,7 +136,7 @@ class AgentConfig(Tree):
     max_turn_tokens: int | None = Field(None, ge=1)
     """Maximum tokens sampled in one turn; null: what is left of the response, as in the paper."""
     max_output_characters: int = Field(20000, ge=100)
-    """Length at which a tool output is cut; a note marks the cut."""
+    """Length to which a tool output is truncated; a note says how much is missing."""
     closing_turn: Literal["step", "gap"] | None = None
     """Whether the final message of an episode is a step, with credit, or a gap; null: a gap for agent.use=code, as in
     the paper, and a step for all others."""
@@ -179,7 +179,7 @@ class EnvironmentConfig(Tree):
     max_memory_mib: int = Field(1536, ge=256)
     """Maximum memory of a task's process."""
     max_output_bytes: int = Field(1_000_000, ge=1000)
-    """Maximum output of a cell; more is discarded as it is printed."""
+    """Maximum output of a cell; further output is discarded as it is printed."""
     recycle_after_tasks: int = Field(50, ge=1)
     """Number of tasks after which a server process is replaced."""
     recycle_above_mib: int = Field(900, ge=256)
@@ -199,7 +199,7 @@ class EnvironmentConfig(Tree):
 
     @property
     def min_workers(self) -> int:
-        """The fewest."""
+        """Minimum number of RolloutWorker actors."""
         return -(-(self.min_slots or self.slots) // self.slots_per_worker)
 
     @model_validator(mode="after")
@@ -216,19 +216,19 @@ class EngineConfig(Tree):
     """Policy engines (vLLM)."""
 
     engines: int = Field(1, ge=1)
-    """vLLM engines."""
+    """Number of vLLM engines."""
     min_engines: int | None = Field(None, ge=1)
     """Minimum number of engines with which a run starts and continues; more, up to ``engines``, are used when the
     cluster has room for them (spot nodes). null: all."""
     tensor_parallel: int = Field(1, ge=1)
     """GPUs over which an engine's weights are split."""
     gpus_per_engine: float = Field(1.0, ge=0)
-    """0: vLLM's CPU build. With colocate, the sum of its shares, e.g. 1.2 of two GPUs."""
+    """GPUs per engine; 0: vLLM's CPU build. With colocate, the sum of the engine's shares, e.g. 1.2 of two GPUs."""
     cpus_per_engine: float = Field(1.0, ge=0)
     """CPUs per PolicyEngine actor. A CPU engine uses this many threads, divided among its tensor-parallel ranks, at
     least one each."""
     gpu_memory_utilization: float = Field(0.85, gt=0, le=1)
-    """Share of a whole GPU, also if the engine is given only a part of one."""
+    """Share of a whole GPU's memory, even if the engine has only a part of a GPU."""
     kv_cache_gib: float | None = Field(None, gt=0)
     """KV cache of an engine in GiB; null: on a GPU what gpu_memory_utilization leaves, on the CPU 1."""
     max_num_seqs: int = Field(64, ge=1)
@@ -240,7 +240,7 @@ class EngineConfig(Tree):
     top_p: float = Field(1.0, gt=0, le=1)
     """Nucleus sampling: share of the probability mass to sample from."""
     top_k: int = Field(-1, ge=-1)
-    """-1: unrestricted."""
+    """Number of most likely tokens to sample from; -1: all."""
     canary_tolerance: float = Field(0.05, gt=0)
     """Mean |engine - learner| log-prob gap in nats that is always accepted after a sync. A larger gap stops the run if
     it exceeds both twice the first step's gap and twice the gap without the adapter, or if the gap without the adapter
@@ -260,7 +260,7 @@ class EngineConfig(Tree):
     generated and judged, the engines sleep (base weights in host memory, no KV cache)."""
     vllm: dict[str, Any] = Field(default_factory=dict, json_schema_extra=CONFIRMED)
     """Other arguments of vLLM's AsyncEngineArgs, e.g. {kv_cache_dtype: fp8} or {speculative_config: {method: ngram,
-    num_speculative_tokens: 4}}. Those set by other keys, and those the engine depends on, are refused."""
+    num_speculative_tokens: 4}}. Arguments that other keys set, or that the engine depends on, are refused."""
 
     @property
     def fewest(self) -> int:
@@ -290,12 +290,12 @@ class EngineConfig(Tree):
 
 
 class PriceTier(Tree):
-    """Dollars per million tokens of a request whose input is longer than ``above``; applies to all its tokens."""
+    """Dollars per million tokens for requests with an input of more than ``above`` tokens; for all of their tokens."""
 
     above: int = Field(ge=0)
     input: float = Field(ge=0)
     cached_input: float | None = Field(None, ge=0)
-    """null: the input price."""
+    """Price of input that is read from the provider's prompt cache; null: the input price."""
     cache_write: float | None = Field(None, ge=0)
     """Price of input that is written to the provider's prompt cache; null: the input price."""
     output: float = Field(ge=0)
@@ -306,7 +306,7 @@ class Price(Tree):
 
     input: float = Field(ge=0)
     cached_input: float | None = Field(None, ge=0)
-    """null: the input price."""
+    """Price of input that is read from the provider's prompt cache; null: the input price."""
     cache_write: float | None = Field(None, ge=0)
     """Price of input that is written to the provider's prompt cache; null: the input price."""
     output: float = Field(ge=0)
@@ -323,7 +323,7 @@ FILES = "files:"
 
 
 def provider_key(model: str) -> str:
-    """The variable that holds a provider's key.
+    """The environment variable that holds the key of a model's provider.
 
     >>> provider_key("anthropic/claude-sonnet-4-5"), provider_key("gpt-5.4")
     ('ANTHROPIC_API_KEY', 'OPENAI_API_KEY')
@@ -336,9 +336,9 @@ class RuleJudgeConfig(Tree):
     """The offline stand-in for a frontier judge: explicit rules behind a real HTTP server (`draco judge-server`)."""
 
     start: bool = False
-    """Start its server on this machine for the run and send every call there; it sets model, api_base and key."""
+    """Start the rule judge's server on this machine and send every judge call there; sets model, api_base and key."""
     use: Part = "sandbox"
-    """Its rules: the sandbox's, or your function, package.module:function or folder/file.py:function
+    """The rules: the sandbox's, or your function, package.module:function or folder/file.py:function
     (docs/extending/environment.md)."""
     latency_seconds: float = Field(0.0, ge=0)
     """Delay of each reply."""
@@ -358,7 +358,7 @@ class SelfJudgeConfig(Tree):
     enabled: bool = False
     """Answer the judge's prompts with the current policy; model, api_base and key are then unused."""
     thinking: bool = True
-    """Whether its chat template's thinking mode is on."""
+    """Whether the chat template's thinking mode is on for judge prompts."""
     context_tokens: int | None = Field(None, ge=1024)
     """Maximum length of judge prompt and reply together, for which engines reserve context; null: enough for the union
     of a group of full-length rollouts (`draco plan` prints it). Longer prompts are cut."""
@@ -380,14 +380,14 @@ class LocalJudgeConfig(Tree):
     start_timeout_seconds: float = Field(1800.0, gt=0)
     """Maximum time for a server to load, including that for a new node; calls wait this long while none is up."""
     stall_seconds: float = Field(60.0, gt=0)
-    """Time without a token after which a server is probed; it is replaced if it does not answer within the same
-    time."""
+    """Time without a token after which a server is probed; it is replaced if it does not answer the probe within the
+    same time."""
     context_tokens: int | None = Field(None, ge=1024)
     """Maximum length of prompt and reply together; null: the model's."""
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
     """Data type of the served weights; auto: the model's."""
     gpus_per_replica: float = Field(1.0, ge=0)
-    """0: vLLM's CPU build."""
+    """GPUs per server; 0: vLLM's CPU build."""
     cpus_per_replica: float = Field(1.0, ge=0)
     """CPUs that Ray reserves for a server."""
     tensor_parallel: int = Field(1, ge=1)
@@ -395,7 +395,7 @@ class LocalJudgeConfig(Tree):
     gpu_memory_utilization: float = Field(0.9, gt=0, le=1)
     """Share of a GPU's memory that a server uses."""
     kv_cache_gib: float | None = Field(None, gt=0)
-    """KV cache on the CPU; null: 1."""
+    """KV cache on the CPU in GiB; null: 1."""
     arguments: tuple[str, ...] = Field((), json_schema_extra=CONFIRMED)
     """Other arguments of ``vllm serve``, e.g. --reasoning-parser, mistral, for a judge that reasons without <think>."""
 
@@ -413,7 +413,7 @@ class JudgeLimits(Tree):
 
 
 class OtherJudgeConfig(Tree):
-    """An additional judge; what is not set here is as for the main judge."""
+    """An additional judge; other settings are those of the main judge."""
 
     model: str
     """LiteLLM model name with provider prefix."""
@@ -443,7 +443,8 @@ class JudgeConfig(Tree):
     """Environment variable with the key; null: ``<PROVIDER>_API_KEY``. The key itself never appears in a configuration,
     log or command line."""
     temperature: float | None = Field(0.1, ge=0)
-    """null: not sent; nor is it sent to models that do not accept it according to LiteLLM."""
+    """Temperature of the judge; null: not sent. It is not sent either if the model, according to LiteLLM, does not
+    accept it."""
     max_tokens: int = Field(16384, ge=256)
     """Maximum tokens of a reply, including reasoning."""
     context_tokens: int | None = Field(None, ge=1024)
@@ -458,20 +459,21 @@ class JudgeConfig(Tree):
     """The provider's service tier: flex is cheaper and slower; null: not sent."""
     prompt_cache: Literal["auto", "on", "off"] = "auto"
     """Mark the prefix shared by a group's prompts for the provider's prompt cache: ``cache_control`` for Anthropic's
-    models, ``prompt_cache_key`` for OpenAI's. auto: not if ``api_base`` is set."""
+    models, ``prompt_cache_key`` for OpenAI's. auto: on unless ``api_base`` is set."""
     structured_output: bool = True
     """Request replies in a JSON schema if the model supports it according to LiteLLM, and, if ``api_base`` is set,
-    until the endpoint refuses. A model served without a reasoning parser that thinks in its reply cannot think then."""
+    until the endpoint refuses. A model served without a reasoning parser, which thinks in its reply, cannot think
+    then."""
     jury: tuple[OtherJudgeConfig, ...] = Field((), json_schema_extra=CONFIRMED)
     """Additional judges that score every rollout: the majority verdict counts; without a majority, the main judge's."""
     strong: OtherJudgeConfig | None = Field(None, json_schema_extra=CONFIRMED)
-    """Decides only the criteria on which judge and jury differ."""
+    """Judge that decides only the criteria on which judge and jury differ."""
     fallbacks: tuple[OtherJudgeConfig, ...] = Field((), json_schema_extra=CONFIRMED)
     """Judges asked in turn if the judge fails to answer."""
     prompts: Path = Path("prompts/judge")
     """Folder of the prompt set."""
     environment_facts: str | None = None
-    """Facts on the environment in every prompt; null: the environment's own."""
+    """Facts about the environment for every judge prompt; null: the environment's own."""
     examples: Path | None = None
     """Labels exported from the page of `draco report`: verdicts that a person corrected are shown to the scoring call
     as examples. `draco agreement` measures whether that helps."""
@@ -498,15 +500,15 @@ class JudgeConfig(Tree):
     request_timeout_seconds: float = Field(600.0, gt=0)
     """Time limit of a request."""
     max_attempts: int = Field(8, ge=1)
-    """Maximum requests of a call over rate limits, timeouts and server errors. Failures during an outage of the judge
-    do not count; see max_outage_seconds."""
+    """Maximum requests per call, which is retried after rate limits, timeouts and server errors. Failures during an
+    outage of the judge do not count; see max_outage_seconds."""
     max_outage_seconds: float = Field(3600.0, ge=0)
-    """Maximum length of an outage of the judge. Judging is paused and nothing is dropped meanwhile; then the run stops
-    and can be resumed. 0: only max_attempts applies."""
+    """Maximum length of an outage of the judge. During an outage judging is paused and nothing is dropped; after this
+    time the run stops and can be resumed. 0: only max_attempts applies."""
     max_backoff_seconds: float = Field(60.0, gt=0)
     """Maximum pause between two requests of a call."""
     reasks: int = Field(1, ge=0)
-    """Retries for a reply that cannot be parsed; the error is quoted."""
+    """Retries for a reply that cannot be parsed; the new request quotes the error."""
     second_look: float = Field(0.0, ge=0, le=1)
     """Share of scored rollouts whose justifications are read by one more call without the scores, to report how often
     the judge contradicts itself. Such a call takes a few hundred tokens per criterion; no verdict changes."""
@@ -537,7 +539,7 @@ class JudgeConfig(Tree):
     @field_validator("model")
     @classmethod
     def _absolute(cls, model: str) -> str:
-        # Judge workers run in other directories.
+        # The path has to be absolute, because judge workers run in other directories.
         return f"{FILES}{Path(model.removeprefix(FILES)).absolute()}" if model.startswith(FILES) else model
 
     @model_validator(mode="after")
@@ -567,7 +569,7 @@ class AlgorithmConfig(Tree):
     reward: Literal["rubric", "outcome", "random"] = "rubric"
     """rubric (weighted verdicts), outcome (the environment's evaluator; not outcome-blind) or random."""
     rubric: Literal["dynamic", "static"] = "dynamic"
-    """Whether the judge writes a rubric for each task and its rollouts, or there is one fixed list."""
+    """dynamic: the judge writes a rubric for each task and its rollouts; static: one fixed list of criteria."""
     static_rubric: Path | None = None
     """File with the criteria of algorithm.rubric=static; null: the environment's, for AppWorld the paper's 21."""
     rule: Part = "draco"
@@ -584,18 +586,19 @@ class AlgorithmConfig(Tree):
     Their citations are missing from the record."""
     skip_inert_credit_calls: bool = False
     """Skip the credit call of a rollout whose surviving verdicts are unanimous or not applicable: Eq. credit then gives
-    every step the same total, whatever is cited. Changes the update if the call would have overridden a verdict."""
+    every step the same total, whichever steps are cited. Changes the update if the call would have overridden a
+    verdict."""
     credit_surviving_only: bool = True
     """Send only surviving criteria to the credit call. The others do not affect the step quality, but the paper's
     prompt contains them, so the judge may answer differently."""
     merge_proposals: bool = False
-    """Ask once for the stage 2 criteria of all rollouts of a group, or twice where the prompt exceeds the judge's
-    context. The question waits for the last rollout."""
+    """Ask once for the stage 2 criteria of all rollouts of a group, or twice if the prompt exceeds the judge's
+    context. The call waits for the group's last rollout."""
     merge_verdicts: bool = False
-    """Ask for the verdicts on a rollout and the steps behind them in one call, if the rule uses citations."""
+    """Ask for a rollout's verdicts and the steps that they cite in one call, if the rule uses citations."""
     rubric_visits: int | None = Field(None, ge=1)
-    """Visits of a task in which criteria are proposed: later visits start from the last visit's rubric and add to it,
-    and after so many it stays as it is. null: a new rubric at every visit."""
+    """Number of visits of a task in which criteria are proposed. The second and later visits add to the previous
+    visit's rubric; after this number of visits it no longer changes. null: a new rubric at every visit."""
 
 
 ImportanceLevel = Literal["token", "sequence", "geometric"]
@@ -610,7 +613,7 @@ class LearnerConfig(Tree):
     options: dict[str, object] = Field(default_factory=dict)
     """Options that your learner defines; ray_lora has none."""
     workers: int = Field(1, ge=1)
-    """Ray Train workers."""
+    """Number of Ray Train workers."""
     sharding: Literal["none", "full"] = "none"
     """Whether each worker holds the whole base model, or only a shard of it and one complete layer at a time
     (FSDP2)."""
@@ -621,7 +624,7 @@ class LearnerConfig(Tree):
     """Workers that share each forward pass, for sequences too long for one: each computes a shard of the tokens, and
     attention for a shard of the heads (Ulysses). Must divide workers and the model's heads."""
     gpus_per_worker: float = Field(1.0, ge=0)
-    """0: learn on the CPU."""
+    """GPUs per worker; 0: learn on the CPU."""
     cpus_per_worker: float = Field(1.0, ge=0)
     """CPUs that Ray reserves for a worker."""
     lora_rank: int = Field(16, ge=1)
@@ -632,15 +635,15 @@ class LearnerConfig(Tree):
     """Modules to adapt: all-linear, or a regex of their names. In a mixture of experts, all-linear excludes experts and
     router, which stay frozen."""
     learning_rate: float = Field(5e-5, gt=0)
-    """Constant, no warm-up."""
+    """Learning rate, constant without warm-up."""
     sft_learning_rate: float | None = Field(None, gt=0)
     """Learning rate of `draco sft`; null: learning_rate."""
     adam_beta1: float = Field(0.9, ge=0, lt=1)
-    """Of AdamW."""
+    """AdamW's beta1."""
     adam_beta2: float = Field(0.999, ge=0, lt=1)
-    """Of AdamW."""
+    """AdamW's beta2."""
     weight_decay: float = Field(0.01, ge=0)
-    """Of AdamW."""
+    """AdamW's weight decay."""
     max_grad_norm: float = Field(1.0, gt=0)
     """Gradients are clipped to this norm."""
     clip_low: float = Field(0.2, ge=0)
@@ -651,7 +654,7 @@ class LearnerConfig(Tree):
     """Dual clip: bound of the loss for negative advantages, in multiples of the advantage."""
     importance_cap: float | None = Field(None, ge=1)
     """Maximum importance weight p(at the step's start) / p(at sampling) of a token, by which its policy loss is
-    multiplied (decoupled PPO, truncated). null: 2 with train.staleness, no weights without."""
+    multiplied (decoupled PPO, truncated). null: 2 with train.staleness, otherwise no importance weights."""
     importance_level: ImportanceLevel = "token"
     """The ratio that importance_cap bounds: the token's, the product over its sequence, or its geometric mean."""
     mask_low: float | None = Field(None, ge=0)
@@ -677,14 +680,14 @@ class LearnerConfig(Tree):
     """Recompute activations in the backward pass instead of storing them; null: on GPUs, and on a CPU if they would
     take more than half of the free memory. Storing them is 20 % faster."""
     offload_activations: bool = False
-    """Store the layer inputs that gradient_checkpointing still keeps in host memory."""
+    """Store in host memory the layer inputs that gradient_checkpointing keeps."""
     compile: bool = False
     """Compile the decoder's norms and gated MLPs with torch.compile; needs a C++ compiler on a CPU, Triton on a GPU."""
     max_failures: int = Field(3, ge=0)
     """Maximum restarts of failed workers between two checkpoints before the run stops."""
     stall_seconds: float = Field(600.0, gt=0)
-    """Time without an answer from a worker's process after which the workers are restarted; it answers during long
-    passes too."""
+    """Time without an answer from a worker's process after which the workers are restarted; a healthy process answers
+    even during long passes."""
     hang_seconds: float = Field(1800.0, gt=0)
     """Seconds without a completed layer after which busy workers are restarted, e.g. because a kernel hangs; also the
     time limit of collective operations."""
@@ -724,7 +727,7 @@ class TrainConfig(Tree):
     steps: int | None = Field(None, ge=0)
     """Number of steps; null: derived from epochs."""
     skip_solved: int | None = Field(None, ge=1)
-    """Skip a task for this many epochs after as many visits in a row in which the judge failed no criterion of any
+    """Skip a task for this many epochs after as many consecutive visits in which the judge failed no criterion of any
     rollout; uses no ground truth. null: every task in every epoch, as in the paper."""
     order: Order = "shuffled"
     """Order of the tasks in an epoch by the share of passed verdicts at their last visit; unvisited tasks come
@@ -760,10 +763,10 @@ class TrainConfig(Tree):
 
 
 class WatchConfig(Tree):
-    """When an unattended run prints messages, and when it stops; it can be resumed then."""
+    """When an unattended run prints messages, and when it stops; a stopped run can be resumed."""
 
     empty_steps: int = Field(1, ge=1)
-    """Number of consecutive steps without a group after which the run stops."""
+    """Number of consecutive steps whose groups were all dropped after which the run stops."""
     judge_failures: float = Field(0.5, gt=0, le=1)
     """Share of failed judge phases of a step above which the run stops."""
     quiet_seconds: float = Field(600.0, gt=0)
@@ -782,19 +785,19 @@ class TauModelConfig(Tree):
     model: str = Field("openai/gpt-5.4", json_schema_extra=CONFIRMED_URL)
     """LiteLLM model name with provider prefix."""
     api_base: str | None = Field(None, json_schema_extra=CONFIRMED)
-    """Endpoint; null is the provider's own. Of agent and user simulator only with openai/ and hosted_vllm/ models."""
+    """Endpoint; null: the provider's own. For agent and user simulator, only with openai/ and hosted_vllm/ models."""
     api_key_env: str | None = Field(None, json_schema_extra=CONFIRMED)
     """Environment variable with the key; null: ``<PROVIDER>_API_KEY``. For providers other than openai/ and
     hosted_vllm/ it must have LiteLLM's name."""
     temperature: float | None = Field(0.0, ge=0)
-    """null: not sent."""
+    """Temperature of sampling; null: not sent."""
 
 
 class TauEmbedderConfig(Tree):
     """The embedding model behind dense retrieval (alltools-qwen)."""
 
     model: str = "qwen/qwen3-embedding-8b"
-    """Its name at the endpoint."""
+    """The model's name at the endpoint."""
     api_base: str = Field("https://openrouter.ai/api/v1", json_schema_extra=CONFIRMED)
     """Endpoint of the embedding model."""
     api_key_env: str = Field("OPENROUTER_API_KEY", json_schema_extra=CONFIRMED)
@@ -847,7 +850,7 @@ class TauBenchConfig(Tree):
     max_turns: int = Field(100, ge=1)
     """Maximum agent turns; tau2 counts two steps per turn."""
     seed: int = Field(300, ge=0, lt=2**32)
-    """Of tau2's episodes."""
+    """Random seed of tau2's episodes."""
     concurrency: int = Field(8, ge=1)
     """Maximum number of concurrent episodes."""
     episode_retries: int = Field(3, ge=0)
@@ -884,14 +887,14 @@ class RunConfig(Tree):
     local: Path | None = Field(None, json_schema_extra=CONFIRMED)
     """If run.root is an object store: local folder of running runs. null: a private one in this user's cache."""
     name: FileName | None = None
-    """null: <setting>-<date>-<time>-<random>."""
+    """Name of the run; null: <setting>-<date>-<time>-<random>."""
     trackers: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = ("tensorboard",)
     """Trackers that get each step's metrics besides metrics.jsonl; wandb and mlflow are extras of the package."""
 
     @field_validator("root")
     @classmethod
     def _root(cls, root: str | Path) -> str | Path:
-        # As a path it would be a folder of that name, here.
+        # As a path this would be a folder of that name in the working directory.
         if isinstance(root, Path) and re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", str(root)):
             raise ValueError(
                 f"{root}: neither a folder nor a URL; expected one such as s3://BUCKET/PREFIX, in this case"
@@ -956,7 +959,7 @@ class DracoConfig(Tree):
 
     @model_validator(mode="after")
     def _colocated(self) -> Self:
-        """Accept only shares of GPUs with which Ray puts one engine and one worker on each GPU."""
+        """Accept only GPU shares with which Ray places one engine and one worker on each GPU."""
         engine, learner = self.engine, self.learner
         if not engine.colocate:
             return self

@@ -35,7 +35,7 @@ FIXED = (
 )
 """Arguments that engines depend on: adapters, recorded log-probs, token input and output."""
 FIXED_ON_CPU = ("worker_cls", "enable_chunked_prefill", "max_num_batched_tokens")
-"""Arguments that the CPU worker depends on: unchunked prompts."""
+"""Arguments that the CPU worker depends on: it needs unchunked prompts."""
 
 
 def argument_problem(arguments: Mapping[str, Any], *, cpu: bool) -> str | None:

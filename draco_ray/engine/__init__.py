@@ -1,1 +1,1 @@
-"""Policy engines: what turns a token prefix into sampled tokens; the chat template in tokens."""
+"""Policy engines, which sample tokens after a token prefix; and the tokenization of chat templates."""

@@ -1,8 +1,8 @@
 """The Ray actors of the policy engines, and the client by which a rollout worker samples from one.
 
 If an engine dies or its node is lost, no rollout is lost: its requests are sent to another engine with the same seeds.
-Ray restarts the actor wherever there is room, and the driver (`draco_ray.engine.fleet`) loads the model and the current
-adapter into it before it serves.
+Ray restarts the actor wherever there is room. The driver (`draco_ray.engine.fleet`) loads the model and the current
+adapter into the new process before it serves requests.
 
 Ray can give an actor a fraction of one GPU, or several whole GPUs, but not fractions of several. So a tensor-parallel
 engine that takes turns with the learner (``engine.colocate``) reserves a placement group with a fraction of one GPU in
@@ -91,9 +91,9 @@ def _gpu_ids() -> list[str]:
 
 
 class CoreWatch:
-    """Detects a stall: no progress over several checks while calls are under way.
+    """Detects a stall: no progress over several checks while calls are running.
 
-    It counts checks instead of measuring time, which also passes while this process itself is stopped.
+    It counts checks instead of measuring time, because time also passes while this process is suspended.
     """
 
     def __init__(self, stall_seconds: float, look_seconds: float) -> None:
@@ -108,7 +108,7 @@ class CoreWatch:
 
     @contextmanager
     def call(self) -> Iterator[None]:
-        """Count the block as a call under way."""
+        """Count the block as a running call."""
         self._calls += 1
         try:
             yield
@@ -120,7 +120,7 @@ class CoreWatch:
         """Check for progress, and return whether there has been none for ``stall_seconds``.
 
         Args:
-            iterations: a counter that grows with progress.
+            iterations: the engine's counter of iterations, which grows with progress.
         """
         now = (iterations, self._answered)
         self._still = self._still + 1 if self._calls and now == self._seen else 0
@@ -131,15 +131,15 @@ class CoreWatch:
 log = logging.getLogger(__name__)
 
 ANSWER_SECONDS = 5.0
-"""Timeout for an engine to say whether it serves."""
+"""Timeout for an engine's reply on whether it serves requests."""
 HOME_SECONDS = 10.0
-"""Interval at which a client that samples elsewhere checks whether its own engine serves again."""
+"""Interval at which a client that uses another engine checks whether its own engine serves again."""
 PAUSE_SECONDS = 1.0
 """Interval between two checks of a client while no engine serves."""
 CORE_CHECK_SECONDS = 1.0
 MAX_CALLS = 10_000
-"""Maximum number of concurrent calls of one engine: waiting requests must leave room for the calls that load adapters.
-(Ray's concurrency groups run in separate event loops, and vLLM's front end belongs to one.)"""
+"""Maximum number of concurrent calls to one engine: waiting requests must leave room for the calls that load adapters.
+(Ray's concurrency groups do not help: each has its own event loop, and vLLM's front end is bound to one loop.)"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,7 +147,7 @@ class EngineProcess:
     """State of an engine's process."""
 
     identity: str
-    """Unique to the process."""
+    """Random id, unique to the process."""
     node: str
     """Ray's id of the node."""
     serves: bool
@@ -156,8 +156,8 @@ class EngineProcess:
 class PolicyEngineActor:
     """One vLLM engine (`draco_ray.engine.vllm_engine.VllmEngine`).
 
-    The process exits when its engine core dies or stalls (``engine.stall_seconds``), so every failure looks the same to
-    Ray. It refuses requests until `serve`.
+    The process exits when its engine core dies or stalls (``engine.stall_seconds``), so Ray sees every failure as a
+    dead process. It refuses requests until `serve` is called.
     """
 
     def __init__(
@@ -261,7 +261,7 @@ class PolicyEngineActor:
             await self._engine.sleep()
 
     async def wake(self) -> None:
-        """Take the GPU back."""
+        """Load the weights onto the GPU again and admit waiting calls."""
         await self._started.wait()
         async with self._alive():
             await self._engine.wake()
@@ -305,9 +305,9 @@ class PolicyEngineActor:
 
 
 def _end_process() -> None:
-    """Kill this process and its children, since a stopped child would not notice the end of its parent.
+    """Kill this process and its children, since a suspended child would not notice the end of its parent.
 
-    Not an exception: Ray retries the calls of a process that died, but not calls that raised.
+    An exception would not do: Ray retries calls whose process died, but not calls that raised.
     """
     for child in psutil.Process().children(recursive=True):
         with suppress(psutil.Error):
@@ -351,18 +351,18 @@ def start_policy_engines(
 
 
 class EngineClient:
-    """A `draco_ray.engine.sampler.Sampler` for one `PolicyEngineActor`, or for another while that one is unavailable.
+    """A `draco_ray.engine.sampler.Sampler` for one `PolicyEngineActor`; while that is unavailable, it uses another.
 
-    It holds actor names instead of handles, so that Ray can restart a rollout worker that has a copy of it.
+    It holds actor names instead of handles, so that Ray can restart a rollout worker that has a copy of this client.
     """
 
     def __init__(self, index: int, run_name: str, engines: int = 1) -> None:
-        """Make the client of engine ``index`` out of ``engines``."""
+        """Make the client of engine ``index``; ``engines``: number of engines."""
         others = (each for each in range(engines) if each != index)
         self._actor_names = [_actor_name(each, run_name) for each in (index, *others)]
         self.name = f"engine-{index}"
         self._at: int | None = None
-        """Index of the name that requests go to: 0 is its own engine; None: to be found."""
+        """Index in `_actor_names` of the engine in use: 0 is its own engine; None: not chosen yet."""
         self._looked_at = 0.0
         self._looking = asyncio.Lock()
 
@@ -399,13 +399,13 @@ class EngineClient:
                 self._at = None
 
     async def _serving(self) -> Any:
-        """Its own engine, or another one that serves while it does not; waits while none serves."""
+        """Its own engine if that serves, else another one that does; waits while none serves."""
         async with self._looking:
             while not self._known:
                 self._looked_at = time.monotonic()
                 found = await asyncio.gather(*(_serves(handle) for handle in self._handles))
                 there = [index for index, serves in enumerate(found) if serves]
-                # A random one, to spread the load; the choice does not change the tokens.
+                # Choose at random to spread the load; the choice does not change the tokens.
                 self._at = 0 if found[0] else random.choice(there) if there else None
                 if self._at is None:
                     await asyncio.sleep(PAUSE_SECONDS)
@@ -423,7 +423,7 @@ async def _serves(engine: Any) -> bool:
         async with asyncio.timeout(ANSWER_SECONDS):
             found: EngineProcess = await asked
     except (RayError, TimeoutError):
-        # An actor without a node would queue the call until it has one.
+        # Cancel, because an actor without a node would queue the call until it has one.
         ray.cancel(asked)
         return False
     return found.serves

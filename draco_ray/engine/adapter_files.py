@@ -20,10 +20,10 @@ WRAPPER = "ForConditionalGeneration"
 
 
 class AdapterFiles:
-    """One engine's adapter versions, in a private directory that also holds vLLM's sockets.
+    """The adapter versions of one engine, in a private directory that also holds vLLM's sockets.
 
-    The directory is usually in memory (/dev/shm). What a killed engine leaves there is removed by the next engine that
-    starts (`draco_ray.temp_dirs`).
+    The directory is usually in memory (/dev/shm). The next engine that starts removes the files of a killed engine
+    (`draco_ray.temp_dirs`).
     """
 
     def __init__(self, place: Path) -> None:
@@ -51,8 +51,8 @@ class AdapterFiles:
     def write(self, adapter: Adapter, architectures: Sequence[str]) -> Path:
         """Write one version and return its directory, whose path is used only once.
 
-        vLLM's prefix cache identifies an adapter by its path: a path used twice would return keys and values of the old
-        adapter.
+        vLLM's prefix cache identifies an adapter by its path: if a path were reused, the cache would return keys and
+        values of the old adapter.
         """
         path = self.directory / f"v{adapter.version}-{next(self._numbers)}"
         path.mkdir()
@@ -71,7 +71,7 @@ class AdapterFiles:
 
 
 def engine_tensor_name(name: str, architectures: Sequence[str]) -> str:
-    """vLLM's name of a PEFT tensor.
+    """The name that vLLM expects for a PEFT tensor.
 
     The learner trains only a checkpoint's text model (``model.layers``). If the checkpoint wraps a text model and a
     vision tower, vLLM expects the wrapper's names and silently ignores others.

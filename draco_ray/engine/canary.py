@@ -22,11 +22,12 @@ from draco_ray.errors import CanaryFailed
 from draco_ray.records import BoolArray, FloatArray
 
 BAND = 2.0
-"""Maximum gap that counts as rounding, in multiples of the larger of the first step's and of that without adapter."""
+"""Maximum gap that counts as rounding, as a multiple of a reference gap: the gap at the first step or the gap without
+the adapter, whichever is larger."""
 OTHER_BASE = 4.0
-"""Maximum gap without the adapter, in multiples of the tolerance; a larger one means different base models."""
+"""Maximum gap without the adapter, as a multiple of the tolerance; a larger gap means different base models."""
 CERTAIN = 6.0
-"""Number of standard errors by which the engine must be closer to one of the learner's two policies."""
+"""Number of standard errors from which on the engine is certainly closer to one of the learner's two policies."""
 
 
 class Scorer(Protocol):
@@ -44,28 +45,28 @@ class Scorer(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CanaryReading:
-    """Result of the canary for one engine; all values in nats a token."""
+    """Result of the canary for one engine; gaps and shifts are in nats per token."""
 
     engine: str
     version: int
     tokens: int
     gap_mean: float
-    """Mean |engine - learner| with the adapter, which the band limits."""
+    """Mean |engine - learner| with the adapter; the tolerance band limits it."""
     gap_max: float
     base_gap_mean: float
-    """The same without the adapter: the effect of rounding and of different kernels alone."""
+    """The same without the adapter, which shows the effect of rounding and of different kernels alone."""
     shift_mean: float
     """Mean |with adapter - without adapter| in the engine: how far training has moved the policy."""
     shift_max: float
     noise_max: float
     """Maximum difference between two equal requests to the engine; 0 if its arithmetic is deterministic."""
     nearness: float
-    """By how many standard errors the engine is closer to the learner's policy than to its base model; negative if it
-    is closer to the base model. Near 0 the adapter's effect is smaller than rounding."""
+    """By how many standard errors the engine is closer to the learner's policy than to the learner's base model;
+    negative if it is closer to the base model. Near 0, the adapter's effect is smaller than rounding."""
 
     @property
     def live(self) -> bool:
-        """Whether the adapter certainly has an effect, beyond rounding."""
+        """Whether the adapter certainly has an effect that rounding does not explain."""
         return self.nearness > CERTAIN or self.shift_max > self.noise_max == 0
 
 
@@ -73,7 +74,7 @@ class Probe(NamedTuple):
     """Tokens on which engine and learner are compared."""
 
     token_ids: list[int]
-    """At least 2."""
+    """At least 2 token ids."""
     compared_T: BoolArray
     """Mask over ``token_ids[1:]`` of the compared tokens, which the policy sampled."""
     learner_T: FloatArray
@@ -99,7 +100,7 @@ async def run_canary(
     on: list[FloatArray] = []
     off: list[FloatArray] = []
     again: list[FloatArray] = []
-    # Sequentially, because other requests in the batch change the rounding.
+    # Score sequentially, because other requests in the batch change the rounding.
     for probe in probes:
         for adapter, scores in ((True, on), (False, off), (False, again)):
             scores.append(np.asarray(await engine.logprobs(list(probe.token_ids), adapter=adapter)))
@@ -146,7 +147,7 @@ def judge_canary(
 
     Args:
         on_T: the engine with its adapter.
-        off_T: the engine without it; ``off_again_T``: a second time, which shows the engine's noise.
+        off_T: the engine without it; ``off_again_T``: the same a second time, which shows the engine's noise.
         learner_T: the learner with its adapter; ``learner_off_T``: without.
         moved, tolerance, first: see `run_canary`.
     Raises: CanaryFailed if a value is not finite, the base models differ, the adapter has no effect in the engine but
@@ -211,10 +212,10 @@ def judge_canary(
 
 
 def _nearness(on_T: FloatArray, learner_T: FloatArray, learner_off_T: FloatArray) -> float:
-    """By how many standard errors the engine is closer to the learner with the adapter than to it without.
+    """By how many standard errors the engine is closer to the learner with the adapter than without it.
 
-    Distances are compared for each token. Rounding affects both alike, so it increases the error without a bias. No
-    token counts for more than the adapter's effect on it, nor for more than one standard error.
+    Distances are compared token by token. Rounding affects both distances alike, so it increases the error but adds
+    no bias. A token's weight is bounded by the adapter's effect on it and by one standard error.
     """
     nearer_T = np.abs(on_T - learner_off_T) - np.abs(on_T - learner_T)
     error = float(np.sqrt((nearer_T**2).sum()))

@@ -24,7 +24,7 @@ from draco_ray.errors import ConfigError
 from draco_ray.records import TOOLS, Message
 
 END_OF_CALL = "<|eom_id|>"
-"""Llama's end of a turn after a call."""
+"""Llama's token for the end of a turn with a call."""
 
 
 class ChatTokens:
@@ -94,8 +94,9 @@ class ChatTokens:
         return rendered.rfind("<think>") > rendered.rfind("</think>")
 
     def prompt(self, messages: Iterable[Message]) -> list[int]:
-        """Token ids of the first messages and the beginning of the first turn. The tools in a message of role `TOOLS`
-        are put where the template puts tools.
+        """Token ids of the first messages and the beginning of the first turn.
+
+        Tools, given in a message of role `TOOLS`, are inserted where the template puts tools.
 
         Raises: ConfigError: the template has no place for tools, or refuses a message.
         """
@@ -108,21 +109,21 @@ class ChatTokens:
         return self._encode(self._render_checked(chat, self._hide_all(tools, hidden)), hidden)
 
     def after_turn(self, sampled: list[int], output: str) -> list[int]:
-        """Tokens after a sampled turn: its end if it was cut, the tool's output, and the beginning of the next turn.
+        """Tokens after a sampled turn: its end token if it was truncated, the tool's output, the next turn's beginning.
 
         Args:
             sampled: the turn's token ids, exactly as sampled.
-            output: the tool's output, already cut.
+            output: the tool's output, already truncated.
         """
         return self.after_messages(sampled, False, [{"role": "user", "content": output}])
 
     def after_calls(self, sampled: list[int], results: Sequence[str]) -> list[int]:
-        """Tokens after a turn with calls: its end if it was cut, a tool message per result, and the beginning of the
-        next turn.
+        """Tokens after a turn with calls: its end token if it was truncated, a tool message per result, and the
+        beginning of the next turn.
 
         Args:
             sampled: the turn's token ids, exactly as sampled.
-            results: of the calls, in order, already cut.
+            results: of the calls, in order, already truncated.
         """
         return self.after_messages(sampled, True, [{"role": "tool", "content": result} for result in results])
 
@@ -142,8 +143,8 @@ class ChatTokens:
         return self._encode(self._render_checked(told, self._hide_all(list(tools), hidden)), hidden)
 
     def after_messages(self, sampled: list[int], called: bool, chat: Sequence[Mapping[str, Any]]) -> list[int]:
-        """Tokens after a sampled turn: its end if it was cut, messages in OpenAI's format, the beginning of the next
-        turn.
+        """Tokens after a sampled turn: its end token if it was truncated, messages in OpenAI's format, and the
+        beginning of the next turn.
 
         Args:
             sampled: the turn's token ids, exactly as sampled.
@@ -163,13 +164,13 @@ class ChatTokens:
             each | {"name": name, "tool_call_id": "call00001"} if each["role"] == "tool" else each for each in told
         ]
         rendered = self._render_checked([{"role": "user", "content": "-"}, turn, *results], [])
-        # After a call's arguments comes the text that closes the call, which was sampled, then the end of the turn.
+        # The call's arguments are followed by the text that closes the call, which was sampled, then the turn's end.
         end = self._find_end(rendered, [{"role": "user", "content": "-"}, turn], mark)
         if end is None:
             raise ConfigError(f"the chat template of {self.tokenizer.name_or_path!r} does not end this turn")
         self._check_late([{"role": "user", "content": "-"}, turn], mark, told)
         glue = self._encode(rendered[end.start() :], hidden)
-        # If the token of the next role ends a turn, no other token does.
+        # If a turn ends with the token of the next role, no other token ends it.
         ends = glue[:1] if self._ends_by_role else (self.end_of_turn_id, self._control.get(END_OF_CALL))
         return glue[1:] if sampled and sampled[-1] in ends else glue
 
@@ -211,7 +212,7 @@ class ChatTokens:
             ) from error
 
     def written_call(self) -> str:
-        """A call of a function ``NAME`` as written by the template, up to the value of its argument.
+        """How the template writes a call of a function ``NAME``, up to the value of its argument.
 
         Raises: ConfigError: the template does not show tools, or has no place for calls and results.
         """
@@ -292,7 +293,7 @@ class ChatTokens:
             # Most templates separate calls from content.
             after = after if content.strip() else after.lstrip()
         else:
-            # The template has no place for both.
+            # The template has no place for content and calls in one turn.
             after = _beyond(rendered, self._render([ask, {**turn, "tool_calls": []}]).partition(said)[0])
         if self._ends_by_role:
             return after + str(self._end_of_call)
@@ -301,8 +302,8 @@ class ChatTokens:
         return after[: end.end()]
 
     def _render_call(self, results: Sequence[str]) -> tuple[str, list[dict[str, Any]], str]:
-        """Returns a conversation in which one call is answered by all ``results``, its messages up to the call, and the
-        mark in the call's arguments.
+        """Returns a rendered conversation in which one call is answered by all ``results``, its messages up to the
+        call, and the mark in the call's arguments.
         """
         mark = f"argument{self._nonce}"
         identity = {"tool_call_id": "call00001", "name": f"name{self._nonce}"}
@@ -358,11 +359,11 @@ class ChatTokens:
         return [self._ids.get(id_, id_) for id_ in self._encoder.encode(spelled, add_special_tokens=False).ids]
 
     def _encode_turn(self, text: str, hidden: list[str]) -> list[int]:
-        """Token ids of text after the beginning of a turn."""
+        """Token ids of a turn's text, which follows the template's beginning of a turn."""
         opened = self._render([{"role": "user", "content": "-"}])
         tail = opened[[match.start() for match in self._control_pattern.finditer(opened)][-1] :]
         before, whole = self._encode(tail, []), self._encode(tail + text, hidden)
-        # Tokenized separately, because some tokenizers would merge characters across the beginning of the turn.
+        # If the tokenizer merges characters across the beginning of the turn, tokenize the text separately.
         return whole[len(before) :] if whole[: len(before)] == before else self._encode(text, hidden)
 
     def _check_tokens(self) -> None:
@@ -409,7 +410,7 @@ def _any_of(tokens: Iterable[str]) -> re.Pattern[str]:
 
 
 def _beyond(text: str, other: str) -> str:
-    """The rest of ``text`` after its common beginning with ``other``, which may end earlier by a template's blank.
+    """The rest of ``text`` after the prefix that it shares with ``other``.
 
     >>> _beyond("[/INST][TOOL_CALLS]", "[/INST] ")
     '[TOOL_CALLS]'
@@ -418,7 +419,7 @@ def _beyond(text: str, other: str) -> str:
 
 
 def _alike(text: str, other: str) -> int:
-    """Length of the common beginning."""
+    """Length of the common prefix."""
     alike = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(text, other, strict=False))
     return sum(1 for _ in alike)
 

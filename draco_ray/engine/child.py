@@ -35,7 +35,7 @@ def die_with_parent() -> None:
 
 MASK = "***"
 SHORTEST_KEY = 6
-"""Minimum length; masking shorter texts would hide parts of words."""
+"""Minimum length of a masked key; masking shorter texts would hide parts of words."""
 END_SECONDS = 15.0
 
 
@@ -112,7 +112,7 @@ class Child:
         return self._process.poll()
 
     def wait(self, seconds: float) -> int | None:
-        """Wait at most ``seconds`` for its end; returns the exit code, or None if it still runs."""
+        """Wait at most ``seconds`` for the process to end; returns the exit code, or None if it still runs."""
         try:
             code = self._process.wait(seconds)
         except subprocess.TimeoutExpired:
@@ -122,7 +122,7 @@ class Child:
         return code
 
     def end(self) -> None:
-        """End it and everything it started with SIGTERM, then SIGKILL. Safe to call twice."""
+        """End the process and its descendants with SIGTERM, then SIGKILL. Safe to call twice."""
         for number in (signal.SIGTERM, signal.SIGKILL):
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.pid, number)
@@ -136,7 +136,7 @@ class Child:
 
     def _copy(self, log: Path, scrubber: Scrubber) -> None:
         assert self._process.stdout is not None
-        # If this node does not see the run directory, keep the log locally.
+        # If this node does not see the run directory, this creates the folder, and the log stays on the node.
         log.parent.mkdir(parents=True, exist_ok=True)
         with self._process.stdout, log.open("a", encoding="utf-8") as file:
             for line in self._process.stdout:

@@ -97,15 +97,15 @@ def expand_batch_to_tokens(
 
 
 def select_experts(moe_config: FusedMoEConfig) -> tuple[Any, Any]:
-    """vLLM's choice of kernels for experts without adapters; experts are never adapted here."""
+    """The kernels that vLLM selects for experts without adapters; experts are never adapted here."""
     return select_unquantized_moe_backend(dataclasses.replace(moe_config, is_lora_enabled=False))
 
 
 class CpuWorker(CPUWorker):
-    """vLLM's CPU worker with these corrections."""
+    """vLLM's CPU worker with the corrections of this module."""
 
     def init_device(self) -> None:
-        """Set up the device, before the model is loaded with the replaced functions."""
+        """Replace vLLM's functions and set up the device, before the model is loaded."""
         current_platform.get_punica_wrapper = lambda: f"{__name__}.{RunwiseLora.__qualname__}"
         rejection_sampler.expand_batch_to_tokens = expand_batch_to_tokens
         unquantized_fused_moe_method.select_unquantized_moe_backend = select_experts

@@ -4,8 +4,8 @@ vLLM's engine core is a separate process that does not notice when its parent is
 leave it behind, with its memory. These executors run in the core process and kill it.
 
 `AttachedExecutor` has a second purpose: on CPUs vLLM would replace its own single-process executor by one that starts a
-third process to bind threads to cores, which takes 7 seconds and 600 MiB. vLLM keeps an executor that is given as a
-class.
+third process to bind threads to cores, which takes 7 seconds and 600 MiB. It does not replace an executor that is given
+as a class.
 """
 
 from __future__ import annotations

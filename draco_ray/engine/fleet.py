@@ -1,9 +1,9 @@
 """The driver's view of the engines: which of them serve, with which weights, and how lost ones are replaced.
 
-All configured engines are requested at all times. An engine that serves is up; one whose process died, whose node is
-lost, or that has found no room, is down. Rollouts use the engines that are up, and a weight sync does not wait for the
-others if the minimum number is up. Ray restarts the actor of a lost engine wherever there is room; it serves again once
-it has the model and the current weights and has passed the canary, if the last sync had one.
+All configured engines are requested at all times. An engine that serves is up. It is down if its process died, its
+node is lost, or no node has room for it. Rollouts use the engines that are up, and a weight sync does not wait for the
+others if the minimum number is up. Ray restarts the actor of a lost engine wherever there is room. The engine serves
+again once it has loaded the model and the current weights and has passed the canary, if the last sync had one.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Proof = Callable[[Scorer], Awaitable[Any]]
 STATISTICS_SECONDS = 2.0
 """Timeout for the statistics of an engine."""
 AWAY = (RayActorError, EngineAway)
-"""Errors of calls to an engine that is lost, or whose new process has not been started."""
+"""Errors of calls to an engine that is lost, or whose new process has not loaded the model yet."""
 
 
 class EngineFleet:
@@ -43,7 +43,7 @@ class EngineFleet:
 
         Args:
             engines: actor handles, one for each configured engine.
-            config: the minimum number of engines, and how often the process of one may die.
+            config: the minimum number of engines, and how often an engine's process may die.
         """
         self.engines = list(engines)
         self.replaced = 0
@@ -55,7 +55,7 @@ class EngineFleet:
             max_workers=len(self.engines),
             idle_seconds=0.0,
         )
-        """Engines by number; those that serve are up. A rollout acquires one."""
+        """Engines by number; those that serve are up. Each rollout acquires one engine."""
         self._fewest = min(config.fewest, len(self.engines))
         self._max_failures = config.max_failures
         self._watched = MonitoredWorkers(self.workers, up=self._bring_up, end=self._renew, restart=self._renew)
@@ -75,7 +75,7 @@ class EngineFleet:
         self._failed: asyncio.Future[None] | None = None
 
     async def start(self) -> None:
-        """Return once the minimum number of engines serve and no other one is still loading.
+        """Return once the minimum number of engines serve and no engine is still loading.
 
         Engines that start or restart later are set up in the background.
 
@@ -83,7 +83,7 @@ class EngineFleet:
             EngineError: the model cannot be loaded.
         """
         self._failed = asyncio.get_running_loop().create_future()
-        # Mark its exception as retrieved: calls to a lost engine raise their own errors.
+        # Mark the future's exception as retrieved: calls to a lost engine raise their own errors.
         self._failed.add_done_callback(lambda failed: failed.cancelled() or failed.exception())
         self._watched.open()
         await self._until(lambda: self.workers.up >= self._fewest and not self._loading)
@@ -91,17 +91,17 @@ class EngineFleet:
     async def load(self, update: ray.ObjectRef[Any]) -> None:
         """Load a weight update into the engines that are up, and return once the minimum number has it.
 
-        The driver must own the reference, because engines that start later load it, too.
+        The driver must own the reference, because engines that start later load the update, too.
 
         Raises:
-            EngineError: an engine refuses it, or is lost for good.
+            EngineError: an engine refuses the update, or is lost for good.
         """
-        # Set first, so that engines that are being set up load it, too.
+        # Set this first, so that engines that are being set up load the update, too.
         self._weights, self._proof, self._proven = update, None, {}
         await self._each_up(self._update)
 
     async def prove(self, proof: Callable[[Scorer], Awaitable[ProofT]]) -> list[ProofT]:
-        """Run a proof on every engine that is up and, until the next `load`, on each that starts, before it serves.
+        """Run a proof on every engine that is up. Until the next `load`, engines that start must pass it, too.
 
         Returns: the results, of at least the minimum number of engines.
         Raises: what the proof raises; EngineError if an engine is lost for good.
@@ -116,7 +116,7 @@ class EngineFleet:
         Raises:
             EngineError: an engine is lost for good, or cannot sleep.
         """
-        # Set first, so that a replaced engine is put to sleep as well.
+        # Set this first, so that a replaced engine is put to sleep as well.
         self._asleep = True
         await self._each("sleep")
 
@@ -155,7 +155,7 @@ class EngineFleet:
         there = {place.worker for place in self._places_up()}
         for index, engine in enumerate(self.engines):
             if index not in there:
-                # It is loading or has no node, and would answer late; its processes end with it.
+                # The engine is loading or has no node, so it would answer late. Killing it ends its child processes.
                 ray.kill(engine)
         await asyncio.gather(*(self.engines[index].stop.remote() for index in there))
 
@@ -169,7 +169,7 @@ class EngineFleet:
             raise _lost(error) from None
 
     async def _each_up(self, work: Callable[[int], Awaitable[None]]) -> None:
-        """Do ``work`` for every engine that is up; for an engine that is lost meanwhile, `_bring_up` does it."""
+        """Do ``work`` for every engine that is up; if one is lost meanwhile, `_bring_up` does the work later."""
 
         async def unless_away(place: PooledWorker[int]) -> None:
             try:
@@ -210,8 +210,8 @@ class EngineFleet:
         """Return once an engine serves with the current weights.
 
         Raises:
-            WorkerUnavailable: it does not answer now.
-            WorkerLost: it is lost for good, which fails the run.
+            WorkerUnavailable: the engine does not answer now.
+            WorkerLost: the engine is lost for good, which fails the run.
         """
         try:
             await self._bring_up_unless_away(index)
@@ -251,7 +251,7 @@ class EngineFleet:
         finally:
             self._loading.discard(index)
             self._tell()
-        # Not awaited: it is sent before any later update.
+        # No need to await: Ray sends this call before any later update.
         engine.serve.remote()
 
     async def _count(self, index: int, before: EngineProcess) -> None:
@@ -266,7 +266,7 @@ class EngineFleet:
             raise EngineError(_too_often(f"engine {index}, {self._failures[index]} times"))
 
     def _tell(self) -> None:
-        # Later in the event loop: the engine is marked as up right after this.
+        # Set the event later in the loop, because the engine is marked as up right after this.
         asyncio.get_running_loop().call_soon(self._changed.set)
 
     def _renew(self, index: int) -> None:

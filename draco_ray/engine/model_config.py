@@ -1,7 +1,7 @@
-"""What a model's ``config.json`` says about training and serving it: its experts, its heads, its adapted layers.
+"""Facts from a model's ``config.json`` for training and serving: its experts, its heads, its adapted layers.
 
-Experts and routers of a mixture of experts stay frozen; only the linear layers beside them are adapted. PEFT adapts all
-experts of a layer as one tensor, partly with twice the rank, which vLLM does not accept
+Experts and routers of a mixture of experts stay frozen; only the other linear layers are adapted. PEFT would adapt all
+experts of a layer as one tensor, some with twice the rank, which vLLM does not accept
 (docs/decisions/engines-and-adapters.md).
 """
 
@@ -20,16 +20,16 @@ from draco_ray.errors import ConfigError
 TABLE: dict[str, dict[str, Any]] = json.loads(
     files("draco_ray.engine").joinpath("model_shapes.json").read_text(encoding="utf-8")
 )
-"""The presets' models by hub name, for the base install, which cannot build models."""
+"""Shapes of the presets' models by hub name, because the base install cannot build models."""
 PUBLIC_CONFIGS: dict[str, dict[str, Any]] = {name: known["config"] for name, known in TABLE.items()}
-"""Values of these models' public ``config.json`` that decide their size and their longest context."""
+"""Values from these models' public ``config.json`` that determine their size and maximum context length."""
 
 FAMILIES = ("qwen3_moe", "qwen3_5_moe", "mixtral")
-"""Model types of the mixtures of experts for which learner and engine were compared."""
+"""Model types of mixtures of experts for which learner and engine were compared; others are refused."""
 NUMBER_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 """Keys of ``config.json`` for the number of experts of a layer."""
 MATRICES = ("", ".gate_up_proj", ".gate_proj", ".up_proj", ".down_proj", ".w1", ".w2", ".w3")
-"""Suffixes of the names of an expert's matrices, or of all experts' of a layer."""
+"""Suffixes of the names of one expert's matrices, or of the matrices of all experts of a layer."""
 ROUTERS = ("gate", "router", "shared_expert_gate")
 MLPS = ("mlp", "block_sparse_moe")
 """Names of the experts' parent module, in memory and in checkpoints."""
@@ -57,7 +57,7 @@ def language_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def number_of_experts(config: Mapping[str, Any]) -> tuple[str, int] | None:
-    """Key and number of the experts of a layer, by a ``config.json``; None for a dense model."""
+    """The key in ``config.json`` for the number of experts of a layer, and that number; None for a dense model."""
     for key in NUMBER_KEYS:
         if isinstance(number := language_config(config).get(key), int) and number > 1:
             return key, number
@@ -125,11 +125,11 @@ def build_model(config: Mapping[str, Any], source: str) -> tuple[Any, Any]:
             value = text.get(name, text.get(key))
             if not isinstance(value, int) or not 0 < value <= most:
                 raise ValueError(f"{name} is {value!r}, expected a whole number from 1 to {most}")
-        # Gemma 4's heads differ from layer to layer, which `draco plan` compares with these.
+        # Gemma 4's heads differ from layer to layer; `draco plan` compares them with the global values.
         made.get_text_config().allow_global_per_layer_attribute_access = True
         with torch.device("meta"):
             return AutoModelForCausalLM.from_config(made, attn_implementation="eager"), made.get_text_config()
-    except Exception as error:  # Of many types, depending on the wrong value.
+    except Exception as error:  # The type depends on which value is wrong.
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
         raise ConfigError(
             f"model config {source}: transformers builds no language model of model_type {kind!r} from it ({reason})"
@@ -155,7 +155,7 @@ def matching_names(names: Sequence[str], target: str, *, layers: int, experts: i
         target: `learner.lora_target`: ``all-linear``, or a regular expression over module names.
         layers: number of decoder layers.
         experts: number of experts of a layer; 0: a dense model.
-    Raises: ConfigError if it matches none, or matches experts or routers.
+    Raises: ConfigError if ``target`` matches no layer, or matches experts or routers.
     """
     if target == "all-linear":
         return list(names)
@@ -174,7 +174,8 @@ def matching_names(names: Sequence[str], target: str, *, layers: int, experts: i
 def lora_target(config: Mapping[str, Any], target: str, source: str) -> str | list[str]:
     """`learner.lora_target` as PEFT's ``target_modules``: for a mixture of experts, the names of all modules.
 
-    For these PEFT's ``all-linear`` would include experts and routers, and PEFT matches a regex with the end of a name.
+    For a mixture, PEFT's ``all-linear`` would include experts and routers, and PEFT matches a regex only against the
+    end of a name.
 
     Raises: ConfigError, as `expert_family` and `matching_names` do.
     """
@@ -235,8 +236,8 @@ def check_heads(config: Mapping[str, Any], workers: int, source: str) -> None:
 def check_split(config: Mapping[str, Any], parallel: int, source: str) -> None:
     """Refuse a model that does not divide by the ``parallel`` GPUs of an engine, by its ``config.json``.
 
-    vLLM asserts the same while it loads the model, without a message. Fewer key heads than GPUs are repeated if the
-    number of GPUs divides by theirs.
+    vLLM asserts the same while it loads the model, without a message. If there are fewer key heads than GPUs, they are
+    repeated, which requires that the number of GPUs is a multiple of theirs.
 
     Raises: ConfigError.
     """

@@ -14,18 +14,18 @@ TEMPLATES = Path(__file__).with_name("templates")
 """Folder of this package's chat templates, for `model.chat_template`."""
 
 PLAIN = ("TokenizersBackend", "PreTrainedTokenizerFast")
-"""transformers' names, current and earlier, of the tokenizer class that consists of a tokenizer.json only."""
+"""Current and earlier name in transformers of the tokenizer class that consists of a tokenizer.json only."""
 
 
 def load_tokenizer(path: str, chat_template: str | None = None) -> Any:
     """Load a tokenizer as `transformers.AutoTokenizer` does, optionally with another chat template.
 
-    Plain tokenizers are loaded without AutoTokenizer, which imports PyTorch: seconds and 350 MiB.
+    Plain tokenizers are loaded without AutoTokenizer, because it imports PyTorch, which takes seconds and 350 MiB.
 
     Args:
         path: a model directory, or a name on the model hub.
         chat_template: `model.chat_template`.
-    Raises: EngineError, one line, where there is none; ConfigError for an unknown chat template.
+    Raises: EngineError, one line, if there is no tokenizer; ConfigError for an unknown chat template.
     """
     tokenizer = _load(path)
     if chat_template is not None:
@@ -82,7 +82,7 @@ def check_model_directory(path: str | Path, chat_template: str | None = None) ->
 
     Args:
         path: `model.path`.
-        chat_template: `model.chat_template`; if set, the directory needs none.
+        chat_template: `model.chat_template`; if set, the directory needs no chat template.
     Raises: EngineError, one line: what is missing, where, what was expected and what to do.
     """
     directory = Path(path).expanduser()

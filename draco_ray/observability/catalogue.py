@@ -1,4 +1,4 @@
-"""All metrics of a run, as recorded by `metrics`, scraped by Prometheus and used in the dashboard.
+"""All metrics of a run: `metrics` records them, Prometheus scrapes them, and the dashboard shows them.
 
 Ray adds the prefix ``ray_``. Counters end in ``_total``, which Prometheus would add otherwise. Every metric has the tag
 ``run``; rates are in [0, 1], times in seconds, costs in dollars.
@@ -25,7 +25,7 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """A metric; ``tags`` excludes ``run``, which all have."""
+    """A metric; ``tags`` excludes ``run``, which every metric has."""
 
     name: str
     kind: Kind
@@ -34,7 +34,7 @@ class Metric:
 
     @property
     def series(self) -> tuple[str, ...]:
-        """Its names in Prometheus."""
+        """Names of the metric's time series in Prometheus."""
         exported = RAY_PREFIX + self.name
         if self.kind is Kind.HISTOGRAM:
             return (f"{exported}_bucket", f"{exported}_sum", f"{exported}_count")
@@ -128,6 +128,6 @@ STEP_GAUGES = {
     "seconds_learning": Metric("draco_learning_seconds", Kind.GAUGE, "Time the driver waited for the learner."),
     "seconds_sync": Metric("draco_adapter_sync_seconds", Kind.GAUGE, "Adapter to the engines, canary and checkpoint."),
 }
-"""Key in ``metrics.jsonl`` -> its gauge, set when a step ends unless null."""
+"""Key in ``metrics.jsonl`` -> its gauge, which is set when a step ends unless the value is null."""
 
 CATALOGUE = (*EVENTS, *STEP_GAUGES.values())

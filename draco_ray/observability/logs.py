@@ -1,7 +1,7 @@
 """Structured logs in the run directory: one JSON object per line, with run, step, task and rollout.
 
-Every process of a run calls `start_run_log`: the driver with the run directory, actors without (they inherit an
-environment variable). Each process writes its own file, so no locks are needed.
+Every process of a run calls `start_run_log`: the driver with the run directory, actors without it, because they inherit
+an environment variable. Each process writes its own file, so no locks are needed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from draco_ray.errors import StoreError
 VARIABLE = "DRACO_RUN_DIRECTORY"
 FOLDER = "logs"
 LOGGER = "draco_ray"
-"""Only this package's loggers; vLLM, Ray and LiteLLM write to Ray's logs."""
+"""Parent of this package's loggers; vLLM, Ray and LiteLLM write to Ray's logs instead."""
 
 
 class Where(NamedTuple):
@@ -52,7 +52,7 @@ def start_run_log(run: Path | None = None) -> None:
     """Send this process's logs to ``<run>/logs/<actor's name, or driver>.jsonl``, if there is a run.
 
     Args:
-        run: the run directory, which also sets DRACO_RUN_DIRECTORY for child processes; None: from that variable.
+        run: the run directory, which is stored in DRACO_RUN_DIRECTORY for child processes; None: read that variable.
     """
     if run is not None:
         os.environ[VARIABLE] = str(run)
@@ -101,7 +101,7 @@ class _RunLogHandler(logging.FileHandler):
     """A file handler that `stop_run_log` recognises."""
 
     def handleError(self, record: logging.LogRecord) -> None:
-        """Ignore write errors: on a full disk each line would print a traceback, and the run store reports it."""
+        """Ignore write errors: on a full disk every line would print a traceback; the run store reports a full disk."""
 
 
 class JsonFormatter(logging.Formatter):

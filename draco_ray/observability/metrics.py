@@ -1,4 +1,4 @@
-"""Records the metrics of `catalogue` with ``ray.util.metrics``; they appear beside Ray's own."""
+"""Records the metrics of `catalogue` with ``ray.util.metrics``; they are exported together with Ray's own."""
 
 from __future__ import annotations
 
@@ -54,11 +54,11 @@ class RunMetrics:
                 self.set(metric, line[key])
 
     def set(self, metric: Metric, value: float, **tags: str) -> None:
-        """Set a gauge; ``tags`` without ``run``."""
+        """Set a gauge; ``tags``: all but ``run``."""
         self._instruments[metric.name].set(float(value), tags=self._tags | tags)
 
     def count(self, metric: Metric, amount: float, **tags: str) -> None:
-        """Add to a counter; ``tags`` without ``run``."""
+        """Add to a counter; ``tags``: all but ``run``."""
         # Ray refuses increments of zero.
         if amount > 0:
             self._instruments[metric.name].inc(float(amount), tags=self._tags | tags)

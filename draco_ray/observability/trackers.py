@@ -1,5 +1,6 @@
-"""Experiment trackers: send each step's metrics to TensorBoard (default), W&B or MLflow; the latter two also get a
-table of its rollouts with verdicts.
+"""Experiment trackers: send each step's metrics to TensorBoard (default), W&B or MLflow.
+
+W&B and MLflow also get a table of the step's rollouts with verdicts.
 
 TensorBoard event files are written with ``tensorboardX``, a dependency of Ray Train; viewing them needs the
 ``tensorboard`` package, which this project does not install. W&B and MLflow are extras, configured by their own
@@ -36,7 +37,7 @@ class Tracker(Protocol):
 
 
 PER_TASK = frozenset({"task_pass_rates"})
-"""Mappings with one entry per task, which would become a curve each."""
+"""Mappings with one entry per task, which are left out because each entry would become a curve."""
 
 
 def scalars(line: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
@@ -123,7 +124,7 @@ class MLflow:
     def __init__(self, run: Path, config: Mapping[str, Any]) -> None:
         self._package = _package("mlflow", "mlflow")
         try:
-            # A resumed run continues the same one.
+            # A resumed run continues its MLflow run.
             known = run / "mlflow_run_id"
             if known.exists():
                 self._run_id = known.read_text(encoding="ascii")
@@ -139,8 +140,8 @@ class MLflow:
 
     def step(self, step: int, scalars: Mapping[str, float]) -> None:
         """See `Tracker.step`."""
-        # With its id, because MLflow's active run belongs to the thread that started it; others would start a second
-        # run.
+        # Pass the run's id, because MLflow's active run belongs to the thread that started it; other threads would
+        # start a second run.
         self._package.log_metrics(dict(scalars), step=step, run_id=self._run_id)
 
     def rollouts(self, step: int, table: Table) -> None:

@@ -1,1 +1,1 @@
-"""Environment + agent + engine -> trajectory: the agent loop, its worker, and the pool that plays rollouts."""
+"""Plays rollouts (environment + agent + engine -> trajectory): the agent loop, its worker, and the worker pool."""

@@ -1,8 +1,8 @@
-"""The seams of a rollout: an agent turns an open task and a policy into a trajectory.
+"""The interfaces of a rollout: an agent turns an open task and a policy into a trajectory.
 
 ::
 
-    Agent ──► Conversation (what was said so far, and its tokens) ──► an engine, or an API
+    Agent ──► Conversation (the messages so far, and their tokens) ──► an engine, or an API
       └─────► World (draco_ray.environments.base)
 
 An agent interprets turns and chooses what the policy sees next; a conversation samples and records the tokens.
@@ -32,9 +32,9 @@ _PLACEHOLDER = re.compile(r"\{(\w+)\}")
 
 
 def find_prompt(path: Path) -> Path:
-    """The template file that ``agent.prompt`` names; see `project_file` for where it is looked for.
+    """The template file that ``agent.prompt`` names; see `project_file` for where it is searched.
 
-    Raises: ConfigError: there is none.
+    Raises: ConfigError: there is no such file.
     """
     with contextlib.suppress(ConfigError):
         path = project_file(path)
@@ -70,7 +70,7 @@ def render_agent_prompt(path: Path, task: Task) -> tuple[Message, ...]:
 def fill_agent_prompt(template: str, task: Task) -> tuple[Message, ...]:
     """The first messages of an episode.
 
-    All placeholders are filled in one pass, so that a placeholder or a split line inside an instruction stays text.
+    All placeholders are filled in one pass, so that a placeholder or a split line inside an instruction remains text.
     """
     values = {**task.fields, "task_description": task.instruction}
     parts = re.split(rf"^{re.escape(SPLIT)}$\n?", template, maxsplit=1, flags=re.MULTILINE)
@@ -106,22 +106,22 @@ class PolicyTurn:
     """A turn of the policy."""
 
     text: str
-    """Decoded, without the end-of-turn token."""
+    """The decoded turn, without the end-of-turn token."""
     cut: bool
-    """Whether a limit ended it."""
+    """Whether a length limit ended the turn."""
     opens_thinking: bool = False
     """Whether the chat template already opened its reasoning."""
     too_long: bool = False
-    """Whether it exceeds the response, so that it is not acted on."""
+    """Whether the turn exceeds the response's token limit, so that it is not acted on."""
     error: str | None = None
     """Why there is no turn; None if there is one."""
     tool_use: ToolUse | None = None
-    """Its tool calls if the prompt lists tools (`draco_ray.records.TOOLS`); None also for a turn that was cut."""
+    """Its tool calls if the prompt lists tools (`draco_ray.records.TOOLS`); None also for a truncated turn."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenRecord:
-    """The tokens of a conversation, in the fields of `Trajectory`, and its usage."""
+    """The tokens of a conversation, with field names as in `Trajectory`, and its usage."""
 
     token_ids_T: IntArray
     sampled_T: BoolArray
@@ -142,20 +142,20 @@ class Conversation(Protocol):
     def keep(self, step: int) -> tuple[int, int]:
         """Record the sampled turn as ``step`` (from 0), or as `GAP`.
 
-        Returns: the first token and the one after the last.
+        Returns: the positions of its first token and after its last token.
         """
         ...
 
     def tell(self, observation: str) -> bool:
-        """Append an observation; False if it does not fit into the response any more."""
+        """Append an observation; returns False if it exceeds the response's token limit."""
         ...
 
     def answer(self, results: Sequence[str]) -> bool:
-        """Append the results of the turn's calls, in order; returns as `tell`."""
+        """Append the results of the turn's calls, in order; returns False as `tell` does."""
         ...
 
     def books(self) -> TokenRecord:
-        """What was recorded."""
+        """The recorded tokens and usage."""
         ...
 
 
@@ -182,7 +182,7 @@ class Agent(Protocol):
         ...
 
     async def run(self, world: World, request: RolloutRequest) -> Trajectory:
-        """Play one episode. However it ends, also by a crashed world, a trajectory is returned.
+        """Play one episode. Returns a trajectory however the episode ends, even if the world crashes.
 
         Raises: what the policy raises.
         """
@@ -196,5 +196,5 @@ def find_agent(use: str) -> type[Agent]:
 
 
 def end_of(crash: EnvironmentCrashed) -> EpisodeEnd:
-    """How an episode ended whose world was lost."""
+    """The end of an episode whose world was lost."""
     return EpisodeEnd.CRASHED if isinstance(crash, WorldBroken) else EpisodeEnd.SERVER_ERROR

@@ -1,7 +1,7 @@
 """``python -m draco_ray.rollout.call_function FILE:NAME``: one episode of an agent that is a Python function.
 
 The function gets the task as a dictionary (``task_id``, ``group``, ``instruction``, ``fields``, and ``prompt``, the
-text on standard input); it may be a coroutine function. Its return value is printed, which submits it.
+text on standard input); it may be a coroutine function. Its return value is printed, which submits it as the action.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""An agent program for worlds with tools: makes the policy's calls until a turn has none.
+"""An agent program for worlds with tools: it executes the policy's tool calls until a turn has none.
 
 ``python -m draco_ray.rollout.call_tools`` is an ``agent.command`` (docs/any-agent.md) without dependencies, and an
 example for programs of your own.

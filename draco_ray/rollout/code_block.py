@@ -1,4 +1,4 @@
-"""Extracts the code of a turn, and cuts long outputs."""
+"""Extracts the code of a turn, and truncates long outputs."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def extract_code(text: str, *, thinking: bool = False, complete: bool = True) ->
 
 
 def cut_output(output: str, limit: int) -> str:
-    """A tool output as the policy sees it: at most ``limit`` characters and a note of how many are missing."""
+    """A tool output as the policy sees it: truncated to ``limit`` characters, with a note of how many are missing."""
     # Lone surrogates cannot be encoded.
     readable = output.encode("utf-8", "replace").decode("utf-8")
     if len(readable) <= limit:

@@ -1,4 +1,4 @@
-"""Recipes of coding agents (``agent.harness``): how each is started so that it asks the endpoint and nothing else."""
+"""Recipes for coding agents (``agent.harness``): how to start each so that it uses only the endpoint."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ from draco_ray.errors import ConfigError
 from draco_ray.temp_dirs import PrivateTempDir
 
 FOLDER = Path(__file__).parent / "harnesses"
-"""The recipes that ship."""
+"""Folder of this package's recipes."""
 _VERSION_SECONDS = 60.0
 
 
 class Harness(Tree):
-    """One recipe. Command and variables may contain ``{prompt}``, ``{model}`` and environment variables of the program,
-    such as ``{OPENAI_BASE_URL}``."""
+    """One recipe. Command and variables may contain the placeholders ``{prompt}``, ``{model}`` and environment
+    variables of the program, such as ``{OPENAI_BASE_URL}``."""
 
     command: tuple[str, ...]
-    """Words; no shell reads them. The prompt is also on standard input."""
+    """The program and its arguments; no shell is used. The prompt is also on standard input."""
     dialect: Literal["chat/completions", "responses", "messages"]
-    """Which of the endpoint's APIs it speaks; for the reader."""
+    """The endpoint's API that the agent uses; for the reader only."""
     variables: Mapping[str, str] = {}
     side_calls: tuple[str, ...] = ()
     """Regular expressions, as ``agent.side_calls``."""
     versions: tuple[str, str]
-    """The first version that was tried, and the first that is too new."""
+    """The first version that was tested, and the first that is too new."""
 
     def fill(self, words: list[str], variables: Mapping[str, str], prompt: str) -> tuple[list[str], dict[str, str]]:
-        """Fill the placeholders. Returns: the words of the command, and variables beside the given ones."""
+        """Fill the placeholders. Returns: the command's words, and the variables to add to the given ones."""
         values: dict[str, str] = {**variables, "prompt": prompt, "model": variables["DRACO_MODEL"]}
 
         def filled(text: str) -> str:
@@ -46,7 +46,7 @@ class Harness(Tree):
         return [filled(word) for word in words], {name: filled(text) for name, text in self.variables.items()}
 
     def check_version(self, program: str) -> None:
-        """Compare the version that the program prints. Raises: ConfigError where it is outside ``versions``."""
+        """Check the version that the program prints. Raises: ConfigError if it is outside ``versions``."""
         try:
             with PrivateTempDir() as home:
                 ran = subprocess.run(
@@ -81,7 +81,7 @@ def read_harness(name: str) -> Harness:
 
 
 def program_files(program: str) -> list[Path]:
-    """What a program has to read to run: itself, its virtual environment or ``node_modules``, and its interpreter."""
+    """The paths that a program reads to run: itself, its virtual environment or ``node_modules``, its interpreter."""
     found: list[Path] = []
     for path in dict.fromkeys((Path(program), Path(program).resolve())):
         environment = path.parent.parent

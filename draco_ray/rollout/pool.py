@@ -25,11 +25,11 @@ from draco_ray.workers.monitor import MonitoredWorkers, PendingCall
 log = logging.getLogger(__name__)
 
 TIMEOUT_SECONDS = 1800.0
-"""Time after which a rollout worker that does not answer counts as stopped. Environments and agents of users may block
-its event loop while they compute."""
+"""Time after which a rollout worker that does not answer counts as stopped. The limit is long, because users'
+environments and agents may block the worker's event loop while they compute."""
 
 STOP_SECONDS = 15.0
-"""Time for a worker to close its worlds; a stopped process never does."""
+"""Time limit for a worker to close its worlds; a suspended process never does."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,21 +52,22 @@ class RolloutResult:
     usage: Usage = field(default_factory=Usage)
     """Usage, including that of lost attempts as far as known."""
     error: str | None = None
-    """Why the last attempt was lost; None if it was not."""
+    """Why the last attempt was lost; None if it succeeded."""
 
 
 class RolloutWorkers:
-    """Rollout workers, whose number follows the number of waiting rollouts; `MonitoredWorkers` selects one for each.
+    """Rollout workers, whose number grows and shrinks with the number of waiting rollouts.
 
-    An unreachable worker gets no rollouts until it answers, and its rollouts are retried elsewhere. A worker that loses
-    worlds while others do not is paused (`draco_ray.workers.elastic.ElasticWorkers.record`).
+    `MonitoredWorkers` selects a worker for each rollout. An unreachable worker gets no rollouts until it answers, and
+    its rollouts are retried elsewhere. A worker that loses worlds while others do not is paused
+    (`draco_ray.workers.elastic.ElasticWorkers.record`).
     """
 
     def __init__(self, start: Callable[[int], Any], config: EnvironmentConfig) -> None:
         """Start nothing yet.
 
         Args:
-            start: requests the worker of a number from Ray and returns its handle at once.
+            start: requests the worker with a given number from Ray and returns its handle at once.
             config: numbers of slots and time limits.
         """
         self.elastic: ElasticWorkers[Any] = ElasticWorkers(
@@ -93,7 +94,7 @@ class RolloutWorkers:
             if place.up:
                 self._end(place.worker)
             else:
-                # It is still starting, or was not placed.
+                # The worker is still starting, or no node has room for it.
                 ray.kill(place.worker)
         await asyncio.gather(*self._ending)
 
@@ -121,7 +122,7 @@ class RolloutPool:
         """
         Args:
             workers: opened.
-            policies: the numbers of the policies; a rollout gets one that is up, if there is one.
+            policies: the numbers of the policies; a rollout gets a policy that is up, if there is one.
             retries: additional attempts after a server error.
             seed: of the run; seeds of rollouts are derived from it.
         """
@@ -142,7 +143,7 @@ class RolloutPool:
             return RolloutResult(member=recorded, usage=recorded.summary.usage)
         usage, error = Usage(), ""
         for attempt in range(self._retries + 1):
-            # Derived from the identity of the rollout and not the order of events, so that a rerun gets the same seed.
+            # The seed depends on the rollout's identity and not on the order of events, so a rerun gets the same seed.
             entropy = (self._seed, step, rollout, attempt, *task_id.encode())
             seed = int(np.random.SeedSequence(entropy).generate_state(1)[0])
             request = RolloutRequest(task_id=task_id, group=group, rollout=rollout, attempt=attempt, seed=seed)
@@ -172,7 +173,7 @@ class RolloutPool:
 
         def send(worker: Any) -> PendingCall[tuple[ray.ObjectRef[Any], ray.ObjectRef[Any]], RolloutSummary]:
             given.append(policy := self._policies.acquire_nowait())
-            # The task is not named; see `draco_ray.judging.pool.JudgePool.ask`.
+            # The Ray task gets no name; see `draco_ray.judging.pool.JudgePool.ask`.
             trajectory, summary, evaluation = worker.rollout.remote(request, policy.worker)
             asked.append(summary)
             return PendingCall((trajectory, evaluation), monitor.answer(summary), partial(ray.cancel, summary))

@@ -1,4 +1,4 @@
-"""An agent that is a program: it does one task and calls the policy through an endpoint of its own."""
+"""An agent that is a program: it does one task and calls the policy through its own HTTP endpoint."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ from draco_ray.temp_dirs import PrivateTempDir
 
 RUNNER = "draco_ray.rollout.call_function"
 PLAY_AGAIN = os.EX_TEMPFAIL
-"""Exit code of a program that failed for a reason other than the policy, so that its rollout is repeated."""
+"""Exit code with which a program reports a failure that the policy did not cause; its rollout is repeated."""
 TASK_FILE = "/run/draco/task.json"
-"""``DRACO_TASK_FILE`` in a jail."""
+"""Value of ``DRACO_TASK_FILE`` in a jail."""
 _SCRIPTS = (".py", ".sh")
 _SAID_CHARACTERS = 300
 _NO_PROGRAM = (errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.ENOEXEC)
-"""Errors of starting a program that a retry would meet again; others mean that the machine is out of resources."""
+"""Errors when starting a program that a retry cannot change; other errors mean that the machine lacks resources."""
 
 
 class ProgramAgent:
     """Starts ``agent.command`` (or ``agent.function`` in a process of its own) once per episode.
 
-    If the task lists tools, the program acts in the world through them (`WorldTools`). Otherwise its standard output is
-    the world's one action, once the program has ended by itself.
+    If the task lists tools, the program acts in the world through them (`WorldTools`). Otherwise the program's standard
+    output is the only action in the world, sent once the program has ended by itself.
     """
 
     def __init__(self, policy: Policy, config: AgentConfig, template: str) -> None:
@@ -60,7 +60,7 @@ class ProgramAgent:
     def check(config: AgentConfig, policies: object) -> None:
         """Check the configuration before workers are started.
 
-        Raises: ConfigError if there is no program, or ``policies`` are an API's.
+        Raises: ConfigError if there is no program, or ``policies`` use an API instead of engines.
         """
         if not isinstance(policies, EnginePolicies):
             raise ConfigError(
@@ -125,7 +125,7 @@ class ProgramAgent:
         return episode.trajectory(ended, why, prompt=prompt, closing=closing)
 
     def _command(self, workspace: Workspace | None, variables: Mapping[str, str], told: str) -> Command:
-        """How the program is started, in the jail of a workspace where there is one."""
+        """The command that starts the program, in the workspace's jail if there is a workspace."""
         if workspace is None:
             return Command(words=self._words, environment=dict(variables), folder=self._config.folder)
         words, variables = self._words, dict(variables)
@@ -171,7 +171,7 @@ class ProgramAgent:
     def _environment(
         self, scratch: Path, task: Task, prompt: tuple[Message, ...], key: str, base_url: str
     ) -> Mapping[str, str]:
-        """The environment of one program: variables that are passed on, and its own."""
+        """The environment variables of one program: those passed on from this process, and its own."""
         file = scratch / "task.json"
         told = {
             "task_id": task.task_id,
@@ -227,13 +227,13 @@ def _words(config: AgentConfig, harness: Harness | None) -> list[str]:
     if not words:
         raise ConfigError("agent.command: empty; expected a command such as 'python my_agent.py'")
     if config.container is not None:
-        # The words are of its image.
+        # The command runs in the container's image, so only the container engine is checked here.
         engine = shlex.split(config.container)
         if not engine or shutil.which(engine[0]) is None:
             raise ConfigError(f"agent.container={config.container!r}: no program {' '.join(engine[:1])!r} on PATH")
         return words
-    # Where the program is looked for: in its folder if it has a slash, else along PATH. A bare "python" is the one that
-    # runs this, whether or not its virtual environment is active.
+    # Look for the program in agent.folder if its name has a slash, else on PATH. A bare "python" means this process's
+    # interpreter, whether or not its virtual environment is active.
     if words[0] == "python":
         words[0] = sys.executable
     found = shutil.which(str(config.folder / words[0]) if "/" in words[0] else words[0])
@@ -246,17 +246,17 @@ def _words(config: AgentConfig, harness: Harness | None) -> list[str]:
 
 
 def _check_script(key: str, script: str, folder: Path) -> None:
-    """Check that a script exists, before every rollout fails. Raises: ConfigError."""
+    """Check early that a script exists, because otherwise every rollout would fail. Raises: ConfigError."""
     if not (folder / script).is_file():
         raise ConfigError(f"{key}: no file {script!r} (agent.folder is {folder})")
 
 
 async def _changes(workspace: Workspace, config: AgentConfig) -> str:
-    """What the program changed, for the judge."""
+    """A text for the judge on the files that the program changed."""
     try:
         diff = await workspace.changes()
     except EnvironmentCrashed as crash:
-        # The program may have caused it: the rollout is judged as it stands.
+        # The program may have caused this error, so the rollout is still judged.
         return f"What it changed cannot be compared: {crash}"
     return f"What it changed:\n{cut_output(diff, config.max_output_characters)}" if diff else "It changed no file."
 

@@ -20,11 +20,11 @@ from draco_ray.rollout.agent import Policy, PolicyTurn, RolloutRequest, TokenRec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnginePolicies:
-    """Creates the policies of a rollout worker, one per engine; sent to the worker."""
+    """Creates the policies of a rollout worker, one per engine; the driver sends this object to the worker."""
 
     samplers: Sequence[Sampler]
     tokenizer: Any
-    """The model's; sent to workers because loading it there would import PyTorch."""
+    """The model's tokenizer; sent to workers because loading it there would import PyTorch."""
 
     def __call__(self, agent: AgentConfig) -> list[Policy]:
         """The policies, in the order of the engines."""
@@ -33,7 +33,7 @@ class EnginePolicies:
 
 
 class TokenPolicy:
-    """One engine."""
+    """A policy that samples from one engine."""
 
     def __init__(self, sampler: Sampler, chat: ChatTokens, config: AgentConfig) -> None:
         self.sampler = sampler
@@ -46,12 +46,12 @@ class TokenPolicy:
         return self.sampler.name
 
     async def read_calls(self, text: str, tools: str) -> ToolUse | None:
-        """The calls of a turn, given ``tools``. Raises: ConfigError."""
+        """Parse the tool calls of a turn; ``tools``: JSON array of function schemas. Raises: ConfigError."""
         config = self._config
         return await self.sampler.read_calls(text, tools, parser=config.tool_parser, thinking=config.thinking)
 
     def begin(self, prompt: tuple[Message, ...], request: RolloutRequest) -> TokenConversation:
-        """See `Policy`. A prompt that is too long, if its task was not filtered, is cut at its beginning."""
+        """See `Policy`. A prompt that is too long is left-truncated; training tasks with such prompts are left out."""
         tokens = self.chat.prompt(prompt)[-self._config.max_prompt_length :]
         tools = next((message.content for message in prompt if message.role == TOOLS), None)
         read_calls = None
@@ -62,7 +62,7 @@ class TokenPolicy:
 
 
 class TokenConversation:
-    """An episode in tokens: four append-only lists of the same length."""
+    """The tokens of an episode: four append-only lists of the same length."""
 
     def __init__(
         self,
@@ -137,8 +137,8 @@ class TokenConversation:
     def books(self) -> TokenRecord:
         """See `Conversation`.
 
-        Its usage is what an API would count: each turn reads all previous tokens, of which those up to the previous
-        turn are cached.
+        The usage is counted as by an API: each turn reads all previous tokens, and those up to the previous turn's end
+        are cached.
         """
         usage = Usage(
             calls=len(self._spans),

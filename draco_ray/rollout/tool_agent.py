@@ -1,7 +1,7 @@
 """The tool-calling agent: uses the tools of the model's chat template until a turn has no calls.
 
-All calls of a turn, made in order, are one step. A call that cannot be parsed is a step too, answered with an error; so
-is the final message.
+All calls of a turn, made in order, are one step. A call that cannot be parsed is also a step; it is answered with an
+error. The final message is a step, too.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ async def _result(call: ToolCall, world: World) -> str:
 
 
 def in_json(call: ToolCall) -> str:
-    """A call as a world's action. Raises: RecursionError."""
+    """A call as JSON, the form of an action in a world with tools. Raises: RecursionError."""
     return json.dumps({"name": call.name, "arguments": call.arguments})
 
 

@@ -1,4 +1,4 @@
-"""Base of agents with a loop: sample a turn, act, append the observation, until a turn does not act."""
+"""Base class of agents with a loop: sample a turn, act, append the observation, until a turn has no action."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ class Step:
     """The action of a turn."""
 
     action: str
-    """Recorded, and shown to the judge."""
+    """Text of the action, which is recorded and shown to the judge."""
     act: Callable[[World], Awaitable[tuple[str, Callable[[Conversation], bool]]]]
-    """Does it. Returns: the observation, to be recorded; and a function that appends it to the conversation, False if
-    it does not fit.
+    """Performs the action. Returns: the observation, to be recorded; and a function that appends it to the
+    conversation and returns False if it does not fit.
 
     Raises: EnvironmentCrashed."""
 
@@ -43,7 +43,7 @@ class TurnAgent(ABC):
 
     @abstractmethod
     def step(self, said: PolicyTurn) -> Step | None:
-        """The action of a turn, None if it does not act; not called for turns that exceed the response."""
+        """The action of a turn; None if it has none. Not called for turns that exceed the response's token limit."""
 
     def prompt(self, task: Task) -> tuple[Message, ...]:
         """See `Agent`."""
@@ -70,7 +70,7 @@ class TurnAgent(ABC):
             first, last = conversation.keep(GAP if step is None and not message else steps)
             observation: str | None = None
             if step is None:
-                # A turn that was cut before its action did not choose to end.
+                # A turn that was truncated before its action did not choose to end the episode.
                 ended = EpisodeEnd.RESPONSE_LIMIT if said.cut or said.too_long else EpisodeEnd.FINISHED
             else:
                 steps += 1
@@ -119,7 +119,7 @@ class TurnAgent(ABC):
         )
 
     def _received(self, said: PolicyTurn) -> str:
-        """The message that a closing turn delivers; empty if a limit cut the turn."""
+        """The message of a closing turn; empty if a limit truncated the turn or closing turns are gaps."""
         if said.cut or said.too_long or (self._config.closing_turn or self.closing_turn) == "gap":
             return ""
         return after_reasoning(said.text, thinking=said.opens_thinking)

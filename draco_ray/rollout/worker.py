@@ -1,4 +1,4 @@
-"""The Ray actor of environment slots: plays a task and returns a trajectory."""
+"""The Ray actor that holds environment slots: it plays a task and returns a trajectory."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 EPISODES = "episodes"
 """Folder in the directory of a run or an evaluation, for files that worlds keep."""
 Policies = Callable[[AgentConfig], list[Policy]]
-"""Creates, in a worker, the policies it samples from: engines of this run, or an API."""
+"""Creates, in a worker, the policies that it samples from, which use engines of this run or an API."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +54,7 @@ class Evaluated:
 class RolloutWorkerActor:
     """Environment slots and the agent that plays in them.
 
-    With ``ground_truth`` the environment evaluates finished worlds; workers of outcome-blind training do not have it.
+    With ``ground_truth``, the environment evaluates finished worlds; in outcome-blind training, workers lack it.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class RolloutWorkerActor:
         ]
         for slot in self._slots:
             slot.container = agent.container
-        # Passed by the driver, because the file may not exist on this host.
+        # The driver passes the template's text, because the file may not exist on this host.
         template = template or agent_template(agent.prompt, self._slots[0].agent_prompt)
         kind = find_agent(agent.use)
         self._agents = [kind(policy, agent, template) for policy in policies(agent)]
@@ -149,7 +149,7 @@ class RolloutWorkerActor:
 
 
 def _open_as_many_files_as_may_be() -> None:
-    """Raise the limit of open files: a program needs about ten, and the usual limit is 1,024."""
+    """Raise the limit on open files: each agent program needs about ten, and the usual limit is 1,024."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
@@ -158,7 +158,7 @@ async def _opened(slot: Environment, task_id: str) -> World:
     try:
         return await slot.open(task_id)
     except WorldError as error:
-        # This ends the run, so name the host: only this node may lack the data.
+        # Name the host, because this error ends the run and maybe only this node lacks the data.
         raise WorldError(f"on host {platform.node()}: {error}") from None
     except ConfigError:
         raise
@@ -167,7 +167,7 @@ async def _opened(slot: Environment, task_id: str) -> World:
 
 
 async def evaluate(world: World, trajectory: Trajectory) -> Evaluated:
-    """Evaluate a finished rollout; one whose agent crashed its world counts as failed.
+    """Evaluate a finished rollout; if its agent crashed the world, it counts as failed.
 
     Raises: as `World.evaluate`, except WorldBroken; EnvironmentCrashed for a reward that is not finite.
     """
@@ -208,17 +208,17 @@ def rollout_starter(
     kind: str = "RolloutWorker",
     kept: Path | None = None,
 ) -> Callable[[int], Any]:
-    """Returns a function that starts the rollout worker of a number.
+    """Returns a function that starts the rollout worker with a given number.
 
     Args:
-        kind: prefix of their names, unique in a run.
+        kind: prefix of the workers' names, unique in a run.
         kept: a folder of the run directory, for files that worlds keep.
 
     Raises:
         ConfigError: the agent cannot use these policies.
     """
     if (check := getattr(find_agent(agent.use), "check", None)) is not None:
-        # Checked here, because a worker that cannot start is only retried.
+        # Check in the driver, because a worker that cannot start would be retried without an error.
         check(agent, policies)
     remote = ray.remote(RolloutWorkerActor)
     # Workers may have another working directory.
@@ -233,7 +233,7 @@ def rollout_starter(
             num_cpus=environment.cpus_per_worker,
             max_concurrency=2 * slots + 2,
             max_restarts=-1,
-            # If a worker dies, the attempt is repeated once as it was before it counts as lost.
+            # If a worker dies, Ray repeats the same attempt once before it counts as lost.
             max_task_retries=1,
         ).remote(
             f"{kind}-{number}",

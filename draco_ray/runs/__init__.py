@@ -1,1 +1,1 @@
-"""The run directory: what a run writes while it goes, and how it reads back."""
+"""The run directory: writing it during a run, and reading it."""

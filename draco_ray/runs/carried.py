@@ -1,4 +1,4 @@
-"""Rubrics that tasks carry over from one visit to the next, read from the tables of earlier steps."""
+"""Rubrics that tasks keep from one visit to the next, read from the tables of earlier steps."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from draco_ray.runs.directory import RunDirectory
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Carried:
-    """What a task carries over."""
+    """What a task keeps from earlier visits."""
 
     visits: int = 0
-    """Earlier visits that had a rubric."""
+    """Number of earlier visits that had a rubric."""
     rubric: tuple[Criterion, ...] = ()
-    """The rubric of the last one."""
+    """The rubric of the last such visit."""
 
 
 def carried_rubrics(run: RunDirectory, before: int) -> dict[str, Carried]:
-    """Task id -> what it carries over into training step ``before``.
+    """Task id -> what the task has kept from the steps before training step ``before``.
 
     Raises:
         DamagedRun: the table cannot be read.

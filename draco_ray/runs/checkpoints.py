@@ -1,8 +1,8 @@
-"""The files of a checkpoint, and whether they are sound. Imports no torch: driver and evaluation look at adapters, too.
+"""The files of a checkpoint, and checks of them. Imports no torch, because driver and evaluation read adapters, too.
 
 A checkpoint is an adapter as PEFT writes it, the optimizer's state, and ``learner.json``, which has the number of
-updates, the checkpoint's name and the SHA-256 of the other files. Adapters from elsewhere have no ``learner.json``: of
-those only the values are checked.
+updates, the checkpoint's name and the SHA-256 of the other files. Adapters from elsewhere have no ``learner.json``, so
+only their tensor values are checked.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ def write_counters(folder: Path, name: str, updates: int) -> None:
 
 
 def read_updates(folder: Path) -> int:
-    """The number of updates that a sound checkpoint was written after."""
+    """The number of optimizer updates before a sound checkpoint was written."""
     return int(json.loads((folder / COUNTERS).read_text(encoding="utf-8"))["updates"])
 
 
 def checkpoint_damage(folder: Path) -> str | None:
-    """What is wrong with a checkpoint, in one line that names the file; None: it is sound."""
+    """What is wrong with a checkpoint, in one line that names the file; None if it is sound."""
     return _damage(folder, (COUNTERS, ADAPTER_CONFIG, ADAPTER, OPTIMIZER))
 
 
@@ -58,7 +58,7 @@ def check_adapter(folder: Path) -> None:
     """Refuse a damaged adapter.
 
     Raises:
-        DamagedRun: what `adapter_damage` says.
+        DamagedRun: `adapter_damage` found damage.
     """
     if (damage := adapter_damage(folder)) is not None:
         raise DamagedRun(f"adapter {folder} is damaged: {damage}; restore that file, or name another checkpoint")
@@ -90,13 +90,13 @@ def _damage(folder: Path, files: Sequence[str]) -> str | None:
 
 
 def _counters(path: Path) -> dict[str, Any]:
-    """What ``learner.json`` says. Raises: ValueError: it is not what a learner writes, or of another checkpoint."""
+    """The content of ``learner.json``. Raises: ValueError: its format is wrong, or it is from another checkpoint."""
     counters = json.loads(path.read_text(encoding="utf-8"))
     if not isinstance(counters, dict) or set(counters) != {"updates", "checkpoint", "sha256"}:
         raise ValueError("expected the keys updates, checkpoint and sha256")
     if type(counters["updates"]) is not int or not isinstance(counters["sha256"], dict):
         raise ValueError("expected a number of updates, and SHA-256 by file")
-    # A folder may have been copied to another name, but not to another step's.
+    # A checkpoint may be copied to a folder of any name except another step's.
     step, written = STEP.fullmatch(path.parent.name), counters["checkpoint"]
     if step is not None and written != step[0]:
         raise ValueError(f"of checkpoint {str(written)[:50]!r}")

@@ -4,15 +4,15 @@
 
     run.json                          schema version, and whose configuration it is (`draco_ray.config.origin`)
     config.yaml                       the resolved configuration
-    metrics.jsonl                     one line a training step
+    metrics.jsonl                     one line per training step
     manifest.json                     SHA-256 digests of finished steps (`draco_ray.runs.manifest`)
-    tables/<table>/step00003.parquet  a finished step (of measurements of a policy, step00003/*.parquet)
+    tables/<table>/step00003.parquet  a finished step (for measurements of a policy: step00003/*.parquet)
     tables/<table>/step00003/*.arrow  an unfinished step: one file per rollout or group, as they finish
     checkpoints/step00003/            adapter (PEFT format), optimizer, counters and digests
     judge_cache/                      judge replies by request, so that none is paid for twice
 
-Only its owner may read it, unless they change its mode. It may come from somebody else: nothing in it is unpickled, and
-a damaged file is reported in one line with its name.
+Only the owner may read a run directory, unless they change its mode. It may come from somebody else, so nothing in it
+is unpickled, and a damaged file is reported in one line with its name.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ from draco_ray.runs.schema import (
 )
 
 SUFFIX = ".arrow"
-"""File extension of a part."""
+"""File extension of a part: the file of one rollout or group of an unfinished step."""
 _CHECKSUM = 4
 
 
@@ -88,7 +88,7 @@ def read_part(path: Path) -> pa.Table:
 STEP = re.compile(r"step([0-9]{1,9})")
 """Name of a training step's folder or file."""
 READ_ATTEMPTS = 10
-"""Attempts to read a table while a writer gathers its parts."""
+"""Attempts to read a table while a writer merges its parts."""
 _VALUES: dict[tuple[str, str], type[Enum]] = {
     ("trajectories", "ended"): EpisodeEnd,
     ("trajectories", "termination"): Termination,
@@ -148,10 +148,10 @@ def read_table(path: Path, name: str, columns: Sequence[str] | None = None) -> p
 
 
 def read_parquet(path: Path, schema: pa.Schema) -> pa.Table:
-    """The columns of ``schema`` from a file of a run directory, Parquet or a part of a step under way.
+    """The columns of ``schema`` from a file of a run directory: Parquet, or a part of an unfinished step.
 
     Raises:
-        DamagedRun: the file cannot be read, or its columns are others.
+        DamagedRun: the file cannot be read, or its columns do not match.
     """
     try:
         check_regular(path)
@@ -295,7 +295,7 @@ class RunDirectory:
 
     @property
     def metrics_file(self) -> Path:
-        """The metrics, one JSON object a line."""
+        """The file of metrics, one JSON object per line."""
         return self.path / "metrics.jsonl"
 
     @property
@@ -352,7 +352,7 @@ class RunDirectory:
         if leaf not in node:
             return field.get_default(call_default_factory=True)
         try:
-            # The field has the bounds, the annotation has not.
+            # The bounds are in the field and not in the annotation.
             kind: Any = Annotated[field.annotation, field]
             return TypeAdapter(kind).validate_python(node[leaf])
         except ValidationError:
@@ -377,7 +377,7 @@ class RunDirectory:
         """
         if not os.path.lexists(self.metrics_file):
             return []
-        # The file is written atomically, so a line without a newline was cut.
+        # The file is written atomically, so a line without a newline is damage.
         *lines, rest = read_text(self.metrics_file).split("\n")
         if rest or not lines:
             raise damaged(self.metrics_file, f"line {len(lines) + 1} has no end" if rest else "it is empty")
@@ -399,7 +399,7 @@ class RunDirectory:
                     raise ValueError(f"{name}: expected a number")
         except (ValueError, RecursionError) as error:
             raise damaged(self.metrics_file, f"line {number}: {error}") from None
-        # Missing measurements are null; other writers of JSON may use NaN or infinity.
+        # We write missing measurements as null; other JSON writers may use NaN or infinity, so replace these by null.
         return {
             key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in line.items()
         }
@@ -433,7 +433,7 @@ class RunDirectory:
             try:
                 read = [_of_its_step(path, read_table(path, name, read_too)) for path in paths]
             except DamagedRun:
-                # The parts may have been gathered and removed meanwhile.
+                # The parts may have been merged and removed meanwhile.
                 if left and paths != self._files(name, step):
                     continue
                 raise
@@ -444,12 +444,12 @@ class RunDirectory:
         """The files that hold a table's rows, each row once."""
         folder = self.tables / name
         pattern = "step*" if step is None else f"step{step:05d}"
-        # List parts first: if a step is gathered in between, its parts are left out below.
+        # List parts first: if a step is merged in between, its parts are left out below.
         under_way = self._parts(name, pattern)
         finished = sorted(folder.glob(f"{pattern}.parquet"))
         if strange := [path for path in finished if _step_of(path) is None]:
             raise damaged(strange[0], "its name is not a step's, and its rows may be duplicates")
-        # Parts of a gathered step are duplicates.
+        # Parts of a merged step are duplicates.
         gathered = set(finished)
         return finished + [path for path in under_way if path.parent.with_suffix(".parquet") not in gathered]
 
@@ -458,21 +458,21 @@ class RunDirectory:
 
 
 def _step_of(path: Path) -> int | None:
-    """The step in the name of a file or its folder: ``step00003.parquet``, but no copy of it."""
+    """The step in the name of a file or its folder; None for other names, such as those of copies."""
     found = STEP.fullmatch(path.parent.name) or STEP.fullmatch(path.stem)
     step = None if found is None else int(found[1])
     return step if found is not None and found[0] == f"step{step:05d}" else None
 
 
 def _of_its_step(path: Path, rows: pa.Table) -> pa.Table:
-    """Return ``rows`` if they belong to the step in the file's name; others would count twice."""
+    """Return ``rows`` if they all belong to the step in the file's name; rows of another step might be duplicates."""
     if others := [step for step in pc.unique(rows.column("training_step")).to_pylist() if step != _step_of(path)]:
         raise damaged(path, f"it has rows of step {others[0]}")
     return rows
 
 
 def _part_suffix(table: str) -> str:
-    """Suffix of a table's parts; those that are never gathered are Parquet."""
+    """Suffix of a table's parts; parts that are never merged are Parquet files."""
     return SUFFIX if table in STEP_TABLES else ".parquet"
 
 

@@ -17,7 +17,7 @@ from draco_ray.runs.rows import columns_of, scenario_of
 
 
 def task_goal_completion(evaluations: Iterable[Evaluation]) -> float:
-    """TGC: the share of rollouts whose every test passed, in [0, 1]; 0.0 for none.
+    """TGC: the share of rollouts that passed all tests, in [0, 1]; 0.0 without rollouts.
 
     With several runs per task this is the mean over runs, p^1.
     """
@@ -26,7 +26,7 @@ def task_goal_completion(evaluations: Iterable[Evaluation]) -> float:
 
 
 def scenario_goal_completion(evaluations: Iterable[Evaluation]) -> float:
-    """SGC: the share of (scenario, run) pairs whose every task succeeded, in [0, 1]; 0.0 for none.
+    """SGC: the share of (scenario, run) pairs in which all tasks succeeded, in [0, 1]; 0.0 without rollouts.
 
     A task without a scenario is its own scenario.
     """
@@ -37,7 +37,7 @@ def scenario_goal_completion(evaluations: Iterable[Evaluation]) -> float:
 
 
 def missing(evaluations: Sequence[Evaluation], tasks: Iterable[str], runs: int) -> list[tuple[str, int]]:
-    """(task, run) pairs that were asked for and have no evaluation; they count as failures wherever rates are shown."""
+    """Requested (task, run) pairs without an evaluation; they count as failures wherever rates are shown."""
     seen = {(evaluation.task_id, evaluation.run) for evaluation in evaluations}
     return [(task, run) for task in tasks for run in range(runs) if (task, run) not in seen]
 
@@ -65,14 +65,17 @@ LEVEL = 0.95
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """A share in [0, 1] and its percentile bootstrap interval over scenarios; None where fewer than two have one."""
+    """A mean share in [0, 1] and its percentile bootstrap interval over scenarios.
+
+    The bounds are None if fewer than two scenarios have a value.
+    """
 
     mean: float
     low: float | None
     high: float | None
 
     def __str__(self) -> str:
-        """In per cent."""
+        """The share and its interval in per cent."""
         if self.low is None or self.high is None:
             return f"{100 * self.mean:.1f} %"
         return f"{100 * self.mean:.1f} % [{100 * self.low:.1f}, {100 * self.high:.1f}]"
@@ -92,7 +95,7 @@ class JudgedRates:
     """Rollouts that were lost or whose scoring failed; they are left out of the rates."""
 
     def __str__(self) -> str:
-        """One line, which says that it is a stand-in."""
+        """One line, which says that the judge's rate is a stand-in for an evaluator."""
         rate = "unknown" if self.pass_rate is None else str(self.pass_rate)
         parts = [f"judge's pass rate {rate} (a stand-in: there is no evaluator)"]
         if self.agreement is not None:

@@ -1,7 +1,7 @@
-"""``manifest.json``: SHA-256 digests of what a run directory holds of its finished steps.
+"""``manifest.json``: SHA-256 digests of a run directory's files of finished steps.
 
-The run store brings it up to date with every step. A file keeps its first digest unless this run writes it again, so
-bytes that change on disk between a stop and a resume do not get a new one. `draco verify` compares.
+The run store updates it after every step. A file keeps its first digest unless this run writes the file again, so bytes
+that change on disk between a stop and a resume do not get a new digest. `draco verify` compares files and digests.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ class Manifest:
         """
         Args:
             run: its directory.
-            began_ns: when this run started or was resumed, Unix nanoseconds. Files written later get new digests.
+            began_ns: time when this run started or was resumed, Unix nanoseconds. Files written later get new digests.
         """
         self._run, self._began_ns = run, began_ns
         self._seen: dict[str, int] = {}
-        """Modification times of the files written since then, as they were when their digests were computed."""
+        """Modification times, when their digests were computed, of the files written since ``began_ns``."""
 
     def update(self, last: int) -> None:
         """Add the files that finished steps have written.
 
         Args:
-            last: the last step that is finished; the metrics of a later one may still change.
+            last: the last finished step; the metrics of later steps may still change.
 
         Raises:
             OSError: it cannot be written.
@@ -55,7 +55,7 @@ class Manifest:
         files: dict[str, str] = known["files"]
         for path in _covered(run):
             name = str(path.relative_to(run.path))
-            # A file that the run has just replaced or removed is looked at again after the next step.
+            # A file that the run has just replaced or removed is checked again after the next step.
             with suppress(FileNotFoundError):
                 written = path.stat().st_mtime_ns
                 if name not in files or (written > self._began_ns and self._seen.get(name) != written):
@@ -70,7 +70,7 @@ def read_manifest(run: RunDirectory) -> dict[str, Any]:
     """``files``: digest by path; ``metrics``: digest of a metrics line by step; ``machine``.
 
     Raises:
-        DamagedRun: there is none, or it is not what a run writes.
+        DamagedRun: the manifest is missing, or its format is wrong.
     """
     path = run.path / FILE
     try:
@@ -84,7 +84,7 @@ def read_manifest(run: RunDirectory) -> dict[str, Any]:
 
 
 def forget_steps(run: RunDirectory, last: int) -> None:
-    """Remove the steps after ``last``, which are done again, from the manifest.
+    """Remove the steps after ``last``, which will be repeated, from the manifest.
 
     Raises:
         DamagedRun: it cannot be read.
@@ -111,7 +111,7 @@ def line_digest(line: dict[str, Any]) -> str:
 
 
 def this_machine() -> dict[str, str]:
-    """Versions and instructions that recomputed numbers depend on."""
+    """Package versions and CPU instructions on which recomputed numbers depend."""
     found = {"machine": platform.machine()}
     for name in PACKAGES:
         with suppress(PackageNotFoundError):
@@ -123,7 +123,7 @@ def this_machine() -> dict[str, str]:
 
 
 def _covered(run: RunDirectory) -> Iterator[Path]:
-    """Files that stay as they are once written: tables, checkpoints, and the key of the judge's prompts."""
+    """Files that do not change once written: tables, checkpoints, and the key of the judge's prompts."""
     yield from run.tables.glob("*/step*.parquet")
     yield from run.tables.glob("*/step*/*.parquet")
     for step in run.checkpoint_steps():
@@ -133,15 +133,15 @@ def _covered(run: RunDirectory) -> Iterator[Path]:
 
 
 def _digests(run: RunDirectory, path: Path) -> dict[str, str]:
-    """The digest of a file by its name; beside a checkpoint's counters also those of its other files."""
+    """The digest of a file by its name; for a checkpoint's counters, also those of the checkpoint's other files."""
     found = {path: file_digest(path)[0]}
     if path.name == COUNTERS:
         try:
-            # Computed when the files were written.
+            # The learner computed these digests when it wrote the files.
             digests = json.loads(path.read_text(encoding="utf-8"))["sha256"]
             found |= {path.with_name(name): str(digest) for name, digest in digests.items()}
         except (ValueError, KeyError, TypeError, AttributeError):
-            # Of a learner of another kind.
+            # The counters are from another kind of learner.
             found |= {each: file_digest(each)[0] for each in path.parent.iterdir() if each.is_file()}
     return {str(each.relative_to(run.path)): digest for each, digest in found.items()}
 

@@ -102,7 +102,7 @@ def citation_rows(step: int, task_id: str, rollout: int, attributions: Sequence[
 
 
 def judged_rows(phase: str, step: int, task_id: str, rollout: int | None, value: Any) -> list[tuple[str, list[Row]]]:
-    """The tables for the value of a judge phase, and their rows; none if only the phase's calls are recorded."""
+    """The tables for the value of a judge phase, and their rows; empty if only the phase's calls are recorded."""
     if phase in ("stage1", "stage2", "proposals"):
         return [("proposals", proposal_rows(step, task_id, value))]
     made = []
@@ -134,10 +134,10 @@ def advantage_rows(
 
 
 def as_paid(call: JudgeCall, booked: set[str], requests_name: str = "") -> JudgeCall:
-    """``call``, or for a cached reply the call that paid for it, if a kill kept that one out of the tables.
+    """``call``; or, for a cached reply, the call that paid for it if a kill prevented that call's recording.
 
     Args:
-        booked: ids of recorded calls; this call's is added.
+        booked: ids of recorded calls; the result's id is added.
         requests_name: prefix of the request numbers of this run.
     """
     paid = call.paid
@@ -203,7 +203,7 @@ def step_trajectories(run: RunDirectory, step: int) -> dict[str, list[Trajectory
 
 
 def trajectories_from(rows: Sequence[Row], steps: Sequence[Row]) -> dict[str, list[Trajectory]]:
-    """Task id -> its rollouts by their index, from rows of ``trajectories`` and ``steps`` or of the evaluated ones."""
+    """Task id -> its rollouts by their index, from rows of ``trajectories`` and ``steps`` or the evaluation tables."""
     turns: dict[tuple[str, int], list[Row]] = defaultdict(list)
     for row in steps:
         turns[row["task_id"], row["rollout"]].append(row)
@@ -220,7 +220,7 @@ def scenario_of(row: Row) -> str:
 
 
 def columns_of(kind: type, row: Row) -> dict[str, Any]:
-    """The columns of a row that are fields of a dataclass of the same name."""
+    """The columns of a row whose names are fields of the dataclass ``kind``."""
     return {field.name: row[field.name] for field in fields(kind) if field.name in row}
 
 
@@ -242,7 +242,7 @@ def _trajectory(row: Row, turns: Sequence[Row]) -> Trajectory:
 
 
 def _turn(row: Row) -> Turn:
-    # The record decides, not today's rule: in a run of an earlier version a message may be a gap.
+    # Read this from the row, not by the present rule: in a run of an earlier version a message may be a gap.
     return Turn(**columns_of(Turn, row) | {"message": row["step"] is not None and row["action"] is None})
 
 

@@ -56,7 +56,7 @@ _COLUMNS = {
         training_step int32!, task_id string!, rollout int32!, success bool!, passed_tests int32, total_tests int32,
         failures string[], reward float64""",
 }
-"""Table -> its columns: name, type (``[]``: a list), and ``!`` where no value is null, which readers count on."""
+"""Table -> its columns: name, type (``[]``: a list), and ``!`` if no value is null, which readers rely on."""
 
 
 def _columns(table: str) -> list[tuple[str, str]]:
@@ -86,7 +86,7 @@ for _name, _like in {
     TABLES[_name], REQUIRED[_name] = TABLES[_like], REQUIRED[_like]
 
 STEP_TABLES = tuple(name for name in TABLES if not name.startswith(("evaluation", "heldout")))
-"""Tables that a training step writes. The others measure the policy of a step, perhaps long after it has ended."""
+"""Tables that a training step writes. The others hold measurements of a step's policy, perhaps made much later."""
 
 STRUCTURED_METRICS = frozenset(
     {"solved_tasks", "updates_skipped", "ended", "credit_fallbacks", "judge", "task_pass_rates"}

@@ -1,4 +1,4 @@
-"""Writing a run directory: rows are written as they appear, and a finished step becomes one file per table."""
+"""Writes a run directory: rows as they appear, and one file per table for a finished step."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from draco_ray.runs.rows import Row, as_paid, call_rows
 from draco_ray.runs.schema import STEP_TABLES, TABLES
 
 ROW_GROUP_BYTES = 32 * 2**20
-"""Size of a row group before compression: at most so much of a table is in memory."""
+"""Size of a row group before compression, which limits how much of a table is in memory."""
 
 
 class RunStore:
@@ -49,18 +49,18 @@ class RunStore:
         return rows
 
     def finish_step(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Append the step's metrics line and gather its parts into one file per table. May be repeated after a kill."""
+        """Append the step's metrics line and merge its parts into one file per table. May be repeated after a kill."""
         self.write_metrics(step, metrics)
         self.gather(step)
 
     def gather(self, step: int, tables: Collection[str] = TABLES.keys()) -> None:
-        """Gather the parts of an ended step into one file per table. May be repeated after a kill."""
+        """Merge the parts of a finished step into one file per table. May be repeated after a kill."""
         for table in tables:
             parts = self.directory.part(table, step, "any").parent
             if not parts.is_dir():
                 continue
             whole = parts.with_suffix(".parquet")
-            # Parts beside a gathered table are leftovers that were not removed yet.
+            # If the merged file exists, the parts are leftovers that were not removed yet.
             if not whole.exists() and (paths := self.directory.parts(table, step)):
                 _join(whole, table, paths)
             shutil.rmtree(parts)
@@ -84,7 +84,7 @@ def write_parquet(path: Path, table: pa.Table) -> None:
 
 
 def _join(whole: Path, table: str, paths: Sequence[Path]) -> None:
-    """Join part files into one, a row group at a time."""
+    """Merge part files into one, a row group at a time."""
 
     def groups() -> Iterator[pa.Table]:
         held: list[pa.Table] = []
@@ -106,7 +106,7 @@ def _write(path: Path, schema: pa.Schema, groups: Iterable[pa.Table]) -> None:
     temporary = path.with_suffix(".tmp")
     with (
         open(temporary, "wb", opener=private) as file,
-        # Dictionaries of token ids or prompts are as long as the column and cost more than they save.
+        # No dictionary encoding: for token ids or prompts it costs more than it saves.
         pq.ParquetWriter(
             file, schema, compression="zstd", use_dictionary=False, write_statistics=False, write_page_checksum=True
         ) as writer,
@@ -133,9 +133,9 @@ class PaidCalls:
         self._requests_name = requests_name
 
     def rows(self, step: int, key: str, calls: Iterable[JudgeCall]) -> list[Row]:
-        """Rows for the calls of a phase, which is recorded under ``key``.
+        """Rows for the calls of a judge phase that is recorded under ``key``.
 
-        A cached reply that was paid for earlier in this step keeps its first record.
+        A cached reply that was paid for earlier in this step keeps its first row.
         """
         made = call_rows(step, [as_paid(call, self._recorded, self._requests_name) for call in calls])
         if all(row["requests"] for row in made):

@@ -1,4 +1,4 @@
-"""The Ray shell of `draco_ray.runs.store.RunStore`: resolves references, so that the driver holds no trajectory."""
+"""The Ray actor around `draco_ray.runs.store.RunStore`: it resolves references, so the driver holds no trajectory."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ from draco_ray.summaries import RolloutSummary
 class RunStoreActor:
     """Writes every part of a step as soon as it exists. Its methods are synchronous, so Ray keeps their order.
 
-    The files of a finished step are gathered in a background thread. A kill at any point loses and duplicates nothing;
-    the next process continues with what is left.
+    The files of a finished step are merged in a background thread. A kill at any point loses and duplicates nothing;
+    the next process merges the remaining files.
     """
 
     def __init__(self, path: Path, requests_name: str = "", began_ns: int | None = None) -> None:
         """
         Args:
             path: of the run.
-            requests_name: begins the numbers of the judge requests that this run has paid for.
+            requests_name: prefix of the numbers of the judge requests that this run has paid for.
             began_ns: when the driver of the run started, Unix nanoseconds, for the manifest; None: no manifest is
                 written.
         """
@@ -67,11 +67,11 @@ class RunStoreActor:
     def _trajectory(self, kind: str, step: int, trajectory: Trajectory) -> None:
         key = f"{trajectory.task_id}-{trajectory.rollout}"
         self._write(f"{kind}steps", step, key, rows.step_rows(step, trajectory))
-        # Last: a rollout with this row is complete.
+        # Write this row last: it marks the rollout as complete.
         self._write(f"{kind}trajectories", step, key, rows.trajectory_rows(step, trajectory))
 
     def judged(self, step: int, task_id: str, rollout: int | None, phase: str, judged: Judged[Any]) -> None:
-        """Keep the calls of a finished judge phase, and its value where that has a table."""
+        """Keep the calls of a finished judge phase, and its value if there is a table for it."""
         key = f"{task_id}-{phase}" if rollout is None else f"{task_id}-{phase}-{rollout}"
         self._write("judge_calls", step, key, self._paid.rows(step, key, judged.calls))
         if judged.value is not None:
@@ -124,8 +124,8 @@ class RunStoreActor:
             task: the task.
             run: index of the rollout of the task.
             rubric: the criteria.
-            score: the first scoring; None where the rollout was lost.
-            again: the second one.
+            score: the first scoring; None if the rollout was lost.
+            again: the second scoring.
         """
         criteria, error = rubric.value or (), None
         for name, judged in (("score", score), ("again", again)):
@@ -153,9 +153,9 @@ class RunStoreActor:
         self._write("outcomes", step, f"{verdict.task_id}-{rollout}", rows.outcome_rows(step, rollout, verdict))
 
     def finish_step(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Close a step: its rows and its metrics line are on disk, and are gathered into one file per table later.
+        """Close a step: write its metrics line, and merge its files into one per table in the background.
 
-        Steps are closed in their order.
+        Steps are closed in order.
 
         Raises:
             StoreError: something could not be written.
@@ -164,7 +164,7 @@ class RunStoreActor:
         self._gathered = self._gathering.submit(self._gather, step)
 
     def settle(self, step: int | None = None) -> None:
-        """Return once every closed step is gathered into one file per table.
+        """Return once the files of every closed step are merged into one per table.
 
         Args:
             step: a further closed step, which an earlier process may have closed.
@@ -178,9 +178,9 @@ class RunStoreActor:
         self.flush()
 
     def _gather(self, last: int | None) -> None:
-        """Gather the steps up to ``last``; None: closed steps that an earlier process has left.
+        """Merge the files of the steps up to ``last``; None: of closed steps that an earlier process has left.
 
-        Measurements of a policy may be added long after its step, and are not gathered.
+        Measurements of a policy may be added long after its step, so their files are not merged.
         """
         store = self._store
         try:
@@ -213,7 +213,7 @@ class RunStoreActor:
 
     @ray.method(num_returns=2)
     def trajectory_again(self, step: int, task_id: str, rollout: int) -> tuple[Trajectory, RolloutSummary]:
-        """A recorded rollout, for the object store, and its summary."""
+        """A recorded rollout, which goes to Ray's object store, and its summary."""
         trajectory = read_trajectory(self._store.directory, step, task_id, rollout)
         return trajectory, summarise(trajectory)
 
@@ -233,7 +233,7 @@ class RunStoreActor:
             self._fail(error)
 
     def _fail(self, error: OSError) -> NoReturn:
-        # Most callers do not wait for their writes: the next one that does gets the error.
+        # Most callers do not wait for their writes, so store the error for the next caller that waits.
         self._failure = self._problem(error)
         raise StoreError(self._failure) from None
 
@@ -251,7 +251,7 @@ def start_run_store(path: Path, run_name: str, requests_name: str = "") -> Any:
 
     The arguments are those of `RunStoreActor`, and the run's name.
 
-    All of its state is on disk, and repeated writes change nothing: a new process continues.
+    All of its state is on disk, and repeated writes change nothing, so a restarted process can continue.
     """
     return (
         ray.remote(RunStoreActor)

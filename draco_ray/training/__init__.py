@@ -1,1 +1,1 @@
-"""The outer loop: which tasks a step trains on, what it reports, and the driver that ties the actors together."""
+"""The outer loop: the choice of each step's tasks, its reports, and the driver that connects the actors."""

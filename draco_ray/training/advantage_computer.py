@@ -1,4 +1,4 @@
-"""The Ray shell of `draco_ray.algorithm`: verdicts and citations in, training samples out."""
+"""The Ray actor around `draco_ray.algorithm`: it turns verdicts and citations into training samples."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class AdvantageComputerActor:
         self._rule = find_rule(config.rule, config.reliability)
 
     async def rewards(self, rollouts: Sequence[int], scores: Sequence[ray.ObjectRef[Scores]]) -> RewardSummary:
-        """Discriminative dropout and Eq. ``rubric-reward``, for the rollouts whose scoring call succeeded."""
+        """Apply discriminative dropout and Eq. ``rubric-reward`` to the rollouts whose scoring call succeeded."""
         scored, verdict_GK = _verdicts(rollouts, [await ref for ref in scores])
         surviving_K = self._rule.surviving(verdict_GK)
         rewards_G = self._rule.rewards(verdict_GK, surviving_K)
@@ -69,8 +69,8 @@ class AdvantageComputerActor:
     ) -> tuple[list[TrainingSample], GroupAdvantages, dict[int, Sequence[int]], AdvantageSummary]:
         """Step credit (Eq. ``credit``).
 
-        ``attributions`` is None if no credit calls were made for the group; an entry is None if none was made for a
-        rollout with unanimous verdicts. Scores stand for attributions where they name the steps themselves.
+        ``attributions`` is None if no credit calls were made for the group. An entry is None if the call was skipped
+        because the rollout's verdicts are unanimous. Scores that name steps are used as attributions.
         """
         scored, verdict_GK = _verdicts(rollouts, [await ref for ref in scores])
         played = {rollout: await ref for rollout, ref in zip(rollouts, trajectories, strict=True)}
@@ -98,7 +98,7 @@ class AdvantageComputerActor:
         trajectories: Sequence[ray.ObjectRef[Trajectory]],
         evaluations: Sequence[ray.ObjectRef[Evaluated]],
     ) -> tuple[list[TrainingSample], GroupAdvantages, dict[int, Sequence[int]], AdvantageSummary]:
-        """The ``outcome`` setting: plain GRPO on the environment's reward, or else on its verdict."""
+        """The ``outcome`` setting: plain GRPO on the environment's reward or, without one, on success (1 or 0)."""
         verdicts = [(await ref).evaluation for ref in evaluations]
         reward_G = np.array([float(each.success if each.reward is None else each.reward) for each in verdicts])
         return await self._from_rewards(group, rollouts, trajectories, reward_G)
@@ -111,14 +111,14 @@ class AdvantageComputerActor:
         return await self._from_rewards(group, rollouts, trajectories, random_rewards(key, len(rollouts)))
 
     def probe(self, samples: Sequence[TrainingSample], sampled: int, most: int) -> tuple[list[int], BoolArray] | None:
-        """The tokens of a group that the canary compares: the beginning of one sample, with most sampled tokens.
+        """The tokens of a group that the canary compares: the prefix of the sample with the most sampled tokens.
 
         Args:
             sampled: maximum number of sampled tokens.
             most: maximum number of tokens; the last token of a sample is never included, since an engine generates one
                 more.
-        Returns: at least 2 token ids, and a mask of those after the first that the policy sampled (all, if it sampled
-            none of them). None if every sample is too short.
+        Returns: at least 2 token ids, and a mask over all but the first: True where the policy sampled the token, or
+            everywhere if it sampled none. None if every sample is too short.
         """
         begun = [_beginning(sample, sampled, most) for sample in samples if len(sample.token_ids_T) > 2]
         if not begun:
@@ -167,14 +167,14 @@ class AdvantageComputerActor:
 
 
 def start_advantage_computer(config: AlgorithmConfig, run_name: str) -> Any:
-    """The one advantage actor of a run."""
+    """Start the advantage actor of a run."""
     remote = ray.remote(AdvantageComputerActor)
     return remote.options(
         name=f"AdvantageComputer@{run_name}",
         num_cpus=0,
         scheduling_strategy=beside_the_driver(),
         max_concurrency=64,
-        # It is stateless, so restarts change nothing.
+        # The actor is stateless, so restarts change nothing.
         max_restarts=-1,
         max_task_retries=3,
     ).remote(config)

@@ -33,7 +33,7 @@ class Start:
     """A run to be started: its configuration, and results of the checks that later checks use."""
 
     config: DracoConfig
-    """The checks resolve it: the model's path becomes absolute, the judge gets the environment's facts."""
+    """The checks complete it: the model's path becomes absolute, the judge gets the environment's facts."""
     console: Console
     environment: Environment | None = None
     has_model: bool = False
@@ -55,7 +55,7 @@ def check_parts(start: Start) -> None:
 
 
 def check_environment(start: Start) -> None:
-    """Check that the environment has the tasks, and whether it can evaluate."""
+    """Check that the environment has the tasks; adapt the configuration if it cannot evaluate them."""
     config, environment = with_environment(start.config)
     environment.tasks(config.data.train_split)
     if not environment.evaluates:
@@ -74,7 +74,7 @@ def check_model(start: Start) -> None:
 
 
 def check_context(start: Start) -> None:
-    """Check that the model's context fits the rollouts and, if it is its own judge, the judge's prompts."""
+    """Check that the model's context is long enough for rollouts and, if it is its own judge, for judge prompts."""
     path = start.config.model.path
     positions = model_positions(path, cached_config(path))
     if problems := context_problems(start.config, positions):
@@ -104,7 +104,7 @@ def check_machine(start: Start) -> None:
 
 
 def machine_resources(config: DracoConfig) -> dict[str, float]:
-    """The resources of a Ray that is started on this machine."""
+    """The resources of a Ray cluster that is started on this machine."""
     gpus = 0
     if config.engine.gpus_per_engine or config.learner.gpus_per_worker or config.judge.local.enabled:
         import torch
@@ -157,7 +157,7 @@ def refuse(found: Sequence[DracoError]) -> None:
 
 
 def task_order(config: DracoConfig, tasks: Sequence[str], earlier: Sequence[EarlierTasks] = ()) -> TaskOrder:
-    """The order of a run's tasks. Raises: ConfigError where it is a judge's to say, and there is none."""
+    """The order of a run's tasks. Raises: ConfigError if the order needs a judge's verdicts and there is no judge."""
     train = config.train
     if config.algorithm.reward != "rubric":
         said = {"skip_solved": "what is solved", "order": "what is easy"}

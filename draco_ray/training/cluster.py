@@ -1,4 +1,4 @@
-"""Join or start Ray, check whether the cluster has room for a run, and wait until it has."""
+"""Join or start Ray, check whether the cluster has room for a run, and wait for that room."""
 
 from __future__ import annotations
 
@@ -39,22 +39,22 @@ Bundle = tuple[float, float]
 """GPUs and CPUs that one process needs on one node."""
 Resources = Mapping[str, float]
 CHECK_SECONDS = 5.0
-"""Interval between two checks of what is free."""
+"""Interval between two checks of the free resources."""
 LOG_SECONDS = 60.0
 """Interval between two lines on what the run waits for."""
 ROUNDING = 1e-6
-"""Ray counts resources in ten-thousandths; sums of floats are off by less than this."""
+"""Tolerance of comparisons: Ray counts resources in ten-thousandths, and sums of floats are off by less than this."""
 STATUS_TIMEOUT_SECONDS = 5
 ANONYMOUS_TYPE = "node_"
 """Prefix of the node type that Ray reports for a node that no autoscaler started; the node's id follows."""
 START_LOCK, NAMESPACE = "starting", "draco-ray"
-"""Name of the actor that the run which is starting holds, and the namespace all runs of a cluster look it up in."""
+"""Name of the lock actor that a starting run holds, and the namespace in which all runs of a cluster look it up."""
 _start_locks: list[Any] = []
 """The lock that this process holds, if any."""
 
 
 class StartLock:
-    """Holds its name while a run starts, and dies with its driver."""
+    """An actor whose name is the lock: it is taken while a run starts and freed when the run's driver dies."""
 
 
 def has_autoscaler() -> bool:
@@ -65,7 +65,7 @@ def has_autoscaler() -> bool:
 
 
 def bundles(config: DracoConfig, *, judges: bool = True) -> dict[str, list[Bundle]]:
-    """What the processes of a run that starts need, by kind; kinds that need nothing are left out."""
+    """Resources that the processes of a starting run need, by kind; kinds that need nothing are left out."""
     engine, learner, environment, local = config.engine, config.learner, config.environment, config.judge.local
     # The evaluation's workers run beside those that train.
     rollouts = (2 if config.train.evaluate_before_after else 1) * environment.min_workers
@@ -80,9 +80,11 @@ def bundles(config: DracoConfig, *, judges: bool = True) -> dict[str, list[Bundl
 
 
 def unplaced(needed: Mapping[str, Sequence[Bundle]], nodes: Sequence[Resources]) -> dict[str, int]:
-    """Number of processes of each kind that fit on no node; the largest are placed first, on the fullest node.
+    """Number of processes of each kind that fit on no node.
 
-    A process needs all its resources on one node: an engine of two GPUs finds no room where one GPU is free on each.
+    The largest are placed first, on the node with the fewest free GPUs.
+
+    A process needs all its resources on one node: an engine of two GPUs does not fit if each node has one free GPU.
     """
     left = [[node.get("GPU", 0.0), node.get("CPU", 0.0)] for node in nodes]
     missing: Counter[str] = Counter()
@@ -106,15 +108,15 @@ def _describe(needed: Mapping[str, Sequence[Bundle]], missing: Mapping[str, int]
 
 
 def check_resources(config: DracoConfig, nodes: Sequence[Resources], *, judges: bool = True) -> None:
-    """Check that the nodes of a cluster without an autoscaler, were they idle, have room for a run.
+    """Check that the nodes of a cluster without an autoscaler would have room for a run if they were idle.
 
     Args:
         config: of the run.
         nodes: all resources of each node.
-        judges: whether judge workers are started where the setting uses a rubric.
+        judges: whether judge workers are started if the setting uses a rubric.
 
     Raises:
-        ConfigError: they have not.
+        ConfigError: the cluster is too small.
     """
     offered, workers = sum(node.get("judge", 0) for node in nodes), config.judge.workers
     if judges and config.algorithm.reward == "rubric" and offered < workers + 1:
@@ -143,7 +145,7 @@ def check_resources(config: DracoConfig, nodes: Sequence[Resources], *, judges: 
 
 
 def cpu_problem(config: DracoConfig, available: float, served: int) -> str | None:
-    """Why ``available`` CPUs are too few beside ``served`` judge servers, and what to set; None where they suffice."""
+    """Why ``available`` CPUs are too few with ``served`` judge servers, and what to set; None if they suffice."""
     engine, learner, environment = config.engine, config.learner, config.environment
     # The evaluation's workers run beside those that train.
     workers = environment.min_workers * (2 if config.train.evaluate_before_after else 1)
@@ -169,7 +171,7 @@ def cpu_problem(config: DracoConfig, available: float, served: int) -> str | Non
 
 
 def wait_for_start_lock(config: DracoConfig, console: Console | None) -> None:
-    """Return once no other run of the cluster is starting, and let none start until `release_start_lock`.
+    """Wait until no other run of the cluster is starting, and block other starts until `release_start_lock`.
 
     Two runs that count free resources at the same moment would both find room, and each might get half of what it
     needs.
@@ -192,9 +194,9 @@ def wait_for_start_lock(config: DracoConfig, console: Console | None) -> None:
 
 
 def release_start_lock() -> None:
-    """Let the next run count free resources: all processes of this run have their places."""
+    """Let the next run start: all processes of this run have their resources."""
     while _start_locks:
-        # The lock may be of a Ray session that has ended.
+        # The lock may belong to a Ray session that has ended.
         with contextlib.suppress(RayError):
             ray.kill(_start_locks.pop())
 
@@ -210,7 +212,7 @@ def wait_for_room(
 ) -> None:
     """Return once every process of a run fits on some node; request the nodes from the autoscaler if there is one.
 
-    Free resources count, not all: of two runs that each hold half of what they need, neither would ever start.
+    Only free resources count: otherwise two runs could each hold half of what they need, and neither would ever start.
 
     Args:
         config: of the run.
@@ -241,7 +243,7 @@ def wait_for_room(
         _wait(config, console, "no room on the Ray cluster", problem)
     finally:
         if requested:
-            # From now on the run's own processes request what they need.
+            # Cancel this request: from now on the run's own processes request what they need.
             request([])
 
 
@@ -259,9 +261,9 @@ def _wait(config: DracoConfig, console: Console | None, what: str, problem: Call
 
 
 def pending_demand() -> str:
-    """What waits for a node with room for it, of all runs on the cluster, e.g. ``no node has room for 2 x 1 CPU``.
+    """Pending resource requests of all runs on the cluster, e.g. ``no node has room for 2 x 1 CPU``.
 
-    Returns: an empty string if nothing is known to wait, or Ray's head does not answer.
+    Returns: an empty string if no request is known to be pending, or if Ray's head does not answer.
     """
     try:
         status = get_cluster_status(ray.get_runtime_context().gcs_address, timeout=STATUS_TIMEOUT_SECONDS)
@@ -285,21 +287,21 @@ def _free() -> list[Resources]:
 
 
 HTTP2_GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))
-"""The preface of a client's connection, and its empty settings."""
+"""A client's HTTP/2 connection preface, followed by an empty SETTINGS frame."""
 LOOK_SECONDS = 5.0
 GONE_SECONDS = 30.0
-"""Half of the minute after which Ray's own processes exit without a head."""
+"""Seconds without an answer before the head counts as lost; Ray's own processes exit after twice as long."""
 LEAVE_SECONDS = 20.0
-"""Time for leaving a cluster whose head does not answer."""
+"""Time limit for leaving a cluster whose head does not answer."""
 
 
 async def head_failure(address: str | None = None, *, look: float = LOOK_SECONDS, gone: float = GONE_SECONDS) -> None:
     """Wait until the head of the cluster has not answered for ``gone`` seconds.
 
-    It counts checks instead of measuring time, which also passes while this process is stopped.
+    It counts failed checks instead of measuring time, because time also passes while this process is suspended.
 
     Args:
-        address: HOST:PORT of the head; None: of the cluster that was joined.
+        address: HOST:PORT of the head; None: the head of the cluster that was joined.
         look: interval between two checks and timeout of one, in seconds.
         gone: seconds without an answer.
 
@@ -318,7 +320,7 @@ async def head_failure(address: str | None = None, *, look: float = LOOK_SECONDS
 
 
 async def unless_gone(stop: Callable[[], Awaitable[object]], look: float = LOOK_SECONDS) -> None:
-    """Call ``stop``, which waits for actors of this run, unless the head is lost: they may then never answer."""
+    """Call ``stop``, which waits for actors of this run, unless the head is lost: the actors may then never answer."""
     if await head_answers(head_address(), look):
         await stop()
 
@@ -335,7 +337,7 @@ def leave_ray(within: float = LEAVE_SECONDS) -> None:
     leaving.start()
     leaving.join(within)
     if leaving.is_alive():
-        # Ray would try again at the end of the interpreter.
+        # Otherwise Ray would call shutdown again when the interpreter exits.
         atexit.unregister(ray.shutdown)
         atexit.register(_end_at_once)
 
@@ -358,10 +360,10 @@ def head_address() -> str:
 
 
 async def head_answers(address: str, within: float = LOOK_SECONDS) -> bool:
-    """Whether the head answers within so many seconds; what asks it through Ray waits for it instead.
+    """Whether the head answers within so many seconds. Ray's own calls would wait for it without a limit.
 
-    The kernel takes connections for a process that hangs. So it is greeted as a server of gRPC, and says something, or
-    ends the connection.
+    The kernel accepts connections even for a process that hangs. So this sends a gRPC greeting: a live head replies
+    or closes the connection.
     """
     host, _, port = address.rpartition(":")
     try:
@@ -384,11 +386,11 @@ FORWARDED = ("LITELLM_LOCAL_MODEL_COST_MAP", "RAY_TRAIN_V2_ENABLED", "DRACO_RUN_
 LOCAL_JUDGE_SLOTS = 64
 """``judge`` resource of a Ray started here, where all judge workers share one machine."""
 START_ATTEMPTS = 3
-"""Ray gives a node 30 s to start, which a busy machine may exceed."""
+"""Attempts to start Ray: it gives a node 30 s to start, which a busy machine may exceed."""
 GCS_SECONDS = "180"
 """Ray's limit for the start of its head service, in seconds, instead of 30."""
 LATE = "timed out during startup"
-"""What Ray's error says of a node that did not start in time."""
+"""Text in Ray's error for a node that did not start in time."""
 DASHBOARD_LOG = re.compile(r"[^\s']+/dashboard\.(?:log|err)")
 """Path of the log that Ray's error quotes when its dashboard does not start."""
 
@@ -404,20 +406,20 @@ def connect(config: DracoConfig, *, judges: bool = True, console: Console | None
     Args:
         config: of the run.
         judges: whether the run has judge workers.
-        console: shows what is waited for while other runs hold the cluster or nodes have yet to come.
+        console: shows what the run waits for while other runs use the cluster or nodes are still being added.
 
-    On a shared cluster no other run starts until `draco_ray.training.cluster.release_start_lock` or the end of this
-    process.
+    On a shared cluster no other run starts until `draco_ray.training.cluster.release_start_lock` is called or this
+    process ends.
 
     Returns: the cluster's resources.
     Raises:
         ConfigError: the cluster lacks ``judge`` slots or GPUs that the configuration needs, and cannot get them.
         ClusterError: Ray does not start on this machine, or the cluster has no room within ``watch.start_seconds``.
     """
-    # Inherited by Ray's processes: LiteLLM is not to fetch its price map.
+    # Keeps LiteLLM from fetching its price map; Ray's processes inherit this.
     os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")
     os.environ.setdefault("RAY_TRAIN_V2_ENABLED", "1")
-    # PyTorch reads it when a worker imports it, before `set_threads` is called there.
+    # PyTorch reads this variable on import, before a worker calls `set_threads`.
     os.environ.setdefault("OMP_WAIT_POLICY", thread_environment(1)["OMP_WAIT_POLICY"])
     # Ray ends a driver 60 s after it has lost the head, even if it still has to write something.
     os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", "600")
@@ -427,9 +429,10 @@ def connect(config: DracoConfig, *, judges: bool = True, console: Console | None
             if address:
                 ray.init(address=address, runtime_env=_forwarded(), log_to_driver=False, logging_level=logging.ERROR)
             else:
-                # A run has a dozen actors on any number of cores; Ray warns above four times this number.
+                # A run has a dozen actors on any number of cores. Ray warns about more than four times this number.
                 os.environ.setdefault("RAY_worker_maximum_startup_concurrency", "8")
-                # Tasks that the dashboard lists. With Ray's default of 100,000 the head grows for a thousand steps.
+                # Limit the tasks that the dashboard lists. With Ray's default of 100,000 the head's memory grows for a
+                # thousand steps.
                 os.environ.setdefault("RAY_task_events_max_num_task_in_gcs", "10000")
                 # Ray Train's watcher of draining nodes is not needed on one node.
                 os.environ.setdefault("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")
@@ -441,13 +444,13 @@ def connect(config: DracoConfig, *, judges: bool = True, console: Console | None
                     include_dashboard=config.ray.dashboard,
                 )
     except ConnectionError as error:
-        # A cluster that wants a token does not answer without one; Ray's message does not say so.
+        # A cluster that requires a token does not answer without one; Ray's message does not mention the token.
         token = "" if "RAY_AUTH_MODE" in os.environ else "; one that wants a token answers with RAY_AUTH_MODE=token"
         raise ConfigError(f"ray.address {address}: no Ray cluster answers there: {_one_line(error)}{token}") from None
     except ValueError:
         raise
     except (KeyboardInterrupt, SystemExit):
-        # While it starts Ray answers SIGTERM itself, with SystemExit.
+        # While Ray starts, it handles SIGTERM itself and raises SystemExit.
         ray.shutdown()
         raise KeyboardInterrupt from None
     except Exception as error:
@@ -467,7 +470,7 @@ def connect(config: DracoConfig, *, judges: bool = True, console: Console | None
 
 
 def start_ray(**options: Any) -> None:
-    """Start Ray on this machine with ``options`` of `ray.init`; retry where a busy machine misses Ray's time limit."""
+    """Start Ray on this machine with ``options`` of `ray.init`; retry if a busy machine misses Ray's time limit."""
     os.environ.setdefault("RAY_gcs_server_port_wait_time_s", GCS_SECONDS)
     for attempt in range(START_ATTEMPTS):
         try:
@@ -491,7 +494,7 @@ def _one_line(error: BaseException) -> str:
 def _forwarded() -> dict[str, Any]:
     """Runtime environment for a cluster's workers, without the variables that the submitted job already sets.
 
-    Ray refuses a variable that both set.
+    Ray refuses a variable that is set in both places.
     """
     submitted = json.loads(os.environ.get(SUBMITTED, "{}")).get("runtime_env") or {}
     already = submitted.get("env_vars") or {}

@@ -39,8 +39,8 @@ class Demonstration:
 def read_demonstrations(path: Path, environment: Environment, agent: Agent) -> list[Demonstration]:
     """The demonstrations of a JSONL file: each line has ``messages`` and optionally ``tools``.
 
-    If the first message is the assistant's, the prompt that ``agent`` gives the task with the line's ``id`` is put
-    before it, so that demonstrations begin like rollouts.
+    If the first message is the assistant's, ``agent``'s prompt for the task with the line's ``id`` is inserted before
+    it, so that demonstrations begin like rollouts.
 
     Raises: ConfigError: one line that names file and line.
     """
@@ -128,7 +128,7 @@ def _with_calls(name: str, message: Mapping[str, Any]) -> Mapping[str, Any]:
         raise ConfigError(f"{name}: a turn of the assistant that says nothing and calls nothing")
     if message.get("weight") not in (None, 0, 1):
         raise ConfigError(f"{name}: weight {message['weight']!r}: expected 1, or 0 for a turn that is not trained on")
-    # Servers use different names for it.
+    # Servers use different names for the reasoning text.
     reasoning = message.get("reasoning_content") or message.get("reasoning") or ""
     if not isinstance(reasoning, str):
         raise ConfigError(f"{name}: the reasoning of a turn: expected a text, found {type(reasoning).__name__}")
@@ -141,7 +141,7 @@ def _learned(message: Mapping[str, Any]) -> bool:
 
 
 def _named(entry: Any) -> bool:
-    """Whether it is a tool call or a tool schema whose function has a name."""
+    """Whether ``entry`` is a tool call or a tool schema whose function has a name."""
     function = entry.get("function") if isinstance(entry, Mapping) else None
     return isinstance(function, Mapping) and isinstance(function.get("name"), str)
 
@@ -222,7 +222,7 @@ class Chosen:
 
 
 def best_rollouts(run: RunDirectory, best: int) -> Chosen:
-    """The ``best`` rollouts with the highest positive rewards of every task; among equals the later ones.
+    """For every task, the ``best`` rollouts with the highest positive rewards; ties go to later rollouts.
 
     Raises: ConfigError if there is none.
     """

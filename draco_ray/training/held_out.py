@@ -71,11 +71,11 @@ class BeforeAfter:
         self._progress, self._console, self._tell, self._wait = progress, console, tell, wait
 
     async def measure(self, step: int, done: int) -> list[Evaluation] | None:
-        """The evaluations of the policy of ``step``, measured or read from the run directory.
+        """The evaluations of the policy after ``step``, measured or read from the run directory.
 
         Args:
             step: 0 is the untrained policy.
-            done: steps whose updates the engines have.
+            done: number of steps whose updates the engines have loaded.
 
         Returns: None if evaluation is off, or if the engines have a later policy.
         """
@@ -138,7 +138,7 @@ class OfTask(Protocol):
 
     @property
     def task_id(self) -> str:
-        """The task's."""
+        """Id of the task."""
 
 
 RolloutT = TypeVar("RolloutT", bound=OfTask)
@@ -147,8 +147,9 @@ RolloutT = TypeVar("RolloutT", bound=OfTask)
 def on_the_same_tasks(
     before: Sequence[RolloutT], after: Sequence[RolloutT]
 ) -> tuple[list[RolloutT], list[RolloutT], str]:
-    """The rollouts of tasks in both, and a remark if some tasks are in only one: a resumed run may have had other
-    held-out tasks when it began.
+    """The rollouts of tasks that are in both, and a remark if some tasks are in only one.
+
+    A resumed run may have had other held-out tasks when it began.
     """
     first, last = ({rollout.task_id for rollout in rollouts} for rollouts in (before, after))
     both = first & last
@@ -193,7 +194,7 @@ async def evaluate_tasks(
 
 @dataclass(frozen=True, slots=True)
 class ScoreAgain(Score):
-    """The same question in a cache scope of its own, so that the first reply is not reused."""
+    """`Score` with a cache scope of its own, so that the reply to the first scoring is not reused."""
 
     def scope(self, config: JudgeConfig, group: str) -> str:
         """See `Question`."""
@@ -216,34 +217,34 @@ class JudgedBeforeAfter:
         tell: Tell = lambda step, rates: None,
         wait: Wait = lambda kind, which: nullcontext(),
     ) -> None:
-        """The other arguments are those of `BeforeAfter`.
+        """Other arguments are as for `BeforeAfter`.
 
         Args:
             prompts: returns the agent's prompts of tasks.
-            static: the rubric of every task; empty: the judge writes one per task.
+            static: the rubric of every task; if empty, the judge writes one per task.
         """
         self._config, self._actors, self._run = config, actors, run
         self._progress, self._console, self._tell, self._wait = progress, console, tell, wait
         self._prompts, self._static = prompts, tuple(static)
 
     async def measure(self, step: int, done: int) -> list[JudgedRollout] | None:
-        """The judged rollouts of the policy of ``step``; see `BeforeAfter.measure`."""
+        """The judged rollouts of the policy after ``step``; see `BeforeAfter.measure`."""
         if not self._config.train.evaluate_before_after:
             return None
         environment, split = make_environment(self._config.environment, self._config.data), self._config.data.eval_split
         tasks = [environment.task(task) for task in environment.tasks(split)[: self._config.data.eval_tasks]]
         known = read_judged(self._run).get((step, split), [])
         wanted = {(task.task_id, run) for task in tasks for run in range(self._config.train.evaluation_runs)}
-        # A run that was killed while measuring has left only some of them.
+        # If the run was killed while measuring, only some of the results exist.
         if step >= done and {(each.task_id, each.run) for each in known} != wanted:
             return await self._judge(step, tasks)
-        # Of an earlier policy only the stored results are left, whichever tasks were held out then.
+        # For an earlier policy only stored results exist, whichever tasks were held out at the time.
         return known or None
 
     async def _judge(self, step: int, tasks: Sequence[Task]) -> list[JudgedRollout]:
         runs, split = self._config.train.evaluation_runs, self._config.data.eval_split
         prompts = self._prompts([task.task_id for task in tasks])
-        # Needs no ground truth, so the training workers are used; they are idle now.
+        # This needs no ground truth, so it uses the training workers, which are idle now.
         pool = self._actors.pool(self._actors.workers)
         self._progress.start(f"judging {split}", 0, len(tasks) * runs)
         try:

@@ -32,7 +32,7 @@ def judge_intervals(groups: Sequence[Group]) -> list[Interval]:
 
 
 def step_metrics(step: int, groups: Sequence[Group], group_size: int) -> dict[str, Any]:
-    """Metrics of a step's rollouts, judge phases and advantages; `update_metrics` are the learner's.
+    """Metrics of a step's rollouts, judge phases and advantages; see `update_metrics` for the learner's.
 
     Rates are in [0, 1], times in seconds, costs in dollars. A mean over nothing is null.
     """

@@ -30,16 +30,16 @@ from draco_ray.judging.reply_cache import FILE, RESTORE, check_own_disk, check_s
 from draco_ray.runs.directory import RunDirectory
 
 SUBMITTED = "RAY_JOB_CONFIG_JSON_ENV_VAR"
-"""Variable that Ray sets for a submitted job."""
+"""Environment variable that Ray sets for a submitted job."""
 PROBE_SECONDS = 120.0
 """Timeout for a node to start a process and look for data and model."""
 
 TRAJECTORY_BYTES = 21
-"""Bytes a token of a trajectory: id, log-prob and step 4 each, the mask 1, its text (code is stored twice) 8."""
+"""Bytes per token of a trajectory: id, log-prob and step 4 each, the mask 1, the text (code is stored twice) 8."""
 SAMPLE_BYTES = 13
-"""Bytes a token of a training sample: id, log-prob and advantage 4 each, the mask 1."""
+"""Bytes per token of a training sample: id, log-prob and advantage 4 each, the mask 1."""
 PROMPT_BYTES = 4
-"""Bytes a trajectory token in a judge prompt, which is archived with the reply."""
+"""Bytes per trajectory token in a judge prompt, which is archived with the reply."""
 FLOAT32_BYTES = 4
 
 
@@ -56,14 +56,14 @@ class StepSize:
 
     @property
     def object_store(self) -> int:
-        """Bytes in memory, with the learner's and the engines' copy of the adapter."""
+        """Bytes in memory, including one copy of the adapter for the learner and one for the engines."""
         return self.trajectories + self.samples + self.judge_calls + 2 * self.adapter
 
     @property
     def disk(self) -> int:
         """Bytes on disk: tables before compression, and a checkpoint.
 
-        A checkpoint is the adapter, twice for wrapped models, and two moments of the optimizer.
+        A checkpoint holds the adapter (twice for wrapped models) and the optimizer's two moments.
         """
         return self.trajectories + self.judge_calls + 4 * self.adapter
 
@@ -85,7 +85,7 @@ def step_size(config: DracoConfig) -> StepSize:
 
 
 def adapter_bytes(model_path: str, learner: LearnerConfig) -> int:
-    """Size of the float32 LoRA adapter, by the checkpoint's matrices; 0 if it is not on this machine."""
+    """Size of the float32 LoRA adapter, from the checkpoint's matrices; 0 if the checkpoint is not on this machine."""
     if model_path in TABLE:
         shape = TABLE[model_path]["shape"]
         layers = (shape["distinct"][index]["linears"] for index in shape["order"])
@@ -111,7 +111,7 @@ def check_trainable(model_path: str, learner: LearnerConfig, tensor_parallel: in
         tensor_parallel: number of GPUs of an engine.
 
     Raises:
-        ConfigError: its mixture of experts is not supported, or its heads or sizes do not divide.
+        ConfigError: its mixture of experts is not supported, or its heads or sizes cannot be divided evenly.
     """
     file = Path(model_path).expanduser() / "config.json" if Path(model_path).is_dir() else cached_config(model_path)
     if file is not None:
@@ -131,7 +131,7 @@ def cached_config(model_path: str) -> Path | None:
     try:
         cached = try_to_load_from_cache(model_path, "config.json")
     except HFValidationError:
-        # A missing folder, which `check_model_directory` reports.
+        # The path is a missing folder, which `check_model_directory` reports.
         return None
     return Path(cached) if isinstance(cached, str) else None
 
@@ -162,7 +162,7 @@ def check_session(config: DracoConfig, run: Path) -> None:
 
 
 def check_object_store(config: DracoConfig, available: float) -> None:
-    """Compare the cluster's object stores, ``available`` bytes together, with a step's estimate.
+    """Compare the total size of the cluster's object stores, ``available`` bytes, with the estimate for a step.
 
     Raises:
         ClusterError: they are too small; Ray would spill to disk, which slows the step down.
@@ -185,8 +185,8 @@ def check_outlives_job(root: Path | str) -> None:
     """Check that run directories outlive the job that makes them.
 
     Raises:
-        ConfigError: they would be in the folder into which Ray unpacks the job's files and which it deletes, or in the
-            working directory of the cluster, which may be a container's own file system.
+        ConfigError: they would be in the folder where Ray unpacks the job's files and which it later deletes, or in
+            the cluster's working directory, which may be inside a container.
     """
     if isinstance(root, str):
         return  # An object store.
@@ -209,7 +209,7 @@ def check_replies(config: DracoConfig, run: Path, mounts: str | None = None) -> 
     Args:
         config: the run's.
         run: its directory.
-        mounts: content of /proc/mounts; None: of this machine.
+        mounts: content of /proc/mounts; None: read it on this machine.
 
     Raises:
         ConfigError: they would be on a network file system; the message says what to change.
@@ -231,12 +231,12 @@ def check_replies(config: DracoConfig, run: Path, mounts: str | None = None) -> 
 
 
 def keeps_replies(config: DracoConfig) -> bool:
-    """Whether the judge's replies are stored, as for every judge but the policy itself."""
+    """Whether the judge's replies are stored; they are, unless the policy is its own judge."""
     return config.algorithm.reward == "rubric" and not config.judge.self_judge.enabled
 
 
 def check_paid_replies(run: RunDirectory, before: DracoConfig, config: DracoConfig) -> None:
-    """Check that the replies that a run has paid for exist, unless the user has set another folder for them.
+    """Check that the paid replies of a run exist, unless the user has set another folder for them.
 
     Args:
         run: to be resumed.
@@ -250,7 +250,7 @@ def check_paid_replies(run: RunDirectory, before: DracoConfig, config: DracoConf
         return
     folder = config.judge.cache or run.judge_cache
     missing = None if check_store(folder) else FILE
-    # Every prompt contains a code derived from this key: with another key no reply would be found.
+    # Every prompt contains a code derived from this key, so with another key no stored reply would match.
     missing = missing or (None if (folder / KEY_FILE).exists() else KEY_FILE)
     if missing is not None and config.judge.cache == before.judge.cache:
         raise StoreError(f"judge replies: {folder / missing} is missing, this run has paid for some: {RESTORE}")
@@ -259,14 +259,14 @@ def check_paid_replies(run: RunDirectory, before: DracoConfig, config: DracoConf
 
 
 FILES_PER_ROLLOUT = 16
-"""Parts of tables that a step writes for one of its rollouts: 8, with room for those of groups and for evaluations."""
+"""Estimated table files per rollout of a step: 8 for the rollout itself, the rest for groups and evaluations."""
 
 
 def check_disk(config: DracoConfig, run: Path) -> None:
     """Check that there is disk space for another training step. Called before each one.
 
     Raises:
-        StoreError: there is not.
+        StoreError: there is too little.
     """
     needed, free = step_size(config).disk, shutil.disk_usage(run).free
     if free < needed:
@@ -275,7 +275,7 @@ def check_disk(config: DracoConfig, run: Path) -> None:
             "space there, or set run.root"
         )
     files, status = FILES_PER_ROLLOUT * config.train.prompts_per_step * config.algorithm.group_size, os.statvfs(run)
-    # Some file systems have no limit, and say 0 of 0.
+    # File systems without a limit on the number of files report 0 of 0.
     if status.f_files and status.f_favail < files:
         raise StoreError(
             f"run directory {run}: its disk has room for {status.f_favail} files, a training step may write {files}: "

@@ -138,7 +138,7 @@ class StepProgress:
         self._groups[group.name] = group
 
     def _count(self) -> None:
-        """Sum over the groups. Only when the line is shown, because updates are frequent."""
+        """Sum the counts over the groups. Called only when the line is shown, because updates are frequent."""
         if not self._groups:
             return
         # A copy, because the live line is rendered in another thread.
@@ -195,7 +195,7 @@ class StepProgress:
 
     def stop(self) -> None:
         """End the live line."""
-        # Cleared first, because an interrupt may call this a second time.
+        # Clear the attribute first, because an interrupt may call this method a second time.
         live, self._live = self._live, None
         if live is not None:
             live.stop()
@@ -222,7 +222,7 @@ def _done(group: Group) -> bool:
 
 
 def _clock(seconds: float) -> str:
-    """Hours where there are any, minutes and seconds.
+    """Format as minutes and seconds, with hours if there are any.
 
     >>> _clock(42.9), _clock(3661)
     ('0:42', '1:01:01')
@@ -360,12 +360,12 @@ class RunObserver:
         self._asking: asyncio.Task[None] | None = None
         self._seen: dict[str, tuple[int, int]] = {}
         """By group: number of its rollouts and phases that have been recorded."""
-        # Reported before the first step ends as well, for alerts on runs without progress.
+        # Also reported before the first step ends, so that alerts can detect runs without progress.
         self._last_step: Mapping[str, Any] = {"step": done}
         """Metrics line of the last finished step."""
 
     def group(self, group: Group) -> None:
-        """Record what is new in a group since the last call."""
+        """Record the group's rollouts and phases that are new since the last call."""
         rollouts, phases = self._seen.get(group.name, (0, 0))
         self._seen[group.name] = (len(group.rollouts), len(group.phases))
         where = {"step": group.step, "task": group.task_id}

@@ -1,4 +1,4 @@
-"""Where a stopped run continues: its newest checkpoint, and what the run directory holds of later steps.
+"""Find where a stopped run continues: its newest checkpoint, and the results of later steps in the run directory.
 
 A step is done once its checkpoint is complete. Later steps are repeated, reusing what is on disk: their finished
 rollouts, and the judge's replies from the durable cache; see docs/faults.md.
@@ -50,8 +50,8 @@ FREE = (
     *("learner.max_failures", "learner.stall_seconds", "learner.hang_seconds"),
     *("learner.gradient_checkpointing", "learner.sft_learning_rate"),
 )
-"""Keys that may change when a run is resumed: where it runs, how the same judge is reached, and what may be spent; none
-of them changes what is computed."""
+"""Keys that may change when a run is resumed, because they do not change what is computed: where the run is, how the
+same judge is reached, and what may be spent."""
 TASKS = "tasks.json"
 KEPT = {
     "trajectories": ("task_id", "rollout"),
@@ -66,7 +66,7 @@ class StartPoint:
     """Where the loop over steps begins."""
 
     step: int = 0
-    """Steps done: the one whose checkpoint the learner loads; 0 is the untrained policy."""
+    """Number of finished steps; the learner loads the checkpoint of the last one. 0 is the untrained policy."""
     checkpoint: Path | None = None
     moved: bool = False
     """Whether the adapter differs from the base model."""
@@ -75,7 +75,7 @@ class StartPoint:
     damaged: tuple[str, ...] = ()
     """What is wrong with each damaged later checkpoint and where it was moved, one line each."""
     dropped: tuple[Path, ...] = ()
-    """Table files of later steps that were unreadable, because the machine was lost before they reached its disk."""
+    """Unreadable table files of later steps: the machine was lost before they were fully on disk."""
     unmeasured: tuple[int, ...] = ()
     """Finished steps without a line in ``metrics.jsonl``."""
     first_gap: float | None = None
@@ -116,17 +116,17 @@ def adopt_config(run: RunDirectory, old: DracoConfig, new: DracoConfig, *, allow
 def adopt_tasks(
     run: RunDirectory, tasks: Collection[str], rules: OrderRules, step: int, console: Console
 ) -> list[EarlierTasks]:
-    """Write down that these are the run's training tasks after ``step`` steps, and say how they differ from before.
+    """Store the run's training tasks from ``step`` on, and print how they differ from before.
 
     Args:
-        rules: by which they are chosen from then on.
+        rules: the rules that choose tasks from then on.
 
-    Returns: what they and the rules were in earlier parts of the run, oldest first; none where that was not written
-        down.
+    Returns: the tasks and rules of earlier parts of the run, oldest first; empty if there were none or they were not
+        stored.
     Raises:
-        DamagedRun: the run directory's list of them cannot be read.
+        DamagedRun: the run directory's list of tasks cannot be read.
     """
-    # A part whose steps were all rewound is run again, with today's tasks.
+    # A part whose steps were all rewound is run again with the present tasks.
     parts = [part for part in _task_parts(run) if part[0] <= step]
     before, now = set(parts[-1][1]) if parts else set(tasks), set(tasks)
     if new := now - before:
@@ -188,7 +188,7 @@ def rewind(run: RunDirectory, *, reuse: bool) -> StartPoint:
         reuse: whether rollouts of later steps match the configuration and are kept.
 
     Raises:
-        DamagedRun: it has checkpoints, and none is sound.
+        DamagedRun: it has checkpoints, but all are damaged.
     """
     step, damage = _newest_sound(run)
     damaged = tuple(
@@ -222,12 +222,12 @@ def rewind(run: RunDirectory, *, reuse: bool) -> StartPoint:
 
 
 def _newest_sound(run: RunDirectory) -> tuple[int, dict[int, str]]:
-    """The step of the newest sound checkpoint, and what is wrong with later ones. Raises: DamagedRun: none is sound."""
+    """The step of the newest sound checkpoint, and the damage of later ones. Raises: DamagedRun: all are damaged."""
     damage: dict[int, str] = {}
     ships = run.setting("learner.use") == LearnerConfig().use
     for step in reversed(run.checkpoint_steps()):
         folder = run.checkpoint(step)
-        # A learner of the user may write checkpoints in another format.
+        # A user's own learner may write checkpoints in another format.
         found = checkpoint_damage(folder) if ships or (folder / COUNTERS).exists() else None
         if found is None:
             return step, damage

@@ -1,4 +1,4 @@
-"""A whole training run, seen from its driver: checks, the run directory, and clean-up.
+"""The driver of a training run: checks, the run directory, and clean-up.
 
 The driver holds configuration, summaries and references; trajectories, samples and weights stay in the object store.
 """
@@ -70,7 +70,7 @@ def name_of(setting: str, begins: datetime) -> str:
 
 
 def _directory(path: Path, config: DracoConfig) -> RunDirectory:
-    """A new run directory, or that of a run that never began: a refused start does not occupy the name."""
+    """A new run directory, or the one of a run that never began, so that a refused start does not use up the name."""
     if path.is_dir() and (path / "config.yaml").is_file() and (run := RunDirectory.open(path)).untouched:
         return run
     return RunDirectory.create(path, dump_config(config))
@@ -93,7 +93,7 @@ def resume_or_start(
 
     Returns: the run directory.
     Raises:
-        DracoError: as `train` and `resume` do; ConfigError where ``run.name`` is not set.
+        DracoError: as `train` and `resume` do; ConfigError if ``run.name`` is not set.
     """
     if config.run.name is None:
         raise ConfigError("--resume-or-start: which run? Set run.name, and run.root to a folder that outlives the job")
@@ -113,10 +113,10 @@ def resume(
     trust: bool = False,
     console: Console | None = None,
 ) -> Path:
-    """Continue a stopped run where it stopped, within a step too.
+    """Continue a stopped run where it stopped, even in the middle of a step.
 
     Args:
-        directory: of the run, or the URL of its copy in an object store, which is downloaded if it is not here.
+        directory: of the run, or the URL of its copy in an object store, which is downloaded if it is missing here.
         source: a preset or YAML file describing the same run; None: the run's stored configuration.
         overrides, setting, trust: see `draco_ray.config.load.load_config`.
         allow_changed: continue although the configuration differs from the run's.
@@ -164,7 +164,7 @@ def _resume(
         check_disk(config, run.path)
         check_paid_replies(run, old, config)
         changes = adopt_config(run, old, config, allow_changed=allow_changed)
-        # A recorded rollout has no evaluator verdict, so it is played again where that verdict is the reward.
+        # Recorded rollouts lack the evaluator's verdict, so if that verdict is the reward they are played again.
         start = rewind(run, reuse=not changes and config.algorithm.reward != "outcome")
         for damage in start.damaged:
             console.print(damage)
@@ -312,7 +312,7 @@ async def _train_and_measure(session: TrainingSession, done: int, last: int, eve
             await session.measure(step, step)
 
     before = await session.measure(0, done)
-    # For a run that was stopped between the step and its evaluation.
+    # The run may have been stopped between the step and its evaluation.
     await between(done)
     await session.trainer.train(done + 1, last, between)
     if before and last and (after := await session.measure(last, done)):

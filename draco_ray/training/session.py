@@ -76,10 +76,10 @@ class Actors:
         Args:
             config: from `draco_ray.training.session.opened`.
             run: the run directory; its name is part of the actors' names.
-            engines: existing policy engine actors to use, of the same number and names; None: start vLLM engines.
+            engines: existing policy engine actors, with the configured number and names; None: start vLLM engines.
 
         Raises:
-            ConfigError, ClusterError: the cluster cannot carry the run (`draco_ray.training.preflight`).
+            ConfigError, ClusterError: the cluster is too small for the run (`draco_ray.training.preflight`).
         """
         check_session(config, run.path)
         judge, name = config.judge, run.path.name
@@ -195,8 +195,9 @@ STALE_IMPORTANCE_CAP = 2.0
 
 
 def checked_model(config: DracoConfig) -> DracoConfig:
-    """The configuration with a checked model and what depends on it: a directory's path is made absolute, the chat
-    template is read, and it is decided whether activations are kept.
+    """Check the model, and complete the configuration.
+
+    The path of a model directory becomes absolute, the chat template is read, and gradient checkpointing is decided.
 
     Raises:
         ConfigError: the model cannot be used.
@@ -234,10 +235,11 @@ def with_environment(config: DracoConfig) -> tuple[DracoConfig, Environment]:
 
 
 def resolve_config(config: DracoConfig) -> tuple[DracoConfig, Environment]:
-    """The configuration completed by `with_environment` and `checked_model`, as stored in the run directory; and the
-    environment. Only the judge's endpoint is still missing.
+    """The environment, and the configuration completed by `with_environment` and `checked_model`.
 
-    Raises: as these two.
+    This configuration is stored in the run directory; only the judge's endpoint is still missing.
+
+    Raises: as these two functions.
     """
     config, environment = with_environment(config)
     return checked_model(config), environment
@@ -262,7 +264,7 @@ def task_prompts(
     chat = ChatTokens(load_tokenizer(config.model.path, config.model.chat_template), thinking=config.agent.thinking)
     environment.check_model(config.model.path)
     template = agent_template(config.agent.prompt, environment.agent_prompt)
-    # Only for its prompts; nothing is sampled.
+    # The agent only makes prompts here; nothing is sampled.
     agent = find_agent(config.agent.use)(TokenPolicy(EngineClient(0, ""), chat, config.agent), config.agent, template)
     return {task_id: agent.prompt(environment.task(task_id)) for task_id in tasks}, chat
 
@@ -292,7 +294,7 @@ def usable_prompts(
 
 
 def say_cut_prompts(config: DracoConfig, environment: Environment, tasks: Sequence[str], console: Console) -> None:
-    """Print how many held-out tasks have a prompt that is too long and is cut at its beginning.
+    """Print how many held-out tasks have a prompt that is too long and will be left-truncated.
 
     Raises:
         ConfigError, WorldError: a task or the agent's prompt cannot be used.
@@ -319,7 +321,7 @@ def opened(
         config: from `resolve_config`.
         run: the run directory.
         console: for messages.
-        cache: folder of the judge's replies if ``judge.cache`` is null; None: in the run directory.
+        cache: folder of the judge's replies if ``judge.cache`` is null; None: a folder in the run directory.
         resumable: whether `draco train --resume` can continue the run.
 
     Yields: the configuration completed with the judge's endpoint and cache.
@@ -336,13 +338,13 @@ def opened(
 
 @contextlib.contextmanager
 def open_judge(config: DracoConfig, console: Console, cache: Path | None = None) -> Iterator[DracoConfig]:
-    """The configuration with the judge's endpoint, and with ``cache`` as ``judge.cache`` if that is null.
+    """Yield the configuration with the judge's endpoint, and with ``cache`` as ``judge.cache`` if that is null.
 
     The rule judge's server, if used, runs during the block.
 
     Raises:
-        ConfigError: the policy judges itself and its context is too short; or there is a budget but no price for
-            the model.
+        ConfigError: the policy judges itself and its context is too short; or a budget is set but the model's price
+            is unknown.
         JudgeUnavailable: the judge refuses access or cannot be reached.
     """
     from draco_ray.judging.build import build_judge
@@ -364,7 +366,7 @@ def open_judge(config: DracoConfig, console: Console, cache: Path | None = None)
         return
     else:
         console.print(f"judge: {introduced(judge)}")
-        # First, because this takes seconds and everything else takes longer to start.
+        # Check the judge first: this takes seconds, while everything else takes longer to start.
         with shown(console, "asking the judge"):
             asyncio.run(_check_judge(build_judge(config.judge, None), config, console))
     yield final
@@ -432,9 +434,9 @@ def one_line_errors(run: RunDirectory, console: Console, *, resumable: bool = Fa
 
 
 def plain_error(error: BaseException) -> DracoError | None:
-    """The one-line error behind an error of an actor; None if it is an unexpected one, that is, a bug."""
+    """The one-line error behind an error of an actor; None if the error is unexpected, that is, a bug."""
     while isinstance(error, ray.exceptions.RayTaskError):
-        # Each actor that passes an error on wraps it again.
+        # Each actor that re-raises an error wraps it again.
         if error.cause is None or error.cause is error:
             return None
         error = error.cause
@@ -659,7 +661,7 @@ async def started(
 
 
 async def start_actors(actors: Actors, config: DracoConfig, console: Console) -> None:
-    """`Actors.start` for commands that do not train. Raises: as that and `started`."""
+    """`Actors.start` for commands that do not train. Raises: as `Actors.start` and `started`."""
     pending = Pending()
     await started(actors.start(pending), config, pending, console)
 
@@ -672,14 +674,14 @@ async def _start(config: DracoConfig, actors: Actors, learner: Learner, pending:
     if not config.engine.colocate:
         await asyncio.gather(actors.start(pending), learn())
         return
-    # Engines first: each gets a GPU of its own from Ray, and vLLM measures how much of its memory is free.
+    # Start engines first: Ray gives each its own GPU, and vLLM measures how much of the GPU's memory is free.
     await actors.start(pending)
     async with engines_asleep(actors.fleet, colocate=True, pending=pending):
         await learn()
 
 
 async def _drain_within_budget(actors: Actors, seconds: float, kind: Any, error: Any, trace: Any) -> None:
-    """When the budget is spent, wait for the replies to requests already sent, since these are paid for."""
+    """If the budget is spent, wait for the replies to requests already sent, since they are paid for."""
     if isinstance(error, DracoError | ray.exceptions.RayError) and isinstance(plain_error(error), BudgetSpent):
         await actors.judges.drain(seconds)
 

@@ -19,7 +19,7 @@ from draco_ray.learner.lora_learner import LoraLearner
 from draco_ray.records import TrainingSample
 
 OnUpdate = Callable[[int, int, float], None]
-"""Called after every update with (updates done, updates in all, cross-entropy before it in nats per token)."""
+"""Called after every update with (updates done, total updates, cross-entropy before the update in nats per token)."""
 
 
 def fine_tune(
@@ -28,7 +28,7 @@ def fine_tune(
     """Fit an adapter on ``model.path`` to the samples and write the model with it merged in.
 
     Args:
-        config: ``model``, ``learner`` (rank, rate, ``minibatch_prompts`` demonstrations an update) and ``seed``.
+        config: ``model``, ``learner`` (rank, rate, ``minibatch_prompts`` demonstrations per update) and ``seed``.
         samples: to imitate.
         out: a folder that does not exist yet, for model and tokenizer.
         epochs: number of passes over the samples.

@@ -1,4 +1,4 @@
-"""What fits the model's context and this machine's memory; without Ray, for `draco plan`."""
+"""Checks of the model's context length and this machine's memory, without Ray, for `draco plan`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from draco_ray.judging.judge_context import context_problem
 
 
 def context_problems(config: DracoConfig, positions: int | None) -> list[str]:
-    """What is longer than the model's context of ``positions`` tokens (None: not known), and what to set instead."""
+    """Which lengths exceed the model's context of ``positions`` tokens (None: not known), and what to set instead."""
     agent, problems = config.agent, []
     tokens = agent.max_prompt_length + agent.max_response_length
     if positions is not None and tokens > positions and "hf_overrides" not in config.engine.vllm:
@@ -40,9 +40,9 @@ def with_checkpointing(config: DracoConfig) -> DracoConfig:
 
 
 def keeps_activations(config: DracoConfig) -> bool:
-    """Whether a learner on the CPU has memory for all activations: they take no more than half of what is free now.
+    """Whether a learner on the CPU has memory for all activations: at most half of the memory that is free now.
 
-    Estimated from ``config.json`` for a dense decoder; False where the file does not have its sizes.
+    The size is estimated from ``config.json`` for a dense decoder; False if the file lacks the needed sizes.
     """
     learner, agent = config.learner, config.agent
     if learner.gpus_per_worker > 0:

@@ -2,7 +2,7 @@
 
 The learner gets each group as soon as its advantages exist. Until the first update the weights do not change, so groups
 may arrive in any order: gradients of the first minibatch are accumulated, and old log-probs of the later minibatches
-are computed. The order of the batch decides which minibatch a group belongs to; by order of arrival the first minibatch
+are computed. A group's position in the batch decides its minibatch; if the order of arrival did, the first minibatch
 would hold the short groups.
 """
 
@@ -54,14 +54,14 @@ from draco_ray.training.watchdog import Pending, Watchdog, in_time
 
 @dataclass(slots=True)
 class StreamedUpdate:
-    """The learner's results of one training step."""
+    """The results of the learner for one training step."""
 
     updates: list[UpdateMetrics] = field(default_factory=list)
     """One per minibatch."""
     fed: list[Any] = field(default_factory=list)
     """The groups' samples, in the order in which the learner got them."""
     busy: list[Interval] = field(default_factory=list)
-    """When the learner had something to do, Unix seconds."""
+    """Intervals in which the learner was busy, in Unix seconds."""
 
 
 async def streamed_update(
@@ -75,7 +75,7 @@ async def streamed_update(
     """Give the learner each group as soon as it is ready; update once per minibatch.
 
     Up to rounding this equals accumulating whole minibatches one after another. A slow group delays only the updates:
-    all that can be computed for the other groups before the first update is done by then.
+    whatever can be computed for the other groups before the first update is computed while waiting for it.
 
     Args:
         learner: with the weights that sampled the groups.
@@ -114,7 +114,7 @@ async def streamed_update(
     await update()
     for start in range(minibatch_prompts, len(finished), minibatch_prompts):
         minibatch = finished[start : start + minibatch_prompts]
-        # Awaited before the update, because calls to an asynchronous actor may run in another order.
+        # Await these calls before the update, because an asynchronous actor may run calls in another order.
         asked = [samples for samples in minibatch if samples is not None]
         if in_order:
             for samples in asked:
@@ -129,7 +129,7 @@ PROBE_TOKENS, PROBE_LENGTH = 512, 8192
 """Maximum number of sampled tokens on which engine and learner are compared after a sync, and maximum length of the
 sequence they are taken from."""
 PUBLISH_ATTEMPTS = 3
-"""Attempts to get the weights, in case the learner's worker dies before they are copied."""
+"""Attempts to get the weights: the learner's worker may die before they are copied."""
 
 
 class WeightSync:
@@ -154,7 +154,7 @@ class WeightSync:
             tolerance: of the canary's mean gap, nats.
             moved: whether the weights already differ from the base model.
             first_gap: the mean gap of the run's first step, nats; None: not measured yet.
-            canary: `draco_ray.engine.canary.run_canary`, or a fake of tests.
+            canary: `draco_ray.engine.canary.run_canary`, or a fake in tests.
         """
         self._learner = learner
         self._fleet = fleet
@@ -164,10 +164,10 @@ class WeightSync:
         self._first_gap = first_gap
         self._canary = canary
         self.proven = False
-        """Whether the canary has seen on idle engines an effect of an update that exceeds rounding."""
+        """Whether the canary has measured, on idle engines, an effect of an update larger than rounding."""
 
     async def probe(self, fed: Sequence[ray.ObjectRef[Any]]) -> Probe | None:
-        """Log-probs by the learner of the beginning of a rollout of these groups; None if there is none."""
+        """The learner's log-probs of a prefix of one rollout of these groups; None if no rollout is usable."""
         for samples in fed:
             begun = await self._advantages.probe.remote(samples, PROBE_TOKENS, PROBE_LENGTH)
             if begun is not None:
@@ -184,9 +184,9 @@ class WeightSync:
             version: of the weights.
             probe: what is compared; None: nothing is compared.
             updated: whether the last step changed the weights.
-            quiet: whether no rollouts are running. While rollouts run, batching changes an engine's rounding, which may
-                exceed the effect of a small update. So an effect is required of idle engines only; the bound on the gap
-                and the comparison with the base model always apply.
+            quiet: whether no rollouts are running. While rollouts run, batching changes an engine's rounding by
+                possibly more than the effect of a small update. So an effect is required only on idle engines; the
+                bound on the gap and the comparison with the base model always apply.
 
         Raises:
             CanaryFailed: an engine serves other weights.
@@ -213,7 +213,7 @@ class WeightSync:
         """Send the learner's weights to every engine.
 
         Raises:
-            ClusterError: they were lost on the way `PUBLISH_ATTEMPTS` times.
+            ClusterError: the weights were lost in transfer `PUBLISH_ATTEMPTS` times.
         """
         for _ in range(PUBLISH_ATTEMPTS):
             try:
@@ -256,7 +256,7 @@ async def engines_asleep(
 
 
 async def unless_lost(work: Coroutine[Any, Any, None], *losses: Awaitable[None]) -> None:
-    """Do ``work``; if something is lost without which it would wait for ever, cancel it and raise.
+    """Await ``work``; if something that it depends on is lost, cancel it and raise instead of waiting forever.
 
     Args:
         losses: each waits for one such loss and raises.
@@ -287,7 +287,7 @@ class OrderRules:
 
 @dataclass(frozen=True, slots=True)
 class EarlierTasks:
-    """What the training tasks were, and how they were chosen, before a run was resumed with others."""
+    """The training tasks and the rules that chose them, from before a run was resumed with others."""
 
     tasks: tuple[str, ...]
     last_step: int
@@ -296,22 +296,20 @@ class EarlierTasks:
 
 
 class TaskOrder:
-    """Which tasks each step trains on: a new shuffle every epoch; its last tasks are skipped if they do not fill a
-    step.
+    """Which tasks each step trains on: a new shuffle every epoch, without the last tasks if they do not fill a step.
 
     90 tasks at 16 a step give 5 steps an epoch (appendix "Training Hyperparameters": 100 steps in 20 epochs).
 
-    With ``skip_solved`` = n a task whose rollouts failed no criterion in n visits one after the other rests for n
-    epochs, and then comes again; steps are then filled from the tasks that do not rest. Where these are too few for a
-    step, nobody rests in that epoch.
+    With ``skip_solved`` = n, a task whose rollouts failed no criterion in n consecutive visits rests (is left out) for
+    n epochs. Steps are filled from the other tasks. If these are too few for a step, no task rests in that epoch.
 
     With another ``order`` than ``shuffled``, the tasks of an epoch are sorted by their pass rate at their last visit;
-    tasks without one come first, and equal ones stay shuffled. Which tasks are skipped is decided before sorting;
-    otherwise the same ones would never be trained on.
+    tasks without one come first, and ties stay shuffled. The tasks that fill no step are dropped before sorting;
+    otherwise the same tasks would never be trained on.
 
-    Tasks added since an earlier part of the run take part from the next epoch on; removed tasks are left out at once,
-    so that epoch is shorter. Steps and visits chosen earlier under other rules stay as they were: new rules apply from
-    the first step they choose, and a new ``order`` from the next epoch.
+    After a resume, added tasks take part from the next epoch on; removed tasks are left out at once, so the current
+    epoch is shorter. Steps that were chosen under earlier rules do not change: new rules apply from the first step
+    after the resume, and a new ``order`` from the next epoch.
 
     Args:
         tasks: the training tasks as they are now.
@@ -320,7 +318,7 @@ class TaskOrder:
         skip_solved: n; None: no task is left out.
         behind: number of latest steps whose verdicts are not known when a step begins (``train.staleness``).
         order: of the tasks of an epoch.
-        earlier: what tasks and rules were in earlier parts of the run, oldest first.
+        earlier: the tasks and rules of earlier parts of the run, oldest first.
 
     Raises:
         ConfigError: if there are fewer tasks than one step needs.
@@ -354,22 +352,22 @@ class TaskOrder:
         return len(self._tasks) // self.rules.per_step
 
     def last_step(self, epochs: int) -> int:
-        """Steps of so many epochs in which no task rests."""
+        """Number of steps in ``epochs`` epochs if no task rests."""
         if not self._earlier:
             return epochs * self.steps_per_epoch
         return sum(1 for _ in takewhile(lambda step: step[0] < epochs, self._steps(resting=False)))
 
     def note(self, step: int, solved: Collection[str], pass_rates: Mapping[str, float]) -> None:
-        """Take in whose rollouts failed no criterion in a step that is done, and each task's share of passes in it."""
+        """Record, for a finished step, the tasks whose rollouts failed no criterion, and each task's pass rate."""
         self._solved[step] = frozenset(solved)
         self._pass_rates[step] = dict(pass_rates)
 
     def tasks(self, step: int) -> list[str]:
-        """The B tasks of a step; steps count from 1. Those before it have been noted where the rules ask for it."""
+        """The B tasks of a step, counted from 1. If the rules use results, call `note` for earlier steps first."""
         return next(islice(self._steps(resting=True), step - 1, None))[1]
 
     def _steps(self, *, resting: bool) -> Iterator[tuple[int, list[str]]]:
-        """Epoch and tasks of every step from the first, each with what was known when it began."""
+        """Epoch and tasks of every step from the first, each chosen from what was known when the step began."""
         epoch, left = 0, self._shuffled(0, first_step=1)
         streak: Counter[str] = Counter()
         rests_until: dict[str, int] = {}
@@ -411,7 +409,7 @@ class TaskOrder:
 
 
 def _sorted(shuffled: list[str], rules: OrderRules, pass_rates: Mapping[str, float]) -> list[str]:
-    """An epoch's tasks, those that fill its steps by difficulty."""
+    """Sort an epoch's tasks by difficulty, except the last ones, which fill no step."""
     if rules.order == "shuffled":
         return shuffled
     sign = -1.0 if rules.order == "easy_first" else 1.0
@@ -444,8 +442,8 @@ class RecordedRollouts:
         """
         Args:
             store: the run store's actor.
-            pool: returns them instead of playing.
-            steps: that have some.
+            pool: returns recorded rollouts instead of playing new ones.
+            steps: that have recorded rollouts.
             group_size: G.
             staleness: versions that a rollout may be behind.
             console: for a line on how many were reused.
@@ -476,9 +474,9 @@ class RecordedRollouts:
 class Batches:
     """Sends the tasks of each step into the pipeline.
 
-    With ``train.staleness`` the rollouts of that many later steps begin as soon as this step leaves slots free. They
-    are sampled with the current weights, so at most that many versions before the weights that learn from them. A step
-    always waits for its own groups: taking whichever finish first would favour short ones.
+    With ``train.staleness`` = n, the rollouts of the next n steps begin as soon as this step leaves slots free. They
+    are sampled with the current weights, which are at most n versions older than the weights that learn from them. A
+    step always waits for its own groups: taking the first to finish would favour short ones.
     """
 
     def __init__(
@@ -506,7 +504,7 @@ class Batches:
         return self._ahead.pop(step, None) or await self._begin(step)
 
     async def run_ahead(self, steps: Sequence[int]) -> None:
-        """Begin those of these steps that have not begun, while the current one is judged and learned from."""
+        """Begin those of ``steps`` that have not begun, while the current step is judged and learned from."""
         for step in steps:
             if step not in self._ahead:
                 self._ahead[step] = await self._begin(step)
@@ -533,8 +531,8 @@ def checkpoints_to_keep(steps: Iterable[int], metrics: Iterable[Mapping[str, Any
 
     Args:
         steps: that have a checkpoint.
-        metrics: of the finished steps. A step's rollouts measure the policy that played them: that of the step before,
-            or, with ``train.staleness``, of the one before that.
+        metrics: of the finished steps. A step's rollouts measure the policy that played them, which is the policy of
+            ``1 + train.staleness`` steps before.
         config: ``keep_last``, ``keep_every``, ``keep_best``.
     """
     present = sorted(steps)
@@ -545,7 +543,7 @@ def checkpoints_to_keep(steps: Iterable[int], metrics: Iterable[Mapping[str, Any
         keep |= {step for step in present if step % config.keep_every == 0}
     rates = {line["step"] - 1 - config.staleness: _rate(line) for line in metrics}
     measured = [step for step in present if rates.get(step) is not None]
-    # Among equals the later one.
+    # Ties go to the later step.
     best = sorted(measured, key=lambda step: (rates[step], step), reverse=True)
     return keep | set(best[: config.keep_best])
 
@@ -640,7 +638,7 @@ class Trainer:
             self._watchdog.end()
         finally:
             await self._batches.cancel()
-            # Also if the run is stopped: keep what its last step has learned, if possible.
+            # Also do this if the run is stopped, to keep what its last step has learned.
             with contextlib.suppress(Exception):
                 await asyncio.wait_for(self._written(), STOPPING_SECONDS)
 
@@ -664,7 +662,7 @@ class Trainer:
         finally:
             await batch.cancel()
         played = step_metrics(step, batch.groups, config.algorithm.group_size)
-        # Before the checkpoint, so that a step without a group is repeated when the run is resumed.
+        # Check before the checkpoint is written, so that a resumed run repeats a step without a group.
         self._watchdog.check(played, Counter(group.reason for group in batch.groups if group.reason is not None))
 
         self._batches.note(step, played["solved_tasks"], played["task_pass_rates"])
@@ -689,7 +687,7 @@ class Trainer:
                 await self._store.spans.remote(step, "checkpoint", spans)
         metrics = {**learning, **_seconds(learned_at, started)}
         with self._pending.of("the trackers"):
-            # In a thread, so that a tracker's hanging server blocks neither the watchdog nor the terminal.
+            # Run in a thread, so that a tracker's hanging server blocks neither the watchdog nor the terminal.
             await asyncio.to_thread(self._observer.step, metrics)
         with self._pending.of("the run store"):
             await self._store.finish_step.remote(step, metrics)
@@ -701,7 +699,7 @@ class Trainer:
         """Start writing the step's checkpoint, concurrently with the next step, once the previous one is on disk."""
         await self._written()
         self._writing = asyncio.create_task(self._learner.checkpoint(self._run.checkpoint(step)))
-        # Let it queue its request, so that later requests to the learner come after it.
+        # Let the task send its request first, so that the learner receives later requests after it.
         await asyncio.sleep(0)
 
     async def _written(self) -> None:
@@ -727,7 +725,7 @@ class Trainer:
                 self._pending,
                 in_order=self._config.engine.deterministic,
             )
-            # Before engines on the same GPU wake up and take the memory that this forward pass needs.
+            # Do this before engines on the same GPU wake up and take the memory that this forward pass needs.
             with self._pending.of("the learner's log-probs for the canary"):
                 probe = await self._weights.probe(update.fed)
         for group in batch.groups:

@@ -22,7 +22,7 @@ from draco_ray.errors import RunStopped
 from draco_ray.judging.outage import span
 
 COST = 30
-"""Sampling memory takes at most one part in this many of the time, since the kernel walks every page."""
+"""Sampling memory takes at most 1/COST of the time; it is slow because the kernel walks every page."""
 
 
 def tree_memory_bytes() -> int:
@@ -66,14 +66,14 @@ ResultT = TypeVar("ResultT")
 
 LOOK_SECONDS = 5.0
 FEWEST_PHASES = 10
-"""Judge phases of a step below which the share of failures is not checked."""
+"""Minimum number of judge phases in a step for checking the share of failures."""
 
 
 class Pending:
     """What the run is waiting for, and since when."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        """``clock``: seconds, for tests."""
+        """``clock``: returns seconds; replaced by tests."""
         self._clock = clock
         self._numbers = itertools.count()
         self._waiting: dict[int, tuple[str, str, float]] = {}
@@ -200,7 +200,7 @@ async def in_time(work: Coroutine[Any, Any, ResultT], seconds: float | None, lat
         done, _ = await asyncio.wait({working}, timeout=seconds)
         if done:
             return working.result()
-        # Made before cancelling, since it names what is being waited for.
+        # Create the error before cancelling, since it names the operations that are still pending.
         error = late()
     finally:
         if not working.done():

@@ -19,11 +19,11 @@ from draco_ray.rollout.tokens import EnginePolicies, TokenPolicy
 from draco_ray.verifiers.traces import trajectory_of
 
 _NOBODYS = {"SandboxError", "ToolsetError", "InterceptionError", "TunnelError", "ProviderError", "TaskError"}
-"""Errors of verifiers not caused by the policy: of its infrastructure, or of the taskset's code."""
+"""Errors from verifiers' infrastructure or the taskset's code, which the policy did not cause."""
 
 
 class VerifiersAgent:
-    """Lets the environment play the episode, and records what is sampled from the policy."""
+    """Lets the environment play the episode, and records the policy's samples."""
 
     def __init__(self, policy: Policy, config: AgentConfig, template: str) -> None:
         """``policy`` must record tokens. Raises: ConfigError."""
@@ -33,7 +33,7 @@ class VerifiersAgent:
 
     @staticmethod
     def check(config: AgentConfig, policies: object) -> None:
-        """Check the policies before workers are started. Raises: ConfigError: they are those of an API."""
+        """Check the policies before workers are started. Raises: ConfigError: they use an API instead of engines."""
         if not isinstance(policies, EnginePolicies):
             raise ConfigError(
                 "agent.use=verifiers records tokens: it plays with a policy of the engines, not with an API"
@@ -86,7 +86,7 @@ class VerifiersAgent:
         )
         if ended is EpisodeEnd.SERVER_ERROR or trajectory.sampled_T.any():
             return trajectory
-        # Nothing to judge or to learn from.
+        # The traces have nothing to judge or to learn from.
         lost = f"verifiers: its traces hold none of the policy's {episode.turns} turns"
         return replace(trajectory, ended=EpisodeEnd.SERVER_ERROR, error="; ".join(filter(None, [lost, why])))
 

@@ -4,9 +4,9 @@
     python bridge.py renderer         # fail if no renderer fits the model in the option ``tokenizer``
     python bridge.py serve FD         # play episodes ordered on the socket FD; one JSON object per line each way
 
-It starts verifiers' environment server in a separate process and uses it through verifiers' client. Of a task's data
-only the prompt leaves this process. Without ``truth`` no reward function runs, and rewards computed nevertheless are
-dropped here.
+The bridge starts verifiers' environment server in a separate process and uses it through verifiers' client. Of a task's
+data it sends only the prompt to the host. Without ``truth``, no reward function runs, and any rewards that verifiers
+computes nevertheless are dropped here.
 
 Imports only the standard library until verifiers is known to be installed.
 """
@@ -37,7 +37,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from draco_ray.verifiers.template_renderer import no_renderer, proven_renderer
 else:
-    # Run as a file: its folder is on the path, and this package is not.
+    # This file is run as a script, so its folder is on the path and this package is not.
     from template_renderer import no_renderer, proven_renderer
 
 WANTED = "0.4"
@@ -53,20 +53,20 @@ _END_SECONDS = 10.0
 
 
 class Unusable(Exception):
-    """Something cannot be used; the message is one line for the user."""
+    """The taskset, environment or renderer cannot be used; the message is one line for the user."""
 
 
-# ---------------------------------------------------------------------------------------------------- what there is
+# --------------------------------------------------------------------------------------------- tasks and environment
 
 
 class Found:
     """The configured taskset and environment, and the tasks by id."""
 
     def __init__(self, options: dict[str, Any]) -> None:
-        """Load them. Raises: Unusable."""
+        """Load taskset and environment. Raises: Unusable."""
         self.options = options
         self.path = list(options["path"])
-        """Folders with other tasksets, besides installed ones."""
+        """Folders with tasksets that are not installed."""
         taskset = str(options["taskset"].get("id", ""))
         if taskset.endswith(".py"):
             self.path.append(str(Path(taskset).resolve().parent))
@@ -97,7 +97,7 @@ class Found:
         }
 
     def _tools_from(self) -> str | None:
-        """What offers tools to the policy, as far as known before playing."""
+        """The taskset or harness that offers tools to the policy; None if that is unknown before playing."""
         from verifiers.v1.configs.agent import agent_config_fields
         from verifiers.v1.utils.loaders import harness_class
 
@@ -255,7 +255,7 @@ def _line(error: BaseException) -> str:
 
 
 def check_renderer(options: dict[str, Any]) -> None:
-    """Check that there is a renderer for the model's tools. Raises: Unusable."""
+    """Check that a renderer can express tools for the model. Raises: Unusable."""
     _check_version()
     from renderers.base import MODEL_RENDERER_MAP
 
@@ -274,14 +274,14 @@ def check_renderer(options: dict[str, Any]) -> None:
 def forked_server(folder: str, control: int, *, truth: bool) -> tuple[Any, Any]:
     """Fork verifiers' environment server, which waits for its configuration.
 
-    Forked after importing verifiers, which takes seconds, and before importing any taskset.
+    The fork happens after importing verifiers, which takes seconds, and before importing any taskset.
 
     Args:
-        folder: of its socket.
-        control: a descriptor to close in it.
+        folder: of the server's socket.
+        control: a descriptor to close in the server process.
         truth: whether rewards are computed.
 
-    Returns: the process, and the connection for its configuration; it ends when that is closed.
+    Returns: the process, and the connection for its configuration; the process ends when the connection is closed.
     Raises: Unusable.
     """
     _check_version()
@@ -310,14 +310,14 @@ def serve_environment(folder: str, truth: bool, parent: Any, parents: Any, contr
     except EOFError:
         return
     sys.path[:0] = path
-    # For tool servers, which it starts as modules.
+    # The environment server starts tool servers as modules, which need this path.
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [*path, os.environ.get("PYTHONPATH")]))
     from verifiers.v1.serve import EnvServer
     from verifiers.v1.utils.loaders import resolve_env_config
 
     def stop(*_: object) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        # As in verifiers: its event loop then stops what it started.
+        # verifiers does the same: its event loop then stops what it started.
         raise KeyboardInterrupt
 
     def watch() -> None:
@@ -343,7 +343,8 @@ def _address(folder: str) -> str:
 def _run_scripts_here(folder: Path) -> None:
     """Run scripts in local processes with this Python if their requirements are installed.
 
-    verifiers would let uv download them when the first rollout begins. This uses the locked versions without network.
+    verifiers would let uv download the requirements when the first rollout begins. This uses the locked versions and
+    needs no network.
     """
     from verifiers.v1.runtimes.subprocess import SubprocessRuntime
 
@@ -399,7 +400,7 @@ class Bridge:
         self._choosing = asyncio.Lock()
 
     async def listen(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Carry out orders until the socket is closed."""
+        """Execute orders until the socket is closed."""
         writer.write(b'{"ready": true}\n')
         while line := await reader.readline():
             order = json.loads(line)
@@ -474,12 +475,12 @@ class Bridge:
             return self._renderers[tokenizer]
 
     def _check_usable(self, episode: Any, tokenizer: str) -> None:
-        """Raises: Unusable: an episode failed before its first message, for a reason that every attempt would meet."""
+        """Raises: Unusable: an episode failed before its first message, in a way that every retry would repeat."""
         if any(node.sampled for trace in episode.traces for node in trace.nodes):
             return
         taskset = self._found.options["taskset"]["id"]
         for error in [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]:
-            # verifiers' wording for errors in its own process, which differs from output of programs.
+            # verifiers words errors in its own process like this, unlike the output of programs.
             if missing := re.search(r": ModuleNotFoundError: (No module named [^\n]*)$", error.message):
                 raise Unusable(_lacking(f"taskset {taskset!r}", ModuleNotFoundError(missing[1])))
             if "DefaultRenderer does not support tools" in error.message and self._renderers.get(tokenizer) is None:
@@ -500,7 +501,7 @@ class Bridge:
 
 
 def _traces(assembly: Any) -> list[Any]:
-    """The traces so far of an unfinished episode."""
+    """The traces recorded so far in an unfinished episode."""
     from pydantic import ValidationError
     from verifiers.v1.episode import WireEpisode
 
@@ -595,7 +596,7 @@ async def _serve(descriptor: int, options: dict[str, Any], folder: str, server: 
 
 
 def main() -> int:
-    """See the module."""
+    """Run the command in the arguments; see the module's docstring."""
     out = os.fdopen(os.dup(1), "w", encoding="utf-8")
     # Output of other code must not be mistaken for an answer.
     os.dup2(2, 1)

@@ -24,7 +24,7 @@ other agents or the environment said stands under their role.
 class VerifiersEnvironment(Environment):
     """``environment.use: verifiers``; see `VerifiersOptions` and docs/verifiers.md.
 
-    Its one action plays a whole episode (`draco_ray.verifiers.agent`), within
+    The environment has a single action, which plays a whole episode (`draco_ray.verifiers.agent`) within
     ``environment.cell_timeout_seconds``.
     """
 
@@ -40,7 +40,7 @@ class VerifiersEnvironment(Environment):
         return self._listing.rewarded
 
     def tasks(self, split: str) -> list[str]:
-        """See `Environment`. Raises: also ConfigError: one line; the taskset cannot be loaded."""
+        """See `Environment`. Raises: also ConfigError, in one line: the taskset cannot be loaded."""
         found = self._listing.splits.get(split)
         if not found:
             named = ", ".join(self._listing.splits)
@@ -58,7 +58,7 @@ class VerifiersEnvironment(Environment):
         return Task(task_id=task_id, instruction=instructions[task_id] or task_id)
 
     def check_model(self, path: str) -> None:
-        """See `Environment`; checks that the model's template can express the taskset's tools, if known."""
+        """See `Environment`; checks that the model's template can express the taskset's tools, if they are known."""
         offers = self._listing.tools
         if offers is None or self.options.renderer is not None:
             return

@@ -16,7 +16,7 @@ MADE_BY = "make setup-verifiers"
 
 
 class VerifiersOptions(Tree):
-    """What to play, and how."""
+    """The taskset to play, and the settings for playing it."""
 
     taskset: dict[str, Any] = Field(default_factory=dict)
     """Configuration of the taskset; ``id`` is an installed package, a taskset of verifiers, or a file,
@@ -28,20 +28,20 @@ class VerifiersOptions(Tree):
     """Name of a split -> verifiers' selection of tasks (include, exclude, shuffle, seed, skip, limit). Empty: ``dev``
     is the first fifth of the tasks, 50 at most, and ``train`` the others, the next 1000 of a taskset without an end."""
     renderer: dict[str, Any] | None = None
-    """Renderer of the package renderers, which tokenizes messages: ``{name: qwen3}``. null: by the model's hub name,
-    else the one that produces the chat template's tokens, else the template itself, without tools."""
+    """Renderer of the package renderers, which tokenizes messages: ``{name: qwen3}``. null: chosen by the model's hub
+    name, else the renderer that produces the chat template's tokens, else the template itself, without tools."""
     sampling: dict[str, Any] = Field(default_factory=dict)
     """``max_tokens`` and ``chat_template_kwargs`` of verifiers' sampling configuration; the run sets the rest."""
     success_at: float = 1.0
-    """Reward from which an episode counts as success."""
+    """Minimum reward with which an episode counts as success."""
     path: list[str] = Field(default_factory=list)
-    """Folders with other tasksets and harnesses, besides installed ones."""
+    """Folders with tasksets and harnesses that are not installed."""
     pass_environment: list[str] = Field(default_factory=list)
     """Additional environment variables for verifiers' processes, besides PATH, HOME and similar ones: e.g. keys."""
     python: str | None = None
     """Python of verifiers' virtual environment; null: DRACO_VERIFIERS_PYTHON, else .venv-verifiers/bin/python."""
     facts: str = ""
-    """What the judge has to know of this world: its rules, what no criterion may punish. Lines of a list."""
+    """Facts about this environment for the judge: its rules, and what no criterion may punish. One list item a line."""
 
 
 def read_options(config: EnvironmentConfig) -> VerifiersOptions:

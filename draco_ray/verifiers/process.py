@@ -1,4 +1,4 @@
-"""The host's side of a `bridge`: its process, and the socket for orders."""
+"""The host's side of a `bridge`: starts its process, and sends orders through a socket."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from draco_ray.verifiers.options import VerifiersOptions, told_to_bridge, verifi
 
 _BRIDGE = Path(__file__).with_name("bridge.py")
 _PASSED = ("HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "HF_ENDPOINT", "NLTK_DATA", "UV_CACHE_DIR", "XDG_CACHE_HOME")
-"""Variables with the locations of data."""
+"""Environment variables with the locations of data, which are passed on to verifiers."""
 _LIST_SECONDS = 900.0
 """Time limit for loading a taskset, including a download of its data."""
 _END_SECONDS = 15.0
@@ -39,16 +39,16 @@ class Listing:
 
     splits: Mapping[str, list[str]]
     instructions: Mapping[str, str]
-    """Of each task, by its id."""
+    """The instruction of each task, by its id."""
     rewarded: bool
-    """Whether it computes rewards."""
+    """Whether the taskset or environment computes rewards."""
     tools: str | None
-    """What offers tools to the policy, if known."""
+    """The taskset or harness that offers tools to the policy, if known."""
 
 
 @functools.cache
 def listing(told: str, python: str, passed: tuple[str, ...]) -> Listing:
-    """The tasks, listed by a short-lived process of verifiers' Python.
+    """List the tasks with a short-lived process of verifiers' Python.
 
     Args:
         told: see `told_to_bridge`.
@@ -108,7 +108,7 @@ def _asked(what: str, mode: str, told: str, python: str, passed: tuple[str, ...]
 
 
 class BridgeProcess:
-    """A running bridge. Belongs to one event loop."""
+    """A running bridge, for use in one event loop."""
 
     def __init__(
         self,
@@ -123,7 +123,7 @@ class BridgeProcess:
         self._numbers = itertools.count()
         self._waiting: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self.played = 0
-        """Episodes so far."""
+        """Number of episodes so far."""
         self.alive = True
         self._listening = asyncio.ensure_future(self._listen())
 
@@ -131,7 +131,8 @@ class BridgeProcess:
     async def start(cls, options: VerifiersOptions, config: EnvironmentConfig, *, ground_truth: bool) -> BridgeProcess:
         """Start a bridge with verifiers' environment server.
 
-        Raises: WorldError: verifiers' Python is missing; EnvironmentCrashed: it does not answer; quotes its output.
+        Raises: WorldError: verifiers' Python is missing; EnvironmentCrashed: the bridge does not answer; the message
+            quotes its output.
         """
         python = verifiers_python(options)
         ours, theirs = socket.socketpair()
@@ -142,7 +143,7 @@ class BridgeProcess:
         with theirs, tempfile.TemporaryFile() as stdin:
             stdin.write(told_to_bridge(options, config, ground_truth=ground_truth).encode())
             stdin.seek(0)
-            # Not asyncio's: see `draco_ray.environments.program`.
+            # subprocess instead of asyncio's: see `draco_ray.environments.program`.
             process = subprocess.Popen(  # noqa: ASYNC220
                 [python, str(_BRIDGE), "serve", str(theirs.fileno()), str(folder.path)],
                 stdin=stdin,
@@ -174,7 +175,7 @@ class BridgeProcess:
     async def play(self, order: Mapping[str, Any]) -> dict[str, Any]:
         """Play an episode; cancelling the call ends it.
 
-        Raises: EnvironmentCrashed: the process is lost, or cannot play it.
+        Raises: EnvironmentCrashed: the process is lost, or cannot play the episode.
         """
         number = next(self._numbers)
         answer: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
@@ -200,7 +201,7 @@ class BridgeProcess:
         return " ".join(text.split())[-300:]
 
     async def kill(self) -> None:
-        """End it and all it started; it first gets time to do so itself."""
+        """End the process and its descendants; it first gets time to end by itself."""
         self.alive = False
         self._listening.cancel()
         self._writer.close()
@@ -249,7 +250,10 @@ class BridgeProcess:
 
 @dataclass(eq=False)
 class Shared:
-    """A bridge of all slots of a process with the same options; replaced when it dies or has played enough."""
+    """A bridge shared by all slots of a process with the same options.
+
+    It is replaced when it dies or has played the maximum number of episodes.
+    """
 
     options: VerifiersOptions
     config: EnvironmentConfig
@@ -269,7 +273,7 @@ class Shared:
                 self._end(bridge)
 
     async def stop(self) -> None:
-        """End it."""
+        """End the bridge."""
         if self._bridge is not None:
             bridge, self._bridge = self._bridge, None
             await bridge.kill()
@@ -296,7 +300,7 @@ _SHARED: dict[tuple[int, str], Shared] = {}
 
 
 def shared_bridge(options: VerifiersOptions, config: EnvironmentConfig, *, ground_truth: bool, user: object) -> Shared:
-    """This event loop's bridge for these options; kept for ``user`` until `leave_bridge`."""
+    """This event loop's bridge for these options, which ``user`` shares until `leave_bridge`."""
     told = told_to_bridge(options, config, ground_truth=ground_truth)
     key = (id(asyncio.get_running_loop()), told)
     shared = _SHARED.setdefault(key, Shared(options, config, ground_truth))
@@ -317,7 +321,7 @@ async def leave_bridge(user: object) -> None:
 def _environment(python: str, names: tuple[str, ...]) -> dict[str, str]:
     """Environment variables of verifiers' processes, with its programs first on PATH."""
     kept = passed_environment((*_PASSED, *names))
-    # Packages of this environment are incompatible with it.
+    # The packages on this process's PYTHONPATH are incompatible with verifiers' environment.
     kept.pop("PYTHONPATH", None)
     folder = Path(python).parent
     path = f"{folder}{os.pathsep}{kept.get('PATH', os.defpath)}"
@@ -325,7 +329,7 @@ def _environment(python: str, names: tuple[str, ...]) -> dict[str, str]:
 
 
 def need(options: VerifiersOptions) -> str:
-    """verifiers' Python, for the driver. Raises: ConfigError: one line."""
+    """Path of verifiers' Python, for the driver. Raises: ConfigError: one line."""
     try:
         return verifiers_python(options)
     except WorldError as error:

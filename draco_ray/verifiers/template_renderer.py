@@ -1,6 +1,6 @@
-"""Which renderer of the package renderers tokenizes messages as a model's chat template does.
+"""Finds the renderer, from the package renderers, that tokenizes messages as a model's chat template does.
 
-Loaded by `bridge`, in verifiers' Python: imports only the standard library until it is called.
+`bridge` loads this module in verifiers' Python, so it imports only the standard library until it is called.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ _DOWNLOADS = {"gpt-oss"}
 def proven_renderer(tokenizer: str, chat_template_kwargs: dict[str, Any] | None) -> str | None:
     """The renderer that produces the same tokens for messages, tools and calls as a model's chat template.
 
-    The package renderers selects by hub name only, and has no tools for models it does not know.
+    The package renderers selects a renderer by hub name only, and supports no tools for models that it does not know.
 
     Args:
         tokenizer: a folder, or a hub name.
-        chat_template_kwargs: of the template, as in the run.
+        chat_template_kwargs: arguments of the chat template, as in the run.
 
-    Returns: its name; None if there is none, or the package knows the model by name.
+    Returns: the renderer's name; None if no renderer fits, or the package knows the model by name.
     """
     from renderers import create_renderer
     from renderers.base import MODEL_RENDERER_MAP, load_tokenizer
@@ -61,13 +61,13 @@ def proven_renderer(tokenizer: str, chat_template_kwargs: dict[str, Any] | None)
         except Exception:  # The tokenizer lacks tokens of this renderer.
             continue
         if all(same(renderer, whole[:length], tools) for length in (2, 4, 6) for tools in ([_TOOL], None)):
-            # Several renderers may fit: compare them without a system prompt, and with reasoning.
+            # Several renderers may fit, so also compare them without a system prompt, and with reasoning.
             found[name] = same(renderer, whole[1:], [_TOOL]) + same(renderer, _probe("I do not know."), [_TOOL])
     return max(found, key=found.__getitem__, default=None)
 
 
 def renderer_names() -> list[str]:
-    """Renderers of model families in the order of the package."""
+    """Names of the renderers for model families, in the package's order."""
     from renderers import base
 
     base._populate_registry()
@@ -99,7 +99,7 @@ def _with_read_calls(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def no_renderer(taskset: str, offers: str, tokenizer: str) -> str:
-    """The error of a model without a renderer; ``offers`` is what offers it tools."""
+    """The error message for a model without a renderer; ``offers``: the part that offers tools."""
     names = ", ".join([*renderer_names(), *_DOWNLOADS])
     return (
         f"environment.options.taskset.id={taskset}: {offers} offers the policy tools, and no renderer puts them into "

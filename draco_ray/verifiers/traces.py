@@ -1,8 +1,8 @@
-"""Converts verifiers' traces to a trajectory, with their tokens and the policy's log-probs and versions.
+"""Converts verifiers' traces to a trajectory, with tokens and the policy's log-probs and versions.
 
-A trace is a graph of messages, each with the tokens it adds to the sequence. A message sampled by the policy, as
-recorded by its endpoint (`TokenEpisode`), extends the branch whose last turn it continues; otherwise it opens a new
-branch, in which the earlier messages are context. So every sampled token is trained on once.
+A trace is a graph of messages, each with the tokens it adds to the sequence. A message that the endpoint
+(`TokenEpisode`) recorded as sampled by the policy extends the branch whose last turn it continues; otherwise it opens a
+new branch, in which the earlier messages are context. So every sampled token is trained on once.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from draco_ray.rollout.tokens import TokenPolicy
 
 Node = Mapping[str, Any]
 Place = tuple[int, int]
-"""A node: index of its trace, index in the trace."""
+"""Position of a node: index of its trace, and index in the trace."""
 
 
 @dataclass(eq=False, kw_only=True)
@@ -36,7 +36,7 @@ class _Branch:
     sampled: list[bool] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     end: Place | None = None
-    """Its last turn."""
+    """Position of the branch's last turn."""
 
 
 @dataclass(eq=False, kw_only=True)
@@ -49,13 +49,13 @@ class _Turn:
     text: str
     role: str = "assistant"
     found: Sampled | None = None
-    """Only for turns of the policy."""
+    """The recorded sample; only for turns of the policy."""
     received: str = ""
-    """Only for turns of the policy: the text that its harness got."""
+    """The text that the harness received; only for turns of the policy."""
     calls: bool = False
-    """Whether it calls tools."""
+    """Whether the turn calls tools."""
     answered: list[Node] = field(default_factory=list)
-    """The observation after it."""
+    """The messages that answer the turn."""
     answered_seconds: float = 0.0
 
 
@@ -73,8 +73,8 @@ def trajectory_of(
 ) -> Trajectory:
     """Convert the traces of an episode to a rollout (`draco_ray.verifiers.bridge` defines their format).
 
-    Messages that the endpoint did not sample, and those of agents and branches that verifiers does not train, are not
-    turns of the policy: they are context, or turns with the role of their speaker.
+    Messages that the endpoint did not sample, and messages of agents and branches that verifiers does not train, are
+    not turns of the policy: they are context, or turns with the role of their speaker.
     """
     graph = _Graph(traces, episode, policy, prompt)
     for place in graph.in_time():
@@ -164,7 +164,7 @@ class _Graph:
             self.branches.append(branch)
             self._open(way[:-1], branch)
         elif before is not None:
-            # In between are only messages that the policy did not sample.
+            # The messages between the two turns were not sampled by the policy.
             self._own[before].answered = [self._node(each) for each in since[:-1]]
             self._own[before].answered_seconds = node["at"] - found.seconds - self._node(before)["at"]
             self._shown.update(since[:-1])
@@ -253,7 +253,7 @@ def _record(turn: _Turn, branch: int, offset: int, step: bool, policy: TokenPoli
     observation = None
     if step and turn.answered:
         observation = cut_output(_told(turn.answered), config.max_output_characters)
-    # As at the endpoint: a text that was answered may be an action.
+    # As at the endpoint, a text that was answered may be an action.
     action = None
     if step and (turn.calls or turn.answered):
         action = after_reasoning(turn.text, thinking=policy.chat.opens_thinking).strip() or turn.text

@@ -1,1 +1,1 @@
-"""Configuration files that ship with the package: one a machine or model, and one a setting in ``settings/``."""
+"""Configuration files of this package: one per machine or model, and in ``settings/`` one per setting."""

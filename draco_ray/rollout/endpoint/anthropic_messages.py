@@ -81,7 +81,7 @@ def reply(request: TurnRequest, turn: TurnReply) -> Json:
 
 
 def events(request: TurnRequest, whole: Json) -> Iterator[Json | str]:
-    """The same as the data of server-sent events."""
+    """The reply ``whole`` as the data of server-sent events."""
     ending = {name: whole[name] for name in ("stop_reason", "stop_sequence")}
     begun = {**whole, "content": [], "stop_reason": None, "stop_sequence": None}
     yield {"type": "message_start", "message": {**begun, "usage": {**whole["usage"], "output_tokens": 0}}}
@@ -107,14 +107,14 @@ def error(refused: Refused) -> Json:
     """The body of a refusal."""
     message = str(refused)
     if refused.code == "context_length_exceeded":
-        # Clients find by these words that the history has to be compacted.
+        # Clients recognize by these words that they have to compact the history.
         message = f"prompt is too long: {message}"
     kind = _ERROR_TYPES.get(refused.status, "invalid_request_error")
     return {"type": "error", "error": {"type": kind, "message": message}, "request_id": None}
 
 
 def _messages(message: Any, where: str) -> Iterator[Json]:
-    """A message as chat messages: tool results stand in messages of their own."""
+    """A message as chat messages: each tool result becomes a message of its own."""
     role = message.get("role") if isinstance(message, dict) else None
     if role not in ("user", "assistant", "system"):
         raise Refused(f"{where}: expected an object with a role, one of user, assistant, system")

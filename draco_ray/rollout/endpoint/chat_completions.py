@@ -78,7 +78,7 @@ def reply(request: TurnRequest, turn: TurnReply) -> Json:
 
 
 def events(request: TurnRequest, whole: Json) -> Iterator[Json | str]:
-    """The same as the data of server-sent events."""
+    """The reply ``whole`` as the data of server-sent events."""
     (choice,), usage = whole["choices"], whole["usage"]
     head = {**whole, "object": "chat.completion.chunk"}
     del head["usage"]

@@ -1,9 +1,9 @@
-"""One episode behind the endpoint: which recorded tokens a request continues, and the trajectory of all of them.
+"""One episode behind the endpoint: it matches requests to recorded tokens and builds the trajectory.
 
-A request whose messages begin with those of an earlier turn, that turn included, continues its recorded tokens: only
-new messages are tokenized. If that turn was the last of its branch, the branch grows; otherwise, or if no recorded turn
-matches, the request opens a branch. Tokens that a new branch copies from another are context in it, so every sampled
-token is trained on once.
+If a request's messages begin with the whole conversation up to and including a recorded turn, the request continues
+that turn's tokens: only new messages are tokenized. If that turn was the last of its branch, the branch grows;
+otherwise, or if no recorded turn matches, the request opens a branch. Tokens that a new branch copies from another
+branch are context there, so every sampled token is trained on once.
 """
 
 from __future__ import annotations
@@ -40,31 +40,31 @@ class _Turn:
     branch: _Branch
     ids: list[int]
     start: int
-    """Position of its first token in the branch."""
+    """Position of the turn's first token in the branch."""
     message_count: int
-    """Messages of the conversation up to and including it."""
+    """Number of messages of the conversation up to and including this turn."""
     text: str
     use: ToolUse | None
     side_call: bool
     opening: Sequence[Mapping[str, Any]]
-    """New messages of its request, for the first turn of a branch: those that no other branch has."""
+    """For the first turn of a branch: the messages of its request that no other branch has."""
     seconds: float
     policy_version: int
     at: float
-    """When it was sampled, in seconds of the monotonic clock."""
+    """Time when the turn was sampled, in seconds of the monotonic clock."""
     call_ids: frozenset[str] = frozenset()
     answered: Sequence[Mapping[str, Any]] | None = None
-    """The messages that the agent sent after it; None so far."""
+    """The messages that the agent sent after this turn; None if it has sent none yet."""
     answered_at: float = 0.0
 
     @property
     def end(self) -> int:
-        """Position after its last token in the branch."""
+        """Position after the turn's last token in the branch."""
         return self.start + len(self.ids)
 
     @property
     def called(self) -> bool:
-        """Whether it called tools."""
+        """Whether the turn called tools."""
         return self.use is not None and self.use.problem is None
 
 
@@ -77,10 +77,10 @@ class _Branch:
     sampled: list[bool] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     messages: list[str] = field(default_factory=list)
-    """The keys (`identity`) of the messages that its tokens encode."""
+    """The keys (`identity`) of the messages that the branch's tokens encode."""
     turns: list[_Turn] = field(default_factory=list)
     busy: bool = False
-    """Whether a request that continues its end is in progress."""
+    """Whether a request that continues this branch is in progress."""
 
     def add(self, ids: Sequence[int], logprobs: Sequence[float] | None) -> None:
         """Append tokens: sampled ones with their log-probs, context with None."""
@@ -99,7 +99,7 @@ class Episode:
         policy: TokenPolicy,
         config: AgentConfig,
     ) -> None:
-        """Begin with at most ``max_turns`` turns, and ``max_prompt_length + max_response_length`` tokens a branch."""
+        """Limits: ``max_turns`` turns, and ``max_prompt_length + max_response_length`` tokens per branch."""
         self.key = secrets.token_urlsafe(24)
         self.name = f"{request.task_id}/{request.rollout}"
         self.open = True
@@ -110,7 +110,7 @@ class Episode:
         self.refused: EpisodeEnd | None = None
         """The limit for which the last request was refused."""
         self.complaint: str | None = None
-        """Why the last unanswered request got no answer."""
+        """Why the last failed request got no answer."""
         self.stored: dict[str, tuple[Mapping[str, Any], ...]] = {}
         """Id of a response -> the conversation up to it, for requests that name a previous response."""
         self._task, self._request = task, request
@@ -127,7 +127,7 @@ class Episode:
 
     @property
     def turns(self) -> int:
-        """The policy's turns so far."""
+        """Number of the policy's turns so far."""
         return len(self._turns)
 
     async def answer(self, request: TurnRequest) -> TurnReply:
@@ -144,7 +144,7 @@ class Episode:
         self._attach_results(request, turn, began)
         opening = self._opening(request, turn, branch)
         if turn is not None and turn.answered is None:
-            # Even if the request is refused below: it holds the turn's results.
+            # Do this even if the request is refused below, because it holds the turn's results.
             turn.answered, turn.answered_at = request.messages[turn.message_count :], began
         try:
             room = room_left(self._config, len(ids))
@@ -187,14 +187,14 @@ class Episode:
         sampled.call_ids = frozenset(each for each, _ in answer.calls)
         branch.messages = [*keys, identity(answer.message())]
         if answer.stopped_by:
-            # Many agents append the stop text again.
+            # Many agents append the stop text to the turn again.
             with_stop = {**answer.message(), "content": answer.content + answer.stopped_by}
             self._without_stop[identity(with_stop)] = branch.messages[-1]
         self._known.add(branch.messages[-1])
         return answer
 
     async def _sample(self, request: TurnRequest, ids: list[int], room: int) -> tuple[Sample, str, ToolUse | None]:
-        """Sample a turn after ``ids`` of at most ``room`` tokens. Returns: it, its text, and its tool calls."""
+        """Sample a turn of at most ``room`` tokens after ``ids``. Returns: the sample, its text, and its tool calls."""
         limits = (room, request.max_tokens, self._config.max_turn_tokens)
         seed = turn_seed(self._request.seed, self._requests)
         sample = await self._policy.sampler.sample(ids, max_tokens=min(each for each in limits if each), seed=seed)
@@ -205,7 +205,7 @@ class Episode:
         return sample, text, await self._policy.read_calls(text, request.tools)
 
     def count(self, request: TurnRequest) -> int:
-        """Tokens of a request. Raises: Refused where the chat template refuses its messages."""
+        """Number of tokens of a request. Raises: Refused if the chat template refuses its messages."""
         return len(
             self._tokens(request, self._longest([self._identity(each) for each in request.messages], request.tools))[1]
         )
@@ -266,7 +266,7 @@ class Episode:
         )
 
     def _attach_results(self, request: TurnRequest, continued: _Turn | None, began: float) -> None:
-        """Give turns their tool results where a rewritten history brings both."""
+        """Attach tool results to their turns if a rewritten history contains calls and results."""
         for turn in self._turns:
             if turn is continued or turn.answered is not None or not turn.call_ids:
                 continue
@@ -276,7 +276,7 @@ class Episode:
                 self._known.update(map(self._identity, results))
 
     def _longest(self, keys: Sequence[str], tools: str) -> _Turn | None:
-        """The turn up to which most of a conversation is recorded; of several, the latest."""
+        """The recorded turn that matches the longest part of a conversation; among equals, the latest."""
         found: _Turn | None = None
         for branch in self._branches:
             if branch.tools != tools:
@@ -310,7 +310,7 @@ class Episode:
         branch.add(sample.token_ids, sample.logprobs)
 
     def _stopped(self, sample: Sample, stop: Sequence[str]) -> Sample:
-        """A turn cut after the token that completes the first of the agent's stop texts."""
+        """The sample truncated after the token that completes the first of the agent's stop texts."""
         if not any(each in self._chat.text(sample.token_ids) for each in stop):
             return sample
         low, high = 1, len(sample.token_ids)
@@ -328,12 +328,12 @@ class Episode:
         )
 
     def _identity(self, message: Mapping[str, Any]) -> str:
-        """`identity`, with or without the stop text that ended a turn."""
+        """`identity` of a message, ignoring the stop text that ended a turn."""
         found = identity(message)
         return self._without_stop.get(found, found)
 
     def _answer(self, turn: _Turn, sample: Sample, stop: Sequence[str], prompt_tokens: int, cached: int) -> TurnReply:
-        """What the agent receives of a turn."""
+        """The reply that the agent receives for a turn."""
         said = after_reasoning(turn.text, thinking=self._chat.opens_thinking)
         reasoning = turn.text.removesuffix(said).strip().removeprefix("<think>").removesuffix("</think>").strip()
         calls: tuple[tuple[str, ToolCall], ...] = ()
@@ -343,7 +343,7 @@ class Episode:
         finish = "length" if sample.finish_reason == "length" else "tool_calls" if calls else "stop"
         end, stopped_by = min(((said.find(each), each) for each in stop if each in said), default=(len(said), ""))
         return TurnReply(
-            # White space right before a stop text stays: the agent may continue from there.
+            # Keep white space right before a stop text: the agent may continue from there.
             content=said[:end].lstrip() if stopped_by else said.strip(),
             reasoning=reasoning,
             calls=calls,
@@ -355,7 +355,7 @@ class Episode:
         )
 
     def _opening(self, request: TurnRequest, turn: _Turn | None, branch: _Branch) -> Sequence[Mapping[str, Any]]:
-        """The messages of a branch that this request opens, known ones replaced by their number."""
+        """The first messages of a branch that this request opens; known messages are replaced by their count."""
         if turn is not None and (branch is turn.branch or turn.answered is None):
             return ()
         given = request.messages[turn.message_count if turn else 0 :]
@@ -366,12 +366,12 @@ class Episode:
         return [*tools, *counted, *new]
 
     def _is_side_call(self, messages: Sequence[Mapping[str, Any]]) -> bool:
-        """Whether a rule of ``agent.side_calls`` matches the first or the last message of the system or user."""
+        """Whether a rule of ``agent.side_calls`` matches the first or the last of the system and user messages."""
         told = [str(each["content"]) for each in messages if each["role"] in ("system", "user")]
         return any(re.search(rule, text) for rule in self._config.side_calls for text in (*told[:1], *told[-1:]))
 
     def _is_step(self, turn: _Turn) -> bool:
-        """Whether a turn gets credit: the program has received all of them, but side calls are gaps."""
+        """Whether a turn is a step that gets credit. The program has received every turn; side calls are gaps."""
         if turn.side_call:
             return False
         message = after_reasoning(turn.text, thinking=self._chat.opens_thinking)
@@ -381,7 +381,7 @@ class Episode:
 
     def _record(self, turn: _Turn, branch: int, offset: int, step: bool) -> Turn:
         action = None
-        # A text that got a result may be an action in the program's own format; one without a result is a message.
+        # A text with a result may be an action in the program's own format; a text without a result is a message.
         if step and (turn.called or turn.answered is not None):
             action = turn.use.text if turn.use is not None else turn.text
         observation = None

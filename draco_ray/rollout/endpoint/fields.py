@@ -1,8 +1,8 @@
 """Checks shared by the dialects: fields of a request, texts, calls and function schemas, or a refusal in one line.
 
-How a turn is sampled is set by the run (``engine.temperature`` and its like), or the recorded log-probs would belong to
-another policy: sampling parameters of a request are ignored. What would change the meaning of an answer and is not
-supported is refused, and so is an unknown parameter.
+Sampling parameters of a request are ignored: the run sets them (``engine.temperature`` etc.), because otherwise the
+recorded log-probs would belong to another policy. Unknown parameters are refused, and so are unsupported ones that
+would change the meaning of the answer.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def check(body: Any, known: set[str], neutral: Mapping[str, Sequence[Any]], comm
     """Check the names of a request's parameters.
 
     Args:
-        neutral: parameter -> the values with which it asks for nothing special; any other is refused.
+        neutral: parameter -> the values that ask for nothing special; other values are refused.
 
     Raises: Refused.
     """
@@ -51,7 +51,7 @@ def turn_request(
 ) -> TurnRequest:
     """A request with the fields that all dialects share. Raises: Refused."""
     metadata, choice = body.get("metadata"), body.get("tool_choice")
-    # Any other choice would change the distribution; it stays the policy's own.
+    # Other choices are ignored: they would change the distribution that the policy is trained on.
     hidden = choice == "none" or (isinstance(choice, dict) and choice.get("type") == "none")
     return TurnRequest(
         messages=tuple(by_call(messages)),
@@ -64,12 +64,12 @@ def turn_request(
 
 
 def unsupported(message: str) -> Refused:
-    """The refusal of something that OpenAI's or Anthropic's API has and this one has not."""
+    """The refusal of a feature that OpenAI's or Anthropic's API has and this endpoint lacks."""
     return Refused(message, 400, "unsupported_parameter")
 
 
 def finite(number: str) -> float:
-    """A number of JSON. Raises: ValueError for NaN and infinities, which Python reads and no answer could repeat."""
+    """A JSON number. Raises: ValueError for NaN and infinities, which Python parses but JSON answers cannot hold."""
     value = float(number)
     if not math.isfinite(value):
         raise ValueError(f"{number[:20]} is not a finite number")
@@ -77,7 +77,7 @@ def finite(number: str) -> float:
 
 
 def clean(value: Any) -> Any:
-    """A JSON value whose texts can be encoded: a lone surrogate cannot be tokenized."""
+    """The JSON value with lone surrogates replaced in its texts, because they cannot be encoded or tokenized."""
     if isinstance(value, str):
         return value.encode("utf-8", "replace").decode("utf-8")
     if isinstance(value, list):
@@ -113,7 +113,7 @@ def _chat_call(item: Any, where: str) -> dict[str, Any]:
 
 
 def call(identity: Any, name: Any, arguments: Any, where: str) -> dict[str, Any]:
-    """A tool call; its arguments become an object, as chat templates expect, or stay the text that they are."""
+    """A tool call; its arguments are parsed into an object, as chat templates expect, or stay text if that fails."""
     if not isinstance(arguments, dict):
         written = text("{}" if arguments is None else arguments, f"{where}.arguments")
         try:
@@ -129,7 +129,7 @@ def call(identity: Any, name: Any, arguments: Any, where: str) -> dict[str, Any]
 
 
 def content(value: Any, where: str) -> str:
-    """The text of a content, its parts joined by line breaks. Raises: Refused where it is not text alone."""
+    """The text of a message's content, its parts joined by line breaks. Raises: Refused if a part is not text."""
     if value is None or isinstance(value, str):
         return text(value or "", where)
     if not isinstance(value, list):
@@ -144,9 +144,9 @@ def content(value: Any, where: str) -> str:
 
 
 def by_call(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """The messages with tool results in the order of the calls that they name, which chat templates rely on.
+    """The messages with tool results sorted into the order of their calls, which chat templates rely on.
 
-    Agents that run parallel calls send the results in the order in which they came.
+    Agents that run parallel calls send the results in the order in which the calls finished.
     """
     found: list[Mapping[str, Any]] = []
     for answers, group in itertools.groupby(messages, lambda message: message["role"] == "tool"):
@@ -160,9 +160,9 @@ def by_call(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
 
 
 def one_system(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """The messages with one system message, at the beginning: many chat templates refuse any other.
+    """The messages with at most one system message, at the beginning, because many chat templates refuse others.
 
-    The system messages that a conversation begins with are joined; a later one becomes a user's.
+    Leading system messages are joined; a later system message becomes a user message.
     """
     leading = list(itertools.takewhile(lambda message: message["role"] == "system", messages))
     joined = "\n\n".join(message["content"] for message in leading)
@@ -171,7 +171,7 @@ def one_system(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]
 
 
 def function(name: Any, description: Any, parameters: Any, where: str) -> dict[str, Any]:
-    """A tool as chat templates show it. Raises: Refused."""
+    """A function tool in the form that chat templates expect. Raises: Refused."""
     parameters = parameters or {"type": "object", "properties": {}}
     if not isinstance(parameters, dict):
         raise Refused(f"{where}.parameters: expected a JSON schema")
@@ -192,7 +192,7 @@ def texts(value: Any, name: str) -> tuple[str, ...]:
 
 
 def listed(body: Mapping[str, Any], name: str) -> list[Any]:
-    """A list, empty where it is missing. Raises: Refused."""
+    """A field that is a list; empty if missing. Raises: Refused."""
     value = body.get(name) or []
     if not isinstance(value, list):
         raise Refused(f"{name}: expected a list")
@@ -200,7 +200,7 @@ def listed(body: Mapping[str, Any], name: str) -> list[Any]:
 
 
 def mapping(body: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """An object, empty where it is missing. Raises: Refused."""
+    """A field that is an object; empty if missing. Raises: Refused."""
     value = body.get(name) or {}
     if not isinstance(value, dict):
         raise Refused(f"{name}: expected an object")
@@ -208,7 +208,7 @@ def mapping(body: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 
 def count(body: Mapping[str, Any], name: str) -> int | None:
-    """A whole number of at least 1, or None. Raises: Refused."""
+    """A field that is a whole number of at least 1; None if missing. Raises: Refused."""
     value = body.get(name)
     if value is None:
         return None
@@ -218,7 +218,7 @@ def count(body: Mapping[str, Any], name: str) -> int | None:
 
 
 def flag(body: Mapping[str, Any], name: str) -> bool:
-    """True or false; false where it is missing. Raises: Refused."""
+    """A field that is true or false; false if missing. Raises: Refused."""
     value = body.get(name) or False
     if not isinstance(value, bool):
         raise Refused(f"{name}={short(value)}: expected true or false")
@@ -226,7 +226,7 @@ def flag(body: Mapping[str, Any], name: str) -> bool:
 
 
 def text(value: Any, where: str) -> str:
-    """A text. Raises: Refused."""
+    """The value, which has to be a text. Raises: Refused."""
     if not isinstance(value, str):
         raise Refused(f"{where}: expected a text, got {short(value)}")
     return value

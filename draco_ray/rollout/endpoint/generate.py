@@ -15,7 +15,7 @@ _KNOWN |= {"return_token_ids", "output_mode"}
 _KNOWN_SAMPLING = {"max_tokens", "stop_token_ids", "detokenize", "skip_special_tokens", "output_kind"}
 _KNOWN_SAMPLING |= {"spaces_between_special_tokens", "include_stop_str_in_output", "stop", "prompt_logprobs"}
 _KNOWN_SAMPLING |= {"logprobs", "flat_logprobs", *SAMPLING}
-# Where routing data of a mixture of experts would begin; there is none here, but verifiers' client always sends it.
+# Start of the routing data of a mixture of experts: ignored here, but verifiers' client always sends it.
 _KNOWN_SAMPLING |= {"routed_experts_prompt_start"}
 _NEUTRAL: Mapping[str, Sequence[Any]] = {
     "n": (1,),

@@ -1,8 +1,8 @@
 """OpenAI's Responses, with function tools, namespaces of them, and custom tools, whose one argument is a text.
 
-A chat template knows functions only. So the policy is shown a custom tool as a function of one text, ``input``, and a
-function of a namespace under both names; `TurnRequest.call_forms` turns its calls back. A turn is sampled as a whole,
-so a stream has one event for each of its parts.
+Chat templates know only functions. So a custom tool is shown to the policy as a function with one text argument,
+``input``, and a function of a namespace as ``NAMESPACE__NAME``; `TurnRequest.call_forms` converts the calls back. A
+turn is sampled as a whole, so a stream has one event for each of its parts.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def reply(request: TurnRequest, turn: TurnReply) -> Json:
 
 
 def events(request: TurnRequest, whole: Json) -> Iterator[Json | str]:
-    """The same as the data of server-sent events."""
+    """The reply ``whole`` as the data of server-sent events."""
     begun = {**whole, "status": "in_progress", "output": [], "usage": None, "incomplete_details": None}
     several: list[Json] = [
         {"type": "response.created", "response": begun},
@@ -133,7 +133,7 @@ def events(request: TurnRequest, whole: Json) -> Iterator[Json | str]:
 
 
 def _parts(item: Json) -> tuple[Json, list[Json]]:
-    """An output item without its content, and the events that bring it."""
+    """An output item without its content, and the events that deliver the content."""
     if item["type"] == "message":
         (part,) = item["content"]
         at = {"content_index": 0}
@@ -175,7 +175,7 @@ def _output(request: TurnRequest, turn: TurnReply) -> list[Json]:
 
 
 def _item(item: Any, where: str) -> Json:
-    """An input item as a chat message; an item of reasoning is an empty one."""
+    """An input item as a chat message; a reasoning item becomes an empty message."""
     kind = item.get("type", "message") if isinstance(item, dict) else None
     if kind == "message":
         return chat_message(item, where)
@@ -194,7 +194,7 @@ def _item(item: Any, where: str) -> Json:
 
 
 def _merged(items: Sequence[Json]) -> list[Json]:
-    """The messages, in which the items of one turn of the policy are one message again."""
+    """The messages, with the items of each turn of the policy merged into one message."""
     messages: list[Json] = []
     for item in items:
         before = messages[-1] if messages else None
@@ -208,7 +208,7 @@ def _merged(items: Sequence[Json]) -> list[Json]:
 
 
 def _tools(tool: Any, where: str, namespace: str | None = None) -> Iterator[tuple[Json, Json]]:
-    """The functions of a tool, each with the fields by which its calls differ from those of a plain function."""
+    """The functions of a tool, each with the fields of its call items that differ from a plain function call."""
     kind = tool.get("type") if isinstance(tool, dict) else None
     if kind == "namespace" and namespace is None:
         for index, each in enumerate(listed(tool, "tools")):

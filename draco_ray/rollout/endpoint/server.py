@@ -1,8 +1,9 @@
 """The endpoint of a rollout worker: one HTTP server on loopback for the episodes of all its slots.
 
-An episode has a URL and a key of its own; both end with it. It serves OpenAI's ``/v1/chat/completions`` and
-``/v1/responses`` and Anthropic's ``/v1/messages``, all with ``stream`` too, and vLLM's ``/inference/v1/generate`` for
-clients that tokenize messages themselves. ``/v1/tools`` lists and calls the tools of the episode's world, if any.
+Each episode has its own URL and key, which become invalid when it ends. The server offers OpenAI's
+``/v1/chat/completions`` and ``/v1/responses`` and Anthropic's ``/v1/messages``, all with ``stream`` too, and vLLM's
+``/inference/v1/generate`` for clients that tokenize messages themselves. ``/v1/tools`` lists and calls the tools of the
+episode's world, if any.
 """
 
 from __future__ import annotations
@@ -39,12 +40,12 @@ HOST = "127.0.0.1"
 MOST_BYTES = 16 << 20
 """Maximum size of a request."""
 _REMEMBERED = 10_000
-"""Number of ended episodes whose late requests are answered with 410."""
+"""Number of ended episodes to remember, so that late requests to them are answered with 410."""
 AnswerT = TypeVar("AnswerT")
 
 
 class _Dialect(Protocol):
-    """An API by which agents ask for turns; implemented by a module for each."""
+    """An API through which agents request turns; each is implemented by a module."""
 
     def read(self, body: Any, stored: Conversations) -> TurnRequest:
         """The request of a parsed body."""
@@ -53,7 +54,7 @@ class _Dialect(Protocol):
         """The body of the answer."""
 
     def events(self, request: TurnRequest, whole: Json) -> Iterator[Json | str]:
-        """The answer, `reply`, as the data of server-sent events."""
+        """The answer ``whole``, made by `reply`, as the data of server-sent events."""
 
     def error(self, refused: Refused) -> Json:
         """The body of a refusal."""
@@ -100,12 +101,12 @@ class Endpoint:
 
     @asynccontextmanager
     async def serving_tokens(self, episode: TokenEpisode) -> AsyncIterator[str]:
-        """Serve an episode of a client that tokenizes itself while the block runs.
+        """Serve an episode of a client that tokenizes messages itself while the block runs.
 
-        The model name of its requests, `TokenEpisode.key`, tells it apart: such clients keep one connection for each
-        URL and key.
+        The model name in its requests, `TokenEpisode.key`, identifies the episode, because such clients share one
+        connection per URL and API key.
 
-        Yields: the base URL, the same for all.
+        Yields: the base URL, the same for all episodes.
         """
         await self._start()
         self._token_episodes[episode.key] = episode
@@ -118,7 +119,7 @@ class Endpoint:
 
     @property
     def socket_path(self) -> str:
-        """While it serves, the Unix socket on which it listens, too, for programs that have no network."""
+        """Path of a Unix socket on which the running server also listens, for programs that have no network."""
         assert self._folder is not None
         return str(self._folder.path / "socket")
 
@@ -141,7 +142,7 @@ class Endpoint:
             if self._serving is not None and not self._serving.done():
                 return
             self._folder = PrivateTempDir()
-            # The socket's folder is private; programs in jails, which are shown the socket, may have another user.
+            # The socket's folder is private, but jails map the socket, and their programs may run as another user.
             listening = [socket.create_server((HOST, 0), backlog=1024), unix_server(Path(self.socket_path))]
             self._base = f"http://{HOST}:{listening[0].getsockname()[1]}"
             routes = [
@@ -163,7 +164,7 @@ class Endpoint:
         async def reply() -> Response:
             episode = self._episode(request)
             content = await _content(request)
-            # A long conversation takes a while to parse; other episodes' requests go on.
+            # Parse in a thread: a long conversation takes a while, and must not block other episodes' requests.
             asked = await asyncio.to_thread(lambda: dialect.read(_parsed(content), episode.stored))
             answer = await _sampled(request, episode.answer(asked))
             whole = dialect.reply(asked, answer)
@@ -217,7 +218,7 @@ class Endpoint:
     async def _guarded(
         self, reply: Callable[[], Awaitable[Response]], turn_of: Request | None = None, dialect: _Dialect | None = None
     ) -> Response:
-        """The answer of ``reply``, or an error in the form of ``dialect``, whose reason is stored in the episode."""
+        """The answer of ``reply``, or an error in the form of ``dialect``; the episode stores the error's reason."""
         try:
             return await reply()
         except Refused as error:
@@ -229,7 +230,7 @@ class Endpoint:
         except RecursionError:
             refused = Refused("the request is nested too deeply")
         except Exception as error:
-            # The episode fails with this error, whatever the agent does about it.
+            # The episode fails with this error, whatever the agent does next.
             said = " ".join(str(error).split())[:300]
             refused = Refused(f"the policy cannot be asked: {type(error).__name__}: {said}", 500, "server_error")
         return _refusal(refused, dialect)
@@ -268,12 +269,12 @@ def _endpoint_of(loop: asyncio.AbstractEventLoop) -> Endpoint:
 
 
 def shared_endpoint() -> Endpoint:
-    """The one server of this process, for the agents of all its policies."""
+    """The server that all agents of this process share."""
     return _endpoint_of(asyncio.get_running_loop())
 
 
 class _Server(uvicorn.Server):
-    """Leaves signal handlers to the process it runs in."""
+    """A server that does not install signal handlers; its process has its own."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -339,5 +340,5 @@ async def _unknown(request: Request, error: Exception) -> Response:
 
 def _refusal(refused: Refused, dialect: _Dialect | None = None) -> Response:
     body = (dialect or chat_completions).error(refused)
-    # The answer would be the same at any time: clients need not retry.
+    # A retry would get the same answer, so tell clients not to retry.
     return JSONResponse(body, status_code=refused.status, headers={"x-should-retry": "false"})

@@ -1,4 +1,4 @@
-"""One episode of a client that tokenizes messages itself: what the policy sampled after which tokens."""
+"""One episode of a client that tokenizes messages itself: it records the policy's samples by their whole sequence."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ class TokenEpisode:
     """The requests of one client while it does one task."""
 
     def __init__(self, request: RolloutRequest, policy: TokenPolicy, config: AgentConfig) -> None:
-        """Begin with at most ``max_turns`` turns, and ``max_prompt_length + max_response_length`` tokens a sequence."""
+        """Limits: ``max_turns`` turns, and ``max_prompt_length + max_response_length`` tokens per sequence."""
         self.key = f"policy-{secrets.token_urlsafe(24)}"
-        """The model name in its requests, by which they are told apart."""
+        """The model name in the episode's requests, which identifies it."""
         self.open = True
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Done, with the policy's exception, once the policy has failed."""
@@ -48,7 +48,7 @@ class TokenEpisode:
 
     @property
     def turns(self) -> int:
-        """The policy's turns so far."""
+        """Number of the policy's turns so far."""
         return len(self._sampled)
 
     async def generate(self, request: TokenRequest) -> Sample:
@@ -94,7 +94,7 @@ def _digest(token_ids: Sequence[int]) -> bytes:
 
 
 def _stopped(sample: Sample, stops: frozenset[int]) -> Sample:
-    """A turn cut after the first of the stop tokens."""
+    """The sample truncated after the first stop token."""
     last = next((place for place, token in enumerate(sample.token_ids) if token in stops), None)
     if last is None or (last == len(sample.token_ids) - 1 and sample.finish_reason == "stop"):
         return sample

@@ -16,9 +16,9 @@ Conversations: TypeAlias = Mapping[str, Sequence[Mapping[str, Any]]]
 
 
 class Refused(Exception):
-    """A request that is not answered. The agent gets the message as an API error of the dialect it speaks.
+    """A refused request. The agent receives the message as an API error in its dialect.
 
-    Raised with a message of one line, the HTTP status, and OpenAI's code of the error.
+    Raised with a message of one line, the HTTP status, and OpenAI's error code.
     """
 
     def __init__(self, message: str, status: int = 400, code: str = "invalid_request") -> None:
@@ -33,7 +33,7 @@ def no_turn_left(config: AgentConfig) -> Refused:
 
 
 def room_left(config: AgentConfig, tokens: int) -> int:
-    """By how many tokens a sequence of ``tokens`` may grow. Raises: Refused where that is none."""
+    """Number of tokens by which a sequence of ``tokens`` tokens may grow. Raises: Refused if that is 0."""
     most = config.max_prompt_length + config.max_response_length
     if tokens >= most:
         raise Refused(
@@ -60,13 +60,13 @@ class TurnRequest:
     model: str = ""
     """The agent's name for the policy."""
     side_call: bool = False
-    """Whether ``metadata`` marks it as a side call, such as one for a title, which gets no credit."""
+    """Whether ``metadata`` marks this as a side call, e.g. a request for a title, which gets no credit."""
     reasoning_shown: bool = True
-    """Whether the client takes the reasoning before the answer."""
+    """Whether the client accepts the reasoning before the answer."""
     call_forms: Mapping[str, Json] = field(default_factory=dict)
     """Tool -> fields of a call's item that differ from those of a plain function call. For Responses."""
     conversation: tuple[Mapping[str, Any], ...] = ()
-    """What a later request continues that names the response by its id. For Responses."""
+    """The conversation that is stored with the response, for later requests that name it by its id. For Responses."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +77,7 @@ class TokenRequest:
     """The whole sequence so far."""
     max_tokens: int | None
     stop_token_ids: frozenset[int]
-    """The turn ends with the first of these, or with the model's own end of turn."""
+    """The turn ends at the first of these tokens, or at the model's own end-of-turn token."""
     request_id: str
 
 
@@ -88,14 +88,14 @@ class TurnReply:
     content: str
     reasoning: str
     calls: tuple[tuple[str, ToolCall], ...]
-    """Each with its id."""
+    """The turn's tool calls, each with its id."""
     finish_reason: str
     """``stop``, ``tool_calls`` or ``length``."""
     stopped_by: str
-    """The stop text that ended it and is not part of ``content``; may be empty."""
+    """The stop text that ended the turn and is not part of ``content``; empty if there was none."""
     prompt_tokens: int
     cached_tokens: int
-    """The part of ``prompt_tokens`` that was recorded before."""
+    """Number of the ``prompt_tokens`` that were already recorded by an earlier turn."""
     completion_tokens: int
 
     def message(self) -> Json:
@@ -118,8 +118,8 @@ def arguments_json(call: ToolCall) -> str:
 def identity(message: Mapping[str, Any]) -> str:
     """The key by which messages are compared: role, text and calls.
 
-    Ids of calls do not count, nor does white space around the policy's text: many agents trim it. A whole number is
-    the same with and without a decimal point: not every language keeps it.
+    Call ids are ignored, and so is white space around the policy's text, because many agents trim it. 1 and 1.0 are
+    equal, because not every language keeps the decimal point.
 
     >>> said = {"role": "assistant", "content": "Done.", "tool_calls": []}
     >>> identity(said) == identity({"role": "assistant", "content": " Done. "})
@@ -128,7 +128,7 @@ def identity(message: Mapping[str, Any]) -> str:
     content = message.get("content") or ""
     calls = [(call["function"]["name"], call["function"]["arguments"]) for call in message.get("tool_calls") or ()]
     if calls:
-        # Through JSON rather than by recursion: arguments may be nested deeply.
+        # Convert through JSON rather than by recursion, because arguments may be nested deeply.
         calls = json.loads(json.dumps(calls), parse_float=_number)
     if message["role"] == "assistant":
         content = content.strip()

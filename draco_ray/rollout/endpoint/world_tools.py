@@ -1,4 +1,4 @@
-"""The tools of an episode's world, for an agent's program: listed and called over HTTP beside the policy."""
+"""The tools of an episode's world, which an agent's program lists and calls over HTTP, like the policy."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from draco_ray.rollout.endpoint.turns import Refused
 
 
 class WorldTools:
-    """Makes one call at a time in a world whose task lists tools (`draco_ray.records.Task.tools`)."""
+    """Executes calls one at a time in a world whose task lists tools (`draco_ray.records.Task.tools`)."""
 
     def __init__(self, world: World, config: AgentConfig) -> None:
         self.schemas: list[Any] = json.loads(world.task.tools)
-        """In the form of chat completions."""
+        """The tools' schemas, in the format of chat completions."""
         self.crash: EnvironmentCrashed | None = None
-        """The error with which the world was lost."""
+        """The error that lost the world, if any."""
         self._world, self._config = world, config
         self._turn, self._open = asyncio.Lock(), True
 

@@ -1,9 +1,9 @@
 """Claims: one driver at a time works on a run in an object store.
 
-A driver writes a claim with a unique name, then lists the claims. If two start at once, each sees the other, and one or
-both withdraw; never do both continue. This needs no conditional write, only listings that show earlier writes, which
-S3, Google Cloud Storage and Azure guarantee. A driver renews its claim while it lives; a claim that was not renewed for
-`LEASE_SECONDS`, by the clock of the waiting driver, belongs to a dead one.
+A driver writes a claim with a unique name, then lists the claims. If two drivers start at once, at least one sees the
+other's claim and withdraws, so they never both continue. This needs no conditional write, only listings that show
+earlier writes, which S3, Google Cloud Storage and Azure guarantee. A driver renews its claim while it lives. If a claim
+was not renewed for `LEASE_SECONDS`, by the clock of the waiting driver, its driver counts as dead.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Claim:
         self.renew(store)
 
     def renew(self, store: ObjectStore) -> None:
-        """Renew it once."""
+        """Renew the claim once."""
         self._renewals += 1
         owner = {"host": socket.gethostname(), "machine": _machine(), "pid": os.getpid(), "beats": self._renewals}
         store.write(f"{FOLDER}/{self._name}", json.dumps(owner).encode())
@@ -66,7 +66,10 @@ class Claim:
             raise ClaimLost(f"{store.url}: another driver has taken this run over")
 
     def keep(self, store: ObjectStore) -> None:
-        """Renew it in a thread until it is released. ``store`` retries nothing: the next renewal may get through."""
+        """Renew the claim in a thread until it is released.
+
+        ``store`` should not retry: if a renewal fails, the next one may succeed.
+        """
 
         def renew() -> None:
             while not self._released.wait(RENEW_SECONDS):
@@ -102,7 +105,7 @@ def take(store: ObjectStore, *, lease: float = LEASE_SECONDS, sleep: Callable[[f
 
 
 def _dead_claims(store: ObjectStore, lease: float, sleep: Callable[[float], object]) -> set[str]:
-    """Names of the existing claims, if all are of dead drivers. Raises: ConfigError: one of the drivers lives."""
+    """Names of the existing claims if all their drivers are dead. Raises: ConfigError: one of the drivers is alive."""
     first = {name: claim for name in _names(store) if (claim := _read(store, name)) is not None}
     waiting = {name for name, claim in first.items() if not _has_ended(claim)}
     if waiting:
@@ -143,7 +146,7 @@ def _owner(claim: Mapping[str, Any]) -> str:
 
 
 def _machine() -> str | None:
-    """This boot of this machine, and its namespace of process ids (a container has its own)."""
+    """Id of this machine's current boot, and of the namespace of process ids (a container has its own)."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
@@ -152,6 +155,6 @@ def _machine() -> str | None:
 
 
 def _has_ended(claim: Mapping[str, Any]) -> bool:
-    """Whether the claim is of a process of this machine that no longer exists."""
+    """Whether the claim belongs to a process of this machine that no longer exists."""
     machine = _machine()
     return machine is not None and claim.get("machine") == machine and not Path(f"/proc/{claim.get('pid')}").exists()

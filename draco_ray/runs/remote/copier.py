@@ -31,9 +31,9 @@ from draco_ray.runs.remote.manifest import (
 from draco_ray.runs.remote.store import CHUNK, ObjectStore
 
 SMALL, PACK = 2**20, 32 * 2**20
-"""Bytes: files up to the first size share objects of up to the second."""
+"""In bytes: files up to size SMALL share objects of about size PACK."""
 KEPT = 2
-"""Manifests that stay in the store: a reader of one finds all of its files while the next is written."""
+"""Number of manifests kept in the store, so that a reader of one finds all its files while the next is written."""
 STAGING = ".staging"
 DATABASE = ".sqlite"
 BUSY_SECONDS = 60.0
@@ -41,7 +41,7 @@ TRIES, PAUSE = 200, 0.05
 RESTORE_TRIES = 5
 
 Seen = tuple[int, int, int]
-"""Inode, size and modification time of a file: they change when it is replaced or grows."""
+"""Inode, size and modification time of a file, which change when the file is replaced or grows."""
 
 
 def listing(folder: Path) -> dict[str, Seen]:
@@ -50,7 +50,7 @@ def listing(folder: Path) -> dict[str, Seen]:
     for inside, folders, files in os.walk(folder):
         at = os.path.relpath(inside, folder)
         if at in (".", "checkpoints"):
-            # Hidden files there belong to this machine, or are unfinished.
+            # Hidden files in these folders belong to this machine, or are unfinished.
             folders[:] = [name for name in folders if not name.startswith(".")]
             files = [name for name in files if not name.startswith(".")]
         for name in files:
@@ -68,15 +68,15 @@ def snapshot(folder: Path, staging: Path, known: Mapping[str, Seen]) -> tuple[di
     """Take a consistent snapshot of the files of a run directory.
 
     Writers of a run directory replace files and never change them, except for logs, which grow, and databases. So a
-    hard link to each file keeps its present content; if none was replaced or removed while the links were made, all
-    are of one moment.
+    hard link keeps a file's present content. If no file was replaced or removed while the links were made, all links
+    show the same moment.
 
     Args:
         folder: the run directory.
         staging: an empty folder on the same file system, for the links.
         known: files that are left out if unchanged.
 
-    Returns: what was seen of all files, and the links to those that were not known.
+    Returns: inode, size and time of all files, and the links to the files that were not known.
     Raises:
         StoreError: files are replaced too fast, or a database cannot be read.
     """
@@ -94,7 +94,7 @@ def snapshot(folder: Path, staging: Path, known: Mapping[str, Seen]) -> tuple[di
             whole = False
         later = listing(folder)
         if whole and all(path.endswith(DATABASE) or _same(seen, later.get(path)) for path, seen in found.items()):
-            # Databases last, so that the replies behind the recorded rows are in them.
+            # Copy databases last, so that they contain the judge replies behind the recorded rows.
             for path, link in new.items():
                 if path.endswith(DATABASE):
                     _backup(folder / path, link)
@@ -105,7 +105,7 @@ def snapshot(folder: Path, staging: Path, known: Mapping[str, Seen]) -> tuple[di
 
 
 def _same(seen: Seen, later: Seen | None) -> bool:
-    """Whether a file is the one seen before, perhaps with more at its end (a log)."""
+    """Whether a file is unchanged, or has only grown (a log)."""
     return later is not None and later[0] == seen[0] and (later[1] > seen[1] or later == seen)
 
 
@@ -120,7 +120,7 @@ def _link(file: Path, link: Path) -> None:
 
 
 def _backup(file: Path, to: Path) -> None:
-    """Copy a database consistently, and other files as they are."""
+    """Copy a database consistently; if the file is no database, copy its bytes."""
     try:
         with (
             contextlib.closing(sqlite3.connect(file, timeout=BUSY_SECONDS)) as source,
@@ -135,29 +135,29 @@ def _backup(file: Path, to: Path) -> None:
 
 
 class Copier:
-    """Copies one run directory to an object store, again and again."""
+    """Copies one run directory to an object store repeatedly."""
 
     def __init__(self, store: ObjectStore, folder: Path, claim: Claim) -> None:
         """
         Args:
-            store: that holds the copy.
+            store: the store that holds the copy.
             folder: the run directory; it need not exist yet.
             claim: the right to write the copy.
         """
         self._folder, self._claim = folder, claim
         self._latest = latest_manifest(store)
         self._seen: dict[str, Seen] = {}
-        """The files of the latest manifest as they were seen."""
+        """Inode, size and time of the latest manifest's files, when they were copied."""
         self._stored = {entry.sha256: entry for entry in (self._latest.files if self._latest else {}).values()}
         self._read: dict[str, Manifest] = {}
         self._names = [self._latest.name] if self._latest else []
-        """The latest manifest, and those of which it is unknown whether they were written."""
+        """Names of the latest manifest, and of manifests whose write reported an error but may have succeeded."""
 
     def copy(self, store: ObjectStore) -> bool:
-        """Bring the folder's present files into the store; returns whether anything was new.
+        """Copy the folder's present files to the store; returns whether anything was new.
 
         Raises:
-            StoreError: the store cannot be used, or the folder not be read. Nothing is lost: the next copy has it.
+            StoreError: the store cannot be used, or the folder cannot be read. The next copy will contain the files.
             ClaimLost: another driver has taken over the run.
         """
         if not (self._folder / "config.yaml").is_file():
@@ -178,7 +178,7 @@ class Copier:
         return changed
 
     def tidy(self, store: ObjectStore) -> None:
-        """Remove all manifests but the last `KEPT`, and the objects that those do not name."""
+        """Remove all manifests but the last `KEPT` complete ones, and the objects that the kept ones do not name."""
         self._claim.check(store)
         kept: dict[str, Manifest] = {}
         for name in manifest_names(store):
@@ -198,7 +198,7 @@ class Copier:
         number = 1 + (self._latest.number if self._latest else 0)
         manifest = Manifest(self._claim.epoch, number, files)
         name, data = manifest.encoded()
-        # From here on, a driver that takes over must recognize this manifest as its folder's.
+        # Write the marker first: a driver that takes over must recognize this manifest as a copy of its folder.
         self._names.append(name)
         Marker(self._claim.url, tuple(self._names)).write(self._folder)
         store.write(f"{FOLDER}/{name}", data)
@@ -208,7 +208,7 @@ class Copier:
         self.tidy(store)
 
     def _send(self, store: ObjectStore, links: Mapping[str, Path]) -> dict[str, Entry]:
-        """Bring the contents of files into the store; returns where they are."""
+        """Upload the contents of files to the store; returns their locations."""
         found: dict[str, Entry] = {}
         small: dict[str, bytes] = {}
         for path, file in links.items():
@@ -249,12 +249,12 @@ def restore(store: ObjectStore, folder: Path, wanted: Callable[[str], bool] = la
     Args:
         store: of the run.
         folder: created if it does not exist; rows and checkpoints that the run does not have are removed.
-        wanted: which paths.
+        wanted: whether to download a path.
 
-    Returns: the manifest; None where there is no run.
+    Returns: the manifest; None if there is no run.
     Raises:
-        DamagedRun: an object is missing, or not what the manifest says.
-        StoreError: the store cannot be used, or the folder not be written.
+        DamagedRun: an object is missing, or differs from the manifest.
+        StoreError: the store cannot be used, or the folder cannot be written.
     """
     missing: str | None = None
     for _ in range(RESTORE_TRIES):
@@ -264,7 +264,7 @@ def restore(store: ObjectStore, folder: Path, wanted: Callable[[str], bool] = la
         try:
             _restore(store, manifest, folder, wanted)
         except FileNotFoundError:
-            # The run goes on, and may have written another manifest and removed this one's objects.
+            # The run may still be active: it may have written a newer manifest and removed this one's objects.
             missing = manifest.name
         except OSError as error:
             raise StoreError(f"{folder}: cannot be written: {error.strerror or error}; make room there") from None

@@ -40,16 +40,16 @@ class Manifest:
     """A run as it was at one moment."""
 
     epoch: int
-    """Grows with every driver that takes over the run: a manifest of an earlier driver never counts as the latest."""
+    """Increases with every driver that takes over the run, so an earlier driver's manifest is never the latest."""
     number: int
     files: Mapping[str, Entry]
-    """By path in the run directory, with ``/``."""
+    """The files by their path in the run directory, with ``/``."""
     name: str = ""
-    """Name of its object in ``manifests/``; empty for one that was not read from the store."""
+    """Name of the manifest's object in ``manifests/``; empty if it is not in the store yet."""
 
     @property
     def objects(self) -> set[str]:
-        """Names of the objects that hold its files."""
+        """Names of the objects that hold the manifest's files."""
         return {entry.object for entry in self.files.values()}
 
     @property
@@ -77,10 +77,10 @@ def manifest_names(store: ObjectStore) -> list[str]:
 
 
 def latest_manifest(store: ObjectStore) -> Manifest | None:
-    """The latest manifest that is whole; None where there is none.
+    """The latest complete manifest; None if there are no manifests.
 
     Raises:
-        DamagedRun: none is whole, or the latest has another schema version.
+        DamagedRun: no manifest is complete, or the latest has another schema version.
     """
     names = manifest_names(store)
     for name in names:
@@ -134,11 +134,11 @@ class Marker:
 
     url: str
     manifests: tuple[str, ...] = ()
-    """Names of the manifests whose content the folder has: the last one written from it or restored to it, and those
-    of which it is unknown whether they were written."""
+    """Names of the manifests whose content the folder has: the last one written from it or restored to it, and any
+    whose write reported an error but may have succeeded."""
 
     def write(self, folder: Path) -> None:
-        """Write it into a folder."""
+        """Write the marker into a folder."""
         write_private(folder / MARKER, json.dumps(asdict(self)))
 
     @classmethod

@@ -1,4 +1,4 @@
-"""Where a run is: a folder, or a folder with a copy in an object store."""
+"""The place of a run: a folder, or a folder with a copy in an object store."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from draco_ray.runs.remote.manifest import MARKER, Manifest, Marker, latest_mani
 from draco_ray.runs.remote.store import OPTIONS, ObjectStore, Say
 
 START_SECONDS, RUN_SECONDS, END_SECONDS, STOPPED_SECONDS = 120.0, 3600.0, 600.0, 60.0
-"""How long a failing request is retried: before a run, during it, at its end, and after it was stopped, in seconds."""
+"""Seconds for which a failing request is retried: before a run, during it, at its end, and after it was stopped."""
 INTERVAL_SECONDS = 15.0
-"""Time between two copies; longer where a copy takes long (`SHARE`)."""
+"""Minimum time between two copies; it is longer if a copy takes long (`SHARE`)."""
 SHARE = 0.2
-"""Largest share of the time that copying may take, so that a large database is not sent again and again."""
+"""Maximum share of the time that copying may take, so that a large database is not uploaded all the time."""
 
 
 def is_url(text: object) -> bool:
@@ -37,16 +37,16 @@ def is_url(text: object) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a run works, and where its copy is."""
+    """The folder in which a run works, and the URL of its copy."""
 
     local: Path
     """The run directory."""
     url: str | None = None
-    """URL of its copy; None: it has none."""
+    """URL of the copy; None if there is no copy."""
 
 
 def place_of(config: RunConfig, name: str) -> Place:
-    """The place of a run of this configuration."""
+    """The place of the run ``name`` with this configuration."""
     if isinstance(config.root, Path):
         return Place(config.root.resolve() / name)
     base, options = _split(config.root)
@@ -78,16 +78,16 @@ def place_at(given: str | Path, local: Path | None = None, *, trust: bool = Fals
 
 
 def readable(given: str, *, checkpoints: bool = False, say: Say = lambda line: None) -> Path:
-    """The folder of a run to read: the given one, or a local copy of what is in the store, brought up to date.
+    """The folder of a run to read: the given folder, or an up-to-date local copy of the run in the store.
 
     Args:
         given: a folder or a URL.
-        checkpoints: whether checkpoints and judge replies are read, too.
-        say: takes a line when the store does not answer.
+        checkpoints: whether checkpoints and judge replies are needed, too.
+        say: prints a line when the store does not answer.
 
     Raises:
         ConfigError: there is no run.
-        DamagedRun: a file is not what the store's manifest says.
+        DamagedRun: a file differs from the store's manifest.
         StoreError: the store cannot be used.
     """
     if not is_url(given):
@@ -101,7 +101,7 @@ def readable(given: str, *, checkpoints: bool = False, say: Say = lambda line: N
 
 
 def checkpoint_steps(given: str) -> list[int]:
-    """Training steps of which a run has a checkpoint, in its folder or in the store that a URL names.
+    """Training steps for which a run has a checkpoint, in its folder or at its URL.
 
     Raises:
         StoreError: the store cannot be used.
@@ -136,17 +136,17 @@ def begun(place: Place, say: Say) -> bool:
 def working(place: Place, say: Say, *, new: bool = False, again: str | None = None) -> Iterator[Path]:
     """The run directory to work in.
 
-    Where the run has a copy, that is claimed, restored from if it is ahead, and kept up to date; the block's end waits
-    until everything is copied.
+    If the run has a copy, this claims the copy, restores from it if it is ahead, and keeps it up to date. After the
+    block, this waits until everything is copied.
 
     Args:
         place: of the run.
         say: prints a message.
-        new: the run must not have begun.
-        again: the command that continues, for messages; None: ``draco train --resume`` with the folder.
+        new: whether to refuse a run that has begun.
+        again: the command that continues copying, for messages; None: ``draco train --resume`` with the folder.
 
     Raises:
-        ConfigError: another driver works on it, or ``new`` and it has begun.
+        ConfigError: another driver works on the run, or with ``new``, the run has begun.
         StoreError: the store cannot be used, or at the end not everything could be copied.
     """
     if place.url is None:
@@ -224,7 +224,7 @@ def _copy_all(copier: Copier, store: ObjectStore, place: Place, again: str) -> N
 
 
 def _bring(store: ObjectStore, folder: Path, latest: Manifest | None) -> None:
-    """Make the local folder hold at least what the store holds."""
+    """Restore the local folder from the store if the folder lacks the latest manifest's content."""
     if latest is None:
         return
     if folder.exists():
@@ -245,7 +245,7 @@ def _bring(store: ObjectStore, folder: Path, latest: Manifest | None) -> None:
 
 
 def _release(claim: Claim, store: ObjectStore) -> None:
-    """Give a claim up; if that fails, it lapses."""
+    """Release a claim; if that fails, the claim expires."""
     with contextlib.suppress(StoreError):
         claim.release(store)
 

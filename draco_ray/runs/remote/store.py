@@ -22,9 +22,9 @@ from draco_ray.errors import ConfigError, StoreError
 CHUNK = 8 * 2**20
 """Bytes read or written at a time."""
 ATTEMPTS = 3
-"""Attempts of the S3 client itself at one request; `ObjectStore` retries what still fails."""
+"""The S3 client's own attempts per request; `ObjectStore` retries requests that still fail."""
 GOOGLE = "retry_limit_seconds=10"
-"""Option of Google's client, which otherwise retries for a quarter of an hour before it reports anything."""
+"""Option of Google's client, which by default retries for a quarter of an hour before it reports an error."""
 FIRST_WAIT, LONGEST_WAIT = 0.5, 30.0
 """Seconds before the first retry, and the longest wait before a retry."""
 OPTIONS = r"\?((?:endpoint_override|region|scheme|allow_bucket_creation)=.*)"
@@ -41,17 +41,17 @@ ResultT = TypeVar("ResultT")
 
 
 class ObjectStore:
-    """The objects below a URL. An object appears whole or not at all."""
+    """The objects below a URL. Writes are atomic: an object appears whole or not at all."""
 
     def __init__(self, url: str, say: Say = lambda line: None, *, seconds: float = 0.0) -> None:
         """
         Args:
-            url: of a folder, such as ``s3://bucket/prefix``. Names in it are taken literally, also blanks, % and #.
+            url: of a folder, such as ``s3://bucket/prefix``. Names in it are literal, including blanks, % and #.
             say: prints a message when an outage begins and when it ends.
             seconds: how long a failing request is retried.
 
         Raises:
-            ConfigError: pyarrow has no file system for it.
+            ConfigError: pyarrow has no file system for the URL.
         """
         try:
             self._files, self._base = _file_system(url)
@@ -68,7 +68,7 @@ class ObjectStore:
         self._away = False
 
     def retrying(self, seconds: float, stopped: threading.Event | None = None) -> ObjectStore:
-        """The same store, which retries a request for ``seconds``, or until ``stopped`` while a run goes on."""
+        """The same store, retrying each request for ``seconds``; during a run also at most until ``stopped`` is set."""
         other = copy.copy(self)
         other._seconds, other._stopped, other._away = seconds, stopped, False
         return other
@@ -113,7 +113,7 @@ class ObjectStore:
         return self._retry(upload)
 
     def delete(self, name: str) -> None:
-        """Remove an object; one that does not exist is no error. Raises: StoreError."""
+        """Remove an object; does nothing if it does not exist. Raises: StoreError."""
 
         def delete() -> None:
             try:
@@ -128,7 +128,7 @@ class ObjectStore:
 
     def _put(self, name: str, source: IO[bytes]) -> str:
         path, digest = self._path(name), hashlib.sha256()
-        # A folder has no atomic puts: a file is renamed once it is whole.
+        # In a folder, writes are not atomic, so the file is renamed once it is complete.
         local = self._files.type_name == "local"
         if local:
             self._files.create_dir(os.path.dirname(path), recursive=True)
