@@ -56,7 +56,7 @@ from draco_ray.judging.reply_cache import CLAIM_SECONDS, ReplyCache, request_key
 from draco_ray.records import Message, Paid
 
 LONGEST_HINT_SECONDS = 60.0
-"""Longest wait that an endpoint may ask of one call; `draco_ray.judging.outage` limits that of the whole pool."""
+"""Longest wait that an endpoint may ask of one call; `draco_ray.judging.outage` has the limit for the whole pool."""
 
 
 @dataclass(slots=True)
@@ -70,7 +70,7 @@ class Call:
     key: str | None
     attempts: int
     patient: bool
-    """Whether failures do not count as attempts while the judge answers no call."""
+    """If True, failures do not count as attempts while the judge answers no call at all."""
     timeout: float
     """Seconds that one request may take."""
     started_at: float
@@ -97,8 +97,8 @@ class Call:
 
         Args:
             error: the reason.
-            billed: dollars that may be charged all the same.
-            counts: whether it counts towards `attempts` even for a patient call.
+            billed: dollars that may be charged anyway.
+            counts: whether the failure counts towards `attempts` even for a patient call.
         """
         self.error, self.guessed = error, self.guessed + billed
         if self.patient and not counts:
@@ -107,7 +107,7 @@ class Call:
             self.own += 1
 
     def note_grant(self, grant: Grant) -> None:
-        """Note a lease for the next request; replies to other calls tell whose fault the last failures were."""
+        """Note a lease for the next request; replies to other calls show whether the call caused the last failures."""
         if grant.answers > self.answers:
             # Another call was answered since; an outage may explain all but one of the failures.
             self.own, self.unexplained = self.own + min(self.unexplained, 1), 0
@@ -129,7 +129,7 @@ class Call:
             max_backoff: maximum without a hint.
         """
         if hint is not None:
-            # A little later than asked: an early request is refused again.
+            # Wait slightly longer than asked, because an early request is refused again.
             return min(hint, max(max_backoff, LONGEST_HINT_SECONDS)) + random.uniform(0, min(1.0, 0.1 * hint))
         doubled = FIRST_BACKOFF_SECONDS * 2.0 ** min(self.own + self.unexplained - 1, 30)
         ceiling = min(max_backoff, doubled)
@@ -169,7 +169,7 @@ class LiteLLMClient:
             sleep: sleeps between attempts; replaced by tests.
             leases: taken before every HTTP request; None: no limits, and calls do not wait for the end of an outage.
             servers: chooses the server of a request; None: the configured endpoint.
-            endpoint_counts: whether the endpoint is a part of the cache key: the model elsewhere is another judge.
+            endpoint_counts: whether the endpoint is part of the cache key, so that each endpoint is another judge.
             role: role of the model, for messages.
             settings: configuration keys of model and endpoint, for messages.
         """

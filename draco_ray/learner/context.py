@@ -98,12 +98,12 @@ class Context:
 
 
 def repeats(heads: int, workers: int) -> int:
-    """Number of copies of each head with which all workers get equally many; 1 where the heads divide."""
+    """Number of copies of each head, so that all workers get equally many; 1 if the heads divide evenly."""
     return lcm(heads, workers) // heads
 
 
 class DeltaNetHeads:
-    """A gated delta net (Qwen3.5 and 3.6) with this worker's heads only, on which the model's own forward runs.
+    """A gated delta net (Qwen3.5 and 3.6) with this worker's heads only; the model's own forward runs on it.
 
     Its input is the result of `exchanged`: the projections of all tokens for these heads.
     """
