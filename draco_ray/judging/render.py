@@ -1,7 +1,7 @@
 """Values of the placeholders in the judge's prompts. The formats are a contract: the offline rule judge parses them.
 
-Texts of a policy, an environment or a task stand in evidence blocks, whose first and last lines and headings carry a
-code that these texts cannot know (`evidence_code`); `escape` neutralises imitations. Texts of earlier judge calls are
+Texts of a policy, an environment or a task are put into evidence blocks, whose first and last lines and headings carry
+a code that these texts cannot know (`evidence_code`); `escape` neutralises imitations. Texts of earlier judge calls are
 JSON in which no string can start a line or close a block. Nothing is truncated here.
 
 =====================  ==============================================================================================
@@ -24,12 +24,12 @@ rubric_scores          JSON array of rubric_index, rubric_title, evaluator_instr
                        justification
 =====================  ==============================================================================================
 
-A turn of somebody else's (a user, another agent) stands under its role and has no number: ``[USER c0de]``, ``### USER
-[c0de]``. Of a rollout with several branches every turn names its own: ``[ASSISTANT c0de] (branch 2, step N)``, and in
-the summary a line ``Branch 2`` below the heading; what opened a branch stands before it under its role. Steps are
-numbered from 1; ``Reasoning`` is left out where a turn is only its action, an output where there is none.
+A turn of another speaker (a user, another agent) has its role as heading and no number: ``[USER c0de]``, ``### USER
+[c0de]``. In a rollout with several branches every turn names its branch: ``[ASSISTANT c0de] (branch 2, step N)``; in
+the summary, a line ``Branch 2`` follows the heading. The text that opened a branch precedes it, under its role. Steps
+are numbered from 1; ``Reasoning`` is left out if a turn is only its action, and an output if there is none.
 
-Untrusted text is escaped without a loss; `unescape` reverses it:
+Untrusted text is escaped losslessly; `unescape` reverses it:
 
 ===================================  ==============================================================
 what stands in the text              what the judge reads
@@ -170,7 +170,7 @@ def _prompt_blocks(messages: Iterable[Message], code: str) -> list[str]:
     return [
         f"[{message.role.upper()} {code}]\n{escape(message.content.strip())}"
         for message in messages
-        # The environment's facts list them.
+        # The environment's facts list the tools.
         if message.role != TOOLS
     ]
 
@@ -212,7 +212,7 @@ def _gap(turn: Turn, last: bool) -> str:
 
 def _outside_code(text: str, code: str) -> str:
     """The turn without the block that was executed, which is the last occurrence of that code."""
-    # Searched backwards with `partition`, which takes linear time; `rpartition` does not.
+    # Search backwards with `partition`, which takes linear time; `rpartition` does not.
     after, found, before = (part[::-1] for part in text[::-1].partition((code.strip("\r\n") or "<code>")[::-1]))
     if not found:
         before, after = "", text
