@@ -17,7 +17,7 @@
     ├── ClusterError         Ray does not start, or a process of the run was lost for good
     ├── StoreError           the run directory cannot be written
     ├── TraceError           nothing in the files given is a trace that can be read
-    ├── DamagedRun           a file of a run directory that is missing or damaged; the message names it
+    ├── DamagedRun           a file of a run directory that is not as a run writes it; the message names it
     ├── RunStopped           a run that learns nothing, or a step that never ends (resumable)
     ├── TooManyLost          an evaluation that lost more rollouts than it may (resumable)
     ├── CanaryFailed         engine and learner disagree: the adapter is not live or log-probs differ

@@ -86,7 +86,7 @@ class Task:
 
     task_id: str
     group: str = ""
-    """The scenario; its tasks are variants of each other, and SGC requires success in all of them. Empty: none."""
+    """The scenario that the task is a variant of; scenario goal completion needs success in all. Empty: none."""
     instruction: str
     fields: Mapping[str, str] = field(default_factory=dict)
     """Values for other placeholders of the agent's prompt."""

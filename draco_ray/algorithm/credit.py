@@ -15,7 +15,7 @@ from draco_ray.records import Attribution, BoolArray, CreditFallback, FloatArray
 
 
 class StepQuality(NamedTuple):
-    """What the credit call's citations say about the M steps of one trajectory."""
+    """Quality of the M steps of one trajectory, from the credit call's citations."""
 
     passed_M: IntArray
     """p_j: passed surviving criteria that cite step j."""
@@ -168,7 +168,7 @@ def is_inert(quality: StepQuality, fallback: CreditFallback, *, mixed_scores: bo
 
 
 def unanimous_attributions(verdict_K: IntArray) -> tuple[Attribution, ...]:
-    """Stands in for the credit call of a rollout whose verdicts all agree.
+    """The attributions of a rollout whose verdicts all agree, without a credit call.
 
     All steps, cited or not, then have the same quality, and Eq. ``credit`` gives every step the same total whichever
     steps are cited. So the first step is cited; if no verdict applies, nothing is.

@@ -8,7 +8,7 @@ To add one, subclass `AdvantageRule` and override the part of the chain that dif
 ====================  ==================================================================================================
 ``draco``             the method of the paper
 ``grpo``              A_i on every sampled token: vanilla GRPO on the rubric's reward; no credit call is made
-``no_dropout``        every criterion counts, also one that all members pass
+``no_dropout``        every criterion counts, even one that all members pass
 ``mixed_only``        a criterion counts only if some member passes it and another fails it
 ``no_std``            A = R - mean(R), not divided by the standard deviation
 ``score_verdicts``    step quality from the scoring verdicts, with the credit call's citations but not its overrulings

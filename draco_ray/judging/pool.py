@@ -287,5 +287,5 @@ class JudgePool:
         return Judgement(judged=nothing, archived=nothing, summary=summary)
 
     async def drain(self, seconds: float) -> None:
-        """Wait for phases whose caller was cancelled: their replies are paid for, and stored if they arrive."""
+        """Wait for phases whose caller was cancelled, so that their replies, which are paid for, can be stored."""
         await self._watched.drain(seconds)

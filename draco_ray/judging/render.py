@@ -228,14 +228,14 @@ def _criterion(criterion: Criterion) -> dict[str, object]:
 
 
 _SPECIAL = re.compile(
-    # Tags that no HTML has: with "_", ":" or "=" in them, of our prompts, and of chat templates. Special tokens with
-    # bars, DeepSeek's full-width ones included, <]minimax[>, <<SYS>>, <##IMAGE##>.
+    # Tags that are not HTML: those with "_", ":" or "=", those of our prompts, and those of chat templates. Special
+    # tokens with bars, including DeepSeek's full-width ones, <]minimax[>, <<SYS>>, <##IMAGE##>.
     r"<(?=\s*+/?\s*+(?i:(?=\w*[_:=\u2581])[\w:=.\-\u2581]{2,80}|task|rubrics|rollout|s|bos|eos|pad|unk|g?mask|[se]op|eo[dham]"
     r"|eom|cls|sep|think(?:ing)?|thoughts?|reasoning|answer|response|solution|observation|result|tools?|functions?"
     r"|param(?:eter)?s?|invoke|call|role|system|user|assistant|human|bot|image|filename|fim-\w{1,20}|0x[0-9a-fA-F]{2}"
     r"|PRE|SUF|MID|EOT|(?:unused|reserved|special|dummy|ctrl)\d{1,6})\s*+/?>"
     r"|\s*+/?[|\uff5c]|/?\w{1,40}[|\uff5c]|[\[\]]\w{1,40}[\[\]]>|</?SYS>>|##\w{1,40}##>)|\u25c1"
-    # Mistral's, BERT's, Apriel's, EXAONE's and MiniMax's.
+    # Special tokens of Mistral, BERT, Apriel, EXAONE and MiniMax.
     r"|\[(?=/?(?:INST|SYSTEM_PROMPT|AVAILABLE_TOOLS|TOOL_CALLS|TOOL_RESULTS|TOOL_CONTENT|THINK|ARGS|CALL_ID|IMG|PREFIX"
     r"|MIDDLE|SUFFIX|MODEL_SETTINGS|CLS|SEP|PAD|UNK|[gs]?MASK|BOS|EOS|REF|TTS|(?:BEGIN_)?AUDIO|TRANSCRIBE"
     r"|(?:UNUSED_TOKEN_|unused|control_)\d{1,6}|(?:BEGIN|END) FINAL RESPONSE)\]|e~\[|\|)|\](?=~!?b[\[\]])"

@@ -181,7 +181,7 @@ class _Exchange(torch.autograd.Function):
 
 
 class _Gather(torch.autograd.Function):
-    """V of W entries come from this worker, the rest from the others."""
+    """Gathers W entries; V of them come from this worker, the rest from the others."""
 
     @staticmethod
     def forward(ctx: Any, array_V: Tensor, mine_V: Tensor, total: int, group: ProcessGroup) -> Tensor:

@@ -181,7 +181,7 @@ class MonitoredWorkers(Generic[WorkerT]):
         try:
             await asyncio.wait({answer, abandoned}, return_when=asyncio.FIRST_COMPLETED)
         except asyncio.CancelledError:
-            # The worker goes on with the call, and its slot stays taken until the call ends.
+            # The worker continues with the call, so the slot stays in use until the call ends.
             task = asyncio.create_task(self._release_after(pooled, answer))
             self._cancelled_calls.add(task)
             task.add_done_callback(self._cancelled_calls.discard)
