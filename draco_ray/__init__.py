@@ -9,12 +9,12 @@ the jail of model-written code and AppWorld's virtual environment import this pa
 `judge`, `judge_sync`     a rubric, verdicts with evidence, the steps responsible, rewards and advantages of traces
 `step_advantages`         verdicts and citations of a group to an advantage per step: the paper's closed form
 `train`, `resume`         run and continue a training run (``pip install "draco-ray[train]"`` and an engine)
-`RunDirectory`            what a run leaves: its metrics, its tables, its checkpoints
+`RunDirectory`            the files of a run: its metrics, tables and checkpoints
 `surviving_criteria`      criteria that apply to some rollout of a group and do not pass everywhere
 `rubric_rewards`          verdicts to a reward per rollout
 `group_advantages_G`      rewards to an advantage per rollout (GRPO)
 `step_quality`            cited steps to a quality per step
-`Verdict`, `Attribution`  what a judge says of a criterion, and which steps it holds responsible
+`Verdict`, `Attribution`  a judge's rating of a criterion, and the steps it names as responsible
 `DracoError`              base of every error this package raises on purpose
 ========================  ==========================================================================================
 

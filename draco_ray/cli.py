@@ -72,7 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except DracoError as error:
         from draco_ray.terminal import plain
 
-        # One line, whatever was typed or received.
+        # Print one line, even if the message contains line breaks or control characters.
         print(f"draco: {plain(' '.join(str(error).splitlines()))}", file=sys.stderr)
         sys.exit(error.exit_code)
     except KeyboardInterrupt:

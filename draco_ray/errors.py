@@ -5,20 +5,20 @@
     ├── ConfigError          what the user typed: unknown key, value out of range, missing file
     ├── WorldError           an AppWorld data root or task that cannot be used
     ├── EnvironmentCrashed   an AppWorld server that died or hung (the rollout ends, the run goes on)
-    │   ├── WorldBroken      by the doing of the code that ran in it (the rollout has failed; it is not played again)
+    │   ├── WorldBroken      a rollout's own code broke its server (the rollout has failed; it is not retried)
     │   └── IsolationUnavailable  the host cannot confine model-written code as asked (the run stops)
-    ├── JudgeUnavailable     a judge that cannot be reached or refuses us (the run stops, resumable)
-    │   └── BudgetSpent      what judging may cost is spent (the run stops, resumable)
+    ├── JudgeUnavailable     a judge that cannot be reached or refuses requests (the run stops, resumable)
+    │   └── BudgetSpent      the judging budget is spent (the run stops, resumable)
     ├── RubricError          no criterion is left when a static rubric is authored
-    ├── ReplyError           a judge's reply that breaks its contract (asked once more, then the call fails)
+    ├── ReplyError           a judge's reply that breaks its contract (retried once, then the call fails)
     ├── EngineError          an engine that cannot load a model or an adapter
     ├── EngineAway           an engine that does not serve yet (its request goes to another, or waits)
     ├── LearnerError         a checkpoint that does not fit, or workers lost for good
     ├── ClusterError         Ray does not start, or a process of the run was lost for good
     ├── StoreError           the run directory cannot be written
     ├── TraceError           nothing in the files given is a trace that can be read
-    ├── DamagedRun           a file of a run directory that is not what a run wrote; the message names it
-    ├── RunStopped           a run that learns nothing or does not come to an end (resumable)
+    ├── DamagedRun           a file of a run directory that is not as a run writes it; the message names it
+    ├── RunStopped           a run that learns nothing, or a step that never ends (resumable)
     ├── TooManyLost          an evaluation that lost more rollouts than it may (resumable)
     ├── CanaryFailed         engine and learner disagree: the adapter is not live or log-probs differ
     └── TauBenchError        τ-bench cannot be run, or its results cannot be read
@@ -31,11 +31,11 @@ class DracoError(Exception):
     """Base of every error this package raises on purpose."""
 
     exit_code = 1
-    """Exit code of a command that it ends."""
+    """Exit code of a command that ends with this error."""
 
 
 class MissingExtra(DracoError, ImportError):
-    """A package is needed that an extra brings; the message names the extra."""
+    """A package of an extra is needed but not installed; the message names the extra."""
 
 
 class ConfigError(DracoError, ValueError):
@@ -89,7 +89,7 @@ class LearnerError(DracoError):
 
 
 class ClusterError(DracoError):
-    """Ray does not start, or a process of the run was lost more often than it is replaced."""
+    """Ray does not start, or a process of the run died more often than it may be restarted."""
 
 
 class StoreError(DracoError):
@@ -101,7 +101,7 @@ class TraceError(DracoError, ValueError):
 
 
 class DamagedRun(DracoError):
-    """A file of a run or an evaluation cannot be read, or does not hold what is written there."""
+    """A file of a run or an evaluation cannot be read, or its content is not what was written."""
 
 
 class RunStopped(DracoError):

@@ -9,8 +9,9 @@
 Arrows pass object references: a trajectory is written once, and readers map that copy. A rollout is judged as soon as
 it ends, while others are still generating; a group's gradients are accumulated as soon as its advantages exist.
 
-``algorithm.merge_proposals`` joins the stage2 calls of a group, ``merge_verdicts`` score and credit of a rollout; with
-``rubric_visits`` a task's rubric is carried over to its next visit, where proposals extend it, and then kept.
+``algorithm.merge_proposals`` merges a group's stage2 calls into one, ``merge_verdicts`` a rollout's score and credit.
+With ``rubric_visits`` a task's rubric is carried over to its next visits: proposals extend it in that many visits, and
+after them it no longer changes.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from draco_ray.runs.carried import Carried
 from draco_ray.summaries import AdvantageSummary, PhaseSummary, RewardSummary, RolloutSummary
 
 MOST_GROUPS = 1_000_000
-"""Priorities per step, so that every group of a step comes before those of the next."""
+"""Number of priority values per step: every group of a step comes before those of the next step."""
 
 
 Wait = Callable[[str, str], AbstractContextManager[None]]
@@ -85,7 +86,7 @@ class Pipeline:
     """Runs groups through the graph. ``keep`` stores results; ``watch`` is called at every change.
 
     ``wait`` is a context manager, entered with a kind and a name while waiting. ``static_rubric`` is a reference to the
-    fixed rubric as a `Judged`, if there is one. ``carried`` is what tasks carry over into the first step.
+    fixed rubric as a `Judged`, if there is one. ``carried`` maps tasks to the rubrics they bring into the first step.
     """
 
     def __init__(
@@ -136,7 +137,7 @@ class Pipeline:
     async def _played(
         self, group: Group, existing: asyncio.Task[Judgement] | Judged[Rubric] | None
     ) -> ray.ObjectRef[Any] | None:
-        """rollout ×G, and all that follows."""
+        """rollout ×G, and everything after it in the graph."""
         members = await gather_or_cancel(
             self._member(group, rollout, existing) for rollout in range(self._config.group_size)
         )
@@ -151,7 +152,7 @@ class Pipeline:
         return await self._plain_reward(group, [m for m, _ in played])
 
     def _existing(self, group: Group) -> asyncio.Task[Judgement] | Judged[Rubric] | None:
-        """What proposals add to: stage1's criteria or the rubric carried over; None if there are no proposals."""
+        """The criteria that proposals extend: stage1's or the rubric carried over; None if there are no proposals."""
         carried = self._carried.get(group.task_id, Carried())
         if not self._dynamic or carried.visits >= (self._config.rubric_visits or math.inf):
             return None
@@ -177,7 +178,7 @@ class Pipeline:
         if member is None:
             return None
         group.rollouts.append(member.summary)
-        # Stored before it is judged, so that a resumed run asks the same questions and finds the replies in the cache.
+        # Store the rollout before judging it: a resumed run then asks the same questions and finds cached replies.
         with self._wait("writing of a rollout", f"{group.name}/{rollout}"):
             await self._keep.trajectory.remote(group.step, member.trajectory)
         self._watch(group)
@@ -242,9 +243,9 @@ class Pipeline:
         proposals: list[Judgement],
         existing: asyncio.Task[Judgement] | Judged[Rubric],
     ) -> Any:
-        """The group's rubric, as a reference or itself: a new one, or that of the last visit with what is added.
+        """The group's rubric or a reference to it: a new one, or the last visit's rubric with additions.
 
-        Returns: None if there is none: the group has failed.
+        Returns: None if no rubric could be made; the group has then failed.
         """
         stage1 = None if isinstance(existing, Judged) else await existing
         trajectories = [member.trajectory for member in members]
@@ -275,7 +276,7 @@ class Pipeline:
         return union.judged
 
     async def _extended(self, carried: Any, added: Judgement) -> Judged[Rubric]:
-        """The rubric carried over with what was added, if anything."""
+        """The rubric carried over, with the added criteria, if any."""
         return Judged(value=(*carried.value, *((await _value(added.judged)).value or ())))
 
     async def _plain_reward(self, group: Group, members: list[FinishedRollout]) -> ray.ObjectRef[Any]:
@@ -357,7 +358,7 @@ class Pipeline:
 
 
 async def _value(judged: Any) -> Judged[Any]:
-    """A phase's result, itself or by reference."""
+    """A phase's result, given directly or as a reference."""
     found: Judged[Any] = judged if isinstance(judged, Judged) else await judged
     return found
 

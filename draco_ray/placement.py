@@ -1,4 +1,4 @@
-"""The node of actors that need no resources."""
+"""Node placement for actors that need no resources."""
 
 from __future__ import annotations
 

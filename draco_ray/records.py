@@ -31,10 +31,10 @@ PROGRAM = "program"
 
 
 class EpisodeEnd(StrEnum):
-    """What stopped the agent's loop; `Termination` is how the rollout counts."""
+    """Why the agent loop stopped. `Termination` is the category recorded for the rollout."""
 
     FINISHED = "finished"
-    """The agent ended it by a turn without an action."""
+    """The agent ended the loop with a turn that has no action."""
     TURN_LIMIT = "turn_limit"
     RESPONSE_LIMIT = "response_limit"
     """The next turn or observation would exceed the response length."""
@@ -43,26 +43,26 @@ class EpisodeEnd(StrEnum):
     SERVER_ERROR = "server_error"
     """The environment's process was lost for another reason: the rollout is retried."""
     UNSTATED = "unstated"
-    """Not known, for traces of other agents."""
+    """Unknown; used for traces of other agents."""
 
 
 class Termination(StrEnum):
-    """How a rollout ended, according to the environment; `FINISHED` if it has no modes of its own."""
+    """How a rollout ended, according to the environment; `FINISHED` if the environment defines no modes."""
 
     SUBMITTED = "submitted"
-    """AppWorld: it called ``complete_task``."""
+    """AppWorld: the agent called ``complete_task``."""
     GAVE_UP = "gave_up"
-    """AppWorld: it called ``complete_task`` with status "fail", or stopped without calling it."""
+    """AppWorld: the agent called ``complete_task`` with status "fail", or stopped without calling it."""
     NO_ACTION = "no_action"
-    """It ended without a step."""
+    """The rollout ended without a step."""
     RESPONSE_LIMIT = "response_limit"
     TURN_LIMIT = "turn_limit"
     CRASHED = "crashed"
-    """Its code ended or broke its environment."""
+    """The agent's code ended or broke its environment."""
     SERVER_ERROR = "server_error"
-    """It was lost: its environment failed in every attempt."""
+    """The rollout was lost: its environment failed in every attempt."""
     FINISHED = "finished"
-    """The agent ended it."""
+    """The agent ended the rollout."""
 
     @classmethod
     def shown(cls, used: Iterable[Termination]) -> list[Termination]:
@@ -86,12 +86,12 @@ class Task:
 
     task_id: str
     group: str = ""
-    """The scenario of which the tasks of a group are variants; for SGC all must succeed. Empty: none."""
+    """The scenario that the task is a variant of; scenario goal completion needs success in all. Empty: none."""
     instruction: str
     fields: Mapping[str, str] = field(default_factory=dict)
     """Values for other placeholders of the agent's prompt."""
     tools: str = ""
-    """Its tools: a JSON array of function schemas as in OpenAI's ``tools``. Empty: none."""
+    """The task's tools: a JSON array of function schemas as in OpenAI's ``tools``. Empty: none."""
 
     @property
     def scenario(self) -> str:
@@ -116,7 +116,7 @@ class Turn:
     action: str | None
     """The action, e.g. the content of the code block; None for a message or a gap."""
     observation: str | None
-    """The observation as shown to the policy, already cut; None if there was no action."""
+    """The observation as shown to the policy, already truncated; None if there was no action."""
     first_token: int
     last_token: int
     """Half-open span ``[first_token, last_token)`` of the turn's sampled tokens in ``Trajectory.token_ids_T``."""
@@ -134,7 +134,7 @@ class Turn:
 
     @property
     def is_step(self) -> bool:
-        """Whether it acted or delivered a message."""
+        """Whether the turn acted or delivered a message."""
         return self.action is not None or self.message
 
 
@@ -142,16 +142,16 @@ def is_step(*, acts: bool, message: str = "", answered: bool = False) -> bool:
     """The definition of a step (docs/method.md): a turn of the policy that has a recipient.
 
     Args:
-        acts: it calls a tool or runs code.
+        acts: whether the turn calls a tool or runs code.
         message: its text after the reasoning, to a user, a caller or another agent; empty if nobody received it.
-        answered: whether it was answered.
+        answered: whether the turn was answered.
     """
     return acts or answered or bool(message.strip())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Usage:
-    """Usage of a policy's turns; can be added."""
+    """Tokens, requests and cost of a policy's turns; add two with ``+``."""
 
     calls: int = 0
     """Turns sampled."""
@@ -221,7 +221,7 @@ class Trajectory:
     branches: tuple[int, ...] = (0,)
     """Start of each branch in the arrays, ascending from 0; tokens do not attend to other branches."""
     scenario: str = ""
-    """The task's scenario: its group, or its id; empty: unknown, so the task counts alone."""
+    """The task's scenario: its group, or its id. Empty: unknown; the task then counts as its own scenario."""
 
     def __post_init__(self) -> None:
         lengths = {len(self.token_ids_T), len(self.sampled_T), len(self.logprob_T), len(self.step_T)}
@@ -278,7 +278,7 @@ class ScoredCriterion:
     evidence: str = ""
     justification: str = ""
     steps: tuple[int, ...] | None = None
-    """The steps responsible, as of `Attribution.steps`, if the same call named them."""
+    """The steps responsible (see `Attribution.steps`), if the scoring call also named them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -295,7 +295,7 @@ class Attribution:
 
     @classmethod
     def of_scores(cls, scores: Iterable[ScoredCriterion]) -> tuple[Attribution, ...]:
-        """The attributions that a call gave together with its verdicts."""
+        """The attributions from a call that returned verdicts and steps together."""
         return tuple(
             cls(criterion=index, verdict=score.verdict, steps=score.steps or (), explanation=score.justification)
             for index, score in enumerate(scores)
@@ -339,9 +339,9 @@ class JudgeCall:
     started_at: float
     seconds: float
     requests: int
-    """Number of HTTP requests, including retries; 0: from the durable reply cache."""
+    """Number of HTTP requests, including retries; 0 if the reply came from the durable cache."""
     error: str | None = None
-    """Why the reply could not be used; None if it was."""
+    """Why the reply could not be used; None if it was used."""
     reasoning_tokens: int = 0
     """Part of ``output_tokens`` spent on reasoning."""
     estimated_dollars: float = 0.0
@@ -364,13 +364,13 @@ class Judged(Generic[ValueT]):
     error: str | None = None
     notes: tuple[str, ...] = ()
     """Problems tolerated in a usable reply (too many criteria, a translated title, a verdict without a step), and
-    whether the prompt was cut."""
+    whether the prompt was truncated."""
     left_out: int = 0
     """Number of characters cut from the prompt to fit the judge's context."""
     looked_at: int = 0
-    """Number of verdicts whose justifications were read again (`draco_ray.judging.judge`)."""
+    """Number of verdicts whose justifications were checked (`draco_ray.judging.judge`)."""
     contradicted: int = 0
-    """Number of those whose justification argues for another verdict."""
+    """Number of checked verdicts whose justification argues for another verdict."""
 
     @property
     def ok(self) -> bool:
@@ -430,7 +430,7 @@ class TrainingSample:
     policy_version: int
     token_ids_T: IntArray
     loss_mask_T: BoolArray
-    """Sampled tokens: the valid tokens of the token-mean and of the KL term."""
+    """Whether the policy sampled the token; the token-mean and the KL term count only these tokens."""
     advantage_T: FloatArray
     """a_j on the tokens of step j, 0 elsewhere; A_i on every sampled token where there is no credit or no step."""
     logprob_T: FloatArray
@@ -444,7 +444,7 @@ class Adapter:
     """A LoRA adapter in PEFT's format, sent from the learner to the engines."""
 
     version: int
-    """Training steps it has learned from; 0: untrained."""
+    """Number of training steps it was trained for; 0: untrained."""
     config: dict[str, object]
     """PEFT's ``adapter_config.json``."""
     tensors: dict[str, FloatArray]
@@ -481,7 +481,7 @@ class Evaluation:
 
     @property
     def lost(self) -> bool:
-        """Whether every attempt crashed, not because of the policy; counts as a failure and is shown as lost."""
+        """Whether every attempt crashed for reasons other than the policy; counted as a failure, shown as lost."""
         return LOST in self.failures
 
 

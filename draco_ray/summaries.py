@@ -31,7 +31,7 @@ class RolloutSummary:
     seconds_executing: float
     started_at: float
     ended_at: float
-    """Begin and end, in Unix seconds, of the time it held its environment slot."""
+    """Start and end, in Unix seconds, of the time the rollout held its environment slot."""
     usage: Usage = field(default_factory=Usage)
 
 
@@ -55,9 +55,9 @@ class PhaseSummary:
     ended_at: float
     looked_at: int = 0
     contradicted: int = 0
-    """Number of verdicts whose justifications were read again, and of those that contradict it."""
+    """Number of verdicts whose justification was checked, and number of those that it contradicts."""
     prompt_cut: bool = False
-    """Whether the prompt was cut."""
+    """Whether the prompt was truncated."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +72,7 @@ class RewardSummary:
     scored: tuple[int, ...]
     """Rollouts that have a reward."""
     rewards: tuple[float, ...]
-    """R_i of each."""
+    """R_i of each scored rollout."""
     applicable: int
     passed: int
     """Number of applicable verdicts of all criteria and rollouts, and of those that passed."""
@@ -89,7 +89,7 @@ class AdvantageSummary:
 
     rollouts: tuple[int, ...]
     rewards: tuple[float, ...]
-    """R_i of each."""
+    """R_i of each rollout."""
     inert: int
     fallbacks: dict[str, int]
     active_spreads: tuple[float, ...]

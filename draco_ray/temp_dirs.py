@@ -22,7 +22,8 @@ from pathlib import Path
 from typing import Any
 
 PREFIX = f"draco-{zlib.crc32(os.uname().nodename.encode()) & 0xFFFFFF:06x}-"
-"""Contains a hash of the host name: locks may not be visible across hosts. Short: Unix socket paths are."""
+"""Contains a hash of the host name: locks may not be visible across hosts. It is short, because Unix
+socket paths must be."""
 
 _numbers = itertools.count()
 _roots: dict[Path, int] = {}
@@ -71,7 +72,7 @@ def _root(place: Path) -> Path:
         with contextlib.suppress(FileNotFoundError):
             lock = lock_shared(root)
             if root.exists():
-                # Other users, as whom tasks may run, can traverse it.
+                # Let other users traverse it: tasks may run as them.
                 root.chmod(0o711)
                 _roots[root] = lock
                 return root
@@ -92,7 +93,7 @@ def remove_abandoned(place: Path) -> None:
 def lock_shared(directory: Path) -> int:
     """Take a shared lock: the directory is not abandoned until the descriptor is closed or this process ends."""
     descriptor = _opened(directory)
-    with contextlib.suppress(OSError):  # Without file locks nothing is removed either.
+    with contextlib.suppress(OSError):  # Without file locks, no process removes anything either.
         fcntl.flock(descriptor, fcntl.LOCK_SH)
     return descriptor
 
@@ -138,7 +139,7 @@ def remove_tree(folder: str, *, itself: bool = True, uid: int | None = None) -> 
 
     if find("-delete"):
         return True
-    # Directories whose mode locks out even their owner.
+    # Make directories accessible whose mode locks out even their owner.
     find("-type", "d", "!", "-perm", "-u=rwx", "-execdir", "chmod", "u+rwx", "{}", ";")
     return find("-delete")
 
@@ -150,7 +151,7 @@ def _end() -> None:
 
 
 def _forget() -> None:
-    """After a fork, in the child: the directories belong to the parent, which removes them."""
+    """Forget the directories in a forked child: they belong to the parent, which removes them."""
     global _changing
     _changing = threading.Lock()
     for lock in _roots.values():

@@ -1,4 +1,4 @@
-"""Terminal output without control sequences from printed texts."""
+"""Terminal output that escapes control sequences in the printed text."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class PlainConsole(Console):
     """Prints names, paths and untrusted texts without markup and control characters."""
 
     def __init__(self, **options: Any) -> None:
-        """``options``: as of `rich.console.Console`."""
+        """``options`` are those of `rich.console.Console`."""
         super().__init__(**{"markup": False, "emoji": False, "highlight": False, "soft_wrap": True} | options)
 
     def render_str(self, text: str, **options: Any) -> Text:

@@ -2,9 +2,9 @@
 
 ==================  ================================================================================================
 `verdicts`          the store of verdicts, which judging writes and advantage estimators read
-`credit`            judging into the store, from messages or tokens
-`tokens`            step advantages to tokens
-`conversations`     conversations in memory to judged groups: what the others stand on
+`credit`            judges messages or tokens and stores the verdicts
+`tokens`            assigns step advantages to tokens
+`conversations`     judges groups of conversations in memory; the other adapters use it
 `trl`, `trl_async`  a reward function and per-token advantages for TRL's GRPOTrainer and AsyncGRPOTrainer
 `verl`              a manager of agent loops and an estimator for verl's trainer
 `skyrl`             a trainer class for SkyRL, step-wise trajectories included
@@ -17,5 +17,5 @@
 `art`               ART's ``ruler_score_group``, with rubric, verdicts and step advantages
 ==================  ================================================================================================
 
-Each imports its framework only when it is used; none of them is a dependency.
+Each module imports its framework only when used; no framework is a dependency.
 """

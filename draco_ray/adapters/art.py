@@ -4,8 +4,8 @@
 
     judged_group = await draco_score_group(group, "openai/gpt-5.4", budget=5.0)
 
-As with RULER, ``None`` comes back for a group that could not be judged, and rewards that were there before stand among
-the metrics as ``independent_reward``. What is new is in the logs and in ``metadata["step_advantages"]``.
+As with RULER, the result is ``None`` for a group that could not be judged, and the earlier rewards are kept in the
+metric ``independent_reward``. Verdicts are in the logs, step advantages in ``metadata["step_advantages"]``.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ async def draco_score_group(
         group: an ``art.TrajectoryGroup``; it is not changed.
         judge_model: LiteLLM's name of the judge.
         swallow_exceptions: return None instead of raising.
-        options: of `draco_ray.judge`.
+        options: options of `draco_ray.judge`.
 
-    Returns: a new group with rewards; None where it could not be judged.
+    Returns: a new group with rewards; None if it could not be judged.
 
     Raises: as `draco_ray.judge`, unless swallowed.
     """
@@ -55,7 +55,7 @@ def _write(trajectory: Any, trace: JudgedTrace) -> None:
     trajectory.metrics["independent_reward"] = trajectory.reward
     trajectory.metrics["draco_score"] = trace.reward
     trajectory.reward = trace.reward
-    # Metadata of ART holds plain values only.
+    # ART's metadata can hold plain values only.
     trajectory.metadata["step_advantages"] = json.dumps([step.advantage for step in trace.steps])
     for each in trace.verdicts:
         steps = f" (steps {', '.join(map(str, each.steps))})" if each.steps else ""

@@ -1,4 +1,4 @@
-"""Conversations that a trainer has in memory, judged in the order in which it has them."""
+"""Judges conversations that a trainer holds in memory; the results keep their order."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from draco_ray.traces.results import JudgedTrace
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JudgedConversation:
-    """One conversation's part."""
+    """The result of one conversation."""
 
     trace: JudgedTrace
     acted: tuple[bool, ...]
-    """Of each of the agent's turns: whether it is a step."""
+    """For each of the agent's turns, whether it is a step."""
 
     @property
     def quality(self) -> list[float | None]:
@@ -34,13 +34,13 @@ async def judge_conversations(
     """Judge records of any format that `draco_ray.load_traces` knows; records with equal ``task_id`` are a group.
 
     Args:
-        records: ``{"task_id": ..., "messages": [...]}``, say.
+        records: for example ``{"task_id": ..., "messages": [...]}``.
         model: the judge.
-        options: of `draco_ray.judge`.
+        options: options of `draco_ray.judge`.
 
-    Returns: one a record, in their order; None where a record is no trace.
+    Returns: one result per record, in order; None for a record that is not a trace.
 
-    Raises: as `draco_ray.judge`; TraceError where no record is a trace.
+    Raises: as `draco_ray.judge`; TraceError if no record is a trace.
     """
     groups = groups_of(records)
     found: list[JudgedConversation | None] = [None] * len(records)
@@ -52,18 +52,18 @@ async def judge_conversations(
 
 
 class Judging:
-    """`judge_conversations` with the same options again and again; a budget holds over all of its calls.
+    """Calls `judge_conversations` repeatedly with the same options; a budget covers all of the calls.
 
-    With ``out`` each call has a run directory of its own, ``out/00001`` and so on. Replies and the sum that is spent
-    are in ``out/judge_cache``: a restarted process pays for nothing twice and stays within the budget.
+    With ``out`` each call has a run directory of its own, ``out/00001`` and so on. Replies and the amount spent are
+    stored in ``out/judge_cache``, so a restarted process pays for no reply twice and stays within the budget.
     """
 
     def __init__(self, model: str | None, **options: Unpack[JudgeOptions]) -> None:
-        """Check what can be checked before anything is judged; the arguments are those of `draco_ray.judge`.
+        """Check the arguments, which are those of `draco_ray.judge`, before anything is judged.
 
         Raises:
-            TypeError: an option that it does not have.
-            ConfigError: one that cannot be used.
+            TypeError: an unknown option.
+            ConfigError: an option that cannot be used.
         """
         inspect.signature(judge).bind([], model, **options)
         self._complete, out = options.pop("complete", None), options.pop("out", None)
@@ -85,11 +85,11 @@ class Judging:
         )
 
     async def _opened(self) -> Meter:
-        """The judge of this event loop, with what is left of the budget."""
+        """The judge for this event loop, with the remaining budget."""
         if self._loop is not (loop := asyncio.get_running_loop()):
             self._spent += self._meter.dollars
             config, budget = self._plan.config, self._plan.config.judge.limits.dollars
-            # With ``out`` the replies' book says what is spent, that of earlier processes included.
+            # With ``out`` the reply cache records what was spent, also by earlier processes.
             if budget is not None and self._out is None:
                 limits = config.judge.limits.model_copy(update={"dollars": max(0.0, budget - self._spent)})
                 config = config.model_copy(update={"judge": config.judge.model_copy(update={"limits": limits})})
@@ -100,6 +100,6 @@ class Judging:
 
 
 def _next_folder(out: Path) -> Path:
-    """``out/00001``, or the number after the largest that is there."""
+    """``out/00001``, or the number after the largest existing one."""
     numbers = [int(path.name) for path in out.glob("[0-9]" * 5)]
     return out / f"{max(numbers, default=0) + 1:05d}"

@@ -1,4 +1,4 @@
-"""Judging into the verdict store: what the trainers' adapters have in common."""
+"""Judging and storing verdicts: the common part of the trainers' adapters."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from draco_ray.traces.library import JudgeOptions
 
 
 class CreditJudge:
-    """A judge whose verdicts go into a store."""
+    """A judge whose verdicts are stored."""
 
     def __init__(
         self,
@@ -33,7 +33,7 @@ class CreditJudge:
             model: LiteLLM's name of the judge; None: that of ``config``.
             store: a verdict store or its file; None: a temporary file.
             missing: see `VerdictStore`.
-            options: of `draco_ray.judge`: budget (of all calls together), rubric, api_base, out, ...
+            options: options of `draco_ray.judge`: budget (of all calls together), rubric, api_base, out, ...
 
         Raises: see `Judging` and `VerdictStore`.
         """
@@ -43,19 +43,19 @@ class CreditJudge:
     async def verdicts(
         self, records: Sequence[Mapping[str, Any]], tokens: Sequence[Sequence[int] | None] | None = None
     ) -> list[StepVerdict]:
-        """Judge trajectories, without storing.
+        """Judge trajectories without storing the verdicts.
 
         Args:
-            records: as of `judge_conversations`; those with equal ``task_id`` are a group.
-            tokens: sampled tokens of each turn of each record, where they are known.
+            records: see `judge_conversations`; records with equal ``task_id`` are a group.
+            tokens: number of sampled tokens of each turn of each record, if known.
 
-        Returns: one for each record. Raises: as `draco_ray.judge`.
+        Returns: one verdict per record. Raises: as `draco_ray.judge`.
         """
         counts = [None] * len(records) if tokens is None else tokens
         return [StepVerdict.of(*each) for each in zip(await self._judging(records), counts, strict=True)]
 
     async def judge(self, keys: Sequence[TrajectoryKey], *arguments: Any) -> list[StepVerdict]:
-        """`verdicts`, which are also stored under the keys."""
+        """Like `verdicts`, but also store the verdicts under the keys."""
         found = await self.verdicts(*arguments)
         self.store.put(dict(zip(keys, found, strict=True)))
         return found
@@ -68,16 +68,16 @@ class CreditJudge:
 
 
 def trajectory_key(prompt: Any, completion: Any) -> TrajectoryKey:
-    """The key of a completion: the content names it, so that shuffled and repeated samples are found."""
+    """The key of a completion, made from its content, so that shuffled and repeated samples are found."""
     return TrajectoryKey(digest(repr(prompt)), "", digest(list(completion)))
 
 
 def conversation_of_tokens(
     prompt: str | Sequence[Mapping[str, Any]], token_ids: Sequence[int], mask: ArrayLike, decode: Callable[[Any], str]
 ) -> tuple[list[dict[str, Any]], list[int]]:
-    """The conversation that a trainer holds as tokens, for hosts that keep no messages.
+    """Rebuild a conversation from its tokens, for trainers that keep no messages.
 
-    Each run of sampled tokens is a turn of the agent; what stands between two runs is the environment's answer.
+    Each run of sampled tokens is a turn of the agent; the tokens between two runs are the environment's answer.
 
     Args:
         prompt: text, or messages.

@@ -8,7 +8,7 @@
 
     scan([draco_scanner("openai/gpt-5.4", budget=5.0)], transcripts=transcripts_from("logs"))
 
-Both see one run at a time: the rubric is written for its task and its run, and there is no group to compare it with.
+Both see one run at a time: the rubric is written from its task and this one run, without a group to compare it with.
 `draco judge LOG.eval` judges all epochs of a sample together.
 """
 
@@ -26,7 +26,7 @@ def draco_scorer(model: str | None = None, **options: Any) -> Any:
 
     Args:
         model: LiteLLM's name of the judge; None: that of ``config``.
-        options: of `draco_ray.judge`: budget (of all samples together), rubric, api_base, out, ...
+        options: options of `draco_ray.judge`: budget (of all samples together), rubric, api_base, out, ...
 
     Raises: see `Judging`.
     """
@@ -68,7 +68,7 @@ def draco_scanner(model: str | None = None, **options: Any) -> Any:
 async def _judged(
     judging: Judging, task: str, messages: Sequence[Any]
 ) -> tuple[float | None, str, dict[str, Any] | None]:
-    """Pass share, a line a criterion, and the verdicts of a run; None and the reason where it could not be judged."""
+    """A run's pass share, a line per criterion, and its verdicts; None and the reason if it could not be judged."""
     record = {"task_id": task, "messages": [each.model_dump(mode="json", exclude_none=True) for each in messages]}
     try:
         (judged,) = await judging([record])

@@ -4,8 +4,8 @@
     runpy.run_module("openrlhf.cli.train_ppo_ray", run_name="__main__")
 
 The judge's reward replaces the agent function's. OpenRLHF's estimator (rloo, reinforce_baseline, group_norm or dr_grpo)
-makes an advantage A_i of it, which is then spread over the sampled tokens of each step. A sample that could not be
-judged gets advantage 0 and counts in nobody's baseline; only the whitening of reinforce_baseline sees it.
+computes an advantage A_i from it, which is then spread over the sampled tokens of each step. A sample that could not be
+judged gets advantage 0 and counts in no baseline; only the whitening of reinforce_baseline includes it.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ CORRECTIONS = {
     "reinforce_baseline": lambda size, judged: 1.0,
     "dr_grpo": lambda size, judged: 1.0,
 }
-"""For each estimator, by what A_i changes where ``size - judged`` samples of a group leave it that had its mean."""
+"""Estimator -> factor that corrects A_i if ``size - judged`` samples of a group had no reward and got the mean."""
 
 
 class OpenRLHFCredit(CreditJudge):
     """A judge of OpenRLHF's samples."""
 
     def install(self) -> None:
-        """Make OpenRLHF's synchronous trainer, which this process is going to start, train with step credit."""
+        """Patch OpenRLHF's synchronous trainer to use step credit; call this before the trainer starts."""
         import ray
         from openrlhf.trainer import ppo_trainer
 
@@ -43,7 +43,7 @@ class OpenRLHFCredit(CreditJudge):
         host: Any = ppo_trainer.PPOTrainer.__ray_metadata__.modified_class
 
         class StepCreditTrainer(host):
-            """OpenRLHF's trainer, whose process looks the class of its experience maker up by name."""
+            """OpenRLHF's trainer, whose process looks up its experience maker's class by name."""
 
             def __init__(self, *arguments: Any, **options: Any) -> None:
                 ppo_trainer.RemoteExperienceMaker = credit.experience_maker(maker)
@@ -52,7 +52,7 @@ class OpenRLHFCredit(CreditJudge):
         ppo_trainer.PPOTrainer = ray.remote(StepCreditTrainer)
 
     def experience_maker(self, base: Any) -> type:
-        """``base``, OpenRLHF's RemoteExperienceMaker, with step credit. It raises ConfigError for other settings."""
+        """Add step credit to ``base``, OpenRLHF's RemoteExperienceMaker; raises ConfigError for other settings."""
         credit = self
 
         class StepCreditExperienceMaker(base):
@@ -77,8 +77,8 @@ class OpenRLHFCredit(CreditJudge):
         """Judge samples, and write rewards into them.
 
         Args:
-            samples: OpenRLHF's Experiences of one sample each; ``size`` in a row are a group.
-            size: samples of a prompt.
+            samples: OpenRLHF's Experiences of one sample each; every ``size`` consecutive ones are a group.
+            size: number of samples per prompt.
             decode: token ids to text.
         """
         import torch
@@ -95,7 +95,7 @@ class OpenRLHFCredit(CreditJudge):
         verdicts = self.judge_sync(keys, records, tokens)
         for begin in range(0, len(samples), size):
             rewards = [verdict.reward for verdict in verdicts[begin : begin + size]]
-            # OpenRLHF needs groups of one size: a sample without a reward has the mean, which moves no baseline.
+            # OpenRLHF needs groups of one size: a sample without a reward gets the mean, which changes no baseline.
             known = [reward for reward in rewards if reward is not None]
             mean = sum(known) / max(len(known), 1)
             for sample, reward in zip(samples[begin : begin + size], rewards, strict=True):
@@ -103,12 +103,12 @@ class OpenRLHFCredit(CreditJudge):
                 sample.info["reward"] = sample.rewards
 
     def spread(self, experiences: Sequence[Any], size: int, estimator: str) -> None:
-        """Spread A_i, which all tokens of a row have, over the row's steps.
+        """Spread A_i, so far the same on all tokens of a row, over the row's steps.
 
         Args:
-            experiences: OpenRLHF's, with ``advantages`` (B, T) and ``index``.
-            size: samples of a prompt.
-            estimator: OpenRLHF's name of it.
+            experiences: OpenRLHF's Experiences, with ``advantages`` (B, T) and ``index``.
+            size: number of samples per prompt.
+            estimator: OpenRLHF's name of the advantage estimator.
 
         Raises: MissingVerdict: see `VerdictStore.spread`.
         """
@@ -131,7 +131,7 @@ class OpenRLHFCredit(CreditJudge):
 
 
 def _keys(experience: Any) -> list[TrajectoryKey]:
-    """A key for each row: its tokens name it."""
+    """A key for each row, made from its tokens."""
     rows = zip(experience.sequences, experience.attention_mask, strict=True)
     return [TrajectoryKey("openrlhf", "", digest(ids[shown.bool()].tolist())) for ids, shown in rows]
 

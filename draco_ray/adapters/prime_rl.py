@@ -8,9 +8,9 @@ that adds one. With it:
     import_path = "draco_ray.adapters.prime_rl.StepCreditAlgorithm"
     kwargs = { model = "openai/gpt-5.4", budget = 50.0 }
 
-The judge's reward is added to each trace as ``draco``. prime-rl's own GRPO (length penalty included) makes an
-advantage of each trace's reward, which is spread over the sampled tokens of each step. A trace that could not be judged
-gets 0 and counts in nobody's baseline.
+The judge's reward is added to each trace as ``draco``. prime-rl's own GRPO (length penalty included) computes an
+advantage from each trace's reward, which is spread over the sampled tokens of each step. A trace that could not be
+judged gets advantage 0 and counts in no baseline.
 """
 
 from __future__ import annotations

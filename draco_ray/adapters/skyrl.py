@@ -6,10 +6,10 @@
         def get_trainer(self, *arguments, **options):
             return credit.trainer(RayPPOTrainer)(*arguments, **options)
 
-The judge's reward replaces the environment's. SkyRL's own estimator (GRPO, RLOO, MAXRL) makes an advantage A_i of
+The judge's reward replaces the environment's. SkyRL's own estimator (GRPO, RLOO, MAXRL) computes an advantage A_i from
 it, which is then spread over the sampled tokens of each step; with ``step_wise_trajectories`` over all rows of a
 trajectory, where SkyRL repeats one number. A trajectory that could not be judged is masked out of the loss and counts
-in nobody's baseline.
+in no baseline.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ class SkyRLCredit(CreditJudge):
     """A judge of SkyRL's generator outputs."""
 
     _failed: frozenset[TrajectoryKey] | set[TrajectoryKey] = frozenset()
-    """Trajectories of the latest output without a reward, by all of their response tokens."""
+    """Trajectories of the latest output without a reward; the keys are made from all of their response tokens."""
 
     def trainer(self, base: Any) -> type:
-        """``base``, a RayPPOTrainer of SkyRL, with step credit.
+        """Add step credit to ``base``, a RayPPOTrainer of SkyRL.
 
         Raises: ConfigError: a version of SkyRL that computes advantages elsewhere.
         """
@@ -46,7 +46,7 @@ class SkyRLCredit(CreditJudge):
         credit = self
 
         class StepCreditTrainer(base):
-            """Judges what was generated, and spreads the advantages that SkyRL computes."""
+            """Judges the generated trajectories, and spreads the advantages that SkyRL computes."""
 
             def postprocess_generator_output(
                 self, generator_output: Any, uids: list[str], *arguments: Any, **options: Any
@@ -59,7 +59,7 @@ class SkyRLCredit(CreditJudge):
                 mask = data["loss_mask"].cpu().numpy()
                 ids = data["sequences"].cpu().numpy()[:, -mask.shape[1] :]
                 shown = data["response_mask"].cpu().numpy() != 0
-                # A group of its own keeps a trajectory without reward out of the others' baseline.
+                # Put a trajectory without reward in a group of its own, so that it does not count in the baseline.
                 for rows in _trajectories(len(uids), last):
                     if _key(uids[rows[0]], [ids[row][shown[row]] for row in rows]) in credit._failed:
                         for row in rows:
@@ -77,7 +77,7 @@ class SkyRLCredit(CreditJudge):
 
         Args:
             output: SkyRL's GeneratorOutput.
-            uids: the prompt of each row.
+            uids: the prompt's id of each row.
             decode: token ids to text.
         """
         words = functools.partial(decode, skip_special_tokens=True)
@@ -108,17 +108,17 @@ class SkyRLCredit(CreditJudge):
 
         Args:
             advantages: (B, T), one number a trajectory.
-            shown: (B, T) whether the token is one of the response.
+            shown: (B, T) whether the token belongs to the response.
             mask: (B, T) 1 where the policy sampled the token.
             ids: (B, T) tokens.
-            uids: the prompt of each row; rows that pad the batch have none.
-            last: of each row, whether it is the last of its trajectory; None: each is.
+            uids: the prompt's id of each row; rows that pad the batch have none.
+            last: for each row, whether it is the last of its trajectory; None: each is.
 
         Returns: (B, T) float32. Raises: see `VerdictStore.spread`.
         """
         found = np.zeros(mask.shape, dtype=np.float32)
         for rows in _trajectories(len(uids), last):
-            # One row of the store, in which a token of the environment keeps the turns of two rows apart.
+            # Join the rows into one for the store; an unsampled token keeps the turns of two rows apart.
             joined = np.concatenate([np.append(mask[row], 0) for row in rows])
             advantage = float(advantages[rows[0]][shown[rows[0]].argmax()])
             key = _key(uids[rows[0]], [ids[row][mask[row] != 0] for row in rows])
@@ -142,7 +142,7 @@ def _trajectories(rows: int, last: Sequence[bool] | None) -> list[list[int]]:
 
 
 def _conversation(output: Any, rows: Sequence[int], decode: Any) -> tuple[list[dict[str, Any]], list[int]]:
-    """Messages of a trajectory, and the sampled tokens of its turns; a step-wise row's prompt repeats its history."""
+    """Messages of a trajectory and its turns' token counts; a step-wise row's prompt repeats the history."""
     messages: list[dict[str, Any]] = []
     counts: list[int] = []
     history: list[int] = []

@@ -1,13 +1,13 @@
-"""Step credit in slime, by two of its function paths; a YAML file says how to judge.
+"""Step credit in slime through two of its function paths; a YAML file configures the judge.
 
     --custom-reward-post-process-path draco_ray.adapters.slime.rewards
     --custom-advantage-function-path draco_ray.adapters.slime.advantages
     --custom-config-path draco.yaml       # draco: {model: openai/gpt-5.4, budget: 50, store: /data/run/verdicts.sqlite}
 
-Where slime has all samples of a step, they are judged, and GRPO makes an advantage A_i of the judge's reward
+The process that has all samples of a step judges them and computes GRPO's advantage A_i from the judge's reward
 (`--disable-grpo-std-normalization` is respected). Each training process then spreads the A_i of its samples over the
-tokens of their steps. A sample that could not be judged is removed from the loss and counts in nobody's baseline.
-All processes must reach the store, so they run on one machine.
+tokens of their steps. A sample that could not be judged is removed from the loss and counts in no baseline.
+All processes need access to the store, so they run on one machine.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ def rewards(args: Any, samples: Sequence[Any]) -> tuple[list[float], list[float]
     """Judge all samples of a step.
 
     Args:
-        args: slime's, with ``draco``: the arguments of `CreditJudge`.
+        args: slime's arguments, with ``draco``: the arguments of `CreditJudge`.
         samples: ``slime.utils.types.Sample``; those that could not be judged are marked as removed.
 
-    Returns: the reward and A_i of each; 0 where it could not be judged.
+    Returns: the reward and A_i of each sample; 0 if it could not be judged.
 
-    Raises: as `draco_ray.judge`; ConfigError: a rollout that is several samples.
+    Raises: as `draco_ray.judge`; ConfigError: a rollout is split into several samples.
     """
     judge, words = _judge(json.dumps(_settings(args), sort_keys=True)), _decoder(args.hf_checkpoint)
     groups, keys, records, tokens = [], [], [], []
@@ -69,8 +69,8 @@ def advantages(args: Any, rollout_data: dict[str, Any]) -> None:
     """Spread A_i (``rewards``) over the steps of one process's samples, into ``advantages`` and ``returns``.
 
     Args:
-        args: slime's, with ``draco``.
-        rollout_data: slime's; tensors of each sample.
+        args: slime's arguments, with ``draco``.
+        rollout_data: slime's batch, with tensors of each sample.
 
     Raises: MissingVerdict: see `VerdictStore.spread`.
     """
@@ -82,7 +82,7 @@ def advantages(args: Any, rollout_data: dict[str, Any]) -> None:
     found = []
     for kl, (ids, advantage, mask, *lengths) in zip(rollout_data["kl"], zip(*columns, strict=True), strict=True):
         row = store.spread([_key(ids)], [advantage], mask.cpu().numpy()[None])[0]
-        # With context parallelism this process has a part of the row only.
+        # With context parallelism this process has only a part of the row.
         found.append(slice_log_prob_with_cp(kl.new_tensor(row), *lengths))
     rollout_data["advantages"], rollout_data["returns"] = found, [each.clone() for each in found]
 
@@ -99,7 +99,7 @@ def _settings(args: Any) -> dict[str, Any]:
 
 @functools.cache
 def _judge(settings: str) -> CreditJudge:
-    """One judge for all steps of this process, so that its budget holds over them."""
+    """One judge for all steps of this process, so that its budget covers all of them."""
     return CreditJudge(**json.loads(settings))
 
 

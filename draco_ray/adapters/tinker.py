@@ -4,7 +4,7 @@
     data = step_data(data, verdict)
     training_client.forward_backward(data, loss_fn="importance_sampling")
 
-`datum` builds one without the cookbook.
+`datum` builds a datum without the cookbook.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ def datum(
         prompt_ids: at least one token.
         response_ids: (T,), the environment's answers included.
         mask: (T,) 1 where the policy sampled the token.
-        logprobs: (T,) of the sampled tokens; others do not count.
-        advantages: (T,), as of `VerdictStore.spread`.
+        logprobs: (T,) of the sampled tokens; values of other tokens are ignored.
+        advantages: (T,), as returned by `VerdictStore.spread`.
     """
     import tinker
 
@@ -52,9 +52,9 @@ def step_data(data: Sequence[Any], verdict: StepVerdict) -> list[Any]:
     """Spread the advantage of one trajectory over its steps.
 
     Args:
-        data: of ``tinker_cookbook.rl.data_processing.trajectory_to_data``: one datum, or several where the history was
-            rewritten, with ``mask`` and the same advantage on all sampled tokens.
-        verdict: of the trajectory. Without citations, or with other turns, the data stay as they are.
+        data: result of ``tinker_cookbook.rl.data_processing.trajectory_to_data``: one datum, or several if the history
+            was rewritten, with ``mask`` and the same advantage on all sampled tokens.
+        verdict: the trajectory's. Without citations, or if its turns do not match, the data are not changed.
 
     Returns: new data.
     """

@@ -1,4 +1,4 @@
-"""Step advantages to tokens, for trainers that take an advantage for each of them."""
+"""Assigns step advantages to tokens, for trainers that take an advantage per token."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ def token_advantages(
     """An advantage for every token of one response (Eq. `credit`).
 
     Args:
-        advantage: A_i, by whatever rule the trainer has.
+        advantage: A_i, as the trainer computed it.
         quality: Q_j of each step, None where nothing is cited.
-        acted: of each of the agent's turns in the response, whether it is a step.
+        acted: for each of the agent's turns in the response, whether it is a step.
         mask: (T,) 1 where the agent sampled the token.
-    Returns: (T,) float32, 0 off the mask and on turns that are no step. A_i on every sampled token where there is no
-        step, no citation, or where the response has another number of turns than ``acted`` (it was cut, say).
+    Returns: (T,) float32, 0 off the mask and on turns that are not steps. A_i on every sampled token if there is no
+        step, no citation, or if the number of turns differs from ``acted`` (for example, in a truncated response).
     """
     mask_T = np.asarray(mask) != 0
     runs = sampled_runs(mask_T)
@@ -52,18 +52,18 @@ def token_advantages(
 def spread_rows(
     advantage: float, quality: Sequence[float | None], acted: Sequence[bool], masks: Sequence[ArrayLike]
 ) -> list[FloatArray]:
-    """`token_advantages` of one trajectory that a trainer keeps in several rows, each with whole turns.
+    """`token_advantages` of one trajectory that a trainer holds as several rows, each with whole turns.
 
     Args:
         advantage: A_i.
         quality: Q_j of each step of the trajectory.
-        acted: of each of its turns.
-        masks: (T,) of each row, in the trajectory's order.
+        acted: for each of its turns, whether it is a step.
+        masks: (T,) for each row, in the trajectory's order.
 
     Returns: (T,) float32 for each row.
     """
     rows = [np.asarray(mask) for mask in masks]
-    # A token of the environment between two rows keeps their turns apart.
+    # An unsampled token between two rows keeps their turns apart.
     whole = token_advantages(advantage, quality, acted, np.concatenate([np.append(row, 0) for row in rows]))
     ends = np.cumsum([len(row) + 1 for row in rows])
     return [whole[end - len(row) - 1 : end - 1] for row, end in zip(rows, ends, strict=True)]
@@ -79,8 +79,8 @@ def advantage_matrix(
 
     Args:
         advantages: A_i of each response.
-        qualities: Q_j of the steps of each.
-        acted: the turns of each.
+        qualities: Q_j of the steps of each response.
+        acted: for each turn of each response, whether it is a step.
         response_mask: (B, T), 1 where the agent sampled the token (verl's ``response_mask``, SkyRL's too).
     Returns: (B, T) float32.
     Raises: ValueError if the numbers of responses differ.

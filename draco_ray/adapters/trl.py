@@ -7,9 +7,9 @@
     trainer = credit.trainer(GRPOTrainer)(model=..., reward_funcs=credit, ...)
     trainer.train()
 
-The reward is the rubric's, in [-1, 1]. TRL makes of it, and of other reward functions beside it, its own advantage A_i;
-the trainer then spreads that over the tokens of each step (Eq. `credit`), keeping its sum. A conversation whose tokens
-do not show the turns that its messages have (one that was cut, say) keeps A_i on every token.
+The reward is the rubric's, in [-1, 1]. TRL computes its own advantage A_i from this and any other reward functions; the
+trainer then spreads A_i over the tokens of each step (Eq. `credit`), keeping its sum. If a conversation's tokens do not
+match the turns of its messages (for example, because it was truncated), every token keeps A_i.
 
 Groups that TRL splits over processes are gathered: the first process judges them all.
 """
@@ -35,7 +35,7 @@ class StepCredit(CreditJudge):
 
     __name__ = "draco"
     _keys: Sequence[TrajectoryKey] = ()
-    """Of the latest call, in its order."""
+    """Keys of the latest call's completions, in order."""
 
     def __call__(
         self,
@@ -48,10 +48,10 @@ class StepCredit(CreditJudge):
         """Rewards of one generation; None where a conversation could not be judged.
 
         Args:
-            prompts: text, or messages. Equal ones are a group.
+            prompts: text, or messages. Equal prompts form a group.
             completions: text, or messages, tool calls and results included.
             completion_ids: token ids of each completion, tool results included.
-            messages: whole conversations, where ``rollout_func`` returns them: they win over ``completions``.
+            messages: whole conversations, if ``rollout_func`` returns them; used instead of ``completions``.
         """
         records = [
             {"task_id": repr(prompt), "messages": [*_messages(prompt, "user"), *_messages(said, "assistant")]}
@@ -62,7 +62,7 @@ class StepCredit(CreditJudge):
         return [each.reward for each in self._judge_everywhere(records)]
 
     def _judge_everywhere(self, records: list[dict[str, Any]]) -> list[StepVerdict]:
-        """Judge the records of all processes on the first one, so that every group is whole."""
+        """Judge the records of all processes in the first process, so that every group is complete."""
         torch = sys.modules.get("torch")
         dist = getattr(torch, "distributed", None)
         if dist is None or not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
@@ -91,7 +91,7 @@ class StepCredit(CreditJudge):
         Args:
             advantages: (B,).
             mask: (B, T), 1 where the policy sampled the token.
-            completion_ids: token ids of each, to recognise sequences that are not those of the call.
+            completion_ids: token ids of each sequence, to detect sequences that the call did not judge.
 
         Returns: (B, T) float32. Raises: see `VerdictStore.spread`.
         """
@@ -107,9 +107,9 @@ class StepCredit(CreditJudge):
         return self.store.spread(keys, advantages, mask_BT)
 
     def trainer(self, base: type) -> type:
-        """``base``, a GRPOTrainer or an AsyncGRPOTrainer, with step credit.
+        """Add step credit to ``base``, a GRPOTrainer or an AsyncGRPOTrainer.
 
-        Raises: ConfigError: a trainer, or a version of TRL, whose losses take no advantages for single tokens.
+        Raises: ConfigError: a trainer, or a version of TRL, whose losses take no per-token advantages.
         """
         if any(each.__name__ == "AsyncGRPOTrainer" for each in base.__mro__):
             from draco_ray.adapters.trl_async import async_trainer
@@ -125,7 +125,7 @@ class StepCredit(CreditJudge):
 
 def _sync_trainer(credit: StepCredit, base: Any) -> type:
     class StepCreditTrainer(base):
-        """Replaces the advantage of each sequence by one for each of its tokens, which TRL's losses take."""
+        """Replaces the advantage of each sequence by per-token advantages, which TRL's losses accept."""
 
         def _generate_and_score_completions(self, inputs: Any) -> Any:
             credit._keys = ()

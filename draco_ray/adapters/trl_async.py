@@ -1,4 +1,4 @@
-"""Step credit for TRL's AsyncGRPOTrainer (TRL 1.16); `draco_ray.adapters.trl` imports this where it is asked for one.
+"""Step credit for TRL's AsyncGRPOTrainer (TRL 1.16); `draco_ray.adapters.trl` imports this when it is needed.
 
 A child process generates and scores; the trainer sees rows of tokens with one advantage each. The child therefore also
 stores a verdict for each row (a conversation is several rows where its chat template rewrote its history), and the
@@ -20,7 +20,7 @@ from draco_ray.errors import ConfigError
 
 
 def row_key(group: Any, input_ids: Any) -> TrajectoryKey:
-    """The key of a row: TRL numbers its groups, and the tokens name the row."""
+    """The key of a row, made from TRL's number of the group and the row's tokens."""
     return TrajectoryKey("row", str(group), digest(np.asarray(input_ids).tolist()))
 
 
@@ -75,7 +75,7 @@ def async_trainer(credit: CreditJudge, base: Any) -> type:
         )
 
     class StepCreditAsyncTrainer(base):
-        """Replaces the advantage of each row by one for each of its tokens."""
+        """Replaces the advantage of each row by per-token advantages."""
 
         def __init__(self, *arguments: Any, **options: Any) -> None:
             super().__init__(*arguments, **options)
@@ -120,5 +120,5 @@ def _row_advantages(credit: CreditJudge, sample: Any) -> Any:
     """Advantages of a row's trained tokens, in the order in which TRL's packing lists them."""
     mask = np.asarray(sample["completion_mask"])
     key = row_key(sample["group_id"], sample["input_ids"])
-    # TRL trains no first token: nothing predicts it.
+    # TRL does not train the first token, because nothing predicts it.
     return credit.store.spread([key], [sample["advantage"]], mask[None])[0][1:][mask[1:] != 0]

@@ -1,14 +1,14 @@
 """Verdicts of judged trajectories in one SQLite file: judging writes them, a trainer's advantage estimator reads them.
 
-Trainers shuffle batches, spread a group over several workers, and hand their estimators rewards and masks only. So a
-verdict is stored under the key of its trajectory and found again by it:
+Trainers shuffle batches, spread a group over several workers, and give their estimators only rewards and masks. So a
+verdict is stored and looked up by the key of its trajectory:
 
     store = VerdictStore("verdicts.sqlite")
     store.put({key: StepVerdict.of(judged)})
     advantages_BT = store.spread(keys, advantages_B, mask_BT)
 
 The file may be used by several processes of one machine at a time (write-ahead log; not on a network file system). It
-outlives them: a restarted trainer finds what was judged before.
+is kept when they end, so a restarted trainer finds the earlier verdicts.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ LEASE_SECONDS = 1800.0
 """After this time another worker may judge a group whose judging worker died."""
 POLL_SECONDS = 0.5
 ALIVE_SECONDS = 30.0
-"""A trajectory whose worker has not asked for this long does not wait any more: the worker has died."""
+"""A worker that has not polled for this long counts as dead, and its trajectory no longer waits."""
 TABLES = """
 CREATE TABLE IF NOT EXISTS verdicts (uid, grp, sample, record, verdict, PRIMARY KEY (uid, grp, sample));
 CREATE TABLE IF NOT EXISTS waiting (uid, grp, sample, record, seen, PRIMARY KEY (uid, grp, sample));
@@ -57,14 +57,14 @@ class MissingVerdict(DracoError):
 
 
 class TrajectoryKey(NamedTuple):
-    """Names a trajectory."""
+    """Identifies a trajectory."""
 
     uid: str
     """The task or prompt, as the trainer names it."""
     group: str
-    """Which group of that task, a generation step for example; empty where a uid is used for one group only."""
+    """The group of that task, for example a generation step; empty if each uid has only one group."""
     sample: str
-    """Which trajectory of the group: its number, or `digest` of its tokens."""
+    """The trajectory of the group: its number, or `digest` of its tokens."""
 
 
 def digest(value: Any) -> str:
@@ -75,7 +75,7 @@ def digest(value: Any) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepVerdict:
-    """What is needed of a judged trajectory to spread its advantage."""
+    """The data of a judged trajectory that are needed to spread its advantage."""
 
     reward: float | None
     """R_i in [-1, 1]; None where judging failed."""
@@ -84,14 +84,14 @@ class StepVerdict:
     acted: tuple[bool, ...] = ()
     """For each turn of the agent, whether it is a step."""
     tokens: tuple[int, ...] | None = None
-    """Sampled tokens of each turn, where they are known when it is judged: a row with other counts is stale."""
+    """Number of sampled tokens of each turn, if known at judging; a row with other counts is stale."""
     first: int = 0
-    """Index of the row's first turn, where a trainer splits a trajectory into several rows."""
+    """Index of the row's first turn, if a trainer splits a trajectory into several rows."""
     error: str | None = None
     """Why there is no reward."""
 
     def part(self, turns: int) -> tuple[int, ...]:
-        """Tokens of as many turns of it as a row has."""
+        """Token counts of ``turns`` turns, beginning with the row's first."""
         return (self.tokens or ())[self.first : self.first + turns]
 
     @classmethod
@@ -107,7 +107,7 @@ VERDICT = TypeAdapter(StepVerdict)
 
 
 class VerdictStore:
-    """See the module's docstring. Copies in other processes (it can be pickled) use the same file."""
+    """See the module's docstring. The store can be pickled; copies in other processes use the same file."""
 
     def __init__(self, path: str | Path | None = None, *, missing: Missing = "error") -> None:
         """
@@ -148,7 +148,7 @@ class VerdictStore:
             connection.close()
 
     def put(self, verdicts: Mapping[TrajectoryKey, StepVerdict]) -> None:
-        """Store verdicts; a key that is there already gets the new one."""
+        """Store verdicts; an existing key gets the new verdict."""
         rows = [(*key, "", json.dumps(asdict(verdict))) for key, verdict in verdicts.items()]
         with self._open() as connection:
             connection.executemany("INSERT OR REPLACE INTO verdicts VALUES (?, ?, ?, ?, ?)", rows)
@@ -161,12 +161,12 @@ class VerdictStore:
     def spread(self, keys: Sequence[TrajectoryKey], advantages: ArrayLike, mask: ArrayLike) -> FloatArray:
         """Spread each trajectory's advantage over the tokens of its steps (Eq. `credit`).
 
-        A_i stays on every token where no step is cited, where judging failed, and where the row shows other turns than
-        were judged (the trainer cut it); `counts` says how often. Rows without a sampled token are all 0.
+        Every token keeps A_i if no step is cited, judging failed, or the row's turns differ from the judged ones (the
+        trainer truncated it); `counts` counts these rows. Rows without a sampled token are all 0.
 
         Args:
-            keys: B of them.
-            advantages: (B,) A_i, by whatever rule the trainer has.
+            keys: B keys.
+            advantages: (B,) A_i, as the trainer computed them.
             mask: (B, T) 1 where the policy sampled the token.
 
         Returns: (B, T) float32.
@@ -210,8 +210,8 @@ class VerdictStore:
             self.counts["cut"] += 1
         else:
             self.counts["spread"] += 1
-            # The whole trajectory, of which this row may be a part: each turn's sampled tokens, then a token of the
-            # environment.
+            # The mask of the whole trajectory, of which this row may be a part: each turn's sampled tokens, then one
+            # unsampled token.
             whole = np.concatenate([[1] * count + [0] for count in turns])
             values = token_advantages(advantage, verdict.quality, verdict.acted, whole)[whole != 0]
             begin = sum(turns[: verdict.first])
@@ -227,19 +227,19 @@ class VerdictStore:
         *,
         timeout: float = 3600.0,
     ) -> StepVerdict:
-        """Wait until the trajectory's group is whole, whichever workers its trajectories are on, and have it judged.
+        """Wait until the trajectory's group, which may be spread over workers, is complete and judged.
 
-        The worker that first sees the group whole judges it; the others wait for its verdicts. A trajectory that was
+        The worker that first sees the complete group judges it; the others wait for its verdicts. A trajectory that was
         judged before, with the same record, gets its verdict at once.
 
         Args:
-            key: of this trajectory; its uid and group name this group only.
-            record: what ``judge`` needs of it, as JSON.
+            key: this trajectory's key; no other group may have its uid and group.
+            record: input of ``judge`` for this trajectory, as JSON.
             size: number of trajectories in the group.
-            judge: gives one verdict for each record of a group, in their order.
-            timeout: seconds until the group must be whole and judged.
+            judge: returns one verdict for each record of a group, in order.
+            timeout: seconds until the group must be complete and judged.
 
-        Raises: MissingVerdict: the group was not whole, or not judged, in time.
+        Raises: MissingVerdict: the group was not complete, or not judged, in time.
         """
         text, deadline, announced = json.dumps(record), time.monotonic() + timeout, -ALIVE_SECONDS
         while time.monotonic() < deadline:
@@ -261,7 +261,7 @@ class VerdictStore:
         )
 
     def _claim(self, key: TrajectoryKey, record: str, size: int) -> list[tuple[str, str]]:
-        """Samples and records of the group, where it is this worker that judges it; else none."""
+        """Samples and records of the group if this worker is the one to judge it; else an empty list."""
         with self._open() as connection:
             connection.execute("BEGIN IMMEDIATE")
             rows, now = _waiting(connection, key), time.time()

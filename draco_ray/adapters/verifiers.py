@@ -4,8 +4,8 @@
 
     await score_group([trace for episode in group for trace in episode.traces], "openai/gpt-5.4")
 
-Each trace gets a reward named ``draco``, and every sampled message of it the advantage of its step, one number a
-sampled token (``MessageNode.advantages``). prime-rl's own algorithms overwrite them;
+Each trace gets a reward named ``draco``, and each of its sampled messages the advantage of its step, one number per
+sampled token (``MessageNode.advantages``). prime-rl's own algorithms overwrite these advantages;
 `draco_ray.adapters.prime_rl` keeps them.
 """
 
@@ -28,11 +28,11 @@ async def score_group(traces: Sequence[Any], model: str | Judging, **options: An
     """Judge traces of one task and write rewards and advantages into them.
 
     Args:
-        traces: of ``verifiers.v1.Trace``; they are changed.
-        model: LiteLLM's name of the judge; a `Judging` where a budget is to hold over several groups.
-        options: of `draco_ray.judge`.
+        traces: ``verifiers.v1.Trace`` objects; they are changed.
+        model: LiteLLM's name of the judge, or a `Judging`, to share a budget over several groups.
+        options: options of `draco_ray.judge`.
 
-    Returns: what the judge said, one a trace; None, and no reward, where a trace could not be judged.
+    Returns: one result per trace; None if a trace could not be judged, in which case it gets no reward.
 
     Raises: as `draco_ray.judge`.
     """
@@ -51,7 +51,7 @@ async def score_group(traces: Sequence[Any], model: str | Judging, **options: An
 async def judge_traces(traces: Sequence[Any], judging: Judging) -> list[JudgedConversation | None]:
     """Judge traces of one task and add the reward `NAME` to them.
 
-    Returns: one for each trace; None, and no reward, where it could not be judged. Raises: as `draco_ray.judge`.
+    Returns: one result per trace; None if it could not be judged, without a reward. Raises: as `draco_ray.judge`.
     """
     import verifiers.v1 as vf
 
@@ -70,7 +70,7 @@ async def judge_traces(traces: Sequence[Any], judging: Judging) -> list[JudgedCo
 
 
 def spread(trace: Any, quality: Sequence[float | None], acted: Sequence[bool]) -> None:
-    """Spread the advantage that all sampled tokens of a trace have over its steps; it stays where nothing is cited."""
+    """Spread a trace's uniform advantage over its steps; without citations it stays uniform."""
     turns = [node for node in trace.nodes if node.sampled and any(node.mask)]
     if turns:
         masks = [[1] * sum(node.mask) for node in turns]

@@ -6,11 +6,11 @@ Two entries of verl's configuration, and the judge's:
     algorithm.adv_estimator=draco
     +draco.model=openai/gpt-5.4 +draco.store=/data/run/verdicts.sqlite +draco.missing=error
 
-Each worker of agent loops stores its trajectories; when a prompt's group is whole, one worker judges it and all take
-their rewards. In the trainer, verl computes its GRPO advantage A_i of those rewards; that is then spread over the
-tokens of each step. A trajectory that could not be judged trains nothing and counts in nobody's baseline.
-Validation is not judged. All processes must reach the store, so they run on one machine; each worker of agent loops may
-spend its share of the budget.
+Each agent loop worker stores its trajectories; when a prompt's group is complete, one worker judges it, and every
+trajectory gets its reward. In the trainer, verl computes its GRPO advantage A_i from those rewards, which is then
+spread over the tokens of each step. A trajectory that could not be judged is not trained on and counts in no baseline.
+Validation is not judged. All processes need access to the store, so they run on one machine; each agent loop worker may
+spend an equal share of the budget.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def settings(config: Any) -> dict[str, Any]:
 
 
 class StepCreditWorker(agent_loop_tq.AgentLoopWorkerTQ.__ray_metadata__.modified_class):
-    """verl's worker of agent loops, which has each trajectory judged with its group."""
+    """verl's agent loop worker, which also has each trajectory judged with its group."""
 
     def __init__(self, config: Any, *arguments: Any, **options: Any) -> None:
         super().__init__(config, *arguments, **options)
@@ -92,7 +92,7 @@ class StepCreditWorker(agent_loop_tq.AgentLoopWorkerTQ.__ray_metadata__.modified
         verdict = await self._credit.store.judge_in_group(
             key, record, self._sizes[uid], functools.partial(self._judge_group, uid), timeout=self._timeout
         )
-        # verl must have a number; the estimator leaves out those without a reward.
+        # verl needs a number here; the estimator leaves out trajectories without a reward.
         outputs[0].reward_score = 0.0 if verdict.reward is None else verdict.reward
         outputs[0].extra_fields["reward_extra_info"] = {"draco_failed": float(verdict.reward is None)}
 
@@ -103,7 +103,7 @@ class StepCreditWorker(agent_loop_tq.AgentLoopWorkerTQ.__ray_metadata__.modified
 
 
 class StepCreditManager(agent_loop_tq.AgentLoopManagerTQ):
-    """verl's manager of agent loops with `StepCreditWorker`; importing this module also registers the estimator."""
+    """verl's agent loop manager with `StepCreditWorker`; importing this module also registers the estimator."""
 
     def __init__(self, config: Any, *arguments: Any, **options: Any) -> None:
         if config.algorithm.adv_estimator != ESTIMATOR:
@@ -118,7 +118,7 @@ class StepCreditManager(agent_loop_tq.AgentLoopManagerTQ):
 
 @core_algos.register_adv_est(ESTIMATOR)
 def _no_keys(**_: Any) -> Any:
-    """An estimator is not told which trajectory a row is of; `compute_advantage` below is."""
+    """Refuse to run: verl passes the trajectory keys only to `compute_advantage`, not to an estimator."""
     raise ConfigError(
         f"verl {version('verl')}: this trainer gives advantage estimators no trajectory keys; expected the trainer of "
         "trainer.use_v1=True"
@@ -131,9 +131,9 @@ def compute_advantage(host: Any, data: Any, batch_keys: list[str], adv_estimator
     Args:
         host: verl's own function.
         data: a DataProto; batch has token_level_rewards and response_mask, both (B, T).
-        batch_keys: B of them, ``{uid}_{session}_{output}``.
-        adv_estimator: any estimator; others than ``draco`` are left to verl.
-        options: verl's.
+        batch_keys: B keys, ``{uid}_{session}_{output}``.
+        adv_estimator: any estimator; those other than ``draco`` are left to verl.
+        options: verl's options.
 
     Returns: the DataProto, with ``advantages`` and ``returns``. Raises: MissingVerdict: see `VerdictStore.spread`.
     """

@@ -7,7 +7,7 @@ import numpy as np
 from draco_ray.records import FloatArray
 
 STD_EPSILON = 1e-6
-"""What verl, whose conventions we follow, adds to the standard deviation."""
+"""Added to the standard deviation; verl's value, as we follow its conventions."""
 
 
 def group_advantages_G(reward_G: FloatArray, *, std_epsilon: float = STD_EPSILON) -> FloatArray:
@@ -16,8 +16,8 @@ def group_advantages_G(reward_G: FloatArray, *, std_epsilon: float = STD_EPSILON
     Args:
         reward_G: rewards of the group's scored rollouts.
         std_epsilon: added to the standard deviation.
-    Returns: advantage_G, unitless. Exactly 0 for every member when the rewards do not differ, and for a group of one:
-        without a second member there is no baseline to be better than.
+    Returns: advantage_G, unitless. Exactly 0 for every member when the rewards do not differ, and for a group of one,
+        which has no baseline.
     Raises: ValueError on rewards that are not finite or not one-dimensional.
 
     >>> group_advantages_G(np.array([1.0, 0.0, -1.0]), std_epsilon=0.0)
@@ -27,7 +27,7 @@ def group_advantages_G(reward_G: FloatArray, *, std_epsilon: float = STD_EPSILON
     """
     if reward_G.ndim != 1 or not np.isfinite(reward_G).all():
         raise ValueError(f"reward_G must be a vector of finite rewards, got shape {reward_G.shape}: {reward_G}")
-    # Compared as they are: a mean rounded in its last digit would leave a tiny spread, which epsilon then magnifies.
+    # Compare the rewards themselves: rounding of the mean would leave a tiny spread, which the division magnifies.
     if len(reward_G) < 2 or (reward_G == reward_G[0]).all():
         return np.zeros(len(reward_G))
     largest = np.abs(reward_G).max()

@@ -33,17 +33,17 @@ def step_advantages(
     """Advantage of every token of each step of a group (Eqs. `rubric-reward`, `grpo-adv`, `stepq`, `credit`).
 
     Args:
-        verdicts: (G, K), +1 pass, -1 fail, 0 not applicable; one row a rollout, one column a criterion.
-        citations: one entry a rollout.
-        tokens: n_j of each rollout's steps, one sequence a rollout.
-        reward: R_i, (G,), where it comes from elsewhere; None: the rubric's, in [-1, 1].
+        verdicts: (G, K), +1 pass, -1 fail, 0 not applicable; one row per rollout, one column per criterion.
+        citations: one entry per rollout.
+        tokens: n_j of each rollout's steps, one sequence per rollout.
+        reward: R_i, (G,), if computed elsewhere; None: computed from the rubric, in [-1, 1].
         std_epsilon: added to the group's standard deviation.
-    Returns: a_j of each rollout, one array a rollout. Criteria that nobody fails have dropped out.
-    Raises: ValueError, in one line, if the numbers of rollouts differ, a verdict is none, or a citation, a reward or a
-        number of tokens cannot be; what belongs to a rollout is named with it.
+    Returns: a_j of each rollout, one array per rollout. Criteria that no rollout fails do not count.
+    Raises: ValueError, in one line, if the numbers of rollouts differ, or a verdict, citation, reward or number of
+        tokens is invalid; the message names the rollout if only one is affected.
 
-    The first of two rollouts passes, and nobody says where; the second fails the first criterion at its third step and
-    passes the last at its first:
+    The first of two rollouts has no citations. The second fails the first criterion at its third step and passes the
+    last criterion at its first step:
 
     >>> good, bad = step_advantages(
     ...     verdicts=[[1, 1, -1], [-1, -1, 1]],
@@ -91,7 +91,7 @@ def _tokens_M(counts: ArrayLike) -> IntArray:
 
 
 def _attributions(cited: Citations, verdict_K: IntArray) -> Sequence[Attribution]:
-    """The citations as attributions. Raises ValueError if one is none, or names a criterion that there is not."""
+    """The citations as attributions. Raises ValueError if one is malformed or names an unknown criterion."""
     by_criterion: list[tuple[int, Sequence[int], Verdict | None]]
     if isinstance(cited, Mapping):
         by_criterion = [(criterion, steps, None) for criterion, steps in cited.items()]
@@ -118,7 +118,7 @@ def _attributions(cited: Citations, verdict_K: IntArray) -> Sequence[Attribution
 
 
 def _whole(what: str, value: object) -> int:
-    """``value`` as an int. Raises ValueError if it is another thing, 1.5, "1" or True included."""
+    """``value`` as an int. Raises ValueError for anything else, including 1.5, "1" and True."""
     try:
         if isinstance(value, bool):
             raise TypeError

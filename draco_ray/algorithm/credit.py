@@ -1,7 +1,7 @@
 """Rubric-conditioned step credit: where inside a trajectory its advantage lands (Eqs. `stepq`, `stepw`, `credit`).
 
-A step without tokens cannot carry any push: it is graded like any other, but gets no share of the advantage and stays
-out of the normaliser, so that conservation (P1) holds over the tokens there are. The paper assumes n_j > 0 throughout.
+A step without tokens gets a quality like any other, but no share of the advantage, and the normaliser leaves it out, so
+that conservation (P1) holds over the existing tokens. The paper assumes n_j > 0 throughout.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from draco_ray.records import Attribution, BoolArray, CreditFallback, FloatArray
 
 
 class StepQuality(NamedTuple):
-    """What the credit call's citations say about the M steps of one trajectory."""
+    """Quality of the M steps of one trajectory, from the credit call's citations."""
 
     passed_M: IntArray
     """p_j: passed surviving criteria that cite step j."""
@@ -38,14 +38,14 @@ class StepQuality(NamedTuple):
 def step_quality(attributions: Sequence[Attribution], surviving_K: BoolArray, steps: int) -> StepQuality:
     """Pass fraction of the surviving criteria that cite each step (Eq. `stepq`).
 
-    A step cited by none inherits the mean quality of the cited ones. The verdicts are the credit call's, which may
-    override the scoring verdicts; one that is not applicable cites nothing.
+    An uncited step gets the mean quality of the cited ones. The verdicts are the credit call's, which may override the
+    scoring verdicts; citations of a criterion that is not applicable are ignored.
 
     Args:
-        attributions: the credit call's verdicts and 1-based citations, at most one a criterion.
+        attributions: the credit call's verdicts and 1-based citations, at most one per criterion.
         surviving_K: criteria left by dropout; citations of the others are ignored.
         steps: M.
-    Raises: ValueError if a criterion or a step is out of range, or a criterion comes twice.
+    Raises: ValueError if a criterion or a step is out of range, or a criterion occurs twice.
 
     >>> rubric = np.array([True, True, False])
     >>> quality = step_quality(
@@ -98,7 +98,7 @@ def step_weights(advantage: float, quality_M: FloatArray) -> FloatArray:
 def credit_fallback(advantage: float, quality_M: FloatArray, tokens_M: IntArray) -> CreditFallback:
     """Why Eq. `credit` cannot be used on a trajectory; NONE if it can.
 
-    It has no step, none is cited, or every weight is zero.
+    The reasons: the trajectory has no step, no step is cited, or every weight is zero.
 
     The qualities are ratios of small counts, so a weight that is zero in the equation is exactly zero here.
 
@@ -118,14 +118,14 @@ def step_advantages(advantage: float, quality_M: FloatArray, tokens_M: IntArray)
     """Spread one trajectory's advantage over its steps: a_j = A_i N w_j / (n_j sum_k w_k) (Eq. `credit`).
 
     Args:
-        advantage: A_i; its sign decides whether good or bad steps take the weight.
+        advantage: A_i; its sign decides whether good or bad steps get the weight.
         quality_M: Q_j in [0, 1], or NaN throughout when no step is cited.
         tokens_M: n_j >= 0, tokens inside step j; gap tokens are in no step and are not counted.
     Returns: a_M, what every token of step j receives. A_i for every step when no step is cited or the normaliser
         vanishes (see `credit_fallback`); 0 for a step without tokens.
     Raises: ValueError if the lengths differ, a count is negative, or a quality lies outside [0, 1].
 
-    The appendix's worked example, two steps of equal quality, then the second twice as good:
+    The appendix's worked example: two steps of equal quality, then a second step of twice the quality:
 
     >>> step_advantages(1.0, np.array([1.0, 1.0]), np.array([2, 4]))
     array([1.5 , 0.75])
@@ -149,18 +149,18 @@ def step_advantages(advantage: float, quality_M: FloatArray, tokens_M: IntArray)
 
 
 def is_inert(quality: StepQuality, fallback: CreditFallback, *, mixed_scores: bool | None = None) -> bool:
-    """Whether credit draws no distinction between steps (appendix "Why step credit needs dynamic rubrics").
+    """Whether credit is the same for all steps (appendix "Why step credit needs dynamic rubrics").
 
     The appendix classifies by the verdicts alone: a rollout is active when, among the surviving criteria that cite its
-    steps, some pass and some fail. It is inert when they are unanimous, when none survives dropout, when none cites a
-    step, and when a fallback applies (where every step has tokens this adds nothing: the normaliser vanishes only
-    on unanimous verdicts). A zero advantage does not make a rollout inert: there is then nothing to divide, whatever
-    the rubric said. So where no credit call was made for want of an advantage, the scoring verdicts decide.
+    steps, some pass and some fail. It is inert when these verdicts agree, no criterion survives dropout, no criterion
+    cites a step, or a fallback applies. (If every step has tokens, the fallback adds no case: the normaliser vanishes
+    only on unanimous verdicts.) A zero advantage does not make a rollout inert, because it says nothing about the
+    rubric. So if the credit call was skipped because the advantage is zero, the scoring verdicts decide.
 
     Args:
-        quality: of the trajectory's steps.
-        fallback: that its step advantages took.
-        mixed_scores: whether the surviving scoring verdicts disagree; None where there was a credit call.
+        quality: quality of the trajectory's steps.
+        fallback: the fallback used for its step advantages.
+        mixed_scores: whether the surviving scoring verdicts disagree; None if there was a credit call.
     """
     if mixed_scores is not None and len(quality.quality_M):
         return not mixed_scores
@@ -168,10 +168,10 @@ def is_inert(quality: StepQuality, fallback: CreditFallback, *, mixed_scores: bo
 
 
 def unanimous_attributions(verdict_K: IntArray) -> tuple[Attribution, ...]:
-    """Stands in for the credit call of a rollout whose verdicts all agree.
+    """The attributions of a rollout whose verdicts all agree, without a credit call.
 
-    Every cited step then has the same quality, and an uncited one the mean of them: Eq. ``credit`` gives every step the
-    same total whichever steps are named, so the first is. Where no verdict applies nothing is cited.
+    All steps, cited or not, then have the same quality, and Eq. ``credit`` gives every step the same total whichever
+    steps are cited. So the first step is cited; if no verdict applies, nothing is.
 
     Args:
         verdict_K: the surviving verdicts; 0 where a criterion does not apply or did not survive.
@@ -190,8 +190,8 @@ def unanimous_attributions(verdict_K: IntArray) -> tuple[Attribution, ...]:
 def quality_spread(quality_M: FloatArray) -> float:
     """How unevenly credit divides an advantage: the (population) standard deviation of Q_j over a trajectory's steps.
 
-    Returns: the spread in [0, 0.5]; NaN when no step is cited. The paper does not say which steps it takes: uncited
-        ones, which receive a share at the mean quality, count here.
+    Returns: the spread in [0, 0.5]; NaN when no step is cited. The paper does not say which steps it includes; here
+        uncited steps count, with the mean quality.
 
     >>> quality_spread(np.array([1.0, 0.0]))
     0.5

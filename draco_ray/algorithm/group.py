@@ -28,14 +28,14 @@ from draco_ray.records import (
 
 
 class Uncalled(Enum):
-    """Why a rollout's row has no credit call behind it."""
+    """Why no credit call was made for a rollout's row."""
 
     UNANIMOUS = "unanimous"
-    """Its surviving verdicts agree: whichever steps were named, each would receive the same total."""
+    """Its surviving verdicts agree, so each step would receive the same total whichever steps were cited."""
 
 
 class Share(NamedTuple):
-    """One rollout's part in its group, before it is spread over steps."""
+    """One rollout's reward and advantage, before the advantage is spread over steps."""
 
     rollout: int
     reward: float
@@ -55,20 +55,20 @@ def group_advantages(
 ) -> GroupAdvantages:
     """Dropout, reward, group advantage and step credit of one group.
 
-    Only rollouts whose score call succeeded belong here: a failed call is no verdict, its rollout leaves the group's
+    Pass only rollouts whose score call succeeded. The others have no verdicts and do not count in the group's
     statistics.
 
     Args:
         group: identity of the group, for the record.
         verdict_GK: scoring verdicts of the scored rollouts, one row each.
-        attributions: the credit call's result per row; None where it failed, which falls back to the uniform advantage;
-            empty where none was made for the whole group, and whether the row is inert is then for its scoring verdicts
-            to say; `Uncalled.UNANIMOUS` where none was made for this rollout. Ignored by a rule that does not cite.
+        attributions: the credit call's result per row. None: the call failed, and the row gets the uniform advantage.
+            Empty: no call was made for the whole group, and the scoring verdicts decide whether the row is inert.
+            `Uncalled.UNANIMOUS`: no call was made for this rollout. Ignored by a rule that does not cite.
         tokens_GM: n_j per row, one entry per step.
         rollouts: index of each row's rollout in its group, ascending.
-        rule: what becomes of them.
+        rule: the advantage rule.
         std_epsilon: added to the group's standard deviation.
-    Raises: ValueError if the rows disagree in number, or on verdicts, citations or rollouts out of range.
+    Raises: ValueError if the numbers of rows differ, or verdicts, citations or rollouts are out of range.
     """
     _check_rows(group, rollouts, verdicts=len(verdict_GK), attributions=len(attributions), tokens=len(tokens_GM))
     surviving_K = rule.surviving(verdict_GK)
@@ -95,7 +95,7 @@ def group_advantages_from_rewards(
     rule: AdvantageRule,
     std_epsilon: float = STD_EPSILON,
 ) -> GroupAdvantages:
-    """The rule's advantages of given rewards, without a rubric and so without citations: `outcome` and `random`.
+    """The rule's advantages for given rewards, without rubric or citations (rewards `outcome` and `random`).
 
     Args and errors as in `group_advantages`; the record's `surviving_K` is empty.
     """
@@ -114,14 +114,14 @@ def group_advantages_from_rewards(
 def training_samples(
     trajectory: Trajectory, rollout_advantage: RolloutAdvantage, *, credit: bool
 ) -> list[TrainingSample]:
-    """Put a rollout's step advantages on its tokens; every branch of it becomes a sample.
+    """Assign a rollout's step advantages to its tokens; each branch becomes a sample.
 
-    A rollout has one advantage, whatever its branches: A_i, spread by n_j and Q_j over the steps of all of them.
+    A rollout has one advantage A_i for all its branches, spread by n_j and Q_j over the steps of all of them.
 
-    With credit, a token of step j receives a_j and a gap token 0, also a sampled one (a turn that nobody received), and
-    also where a fallback made a_j uniform: the conserved total is that of the step tokens. Without credit, and in a
-    rollout without any step, every sampled token receives A_i, as in vanilla GRPO. Either way all sampled tokens are in
-    the loss mask: they count in the token-mean and in the KL term.
+    With credit, a token of step j receives a_j and a gap token 0. This includes sampled gap tokens (of a turn that
+    nobody received) and holds even if a fallback made a_j uniform: the conserved total is that of the step tokens.
+    Without credit, and in a rollout without any step, every sampled token receives A_i, as in vanilla GRPO. In both
+    cases all sampled tokens are in the loss mask: they count in the token-mean and in the KL term.
 
     Args:
         trajectory: the rollout.
@@ -132,7 +132,7 @@ def training_samples(
     """
     where = f"trajectory {trajectory.name} of {trajectory.group}"
     if not len(trajectory.token_ids_T):
-        # An agent may end without a word: it is judged, and there is nothing to train on.
+        # The agent ended without a token: the rollout is judged, but there is nothing to train on.
         return []
     if rollout_advantage.rollout != trajectory.rollout:
         raise ValueError(f"{where}: given the advantages of rollout {rollout_advantage.rollout}")
@@ -176,7 +176,7 @@ def _attributed(
     surviving_K: BoolArray,
     tokens_M: IntArray,
 ) -> Sequence[Attribution] | CreditFallback:
-    """What a row's step quality is made of, or why it has none."""
+    """The attributions from which a row's step quality is computed, or why there are none."""
     if not rule.cites:
         return CreditFallback.CREDIT_OFF
     if given is None:
@@ -204,7 +204,7 @@ def _credited(
 
 
 def _uniform(share: Share, fallback: CreditFallback) -> RolloutAdvantage:
-    """A_i on every step, whatever the rule: where nothing is cited there is nothing to spread it by."""
+    """A_i on every step, whatever the rule, because there are no citations to spread it by."""
     unknown_M = np.full(len(share.tokens_M), np.nan)
     return RolloutAdvantage(
         rollout=share.rollout,

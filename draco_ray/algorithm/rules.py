@@ -1,6 +1,6 @@
 """Advantage rules: how a group's verdicts and citations become step advantages (``algorithm.rule``).
 
-Training and `draco replay` call the same object: what can be trained can be replayed over recorded verdicts.
+Training and `draco replay` call the same object, so every rule can also be replayed over recorded verdicts.
 
 To add one, subclass `AdvantageRule` and override the part of the chain that differs, then name it as
 ``algorithm.rule=my_rules.py:MyRule``; docs/extending/advantage_rule.md shows one.
@@ -8,7 +8,7 @@ To add one, subclass `AdvantageRule` and override the part of the chain that dif
 ====================  ==================================================================================================
 ``draco``             the method of the paper
 ``grpo``              A_i on every sampled token: vanilla GRPO on the rubric's reward; no credit call is made
-``no_dropout``        every criterion counts, also one that all members pass
+``no_dropout``        every criterion counts, even one that all members pass
 ``mixed_only``        a criterion counts only if some member passes it and another fails it
 ``no_std``            A = R - mean(R), not divided by the standard deviation
 ``score_verdicts``    step quality from the scoring verdicts, with the credit call's citations but not its overrulings
@@ -39,14 +39,14 @@ RULES = {
     "score_verdicts": "draco_ray.algorithm.rules:ScoreVerdicts",
     "draco_calibrated": "draco_ray.algorithm.rules:Calibrated",
 }
-"""Rules that ship, by name."""
+"""Built-in rules, by name."""
 
 
 class AdvantageRule:
     """DRACO's rule, in parts that a subclass may replace; `draco_ray.algorithm.group.group_advantages` chains them."""
 
     cites: bool = True
-    """Whether it spreads A_i over steps: without, no credit call is made and every sampled token receives A_i."""
+    """Whether the rule spreads A_i over steps. If not, no credit call is made; every sampled token receives A_i."""
 
     def surviving(self, verdict_GK: IntArray) -> BoolArray:
         """The criteria that count, a (K,) mask: those that some member failed (discriminative dropout)."""
@@ -57,11 +57,11 @@ class AdvantageRule:
         return rubric_rewards(verdict_GK, surviving_K)
 
     def advantages(self, reward_G: FloatArray, *, std_epsilon: float = STD_EPSILON) -> FloatArray:
-        """A_i (Eq. ``grpo-adv``), also of rewards that come from no rubric."""
+        """A_i (Eq. ``grpo-adv``), also for rewards that do not come from a rubric."""
         return group_advantages_G(reward_G, std_epsilon=std_epsilon)
 
     def attributions(self, attributed: Sequence[Attribution], verdict_K: IntArray) -> Sequence[Attribution]:
-        """What step quality is made of: the credit call's verdicts and citations. ``verdict_K``: the scoring ones."""
+        """The verdicts and citations for step quality: the credit call's. ``verdict_K`` are the scoring verdicts."""
         return attributed
 
     def spread(self, advantage: float, quality_M: FloatArray, tokens_M: IntArray) -> FloatArray:
@@ -84,7 +84,7 @@ class NoDropout(AdvantageRule):
 
 
 class MixedOnly(AdvantageRule):
-    """A criterion counts where members differ."""
+    """A criterion counts only if some member passes it and another fails it."""
 
     def surviving(self, verdict_GK: IntArray) -> BoolArray:
         """The criteria that some member failed and another passed."""
@@ -92,7 +92,7 @@ class MixedOnly(AdvantageRule):
 
 
 class NoStd(AdvantageRule):
-    """Rewards keep their scale."""
+    """Advantages are not divided by the standard deviation."""
 
     def advantages(self, reward_G: FloatArray, *, std_epsilon: float = STD_EPSILON) -> FloatArray:
         """R_i - mean(R); exactly 0 without spread."""
@@ -101,7 +101,7 @@ class NoStd(AdvantageRule):
 
 
 class ScoreVerdicts(AdvantageRule):
-    """The credit call names steps, and overrules no verdict."""
+    """The credit call cites steps but cannot override verdicts."""
 
     def attributions(self, attributed: Sequence[Attribution], verdict_K: IntArray) -> Sequence[Attribution]:
         """The credit call's citations with the scoring call's verdicts."""
@@ -109,13 +109,13 @@ class ScoreVerdicts(AdvantageRule):
 
 
 class Calibrated(AdvantageRule):
-    """a_j = r draco_j + (1 - r) A, r in [0, 1] the judge's reliability: a judge that errs moves less of the push.
+    """a_j = r draco_j + (1 - r) A, r in [0, 1] the judge's reliability: a less reliable judge shifts less advantage.
 
     r = 1 is the paper's rule; r = 0 is uniform GRPO and makes no credit call. `draco attribution-bench --labels`
     measures r. Of the paper's properties, conservation (P1), the sign of every step (P3), scaling with A (P6) and the
-    mirror of winners and losers (P7) hold for every r. Lost for r < 1, because the uniform part is in proportion to a
-    step's tokens: equal quality gives equal step totals (P2), and a step gains nothing by length (P5). That the push
-    follows quality (P4) remains among steps of equal length.
+    mirror of winners and losers (P7) hold for every r. Two are lost for r < 1, because the uniform part is proportional
+    to a step's tokens: equal quality gives equal step totals (P2), and a step gains nothing by length (P5). Advantage
+    follows quality (P4) only among steps of equal length.
     """
 
     def __init__(self, reliability: float) -> None:
@@ -123,7 +123,7 @@ class Calibrated(AdvantageRule):
         self.cites = reliability > 0.0
 
     def spread(self, advantage: float, quality_M: FloatArray, tokens_M: IntArray) -> FloatArray:
-        """The paper's a_j and the uniform A, mixed."""
+        """A mix of the paper's a_j and the uniform A."""
         uniform_M = step_advantages(advantage, np.full(len(tokens_M), np.nan), tokens_M)
         credited_M = step_advantages(advantage, quality_M, tokens_M)
         return self.reliability * credited_M + (1.0 - self.reliability) * uniform_M
@@ -137,7 +137,7 @@ def find_rule(name: str, reliability: float | None = None) -> AdvantageRule:
         reliability: value of ``algorithm.reliability``, for `Calibrated` and its subclasses.
 
     Raises:
-        ConfigError: there is none, it is no subclass of `AdvantageRule`, or it needs a reliability and has none.
+        ConfigError: there is no such rule, it does not subclass `AdvantageRule`, or its reliability is not set.
     """
     rule = find("algorithm.rule", name, RULES)
     if not (isinstance(rule, type) and issubclass(rule, AdvantageRule)):

@@ -30,7 +30,7 @@ ValueT = TypeVar("ValueT")
 LEASE_GRACE_SECONDS = 60.0
 OPTIONS = {
     "num_cpus": 0,
-    # Each call that waits for a lease occupies one of these.
+    # Each call that waits for a lease occupies one of these slots.
     "max_concurrency": 10_000,
     "max_restarts": -1,
     "max_task_retries": -1,
@@ -66,7 +66,7 @@ class NamedActor:
         return call
 
     async def borrowed(self, waiting: Awaitable[ValueT], give_back: Callable[[ValueT], Awaitable[object]]) -> ValueT:
-        """Wait for something that is given back should the caller be cancelled meanwhile."""
+        """Wait for something, and give it back if the caller is cancelled meanwhile."""
         task = asyncio.ensure_future(waiting)
         try:
             return await asyncio.shield(task)
@@ -107,7 +107,7 @@ class JudgeLimiterActor(LimiterActor):
 
     It starts with the dollars that the run has spent according to the book of requests, so that a resumed run and a
     restarted process do not start from zero. Archived calls that are not in the book were booked under another
-    ``judge.cache``.
+    ``judge.cache``; they count as well.
     """
 
     def __init__(self, config: JudgeConfig, run: Path) -> None:
@@ -122,15 +122,15 @@ class JudgeLimiterActor(LimiterActor):
 
 
 def requests_name(config: JudgeConfig, run: Path) -> str:
-    """Prefix of the numbers of a run's requests in the book; empty if the book is the run's own."""
+    """Prefix of a run's request numbers in the book; empty if the book belongs to this run alone."""
     own = config.cache is None or config.cache.resolve().is_relative_to(run.resolve())
     return "" if own else f"{run.name}/"
 
 
 class LimiterClient(NamedActor):
-    """A `draco_ray.judging.limiter.Leases` that reaches the actor."""
+    """A `draco_ray.judging.limiter.Leases` that calls the actor."""
 
-    # Calls of the actor, by `__getattr__`.
+    # Methods of the actor, provided by `__getattr__`.
     settle: Callable[[str, RequestResult], Coroutine[Any, Any, NextAction]]
     give_back: Callable[[str], Coroutine[Any, Any, None]]
 
@@ -144,7 +144,7 @@ class LimiterClient(NamedActor):
 
 
 class RepliesActor(ReplyCache):
-    """A `ReplyCache` for callers in other processes. Every call may be repeated."""
+    """A `ReplyCache` for callers in other processes. Every call is safe to repeat."""
 
     def __init__(self, folder: Path) -> None:
         start_run_log()
@@ -152,9 +152,9 @@ class RepliesActor(ReplyCache):
 
 
 def start_judge_limiter(config: JudgeConfig, run: Path, run_name: str) -> tuple[Any, LimiterClient] | None:
-    """Start the limiter of a run; None where the policy is its own judge.
+    """Start the limiter of a run; None if the policy is its own judge.
 
-    Returns: the handle, to be kept for as long as the actor is to live, and the client for judge workers.
+    Returns: the handle, which keeps the actor alive, and the client for judge workers.
     """
     return None if config.self_judge.enabled else start_limiter(JudgeLimiterActor, config, run, run_name)
 
@@ -162,16 +162,16 @@ def start_judge_limiter(config: JudgeConfig, run: Path, run_name: str) -> tuple[
 def start_limiter(
     actor: type[LimiterActor], config: JudgeConfig, book: Path, run_name: str
 ) -> tuple[Any, LimiterClient]:
-    """Start an ``actor`` of this kind, which reads from ``book`` the dollars spent; see `start_judge_limiter`."""
+    """Start an actor of class ``actor``, which reads the dollars spent from ``book``; see `start_judge_limiter`."""
     handle = ray.remote(actor).options(name=_limiter_name(run_name), scheduling_strategy=beside_the_driver(), **OPTIONS)
     return handle.remote(config, book), LimiterClient(_limiter_name(run_name))
 
 
 def start_replies(config: JudgeConfig, run_name: str) -> tuple[Any, Any] | None:
-    """Start the reply store in ``judge.cache``; None where replies are not stored.
+    """Start the reply store in ``judge.cache``; None if replies are not stored.
 
-    Returns: the handle, to be kept for as long as the actor is to live, and the client for judge workers: a
-        `ReplyCache` in all but type.
+    Returns: the handle, which keeps the actor alive, and the client for judge workers, which has the methods of
+        `ReplyCache`.
     Raises: StoreError: the store cannot be opened.
     """
     if config.cache is None or config.self_judge.enabled:

@@ -33,9 +33,9 @@ def build_judge(
     Args:
         config: the judge.
         leases: taken before every request; None: no limits.
-        servers: of ``judge.local``.
+        servers: the servers of ``judge.local``.
         replies: the reply store; None: the folder ``config.cache``, if set.
-        own_replies: whether the store belongs to one run, in which the judge is the same at any endpoint.
+        own_replies: whether the store belongs to one run; the judge's cache keys then do not contain its endpoint.
         prompts: result of `prompts_of` on another host; None: read here.
 
     Raises:
@@ -75,7 +75,7 @@ def open_model(
 
 
 def prompts_of(config: JudgeConfig) -> Prompts:
-    """The prompt set of a configuration, with its secret, its facts and its examples.
+    """The prompt set of a configuration, with its evidence key, environment facts and examples.
 
     Raises: see `load_prompts`, `evidence_key`, `examples_of`.
     """

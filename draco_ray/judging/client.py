@@ -56,7 +56,7 @@ from draco_ray.judging.reply_cache import CLAIM_SECONDS, ReplyCache, request_key
 from draco_ray.records import Message, Paid
 
 LONGEST_HINT_SECONDS = 60.0
-"""Longest wait that an endpoint may ask of one call; `draco_ray.judging.outage` limits that of the whole pool."""
+"""Longest wait that an endpoint may ask of one call; `draco_ray.judging.outage` has the limit for the whole pool."""
 
 
 @dataclass(slots=True)
@@ -70,7 +70,7 @@ class Call:
     key: str | None
     attempts: int
     patient: bool
-    """Whether failures do not count as attempts while the judge answers no call."""
+    """If True, failures do not count as attempts while the judge answers no call at all."""
     timeout: float
     """Seconds that one request may take."""
     started_at: float
@@ -97,8 +97,8 @@ class Call:
 
         Args:
             error: the reason.
-            billed: dollars that may be charged all the same.
-            counts: whether it counts towards `attempts` even for a patient call.
+            billed: dollars that may be charged anyway.
+            counts: whether the failure counts towards `attempts` even for a patient call.
         """
         self.error, self.guessed = error, self.guessed + billed
         if self.patient and not counts:
@@ -107,7 +107,7 @@ class Call:
             self.own += 1
 
     def note_grant(self, grant: Grant) -> None:
-        """Note a lease for the next request; replies to other calls tell whose fault the last failures were."""
+        """Note a lease for the next request; replies to other calls show whether the call caused the last failures."""
         if grant.answers > self.answers:
             # Another call was answered since; an outage may explain all but one of the failures.
             self.own, self.unexplained = self.own + min(self.unexplained, 1), 0
@@ -129,7 +129,7 @@ class Call:
             max_backoff: maximum without a hint.
         """
         if hint is not None:
-            # A little later than asked: an early request is refused again.
+            # Wait slightly longer than asked, because an early request is refused again.
             return min(hint, max(max_backoff, LONGEST_HINT_SECONDS)) + random.uniform(0, min(1.0, 0.1 * hint))
         doubled = FIRST_BACKOFF_SECONDS * 2.0 ** min(self.own + self.unexplained - 1, 30)
         ceiling = min(max_backoff, doubled)
@@ -169,12 +169,12 @@ class LiteLLMClient:
             sleep: sleeps between attempts; replaced by tests.
             leases: taken before every HTTP request; None: no limits, and calls do not wait for the end of an outage.
             servers: chooses the server of a request; None: the configured endpoint.
-            endpoint_counts: whether the endpoint is a part of the cache key: the model elsewhere is another judge.
+            endpoint_counts: whether the endpoint is part of the cache key, so that each endpoint is another judge.
             role: role of the model, for messages.
             settings: configuration keys of model and endpoint, for messages.
         """
         self._endpoint = Endpoint(config, role, settings)
-        # A resumed run starts the rule judge's server again, on another port: it is the same judge.
+        # A resumed run starts the rule judge's server again on another port, but it is the same judge.
         self._endpoint_counts = endpoint_counts and not config.rule_judge.start
         self._servers: Servers = servers or self._endpoint
         self._patient = leases is not None and config.max_outage_seconds > 0
@@ -189,12 +189,13 @@ class LiteLLMClient:
         """Answer ``request``, from the cache if it was answered before.
 
         Raises:
-            JudgeUnavailable: the judge is down or refuses us. BudgetSpent: the run's budget does not allow the request.
+            JudgeUnavailable: the judge is down or refuses requests.
+            BudgetSpent: the run's budget does not allow the request.
         """
         if self._cache is None:
             return await self._answer(request, None)
         key = self._key(request)
-        # Identical rollouts are judged at the same time: the second request waits, and takes the first one's answer.
+        # If identical rollouts are judged at the same time, the second request waits for the first one's answer.
         async with _claimed(self._cache, key):
             if (stored := await self._cache.get(key)) is not None and (found := _replay(stored)) is not None:
                 return found
@@ -213,8 +214,8 @@ class LiteLLMClient:
         """Send a one-word prompt with the run's own parameters, so that a refused parameter is noticed early.
 
         Raises:
-            JudgeUnavailable: no answer, or one without its usage under a budget.
-            ConfigError: a budget, and no price.
+            JudgeUnavailable: no answer, or a budget is set and the answer does not state its usage.
+            ConfigError: a budget is set and no price is known.
         """
         check_budget(self._config, self._config.model)
         call = self._call(PROBE_REQUEST, PROBE_TOKENS)
@@ -273,7 +274,7 @@ class LiteLLMClient:
                 await self._leases.give_back(grant.number)
                 raise
         try:
-            # LiteLLM's timeout is per read on some transports; this one is the wall clock.
+            # LiteLLM's timeout is per read on some transports; this one limits the whole request.
             async with asyncio.timeout(call.timeout):
                 response = await self._endpoint.complete(call.request, server, call.max_tokens, call.timeout)
         # OpenAIError is the base of every error LiteLLM raises for a provider.
@@ -285,7 +286,7 @@ class LiteLLMClient:
                 await self._cache.settle(grant.number, ended.dollars)
             return await self._leases.settle(grant.number, ended)
         except BaseException:
-            # Its outcome is unknown: the ledger keeps the request as unsettled.
+            # The outcome is unknown, so the book keeps the request as unsettled.
             self._leases.abandon(grant.number)
             raise
         usage, dollars, estimated = self._bill(response, call.most)
@@ -303,7 +304,7 @@ class LiteLLMClient:
             **self._about(call),
         )
         if self._cache is not None:
-            # Stored before it is used: from here on no kill loses the reply, or what it cost.
+            # Store the reply before using it, so that a kill loses neither the reply nor its cost.
             reply = None if call.key is None else (call.key, _stored(completion))
             try:
                 await self._cache.settle(grant.number, dollars, reply)
@@ -344,7 +345,7 @@ class LiteLLMClient:
         if not self._endpoint_counts:
             arguments.pop("api_base", None)
         if config.rule_judge.start:
-            # Other rules or error rates are another judge; defaults add nothing, so that earlier replies are found.
+            # Other rules or error rates make another judge. Defaults are left out, so that earlier replies are found.
             arguments |= config.rule_judge.model_dump(exclude={"start", "latency_seconds"}, exclude_defaults=True)
         return request_key(arguments)
 
@@ -373,11 +374,11 @@ class LiteLLMClient:
         )
 
     def _configured_price(self) -> bool:
-        """Whether our price holds, and not the figure that LiteLLM has of a reply."""
+        """Whether to use the configured price instead of LiteLLM's cost of a reply."""
         return find_price(self._config.model, self._config.prices) is not None
 
     def _bill(self, response: Any, most: CostBound) -> tuple[TokenUsage, float, bool]:
-        """Usage and dollars of a reply, and whether they are estimates, since the reply does not state them."""
+        """Usage and dollars of a reply, and whether they are estimates because the reply does not state them."""
         usage = read_usage(response, most)
         if usage is None:
             if not self._warned:
@@ -404,7 +405,7 @@ class LiteLLMClient:
         )
 
     def _about(self, call: Call) -> dict[str, Any]:
-        """What a completion says about its call."""
+        """Fields of a completion that describe its call."""
         return {
             "model": self._config.model,
             "call_id": call.number,
@@ -415,7 +416,7 @@ class LiteLLMClient:
         }
 
     async def _wait(self, call: Call) -> None:
-        """Back off before this call's next request; pauses of the whole pool come on top."""
+        """Back off before this call's next request; pauses of the whole pool are added."""
         error = call.error
         assert error is not None
         seconds = call.pause_seconds(self._endpoint.hint(error), self._config.max_backoff_seconds)
@@ -462,7 +463,7 @@ def _stored(completion: Completion) -> dict[str, object]:
 
 
 def _replay(stored: Mapping[str, Any]) -> Completion | None:
-    """Return the stored reply, at no cost; None where it is damaged and has to be asked for again."""
+    """Return the stored reply, at no cost; None if it is damaged and the judge must be asked again."""
     try:
         found = _COMPLETION.validate_python({name: stored[name] for name in _STORED})
     except (KeyError, ValidationError):

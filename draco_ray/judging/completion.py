@@ -1,4 +1,4 @@
-"""Requests to the judge model, completions, and the interface of whatever turns one into the other."""
+"""Requests to the judge model, their completions, and the interface of clients that complete requests."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ class Request:
 
     messages: tuple[Message, ...]
     vote: int = 0
-    """Which of k independent scoring calls this is, so that equal prompts are asked k times."""
+    """Index of k independent scoring calls, so that equal prompts are asked k times."""
     scope: str = ""
-    """Where the stored answer may be used again: only in this scope, or anywhere if empty."""
+    """The only scope in which the stored answer may be reused; empty: anywhere."""
     schema: Mapping[str, object] | None = field(default=None, hash=False)
-    """JSON schema to hold the reply to where the endpoint can; it does not change what is asked."""
+    """JSON schema that constrains the reply if the endpoint supports it; it is not part of the question."""
     phase: str | None = None
-    """Phase that it is for; requests of one phase have replies of similar length, and one priority."""
+    """Phase of the request; requests of one phase have the same priority and replies of similar length."""
     group: str = ""
     """Requests of one group share a prefix and are best answered by the same machine."""
     shared: tuple[int, ...] = ()
@@ -35,28 +35,28 @@ class Completion:
 
     text: str
     finish_reason: str
-    """``stop``, ``length``, ``content_filter``, ``refusal``, ``tool_calls``, ``reasoning`` if nothing followed it,
-    ``error`` if the request was refused, ``unavailable`` if it was not answered, or the provider's own name for what
-    interrupted the reply (``abort``)."""
+    """``stop``, ``length``, ``content_filter``, ``refusal``, ``tool_calls``, ``reasoning`` if no answer followed the
+    reasoning, ``error`` if the request was refused, ``unavailable`` if it was not answered, or the provider's own name
+    for the interruption of a reply (``abort``)."""
     model: str
     input_tokens: int = 0
     cached_tokens: int = 0
     output_tokens: int = 0
     """Reasoning included."""
     dollars: float = 0.0
-    """Earlier requests of the call that may have been billed included; 0 where neither the configuration nor LiteLLM
+    """Includes earlier requests of the call that may have been billed; 0 if neither the configuration nor LiteLLM
     knows the model's price."""
     started_at: float
     seconds: float
-    """From the first request to the answer, waits between attempts included."""
+    """From the first request to the answer, including waits between attempts."""
     requests: int = 1
     """HTTP requests made; 0 when the answer came from the durable reply cache."""
     error: str | None = None
-    """Why this request has no answer although the judge as a whole may be well."""
+    """Why this request has no answer, even if the judge may answer others."""
     reasoning_tokens: int = 0
     """Reasoning part of ``output_tokens``."""
     estimated_dollars: float = 0.0
-    """The part of ``dollars`` that no reply states: the most that those requests may have cost."""
+    """The part of ``dollars`` that no reply states: the maximum cost of those requests."""
     call_id: str = ""
     """Unique id; empty for a reply from the durable cache."""
     paid: Paid | None = None
@@ -73,7 +73,7 @@ class Completion:
 
 
 class Completer(Protocol):
-    """Answers requests, such as `draco_ray.judging.client.LiteLLMClient`."""
+    """Interface of clients that answer requests, such as `draco_ray.judging.client.LiteLLMClient`."""
 
     async def __call__(self, request: Request) -> Completion:
         """Answer ``request``.
@@ -100,7 +100,7 @@ _ENDED = ("stop", "content_filter", "refusal", "tool_calls", "reasoning")
 _BROKEN_OFF = re.compile(
     r"error|abort|cancel|fail|length|limit|malformed|unexpected|too_many|missing|timeout|repetition|incomplete"
 )
-"""In the provider's finish reason where LiteLLM says ``stop``, as it does for every reason that it does not know."""
+"""Finish reasons of providers that mean an interruption; LiteLLM reports every unknown reason as ``stop``."""
 
 _THOUGHTS = ("reasoning_content", "reasoning", "thinking_blocks")
 """Fields of a message that hold reasoning."""
@@ -128,7 +128,7 @@ def _ended(choice: Any) -> str:
 
 def _said(message: Any, reason: str) -> tuple[str, str]:
     text = message.content or ""
-    # LiteLLM keeps fields of single providers apart.
+    # LiteLLM keeps provider-specific fields in a separate place.
     further = getattr(message, "provider_specific_fields", None) or {}
     if refusal := getattr(message, "refusal", None) or further.get("refusal"):
         return text or str(refusal), "refusal"

@@ -37,7 +37,7 @@ class Borrowed:
 
     server: Server
     lost: bool = False
-    """Set by the borrower if there was no connection, or it broke."""
+    """Set by the borrower if the connection failed or broke."""
 
 
 class Servers(Protocol):
@@ -53,7 +53,7 @@ class Servers(Protocol):
 
 
 def place_of(config: JudgeConfig) -> str:
-    """The endpoint of a model, for messages: LiteLLM reads it from the provider's environment variables as well."""
+    """The endpoint of a model, for messages; LiteLLM may also read it from the provider's environment variables."""
     provider = provider_key(config.model).removesuffix("_API_KEY")
     names = [f"{provider}_BASE_URL", f"{provider}_API_BASE"]
     return config.api_base or next(
@@ -62,7 +62,7 @@ def place_of(config: JudgeConfig) -> str:
 
 
 def introduced(config: JudgeConfig) -> str:
-    """Model, endpoint and key variable: what a command prints before its first request."""
+    """Model, endpoint and key variable, which a command prints before its first request."""
     if config.files is not None:
         return f"you, through files: {config.files}/NAME.prompt.txt is answered by {config.files}/NAME.reply.txt"
     return f"{config.model} at {place_of(config)}, key in {config.key_variable}"
@@ -106,7 +106,7 @@ class Endpoint:
         if key := os.environ.get(name):
             return key
         if self._config.api_base is not None:
-            # A private server needs no key, but LiteLLM insists on one and would take another variable's.
+            # A private server needs no key, but LiteLLM requires one and would take it from another variable.
             return "none"
         raise JudgeUnavailable(
             f"{self._role} {self._config.model}: environment variable {name} holds no key; set it, or the endpoint "

@@ -1,8 +1,8 @@
-"""A judge that answers through files: each prompt is written to a numbered file, its reply is read from beside it.
+"""A judge that answers through files: each prompt is a numbered file, and its reply is read from a file beside it.
 
 It writes ``0001-score-3fa91c2b70d4.prompt.txt`` and ``.schema.json``, and waits for the ``.reply.txt`` of that name.
 The replies may come from a chat window, a batch system or a gateway. A directory with all replies is a recorded judge,
-also without the prompts. The same question has the same file in every run, so an interrupted command can continue.
+even without the prompts. The same question has the same file in every run, so an interrupted command can continue.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from draco_ray.judging.completion import Completion, Request
 log = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.5
-"""Time between two looks for a reply; one that has grown since the last look is still being written."""
+"""Time between two checks for a reply; a reply that has grown since the last check is still being written."""
 REMIND_SECONDS = 60.0
-"""Time between two messages that name what is waited for."""
+"""Time between two messages that name the awaited replies."""
 RECORDED = "recorded"
 """File that marks a complete recording, with its author and date: a prompt without a reply is then an error."""
 PROMPT, SCHEMA, REPLY = ".prompt.txt", ".schema.json", ".reply.txt"
@@ -41,10 +41,10 @@ class FileJudge:
         self._reminded = time.monotonic()
 
     async def __call__(self, request: Request) -> Completion:
-        """Write the request's prompt, unless it is there, and wait for its reply.
+        """Write the request's prompt, unless it exists, and wait for its reply.
 
         Raises:
-            StoreError: the directory cannot be used, or is a record without this reply.
+            StoreError: the directory cannot be used, or is a recording without this reply.
         """
         started, clock = time.time(), time.perf_counter()
         try:
@@ -71,9 +71,9 @@ class FileJudge:
         """Do nothing: a reply may take any time."""
 
     def _write(self, request: Request) -> tuple[str, bool]:
-        """Write prompt and schema under the next number, unless they or the reply are there.
+        """Write prompt and schema under the next number, unless they or the reply exist.
 
-        Returns: their name, and whether the reply is there already.
+        Returns: their name, and whether the reply already exists.
         """
         key = _key(request)
         if there := self._found(key):
@@ -102,7 +102,7 @@ class FileJudge:
         return name, False
 
     def _found(self, key: str) -> str | None:
-        """Name of the prompt or reply with a key; None where there is none."""
+        """Name of the prompt or reply with a key; None if there is none."""
         return next((path.name.partition(".")[0] for path in self._directory.glob(f"[0-9]*-{key}.*")), None)
 
     async def _reply(self, name: str) -> str:
@@ -121,7 +121,7 @@ class FileJudge:
             self._waiting.discard(name)
 
     def _remind(self) -> None:
-        """Say what is waited for when there is something new, and once in `REMIND_SECONDS`."""
+        """Log the awaited replies when there are new ones, and otherwise every `REMIND_SECONDS`."""
         if self._waiting <= self._announced and time.monotonic() - self._reminded < REMIND_SECONDS:
             return
         self._reminded = time.monotonic()
@@ -142,7 +142,7 @@ def _key(request: Request) -> str:
 
 
 def _shown(request: Request) -> str:
-    """The prompt; several messages each under its role."""
+    """The prompt; if it has several messages, each has its role as heading."""
     if len(request.messages) == 1:
         return request.messages[0].content
     return "\n\n".join(f"[{message.role}]\n{message.content}" for message in request.messages)

@@ -1,6 +1,6 @@
 """Truncate questions to the judge's context: the longest prompt that fits, and a shorter one if the judge refuses it.
 
-How far a prompt was truncated is stored beside the replies, so that a resumed run asks the same.
+How far a prompt was truncated is stored beside the replies, so that a resumed run sends the same prompt.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ ValueT = TypeVar("ValueT")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fitted(Generic[ValueT]):
-    """A question as it is asked."""
+    """A question with the prompt that is sent."""
 
     question: Question[ValueT]
     whole: str
@@ -62,7 +62,7 @@ class Fitting:
         return "less than all of it" if self.room is None else f"about {self.room:,} tokens"
 
     async def too_long(self, question: Question[Any]) -> bool:
-        """Whether a prompt exceeds the judge's known context by a fixed rate, so that a resumed run asks the same."""
+        """Whether a prompt exceeds the judge's known context; the rate is fixed, so that a resumed run agrees."""
         if self._first_room is None:
             return False
         prompt = await asyncio.to_thread(question.prompt, self._prompts)
@@ -88,9 +88,9 @@ class Fitting:
         """The question truncated further if the judge found it too long; None if it did not, or no text is left to cut.
 
         Args:
-            fitted: as it was asked.
+            fitted: the question as it was asked.
             judged: the result.
-            tries: how often it was truncated further before.
+            tries: how often the question was truncated further before.
         """
         errors = [call.error for call in judged.calls if call.error is not None and call.finish_reason == "error"]
         if not errors or tries == len(SHORTER):
@@ -133,7 +133,7 @@ class Fitting:
         return self._rate * _bytes(prompt)
 
     def _search(self, fitted: Fitted[ValueT], room: float) -> Fitted[ValueT]:
-        """The least truncation with which the prompt takes at most ``room`` tokens; the most where none does."""
+        """The least truncation with which the prompt takes at most ``room`` tokens; the strongest if none does."""
         return self._at(
             fitted,
             bisect_left(range(LEVELS), True, key=lambda level: self._tokens(self._at(fitted, level).prompt) <= room),

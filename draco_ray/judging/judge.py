@@ -5,9 +5,9 @@ the reason there is none, and all calls. Only a judge that cannot answer at all 
 
 A content filter, or one rollout that is too long even if truncated, must not cost the other rollouts of a group their
 rubric: a question about several rollouts is asked again without those that the judge refuses. Rollouts whose own stage2
-call failed are left out first, which takes one more call. Otherwise the refused ones are found by bisection: a part is
-added to what the judge has accepted, and split if that is refused; the last accepted answer counts. One refused rollout
-of eight takes at most 6 more calls; after `MOST_CALLS` the rest is left out.
+call failed are left out first, which takes one more call. Otherwise bisection finds the refused ones: some rollouts are
+added to the accepted ones, and split if the judge refuses them; the last accepted answer counts. One refused rollout of
+eight takes at most 6 more calls; after `MOST_CALLS` the rest is left out.
 
 For a sample of rollouts one more call (``judge.second_look``) shows the judge its own notes without the verdicts, and
 asks which verdict they argue for. The result is a rate in the metrics and the report; it changes no verdict.
@@ -57,14 +57,14 @@ def is_refused(judged: Judged[ValueT]) -> bool:
 
 
 async def ask_without_refused(question: Question[ValueT], whole: Judged[ValueT], ask: Ask[ValueT]) -> Judged[ValueT]:
-    """The answer about as many of the question's rollouts as the judge accepts, with a note of the others.
+    """The answer about as many of the question's rollouts as the judge accepts, with a note about the others.
 
     Args:
         question: about several rollouts.
         whole: the result for all of them.
         ask: asks about some of them.
 
-    Returns: ``whole`` with all calls where it accepts none of them.
+    Returns: the answer; ``whole`` with all calls if the judge accepts no rollout.
     """
     search = _Search(question, ask)
     sure = [each for each in question.members if each not in question.doubtful]
@@ -113,7 +113,7 @@ class _Search(Generic[ValueT]):
 
 
 SECOND_LOOK = "second_look"
-"""Phase name of these calls in the archive and in cost tables."""
+"""Phase name of second-look calls in the archive and in cost tables."""
 PROMPT = Path("prompts/second_look.txt")
 
 
@@ -129,7 +129,7 @@ def gets_second_look(share: float, group: str, rollout: int | None) -> bool:
 
     Args:
         share: sampled share of all rollouts, 0 .. 1.
-        group: of the rollout.
+        group: the rollout's group.
         rollout: its index in the group.
     """
     digest = hashlib.blake2b(f"{group}/{rollout}".encode(), digest_size=7).digest()
@@ -168,7 +168,7 @@ def count_contradictions(text: str, rubric: Sequence[Criterion], scores: Sequenc
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallContext:
-    """What a call is about, as the archive records it."""
+    """The subject of a call, as the archive records it."""
 
     group: str
     task_id: str
@@ -203,7 +203,7 @@ class Judge:
         return await self._ask_members(question, context)
 
     async def _ask_halves(self, question: Proposals, context: CallContext) -> Judged[Rubric]:
-        """Ask about half of the rollouts, and then about the others with what was proposed."""
+        """Ask about half of the rollouts, and then about the others together with the first proposals."""
         half = len(question.members) // 2
         first = await self._ask_members(question.only(question.members[:half]), context)
         rest = question.only(question.members[half:])
@@ -281,7 +281,7 @@ class Judge:
         return replace(judged, calls=(*judged.calls, call), looked_at=looked_at, contradicted=found)
 
     async def _vote(self, question: Question[ValueT], prompt: str, context: CallContext, vote: int) -> Judged[ValueT]:
-        """Ask, parse, ask again with the error quoted."""
+        """Ask and parse; after an unusable reply, ask again with the error quoted."""
         phase, scope = question.name, question.scope(self._config, context.group)
         shared = shared_ends(self._prompts, phase, prompt, self._prompts.code(question.identity))
         schema = question.schema(self._prompts.templates[phase], self._config)
@@ -323,7 +323,7 @@ class Judge:
                     error = f"all of {limit} went to reasoning; raise it, or lower judge.reasoning_effort"
             calls.append(_call(phase, context, archived_prompt, completion, error))
             if completion.finish_reason == "length" and not completion.text.strip():
-                break  # A retry would think as long.
+                break  # A retry would reason just as long.
             quoted = _shorten(completion.text) or "(empty)"
             reask = _reask(error)
             messages = (*messages, Message(role="assistant", content=quoted), Message(role="user", content=reask))

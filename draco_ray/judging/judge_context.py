@@ -1,7 +1,8 @@
 """Context lengths of judges, and the length of their longest prompt: the union's, which shows every rollout of a group.
 
-An upper estimate for rollouts at full length, in tokens of the policy. Texts that are limited in characters, or written
-by the judge, are counted at `CHARACTERS_PER_TOKEN`. `draco_ray.judging.shortening` truncates prompts that do not fit.
+The length is an upper estimate for full-length rollouts, in tokens of the policy. Texts that are limited in characters,
+or written by the judge, are counted at `CHARACTERS_PER_TOKEN`. `draco_ray.judging.shortening` truncates prompts that do
+not fit.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class JudgeContext:
     """The rollouts, each with a last output beyond its maximum response length."""
     criteria: int
     reply: int
-    """``judge.max_tokens``, and the refused replies that are quoted when it is asked again."""
+    """``judge.max_tokens``, and the unusable replies that are quoted when the judge is asked again."""
 
     @property
     def tokens(self) -> int:
@@ -62,16 +63,17 @@ class JudgeContext:
 def judge_context(config: DracoConfig) -> JudgeContext:
     """The longest request with every rollout at full length.
 
-    With a static rubric there is no union; it is then a credit call, whose template may show its rollout twice.
+    With a static rubric there is no union; the longest request is a credit call, whose template may show its rollout
+    twice.
 
-    Raises: ConfigError: the prompt set is missing, or its examples are.
+    Raises: ConfigError: the prompt set or its examples are missing.
     """
     agent, judge, group = config.agent, config.judge, config.algorithm.group_size
     dynamic = config.algorithm.rubric == "dynamic"
     longest = Union if dynamic else Credit
     template = project_file(judge.prompts / longest.template).read_text(encoding="utf-8")
     rollout = agent.max_response_length + agent.max_turns * TURN_TOKENS + _tokens(agent.max_output_characters)
-    # Beside its text the credit call reads what the scoring call wrote about each criterion.
+    # The credit prompt shows each criterion with the scoring call's text about it.
     criteria = (
         judge.max_stage1_criteria + group * judge.max_stage2_criteria if dynamic else 2 * judge.max_union_criteria
     )
@@ -89,7 +91,7 @@ def judge_context(config: DracoConfig) -> JudgeContext:
 def judge_tokens(judge: JudgeConfig) -> int | None:
     """Context length of a judge in tokens; None if unknown.
 
-    For a self-judge only the configured value: its engines are sized for the prompts.
+    For a self-judge only the configured value counts, because its engines are sized for the prompts.
     """
     if judge.context_tokens is not None or judge.self_judge.enabled:
         return judge.context_tokens
@@ -100,8 +102,8 @@ def judge_tokens(judge: JudgeConfig) -> int | None:
 
 
 def judge_room(judge: JudgeConfig) -> int | None:
-    """Maximum length of a prompt in tokens, beside a reply and the quoted unusable replies; None if unknown."""
-    # A fallback reads the same prompt.
+    """Maximum length of a prompt in tokens that leaves room for reply and quoted replies; None if unknown."""
+    # Fallbacks get the same prompt.
     others = (model_limit(each.model, "max_input_tokens") for each in judge.fallbacks if each.api_base is None)
     known = [tokens for tokens in (judge_tokens(judge), *others) if tokens is not None]
     if not known:
@@ -123,7 +125,7 @@ def uses_self_judge(config: DracoConfig) -> bool:
 
 
 def context_problem(config: DracoConfig, positions: int | None) -> str | None:
-    """Why the model's context is too short for a self-judge, and what to change; None where it is not.
+    """Why the model's context is too short for a self-judge, and what to change; None if it is long enough.
 
     Args:
         positions: context length of the model in tokens; None if unknown.
@@ -148,7 +150,7 @@ def model_positions(path: str, config_file: Path | None = None) -> int | None:
 
     Args:
         path: a model directory, or the name of one of `PUBLIC_CONFIGS`.
-        config_file: its ``config.json``, where it is neither.
+        config_file: its ``config.json``, if ``path`` is neither.
     """
     if config_file is None and Path(path).expanduser().is_dir():
         config_file = Path(path).expanduser() / "config.json"

@@ -47,11 +47,11 @@ class Label(BaseModel):
     judge: int = Field(ge=-1, le=1)
     """The judge's verdict: +1 pass, -1 fail, 0 not applicable."""
     evidence: str = ""
-    """The judge's."""
+    """The judge's evidence."""
     justification: str = ""
-    """The judge's."""
+    """The judge's justification."""
     verdict: int | None = Field(None, ge=-1, le=1)
-    """The right one; None: not labelled."""
+    """The right verdict; None: not labelled."""
     cited: tuple[int, ...] = Field((), strict=False)
     """Steps the judge holds responsible, 1-based."""
     citation: bool | None = None
@@ -165,10 +165,10 @@ def examples_text(labels: Sequence[Label]) -> str:
 
 
 def examples_of(config: JudgeConfig) -> str:
-    """`examples_text` of the corrected verdicts that a configuration names; empty where it names none.
+    """`examples_text` of the corrected verdicts that a configuration names; empty if it names none.
 
     Raises:
-        ConfigError: as `load_labels`, or no verdict in there was corrected.
+        ConfigError: as `load_labels`, or no verdict in the file was corrected.
     """
     if config.examples is None:
         return ""

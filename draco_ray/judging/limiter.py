@@ -5,11 +5,11 @@ A request takes a lease before it is sent and settles it with its actual cost.
 - Dollars: a lease reserves the maximum cost of its request, so the budget is never exceeded.
 - Requests: at most the limit in any 60 seconds, spread evenly.
 - Tokens: a request in flight counts with the expected size of its kind (mean and one standard deviation; the maximum
-  until enough have ended), an ended one with its actual size. Spread over the minute as well, at `PACE`.
+  until enough have ended), a finished one with its actual size. Tokens are also spread over the minute, at `PACE`.
 - Order: later phases of a group before new groups, otherwise first come, first served: smaller requests do not overtake
   a large one that waits for room.
 
-`Limiter` decides on a clock that tests can set, `WaitingLine` is where callers wait for it. No Ray in here.
+`Limiter` decides, by a clock that tests can set; callers wait for it in the queue `WaitingLine`. Independent of Ray.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ from draco_ray.judging.outage import FailureKind, NextAction, Outage, Pause
 WINDOW_SECONDS = 60.0
 ROUNDING = 1e-9
 BURST_SECONDS, BURST_REQUESTS = 2.0, 5
-"""Burst size: the requests of so many seconds, and at least so many."""
+"""Burst size: the requests of this many seconds, but at least this many requests."""
 BURST_SHARE = 0.2
-"""Burst size in tokens, as a part of the limit; a single larger request may always leave."""
+"""Burst size in tokens, as a fraction of the limit; a single larger request may always be sent."""
 PACE = 4.0
-"""Factor on the limit: the rate at which tokens may leave after the burst, to make up for waiting."""
+"""Rate at which tokens may be sent after the burst, as a factor on the limit; above 1 to make up for waiting."""
 LEARNED_AFTER = 12
-"""Number of ended requests of a kind from which the size of the next one is predicted."""
+"""Number of finished requests of a kind that are needed to predict the size of the next one."""
 MEMORY = 200
-"""Number of ended requests over which means are taken."""
+"""Number of finished requests over which means are taken."""
 LOOK_AGAIN_SECONDS = 5.0
 
 
@@ -55,9 +55,9 @@ class LeaseRequest:
     output_tokens: float
     dollars: float = 0.0
     kind: str = ""
-    """Requests of one kind are alike in the length of their replies."""
+    """Requests of one kind have replies of similar length."""
     rank: int = 0
-    """The lowest goes first."""
+    """The lowest rank is served first."""
     call: str = ""
     """Identifies the call over all its requests."""
 
@@ -69,7 +69,7 @@ class Grant:
     number: str
     """Unique over all runs."""
     answers: int
-    """Replies that the whole pool had received before it."""
+    """Number of replies that the whole pool had received before this lease."""
     alone: bool = False
     """Whether no other call failed since the last reply."""
 
@@ -83,16 +83,16 @@ class RequestResult:
     """The output part of ``tokens``."""
     dollars: float = 0.0
     estimated: bool = False
-    """Whether these are guesses, from which nothing is learned."""
+    """Whether the numbers are estimates, which are not used to predict sizes."""
     trouble: FailureKind | None = None
-    """Why there is no reply; None where there is one."""
+    """Why there is no reply; None if there is one."""
     reason: str = ""
     hint: float | None = None
     """Seconds that the endpoint asks us to wait."""
 
 
 class Leases(Protocol):
-    """Where a judge client gets its leases; `draco_ray.judging.actors.LimiterClient` in a run."""
+    """Source of a judge client's leases; in a run, `draco_ray.judging.actors.LimiterClient`."""
 
     async def lease(self, asked: LeaseRequest) -> Grant:
         """Wait until a request may be sent.
@@ -112,7 +112,7 @@ class Leases(Protocol):
         ...
 
     def abandon(self, number: str) -> None:
-        """Drop a lease whose request has no caller any more; it may be billed."""
+        """Drop a lease whose caller is gone; its request may be billed."""
         ...
 
 
@@ -134,7 +134,7 @@ class SlidingWindow:
         """
         Args:
             limit: maximum amount in the window; None: no limit.
-            burst: amount that may leave at once; a single larger one may, too.
+            burst: amount that may be sent at once; a single larger one may, too.
             pace: rate of the rest, as a factor on the limit.
         """
         self._limit = limit
@@ -143,7 +143,7 @@ class SlidingWindow:
         self._uses: deque[_Use] = deque()
         self._sum = 0.0
         self._due = -math.inf
-        """Time at which everything taken so far would have left at an even pace."""
+        """Time at which everything taken so far would have been sent at an even pace."""
 
     def seconds_to_wait(self, amount: float, now: float) -> float:
         """Seconds until ``amount`` more fits if nothing else happens; 0 if it fits now."""
@@ -153,7 +153,7 @@ class SlidingWindow:
         over = self._sum + amount - self._limit
         if not self._uses:
             return 0.0
-        # The burst may leave at once, the rest at an even pace.
+        # The burst may be sent at once, the rest at an even pace.
         wait = max(0.0, self._due - now - self._seconds_each * max(self._burst - amount, 0.5 * self._burst))
         for use in self._uses:
             if over <= ROUNDING:
@@ -234,7 +234,7 @@ class Limiter:
     ) -> None:
         """
         Args:
-            limits: of the whole pool.
+            limits: limits of the whole pool.
             spent: dollars that earlier processes of this run have spent.
             under_way: unsettled leases of an earlier limiter of this run: number -> maximum cost.
             lease_seconds: age at which a lease is booked at its maximum cost: its holder has died, and the request may
@@ -256,7 +256,7 @@ class Limiter:
         self._sizes = _Sizes()
         self._leases: dict[str, _Lease] = {}
         self._booked: dict[str, float] = {}
-        """Leases that were booked without an answer, which may still come."""
+        """Dollars booked for leases without an answer, which may still come."""
         self._scale = 1.0
         """Largest factor by which a request exceeded its maximum cost."""
         self.spent = spent
@@ -331,7 +331,7 @@ class Limiter:
             self._tokens.correct(lease.use, 0.0, self._clock())
 
     def abandon(self, number: str) -> None:
-        """Book a request whose end nobody will see at its maximum cost: it may be billed."""
+        """Book a request whose outcome will stay unknown at its maximum cost, since it may be billed."""
         lease = self._remove(number)
         if lease is not None:
             self._booked[number] = self._scale * lease.asked.dollars

@@ -1,17 +1,17 @@
 """Judge outages: how errors are classified, and what happens to the call and to all further requests.
 
 ========================  =============================================================================================
-answered                  all counts start from zero
+answered                  all counts are reset
 rate limited              all requests wait, as long as the endpoint says, else with exponential backoff
 not available             no connection, 5xx: all wait with exponential backoff until one request is answered; from the
                           third failure on only one request at a time is sent
-timed out                 the same, from the first timeout on: such requests are slow, and may be billed
+timed out                 the same, but one request at a time after the first timeout: they are slow, and may be billed
 refused (401, 402, 403,   the run stops if the judge has never answered. Otherwise the call fails, and the third
 404)                      refusal in a row stops the run
 quota spent               the run stops
 ========================  =============================================================================================
 
-An outage starts with the first failure after the last answer. No Ray and no clock here.
+An outage starts with the first failure after the last answer. This module uses neither Ray nor a clock.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 FIRST_BACKOFF_SECONDS = 1.0
 ROUNDS_TO_PROBE = 3
-"""Failures in a row from which only one request at a time is sent, until one is answered."""
+"""Number of failures in a row after which only one request at a time is sent, until one is answered."""
 REFUSALS_TO_STOP = 3
 LOGGED_SECONDS = 30.0
 """Longer waits are logged when they begin."""
@@ -62,9 +62,9 @@ class Pause:
 
     reason: str
     lasted: float
-    """Seconds."""
+    """Seconds since it began."""
     next_try: float
-    """Seconds until it."""
+    """Seconds until the next try."""
     gives_up: float
     """Seconds until the run stops."""
 
@@ -76,7 +76,7 @@ class Outage:
         """
         Args:
             max_seconds: maximum duration of an outage before the run stops; 0: calls do not wait for each other.
-            max_backoff_seconds: maximum backoff where the endpoint does not say how long to wait.
+            max_backoff_seconds: maximum backoff if the endpoint does not say how long to wait.
             who: name of the judge in messages.
         """
         self._max_seconds = max_seconds
@@ -100,7 +100,7 @@ class Outage:
 
     @property
     def patient(self) -> bool:
-        """Whether outages are waited out."""
+        """Whether calls wait for the end of an outage."""
         return self._max_seconds > 0
 
     def seconds_to_wait(self, now: float) -> float:
@@ -115,7 +115,7 @@ class Outage:
         return self._rounds >= ROUNDS_TO_PROBE
 
     def given_up(self, now: float) -> str | None:
-        """Why waiting has no use any more; None while it has."""
+        """Why calls should stop waiting; None if they should continue."""
         if self._since is None or not self.patient or now - self._since < self._max_seconds:
             return None
         return (
@@ -124,7 +124,7 @@ class Outage:
         )
 
     def pause(self, now: float) -> Pause | None:
-        """The outage there is, if there is one."""
+        """The current outage, if any."""
         if self._since is None or not self._announced:
             return None
         lasted = now - self._since
@@ -148,7 +148,7 @@ class Outage:
             trouble: kind of failure.
             reason: the error, in one line.
             hint: seconds that the endpoint asks us to wait.
-            sent_at: on the clock of ``now``.
+            sent_at: time of sending, on the clock of ``now``.
             now: seconds.
         """
         if trouble is FailureKind.OWN:
@@ -167,18 +167,18 @@ class Outage:
         self._reason = reason
         if self._since is None:
             self._since = now
-        # A failure of a request that was sent before the pause began is no news.
+        # A failed request that was sent before the pause began tells nothing new.
         new = sent_at >= self._paused_at and now >= self._paused_until
         if new:
             self._rounds = max(self._rounds + 1, ROUNDS_TO_PROBE if trouble is FailureKind.TIMED_OUT else 0)
             self._paused_at = now
         if hint is not None:
-            # A little later than asked: an early request is refused again.
+            # Wait slightly longer than asked, because an early request is refused again.
             self._paused_until = max(self._paused_until, now + hint + random.uniform(0, min(1.0, 0.1 * hint)))
         elif new:
             ceiling = min(self._max_backoff_seconds, FIRST_BACKOFF_SECONDS * 2.0 ** min(self._rounds - 1, 30))
             self._paused_until = now + random.uniform(ceiling / 2, ceiling)
-        # The limit holds, however long the endpoint asks to wait.
+        # The pause ends at the outage's limit, however long the endpoint asks to wait.
         ends = self._since + self._max_seconds
         self._paused_until = min(self._paused_until, max(now, ends))
         pause = self._paused_until - now
@@ -198,7 +198,7 @@ class Outage:
         if self._since is not None and self._announced:
             log.warning("%s answers again after %s: judging continues", self._who, span(now - self._since))
         self._announced = False
-        # A wait that a rate limit asked for still holds.
+        # Only the backoff of an outage ends; a wait that a rate limit asked for continues.
         if self._rounds >= ROUNDS_TO_PROBE:
             self._paused_until = min(self._paused_until, now)
         self._since, self._rounds = None, 0
@@ -227,10 +227,10 @@ _FLAGGED = re.compile(
 )
 _TOO_LARGE = re.compile(r"request too large|too large for|reduce (the|your) (length|prompt|message)", re.I)
 _UNPAID = re.compile(r"billing_hard_limit|credit balance is too low to access")
-"""Narrow, since an error may quote the prompt, and a rollout may be about money."""
+"""The pattern is narrow, since an error may quote the prompt, and a rollout may be about money."""
 _UNPAID_CODES = {"insufficient_quota", "billing_hard_limit_reached", "billing_not_active"}
 _UNREADABLE = re.compile(r"Error converting to valid response block|Error in response object")
-"""LiteLLM's words for an answer that is neither an error nor a completion; it reports a bad request."""
+"""LiteLLM's words for an answer that is neither an error nor a completion, which it reports as a bad request."""
 _ADVICE = (
     (re.compile(r"\btemperature\b", re.I), "judge.temperature=null leaves it out"),
     (re.compile(r"max_(completion_)?tokens", re.I), "judge.max_tokens sets it"),
@@ -264,7 +264,7 @@ def classify(error: BaseException) -> FailureKind:
 
 
 def possibly_billed(error: BaseException) -> bool:
-    """Whether a reply may have been made: the request was sent, and the endpoint did not answer it with an error."""
+    """Whether a reply may have been billed: the request was sent, and the endpoint did not answer with an error."""
     import httpx
 
     if unconnected(error):

@@ -1,12 +1,12 @@
 """Several judges: a jury that votes, a strong judge that breaks ties, and fallbacks.
 
 ========================  ==========================================================================================
-``judge.jury``            scores as well; the majority verdict counts, the judge's own where there is no majority
+``judge.jury``            scores too; the majority verdict counts, or the judge's own if there is no majority
 ``judge.strong``          decides the criteria on which judge and jury differ
 ``judge.fallbacks``       are asked in turn if the judge does not answer
 ========================  ==========================================================================================
 
-All other phases are the judge's own. Every call is in the archive under the model that answered it.
+The judge alone answers all other phases. Every call is in the archive under the model that answered it.
 """
 
 from __future__ import annotations
@@ -53,17 +53,17 @@ class Panel(Judge):
         self._jury, self._strong = tuple(jury), strong
 
     async def check(self) -> None:
-        """Make sure that all of them answer.
+        """Make sure that the judge, its jury and the strong judge answer.
 
         Raises:
-            JudgeUnavailable: one does not.
+            JudgeUnavailable: one of them does not.
         """
         await super().check()
         for judge in (*self._jury, *([self._strong] if self._strong is not None else [])):
             await judge.check()
 
     async def ask(self, question: Question[ValueT], context: CallContext) -> Judged[ValueT]:
-        """`Judge.ask`; scores are the panel's."""
+        """Like `Judge.ask`, but the whole panel gives the scores."""
         if not isinstance(question, Score) or question.settled() is not None:
             return await super().ask(question, context)
         found: Judged[Any] = await self._score(question, context)
@@ -171,7 +171,7 @@ def _dearer(completion: Completion, dollars: float) -> Completion:
 
 
 def other(config: JudgeConfig, judge: OtherJudgeConfig) -> JudgeConfig:
-    """The configuration of another judge: its model and endpoint, everything else as of the first.
+    """The configuration of another judge: its own model and endpoint, and everything else from ``config``.
 
     It is never the run's own rule judge, whose replies are stored without their endpoint.
     """
@@ -195,14 +195,14 @@ def with_fallbacks(config: JudgeConfig, open_one: Callable[[JudgeConfig], Comple
     """The completer of a configuration: the judge with its fallbacks.
 
     Raises:
-        ConfigError: there is a budget, and no price of one of the judges.
+        ConfigError: there is a budget, and the price of one of the judges is unknown.
     """
     beside = (*config.jury, *([config.strong] if config.strong is not None else []), *config.fallbacks)
     for each in beside:
         check_budget(other(config, each), each.model)
     if not config.fallbacks:
         return open_one(config)
-    # Only an outage of the last one is waited out.
+    # Calls wait only for the end of an outage of the last judge.
     models = [config, *(other(config, each) for each in config.fallbacks)]
     impatient = [each.model_copy(update={"max_outage_seconds": 0.0}) for each in models[:-1]]
     return Fallbacks([open_one(each) for each in [*impatient, models[-1]]])
@@ -215,7 +215,7 @@ def panel_judge(
     open_one: Callable[[JudgeConfig], Completer],
     replies: ReplyCache | None = None,
 ) -> Judge:
-    """The judge of a configuration, with its jury where it has one.
+    """The judge of a configuration, with its jury if it has one.
 
     Args:
         complete: completer of the judge itself.

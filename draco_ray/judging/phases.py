@@ -1,7 +1,7 @@
-"""The judge's phases: for each a template, what fills it, what a reply must hold and how it is read.
+"""The judge's phases: each has a template, values for its placeholders, a reply schema and a parser.
 
-A phase is a subclass of `Question`, one question of that phase an instance: ``judge.ask(Score(trajectory, rubric),
-context)``. `PHASES` lists them; docs/extending/judge_phase.md adds one. Their names are those of the paper's logs,
+A phase is a subclass of `Question`; an instance is one question: ``judge.ask(Score(trajectory, rubric), context)``.
+`PHASES` lists them; docs/extending/judge_phase.md adds one. Their names are those of the paper's logs,
 except ``score``, which is ``stage3`` there.
 """
 
@@ -45,25 +45,25 @@ ValueT = TypeVar("ValueT")
 
 
 class Question(ABC, Generic[ValueT]):
-    """One question to the judge; a subclass is a phase, and a frozen dataclass whose fields are what is asked about."""
+    """One question to the judge. Each phase is a subclass: a frozen dataclass whose fields are the inputs."""
 
     name: ClassVar[str]
     """Name of the phase in the archive, in tables and on the command line."""
     template: ClassVar[str]
     """File name of the prompt in a prompt set."""
     placeholders: ClassVar[frozenset[str]]
-    """What the template may mention; `values` fills them."""
+    """Placeholders that the template may contain; `values` fills them."""
     required: ClassVar[tuple[frozenset[str], ...]]
-    """What it must mention: at least one name of each group."""
+    """Placeholders that it must contain: at least one of each group."""
     entry: ClassVar[type[Entry]]
-    """What each entry of a reply holds."""
+    """Schema of each entry of a reply."""
     merged: ClassVar[bool] = False
-    """Whether it joins several of the paper's phases: a prompt set without its template takes the one that ships."""
+    """Whether it joins several of the paper's phases; a prompt set without its template uses the built-in one."""
 
     @property
     @abstractmethod
     def identity(self) -> str:
-        """What the code of the prompt's evidence is derived from (`draco_ray.judging.render.evidence_code`)."""
+        """The text from which the prompt's evidence code is derived (`draco_ray.judging.render.evidence_code`)."""
 
     @abstractmethod
     def values(self, code: str) -> Mapping[str, object]:
@@ -109,19 +109,19 @@ class Question(ABC, Generic[ValueT]):
         return prompts.fill(self.name, self.values(prompts.code(self.identity)))
 
     def settled(self) -> ValueT | None:
-        """The answer where no call is needed; None where the judge is asked."""
+        """The answer if no call is needed; None if the judge must be asked."""
         return None
 
     def votes(self, config: JudgeConfig) -> int:
-        """Independent calls to make; if one of them fails so does the phase."""
+        """Number of independent calls to make; if one of them fails, the phase fails."""
         return 1
 
     def combine(self, votes: Sequence[ValueT]) -> ValueT:
-        """One value out of those of all `votes`."""
+        """Combine the values of all `votes` into one."""
         return votes[0]
 
     def scope(self, config: JudgeConfig, group: str) -> str:
-        """Where a stored reply may be used again: only in this scope, or anywhere if empty."""
+        """The only scope in which a stored reply may be reused; empty: anywhere."""
         return ""
 
 
@@ -167,7 +167,7 @@ class Stage1(Question[Rubric]):
 
     @property
     def identity(self) -> str:
-        """The task: the same prompt whenever it comes again."""
+        """The task, so that it has the same prompt at every visit."""
         return f"{self.name} {[(message.role, message.content) for message in self.messages]}"
 
     def values(self, code: str) -> Mapping[str, object]:
@@ -175,7 +175,7 @@ class Stage1(Question[Rubric]):
         return {"agent_prompt": render.agent_prompt(self.messages, code), "task": render.task(self.messages, code)}
 
     def scope(self, config: JudgeConfig, group: str) -> str:
-        """The whole run, or this group where ``judge.stage1_across_epochs`` is off."""
+        """The whole run, or this group if ``judge.stage1_across_epochs`` is off."""
         return "" if config.stage1_across_epochs else group
 
     def schema(self, template: str, config: JudgeConfig) -> JsonSchema:
@@ -221,7 +221,7 @@ class GroupQuestion(Question[Rubric]):
     messages: Sequence[Message]
     """The agent's prompt."""
     candidates: Sequence[Criterion]
-    """Criteria that exist."""
+    """Existing criteria."""
     trajectories: Sequence[Trajectory]
     """Rollouts of the group, at least one."""
 
@@ -293,7 +293,7 @@ class Union(GroupQuestion):
     """
 
     doubtful: Sequence[int] = field(default=(), kw_only=True)
-    """Rollouts whose own stage2 call failed: the first to be left out if the judge refuses the union."""
+    """Rollouts whose own stage2 call failed; they are left out first if the judge refuses the union."""
 
     name = "union"
     template = "union_rubrics.txt"
@@ -305,7 +305,7 @@ class Union(GroupQuestion):
         return {**GroupQuestion.values(self, code), "candidate_rubrics": render.candidate_rubrics(self.candidates)}
 
     def settled(self) -> Rubric | None:
-        """An empty rubric where nothing was proposed."""
+        """An empty rubric if nothing was proposed."""
         return None if self.candidates else ()
 
     def parse(self, text: str, config: JudgeConfig, *, last: bool) -> Parsed[Rubric]:
@@ -329,8 +329,8 @@ class ScoreEntry(RubricEntry):
 class Score(RolloutQuestion[Scores]):
     """Judge a rollout by every criterion of ``rubric``, in its order; an empty rubric needs no call.
 
-    ``judge.score_votes`` calls are made and joined by `combine_votes`. If one of them fails so does the phase, because
-    unanimity of the others is a laxer rule.
+    ``judge.score_votes`` calls are made and joined by `combine_votes`. If one of them fails, the phase fails, because
+    unanimity among the others would be a laxer rule.
     """
 
     rubric: Sequence[Criterion]
@@ -387,7 +387,7 @@ class Verdicts(Score):
         return {**Score.values(self, code), "num_steps": len(self.trajectory.steps)}
 
     def schema(self, template: str, config: JudgeConfig) -> JsonSchema:
-        """One entry per criterion; only a score of 0 comes without a step, if there are steps."""
+        """One entry per criterion; if there are steps, only a score of 0 may come without one."""
         count, steps = len(self.rubric), len(self.trajectory.steps)
         uncited = _case(count, steps, score={"enum": [0] if steps else [-1, 0, 1]})
         cases = [_case(count, steps), uncited] if steps else [uncited]
@@ -441,7 +441,7 @@ def cited_steps(
     """The steps that a verdict cites, and notes; see `parse_attributions`.
 
     Raises:
-        ReplyError: unless ``last``, a step beyond the trajectory, or a pass or fail without a step of its steps.
+        ReplyError: unless ``last``: a step is beyond the trajectory, or a pass or fail cites no existing step.
     """
     cited = sorted(set(named)) if verdict is not Verdict.NOT_APPLICABLE else []
     steps = tuple(step for step in cited if 1 <= step <= num_steps)
@@ -456,8 +456,8 @@ def cited_steps(
 def combine_votes(votes: Sequence[Scores]) -> Scores:
     """Join k scoring calls: a criterion passes only if every call passes it (appendix "Self-judge variants").
 
-    It fails if any call fails it. Passes and not-applicables without a fail make it not applicable: no call saw it
-    violated. Evidence comes from the first call that gave the joint verdict.
+    It fails if any call fails it. Without a fail, any not-applicable makes it not applicable: no call saw a violation.
+    Evidence comes from the first call that gave the joint verdict.
     """
     combined = []
     for ballots in zip(*votes, strict=True):
@@ -522,7 +522,7 @@ class Credit(RolloutQuestion[Attributions]):
         return None if self.asked and self.trajectory.steps else ()
 
     def schema(self, template: str, config: JudgeConfig) -> JsonSchema:
-        """One entry per criterion; only NOT_APPLICABLE comes without a step."""
+        """One entry per criterion; only NOT_APPLICABLE may come without a step."""
         return credit_schema(template, len(self.asked), len(self.trajectory.steps))
 
     def parse(self, text: str, config: JudgeConfig, *, last: bool) -> Parsed[Attributions]:
@@ -543,7 +543,7 @@ def credit_schema(template: str, count: int, num_steps: int) -> JsonSchema:
 
 
 def _case(count: int, num_steps: int, **constraints: JsonSchema) -> JsonSchema:
-    """Constraints of an entry: with a step, or with others and without one."""
+    """Constraints of an entry: at least one step, or, with further ``constraints``, no step."""
     step = {"type": "integer", "minimum": 1, "maximum": max(1, num_steps)}
     steps = {"items": step, "maxItems": 0} if constraints else {"items": step, "minItems": 1}
     return {"rubric_index": {"minimum": 0, "maximum": count - 1}, "relevant_steps": steps, **constraints}
@@ -561,7 +561,7 @@ def parse_attributions(
         rubric: the criteria that were asked about; `Attribution.criterion` indexes into it.
         num_steps: M; valid steps are 1 .. M.
         last: whether this is the last attempt. Then steps that do not exist are dropped, and a pass or fail without a
-            step moves no credit, each with a note: one citation is lost, not all of them.
+            step gives no credit, each with a note, so that the other citations are kept.
 
     Raises:
         ReplyError: not exactly one entry per criterion, an unknown verdict, or (unless ``last``) a step beyond the
@@ -585,7 +585,7 @@ def parse_attributions(
 
 Phase = type[Question[Any]]
 PHASES: dict[str, Phase] = {phase.name: phase for phase in (Stage1, Stage2, Proposals, Union, Score, Verdicts, Credit)}
-"""In the order in which a group needs them; ``proposals`` and ``verdicts`` each stand for two others."""
+"""Phases in the order in which a group needs them; ``proposals`` and ``verdicts`` each replace several calls."""
 
 
 def urgency(name: str | None) -> int:

@@ -77,19 +77,19 @@ class JudgeWorkerActor:
     async def ask(
         self, phase: Phase, context: CallContext, **given: Any
     ) -> tuple[Judged[Any], Judged[Any], PhaseSummary]:
-        """Ask a question of ``phase``; returns the answer, the same with its calls, for the archive, and a summary.
+        """Ask a question of ``phase``; returns the answer, the answer with its calls for the archive, and a summary.
 
         Args:
             phase: class of the question.
             context: for the archive.
-            given: fields of the question. The result of another phase stands for its value, or for an empty one if it
-                failed. A list may hold references, and the values of several phases become one sequence.
+            given: fields of the question. The result of another phase is replaced by its value, or by an empty one if
+                it failed. A list may hold references, and the values of several phases become one sequence.
         """
         working_on(context.group, context.rollout)
         judged, summary = await ask_phase(self._judge, phase, context, given)
         for note in judged.notes:
             log.warning("%s of %s: %s", phase.name, context.group, note)
-        # Whoever reads verdicts is spared the prompts: they go from here to the run store.
+        # Readers of verdicts do not need the prompts, which go from here to the run store.
         return replace(judged, calls=()), judged, summary
 
 
@@ -140,11 +140,11 @@ def judge_starter(
             name=f"{name}@{run_name}",
             num_cpus=0,
             resources={"judge": 1},
-            # More than it answers at once: abandoned calls still run, and `up` must always get through.
+            # More than its own limit: abandoned calls still run, and the health check `up` must always get through.
             max_concurrency=4 * config.concurrency_per_worker,
-            # A new process repeats the phase, and takes replies that had arrived from the durable cache.
+            # A new process repeats the phase; replies that had arrived come from the durable cache.
             max_restarts=-1,
-            # At the same worker; if its node is gone this fails within seconds, and the pool retries elsewhere.
+            # Retry at the same worker; if its node is gone this fails within seconds, and the pool retries elsewhere.
             max_task_retries=1,
         ).remote(config, policy, leases, servers, replies, own_replies, prompts)
 
@@ -172,7 +172,7 @@ def phase_summary(phase: str, context: CallContext, judged: Judged[Any], started
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judgement:
-    """A finished judge phase: references to its `Judged`, the summary itself."""
+    """A finished judge phase: references to its `Judged`, and its summary."""
 
     judged: ray.ObjectRef[Any]
     """The result without its calls."""
@@ -189,8 +189,8 @@ class Judgement:
 class JudgePool:
     """Autoscaled judge workers and the union actor; see `MonitoredWorkers`.
 
-    A phase that is retried at another worker asks nothing twice: earlier replies are in the durable cache. Calls of the
-    union actor go to a worker while it is down.
+    A phase that is retried at another worker asks nothing twice: earlier replies are in the durable cache. While the
+    union actor is down, its calls go to a worker.
     """
 
     def __init__(self, start: Callable[[str], Any], config: JudgeConfig) -> None:
@@ -270,7 +270,7 @@ class JudgePool:
         started = time.time()
 
         def send(worker: Any) -> PendingCall[tuple[ray.ObjectRef[Any], ray.ObjectRef[Any]], PhaseSummary]:
-            # No task id in the name: Ray keeps a metric for every name there ever was.
+            # No task id in the name: Ray keeps a metric for every name that was ever used.
             judged, archived, summary = worker.ask.options(name=phase.name).remote(phase, context, **given)
             return PendingCall((judged, archived), monitor.answer(summary), partial(ray.cancel, summary))
 
@@ -287,5 +287,5 @@ class JudgePool:
         return Judgement(judged=nothing, archived=nothing, summary=summary)
 
     async def drain(self, seconds: float) -> None:
-        """Wait for phases whose caller was cancelled: their replies are paid for, and stored if they arrive."""
+        """Wait for phases whose caller was cancelled, so that their replies, which are paid for, can be stored."""
         await self._watched.drain(seconds)

@@ -22,10 +22,10 @@ REQUEST_TOKENS = 512
 """Allowance for tokens of the chat template and of a system prompt that an endpoint adds."""
 MESSAGE_TOKENS = 16
 CREDIBLE_TIMES, CREDIBLE_MORE = 4, 10_000
-"""Plausible usage is at most this factor times the expected maximum, plus so many tokens: some endpoints add a prompt,
-and some do not count reasoning towards ``max_tokens``."""
+"""Plausible usage is at most this factor times the expected maximum, plus this many tokens: some endpoints add a
+prompt, and some do not count reasoning towards ``max_tokens``."""
 LONGEST_TOKEN_BYTES = 128
-"""Longest token of common vocabularies, a run of spaces: usage below one token per so many bytes is implausible."""
+"""Longest token of common vocabularies, a run of spaces: usage below one token per this many bytes is implausible."""
 OTHERS_SAY = ("model", "models", "max_tokens", "max_completion_tokens", "max_output_tokens", "n", "best_of")
 """Keys that ``judge.extra_body`` must not contain under a budget: they change the price or the length of a reply."""
 
@@ -38,7 +38,7 @@ class TokenUsage:
     cached_tokens: int = 0
     """The part of the input that was read from the provider's prompt cache."""
     written_tokens: int = 0
-    """The part of the input that was written to it."""
+    """The part of the input that was written to that cache."""
     output_tokens: int
     """Reasoning included."""
     reasoning_tokens: int = 0
@@ -60,7 +60,7 @@ def find_price(model: str, prices: Mapping[str, Price]) -> Price | None:
 
 
 def known_price(judge: JudgeConfig, model: str) -> Price | None:
-    """The configured price of ``model``, else LiteLLM's; None where neither is known.
+    """The configured price of ``model``, else LiteLLM's; None if neither is known.
 
     If both agree and LiteLLM's also has prices for cached input and long prompts, LiteLLM's is used.
     """
@@ -84,8 +84,8 @@ def check_budget(judge: JudgeConfig, model: str) -> None:
     """Check that a budget in dollars can be enforced.
 
     Raises:
-        ConfigError: there is one and no price of ``model``, or ``judge.extra_body`` changes the model or the length of
-            replies: the maximum cost of a call is then unknown.
+        ConfigError: there is a budget but no price of ``model``, or ``judge.extra_body`` changes the model or the
+            length of replies: the maximum cost of a call is then unknown.
     """
     dollars = judge.limits.dollars
     if dollars is not None and (said := [name for name in OTHERS_SAY if name in judge.extra_body]):
@@ -105,7 +105,7 @@ def price_of(price: Price, input_tokens: int, cached_tokens: int, output_tokens:
     """Dollars for one answer.
 
     Args:
-        price: of the model. The tier with the largest ``above`` that the input exceeds applies to the whole answer.
+        price: the model's price. The tier with the largest ``above`` that the input exceeds applies to all tokens.
         input_tokens: the whole input.
         cached_tokens: the part of the input at the cached price.
         output_tokens: including reasoning.
@@ -187,9 +187,9 @@ def read_usage(response: Any, most: CostBound) -> TokenUsage | None:
 
 
 def reported_cost(response: Any) -> float | None:
-    """LiteLLM's own figure for a reply, in dollars; None where there is none.
+    """LiteLLM's cost of a reply, in dollars; None if there is none.
 
-    It knows service tiers and the like, and is OpenRouter's where that states one.
+    It includes service tiers and the like; for OpenRouter it is the cost that OpenRouter states, if any.
     """
     cost = (getattr(response, "_hidden_params", None) or {}).get("response_cost")
     return float(cost) if isinstance(cost, int | float) and math.isfinite(cost) and cost > 0 else None

@@ -2,8 +2,8 @@
 
 Prompts of one phase and group share a prefix up to the first text about one rollout. If a prompt set puts the rollout
 first (``prompts/judge-cache-friendly``), prompts of several phases about it share one, too. Anthropic needs a mark
-(``cache_control``) at the end of a prefix; OpenAI finds it among requests with the same ``prompt_cache_key``, which go
-to the same machine. The prompt and the key of its stored reply stay the same.
+(``cache_control``) at the end of a prefix; OpenAI detects the prefix in requests with the same ``prompt_cache_key``,
+which go to the same machine. Neither changes the prompt or the key of its stored reply.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ def shared_ends(prompts: Prompts, phase: str, text: str, code: str) -> tuple[int
     """Ends of the prefixes that a prompt shares with other prompts, ascending.
 
     Args:
-        prompts: the set.
-        phase: of the prompt.
+        prompts: the prompt set.
+        phase: the prompt's phase.
         text: the filled prompt.
-        code: of its evidence blocks; quoted text cannot contain it.
+        code: the code of its evidence blocks; quoted text cannot contain it.
     """
     blocks = [match.end() for match in re.finditer(rf"^\[END EVIDENCE {re.escape(code)}\]$", text, re.MULTILINE)]
     names = [name for name in _PLACEHOLDER.findall(prompts.templates[phase]) if name in EVIDENCE]
@@ -81,7 +81,7 @@ def told(litellm: Any, model: str, api_base: str | None, mode: Mode) -> Literal[
     """How a model's prompt cache is addressed: by marks in the prompt, by a key, or not at all.
 
     Args:
-        mode: ``auto`` does nothing for private endpoints, which may know neither.
+        mode: ``auto`` does nothing for private endpoints, which may support neither.
     """
     if mode == "off" or (mode == "auto" and api_base is not None):
         return "nothing"

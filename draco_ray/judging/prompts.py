@@ -24,13 +24,13 @@ from draco_ray.judging.structured import with_tag
 from draco_ray.records import Criterion
 
 FACTS = "environment_facts"
-"""Placeholder that every phase knows."""
+"""Placeholder that every template may contain."""
 ROOT_NOTE = f'\n\nGive the array as the value of "{ENTRIES}" in one JSON object: {{"{ENTRIES}": [...]}}.\n'
 """Added to a template that asks for a bare array, such as the paper's: the root of the schema is an object."""
 NO_FACTS = "- Nothing beyond what the agent was told."
 
 MERGED = Path("prompts/judge")
-"""Has the templates of merged phases for prompt sets that have none."""
+"""Folder with the templates of merged phases, for prompt sets without them."""
 SCORING = (Score.name, Verdicts.name)
 """Phases that are shown the examples."""
 KEY_FILE = "evidence_key"
@@ -44,7 +44,7 @@ class Prompts:
 
     folder: Path
     templates: Mapping[str, str]
-    """By phase."""
+    """Phase -> template."""
     key: bytes = b""
     """Secret key of the evidence codes (`draco_ray.judging.render.evidence_code`)."""
     facts: str = ""
@@ -53,7 +53,7 @@ class Prompts:
     """Corrected verdicts, prepended to the scoring prompts (`draco_ray.judging.labels.examples_text`)."""
 
     def code(self, identity: str) -> str:
-        """The evidence code of ``identity``: of a group, so that its prompts share a prefix."""
+        """The evidence code of ``identity``; a group has one code, so that its prompts share a prefix."""
         return evidence_code(self.key, identity)
 
     def length(self, phase: str) -> int:
@@ -61,10 +61,10 @@ class Prompts:
         return len(self.templates[phase]) + (len(self.examples) if phase in SCORING else 0)
 
     def fill(self, phase: str, values: Mapping[str, object]) -> str:
-        """The prompt of ``phase``, with its tag. A placeholder inside a value stays text: values are not searched.
+        """The prompt of ``phase``, with its tag. Placeholders inside a value are not replaced.
 
         Args:
-            phase: whose template.
+            phase: the phase whose template is filled.
             values: placeholder name -> text, at least for every name the template mentions.
         """
 
@@ -81,13 +81,13 @@ class Prompts:
 
 
 def evidence_key(folder: Path | None) -> bytes:
-    """The secret key of the evidence codes, stored beside the judge's replies: a resumed run sends the same prompts.
+    """The secret key of the evidence codes, stored beside the replies so that a resumed run sends the same prompts.
 
     Args:
-        folder: of the replies (`draco_ray.config.schema.JudgeConfig.cache`); None: a key of this process.
+        folder: the folder of the replies (`draco_ray.config.schema.JudgeConfig.cache`); None: a key of this process.
 
     Raises:
-        StoreError: it can neither be read nor written, or is damaged.
+        StoreError: the key can neither be read nor written, or is damaged.
     """
     if folder is None:
         return _OF_PROCESS
@@ -96,7 +96,7 @@ def evidence_key(folder: Path | None) -> bytes:
     try:
         if not path.exists():
             folder.mkdir(parents=True, exist_ok=True)
-            # A link creates it atomically, and the first of several judge workers wins.
+            # A link creates the file atomically, and the first of several judge workers wins.
             draft = folder / f"{KEY_FILE}.{new}"
             draft.write_text(new, encoding="ascii")
             with draft.open("rb") as file:
@@ -115,9 +115,9 @@ def load_prompts(folder: Path, key: bytes = b"", facts: str | None = None, examp
     """Read the prompt set in ``folder`` (found as `project_file` does).
 
     Args:
-        folder: with the template of every phase.
+        folder: the folder with the template of every phase.
         key: see `evidence_key`.
-        facts: about the environment; None: none.
+        facts: facts about the environment; None: none.
         examples: prepended to the scoring prompt.
 
     Raises:
@@ -151,7 +151,7 @@ def render_phase(phase: str, folder: Path) -> str:
     Raises:
         ConfigError: the prompt set cannot be used.
     """
-    # The example is of AppWorld, which judging other traces does not load.
+    # The example uses AppWorld, which is not imported when other traces are judged.
     from draco_ray.environments.appworld.environment import FACTS as APPWORLD_FACTS
     from draco_ray.judging.example import EXAMPLES
 

@@ -1,7 +1,7 @@
 """Values of the placeholders in the judge's prompts. The formats are a contract: the offline rule judge parses them.
 
-Texts of a policy, an environment or a task stand in evidence blocks, whose first and last lines and headings carry a
-code that these texts cannot know (`evidence_code`); `escape` neutralises imitations. Texts of earlier judge calls are
+Texts of a policy, an environment or a task are put into evidence blocks, whose first and last lines and headings carry
+a code that these texts cannot know (`evidence_code`); `escape` neutralises imitations. Texts of earlier judge calls are
 JSON in which no string can start a line or close a block. Nothing is truncated here.
 
 =====================  ==============================================================================================
@@ -24,12 +24,12 @@ rubric_scores          JSON array of rubric_index, rubric_title, evaluator_instr
                        justification
 =====================  ==============================================================================================
 
-A turn of somebody else's (a user, another agent) stands under its role and has no number: ``[USER c0de]``, ``### USER
-[c0de]``. Of a rollout with several branches every turn names its own: ``[ASSISTANT c0de] (branch 2, step N)``, and in
-the summary a line ``Branch 2`` below the heading; what opened a branch stands before it under its role. Steps are
-numbered from 1; ``Reasoning`` is left out where a turn is only its action, an output where there is none.
+A turn of another speaker (a user, another agent) has its role as heading and no number: ``[USER c0de]``, ``### USER
+[c0de]``. In a rollout with several branches every turn names its branch: ``[ASSISTANT c0de] (branch 2, step N)``; in
+the summary, a line ``Branch 2`` follows the heading. The text that opened a branch precedes it, under its role. Steps
+are numbered from 1; ``Reasoning`` is left out if a turn is only its action, and an output if there is none.
 
-Untrusted text is escaped without a loss; `unescape` reverses it:
+Untrusted text is escaped losslessly; `unescape` reverses it:
 
 ===================================  ==============================================================
 what stands in the text              what the judge reads
@@ -170,7 +170,7 @@ def _prompt_blocks(messages: Iterable[Message], code: str) -> list[str]:
     return [
         f"[{message.role.upper()} {code}]\n{escape(message.content.strip())}"
         for message in messages
-        # The environment's facts list them.
+        # The environment's facts list the tools.
         if message.role != TOOLS
     ]
 
@@ -212,7 +212,7 @@ def _gap(turn: Turn, last: bool) -> str:
 
 def _outside_code(text: str, code: str) -> str:
     """The turn without the block that was executed, which is the last occurrence of that code."""
-    # Searched backwards with `partition`, which takes linear time; `rpartition` does not.
+    # Search backwards with `partition`, which takes linear time; `rpartition` does not.
     after, found, before = (part[::-1] for part in text[::-1].partition((code.strip("\r\n") or "<code>")[::-1]))
     if not found:
         before, after = "", text
@@ -228,14 +228,14 @@ def _criterion(criterion: Criterion) -> dict[str, object]:
 
 
 _SPECIAL = re.compile(
-    # Tags that no HTML has: with "_", ":" or "=" in them, of our prompts, and of chat templates. Special tokens with
-    # bars, DeepSeek's full-width ones included, <]minimax[>, <<SYS>>, <##IMAGE##>.
+    # Tags that are not HTML: those with "_", ":" or "=", those of our prompts, and those of chat templates. Special
+    # tokens with bars, including DeepSeek's full-width ones, <]minimax[>, <<SYS>>, <##IMAGE##>.
     r"<(?=\s*+/?\s*+(?i:(?=\w*[_:=\u2581])[\w:=.\-\u2581]{2,80}|task|rubrics|rollout|s|bos|eos|pad|unk|g?mask|[se]op|eo[dham]"
     r"|eom|cls|sep|think(?:ing)?|thoughts?|reasoning|answer|response|solution|observation|result|tools?|functions?"
     r"|param(?:eter)?s?|invoke|call|role|system|user|assistant|human|bot|image|filename|fim-\w{1,20}|0x[0-9a-fA-F]{2}"
     r"|PRE|SUF|MID|EOT|(?:unused|reserved|special|dummy|ctrl)\d{1,6})\s*+/?>"
     r"|\s*+/?[|\uff5c]|/?\w{1,40}[|\uff5c]|[\[\]]\w{1,40}[\[\]]>|</?SYS>>|##\w{1,40}##>)|\u25c1"
-    # Mistral's, BERT's, Apriel's, EXAONE's and MiniMax's.
+    # Special tokens of Mistral, BERT, Apriel, EXAONE and MiniMax.
     r"|\[(?=/?(?:INST|SYSTEM_PROMPT|AVAILABLE_TOOLS|TOOL_CALLS|TOOL_RESULTS|TOOL_CONTENT|THINK|ARGS|CALL_ID|IMG|PREFIX"
     r"|MIDDLE|SUFFIX|MODEL_SETTINGS|CLS|SEP|PAD|UNK|[gs]?MASK|BOS|EOS|REF|TTS|(?:BEGIN_)?AUDIO|TRANSCRIBE"
     r"|(?:UNUSED_TOKEN_|unused|control_)\d{1,6}|(?:BEGIN|END) FINAL RESPONSE)\]|e~\[|\|)|\](?=~!?b[\[\]])"

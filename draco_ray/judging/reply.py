@@ -24,7 +24,7 @@ from draco_ray.errors import ReplyError
 from draco_ray.records import Criterion, Verdict
 
 MAX_REPLY_CHARACTERS = 400_000
-"""Longer replies are refused: 24 criteria with evidence take a tenth of it."""
+"""Longer replies are refused: 24 criteria with evidence take a tenth of this."""
 MAX_TEXT_CHARACTERS = 8_000
 """Maximum length of one text, in characters; longer ones are truncated, because later prompts repeat them."""
 MAX_TITLE_CHARACTERS = 300
@@ -33,7 +33,7 @@ MAX_BROKEN = 1_000
 
 THINK_BEGIN, THINK_END = "<think>", "</think>"
 _THINK_END = re.compile("</think>|\u25c1/think\u25b7")
-"""The second is Kimi's."""
+"""End of the reasoning; the second form is Kimi's."""
 ENTRIES = "entries"
 """Key of the answer's list."""
 TAG = "request_tag"
@@ -129,7 +129,7 @@ class CriterionEntry(Entry):
 
 
 class RubricEntry(Entry):
-    """An entry about a criterion of a given rubric; `align` finds out which."""
+    """An entry about a criterion of a given rubric; `align` determines which one."""
 
     rubric_index: Integer | None = None
     rubric_title: Annotated[Title, BeforeValidator(lambda value: "" if value is None else value)] = ""
@@ -141,7 +141,7 @@ class RubricEntry(Entry):
 
     @classmethod
     def complete(cls, value: dict[str, Any]) -> bool:
-        """See `Entry`: it names its criterion."""
+        """See `Entry`: whether the object names its criterion."""
         return not value.keys().isdisjoint(("rubric_index", "rubric_title"))
 
     def second_verdict(self, own: Verdict) -> str | None:
@@ -195,15 +195,15 @@ def read_entries(
 
     Args:
         text: the reply.
-        kind: what an entry holds.
+        kind: schema of an entry.
         count: number of entries; None: any.
-        last: whether the judge is not asked again.
+        last: whether this is the last attempt, after which the judge is not asked again.
 
     Raises:
         ReplyError: there is no answer, or several.
     """
     values, gaps, broken = _scan(text, kind)
-    # Without brackets around them objects in a row are the entries, and "[]" at the end is an answer.
+    # If there are no other brackets, objects in a row are the entries, and "[]" at the end is an answer.
     only_values = not re.search(r"[\[\]{}]", "".join(gaps))
     ends_alone = only_values and not gaps[-1].strip(" \t\n\r`.")
     answers: list[tuple[int, list[EntryT]]] = []
@@ -235,8 +235,9 @@ def read_entries(
         raise ReplyError("the reply holds several different answers; give exactly one")
     front, behind = "\n".join(gaps[: place + 1]), "\n".join(gaps[place + 1 :])
     fields = re.compile(rf'"(?:{"|".join(kind.model_fields)})"\s*:')
-    # A key right in front, fields around it and a bracket behind, or JSON that is open in front of it: it may be quoted
-    # inside JSON that does not parse. Of reasoning, which holds drafts, only what follows it counts.
+    # The answer may be quoted inside JSON that does not parse if a key comes right before it, if there are fields
+    # around it and a bracket after it, or if JSON before it is still open. Text before the end of reasoning does not
+    # count, because it holds drafts.
     open_json = front if front.lstrip(" \n`json").startswith(("{", "[")) else _THINK_END.split(front)[-1]
     unclosed = _opened(open_json) > 0
     closed_behind = re.search(r"[}\]]", behind) and fields.search(front + behind)
@@ -258,11 +259,11 @@ def parse_criteria(
 
     Args:
         text: the reply.
-        limit: how many are kept; the rest is left out with a note.
+        limit: maximum number of criteria; the rest is left out with a note.
         source: recorded with each criterion.
-        taken: criteria whose titles must not come again; such entries are left out with a note.
+        taken: criteria whose titles must not occur again; such entries are left out with a note.
         least: minimum number of entries.
-        last: whether the judge is not asked again.
+        last: whether this is the last attempt.
 
     Raises:
         ReplyError: as `read_entries`, or fewer entries.
@@ -291,7 +292,7 @@ def parse_criteria(
 def align(entries: Sequence[RubricEntryT], rubric: Sequence[Criterion]) -> tuple[list[RubricEntryT], tuple[str, ...]]:
     """The entry of each criterion, in the rubric's order, and notes.
 
-    An entry belongs to its ``rubric_index``, else to the criterion of its title, else to the only one left.
+    An entry belongs to its ``rubric_index``, else to the criterion of its title, else to the only criterion left.
 
     Raises:
         ReplyError: a criterion has no entry or two, or an index comes with another criterion's title.

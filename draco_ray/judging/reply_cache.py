@@ -4,8 +4,8 @@ Every reply is stored as it arrives, even a malformed one: the key of the follow
 replayed. When a whole phase fails, its replies are deleted and the next attempt asks again.
 
 The same file holds the book of requests: each is entered with its maximum cost before it is sent, and its actual cost
-is entered together with its reply in one transaction. So whatever is killed, every paid reply is booked; a request
-whose end nobody saw stays in the book at its maximum cost, since it may be billed.
+is entered together with its reply in one transaction. So every paid reply is booked even if a process is killed; a
+request whose outcome is unknown stays in the book at its maximum cost, since it may be billed.
 
 All judge workers of a run share one store. A worker claims a question before it asks; others with the same question
 wait for its answer. Claims are held in memory and expire unless renewed, so nobody waits for a dead worker.
@@ -49,8 +49,8 @@ def check_own_disk(folder: Path, mounts: str | None = None) -> None:
     """Check that judge replies may be stored in a folder.
 
     Args:
-        folder: need not exist.
-        mounts: content of /proc/mounts; None: of this machine.
+        folder: the folder; it need not exist.
+        mounts: content of /proc/mounts; None: that of this machine.
 
     Raises:
         StoreError: it lies on a file system that machines share.
@@ -71,7 +71,7 @@ def file_system_of(path: Path, mounts: str) -> tuple[str, str]:
     """Type and mount point of the file system of an absolute path; empty if unknown.
 
     Args:
-        path: need not exist.
+        path: the path; it need not exist.
         mounts: content of /proc/mounts.
     """
     found = ("", Path())
@@ -88,7 +88,7 @@ def file_system_of(path: Path, mounts: str) -> tuple[str, str]:
 log = logging.getLogger(__name__)
 
 FILE = "replies.sqlite"
-"""In the cache's folder."""
+"""File name in the cache's folder."""
 BUSY_SECONDS = 180.0
 """Maximum wait for the writes of other processes; a process that hangs during a write is killed by then
 (`draco_ray.workers.monitor`)."""
@@ -104,7 +104,7 @@ RESTORE = (
 
 SCHEMA = (
     "CREATE TABLE IF NOT EXISTS replies (key TEXT PRIMARY KEY, answer TEXT NOT NULL) STRICT, WITHOUT ROWID",
-    # dollars: NULL while nobody knows what became of the request.
+    # dollars: NULL while the outcome of the request is unknown.
     "CREATE TABLE IF NOT EXISTS requests (number TEXT PRIMARY KEY, most REAL NOT NULL, dollars REAL) STRICT",
 )
 
@@ -162,7 +162,7 @@ class ReplyCache:
             self._connection = self._thread.submit(_connect, folder / FILE).result()
 
     def __len__(self) -> int:
-        """Answers stored."""
+        """Number of stored answers."""
         count: int = self._thread.submit(
             lambda: self._connection.execute("SELECT count(*) FROM replies").fetchone()[0]
         ).result()
@@ -202,7 +202,7 @@ class ReplyCache:
         """Enter a request in the book before it is sent.
 
         Args:
-            number: of its lease.
+            number: number of its lease.
             most: maximum cost in dollars.
 
         Raises:
@@ -227,7 +227,7 @@ class ReplyCache:
         await self._run(write)
 
     async def forget(self, key: str) -> None:
-        """Drop an answer; one that is not there is no error.
+        """Drop an answer, if there is one.
 
         Raises:
             StoreError: it cannot be dropped.
@@ -238,7 +238,7 @@ class ReplyCache:
         """Wait until nobody else holds the claim on a question; then hold, or renew, it for `CLAIM_SECONDS`.
 
         Args:
-            key: of the question.
+            key: key of the question.
             holder: unique to each call.
         """
         while (claim := self._claims.get(key)) is not None and claim.holder != holder:
@@ -252,7 +252,7 @@ class ReplyCache:
         claim.expires = time.monotonic() + CLAIM_SECONDS
 
     async def release(self, key: str, holder: str) -> None:
-        """Release a claim; one that has expired is no error."""
+        """Release a claim; an expired claim is ignored."""
         claim = self._claims.get(key)
         if claim is not None and claim.holder == holder:
             del self._claims[key]
@@ -261,17 +261,17 @@ class ReplyCache:
     async def _run(self, work: Callable[[], ResultT]) -> ResultT:
         """Run ``work`` in the connection's thread, in one transaction with everything that waits there (group commit).
 
-        It is on disk when this returns.
+        The changes are on disk when this returns.
         """
         done: Future[ResultT] = Future()
         self._pending.append((work, done))
         self._thread.submit(self._commit_pending)
         with self._said_plainly():
-            # A paid reply is stored even if its caller is gone.
+            # Store a paid reply even if its caller is gone.
             return await asyncio.shield(asyncio.wrap_future(done))
 
     def _commit_pending(self) -> None:
-        """Run all pending work in one transaction; if it fails, all of it has failed."""
+        """Run all pending work in one transaction; if it fails, every caller gets the error."""
         batch = [self._pending.popleft() for _ in range(len(self._pending))]
         if not batch:
             return
@@ -316,11 +316,11 @@ def _checksum(text: str) -> str:
 
 
 def _connect(file: Path) -> sqlite3.Connection:
-    """A connection without transactions of its own: each statement is one, unless BEGIN says otherwise."""
+    """A connection in autocommit mode: each statement is a transaction, unless BEGIN starts one."""
     connection = sqlite3.connect(file, timeout=BUSY_SECONDS, isolation_level=None)
     # Do not execute anything that a received file may contain.
     connection.execute("PRAGMA trusted_schema = OFF")
-    # No write-ahead log and no memory maps: they have further files, and need one host.
+    # No write-ahead log and no memory maps: they need further files and a single host.
     connection.execute("PRAGMA journal_mode = DELETE")
     connection.execute("PRAGMA mmap_size = 0")
     for statement in SCHEMA:
@@ -329,7 +329,7 @@ def _connect(file: Path) -> sqlite3.Connection:
 
 
 def create_store(folder: Path) -> None:
-    """Create the file of replies if there is none, atomically: an empty file has lost its content.
+    """Create the reply file atomically if there is none, because an empty file means that replies were lost.
 
     Raises:
         StoreError: the existing one is damaged.
@@ -371,7 +371,7 @@ def check_store(folder: Path) -> bool:
 
 
 def _is_there(file: Path) -> bool:
-    """Whether the file of replies is there. Raises: StoreError: it is empty, or only its journal is there."""
+    """Whether the reply file exists. Raises: StoreError: it is empty, or only its journal exists."""
     journals = (file.with_name(f"{file.name}-{kind}") for kind in ("journal", "wal"))
     if file.exists():
         # SQLite treats a file of one byte as empty.
@@ -384,11 +384,11 @@ def _is_there(file: Path) -> bool:
 
 
 def read_book(folder: Path, run: str = "") -> Book:
-    """The book of a folder of replies; empty where there is none.
+    """The book of a folder of replies; empty if there is none.
 
     Args:
-        folder: of the cache. It is not changed.
-        run: whose requests; empty: all of them.
+        folder: the cache's folder, which is not changed.
+        run: prefix of the run's request numbers; empty: all requests.
 
     Raises:
         StoreError: it cannot be read.
@@ -419,7 +419,7 @@ def read_book(folder: Path, run: str = "") -> Book:
 
 
 def release_unanswered(folder: Path) -> float:
-    """Book requests that were sent and never answered at no cost; returns the dollars that this frees.
+    """Book requests that were never answered as free of charge; returns the dollars that this frees.
 
     For users who know from the provider's record that they were not billed. No other process may be using the cache.
 

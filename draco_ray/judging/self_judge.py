@@ -30,16 +30,16 @@ class SelfJudgeClient:
 
         Args:
             samplers: the policy's engines, which have the method ``sample`` of `draco_ray.engine.actor.EngineClient`; a
-                request goes to the one with the fewest of ours in flight.
-            tokenizer: the policy's.
+                request goes to the one with the fewest judge requests in flight.
+            tokenizer: the policy's tokenizer.
             config: ``max_tokens``, ``temperature``, ``prices`` and ``self_judge`` are used.
-            model: name in the archive, and in the price table by its last part.
+            model: name in the archive; its last part is the name in the price table.
         Raises: ConfigError when the tokenizer's chat template cannot be used.
         """
         self._samplers = list(samplers)
         self._in_flight = [0] * len(self._samplers)
         self._chat = ChatTokens(tokenizer, thinking=config.self_judge.thinking)
-        # None where the tag is several tokens: replies with reasoning are then not constrained.
+        # None if the tag is several tokens: replies with reasoning are then not constrained.
         self._think_end: int | None = tokenizer.get_vocab().get(THINK_END)
         self._config = config
         self._model = model

@@ -1,6 +1,6 @@
 """How prompts are truncated to a judge's context.
 
-First outputs are truncated, then turns, then the agent's prompt: all texts of one kind to the same length, the longest
+First outputs are truncated, then turns, then the agent's prompt. All texts of one kind get the same length: the longest
 with which the prompt fits, found by bisection. Head and tail stay, and a line between them says how much is left out.
 No step is ever left out.
 """
@@ -12,7 +12,7 @@ from dataclasses import replace
 from draco_ray.records import Message, Trajectory, Turn
 
 LENGTHS = tuple(round(100 * 1.02**power) for power in range(582, -1, -1))
-"""Characters of one text, from 10 million to 100 by 2 % each: bisection takes some ten renderings."""
+"""Lengths of one text in characters, from 10 million to 100 in steps of 2 %; bisection takes about ten renderings."""
 LEVELS = 3 * len(LENGTHS)
 """Number of truncation levels; at level 0 nothing is truncated."""
 
@@ -59,7 +59,7 @@ def _shorter_turn(turn: Turn, length: int) -> Turn:
     # An empty code block is an action too.
     if not turn.action:
         return replace(turn, text=cut(turn.text, length))
-    # The last place is what was executed. Searched backwards: `rpartition` takes quadratic time.
+    # The last occurrence was executed. Search backwards with `partition`: `rpartition` takes quadratic time.
     after, found, before = (part[::-1] for part in turn.text[::-1].partition(turn.action[::-1]))
     if not found:
         before, after = turn.text, ""

@@ -31,10 +31,10 @@ def reply_schema(
     most: int | None = None,
     cases: Sequence[Mapping[str, Mapping[str, Any]]] = ({},),
 ) -> JsonSchema:
-    """The JSON schema of a reply to ``template``, strict in OpenAI's sense: every field required, none besides.
+    """The JSON schema of a reply to ``template``, strict in OpenAI's sense: every field required, no others.
 
     Args:
-        entry: what an entry holds.
+        entry: schema of an entry.
         template: the prompt, whose example gives the fields' order.
         least: minimum number of entries.
         most: maximum number; None: any.
@@ -60,7 +60,7 @@ def with_tag(prompt: str) -> str:
 
 
 def tag_of(prompt: str) -> str:
-    """The tag at the end of a prompt; empty where there is none."""
+    """The tag at the end of a prompt; empty if there is none."""
     found = re.search(rf'"{TAG}": "([0-9]{{6}})"[^"]*\Z', prompt)
     return found[1] if found else ""
 
@@ -81,10 +81,10 @@ class StructuredOutput:
     def __init__(self, config: JudgeConfig) -> None:
         self._model = config.model
         self.constrained = config.structured_output
-        """Whether replies are held to a schema, as far as is known."""
+        """Whether replies are constrained by a schema, as far as is known."""
 
     async def complete(self, litellm: Any, schema: Mapping[str, Any] | None, **arguments: Any) -> Any:
-        """``litellm.acompletion``, held to ``schema`` where the endpoint takes one.
+        """``litellm.acompletion``, constrained by ``schema`` if the endpoint takes one.
 
         Raises:
             OpenAIError: whatever the request without a schema raises.
@@ -93,7 +93,7 @@ class StructuredOutput:
         if schema is not None and self.constrained:
             form = {"type": "json_schema", "json_schema": {"name": "answer", "strict": True, "schema": schema}}
             try:
-                # LiteLLM's table of which models take a schema is not asked.
+                # Do not consult LiteLLM's table of models that take a schema.
                 return await litellm.acompletion(
                     **arguments, response_format=form, allowed_openai_params=["response_format"]
                 )

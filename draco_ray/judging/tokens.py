@@ -1,6 +1,6 @@
-"""How many tokens a text takes, what models refuse, and LiteLLM's table of models' limits, read without network access.
+"""Token estimates, parameters that models refuse, and LiteLLM's table of model limits, read without network access.
 
-Tokens are estimated from the length in bytes, at first one for three bytes. The rate is learned from the usage that
+Tokens are estimated from the length in bytes, at first as one per three bytes. The rate is learned from the usage that
 providers report.
 """
 
@@ -27,9 +27,9 @@ def quiet_litellm() -> Any:
     import litellm
 
     if "LITELLM_LOG" not in os.environ:
-        # Errors are raised as well, and reported in our words.
+        # Errors are also raised, and reported in our own words.
         litellm.verbose_logger.setLevel(logging.CRITICAL)
-    # It would ask huggingface.co for a model's context length.
+    # LiteLLM would ask huggingface.co for a model's context length.
     litellm.utils._get_max_position_embeddings = lambda model_name: None
     litellm.suppress_debug_info = True
     litellm.telemetry = False
@@ -37,12 +37,12 @@ def quiet_litellm() -> Any:
 
 
 def refused_parameters(model: str, api_base: str | None, **parameters: Any) -> str | None:
-    """Why LiteLLM would refuse a request with these parameters; None where it would not, or does not know the model.
+    """Why LiteLLM would refuse a request with these parameters; None if it would not, or does not know the model.
 
     Args:
-        model: LiteLLM's name of it, provider prefix included.
+        model: LiteLLM's name of the model, provider prefix included.
         api_base: endpoint; None: the provider's own.
-        parameters: that would be sent.
+        parameters: the parameters of the request.
     """
     litellm = quiet_litellm()
     try:
@@ -59,15 +59,15 @@ def model_limit(model: str, kind: Literal["max_input_tokens", "max_output_tokens
     """A limit of an API model, tokens; None for a model that the table does not have.
 
     Args:
-        model: LiteLLM's name of it, provider prefix included.
-        kind: of prompts or of replies.
+        model: LiteLLM's name of the model, provider prefix included.
+        kind: limit of prompts or of replies.
     """
     known = listed_model(model).get(kind)
     return known if isinstance(known, int) and known > 0 else None
 
 
 def listed_model(model: str) -> Mapping[str, Any]:
-    """The row of LiteLLM's price table for a model; empty for one that it does not have.
+    """The row of LiteLLM's price table for a model; empty for a model that is not listed.
 
     The file is read without LiteLLM, whose import takes seconds and is only needed for names that it rewrites.
     """
@@ -83,7 +83,7 @@ def listed_model(model: str) -> Mapping[str, Any]:
     litellm = quiet_litellm()
     try:
         key = litellm.get_model_info(model)["key"]
-    except Exception:  # It raises a plain one for a model it does not know.
+    except Exception:  # LiteLLM raises a plain Exception for an unknown model.
         return {}
     listed: Mapping[str, Any] = litellm.model_cost.get(key, {})
     return listed
@@ -98,15 +98,15 @@ def _table() -> dict[str, dict[str, Any]]:
 
 
 BYTES_PER_TOKEN = 3
-"""Fewer than tokenizers take for English, Chinese or JSON; hexadecimal digits and base64 take fewer still."""
+"""Below the usual ratio for English, Chinese or JSON; hexadecimal digits and base64 are lower still."""
 MAX_BYTES_PER_TOKEN = 16
 """A provider that reports fewer tokens has not counted the prompt."""
 MARGIN = 1.05
-"""Factor between the learned rate and the reported one: texts differ."""
+"""Safety factor on the reported rate, because texts differ."""
 LEARNED_BYTES = 20_000
-"""A text of this length or more sets the rate at once, a shorter one in proportion."""
+"""A text of this length or more sets the rate at once; a shorter one changes it in proportion."""
 SHORTER = (0.9, 0.75, 0.7, 0.6, 0.6, 0.5)
-"""Largest fraction of a prompt that is too long that each further attempt keeps: 9 % after six attempts."""
+"""Largest fraction that each further attempt keeps of a too long prompt: 9 % after six attempts."""
 CLOSE = 2.5
 """A number in an error counts the prompt's tokens if it differs from the estimate by less than this factor."""
 _TOO_LONG = re.compile(r"context[ _](length|window|size|limit)|too long|(request|entity|payload|input) too large", re.I)
@@ -114,17 +114,17 @@ _NUMBER = re.compile(r"(?<![\w.:=-])\d[\d,]{2,12}(?![\w:-])")
 
 
 def learned_rate(rate: float, size: int, tokens: int) -> float:
-    """Tokens per byte after a provider reported ``tokens`` for a text; ``rate`` where that cannot be a count of it.
+    """Tokens per byte after a provider reported ``tokens`` for a text; ``rate`` if that number is implausible.
 
     Args:
-        rate: so far.
-        size: of the text, bytes.
-        tokens: as reported.
+        rate: tokens per byte so far.
+        size: length of the text in bytes.
+        tokens: number that the provider reported.
     """
     if not size / MAX_BYTES_PER_TOKEN <= tokens < size:
         return rate
     ratio = MARGIN * tokens / (size * rate)
-    # Five bytes a token, in easy prose, to one.
+    # From five bytes per token, in easy prose, to one.
     return min(max(rate * ratio ** min(1.0, size / LEARNED_BYTES), 0.2), 1.0)
 
 
@@ -143,17 +143,17 @@ def part_to_keep(error: str, estimate: float, tries: int) -> float:
     """How much to keep of a prompt that was too long, 0 to 1.
 
     Args:
-        error: what the provider said.
-        estimate: tokens of the prompt.
-        tries: how often it was shortened before.
+        error: the provider's error.
+        estimate: estimated tokens of the prompt.
+        tries: how often the prompt was shortened before.
     """
     return min(0.97 * _stated(error, estimate), SHORTER[tries])
 
 
 def _stated(error: str, estimate: float) -> float:
-    """The limit in an error as a part of the count beside it; 1 where it does not state both."""
+    """The limit that an error states, as a fraction of the stated count; 1 if it does not state both."""
     stated = {int(each.replace(",", "")) for each in _NUMBER.findall(error)}
-    # Some add the reply to the prompt, and state all three.
+    # Some providers state prompt, reply and their sum; ignore the sum.
     numbers = sorted(stated - {sum(pair) for pair in itertools.combinations(stated, 2)})
     counts = [each for each in numbers if estimate / CLOSE < each < estimate * CLOSE]
     limits = [each for each in numbers if counts and counts[-1] / 10 < each < counts[-1]]

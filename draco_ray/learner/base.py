@@ -1,4 +1,4 @@
-"""The interface of learners (``learner.use``), and the commands of the one that ships to its workers. No torch here."""
+"""The interface of learners (``learner.use``), and the built-in learner's commands to its workers, without torch."""
 
 from __future__ import annotations
 
@@ -21,39 +21,39 @@ class UpdateMetrics:
     """One optimizer update, over all workers. Means are over the minibatch's valid tokens."""
 
     update: int
-    """Updates applied so far, this one included if it was."""
+    """Updates applied so far, including this one unless it was skipped."""
     skipped: str | None
-    """Why the weights were left alone; None when they were updated."""
+    """Why the update was skipped; None if it was applied."""
     grad_norm: float
     """Before clipping."""
     samples: int
     valid_tokens: int
     computed_tokens: int
-    """Tokens of the forward passes; a prompt that sequences of a row share counts once."""
+    """Tokens of the forward passes; a prompt that several sequences of a micro-batch share counts once."""
     policy_loss: float
     kl: float
-    """k3 estimate against the base model, nats a token; 0 where its coefficient is 0."""
+    """k3 estimate against the base model, nats per token; 0 if its coefficient is 0."""
     entropy: float
-    """Nats a token."""
+    """Nats per token."""
     clip_fraction: float
     dual_clip_fraction: float
     engine_gap: float
-    """Mean |engine's log-prob at sampling - learner's at the weights of the training step's start|, nats. Rollouts that
-    an older adapter sampled (`train.staleness`) widen it."""
+    """Mean |engine's log-prob at sampling - learner's log-prob at the start of the training step|, nats. It is larger
+    for rollouts that an older adapter sampled (`train.staleness`)."""
     learning_rate: float
     importance_weight: float = 1.0
     """Mean truncated weight, p(weights of the step's start) / p(at sampling); 1 where there is none."""
     truncated_fraction: float = 0.0
-    """Share of tokens whose weight was cut at `learner.importance_cap`."""
+    """Share of tokens whose weight was truncated at `learner.importance_cap`."""
     masked_fraction: float = 0.0
     """Share of tokens that `learner.mask_low` and `learner.mask_high` left out of the policy loss."""
     engine_k1: float = 0.0
     """Mean of -log r, with r = p(weights of the step's start) / p(at sampling): an estimate, which may be negative, of
-    KL(who sampled || who learns), nats a token."""
+    KL(sampling policy || learner), nats per token."""
     engine_k3: float = 0.0
-    """Mean of r - 1 - log r: the same, never negative."""
+    """Mean of r - 1 - log r: an estimate of the same KL that is never negative."""
     engine_ratio_p01: float = 1.0
-    """Quantile of r over tokens, to half a percent within e^-2 to e^2."""
+    """Quantile of r over tokens, accurate to half a percent between e^-2 and e^2."""
     engine_ratio_p50: float = 1.0
     engine_ratio_p99: float = 1.0
     engine_ratio_min: float = 1.0
@@ -75,7 +75,7 @@ class Command:
 class Accumulate(Command):
     """Add the gradients of whole groups.
 
-    With a sharded base, samples may wait for those of later commands, at the latest until the update.
+    With a sharded base, samples may be processed together with those of later commands, at the latest in the update.
 
     Before the first update of a training step the importance ratio is 1, because the current policy sampled the
     groups; after it, their old log-probs must have been computed with `Remember`.
@@ -138,7 +138,7 @@ class TokenLogprobs(Command):
 
     token_ids: tuple[int, ...]
     adapter: bool
-    """False: of the base model."""
+    """False: log-probs of the base model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,14 +164,14 @@ class Start:
 
 
 LEARNERS = {"ray_lora": "draco_ray.learner.ray_lora:RayLoraLearner"}
-"""Learners that ship, by name."""
+"""Built-in learners, by name."""
 
 
 class GroupLearner(Protocol):
-    """The part of a `Learner` that a step's groups go through."""
+    """The part of a `Learner` that processes a step's groups."""
 
     async def accumulate(self, group: Any) -> object:
-        """Add the gradients of one group's samples to what waits for `step`."""
+        """Add the gradients of one group's samples to those for the next `step`."""
         ...
 
     async def remember_old_logprobs(self, group: Any) -> object:
@@ -184,7 +184,7 @@ class GroupLearner(Protocol):
 
 
 class Learner(GroupLearner, Protocol):
-    """What the loop over steps asks of a learner.
+    """The interface that the training loop needs from a learner.
 
     A training step, groups in any order and each as soon as its advantages exist::
 
@@ -194,39 +194,39 @@ class Learner(GroupLearner, Protocol):
         update = await learner.weights(version)      # a reference, for the engines
         await learner.checkpoint(directory)
 
-    A group is a reference to its `draco_ray.records.TrainingSample` list. Calls may overlap; they count in the order in
-    which they were made. Each raises `draco_ray.errors.LearnerError` once training cannot go on.
+    A group is a reference to its `draco_ray.records.TrainingSample` list. Calls may overlap; they take effect in the
+    order in which they were made. Each raises `draco_ray.errors.LearnerError` once training cannot go on.
     """
 
     async def start(self) -> None:
-        """Load the model; from then on the other methods answer."""
+        """Load the model; the other methods can be called afterwards."""
         ...
 
     async def weights(self, version: int) -> ray.ObjectRef[Any]:
         """Return a reference to a `draco_ray.records.WeightUpdate`: the current weights, for the engines.
 
-        It ends the training step: groups accumulated from here on count as sampled with them.
+        It ends the training step: groups accumulated later count as sampled with these weights.
         """
         ...
 
     async def token_logprobs(self, token_ids: list[int], *, adapter: bool = True) -> FloatArray:
-        """Return each token's log-prob given those before it, 0.0 for the first: the learner's side of the canary.
+        """Return each token's log-prob given the tokens before it, 0.0 for the first; the canary compares them.
 
-        Without `adapter` those of the frozen base model.
+        Without `adapter`, the log-probs are the frozen base model's.
         """
         ...
 
     async def checkpoint(self, directory: Path) -> None:
-        """Write what `start` continues from; ``directory`` appears whole or not at all."""
+        """Write a checkpoint that `start` can continue from; ``directory`` appears complete or not at all."""
         ...
 
     async def stop(self) -> None:
-        """End its processes; also after a start that failed or never was."""
+        """End the learner's processes; may be called even if `start` failed or was never called."""
         ...
 
 
 class LearnerFactory(Protocol):
-    """What ``learner.use`` names: a class, or a function, that makes a `Learner`."""
+    """The class or function named by ``learner.use``, which makes a `Learner`."""
 
     def __call__(
         self, model: ModelConfig, config: LearnerConfig, *, run: Path, seed: int, resume_from: Path | None
@@ -235,9 +235,9 @@ class LearnerFactory(Protocol):
 
         Args:
             model: the frozen base.
-            config: hyperparameters; ``config.options`` are for learners that do not ship.
+            config: hyperparameters; ``config.options`` are for learners that are not built in.
             run: the run directory.
-            seed: of initial values.
+            seed: seed of the initial values.
             resume_from: checkpoint to continue from; None: untrained.
         """
         ...
@@ -247,7 +247,7 @@ def find_learner(name: str) -> LearnerFactory:
     """The learner of that name (see `draco_ray.registry.find`).
 
     Raises:
-        ConfigError: there is none, or it is a class that lacks methods of `Learner`.
+        ConfigError: there is no such learner, or it is a class that lacks methods of `Learner`.
     """
     factory: LearnerFactory = find("learner.use", name, LEARNERS)
     wanted = [method for method in dir(Learner) if not method.startswith("_")]

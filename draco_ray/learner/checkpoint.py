@@ -1,6 +1,6 @@
 """Checkpoint files: adapter, optimizer and counters.
 
-No pickle, because run directories of other people are read, too.
+They do not use pickle, because users also read run directories of other people.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ class Snapshot:
     """Number of optimizer updates so far."""
 
     def write(self, directory: Path) -> None:
-        """Write the checkpoint to ``directory``; a checkpoint that is there already is replaced.
+        """Write the checkpoint to ``directory``; an existing checkpoint is replaced.
 
         The directory gets its name only after all files are synced to disk, so no crash leaves half a checkpoint.
 
         Raises:
             OSError: a file cannot be written.
-            LearnerError: the checkpoint is damaged: weights are not finite, or the disk returns other bytes.
+            LearnerError: the checkpoint is damaged: weights are not finite, or the files differ from what was written.
         """
         folder = directory.with_name(f".{directory.name}.unfinished")
         shutil.rmtree(folder, ignore_errors=True)

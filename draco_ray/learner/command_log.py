@@ -82,7 +82,7 @@ class CommandLog:
         return combined
 
     async def start(self) -> Start | None:
-        """Where workers that start now begin: the last complete checkpoint and the command after it.
+        """The starting point for new workers: the last complete checkpoint and the command after it.
 
         Called once for all workers, because they are started together.
 
@@ -135,7 +135,7 @@ class CommandLog:
             self._complete(position, command.combine([results[rank] for rank in range(self._workers)]))
 
     async def _write(self, position: int, directory: str, snapshot: Snapshot) -> None:
-        """Write a checkpoint while the workers go on; later restarts begin from it."""
+        """Write a checkpoint while the workers continue; later restarts begin from it."""
         private_files()
         try:
             await asyncio.to_thread(snapshot.write, Path(directory))

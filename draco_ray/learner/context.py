@@ -98,12 +98,12 @@ class Context:
 
 
 def repeats(heads: int, workers: int) -> int:
-    """Number of copies of each head with which all workers get equally many; 1 where the heads divide."""
+    """Number of copies of each head, so that all workers get equally many; 1 if the heads divide evenly."""
     return lcm(heads, workers) // heads
 
 
 class DeltaNetHeads:
-    """A gated delta net (Qwen3.5 and 3.6) with this worker's heads only, on which the model's own forward runs.
+    """A gated delta net (Qwen3.5 and 3.6) with this worker's heads only; the model's own forward runs on it.
 
     Its input is the result of `exchanged`: the projections of all tokens for these heads.
     """
@@ -181,7 +181,7 @@ class _Exchange(torch.autograd.Function):
 
 
 class _Gather(torch.autograd.Function):
-    """V of W entries come from this worker, the rest from the others."""
+    """Gathers W entries; V of them come from this worker, the rest from the others."""
 
     @staticmethod
     def forward(ctx: Any, array_V: Tensor, mine_V: Tensor, total: int, group: ProcessGroup) -> Tensor:

@@ -1,4 +1,4 @@
-"""The learner: gradients of training samples into a LoRA adapter, one optimizer update at a time. No Ray in here."""
+"""The learner: trains a LoRA adapter on samples, one optimizer update at a time. Independent of Ray."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ SUMS = (
 
 
 class LossInputs(NamedTuple):
-    """A micro-batch and what its loss needs, on the device, for V valid tokens in the order of the sequences."""
+    """A micro-batch and the inputs of its loss, on the device, for V valid tokens in the order of the sequences."""
 
     micro_batch: MicroBatch
     tokens_S: list[int]
@@ -89,14 +89,14 @@ class LoraLearner:
         Args:
             model: the frozen base.
             config: hyperparameters.
-            seed: of the adapter's initial values; equal on all workers.
+            seed: seed of the adapter's initial values; equal on all workers.
             device: where to compute.
             reduce: sums a tensor over all workers, in place; None for one worker.
             mesh: the workers that the base is sharded over; None: each worker has the whole base. With a mesh all
                 workers must call `accumulate`, `old_logprobs` and `token_logprobs` together, with the same
                 ``num_micro_batches``.
-            context: the workers that share every micro-batch with this one; None: no other. They must make these calls
-                together as well, with the same samples; the first of them counts the sums.
+            context: the workers that share every micro-batch with this one; None: no other. They must also make these
+                calls together, with the same samples; only the first of them adds to the sums.
         Raises: ConfigError if the model cannot be used.
         """
         self.sharded = mesh is not None
@@ -125,7 +125,7 @@ class LoraLearner:
         """Indices of ``samples`` in each micro-batch; samples without a valid token are left out."""
         trained = [index for index, sample in enumerate(samples) if trained_length(sample)]
         sequences = [_sequence(samples[index]) for index in trained]
-        # Workers of a sharded base pack again when they have put off some samples, whose common tokens may be more.
+        # With a sharded base, samples are packed again after some were put off; the rest may share a longer prefix.
         common = 0 if self.sharded or not self.policy.packs else common_prefix(sequences)
         shapes = [(len(each.token_ids_T) - common, each.prompt_length - common, each.prompt_key) for each in sequences]
         batches = pack(shapes, self._config.micro_batch_tokens - common if self.policy.packs else 1)
@@ -141,11 +141,11 @@ class LoraLearner:
         """Add the gradient of these samples' summed loss to the gradients for the next `step`.
 
         Args:
-            samples: any number of them; one without a valid token adds nothing.
-            old_logprobs: what `old_logprobs` returned for them. None: the current policy is the old one and the
+            samples: any number of samples; one without a valid token adds nothing.
+            old_logprobs: the result of `old_logprobs` for the samples. None: the current policy is the old one and the
                 importance ratio is 1, which holds for the first minibatch of a training step.
             num_micro_batches: number of micro-batches to run; missing ones are empty and add zero.
-        Returns: the sums named in `SUMS`, over these samples alone; zeros where another worker counts them.
+        Returns: the sums named in `SUMS`, over these samples alone; zeros if another worker counts them.
         Raises: ValueError if a sample's first token is marked valid, or there are not as many old log-probs.
         """
         added = dict.fromkeys(SUMS, 0.0) | {"samples": float(len(samples))}
@@ -254,7 +254,7 @@ class LoraLearner:
 
     @torch.no_grad()
     def token_logprobs(self, token_ids_T: IntArray | Sequence[int], *, adapter: bool = True) -> FloatArray:
-        """Log-prob of every token given those before it, 0.0 for the first; without `adapter`, of the base model."""
+        """Each token's log-prob given the tokens before it, 0.0 for the first; without `adapter`, the base model's."""
         batch = _one_sequence(np.asarray(token_ids_T, dtype=np.int64))
         with nullcontext() if adapter else self.policy.adapter_off():
             logprob_V = self.policy.logprobs(batch)[0]
@@ -282,8 +282,8 @@ class LoraLearner:
         """Write a complete checkpoint.
 
         Raises:
-            LearnerError: as of `snapshot`.
-            OSError: it cannot be written.
+            LearnerError: see `snapshot`.
+            OSError: the checkpoint cannot be written.
         """
         self.snapshot().write(directory)
 
@@ -298,7 +298,7 @@ class LoraLearner:
         """Continue from a snapshot; hyperparameters are those of the configuration.
 
         Args:
-            snapshot: of this model and rank.
+            snapshot: a snapshot of this model and rank.
             source: its path, for messages.
         Raises: LearnerError if it belongs to another model or rank.
         """
@@ -381,7 +381,7 @@ class LoraLearner:
 
 
 def _tensors(arrays: Mapping[str, NDArray[Any]]) -> dict[str, Tensor]:
-    """Copies as tensors: arrays from Ray's object store are read-only."""
+    """Copy arrays to tensors: arrays from Ray's object store are read-only."""
     return {name: torch.from_numpy(array.copy()) for name, array in arrays.items()}
 
 

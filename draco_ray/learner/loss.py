@@ -132,7 +132,7 @@ def _chunk_logprobs(
 LOG_RATIO_BOUND = 20.0
 """Log-ratios are clamped to plus or minus this before exponentiation."""
 HISTOGRAM_BOUND, HISTOGRAM_BINS = 2.0, 800
-"""Log-ratios are counted in bins from -bound to bound, each half a percent of ratio wide; the outermost are open."""
+"""Log-ratios are counted in bins from -bound to bound, each 0.5 % of ratio wide; the outer two are unbounded."""
 
 
 class Correction(NamedTuple):

@@ -14,8 +14,8 @@ LoRA: PEFT computes an adapted layer as a chain of operations on float32 copies,
 `FusedLora` adds the layer's output to the adapter's product in place and keeps only the layer's input and the adapter's
 inner activations. Autograd sees the adapter's product, with the backward pass of the whole layer; the frozen layer's
 output is added afterwards, so that recomputing a checkpointed decoder layer can skip its last product. Both are rounded
-to the model's dtype before they are added, as in vLLM's kernels: one rounding of their sum would be another policy than
-the one that was sampled from.
+to the model's dtype before they are added, as in vLLM's kernels: rounding only their sum would give a policy other than
+the one that sampled.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ def shard_base(model: Any, mesh: DeviceMesh, device: torch.device) -> None:
 
     Args:
         model: transformers' model with PEFT layers, on the CPU; only the adapter requires gradients.
-        mesh: one dimension, the workers.
-        device: of this worker; it holds one whole group at a time.
+        mesh: a one-dimensional mesh of the workers.
+        device: this worker's device; it holds one whole group at a time.
     Raises: ConfigError if the decoder's layers are not found.
     """
     decoder, head, embedding = model.get_decoder(), model.get_output_embeddings(), model.get_input_embeddings()
@@ -107,11 +107,11 @@ RULE, CONVOLUTION = "torch_chunk_gated_delta_rule", "causal_conv1d_fn"
 def use_kernels(decoder: torch.nn.Module, device: torch.device) -> None:
     """Use flash-linear-attention's kernels for a decoder's delta nets, where it is installed.
 
-    The functions are replaced in transformers' module, so for all models of that kind in this process.
+    The functions are replaced in transformers' module, which affects all models of that kind in this process.
 
     Args:
         decoder: with or without delta nets.
-        device: that it will run on; a GPU without the kernels causes a warning.
+        device: the device it will run on; a GPU without the kernels causes a warning.
     """
     mixers = [mixer for module in decoder.modules() if (mixer := getattr(module, "linear_attn", None)) is not None]
     modules = {sys.modules[type(mixer).__module__] for mixer in mixers}
@@ -128,7 +128,7 @@ def use_kernels(decoder: torch.nn.Module, device: torch.device) -> None:
 def _put_kernels(module: ModuleType) -> None:
     rule, convolution = getattr(module, RULE), getattr(module, CONVOLUTION)
     if not hasattr(rule, "elsewhere"):
-        # The function that transformers' kernel wrapper wraps is its own code.
+        # Below its kernel wrapper, transformers has its own implementation.
         setattr(module, RULE, _on_device(rule, inspect.unwrap(rule)))
         kernel = convolution if util.find_spec("causal_conv1d") is not None else _convolution
         setattr(module, CONVOLUTION, _on_device(kernel, inspect.unwrap(convolution)))
@@ -200,7 +200,7 @@ def quantized(weight_OI: Tensor, precision: str) -> tuple[Tensor, Tensor]:
 
 
 def dequantized(weight_OI: Tensor, scale_O1: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """The weight of codes and scales; without scales, the weight itself."""
+    """The weight that codes and scales represent; without scales, the weight itself."""
     return weight_OI if scale_O1 is None else weight_OI.to(dtype, copy=True).mul_(scale_O1)
 
 
@@ -223,7 +223,7 @@ class FusedLora(lora.Linear):
     """PEFT's LoRA layer on a frozen linear layer, for one adapter without dropout."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """The base layer's output plus ``scaling * B A x``, or only the former while adapters are disabled."""
+        """The base layer's output plus ``scaling * B A x``; only the base output while adapters are disabled."""
         base = self.base_layer
         if self.disable_adapters:
             output: Tensor = base(x)
@@ -241,7 +241,7 @@ class FusedLora(lora.Linear):
 
 
 class _Adapter(torch.autograd.Function):
-    """N tokens, I inputs, O outputs, rank R. Forward: the adapter; backward: the whole layer."""
+    """N tokens, I inputs, O outputs, rank R. Forward computes the adapter, backward the whole layer's gradient."""
 
     @staticmethod
     def forward(
@@ -256,7 +256,7 @@ class _Adapter(torch.autograd.Function):
         inner_NR = x.flatten(0, -2) @ a_RI.to(x.dtype).T
         # Not a view, because the caller adds to it in place without autograd.
         output = x.new_empty(*x.shape[:-1], len(b_OR))
-        # In one operation, which scales before it rounds.
+        # One operation, so that the scaling comes before the rounding.
         torch.addmm(
             x.new_zeros(()), inner_NR, b_OR.to(x.dtype).T, beta=0, alpha=scaling, out=output.view(-1, len(b_OR))
         )
@@ -280,7 +280,7 @@ class _Adapter(torch.autograd.Function):
 
 
 ROWS_AT_ONCE = 8192
-"""Tokens whose frozen output is held beside the adapter's at a time."""
+"""Number of tokens whose frozen output is in memory beside the adapter's at a time."""
 PACKING_TOLERANCE = 0.1
 """Maximum mean relative difference between the decoder's outputs for packed and for separate sequences. It allows for
 bfloat16's rounding; attention to a wrong token makes a far larger difference."""
@@ -306,7 +306,7 @@ class AdaptedModel:
         Args:
             mesh: the workers that the base is sharded over; None: it is not sharded. With a mesh every forward pass,
                 those of ``__init__`` included, is a collective of all of them.
-            context: the workers that share micro-batches, for which the same holds; None: no other worker.
+            context: the workers that share micro-batches, whose forward passes are collectives too; None: no other.
         Raises: ConfigError if the model cannot be loaded, its head is not a plain frozen linear layer, or context
                 parallelism or its mixture of experts is not supported.
         """
@@ -355,14 +355,14 @@ class AdaptedModel:
         self.progress = 0
         """Number of layers that have started, recomputed ones included; the hang watchdog reads it."""
         for layer in getattr(self._decoder, "layers", ()):
-            # A pre-hook: PyTorch stops recomputing a layer as soon as it has all saved tensors.
+            # A pre-hook, because PyTorch stops recomputing a layer as soon as it has all saved tensors.
             layer.register_forward_pre_hook(self._count)
         self._architectures = _architectures(model.path)
         self.adapter_config = _as_saved(self.peft.peft_config["default"])
 
     @property
     def parameters(self) -> list[torch.nn.Parameter]:
-        """The adapter's tensors, which alone are trained, in a fixed order."""
+        """The trained parameters, which are the adapter's tensors, in a fixed order."""
         return [parameter for name, parameter in sorted(self.peft.named_parameters()) if "lora_" in name]
 
     def logprobs(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
@@ -434,7 +434,7 @@ class AdaptedModel:
     def _logprobs(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         with self._offloading():
             hidden_VH = self._hidden_states(batch)
-            # Unsharded for the forward only: the backward of the log-probs needs no weight.
+            # Unshard the head for the forward pass only: the backward pass of the log-probs needs no weight.
             with unsharded(self._head):
                 return token_logprobs(
                     hidden_VH,

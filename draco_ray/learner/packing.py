@@ -1,8 +1,8 @@
 """Packing sequences of very different lengths into micro-batches without padding, and balancing them over workers.
 
-The tokens of a micro-batch are concatenated segments: a whole sequence, what all prompts begin with (system prompt and
-tools), the rest of a prompt that several sequences share, or the part of a sequence after what it shares. A shared
-segment is computed once, and its gradient is the sum of theirs.
+The tokens of a micro-batch are concatenated segments: a whole sequence, the common prefix of all prompts (system prompt
+and tools), the rest of a prompt that several sequences share, or the unshared rest of a sequence. A shared segment is
+computed once, and its gradient is the sum over the sequences that share it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 from draco_ray.records import BoolArray, IntArray
 
 SHORTEST_COMMON = 16
-"""Fewer tokens that all prompts begin with are not shared: another segment would cost more than it saves."""
+"""A shorter common prefix is not shared: another segment would cost more than it saves."""
 
 
 class Segment(NamedTuple):
@@ -35,7 +35,7 @@ class TokenSequence(NamedTuple):
     target_mask_T: BoolArray
     """Tokens whose log-prob is computed; never the first, which nothing predicts."""
     prompt_length: int
-    """Number of tokens before the first target that other sequences may share."""
+    """Number of leading tokens, before the first target, that other sequences may share."""
 
     @property
     def prompt_key(self) -> Hashable:
@@ -103,7 +103,7 @@ def pack(sequences: Sequence[tuple[int, int, Hashable]], token_budget: int) -> l
 
 
 def common_prefix(sequences: Sequence[TokenSequence]) -> int:
-    """Number of tokens that the prompts of all sequences begin with; 0 for fewer than `SHORTEST_COMMON`."""
+    """Length of the common prefix of all prompts, in tokens; 0 if it is shorter than `SHORTEST_COMMON`."""
     shortest = min((each.prompt_length for each in sequences), default=0)
     equal_T = np.ones(shortest, dtype=bool)
     for each in sequences:
@@ -129,7 +129,7 @@ def concatenate(sequences: Sequence[TokenSequence]) -> MicroBatch:
         positions.append(np.arange(first, end))
         return start
 
-    # The prompts of one group are shared below in any case.
+    # If all sequences have the same prompt, they share it below in any case.
     common = common_prefix(sequences) if len(by_prompt) > 1 else 0
     if common:
         append(sequences[0], 0, common, None)
@@ -163,8 +163,8 @@ def token_shard(batch: MicroBatch, worker: int, workers: int) -> tuple[MicroBatc
         batch: T tokens with V targets.
         worker: index of the worker.
         workers: number of workers that share the micro-batch.
-    Returns: the part, with the segments of the whole micro-batch, of which the last one includes the padding; and the
-            indices of the targets that are predicted there.
+    Returns: the part, with all segments of the micro-batch (the last one includes the padding), and the indices of the
+            targets that are predicted in this part.
     """
     tokens = -(-len(batch.token_ids_T) // workers)
     missing = tokens * workers - len(batch.token_ids_T)

@@ -1,9 +1,9 @@
 """RMS norms and gated MLPs as single autograd functions, which save less memory for the backward pass.
 
 In transformers' code an RMS norm in float32 and ``silu(gate) * up`` are chains of operations that save every
-intermediate. Here a norm saves its input, in the base's dtype, and one number a token, and a gated MLP its two
-projections; the rest is recomputed in the backward pass. Results and rounding are those of transformers' code. Each
-kind of layer is compared with it when it is replaced; one that differs is left unchanged.
+intermediate. Here a norm saves its input, in the base's dtype, and one number per token, and a gated MLP its two
+projections; the rest is recomputed in the backward pass. Results and rounding are those of transformers' code. Before a
+kind of layer is replaced, its results are compared with that code; a kind that differs is left unchanged.
 
 The arithmetic is in four functions without autograd, which torch.compile compiles with ``learner.compile``.
 """
@@ -120,7 +120,7 @@ def _eps(norm: Any) -> float | None:
 
 @torch.no_grad()
 def _equal(module: Any, width: int, using: Kernels) -> Callable[[Any], Callable[[Tensor], Tensor]] | None:
-    """What makes the forward with the same results as a layer's own code; None if there is none."""
+    """The function that makes a forward with the same results as the layer's own code; None if there is none."""
     weight = next(module.parameters())
     drawn = torch.randn(3, width, generator=torch.Generator().manual_seed(0))
     x = drawn.to(weight.device, weight.dtype)[None]
@@ -154,7 +154,7 @@ def _mlp(mlp: Any, using: Kernels) -> Callable[[Tensor], Tensor]:
 class _Norm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, centred: bool, using: Kernels) -> Tensor:
-        # Detached here and below, since torch.compile would compile again for tensors that require gradients.
+        # Detach here and below, since torch.compile would compile again for tensors that require gradients.
         y, scale = using.normed(x.detach(), weight, eps, centred)
         ctx.save_for_backward(x, weight, scale)
         ctx.centred, ctx.using = centred, using

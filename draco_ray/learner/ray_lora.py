@@ -28,7 +28,7 @@ from draco_ray.placement import beside_the_driver
 from draco_ray.records import FloatArray, IntArray
 
 PATIENCE_SECONDS = 30.0
-"""Timeout for a regular end, and for the end after an interrupt."""
+"""Timeout for a regular stop, and for each step of a forced one."""
 
 
 class RayLoraLearner:
@@ -46,7 +46,7 @@ class RayLoraLearner:
             model: the frozen base.
             config: hyperparameters, workers and their resources.
             run: the run directory, on this machine.
-            seed: of the adapter's initial values.
+            seed: seed of the adapter's initial values.
             resume_from: checkpoint to continue from.
 
         Raises:
@@ -71,7 +71,7 @@ class RayLoraLearner:
             self._config.workers, self._resume_from, self._config.max_failures, self._run.name
         )
         storage = self._run / "checkpoints"
-        # Made here, because Ray Train's controller would make it readable for all users.
+        # Create the folder here, because Ray Train's controller would make it readable for all users.
         storage.mkdir(mode=0o700, parents=True, exist_ok=True)
         settings = LoopSettings(
             log=self._log,
@@ -124,7 +124,7 @@ class RayLoraLearner:
                 with contextlib.suppress(LearnerError):
                     await self._submit(Stop())
                 await asyncio.shield(self._watch)
-        # First an interrupt, on which Ray Train frees its placement group; after a kill Ray keeps that until the job
+        # Interrupt first: Ray Train then frees its placement group. After a kill, Ray keeps the group until the job
         # ends.
         for force in (False, True):
             if not self._watch.done():

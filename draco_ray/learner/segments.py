@@ -39,7 +39,7 @@ def install_attention(base: Any, *, shared: bool = False) -> bool:
     Args:
         base: transformers' model.
         shared: whether workers share micro-batches (the keyword ``context``).
-    Returns: False if its layers may be of other kinds than are supported; the model is then unchanged.
+    Returns: False if it may have unsupported kinds of layers; the model is then unchanged.
     """
     text = base.config.get_text_config()
     if not set(getattr(text, "layer_types", None) or ()) <= PLAIN_LAYERS:
@@ -122,7 +122,7 @@ class _DeltaNetCache:
     """A gated delta net's states between two segments, with the interface of transformers' cache."""
 
     record_past = True
-    """Prevents in-place changes: several segments may continue the same one, and all have gradients."""
+    """Prevents in-place changes: several segments may continue the same segment, and all have gradients."""
 
     def __init__(self, before: _DeltaNetCache | None) -> None:
         self.before = before

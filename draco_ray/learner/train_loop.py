@@ -1,7 +1,7 @@
 """The Ray Train loop: one per worker, which runs the commands of the log until the end of a run.
 
 Ray Train starts the workers, joins them in a process group (gloo on CPUs, nccl on GPUs) and restarts all of them when
-one dies. Where they begin comes from the command log and not from `ray.train.get_checkpoint`, because a checkpoint is
+one dies. Their starting point comes from the command log, not from `ray.train.get_checkpoint`, because a checkpoint is
 useful only together with its position in the log. `HangWatchdog` ends a worker whose kernel hangs.
 """
 
@@ -26,7 +26,7 @@ LOOK_SECONDS = 5.0
 
 
 class HangWatchdog:
-    """Checks in a thread whether the command under way makes progress.
+    """Checks in a thread whether the current command makes progress.
 
     Ray Train's own health check is answered by another thread of the process, so it does not see that a kernel hangs.
     """
@@ -64,7 +64,7 @@ class HangWatchdog:
 
     @contextmanager
     def command(self) -> Iterator[None]:
-        """Count the block as a command under way."""
+        """Count the block as the current command."""
         with self._watch.call():
             yield
 
@@ -81,7 +81,7 @@ TELL_SECONDS = 10.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoopSettings:
-    """What every worker needs to start."""
+    """The settings that every worker needs to start."""
 
     log: Any
     """Handle of the CommandLog actor."""
@@ -100,12 +100,12 @@ def train_loop(settings: dict[str, LoopSettings]) -> None:
     """Run the log's commands until Stop, or until the log is lost: Ray Train's `train_loop_per_worker`."""
     given = settings["settings"]
     try:
-        # First, because the log counts the starts.
+        # Ask for the start first, because the log counts the starts.
         start = _start(given.log)
         if start is not None:
             _run(given, start)
     except LogLost:
-        # Not raised: Ray Train would restart the workers forever.
+        # Do not raise this: Ray Train would restart the workers forever.
         return
     except Exception as error:
         with suppress(LogLost):
@@ -114,10 +114,10 @@ def train_loop(settings: dict[str, LoopSettings]) -> None:
 
 
 def _start(log: Any) -> Start | None:
-    """Where the workers begin; None: they end at once.
+    """The workers' starting point; None: they end at once.
 
-    Rank 0 asks the log and broadcasts the answer. If each worker asked, some might hear that the log has given up and
-    others not, which would then wait for the former in a collective operation.
+    Rank 0 asks the log and broadcasts the answer. If each worker asked, only some might learn that the log has given
+    up, and the others would wait for them in a collective operation.
     """
     import ray.train
     import ray.train.torch
@@ -154,7 +154,7 @@ def _run(given: LoopSettings, start: Start) -> None:
     from draco_ray.learner.worker import LearnerWorker
     from draco_ray.observability.logs import private_files
 
-    # For what Ray Train writes into the run directory.
+    # Keep the files private that Ray Train writes into the run directory.
     private_files()
     context = ray.train.get_context()
     rank, workers = context.get_world_rank(), context.get_world_size()
@@ -197,7 +197,7 @@ def _run(given: LoopSettings, start: Start) -> None:
                 with watch.command():
                     result = worker.execute(command)
             except (DracoError, ValueError, OSError) as error:
-                # Returned, not raised: a restarted worker would fail at the same command again.
+                # Return the error instead of raising it: a restarted worker would fail at the same command again.
                 result = Failed(message=str(error))
             _get(given.log.finish.remote(rank, position, (result,)))
             if isinstance(command, Stop):
@@ -228,7 +228,7 @@ def fit(settings: LoopSettings) -> None:
     from ray.train.torch import TorchConfig, TorchTrainer
 
     class Trainer(TorchTrainer):
-        """Without the actor that ends the workers when Ray's state API does not know the controller.
+        """TorchTrainer without the actor that ends the workers when Ray's state API does not know the controller.
 
         A Ray without a dashboard reports the default port for that API. If another Ray of this machine listens there,
         healthy workers are ended. `RayLoraLearner.stop`, or the end of the job, frees their placement group.

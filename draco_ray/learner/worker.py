@@ -1,4 +1,4 @@
-"""One worker's part in the commands of a run: its shard of the samples, and their old log-probs."""
+"""Runs a learner's commands on one worker, which keeps its shard of the samples and their old log-probs."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class PendingSamples:
 
     def __init__(self, shards: int) -> None:
         self._samples: list[list[TrainingSample]] = [[] for _ in range(shards)]
-        """By shard."""
+        """One list per shard."""
 
     def __bool__(self) -> bool:
         return any(self._samples)
@@ -54,8 +54,8 @@ class PendingSamples:
 
         Args:
             micro_batches: `LoraLearner.micro_batches`.
-            shard: whose samples are returned.
-            everything: leave none behind.
+            shard: the shard whose samples are returned.
+            everything: whether to take all samples.
         Returns: the samples of ``shard``, and the largest number of micro-batches of any shard.
         """
         batches = [micro_batches(samples) for samples in self._samples]
@@ -73,8 +73,8 @@ class LearnerWorker:
     """Runs commands on one of ``workers`` replicas of the learner.
 
     Every worker sees every command and assigns the samples to shards in the same way: each sample goes to the shard
-    with the fewest tokens since the last update. Only `Update` synchronises the workers; where the base is sharded,
-    every pass does, so samples may wait until every shard has as many micro-batches, at the latest until the update.
+    with the fewest tokens since the last update. Only `Update` synchronises the workers. With a sharded base, every
+    pass does too, so samples may wait until every shard has as many micro-batches, at the latest until the update.
     Workers that share sequences (`learner.context_parallel`) have the same shard.
     """
 
@@ -90,7 +90,7 @@ class LearnerWorker:
         """
         Args:
             learner: this worker's replica.
-            rank: of this worker.
+            rank: this worker's rank.
             workers: number of workers.
             fetch: resolves references to groups of samples.
             publish: puts the adapter into the object store and returns a reference.
@@ -104,7 +104,7 @@ class LearnerWorker:
         self._remembered_by: dict[SampleKey, int] = {}
         """The shard that has a sample's old log-probs."""
         self._old_logprobs: dict[SampleKey, FloatArray] = {}
-        """Of this shard's samples."""
+        """Old log-probs of this shard's samples."""
         self._to_remember, self._on_policy, self._with_old = (PendingSamples(self._shards) for _ in range(3))
         self._updated = False
         """Whether the weights have changed since the training step began."""

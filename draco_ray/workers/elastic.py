@@ -14,7 +14,7 @@ WorkerT = TypeVar("WorkerT")
 MAX_GROUPS = 10_000
 """Groups for which the last worker is remembered; the least recently used are forgotten."""
 BACKOFF_SECONDS, MAX_BACKOFF_SECONDS = 30.0, 600.0
-"""Pause after a call that a worker could not do; it doubles with each failure in a row, up to the maximum."""
+"""Pause after a worker failed a call; it doubles with each failure in a row, up to the maximum."""
 
 
 class PooledWorker(Generic[WorkerT]):
@@ -30,7 +30,7 @@ class PooledWorker(Generic[WorkerT]):
         """Number of unanswered calls."""
         self.idle_since = now
         self.abandoned = asyncio.Event()
-        """Set when it stops answering while another worker answers: its calls move there."""
+        """Set when this worker stops answering while another one answers; its calls are retried there."""
         self.failures = 0
         """Number of failed calls in a row."""
         self.backoff_until = -float("inf")
@@ -41,7 +41,7 @@ class ElasticWorkers(Generic[WorkerT]):
 
     The oldest ``min_workers`` workers share the calls evenly. A younger one gets a call only while all older ones are
     full, so the youngest become idle first. A call that names a group prefers the worker that had the group's last
-    call, whose prefix cache holds what the group's prompts share.
+    call: its prefix cache holds the prefix of the group's prompts.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class ElasticWorkers(Generic[WorkerT]):
         self._numbers = itertools.count()
         self._waiting: list[tuple[int, int, str, asyncio.Future[PooledWorker[WorkerT]]]] = []
         self._last: OrderedDict[str, PooledWorker[WorkerT]] = OrderedDict()
-        """By group: the worker that had its last call."""
+        """Group -> the worker that had its last call."""
         self._arrivals = itertools.count()
         self._full_use_at = -float("inf")
         """Last time at which every worker was needed."""
@@ -171,7 +171,7 @@ class ElasticWorkers(Generic[WorkerT]):
         self._serve()
 
     def mark_down(self, pooled: PooledWorker[WorkerT]) -> None:
-        """Mark a worker as not answering: it gets no calls until it does, and its calls move to workers that are up."""
+        """Mark a worker as not answering: it gets no new calls, and its calls are retried at workers that are up."""
         pooled.up = False
         self._unresponsive.add(pooled)
         self._abandon_unresponsive()

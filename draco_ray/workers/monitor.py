@@ -59,10 +59,10 @@ PING_SECONDS = 5.0
 TIMEOUT_SECONDS = 60.0
 """A worker that does not answer a health check for so long is unresponsive: its calls are retried elsewhere."""
 TIMEOUT_PARTS = 6
-"""The timeout is waited for in so many parts, so that a pause of this process itself uses up one part at most."""
+"""The timeout is split into this many waits, so that a pause of this process itself uses up at most one of them."""
 MAX_ATTEMPTS = 4
-"""Attempts of a call. One under which so many workers became unresponsive is probably the cause: it fails before it
-takes down the rest."""
+"""Maximum number of attempts per call. A call that failed at so many workers probably caused the failures, so it is
+given up before it takes down the rest."""
 
 
 class WorkerUnavailable(Exception):
@@ -109,8 +109,8 @@ class MonitoredWorkers(Generic[WorkerT]):
             workers: the workers.
             up: the health check: returns once a worker answers. Raises `WorkerUnavailable` or `WorkerLost`.
             end: ends an unneeded worker, which holds no call.
-            restart: restarts the process of an unresponsive worker whose calls were moved: it may hold a lock that the
-                others wait for.
+            restart: restarts the process of an unresponsive worker whose calls were moved: that process may hold a lock
+                that other workers wait for.
             ping_seconds: see `PING_SECONDS`.
             timeout_seconds: see `TIMEOUT_SECONDS`; longer where a worker may be too busy to answer.
         """
@@ -146,7 +146,7 @@ class MonitoredWorkers(Generic[WorkerT]):
         """Make a call; retry it at another worker if one becomes unresponsive or is lost.
 
         Args:
-            send: sends it to a worker.
+            send: sends the call to a worker.
             rank: see `ElasticWorkers.acquire`.
             preferred: a worker outside the pool that takes the call while it is up, however busy.
             attempts: maximum number of attempts.
@@ -181,7 +181,7 @@ class MonitoredWorkers(Generic[WorkerT]):
         try:
             await asyncio.wait({answer, abandoned}, return_when=asyncio.FIRST_COMPLETED)
         except asyncio.CancelledError:
-            # The worker goes on with the call, and its slot stays taken until the call ends.
+            # The worker continues with the call, so the slot stays in use until the call ends.
             task = asyncio.create_task(self._release_after(pooled, answer))
             self._cancelled_calls.add(task)
             task.add_done_callback(self._cancelled_calls.discard)
@@ -190,7 +190,7 @@ class MonitoredWorkers(Generic[WorkerT]):
             abandoned.cancel()
         ended = answer.done() and not answer.cancelled()
         error = answer.exception() if ended else None
-        # Before its slot is released: the retry of this very call would take it.
+        # Do this before releasing the slot, or a retry of this call would take the slot.
         if isinstance(error, WorkerUnavailable):
             self._down(pooled, error)
         elif ended and error is None:
@@ -220,7 +220,7 @@ class MonitoredWorkers(Generic[WorkerT]):
             try:
                 self._adjust()
             except Exception:
-                # Workers that are up go on; if the failure affects them too, their calls raise it.
+                # Workers that are up keep working; if the failure affects them too, their calls raise it.
                 log.exception("the number of workers could not be adjusted")
 
     def _adjust(self) -> None:
@@ -254,11 +254,11 @@ class MonitoredWorkers(Generic[WorkerT]):
 
     async def _ping(self, pooled: PooledWorker[WorkerT]) -> None:
         await self._up(pooled.worker)
-        # Without an await in between: what the health check has established still holds.
+        # There is no await in between, so the result of the health check is still valid.
         self.workers.mark_up(pooled)
 
     async def _answered(self, answer: asyncio.Future[Any]) -> bool:
-        """Whether it comes within `timeout_seconds`, not counting pauses of this process."""
+        """Whether the answer comes within `timeout_seconds`, not counting pauses of this process."""
         for _ in range(TIMEOUT_PARTS):
             done, _ = await asyncio.wait({answer}, timeout=self.timeout_seconds / TIMEOUT_PARTS)
             if done:

@@ -120,14 +120,14 @@ class JudgeServersActor:
             await asyncio.wait_for(asyncio.gather(*ending, return_exceptions=True), STOP_SECONDS)
 
     def open(self) -> None:
-        """Start, in the actor's own event loop."""
+        """Start the pool in the actor's own event loop."""
         if not self._opened:
             self._opened = True
             self._servers.open()
 
 
 class ServersClient(NamedActor):
-    """A `draco_ray.judging.endpoint.Servers` that reaches the actor."""
+    """A `draco_ray.judging.endpoint.Servers` that calls the actor."""
 
     @asynccontextmanager
     async def borrow(self, request: Request) -> AsyncIterator[Borrowed]:
@@ -142,7 +142,7 @@ class ServersClient(NamedActor):
 
 
 def start_judge_servers(config: JudgeConfig, run: Path, run_name: str) -> tuple[Any, ServersClient] | None:
-    """Start the judge servers of a run; None where the judge is served elsewhere.
+    """Start the judge servers of a run; None if the judge is served elsewhere.
 
     Returns: the handle, which keeps the servers alive, and the client.
     """

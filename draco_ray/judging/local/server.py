@@ -32,7 +32,7 @@ _TOKENS = re.compile(r"^vllm:(?:prompt|generation)_tokens_total(?:\{[^}]*\})? (\
 
 
 def served_model(model: str) -> str:
-    """What vLLM loads for ``judge.model``: a hub name, or an absolute folder.
+    """The model that vLLM loads for ``judge.model``: a hub name, or an absolute folder.
 
     >>> served_model("hosted_vllm/Qwen/Qwen3.6-27B")
     'Qwen/Qwen3.6-27B'
@@ -59,7 +59,7 @@ def serve_words(config: JudgeConfig, host: str, port: int) -> list[str]:
     words = [*openai_server.PROGRAM, "--model", model, "--served-model-name", model]
     words += ["--host", host, "--port", str(port), "--dtype", local.dtype, "--generation-config", "vllm"]
     words += [] if context is None else ["--max-model-len", str(context)]
-    # Its statistics show whether it makes progress; the usage of a reply states the tokens read from the prefix cache.
+    # The server's statistics show whether it makes progress; a reply's usage states the tokens from the prefix cache.
     words += ["--enable-prompt-tokens-details", "--disable-uvicorn-access-log"]
     # No optional whitespace in replies that follow a schema.
     words += ["--structured-outputs-config", json.dumps({"disable_any_whitespace": True, "backend": "xgrammar"})]

@@ -27,19 +27,19 @@ ADJUST_SECONDS = 1.0
 LOOK_SECONDS = 5.0
 """Interval of health checks of a serving server."""
 SILENT_SECONDS = 20.0
-"""Timeout of a health check beyond `LocalJudgeConfig.stall_seconds`."""
+"""Timeout of a health check, in addition to `LocalJudgeConfig.stall_seconds`."""
 WAITS_FOR_A_NODE = "waits for a node that has room"
 
 
 class Replica(Protocol):
-    """Where a `draco_ray.judging.local.server.VllmJudgeServer` runs."""
+    """A process that runs a `draco_ray.judging.local.server.VllmJudgeServer`."""
 
     async def look(self) -> ServerStatus:
         """See `VllmJudgeServer.look`; raises an error if the server is lost."""
         ...
 
     def end(self) -> None:
-        """End it, without waiting."""
+        """End the server, without waiting."""
         ...
 
 
@@ -113,7 +113,7 @@ class JudgeServers:
         self._adjusting = asyncio.create_task(self._keep_adjusting())
 
     def close(self) -> None:
-        """End all servers, without waiting for it."""
+        """End all servers, without waiting."""
         for task in (*self._watching.values(), *filter(None, [self._adjusting])):
             task.cancel()
         for place in self._workers.pooled:
