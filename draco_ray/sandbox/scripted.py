@@ -57,7 +57,7 @@ def run_scripts(scripts: Sequence[Script], world: Path, processes: int, *, evalu
 
 def _run(scripts: Sequence[Script], root: Path, evaluate: bool) -> list[Executed]:
     done = subprocess.run(
-        # Run it as a file: AppWorld's Python lacks dependencies of this package. -P keeps the file's folder off the path.
+        # Run it as a file: AppWorld's Python lacks our dependencies. -P keeps the file's folder off the path.
         [appworld_python(None), "-P", "-B", str(EXECUTE), *["--evaluate"] * evaluate],
         input="".join(json.dumps({"task_id": task_id, "cells": cells}) + "\n" for task_id, cells in scripts),
         env={**os.environ, "APPWORLD_ROOT": str(root)},

@@ -77,7 +77,7 @@ class Case:
         return [self.trace.tests[index] for index in sorted(self.result.tests)]
 
     def steps_of(self, *operators: str) -> set[int]:
-        """Steps of the comparisons behind the result whose operator is one of ``operators``."""
+        """Steps of the selecting operations behind the result whose operator is one of ``operators``."""
         return {test.step for test in self.conditions if test.operator in operators}
 
     def omission(self, *words: str) -> tuple[int, ...]:
