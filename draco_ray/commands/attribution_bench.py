@@ -54,19 +54,19 @@ def attribution_bench(
     wrong_step: float = 0.0,
     trust: bool = False,
 ) -> list[Path]:
-    """Plant faults in reference solutions, let a judge find them, print how well it and credit do.
+    """Plant faults in reference solutions, let a judge find them, and print how well the judge and the credit do.
 
     Args:
-        judge: who is measured.
+        judge: the judge to measure.
         world: a sandbox.
         split: split of the tasks.
         tasks: maximum number of tasks; None is all.
-        hard: whether the groups are hard ones.
+        hard: whether the planted groups are the hard kind.
         processes: number of AppWorld processes.
         config: configuration of the judge; None: the defaults.
         out: folder of the tables.
         console: where figures are printed.
-        wrong_step: share of its citations in which the offline judge names another step; 0 for any other judge.
+        wrong_step: share of citations in which the offline judge names a wrong step; 0 for any other judge.
         trust: see `draco_ray.config.load.load_config`.
 
     Returns: the written files.

@@ -1,4 +1,4 @@
-"""``draco check``: everything that would stop a run on this machine, all findings at once."""
+"""``draco check``: reports everything that would stop a run on this machine, all findings at once."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ JUDGE_SECONDS = 60.0
 def check(config: DracoConfig, console: Console | None = None) -> None:
     """Check a configuration and print what was found, a line for each finding.
 
-    Raises: ConfigError where there are some.
+    Raises: ConfigError if there are findings.
     """
     console = console or PlainConsole()
     start = Start(config, console)

@@ -1,4 +1,4 @@
-"""`draco eval-set`: from a file or arguments to every evaluation of a set, and to their tables."""
+"""`draco eval-set`: runs every evaluation of a set, described by a file or arguments, and prints its tables."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ from draco_ray.lab.files import check_folder
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalSetOptions:
-    """Options of `draco eval-set`; for None and empty ones the file's values are used."""
+    """Options of `draco eval-set`; if an option is None or empty, the file's value is used."""
 
     words: Sequence[str]
     """An optional file, then ``KEY=VALUE`` words."""
     settings: Sequence[str]
-    """``LABEL=POLICY``, where a run directory stands for its last epochs; one label several times is its seeds."""
+    """``LABEL=POLICY``; a run directory means its last epochs, and runs with the same label are its seeds."""
     splits: Sequence[str]
     runs: int | None
     last_epochs: int | None
@@ -58,7 +58,7 @@ class EvalSetOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Ready:
-    """An evaluation that was checked and can be run."""
+    """An evaluation that has been checked and can be run."""
 
     planned: PlannedEvaluation
     plan: Plan
@@ -66,11 +66,11 @@ class _Ready:
 
 
 def evaluate_set(options: EvalSetOptions, starter: Path) -> None:
-    """Run what is not finished of a set, one evaluation after the other, then print its tables and write them.
+    """Run the unfinished evaluations of a set one after another, then print and write its tables.
 
     Raises:
-        ConfigError: the set cannot be used, or evaluations of another one are there; nothing was run then.
-        TooManyLost: an evaluation lost more rollouts than ``max_lost_share``; what was played is kept.
+        ConfigError: the set cannot be used, or its folder holds evaluations of another set; nothing has run then.
+        TooManyLost: an evaluation lost more rollouts than ``max_lost_share``; the other rollouts are kept.
         DracoError: as `draco_ray.lab.evaluation.evaluate.evaluate_policy` and
             `draco_ray.benchmarks.tau.evaluate.evaluate_tau`.
     """
@@ -110,10 +110,10 @@ def evaluate_set(options: EvalSetOptions, starter: Path) -> None:
 
 
 def read_set(options: EvalSetOptions) -> tuple[EvaluationSet, Path]:
-    """The set that a file and arguments describe, arguments last, and its folder.
+    """The set that a file and arguments describe (arguments override the file), and its folder.
 
     Raises:
-        ConfigError: it cannot be used, or no folder is named.
+        ConfigError: the set cannot be used, or no folder is named.
     """
     words = list(options.words)
     file = None
@@ -173,7 +173,7 @@ def _prepare(planned: PlannedEvaluation, wanted: EvaluationSet, options: EvalSet
 
 
 def _check_rows(ready: Sequence[_Ready]) -> None:
-    """Refuse runs of one label that are no training seeds of one setting. Raises: ConfigError."""
+    """Refuse runs with the same label that are not training seeds of the same setting. Raises: ConfigError."""
     seeds: dict[tuple[str, str], list[EvaluationDirectory]] = {}
     for each in ready:
         others = seeds.setdefault((each.planned.label, split_title(each.plan)), [])

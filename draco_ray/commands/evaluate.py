@@ -1,4 +1,4 @@
-"""`draco evaluate` and `draco tables`: from what the user typed to evaluations and printed tables."""
+"""`draco evaluate` and `draco tables`: check the options, run evaluations and print tables."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ RUNS = 3
 READ = ("seed", "data", "model", "agent", "environment", "engine", "learner", "judge", "algorithm", "watch", "ray")
 """Sections of the configuration that an evaluation uses."""
 OF_A_CLIENT = ("limits", "prices", "max_attempts", "request_timeout_seconds", "max_backoff_seconds", "service_tier")
-"""Keys of ``judge`` that hold for an API model as well, beside ``concurrency_per_worker``."""
+"""Keys of ``judge`` that also apply to an API model, besides ``concurrency_per_worker``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +51,7 @@ class EvaluateOptions:
     every: int | None
     split: str | None
     runs: int | None
-    """Rollouts of a task; None: `RUNS`, or what the benchmark's configuration says."""
+    """Rollouts per task; None: `RUNS`, or the number in the benchmark's configuration."""
     config: str | None
     overrides: Sequence[str]
     out: Path | None
@@ -68,7 +68,7 @@ def evaluate(options: EvaluateOptions, starter: Path) -> None:
     """Run an evaluation in an environment and print its tables.
 
     Raises:
-        ConfigError: options that do not go together, or that name nothing usable.
+        ConfigError: options that exclude each other, or no usable policy or configuration.
         DracoError: as `evaluate_policy`.
     """
     from draco_ray.environments.base import make_environment
@@ -112,11 +112,11 @@ def evaluate(options: EvaluateOptions, starter: Path) -> None:
 
 
 def reevaluate(path: Path, config: str | None, overrides: Sequence[str]) -> bool:
-    """Print AppWorld's verdicts over the worlds that an evaluation left, and where they are not the recorded ones.
+    """Evaluate the saved worlds of an evaluation again; print the rates, and each verdict that is not the recorded one.
 
-    Returns: whether all are.
+    Returns: whether all verdicts are the recorded ones.
     Raises:
-        ConfigError: no evaluation of AppWorld, or of another world than ``data.root``.
+        ConfigError: not an evaluation of AppWorld, or one of another world than ``data.root``.
         DracoError: as `draco_ray.lab.evaluation.appworld.reevaluate`.
     """
     from draco_ray.lab.evaluation.appworld import reevaluate as evaluate_again
@@ -214,7 +214,7 @@ def _percent(rates: Sequence[Estimate]) -> Cell | None:
 
 
 def check_options(options: EvaluateOptions) -> None:
-    """Refuse options that do not go together. Raises: ConfigError."""
+    """Refuse options that exclude each other. Raises: ConfigError."""
     if (options.policy is None) == (options.run is None):
         raise ConfigError("draco evaluate: expected either --policy or --run")
     if options.run is None and (options.last_epochs is not None or options.train_curve):
@@ -229,7 +229,7 @@ def check_typed(options: EvaluateOptions, policy: EvaluatedPolicy, config: Draco
     """Refuse options and keys that have no effect on this policy in this environment.
 
     Args:
-        judged: whether the judge stands in for an evaluator.
+        judged: whether the judge replaces the evaluator.
 
     Raises: ConfigError.
     """
@@ -267,7 +267,7 @@ def find_policy_and_config(options: EvaluateOptions, starter: Path) -> tuple[Eva
     """The policy to evaluate and its configuration.
 
     Raises:
-        ConfigError: the options name nothing usable.
+        ConfigError: the options name no usable policy or configuration.
     """
     if options.run is None:
         assert options.policy is not None
@@ -281,9 +281,10 @@ def find_policy_and_config(options: EvaluateOptions, starter: Path) -> tuple[Eva
 
 
 def _training_config(options: EvaluateOptions) -> DracoConfig:
-    """The run's own configuration: how long an epoch is depends on its tasks, whatever the evaluation is told.
+    """The run's own configuration, because the length of an epoch depends on the run's tasks.
 
-    A run that was copied to another machine may name a data root and a model that are not there: then the evaluation's.
+    A run that was copied to another machine may name a data root and a model that are missing here; then those of the
+    evaluation are used.
     """
     own = load_config(str(options.run), trust=True)
     moved = ["data.root"] * (not own.data.root.is_dir())

@@ -1,6 +1,6 @@
 """Grades of judged traces: pass shares under a pinned rubric, against a threshold and an earlier judgement.
 
-A reward is relative to its group, since criteria that every trace passes are dropped: it trains, and grades nothing.
+A reward is no grade: it is relative to its group, since criteria that every trace passes are dropped.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def read_lines(path: Path) -> list[Line]:
 
 
 def pass_share(lines: Iterable[Line]) -> ClusteredMean | None:
-    """The mean pass share over tasks, each with the mean of its traces; None where no trace has one."""
+    """The mean over tasks of the mean pass share of each task's traces; None if no trace has one."""
     by_task: dict[str, list[float]] = {}
     for line in lines:
         if line["pass_share"] is not None:
@@ -109,7 +109,7 @@ def annotate(lines: Sequence[Line]) -> None:
 
 
 def _data(text: str) -> str:
-    """Text of a workflow command: what would end the line is escaped."""
+    """Escape text for a workflow command, so that it cannot end the line."""
     return text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
 
 
@@ -118,5 +118,5 @@ def _property(text: str) -> str:
 
 
 def _cell(text: str) -> str:
-    """Text in a table of Markdown: it cannot end the cell, nor be HTML."""
+    """Escape text for a Markdown table, so that it cannot end the cell or contain HTML."""
     return html.escape(" ".join(text.split())).replace("|", "\\|")

@@ -1,4 +1,4 @@
-"""The paper's own prompts, out of its LaTeX source: for whoever has the source and wants the exact wording."""
+"""Extracts the paper's own prompts from its LaTeX source, for users who have the source and want the exact wording."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from draco_ray.errors import ConfigError
 from draco_ray.judging.phases import PHASES
 
 AGENT_LISTING = "prompts.py"
-"""The caption's name for the agent's system prompt."""
+"""Name of the agent's system prompt in the listing's caption."""
 AGENT_FILES = ("agent_think.txt", "agent_no_think.txt")
 USER_SEPARATOR = "--- user ---"
 """Line between the system and the user part in our agent prompt files."""
@@ -18,7 +18,7 @@ _BEGIN = "\\begin{lstlisting}"
 _END = "\\end{lstlisting}"
 _FILE_NAME = re.compile(r"\\texttt\{((?:[^{}\\]|\\.)+\.(?:txt|py))\}")
 _FIRST_USER_PLACEHOLDER = "{supervisor_first_name}"
-# What the appendix says about the variant without thinking: this line in place of the last two.
+# The appendix describes the variant without thinking: this line replaces the last two lines.
 _NO_THINK_LINE = re.compile(r"final two lines replaced by\s+\\texttt\{(?P<line>[^{}]+)\}", re.DOTALL)
 
 
@@ -32,7 +32,7 @@ def import_prompts(source: Path, out: Path) -> list[Path]:
     Returns: the files written.
 
     Raises:
-        ConfigError: no such source, a judge prompt missing from it, or a file of another content in the way.
+        ConfigError: no such source, a judge prompt missing from it, or an existing file with other content.
     """
     text = _read(source)
     listings = extract_listings(text)
@@ -87,7 +87,7 @@ def _read(source: Path) -> str:
 
 
 def _after_options(text: str, position: int) -> int:
-    """Index behind ``[...]``, if there is one; brackets inside braces do not count."""
+    """Index after ``[...]``, if there is one; brackets inside braces do not count."""
     if not text.startswith("[", position):
         return position
     depth = 0
@@ -101,7 +101,7 @@ def _after_options(text: str, position: int) -> int:
 
 
 def _plain(latex: str) -> str:
-    """The text of a ``\\texttt`` argument: line breaks become spaces, escaped characters themselves."""
+    """The text of a ``\\texttt`` argument: line breaks become spaces, and characters are unescaped."""
     return re.sub(r"\\([_#$%&{}])", r"\1", " ".join(latex.split()))
 
 

@@ -34,7 +34,7 @@ from draco_ray.traces.library import Meter, Plan, judge_run, open_judge, plan, t
 from draco_ray.traces.load import Groups, load_traces
 
 BELOW, PARTIAL = 3, 4
-"""Exit codes: the mean reward is below ``--fail-under``; some traces could not be read or judged."""
+"""Exit codes: the pass share is below ``--fail-under`` or the baseline; some traces could not be read or judged."""
 SAY_SECONDS = 15.0
 """Seconds between two progress lines without a terminal."""
 SHOWN_PROBLEMS, SHOWN_GROUPS = 20, 5
@@ -52,7 +52,7 @@ class JudgeArguments:
 
     paths: Sequence[Path]
     judge: str | None
-    """None uses the configuration's value."""
+    """None: the configuration's value."""
     out: Path | None
     format: str
     group_by: str | None
@@ -75,12 +75,12 @@ class JudgeArguments:
 
 
 def run(wanted: JudgeArguments, console: Console) -> int:
-    """Judge traces, or say what would be judged; returns the exit code.
+    """Judge traces, or print what would be judged; returns the exit code.
 
     Raises:
-        TraceError: nothing is a trace.
-        ConfigError: what is asked for cannot be used.
-        JudgeUnavailable: the judge answers nothing, or the budget is spent.
+        TraceError: none of the files is a trace.
+        ConfigError: the arguments cannot be used.
+        JudgeUnavailable: the judge does not answer, or the budget is spent.
     """
     if wanted.out is None and not wanted.dry_run:
         raise ConfigError("draco judge: --out DIR says where the results go (or --dry-run, which writes nothing)")
@@ -140,7 +140,7 @@ def _configured(config: DracoConfig) -> str | None:
     judge = config.judge
     if judge.self_judge.enabled or judge.rule_judge.start:
         return None if judge.self_judge.enabled else RULES
-    # The default is for those who name nobody.
+    # The schema's default is used only if the configuration names no judge.
     return None if "model" in judge.model_fields_set else judge.model
 
 
@@ -179,7 +179,7 @@ def _check_together(wanted: JudgeArguments, judge: str | None) -> None:
 
 
 def _idle(settled: Plan, wanted: JudgeArguments) -> dict[str, str]:
-    """Keys that `READ` names and nothing reads this time, with the reason."""
+    """Keys in the sections of `READ` that this call does not read, each with the reason."""
     judge = settled.config.judge
     named = wanted.judge is not None or judge.model != RULES
     # `plan` may have replaced a configured rule judge, so its keys are read from the configuration as typed.
@@ -273,7 +273,7 @@ async def _say(kept: JudgingRun, meter: Meter, calls: int, console: Console) -> 
 
 
 def progress_line(meter: Meter, calls: int, seconds: float, groups: int) -> str:
-    """Calls so far and expected, what they cost, what is waited for, and about how long it will take."""
+    """One line: calls so far and expected, their cost, calls under way, and the estimated time left."""
     asked = meter.done - meter.replayed
     left = max(calls - meter.done, 0)
     pace = "" if not asked else f", about {_duration(seconds * left / asked)} left"
@@ -388,7 +388,7 @@ def _summary(kept: JudgingRun, totals: Totals, console: Console) -> None:
 
 
 def _below(lines: Sequence[grade.Line], wanted: JudgeArguments, console: Console) -> bool:
-    """Print the grades under a pinned rubric; whether they are below the threshold or the baseline."""
+    """Print the grades under a pinned rubric. Returns whether they are below the threshold or the baseline."""
     share = grade.pass_share(lines)
     if share is None:
         if wanted.fail_under is not None or wanted.baseline is not None:

@@ -1,7 +1,7 @@
-"""`draco judge --ray`: the phases of many groups through the judge pool of a cluster.
+"""`draco judge --ray`: asks the phases of many groups through the judge pool of a cluster.
 
-Groups, cutting and results stay in this process; each phase is asked by one of the judge workers, which come and go
-with the calls. Replies are stored by an actor beside this process.
+This process loads the groups, truncates traces and keeps the results. One of the judge workers asks each phase; the
+pool starts and stops workers as calls come. An actor on this process's node stores the replies.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from draco_ray.training.session import plain_error, ray_session
 ValueT = TypeVar("ValueT")
 
 FACTS_FROM = 8
-"""Number of first groups whose worlds the facts are taken from."""
+"""Number of groups, from the first on, from whose traces the environment's facts are taken."""
 LOOK_SECONDS = 2.0
 """Seconds between two checks of which servers are loading."""
 
@@ -43,8 +43,7 @@ class PooledJudge:
         self._pool, self._meter = pool, meter
 
     async def ask(self, question: Question[ValueT], context: CallContext) -> Judged[ValueT]:
-        """Have a worker ask.
-
+        """Have a worker ask the question.
         Raises:
             JudgeUnavailable: see `Judge.ask`; BudgetSpent.
         """
@@ -72,7 +71,7 @@ class PooledJudge:
 
 
 def _told(judge: JudgeConfig, kept: JudgingRun) -> JudgeConfig:
-    """The configuration with facts of the first groups' world, unless there are others: groups are judged alike."""
+    """The configuration with facts from the first groups, if it has none, so that all groups get the same facts."""
     if judge.environment_facts is not None:
         return judge
     traces = [trace for _, group in kept.pending()[:FACTS_FROM] for trace in group.traces]

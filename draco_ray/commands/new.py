@@ -1,4 +1,4 @@
-"""``draco new``: a folder to begin with."""
+"""``draco new``: writes a template folder to start from."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ TEMPLATE = Path(__file__).with_name("environment_template")
 
 
 def new_environment(folder: Path) -> list[Path]:
-    """Write an environment of tools, ready to be trained in, and a test that does so.
+    """Write an environment of tools that is ready for training, and a test that trains in it.
 
-    Returns: its files. Raises: ConfigError where the folder holds something already, or cannot be written.
+    Returns: its files. Raises: ConfigError: the folder is not empty, or cannot be written.
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(f"{folder}: exists and is not empty; choose another folder")
@@ -34,7 +34,7 @@ def new_environment(folder: Path) -> list[Path]:
 
 
 def _for_this_machine(text: str) -> str:
-    """The configuration with the slots that a step can use and this machine can carry, and on the CPU without a GPU."""
+    """The configuration with as many slots as a step can use and the cores allow, and for the CPU if there's no GPU."""
     slots = min(PROMPTS_PER_STEP * AlgorithmConfig().group_size, SLOTS_PER_CORE * cores())
     for mark, value in (("SLOTS", slots), ("GROUP", AlgorithmConfig().group_size), ("PROMPTS", PROMPTS_PER_STEP)):
         text = text.replace(f"{{{mark}}}", str(value))

@@ -54,10 +54,11 @@ def plan(
     """Print bytes per GPU by kind and the expected time of a step.
 
     Args:
-        gpu_memory_gib: of one GPU.
-        model_config: the model's ``config.json``, where `model.path` is neither a directory here nor known.
-        given: throughputs, and the memory that is not ours.
-    Raises: ConfigError: it does not fit; the largest item and the keys to change. Or the model's shape is not known.
+        gpu_memory_gib: memory of one GPU, GiB.
+        model_config: the model's ``config.json``, if `model.path` is neither a directory here nor a known model.
+        given: assumed throughputs, and the GPU memory that CUDA and libraries take.
+    Raises: ConfigError: the run does not fit (names the largest item and the keys to change), or the model's shape is
+        not known.
     """
     console, config = console or PlainConsole(), with_checkpointing(config)
     shape = model_shape(config.model.path, model_config)
@@ -96,7 +97,7 @@ def memory_problems(config: DracoConfig, shape: ModelShape, gpu: int, reserved: 
 
     Args:
         gpu: memory of one GPU, bytes.
-        reserved: of it, for one process's CUDA context.
+        reserved: the part of it for one process's CUDA context, bytes.
     """
     learner, engine = learner_memory(config, shape), engine_memory(config, shape, gpu, reserved)
     room, problems = learner_room(config, gpu, reserved), []
@@ -112,7 +113,7 @@ def memory_problems(config: DracoConfig, shape: ModelShape, gpu: int, reserved: 
 
 
 def host_bytes(config: DracoConfig, shape: ModelShape) -> int:
-    """Bytes of this machine's memory available to a run: CPU computation, Ray and its processes."""
+    """Bytes of this machine's memory that a run may need: CPU computation, Ray and its processes."""
     learner, engine = config.learner, config.engine
     needed = PROCESSES_BYTES + ((config.ray.object_store_mib or 0) << 20)
     if learner.gpus_per_worker == 0:
@@ -157,7 +158,7 @@ def learner_problem(
 
 
 def _changes(config: DracoConfig, shape: ModelShape, tokens: int) -> Iterator[tuple[str, DracoConfig]]:
-    """Changes that make a learner worker smaller, the cheapest first; ``tokens`` of a micro-batch would fit."""
+    """Changes that make a learner worker smaller, cheapest first; ``tokens``: a micro-batch that would fit."""
     learner = config.learner
     yield "learner.gradient_checkpointing=true", _changed(config, gradient_checkpointing=True)
     yield "model.dtype=bfloat16", _changed(config, "model", dtype="bfloat16")
@@ -199,8 +200,8 @@ def room_problem(
 
     Args:
         gpu: memory of the GPU, bytes.
-        reserved: of it, for one process's CUDA context.
-        resting: what a learner worker keeps while the engines are awake.
+        reserved: the part of it for one process's CUDA context, bytes.
+        resting: memory that a learner worker keeps while the engines are awake, bytes.
     """
     engine = config.engine
     if engine.colocate:
@@ -306,7 +307,7 @@ def _print_time(
     rows = [(f"generation: {speed}", f"{time.generation:,.0f} s")]
     rows.append((f"learning: {time.learner_tokens_per_second:,.0f} tokens/s a worker", f"{time.learning:,.0f} s"))
     rows.append(("sync", f"{time.sync:,.1f} s"))
-    # Colocated engines overlap with nothing; with staleness generation and learning always overlap.
+    # With colocated engines nothing overlaps; with staleness, generation and learning always overlap.
     if not config.engine.colocate:
         rows.append(("a step, learning behind generation", f"{time.hidden:,.0f} s"))
     if not config.train.staleness:

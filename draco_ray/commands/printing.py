@@ -1,4 +1,4 @@
-"""Tables on a terminal: a line per measure, a column per case."""
+"""Prints tables on a terminal: a line per measure, a column per case."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rich.table import Table
 
 
 def print_overall(console: Console, title: str, table: pa.Table, keys: Sequence[str]) -> None:
-    """A line per measure, a column per row over all steps, headed by its phase; intervals stand beside their value."""
+    """Print a line per measure and a column per row over all steps, headed by its phase; intervals follow the value."""
     overall = [row for row in table.to_pylist() if row["training_step"] is None]
     bounded = {name.removesuffix("_low") for name in table.column_names if name.endswith("_low")}
     bounds = {f"{name}_{side}" for name in bounded for side in ("low", "high")}
@@ -26,7 +26,7 @@ def print_overall(console: Console, title: str, table: pa.Table, keys: Sequence[
 
 
 def print_means(console: Console, title: str, table: pa.Table, key: str, left_out: Iterable[str]) -> None:
-    """A line per measure, a column per value of ``key``: means over its rows."""
+    """Print a line per measure and a column per value of ``key``, with the means over that value's rows."""
     measures = [name for name in table.column_names if name != key and name not in left_out]
     rows = table.to_pylist()
     values = list(dict.fromkeys(row[key] for row in rows))
@@ -39,7 +39,7 @@ def print_means(console: Console, title: str, table: pa.Table, key: str, left_ou
 
 
 def print_table(console: Console, title: str, heads: Sequence[str], cells: Mapping[str, Sequence[object]]) -> None:
-    """A line per name with its cells, under these heads; None is shown as a dash."""
+    """Print a line per name with its cells, under ``heads``; None is shown as a dash."""
     printed = Table(*heads, title=title, title_justify="left", box=None, pad_edge=False)
     for column in printed.columns[1:]:
         column.justify = "right"

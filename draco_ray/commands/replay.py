@@ -77,8 +77,8 @@ def replay_judge(
     With ``static_rubric`` it also scores the recorded rollouts against that rubric.
 
     Raises:
-        ConfigError: not a run, an unknown step, no call to replay, criteria to compare and no model that does, or a
-            policy's checkpoint that was not kept.
+        ConfigError: not a run, an unknown step, no call to replay, no model to compare criteria with, or a policy's
+            checkpoint that was not kept.
         JudgeUnavailable: the judge does not answer.
         EngineError: the policy cannot be served.
     """
@@ -229,7 +229,7 @@ class _Replay:
 
 
 def judges_own_config(source: str | None, *judges: NamedJudge, trust: bool) -> DracoConfig:
-    """The configuration whose prompts and sampling the judges take; it must be trusted if it also names the judge."""
+    """The configuration whose prompts and sampling the judges use; it must be trusted if it also names the judge."""
     if not {OWN, POLICY} & {judge.model for judge in judges}:
         return load_config(source, trust=True)
     first = judges[0]
@@ -242,7 +242,7 @@ def open_run(directory: Path, steps: Sequence[int] | None) -> RunDirectory:
     """Open a run and check that it has rows and these steps.
 
     Raises:
-        ConfigError: it is none, or has no such step.
+        ConfigError: not a run, a run without rows, or an unknown step.
     """
     run = RunDirectory.open(directory.resolve())
     if not run.steps():

@@ -1,4 +1,4 @@
-"""``draco sft``: from demonstrations to a model that training begins with."""
+"""``draco sft``: fine-tunes on demonstrations, which gives a model to start training from."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ OF_ROLLOUTS = ("kl_coefficient", "entropy_coefficient", "importance_cap", "mask_
 
 
 def idle_keys(config: DracoConfig, *, new: bool) -> dict[str, str]:
-    """Keys that `READ` names and have no effect; see `draco_ray.config.effect.check_effect`."""
+    """Keys in the sections of `READ` that have no effect; see `draco_ray.config.effect.check_effect`."""
     if new:
         return dict.fromkeys(("model", "learner"), "with --new")
     idle = {f"learner.{key}": "on demonstrations" for key in OF_ROLLOUTS}
@@ -36,15 +36,15 @@ def idle_keys(config: DracoConfig, *, new: bool) -> dict[str, str]:
 
 
 def fine_tune(config: DracoConfig, source: Path, out: Path, *, epochs: int, best: int, new: bool) -> None:
-    """Train and write ``out``, whole or not at all.
+    """Train a model and write it to ``out``, completely or not at all.
 
     Args:
-        config: of the training that is to follow: its agent's prompts are those of demonstrations without one.
+        config: configuration of the later training; demonstrations without a prompt get its agent's prompt.
         source: a JSONL file of messages, or a run directory.
-        out: a model directory that is not there yet.
-        epochs: times every demonstration is seen.
-        best: of a run, how many rollouts of each task.
-        new: train a small model from nothing instead of ``model.path``.
+        out: the model directory to write; a new or empty folder.
+        epochs: passes over the demonstrations.
+        best: number of best rollouts to take per task, if ``source`` is a run.
+        new: train a small model from scratch instead of ``model.path``.
     Raises: ConfigError.
     """
     set_threads(cores())
@@ -101,7 +101,7 @@ def _adapted(
 def _new_model(
     config: DracoConfig, source: Path, out: Path, epochs: int, best: int, console: Console
 ) -> tuple[int, float]:
-    """A stand-in for a pretrained model, made as the sandbox's starter policy is."""
+    """Train a stand-in for a pretrained model in the same way as the sandbox's starter policy."""
     from transformers.utils import logging
 
     from draco_ray.engine.chat import ChatTokens

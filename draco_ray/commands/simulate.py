@@ -36,14 +36,14 @@ def simulate_run(
     Args:
         directory: the run.
         other: another run whose steps are predicted from this one, with its own setting.
-        rollouts: sizes; empty: `SIZES`.
+        rollouts: numbers of rollouts in a step; empty: `SIZES`.
         setting: fields of `Setting` that differ from the run's.
-        staleness: print the throughput on `GPUS` at each of these instead of other sizes.
+        staleness: if given, print the throughput on `GPUS` at each of these values instead of other sizes.
         seed: random seed of the simulation.
 
     Raises:
-        ConfigError: the run records too little, or takes turns on its GPUs and cannot run ahead.
-        DamagedRun: a file of it cannot be read.
+        ConfigError: the run records too little, or its engines are colocated and ``staleness`` is above 0.
+        DamagedRun: a file of the run cannot be read.
     """
     console = console or PlainConsole()
     # Resolved, so that the printed name is the directory's own even for ".".

@@ -45,7 +45,7 @@ def scores(lines: Sequence[Line]) -> Iterator[dict[str, Any]]:
 
 
 def langfuse(lines: Sequence[Line]) -> Iterator[Request]:
-    """A score each; the same judgement written twice replaces itself."""
+    """One request per score; writing the same judgement again replaces its scores."""
     for each in scores(lines):
         number = hashlib.sha256(f"{each['trace']}\n{each['name']}".encode()).hexdigest()[:32]
         body = {"id": number, "traceId": each["trace"], "name": each["name"], "value": each["value"]}
@@ -53,7 +53,7 @@ def langfuse(lines: Sequence[Line]) -> Iterator[Request]:
 
 
 def phoenix(lines: Sequence[Line]) -> Iterator[Request]:
-    """Annotations of traces, some hundred a request."""
+    """Annotations of traces, at most `BATCH` per request."""
     data = [
         {
             "trace_id": each["trace"],
@@ -69,7 +69,7 @@ def phoenix(lines: Sequence[Line]) -> Iterator[Request]:
 
 
 def otlp(lines: Sequence[Line]) -> Iterator[Request]:
-    """OpenTelemetry's events ``gen_ai.evaluation.result``, within their traces where an id is one of its own."""
+    """OpenTelemetry's events ``gen_ai.evaluation.result``, linked to a trace if its id is OpenTelemetry's."""
     records = []
     for each in scores(lines):
         said = {
@@ -106,8 +106,8 @@ def write_back(judged: Path, target: str, url: str, console: Console) -> None:
     Args:
         judged: directory of `draco judge`, or its judged.jsonl.
         target: one of `TARGETS`.
-        url: of the service, without the API's path.
-        console: says how much was sent.
+        url: address of the service, without the API's path.
+        console: prints how much was sent.
 
     Raises:
         ConfigError: an unknown target, no judgement, a missing key, or a service that refuses.
@@ -129,7 +129,7 @@ def write_back(judged: Path, target: str, url: str, console: Console) -> None:
 
 
 def _key(target: str) -> dict[str, Any]:
-    """How a request is authenticated, from the service's usual variables. Raises: ConfigError: one is missing."""
+    """Client options for authentication, from the service's usual variables. Raises: ConfigError: one is missing."""
     if target == "langfuse":
         names = ("LANGFUSE_PUBLIC_KEY", "LANGFUSE_SECRET_KEY")
         if missing := [name for name in names if not os.environ.get(name)]:

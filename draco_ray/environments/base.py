@@ -1,4 +1,4 @@
-"""The interface of environments: where tasks come from, where they are done, and what the judge is told.
+"""The interface of environments: they list tasks, run actions, and tell the judge facts about their world.
 
 To add one, write a subclass in one file and name it in ``environment.use`` (docs/extending/environment.md).
 """
@@ -77,7 +77,7 @@ class World(Protocol):
 
 
 class Environment(ABC):
-    """A place to do one task at a time. Each slot has its own object; the driver has one too, to list tasks.
+    """Plays one task at a time. Each slot has its own object; the driver also has one, to list tasks.
 
     The constructor must be cheap; `open` starts what a task needs.
     """
@@ -89,13 +89,13 @@ class Environment(ABC):
     """The agent's prompt if ``agent.prompt`` is null: a template file, or the template itself
     (`draco_ray.rollout.agent`)."""
     static_rubric: ClassVar[Path | None] = None
-    """Criteria of ``algorithm.rubric=static`` if ``algorithm.static_rubric`` is null; None: it has none."""
+    """File with the criteria of ``algorithm.rubric=static`` if ``algorithm.static_rubric`` is null; None: no file."""
     evaluates: bool = False
     """Whether its worlds can be evaluated."""
     agent_variables: Sequence[str] = ()
     """Environment variables that an agent program needs here; they must be listed in ``agent.pass_environment``."""
     container: str | None = None
-    """``agent.container``, told before the first task."""
+    """The value of ``agent.container``, set before the first task is opened."""
 
     def __init__(self, config: EnvironmentConfig, data: DataConfig, *, ground_truth: bool, name: str) -> None:
         """Prepare a slot.
@@ -105,7 +105,7 @@ class Environment(ABC):
             data: where the tasks are.
             ground_truth: whether its worlds may be evaluated; false in workers of outcome-blind training.
             name: for messages.
-        Raises: WorldError, ConfigError: it cannot be used.
+        Raises: WorldError, ConfigError: the environment cannot be used.
         """
         self.config = config
         self.data = data
@@ -121,9 +121,9 @@ class Environment(ABC):
         """A task as the policy may see it, without ground truth. Raises: WorldError: there is no such task."""
 
     def check_model(self, path: str) -> None:  # noqa: B027
-        """Check, before anything is started, that a model can play here; ``path`` is a folder or a hub name.
+        """Check, before anything is started, that a model fits this environment; ``path``: a folder or a hub name.
 
-        Raises: ConfigError: one line; it cannot.
+        Raises: ConfigError: one line; the model does not fit.
         """
 
     @abstractmethod
@@ -142,8 +142,8 @@ class Environment(ABC):
         return ended_by(trajectory) or (Termination.FINISHED if trajectory.steps else Termination.NO_ACTION)
 
     def difficulty(self, task_id: str) -> int | None:
-        """The benchmark's difficulty from 1 (easy) to 3 (hard), for tables. It may be ground truth, so only for
-        evaluation.
+        """The benchmark's difficulty from 1 (easy) to 3 (hard), for tables. It may come from ground truth, so only
+        evaluation may use it.
 
         Raises: ConfigError: the task cannot be evaluated.
         """
@@ -204,8 +204,8 @@ def find_environment(use: str) -> type[Environment]:
 
 
 PATIENCE = 1.5
-"""Multiple of ``environment.cell_timeout_seconds`` after which an action is abandoned, so that an environment that
-enforces the limit itself, with a better message, comes first."""
+"""Multiple of ``environment.cell_timeout_seconds`` after which an action is abandoned. Above 1, so that an environment
+that enforces the limit itself can stop the action first, with a better message."""
 
 
 class GuardedWorld:
@@ -252,7 +252,7 @@ class GuardedWorld:
     async def keep(self, folder: Path) -> None:
         """Let the world store files of the episode in ``folder``, which does not exist yet.
 
-        Only worlds with a method of this name do. Raises: OSError.
+        Does nothing if the world has no method ``keep``. Raises: OSError.
         """
         if (keep := getattr(self._world, "keep", None)) is not None:
             await keep(folder)
@@ -266,7 +266,7 @@ class GuardedWorld:
 
 
 def crash(name: str, task_id: str, error: Exception) -> EnvironmentCrashed:
-    """``error`` as an `EnvironmentCrashed`; unchanged if it is one."""
+    """``error`` as an `EnvironmentCrashed`; unchanged if it already is one."""
     if isinstance(error, EnvironmentCrashed):
         return error
     said = " ".join(str(error).split())[:500]

@@ -23,7 +23,7 @@ def own_python(configured: str | None, *, of: str, key: str, variable: str, fold
     if named:
         if not os.access(named, os.X_OK) or os.path.isdir(named):
             raise WorldError(f"{of} Python {named!r} is not an executable file: fix {key}, or {variable}")
-        # Not resolved: Python finds its virtual environment by the path of the `python` link.
+        # Do not resolve links: Python finds its virtual environment by the path of the `python` link.
         return os.path.abspath(named)
     for base in (Path.cwd(), PACKAGE.parent):
         candidate = base / folder / "bin" / "python"

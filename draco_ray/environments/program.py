@@ -113,8 +113,8 @@ async def run_program(
         told: text for its standard input.
         seconds: time limit, wall clock.
         most_bytes: bytes to keep of each output stream.
-        until: ends it when done.
-        lifeline: where to put the Unix socket that a container ends with, see `_Lifeline`.
+        until: the program is ended when this future is done.
+        lifeline: path for the Unix socket by which a container is ended, see `_Lifeline`.
 
     Raises: OSError if it cannot be started.
     """
@@ -143,7 +143,7 @@ async def run_program(
             exit_code = process.poll()
         finally:
             if held is not None:
-                # First the container, so that its engine clears it away in order.
+                # End the container first, so that its engine can remove it properly.
                 await asyncio.shield(held.cut(process))
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGKILL)
@@ -166,13 +166,13 @@ class _Lifeline:
         self._accepting = asyncio.ensure_future(asyncio.get_running_loop().sock_accept(self._listening))
 
     async def cut(self, client: subprocess.Popen[bytes]) -> None:
-        """End the container and wait for its end, and for that of the engine's client."""
+        """End the container; wait until it and the engine's client have ended."""
         loop = asyncio.get_running_loop()
         if self._accepting.done():
             connection, _ = self._accepting.result()
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_WR)
-                # The other side closes when it has ended all else in the container.
+                # The other side closes when it has ended everything else in the container.
                 await asyncio.wait({loop.create_task(loop.sock_recv(connection, 1))}, timeout=_GONE_SECONDS)
             connection.close()
         self._accepting.cancel()
@@ -185,7 +185,7 @@ class _Lifeline:
 def unix_server(path: Path) -> socket.socket:
     """A Unix socket at a path that does not exist yet; any user may connect who can reach the path."""
     server = socket.socket(socket.AF_UNIX)
-    # By the folder's descriptor: a path below a long TMPDIR exceeds the length of a Unix socket's path.
+    # Bind by the folder's descriptor: a path below a long TMPDIR may be too long for a Unix socket.
     folder = os.open(path.parent, os.O_PATH)
     try:
         server.bind(f"/proc/self/fd/{folder}/{path.name}")

@@ -1,4 +1,4 @@
-"""Tasks in JSONL without a world: for agents that bring their own (``agent.use: command``)."""
+"""Tasks in JSONL without a world, for agents with a world of their own (``agent.use: command``)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from draco_ray.records import Task
 from draco_ray.temp_dirs import PrivateTempDir
 
 WORKSPACE = "workspace"
-"""Field of an open task: the rollout's own folder, whose files an evaluator can read."""
+"""Field of an open task: path of the rollout's own folder, whose files an evaluator can read."""
 KEPT = "kept"
 """Folder in the workspace whose files are kept with the run."""
 _HOW_AGENTS_ACT = """\
@@ -39,17 +39,17 @@ class TasksOptions(Tree):
     """``environment.options`` of ``environment.use: tasks``."""
 
     tasks: str = ""
-    """A JSONL file, or ``folder/file.py:function`` that returns such rows: ``id``, ``instruction``, and where there are
-    any ``split`` (train unless told), ``group``, ``expected`` (what only the evaluator may see), and fields of its own;
-    or, with environment.use=workspace, a folder of Harbor's task folders. Empty: ``tasks.jsonl`` in data.root."""
+    """A JSONL file, or ``folder/file.py:function`` that returns such rows. A row has ``id``, ``instruction`` and, if
+    needed, ``split`` (default: train), ``group``, ``expected`` (only the evaluator sees it) and further fields. With
+    environment.use=workspace also a folder of Harbor's task folders. Empty: ``tasks.jsonl`` in data.root."""
     evaluator: str = ""
-    """A command, run in data.root, that says whether a task was done: it reads a JSON object (``task`` with
+    """A command, run in data.root, that checks whether a task was done: it reads a JSON object (``task`` with
     ``expected``, ``output``: what the agent's program printed, ``workspace``: its folder) and ends with exit code 0 for
-    yes or 1 for no. It may print a JSON object of what was asked, each with true or false."""
+    yes or 1 for no. It may print a JSON object that maps each requirement to true or false."""
     evaluator_seconds: float = Field(120.0, gt=0)
     facts: str = ""
-    """What the judge has to know beside the tools: the rules of the house, what no criterion may punish. Lines of a
-    list."""
+    """Facts for the judge besides the tools, one list item per line, such as house rules and behaviour that no
+    criterion may punish."""
 
 
 class TasksEnvironment(Environment):
@@ -85,7 +85,7 @@ class TasksEnvironment(Environment):
 
 
 class HandIn:
-    """One open task: a folder, and the program's output, which is its one action."""
+    """One open task: a folder, and the output of the agent's program, which is the only action."""
 
     def __init__(self, environment: TasksEnvironment, task: Task) -> None:
         self._environment = environment
@@ -95,7 +95,7 @@ class HandIn:
         self.task = replace(task, fields={**task.fields, WORKSPACE: str(self._folder)})
 
     async def act(self, action: str) -> str:
-        """Take the output of the agent's program."""
+        """Store the output of the agent's program for `evaluate`."""
         self._output = action
         return ""
 

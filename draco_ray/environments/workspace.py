@@ -1,7 +1,7 @@
 """Tasks in a repository: each rollout has a folder of its own, in which a confined program works.
 
 The folder is made from a git reference, a tar file or a folder. It holds a new git repository with one commit, so no
-later commit can tell the solution. What the program changed is compared with a copy of git's objects outside its reach.
+later commit can reveal the solution. The diff is taken from a second git folder that the program cannot reach.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ _HARBOR = f"""
 mkdir -p "$(readlink -f /logs)/verifier" && {{ [ -e /tests ] || ln -s {_TESTS} /tests; }} && bash /tests/test.sh >&2
 cat /logs/verifier/reward.json 2>/dev/null || cat /logs/verifier/reward.txt
 """
-"""Runs the tests of a task of Harbor's and prints their reward."""
+"""Shell script that runs the tests of a Harbor task and prints their reward."""
 _CPU_SECONDS = 3600
 _OUTPUT_BYTES = 20_000
 _GIT_SECONDS = 120.0
@@ -70,7 +70,7 @@ _GIT_IDENTITY = {
     "GIT_CONFIG_NOSYSTEM": "1",
 }
 _SAFE_DIRECTORY = {"GIT_CONFIG_COUNT": "1", "GIT_CONFIG_KEY_0": "safe.directory", "GIT_CONFIG_VALUE_0": "*"}
-"""The files may belong to another user than the program's."""
+"""Lets git work on files of another user, because the program may not run as their owner."""
 _FACTS = """\
 - The agent works in a copy of a repository. What it changed there stands at the end, under PROGRAM, as a diff."""
 
@@ -90,15 +90,15 @@ class WorkspaceOptions(TasksOptions):
     """A shell command, run in the workspace in evaluations only: exit code 0 is success. ``expected.test`` of a task
     overrides it. Files of the folder ``expected.files``, relative to data.root, are copied over the workspace first."""
     command_seconds: float = Field(600.0, gt=0)
-    """Wall clock of set-up, tear-down and test."""
+    """Time limit for each run of set-up, tear-down and test, wall clock."""
     reads: tuple[Path, ...] = ()
-    """Files and folders of the host that programs in the workspace may read, beside the system's and this Python's."""
+    """Files and folders of the host that programs in the workspace may read, besides the system's and this Python's."""
     network: bool = False
-    """Whether they have the host's network, its loopback device and all that listens there included."""
+    """Whether these programs use the host's network, including its loopback device and all that listens there."""
     disk_mib: int = Field(2048, ge=1)
     """Size limit of the workspace in MiB; home and /tmp, which are in memory, have the same limit each."""
     processes: int = Field(512, ge=1)
-    """Processes and threads of a rollout."""
+    """Maximum number of processes and threads of a rollout."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,7 +126,7 @@ class WorkspaceEnvironment(TasksEnvironment):
 
     @property
     def workspace_options(self) -> WorkspaceOptions:
-        """Its options."""
+        """The environment's options."""
         return cast(WorkspaceOptions, self.options)
 
     async def open(self, task_id: str) -> Workspace:
@@ -142,7 +142,7 @@ class WorkspaceEnvironment(TasksEnvironment):
     async def level(self, workspace: Workspace) -> str:
         """The strongest isolation level that the host offers, or "container".
 
-        Raises: IsolationUnavailable; ConfigError: the container is not as it has to be; EnvironmentCrashed.
+        Raises: IsolationUnavailable; ConfigError: the container is not set up as required; EnvironmentCrashed.
         """
         if self._level is None and self.container is not None:
             ran = await workspace.run("true", "container")
@@ -187,7 +187,7 @@ class Workspace(HandIn):
 
     @property
     def workspace(self) -> Workspace:
-        """Itself: it confines programs of agents."""
+        """This object, because it confines agents' programs (see `GuardedWorld.workspace`)."""
         return self
 
     @property
@@ -239,10 +239,10 @@ class Workspace(HandIn):
 
         Args:
             variables: its environment; home and temporary folder are the jail's.
-            port: of the endpoint on loopback, relayed into the jail from the Unix socket in ``mapped``.
+            port: the endpoint's port on loopback, relayed into the jail from the Unix socket in ``mapped``.
             mapped: path in the jail -> path of the host, read-only.
-            reads: more that it may read.
-            level: the isolation level; None: what the environment has reached.
+            reads: further paths that the program may read.
+            level: the isolation level; None: the level at which this workspace was started.
         """
         level = level or self._level
         if level == "rlimits":
@@ -258,7 +258,7 @@ class Workspace(HandIn):
         described = self._describe(directory, words, variables, port)
         spec = JailSpec(
             level=level,
-            # Standard input: what the processes around the program must not hold open.
+            # Standard input, which the processes around the program must not hold open.
             control_fd=0,
             directory=str(directory),
             data="",
@@ -296,7 +296,7 @@ class Workspace(HandIn):
                 shutil.copytree(source, target, ignore=shutil.ignore_patterns("__pycache__"))
             else:
                 shutil.copyfile(source, target)
-        # Only this user reaches the folder on the host; the container may have another one.
+        # Only this user can reach the folder on the host; the container may run as another user.
         subprocess.run(["chmod", "-R", "a+rX", str(shown)], check=True)
         values = {
             **self.task.fields,
@@ -338,7 +338,7 @@ class Workspace(HandIn):
         return described
 
     async def changes(self) -> str:
-        """Run the tear-down command, once. Returns: what was changed since the set-up, as a diff."""
+        """Run the tear-down command, but only once. Returns: the changes since the set-up, as a diff."""
         if self._diff is None:
             if self._options.teardown:
                 ran = await self.run(self._options.teardown)
@@ -359,7 +359,7 @@ class Workspace(HandIn):
         tests = self._environment.data.root / str(asked["files"]) if asked.get("files") else None
         if tests is not None and not tests.is_dir():
             raise ConfigError(f"task {self.task.task_id}: expected.files: no folder {str(tests)!r}")
-        # In the jail: what the agent left, links included, leads nowhere else.
+        # Copy inside the jail, where links that the agent left cannot lead outside.
         shown = _TESTS if self.confined else str(tests)
         copied = f"cp -RT {shlex.quote(shown)} . && " if tests is not None else ""
         ran = await self.run(f"{copied}{test}", tests=tests)
@@ -368,7 +368,7 @@ class Workspace(HandIn):
         return WorldVerdict(success=passed, passed_tests=int(passed), total_tests=1, failures=failures)
 
     async def _harbor(self, tests: Path) -> WorldVerdict:
-        """Run the tests of a task of Harbor's. Raises: ConfigError."""
+        """Run the tests of a Harbor task. Raises: ConfigError."""
         if not (tests / "test.sh").is_file():
             raise ConfigError(f"task {self.task.task_id}: no file {tests}/test.sh")
         if not self.confined:
@@ -432,13 +432,13 @@ class Workspace(HandIn):
         return self._compared("diff", "--cached", "--no-color", "--no-ext-diff", "--no-textconv", "HEAD")
 
     def _compared(self, *words: str) -> str:
-        """Git on the workspace's files with objects, index and configuration that no program in the jail can change."""
+        """Run git on the workspace's files, with its own folder of objects, which no program in the jail can change."""
         options = [f"--git-dir={self._objects}", f"--work-tree={self._folder}"]
         return _git([*options, *words], self._folder, check=words[0] == "diff").stdout
 
 
 def _git(words: Sequence[str], folder: Path, *, check: bool = True) -> subprocess.CompletedProcess[str]:
-    """Raises: EnvironmentCrashed where git fails, and ``check`` says that it must not."""
+    """Run git. Raises: EnvironmentCrashed: git cannot run or, with ``check``, fails."""
     environment = {"PATH": os.environ.get("PATH", os.defpath), **_GIT_IDENTITY, **_SAFE_DIRECTORY}
     try:
         ran = subprocess.run(

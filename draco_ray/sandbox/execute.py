@@ -53,5 +53,5 @@ if __name__ == "__main__":
     # AppWorld leaves objects behind with every task: collections take ever longer and free nothing.
     gc.disable()
     main(sys.stdin, results_stream, evaluate="--evaluate" in sys.argv)
-    # AppWorld's interactive shells, one a task, would take minutes to shut down.
+    # AppWorld's interactive shells, one per task, would take minutes to shut down.
     os._exit(0)

@@ -1,11 +1,12 @@
-"""Calls of functions, read as the code that a careful coder would have written for them.
+"""Translates function calls to the code that a careful coder would have written for them.
 
-By function calling (``environment.use: appworld_functions``) a step is a JSON object for each call, in the form of
-Qwen2.5 and Qwen3, and the rules read code. So a call becomes an assignment to a variable of its own, and an argument
-that an earlier result held becomes that variable: passwords, tokens and ids go from results into calls, as in code.
+With function calling (``environment.use: appworld_functions``) a step has a JSON object for each call, in the form of
+Qwen2.5 and Qwen3, but the rules read code. So each call becomes an assignment to a new variable, and an argument whose
+value an earlier result contains becomes that variable: passwords, tokens and ids pass from results to calls, as in
+code.
 
-What a policy works out between two calls stands nowhere. An answer that no result spells comes from nowhere to these
-rules, and pages that are asked for one by one are no loop: a judge model would see more.
+The calls do not show what a policy computes between them. If no result contains the answer, these rules find no source
+for it, and they see no loop if pages are requested one by one: a judge model would see more.
 """
 
 from __future__ import annotations
@@ -19,19 +20,19 @@ from typing import Any
 
 from draco_ray.sandbox.rule_judge.reading import Run, Step
 
+# In Python this is a syntax error: code that only imitates calls has failed, and its output says so.
 _CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
-# As Python this is a syntax error: code that imitates calls has failed, and its output says so.
 _NUMBERED = re.compile(r"^\((\d{1,3})\) \w+: ", re.MULTILINE)
 _ERROR = re.compile(r"error: (?:\w+: )?")
 _KEY = "#"
-"""Variable name for a list entry, which has no key."""
+"""Placeholder for the key of a value that no object of the result contains."""
 
 Known = dict[str | int, str]
-"""A value that some result held -> the expression for it."""
+"""A value found in an earlier result -> the expression for it."""
 
 
 def in_code(run: Run) -> Run:
-    """The run with its calls as code, one statement each, and without messages; what is code already stays."""
+    """The run with each call as one statement, and without messages; steps that are code already are kept."""
     known: Known = {}
     steps: list[Step] = []
     for step in run.steps:
@@ -50,7 +51,7 @@ def in_code(run: Run) -> Run:
 
 
 def _calls(action: str) -> list[tuple[str, dict[str, Any]]]:
-    """Name and arguments of the calls of APIs in a step; none if there is one that cannot be read."""
+    """Name and arguments of each API call in a step; empty if any call cannot be parsed."""
     found = []
     for match in _CALL.finditer(action):
         try:
@@ -72,7 +73,7 @@ def _is_name(text: str) -> bool:
 
 
 def _results(output: str | None, count: int) -> list[str | None]:
-    """The output of each call; several are numbered."""
+    """The output of each call; if there are several, their outputs are numbered."""
     if output is None or count < 2:
         return [output] * count
     at = {int(match[1]): match.span() for match in _NUMBERED.finditer(output)}
@@ -83,7 +84,7 @@ def _results(output: str | None, count: int) -> list[str | None]:
 
 
 def _output(result: str | None) -> str | None:
-    """A refused call as code that raised."""
+    """A call's result; for a refused call, the output of code that raised."""
     if result is None or not (error := _ERROR.match(result)):
         return result
     return f"Execution failed. Traceback:\nException: {result[error.end() :]}"
@@ -99,7 +100,7 @@ def _expression(value: Any, known: Known) -> str:
 
 
 def _leaves(result: str | None) -> Iterator[tuple[str, str | int]]:
-    """Texts and ids in a result, each with the last key on the way to it, as a subscript."""
+    """Texts and ids in a result, each with its innermost key as a subscript."""
     try:
         todo: list[tuple[str, Any]] = [(_KEY, json.loads(result or ""))]
     except (ValueError, RecursionError):

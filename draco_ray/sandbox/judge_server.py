@@ -1,7 +1,7 @@
 """The rule judge behind OpenAI's chat-completions protocol: a real HTTP server, on this machine only.
 
-On request it is slow, limits the rate or answers badly, so that a run meets what it would meet at a provider. `serve`
-runs it in this process; `JudgeServer` runs it as a child process for the duration of a ``with`` block.
+If configured so, it is slow, limits the rate or answers badly, as a provider would. `serve` runs it in this process;
+`JudgeServer` runs it as a child process for the duration of a ``with`` block.
 
 =========================  =======================================================================================
 POST /v1/chat/completions  one reply; 429 with Retry-After over the rate, 401 without the key, 404 for another model
@@ -49,7 +49,7 @@ from draco_ray.sandbox.rule_judge.reading import reply
 MODEL_NAME = "rule-judge"
 HOST = "127.0.0.1"
 KEY_VARIABLE = "DRACO_RULE_JUDGE_KEY"
-"""Environment variable that holds the key the server asks for, if it is told to ask for one."""
+"""Environment variable with the key that requests must bear if ``require_key`` is set."""
 CHARACTERS_PER_TOKEN = 4
 CACHE_BLOCK = 128
 LEAST_CACHED = 1024
@@ -59,19 +59,19 @@ STOP_SECONDS = 5.0
 
 
 class Behaviour(BaseModel):
-    """Behaviour of the server. Shares are probabilities, drawn independently of what is asked."""
+    """Behaviour of the server. Shares are probabilities, drawn independently of the request's content."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     use: str = "sandbox"
-    """What answers a prompt: the rules of the sandbox, or a function of your own, package.module:function or
-    folder/file.py:function, as `draco_ray.sandbox.rule_judge.simple.rule_judge` makes them."""
+    """What answers a prompt: ``sandbox`` for the sandbox's rules, or your own function as package.module:function or
+    folder/file.py:function. `draco_ray.sandbox.rule_judge.simple.rule_judge` makes such functions."""
     port: int = Field(0, ge=0, le=65535)
     """Port; 0 takes a free one."""
     latency: float = Field(0.0, ge=0)
-    """Seconds a reply takes; many may be waited for at once."""
+    """Seconds per reply; many requests may wait at once."""
     rate_limit: float | None = Field(None, gt=0)
-    """Requests a second; up to one second's worth may come at once."""
+    """Requests per second; a burst may contain the requests of one second."""
     malformed: float = Field(0.0, ge=0, le=1)
     """Share of replies that are prose with a broken array in it."""
     truncated: float = Field(0.0, ge=0, le=1)
@@ -85,7 +85,7 @@ class Behaviour(BaseModel):
     require_key: bool = False
     """Answer 401 unless the request bears the key in the environment variable `KEY_VARIABLE`."""
     seed: int = 0
-    """Random seed of these shares: the n-th request is treated alike under the same seed."""
+    """Random seed of these shares: with the same seed, the n-th request is treated the same way."""
 
     @model_validator(mode="after")
     def _shares(self) -> Behaviour:
@@ -116,10 +116,10 @@ class _Completion(BaseModel):
 
 
 class JudgeApp:
-    """The protocol, the delays and the errors on request; `answer` does the judging."""
+    """The HTTP protocol, the delays and the configured errors; the function in ``use`` does the judging."""
 
     def __init__(self, behaviour: Behaviour) -> None:
-        """Prepare the answers. Raises: ConfigError if a key is required and none is set, or ``use`` answers nothing."""
+        """Prepare the answers. Raises: ConfigError: a required key is not set, or ``use`` names no such function."""
         self._behaviour = behaviour
         self._answer = behaviour.noise.blur(find("judge.rule_judge.use", behaviour.use, ANSWERS))
         self._key = os.environ.get(KEY_VARIABLE, "") if behaviour.require_key else ""
@@ -261,7 +261,7 @@ class JudgeApp:
         return JSONResponse({"error": {"message": text, "type": code, "code": code}}, status, headers)
 
     def _seconds_to_wait(self) -> float:
-        """Take one request from the rate limit's allowance; 0 if there is one, else the seconds until there is."""
+        """Take one request from the rate limit's allowance. Returns: 0, or the seconds to wait if none is left."""
         rate = self._behaviour.rate_limit
         if rate is None:
             return 0.0
@@ -274,7 +274,7 @@ class JudgeApp:
         return (1.0 - self._allowance) / rate
 
     def _cached_tokens(self, text: str) -> int:
-        """Tokens of the longest prefix seen before; remembers this one's."""
+        """Tokens of the longest prefix of ``text`` seen before; also remembers the prefixes of ``text``."""
         size = CACHE_BLOCK * CHARACTERS_PER_TOKEN
         prefix = cached = 0
         hit = True
@@ -424,13 +424,13 @@ def _run(app: JudgeApp, listener: socket.socket) -> None:
 
 
 def _end_with_parent() -> None:
-    """Exit when the parent closes its end of our standard input, which the kernel does for it if it is killed."""
+    """Exit when the parent closes our standard input; if the parent is killed, the kernel closes it."""
     sys.stdin.buffer.read()
     os._exit(0)
 
 
 def _main(settings: str) -> None:
-    """What `JudgeServer` starts: prints its port, or one line that says why it cannot serve."""
+    """Run the child process of `JudgeServer`: print the port, or one line that says why it cannot serve."""
     try:
         behaviour = Behaviour.model_validate_json(settings)
         app = JudgeApp(behaviour)

@@ -34,7 +34,7 @@ def run_scripts(scripts: Sequence[Script], world: Path, processes: int, *, evalu
     """Run every script from its task's initial state; nothing is written to the world.
 
     Args:
-        scripts: equal ones are run once.
+        scripts: equal scripts are run only once.
         world: data root.
         processes: number of AppWorld processes.
         evaluate: load the ground truth and run the tasks' tests.
@@ -57,7 +57,7 @@ def run_scripts(scripts: Sequence[Script], world: Path, processes: int, *, evalu
 
 def _run(scripts: Sequence[Script], root: Path, evaluate: bool) -> list[Executed]:
     done = subprocess.run(
-        # As a file: AppWorld's Python lacks what this package imports. -P keeps the file's folder off the path.
+        # Run it as a file: AppWorld's Python lacks our dependencies. -P keeps the file's folder off the path.
         [appworld_python(None), "-P", "-B", str(EXECUTE), *["--evaluate"] * evaluate],
         input="".join(json.dumps({"task_id": task_id, "cells": cells}) + "\n" for task_id, cells in scripts),
         env={**os.environ, "APPWORLD_ROOT": str(root)},

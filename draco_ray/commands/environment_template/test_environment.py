@@ -1,6 +1,6 @@
 """One training step in this environment, end to end, on two cores: about a minute.
 
-The policy knows nothing but demonstrations.jsonl, and the judge is canned: its replies are right in form only, and its
+The policy is trained on demonstrations.jsonl only, and the judge is canned: its replies have the right form, but its
 verdicts mean nothing.
 """
 

@@ -9,7 +9,7 @@ stock: dict[str, int] = {}
 
 
 def reset(task: dict) -> None:
-    """Before a rollout. ``task`` is its row of tasks.jsonl."""
+    """Called before a rollout; ``task`` is its row of tasks.jsonl."""
     stock.clear()
     stock.update(task["stock"])
 
@@ -37,11 +37,11 @@ def sell(item: str, number: int = 1) -> str:
 
 
 def end_state() -> dict[str, int]:
-    """After a rollout, in the process of the tools: what `evaluate` is to see, as JSON."""
+    """Called after a rollout, in the process of the tools. Returns the state that `evaluate` gets, as JSON."""
     return stock
 
 
 def evaluate(task: dict, state: dict[str, int]) -> bool:
-    """Then, in evaluations only, in a process where no tool has run: whether the task is done. Both are optional:
-    without them the judge's pass rate on held-out tasks stands in."""
+    """Called last, in evaluations only, in a process where no tool has run. Returns whether the task is done.
+    Both functions are optional: without them the judge's pass rate on held-out tasks is reported instead."""
     return state == task["expected"]

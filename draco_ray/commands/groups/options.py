@@ -48,7 +48,7 @@ KeyVariable = Annotated[
 class Commands(typer.Typer):
     """Commands whose options are described once, under ``Args:`` of the function's docstring.
 
-    Parameters before ``*`` are arguments, those after it options; a boolean one is a flag without ``--no-``.
+    Parameters before ``*`` are arguments, those after it are options; a boolean option is a flag without ``--no-``.
     """
 
     def command(self, *names: Any, **settings: Any) -> Callable[[CommandT], CommandT]:
@@ -103,7 +103,7 @@ def parse_phase(name: str) -> str:
 
 
 def run_folder(given: str, *, checkpoints: bool = False) -> Path:
-    """The local folder of a run that is given as a folder or a URL."""
+    """The local folder of a run; ``given`` is a folder or a URL."""
     from draco_ray.runs.remote.place import readable
 
     return readable(given, checkpoints=checkpoints, say=lambda line: typer.echo(line, err=True))

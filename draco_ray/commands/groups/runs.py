@@ -122,7 +122,7 @@ def verify_run(
 ) -> None:
     """Check a run's files, and compute its rewards, advantages and adapters again; name the first difference.
 
-    Adapters only of runs with engine.deterministic=true.
+    Adapters are computed again only for runs with engine.deterministic=true.
 
     Args:
         model: The base model (default: where the run had it).

@@ -138,7 +138,7 @@ def judge_server(
         false_fail: Share of PASS verdicts turned into FAIL.
         wrong_step: Share of cited steps replaced by another.
         missed_criterion: Share of criteria left out.
-        require_key: 401 without the key in DRACO_RULE_JUDGE_KEY.
+        require_key: Answer 401 to requests without the key in DRACO_RULE_JUDGE_KEY.
         seed: Random seed of these shares.
     """
     from draco_ray.sandbox.judge_server import serve

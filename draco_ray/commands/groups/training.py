@@ -85,7 +85,7 @@ def train(
 
 
 def _say_how_sure(run: Path) -> None:
-    """Print the intervals of what a run gained, where it was evaluated before and after."""
+    """Print a run's gain with its intervals, if the run was evaluated before and after training."""
     from draco_ray.lab.evaluation.setting import gain_of
     from draco_ray.runs.directory import RunDirectory
 

@@ -35,7 +35,7 @@ class BoundedText(io.StringIO):
         self._is_cut = False
 
     def write(self, text: str) -> int:
-        """Keep what fits. Returns the length of ``text``, so that the writer does not notice."""
+        """Keep what fits in the limit. Returns the full length of ``text``, so that the writer does not see the cut."""
         if not self._is_cut:
             # At most `left` characters fit, so a huge text is cut before encoding.
             kept = cut_to_bytes(text[: self._left + 1], self._left)
@@ -139,8 +139,8 @@ def prepare(output_bytes: int) -> None:
         return JSONResponse({"error": f"{type(error).__name__}: {error}"[:2000]}, status_code=500)
 
     app.add_exception_handler(Exception, describe)
-    # Keep the collector from touching, and so copying, the shared pages in every fork. Not collecting first leaves 2 %
-    # garbage and saves a second.
+    # Freeze all objects: otherwise a collection in a fork writes to the shared pages and thereby copies them. Skipping
+    # a collection before this leaves 2 % garbage and saves a second.
     gc.freeze()
     gc.enable()
 
@@ -168,11 +168,11 @@ def judge(task_id: str, files: Mapping[str, str], tell: Callable[[dict[str, Any]
     """Have AppWorld evaluate a saved world in a process that never ran its code.
 
     Args:
-        task_id: its task, whose ground truth is readable; none of the world's files exist here yet.
+        task_id: the world's task. Its ground truth is readable; the world's files are not written here yet.
         files: the saved world by name (`saved_world.read_saved`).
         tell: called with ``{"tests", "difficulty"}`` once everything except the world is loaded, and then with
-            ``{"verdict"}``, AppWorld's report, or ``{"unusable"}``, why this world has none. If the task or its ground
-            truth cannot be loaded, it is only called with ``{"error"}``.
+            ``{"verdict"}``, AppWorld's report, or ``{"unusable"}``, why this world has no report. If the task or its
+            ground truth cannot be loaded, `tell` is only called with ``{"error"}``.
     """
     from appworld import evaluator
     from appworld.apps import model_lib
@@ -204,7 +204,7 @@ def judge(task_id: str, files: Mapping[str, str], tell: Callable[[dict[str, Any]
 
 
 def _apply_checked(read: Callable[..., list[Any]], begins: str, connection: Any, path: str | None) -> list[Any]:
-    """AppWorld's `apply_db_changes`, but the changes of a saved world are checked first; a task's own are trusted."""
+    """AppWorld's `apply_db_changes`, but it checks a saved world's changes first; it trusts the task's own changes."""
     own = None if path is None else os.path.join(begins, "dbs", os.path.basename(path))
     changes, trusted = (
         [] if each is None or not os.path.exists(each) else read(each, use_json_plus=False) for each in (path, own)

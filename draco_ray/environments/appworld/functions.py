@@ -22,7 +22,7 @@ from draco_ray.errors import ConfigError, WorldError
 from draco_ray.records import Task, Termination, Trajectory
 
 DESCRIBED = 40
-"""Maximum number of tools whose schemas the judge sees; of more it only sees the names."""
+"""Maximum number of tools whose schemas the judge sees; if there are more, it only sees their names."""
 _HOW_AGENTS_ACT = """\
 - The agent acts by calling the APIs of apps as functions, named app__api. Several calls of a turn are \
 one step, and its last message is one. How the calls are spelled is the model's own form, and no criterion may \
@@ -36,7 +36,7 @@ class FunctionsOptions(Tree):
     """``environment.options`` of ``environment.use: appworld_functions``."""
 
     apps: tuple[str, ...] = ()
-    """Apps whose APIs are offered besides the supervisor's; empty: all but the documentation, which the schemas
+    """Apps whose APIs are offered besides the supervisor's; empty: all except ``api_docs``, which the schemas
     replace."""
 
 

@@ -114,7 +114,7 @@ def apply_changes(connection: sqlite3.Connection, changes: Sequence[Change], tru
         check = allow_changes(connection)
         for statement, (parameters, many) in {change[0]: change[1:] for change in new}.items():
             check(statement, parameters, many)
-        # Limits statements that double a text many times.
+        # Stops statements that double a text many times.
         connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, MAX_SAVED_BYTES)
         connection.set_authorizer(_stay_in_this_database)
         _run(connection, new)
@@ -168,7 +168,7 @@ def allow_changes(connection: sqlite3.Connection) -> Callable[[str, Any, bool], 
     internal = tuple(f"{name}_" for name in indexes)
     tables = {name for kind, name, _ in rows if kind == "table" and not name.startswith(("sqlite_", *internal))}
     for index in indexes:
-        # Use each index once: at its first use it reads its own tables, which would be attributed to a statement.
+        # Use each index once now: its first use reads its own tables, and `authorize` would refuse that later.
         connection.execute(f'SELECT 1 FROM "{index}" LIMIT 0').fetchall()
     refused: list[str] = []
 

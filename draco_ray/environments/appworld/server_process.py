@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 _PROCESSES = 64
 """Maximum number of processes and threads of a task; AppWorld itself needs a few threads."""
 _MOST_PROCESSES = 2 * _PROCESSES
-"""Maximum number seen from outside, if the host does not enforce the limit (root in a container)."""
+"""Maximum number counted from outside, for hosts that do not enforce the limit above (root in a container)."""
 _MOST_FILES = 20_000
 _CPU_CELLS = 60
 """Number of cells that may use their whole time limit before the process exceeds its CPU time."""
@@ -64,7 +64,7 @@ class Ending:
 
     reason: str
     own: bool
-    """Whether its own code caused this; not if the server ended too, or it was killed from outside."""
+    """Whether the task's code caused it; false if the server ended too, or the process was killed from outside."""
 
 
 class ServerProcess:
@@ -114,7 +114,7 @@ class ServerProcess:
             processes=_PROCESSES,
             scratch_mib=SCRATCH_MIB,
             cpu_seconds=math.ceil(_CPU_CELLS * config.cell_timeout_seconds),
-            # Usually takes a second or two; the slot waits for twice this.
+            # An evaluation usually takes a second or two; the slot waits twice as long as this limit.
             evaluate_cpu_seconds=math.ceil(config.start_timeout_seconds / 2),
         )
         control, their_control = socket.socketpair()
@@ -143,7 +143,7 @@ class ServerProcess:
         return self._process.pid
 
     async def order(self, do: str, task_id: str, files: Mapping[str, str] | None = None) -> dict[str, Any]:
-        """Send the server an order; ``files`` are those of a saved world. Raises: EOFError: it ended."""
+        """Send the server an order; ``files``: a saved world's files. Raises: EOFError: the server ended."""
         self._members = None
         order = {"do": do, "task_id": task_id} | ({} if files is None else {"files": dict(files)})
         self._writer.write(json.dumps(order).encode() + b"\n")
@@ -213,7 +213,7 @@ class ServerProcess:
         await asyncio.to_thread(self._clean_up, tree)
 
     def _kill_tree(self) -> list[psutil.Process]:
-        # In a process namespace, ending the second process ends all others; elsewhere each is ended.
+        # In a process namespace, killing the second process ends all others; elsewhere each must be killed.
         tree = self._tree()
         for process in tree:
             with contextlib.suppress(psutil.Error):
@@ -245,7 +245,7 @@ class ServerProcess:
             self._end(Ending(f"the task's process died (status {message['status']})", own=not message["killed"]))
             return
         if self._exited.done():
-            # A reported end belongs to the task before this answer.
+            # The end reported before this answer was that of the previous task.
             self._exited = asyncio.get_running_loop().create_future()
         self._answers.put_nowait(message)
 
@@ -287,8 +287,8 @@ async def _hello(control: socket.socket, timeout_seconds: float) -> int:
 def _small(directory: str) -> bool:
     """Whether a folder's contents are within a task's limits; stops counting when they are not.
 
-    Where this is used, tasks cannot remove or rename files (`system_calls`), so everything written is counted. A folder
-    that cannot be listed is not AppWorld's and counts as too large.
+    Tasks cannot remove or rename files here (`system_calls`), so everything that they write is counted. A folder that
+    cannot be listed was not made by AppWorld and counts as too large.
     """
     blocks = files = 0
     folders = [directory]
@@ -303,7 +303,7 @@ def _small(directory: str) -> bool:
                     if entry.is_dir(follow_symlinks=False):
                         folders.append(entry.path)
         except FileNotFoundError:
-            # The server cleared it meanwhile.
+            # The server cleared the folder meanwhile.
             continue
         except OSError:
             return False

@@ -131,20 +131,20 @@ class AppWorldSlot:
         task_id = self.task.task_id
         if self._over:
             raise RuntimeError(f"environment {self._name}: task {task_id} has been evaluated: nothing more can be run")
-        # Source is UTF-8 without lone surrogates, which results of APIs may contain.
+        # Source code must not have lone surrogates, but text copied from an API's result may.
         code = code.encode("utf-8", "replace").decode("utf-8")
         output = await self._request(
             "/execute", {"task_id": task_id, "code": code}, task_id, self._config.cell_timeout_seconds, own=True
         )
         if not isinstance(output, str):
             await self._crash(task_id, "the server answered a cell with something that is not text", own=True)
-        # Cut as `BoundedText` does, in case the code replaced that.
+        # Cut as `BoundedText` does, in case the task's code replaced `BoundedText`.
         return cut_with_mark(plain_text(output), self._config.max_output_bytes)
 
     async def evaluate(self) -> WorldVerdict:
         """AppWorld's evaluation of the open task; no more cells can be run afterwards.
 
-        A world that AppWorld cannot evaluate was manipulated and has failed.
+        A world that AppWorld cannot evaluate was manipulated, so it counts as failed.
 
         Raises: WorldError: the slot has no ground truth, or the task has no usable one; EnvironmentCrashed: the
             evaluator hangs or dies; WorldBroken: the world exceeded its limits.
@@ -189,9 +189,9 @@ class AppWorldSlot:
         )
 
     async def close_task(self) -> None:
-        """End the open task's process; also the server after its maximum number of tasks or memory.
+        """End the open task's process, and the server too if it reached its maximum number of tasks or memory.
 
-        Never raises: a server that fails is ended.
+        Never raises: a server that fails is killed.
         """
         task, self._task = self._task, None
         await self._stop_watching()
@@ -222,7 +222,7 @@ class AppWorldSlot:
             {
                 "task_id": task.task_id,
                 "experiment_name": EXPERIMENT,
-                # Only the evaluator, a separate process, loads it.
+                # Only the evaluator, a separate process, loads ground truth.
                 "load_ground_truth": False,
                 "timeout_seconds": soft_cell_timeout(self._config),
             },

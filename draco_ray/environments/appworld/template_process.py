@@ -64,7 +64,7 @@ class TemplateProcess:
     ) -> None:
         self.level = level
         self.system_calls_refused = False
-        """Whether system calls of tasks are restricted (`system_calls`), e.g. to start processes."""
+        """Whether tasks are refused some system calls (`system_calls`), e.g. those that start processes."""
         self.directory = str(folder.path)
         """Private folder on the host for the slots' folders; removed with the template or when the host process dies.
         """
@@ -121,8 +121,8 @@ class TemplateProcess:
 
     @property
     def alive(self) -> bool:
-        """Whether it can still fork."""
-        # It sends nothing more, so a readable socket means that it ended.
+        """Whether the template can still fork."""
+        # The template sends nothing more, so a readable socket means that it ended.
         ended = select.select([self._control], [], [], 0)[0]
         return not ended and self._process.poll() is None
 
@@ -142,12 +142,11 @@ class TemplateProcess:
 
 
 def acquire_template(key: TemplateKey, timeout_seconds: float) -> TemplateProcess:
-    """The template of ``key``, started if necessary, which blocks.
+    """The template of ``key``; starts it if necessary and blocks until it is ready.
 
-    Release it with `release_template`; acquiring again replaces one that has died.
+    Release it with `release_template`; acquiring again replaces a template that has died.
     Raises: IsolationUnavailable: the host offers no level that ``key`` allows; EnvironmentCrashed: it was killed or
-    takes
-        too long.
+        takes too long.
     """
     with _shares_lock:
         share = _shares.setdefault(key, _Share())

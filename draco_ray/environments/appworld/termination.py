@@ -12,13 +12,13 @@ FAILED = "Execution failed."
 
 
 def termination(ended: EpisodeEnd, steps: Iterable[tuple[str | None, str | None]]) -> Termination:
-    """How a rollout ended: by its last successful ``complete_task`` call, else by what stopped it.
+    """How a rollout ended, from its last successful ``complete_task`` call or else from ``ended``.
 
     A call is found in the cell's code and counts as successful if the cell did not fail, even in a branch that may not
     have been executed. A rollout that submitted and was stopped by a limit afterwards counts as submitted.
 
     Args:
-        ended: what stopped the agent's loop.
+        ended: why the agent loop stopped.
         steps: (code, output) of the turns that emitted code, in order.
     """
     if ended is EpisodeEnd.SERVER_ERROR:

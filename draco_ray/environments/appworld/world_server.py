@@ -1,9 +1,9 @@
-"""The process behind a slot: forks a fresh process for every task, ends it, and has its outcome evaluated.
+"""The process behind a slot: forks a new process for every task, ends it, and runs the evaluation.
 
-Forked from a `world_template`, so AppWorld is already loaded. It never runs model-written code itself; the process it
-forks does, serves AppWorld's HTTP application on the slot's socket, and is killed with everything it started when the
-task is over. So nothing a task leaves behind (patched modules, threads, files, memory) reaches the next one, and a task
-begins within 0.2 s.
+It is forked from a `world_template`, so AppWorld is already loaded. It never runs model-written code itself: the task's
+process does. That process serves AppWorld's HTTP application on the slot's socket, and is killed with everything it
+started when the task is over. So nothing a task leaves behind (patched modules, threads, files, memory) reaches the
+next task, and a task begins within 0.2 s.
 
 The slot communicates with it over a socket, one JSON object per line:
 
@@ -11,7 +11,7 @@ The slot communicates with it over a socket, one JSON object per line:
            {"do": "evaluate", "task_id": ...}    end the task's process, run AppWorld's evaluator on what it saved,
                                                  or on the files of a saved world under "files"
            {"do": "clear"}                       end the task's process
-    server {"event": "forked"}                   it exists
+    server {"event": "forked"}                   the server exists
            {"event": "done"}                     a "task" or "clear" is done
            {"event": "exited", "status": ..., "killed": ...}
                                                  the task's process ended; whether it was killed from outside
@@ -109,7 +109,7 @@ class WorldServer:
         os.set_blocking(wake_writer, False)
         signal.signal(signal.SIGCHLD, lambda number, frame: None)
         signal.set_wakeup_fd(wake_writer, warn_on_full_buffer=False)
-        # Determined by creating and removing a file, which a task's process cannot do.
+        # Set it here: `tempfile` finds it by creating and removing a file, which a task's process may not do.
         tempfile.tempdir = os.environ["TMPDIR"]
         while True:
             ready, _, _ = select.select([self._control.fileno(), wake_reader], [], [])
@@ -171,7 +171,7 @@ class WorldServer:
         spec = self._slot
         processes = spec.processes
         if self._task_uid is None and not self._jail.mounts:
-            # In the host's user namespace the limit would count everything this user runs.
+            # In the host's user namespace the limit counts all processes of this user: add those that run already.
             processes += _processes_of(os.getuid())
         linux.limit(
             memory_mib=spec.memory_mib,
@@ -230,7 +230,7 @@ class WorldServer:
         except (ValueError, TypeError, RecursionError):
             answer["unusable"] = "what the evaluator's process said cannot be read"
         if status:
-            # Without any report it has not read anything the world's code wrote.
+            # A process that reported nothing has not yet read anything that the world's code wrote.
             outside = not said or _killed(status, usage, self._slot.evaluate_cpu_seconds)
             how = f"the evaluator's process died (status {os.waitstatus_to_exitcode(status)})"
             answer["killed" if outside else "unusable"] = how
@@ -263,9 +263,9 @@ class WorldServer:
 
 
 def show_only(task_id: str, tasks: str) -> None:
-    """In a mount namespace of this process, show only this task's specs and databases.
+    """Enter a new mount namespace in which only this task's specs and databases are visible.
 
-    Once privileges are dropped, its ground truth and all other tasks are out of reach.
+    After privileges are dropped, the task's ground truth and all other tasks cannot be reached.
     """
     linux.unshare(linux.NEW_MOUNTS)
     linux.detach_mounts()
@@ -287,7 +287,7 @@ def show_only(task_id: str, tasks: str) -> None:
 def _killed(status: int, usage: resource.struct_rusage, cpu_seconds: int) -> bool:
     """Whether a process was killed from outside, by an operator or because the machine ran out of memory.
 
-    Its own code cannot send SIGKILL; the kernel sends it only when the CPU time is used up.
+    The process's own code cannot send SIGKILL; the kernel sends it when the process has used up its CPU time.
     """
     return os.waitstatus_to_exitcode(status) == -signal.SIGKILL and usage.ru_utime + usage.ru_stime < cpu_seconds
 

@@ -6,9 +6,9 @@ only.
 
 Four levels, strongest first, and what remains accessible at each:
 
-    namespaces   the interpreter, system libraries, one task's data and a little scratch memory, read-only but the
-                 last; no network, no other processes
-    bubblewrap   the same, set up by ``bwrap``, if the host permits that program more
+    namespaces   the interpreter, system libraries and one task's data, read-only, and a little writable scratch
+                 memory; no network, no other processes
+    bubblewrap   the same, set up by ``bwrap``, for hosts that allow namespaces to that program only
     landlock     the same files, by the kernel's Landlock (Linux 6.2); other processes and the network are visible but
                  cannot be used. Needs no privilege, so it works in most containers
     rlimits      the file system as the user sees it, and the environment of the user's other processes: for trusted
@@ -34,7 +34,7 @@ from draco_ray.temp_dirs import lock_shared, remove_abandoned
 
 LEVELS = ("namespaces", "bubblewrap", "landlock", "rlimits")
 AUTOMATIC_LEVELS = LEVELS[:-1]
-"""What ``auto`` may take; the last one hides no files of the host and has to be named explicitly."""
+"""Levels that ``auto`` may choose. The last level hides no files of the host, so it must be named explicitly."""
 
 UNAVAILABLE = 3
 """Exit status: this level is not available on the host."""
@@ -64,8 +64,8 @@ JAIL_CODE = ("__init__.py", "temp_dirs.py", "environments/__init__.py", "environ
 _PROGRAM = "/program"
 _WORLD = "/world"
 SCRATCH_FOLDERS = ("/scratch", f"{_WORLD}/experiments")
-"""Writable folders if the file system is built from mounts. The first is home, and also ``/tmp`` unless something shown
-lies below ``/tmp``, such as the interpreter of a clone there."""
+"""Writable folders if the file system is built from mounts. The first is the home folder, and also ``/tmp`` unless a
+visible path is below ``/tmp``, such as the interpreter of a clone there."""
 WORKSPACE = "/workspace"
 _TMP = "/tmp"
 _TEST_LINKS = (("/tests", "/run/draco/tests"), ("/logs", "/scratch/logs"), ("/app", WORKSPACE))
@@ -112,7 +112,7 @@ class JailSpec:
     module: str = "draco_ray.environments.appworld.world_template"
     """Module to start in the jail with this spec as its argument."""
     code: tuple[str, ...] = ("environments/appworld",)
-    """Further parts of this package that it needs."""
+    """Further parts of this package that the module needs."""
     shown: tuple[str, ...] = ()
     """Further files and folders of the host, shown read-only at their own paths."""
     network: bool = False
@@ -162,17 +162,17 @@ def main() -> int:
 
 
 def _leave_caretaker(spec: JailSpec) -> None:
-    """Fork a process that outlives the jail and removes its folders if the host was killed, once the last process in
-    the jail has ended."""
+    """Fork a process that outlives the jail. When the last process in the jail has ended, it removes the jail's folders
+    if the host process was killed."""
     watched, held = os.pipe()
-    # Every process in the jail holds this end of the pipe; it closes when the last of them ends.
+    # Every process in the jail holds this end of the pipe, so the pipe closes when the last process ends.
     os.set_inheritable(held, True)
     if os.fork():
         os.close(watched)
         return
     os.close(held)
     os.close(spec.control_fd)
-    # Close standard streams too: the host takes their end as the end of the jail.
+    # Close standard streams too: the host assumes that the jail has ended when they close.
     for standard in range(3):
         os.dup2(os.open(os.devnull, os.O_RDWR), standard)
     os.setsid()
@@ -191,7 +191,7 @@ def _in_namespaces(spec: JailSpec) -> int:
     task_uids: tuple[int, int] | None = None
     namespaces = _EVERYTHING & ~linux.NEW_NETWORK if spec.network else _EVERYTHING
     try:
-        # A real root needs no user namespace, and can give tasks their own users.
+        # The real root user needs no user namespace, and can run tasks as other users.
         linux.unshare(namespaces)
         task_uids = spare_uids(Path("/proc/self/uid_map").read_text(encoding="ascii"))
     except PermissionError:
@@ -227,7 +227,7 @@ def _in_namespaces(spec: JailSpec) -> int:
     linux.enter_root(root)
     linux.seal("/", recursive=False)
 
-    # The new process namespace begins with the next child: as process 1 in it, its end ends all others.
+    # The next child is process 1 of the new process namespace: when it ends, all others in the namespace end.
     child = os.fork()
     if child:
         os.close(spec.control_fd)
@@ -235,7 +235,7 @@ def _in_namespaces(spec: JailSpec) -> int:
         return os.waitstatus_to_exitcode(status)
     linux.die_with_parent()
     if spec.workspace:
-        with contextlib.suppress(OSError):  # Refused where a container masks parts of its own.
+        with contextlib.suppress(OSError):  # Refused if a container masks parts of its /proc.
             linux.mount_proc("/proc")
         linux.unmount("/view")
     linux.keep_capabilities(_SERVER_CAPABILITIES)
@@ -244,7 +244,7 @@ def _in_namespaces(spec: JailSpec) -> int:
 
 
 def _mount_workspace(spec: JailSpec, root: str) -> None:
-    """Mount what an agent's program has beside a task of tools or AppWorld."""
+    """Add the mounts of an agent's program, which tasks of tools or AppWorld do not have."""
     if not spec.network:
         linux.start_loopback()
     for folder in (_TMP, WORKSPACE, "/proc", "/view", "/dev"):
@@ -254,7 +254,7 @@ def _mount_workspace(spec: JailSpec, root: str) -> None:
     linux.mount_tmpfs(root + _TMP, spec.scratch_mib, 0o1777)
     linux.bind(spec.workspace, root + WORKSPACE)
     linux.seal(root + WORKSPACE, writable=True)
-    # A user namespace may mount /proc only while another one is visible.
+    # A user namespace may mount /proc only while another /proc is visible.
     linux.bind("/proc", root + "/view")
     for name, target in _DEVICE_LINKS:
         os.symlink(target, f"{root}/dev/{name}")
@@ -343,7 +343,7 @@ def environment(world: str, home: str, program: str) -> dict[str, str]:
         "PATH": "/usr/local/bin:/usr/bin:/bin",
         "PYTHONPATH": program,
         "PYTHONDONTWRITEBYTECODE": "1",
-        # The same order of sets in every slot.
+        # Gives sets the same order in every slot.
         "PYTHONHASHSEED": "0",
         "LANG": "C.UTF-8",
         "TZ": "UTC",
@@ -355,8 +355,8 @@ def environment(world: str, home: str, program: str) -> dict[str, str]:
 
 
 def spare_uids(uid_map: str) -> tuple[int, int] | None:
-    """Unused user ids. The tasks of a slot run as one of them, so that their processes are counted apart and cannot
-    signal or inspect any other process, not even another slot's.
+    """Unused user ids. The tasks of a slot run as one of them, so that their processes are counted separately and
+    cannot signal or inspect any other process, not even another slot's.
 
     Args:
         uid_map: content of ``/proc/self/uid_map``; inside a container it may have few users.
@@ -373,7 +373,7 @@ def spare_uids(uid_map: str) -> tuple[int, int] | None:
 
 
 def readable_in_place(spec: JailSpec, tasks: Iterable[str]) -> list[str]:
-    """Paths that are readable at the level landlock: the same that mounts would show.
+    """Readable paths at the level landlock: the same as the other levels show by mounts.
 
     Args:
         tasks: paths relative to ``data/tasks``.

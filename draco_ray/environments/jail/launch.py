@@ -17,7 +17,7 @@ _LAST_BYTES = 1 << 16
 """Number of bytes at the end of a process's standard error that are searched for its last line."""
 PACKAGE = Path(__file__).resolve().parents[2]
 _reached: dict[str, str] = {}
-"""Interpreter -> the level that ``auto`` has found in this process, so that it is not searched again."""
+"""Interpreter -> the level that ``auto`` has found in this process, so that the search is not repeated."""
 
 
 class LevelUnavailable(Exception):
@@ -63,7 +63,7 @@ def jail_command(spec: JailSpec) -> list[str]:
 
 
 def launch(spec: JailSpec, python: str = sys.executable) -> subprocess.Popen[bytes]:
-    """Start the program of ``spec`` in its jail, its standard error in the file ``stderr`` in its folder."""
+    """Start the program of ``spec`` in its jail; its standard error is written to ``stderr`` in the jail's folder."""
     program = link_package(Path(spec.program), spec.code)
     with open(os.path.join(spec.directory, "stderr"), "wb") as stderr:
         return subprocess.Popen(
@@ -101,7 +101,7 @@ def last_line(directory: str) -> str:
     """The last line of the file ``stderr`` in a process's folder."""
     text = b""
     with contextlib.suppress(OSError), open(os.path.join(directory, "stderr"), "rb") as file:
-        # Code of the policy may write to it too.
+        # Read only the end: the policy's code may write to this file too, without limit.
         file.seek(max(0, os.fstat(file.fileno()).st_size - _LAST_BYTES))
         text = file.read(_LAST_BYTES)
     lines = [line.strip() for line in text.decode("utf-8", "replace").splitlines() if line.strip()]

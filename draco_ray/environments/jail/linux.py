@@ -105,7 +105,7 @@ def mount_tmpfs(target: str, mebibytes: int, mode: int) -> None:
 
 
 def mount_proc(target: str) -> None:
-    """Mount the proc file system of this process namespace. Raises: OSError if the host masks parts of its own."""
+    """Mount the proc file system of this process namespace. Raises: OSError: the host masks parts of its /proc."""
     flags = ctypes.c_ulong(_MS_NOSUID | _MS_NODEV)
     _check(_libc.mount(b"proc", os.fsencode(target), b"proc", flags, None), f"mount proc on {target}")
 
@@ -167,7 +167,7 @@ def adopt_orphans() -> None:
 
 
 def end_descendants(spare: Collection[int] = ()) -> dict[int, int]:
-    """Kill all descendants and wait for them, orphans included if this process adopts them or is process 1.
+    """Kill all descendants and wait for them, also for orphans if this process adopts them or is process 1.
 
     Args:
         spare: children to keep, if this is not process 1.
@@ -292,7 +292,7 @@ def require_landlock() -> None:
 
 
 def reach_only(*, readable: Iterable[str], writable: Iterable[str], network: bool = False) -> None:
-    """Landlock: open no other files, use no TCP port, and on newer kernels signal no process outside.
+    """Restrict this process by Landlock: no other files, no TCP port, and on newer kernels no signals to outside.
 
     Permanent. Set no-new-privileges first (`drop_privileges`).
 

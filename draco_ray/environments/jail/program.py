@@ -1,7 +1,7 @@
 """Process 1 in the jail or container of an agent's program: it starts the program, relays its connections to the
-endpoint, and ends it where it exceeds a limit. With this process everything in there ends.
+endpoint, and ends it if it exceeds a limit. When this process ends, everything in the jail or container ends.
 
-Standard library only, as all that runs in a jail.
+Standard library only, like everything that runs in a jail.
 """
 
 from __future__ import annotations
@@ -23,41 +23,41 @@ from draco_ray.environments.jail import linux
 from draco_ray.environments.jail.confine import SCRATCH_FOLDERS, UNAVAILABLE, WORKSPACE, JailSpec
 
 LAUNCH, ENDPOINT = "/run/draco/launch.json", "/run/draco/endpoint"
-"""Where the description of the program and the endpoint's Unix socket are in the jail."""
+"""Paths in the jail: the description of the program, and the endpoint's Unix socket."""
 LIFELINE = "/run/draco/lifeline"
 """In a container, the Unix socket whose connection ends with the rollout."""
 _INTERFACE_FLAGS, _UP = 0x8913, 1
-"""The request for a network interface's flags, and the one that says that it is up."""
+"""The ioctl request for a network interface's flags, and the flag of an interface that is up."""
 _OPEN_FILES = 4096
 _MEASURE_SECONDS = 0.5
 _DISK_SHARE = 20
-"""The disk is measured for at most one part in so many of the time."""
+"""Measuring the disk takes at most one part in this many of the time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProgramLaunch:
-    """What is started; read from a file that only the jail is shown."""
+    """The program to start, read from a file that is visible only in the jail."""
 
     command: list[str]
     variables: dict[str, str]
     port: int
-    """Of the endpoint on loopback, in the jail as on the host; 0: not relayed."""
+    """The endpoint's port on loopback, the same in the jail and on the host; 0: not relayed."""
     memory_mib: int
-    """Resident memory of all processes together, and writable memory of one."""
+    """Limit of the resident memory of all processes together, and of the writable memory of each."""
     disk_mib: int
     """Size limit of the workspace."""
     processes: int | None
     """Processes and threads; None: the container's engine limits them."""
     cpu_seconds: int
-    """Of one process."""
+    """CPU time limit of one process."""
     contained: bool = False
-    """Whether this is a container of the user's engine, whose walls are the engine's."""
+    """Whether this is a container of the user's engine, which then provides the isolation."""
     network: bool = False
     """Whether the container may have a network."""
 
 
 def main() -> NoReturn:
-    """Run the program that the launch file describes; exit as it does, with 128 and the number for a signal."""
+    """Run the program that the launch file describes; exit with its status, or 128 plus the signal that ended it."""
     with open(LAUNCH, encoding="utf-8") as file:
         launch = ProgramLaunch(**json.load(file))
     lifeline = _lifeline(launch) if launch.contained else None
@@ -82,7 +82,7 @@ def main() -> NoReturn:
 
 
 def _lifeline(launch: ProgramLaunch) -> socket.socket:
-    """Check a container, and connect it with the host, whose end of the connection ends it."""
+    """Check a container and connect it to the host; the container ends when the host closes the connection."""
     networks = [name for _, name in socket.if_nameindex() if name != "lo" and _is_up(name)]
     refused = ""
     if os.getpid() != 1:
@@ -106,7 +106,7 @@ def _is_up(interface: str) -> bool:
 
 def _become(launch: ProgramLaunch) -> NoReturn:
     own = {"HOME": SCRATCH_FOLDERS[0], "TMPDIR": "/tmp", "LANG": "C.UTF-8"}
-    # A container has those of its image.
+    # A container keeps the variables of its image.
     variables = {**(os.environ if launch.contained else own), **launch.variables}
     try:
         os.execvpe(launch.command[0], launch.command, variables)
@@ -135,7 +135,7 @@ async def _watch(
         if excess:
             print(excess, file=sys.stderr, flush=True)
             os._exit(137)
-    # At once, without an orderly end of open connections.
+    # Exit at once, without closing open connections in order.
     os._exit(ending.result())
 
 
@@ -146,7 +146,7 @@ def _end_container() -> NoReturn:
 
 
 def _reap(child: int) -> int:
-    """Wait for the program; orphans come to process 1."""
+    """Wait for the program, and for orphans, which become children of process 1. Returns: the program's status."""
     while True:
         ended, status = os.wait()
         if ended == child:
@@ -159,7 +159,7 @@ def _excess(name: str, used: int, most_mib: int) -> str:
 
 
 def _resident() -> Iterator[int]:
-    """Resident bytes of each process, without shared ones; none where there is no ``/proc``."""
+    """Resident bytes of each process, without shared memory; nothing if there is no ``/proc``."""
     for name in filter(str.isdigit, os.listdir("/proc") if os.path.isdir("/proc") else ()):
         try:
             with open(f"/proc/{name}/statm", encoding="ascii") as file:
@@ -170,7 +170,7 @@ def _resident() -> Iterator[int]:
 
 
 def _disk(folder: str) -> Iterator[int]:
-    """Bytes of disk of each file."""
+    """Disk usage of each file in bytes."""
     for parent, _, names in os.walk(folder):
         for name in names:
             try:

@@ -40,11 +40,11 @@ _REFUSED: dict[str, tuple[int | None, int | None]] = {
     "move_pages": (279, 239),
     "process_madvise": (440, 440),
     "process_mrelease": (448, 448),
-    # Timers can send any signal, including SIGKILL, and so does a lower CPU time limit, which would look as if the
-    # process were killed from outside.
+    # Timers and a lower CPU time limit can both send SIGKILL, which would look as if the process were killed from
+    # outside.
     "timer_create": (222, 107),
     "setrlimit": (160, 164),
-    # Shared memory that belongs to no process, so that no process limit counts it.
+    # Shared memory and queues that belong to no process, so that no process limit counts them.
     "shmget": (29, 194),
     "shmat": (30, 196),
     "shmctl": (31, 195),
@@ -134,17 +134,17 @@ _REMOVAL: dict[str, tuple[int | None, int | None]] = {
     "renameat": (264, 38),
     "renameat2": (316, 276),
 }
-"""Refused if written files must be countable. AppWorld overwrites the same names and does not need to remove them."""
+"""Refused if written files must be countable. AppWorld overwrites its files and does not need to remove them."""
 _MISSING = {"clone3": (435, 435), "openat2": (437, 437)}
-"""Their flags are in memory, which a filter cannot read; the C library falls back to older calls."""
+"""Reported as missing, because a filter cannot read their flags in memory; the C library falls back to older calls."""
 
 _ONLY: dict[str, tuple[tuple[int | None, int | None], int, tuple[int, ...]]] = {
-    # Copying, locking (SQLite) and O_NONBLOCK are allowed; setting an owner, who would get signals, is not.
+    # Copying, locking (SQLite) and O_NONBLOCK are allowed; setting an owner is not, as the owner would get signals.
     "fcntl": ((72, 25), 1, (0, 1, 2, 3, 4, 5, 6, 7, 1030, 1032)),
     # ioctl also sets owners (FIOSETOWN, SIOCSPGRP), file attributes and devices. Allowed: non-blocking, close-on-exec,
-    # the number of readable bytes, and whether it is a terminal.
+    # the number of readable bytes, and whether a file is a terminal.
     "ioctl": ((16, 29), 1, (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)),
-    # Thread names and queries are allowed; surviving the server and becoming inspectable are not.
+    # Thread names and queries are allowed; options to survive the server or to become inspectable are not.
     "prctl": ((157, 167), 0, (3, 15, 16, 21, 23, 39)),
 }
 """Call -> its numbers, the index of the decisive argument, and its allowed values."""
@@ -176,7 +176,7 @@ class _Program(ctypes.Structure):
 
 
 def filter_program(machine: str, *, may_remove: bool = True) -> list[Instruction] | None:
-    """The filter as bytecode; None: this machine's numbers are not known.
+    """The filter as bytecode; None: the system call numbers of ``machine`` are not known.
 
     Args:
         may_remove: whether files may be removed and renamed.
@@ -219,7 +219,7 @@ def filter_program(machine: str, *, may_remove: bool = True) -> list[Instruction
         # Event loops need a stream socket pair. A datagram socket could be connected elsewhere.
         *((_IF_EQUAL, 0, 5, _SOCKETPAIR[column]), _load_argument(1), (_AND, 0, 0, _SOCKET_KIND)),
         *((_IF_EQUAL, 0, 1, _SOCK_STREAM), allow, refuse),
-        # Only reading one's own limits: pid 0, and a null pointer (in two halves) as the new limit.
+        # A process may only read its own limits: pid 0, and a null pointer (in two halves) as the new limit.
         *((_IF_EQUAL, 0, 8, _PRLIMIT[column]), _load_argument(0), (_IF_EQUAL, 0, 5, 0)),
         *(_load_argument(2), (_IF_EQUAL, 0, 3, 0), _load_argument(2, upper=True), (_IF_EQUAL, 0, 1, 0), allow, refuse),
         allow,
@@ -227,7 +227,7 @@ def filter_program(machine: str, *, may_remove: bool = True) -> list[Instruction
 
 
 def _load_argument(index: int, *, upper: bool = False) -> Instruction:
-    # The lower half: the kernel ignores the rest of flags, commands and process ids.
+    # By default the lower half: the kernel ignores the upper half of flags, commands and process ids.
     return (_LOAD, 0, 0, _ARGUMENTS_AT + 8 * index + 4 * upper)
 
 

@@ -1,8 +1,8 @@
 """Starts the command of an MCP server in the jail, after dropping the last privileges.
 
-Unlike tools that are functions it may make all system calls: starting a program and running its event loop need them.
-It sees only the files it is shown, has no capabilities, has resource limits, and runs as another user if root starts
-it.
+Unlike tools that are functions, the command may make all system calls, because it has to start a program and run an
+event loop. It sees only the files it is shown, has no capabilities, has resource limits, and runs as another user if
+root starts it.
 """
 
 from __future__ import annotations

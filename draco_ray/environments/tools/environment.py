@@ -110,7 +110,7 @@ class ToolsEnvironment(Environment):
         return process
 
     async def evaluate(self, task_id: str, process: ToolProcess) -> WorldVerdict:
-        """The verdict of ``evaluate`` on the world of the last forked process, which is ended.
+        """The verdict of ``evaluate`` on the world of the last forked process; that process is ended.
 
         Raises: EnvironmentCrashed; WorldError: it returned neither true nor false.
         """
@@ -152,7 +152,7 @@ class ToolsEnvironment(Environment):
         return text
 
     def without_half_a_secret(self, text: str) -> str:
-        """``text``, which was cut, without a possible beginning of a secret at its end."""
+        """Remove from the end of a truncated text what may be the beginning of a secret."""
         for _, spelled in self._spellings:
             lengths = range(len(spelled) - 1, SHORTEST_SECRET - 1, -1)
             begun = (length for length in lengths if text.endswith(spelled[:length]))
@@ -242,7 +242,7 @@ class ToolWorld:
                     return self._told(text, length)
             raise EnvironmentCrashed(f"tool {name} answered what cannot be read")
         except (TimeoutError, asyncio.CancelledError) as error:
-            # If this loop was blocked, the caller's limit may end at the same time as the call's.
+            # If this event loop was blocked, the caller's timeout may fire together with this call's timeout.
             if isinstance(error, asyncio.CancelledError) and asyncio.get_running_loop().time() < over_at:
                 raise
             raise self._broken(f"tool {name} could not be stopped after {limit:g} s") from None
@@ -250,16 +250,16 @@ class ToolWorld:
             raise self._broken(error) from error
 
     def _broken(self, reason: object) -> WorldBroken:
-        """The error for a lost world. It always counts as the policy's doing; otherwise a policy could get a second try
-        by crashing its world."""
+        """The error for a lost world. The policy is always held responsible; otherwise it could get a second try by
+        crashing its world."""
         self._over = self._process.irregular = True
         return WorldBroken(f"{self._where}: {self._environment.without_secrets(str(reason))}")
 
     def _told(self, text: str, length: int | None = None) -> str:
-        """A result without secrets, cut; ``length`` is the whole length if the source has cut it already."""
+        """A result without secrets, truncated; ``length``: its full length if it has already been truncated."""
         length = len(text) if length is None else length
         text = text[: self._environment.config.max_output_bytes]
-        # Errors are cut where they are told.
+        # The text of an error was truncated where it was made.
         if length > len(text) or text.startswith("error: "):
             text = self._environment.without_half_a_secret(text)
         more, text = length - len(text), self._environment.without_secrets(text)
@@ -281,7 +281,7 @@ class ToolWorld:
             return await environment.evaluate(task_id, self._process)
         except (EnvironmentCrashed, WorldError) as error:
             broken = self._broken(error)
-        # Evaluate an untouched world too: if that fails as well, it is not the policy's doing.
+        # Evaluate an untouched world too: if that fails as well, the policy is not responsible.
         try:
             process = await environment.begin(task_id)
         except EnvironmentCrashed:
@@ -365,7 +365,7 @@ def described(tool: Mapping[str, Any]) -> str:
 
 
 def _type(schema: Any, kinds: Mapping[str, Any]) -> str:
-    """A type in words; ``kinds`` are the schema's definitions: of these, enums are expanded and objects named."""
+    """A type in words; ``kinds``: the schema's definitions. Enums among them are expanded, objects are only named."""
     if not isinstance(schema, Mapping):
         return "any"
     name = str(schema.get("$ref", "any")).rpartition("/")[2]
@@ -391,7 +391,7 @@ _known: dict[str, Offer] = {}
 
 
 def _offers(options: ToolsOptions, config: EnvironmentConfig, secrets: Mapping[str, str]) -> Offer:
-    """The tools, found by starting them once. Raises: as `ToolProcess.start`."""
+    """The offered tools; starts the files and servers once to ask them. Raises: as `ToolProcess.start`."""
     files = [(str(path), path.stat().st_mtime_ns) for path in options.tools]
     key = json.dumps([options.model_dump(mode="json"), files, config.isolation, sorted(secrets)])
     if key not in _known:

@@ -52,7 +52,7 @@ class Functions:
     def run(self, function: Callable[..., Any], /, *given: Any, **named: Any) -> Any:
         """Call a function; coroutine functions run in one event loop per task.
 
-        So a client that a tool keeps, whose connections belong to the loop, works throughout the task.
+        So a client that a tool stores works throughout the task, although its connections belong to one loop.
         """
         returned = function(*given, **named)
         if inspect.isasyncgen(returned):
@@ -64,7 +64,7 @@ class Functions:
         except Exception:
             raise
         except BaseException:
-            # Otherwise what was interrupted would continue during the next call.
+            # With the old runner, the interrupted coroutine would continue during the next call.
             runner, self._runner = self._runner, asyncio.Runner()
             runner.close()
             raise
@@ -192,7 +192,7 @@ def _import(file: str) -> ModuleType:
     path = Path(file)
     there = sys.modules.get(path.stem)
     if getattr(there, "__file__", None) == str(path):
-        # Another tools file imported it; they share its state.
+        # Another tools file has imported this one; both share its state.
         return cast(ModuleType, there)
     sys.path.insert(0, str(path.parent))
     spec = importlib.util.spec_from_file_location(path.stem, path)
@@ -230,7 +230,7 @@ def _functions(file: str, module: ModuleType) -> list[Callable[..., Any]]:
 
 
 def _is_function(value: object) -> bool:
-    """Whether it is a function, also one wrapped in an object by a decorator such as ``functools.cache``."""
+    """Whether ``value`` is a function, also one wrapped in an object by a decorator such as ``functools.cache``."""
     wrapped = callable(value) and inspect.isfunction(getattr(value, "__wrapped__", None))
     return inspect.isfunction(value) or inspect.ismethod(value) or wrapped
 

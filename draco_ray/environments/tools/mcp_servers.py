@@ -29,10 +29,10 @@ from draco_ray.temp_dirs import PrivateTempDir
 log = logging.getLogger(__name__)
 
 _PROGRAMS = ("/usr", "/bin", "/etc/alternatives")
-"""Shown to commands, because other programs are there."""
+"""Host folders that commands can read, because they contain the programs that a command may start."""
 FAREWELL_SECONDS = 20.0
 """Time after which a session that does not end is abandoned. The client ends a command within 7 seconds and must not be
-cancelled meanwhile; for a server with a URL it would wait for ever."""
+cancelled meanwhile; for a server with a URL the client would wait for ever."""
 _CONNECTION_CLOSED, _TIMED_OUT, _BAD_ARGUMENTS, _UNREADABLE = -32000, -32001, -32602, -32700
 _ANSWERS = ("application/json", "text/event-stream")
 """Content types of answers in the protocol."""
@@ -255,7 +255,7 @@ class McpSession:
 
 
 def _whole(value: Any) -> bytes:
-    """JSON without lone surrogates, which cutting a text may leave and which cannot be sent."""
+    """``value`` as JSON without lone surrogates, which truncation may leave in a text and which cannot be sent."""
     return json.dumps(value, ensure_ascii=False).encode("utf-8", "replace")
 
 
@@ -298,7 +298,7 @@ def _schema(tool: Any) -> dict[str, Any]:
 
 
 def _text(part: Any) -> str:
-    """A part of a result as text; other content is only named."""
+    """A part of a result as text; for content that is not text, its type and name."""
     if part.type == "text":
         return str(part.text)
     told = part.resource if part.type == "resource" else part
@@ -308,7 +308,7 @@ def _text(part: Any) -> str:
 
 
 def _reason(error: BaseException) -> str:
-    """The first cause in an exception group."""
+    """An error as one line; of an exception group, its first cause."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     if isinstance(error, EnvironmentCrashed):

@@ -20,11 +20,11 @@ class McpServerOptions(Tree):
     reads: tuple[Path, ...] = ()
     """Files and folders that the command may read."""
     url: str | None = None
-    """Streamable HTTP; one session per rollout."""
+    """URL of a server that uses streamable HTTP; one session per rollout."""
     tools: tuple[str, ...] = ()
     """Names of the tools to offer; empty: all."""
     headers: dict[str, str] = Field(default_factory=dict)
-    """Sent to the URL; ``{NAME}`` stands for the secret of that name."""
+    """HTTP headers sent to the URL; ``{NAME}`` is replaced by the secret of that name."""
 
     @model_validator(mode="after")
     def _one_of_both(self) -> McpServerOptions:
@@ -37,8 +37,8 @@ class ToolsOptions(Tree):
     """Options of the environment. In a configuration file, a path that begins with ``./`` is relative to the file."""
 
     tasks: str = ""
-    """A JSONL file, or ``folder/file.py:function`` that returns such rows: ``id``, ``instruction``, and where there are
-    any ``split`` (train unless told), ``group``, ``expected`` (what only ``evaluate`` may see), and fields of its own.
+    """A JSONL file, or ``folder/file.py:function`` that returns such rows. A row has ``id``, ``instruction`` and, if
+    needed, ``split`` (default: train), ``group``, ``expected`` (only ``evaluate`` sees it) and further fields.
     Empty: ``tasks.jsonl`` in data.root."""
     tools: tuple[Path, ...] = ()
     """Python files, in which every public function is a tool; ``reset(task)`` is called before a rollout,
@@ -52,10 +52,10 @@ class ToolsOptions(Tree):
     network: bool = False
     """Whether tools may use the network."""
     programs: bool = False
-    """Whether tools may start programs; so may those that use the network."""
+    """Whether tools may start programs; always true with ``network``."""
     facts: str = ""
-    """What the judge has to know beside the tools: the rules of the house, what no criterion may punish. Lines of a
-    list."""
+    """Facts for the judge besides the tools, one list item per line, such as house rules and behaviour that no
+    criterion may punish."""
 
 
 def read_options(given: dict[str, Any]) -> ToolsOptions:

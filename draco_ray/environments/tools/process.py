@@ -39,8 +39,8 @@ _FAREWELL_SECONDS = 5.0
 class ToolProcess:
     """A running tool server and the process it forked last. Belongs to one event loop.
 
-    The process may run code of the policy, so its output is not trusted. At the first invalid line it is ended, and the
-    server is no longer `alive`: the next task starts another server.
+    The process may run the policy's code, so its output is not trusted. At its first invalid line the process is ended,
+    and the server is no longer `alive`: the next task starts another server.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class ToolProcess:
         self._channel: socket.socket | None = None
         self._number = 0
         self.irregular = False
-        """Whether something went wrong, so that no other task is started."""
+        """Whether something went wrong, so that this server starts no other task."""
         self.tools: list[dict[str, Any]] = []
         """Schemas of the functions."""
         self.hooks: frozenset[str] = frozenset()
@@ -149,13 +149,13 @@ class ToolProcess:
         """End the last forked process and all it started; the server keeps running. Raises: as `fork`."""
         seconds = self._config.start_timeout_seconds
         if self._channel is not None and await self._order(fork=False, seconds=seconds) != -signal.SIGKILL:
-            # It had already ended.
+            # The process had already ended.
             self.irregular = True
 
     async def ask(self, order: Mapping[str, Any], what: str, timeout_seconds: float) -> dict[str, Any]:
         """Send the last forked process an order and return its answer; ``what`` names it in messages.
 
-        Raises: EnvironmentCrashed: it ended, wrote anything else, or did not answer properly in time.
+        Raises: EnvironmentCrashed: the process ended, wrote something else, or did not answer in time.
         """
         with contextlib.suppress(ValueError, RecursionError):
             if isinstance(answer := json.loads(await self.ask_unread(order, what, timeout_seconds)), dict):
@@ -176,7 +176,7 @@ class ToolProcess:
 
     @property
     def alive(self) -> bool:
-        """Whether it can run another task."""
+        """Whether the server can run another task."""
         return not self.irregular and self._process.poll() is None
 
     async def kill(self) -> None:
@@ -198,7 +198,7 @@ class ToolProcess:
         self._folder.remove()
 
     async def _order(self, *, fork: bool, seconds: float) -> int:
-        """Have the server end its process and, with ``fork``, start another. Returns: the exit status of the first."""
+        """Have the server end its process and, with ``fork``, start another. Returns: the ended process's status."""
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(seconds):
@@ -211,7 +211,7 @@ class ToolProcess:
                     await loop.sock_sendall(self._control, b"end")
                 return int(await loop.sock_recv(self._control, 16))
         except BaseException as error:
-            # A late answer would be mistaken for the next one.
+            # An answer that comes late would be mistaken for the answer to the next order.
             self.irregular = True
             if not isinstance(error, OSError | ValueError):  # TimeoutError is an OSError; no answer: ValueError.
                 raise
@@ -227,7 +227,7 @@ class ToolProcess:
     async def _exchange(self, order: Mapping[str, Any], timeout_seconds: float) -> bytes:
         """Send an order and receive its answer.
 
-        Raises: TimeoutError; EOFError, with the reason: anything but one answer.
+        Raises: TimeoutError; EOFError, with the reason: the process ended, or sent anything but one answer.
         """
         loop, channel, received = asyncio.get_running_loop(), self._channel, bytearray()
         self._number += 1

@@ -17,7 +17,7 @@ from draco_ray.registry import find
 TRAIN = "train"
 """Split of a row without one."""
 LONGEST_ID = 128
-"""Maximum length in bytes; names of files of a task's rollouts are longer."""
+"""Maximum length of a task id in bytes; file names of the task's rollouts are longer than the id."""
 _OURS = ("id", "instruction", "split", "group", "expected")
 
 
@@ -46,7 +46,7 @@ class Row:
         )
 
     def told(self, *, ground_truth: bool) -> dict[str, Any]:
-        """The row as ``reset`` gets it or, with ``ground_truth`` and so ``expected``, as ``evaluate`` gets it."""
+        """The row for ``reset``; with ``ground_truth`` the row for ``evaluate``, which includes ``expected``."""
         return {name: value for name, value in self.row.items() if ground_truth or name != "expected"}
 
 
@@ -143,7 +143,7 @@ def _lines(path: Path) -> Iterable[tuple[str, Mapping[str, Any]]]:
 def _folders(path: Path) -> Iterable[tuple[str, Mapping[str, Any]]]:
     """Harbor's tasks, ``path`` itself or below: ``task.toml``, ``instruction.md``, ``environment/`` and ``tests/``.
 
-    The solution and the tests are told to nobody but the evaluator.
+    Only the evaluator is told where the tests are; nobody is told the solution.
     """
     for told in sorted(path.rglob("task.toml")):
         folder = told.parent.resolve()
@@ -177,7 +177,7 @@ def _returned(source: str) -> Iterable[tuple[str, Mapping[str, Any]]]:
         if not isinstance(row, Mapping):
             raise ConfigError(f"{source}: row {number}: expected a mapping, found {type(row).__name__}")
         try:
-            # Tools and agents get it as JSON in other processes.
+            # Tools and agents get the row as JSON in other processes.
             row = json.loads(json.dumps(dict(row)))
         except (TypeError, ValueError, RecursionError) as error:
             raise ConfigError(f"{source}: row {number}: it has no JSON: {' '.join(str(error).split())}") from None

@@ -1,30 +1,30 @@
 """The tool server in the jail: imports the tools once and forks a process for every task and every evaluation.
 
-So no task sees what another left in a module or in scratch, and no evaluation runs where tools have run. Neither code
-of the policy nor any task reaches the server itself, so what only ``evaluate`` may know is not in the memory from which
-tool processes are forked.
+So no task sees what another task left in a module or in scratch, and no evaluation runs in a process that ran tools.
+The server itself gets neither the policy's code nor any task. Tool processes are forked from it, so what only
+``evaluate`` may know is not in their memory.
 
 The host sends orders over a control socket, one packet each, and waits for the answer:
 
-    host   b"fork", with a socket    end the process there is and all that it started; fork one that serves the socket
-           b"end"                    only end it
-    server the exit status of the process that was ended (negative: its signal), 0 where there was none
+    host   b"fork", with a socket    end the current process and all that it started; fork one that serves the socket
+           b"end"                    only end the current process
+    server the exit status of the ended process (negative: its signal), 0 if there was none
 
-With a process the host communicates over the socket that was sent; the first socket is the server's own. Orders and
-answers are lines: a number, a space, a JSON object. An answer has the number of its order:
+The host communicates with a process over the socket sent with b"fork"; the first socket sent is for the server itself.
+Orders and answers are lines: a number, a space, a JSON object. An answer has the number of its order:
 
     host   {"files": [...], ...}                      see `Setup`
            {"do": "reset", "task": {...}}
            {"do": "call", "name": ..., "arguments": {...}}
            {"do": "end_state"}
-           {"do": "evaluate", "task": {...}, "end_state": "..."}    the answer to "end_state", as it came
+           {"do": "evaluate", "task": {...}, "end_state": "..."}    the answer to "end_state", unparsed
     answer {"tools": [...], "hooks": [...]} or {"unusable": ...}
            {} or {"failed": ...}
-           {"text": ..., "length": ...}               what a tool returned, cut at the source, and its whole length
+           {"text": ..., "length": ...}               what a tool returned, truncated, and its full length
            {"state": ...} or {"failed": ...}
            {"evaluated": ...} or {"failed": ...}
 
-Code of the policy that runs in a tool can write to that socket too: the host does not trust what it reads there, and
+The policy's code, if it runs in a tool, can write to that socket too: the host does not trust what it reads there, and
 ends the process at the first unexpected line.
 """
 
@@ -61,7 +61,7 @@ class Setup:
     memory_mib: int
     cpu_seconds: int
     timeout_seconds: float
-    """Of one call."""
+    """Time limit of one call."""
     hook_seconds: float
     """Time limit of ``reset``, ``end_state`` and ``evaluate``."""
     programs: bool
@@ -146,7 +146,7 @@ class ToolServer:
         own = self._uid is not None or jail.mounts
         linux.limit(
             memory_mib=setup.memory_mib,
-            # In the host's own user namespace the limit counts everything else this user runs.
+            # In the host's own user namespace the limit also counts all other processes of this user.
             processes=_PROCESSES if own else _PROCESSES * 256,
             file_mib=jail.scratch_mib,
             cpu_seconds=setup.cpu_seconds,

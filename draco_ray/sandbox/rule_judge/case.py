@@ -29,7 +29,7 @@ class Finding:
 
 @lru_cache(maxsize=64)
 def case_of(run: Run, task: str) -> Case:
-    """The case of a run, read once for all rules."""
+    """The case of a run, cached so that all rules share it."""
     return Case(run, task)
 
 
@@ -63,7 +63,7 @@ class Case:
 
     @property
     def result_step(self) -> int:
-        """The step in which the result came about."""
+        """The step that produced the result."""
         return self.demanded[0].step if self.demanded else self.trace.last_data[0] or self.last_step
 
     @cached_property
@@ -77,7 +77,7 @@ class Case:
         return [self.trace.tests[index] for index in sorted(self.result.tests)]
 
     def steps_of(self, *operators: str) -> set[int]:
-        """Steps of the selecting operations behind the result that are one of these."""
+        """Steps of the selecting operations behind the result whose operator is one of ``operators``."""
         return {test.step for test in self.conditions if test.operator in operators}
 
     def omission(self, *words: str) -> tuple[int, ...]:
@@ -88,11 +88,11 @@ class Case:
         return (steps[0] if steps else self.last_step,)
 
     def passed(self, because: str, *steps: Steps) -> Finding:
-        """A pass, by default of the last step."""
+        """A pass; without ``steps`` it cites the last step."""
         return Finding(Verdict.PASS, self._citable(steps), because)
 
     def failed(self, because: str, *steps: Steps) -> Finding:
-        """A fail, by default of the last step."""
+        """A fail; without ``steps`` it cites the last step."""
         return Finding(Verdict.FAIL, self._citable(steps), because)
 
     def _citable(self, steps: Iterable[Steps]) -> tuple[int, ...]:

@@ -24,7 +24,7 @@ def _steps(found: Iterable[Call | Test]) -> set[int]:
 
 
 def judge_source(case: Case) -> Finding:
-    """The lists that the task names are the ones the result comes from."""
+    """The result comes from the lists that the task names."""
     if not case.demands.lists:
         return not_applicable("The task names no list that these rules know.")
     right: list[Call] = []
@@ -56,7 +56,7 @@ def _misread(case: Case, entry: NamedList, call: Call) -> bool:
 
 
 def judge_pages(case: Case) -> Finding:
-    """Every page of those lists is read."""
+    """Every page of the lists that the task needs is read."""
     wanted = {api for entry in case.demands.lists for api in entry.apis if api in PAGED}
     wanted |= {DONE_LISTS[call.api] for call in case.changes if call.api in DONE_LISTS}
     paged = [call for call in case.sources if call.api in PAGED]
@@ -74,7 +74,7 @@ def judge_pages(case: Case) -> Finding:
 
 
 def _is_short(case: Case, call: Call) -> bool:
-    """Whether the step printed nothing but a length less than a full page."""
+    """Whether the step printed only a number that is less than the length of a full page."""
     output = next((step.output or "" for step in case.run.steps if step.number == call.step), "")
     return output.strip() in map(str, range(1, _FULL_PAGE))
 
@@ -160,7 +160,7 @@ def _unselected(case: Case, words: str) -> Finding:
 
 
 def _is_stray(case: Case, test: Test) -> bool:
-    """Whether it compares data with a literal of which the task says nothing."""
+    """Whether ``test`` compares data with a literal that the task does not mention."""
     for data, value in ((test.left, test.right), (test.right, test.left)):
         if data.calls and not value.calls and not value.from_task and value.text and "account_name" not in test.source:
             known = value.text in {"0", "1", "True", "False"} or case.demands.mentions(value.text)
@@ -197,7 +197,7 @@ def judge_actions(case: Case) -> Finding:
 
 
 def judge_completion(case: Case) -> Finding:
-    """The task is closed once, after the work, with an answer exactly if one was asked for."""
+    """The task is closed once, after the work, with an answer if and only if the task asks for one."""
     if not case.completions:
         tried = {call.step for call in case.trace.calls if call.api == "complete_task"}
         because = "complete_task never succeeded; the run should have called it once the work was done."
@@ -216,7 +216,7 @@ def judge_completion(case: Case) -> Finding:
 
 
 def judge_outcome(case: Case) -> Finding:
-    """Nothing that is visible stands between the run and the requested result."""
+    """The run shows no fault that keeps it from the requested result."""
     findings = [part(case) for part in (judge_source, judge_pages, judge_selection, judge_actions, judge_completion)]
     for finding in findings:
         if finding.verdict is Verdict.FAIL:
@@ -269,8 +269,8 @@ def wrong_data(case: Case) -> tuple[int, ...]:
 
 
 def failing_steps(case: Case) -> set[int]:
-    """Steps to blame for errors. A missing variable is the fault of the failed step that should have set it, a refused
-    change of wrong items that of the step that chose them."""
+    """Steps to blame for errors: for a missing variable the failed step that should have set it, for a refused change
+    of wrong items the step that chose them."""
     failed, wrong = case.trace.failed, wrong_data(case)
     codes = {step.number: step.code for step in case.run.steps}
     blamed: set[int] = set()

@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 
 MAX_CHARACTERS = 2000
-"""Longer tasks are truncated: the patterns look far ahead."""
+"""Longer tasks are truncated, because the patterns look far ahead."""
 DATA: dict[str, Any] = yaml.safe_load((Path(__file__).parent / "rules.yaml").read_text("utf-8"))
 """The tables of ``rules.yaml``, which explains them."""
 
@@ -89,7 +89,7 @@ class Demands:
 
     @property
     def conditions(self) -> list[str]:
-        """The conditions of the selection in words; empty where everything in the list is meant."""
+        """The conditions of the selection in words; empty if the task is about everything in the list."""
         found = [*(limit.words for limit in self.limits), *(f'"{name}"' for name in self.names)]
         found += ["leave out what is done already"] if self.excludes_done else []
         return found + ([f"the {self.extreme} of the list"] if self.extreme else [])
@@ -136,7 +136,7 @@ def _lists(plain: str) -> tuple[NamedList, ...]:
     for entry in LISTS:
         if entry.words.search(left):
             left = entry.words.sub(" ", left)
-            # Once one of an app's lists is named, "playlists" names no other one.
+            # If the task names another list of the same app, "playlists" does not name a further one.
             if entry.name not in {"the playlists", "the transactions"} or all(e.app != entry.app for e in found):
                 found.append(entry)
     return tuple(found)

@@ -15,9 +15,9 @@ from draco_ray.records import Verdict
 from draco_ray.sandbox.rule_judge.reading import JudgePrompt, Run, read_prompt, reply
 
 Answer = Callable[[str], tuple[str | None, str]]
-"""A judge's prompt -> its phase (None: it is none) and the reply."""
+"""A prompt -> its phase (None: not a judge's prompt) and the reply."""
 ANSWERS = {"sandbox": "draco_ray.sandbox.rule_judge.answering:answer"}
-"""Rules that ship, as ``judge.rule_judge.use`` names them."""
+"""Built-in rules by their name in ``judge.rule_judge.use``."""
 
 
 class Noise(BaseModel):
@@ -30,9 +30,9 @@ class Noise(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     false_pass: float = Field(0.0, ge=0, le=1)
-    """Share of the verdicts FAIL that come out as PASS."""
+    """Share of FAIL verdicts that are turned into PASS."""
     false_fail: float = Field(0.0, ge=0, le=1)
-    """Share of the verdicts PASS that come out as FAIL."""
+    """Share of PASS verdicts that are turned into FAIL."""
     wrong_step: float = Field(0.0, ge=0, le=1)
     """Share of the cited steps that are replaced by another step of the rollout."""
     missed_criterion: float = Field(0.0, ge=0, le=1)
@@ -40,7 +40,7 @@ class Noise(BaseModel):
     seed: int = 0
 
     def blur(self, answer: Answer) -> Answer:
-        """``answer`` with that noise in its replies; what is no judge's prompt is answered as before."""
+        """``answer`` with this noise in its replies; replies to other than a judge's prompts are unchanged."""
 
         def noisy(prompt: str) -> tuple[str | None, str]:
             phase, text = answer(prompt)
@@ -57,7 +57,7 @@ class Noise(BaseModel):
         about = _fingerprint(read.runs[0]) if read.runs else read.task
         if read.phase in (Stage1.name, Stage2.name, Proposals.name):
             kept = [entry for entry in entries if self._draw("missed", about, entry["title"]) >= self.missed_criterion]
-            # Stage 1 owes a rubric.
+            # Stage 1 must propose at least one criterion.
             return kept or entries[:1] if read.phase == Stage1.name else kept
         titles = {rubric.index: rubric.title for rubric in read.rubrics}
         for entry in entries:
@@ -88,6 +88,6 @@ class Noise(BaseModel):
 
 
 def _fingerprint(run: Run) -> str:
-    """A digest of what a rollout did; how a prompt delimits it plays no part."""
+    """A digest of what a rollout did, independent of how a prompt delimits it."""
     parts = [part for step in run.steps for part in (step.code, step.output or "")]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()

@@ -20,13 +20,13 @@ class Rule(Protocol):
 
     @property
     def discovered(self) -> bool:
-        """Whether stage2 proposes it, when it sees a run fail it; its verdict does not depend on the task."""
+        """Whether stage2 proposes the rule when a run fails it; its verdict does not depend on the task."""
 
     def applies(self, task: str) -> bool:
-        """Whether stage1 proposes it for a task."""
+        """Whether stage1 proposes the rule for a task."""
 
     def criterion(self, task: str) -> dict[str, str]:
-        """Title, description and instruction for a task; for no text, in words that fit any task."""
+        """Title, description and instruction for a task; for an empty text, in words that fit any task."""
 
     def judge(self, run: Run, task: str) -> Finding:
         """The verdict on a run."""
@@ -36,11 +36,14 @@ class RuleJudge:
     """Answers a judge's prompts by rules."""
 
     def __init__(self, rules: Sequence[Rule], find: Callable[[Rubric], Rule | None]) -> None:
-        """Take the rules, strongest first, and what finds the rule for a criterion."""
+        """``rules``: strongest first; ``find`` returns the rule for a criterion."""
         self._rules, self._find = rules, find
 
     def __call__(self, prompt: str) -> tuple[str | None, str]:
-        """The phase of a prompt and the reply; no phase for a comparison of criteria, nor for any other (``OK``)."""
+        """The phase of a prompt, and the reply.
+
+        The phase is None for a comparison of criteria, and for any other text, which is answered with ``OK``.
+        """
         read = read_prompt(prompt)
         if read is None:
             lists = read_pairing(prompt)
@@ -72,9 +75,9 @@ class RuleJudge:
         return added
 
     def _merge(self, prompt: JudgePrompt) -> Entries:
-        """One criterion for each rule that tells the runs apart: at least one of them fails it.
+        """One criterion for each rule that at least one of the runs fails.
 
-        A prompt without runs merges the drafts of several tasks: every rule stays, in words that name no task.
+        A prompt without runs merges the drafts of several tasks: every rule is kept, in words that name no task.
         """
         candidates: dict[Rule | None, Rubric] = {}
         for rubric in prompt.rubrics:
@@ -116,7 +119,7 @@ class RuleJudge:
         ]
 
     def _findings(self, prompt: JudgePrompt) -> list[tuple[Rubric, Finding]]:
-        """What the rule of each criterion says; without a rule or a task, what the grader has noted."""
+        """The verdict on each criterion by its rule; if there is no usable rule, the grader's verdict."""
         run, found = prompt.runs[0], []
         for rubric in prompt.rubrics:
             rule = self._find(rubric)

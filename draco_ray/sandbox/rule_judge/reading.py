@@ -1,7 +1,7 @@
-"""What a judge prompt says, read back: the inverse of `draco_ray.judging.render`.
+"""Parses a judge prompt: the inverse of `draco_ray.judging.render`.
 
-Quoted text is found by the code of its evidence blocks, which nothing inside them knows. The same reading does for any
-prompt set, because the placeholders' formats are the same in all of them.
+Quoted text is found by the code of its evidence blocks, which the quoted text cannot know. The parser works for any
+prompt set, because all sets have the same formats for placeholders.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _TASK = re.compile(r"^.*?\btask(?: for you)?(?: is)?:[ ]*(.+?)(?=\n\s*\n|\Z)", r
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """One action, by code or by calls of tools, or a message, whose text is ``code``; ``number`` is 1-based."""
+    """One action (code or tool calls), or a message, whose text is in ``code``; ``number`` is 1-based."""
 
     number: int
     code: str
@@ -38,7 +38,7 @@ class Run:
 
     steps: tuple[Step, ...]
     ended: str = ""
-    """Why it ended (`draco_ray.records.EpisodeEnd`)."""
+    """Why the rollout ended (`draco_ray.records.EpisodeEnd`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,11 +59,11 @@ class JudgePrompt:
 
     phase: str
     task: str = ""
-    """The bare instruction; empty where the prompt does not show it."""
+    """The instruction alone; empty if the prompt does not show it."""
     runs: tuple[Run, ...] = ()
     """One run in stage2, score, verdicts and credit, the group's in proposals and union."""
     rubrics: tuple[Rubric, ...] = ()
-    """Existing ones in stage2 and proposals, candidates in union, the rubric in score, verdicts and credit."""
+    """Existing criteria in stage2 and proposals, candidates in union, the rubric in score, verdicts and credit."""
 
 
 def read_prompt(prompt: str) -> JudgePrompt | None:
@@ -126,7 +126,7 @@ def _task(quoted: Sequence[str], code: str) -> str:
 
 
 def _parts(heading: str, text: str) -> list[tuple[str, str, str]]:
-    """The two groups of every heading in the text, and what stands below it."""
+    """For every match of ``heading``: its two regex groups, and the text below it."""
     found = list(re.finditer(heading, text, re.MULTILINE))
     ends = [match.start() for match in found[1:]] + [len(text)]
     return [(match[1], match[2], text[match.end() : end]) for match, end in zip(found, ends, strict=False)]
@@ -167,9 +167,9 @@ def _conversation(text: str, code: str) -> Run:
 
 
 def _code(turn: str) -> str:
-    """What a turn executed: its code block, or all of a turn that called tools instead.
+    """What a turn executed: its code block, or the whole turn if it called tools instead.
 
-    A chat template may have opened the reasoning, which the turn then only closes.
+    The chat template may already open the reasoning, so that the turn has only the closing tag.
     """
     thinking = "</think>" in turn and "<think>" not in turn.partition("</think>")[0]
     code = extract_code(turn, thinking=thinking)

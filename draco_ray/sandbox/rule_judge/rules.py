@@ -1,4 +1,4 @@
-"""Every rule: the criterion that states it (``rules.yaml``), its check, and the tasks it is for."""
+"""All rules, each with its criterion (``rules.yaml``), its check, and the tasks it is for."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Rule:
     key: str
     check: Callable[[Case], Finding]
     about: Callable[[Demands], bool] | None
-    """Tasks for which stage1 proposes it; None leaves it to stage2, which proposes it when it sees a run fail it."""
+    """Tasks for which stage1 proposes the rule; None: stage2 proposes it when a run fails it."""
     title: str
     description: str
     evaluator_instruction: str
@@ -28,7 +28,7 @@ class Rule:
 
     @property
     def discovered(self) -> bool:
-        """Whether stage2 proposes it; its verdict does not depend on what the task says."""
+        """Whether stage2 proposes the rule; its verdict does not depend on the task's text."""
         return self.about is None
 
     def applies(self, task: str) -> bool:
@@ -40,7 +40,7 @@ class Rule:
         return self.check(case_of(run, task))
 
     def criterion(self, task: str) -> dict[str, str]:
-        """The rule's criterion for a task, as the prompts ask for it; for no text, one that fits any task."""
+        """The rule's criterion for a task, in the prompts' format; for an empty text, one that fits any task."""
         demands = read_demands(task)
         instruction = self.evaluator_instruction.format(
             lists=" and ".join(entry.name for entry in demands.lists) or "the list the task names",
@@ -68,7 +68,7 @@ _BY_TITLE = {rule.title.casefold(): rule for rule in RULES}
 
 @lru_cache(maxsize=4096)
 def find_rule(rubric: Rubric) -> Rule | None:
-    """The rule for anybody's criterion: by its title if it is one of ours, else the one with the most matching words.
+    """The rule for any criterion: by title if the title is one of ours, else the rule with the most matching words.
 
     A word in the title counts four times, one in the description twice. None if there are fewer than two points.
     """

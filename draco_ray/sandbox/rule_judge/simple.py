@@ -1,6 +1,6 @@
-"""A rule judge of your own in a few lines: criteria with a check each; the five phases follow from them.
+"""A rule judge of your own in a few lines: give criteria with a check each; the five phases follow from them.
 
-It stands in for a judge model where an environment is tried without one; `judge.rule_judge.use` names it.
+It stands in for a judge model when you try an environment without one. Name it in ``judge.rule_judge.use``.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from draco_ray.sandbox.rule_judge.reading import Run, Step
 
 
 class Steps(tuple[Step, ...]):
-    """The steps of a run, messages included, and in ``ended`` why it ended, such as ``finished`` or ``turn_limit``."""
+    """The steps of a run, messages included; ``ended`` is why the run ended, such as ``finished`` or ``turn_limit``."""
 
     ended: str = ""
 
 
 Check = Callable[[str, Steps], tuple[Verdict, Sequence[int]]]
-"""(the task's text, the steps of a run) -> verdict, and the numbers of the steps responsible; for a pass or a fail none
-stands for the last step."""
+"""(the task's text, the steps of a run) -> verdict, and the numbers of the responsible steps. For a pass or a fail, no
+numbers mean the last step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +44,7 @@ class SimpleRule:
         return {"title": self.title, "description": self.instruction, "evaluator_instruction": self.instruction}
 
     def judge(self, run: Run, task: str) -> Finding:
-        """What the check says; a run without steps fails."""
+        """The verdict of the check; a run without steps fails."""
         shown = Steps(run.steps)
         shown.ended = run.ended
         verdict, steps = self.check(task, shown) if run.steps else (Verdict.FAIL, ())
@@ -56,7 +56,7 @@ class SimpleRule:
 def rule_judge(rules: Sequence[SimpleRule]) -> RuleJudge:
     """A judge that proposes every rule, keeps those that some run fails, and verifies runs by the checks.
 
-    Returns: what answers a judge's prompt, for ``judge.rule_judge.use``.
+    Returns: the function that answers a judge's prompt, for ``judge.rule_judge.use``.
     """
     by_title = {rule.title: rule for rule in rules}
     return RuleJudge(rules, lambda rubric: by_title.get(rubric.title))

@@ -3,7 +3,7 @@
 The code is parsed, never executed. Statements are read in their order, and every variable has a `Value`: the calls and
 comparisons it depends on. So a rule can ask "does the answer come from the list that the task names?" instead of "does
 that list's name occur?", and a comment or an unused call proves nothing. Of a step that raised, only the statements
-before the failing line count. What this reading does not understand has an empty value.
+before the failing line count. An expression that this parser does not understand has an empty value.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from operator import or_
 from draco_ray.sandbox.rule_judge.reading import Step
 
 SUPPORT_APPS = frozenset({"supervisor", "api_docs"})
-"""Apps that tell about the task and the APIs; no task is about them."""
+"""Apps that describe the task and the APIs; no task is about these apps."""
 _READING = re.compile(r"^(?:show|search|get|login|logout|find|list|read)(?:_|$)|_exists$")
 _SECRET_APIS = frozenset({"login", "show_account_passwords", "show_payment_cards"})
 _FAILED = re.compile(
@@ -41,11 +41,11 @@ class Value:
     tests: frozenset[int] = frozenset()
     """Indices of the selecting operations that it depends on."""
     text: str | None = None
-    """The value itself, as text, where code and task alone determine it."""
+    """The value itself, as text, if code and task alone determine it."""
     from_task: bool = False
-    """Whether the task's text is a part of it."""
+    """Whether the value contains text of the task."""
     secret: bool = False
-    """Whether it is, or contains, a password or an access token."""
+    """Whether the value is, or contains, a password or an access token."""
 
     def __or__(self, other: Value) -> Value:
         secret, from_task = self.secret or other.secret, self.from_task or other.from_task
@@ -69,11 +69,11 @@ class Call:
     api: str
     arguments: dict[str, Value]
     subject: Value
-    """What it acts upon: its arguments but the token, what it is repeated over, the conditions around it."""
+    """What the call acts on: its arguments except the token, the items of loops and the conditions around it."""
     failed: bool
-    """Whether its statement raised, or comes after the one that did."""
+    """Whether its statement raised, or follows the one that did."""
     page_varies: bool
-    """Whether it asks for one page after the other."""
+    """Whether the call requests one page after another."""
 
     @property
     def name(self) -> str:
@@ -81,18 +81,18 @@ class Call:
         return f"{self.app}.{self.api}"
 
     def text(self, argument: str) -> str | None:
-        """The argument's value where it is a literal."""
+        """The argument's value if the code has it as a literal."""
         value = self.arguments.get(argument, EMPTY)
         return None if value.from_task else value.text
 
     @property
     def about_data(self) -> bool:
-        """Whether it is a call to an app that a task can be about, other than logging in."""
+        """Whether the call goes to an app that a task can be about, and is not a login."""
         return self.app not in SUPPORT_APPS and self.api != "login"
 
     @property
     def changes(self) -> bool:
-        """Whether it changes something in such an app."""
+        """Whether the call changes something in an app that a task can be about."""
         return self.about_data and _READING.search(self.api) is None
 
 
@@ -138,7 +138,7 @@ def failure(output: str | None) -> str | None:
 
 
 def trace(steps: Sequence[Step], task: str) -> Trace:
-    """Read the code of a run of this task, in the light of what it printed."""
+    """Trace the code of a run of this task; the outputs show which statements failed."""
     tracer = _Tracer(task)
     for step in steps:
         tracer.step(step)
@@ -155,7 +155,7 @@ class _Tracer:
         self._control = EMPTY
         """Conditions and loops around the current statement."""
         self._loops: list[bool] = []
-        """For each loop around it, whether it can have several rounds."""
+        """For each loop around the current statement, whether it can run more than once."""
 
     def step(self, step: Step) -> None:
         """Read one step."""
@@ -326,7 +326,7 @@ def _names(target: ast.AST) -> list[str]:
 
 
 def _repeats(body: Sequence[ast.stmt], iterator: ast.expr | None = None) -> bool:
-    """Whether a loop can have several rounds: not over ``range(1)``, and without an unconditional end."""
+    """Whether a loop can run more than once: not over ``range(1)``, and without an unconditional break or return."""
     once = iterator is not None and ast.unparse(iterator) == "range(1)"
     return not once and not any(isinstance(each, ast.Break | ast.Return) for each in body)
 

@@ -36,9 +36,9 @@ if TYPE_CHECKING:
     from draco_ray.sandbox.starter.train import Example
 
 RECIPE = "starter.json"
-"""Written last: a folder that holds it is complete, and its content tells whether it is up to date."""
+"""File written last: a folder with it is complete, and its content tells whether the folder is up to date."""
 PRESETS = {"standard": "sandbox", "hard": "sandbox-hard"}
-"""The configuration that each variety's starter policy is made for: its agent is the one that is demonstrated."""
+"""Variety of the world -> preset of its starter policy; the demonstrations use the agent of this preset."""
 PACKAGE = Path(__file__).resolve().parents[2]
 SOURCES = (
     "sandbox/starter",
@@ -62,14 +62,14 @@ def build_starter(
     variety: str | None = None,
     progress: bool = False,
 ) -> Path:
-    """Make the starter policy in ``out``, a Hugging Face model directory; at once if the same one is there already.
+    """Make the starter policy in ``out``, a Hugging Face model directory; returns at once if the same one is there.
 
     Args:
-        out: where it goes. An older starter policy in its place is replaced, anything else is refused.
+        out: folder to write. An older starter policy in its place is replaced, anything else is refused.
         world: a sandbox made by ``draco sandbox build``; only one split's tasks are demonstrated.
         seed: random seed of the faults, the initial weights and the order of training. Equal seeds, worlds and
             settings give equal weights on the same kind of machine.
-        settings: the recipe; None is the default one of the world's variety.
+        settings: the recipe; None: the default recipe for the world's variety.
         variety: required variety of the world; None accepts any.
         progress: print what is being done.
     Returns: ``out``.
@@ -109,7 +109,7 @@ def build_starter(
 
 
 def _sandbox(world: Path, variety: str | None) -> dict[str, Any]:
-    """The manifest of a sandbox of that variety, None for any. Raises: WorldError."""
+    """The manifest of a sandbox; ``variety``: the required one, None for any. Raises: WorldError."""
     manifest = read_manifest(world)
     build = f"run `draco sandbox build --out {world}{f' --variety {variety}' if variety else ''}` first"
     if manifest is None:

@@ -42,12 +42,12 @@ def draw(
 ) -> list[Demonstration]:
     """``variants`` scripts of every task, each with some of its family's faults.
 
-    Every fault is drawn on its own by systematic sampling, so each task has its rate of it up to one script. Were the
-    draws independent, a policy of this size would learn that some tasks are always left unfinished.
+    Each fault is drawn separately by systematic sampling, so that every task has it at its rate, up to one script. From
+    independent draws, a policy of this size would learn that some tasks are always left unfinished.
     """
     rng = random.Random(f"starter/{seed}")
     total = len(tasks) * variants
-    # In the order of the enumeration: a set's order is not reproducible.
+    # Draw in the order of the enumeration, because a set's order is not reproducible.
     drawn = {fault: _systematic(fault_rates.get(fault, 0.0), total, variants, rng) for fault in Fault}
     demonstrations = []
     for index in range(total):
@@ -59,7 +59,7 @@ def draw(
 
 
 def _systematic(rate: float, total: int, block: int, rng: random.Random) -> list[bool]:
-    """``total`` draws of which every ``block`` in a row hold ``rate`` of them, rounded up or down, at random places."""
+    """``total`` draws; a share ``rate`` of each ``block`` in a row is True, rounded up or down, at random places."""
     start = rng.random()
     draws = [math.floor((index + 1) * rate + start) > math.floor(index * rate + start) for index in range(total)]
     shuffled: list[bool] = []
@@ -84,7 +84,7 @@ def texts(demonstration: Demonstration, agent: AgentConfig, closing: str) -> lis
     """All text of a demonstration as the policy would read or write it, for the tokenizer to learn from."""
     prompt = [message.content for message in fill_agent_prompt(_template(agent), demonstration.task)]
     outputs = [cut_output(output, agent.max_output_characters) for output in demonstration.outputs]
-    # The template's own words are text to the tokenizer as well.
+    # The tokenizer also has to encode the chat template's own words.
     return [*prompt, *turn_texts(demonstration, closing), *outputs, "\n", "system\n", "user\n", "assistant\n"]
 
 
@@ -94,7 +94,7 @@ def reword(demonstration: Demonstration, rng: random.Random) -> Demonstration:
     Raises: ValueError if no wording of the family made the instruction.
     """
     for wording in demonstration.wordings:
-        # Placeholders become groups; everything else must stand there as it is.
+        # Placeholders become groups; everything else must match literally.
         pieces = re.split(r"\{(\w+)\}", wording)
         pattern = "".join(f"(?P<{piece}>.+?)" if at % 2 else re.escape(piece) for at, piece in enumerate(pieces))
         if match := re.fullmatch(pattern, demonstration.task.instruction):
@@ -106,7 +106,7 @@ def reword(demonstration: Demonstration, rng: random.Random) -> Demonstration:
 async def record(
     demonstration: Demonstration, tokenizer: Any, chat: ChatTokens, agent: AgentConfig, closing: str
 ) -> Trajectory:
-    """The trajectory the agent loop records when a policy says exactly this and AppWorld answers exactly that."""
+    """The trajectory that the agent loop records if policy and AppWorld write exactly the demonstration's texts."""
     lines = turn_texts(demonstration, closing)
     sampler = _Script([[*tokenizer.encode(line, add_special_tokens=False), chat.end_of_turn_id] for line in lines])
     request = RolloutRequest(task_id=demonstration.task.task_id, group="demonstrations", rollout=0, attempt=0, seed=0)
@@ -137,7 +137,7 @@ class _Script:
         )
 
     async def read_calls(self, text: str, tools: str, *, parser: str | None, thinking: bool) -> None:
-        """Nothing: the turns are code."""
+        """Return nothing, because the turns are code."""
 
 
 class _Recording:

@@ -1,4 +1,4 @@
-"""Everything that decides what the starter policy becomes: demonstrations, tokenizer, architecture, optimisation."""
+"""The settings that determine the starter policy: demonstrations, tokenizer, architecture, optimisation."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ FAULT_RATES = {
     Fault.REPEAT_FAILING_CALL: 0.15,
     Fault.CONTINUE_AFTER_COMPLETION: 0.2,
 }
-"""Without any fault in 43 % of the demonstrations' draws. What a transcript shows plainly (later pages skipped, no
-completion) is frequent, what only a close reader would notice (a wrong comparison) is rare."""
+"""At these rates, 43 % of the demonstrations' draws have no fault. Faults that a transcript shows plainly (later pages
+skipped, no completion) are frequent; those that only a close reader would notice (a wrong comparison) are rare."""
 
 HARD_FAULT_RATES = FAULT_RATES | {
     Fault.FIRST_PAGE_ONLY: 0.5,
@@ -27,16 +27,16 @@ HARD_FAULT_RATES = FAULT_RATES | {
     Fault.WRONG_FILTER: 0.2,
     Fault.NO_COMPLETION: 0.4,
 }
-"""Of the hard variety: a fifth of the draws is without any fatal fault."""
+"""Fault rates of the hard variety: a fifth of the draws have no fatal fault."""
 
 
 class StarterSettings(Tree):
-    """The starter policy's recipe. Together with the world and the seed it fixes the weights."""
+    """The starter policy's recipe. Recipe, world and seed together determine the weights."""
 
     split: str = "train"
-    """Split whose tasks, users and parameters are demonstrated; no other split is read. Each is asked for in every
-    wording its family has, those that only held-out splits use included: that stands in for the language a pretrained
-    model knows, of which two wordings teach a model of this size nothing."""
+    """Split whose tasks, users and parameters are demonstrated; no other split is read. Tasks are asked in all wordings
+    of their family, also those that only held-out splits use: this stands in for the language that a pretrained model
+    knows, because a model of this size learns none of it from two wordings."""
     variants: int = Field(4, ge=1)
     """Demonstrations a task, each with its own independent draw of faults."""
     fault_rates: dict[Fault, Annotated[float, Field(ge=0, le=1)]] = Field(default_factory=lambda: dict(FAULT_RATES))
@@ -51,12 +51,12 @@ class StarterSettings(Tree):
     heads: int = Field(4, ge=1)
     key_value_heads: int = Field(2, ge=1)
     head_dim: int = Field(32, ge=32)
-    """One that vLLM's CPU attention knows: 32, 64, 80, 96, 112, 128, ..."""
+    """A size that vLLM's CPU attention supports: 32, 64, 80, 96, 112, 128, ..."""
     positions: int = Field(4096, ge=128)
     """Longest sequence the model accepts, tokens."""
     epochs: int = Field(7, ge=1)
     learning_rate: float = Field(3e-3, gt=0)
-    """Peak; linear warm-up, then cosine to a tenth of it."""
+    """Peak value, after a linear warm-up and before a cosine decay to a tenth of it."""
     warmup_fraction: float = Field(0.05, ge=0, le=1)
     weight_decay: float = Field(0.01, ge=0)
     max_grad_norm: float = Field(1.0, gt=0)

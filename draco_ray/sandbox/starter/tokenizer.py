@@ -14,8 +14,9 @@ TURN_START = "<|im_start|>"
 TURN_END = "<|im_end|>"
 
 PIECES = r" ?[A-Za-z_]+(?:\.[A-Za-z_]+)*\(?|\d| ?[^\sA-Za-z_\d]+|\n[ ]*|\s+"
-"""Where merges must stop. A dotted call and its parenthesis are one piece, a line break and the indentation after it
-another, so frequent code costs few tokens; digits stay single, so numbers do not eat the vocabulary."""
+"""Pieces of text whose borders no merge crosses. A dotted call and its parenthesis are one piece, a line break and the
+indentation after it another, so frequent code costs few tokens; digits stay single, so numbers do not fill the
+vocabulary."""
 
 CHAT_TEMPLATE = (
     "{% if tools %}{{ '<|im_start|>tools' }}{% for tool in tools %}"
@@ -32,8 +33,8 @@ CHAT_TEMPLATE = (
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
-"""Qwen's turns, with calls of tools in JSON; of the tools only what tells them apart, since it
-knows them from demonstrations. The starter policy does not think, so an ``enable_thinking`` switch changes nothing."""
+"""Qwen's turns, with tool calls in JSON. A tool is listed by name and parameter names only, since the policy knows the
+tools from demonstrations. The starter policy does not think, so an ``enable_thinking`` switch changes nothing."""
 
 
 def train_tokenizer(texts: Iterable[str], vocabulary: int, positions: int) -> PreTrainedTokenizerFast:
@@ -43,7 +44,7 @@ def train_tokenizer(texts: Iterable[str], vocabulary: int, positions: int) -> Pr
         texts: what the policy will read and write, plain text; any other text still encodes, byte by byte.
         vocabulary: entries, the 256 bytes and three special tokens included.
         positions: tokens the model accepts, recorded in the tokenizer.
-    Returns: a tokenizer whose end-of-sequence token is the end of a turn. Same texts in the same order, same entries.
+    Returns: a tokenizer whose end-of-sequence token is the end of a turn. Equal texts in equal order, equal entries.
     """
     backend = Tokenizer(BPE())
     backend.pre_tokenizer = pre_tokenizers.Sequence(

@@ -64,9 +64,9 @@ def train(
 ) -> float:
     """Fit ``model`` in place to the examples of each epoch in turn.
 
-    The weights that compute follow float32 master copies, which take the updates, so nothing is lost to rounding. They
-    are bfloat16 where the CPU has instructions for it, which is about twice as fast as float32 there, and float32 where
-    it does not and PyTorch's bfloat16 takes ten times as long. Same model, examples, settings and seed give the same
+    The optimizer updates float32 master copies, so that no update is lost to rounding; the model's weights are copied
+    from them. The model computes in bfloat16 if the CPU has instructions for it (about twice as fast as float32), else
+    in float32 (PyTorch's bfloat16 would take ten times as long). Same model, examples, settings and seed give the same
     weights on the same kind of machine.
 
     Returns: the mean loss of the last epoch, nats per sampled token.
@@ -114,7 +114,7 @@ def train(
 def batches(examples: Sequence[Example], batch_tokens: int, order: np.random.Generator) -> list[list[int]]:
     """One epoch of batches of example indices, each at most ``batch_tokens`` tokens once padded (or one example).
 
-    Examples of like length go together, so little is padding; which ones and in which order is drawn from ``order``.
+    Examples of similar length share a batch, which limits padding; the grouping and the order are drawn from ``order``.
     """
     jitter = order.uniform(0.9, 1.1, len(examples))
     ascending = np.argsort([len(example.token_ids) for example in examples] * jitter, kind="stable")
@@ -131,7 +131,7 @@ def batches(examples: Sequence[Example], batch_tokens: int, order: np.random.Gen
 
 def _loss(model: Qwen3ForCausalLM, batch: Sequence[Example]) -> torch.Tensor:
     """Mean cross-entropy of the sampled tokens. Padding is on the right, where causal attention never sees it."""
-    # Few different lengths: for every new shape the kernels are compiled anew, and kept.
+    # Round up to have few different lengths: for every new shape kernels are compiled, and kept in memory.
     length = _round_up(max(len(example.token_ids) for example in batch), 64)
     token_ids = torch.zeros(len(batch), length, dtype=torch.long)
     target = torch.zeros(len(batch), length, dtype=torch.bool)
@@ -139,7 +139,7 @@ def _loss(model: Qwen3ForCausalLM, batch: Sequence[Example]) -> torch.Tensor:
         token_ids[row, : len(example.token_ids)] = torch.tensor(example.token_ids)
         target[row, : len(example.token_ids)] = torch.tensor(example.sampled)
     hidden = model.model(input_ids=token_ids, use_cache=False).last_hidden_state
-    # Logits only where the next token was sampled: a third of the positions or less.
+    # Compute logits only where the next token was sampled: a third of the positions or less.
     logits = model.lm_head(hidden[:, :-1][target[:, 1:]])
     return functional.cross_entropy(logits.float(), token_ids[:, 1:][target[:, 1:]])
 
@@ -157,7 +157,7 @@ def _round_up(value: int, multiple: int) -> int:
 
 @contextmanager
 def _reproducible(threads: int) -> Iterator[None]:
-    """Deterministic kernels on a fixed number of threads; the caller's settings come back afterwards."""
+    """Deterministic kernels on a fixed number of threads; the caller's settings are restored afterwards."""
     threads_before = torch.get_num_threads()
     deterministic_before = torch.are_deterministic_algorithms_enabled()
     torch.set_num_threads(threads)

@@ -1,7 +1,7 @@
 """Builds a sandbox: a complete AppWorld root, all or nothing.
 
-The API docs depend on AppWorld's version alone: they are made by a second process beside the databases and tasks, and
-taken from the world that is replaced where it has them.
+The API docs depend only on AppWorld's version. They are copied from the world that is replaced, if possible; otherwise
+a second process generates them while this one makes the databases and tasks.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def build(
     progress: Progress = print,
     variety: str = VARIETIES[0],
 ) -> dict[str, Any]:
-    """Make a sandbox in ``out`` and return its manifest; at once if it is there already.
+    """Make a sandbox in ``out`` and return its manifest; returns at once if the same sandbox is there already.
 
     Args:
         out: the AppWorld root to make. An older sandbox in its place is replaced, anything else is refused.
@@ -140,7 +140,7 @@ def _appworld() -> str:
 
 
 def _build_in(root: Path, wanted: dict[str, Any], docs: Path | None, progress: Progress) -> dict[str, Any]:
-    """Build a world in an empty folder; ``docs`` is where its API docs are already, if anywhere."""
+    """Build a world in a new folder; ``docs``: folder of existing API docs to copy, or None."""
     # Imported late: it needs AppWorld and takes seconds, an up-to-date sandbox needs neither.
     from draco_ray.sandbox.world.store import Store
 

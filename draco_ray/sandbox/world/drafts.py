@@ -1,7 +1,7 @@
 """Drafts of the families: a task's parameters, and its ground truth from the world's rows.
 
-A draft is None where its choice of parameters makes no good task: a fatal fault would do no harm, or nothing is to do.
-Families of the hard variety, at the end, have two or three apps a task, mostly two lists and two conditions.
+A draft is None if the chosen parameters make no good task: a fatal fault would do no harm, or there is nothing to do.
+Families of the hard variety, at the end, use two or three apps per task, and mostly two lists and two conditions.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def beyond_first_page(rows: Sequence[Row], keep: Callable[[Row], bool]) -> list[
 
 
 def past(rng: random.Random, least: int = 60, most: int = 420) -> datetime:
-    """A random midnight so many days ago."""
+    """A random midnight, at least ``least`` and less than ``most`` days ago."""
     return NOW.replace(hour=0) - timedelta(days=rng.randrange(least, most))
 
 
@@ -120,12 +120,12 @@ def new_file(person: Person, stem: str, content: str) -> tuple[Change, ...]:
 
 
 def denied(rows: list[Row]) -> tuple[Change, ...]:
-    """Payment requests that are denied."""
+    """The changes that deny these payment requests."""
     return (updated("venmo.PaymentRequest", "id", ((row["id"],) for row in rows), "denied_at updated_at"),)
 
 
 def liked(person: Person, rows: list[Row]) -> Draft:
-    """Likes of these payments, without parameters."""
+    """A draft that likes these payments, without parameters."""
     return Draft(
         changes=(added("venmo.TransactionLike", "user_id transaction_id", ((person.id, row["id"]) for row in rows)),),
         side_effects=(SideEffect("venmo.Transaction", touched=("like_count", "updated_at")),),
@@ -133,7 +133,7 @@ def liked(person: Person, rows: list[Row]) -> Draft:
 
 
 def starred(rows: list[Row]) -> tuple[Change, ...]:
-    """Email threads that are starred."""
+    """The changes that star these email threads."""
     return (updated("gmail.UserEmailThread", "id starred", ((row["id"], True) for row in rows), "starred updated_at"),)
 
 
@@ -181,7 +181,7 @@ def pin_tagged_notes(world: World, person: Person, rng: random.Random) -> Draft 
     """Pin the notes with a tag."""
     tag = rng.choice(WORDS["note_tags"])
     tagged = beyond_first_page(notes_of(world, person), lambda row: tag in row["tags"])
-    # Pinning a pinned note again changes its date, so both doing and leaving it would have to be right.
+    # Pinning a pinned note again changes its date, so the evaluation would have to accept both doing it and not.
     if not tagged or any(row["pinned"] for row in tagged):
         return None
     change = updated("simple_note.Note", "id pinned", ((row["id"], True) for row in tagged), "pinned updated_at")
@@ -384,7 +384,7 @@ def file_of_songs(world: World, person: Person, rng: random.Random) -> Draft | N
 
 
 def _requests(world: World, person: Person, rng: random.Random) -> tuple[Params, list[Row], list[Row]] | None:
-    """Parameters, the requests they choose and their senders as contacts; None where a fault would do no harm."""
+    """Parameters, the requests that they select, and the senders as contacts; None if a fault would do no harm."""
     relation, limit = rng.choice(CLOSE_RELATIONS), rng.randrange(20, 120, 5)
     contacts, pending = contacts_of(world, person), pending_requests(world, person)
 
@@ -397,7 +397,7 @@ def _requests(world: World, person: Person, rng: random.Random) -> tuple[Params,
     requests, senders = by(over, contacts)
     _, of_first_pages = by([row for row in over if row in pending[:PAGE_LIMIT]], contacts[:PAGE_LIMIT])
     _, of_smaller = by([row for row in pending if row["amount"] < limit], contacts)
-    # Both kinds there are, or to select by the amount would be no work.
+    # There must be smaller requests too, or the condition on the amount would select nothing.
     if senders in ([], of_first_pages, of_smaller) or not of_smaller:
         return None
     return {"relation": relation, "limit": limit}, requests, senders
@@ -439,7 +439,7 @@ def file_of_senders(world: World, person: Person, rng: random.Random) -> Draft |
 
 
 def _payments(world: World, person: Person, rng: random.Random) -> tuple[Params, list[Row]] | None:
-    """Parameters and the payments they choose; None where a fault would do no harm."""
+    """Parameters and the payments that they select; None if a fault would do no harm."""
 
     def total(rows: list[Row]) -> float:
         return sum(row["amount"] for row in rows)
@@ -504,7 +504,7 @@ def file_of_contacts(world: World, person: Person, rng: random.Random) -> Draft 
 
 
 def _born(world: World, person: Person, rng: random.Random) -> tuple[Params, list[Row]] | None:
-    """Parameters and the contacts they choose; None where a fault would do no harm."""
+    """Parameters and the contacts that they select; None if a fault would do no harm."""
     relation = rng.choice(CLOSE_RELATIONS)
     date = datetime(rng.randint(1960, 1990), rng.randint(1, 12), 1).date().isoformat()
     contacts = contacts_of(world, person)

@@ -98,7 +98,7 @@ def evaluation_data(draft: Draft) -> dict[str, Any]:
 
 
 def test_data(draft: Draft) -> list[dict[str, str]]:
-    """The requirements, each labelled by what doing nothing does to it."""
+    """The requirements, each labelled by whether it fails or passes if the agent does nothing."""
     fail, ok = "no_op_fail", "no_op_pass"
     labels = {ANSWER: fail, STATUS: fail, SCOPE: ok}
     for change in draft.changes:

@@ -4,9 +4,9 @@ Task drafts compute their ground truth from these rows, never by calling an API,
 solution cannot leak into its own evaluation. ``store`` turns the rows into AppWorld databases. Row ids are 1-based
 insertion order, which is also what SQLite assigns. A person has the same user id in every app.
 
-AppWorld's list APIs that do not sort return rows in the order SQLite finds them: by id, or by the unique key where one
-starts with the user. Such tables are filled in the order of that key, so that id order is API order everywhere and
-"the first page" of a table means the same here and there.
+AppWorld's list APIs that do not sort return rows in the order SQLite finds them: by id, or by a unique key that starts
+with the user. Tables with such a key are filled in its order, so that id order is API order everywhere and "the first
+page" of a table means the same here and in the API.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 WORDS: dict[str, list[str]] = tomllib.loads((Path(__file__).parent / "words.toml").read_text("utf-8"))
-"""What names and texts are drawn from."""
+"""Lists from which names and texts are drawn."""
 NOW = datetime(2023, 5, 18, 12, 0, 0)
 """The frozen date and time of every sandbox task."""
 
@@ -77,13 +77,13 @@ class World:
         return self.tables[table][row_id - 1]
 
     def where(self, table: str, **equal: Any) -> list[Row]:
-        """Rows whose fields equal the given values, one or more, in id order; they stay as they were added."""
+        """Rows whose fields equal the given values, in id order. The first given field must never change in a row."""
         (key, value), *others = equal.items()
         rows = self._by(table, key).get(value, ())
         return [row for row in rows if all(row[name] == other for name, other in others)]
 
     def _by(self, table: str, key: str) -> dict[Any, list[Row]]:
-        """A table's rows by a field's value: drafts of tasks ask for a person's rows thousands of times."""
+        """An index of a table's rows by a field's value, because task drafts look up rows thousands of times."""
         seen, found = self._found.get((table, key), (0, {}))
         rows = self.tables[table]
         for row in rows[seen:]:
@@ -97,14 +97,14 @@ class World:
 
 
 def populate(seed: int, users: int) -> World:
-    """Make a world of so many users. Equal arguments give equal worlds, on any machine.
+    """Make a world with ``users`` main users. Equal arguments give equal worlds, on any machine.
 
     Raises: ValueError if ``users`` is outside [MIN_USERS, MAX_USERS].
     """
     if not MIN_USERS <= users <= MAX_USERS:
         raise ValueError(f"--users is {users}, expected {MIN_USERS} to {MAX_USERS}")
     world = World()
-    # A stream per part: rows added to one app do not move those of another.
+    # One random stream per app, so that rows added to one app do not change another's.
     streams = {part: random.Random(f"sandbox/{seed}/{part}") for part in ("people", *APPS)}
     _add_people(world, users, streams["people"])
     _add_phone(world, streams["phone"])
@@ -225,7 +225,7 @@ def _add_phone(world: World, rng: random.Random) -> None:
 def _add_spotify(world: World, rng: random.Random) -> None:
     """Artists, albums and songs; playlists, libraries, likes and followings of every user.
 
-    What a user likes is in none of her playlists nor her library, so that the data sources of tasks differ.
+    Songs that a user likes are neither in the user's playlists nor library, so that the data sources of tasks differ.
     """
     for name in _products(WORDS["artist_first"], WORDS["artist_last"], rng)[:60]:
         world.add("spotify.Artist", name=name, genre=rng.choice(WORDS["genres"]), created_at=_moment(rng, 2000))
@@ -352,7 +352,7 @@ def _add_simple_note(world: World, rng: random.Random) -> None:
 
 
 def _add_todoist(world: World, rng: random.Random) -> None:
-    """Projects of their owner alone, with tasks that have due dates."""
+    """Projects without other collaborators, with tasks that have due dates."""
     for person in world.people:
         for name in rng.sample(WORDS["project_names"], rng.randint(8, 10)):
             moment = _moment(rng)

@@ -45,13 +45,13 @@ def plan(world: World, seed: int, limit: int | None = None, variety: str = VARIE
 
     Args:
         limit: maximum number of scenarios per split; None for a full world.
-        variety: whose families make the tasks.
+        variety: the variety whose families make the tasks.
     Raises: WorldError if a family finds too few users for a scenario.
     """
     users = users_of_splits(world.people)
     tasks: list[PlannedTask] = []
     for split in SPLITS:
-        # By name: neighbours differ in app and difficulty, so a limited world is still a mixed one.
+        # Sort by name: neighbours then differ in app and difficulty, so a limited world is still mixed.
         members = sorted(
             (f for f in families().values() if f.variety == variety and split in f.splits), key=lambda f: f.name
         )
@@ -79,7 +79,7 @@ def _scenario(
     rng = random.Random(name)
     wording = family.wordings[WORDINGS[split][repeat % len(WORDINGS[split])]]
     own = rng.sample(users[split], len(users[split]))
-    # Where too few of the split's own users make a good task, users of the training split are taken.
+    # If too few of the split's own users give a good task, users of the training split are used.
     spare = [person for person in rng.sample(users["train"], len(users["train"])) if person not in own]
     tasks: list[PlannedTask] = []
     draft_of = getattr(drafts, family.name)

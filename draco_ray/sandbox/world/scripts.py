@@ -21,7 +21,7 @@ from typing import Any
 
 SPLITS = ("train", "dev", "test_normal", "test_challenge")
 VARIETIES = ("standard", "hard")
-"""Kinds of world; each has families of its own over the same people and rows."""
+"""Kinds of world; each has its own task families over the same people and rows."""
 
 
 class Fault(StrEnum):
@@ -99,10 +99,10 @@ def fetch_cells(what: str, api: str, faults: Faults, extra: str = "", paged: boo
 
 @dataclass(frozen=True)
 class Change:
-    """The rows of one model a task must change, and no others of that model.
+    """The rows of one model that a task must change; it may change no other rows of that model.
 
-    Each row is the values of ``fields`` in the end state (for removed rows, the start state); a dotted field follows
-    a relation. ``updated`` rows are compared like the others, and only the fields in ``touched`` may differ in them.
+    Each row has the values of ``fields`` in the end state (for removed rows, the start state); a dotted field follows
+    a relation. ``updated`` rows are compared like the others, and only their fields in ``touched`` may differ.
     """
 
     model: str
@@ -134,7 +134,7 @@ class Draft:
 
 @dataclass(frozen=True)
 class Family:
-    """A kind of task: how it is said, and scripts that do it well or badly. A row of ``families.toml``."""
+    """A kind of task: its wordings, and scripts that do it correctly or with faults. A row of ``families.toml``."""
 
     name: str
     apps: tuple[str, ...]
@@ -144,7 +144,7 @@ class Family:
     fatal: Faults
     """The fatal faults the family has."""
     wordings: tuple[str, ...]
-    """Instruction templates, one a scenario: two for train, then dev, then test_normal."""
+    """Instruction templates, one per scenario: two for train, then dev, then test_normal."""
     steps: tuple[dict[str, Any], ...]
     """The cells between logging in and completing, with their variants for faults."""
     variety: str = "standard"
@@ -180,7 +180,7 @@ class Family:
             # Only the first list of a family is fetched with the failing call.
             repeats = faults - {Fault.REPEAT_FAILING_CALL}
         if Fault.NO_COMPLETION in faults:
-            # A cell, so that there is a step to blame: a turn without code is no step.
+            # Report in a cell, so that there is a step to blame: a turn without code is not a step.
             report = "print(answer)" if self.answers else 'print("Everything is done.")'
             return [*cells, cell("Report the result.", report)]
         answer = "answer" if self.answers else "None"

@@ -30,7 +30,7 @@ def write_api_docs(root: Path) -> None:
     """Write the documentation of all APIs, generated from the apps themselves, into an AppWorld root."""
     path_store.update_root(str(root))
     random.seed(0)  # AppWorld draws the docs' example values from the global generator
-    # Half of the time would go to checking what FastAPI makes of AppWorld's own code, the same for every world.
+    # Skip the validation of FastAPI's output: it takes half of the time, and the output is the same for every world.
     checker: Any = importlib.import_module("openapi_spec_validator")
     checker.validate_spec = lambda spec: None
     docs = ApiDocCollection.build(tuple(get_all_apps(skip_admin=True)))
@@ -62,7 +62,7 @@ class Store:
         return sum(len(rows) for rows in world.tables.values())
 
     def write_task(self, task: PlannedTask) -> None:
-        """One task folder: specs, database changes (the supervisor's rows), ground truth."""
+        """Write one task folder: specs, database changes (the supervisor's rows), ground truth."""
         folder = self.data / "tasks" / task.task_id
         (folder / "ground_truth").mkdir(parents=True)
         person = task.person
@@ -122,13 +122,13 @@ class Store:
         )
         folder.mkdir()
         models.SQLModel.db.save("changes", str(folder / "supervisor.jsonl"))
-        # An app without changes needs its file all the same, or the engine starts it from an empty database.
+        # An app without changes needs its file too, or the engine starts it from an empty database.
         for app in get_all_apps():
             if app != "supervisor":
                 (folder / f"{app}.jsonl").touch()
 
     def write_datasets(self, tasks: Iterable[PlannedTask], splits: Iterable[str]) -> None:
-        """One file of task ids a split."""
+        """Write one file of task ids per split."""
         folder = self.data / "datasets"
         folder.mkdir()
         tasks = list(tasks)
@@ -137,15 +137,15 @@ class Store:
             (folder / f"{split}.txt").write_text("".join(f"{task_id}\n" for task_id in ids))
 
     def write_version(self) -> None:
-        """The version file of AppWorld's data folder."""
+        """Write the version file of AppWorld's data folder."""
         (self.data / "version.txt").write_text(DB_VERSION + "\n")
 
 
 def _insert(model: Any, rows: list[dict[str, Any]]) -> None:
-    """Do to an empty table what ``create`` and ``save_all`` of AppWorld's models do, in a third of the time.
+    """Fill an empty table as ``create`` and ``save_all`` of AppWorld's models would, in a third of the time.
 
-    They validate every row twice, read it back twice, and look up each row that it refers to. What their hooks would
-    keep after a change (likes, search texts of others) is part of the rows already.
+    Those validate every row twice, read it back twice, and look up each row that it refers to. Their hooks would also
+    update values after a change (likes, search texts of other rows), which the rows already contain.
     """
     records = [model.validate(row) for row in rows]
     with Session(model.db.engine, autoflush=False, expire_on_commit=False) as session:

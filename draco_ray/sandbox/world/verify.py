@@ -25,7 +25,7 @@ from draco_ray.temp_dirs import PrivateTempDir
 
 LOADED = "draco_ray.sandbox.world.loaded"
 TASKS_A_WORKER = 10
-"""A process is replaced after so many tasks, because AppWorld leaves objects behind (`loaded`)."""
+"""A process is replaced after this many tasks, because AppWorld leaves objects behind (`loaded`)."""
 
 Progress = Callable[[str], None]
 
@@ -109,7 +109,7 @@ def table(checked: Iterable[Checked], entries: dict[str, dict[str, Any]]) -> lis
 
 def _start_worker(root: str, scratch: str) -> None:
     """Give this process an AppWorld root of its own whose data is the sandbox's."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle: it ends its workers
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C and ends its workers
     own = Path(scratch) / str(os.getpid())
     own.mkdir(parents=True)
     (own / "data").symlink_to(Path(root) / "data", target_is_directory=True)
@@ -143,7 +143,8 @@ class _Check:
         self.problems: list[str] = []
 
     def idle_and_reference(self) -> None:
-        """Doing nothing; then the reference: with a report for its completion, with it, and with a cell too many."""
+        """Check doing nothing, then the reference: with a report instead of its completion, complete, and with one more
+        cell."""
         *before, completion = self.family.script()
         after = self.family.script(frozenset({Fault.CONTINUE_AFTER_COMPLETION}))[-1]
         report = self.family.script(frozenset({Fault.NO_COMPLETION}))[-1]
