@@ -25,7 +25,7 @@ def read_lines(path: Path) -> list[Line]:
     """The lines of a ``judged.jsonl``, or of the one in a folder.
 
     Raises:
-        ConfigError: it cannot be read, or holds something else.
+        ConfigError: the file cannot be read, or has other content.
     """
     file = path / LINES if path.is_dir() else path
     try:

@@ -23,7 +23,7 @@ from draco_ray.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackagedModel:
-    """A model that a package of the Python package index holds."""
+    """A model whose weights are in a package of the Python package index."""
 
     requirement: str
     """Name and version of the package."""

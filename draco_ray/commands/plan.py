@@ -196,7 +196,7 @@ def engine_problem(config: DracoConfig, memory: EngineMemory, gpu_memory_gib: fl
 def room_problem(
     config: DracoConfig, shape: ModelShape, memory: EngineMemory, gpu: int, reserved: int, resting: int
 ) -> str | None:
-    """Why an engine does not fit into its GPU beside other processes, and what to change; None if it fits.
+    """Why an engine does not fit on a GPU that it shares with other processes, and what to change; None if it fits.
 
     Args:
         gpu: memory of the GPU, bytes.

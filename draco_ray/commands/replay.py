@@ -182,7 +182,7 @@ class _Replay:
         return self._written({"overlap": overlap, "comparisons": compared})
 
     def static(self, rubric: Sequence[Criterion], steps: Sequence[int]) -> list[Path]:
-        """The recorded rollouts scored against a static rubric, beside the run's own."""
+        """Score the recorded rollouts against a static rubric, and compare the rates with the run's own rubric."""
         scorer = self._config.model_copy(update={"score_votes": 1})
         self._console.print(f"recorded rollouts to {self._asked}")
         prompts = prompts_of(scorer)

@@ -105,7 +105,7 @@ async def run_program(
     until: asyncio.Future[None],
     lifeline: Path | None = None,
 ) -> Ran:
-    """Run a program in a process group of its own; all processes that it started have ended when this returns.
+    """Run a program in its own process group; when this returns, all processes that it started have ended.
 
     Args:
         folder: its working directory.

@@ -100,7 +100,7 @@ def write_back(judged: Annotated[Path, typer.Argument(metavar="DIR")], *, to: st
 
 
 def _recorded(paths: list[str], judge: str | None) -> str:
-    """The judge that answers from the recorded replies beside the traces. Raises: ConfigError: there are none."""
+    """The judge that answers from the replies recorded beside the traces. Raises: ConfigError: there are no replies."""
     folder = Path(paths[0]) / ".replies"
     if judge is not None:
         raise ConfigError(f"--judge {judge}: no effect with --replay, which takes recorded replies")

@@ -24,7 +24,7 @@ from draco_ray.temp_dirs import PrivateTempDir
 log = logging.getLogger(__name__)
 
 _SIGNALLED = 128
-"""Exit statuses from here on are signals, which say nothing about the isolation the host offers."""
+"""Exit statuses from this value on mean a signal, which does not tell whether the host offers the isolation level."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

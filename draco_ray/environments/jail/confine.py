@@ -182,7 +182,7 @@ def _leave_caretaker(spec: JailSpec) -> None:
         while os.read(watched, 4096):
             pass
         os.close(held_too)
-        # A living host process holds the lock too, and removes the folder itself.
+        # While the host process lives, it holds the lock too, and it removes the folder itself.
         remove_abandoned(root.parent)
     os._exit(0)
 

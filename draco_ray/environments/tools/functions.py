@@ -23,7 +23,7 @@ from pydantic import TypeAdapter, ValidationError, validate_call
 from pydantic_core import to_json
 
 HOOKS = {"reset": ("task",), "end_state": (), "evaluate": ("task", "state")}
-"""Functions of a tools file that are hooks and not tools, and their parameters."""
+"""Names of the hooks in a tools file, which are not tools -> their parameters."""
 _NOT_TOOLS = (*HOOKS, "tasks")
 MAX_STATE_BYTES = 16 << 20
 """Maximum size of the result of ``end_state`` as JSON."""

@@ -143,7 +143,7 @@ def _lines(path: Path) -> Iterable[tuple[str, Mapping[str, Any]]]:
 def _folders(path: Path) -> Iterable[tuple[str, Mapping[str, Any]]]:
     """Harbor's tasks, ``path`` itself or below: ``task.toml``, ``instruction.md``, ``environment/`` and ``tests/``.
 
-    Only the evaluator is told where the tests are; nobody is told the solution.
+    Only the evaluator gets the path of the tests; nothing reads the solution.
     """
     for told in sorted(path.rglob("task.toml")):
         folder = told.parent.resolve()

@@ -259,7 +259,7 @@ def judge_stop(case: Case) -> Finding:
     return case.passed("Nothing was executed after complete_task.", closed)
 
 
-# --- the first cause: a failure that only follows from an earlier mistake is blamed on that step ---
+# --- the first cause: if an earlier mistake led to a failure, the step of that mistake is blamed ---
 
 
 def wrong_data(case: Case) -> tuple[int, ...]:
@@ -286,5 +286,5 @@ def failing_steps(case: Case) -> set[int]:
 
 
 def causes(case: Case) -> tuple[int, ...]:
-    """Steps behind whatever is missing in the end; empty if neither data nor errors explain it."""
+    """Steps to blame for what the run did not achieve; empty if neither wrong data nor errors explain it."""
     return wrong_data(case) or tuple(sorted(failing_steps(case)))

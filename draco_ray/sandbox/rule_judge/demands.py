@@ -55,7 +55,7 @@ ACTIONS = tuple(Action(**row | {"words": _compiled(row["words"])}) for row in DA
 PAGED = frozenset(api for entry in LISTS if entry.paged for api in entry.apis)
 """APIs that return their list page by page."""
 DONE_LISTS = {"follow_artist": "show_following_artists", "like_song": "show_liked_songs"}
-"""An action -> the list of what it has been done to; doing it again fails."""
+"""API of an action -> API that lists the items on which the action was already done; repeating it on them fails."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +82,7 @@ class Demands:
     names: tuple[str, ...]
     """Texts that select something that exists: a playlist's title, a tag, a relationship."""
     excludes_done: bool
-    """Whether what is done already must be left out."""
+    """Whether items on which the action was already done must be left out."""
     extreme: str | None
     """``max`` or ``min``."""
     actions: tuple[Action, ...]

@@ -44,7 +44,7 @@ def generator_digest() -> str:
 
 
 def read_manifest(root: Path) -> dict[str, Any] | None:
-    """The manifest of a complete sandbox; None where there is none.
+    """The manifest of a complete sandbox; None if ``root`` has no manifest.
 
     Raises: WorldError if it cannot be read.
     """

@@ -16,7 +16,7 @@ from draco_ray.sandbox.world.population import NOW, PAGE_LIMIT, RELATIONS, WORDS
 from draco_ray.sandbox.world.scripts import Change, Draft, SideEffect
 
 CLOSE_RELATIONS = ("coworker", "sibling", "roommate")
-"""Relations that no other app has a notion of (Venmo has friends of its own)."""
+"""Relations that only the phone app knows (``friend`` is left out, because Venmo has its own friends)."""
 TEXTED = (SideEffect("phone.UserTextMessage", added=True),)
 FILED = (SideEffect("file_system.Directory", touched=("updated_at",)),)
 NOTIFIED = (SideEffect("venmo.Notification", added=True),)

@@ -1,4 +1,4 @@
-"""The sandbox's people and what they own, as plain rows: a function of the seed, without AppWorld.
+"""Generates the sandbox's people and their data as plain rows, from the seed and without AppWorld.
 
 Task drafts compute their ground truth from these rows, never by calling an API, so a wrong API idiom in a reference
 solution cannot leak into its own evaluation. ``store`` turns the rows into AppWorld databases. Row ids are 1-based

@@ -108,7 +108,7 @@ def table(checked: Iterable[Checked], entries: dict[str, dict[str, Any]]) -> lis
 
 
 def _start_worker(root: str, scratch: str) -> None:
-    """Give this process an AppWorld root of its own whose data is the sandbox's."""
+    """Give this process its own AppWorld root, linked to the sandbox's data."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C and ends its workers
     own = Path(scratch) / str(os.getpid())
     own.mkdir(parents=True)
