@@ -48,7 +48,7 @@ class PhaseEstimate:
 
     @property
     def budget(self) -> float | None:
-        """Smallest sufficient budget, in whole cents: the total cost plus the maximum cost of the last call."""
+        """Smallest sufficient budget, in whole cents: total cost plus the maximum cost of one call."""
         return None if self.dollars is None else math.ceil(100 * (self.dollars + self.largest)) / 100
 
     def __add__(self, other: PhaseEstimate) -> PhaseEstimate:

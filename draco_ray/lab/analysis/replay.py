@@ -1,4 +1,4 @@
-"""Judge agreement: archived scoring and credit prompts, sent verbatim to another judge (appendix "Self-judge").
+"""Judge agreement: send archived scoring and credit prompts verbatim to another judge (appendix "Self-judge").
 
 Each prompt is sent once, without retries. The reference is what the run used: the verdicts and citations in its tables.
 If a reply is unusable, all its criteria count as unanswered, which is a disagreement.

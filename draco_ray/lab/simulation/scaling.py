@@ -165,7 +165,7 @@ def throughput(run: RecordedRun, setting: Setting, speeds: Speeds, rollouts: int
     draws = np.random.default_rng((seed, rollouts)).integers(len(pool), size=count)
     minibatch = math.ceil(count / max(1, round(statistics.fmean(step.updates for step in run.steps))))
     steps = [[pool[index] for index in draws]] * (2 * ahead + 4)
-    # Leave out the first steps, which did not run ahead, and the last ones, beside which no other step runs.
+    # Leave out the first steps, of which no work was done ahead, and the last ones, beside which no later step runs.
     played = simulate(steps, speeds, replace(setting, minibatch=minibatch))[ahead + 1 : len(steps) - ahead]
     return 3600 * count * setting.group_size / statistics.fmean(step.seconds for step in played)
 
