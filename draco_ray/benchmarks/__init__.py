@@ -1,1 +1,1 @@
-"""Benchmarks with an evaluator and an environment of their own."""
+"""Benchmarks that bring their own evaluator and environment."""

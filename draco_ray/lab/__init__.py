@@ -1,2 +1,2 @@
-"""What reads runs and measures policies:
-evaluation, analysis, report, planning, rubric authoring. Training never imports it."""
+"""Tools that read runs and measure policies:
+evaluation, analysis, report, planning, rubric authoring. Training never imports them."""

@@ -1,9 +1,9 @@
-"""What `draco verify` does: a finished run computed again from what it has recorded.
+"""`draco verify`: recompute a finished run from its records.
 
-Digests are compared with the manifest. Then every step goes through the pipeline of training, with the recorded
-rollouts in the place of engines and environments and the recorded replies in the place of the judge, and what comes
-out is compared with the run's tables. Where the run was deterministic (``engine.deterministic``), its update is made
-again, too: sampled tokens are compared by their log-probs, adapters and optimizer byte by byte.
+File digests are compared with the manifest. Then every step runs through the training pipeline again. Recorded rollouts
+replace engines and environments, recorded replies replace the judge, and the results are compared with the run's
+tables. If the run was deterministic (``engine.deterministic``), its updates are recomputed, too: sampled tokens are
+compared by their log-probs, adapters and optimizer byte by byte.
 """
 
 from __future__ import annotations
@@ -65,21 +65,20 @@ COMPARED: tuple[tuple[str, tuple[str, ...], tuple[str, ...]], ...] = (
     ("advantages", ("rollout",), ()),
     ("groups", (), ()),
 )
-"""Tables in the order in which one follows from another, with the columns that tell their rows apart and those that are
-compared later."""
+"""(table, key columns, columns not compared yet), in order of dependency: each table follows from earlier ones."""
 DERIVED_METRICS = (
     *("reward", "pass_rate", "criteria", "surviving_criteria", "groups_with_signal", "groups_failed", "solved_tasks"),
     *("task_pass_rates", "rollouts", "sampled_tokens", "inert_share", "quality_spread", "credit_fallbacks"),
 )
-"""Metrics that follow from rollouts and replies."""
+"""Metrics that are computed from rollouts and judge replies alone."""
 UNRELATED_KEYS = ("train.steps", "train.epochs", "train.evaluate", "train.checkpoint_every", "data.eval")
 """Keys that may change between steps: what a step computes does not depend on them."""
 RATIO_SLACK = 1e-4
-"""Log-probs of a pass with and without gradients may differ by rounding, nats."""
+"""Allowed difference in nats between log-probs of a forward pass with and without gradients (rounding)."""
 LOCAL_KEYS = {"base_model_name_or_path", "sha256"}
-"""Keys of a checkpoint's JSON files that name the base model's folder, or depend on it."""
+"""Keys of a checkpoint's JSON files that contain the base model's folder or depend on it; not compared."""
 SHOWN = 80
-"""Characters of a value in a message."""
+"""Maximum number of characters of a value that a message shows."""
 
 
 class _NotAsked(DracoError):
@@ -90,14 +89,14 @@ def verify(directory: Path, *, model: Path | None, trust: bool, console: Console
     """Check a run's digests and compute it again, step by step, up to the first difference.
 
     Args:
-        directory: the run's.
-        model: the base model's directory; None: where the run had it.
-        trust: as of `load_config`.
-        console: takes a line a step.
+        directory: the run directory.
+        model: the base model's directory; None uses the path in the run's configuration.
+        trust: as in `load_config`.
+        console: receives one line per step.
 
     Raises:
-        ConfigError: the run cannot be computed again.
-        DamagedRun: the first difference.
+        ConfigError: the run cannot be recomputed.
+        DamagedRun: a difference was found; names the first one.
     """
     run, began = RunDirectory.open(directory.resolve()), time.monotonic()
     config = load_config(str(run.path), trust=trust)
@@ -122,12 +121,12 @@ def check_digests(run: RunDirectory, manifest: Mapping[str, Any], *, dropped: bo
     """Compare every file with the manifest.
 
     Args:
-        run: whose files.
-        manifest: of `read_manifest`.
-        dropped: whether the run removes checkpoints (``train.keep_last``).
+        run: the run directory.
+        manifest: from `read_manifest`.
+        dropped: whether the run deletes old checkpoints (``train.keep_last``).
 
     Raises:
-        DamagedRun: a file is missing, or has another digest; a row of metrics has another one.
+        DamagedRun: a file is missing, or the digest of a file or of a metrics row differs.
     """
     for name, digest in manifest["files"].items():
         path = run.path / name
@@ -179,7 +178,7 @@ async def _recompute(run: RunDirectory, config: DracoConfig, steps: Sequence[int
 
 
 class _Step:
-    """What a run recorded of one step, and the step computed again from it."""
+    """Records of one step of a run, from which the step is recomputed."""
 
     def __init__(self, run: RunDirectory, config: DracoConfig, step: int, judge: RecordedJudge | None) -> None:
         """
@@ -197,15 +196,15 @@ class _Step:
     async def recompute(
         self, tasks: Sequence[str], metrics: Mapping[str, Any]
     ) -> tuple[list[Group], list[list[TrainingSample] | None]]:
-        """Take the recorded rollouts through the pipeline.
+        """Run the recorded rollouts through the pipeline.
 
         Args:
-            tasks: of the step, in their order.
-            metrics: the step's line.
+            tasks: task ids of the step, in order.
+            metrics: the step's line in ``metrics.jsonl``.
 
-        Returns: the groups, and the training samples of each; None of one that failed.
+        Returns: the groups, and the training samples of each; None for a failed group.
         Raises:
-            DamagedRun: the first difference from what the run recorded.
+            DamagedRun: a result differs from the record; names the first difference.
         """
         if strange := sorted(self._recorded["groups"].keys() ^ set(tasks)):
             raise self._differs(f"task {strange[0]}: tasks.json and the seed give other tasks")
@@ -220,7 +219,7 @@ class _Step:
 
     async def _group(self, index: int, task_id: str) -> tuple[Group, list[TrainingSample] | None]:
         members = {each.rollout: each for each in self._played.get(task_id, [])}
-        # Without a rollout there is no prompt to ask stage1 about, and the group has failed.
+        # A group without any rollout has no prompt for stage1, and has failed.
         prompt = next((each.prompt for each in members.values()), ())
         group, problem = Group(step=self._step, index=index, task_id=task_id, prompt=prompt), None
         samples: Any = None
@@ -229,7 +228,7 @@ class _Step:
             try:
                 samples = await self._pipeline(members, store).run(group) if members else None
             except (_NotAsked, ValueError) as error:
-                # A ValueError: rows of a rollout contradict each other.
+                # ValueError means that rows of a rollout contradict each other.
                 problem = error
             await store.done()
             if members:
@@ -253,7 +252,7 @@ class _Step:
         )
 
     def _compare(self, again: RunDirectory, task_id: str, *, complete: bool) -> None:
-        """Compare a group's rows with recomputed ones; only with those where the group could not be completed."""
+        """Compare a group's rows with recomputed ones; for an incomplete group, only rows that were recomputed."""
         for table, keys, later in COMPARED:
             recomputed = _sorted(_by_task(again, table, self._step).get(task_id, []), keys)
             recorded = _sorted(self._recorded[table].get(task_id, []), keys)
@@ -289,7 +288,7 @@ def _sorted(rows: Sequence[Row], keys: Sequence[str]) -> list[Row]:
 
 
 def _equal(old: Any, new: Any, *, exact: bool = False) -> bool:
-    """Whether two values are the same, floats but for the last digits, in which processors differ, unless ``exact``."""
+    """Whether two values are equal. Unless ``exact``, floats may differ in the last digits, as processors do."""
     if isinstance(old, float) and new is None:
         return not math.isfinite(old)
     if isinstance(old, float) and isinstance(new, float) and not exact:
@@ -300,30 +299,30 @@ def _equal(old: Any, new: Any, *, exact: bool = False) -> bool:
 
 
 def _short(value: Any, other: Any) -> str:
-    """A value from shortly before the place where it differs from another one."""
+    """An excerpt of ``value`` that starts shortly before its first difference from ``other``."""
     text, other = (each if isinstance(each, str) else repr(each) for each in (value, other))
     first = max(0, _common(text, other) - SHOWN // 4)
     return f"{'…' * (first > 0)}{text[first : first + SHOWN]}{'…' * (first + SHOWN < len(text))}"
 
 
 def _common(text: str, other: str) -> int:
-    """Characters that two texts begin with alike."""
+    """Length of the common prefix of two texts, in characters."""
     pairs = enumerate(zip(text, other, strict=False))
     return next((at for at, (one, two) in pairs if one != two), min(len(text), len(other)))
 
 
 def _evaluation(row: Row) -> Evaluation:
-    """The environment's verdict, as far as rewards need it."""
+    """The recorded evaluation, with the fields that rewards need."""
     names = ("task_id", "success", "passed_tests", "total_tests", "reward")
     given = {name: row[name] for name in names} | {"failures": tuple(row["failures"] or ())}
     return Evaluation(**given, run=row["rollout"], turns=0, ended=EpisodeEnd.FINISHED)
 
 
 class LocalActor:
-    """Calls an actor's class in this process: ``remote`` returns futures of its results, and takes futures."""
+    """Runs an actor's class in this process: ``remote`` accepts futures as arguments and returns futures."""
 
     def __init__(self, target: Any, results: Mapping[str, int] | None = None) -> None:
-        """``results``: number of results of the methods that have several."""
+        """``results``: method name -> number of results, for methods that return several."""
         self._target, self._results = target, results or {}
         self._calls: list[asyncio.Future[Any]] = []
 
@@ -331,7 +330,7 @@ class LocalActor:
         return _Method(getattr(self._target, name), self._results.get(name, 1), self._calls)
 
     async def done(self) -> None:
-        """Wait for all calls. Raises: StoreError: one could not write; other errors reach whoever awaits a result."""
+        """Wait for all calls. Raises: StoreError: a write failed; other errors are raised where results are awaited."""
         for each in await asyncio.gather(*self._calls, return_exceptions=True):
             if isinstance(each, StoreError):
                 raise each
@@ -356,7 +355,7 @@ class _Method:
         given = [await each if isinstance(each, asyncio.Future) else each for each in given]
         if not asyncio.iscoroutinefunction(self._method):
             return self._method(*given)
-        # Its lists hold references, or numbers.
+        # List arguments of async methods contain references or numbers.
         return await self._method(*(list(map(_reference, each)) if isinstance(each, list) else each for each in given))
 
 
@@ -373,13 +372,13 @@ async def _nth(call: Awaitable[Sequence[Any]], index: int) -> Any:
 
 
 class PlayedRollouts:
-    """Recorded rollouts of one group in the place of a `RolloutPool`."""
+    """Stand-in for a `RolloutPool` that returns the recorded rollouts of one group."""
 
     def __init__(self, played: Mapping[int, Trajectory], outcomes: Mapping[tuple[str, int], Evaluated]) -> None:
         self._played, self._outcomes = played, outcomes
 
     async def run(self, task_id: str, group: str, rollout: int, *, step: int, priority: int) -> RolloutResult:
-        """The recorded rollout; lost where there is none."""
+        """The recorded rollout; if none is recorded, a lost one."""
         if (trajectory := self._played.get(rollout)) is None:
             return RolloutResult(member=None)
         given: dict[str, Any] = {"trajectory": trajectory, "evaluation": self._outcomes.get((task_id, rollout))}
@@ -387,10 +386,10 @@ class PlayedRollouts:
 
 
 class _Judges:
-    """The recorded judge in the place of a `JudgePool`, for one step."""
+    """Stand-in for a `JudgePool` that asks the recorded judge, for one step."""
 
     def __init__(self, judge: RecordedJudge | None, step: int) -> None:
-        """``judge``: None if no judge gives the reward."""
+        """``judge``: None if the reward does not come from a judge."""
         self._judge, self._step = judge, step
 
     async def ask(self, phase: Phase, context: CallContext, **given: Any) -> Judgement:
@@ -403,16 +402,16 @@ class _Judges:
 
 
 class RecordedJudge:
-    """The judge of a run, which answers from the run's archive of calls."""
+    """The judge of a run, which answers from the run's archived calls."""
 
     def __init__(self, run: RunDirectory, config: DracoConfig) -> None:
         """
         Args:
-            run: its directory.
-            config: the run's.
+            run: the run directory.
+            config: the run's configuration.
 
         Raises:
-            DamagedRun: the key of the judge's prompts is missing.
+            DamagedRun: the key file of the judge's prompts is missing.
         """
         cache = config.judge.cache or run.judge_cache
         if not (key := (config.judge.files or cache) / KEY_FILE).is_file():
@@ -420,10 +419,10 @@ class RecordedJudge:
         self._prompts = prompts_of(config.judge.model_copy(update={"cache": cache}))
         judge = config.judge
         if judge.rule_judge.start:
-            # A run gives its rule judge an endpoint when it starts.
+            # The run set the rule judge's endpoint at start; it is not in the recorded configuration.
             judge = judge.model_copy(update={"api_base": "http://127.0.0.1", "model": "openai/rule-judge"})
         self._run, self._config = run, judge
-        # How far prompts were cut is kept beside the replies. Opening the store would write to it.
+        # Prompt truncation lengths are stored with the replies. Open a copy: opening the store writes to it.
         scratch = PrivateTempDir()
         for path in cache.glob(f"{REPLIES}*"):
             shutil.copy(path, scratch.path)
@@ -450,13 +449,13 @@ class RecordedJudge:
 
 
 class _Replies:
-    """A `Completer` that answers from rows of ``judge_calls``, equal prompts in the order in which they were asked."""
+    """A `Completer` that answers from rows of ``judge_calls``; equal prompts are answered in recorded order."""
 
     def __init__(self, phase: str, rows: Sequence[Row]) -> None:
         self._phase, self._rows = phase, list(rows)
 
     async def __call__(self, request: Request) -> Completion:
-        """The recorded reply. Raises: _NotAsked: there is none to this prompt."""
+        """The recorded reply. Raises: _NotAsked: no reply to this prompt is recorded."""
         first, *rest = (message.content for message in request.messages)
         again = zip(rest[::2], rest[1::2], strict=True)
         prompt = first + "".join(f"\n\n[REPLY]\n{reply}\n\n[ASKED AGAIN]\n{asked}" for reply, asked in again)
@@ -471,14 +470,14 @@ class _Replies:
         return Completion(text=row["reply"], error=row["error"] if failed else None, **given)
 
     async def forget(self, request: Request) -> None:
-        """Nothing is kept."""
+        """Do nothing: no reply is kept."""
 
     async def check(self) -> None:
-        """It answers."""
+        """Do nothing: recorded replies are always available."""
 
 
 def _unlike(phase: str, prompt: str, recorded: Sequence[str]) -> str:
-    """How a prompt differs from the recorded one that is most like it."""
+    """Message that compares a prompt with the most similar recorded prompt."""
     if not recorded:
         return f"the run has no (further) reply to {phase}"
 
@@ -491,7 +490,7 @@ def _unlike(phase: str, prompt: str, recorded: Sequence[str]) -> str:
 
 
 class _Relearner:
-    """The learner of a deterministic run, from the untrained adapter on, compared after every step."""
+    """The learner of a deterministic run, retrained from the initial adapter and compared after every step."""
 
     def __init__(self, run: RunDirectory, config: DracoConfig) -> None:
         """
@@ -510,12 +509,12 @@ class _Relearner:
     def check_tokens(
         self, step: int, samples: Sequence[list[TrainingSample] | None], metrics: Mapping[str, Any]
     ) -> float:
-        """Compare the log-prob of every sampled token with what the engine recorded; returns the largest gap, nats.
+        """Compare the log-prob of every sampled token with the engine's; returns the largest gap in nats.
 
-        The run's metrics say how far the two were apart when it was trained.
+        The gap may be as large as during training, as recorded in the run's metrics.
 
         Raises:
-            DamagedRun: a token is further off.
+            DamagedRun: the gap of a token is larger.
         """
         low, high = (math.log(metrics.get(name) or 1.0) for name in ("engine_ratio_min", "engine_ratio_max"))
         largest = 0.0
@@ -540,10 +539,10 @@ class _Relearner:
                 yield sample, logprob_V - sample.logprob_T[sample.loss_mask_T]
 
     async def learn(self, step: int, samples: Sequence[list[TrainingSample] | None], metrics: Mapping[str, Any]) -> str:
-        """Make the step's update again; returns what was compared.
+        """Recompute the step's update; returns a description of what was compared.
 
         Raises:
-            DamagedRun: the gradient, or the step's checkpoint, is another one.
+            DamagedRun: the gradient or the step's checkpoint differs.
         """
         groups = [_resolved(group) for group in samples]
         update = await streamed_update(_LocalLearner(self._worker), groups, self._minibatch, in_order=True)
@@ -558,7 +557,7 @@ class _Relearner:
         return self._compare(step) if self._run.checkpoint(step).exists() else "gradients as recorded, no checkpoint"
 
     def _compare(self, step: int) -> str:
-        """Compare the step's checkpoint with the learner. Raises: DamagedRun: the first difference."""
+        """Compare the step's checkpoint with the learner. Raises: DamagedRun: they differ."""
         recorded = self._run.checkpoint(step)
         with PrivateTempDir() as scratch:
             made = scratch / recorded.name
@@ -575,7 +574,7 @@ class _Relearner:
 
 
 class _LocalLearner:
-    """A learner's worker of this process as a `GroupLearner`."""
+    """A `GroupLearner` that calls a learner worker in this process."""
 
     def __init__(self, worker: Any) -> None:
         self._worker = worker

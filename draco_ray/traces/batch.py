@@ -1,12 +1,12 @@
-"""The judge through its provider's batch API: half the price, within a day instead of at once.
+"""The judge through its provider's batch API: half the price, with replies within a day instead of immediately.
 
-`BatchClient` is `draco_ray.judging.client.LiteLLMClient` but for how a request travels: those that are asked within
-`QUIET_SECONDS` of each other go out as one batch, and each gets its reply when the batch has ended. Leases, budget,
-books and kept replies are the same. A batch is written down beside the replies when it is submitted, so whoever goes on
-after a kill waits for it instead of paying again.
+`BatchClient` differs from `draco_ray.judging.client.LiteLLMClient` only in how requests are sent: requests made within
+`QUIET_SECONDS` of each other are submitted as one batch, and each gets its reply when the batch has ended. Leases,
+budget, cost records and stored replies are the same. Submitted batches are recorded beside the replies, so that a
+process that continues after a kill waits for them instead of paying again.
 
-OpenAI's API (and servers that speak it) is reached through OpenAI's client; Anthropic's over HTTP, in LiteLLM's
-translation of requests and replies.
+OpenAI's API (and compatible servers) is called through OpenAI's client, Anthropic's over HTTP, with LiteLLM translating
+requests and replies.
 """
 
 from __future__ import annotations
@@ -36,34 +36,34 @@ if TYPE_CHECKING:
     from openai import AsyncOpenAI
 
 DISCOUNT = 0.5
-"""What both providers charge of their price."""
+"""Share of the normal price that both providers charge for batches."""
 QUIET_SECONDS = 3.0
 POLL_SECONDS = 20.0
 MOST_REQUESTS = 20_000
-"""Of one batch; OpenAI takes 50,000, and 200 MB."""
+"""Maximum number of requests in one batch; OpenAI accepts 50,000, and 200 MB."""
 DAY_SECONDS = 26 * 3600.0
 FILE = "batches.json"
 MANY = 10_000
-"""Requests under way at one time."""
+"""Maximum number of requests in flight."""
 
 Result = tuple[str, Any]
-"""``ok`` and the provider's reply; ``refused``, as the next one would be, or ``error``, and what it says."""
+"""(``ok``, the provider's reply), or ``refused`` (a retry would fail, too) or ``error``, with the message."""
 
 
 class BatchApi(Protocol):
-    """A provider's."""
+    """A provider's batch API."""
 
     async def submit(self, bodies: Mapping[str, dict[str, Any]]) -> str:
-        """Hand in requests by their ids; returns the batch's."""
+        """Submit requests (id -> body); returns the id of the batch."""
         ...
 
     async def results(self, batch: str) -> dict[str, Result] | None:
-        """Replies by the ids of requests; None while the batch is under way."""
+        """Request id -> reply; None while the batch is running."""
         ...
 
 
 class BatchClient(LiteLLMClient):
-    """Completes requests in batches; use it where a reply may take a day."""
+    """Completes requests in batches, for uses in which a reply may take a day."""
 
     def __init__(
         self,
@@ -76,25 +76,25 @@ class BatchClient(LiteLLMClient):
     ) -> None:
         """
         Args:
-            config: as of `LiteLLMClient`; its timeout and concurrency are a batch's own.
-            cache: where answers are kept, and which batches are under way.
-            leases: asked before each request.
-            quiet_seconds: without a new request, after which a batch goes out.
-            poll_seconds: between two looks at a batch.
+            config: as in `LiteLLMClient`; timeout and concurrency are replaced by values for batches.
+            cache: stores replies and the list of running batches.
+            leases: rate limiter, asked before each request.
+            quiet_seconds: submit a batch after so many seconds without a new request.
+            poll_seconds: seconds between two polls of a batch.
 
         Raises:
-            ConfigError: the provider has no batch API that is known.
+            ConfigError: no batch API of the provider is known.
         """
         waiting = config.model_copy(update={"request_timeout_seconds": DAY_SECONDS, "concurrency_per_worker": MANY})
         super().__init__(waiting, cache, leases=leases)
         self._endpoint = BatchEndpoint(waiting, quiet_seconds, poll_seconds)
 
     async def check(self) -> None:
-        """Whether there are a key and, under a budget, a price: an answer would take hours.
+        """Check for a key and, if there is a budget, a price; a test request would take hours.
 
         Raises:
-            JudgeUnavailable: no key.
-            ConfigError: a budget, and no price.
+            JudgeUnavailable: there is no key.
+            ConfigError: there is a budget, but no price.
         """
         self._endpoint.api_key()
         check_budget(self._config, self._config.model)
@@ -105,7 +105,7 @@ class BatchClient(LiteLLMClient):
         return None if price is None else _cheaper(price)
 
     def _configured_price(self) -> bool:
-        """LiteLLM's figure of a reply does not know that it came in a batch."""
+        """Use the discounted price if known, since LiteLLM's cost of a reply ignores the batch discount."""
         return self._price is not None
 
 
@@ -126,10 +126,10 @@ class BatchEndpoint(Endpoint):
         self._batches: dict[str, list[str]] = self._read()
 
     async def complete(self, request: Request, server: Server, max_tokens: int, timeout: float) -> Any:
-        """Put one request into a batch, or take the place it has in one that is under way, and wait for its reply.
+        """Add one request to the next batch, unless a running batch contains it already, and wait for its reply.
 
         Raises:
-            OpenAIError: the batch could not be handed in, or has no reply to this request.
+            OpenAIError: the batch could not be submitted, or has no reply to this request.
         """
         litellm = quiet_litellm()
         body = _body(litellm, self._config, request, max_tokens)
@@ -168,7 +168,7 @@ class BatchEndpoint(Endpoint):
     async def _submit(self, bodies: dict[str, dict[str, Any]]) -> None:
         try:
             batch = await self._api.submit(bodies)
-        except Exception as error:  # Of the provider, or the way there: every request of it has failed.
+        except Exception as error:  # An error of the provider or the network: every request of the batch has failed.
             self._fail(bodies, error)
             return
         self._batches[batch] = list(bodies)
@@ -188,7 +188,7 @@ class BatchEndpoint(Endpoint):
             try:
                 results = await self._api.results(batch)
                 failures = 0
-            except Exception as error:  # A look at it failed, which says nothing of the batch.
+            except Exception as error:  # A failed poll does not mean that the batch failed.
                 failures += 1
                 results = None
                 if failures >= self._config.max_attempts:
@@ -224,7 +224,7 @@ class BatchEndpoint(Endpoint):
 
 
 def _json_lines(content: bytes) -> list[Any]:
-    """The values of a file of JSON lines, whose texts may hold other ends of lines unescaped."""
+    """The values of JSON lines; split at ``\\n`` only, as texts may contain other line separators unescaped."""
     return [json.loads(line) for line in content.split(b"\n") if line.strip()]
 
 
@@ -238,7 +238,7 @@ def _cheaper(price: Price) -> Price:
 
 
 def _body(litellm: Any, config: JudgeConfig, request: Request, max_tokens: int) -> dict[str, Any]:
-    """A request in its provider's words."""
+    """The body of a request in its provider's format."""
     name, provider, _, _ = litellm.get_llm_provider(config.model, api_base=config.api_base)
     wanted = {
         "temperature": config.temperature,
@@ -273,7 +273,7 @@ def _api(config: JudgeConfig, key: Any) -> BatchApi:
 
 
 class OpenAIBatches:
-    """OpenAI's: a file of requests in, a file of replies out."""
+    """OpenAI's batch API: upload a file of requests, download a file of replies."""
 
     def __init__(self, litellm: Any, config: JudgeConfig, key: Any) -> None:
         self._litellm, self._base, self._key = litellm, config.api_base, key
@@ -301,7 +301,7 @@ class OpenAIBatches:
                 return None
             files = list(filter(None, [state.output_file_id, state.error_file_id]))
             if state.status == "completed" and not files:
-                # Its files come a moment later than its end; without them every request would be paid again.
+                # The files appear a moment after the batch has ended; without them every request would be paid again.
                 return None
             for file in files:
                 for entry in _json_lines((await client.files.content(file)).content):
@@ -309,7 +309,7 @@ class OpenAIBatches:
         return found
 
     def _client(self) -> AsyncOpenAI:
-        # LiteLLM's own form of these calls fetches the replies a second time, in the background, to price them.
+        # Do not use LiteLLM for these calls: it downloads the replies a second time, in the background, to price them.
         from openai import AsyncOpenAI
 
         return AsyncOpenAI(api_key=self._key(), base_url=self._base, max_retries=0)
@@ -323,7 +323,7 @@ class OpenAIBatches:
 
 
 class AnthropicBatches:
-    """Anthropic's Message Batches."""
+    """Anthropic's Message Batches API."""
 
     def __init__(self, config: JudgeConfig, key: Any) -> None:
         self._base = (config.api_base or "https://api.anthropic.com").rstrip("/").removesuffix("/v1")
@@ -340,7 +340,7 @@ class AnthropicBatches:
         state = (await self._ask("GET", f"{self._base}/v1/messages/batches/{batch}")).json()
         if state["processing_status"] != "ended":
             return None
-        # The address of its own, so that the key goes nowhere else.
+        # Build the URL here instead of using the reply's, so that the key is sent to no other host.
         reply = await self._ask("GET", f"{self._base}/v1/messages/batches/{batch}/results")
         return {entry["custom_id"]: self._result(entry["result"]) for entry in _json_lines(reply.content)}
 

@@ -1,7 +1,7 @@
 """Conversations reconstructed from single model calls, as request logs and spans record them.
 
-The input of a call is the history, its output the model's answer. A call continues the conversation whose last output
-its input repeats.
+The input of a call is the history, its output the model's answer. If the input repeats the last output of a
+conversation, the call continues this conversation.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ class ModelCall:
     inputs: list[Entry]
     outputs: list[Entry]
     names: tuple[str, ...] = ()
-    """Ids by which a later call may say that it follows this one."""
+    """Ids by which a later call may refer to this one as its predecessor."""
     follows: str = ""
-    """The id of the call that it continues, if the provider stores the history."""
+    """Id of the call that this one continues, if the provider stores the history."""
     sub_agent: bool = False
-    """Whether it was made by a sub-agent of the one that is judged."""
+    """Whether a sub-agent of the judged agent made the call."""
 
     @property
     def system(self) -> list[str]:
@@ -44,14 +44,14 @@ class Thread:
 
     entries: list[Entry] = field(default_factory=list)
     calls: list[int] = field(default_factory=list)
-    """Their places in the list of calls."""
+    """Indices into the list of calls."""
 
 
 def threads(calls: Sequence[ModelCall]) -> list[Thread]:
     """Assign each call to the conversation that it continues, or to a new one.
 
     Args:
-        calls: in the order of time.
+        calls: in chronological order.
     """
     found: list[Thread] = []
     ending: dict[object, list[Thread]] = {}
@@ -81,10 +81,10 @@ def threads(calls: Sequence[ModelCall]) -> list[Thread]:
 
 
 def main_conversation(calls: Sequence[ModelCall]) -> list[Entry]:
-    """The agent's conversation in the calls of one trace; other outputs become a `SIDE_CALL`.
+    """The agent's conversation in the calls of one trace; outputs of other calls become entries with role `SIDE_CALL`.
 
-    The longest conversation is the agent's. Later calls under the same system prompt belong to it although their
-    history was summarised. If no call repeats an earlier output, the provider kept the history: all calls belong to it.
+    The longest conversation is the agent's. Calls with the same system prompt belong to it even if their history was
+    summarised. If no call repeats an earlier output, the provider stored the history, and all calls belong to it.
     """
     agents = [call for call in calls if not call.sub_agent]
     found = threads(agents)
@@ -129,12 +129,12 @@ def _longest(found: Sequence[Thread]) -> Thread:
 
 
 def _continued(known: Sequence[Entry], inputs: Sequence[Entry]) -> tuple[int, int] | None:
-    """Number of entries in a row that the inputs share with the end of the known ones, and the index of the first new
-    one; None if the inputs do not repeat the last output."""
+    """Number of successive entries that the inputs share with the end of the known ones, and the index of the first new
+    input; None if the inputs do not repeat the last output."""
     known = _own_entries(known)
     last = next((place for place in range(len(known) - 1, -1, -1) if known[place].role == AGENT), None)
     if last is None:
-        # A state before the agent's first turn.
+        # The agent has not spoken yet.
         return (len(known), len(known)) if known and _equal(known, inputs) == len(known) else None
     for place in range(len(inputs) - 1, -1, -1):
         if _same(known[last], inputs[place]):
@@ -146,12 +146,12 @@ def _continued(known: Sequence[Entry], inputs: Sequence[Entry]) -> tuple[int, in
 
 
 def _own_entries(known: Sequence[Entry]) -> list[Entry]:
-    """The entries without those of side calls and sub-agents, which no request of the agent repeats."""
+    """The entries without side calls and sub-agents, which the agent's requests do not repeat."""
     return [entry for entry in known if not entry.role.startswith((SIDE_CALL, SUB_AGENT))]
 
 
 def _equal(known: Sequence[Entry], inputs: Sequence[Entry]) -> int:
-    """The number of entries at the beginning that are the same."""
+    """Number of equal entries at the beginning of both."""
     pairs = zip(known, inputs, strict=False)
     return next((n for n, (one, other) in enumerate(pairs) if not _same(one, other)), min(len(known), len(inputs)))
 
@@ -163,6 +163,6 @@ def _same(one: Entry, other: Entry) -> bool:
 
 
 def _key(entry: Entry) -> object:
-    """Identity of a repeated turn of the agent: its calls, else its text without reasoning, which is often not sent
-    back."""
+    """Key to recognize a repeated turn of the agent: its calls, or else its text without reasoning, which requests
+    often omit."""
     return tuple(map(str, entry.calls)) or _THOUGHT.sub("", entry.text).strip()

@@ -1,7 +1,7 @@
 """A conversation as prompt, steps and gaps.
 
-Everything before the agent's first turn is its prompt. Each of its turns is a step, with the output as observation,
-unless it is empty or only reasoning. Turns of others are gaps, shown with the speaker.
+Everything before the agent's first turn is the prompt. Each turn of the agent is a step, with the output as
+observation, unless the turn is empty or only reasoning. Turns of other speakers are gaps, shown with the speaker.
 """
 
 from __future__ import annotations
@@ -66,13 +66,13 @@ def assemble(
     tools: Sequence[str] = (),
     code: re.Pattern[str] | None = CODE,
 ) -> tuple[tuple[Message, ...], tuple[TraceTurn, ...], tuple[str, ...], str]:
-    """Prompt, turns, notes, and the task in words (empty where the trace does not say) of a conversation.
+    """Prompt, turns, notes, and task text (empty if the trace does not state it) of a conversation.
 
     Args:
-        entries: in order.
+        entries: entries of the conversation, in order.
         instruction: the agent's task, if the conversation before its first turn does not contain it.
         tools: the agent's tools, one text each.
-        code: matches the code in a turn without tool calls, in its first group; None: no turn runs code.
+        code: pattern whose first group is the code in a turn without tool calls; None: no turn runs code.
     """
     first = next((index for index, entry in enumerate(entries) if entry.role == AGENT), len(entries))
     prompt = [Message(role=role_name(entry.role), content=entry.text) for entry in entries[:first] if entry.text]
@@ -106,7 +106,7 @@ def _add(turns: list[_Turn], entry: Entry, code: re.Pattern[str] | None, notes: 
         turns.append(_Turn("tool", entry.text, None))
     elif entry.role != AGENT:
         if last is not None and last.code is not None and not last.results:
-            # The output of a code agent's environment has the role of the user.
+            # In code agents, the environment's output has the role user.
             last.results[0] = entry.text
         elif entry.text or entry.calls:
             said = "\n".join([*filter(None, [entry.text]), *map(str, entry.calls)])
@@ -122,8 +122,8 @@ def _add(turns: list[_Turn], entry: Entry, code: re.Pattern[str] | None, notes: 
 
 
 def _matches(result: Entry) -> Iterator[tuple[Callable[[Call], bool], Callable[[list[_Turn]], Iterable[_Turn]]]]:
-    """Ways to find the call of a result, best first, and the order in which to search the turns: by its id, else by its
-    name, else the earliest open call of the latest turn with one. If both have an id, only the id counts."""
+    """Ways to find the call of a result, best first, each with the order in which to search the turns: by id, by name,
+    or the earliest open call of the latest turn that has one. If both have an id, only the id counts."""
 
     def latest_first(turns: list[_Turn]) -> Iterable[_Turn]:
         return reversed(turns)
@@ -136,18 +136,18 @@ def _matches(result: Entry) -> Iterator[tuple[Callable[[Call], bool], Callable[[
 
 
 def _one_turn(last: _Turn, entry: Entry) -> bool:
-    """Whether an item continues the turn before it: reasoning, then text, then calls."""
+    """Whether an item continues the previous turn; the order within a turn is reasoning, text, calls."""
     known = entry.item and (last.item or bool(entry.calls))
     return known and not last.results and last.code is None and bool(entry.calls or not last.calls)
 
 
 def role_name(role: str) -> str:
-    """A role as it may appear in a heading: letters, digits and few other characters."""
+    """A role in a form that is safe in a heading: letters, digits and few other characters."""
     return re.sub(r"[^\w .'-]+", " ", role.strip())[:40].strip() or "somebody"
 
 
 def tool_texts(tools: object) -> tuple[str, ...]:
-    """The declared tools as text: name, description, parameters; in any dialect."""
+    """The declared tools, in any dialect, as text: name, description, parameters."""
     tools = decoded(tools)
     if not isinstance(tools, Iterable) or isinstance(tools, str | Mapping):
         return ()

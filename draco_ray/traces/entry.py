@@ -1,4 +1,4 @@
-"""The common form of a conversation: a list of entries, whatever format they were read from."""
+"""The common form of a conversation: a list of entries, independent of the source format."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class BadTrace(ValueError):
 
 
 UNREADABLE = (BadTrace, KeyError, TypeError, ValueError, AttributeError, IndexError, RecursionError)
-"""What a reader may raise for a record that does not fit its format."""
+"""Exceptions that a reader may raise for a record that does not fit its format."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +38,7 @@ class Call:
     call_id: str = ""
 
     def __str__(self) -> str:
-        """The call as the judge sees it: ``search({"from": "JFK"})``; text of several lines keeps its lines."""
+        """The call as the judge sees it: ``search({"from": "JFK"})``; multi-line text keeps its line breaks."""
         arguments = self.arguments
         if isinstance(arguments, str):
             try:
@@ -55,15 +55,15 @@ class Entry:
     """One event of a conversation."""
 
     role: str
-    """``assistant`` is the agent; ``tool`` a result; anything else another speaker."""
+    """``assistant`` for the agent, ``tool`` for a result; anything else is another speaker."""
     text: str = ""
     calls: tuple[Call, ...] = ()
     code: str | None = None
     """Code that the agent ran in this turn, if its format says so."""
     call_id: str = ""
-    """For a result: id of its call; empty where the trace does not say."""
+    """For a result: id of its call; empty if the trace does not state it."""
     name: str = ""
-    """For a result: name of the tool; empty where the trace does not say."""
+    """For a result: name of the tool; empty if the trace does not state it."""
     tokens: int | None = None
     item: bool = False
     """Whether the format may spread a turn over several entries, such as the items of the Responses API."""
@@ -100,14 +100,14 @@ def without_encoded(value: object) -> object:
 
 
 def size(base64: str) -> str:
-    """The size of base64 text once it is decoded."""
+    """The decoded size of base64 text, in words."""
     count = len(base64) * 3 // 4
     units = ((1e6, "MB", ".1f"), (1e3, "kB", ".0f"))
     return next((f"{count / unit:{form}} {name}" for unit, name, form in units if count >= unit), f"{count} bytes")
 
 
 def decoded(value: Any, starts: str = "[{") -> Any:
-    """The value of JSON text that begins with one of these characters; anything else as it is."""
+    """Decode JSON text that begins with one of the characters ``starts``; return anything else unchanged."""
     if not isinstance(value, str) or value[:1] not in tuple(starts):
         return value
     try:
@@ -117,17 +117,17 @@ def decoded(value: Any, starts: str = "[{") -> Any:
 
 
 def text_of(holder: Mapping[str, Any], *names: str) -> str:
-    """The first of these fields that holds text; empty: none does."""
+    """Text of the first of these fields that has text; empty if none has."""
     return next((clean(holder[name]) for name in names if isinstance(holder.get(name), str) and holder[name]), "")
 
 
 def first_of(holder: Mapping[str, Any], *names: str) -> Any:
-    """The first of these fields that holds anything; None: none does."""
+    """Value of the first of these fields that is not None; None if there is no such field."""
     return next((holder[name] for name in names if holder.get(name) is not None), None)
 
 
 def object_of(holder: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """The object in a field; an empty one where there is none."""
+    """The object in a field; an empty object if the field has none."""
     value = holder.get(name)
     return value if isinstance(value, Mapping) else {}
 

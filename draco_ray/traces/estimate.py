@@ -1,7 +1,7 @@
 """Estimated cost of judging, from the lengths of the traces: calls, tokens and dollars by phase.
 
-Input is counted at `CHARACTERS_PER_TOKEN`; replies as judges have written them for AppWorld's tasks (`REPLY_TOKENS`,
-and `CRITERION_TOKENS` per criterion), with `CRITERIA` criteria in a rubric. Prompt caching and retries are not counted.
+Input is estimated at `CHARACTERS_PER_TOKEN`. Reply lengths are those of judges on AppWorld's tasks (`REPLY_TOKENS`,
+and `CRITERION_TOKENS` per criterion), with `CRITERIA` criteria in a rubric. Prompt caching and retries are ignored.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ CHARACTERS_PER_TOKEN = 4
 CRITERIA = 10
 CRITERION_TOKENS = 150
 VERDICT_TOKENS = 30
-"""Tokens of one verdict without its reasons."""
+"""Tokens of one verdict without evidence and justification."""
 REPLY_TOKENS = {
     Stage1.name: 2000,
     Stage2.name: 800,
@@ -42,13 +42,13 @@ class PhaseEstimate:
     input_tokens: int = 0
     output_tokens: int = 0
     dollars: float | None = None
-    """None where no price is known."""
+    """None if no price is known."""
     largest: float = 0.0
     """Maximum cost of one call in dollars, at one token per character and with the longest reply."""
 
     @property
     def budget(self) -> float | None:
-        """Smallest sufficient budget, in whole cents: the last call must fit beside the cost of all others."""
+        """Smallest sufficient budget, in whole cents: total cost plus the maximum cost of one call."""
         return None if self.dollars is None else math.ceil(100 * (self.dollars + self.largest)) / 100
 
     def __add__(self, other: PhaseEstimate) -> PhaseEstimate:

@@ -1,6 +1,6 @@
-"""Records in files: which files of the given paths are read, and the records of each, one at a time.
+"""Records in files: finds the files to read in the given paths, and reads their records one at a time.
 
-A JSON Lines file is read a line at a time; a JSON document is in memory while its own traces are read.
+A JSON Lines file is read one line at a time; a JSON document stays in memory while its traces are read.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ INSPECT = (".eval",)
 PACKED = (".parquet", ".zip")
 COMPRESSED = (".gz", ".zst")
 MAGIC = {b"PAR1": ".parquet", b"PK\x03\x04": ".zip", b"\x1f\x8b": ".gz", b"\x28\xb5\x2f\xfd": ".zst"}
-"""First bytes of files of these kinds, whatever their names."""
+"""First bytes of a file -> its kind, independent of its name."""
 MAX_LINE, MAX_DOCUMENT = 2**28, 2**30
 """Maximum length of a line, and of a document, in bytes."""
 MAX_RATIO, FREE = 300, 2**26
@@ -51,7 +51,7 @@ class Found:
 def trace_files(paths: Sequence[Path], other: Counter[str] | None = None) -> list[Path]:
     """The files and run directories of the paths, sorted by name.
 
-    ``other`` counts the files in folders that are not read, by suffix.
+    ``other`` counts files in folders that are not read, by suffix.
 
     Raises:
         TraceError: a path does not exist.
@@ -63,18 +63,18 @@ def trace_files(paths: Sequence[Path], other: Counter[str] | None = None) -> lis
         if not path.is_dir() and not path.is_file():
             raise TraceError(f"{path}: neither a file nor a folder; write what it gives to a file first")
         found += [path] if is_run(path) or not path.is_dir() else _below(path, Counter() if other is None else other)
-    # Skip links to another one of them (latest.jsonl).
+    # Skip links to another file of the list (latest.jsonl).
     return list({path.resolve(): path for path in reversed(found)}.values())[::-1]
 
 
 def is_run(path: Path) -> bool:
-    """Whether it is a run directory of ours."""
+    """Whether the path is a draco-ray run directory."""
     return path.is_dir() and (path / "config.yaml").is_file() and (path / "tables").is_dir()
 
 
 def _below(folder: Path, other: Counter[str]) -> list[Path]:
     if is_run(folder):
-        # Results of an earlier judging beside the traces are read only if they are named.
+        # A run directory with results of earlier judging is read only if it is named explicitly.
         return [] if (folder / INDEX).is_file() else [folder]
     found: list[Path] = []
     # The simulations of τ-bench's directory format are read with the results.json beside them.
@@ -92,7 +92,7 @@ def _below(folder: Path, other: Counter[str]) -> list[Path]:
 
 
 def suffix(path: Path) -> str:
-    """The suffix of the name, without ``.gz`` and ``.zst``."""
+    """The suffix of the file name, ignoring ``.gz`` and ``.zst``."""
     name = path.name.casefold()
     return Path(next((name.removesuffix(each) for each in COMPRESSED if name.endswith(each)), name)).suffix
 
@@ -101,7 +101,7 @@ def records(path: Path, inside: str | None = None) -> Iterator[Found]:
     """The records of a file: one per line, or those of a JSON document.
 
     Args:
-        inside: dotted path to the records of a document; None: the document is one, or a list of them.
+        inside: dotted path to the records of a document; None: the document is a record or a list of records.
     """
     try:
         kind_ = packing(path)
@@ -144,7 +144,7 @@ class _Bounded:
         self._read = 0
 
     def line(self) -> bytes:
-        """The next line; empty: there is none."""
+        """The next line; empty at the end."""
         return self._checked(self._file.readline(min(MAX_LINE, self._limit) + 1), MAX_LINE, "a line")
 
     def rest(self) -> bytes:
@@ -222,7 +222,7 @@ def _line(line: bytes, where: str) -> Iterator[Found]:
 
 
 def _chatml(content: bytes, where: str) -> Iterator[Found]:
-    """The conversation of a text that a chat template printed."""
+    """The conversation in a text rendered by a chat template."""
     text = content.decode("utf-8", "replace")
     messages = templated(text)
     if messages:
@@ -258,7 +258,7 @@ def _document(content: bytes, where: str, inside: str | None) -> Iterator[Found]
 
 
 def _values(where: str, content: bytes, problem: BadTrace) -> Iterator[Found]:
-    """The readable values of a document that is not valid JSON, and then the problem, if there is one.
+    """The readable values of a document that is not valid JSON, followed by the problem if something is unreadable.
 
     These are concatenated values, or the values of a truncated list.
     """
@@ -290,7 +290,7 @@ _BETWEEN = re.compile(r"[\s,]*")
 
 
 def _several(document: Any, where: str) -> Iterator[Found]:
-    """The records of a list, or of the list in an object of an unknown format; else the document is one record."""
+    """The records of a list, or of a list within an object of unknown format; otherwise the document is one record."""
     from draco_ray.traces.readers import recognised
 
     known = recognised(document) is not None
@@ -311,7 +311,7 @@ def loads(content: bytes) -> Any:
     """JSON in UTF-8.
 
     Raises:
-        BadTrace: it is none; the message says where.
+        BadTrace: the content is not valid JSON; the message names the position.
     """
     try:
         return json.loads(content.decode("utf-8-sig"))
@@ -330,7 +330,7 @@ def _not_json(error: ValueError | RecursionError) -> BadTrace:
 
 
 def _inspect(path: Path) -> Iterator[Found]:
-    """The samples of a ``.eval`` file, one at a time, by Inspect's own reader."""
+    """The samples of a ``.eval`` file, read one at a time by Inspect's own reader."""
     if importlib.util.find_spec("inspect_ai") is None:
         yield Found(
             str(path),

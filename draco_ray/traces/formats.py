@@ -1,4 +1,4 @@
-"""Formats, and helpers for their readers: fields of a record, its task, and the trace of its conversation.
+"""Formats of records, and helpers for their readers: fields of a record, its task, and the trace built from it.
 
 The readers are in `draco_ray.traces.readers`; messages themselves are read by `draco_ray.traces.messages`.
 """
@@ -26,10 +26,10 @@ class Gathered(list[Any]):
     """The records of one session."""
 
     wheres: Sequence[str] = ()
-    """Where each of them was found."""
+    """Location of each record."""
 
     def map(self, function: Callable[[Any], Any]) -> Gathered:
-        """The same with a function applied to each record."""
+        """The same session with ``function`` applied to each record."""
         mapped = Gathered(map(function, self))
         mapped.wheres = self.wheres
         return mapped
@@ -37,18 +37,18 @@ class Gathered(list[Any]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reading:
-    """How records are read, beyond their format."""
+    """Options for reading records that do not depend on the format."""
 
     group_by: str | None = None
-    """Dotted path of the task's name; None: the format's own, or one of `TASK_IDS`, else equal prompts."""
+    """Dotted path of the task's name; None: use the format's task id or one of `TASK_IDS`, or else group by prompt."""
     code: re.Pattern[str] = CODE
     """See `draco_ray.traces.conversation.assemble`."""
     format: str = ""
     """Name of the format of the records."""
     where: str = ""
-    """Where the record was found."""
+    """Location of the record."""
     unreadable: Callable[[str, Exception], None] = lambda where, problem: None
-    """(place, error): notes a record of a session that cannot be read; the others are read."""
+    """(location, error): called for an unreadable record of a session; the other records are still read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,25 +62,25 @@ class Format:
     read: Callable[[Any, Reading], Iterator[Trace]]
     """The traces of a record, or of all records of a session as a list.
 
-    BadTrace: it is not what it should be."""
+    BadTrace: the record does not fit the format."""
     session: Callable[[Any, str], str | tuple[str, ...] | None] | None = None
-    """(record, file) -> name of the record's session, or several names, each of which identifies it; None: the record
+    """(record, file) -> name of the record's session, or several names that each identify the session; None: the record
     is read by itself."""
     split: Callable[[Any], Iterable[Any]] | None = None
-    """The records that a record holds, such as the spans of an export."""
+    """Splits a record into the records it contains, such as the spans of an export."""
     repeated: tuple[str, ...] = ()
-    """Fields that repeat what is read elsewhere in the record."""
+    """Fields whose content is also in another field that is read."""
     metered: bool = True
     """Whether unread fields are reported; off for formats with fields that must not be read, such as answers."""
 
 
 READERS: dict[str, Format] = {}
-"""The formats that `reads` has made, by name."""
+"""Formats registered by `reads`, by name."""
 Read = Callable[[Any, Reading], Iterator[Trace]]
 
 
 def reads(name: str, shape: str, recognises: Callable[[object], bool], **options: Any) -> Callable[[Read], Read]:
-    """Decorate the reader of a format; the arguments are fields of `Format`."""
+    """Decorator that registers the reader of a format; the arguments are fields of `Format`."""
 
     def register(read: Read) -> Read:
         READERS[name] = Format(name=name, shape=shape, recognises=recognises, read=read, **options)
@@ -90,7 +90,7 @@ def reads(name: str, shape: str, recognises: Callable[[object], bool], **options
 
 
 def path_value(record: object, path: str) -> Any:
-    """The value at a dotted path; None where there is none.
+    """The value at a dotted path; None if there is none.
 
     >>> path_value({"data": [{"id": 7}]}, "data.0.id")
     7
@@ -106,12 +106,12 @@ def path_value(record: object, path: str) -> Any:
 
 
 def field(record: object, name: str) -> Any:
-    """A field of a record; None where there is none."""
+    """A field of a record; None if there is none."""
     return record.get(name) if isinstance(record, Mapping) else None
 
 
 def named(record: object, names: Sequence[str]) -> str:
-    """The first of these fields that holds a name or a number, of the record or of its metadata; empty: none does."""
+    """The first of these fields, in the record or its metadata, that has text or a number; empty if none has."""
     holders = [record]
     if isinstance(record, Mapping):
         holders += [record.get(key) for key in ("metadata", "info", "meta")]
@@ -124,7 +124,7 @@ def named(record: object, names: Sequence[str]) -> str:
 
 
 def task_of(record: object, reading: Reading, own: str = "") -> str:
-    """The task id of a record; empty: its prompt identifies the task.
+    """The task id of a record; empty if the prompt identifies the task.
 
     Raises:
         BadTrace: there is no text or number at ``reading.group_by``.
@@ -155,17 +155,17 @@ def build(
     ended: EpisodeEnd | None = None,
     outcome: float | None = None,
 ) -> Trace:
-    """A trace of a conversation.
+    """Build the trace of a conversation.
 
     Raises:
-        BadTrace: the agent says nothing in it.
+        BadTrace: the agent says nothing in the conversation.
     """
     if not any(entry.role == AGENT for entry in said):
         raise BadTrace("no turn of an agent in it (role assistant)")
     if not any(entry.text or entry.calls or entry.code for entry in said if entry.role == AGENT):
         raise BadTrace("the agent's turns are empty: nothing in them was understood")
     prompt, turns, notes, task = assemble(said, instruction=instruction, tools=tool_texts(tools), code=reading.code)
-    # An agent that has the last word without acting has finished.
+    # If the last turn is the agent's and has no action, the agent has finished.
     finished = bool(turns) and turns[-1].role == AGENT and turns[-1].action is None
     return Trace(
         trace_id=trace_id or named(record, TRACE_IDS),

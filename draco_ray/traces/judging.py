@@ -1,8 +1,8 @@
-"""The judge over groups of traces: the phases of `draco_ray.judging.judge.Judge`, without Ray and without a policy.
+"""Judge groups of traces: the phases of `draco_ray.judging.judge.Judge`, without Ray and without a policy.
 
 Two or more traces are judged like a training group: stage1 ──► stage2 ×G ──► union ──► score ×G ──► credit ×G,
-then dropout, reward, advantage and step credit. A single trace has nothing to be compared with: its rubric is what
-stage1 and stage2 propose, all of it counts, and it has a reward and step qualities but no advantage.
+then dropout, reward, advantage and step credit. A single trace cannot be compared with another: its rubric is what
+stage1 and stage2 propose, all criteria count, and it gets a reward and step qualities but no advantage.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ if TYPE_CHECKING:
     from draco_ray.judging.reply_cache import ReplyCache
 
 MOST_IN_UNION = 16
-"""Traces of a group that the union prompt shows; all are scored."""
+"""Maximum number of a group's traces in the union prompt; all traces are scored."""
 UNKNOWN_TOKEN = -1
-"""Token id where only the number of tokens is known."""
+"""Placeholder token id, as only the number of tokens is known."""
 MOST_TOOLS = 40
-"""Maximum number of tools named in the facts."""
+"""Maximum number of tool names in the facts."""
 SINGLE = "a single trace: no dropout, no advantage"
 
 Phases = dict[tuple[str, int | None], Judged[Any]]
@@ -87,25 +87,25 @@ class GroupJudgement:
 
     @property
     def single(self) -> bool:
-        """Whether there is no other trace to compare with."""
+        """Whether the group has only one trace."""
         return len(self.traces) == 1
 
     @property
     def calls(self) -> list[JudgeCall]:
-        """All calls for the group."""
+        """All judge calls for the group."""
         return [call for judged in self.phases.values() for call in judged.calls]
 
     def verdicts(self, rollout: int) -> tuple[ScoredCriterion, ...] | None:
-        """The scoring verdicts on a rollout; None where there are none."""
+        """The scoring verdicts on a rollout; None if there are none."""
         judged = self.scored(rollout)
         return None if judged is None or not judged.ok else judged.value
 
     def scored(self, rollout: int) -> Judged[Any] | None:
-        """The result of the call that scored a rollout; None where there was none."""
+        """The result of the call that scored a rollout; None if there was no such call."""
         return self.phases.get((Score.name, rollout)) or self.phases.get((Verdicts.name, rollout))
 
     def attributions(self, rollout: int) -> tuple[Attribution, ...] | None:
-        """Those of the credit call, or of a merged one; None where there was none, or it failed."""
+        """Attributions of the credit call or the merged call; None if there was no such call or it failed."""
         if (Verdicts.name, rollout) in self.phases:
             scores = self.verdicts(rollout)
             return None if scores is None else Attribution.of_scores(scores)
@@ -118,7 +118,7 @@ class GroupJudgement:
         return 0 if judged is None else judged.left_out
 
     def share(self, rollout: int) -> RolloutAdvantage | None:
-        """A trace's reward, advantage and step advantages."""
+        """A trace's reward, advantage and step advantages; None if it has none."""
         members = () if self.advantages is None else self.advantages.rollouts
         return next((member for member in members if member.rollout == rollout), None)
 
@@ -143,8 +143,8 @@ class TraceJudge:
             config: ``judge`` and ``algorithm`` are used.
             static: a rubric to use instead of the judge's own.
             open_other: opens the completer of another judge; None: ``complete`` answers for all.
-            asker: asks instead of a judge made of these, on a cluster.
-            replies: the reply store; None: none.
+            asker: asks the judge instead, e.g. a pool of judge workers on a cluster.
+            replies: the reply store; None: replies are not stored.
         """
         self._asker = asker
         self._open_other = open_other or (lambda _: complete)
@@ -153,10 +153,10 @@ class TraceJudge:
         self._rule = find_rule(config.algorithm.rule, config.algorithm.reliability)
 
     async def judge(self, index: int, group: TraceGroup) -> GroupJudgement:
-        """Take one group from its traces to its step advantages.
+        """Judge one group: from its traces to its step advantages.
 
         Raises:
-            JudgeUnavailable: the judge answers nothing; BudgetSpent where the budget allows no more.
+            JudgeUnavailable: the judge does not answer; BudgetSpent if the budget is spent.
         """
         traces = await asyncio.to_thread(lambda: group.traces)
         played = await asyncio.to_thread(
@@ -290,7 +290,7 @@ async def judge_groups(
     *,
     at_once: int,
 ) -> None:
-    """Judge groups, ``at_once`` at a time, and pass each to ``keep`` as soon as it is done.
+    """Judge groups, ``at_once`` at a time, and pass each to ``keep`` as soon as it is judged.
 
     Raises:
         JudgeUnavailable: see `TraceJudge.judge`; groups in flight are cancelled.
@@ -321,9 +321,9 @@ def _context(trajectory: Trajectory) -> CallContext:
 
 
 def as_trajectory(trace: Trace, group: str, rollout: int) -> Trajectory:
-    """A trace as the judge and the advantage rule take it.
+    """Convert a trace to the `Trajectory` that the judge and the advantage rule expect.
 
-    Its tokens are those of its agent's turns, counted by the trace or estimated from the length; their ids are unknown.
+    Its tokens are those of the agent's turns, counted in the trace or estimated from the length, with placeholder ids.
     """
     counts = [trace.tokens(turn) for turn in trace.turns]
     ends = list(itertools.accumulate(counts))

@@ -1,15 +1,15 @@
-"""The run directory of judged traces, and how judging continues in it.
+"""The run directory of judged traces, and resuming an interrupted judging in it.
 
 ::
 
-    config.yaml, run.json, tables/, judge_cache/, metrics.jsonl    as of a training run
-    traces.jsonl        one line a trace: where it is from, and which group and rollout it became
+    config.yaml, run.json, tables/, judge_cache/, metrics.jsonl    as in a training run
+    traces.jsonl        one line per trace: its source, and its group and rollout number
     judged/000012.json  a finished group
-    judged.jsonl        one line a trace: reward, advantage, verdicts with evidence, steps
+    judged.jsonl        one line per trace: reward, advantage, verdicts with evidence, steps
     report.html         the page
 
-`GROUPS_A_STEP` groups take the place of a training step. A group is stored once it is done; the same command again
-continues with the others, and asks nothing twice.
+`GROUPS_A_STEP` groups are stored like a training step. Each group is stored when it is done; repeating the command
+continues with the remaining groups and repeats no judge call.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ SETTING = "traces"
 CHANGEABLE = (
     *("limits", "concurrency_per_worker", "max_attempts", "max_outage_seconds", "request_timeout_seconds"),
     *("prompt_cache", "service_tier", "fallbacks"),
-    # How it is reached, and by how many workers.
+    # The judge's address, and the number of workers that call it.
     *("api_base", "api_key_env", "local", "workers", "max_workers", "idle_seconds", "start_timeout_seconds"),
 )
-"""Keys of the judge that may change when a run is continued."""
+"""Keys of ``judge`` that may change when a run is continued."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,9 +59,9 @@ class Totals:
     pass_shares: tuple[tuple[str, float], ...]
     """(task, pass share) of each trace that has one."""
     failed: int
-    """Traces without a reward."""
+    """Number of traces without a reward."""
     errors: tuple[str, ...]
-    """Why, a line each."""
+    """One line per trace without a reward, with the reason."""
 
 
 class JudgingRun:
@@ -76,10 +76,10 @@ class JudgingRun:
     @classmethod
     @contextmanager
     def open(cls, path: Path, config: DracoConfig, groups: Sequence[TraceGroup]) -> Iterator[JudgingRun]:
-        """Create a run directory, or continue in one with the same traces and judge; it is locked meanwhile.
+        """Create a run directory, or continue one with the same traces and judge; it is locked during the block.
 
         Raises:
-            ConfigError: other traces or another judge were judged there, or another process works in it.
+            ConfigError: the directory has other traces or another judge, or another process uses it.
         """
         index = "".join(json.dumps(line) + "\n" for line in _index(groups))
         new = not path.exists() or (path.is_dir() and not any(path.iterdir()))
@@ -103,7 +103,7 @@ class JudgingRun:
         return self.directory.path
 
     def pending(self) -> list[tuple[int, TraceGroup]]:
-        """Groups that are not done, including failed ones, with their indices."""
+        """Groups to judge, with their indices: unfinished ones, and ones with an error."""
         return [
             (index, group)
             for index, group in enumerate(self._groups)
@@ -111,7 +111,7 @@ class JudgingRun:
         ]
 
     def judged(self, index: int) -> JudgedGroup | None:
-        """The result of a group; None where it is not done."""
+        """The result of a group; None if it is not finished."""
         path = self._result(index)
         return GROUP.validate_json(path.read_bytes()) if path.is_file() else None
 
@@ -119,14 +119,14 @@ class JudgingRun:
         """Store everything about a finished group.
 
         Raises:
-            StoreError: it cannot be written, e.g. because the disk is full.
+            StoreError: the group cannot be written, e.g. because the disk is full.
         """
         result = judged_group(state)
         try:
             self._write_tables(state)
             path = self._result(state.index)
             path.parent.mkdir(exist_ok=True, mode=0o700)
-            # Last: a group with this file is complete.
+            # Write this file last: its presence marks the group as complete.
             write_private(path, GROUP.dump_json(result).decode())
         except OSError as error:
             raise StoreError(
@@ -135,7 +135,7 @@ class JudgingRun:
         return result
 
     def finish(self, seconds: float) -> Totals:
-        """Gather the finished groups: tables by step, metrics, ``judged.jsonl``."""
+        """Write the results of all finished groups: tables by step, metrics, ``judged.jsonl``."""
         traces = judged = failed = 0
         rewards: list[float] = []
         shares: list[tuple[str, float]] = []
@@ -159,7 +159,7 @@ class JudgingRun:
                 whole = len(results) == len(members) and not any(
                     group.error or any(trace.error for trace in group.rollouts) for group in results
                 )
-                # A step that was gathered before stays unchanged.
+                # Steps whose tables were merged by an earlier call stay unchanged.
                 if results and self.directory.part("groups", step, "any").parent.is_dir():
                     metrics = _metrics(step, results, seconds * len(results) / max(len(self._groups), 1))
                     if whole:
@@ -170,7 +170,7 @@ class JudgingRun:
         return Totals(traces, judged, tuple(rewards), tuple(shares), failed, tuple(errors))
 
     def results(self) -> Iterator[JudgedGroup]:
-        """Every group that is done, in order."""
+        """Every finished group, in order."""
         for index in range(len(self._groups)):
             if (group := self.judged(index)) is not None:
                 yield group
@@ -197,7 +197,7 @@ class JudgingRun:
             write("advantages", step, key, rows.advantage_rows(step, task_id, state.advantages, tokens))
         calls = [rows.as_paid(call, self._booked) for call in state.calls]
         known = {call.call_id for call in calls}
-        # Keep the earlier calls of a group that is judged again: they were paid for.
+        # If a group is judged again, keep its earlier calls: they were paid for.
         earlier = [row for row in self._store.part("judge_calls", step, key) if row["call_id"] not in known]
         write("judge_calls", step, key, [*earlier, *rows.call_rows(step, calls)])
         write("groups", step, key, [_group_row(step, state)])
@@ -216,7 +216,7 @@ def _check_same(directory: RunDirectory, config: DracoConfig, index: str) -> Non
 
 
 def _begun(path: Path) -> bool:
-    """Whether anything was judged or paid for there."""
+    """Whether anything was judged or paid for in the directory."""
     return any((path / JUDGED).glob("*.json")) or read_book(path / "judge_cache").dollars > 0
 
 
@@ -253,7 +253,7 @@ def _index(groups: Sequence[TraceGroup]) -> Iterable[dict[str, Any]]:
 
 
 def _changed(before: DracoConfig, now: DracoConfig) -> str | None:
-    """A key that differs and affects the prompts or the results."""
+    """The first key that differs and affects prompts or results; None if there is none."""
     for section in ("judge", "algorithm"):
         old: Mapping[str, Any] = getattr(before, section).model_dump(mode="json")
         new: Mapping[str, Any] = getattr(now, section).model_dump(mode="json")

@@ -1,4 +1,4 @@
-"""`judge` and `judge_sync`: groups of traces in, rewards and step advantages out."""
+"""`judge` and `judge_sync`: compute rewards and step advantages for groups of traces."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ DEFAULT_CONTEXT = 128_000
 """Context length of an unknown judge, in tokens."""
 STATIC_RUBRIC = Path("prompts/static_rubric.yaml")
 STATIC = "static"
-"""For ``rubric``: the one that ships."""
+"""Value of ``rubric`` for the static rubric that ships with draco-ray."""
 GROUPS_IN_BATCH = 500
-"""Groups in memory and under way where each phase takes a batch's time."""
+"""Groups judged at the same time with the batch API, as each phase takes as long as a batch."""
 
 
 ConfigSource = DracoConfig | Mapping[str, Any] | str | Path
@@ -57,16 +57,16 @@ ConfigSource = DracoConfig | Mapping[str, Any] | str | Path
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """Settings of a judgement of traces."""
+    """Resolved settings for judging traces."""
 
     config: DracoConfig
     prompts: Prompts
     context_tokens: int
     context_known: bool
-    """Whether the judge's context is known, or a guess."""
+    """Whether the judge's context length is known; otherwise it is a guess."""
     rubric: tuple[Criterion, ...] | None
     batch: bool = False
-    """Whether the provider's batch API is asked."""
+    """Whether the provider's batch API is used."""
 
     @property
     def told(self) -> DracoConfig:
@@ -80,7 +80,7 @@ class Plan:
 
     @property
     def at_once(self) -> int:
-        """Number of groups in flight: as many as requests, since a group of one trace has one request at a time."""
+        """Number of groups in flight: equal to the requests in flight, as a single trace has one request at a time."""
         judge = self.config.judge
         return GROUPS_IN_BATCH if self.batch else judge.concurrency_per_worker * max(judge.max_workers, judge.workers)
 
@@ -98,13 +98,13 @@ def plan(
     batch: bool = False,
     ray: bool = False,
 ) -> Plan:
-    """Resolve the settings of a judgement; the arguments are those of `judge`.
+    """Resolve the settings for judging; the arguments are those of `judge`.
 
-    ``ray``: on a cluster, which itself serves a ``hosted_vllm/`` model without an endpoint (``judge.local``).
+    ``ray``: judge on a cluster, which serves a ``hosted_vllm/`` model itself if it has no endpoint (``judge.local``).
 
     Raises:
-        ConfigError: a budget without a known price, a rubric or prompt set that cannot be used, or no model where the
-            configuration has a judge that only training has.
+        ConfigError: a budget without a known price, an unusable rubric or prompt set, or no model although the
+            configured judge exists only during training.
     """
     base = config if isinstance(config, DracoConfig) else load_config(_source(config))
     model = model or _configured_model(base.judge)
@@ -163,7 +163,7 @@ def _configured_model(judge: JudgeConfig) -> str:
 
 
 def _served_here(judge: JudgeConfig, *, ray: bool) -> JudgeConfig:
-    """The configuration with ``judge.local`` enabled if the cluster serves the judge, else disabled."""
+    """The configuration with ``judge.local`` enabled if the cluster serves the judge, otherwise disabled."""
     own = judge.model.startswith(LOCAL_PROVIDER) and not (judge.api_base or os.environ.get("HOSTED_VLLM_API_BASE"))
     if own and not ray:
         raise ConfigError(
@@ -183,7 +183,7 @@ class Meter:
     """A `Completer` that counts its calls and those of the other judges."""
 
     def __init__(self, complete: Completer | None = None) -> None:
-        """``complete`` answers; None: it is set later."""
+        """``complete``: the completer that answers; None: it is set later."""
         self.complete = None if complete is None else self.over(complete)
         self.open_other: Callable[[JudgeConfig], Completer] | None = None
         """Opens the completer of another judge."""
@@ -192,12 +192,12 @@ class Meter:
         self.done = self.replayed = self.failed = 0
         self.dollars = 0.0
         self.waits_for = ""
-        """Servers that are still loading, in words."""
+        """Description of servers that are still loading."""
         self.begun: dict[int, float] = {}
         self.numbers = itertools.count()
 
     def over(self, complete: Completer) -> Completer:
-        """``complete`` with its calls counted."""
+        """A completer that calls ``complete`` and counts its calls here."""
         return _Counted(self, complete)
 
     @property
@@ -252,7 +252,7 @@ class _Counted:
 
 
 def open_judge(settled: Plan) -> Meter:
-    """The judge model over LiteLLM, within its limits and budget, which includes the dollars of earlier processes.
+    """Open the judge model over LiteLLM, with its limits and budget; earlier processes' dollars count towards it.
 
     Raises:
         StoreError: replies cannot be stored.
@@ -298,8 +298,8 @@ async def judge_run(settled: Plan, complete: Completer, run: JudgingRun, asker: 
     """Judge the pending groups of a run directory.
 
     Raises:
-        JudgeUnavailable: the judge answers nothing; BudgetSpent where the budget allows no more.
-        StoreError: it cannot be written.
+        JudgeUnavailable: the judge does not answer; BudgetSpent if the budget is spent.
+        StoreError: a result cannot be written.
     """
     pending = run.pending()
     if not pending:
@@ -312,7 +312,7 @@ async def judge_run(settled: Plan, complete: Completer, run: JudgingRun, asker: 
         try:
             await asyncio.shield(writing)
         except asyncio.CancelledError:
-            # A finished group is stored, even if the others are cancelled.
+            # Store a finished group even if the others are cancelled.
             await writing
             raise
 
@@ -336,25 +336,25 @@ async def judge(
     """Judge traces: rubric, verdicts with evidence, the steps responsible, rewards and step advantages.
 
     Args:
-        groups: of `draco_ray.load_traces`.
+        groups: groups from `draco_ray.load_traces`.
         model: LiteLLM's name of the judge, such as ``openai/gpt-5.4``; None: the configuration's.
-        budget: dollars that are not exceeded; judging stops before.
-        rubric: a YAML file of criteria, or ``static`` for the one that ships, instead of one that the judge writes.
-        out: run directory in which everything is kept. The same call again goes on there and pays for nothing twice.
-        api_base: an endpoint of one's own; None: the configuration's, else the provider's.
-        api_key_env: variable that holds the key; None: the configuration's, else ``<PROVIDER>_API_KEY``.
-        context: tokens that the judge reads; None: the configuration's, else LiteLLM's figure, else `DEFAULT_CONTEXT`.
-        config: ``judge`` and ``algorithm`` of it are taken, as far as no argument says otherwise: a configuration, a
-            nested mapping (``{"judge": {"model": ...}}``), or a YAML file or preset by its name; None: the defaults.
-        batch: ask the provider's batch API: half the price, and up to a day for each of five phases.
-        complete: answers in place of LiteLLM.
+        budget: maximum cost in dollars; judging stops before it is exceeded.
+        rubric: a YAML file of criteria, or ``static`` for the built-in one, instead of one that the judge writes.
+        out: run directory for all results. Repeating the same call resumes there and pays for nothing twice.
+        api_base: endpoint of the judge; None: the configuration's, else the provider's.
+        api_key_env: environment variable with the key; None: the configuration's, else ``<PROVIDER>_API_KEY``.
+        context: context length in tokens; None: the configuration's, else LiteLLM's figure, else `DEFAULT_CONTEXT`.
+        config: source of ``judge`` and ``algorithm``, which the other arguments override: a configuration, a nested
+            mapping (``{"judge": {"model": ...}}``), or the name of a YAML file or preset; None: the defaults.
+        batch: use the provider's batch API: half the price, and up to a day for each of five phases.
+        complete: function that answers requests instead of LiteLLM.
 
-    Returns: one a group, in their order; ``error`` says why a group or a trace has no reward.
+    Returns: one result per group, in order; ``error`` says why a group or a trace has no reward.
 
     Raises:
-        ConfigError: what is asked for cannot be used.
-        JudgeUnavailable: the judge answers nothing; BudgetSpent where the budget allows no more. What was judged is in
-            ``out`` then.
+        ConfigError: an argument or a setting cannot be used.
+        JudgeUnavailable: the judge does not answer; BudgetSpent if the budget is spent. Finished groups are in ``out``
+            then.
     """
     if batch and complete is not None:
         raise ConfigError("batch: has no effect with complete, which answers in the place of the provider")
@@ -391,7 +391,7 @@ async def judge(
 
 
 class JudgeOptions(TypedDict, total=False):
-    """Keyword arguments of `judge`, which says what they mean."""
+    """Keyword arguments of `judge`, documented there."""
 
     budget: float | None
     rubric: str | Path | None
@@ -407,7 +407,7 @@ class JudgeOptions(TypedDict, total=False):
 def judge_sync(
     groups: Sequence[TraceGroup], model: str | None = None, **options: Unpack[JudgeOptions]
 ) -> list[JudgedGroup]:
-    """`judge`, for code that is not asynchronous, a notebook's included; its arguments and errors are the same."""
+    """`judge` for synchronous code, including notebooks, with the same arguments and errors."""
 
     def run() -> list[JudgedGroup]:
         return asyncio.run(judge(groups, model, **options))

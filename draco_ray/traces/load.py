@@ -1,4 +1,4 @@
-"""`load_traces`: paths in, groups of traces out.
+"""`load_traces`: read traces from paths into groups.
 
 Every trace is read once, converted to its common form and written to a temporary file; only a
 `draco_ray.traces.model.Summary` of each stays in memory. So thousands of them fit on a laptop.
@@ -38,37 +38,37 @@ RUN = "run"
 """Name of the format of our own run directories."""
 SHOWN_PROBLEMS = 20
 NO_GROUPS = "none"
-"""For ``group_by``: every trace is judged alone."""
+"""Value of ``group_by`` that puts every trace into its own group."""
 
 
 Place = tuple[int, int]
-"""Offset in the spool, and length."""
+"""(offset in the spool, length)."""
 
 
 def format_names() -> list[str]:
-    """What ``format`` may be."""
+    """Valid values of ``format``."""
     return [AUTO, *FORMATS, RUN]
 
 
 class Groups(list[TraceGroup]):
-    """The groups of `load_traces`, with what could not be read."""
+    """The groups of `load_traces`, with the problems found while reading."""
 
     problems: Sequence[str] = ()
     """One line each: file and line, what is wrong, what was expected."""
     warnings: Sequence[str] = ()
-    """One line a format whose records hold text or calls that were not read."""
+    """One line per format whose records contain text or calls that were not read."""
 
 
 class Spool:
-    """Texts on disk while this process lives: a file without a name."""
+    """Texts in an unnamed temporary file that exists as long as this process."""
 
     def __init__(self) -> None:
         self._file = tempfile.TemporaryFile(prefix="draco-traces-")  # noqa: SIM115 (it lives as long as the groups)
-        # Groups are read by several threads.
+        # Several threads read groups.
         self._lock = threading.Lock()
 
     def put(self, content: bytes) -> Place:
-        """Keep a text."""
+        """Append a text; returns its place."""
         with self._lock:
             begin = self._file.seek(0, 2)
             self._file.write(content)
@@ -83,7 +83,7 @@ class Spool:
 
 TRACE = TypeAdapter(Trace)
 _Name = tuple[Any, str]
-"""Identity of a session: the function that names the sessions of its format, and its name."""
+"""Identity of a session: (function that names the sessions of the format, session name)."""
 
 
 @dataclass(slots=True)
@@ -93,7 +93,7 @@ class _Session:
     format: Format
     where: str
     places: list[tuple[Place, str]] = field(default_factory=list)
-    """Its records in the spool, and where each was found."""
+    """Its records: place in the spool, and source location."""
 
 
 @dataclass(slots=True)
@@ -125,7 +125,7 @@ class _Loader:
             if latest is not None:
                 self._record(found, latest)
             elif not refused:
-                # Once per file.
+                # Report this once per file.
                 refused = True
                 self.problem(
                     found.where,
@@ -146,7 +146,7 @@ class _Loader:
                 self.unreadable(each.where, problem, format_)
 
     def _part(self, found: Found, format_: Format) -> None:
-        """Read a record, or keep it until its session is whole."""
+        """Read a record, or spool it until its session is complete."""
         file = re.sub(r"(:\d+|\[\d+\])+$", "", found.where)
         names = None if format_.session is None else format_.session(found.record, file)
         if names is None:
@@ -164,7 +164,7 @@ class _Loader:
         if format_.metered:
             record = record.map(watched) if isinstance(record, Gathered) else watched(record)
         traces = []
-        # Add one by one: a bad trace of a document does not lose the ones before it.
+        # Add traces one by one, so that a bad trace does not lose earlier traces of the same document.
         reading = replace(
             self.reading,
             format=format_.name,
@@ -183,7 +183,7 @@ class _Loader:
         return name
 
     def _join(self, one: _Name, other: _Name) -> None:
-        """Note that two names are of the same session."""
+        """Record that two names identify the same session."""
         if (root := self._root(one)) != (end := self._root(other)):
             self.joined[root] = end
 
@@ -191,7 +191,7 @@ class _Loader:
         """Read the sessions, now that all their records are known.
 
         Args:
-            one_file_a_call: whether files of one request each, in one folder, may be calls of the same conversation.
+            one_file_a_call: whether files with one request each in one folder may belong to the same conversation.
         """
         together: dict[_Name, list[_Session]] = {}
         for name, session in self.sessions.items():
@@ -210,7 +210,7 @@ class _Loader:
         self.sessions = {}
 
     def unreadable(self, where: str, problem: Exception, format_: Format) -> None:
-        """Note what a reader raised."""
+        """Record an error that a reader raised as a problem."""
         said = str(problem) if isinstance(problem, BadTrace) else f"{type(problem).__name__}: {problem}"
         self.problem(where, f"{said}; expected {format_.shape}")
 
@@ -237,8 +237,8 @@ class _Loader:
         self.members.setdefault(trace.task_id, []).append((summary, self.spool.put(TRACE.dump_json(trace))))
 
     def _task_id(self, trace: Trace, trace_id: str) -> str:
-        """The id of the group of a trace: a trace without a task is judged alone, and equal ids of different tasks are
-        made different."""
+        """The group id of a trace. A trace without a task gets its own group; equal ids of different tasks get a
+        suffix."""
         digest = trace.task_digest
         if self.alone or not (trace.task_id or digest):
             return trace_id
@@ -275,20 +275,20 @@ def load_traces(
     group_by: str | None = None,
     mapping: str | Path | None = None,
 ) -> Groups:
-    """Read traces and put those of one task together.
+    """Read traces and group them by task.
 
     Args:
-        path: files, folders (searched for them) and run directories of ours.
-        format: one of `format_names`; ``auto`` recognises each record's.
+        path: files, folders (searched for files) and draco-ray run directories.
+        format: one of `format_names`; ``auto`` detects the format of each record.
         group_by: dotted path of the task's name in a record (``metadata.task_id``); ``none``: every trace is judged
-            alone. Default: the task of the format, else the prompt: equal prompts are one task.
+            alone. Default: the task as stated by the format; otherwise equal prompts are one task.
         mapping: YAML file that describes records of an unknown format (`Mapped`).
 
     Returns: groups in the order in which their tasks appear; ``problems`` has a line for everything that could not be
-        read, which is also logged.
+        read; the lines are also logged.
 
     Raises:
-        TraceError: nothing is a trace, or a path does not exist.
+        TraceError: no trace was found, or a path does not exist.
         ConfigError: an unknown format, or a mapping that cannot be used.
     """
     paths = [Path(each) for each in ([path] if isinstance(path, str | Path) else path)]
@@ -342,10 +342,10 @@ def place_of(trace: Trace) -> int:
 
 
 def groups_of(records: Sequence[Any], group_by: str | None = None) -> Groups:
-    """`load_traces` for records in memory, in any format that it recognises.
+    """`load_traces` for records in memory, in any known format.
 
     Raises:
-        TraceError: none of them is a trace.
+        TraceError: no record is a trace.
     """
     loader = _Loader(Reading(group_by=None if group_by == NO_GROUPS else group_by), None, alone=group_by == NO_GROUPS)
     for number, record in enumerate(records, 1):
@@ -362,7 +362,7 @@ def groups_of(records: Sequence[Any], group_by: str | None = None) -> Groups:
 
 
 def run_traces(path: Path) -> Iterator[Trace]:
-    """The rollouts of a run directory; their tokens are counted, and a group is a task of a training step."""
+    """The rollouts of a run directory, with token counts; a group is one task of one training step."""
     from draco_ray.runs.directory import RunDirectory
     from draco_ray.runs.rows import step_trajectories
 
@@ -374,7 +374,7 @@ def run_traces(path: Path) -> Iterator[Trace]:
 
 
 def trace_of(trajectory: Trajectory, source: str, training_step: int) -> Trace:
-    """A rollout of ours as a trace."""
+    """Convert a draco-ray rollout to a trace."""
     return Trace(
         trace_id=f"{trajectory.group}/{trajectory.rollout}",
         task_id=trajectory.group,
@@ -401,7 +401,7 @@ def trace_of(trajectory: Trajectory, source: str, training_step: int) -> Trace:
 def _read_file(loader: _Loader, file: Path, inside: str | None) -> None:
     simulations = file.parent / "simulations"
     if file.name == "results.json" and simulations.is_dir() and loader.forced in (None, FORMATS["tau2"]):
-        # τ-bench's directory format: tasks and policy are here, each simulation in its own file.
+        # τ-bench's directory format: this file has tasks and policy; each simulation has its own file.
         head = next(iter(records(file)), None)
         if head is not None and isinstance(head.record, dict) and "info" in head.record:
             if head.record.get("simulations"):

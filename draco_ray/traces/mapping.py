@@ -24,9 +24,9 @@ class Mapped(BaseModel):
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
     messages: str
-    """The conversation: messages of any dialect that is known, or of other names with the keys below."""
+    """The conversation: messages of a known dialect, or with other field names, given by the keys below."""
     records: str | None = None
-    """Where in a JSON document its records are; unless told, the document is a record, or a list of them."""
+    """Path to the records in a JSON document; by default the document is a record or a list of records."""
     task_id: str | None = None
     trace_id: str | None = None
     instruction: str | None = None
@@ -34,9 +34,9 @@ class Mapped(BaseModel):
     system: str | None = None
     tools: str | None = None
     outcome: str | None = None
-    """A reward of the trace's own; it is kept beside the judge's and shown to no judge."""
+    """The trace's own reward; it is stored beside the judge's reward and never shown to a judge."""
     role: str | None = None
-    """Within a message: who says it."""
+    """Within a message: the speaker."""
     content: str | None = None
     """Within a message: the text."""
     tool_calls: str | None = None
@@ -51,7 +51,7 @@ def load_mapping(path: Path) -> Mapped:
     """Read a mapping file.
 
     Raises:
-        ConfigError: it cannot be read, or has an unknown key or none for the messages.
+        ConfigError: the file cannot be read, has an unknown key, or has no key ``messages``.
     """
     try:
         tree = plain_yaml.load(path.read_text(encoding="utf-8"))

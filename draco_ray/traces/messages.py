@@ -1,4 +1,4 @@
-"""Messages of all dialects as entries: speakers, texts, tool calls and results.
+"""Convert messages of all dialects to entries: speakers, texts, tool calls and results.
 
 =================  =====================================================================================================
 OpenAI chat        ``role``, ``content`` (text or parts), ``tool_calls``, ``role: tool`` with ``tool_call_id``
@@ -12,7 +12,7 @@ Gemini CLI         ``type: user | gemini``, ``toolCalls`` with their ``result``,
 Vercel AI SDK      ``parts`` of its user interface, ``toolInvocations``
 =================  =====================================================================================================
 
-The content's parts are read by `draco_ray.traces.parts`. Nothing is dropped.
+Parts of a message's content are read by `draco_ray.traces.parts`. Nothing is dropped.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ LANGCHAIN = {
     "function": "tool",
     "developer": "system",
 }
-"""LangChain's message types, as it writes them and as the beginnings of its class names."""
+"""LangChain's message types (also prefixes of its class names) -> role."""
 USER_PROXIES = ("user_proxy", "userproxy", "User_proxy", "UserProxy")
-"""Names of the user's side in AutoGen's first versions, whose role may be the assistant's."""
+"""Names of the user's side in AutoGen's first versions, in which its role may be ``assistant``."""
 GEMINI_CLI = {"user": "user", "gemini": AGENT, "info": "system", "warning": "system", "error": "system"}
 """Types of the messages in sessions of Gemini CLI."""
 AUTOGEN = ("Message", "Event")
@@ -87,7 +87,7 @@ def reply_entries(reply: object, where: str = "response") -> list[Entry]:
     if not isinstance(reply, Mapping):
         return []
     if "finishReason" in reply and ("toolCalls" in reply or isinstance(reply.get("content"), list)):
-        # A step of the AI SDK: its calls and their results.
+        # A step of the AI SDK, with its calls and their results.
         said = {"role": AGENT, "content": reply.get("content") or reply.get("text"), "tool_calls": ()}
         if "content" not in reply:
             said = {**said, "reasoning": reply.get("reasoning"), "tool_calls": reply["toolCalls"]}
@@ -149,7 +149,7 @@ def message_entries(value: object) -> list[Entry]:
 
 
 def is_wrapped(value: Any) -> bool:
-    """Whether it is a message wrapped by a framework: Google's ADK, OpenCode, Pydantic AI."""
+    """Whether the value is a message wrapped by a framework: Google's ADK, OpenCode, Pydantic AI."""
     if not isinstance(value, Mapping):
         return False
     adk = "author" in value and isinstance(value.get("content"), Mapping | None)
@@ -159,7 +159,7 @@ def is_wrapped(value: Any) -> bool:
 def _unwrapped(message: Mapping[str, Any]) -> Mapping[str, Any]:
     """The message without the wrapping of a framework."""
     if isinstance(message.get("message"), Mapping) and "role" not in message:
-        # A choice of an API's response, as ART stores them.
+        # A choice of an API response, as stored by ART.
         return object_of(message, "message")
     if isinstance(message.get("content"), Mapping) and "parts" in message["content"]:
         return object_of(message, "content")
@@ -217,14 +217,14 @@ def _message(role: str, message: Mapping[str, Any]) -> Iterator[Entry]:
 
 
 def _same_call(one: Call, other: Call) -> bool:
-    """Whether two calls are the same: by their ids, else by name and arguments."""
+    """Whether two calls are the same, compared by id or else by name and arguments."""
     if one.call_id and other.call_id:
         return one.call_id == other.call_id
     return str(one) == str(other)
 
 
 def _turns(pieces: Iterable[Entry], tokens: int | None) -> Iterator[Entry]:
-    """An agent's message in order: text after results of the provider's own tools becomes a later turn."""
+    """An agent's message as turns, in order: text after results of the provider's own tools becomes a later turn."""
     said: list[Entry] = []
     empty = True
     for piece in [*pieces, None]:
@@ -266,7 +266,7 @@ def _role(role: str, message: Mapping[str, Any]) -> str:
 
 
 def _item(item: Mapping[str, Any]) -> Iterator[Entry]:
-    """One item of the Responses API that has no role."""
+    """The entries of a Responses API item without a role."""
     name, type_ = text_of(item, "name"), str(item["type"])
     call_id = text_of(item, "call_id", "id")
     if type_ in ("function_call", "custom_tool_call", "mcp_call"):
@@ -323,7 +323,7 @@ def _langchain(message: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def _autogen(message: Mapping[str, Any]) -> Iterator[Entry]:
-    """An AutoGen message; every source but the user is the agent, since a team acts as one."""
+    """An AutoGen message; every source except the user counts as the agent, since a team acts as one."""
     type_, source, content = str(message["type"]), str(message["source"]), message.get("content")
     role = "user" if source.casefold() in ("user", "user_proxy", "human") else AGENT
     usage = message.get("models_usage")

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from draco_ray.records import EpisodeEnd, Message
 
 CHARACTERS_PER_TOKEN = 4
-"""For turns without a token count."""
+"""Used to estimate the tokens of turns without a token count."""
 MAX_ID_CHARACTERS = 200
 
 
@@ -18,13 +18,13 @@ class TraceTurn:
     """One turn: a *step* or a gap (`draco_ray.records.is_step`)."""
 
     role: str
-    """``assistant`` for the agent's own turns; anybody else's (``user``, ``tool``, a sub-agent's name) are gaps."""
+    """``assistant`` for the agent's own turns; turns of others (``user``, ``tool``, a sub-agent's name) are gaps."""
     text: str
     """The whole text, including the action."""
     action: str | None = None
     """The tool calls, one after the other, or the code; None in a message or a gap."""
     observation: str | None = None
-    """Output of the action; None where there is none, or none is recorded."""
+    """Output of the action; None if there is none or it was not recorded."""
     tokens: int | None = None
     """Number of sampled tokens, if the trace states it."""
     message: bool = False
@@ -32,7 +32,7 @@ class TraceTurn:
 
     @property
     def is_step(self) -> bool:
-        """Whether it acted, or is a message that somebody received."""
+        """Whether the turn acts or is a message that somebody received."""
         return self.action is not None or self.message
 
 
@@ -42,23 +42,23 @@ class Trace:
 
     trace_id: str
     task_id: str
-    """Traces of one task are judged together; empty: those with the same `task`."""
+    """Traces with the same task id are judged together; if empty, those with the same `task`."""
     prompt: tuple[Message, ...]
     """Messages before the agent's first turn, and its tools (role ``tools``)."""
     turns: tuple[TraceTurn, ...]
     format: str
     """One of `draco_ray.traces.readers.FORMATS`."""
     source: str
-    """File, and line or place in it."""
+    """File, and line or position in it."""
     task: str = ""
-    """The agent's task in words; empty where the trace does not say."""
+    """The agent's task in words; empty if the trace does not state it."""
     ended: EpisodeEnd = EpisodeEnd.UNSTATED
     outcome: float | None = None
-    """A reward or score in the trace itself. No judge is shown it."""
+    """A reward or score in the trace itself. It is never shown to a judge."""
     notes: tuple[str, ...] = ()
     """Irregularities in the trace, and how they were handled."""
     training_step: int | None = None
-    """Training step of a trace from a run directory."""
+    """Training step, for a trace from a run directory."""
 
     @property
     def steps(self) -> tuple[TraceTurn, ...]:
@@ -77,7 +77,7 @@ class Trace:
         return bool(own) and all(turn.tokens for turn in own)
 
     def tokens(self, turn: TraceTurn) -> int:
-        """Sampled tokens of a turn: the trace's count if it counts all turns, else by length; 0 for turns of others."""
+        """Sampled tokens of a turn: counted if the trace counts all turns, else estimated; 0 for turns of others."""
         if turn.role != "assistant":
             return 0
         if self.tokens_counted:
@@ -86,13 +86,13 @@ class Trace:
 
     @property
     def characters(self) -> int:
-        """The number of characters that a judge reads of it."""
+        """Number of characters of the trace that a judge reads."""
         turns = sum(len(turn.text) + len(turn.observation or "") for turn in self.turns)
         return turns + sum(len(message.content) for message in self.prompt)
 
     @property
     def task_digest(self) -> str:
-        """8 hexadecimal digits that are equal for equal tasks; empty where the trace states none."""
+        """8 hexadecimal digits that are equal for equal tasks; empty if the trace states no task."""
         return hashlib.sha256(self.task.encode("utf-8", "backslashreplace")).hexdigest()[:8] if self.task else ""
 
 
@@ -117,7 +117,7 @@ class TraceGroup:
 
     task_id: str
     summaries: tuple[Summary, ...]
-    """One a trace, in the order of `traces`."""
+    """One per trace, in the order of `traces`."""
     read: Callable[[], Sequence[Trace]] = field(repr=False, compare=False)
 
     @property
@@ -140,7 +140,7 @@ def identifier(value: object) -> str:
 
 
 def clean(text: str) -> str:
-    """``text`` without lone surrogates, which JSON may contain and files cannot."""
+    """``text`` without lone surrogates, which JSON may contain but UTF-8 files cannot."""
     if text.isascii():
         return text
     return text.encode("utf-8", "backslashreplace").decode("utf-8")

@@ -1,11 +1,11 @@
-"""OpenTelemetry spans of generative AI: OTLP JSON as collectors write it, and what Langfuse, Phoenix and MLflow export.
+"""OpenTelemetry spans of generative AI: OTLP JSON from collectors, and exports of Langfuse, Phoenix and MLflow.
 
-Every model call is a span with the conversation so far and the model's answer. A trace is assembled from the spans of
-one ``gen_ai.conversation.id`` (else one trace id): the new part of each span's input, then its output. Spans below an
-``invoke_agent`` span other than the first belong to a sub-agent.
+Every model call is a span with the conversation so far and the model's answer. A trace is assembled from the spans with
+the same ``gen_ai.conversation.id`` (or else trace id): the new part of each span's input, then its output. Spans below
+an ``invoke_agent`` span other than the first belong to a sub-agent.
 
 =======================  ===========================================================================================
-conventions              where messages are
+convention               location of the messages
 =======================  ===========================================================================================
 GenAI, current           ``gen_ai.input.messages``, ``gen_ai.output.messages``, ``gen_ai.system_instructions``, as
                          attributes or on the event ``gen_ai.client.inference.operation.details``
@@ -15,11 +15,11 @@ OpenInference (Phoenix)  ``llm.input_messages.0.message.role``, ...; else ``inpu
 Langfuse, MLflow         ``langfuse.observation.input``, ``mlflow.spanInputs``, ...
 =======================  ===========================================================================================
 
-Results of tools that no later input repeats are taken from ``execute_tool`` spans.
+If no later input repeats a tool's result, it is taken from an ``execute_tool`` span.
 
 Spans are in OTLP's lists (``resourceSpans``, Tempo's ``batches``), in ``data.spans`` (MLflow), in ``data`` (Phoenix's
-API), in ``observations`` (Langfuse), or are a record each; rows of Phoenix's table and observations of Langfuse, which
-have names of their own, are put into the form of spans.
+API), in ``observations`` (Langfuse), or each is a record. Rows of Phoenix's table and observations of Langfuse have
+other field names and are converted to spans.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ TOOL_RESULTS = ("gen_ai.tool.call.result", "langfuse.observation.output", "mlflo
 
 
 def recognises(record: object) -> bool:
-    """Whether it is an export of spans, or a span."""
+    """Whether the record is an export of spans, or a span."""
     if isinstance(record, Mapping) and any(name in record for name in OTLP):
         return True
     try:
@@ -86,7 +86,7 @@ def _is_span(record: object) -> bool:
 
 
 def _is_row(record: Mapping[str, Any]) -> bool:
-    """Whether it is an observation of Langfuse, a row of Braintrust's, or a span of OpenAI's Agents SDK."""
+    """Whether the record is an observation of Langfuse, a row of Braintrust, or a span of OpenAI's Agents SDK."""
     observed = {"id", "type"} <= record.keys() and bool(
         {"parentObservationId", "parent_observation_id"} & record.keys()
     )
@@ -96,10 +96,10 @@ def _is_row(record: Mapping[str, Any]) -> bool:
 
 
 def spans(record: Any) -> Iterator[Span]:
-    """The spans of an export, in one form: attributes as a flat mapping, names as in OTLP.
+    """The spans of an export, in a common form: flat attributes, names as in OTLP.
 
     Raises:
-        BadTrace: it contains something other than spans.
+        BadTrace: the export contains something other than spans.
     """
     empty = True
     for span in _below(record):
@@ -110,7 +110,7 @@ def spans(record: Any) -> Iterator[Span]:
 
 
 def _below(node: object, name: str = "", depth: int = 0) -> Iterator[object]:
-    """The spans in an export at any depth; ``name`` is the field of the node."""
+    """The spans in an export at any depth; ``name`` is the field that contains the node."""
     holder = None if not isinstance(node, Mapping) or _is_span(node) else next((h for h in HOLDERS if h in node), None)
     if depth > MAX_DEPTH:
         raise BadTrace("expected a list of spans, found lists of lists")
@@ -135,7 +135,7 @@ def _observed(span: object, holder: str) -> TypeGuard[Mapping[str, Any]]:
 
 
 def _renamed(span: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A row of Phoenix's table, or one that `_is_row` recognises, in the form of a span."""
+    """A row of Phoenix's table, or one that `_is_row` recognises, converted to a span."""
     if "context.span_id" in span:
         named = {key: value for key, value in span.items() if value is not None}
         attributes = {key.removeprefix("attributes."): named[key] for key in named if key.startswith("attributes.")}
@@ -204,7 +204,7 @@ def _time(value: object) -> str:
 
 
 def _attributes(attributes: object) -> dict[str, Any]:
-    """A flat mapping of OTLP's list of keys with typed values, or of a mapping, flat or nested."""
+    """Attributes as a flat mapping, from OTLP's list of keys with typed values or from a flat or nested mapping."""
     found: dict[str, Any] = {}
     if isinstance(attributes, list):
         for each in attributes:
@@ -248,7 +248,7 @@ def session(span: Span, file: str) -> tuple[str, ...]:
 
 @reads("otel", 'OTLP JSON: an object with "resourceSpans"', recognises, split=spans, session=session, metered=False)
 def read(spans_: Any, reading: Reading) -> Iterator[Trace]:
-    """The traces of the spans of a session. Raises: BadTrace where none of them holds messages."""
+    """The traces of the spans of a session. Raises: BadTrace if no span contains messages."""
     ordered = sorted(spans_, key=lambda span: str(span["at"]))
     named = _named(ordered)
     groups = list(named.items())
@@ -260,8 +260,8 @@ def read(spans_: Any, reading: Reading) -> Iterator[Trace]:
 
 
 def _named(ordered: list[Span]) -> dict[str, list[Span]]:
-    """The spans by conversation. A span without a conversation id belongs to that of an ancestor, or to the only one
-    below its nearest ancestor."""
+    """The spans by conversation. A span without a conversation id belongs to the conversation of an ancestor, or to the
+    only conversation below its nearest ancestor."""
     by_id = {span["id"]: span for span in ordered}
     above: dict[str, list[str]] = {}
     around: dict[str, set[str]] = {}
@@ -283,7 +283,7 @@ def _named(ordered: list[Span]) -> dict[str, list[Span]]:
 
 
 def _conversations(ordered: list[Span]) -> list[list[Span]]:
-    """The spans by trace; traces of one session are joined if the later one repeats messages of the earlier."""
+    """The spans by trace; traces of one session are joined if the later one repeats messages of the earlier one."""
     by_trace: dict[str, list[Span]] = {}
     for span in ordered:
         by_trace.setdefault(str(span["trace"]), []).append(span)
@@ -334,7 +334,7 @@ def _trace(of_trace: list[Span], trace_id: str, reading: Reading) -> Trace:
 
 
 def _tools(attributes: Mapping[str, Any]) -> Any:
-    """The tools that a call of a model declares, in an attribute or in its input."""
+    """The tools that a model call declares, in an attribute or in its input."""
     for name in (*TOOL_LISTS, "llm.invocation_parameters", *INPUTS):
         value = _json(attributes.get(name))
         value = _json(path_value(value, "tools")) if name not in TOOL_LISTS else value
@@ -345,7 +345,7 @@ def _tools(attributes: Mapping[str, Any]) -> Any:
 
 
 def _of_sub_agent(call: ModelCall, agent: str, by_id: Mapping[str, Span]) -> ModelCall:
-    """A sub-agent's call: its outputs under its name."""
+    """A sub-agent's call: its outputs, with the sub-agent's name as role."""
     name = str(by_id[agent]["attributes"].get("gen_ai.agent.name") or "") if agent in by_id else ""
     said = [Entry(role=f"{SUB_AGENT} {name}".strip(), text=e.text, calls=e.calls) for e in call.outputs]
     return ModelCall(inputs=[], outputs=[each for each in said if each.text or each.calls], sub_agent=True)
@@ -418,10 +418,10 @@ def _said(span: Span, of_agents: bool) -> tuple[list[Entry], list[Entry]] | None
 
 
 def _tokens(attributes: Mapping[str, Any]) -> int:
-    """Tokens that the model wrote; 0 where the span does not say."""
+    """Number of tokens that the model wrote; 0 if the span does not state it."""
     for name in OUTPUT_TOKENS:
         value = attributes.get(name)
-        # OTLP writes 64-bit integers as text; tables hold them as floats.
+        # OTLP writes 64-bit integers as text; tables store them as floats.
         count = number(int(value) if isinstance(value, str) and value.isdecimal() and len(value) < 20 else value)
         if count is not None:
             return int(count)
@@ -469,7 +469,7 @@ def _numbered(tree: object) -> list[tuple[int, Any]]:
 
 
 def _earlier(span: Span) -> list[Entry]:
-    """The input as events of the first conventions."""
+    """The input, from events of the earlier GenAI conventions."""
     found: list[Entry] = []
     for name, attributes in span["events"]:
         role = name.removeprefix("gen_ai.").removesuffix(".message")
@@ -494,7 +494,7 @@ def _json(value: object) -> Any:
 
 
 def _with_results(known: list[Entry], of_trace: list[Span]) -> list[Entry]:
-    """The conversation with results that are only in tool spans."""
+    """The conversation, completed by results that are only in tool spans."""
     answered = {entry.call_id for entry in known if entry.role == "tool"}
     results = [result for span in of_trace if (result := _tool_result(span)) is not None]
     found: list[Entry] = []

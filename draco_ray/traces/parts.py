@@ -40,7 +40,7 @@ MEDIA = ("image", "audio", "video", "document", "file", "blob", "uri", "screensh
 
 
 def parts(content: object) -> Iterator[Entry]:
-    """The parts of a content, in order; their role is ``tool`` for results and empty otherwise.
+    """The parts of a content as entries, in order; their role is ``tool`` for results and empty otherwise.
 
     Raises:
         BadTrace: the content is neither text nor a list of parts.
@@ -65,7 +65,7 @@ def part(each: Mapping[str, Any]) -> Iterator[Entry]:
     """The entries of one part: one, or two if the part holds a call and its result."""
     type_ = str(each.get("type") or each.get("block_type") or "")
     if type_ in ("toolRequest", "toolResponse"):
-        # Goose: the call or its result in a result of Rust.
+        # Goose wraps the call or its result in a serialized Rust ``Result``.
         held = object_of(each, "toolCall" if type_ == "toolRequest" else "toolResult")
         type_ = "tool_call" if type_ == "toolRequest" else "tool_result"
         inner = held.get("value", held.get("error"))
@@ -178,7 +178,7 @@ def _call_and_result(each: Mapping[str, Any], type_: str) -> Iterator[Entry]:
 
 
 def _medium(type_: str, each: Mapping[str, Any]) -> str | None:
-    """A description of what is not text: kind, format, and its size or address; None: it is no medium."""
+    """A description of a non-text part: kind, format, and size or address; None if it is no medium."""
     name = next((medium for medium in MEDIA if medium in type_), None)
     if name is None:
         return None
@@ -216,7 +216,7 @@ def _is_part(each: Mapping[str, Any]) -> bool:
 
 
 def _shown_part(each: Mapping[str, Any]) -> str:
-    """A part of a result: text and media as elsewhere, other kinds as complete JSON."""
+    """A part of a result: text and media as in `part`, other kinds as complete JSON."""
     found = list(part(each))
     known = bool(found) and not any(
         entry.calls or entry.text.startswith((f"[{each.get('type')}: {{", "[part: {")) for entry in found

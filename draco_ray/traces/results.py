@@ -21,15 +21,15 @@ class JudgedVerdict:
     """Index into the rubric."""
     title: str
     verdict: str
-    """``PASS``, ``FAIL`` or ``NOT_APPLICABLE``: the scoring call's."""
+    """``PASS``, ``FAIL`` or ``NOT_APPLICABLE``, from the scoring call."""
     evidence: str
     justification: str
     counts: bool
-    """Whether it survived dropout; for a single trace always true."""
+    """Whether the criterion survived dropout; always true for a single trace."""
     steps: tuple[int, ...] = ()
-    """1-based steps that the credit call holds responsible; also empty where it was not asked."""
+    """1-based steps that the credit call holds responsible; also empty if there was no credit call."""
     credited_verdict: str | None = None
-    """The credit call's verdict, which step quality is made of; None where it was not asked."""
+    """The credit call's verdict, from which step quality is computed; None if there was no credit call."""
     explanation: str = ""
 
 
@@ -38,12 +38,12 @@ class JudgedStep:
     """One step and its share of the advantage."""
 
     step: int
-    """1-based, as the judge numbers them."""
+    """Number of the step, 1-based, as the judge numbers steps."""
     action: str
     tokens: int
-    """n_j: counted by the trace, or estimated from the length."""
+    """n_j, as counted in the trace or estimated from the length."""
     quality: float | None
-    """Q_j in [0, 1]; None where no step is cited."""
+    """Q_j in [0, 1]; None if no step is cited."""
     advantage: float | None
     """a_j, the advantage of every token of the step; None for a single trace."""
     cited: bool
@@ -56,16 +56,16 @@ class JudgedTrace:
     task_id: str
     trace_id: str
     rollout: int
-    """Its place in the group."""
+    """Index of the trace in its group."""
     source: str
     format: str
     pass_share: float | None
-    """Share of passes among the passes and fails of all criteria; None if nothing was scored or none applies."""
+    """passes / (passes + fails) over all criteria; None if the trace was not scored or no criterion applies."""
     reward: float | None
-    """R_i in [-1, 1], for training: only criteria that some trace of its group failed count. None where it could not be
-    scored."""
+    """R_i in [-1, 1], for training: counts only criteria that some trace of the group failed. None if the trace could
+    not be scored."""
     advantage: float | None
-    """A_i; None of a single trace, and where there is no reward."""
+    """A_i; None for a single trace, or without a reward."""
     verdicts: tuple[JudgedVerdict, ...]
     steps: tuple[JudgedStep, ...]
     error: str | None = None
@@ -74,11 +74,11 @@ class JudgedTrace:
     left_out: int = 0
     """Characters of the trace that were truncated in the judge's prompt."""
     tokens_counted: bool = False
-    """Whether the tokens of steps are the trace's own count."""
+    """Whether the steps' token counts come from the trace; otherwise they are estimates."""
     fallback: str = ""
-    """Why its advantage is spread evenly over its steps (`draco_ray.records.CreditFallback`); ``none``: it is not."""
+    """Why the advantage is spread evenly over the steps (`draco_ray.records.CreditFallback`); ``none`` if it is not."""
     outcome: float | None = None
-    """A score in the trace itself. No judge saw it."""
+    """A score in the trace itself, never shown to a judge."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,22 +88,23 @@ class JudgedGroup:
     task_id: str
     rubric: tuple[Criterion, ...]
     survived: tuple[bool, ...]
-    """Of each criterion: whether some trace failed it, so that it counts; empty where there are no rewards."""
+    """For each criterion, whether some trace failed it, so that it counts; empty if there are no rewards."""
     rollouts: tuple[JudgedTrace, ...]
     dollars: float
     error: str | None = None
-    """Why it has no rewards."""
+    """Why the group has no rewards."""
     notes: tuple[str, ...] = ()
     looked_at: int = 0
     contradicted: int = 0
-    """Verdicts whose justifications were read again (``judge.second_look``), and those that they contradict."""
+    """``looked_at``: verdicts whose justifications were read again (``judge.second_look``); ``contradicted``: those of
+    them that their justification contradicts."""
 
 
 GROUP = TypeAdapter(JudgedGroup)
 
 
 def judged_group(state: GroupJudgement) -> JudgedGroup:
-    """The result of a group, from the records it left."""
+    """The result of a group, from its judgement."""
     survived = () if state.advantages is None else tuple(map(bool, state.advantages.surviving_K))
     notes = [*state.notes, *([SINGLE] if state.single else [])]
     return JudgedGroup(
@@ -120,7 +121,7 @@ def judged_group(state: GroupJudgement) -> JudgedGroup:
 
 
 def json_lines(group: JudgedGroup) -> Iterator[dict[str, Any]]:
-    """``judged.jsonl``'s lines of a group, one a trace."""
+    """The lines of a group in ``judged.jsonl``, one per trace."""
     for trace in group.rollouts:
         line = asdict(trace)
         line["error"] = trace.error or (group.error if trace.reward is None else None)

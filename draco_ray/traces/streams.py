@@ -9,12 +9,12 @@ from typing import Any
 from draco_ray.traces.entry import AGENT, decoded, object_of, text_of
 
 RESPONSE = {"choices", "candidates", "role", "object", "stopReason", "usage", "done"}
-"""Fields of which each response of a provider's API has one."""
+"""Every response of a provider's API has at least one of these fields."""
 Events = Sequence[Mapping[str, Any]]
 
 
 def server_sent(text: str) -> list[Any]:
-    """The JSON values of server-sent events (``data: {...}`` lines); empty: the text is something else."""
+    """The JSON values of server-sent events (``data: {...}`` lines); empty if the text is something else."""
     if not text.lstrip().startswith(("data:", "event:", ": ")):
         return []
     found = []
@@ -29,11 +29,11 @@ def server_sent(text: str) -> list[Any]:
 
 
 def whole(reply: Any) -> Any:
-    """An answer, reassembled if it was streamed (a list of events, or the text of server-sent events); the JSON text of
-    a response is decoded."""
+    """An answer, reassembled if it was streamed (a list of events, or the text of server-sent events), and decoded if
+    it is the JSON text of a response."""
     value = decoded(reply)
     first = value[0] if isinstance(value, list) and value else value
-    # An answer may be JSON itself, and then stays text.
+    # If the model's answer itself is JSON, it stays text.
     reply = value if isinstance(first, Mapping) and first.keys() & RESPONSE else reply
     events = server_sent(reply) if isinstance(reply, str) else reply
     if not isinstance(events, list) or not events or not all(isinstance(each, Mapping) for each in events):
@@ -53,7 +53,7 @@ def whole(reply: Any) -> Any:
 
 
 def _chat(chunks: Events) -> dict[str, Any]:
-    """Chunks of OpenAI's chat completions, or of Ollama's, which are messages."""
+    """Join chunks of OpenAI's chat completions, or of Ollama's, which are whole messages."""
     said: dict[str, str] = {"content": "", "reasoning_content": "", "reasoning": ""}
     calls: dict[int, dict[str, str]] = {}
     for chunk in chunks:
@@ -75,14 +75,14 @@ def _chat(chunks: Events) -> dict[str, Any]:
 
 
 def _responses(events: Events) -> Mapping[str, Any]:
-    """Events of OpenAI's Responses API: the response at the end, or else the items that were finished."""
+    """Join events of OpenAI's Responses API: the final response, or else the finished items."""
     last = next((object_of(each, "response") for each in reversed(events) if "response" in each), {})
     done = [each["item"] for each in events if each.get("type") == "response.output_item.done" and "item" in each]
     return last if last.get("output") else {**last, "output": done}
 
 
 def _anthropic(events: Events) -> dict[str, Any]:
-    """Events of Anthropic's messages."""
+    """Join events of Anthropic's Messages API."""
     message = dict(object_of(events[0], "message"))
     blocks: dict[Any, dict[str, Any]] = {}
     for event in events:
@@ -98,7 +98,7 @@ def _anthropic(events: Events) -> dict[str, Any]:
 
 
 def _gemini(chunks: Events) -> dict[str, Any]:
-    """Chunks of Gemini's streamed answers."""
+    """Join chunks of Gemini's streamed answers."""
     parts: list[dict[str, Any]] = []
     for chunk in chunks:
         for candidate in [each for each in chunk["candidates"] or () if isinstance(each, Mapping)][:1]:

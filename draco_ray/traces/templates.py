@@ -32,7 +32,7 @@ _RESULT = re.compile(r"<tool_response>\n?(.*?)\n?</tool_response>", re.DOTALL)
 
 
 def templated(text: str) -> list[dict[str, str]]:
-    """The messages in the output of a chat template; empty if no known template printed it."""
+    """The messages in the output of a chat template; empty if the template is unknown."""
     for template in _TEMPLATES:
         if found := template.findall(text):
             messages = [{"role": role, "content": said.strip("\n")} for role, said in found]
@@ -42,7 +42,7 @@ def templated(text: str) -> list[dict[str, str]]:
 
 
 def tagged(entry: Entry) -> Iterator[Entry]:
-    """An entry with the calls in its text as calls, or the results in its text as results of their own."""
+    """An entry whose text is parsed for tagged tool calls, or split into tagged results as separate entries."""
     if entry.role == AGENT and not entry.calls and "<tool_call>" in entry.text:
         thought, end, said = entry.text.rpartition("</think>")
         calls = tuple(call for block in _CALL.findall(said) if (call := _call(block)) is not None)
@@ -57,7 +57,7 @@ def tagged(entry: Entry) -> Iterator[Entry]:
 
 
 def _call(block: str) -> Call | None:
-    """The call in a tag; None if it is none, and stays text."""
+    """The call in a tag; None if the content is no call and stays text."""
     if found := _FUNCTION.search(block):
         return Call(name=found[1], arguments=dict(_PARAMETER.findall(found[2])))
     try:

@@ -1,7 +1,7 @@
 """Fields of a record that did not become part of a trace.
 
-A record is read through a view that notes which fields were looked up. A field that no reader looked up, that holds
-prose or a tool call, and that is shown nowhere in the traces, is reported.
+A record is read through a view that remembers which fields were looked up. A field is reported if no reader looked it
+up, it contains prose or a tool call, and its content appears in none of the traces.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MAX_REPORTED = 3
 
 
 class Record(dict[str, Any]):
-    """A JSON object that notes which of its fields were looked up."""
+    """A JSON object that remembers which of its fields were looked up."""
 
     __slots__ = ("read",)
 
@@ -61,8 +61,8 @@ def unread(record: Any, traces: Sequence[Trace], repeated: Sequence[str] = ()) -
 
     Args:
         record: a `watched` record, after it was read.
-        traces: what was made of it.
-        repeated: fields that repeat what was read elsewhere.
+        traces: the traces built from it.
+        repeated: fields whose content was also read from another field.
     """
     found = dict.fromkeys(path for path, texts in _evidence(record, "", repeated) if texts)
     if not found:
@@ -86,7 +86,7 @@ def _texts_of(traces: Sequence[Trace]) -> Iterator[str]:
 
 
 def _evidence(value: Any, path: str, repeated: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
-    """Path and texts of each field below that nobody looked up."""
+    """Path and texts of each field below ``value`` that no reader looked up."""
     if isinstance(value, list):
         for each in value:
             yield from _evidence(each, path, repeated)

@@ -1,8 +1,8 @@
 """τ-bench as a training environment: tau2's own orchestrator, agent and user simulator play each episode.
 
-The policy answers behind the endpoint of an agent program (``agent.use: command``, `draco_ray.benchmarks.tau.play`).
-tau2's result file is kept with the run. The reward is tau2's; an environment opened without ground truth has none, and
-tau2's process then does not learn a task's evaluation criteria.
+The policy answers through the endpoint of an agent program (``agent.use: command``, `draco_ray.benchmarks.tau.play`).
+tau2's result file is stored with the run. The reward is tau2's. An environment opened without ground truth gives no
+reward, and tau2's process then does not see a task's evaluation criteria.
 """
 
 from __future__ import annotations
@@ -74,23 +74,23 @@ class TauOptions(Tree):
     tau2_home: Path | None = None
     """Checkout of tau2-bench, for its data; null: TAU2_HOME."""
     tau2_version: str = "1.0.1"
-    """Required version: tasks and grading changed between versions."""
+    """Required version; tasks and grading differ between versions."""
     user: _Model = _Model()
-    """The user simulator. ``agent.pass_environment`` must name the variable of its key, too."""
+    """The user simulator. ``agent.pass_environment`` must also name the environment variable of its key."""
     judge: _Model = _Model()
-    """The judge of tau2's natural-language assertions, called only where episodes are evaluated."""
+    """The judge of tau2's natural-language assertions, called only if episodes are evaluated."""
     max_steps: int = Field(200, ge=1)
-    """tau2's own limit: turns of both sides and of tools."""
+    """tau2's own limit, which counts turns of both sides and of tools."""
     seed: int = Field(300, ge=0, lt=2**32)
     """Seed of tau2's episodes, sent to the user simulator's model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Domain:
-    """Tasks as their customers know them, without evaluation criteria."""
+    """A domain's tasks as their customers know them, without evaluation criteria."""
 
     tasks: Mapping[str, Task]
-    """Id -> task; ids can be file names."""
+    """Id -> task; ids are valid file names."""
     tau2_ids: Mapping[str, str]
     splits: Mapping[str, tuple[str, ...]]
     """Ids of each split, in tau2's order."""
@@ -121,7 +121,7 @@ def read_domain(home: Path, domain: str) -> Domain:
 
 
 def short_id(tau2_id: str) -> str:
-    """Make a file name of a task's id: short names stay, telecom's long ones are cut and get a digest.
+    """Make a file name from a task id: short ids stay; telecom's long ones are truncated and get a digest.
 
     >>> short_id("17")
     '17'
@@ -170,7 +170,7 @@ class TauEnvironment(Environment):
 
     @property
     def facts(self) -> str:  # type: ignore[override]
-        """What the judge is told: how episodes go, the agent's policy, and the tools. Raises: ConfigError."""
+        """Facts for the judge: the course of an episode, the agent's policy, and the tools. Raises: ConfigError."""
         found = self._description
         policy = textwrap.indent(found["policy"].strip(), "  ")
         lines = [_HOW_AGENTS_ACT.format(domain=self.options.domain), f"- The agent's policy, word for word:\n{policy}"]
@@ -182,7 +182,7 @@ class TauEnvironment(Environment):
 
     @property
     def agent_variables(self) -> list[str]:  # type: ignore[override]
-        """See `Environment`: the key of the user simulator, and that of the judge if it is set."""
+        """See `Environment`: the key variable of the user simulator, and the judge's if it is set."""
         user, judge = self.options.user.api_key_env, self.options.judge.api_key_env
         return list(dict.fromkeys([user, *([judge] if os.environ.get(judge) else [])]))
 
@@ -198,7 +198,7 @@ class TauEnvironment(Environment):
                 f"user simulator: no key in the environment variable {variable}; export it (any text if the endpoint "
                 "needs no key), or name another in environment.options.user.api_key_env and in agent.pass_environment"
             )
-        # Both raise before anything is started if tau2 cannot be used.
+        # If tau2 cannot be used, both raise now, before anything is started.
         self.job(found[0], Path())
         _ = self._description
         return list(found)
@@ -221,7 +221,7 @@ class TauEnvironment(Environment):
         options = self.options
         variables = litellm_variables("environment.options.user", options.user, options.user.model, "")
         key = next(iter(variables))
-        # LiteLLM has one endpoint per provider, and the policy needs its own.
+        # LiteLLM has one endpoint per provider, so the policy needs another provider than the user simulator.
         agent = "openai" if options.user.model.startswith("hosted_vllm/") else "hosted_vllm"
         return {
             "python": find_python(options.tau2_python, self._home),
@@ -231,7 +231,7 @@ class TauEnvironment(Environment):
             "evaluate": self.ground_truth,
             "seed": options.seed,
             "max_steps": options.max_steps,
-            # The endpoint would refuse a retry, too.
+            # No retries: the endpoint would reject them as well.
             "agent": {"model": f"{agent}/policy", "provider": agent.upper(), "args": {"num_retries": 0}},
             "user": {"model": options.user.model, "args": sampling(options.user)},
             "judge": judge_job(options.judge),
@@ -272,7 +272,7 @@ def _describe(python: str, version: str, home: Path, domain: str) -> Mapping[str
 
 
 class TauWorld:
-    """One open task: a folder in which tau2 writes."""
+    """One open task: a folder to which tau2 writes."""
 
     def __init__(self, environment: TauEnvironment, task: Task) -> None:
         self._environment = environment

@@ -58,7 +58,7 @@ NOT_COMPARED = {
     *("concurrency", "stall_timeout_seconds", "restarts"),
     *("tasks", "trials"),
 }
-"""Settings that do not change the outcome, and those that the plan stores elsewhere."""
+"""Settings that do not change the outcome, or that the plan stores elsewhere."""
 
 
 def evaluate_tau(
@@ -70,23 +70,23 @@ def evaluate_tau(
     retry_errors: bool = False,
     max_lost_share: float = 1.0,
 ) -> EvaluationDirectory:
-    """Evaluate every policy on the full split, ``config.tau_bench.trials`` episodes a task.
+    """Evaluate every policy on the full split, with ``config.tau_bench.trials`` episodes per task.
 
-    A directory that holds part of the same evaluation is continued; tau2 then also retries episodes that ended in an
-    infrastructure error.
+    If the directory contains part of the same evaluation, it is continued; tau2 then also retries episodes that ended
+    in an infrastructure error.
 
     Args:
         policies: one, or the checkpoints of one setting; their names are the measurements.
         out: evaluation directory.
-        label: the setting's name in tables; None is ``config.setting``.
+        label: the setting's name in tables; None uses ``config.setting``.
         retry_errors: retry infrastructure errors even if no episode is missing.
         max_lost_share: largest accepted share of lost episodes, checked after each measurement.
 
     Raises:
-        ConfigError: something that is needed is missing, ``out`` holds another evaluation, or another process uses it.
+        ConfigError: a requirement is missing, ``out`` contains another evaluation, or another process uses it.
         TooManyLost: more than ``max_lost_share`` were lost; finished episodes are kept.
         TauBenchError: the server or tau2 failed too often; finished episodes are kept.
-        SystemExit: 130 after Ctrl-C, with one line that says what is kept.
+        SystemExit: 130 after Ctrl-C, with one line about the finished episodes.
     """
     tau2, plan = plan_tau(config, policies, label)
     tasks, trials = tuple(plan.tasks), config.tau_bench.trials
@@ -122,7 +122,7 @@ def plan_tau(config: DracoConfig, policies: Sequence[TauPolicy], label: str | No
     """Check everything `evaluate_tau` needs; returns the installation and the plan.
 
     Raises:
-        ConfigError: something that is needed is missing.
+        ConfigError: a requirement is missing.
     """
     tau = config.tau_bench
     names = tuple(policy.name for policy in policies)
@@ -170,7 +170,7 @@ def task_ids(config: TauBenchConfig, tau2: Tau2) -> tuple[str, ...]:
 
 
 def sent_temperatures(config: TauBenchConfig, policies: Sequence[TauPolicy]) -> dict[str, float | None]:
-    """The temperature in the requests of each role; None, with a warning, for a model that accepts none."""
+    """Role -> temperature in its requests; None, with a warning, if its model accepts no temperature."""
     models = {
         "agent": [policy.model for policy in policies if policy.api],
         "user": [config.user.model],

@@ -1,7 +1,7 @@
-"""tau2's result files as episodes, results and tables.
+"""Read tau2's result files as episodes, results and tables.
 
-tau2 leaves episodes that ended in an infrastructure error out of its averages. The paper counts unsolved tasks over
-the full split, so the denominator here is tasks times trials, and a missing episode is a failure.
+tau2's averages leave out episodes that ended in an infrastructure error. The paper counts over the full split, so the
+denominator here is tasks times trials, and a missing episode is a failure.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from draco_ray.runs.directory import damaged, read_text
 INFRASTRUCTURE = "infrastructure_error"
 MISSING = "missing"
 ENDED_WELL = ("user_stop", "agent_stop")
-"""tau2 grades only these; any other ending is a failure."""
+"""Termination reasons that tau2 grades; any other ending is a failure."""
 TOLERANCE = 1e-6
-"""Largest distance from 1 of a reward that counts as success, as in tau2."""
+"""A reward within this distance of 1 counts as success, as in tau2."""
 Role = Literal["agent", "user", "judge"]
 ROLES: tuple[Role, ...] = ("agent", "user", "judge")
 ENDS = {
@@ -69,14 +69,14 @@ class Reward(BaseModel):
 
 
 class Episode(BaseModel):
-    """One trial of one task: the fields that are read of tau2's record."""
+    """One trial of one task, with the fields of tau2's record that are used."""
 
     task_id: str
     trial: int
     timestamp: str
     duration: float = 0.0
     termination_reason: str
-    """tau2's, or ``missing`` if it has no record."""
+    """tau2's termination reason, or ``missing`` if tau2 has no record of the episode."""
     reward_info: Reward | None = None
     messages: list[_Message] | None = None
     info: dict[str, Any] | None = None
@@ -88,7 +88,7 @@ class Episode(BaseModel):
 
     @property
     def failure(self) -> str | None:
-        """The failed parts of the reward, or how the episode ended; None: success."""
+        """The failed parts of the reward, or how the episode ended; None for a success."""
         if self.success:
             return None
         if self.termination_reason in ENDED_WELL:
@@ -99,7 +99,7 @@ class Episode(BaseModel):
 
     def usage(self, role: str) -> Usage:
         """Calls and tokens of ``assistant`` or ``user``."""
-        # tau2's greeting is no call of the agent: it has no usage.
+        # tau2's greeting has no usage: it is not a call of the agent.
         return _total(each.usage for each in self.messages or () if each.role == role and each.usage)
 
 
@@ -137,17 +137,17 @@ def read_records(folder: Path) -> list[Episode]:
 
 
 def read_episodes(folder: Path, tasks: Sequence[str], trials: int) -> list[Episode]:
-    """Read every planned episode, task by task; one without a record has failed as ``missing``.
+    """Read every planned episode, task by task; an episode without a record counts as ``missing``, a failure.
 
     Args:
         folder: tau2's results, see `read_records`.
 
     Raises:
-        TauBenchError: a file cannot be read, or holds an episode that was not planned.
+        TauBenchError: a file cannot be read, or contains an episode that was not planned.
     """
     found: dict[tuple[str, int], Episode] = {}
     # An episode has several records if it was retried after an infrastructure error, or if the process was killed.
-    # The earliest counts, those without an infrastructure error first.
+    # The earliest record without an infrastructure error counts, or else the earliest one.
     records = read_records(folder)
     for record in sorted(records, key=lambda each: (each.termination_reason == INFRASTRUCTURE, each.timestamp)):
         if record.task_id not in tasks or not 0 <= record.trial < trials:
@@ -168,7 +168,7 @@ def read_judge_usage(folder: Path) -> Usage:
     file = folder / "judge_calls.jsonl"
     if not file.is_file():
         return Usage()
-    # A process that was killed may have left half a line at the end.
+    # A killed process may have left an incomplete last line.
     lines = file.read_text(encoding="utf-8").split("\n")[:-1]
     return _total(_Usage.model_validate(json.loads(line)["usage"] or {}) for line in lines)
 
@@ -200,10 +200,10 @@ def summary(
     """Costs and failures of one measurement, as JSON.
 
     Args:
-        episodes: every planned one.
+        episodes: every planned episode.
         judge: usage of all judge calls.
         policy_model: model name for the price.
-        commit: of tau2-bench, which decides how episodes are graded.
+        commit: commit of tau2-bench, which determines the grading.
     """
     tau = config.tau_bench
     used = {
@@ -301,7 +301,7 @@ def cost_by_role_table(summaries: Mapping[str, Sequence[Measured]]) -> Table:
 
 
 def failure_table(summaries: Mapping[str, Sequence[Measured]]) -> Table:
-    """Failures by kind, in % of all planned episodes; together with the successes they add up to 100."""
+    """Failures by kind, in % of all planned episodes; successes and failures add up to 100."""
     totals: Counter[str] = Counter()
     for each in (each for measured in summaries.values() for each in measured):
         totals.update(each.failures)

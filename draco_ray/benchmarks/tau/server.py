@@ -27,7 +27,7 @@ from draco_ray.lab.evaluation.policies import API_PREFIX, EvaluatedPolicy
 from draco_ray.runs.checkpoints import ADAPTER, ADAPTER_CONFIG, check_adapter, file_digest
 
 BASE = "base"
-"""``--policy`` of the configured model, and the served name of the model below an adapter."""
+"""``--policy`` value for the configured model, and the served name of an adapter's base model."""
 SERVED = "policy"
 """Served name of the policy."""
 HOST = "127.0.0.1"
@@ -39,25 +39,25 @@ FORMATS = (
     ("qwen3", r"qwen3(?!\.)", "hermes", "qwen3"),
     ("qwen2", r"qwen2", "hermes", None),
 )
-"""Model families: prefix of ``model_type``, pattern of a hub name, and vLLM's tool-call and reasoning parsers."""
+"""Model families: (prefix of ``model_type``, pattern of hub names, vLLM's tool-call parser, reasoning parser)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TauPolicy:
-    """A policy that was checked and can be evaluated."""
+    """A checked policy, ready to be evaluated."""
 
     name: str
-    """Name of its measurement: ``step00100``, ``base``, the model's name."""
+    """Name of its measurement: ``step00100``, ``base`` or the model's name."""
     model: str
     """Model directory or hub name to serve, or the LiteLLM name of an API model."""
     api: bool = False
-    """Called through LiteLLM instead of served here."""
+    """Whether it is an API model, called through LiteLLM, instead of being served here."""
     adapter: Path | None = None
     """PEFT adapter on top of ``model``."""
     rank: int = 0
     """LoRA rank of the adapter."""
     digest: str | None = None
-    """SHA-256 of the adapter's weights, so that a result folder never mixes two checkpoints."""
+    """SHA-256 of the adapter's weights, to prevent results of two checkpoints in one folder."""
 
 
 def find_policy(named: str, config: DracoConfig) -> TauPolicy:
@@ -68,7 +68,7 @@ def find_policy(named: str, config: DracoConfig) -> TauPolicy:
             ``runs/NAME/checkpoints/step00100``, or a model.
 
     Raises:
-        ConfigError: it is none of these, or the directory is unusable.
+        ConfigError: ``named`` is none of these, or the directory is unusable.
     """
     if named.startswith(API_PREFIX):
         return api_policy(named.removeprefix(API_PREFIX))
@@ -89,7 +89,7 @@ def tau_policies(policy: EvaluatedPolicy, config: DracoConfig) -> list[TauPolicy
     """Convert a policy of `draco evaluate`: its checkpoints on the configured base model, or its API model.
 
     Raises:
-        ConfigError: one is unusable.
+        ConfigError: a checkpoint or model is unusable.
     """
     if policy.api_model is not None:
         return [api_policy(policy.api_model)]
@@ -128,7 +128,7 @@ def served_policy(name: str, model: str, adapter: Path | None = None) -> TauPoli
 
 
 def write_served_adapter(policy: TauPolicy, folder: Path) -> Path:
-    """Copy the adapter under the tensor names vLLM expects: it silently ignores others. Returns ``folder``."""
+    """Copy the adapter with the tensor names that vLLM expects, as it silently ignores others. Returns ``folder``."""
     assert policy.adapter is not None
     named = architectures(policy.model)
     folder.mkdir(parents=True)
@@ -168,7 +168,7 @@ def free_port(wanted: int | None) -> int:
 
 
 def serve_command(config: DracoConfig, policy: TauPolicy, port: int, adapter: Path | None) -> list[str]:
-    """Build the command line of vLLM's server; it holds no key.
+    """Build the command line of vLLM's server; it contains no key.
 
     Args:
         adapter: the folder that `write_served_adapter` made, if the policy has an adapter.
@@ -191,7 +191,7 @@ def serve_command(config: DracoConfig, policy: TauPolicy, port: int, adapter: Pa
     words += ["--served-model-name", SERVED if adapter is None else BASE]
     words += ["--max-model-len", str(server.max_model_len), "--language-model-only"]
     words += ["--enable-auto-tool-choice", "--tool-call-parser", tool_parser]
-    # Sample as the request says: a model's own defaults could add a repetition penalty.
+    # Use only the request's sampling parameters: the model's own defaults might add a repetition penalty.
     words += ["--generation-config", "vllm", "--disable-log-stats", "--disable-uvicorn-access-log"]
     if config.model.chat_template is not None:
         words += ["--chat-template", chat_template_text(config.model.chat_template)]
@@ -232,7 +232,7 @@ def served(
     try:
         base = f"http://{HOST}:{port}"
         _wait(child, base, key, config.tau_bench.server.start_timeout_seconds, log)
-        # The second factors of an untrained adapter are all zero: it has no effect to look for.
+        # In an untrained adapter all lora_B factors are zero, so it has no effect to check.
         if adapter and any(np.any(values) for name, values in load_file(adapter / ADAPTER).items() if "lora_B" in name):
             check_adapter_is_live(base, key, policy.name)
         yield ServedPolicy(f"hosted_vllm/{SERVED}", f"{base}/v1", key)
@@ -244,13 +244,13 @@ def check_adapter_is_live(base_url: str, key: str, name: str, *, served_as: str 
     """Compare log-probs with and without the adapter, because vLLM silently ignores weights it cannot place.
 
     Args:
-        base_url: of the server, without ``/v1``.
-        key: of the server.
-        name: of the policy, for the message.
+        base_url: URL of the server, without ``/v1``.
+        key: key of the server.
+        name: name of the policy, for the message.
         served_as: served name of the adapter.
 
     Raises:
-        TauBenchError: they are equal, or the server does not return them.
+        TauBenchError: the log-probs are equal, or the server does not return them.
     """
     request = {"prompt": PROBE, "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
     found = []
@@ -299,7 +299,7 @@ def _description(model: str) -> Mapping[str, Any]:
 
 
 def _parsers(model: str, description: Mapping[str, Any]) -> tuple[str | None, str | None]:
-    """vLLM's tool-call and reasoning parsers for a model; None where there is none or it is not known."""
+    """vLLM's tool-call and reasoning parsers for a model; each is None if unknown or not needed."""
     kind, name = description.get("model_type"), model.rsplit("/", 1)[-1]
     for prefix, pattern, tool_calls, reasoning in FORMATS:
         if re.match(pattern, name, re.IGNORECASE) if kind is None else kind.startswith(prefix):

@@ -1,4 +1,4 @@
-"""tau2-bench's own process: which installation runs, the job and the keys it is given, and restarts after failures."""
+"""tau2-bench's own process: the installation to run, its job and keys, and restarts after failures."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ PASSED_ON = (
     *("HTTP_PROXY", "HTTPS_PROXY", "http_proxy", "https_proxy"),
     *("SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE"),
 )
-"""Variables that tau2's process inherits; any other could bring another endpoint or another key."""
+"""The only variables that tau2's process inherits; others could set another endpoint or key."""
 _INSTALL = "install tau2-bench as its own README says (docs/tau_bench.md)"
 
 
@@ -67,7 +67,7 @@ class Tau2:
 
     @property
     def secret_paths(self) -> list[str]:
-        """Paths that the agent's shell must not read: tasks with their solutions, git history, keys."""
+        """Paths that the agent's shell must not read: tasks with solutions, git history, keys."""
         return [str(path) for name in ("data", ".git", ".env") if (path := self.home / name).exists()]
 
 
@@ -75,8 +75,8 @@ def find_tau2(config: TauBenchConfig) -> Tau2:
     """Find tau2-bench and check its version, tasks and programs; takes seconds.
 
     Raises:
-        ConfigError: it is missing, another version, another package of that name, without its data, or without the
-            programs that its shell tool needs.
+        ConfigError: tau2-bench is missing, has another version, is another package of that name, or lacks its data or
+            the programs that its shell tool needs.
     """
     home = find_home(config.tau2_home, TASKS)
     python = find_python(config.tau2_python, home)
@@ -121,7 +121,7 @@ def find_python(configured: str | None, home: Path) -> str:
             f"tau2_python {named}: no executable file; expected the Python of tau2-bench's own environment; "
             f"{_INSTALL}, set {PYTHON_VARIABLE}"
         )
-    # Keep the link: Python finds a virtual environment by the path of its `python` link.
+    # Do not resolve the link: Python finds a virtual environment by the path of its `python` link.
     return os.path.abspath(named)
 
 
@@ -182,7 +182,7 @@ def read_keys(config: TauBenchConfig, policy: TauPolicy) -> dict[str, str]:
     """Role -> key.
 
     Raises:
-        ConfigError: one is not set.
+        ConfigError: a key is not set.
     """
     variables = key_variables(config, policy)
     for role, variable in variables.items():
@@ -206,7 +206,7 @@ def tau2_environment(
 
     Args:
         home: the checkout of tau2-bench.
-        endpoint: of the policy served here; None for an API policy.
+        endpoint: endpoint of the policy served here; None for an API policy.
         keys: see `read_keys`.
         tmp: private folder for temporary files.
 
@@ -232,7 +232,7 @@ def tau2_environment(
 
 
 def settings_of(home: Path) -> dict[str, str]:
-    """Environment variables that every process of tau2 gets: its data, and nothing read from .env or the network."""
+    """Environment variables of every tau2 process: set the data folder, prevent reading .env or the network."""
     return {
         "TAU2_DATA_DIR": str(home / "data"),
         "LITELLM_LOCAL_MODEL_COST_MAP": "True",
@@ -273,15 +273,15 @@ def tau2_job(
     tasks: Sequence[str],
     unreadable: Sequence[str],
 ) -> dict[str, Any]:
-    """Build the job for `tau2_runner` as JSON; it holds no key.
+    """Build the job for `tau2_runner` as JSON; it contains no key.
 
     Args:
-        folder: where tau2's results go.
+        folder: folder for tau2's results.
         tasks: ids of the tasks to run.
         unreadable: files and folders that the agent's shell must not read.
     """
     agent = endpoint.model if endpoint else policy.model
-    # One cache per model and endpoint, which tau2's own cache key leaves out.
+    # Use one cache folder per model and endpoint, since tau2's own cache key ignores them.
     embedder = hashlib.sha256(f"{config.embedder.model} {config.embedder.api_base}".encode()).hexdigest()[:16]
     return {
         "domain": BANKING,
@@ -310,7 +310,7 @@ def judge_job(config: TauModelConfig) -> dict[str, Any]:
 
 
 def sampling(config: TauModelConfig, model: str | None = None) -> dict[str, Any]:
-    """Sampling arguments of a model, without a temperature that the model refuses: tau2 would silently drop it.
+    """Sampling arguments of a model, without a temperature that the model rejects: tau2 would silently drop it.
 
     Args:
         config: endpoint and temperature.
@@ -330,7 +330,7 @@ def run_job(
     scrubber: Scrubber,
     progress: Callable[[int], None],
 ) -> None:
-    """Run the job's episodes that are not in ``folder`` yet; restart after a crash or a stall.
+    """Run the job's episodes that have no result in ``folder`` yet; restart after a crash or a stall.
 
     Args:
         folder: tau2's results, and ``runner.log`` with its output, keys masked.
@@ -349,7 +349,7 @@ def run_job(
             problem = _wait(child, folder, config.stall_timeout_seconds, progress)
         finally:
             child.end()
-            # tau2 stores the errors of its calls, in which a provider may have quoted the key.
+            # tau2 stores the errors of its calls, and a provider may quote the key in an error.
             for file in folder.rglob("*.json*"):
                 scrubber.file(file)
         if problem is None:

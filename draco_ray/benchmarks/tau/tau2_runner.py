@@ -4,8 +4,8 @@
     python -P tau2_runner.py run JOB.json      run the job's episodes that have no result yet
     python -P tau2_runner.py play JOB.json     play one training episode, the policy behind its endpoint
 
-Keys come in environment variables that the job names, and go into API clients only. If a part of tau2 that is patched
-is missing, nothing is run, because the leak that the patch closes would be open.
+Keys are read from environment variables that the job names, and passed to API clients only. If a part of tau2 that
+must be patched is missing, nothing is run, because the leak that the patch closes would remain open.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import Any
 REFUSED = 3
 """Exit code if nothing was run; the last line on stderr says why."""
 PLAY_AGAIN = 75
-"""Exit code of an episode that failed for another reason than the policy: EX_TEMPFAIL of sysexits.h."""
+"""Exit code of an episode whose failure is not the policy's: EX_TEMPFAIL of sysexits.h."""
 SHELL_VARIABLES = ("PATH", "HOME", "LANG", "LC_ALL", "TMPDIR")
 """The only environment variables that the agent's shell sees."""
 EMBEDDER = "qwen3-embedding-8b"
@@ -36,7 +36,7 @@ _PR_SET_DUMPABLE = 4
 
 
 class Stopped(Exception):
-    """Ends the program: the exit code, and one line that says why."""
+    """Ends the program with an exit code and a one-line reason."""
 
     def __init__(self, code: int, reason: str) -> None:
         super().__init__(" ".join(reason.split()))
@@ -49,7 +49,7 @@ def one_line(error: Exception) -> str:
 
 
 def check(domain: str | None = None) -> dict[str, Any]:
-    """Report which package this Python imports as tau2, and the policy and the tools of a domain."""
+    """Report which package this Python imports as tau2, and the policy and tools of a domain."""
     found: dict[str, Any] = {"python": sys.version.split()[0], "version": None, "error": None}
     try:
         found["version"] = metadata.version("tau2")
@@ -62,7 +62,7 @@ def check(domain: str | None = None) -> dict[str, Any]:
 
 
 def describe(domain: str) -> dict[str, Any]:
-    """The policy of a domain's agent, and its and the customers' tools as JSON schemas; or an ``error``."""
+    """A domain's agent policy, and the tools of agent and customers as JSON schemas; or an ``error``."""
     try:
         environment = importlib.import_module("tau2.runner.build").build_environment(domain)
         found = {"policy": environment.get_policy(), "tools": [tool.openai_schema for tool in environment.get_tools()]}
@@ -77,7 +77,7 @@ def describe(domain: str) -> dict[str, Any]:
 
 
 def load(*names: str) -> list[Any]:
-    """Import modules of tau2, without the variables that tau2 reads from a .env file on import.
+    """Import modules of tau2; discards the environment variables that tau2 sets from a .env file on import.
 
     Raises: Stopped: one cannot be imported.
     """
@@ -142,7 +142,7 @@ def use_embedder(module: Any, cache: Any, job: dict[str, Any]) -> None:
 def confine_shell(module: Any, unreadable: list[str]) -> None:
     """Hide keys and files with solutions from the agent's shell.
 
-    tau2's sandbox denies reading only what its settings list, and passes on every environment variable.
+    tau2's sandbox only blocks paths listed in its settings, and passes on every environment variable.
     """
     sandbox = original(module, "SandboxManager")
     create = original(sandbox, "_create_srt_settings")
@@ -159,7 +159,7 @@ def confine_shell(module: Any, unreadable: list[str]) -> None:
         return subprocess.run(*args, **{**kwargs, "env": kept})
 
     patch(sandbox, _create_srt_settings=settings)
-    # Only in this module: the rest of the process keeps the real `subprocess`.
+    # Patch only this module: the rest of the process keeps the real `subprocess`.
     names = {"TimeoutExpired": subprocess.TimeoutExpired, "CalledProcessError": subprocess.CalledProcessError}
     patch(module, subprocess=types.SimpleNamespace(run=run, **names))
 
@@ -171,7 +171,7 @@ def hide_environment() -> None:
 
 
 def episode_settings(job: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of tau2's TextRunConfig that evaluation and training have in common."""
+    """The arguments of tau2's TextRunConfig that evaluation and training share."""
     agent, user = job["agent"], job["user"]
     models = {
         "llm_agent": agent["model"],
@@ -208,13 +208,13 @@ def run(job: dict[str, Any]) -> None:
 def play(job: dict[str, Any]) -> str:
     """Play one episode with tau2's own orchestrator, agent and user simulator, and write tau2's result file.
 
-    Only a job that says ``evaluate`` is scored; otherwise the task loses its evaluation criteria first.
+    The episode is scored only if the job sets ``evaluate``; otherwise the evaluation criteria are removed first.
 
     Args:
         job: see `draco_ray.benchmarks.tau.environment.TauEnvironment.job`.
 
     Returns: how the episode ended.
-    Raises: Stopped: it has to be played again, or the policy did something that tau2 cannot continue with.
+    Raises: Stopped: the episode must be repeated, or the policy did something after which tau2 cannot continue.
     """
     simulations, helpers, build, progress = load(
         "data_model.simulation", "runner.helpers", "runner.build", "runner.progress"
@@ -249,7 +249,7 @@ def play(job: dict[str, Any]) -> str:
 
 
 def watch_user(user: Any, errors: list[str]) -> None:
-    """Append the user simulator's failures to ``errors``: they are not the policy's."""
+    """Record failures of the user simulator in ``errors``, since they are not the policy's."""
     answer = user.generate_next_message
 
     @functools.wraps(answer)
@@ -286,7 +286,7 @@ def evaluate(job: dict[str, Any], task: Any, simulation: Any) -> None:
 
 
 def play_quietly(job: dict[str, Any]) -> int:
-    """Run `play` with all of tau2's output in the job's log, because a judge reads what this program prints.
+    """Run `play` with all of tau2's output redirected to the job's log, because a judge reads this program's output.
 
     Returns: the exit code.
     """
@@ -300,7 +300,7 @@ def play_quietly(job: dict[str, Any]) -> int:
     except Stopped as stopped:
         code, text = stopped.code, str(stopped)
     except Exception as error:
-        # The policy's failures end in tau2's own loop, so this one is not the policy's.
+        # tau2's own loop handles the policy's failures, so this failure is not the policy's.
         code, text = PLAY_AGAIN, f"to be played again: {one_line(error)}"
     for secret in secrets:
         text = text.replace(secret, "***")

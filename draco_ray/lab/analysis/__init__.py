@@ -1,1 +1,1 @@
-"""What a run's tables say: tidy tables, one row an observation, made from a run directory."""
+"""Analysis of a run directory: tidy tables with one row per observation."""

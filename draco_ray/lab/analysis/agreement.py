@@ -1,8 +1,8 @@
 """Whether two graders agree beyond chance: rates with their own denominators, chance-corrected coefficients, intervals.
 
-The reference is the judge whose verdicts a run used. Where the other grader left a criterion unanswered, the rating is
-`UNANSWERED`: a disagreement in ``agreement`` and in the rates that have a denominator of the reference's verdicts
-(``balanced_accuracy``, ``false_pass``, ``false_fail``), and left out of chance, kappa, alpha and AC1, which compare
+The reference is the judge whose verdicts a run used. If the other grader did not answer a criterion, its rating is
+`UNANSWERED`: a disagreement in ``agreement`` and in the rates whose denominator is the reference's verdicts
+(``balanced_accuracy``, ``false_pass``, ``false_fail``). Chance, kappa, alpha and AC1 leave it out, as they compare
 answers.
 """
 
@@ -32,24 +32,24 @@ class Agreement:
 
     judgments: int
     passes: int
-    """Judgments that the reference passes: the denominator of ``false_fail``."""
+    """Number of judgments that the reference passes: the denominator of ``false_fail``."""
     fails: int
-    """Judgments that the reference fails: the denominator of ``false_pass``."""
+    """Number of judgments that the reference fails: the denominator of ``false_pass``."""
     unanswered: float
     """Share of all judgments that the other grader left without a verdict."""
     agreement: float
     """Share of all judgments with equal verdicts, N/A included."""
     chance: float
-    """Agreement that two graders with these margins, but independent of each other, would reach."""
+    """Agreement that two independent graders with these margins would reach."""
     kappa: float
     """Cohen's coefficient over pass, fail and N/A."""
     alpha: float
     """Krippendorff's coefficient, nominal."""
     ac1: float
-    """Gwet's coefficient, which does not collapse where nearly all verdicts are the same. Its number of categories is
-    that of the verdicts which either grader gives, at least two."""
+    """Gwet's coefficient, which does not collapse if nearly all verdicts are equal. Its number of categories is the
+    number of distinct verdicts that either grader gives, at least two."""
     balanced_accuracy: float
-    """Mean, over the verdicts that the reference gives, of the share the other grader repeats."""
+    """Mean recall: for each verdict the reference gives, the share that the other grader repeats."""
     false_pass: float
     """Of the judgments the reference fails, the share the other passes."""
     false_fail: float
@@ -72,7 +72,7 @@ def agreement(reference: IntArray, other: IntArray) -> Agreement:
         other: the same, or `UNANSWERED`.
 
     Raises:
-        ValueError: the two differ in shape, or hold other values.
+        ValueError: the two differ in shape, or contain other values.
 
     >>> found = agreement(np.array([1, 1, -1, -1]), np.array([1, 1, -1, 1]))
     >>> found.agreement, found.chance, found.kappa, found.false_pass
@@ -99,10 +99,10 @@ def contingency(reference: IntArray, other: IntArray) -> FloatArray:
 
 
 def agreement_intervals(clusters: Sequence[FloatArray], *, level: float = LEVEL) -> dict[str, tuple[float, float]]:
-    """Intervals of every rate of `Agreement` over the choice of clusters, as `clustered_interval` makes them.
+    """Intervals of every rate of `Agreement` over the choice of clusters, computed like `clustered_interval`.
 
     Args:
-        clusters: a `contingency` each.
+        clusters: one `contingency` table per cluster.
         level: coverage.
     Returns: (low, high) by name in `RATES`; infinite where fewer than two clusters have a denominator.
 
@@ -136,10 +136,10 @@ def clustered_interval(
 ) -> Interval:
     """A statistic in [0, 1] over all items, with its interval over the choice of clusters.
 
-    Judgments on one task rise and fall together: taking them one by one would promise too narrow an interval. The
-    variance is the jackknife's, a cluster left out at a time; the limits are those of `bounded_limits`, so that an
-    interval has no zero width where every judgment agreed. With one cluster it is the whole line, and so it is where a
-    cluster left out leaves the statistic undefined.
+    Judgments on one task are correlated: treating them as independent would make the interval too narrow. The
+    variance is the jackknife's, leaving out one cluster at a time. The limits come from `bounded_limits`, so the
+    interval has a width even if every judgment agreed. The interval is infinite if there is only one cluster, or if
+    leaving one out makes the statistic undefined.
 
     Raises:
         ValueError: there are no clusters.
@@ -150,7 +150,7 @@ def clustered_interval(
     items = [item for group in groups for item in group]
     value = statistic(items)
     places = np.cumsum([0, *(len(group) for group in groups)])
-    # Without the only cluster nothing is left to take the statistic of.
+    # Leaving out the only cluster would leave no items.
     left_out = range(len(groups)) if len(groups) > 1 else ()
     without = [statistic(items[: places[index]] + items[places[index + 1] :]) for index in left_out]
     return Interval(value, *_limits(value, without, trials=float(len(items)), level=level))
@@ -159,7 +159,7 @@ def clustered_interval(
 def _limits(
     value: float, without: Sequence[float], *, trials: float, bounds: tuple[float, float] = (0.0, 1.0), level: float
 ) -> tuple[float, float]:
-    """The limits of a statistic's interval, given its values with a cluster left out each."""
+    """The limits of a statistic's interval, given its value without each of the clusters."""
     many = len(without)
     if many < 2 or not np.isfinite([value, *without]).all():
         return -np.inf, np.inf
@@ -180,7 +180,7 @@ def auroc(positive: FloatArray, negative: FloatArray) -> float:
 
 
 def _compare(counts: FloatArray, used: BoolArray) -> Agreement:
-    """The comparison that a `contingency` makes; ``used`` says which ratings are the categories of AC1."""
+    """The `Agreement` of a `contingency` table; ``used`` marks the ratings that are categories of AC1."""
     table, rows = counts[:, :-1], counts.sum(axis=1)
     total, agreed = rows.sum(), np.diagonal(counts)
     repeated = [agreed[row] / rows[row] for row in range(len(rows)) if rows[row]]
@@ -224,7 +224,7 @@ def _gwet_chance(table: FloatArray, used: BoolArray) -> float:
 
 
 def _corrected(table: FloatArray, chance: float) -> float:
-    # With one rating only, agreement by chance is certain and says nothing.
+    # If only one rating occurs, agreement by chance is certain and the coefficient is undefined.
     if np.isnan(chance) or chance == 1.0:
         return float("nan")
     return (float(np.trace(table) / table.sum()) - chance) / (1 - chance)

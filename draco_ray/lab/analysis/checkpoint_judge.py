@@ -1,7 +1,7 @@
-"""The policy as judge of its own run: a step's archived prompts go to the checkpoint that acted in that step.
+"""The policy as judge of its own run: the checkpoint that acted in a step answers that step's archived prompts.
 
-That is the checkpoint of the step before (appendix "Self-judge"), the model without an adapter for the first step. A
-vLLM engine of the run's own `engine` section serves them one after the other.
+This is the checkpoint of the step before (appendix "Self-judge"); for the first step, the model without an adapter. A
+vLLM engine with the run's own `engine` section serves the checkpoints one after the other.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ class AdapterEngine(Protocol):
 
     @property
     def policy_version(self) -> int:
-        """Version that a request starting now samples from."""
+        """Policy version that new requests sample from."""
         ...
 
     async def load_adapter(self, adapter: Adapter) -> float:
-        """Make ``adapter`` what new requests sample from; returns seconds."""
+        """Use ``adapter`` for new requests; returns the seconds this took."""
         ...
 
 
 class CheckpointJudge:
-    """Whoever acted in a training step, as a `draco_ray.judging.completion.Completer`; steps are asked in order."""
+    """The policy that acted in a training step, as a `draco_ray.judging.completion.Completer`; ask steps in order."""
 
     def __init__(self, engine: AdapterEngine, complete: Completer, kept: Sequence[Checkpoint]) -> None:
-        """Begin with the model alone, which is whoever acted in step 1.
+        """Begin with the model without an adapter, which acted in step 1.
 
         Args:
-            engine: behind ``complete``; it has no adapter yet.
-            complete: answers with what the engine serves.
+            engine: the engine behind ``complete``; has no adapter yet.
+            complete: answers with the policy that the engine serves.
             kept: the run's checkpoints (`checkpoints_before`).
         """
         self._engine = engine
@@ -54,8 +54,8 @@ class CheckpointJudge:
         """The judge for that step's prompts.
 
         Raises:
-            DamagedRun: the adapter is not sound.
-            EngineError: the engine refuses it.
+            DamagedRun: the adapter is damaged.
+            EngineError: the engine rejects the adapter.
         """
         version = training_step - 1
         if version != self._engine.policy_version:
@@ -68,7 +68,7 @@ def checkpoints_before(run: RunDirectory, steps: Sequence[int]) -> list[Checkpoi
 
     Raises:
         ConfigError: one of them was not kept.
-        DamagedRun: one of them is not sound.
+        DamagedRun: one of them is damaged.
     """
     kept = {checkpoint.version: checkpoint for checkpoint in checkpoints(run)}
     wanted = sorted({step - 1 for step in steps if step > 1})
@@ -89,26 +89,26 @@ async def open_checkpoints(
     """Serve the checkpoints that acted in these steps, on this machine.
 
     Args:
-        config: the run's; its model, ``engine``, and of ``judge`` the temperature, ``max_tokens`` and ``self_judge``.
-        run: whose checkpoints.
-        steps: training steps that will be asked for.
+        config: the run's; used are model, ``engine``, and in ``judge`` temperature, ``max_tokens`` and ``self_judge``.
+        run: the run with the checkpoints.
+        steps: training steps whose prompts will be asked.
 
     Raises:
         ConfigError: a checkpoint is missing.
-        DamagedRun: one is not sound.
+        DamagedRun: a checkpoint is damaged.
         EngineError: the model cannot be loaded.
     """
     from draco_ray.engine.model_directory import check_model_directory
 
     kept = checkpoints_before(run, steps)
     check_model_directory(config.model.path, config.model.chat_template)
-    # Imported here because they take seconds and other judges need neither.
+    # Imported here because these imports take seconds and other judges do not need them.
     from transformers import AutoConfig
 
     from draco_ray.engine.vllm_engine import VllmEngine
 
     path = config.model.path
-    # A multimodal config keeps the context length in its text part.
+    # A multimodal model has the context length in its text config.
     positions = int(AutoConfig.from_pretrained(path).get_text_config().max_position_embeddings)
     engine = VllmEngine(
         config.engine,

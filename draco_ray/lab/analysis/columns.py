@@ -1,4 +1,4 @@
-"""Schemas of the tidy tables, written as one line for each run of columns of one type."""
+"""Short notation for schemas of the tidy tables: one string per group of columns of the same type."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pyarrow as pa
 
 
 def columns(*groups: str) -> pa.Schema:
-    """A schema with these columns, in order.
+    """A schema with these columns, in order; each group is ``"type: names"``.
 
     >>> columns("string: run judge", "int64: step", "string[]: titles").names
     ['run', 'judge', 'step', 'titles']

@@ -16,11 +16,11 @@ from draco_ray.records import FloatArray
 from draco_ray.runs.directory import RunDirectory
 
 WINDOW_ENDS = (0.10, 0.25, 0.50, 0.75, 1.0)
-"""Where the five windows end, as shares of the run: 100 steps give 1-10, 11-25, 26-50, 51-75, 76-100. The paper states
-the first and the last of them; the three between are ours."""
+"""Ends of the five windows, as shares of the run: 100 steps give 1-10, 11-25, 26-50, 51-75, 76-100. The paper states
+the first and the last window; the three between are our choice."""
 
 ROUNDING = 1e-9
-"""Advantages below it are 0: they are of the order of 1."""
+"""Absolute advantages below this count as 0; real ones are of the order of 1."""
 
 CREDIT = columns(
     "string: run",
@@ -42,9 +42,9 @@ CITATIONS = columns(
 def credit_by_step(run: RunDirectory) -> pa.Table:
     """One row per training step: the rollouts with advantages, how many of them are inert, and the spread of Q_j.
 
-    ``quality_spread_active`` is the paper's: the mean over active rollouts, on which credit is not inert, of the
-    standard deviation of their step qualities (`draco_ray.algorithm.credit.quality_spread`). ``quality_spread`` is over
-    all rollouts with a cited step. Null where no rollout has one.
+    ``quality_spread_active`` is the paper's measure: the standard deviation of a rollout's step qualities
+    (`draco_ray.algorithm.credit.quality_spread`), averaged over rollouts on which credit is not inert.
+    ``quality_spread`` averages over all rollouts with a cited step. Null if there is no such rollout.
     """
     rows = []
     for step in run.steps():
@@ -73,8 +73,8 @@ def inert_windows(by_step: pa.Table, ends: Sequence[float] = WINDOW_ENDS) -> pa.
 
     Args:
         by_step: `credit_by_step` of one run or several.
-        ends: where the windows end, as ascending shares of the run's last step.
-    Returns: a row per run and window. A short run has fewer: a window that holds no step has no row.
+        ends: ends of the windows, as ascending shares of the run's last step.
+    Returns: a row per run and window. In a short run, windows without a step have no row.
     """
     rows: list[dict[str, Any]] = []
     records = by_step.to_pylist()
@@ -104,8 +104,8 @@ def inert_windows(by_step: pa.Table, ends: Sequence[float] = WINDOW_ENDS) -> pa.
 def citations_a_step(run: RunDirectory) -> pa.Table:
     """How many surviving criteria cite a step (appendix "Significance of each term"): a row per training step.
 
-    Counted over the rollouts for which a credit call named steps; mean, median and the share of ten or more are over
-    the steps that are cited, the others are ``uncited``. A last row, without a training step, is the whole run.
+    Only rollouts whose credit call named steps are counted. Mean, median and the share of ten or more are over cited
+    steps; ``uncited`` counts the other steps. The last row, without a training step, covers the whole run.
     """
     whole: list[int] = []
     rows = []
@@ -152,7 +152,7 @@ def _citation_row(run: RunDirectory, training_step: int | None, counts: Sequence
 
 
 def push_shares(step_advantage: Sequence[float], step_tokens: Sequence[int]) -> list[float]:
-    """Each step's share of its trajectory's push: |a_j| n_j over the sum, zeros when nothing is pushed.
+    """Each step's share of its trajectory's push: |a_j| n_j divided by the sum; zeros if the sum is 0.
 
     >>> push_shares([1.5, 0.75], [2, 4])
     [0.5, 0.5]
@@ -163,7 +163,7 @@ def push_shares(step_advantage: Sequence[float], step_tokens: Sequence[int]) -> 
 
 
 def signs(advantages: FloatArray | float) -> FloatArray:
-    """-1, 0 or +1 of advantages; a rollout at its group's mean misses 0 by rounding, on either side.
+    """Signs of advantages: -1, 0 or +1. Rounding may leave a rollout at its group's mean slightly off 0.
 
     >>> signs(np.array([0.3, 5e-17, -5e-17, -2.0]))
     array([ 1.,  0.,  0., -1.])

@@ -1,4 +1,4 @@
-"""Evaluations of a run: those that training made, and the evaluation directories inside it (`draco evaluate --run`)."""
+"""Evaluations of a run: made during training, or in evaluation directories inside the run (`draco evaluate --run`)."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ EVALUATIONS = columns(
 
 
 def evaluations(run: RunDirectory) -> pa.Table:
-    """One row per finished measurement: TGC, SGC, and what one pass over the tasks cost where that is known.
+    """One row per finished measurement: TGC, SGC, and the cost of one pass over the tasks if it is known.
 
-    Cost is known of evaluation directories only: dollars where the model has a price, and input and output tokens.
-    Measurements that are not finished are left out, since their rates would be of other tasks.
+    Cost is known for evaluation directories only: input and output tokens, and dollars if the model has a price.
+    Unfinished measurements are left out, since their rates would cover other tasks.
     """
     return pa.Table.from_pylist(list(_rows(run)), schema=EVALUATIONS)
 
@@ -38,7 +38,7 @@ def evaluations(run: RunDirectory) -> pa.Table:
 def evaluation_directories(run: RunDirectory) -> Iterator[EvaluationDirectory]:
     """Evaluation directories that `draco evaluate --run` wrote into a run, by name.
 
-    A directory of another version of this program is skipped.
+    A directory written by an incompatible version of this program is skipped.
     """
     for file in sorted((run.path / "evaluations").glob("*/evaluation.json")):
         with contextlib.suppress(ConfigError):
@@ -65,7 +65,7 @@ def _rows(run: RunDirectory) -> Iterator[dict[str, Any]]:
             about = {"run": run.path.name, "evaluation": directory.path.name, "split": plan.split}
             about |= {"training_step": int(number[1]) if number else None}
             rates = _rates([result.evaluation for result in results], scenarios=plan.scenarios)
-            # Where a conversation has several roles, its cost is that of all.
+            # If a conversation has several roles, its cost is the sum over all of them.
             costs = list(roles[name].values()) if name in roles else [result.usage for result in results]
             dollars = sum_known(each.dollars for each in costs)
             tokens = sum(each.input_tokens + each.output_tokens for each in costs)

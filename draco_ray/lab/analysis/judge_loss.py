@@ -1,7 +1,7 @@
-"""What training would lose with another judge: its verdicts in the place of the run's, through the same rule.
+"""What training would lose with another judge: advantages from its verdicts against those from the run's verdicts.
 
-Over groups in which both judges have scored at least two rollouts; a rollout that the other judge left unanswered is
-left out of its group for both.
+Covers groups in which both judges scored at least two rollouts. A rollout that the other judge did not answer is left
+out for both judges.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ LOSS = columns(
 def judge_loss(run: RunDirectory, replayed: pa.Table) -> pa.Table:
     """A row for each judge of ``replayed`` (`draco_ray.lab.analysis.replay.REPLAYED`).
 
-    ``advantage_correlation``: of A_i by both judges' verdicts. ``sign_flips``: share of rollouts whose advantage
-    changes sign. ``best_kept``: share of groups with a spread in which a best rollout stays one. ``signal_lost``: share
-    of those in which the other judge sees no difference, and all are best. ``dollars``: for the archived prompts, and
-    what they had cost the run.
+    ``advantage_correlation``: correlation of A_i between the two judges. ``sign_flips``: share of rollouts whose
+    advantage changes sign. Of groups in which the run's A_i differ, ``best_kept`` is the share in which a best rollout
+    stays a best one, ``signal_lost`` the share in which the other judge gives all rollouts the same A_i. ``dollars``:
+    cost of the archived prompts with the other judge; ``own_dollars``: their cost in the run.
     """
     rows = []
     by_judge: dict[str, list[dict[str, Any]]] = defaultdict(list)
@@ -86,7 +86,7 @@ def _compared(rows: list[dict[str, Any]]) -> dict[str, float | int | None]:
 
 
 def _advantages(members: list[list[dict[str, Any]]], column: str) -> FloatArray:
-    """A_i of a group by one judge's verdicts."""
+    """A_i of a group from one judge's verdicts."""
     rule = AdvantageRule()
     ordered = [sorted(each, key=lambda row: int(row["criterion"])) for each in members]
     verdict_GK = np.array([[row[column] for row in each] for each in ordered], dtype=np.int8)

@@ -16,20 +16,20 @@ from draco_ray.runs.directory import RunDirectory, damaged
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedGroup:
-    """One judged group: what went into its advantages, and what came out. A row per scored rollout, ascending."""
+    """One judged group: the inputs of its advantages and the results. One row per scored rollout, ascending."""
 
     training_step: int
     task_id: str
     rollouts: tuple[int, ...]
     titles: tuple[str, ...]
-    """Of the K criteria."""
+    """Titles of the K criteria."""
     verdict_GK: IntArray
     """Scoring verdicts, +1, -1 or 0."""
     attributions: tuple[tuple[Attribution, ...] | Uncalled | None, ...]
-    """The credit call's citations; None where that call failed, `Uncalled` where none was made for this rollout, empty
-    where none was made for the group or nothing was cited."""
+    """Citations of each rollout's credit call: None if the call failed, `Uncalled` if this rollout needed no call,
+    empty if the group had no calls or nothing was cited."""
     tokens_GM: tuple[IntArray, ...]
-    """n_j, tokens of each step."""
+    """n_j, the number of tokens of each step."""
     reward_G: FloatArray
     advantage_G: FloatArray
     step_advantage_GM: tuple[FloatArray, ...]
@@ -45,11 +45,11 @@ def recorded_groups(run: RunDirectory, steps: Sequence[int] | None = None) -> It
     """Every group that has both a rubric with verdicts and advantages, in the order of steps and tasks.
 
     Args:
-        run: where they are recorded.
+        run: the run that recorded them.
         steps: training steps; None is all.
 
     Raises:
-        DamagedRun: a table cannot be read, or says what another one contradicts.
+        DamagedRun: a table cannot be read, or two tables contradict each other.
     """
     for step in run.steps() if steps is None else steps:
         titles = _by_task(run.table("criteria", step, ["task_id", "criterion", "title"]).to_pylist())
@@ -73,7 +73,7 @@ def _check(
     verdicts: Sequence[dict[str, Any]],
     citations: Sequence[dict[str, Any]],
 ) -> None:
-    """Refuse rows about a criterion or a step that is not there. Raises: ValueError."""
+    """Reject rows about a criterion or a step that does not exist. Raises: ValueError."""
     for row in (*verdicts, *citations):
         if not 0 <= row["criterion"] < criteria:
             raise ValueError(f"criterion {row['criterion']} of a rubric of {criteria}")
@@ -126,7 +126,7 @@ def _attributions(member: dict[str, Any], citations: list[dict[str, Any]]) -> tu
     if member["fallback"] == CreditFallback.CREDIT_CALL_FAILED:
         return None
     if not citations:
-        # With algorithm.skip_inert_credit_calls, unanimous verdicts are credited without a call.
+        # With algorithm.skip_inert_credit_calls, rollouts with unanimous verdicts get credit without a call.
         return Uncalled.UNANIMOUS if True in (member["cited"] or ()) else ()
     steps: dict[tuple[int, int], list[int]] = defaultdict(list)
     for citation in citations:

@@ -1,4 +1,4 @@
-"""The judge that an analysis asks: the rule judge in this process, or any LiteLLM model."""
+"""The judges that an analysis can ask: the rule judge in this process, or any LiteLLM model."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from draco_ray.sandbox.rule_judge.noise import ANSWERS, Noise
 log = logging.getLogger(__name__)
 
 OWN = "own"
-"""Name of a run's own judge on the command line: asked again, it says how far a judge agrees with itself."""
+"""Name of a run's own judge on the command line; asking it again measures how far a judge agrees with itself."""
 POLICY = "policy"
 """Name of a run's own policy on the command line: each step is judged by the checkpoint of the step before it."""
 
@@ -28,11 +28,11 @@ class RuleComplete:
     """The rule judge without its server: a `draco_ray.judging.completion.Completer`."""
 
     def __init__(self, rules: Callable[[str], tuple[str | None, str]] = answer) -> None:
-        """``rules`` answer a prompt; the default ones are the sandbox's."""
+        """``rules``: function that answers a prompt; default: the sandbox's rules."""
         self._rules = rules
 
     async def __call__(self, request: Request) -> Completion:
-        """Answer the request's first message; the rules have no use for what follows."""
+        """Answer the request's first message; the rules ignore later messages."""
         _, text = self._rules(request.messages[0].content)
         return Completion(
             text=text,
@@ -55,7 +55,7 @@ class RuleComplete:
 
 
 def configured_rules(config: JudgeConfig, seed: int) -> RuleComplete:
-    """The rule judge of a configuration, with the rules and the noise that it has there.
+    """The rule judge of a configuration, with the rules and the noise configured there.
 
     Raises:
         ConfigError: ``judge.rule_judge.use`` names nothing.
@@ -76,25 +76,25 @@ class NamedJudge:
     """A judge, as named on the command line."""
 
     model: str
-    """LiteLLM model name, `RULES`, `OWN` (the judge that a configuration is of) or `POLICY`."""
+    """LiteLLM model name, `RULES`, `OWN` (the judge of the run's configuration) or `POLICY`."""
     api_base: str | None = None
-    """Endpoint; None is the provider's own."""
+    """Endpoint; None uses the provider's own."""
     api_key_env: str | None = None
-    """Variable that holds the key; None is ``<PROVIDER>_API_KEY``."""
+    """Environment variable with the API key; None uses ``<PROVIDER>_API_KEY``."""
 
     def __post_init__(self) -> None:
-        """Refuse an endpoint for a judge that answers here. Raises: ConfigError."""
+        """Reject an endpoint for a judge that runs locally. Raises: ConfigError."""
         if self.model in (RULES, POLICY) and (self.api_base is not None or self.api_key_env is not None):
             raise ConfigError(f"judge {self.model}: it is served here; expected no endpoint and no key for it")
 
 
 def judge_config(config: JudgeConfig, judge: NamedJudge, cache: Path | None) -> JudgeConfig:
-    """``config`` with another judge: its prompts, sampling, attempts and prices stay, its endpoint and body do not.
+    """``config`` with another judge: keeps prompts, sampling, attempts and prices; replaces endpoint and extra body.
 
     Args:
-        config: whose other settings to take.
-        judge: who is asked.
-        cache: folder of the durable reply cache; the rule judge has none, it answers faster than a disk.
+        config: the judge configuration to change.
+        judge: the judge to ask.
+        cache: folder of the durable reply cache; not used for the rule judge, which answers faster than a disk.
 
     Raises:
         ConfigError: the run's own judge was its policy, which changes with every step.
@@ -155,9 +155,9 @@ def folder_name(judge: str) -> str:
 
 
 def open_complete(config: JudgeConfig, seed: int = 0) -> Completer:
-    """A completer: the rule judge for the model `RULES`, otherwise LiteLLM with the durable cache of ``config``.
+    """A completer: the rule judge if the model is `RULES`, otherwise LiteLLM with the durable cache of ``config``.
 
-    ``seed``: of the run whose rule judge is asked again, for its noise.
+    ``seed``: the run's seed, for the noise of its rule judge.
     """
     if config.model == RULES:
         return configured_rules(config, seed)

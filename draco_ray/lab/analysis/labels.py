@@ -1,4 +1,4 @@
-"""A judge measured against people's labels (`draco_ray.judging.labels`), which are the reference."""
+"""Measure a judge against people's labels (`draco_ray.judging.labels`), which are the reference."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from draco_ray.lab.evaluation.intervals import Interval
 
 Row = dict[str, Any]
 PEOPLE = "labels"
-"""What stands for the run in tables of labels, which may be of several."""
+"""Value of the column ``run`` in tables of labels, which may come from several runs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Citations:
-    """What people say of the steps that a judge cites."""
+    """People's labels of the steps that a judge cites, summarized."""
 
     labelled: int
     right: Interval
-    """Share marked right."""
+    """Share of labelled citations that people marked right."""
     corrected: int
-    """Of those marked wrong, how many say which steps are the right ones."""
+    """Number of citations marked wrong for which the right steps were given."""
     overlap: Interval | None
-    """Mean Jaccard index of the steps cited with the right ones, over citations marked right or corrected."""
+    """Mean Jaccard index of cited steps and right steps, over citations marked right or corrected."""
 
 
 def against_people(labels: Sequence[Label]) -> pa.Table:
-    """The judge's recorded verdicts beside people's: `agreement_table` over all labels, then a training step each.
+    """The judge's recorded verdicts against people's: `agreement_table` over all labels, then per training step.
 
     A verdict that two people labelled counts twice. Intervals are over groups.
     """
@@ -43,7 +43,7 @@ def against_people(labels: Sequence[Label]) -> pa.Table:
 
 
 def between_people(labels: Sequence[Label]) -> pa.Table:
-    """`agreement_table` of every two people over the verdicts that both labelled; the column ``phase`` names them."""
+    """`agreement_table` of every pair of people over verdicts that both labelled; column ``phase`` names the pair."""
     said: dict[str, dict[tuple[object, ...], Label]] = defaultdict(dict)
     for label in _of_verdicts(labels):
         said[label.by][label.judgment] = label
@@ -56,7 +56,7 @@ def between_people(labels: Sequence[Label]) -> pa.Table:
 
 
 def citations(labels: Sequence[Label]) -> Citations | None:
-    """What people say of citations; None where none is labelled."""
+    """Summary of people's labels of citations; None if no citation is labelled."""
     mine = [label for label in labels if label.citation is not None]
     if not mine:
         return None
@@ -83,7 +83,7 @@ def _of_verdicts(labels: Sequence[Label]) -> list[Label]:
 
 
 def _row(label: Label, verdict: int | None, phase: str) -> Row:
-    """A row of `REPLAYED` whose reference is the person."""
+    """A row of `REPLAYED` whose reference is the person's verdict."""
     return {
         "run": PEOPLE,
         "judge": "judge",
@@ -107,6 +107,6 @@ def _table(rows: Sequence[Row]) -> pa.Table:
 
 
 def _overlap(labels: Sequence[Label]) -> float:
-    """Mean Jaccard index of the cited steps with the right ones; two empty sets are the same."""
+    """Mean Jaccard index of cited steps and right steps; two empty sets have index 1."""
     pairs = [(set(label.cited), set(label.cited if label.citation else label.steps or ())) for label in labels]
     return float(np.mean([len(a & b) / len(a | b) if a | b else 1.0 for a, b in pairs])) if pairs else float("nan")

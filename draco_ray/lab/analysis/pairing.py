@@ -1,7 +1,7 @@
-"""Which criteria of two judges are the same check: a third model pairs them one to one.
+"""Find which criteria of two judges are the same check: a third model pairs them one to one.
 
-The model is not told whose list is whose, and which of them comes first is drawn from their text, so that neither judge
-always has the same place. A reply is used whole or not at all: every index exists and stands in one pair at most.
+The model is not told which judge wrote which list, and a checksum of the texts decides which list comes first, so that
+neither judge always has the same position. A reply is accepted only if every index exists and is in at most one pair.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ PROMPT = Path("prompts/pair_criteria.txt")
 _PLACEHOLDER = re.compile(r"\{\{ (first_criteria|second_criteria) \}\}")
 
 Pairs = tuple[tuple[int, int], ...]
-"""(index in the one list, index in the other), both 0-based, ascending by the one."""
+"""(index in the first list, index in the second), both 0-based, sorted by the first."""
 
 
 class _Pair(Entry):
@@ -37,12 +37,12 @@ class _Pair(Entry):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pairing:
-    """What the third model said of two lists."""
+    """The third model's answer on two lists."""
 
     pairs: Pairs
     dollars: float = 0.0
     error: str | None = None
-    """Why there is no usable reply; there are no pairs then."""
+    """Why there is no usable reply; ``pairs`` is empty then."""
 
 
 def pairing_template() -> str:
@@ -55,17 +55,17 @@ def pairing_template() -> str:
 
 
 def pairing_prompt(first: Sequence[Criterion], second: Sequence[Criterion], template: str) -> str:
-    """What the third model sees; ``template`` is the text of `PROMPT`."""
+    """The prompt of the third model; ``template`` is the text of `PROMPT`."""
     values = {"first_criteria": render.rubrics(first), "second_criteria": render.rubrics(second)}
-    # In one pass, so that a placeholder inside a criterion stays text.
+    # Replace both in one pass, so that a placeholder inside a criterion stays text.
     return _PLACEHOLDER.sub(lambda match: values[match[1]], template)
 
 
 def parse_pairs(text: str, first: int, second: int) -> Pairs:
-    """Read the pairs of two lists of so many criteria.
+    """Parse the pairs of two lists of ``first`` and ``second`` criteria.
 
     Raises:
-        ReplyError: not exactly one answer, an index that does not exist, or one that stands in two pairs.
+        ReplyError: not exactly one answer, an index that does not exist, or an index in two pairs.
     """
     entries = read_entries(text, _Pair).value
     if len(entries) > min(first, second):
@@ -82,14 +82,14 @@ def parse_pairs(text: str, first: int, second: int) -> Pairs:
 async def pair_criteria(
     complete: Completer, one: Sequence[Criterion], other: Sequence[Criterion], template: str, reasks: int = 1
 ) -> Pairing:
-    """Let ``complete`` pair the criteria of two lists; where one is empty, nothing is asked.
+    """Let ``complete`` pair the criteria of two lists; if one list is empty, no call is made.
 
     Args:
         complete: the third model.
-        one: a list.
-        other: another.
+        one: the first list.
+        other: the second list.
         template: the text of `PROMPT`.
-        reasks: times an unusable reply is asked again, the error quoted.
+        reasks: how often to ask again after an unusable reply, quoting the error.
 
     Returns: pairs of indices into ``one`` and ``other``.
     Raises:

@@ -1,4 +1,4 @@
-"""How a run went, step by step: reward, terminations, judge cost, success and where the seconds went."""
+"""The course of a run, step by step: terminations, judge cost, success rates and time per stage."""
 
 from __future__ import annotations
 
@@ -65,8 +65,8 @@ SECONDS = columns(
 def terminations(run: RunDirectory) -> pa.Table:
     """One row per training step and termination mode; ``share`` is of the step's rollouts, lost ones included.
 
-    ``retried`` are tries that a server error ended and that were played again, all in the row of that mode: a lost
-    rollout used all its tries, one that finished those before its last.
+    ``retried`` counts attempts that a server error ended and that were repeated, all in the row of that mode: a lost
+    rollout used all its retries, a finished one those before its last attempt.
     """
     retries = load_retries(run)
     rows = []
@@ -101,7 +101,7 @@ def load_retries(run: RunDirectory) -> int:
 
 
 def judge_cost(run: RunDirectory) -> pa.Table:
-    """One row per training step and judge phase; replies from the durable cache (``replayed``) cost nothing."""
+    """One row per training step and judge phase; replies from the durable cache (``replayed``) are free."""
     rows = []
     for step, calls in read_calls(run).items():
         for phase, cost in phase_costs(calls).items():
@@ -111,9 +111,9 @@ def judge_cost(run: RunDirectory) -> pa.Table:
 
 
 def success(run: RunDirectory) -> pa.Table:
-    """One row per evaluation: TGC and SGC in [0, 1], lost rollouts as failures; step 0 is the untrained policy.
+    """One row per evaluation: TGC and SGC in [0, 1]. Lost rollouts count as failures; step 0 is the untrained policy.
 
-    TGC has a 95 % interval over scenarios, whatever lost rollouts would have been; null where there is one scenario.
+    TGC has a 95 % interval over scenarios that covers any outcome of lost rollouts; null if there is one scenario.
     """
     rows = []
     for (step, split), evaluations in read_evaluations(run).items():
@@ -141,9 +141,9 @@ def _tgc_limits(evaluations: Sequence[Evaluation]) -> tuple[float, float] | tupl
 
 
 def judged(run: RunDirectory) -> pa.Table:
-    """One row per measurement by the judge, where there is no evaluator: its pass rate, with a 95 % interval.
+    """One row per measurement by the judge, for environments without an evaluator: pass rate with a 95 % interval.
 
-    ``agreement`` is how often two scoring calls say the same; step 0 is the untrained policy.
+    ``agreement`` is how often two scoring calls give the same verdict; step 0 is the untrained policy.
     """
     rows = []
     for (step, split), rollouts in read_judged(run).items():
@@ -175,14 +175,14 @@ STAGES = (
     "checkpoint",
     "other",
 )
-"""Stages of `stage_seconds`, in order; two that run at the same time are a stage of their own."""
+"""Stages of `stage_seconds`, in order; some combinations of stages that overlap are stages of their own."""
 
 
 def stage_seconds(run: RunDirectory) -> pa.Table:
-    """Where the wall time of each finished step went: rows that add up to the step, no second twice.
+    """Wall time of each finished step by stage; a step's rows add up to its time, with no second counted twice.
 
-    Returns: a row a step and stage of `STAGES`. Work of a step that was done ahead, before the step began, counts for
-        the step it was done in as ``other``.
+    Returns: a row per step and stage of `STAGES`. Work that was done ahead, before its step began, counts as ``other``
+        in the step during which it was done.
     """
     rows = []
     for line in run.metrics():
@@ -216,7 +216,7 @@ _KINDS = {"rollout": "generation", "learning": "learning", "sync": "weight sync"
 
 
 def _stage(together: frozenset[str]) -> str:
-    """The stage for what runs at the same time."""
+    """The stage for a set of kinds of work that run at the same time."""
     if together == {"generation", "judging"}:
         return "generation and judging"
     if "learning" in together and len(together) > 1:

@@ -1,7 +1,7 @@
-"""Judge agreement: archived scoring and credit prompts, sent verbatim to another judge (appendix "Self-judge").
+"""Judge agreement: send archived scoring and credit prompts verbatim to another judge (appendix "Self-judge").
 
-One call a prompt, without asking again. The reference is what the run used: the verdicts and citations in its tables.
-A reply that cannot be used leaves all its criteria unanswered, which counts as disagreement.
+Each prompt is sent once, without retries. The reference is what the run used: the verdicts and citations in its tables.
+If a reply is unusable, all its criteria count as unanswered, which is a disagreement.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from draco_ray.records import Criterion, IntArray, Message, Verdict
 from draco_ray.runs.directory import RunDirectory
 
 PHASES = (Score.name, Credit.name)
-"""The phases whose replies are verdicts on given criteria, so that two judges can be compared one to one."""
+"""Phases whose replies are verdicts on given criteria, so that two judges can be compared criterion by criterion."""
 
 WITH_INTERVAL = tuple(name for name in RATES if name != "chance")
 """Rates of `Agreement` that come with an interval."""
@@ -63,7 +63,7 @@ AGREEMENT = columns(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArchivedCall:
-    """A prompt of the archive with what the run made of its answer."""
+    """An archived prompt with the verdicts and citations that the run took from its answer."""
 
     training_step: int
     task_id: str
@@ -71,19 +71,19 @@ class ArchivedCall:
     phase: str
     prompt: str
     steps: int
-    """M of the rollout."""
+    """M, the number of steps of the rollout."""
     criteria: tuple[int, ...]
     """Indices into the group's rubric, in the order of the prompt."""
     rubric: tuple[Criterion, ...]
     reference: tuple[Verdict, ...]
     cited: tuple[tuple[int, ...], ...]
-    """1-based steps per criterion; empty for the scoring phase."""
+    """Cited steps per criterion, 1-based; empty for the scoring phase."""
 
 
 def archived_calls(run: RunDirectory, steps: Sequence[int] | None, phases: Sequence[str]) -> list[ArchivedCall]:
-    """Every scoring and credit prompt of those steps that the run got a usable answer to.
+    """Every scoring and credit prompt of those steps for which the run got a usable answer.
 
-    Of calls that were repeated, votes and askings again, the first prompt is taken.
+    If a call was repeated (several votes, or retries), its first prompt is taken.
     """
     found = []
     for step in run.steps() if steps is None else steps:
@@ -107,7 +107,7 @@ def archived_calls(run: RunDirectory, steps: Sequence[int] | None, phases: Seque
         for call in calls:
             if call["phase"] in phases and call["rollout"] is not None:
                 key = (call["phase"], call["task_id"], call["rollout"])
-                # A prompt that asks again repeats the first one before it.
+                # The prompt of a retry contains the first prompt, so the shortest is the first.
                 prompts[key] = min(prompts.get(key, call["prompt"]), call["prompt"], key=len)
         for (phase, task_id, rollout), prompt in sorted(prompts.items()):
             verdicts = answers[phase].get((task_id, rollout), {})
@@ -160,10 +160,10 @@ async def replay(run: RunDirectory, complete: Completer, calls: Sequence[Archive
 
 
 def agreement_table(replayed: pa.Table) -> pa.Table:
-    """Agreement by phase: a row over all steps (null ``training_step``) with intervals, then a row a step.
+    """Agreement by phase: a row over all steps (null ``training_step``) with intervals, then a row per step.
 
-    Intervals are of 95 %, over groups. ``always_pass`` is the agreement of a judge that passes everything.
-    ``citation_overlap`` is the mean Jaccard index of the cited steps, over criteria for which both cite some.
+    Intervals are 95 % intervals over groups. ``always_pass`` is the agreement of a judge that passes everything.
+    ``citation_overlap`` is the mean Jaccard index of the cited steps, over criteria for which both judges cite steps.
     """
     rows = []
     pairs: dict[tuple[str, str, str], list[dict[str, Any]]] = defaultdict(list)
@@ -179,7 +179,7 @@ def agreement_table(replayed: pa.Table) -> pa.Table:
 
 
 def check_steps(run: RunDirectory, steps: Sequence[int]) -> None:
-    """Refuse training steps that the run does not have. Raises: ConfigError."""
+    """Reject training steps that the run does not have. Raises: ConfigError."""
     if unknown := sorted(set(steps) - set(run.steps())):
         known = run.steps()
         raise ConfigError(f"{run.path}: no training step {unknown[0]}; it has {known[0]} to {known[-1]}")
@@ -215,7 +215,7 @@ async def _ask(
 
 
 def _ratings(rows: Sequence[dict[str, Any]]) -> tuple[IntArray, IntArray]:
-    """The reference's and the other judge's."""
+    """The ratings of the reference and of the other judge."""
     return (
         np.array([row["reference"] for row in rows]),
         np.array([UNANSWERED if row["verdict"] is None else row["verdict"] for row in rows]),
@@ -223,7 +223,7 @@ def _ratings(rows: Sequence[dict[str, Any]]) -> tuple[IntArray, IntArray]:
 
 
 def _overlaps(rows: Sequence[dict[str, Any]]) -> list[float]:
-    """Jaccard indices of the cited steps, of the criteria for which both judges cite some."""
+    """Jaccard indices of the cited steps, one per criterion for which both judges cite steps."""
     both = [(set(row["steps"] or ()), set(row["reference_steps"] or ())) for row in rows]
     return [len(mine & theirs) / len(mine | theirs) for mine, theirs in both if mine and theirs]
 

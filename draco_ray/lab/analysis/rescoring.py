@@ -1,7 +1,7 @@
-"""A run's rollouts against a static rubric they were not trained on (Section "Analysis", "Static rubrics saturate").
+"""Score a run's rollouts against a static rubric it was not trained on (Section "Analysis", "Static rubrics saturate").
 
-Recorded rollouts are scored anew, by any judge, one call each. Beside the run's own verdicts that says how far criteria
-of the task's own ask for more than those that fit every task: their fail and not-applicable rates.
+Any judge can rescore the recorded rollouts, with one call each. Comparing fail and not-applicable rates with those of
+the run's own verdicts shows how much more demanding task-specific criteria are than criteria that fit every task.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from draco_ray.runs.directory import RunDirectory, read_parquet
 from draco_ray.runs.rows import step_trajectories
 
 REPLAYS = "replay"
-"""Folder of a run in which `draco replay` puts its tables, one folder a judge."""
+"""Folder in a run to which `draco replay` writes its tables, with one subfolder per judge."""
 TABLE = "rescored"
 RESCORED = columns(
     "string: run judge",
@@ -36,26 +36,26 @@ RESCORED = columns(
 )
 RUBRIC_RATES = columns("string: run rubric scored_by", "int64: training_step rollouts", *TALLY_COLUMNS)
 RUN = "the run"
-"""Stands in ``scored_by`` for the verdicts that the run was trained on."""
+"""Value of ``scored_by`` for the verdicts that the run was trained on."""
 
 
 async def rescore(
     run: RunDirectory, steps: Sequence[int] | None, rubric: Sequence[Criterion], judge: Judge, name: str
 ) -> pa.Table:
-    """Score every recorded rollout of those steps against ``rubric``; one row a criterion (`RESCORED`).
+    """Score every recorded rollout of those steps against ``rubric``; one row per criterion (`RESCORED`).
 
     Args:
-        run: whose rollouts.
+        run: the run with the rollouts.
         steps: training steps; None is all.
-        rubric: the static one.
-        judge: who scores; its configuration says how often an unusable reply is asked again.
-        name: the judge's.
+        rubric: the static rubric.
+        judge: the judge that scores; its configuration sets how often an unusable reply is retried.
+        name: the judge's name.
 
     Raises:
         JudgeUnavailable: the judge answers no call at all.
     """
     rows: list[dict[str, Any]] = []
-    # A step at a time: the trajectories of a whole run may not fit in memory.
+    # Load one step at a time: the trajectories of a whole run may not fit in memory.
     for step in run.steps() if steps is None else steps:
         played = [each for group in step_trajectories(run, step).values() for each in group]
         scored = await asyncio.gather(*(_score(judge, each, rubric) for each in played))
@@ -79,20 +79,20 @@ async def rescore(
 
 
 def rescored(run: RunDirectory) -> pa.Table:
-    """What `draco replay --static-rubric` has left in the run, of every judge."""
+    """Verdicts of every judge that `draco replay --static-rubric` wrote into the run."""
     files = sorted((run.path / REPLAYS).glob(f"*/{TABLE}.parquet"))
     return pa.concat_tables([RESCORED.empty_table(), *(read_parquet(file, RESCORED) for file in files)])
 
 
 def rubric_rates(run: RunDirectory, again: pa.Table | None = None) -> pa.Table:
-    """Pass, fail and N/A rates by rubric: the run's own, dynamic or static, and the static one it was scored with anew.
+    """Pass, fail and N/A rates by rubric: the run's own (dynamic or static), and the static one used for rescoring.
 
     Args:
         run: the run.
-        again: `RESCORED` verdicts to take; None takes what is in the run.
+        again: `RESCORED` verdicts to use; None reads those in the run.
 
-    Returns: by rubric a row over all steps (null ``training_step``), then a row a step. The run's own verdicts are of
-        all its steps, or of those that were scored anew.
+    Returns: for each rubric a row over all steps (null ``training_step``), then a row per step. If some steps were
+        rescored, the run's own verdicts are of these steps only.
     """
     again = rescored(run) if again is None else again
     tallies: dict[tuple[str, str], dict[int, Tally]] = defaultdict(lambda: defaultdict(Tally))

@@ -1,19 +1,19 @@
 """Judge agreement on writing and merging criteria (appendix "Self-judge", "Generation" and "Union").
 
-Two authors given one task pick different checks, so there is no right answer to match. Archived prompts of the phases
-that write (stage1, stage2) and merge (union) are sent verbatim to another judge, one call each, and a third model pairs
-its criteria with those that the run used, one to one:
+Two authors write different checks for the same task, so there is no right answer to match. Archived prompts of the
+phases that write (stage1, stage2) and merge (union) criteria are sent verbatim to another judge, one call each. A third
+model pairs its criteria one to one with those that the run used:
 
 recall      of the run's criteria, the share that the other judge also wrote
 precision   of the other judge's criteria, the share that the run also has
 
-Both are over all criteria of all calls, beside the **ceiling**: how alike the run's own judge is to itself, for two
-rollouts of one group (stage2) or for one task at two training steps (union, which is called once a task and step).
-A reply that cannot be used is a list without criteria, which lowers recall; a comparison for which the third model has
-no usable reply is left out, and counted.
+Both are over all criteria of all calls. The **ceiling** is the same for the run's own judge against itself: for two
+rollouts of one group (stage2) or for one task at two training steps (union, which is called once per task and step).
+An unusable reply counts as an empty list of criteria, which lowers recall. Comparisons for which the third model gives
+no usable reply are left out and counted.
 
-For merged sets, the third model also scores both on the group's rollouts: the discriminative share is that of the
-criteria which at least one rollout fails, so that dropout keeps them.
+For merged sets, the third model also scores the group's rollouts on both sets: the discriminative share is the share of
+criteria that at least one rollout fails, so that dropout keeps them.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from draco_ray.runs.rows import step_trajectories
 PHASES = (Stage1.name, Stage2.name, Union.name)
 """The phases whose replies are criteria."""
 CEILING = "ceiling"
-"""Value of the column ``judge`` where the run's own judge is compared with itself."""
+"""Value of the column ``judge`` in rows that compare the run's own judge with itself."""
 
 _SHARES = "reference_discriminative discriminative reference_differing differing"
 COMPARISONS = columns(
@@ -70,12 +70,12 @@ OVERLAP = columns(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WritingCall:
-    """An archived prompt that asks for criteria, with those that the run took from its answer."""
+    """An archived prompt that asks for criteria, with the criteria that the run took from its answer."""
 
     training_step: int
     task_id: str
     rollout: int | None
-    """None for the calls of a whole task or group."""
+    """None for calls about a whole task or group."""
     phase: str
     prompt: str
     reference: Rubric
@@ -104,24 +104,24 @@ class _Comparison:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Marks:
-    """Verdicts of one scorer with one set of criteria on a group's rollouts, counted."""
+    """Counts of one scorer's verdicts on a group's rollouts, for one set of criteria."""
 
     failed: int
-    """Criteria that at least one rollout fails."""
+    """Number of criteria that at least one rollout fails."""
     differing: int
-    """Criteria on which not all rollouts have the same verdict."""
+    """Number of criteria on which the rollouts' verdicts differ."""
     scored: int
-    """Rollouts with verdicts."""
+    """Number of rollouts with verdicts."""
     dollars: float
 
 
 def writing_calls(
     run: RunDirectory, steps: Sequence[int] | None, phases: Sequence[str], config: JudgeConfig
 ) -> list[WritingCall]:
-    """Every stage1, stage2 and union prompt of those steps that the run got a usable answer to.
+    """Every stage1, stage2 and union prompt of those steps for which the run got a usable answer.
 
-    Of a prompt that was asked again the first form is taken. ``config`` is the run's own: the criteria are read from
-    the archived reply as the run read them.
+    If a prompt was retried, its first form is taken. ``config`` is the run's own, so that the criteria are parsed from
+    the archived reply as the run parsed them.
     """
     found = []
     for step in run.steps() if steps is None else steps:
@@ -160,15 +160,15 @@ async def compare_writing(
     config: JudgeConfig,
     third: ThirdModel,
 ) -> pa.Table:
-    """Ask another judge every archived prompt, let the third model pair the criteria; one row a comparison.
+    """Ask another judge every archived prompt, let the third model pair the criteria; one row per comparison.
 
     Args:
-        run: of the archive.
+        run: the run with the archive.
         calls: archived prompts.
         judge: name of the other judge.
-        complete: that judge.
-        config: of the run's own judge: its limits on the number of criteria.
-        third: who pairs, and scores.
+        complete: the other judge.
+        config: configuration of the run's own judge, for its limits on the number of criteria.
+        third: the model that pairs and scores.
 
     Returns: `COMPARISONS`, the ceiling's included.
     Raises:
@@ -194,13 +194,13 @@ async def compare_writing(
 
 
 def overlap_table(comparisons: pa.Table) -> pa.Table:
-    """Overlap by judge and phase: a row over all steps (null ``training_step``) with intervals, then a row a step.
+    """Overlap by judge and phase: a row over all steps (null ``training_step``) with intervals, then a row per step.
 
-    ``comparisons`` are counted; ``unanswered`` is the share of them to which the judge gave no usable reply,
-    ``unpaired`` the share without a pairing, which enters neither recall nor precision. ``reference_criteria`` and
-    ``criteria`` are means per usable reply. ``discriminative`` is the share of the merged criteria that some rollout
-    of the group fails, ``differing`` that of those on which its verdicts differ. Intervals are of 95 %, over
-    groups.
+    ``comparisons`` is their number; ``unanswered`` is the share for which the judge gave no usable reply,
+    ``unpaired`` the share without a pairing, which is left out of recall and precision. ``reference_criteria`` and
+    ``criteria`` are mean numbers per usable reply. ``discriminative`` is the share of merged criteria that some rollout
+    of the group fails, ``differing`` the share on which the rollouts' verdicts differ. Intervals are 95 % intervals
+    over groups.
     """
     parts: dict[tuple[str, str, str], list[dict[str, Any]]] = defaultdict(list)
     for row in comparisons.to_pylist():
@@ -240,7 +240,7 @@ def _parsed(text: str, phase: str, existing: Rubric, config: JudgeConfig) -> Rub
 
 
 def _ceilings(run: RunDirectory, calls: Sequence[WritingCall], config: JudgeConfig) -> list[_Comparison]:
-    """The run's judge against itself: a group's first two rollouts, and a task's merge with that task's next one."""
+    """The run's judge against itself: a group's first two rollouts, and a task's union with the task's next one."""
     found = []
     groups: dict[tuple[int, str], list[WritingCall]] = defaultdict(list)
     for call in calls:
@@ -269,7 +269,7 @@ def _ceilings(run: RunDirectory, calls: Sequence[WritingCall], config: JudgeConf
 async def _mark_merges(
     run: RunDirectory, compared: Sequence[_Comparison], third: ThirdModel
 ) -> dict[int, list[_Marks]]:
-    """Position of a comparison of merges -> marks of the run's set and of the other judge's."""
+    """Index of a comparison of merged sets -> marks of the run's set and of the other judge's set."""
     wanted = {
         index: each
         for index, each in enumerate(compared)
@@ -277,7 +277,7 @@ async def _mark_merges(
     }
     if not wanted:
         return {}
-    # One call, as in the paper's comparison; several votes would be another scorer.
+    # Use one vote, as in the paper's comparison; a scorer with several votes would be a different one.
     config = third.config.model_copy(update={"score_votes": 1})
     scorer = Judge(third.complete, prompts_of(config), config)
     played = {step: step_trajectories(run, step) for step in {each.call.training_step for each in wanted.values()}}

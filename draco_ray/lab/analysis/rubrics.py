@@ -1,7 +1,7 @@
 """What the rubrics contain, and how often their criteria pass (appendix "What the dynamic rubrics contain").
 
-A criterion is the same one wherever its title is the same, whatever its case and spacing: that is how it is counted
-over tasks and followed over steps.
+Criteria are identified by title, ignoring case and spacing: this is how they are counted over tasks and followed over
+steps.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from draco_ray.records import Verdict
 from draco_ray.runs.directory import RunDirectory
 
 GENERAL_FROM = 10
-"""Tasks a criterion must be written for to count as task-general, as in the paper."""
+"""Number of tasks a criterion must be written for to count as task-general, as in the paper."""
 
 
 @dataclass(slots=True)
 class Tally:
-    """Scoring verdicts, counted."""
+    """Counts of scoring verdicts."""
 
     passed: int = 0
     failed: int = 0
@@ -40,11 +40,11 @@ class Tally:
 
     @property
     def judgments(self) -> int:
-        """All verdicts, the not applicable ones included."""
+        """Number of all verdicts, including not applicable."""
         return self.passed + self.failed + self.not_applicable
 
     def columns(self) -> dict[str, Any]:
-        """Counts and rates: ``pass_rate`` and ``fail_rate`` of the applicable, ``na_rate`` of all; null for 0 / 0."""
+        """Counts and rates: ``pass_rate`` and ``fail_rate`` of applicable verdicts, ``na_rate`` of all; 0/0 is null."""
         applicable = self.passed + self.failed
         return {
             "judgments": self.judgments,
@@ -86,7 +86,7 @@ def title_key(title: str) -> str:
 
 
 def pass_rates(run: RunDirectory) -> pa.Table:
-    """One row per training step: all scoring verdicts of the step, dropped criteria included."""
+    """One row per training step: all scoring verdicts of the step, including those on dropped criteria."""
     steps: dict[int, Tally] = defaultdict(Tally)
     verdicts = run.table("verdicts", columns=["training_step", "verdict"])
     for row in verdicts.to_pylist():
@@ -111,9 +111,9 @@ def criterion_pass_rates(run: RunDirectory) -> pa.Table:
 
 
 def left_out(run: RunDirectory) -> set[tuple[int, str]]:
-    """(training step, `title_key`) of the criteria that were proposed in a step and are in none of its rubrics.
+    """(training step, `title_key`) of criteria that were proposed in a step but are in none of its rubrics.
 
-    The union drops criteria that no rollout of a group fails, so a solved criterion has no more verdicts.
+    The union drops criteria that no rollout of a group fails, so a solved criterion gets no verdicts any more.
     """
     kept, proposed = (
         {
@@ -128,8 +128,8 @@ def left_out(run: RunDirectory) -> set[tuple[int, str]]:
 def criteria_census(run: RunDirectory) -> pa.Table:
     """One row per criterion of the run, most judged first.
 
-    ``tasks`` is for how many tasks it was ever written, ``groups`` how often it stood in a rubric, ``survived`` in how
-    many of those some member failed it; ``rubric`` is the run's setting, ``dynamic`` or ``static``.
+    ``tasks``: number of tasks it was written for. ``groups``: number of rubrics that contained it. ``survived``: number
+    of these groups in which some rollout failed it. ``rubric``: the run's setting, ``dynamic`` or ``static``.
     """
     found: dict[str, _Criterion] = {}
     for step in run.steps():
@@ -158,12 +158,12 @@ def criteria_census(run: RunDirectory) -> pa.Table:
 
 
 def census_summary(census: pa.Table, general_from: int = GENERAL_FROM) -> pa.Table:
-    """Task-specific against general criteria: their share of all, how often they fail or do not apply.
+    """Task-specific against general criteria: their share of all, and how often they fail or do not apply.
 
     Args:
-        census: of one run or several (`criteria_census`).
-        general_from: tasks from which a criterion is called general.
-    Returns: four rows a run, for the scopes ``one task``, ``2 to <general_from - 1> tasks``,
+        census: `criteria_census` of one run or several.
+        general_from: number of tasks from which a criterion counts as general.
+    Returns: four rows per run, for the scopes ``one task``, ``2 to <general_from - 1> tasks``,
         ``<general_from> or more tasks`` and ``all``.
     """
     runs: dict[str, list[dict[str, Any]]] = defaultdict(list)
@@ -205,7 +205,7 @@ def _judgments(run: RunDirectory, step: int) -> Iterable[tuple[str, str, int]]:
     titles = {(row["task_id"], row["criterion"]): row["title"] for row in criteria}
     for row in run.table("verdicts", step, ["task_id", "criterion", "verdict"]).to_pylist():
         title = titles.get((row["task_id"], row["criterion"]))
-        # In a step under way a verdict may be on disk before its group's rubric.
+        # In an unfinished step, a verdict may be on disk before its group's rubric.
         if title is not None:
             yield title, row["task_id"], row["verdict"]
 

@@ -1,7 +1,7 @@
-"""Advantage rules over recorded verdicts: what each would have made of a run, without asking the judge again.
+"""Apply advantage rules to recorded verdicts: the advantages that each rule would give, without asking the judge again.
 
-A credit call is asked only about what its run needed: a rule under which further criteria survive, or under which a
-group has spread that it did not have, finds no citations there. The column ``no_citation`` counts such rollouts.
+Credit calls cover only what the run's own rule needed. If under another rule more criteria survive, or a group without
+spread gets one, citations are missing. The column ``no_citation`` counts such rollouts.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ RULE_TABLE = columns(
 def replayed(
     group: RecordedGroup, rule: str, *, std_epsilon: float = STD_EPSILON, reliability: float | None = None
 ) -> GroupAdvantages:
-    """R, A and a_j of a recorded group under a rule, by the code that trains with it.
+    """R, A and a_j of a recorded group under a rule, computed by the training code.
 
     Args:
-        group: its verdicts and citations.
-        rule: as of ``algorithm.rule``.
+        group: the group with its verdicts and citations.
+        rule: as in ``algorithm.rule``.
         std_epsilon: added to the group's standard deviation.
-        reliability: as of ``algorithm.reliability``.
+        reliability: as in ``algorithm.reliability``.
     """
     return group_advantages(
         group.name,
@@ -68,11 +68,11 @@ def replay_rules(
 ) -> pa.Table:
     """One row per training step and rule, compared with what the run recorded.
 
-    ``reward_shift`` and ``advantage_shift`` are mean absolute differences of R and A; ``sign_flips`` the share of
-    rollouts whose A changes between negative, zero and positive; ``push_moved`` the share of a trajectory's push,
-    |a_j| n_j, that lands on other steps than recorded (0 none, 1 all), a mean over the rollouts pushed both times.
+    ``reward_shift`` and ``advantage_shift`` are mean absolute differences of R and A. ``sign_flips`` is the share of
+    rollouts whose A changes between negative, zero and positive. ``push_moved`` is the share of a trajectory's push,
+    |a_j| n_j, that moves to other steps than recorded (0 none, 1 all), averaged over rollouts with a push in both.
 
-    ``rules`` None: all that ship, draco_calibrated only where the run has an ``algorithm.reliability``.
+    ``rules`` None: all built-in rules; draco_calibrated only if the run sets ``algorithm.reliability``.
     """
     reliability = run.setting("algorithm.reliability")
     if rules is None:
@@ -89,7 +89,7 @@ def replay_rules(
 
 
 def moved_push(before: Sequence[float], after: Sequence[float], tokens: Sequence[int]) -> float | None:
-    """The share of a trajectory's push that lands on other steps, 0 .. 1; None where nothing is pushed.
+    """The share of a trajectory's push that moves to other steps, 0 .. 1; None if either push is zero.
 
     >>> moved_push([1.0, 0.0], [0.0, 1.0], [2, 2])
     1.0

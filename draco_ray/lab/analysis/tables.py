@@ -1,4 +1,4 @@
-"""The tidy tables by name, and writing them as Parquet and CSV."""
+"""The tidy tables by name, and functions that write them as Parquet and CSV."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ TIDY: dict[str, Callable[[RunDirectory], pa.Table]] = {
     "evaluations": evaluations,
     "rules": replay_rules,
 }
-"""Table name -> what makes it. Each has a ``run`` column, so tables of several runs stack."""
+"""Table name -> function that computes it. Each has a ``run`` column, so that tables of several runs can be stacked."""
 
 
 def tidy(name: str, runs: Sequence[RunDirectory]) -> pa.Table:
@@ -57,7 +57,7 @@ def write_tables(runs: Sequence[RunDirectory], folder: Path) -> list[Path]:
 
 
 def write_table(table: pa.Table, folder: Path, name: str) -> list[Path]:
-    """Write a table as ``<name>.parquet`` and ``<name>.csv``, lists as text in the latter; returns the two files."""
+    """Write a table as ``<name>.parquet`` and ``<name>.csv`` (there with lists as text); returns the two files."""
     folder.mkdir(parents=True, exist_ok=True)
     parquet, csv = folder / f"{name}.parquet", folder / f"{name}.csv"
     pq.write_table(table, parquet)

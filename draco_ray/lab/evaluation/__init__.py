@@ -1,1 +1,1 @@
-"""Success on benchmarks, measured by their own evaluators after or beside training, never as part of it."""
+"""Success on benchmarks, measured by their own evaluators, independent of training."""

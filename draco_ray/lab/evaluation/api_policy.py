@@ -1,7 +1,7 @@
-"""An API model as policy: episodes in chat messages, with the endpoint's token counts; and its limits and budget.
+"""An API model as policy: episodes in chat messages, with the endpoint's token counts; its limits and its budget.
 
-A budget can end an evaluation in the middle of rollouts, whose cost is in no result. So the dollars of every settled
-request are written, and the same command, given again, starts from them.
+A spent budget may stop an evaluation during rollouts, whose cost is then in no result. So the dollars of every settled
+request are stored, and a repeated command starts from that sum.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from draco_ray.rollout.agent import Policy, PolicyTurn, RolloutRequest, TokenRec
 BOOK = "spent.json"
 """File of the evaluation directory with the dollars spent."""
 _ATTEMPTS = 1_000
-"""More than the attempts of any rollout, so that no two rollouts share a request number."""
+"""Upper bound on the attempts of a rollout, so that no two rollouts share a request number."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +40,7 @@ class ApiPolicies:
     """Rate limiter; None: no limits."""
 
     def __call__(self, agent: AgentConfig) -> list[Policy]:
-        """The policy, in a list of one."""
+        """A list with the one policy."""
         from draco_ray.judging.client import LiteLLMClient
 
         client = LiteLLMClient(
@@ -56,9 +56,9 @@ class ChatPolicy:
         """Build it.
 
         Args:
-            complete: client of the model, which limits the tokens of a turn.
-            config: limits.
-            name: of the model.
+            complete: client of the model; limits the tokens of a turn.
+            config: limits of an episode.
+            name: name of the model.
             priced: whether the price of the model is known.
         """
         self.name = name
@@ -67,9 +67,9 @@ class ChatPolicy:
         self._priced = priced
 
     def begin(self, prompt: tuple[Message, ...], request: RolloutRequest) -> ChatConversation:
-        """See `Policy`; the request's seed is not used, since endpoints give no guarantee for it.
+        """See `Policy`; the request's seed is not used, since endpoints do not guarantee seeds.
 
-        Raises: ConfigError where the prompt lists tools.
+        Raises: ConfigError if the prompt lists tools.
         """
         if any(message.role == TOOLS for message in prompt):
             raise ConfigError(
@@ -83,8 +83,8 @@ class ChatPolicy:
 class ChatConversation:
     """An episode in messages, without token ids.
 
-    Lengths are the endpoint's token counts. The response (everything after the prompt) is the input of the last turn,
-    less that of the first, plus the output of the last. A turn that reaches ``agent.max_response_length`` ends the
+    Lengths are the endpoint's token counts. The response (everything after the prompt) is the last turn's input minus
+    the first turn's input plus the last turn's output. A turn that reaches ``agent.max_response_length`` ends the
     episode before its action is executed.
     """
 
@@ -101,7 +101,7 @@ class ChatConversation:
         self._text = ""
 
     async def sample(self) -> PolicyTurn:
-        """See `Conversation`. Raises: JudgeUnavailable when no request can succeed (key refused, model unknown)."""
+        """See `Conversation`. Raises: JudgeUnavailable if no request can succeed (key rejected, model unknown)."""
         reply = await self._complete(Request(messages=tuple(self._messages), vote=self._vote))
         self._usage += self._took(reply)
         self._text = reply.text
@@ -109,7 +109,7 @@ class ChatConversation:
             return PolicyTurn(text=reply.text, cut=False, error=f"the model did not answer: {reply.error}")
         self._first_input = reply.input_tokens if self._first_input is None else self._first_input
         length = reply.input_tokens - self._first_input + reply.output_tokens
-        # An endpoint that reports no usage leaves this unknown.
+        # If the endpoint reports no usage, the length is unknown.
         too_long = reply.usage_known and length >= self._config.max_response_length
         return PolicyTurn(text=reply.text, cut=reply.cut, too_long=too_long)
 
@@ -118,8 +118,8 @@ class ChatConversation:
         return 0, 0
 
     def tell(self, observation: str) -> bool:
-        """See `Conversation`; a too long response is only noticed at the next turn."""
-        # Some endpoints refuse empty messages.
+        """See `Conversation`; a response that is too long is only detected at the next turn."""
+        # Some endpoints reject empty messages.
         self._messages += [
             Message(role="assistant", content=self._text or "-"),
             Message(role="user", content=observation or "-"),
@@ -154,7 +154,7 @@ class ChatConversation:
 
 
 class EvaluationLimiterActor(LimiterActor):
-    """The limiter of an evaluation, which writes the dollars spent after each request."""
+    """The limiter of an evaluation; stores the dollars spent after each request."""
 
     def __init__(self, config: JudgeConfig, book: Path) -> None:
         super().__init__(config, dollars_spent(book))
@@ -178,18 +178,18 @@ class EvaluationLimiterActor(LimiterActor):
 
 
 def dollars_spent(book: Path) -> float:
-    """Dollars that an evaluation has cost so far, unfinished rollouts included; 0 if none were written."""
+    """Dollars that an evaluation has cost so far, including unfinished rollouts; 0 if none are recorded."""
     return float(json.loads(book.read_text(encoding="utf-8"))["dollars"]) if book.is_file() else 0.0
 
 
 def start_evaluation_limiter(
     config: JudgeConfig, directory: Path, run_name: str
 ) -> tuple[object, LimiterClient] | None:
-    """The limiter actor of an evaluation and a client of it for the workers; None if nothing is limited.
+    """The limiter actor of an evaluation and its client for the workers; None if there are no limits.
 
     Args:
-        config: of the API model; its ``limits`` hold.
-        directory: of the evaluation.
+        config: configuration of the API model, with its ``limits``.
+        directory: the evaluation directory.
         run_name: part of the actor's name.
     """
     if config.limits == JudgeLimits():

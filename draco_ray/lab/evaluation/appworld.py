@@ -1,13 +1,13 @@
-"""Rollouts laid out as AppWorld lays out an experiment, and AppWorld's evaluator run over them again in the jail.
+"""Write rollouts in the layout of an AppWorld experiment, and rerun AppWorld's evaluator on them in the jail.
 
 ::
 
     <evaluation>/appworld/data/            links into the data root, and datasets/evaluated.txt: this evaluation's tasks
     <evaluation>/appworld/experiments/outputs/<measurement>-run<n>/tasks/<task>/{dbs,logs,...}
 
-A lost rollout is laid out as an untouched world, which AppWorld's evaluator fails, so that its rates are over the same
-tasks as ours. AppWorld's own command executes the SQL of saved worlds with the user's rights; `reevaluate` checks the
-statements and runs the tests in the jail, so it may be used on evaluation directories of unknown origin.
+A lost rollout is written as an unchanged world, which fails AppWorld's tests, so that its rates cover the same tasks as
+ours. AppWorld's own command executes the SQL of saved worlds with the user's rights; `reevaluate` checks the statements
+and runs the tests in the jail, so it is safe for evaluation directories of unknown origin.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from draco_ray.pipeline import gather_or_cancel
 from draco_ray.records import Evaluation
 
 DATASET = "evaluated"
-"""The dataset name to give AppWorld."""
+"""Dataset name to pass to AppWorld."""
 _PLAIN = re.compile(r"(dbs|logs|version)/[a-z_]{1,64}\.(jsonl?|md|txt)")
 
 
 def outputs_folder(root: Path, measurement: str, run: int) -> Path:
-    """The folder of one measurement's 0-based run, which has a folder for each task."""
+    """The folder of one measurement and 0-based run, with a subfolder for each task."""
     return root / "experiments" / "outputs" / f"{measurement}-run{run + 1}" / "tasks"
 
 
@@ -43,7 +43,7 @@ class AppWorldOutputs:
     """Writes one evaluation's outputs."""
 
     def __init__(self, path: Path, data_root: Path, tasks: Iterable[str]) -> None:
-        """Start or continue an AppWorld root at ``path``; ``data_root`` is linked, never written to."""
+        """Create or continue an AppWorld root at ``path``, with links into ``data_root``, which is never written to."""
         self.path = path
         self._data = (data_root / "data").resolve()
         data = path / "data"
@@ -55,14 +55,14 @@ class AppWorldOutputs:
         (data / "datasets" / f"{DATASET}.txt").write_text("".join(f"{task}\n" for task in tasks), encoding="utf-8")
 
     def write(self, measurement: str, run: int, task_id: str, saved: Mapping[str, str]) -> None:
-        """Write one rollout; ``saved`` is `AppWorldSlot.saved_files`, empty for a lost one."""
+        """Write one rollout; ``saved`` is `AppWorldSlot.saved_files`, empty for a lost rollout."""
         folder = outputs_folder(self.path, measurement, run) / task_id
         shutil.rmtree(folder, ignore_errors=True)
         if not any(name.startswith("dbs/") for name in saved):
             shutil.copytree(self._data / "tasks" / task_id / "dbs", folder / "dbs")
             return
         for name, text in saved.items():
-            # The names are untrusted: they come from the jail of model-written code.
+            # The names are untrusted: they come from the jail that runs model-written code.
             if not _PLAIN.fullmatch(name):
                 continue
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -71,7 +71,7 @@ class AppWorldOutputs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reevaluated:
-    """A rollout's verdict, recorded and evaluated again."""
+    """The recorded and the repeated verdict on a rollout."""
 
     measurement: str
     run: int
@@ -83,14 +83,14 @@ class Reevaluated:
 
 
 async def reevaluate(directory: EvaluationDirectory, config: DracoConfig) -> list[Reevaluated]:
-    """Evaluate the saved world of every rollout, `environment.slots` at a time but no more than CPUs.
+    """Evaluate the saved world of every rollout, `environment.slots` at a time but at most one per CPU.
 
     Args:
-        config: ``data.root`` and ``environment.*``; nothing of it is taken from the directory.
+        config: ``data.root`` and ``environment.*`` are used; no settings are read from the directory.
     Raises:
-        ConfigError: ``data.root`` holds another world than the one evaluated, or the directory cannot be used.
-        WorldError: it, or AppWorld's Python, cannot be used.
-        EnvironmentCrashed: an evaluation was ended from outside.
+        ConfigError: ``data.root`` contains another world than the evaluated one, or the directory cannot be used.
+        WorldError: the world or AppWorld's Python cannot be used.
+        EnvironmentCrashed: an evaluation process was killed.
     """
     root, plan = config.data.root.resolve(), directory.plan
     recorded = [(name, result.evaluation) for name in plan.measurements for result in directory.results(name)]

@@ -44,7 +44,7 @@ def beta_quantile(a: float, b: float, probability: float) -> float:
 
 def student_cdf(t: float, degrees: float) -> float:
     """The distribution function of Student's t."""
-    # Near 0 the first argument would round to 1: the complement is exact there.
+    # For t near 0, degrees / (degrees + t²) would round to 1; use its exact complement there.
     x = t * t / (degrees + t * t)
     tail = (
         1 - beta_cdf(x, 0.5, degrees / 2) if x < 0.5 else beta_cdf(degrees / (degrees + t * t), degrees / 2, 0.5)

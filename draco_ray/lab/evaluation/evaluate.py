@@ -1,4 +1,4 @@
-"""`draco evaluate`: play every task of a split and keep the environment's verdicts; an interrupted one can continue.
+"""`draco evaluate`: play every task of a split and record the environment's verdicts; can resume after an interrupt.
 
 plan ──► missing (task, run) pairs ──► environment slots ──► results/<measurement>.jsonl, appworld/
 """
@@ -47,19 +47,19 @@ from draco_ray.training.watchdog import Pending
 from draco_ray.workers.elastic import fixed_workers
 
 APPWORLD = "appworld"
-"""The benchmark whose own tools can read the rollouts' outputs."""
+"""The benchmark for which rollouts are also written in the layout of its own tools."""
 _PROBE_TOKENS = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ApiOptions:
-    """Connection of an API model; timeouts, retries, prices and limits are ``judge.*`` of the configuration."""
+    """Connection of an API model; timeouts, retries, prices and limits come from ``judge.*`` in the configuration."""
 
     api_base: str | None = None
     api_key_env: str | None = None
-    """Environment variable of the key; None: ``<PROVIDER>_API_KEY``."""
+    """Environment variable with the API key; None: ``<PROVIDER>_API_KEY``."""
     temperature: float | None = None
-    """None: the provider's default; some models refuse any other."""
+    """None: the provider's default; some models reject any other."""
 
 
 def evaluate_policy(
@@ -75,23 +75,23 @@ def evaluate_policy(
     max_lost_share: float = 1.0,
     console: Console | None = None,
 ) -> SplitResult:
-    """Measure a policy on a split; rollouts that an earlier, equal call finished are not played again.
+    """Measure a policy on a split; rollouts that an earlier call with the same arguments finished are not repeated.
 
     Args:
         policy: weights or API model, see `draco_ray.lab.evaluation.policies`.
-        config: everything but the policy; ``data.eval_tasks`` limits the split to its first tasks.
-        split: of the environment's tasks.
+        config: everything except the policy; ``data.eval_tasks`` limits the split to its first tasks.
+        split: split of the environment's tasks.
         runs: independent rollouts per task.
         out: evaluation directory.
-        label: the row's name in tables; None is the policy's.
-        api: for an API model.
-        retry_errors: play lost rollouts again (crashed worlds, an endpoint that did not answer).
+        label: the row's name in tables; None uses the policy's label.
+        api: connection of an API model.
+        retry_errors: repeat lost rollouts (crashed worlds, an endpoint that did not answer).
         max_lost_share: stop as soon as more than this share of all rollouts is lost.
 
     Raises:
-        ConfigError: ``out`` holds another evaluation, or the policy or the data cannot be used.
-        TooManyLost: more than ``max_lost_share``; what was played is in ``out``.
-        DracoError: engines, environments or the API fail for good; finished rollouts are in ``out``.
+        ConfigError: ``out`` contains another evaluation, or the policy or the data cannot be used.
+        TooManyLost: more than ``max_lost_share`` are lost; finished rollouts are in ``out``.
+        DracoError: engines, environments or the API fail permanently; finished rollouts are in ``out``.
     """
     console = console or PlainConsole()
     api = api or ApiOptions()
@@ -112,7 +112,7 @@ def evaluate_policy(
             f"{len(lost)} of {directory.total} rollouts were lost and count as failures (the last: {lost[-1].error}); "
             "the same command with --retry-errors plays them again"
         )
-    # Not `read_seeds`, which reads the summary that is written here.
+    # Do not use `read_seeds` here: it reads the summary, which is not written yet.
     result = aggregate(directory.plan, [list(directory.complete_results().values())])
     directory.write_summary(summary(result))
     return result
@@ -127,7 +127,7 @@ def plan_policy(
     label: str | None = None,
     api: ApiOptions | None = None,
 ) -> Plan:
-    """What `evaluate_policy` would measure with the same arguments.
+    """The plan of `evaluate_policy` for the same arguments.
 
     Raises:
         ConfigError: the policy or the data cannot be used.
@@ -138,7 +138,7 @@ def plan_policy(
 def _prepare(
     policy: EvaluatedPolicy, config: DracoConfig, split: str, runs: int, label: str | None, api: ApiOptions
 ) -> tuple[DracoConfig, Environment, Plan]:
-    """The checked configuration, its environment, and the plan."""
+    """The checked configuration, its environment and the plan."""
     if policy.api_model is None:
         config = checked_model(config)
     else:
@@ -169,8 +169,8 @@ def _prepare(
 
 
 def summary(result: SplitResult) -> dict[str, Any]:
-    """``summary.json``: the numbers of the tables under plain names."""
-    # The measures of comparisons follow from the results.
+    """The content of ``summary.json``: the numbers of the tables under plain names."""
+    # Leave out the measures for comparisons: they can be recomputed from the results.
     numbers = asdict(replace(result, measures={}))
     del numbers["measures"]
     plan, shares = result.plan, result.terminations
@@ -197,17 +197,17 @@ class _Evaluator:
     _limiter: object | None = None
     _price: Price | None = None
     _outputs: AppWorldOutputs | None = None
-    """Writer of the outputs that `draco reevaluate` and AppWorld's own tools read."""
+    """Writes the outputs that `draco reevaluate` and AppWorld's own tools read."""
 
     def __post_init__(self) -> None:
-        # Part of actors' names and of the adapters' folder: another evaluation may run at the same time.
+        # Unique, as part of actor names and of the adapters' folder: another evaluation may run at the same time.
         self._name = f"evaluation-{os.getpid()}-{int(time.time())}"
         plan = self._directory.plan
         if plan.benchmark == APPWORLD:
             self._outputs = AppWorldOutputs(self._directory.path / "appworld", self._config.data.root, plan.tasks)
 
     async def run(self) -> None:
-        """Play what is missing, one checkpoint after the other."""
+        """Play the missing rollouts, one checkpoint after the other."""
         try:
             await self._start()
             for checkpoint in self._policy.checkpoints:
@@ -269,7 +269,7 @@ class _Evaluator:
                 "max_tokens": turn_tokens(model, config.agent),
                 "extra_body": {},
                 "reasoning_effort": None,
-                # Lost rollouts can be retried.
+                # Do not wait for an outage to end: lost rollouts can be retried later.
                 "max_outage_seconds": 0.0,
                 "cache": None,
             }
@@ -278,7 +278,7 @@ class _Evaluator:
         limiter = start_evaluation_limiter(client, self._directory.path, self._name)
         leases = None
         if limiter is not None:
-            # The actor lives for as long as its handle.
+            # Keep the handle: the actor lives as long as its handle.
             self._limiter, leases = limiter
         return ApiPolicies(client=client, priced=known_price(config.judge, model) is not None, leases=leases)
 
@@ -329,7 +329,7 @@ class _Evaluator:
     async def _play(
         self, checkpoint: Checkpoint, task_id: str, run: int, priority: int, pool: RolloutPool
     ) -> RolloutResult:
-        """Play one (task, run), and keep its trajectory and world."""
+        """Play one (task, run), and store its trajectory and world."""
         began = time.monotonic()
         group = f"{checkpoint.name}/{task_id}"
         played = await pool.run(task_id, group, run, step=checkpoint.version, priority=priority)
@@ -354,7 +354,7 @@ class _Evaluator:
         assert self._fleet is not None
         adapter = load_adapter(checkpoint)
         await self._fleet.load(ray.put(adapter))
-        # A LoRA adapter whose second factors are all zero, as an untrained one's are, changes nothing.
+        # If all lora_B factors are zero, as in an untrained adapter, the adapter has no effect to check.
         trained = any(np.any(values) for name, values in adapter.tensors.items() if "lora_B" in name)
         if not trained:
             return
@@ -378,14 +378,14 @@ class _Evaluator:
 
 
 def turn_tokens(model: str, agent: AgentConfig) -> int:
-    """Tokens that an API model may write in a turn: the agent's limit, or the model's if LiteLLM knows a lower one."""
+    """Maximum tokens per turn of an API model: the agent's limit, or the model's if LiteLLM knows a lower one."""
     most = agent.max_turn_tokens or agent.max_response_length
     return min(most, model_limit(model, "max_output_tokens") or most)
 
 
 @contextlib.contextmanager
 def _ray(config: DracoConfig, policy: EvaluatedPolicy, console: Console) -> Iterator[None]:
-    """Ray while the block runs, with resources for engines and slots but no learner and no judge."""
+    """Run Ray during the block, with resources for engines and slots but no learner and no judge."""
     learner = config.learner.model_copy(update={"gpus_per_worker": 0.0, "cpus_per_worker": 0.0})
     train = config.train.model_copy(update={"evaluate_before_after": False})
     engine = config.engine

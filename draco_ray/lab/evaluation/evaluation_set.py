@@ -1,4 +1,4 @@
-"""An evaluation set: several settings, each measured on several splits and benchmarks, from a file or arguments.
+"""An evaluation set, from a file or arguments: several settings, each measured on several splits and benchmarks.
 
 ::
 
@@ -34,7 +34,7 @@ from draco_ray.config.file_names import file_name
 from draco_ray.errors import ConfigError
 
 TAU = "tau-banking"
-"""Split name of τ-bench banking; all others are splits of the environment."""
+"""Split name of τ-bench banking; all other names are splits of the environment."""
 
 
 def _label(text: str) -> str:
@@ -60,7 +60,7 @@ Paths = Annotated[tuple[Path, ...], BeforeValidator(_listed), Field(min_length=1
 
 
 class EvaluatedSetting(BaseModel):
-    """One row of the tables: a policy, or the runs that trained it, one a seed."""
+    """One row of the tables: a policy, or the runs that trained it, one per seed."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -72,7 +72,7 @@ class EvaluatedSetting(BaseModel):
     config: str | None = None
     """Configuration, as in ``draco evaluate --config``."""
     overrides: Words = ()
-    """``KEY=VALUE``, after those of the set."""
+    """``KEY=VALUE``, applied after those of the set."""
     api_base: str | None = None
     api_key_env: str | None = None
     api_temperature: float | None = None
@@ -94,20 +94,20 @@ class EvaluationSet(BaseModel):
     settings: dict[
         Label, Annotated[EvaluatedSetting, BeforeValidator(lambda v: {"policy": v} if isinstance(v, str) else v)]
     ] = Field(min_length=1)
-    """Label in the tables -> its setting; a text is short for ``policy``."""
+    """Label in the tables -> setting; a plain string is short for ``policy``."""
     splits: Annotated[tuple[Split, ...], BeforeValidator(_listed), AfterValidator(_distinct)] = Field(min_length=1)
     """Splits of the environment, or ``tau-banking``."""
     runs: PositiveInt | None = None
-    """Independent rollouts per task; null: 3, of tau-banking ``tau_bench.trials``."""
+    """Independent rollouts per task; null: 3, or ``tau_bench.trials`` for tau-banking."""
     max_lost_share: float = Field(default=0.05, ge=0, le=1)
-    """The set stops as soon as an evaluation has lost more than this share of its rollouts."""
+    """Stop the set as soon as an evaluation has lost more than this share of its rollouts."""
     overrides: Words = ()
     """``KEY=VALUE`` for the configuration of every setting."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedEvaluation:
-    """One setting (one of its runs) on one split."""
+    """One setting, or one of its runs, on one split."""
 
     label: str
     setting: EvaluatedSetting
@@ -126,7 +126,7 @@ def parse_set(tree: Mapping[str, Any], source: str) -> EvaluationSet:
 
     Args:
         tree: the keys of `EvaluationSet`.
-        source: its name in messages.
+        source: name of the file or the arguments in messages.
 
     Raises:
         ConfigError: one line with every mistake.
@@ -138,10 +138,10 @@ def parse_set(tree: Mapping[str, Any], source: str) -> EvaluationSet:
 
 
 def planned_evaluations(wanted: EvaluationSet, out: Path) -> list[PlannedEvaluation]:
-    """Every evaluation of a set, split by split, each in a folder of its own: ``<label>/<split>[/<run>]``.
+    """Every evaluation of a set, split by split, each with its own folder: ``<label>/<split>[/<run>]``.
 
     Raises:
-        ConfigError: two would share a folder.
+        ConfigError: two evaluations would share a folder.
     """
     found: dict[str, PlannedEvaluation] = {}
     for split in wanted.splits:

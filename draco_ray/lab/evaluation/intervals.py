@@ -2,10 +2,10 @@
 
 Tasks of a scenario share its difficulty, so the scenario is the sampling unit (the cluster). A rate's interval is
 that of Korn and Graubard (1998): Clopper and Pearson's, at the number of independent trials that would have the
-clustered variance. A difference of two rates takes the limits of both, less their correlation over scenarios (MOVER,
-Zou and Donner 2008). Means without bounds (turns) take Student's t. With several training seeds, the variance of a
-mean is that over scenarios plus that over seeds, with Satterthwaite's degrees of freedom. `make bench-intervals`
-simulates their coverage.
+clustered variance. The interval of a difference of two rates is computed from the limits of both and their correlation
+over scenarios (MOVER, Zou and Donner 2008). Means without bounds (turns) use Student's t. With several training seeds,
+the variance of a mean is the sum of the variances over scenarios and over seeds, with Satterthwaite's degrees of
+freedom. `make bench-intervals` simulates the coverage.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ class Interval:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusteredMean:
-    """A mean of values that come in clusters, in one or several training seeds, with its uncertainty."""
+    """A mean of clustered values, from one or several training seeds, with its uncertainty."""
 
     mean: float
     influence: Mapping[str, float]
     """Cluster -> its influence on the mean, in the units of the values. The influences have mean 0, and their variance
     divided by the number of clusters is the variance of the mean."""
     seed_variance: float
-    """Variance of the mean over seeds; 0 with one seed, which has no information on it."""
+    """Variance of the mean over seeds; 0 with one seed, which cannot show it."""
     seeds: int
     trials: float
-    """Observations behind the mean: the upper limit of the effective sample size."""
+    """Number of observations behind the mean: the upper limit of the effective sample size."""
 
     @property
     def clusters(self) -> int:
@@ -59,7 +59,7 @@ class ClusteredMean:
 
     @property
     def variance(self) -> float:
-        """Variance of the mean. What seeds and clusters share is counted twice, so it is a little too large."""
+        """Variance of the mean; slightly too large, since variance shared by seeds and clusters is counted twice."""
         return self.cluster_variance + self.seed_variance
 
     @property
@@ -75,12 +75,12 @@ def clustered_mean(
     """Mean over all values and seeds.
 
     Args:
-        seeds: a value per task (or scenario) for each training seed, all of the same ones.
+        seeds: for each training seed, a value per task (or scenario); all seeds have the same tasks.
         cluster: key of the values -> its cluster.
-        trials: observations behind the mean; None is one per value.
+        trials: number of observations behind the mean; None counts one per value.
 
     Raises:
-        ValueError: there are no values, or the seeds are not of the same keys.
+        ValueError: there are no values, or the seeds have different keys.
     """
     if not seeds or not seeds[0]:
         raise ValueError("no values to take the mean of")
@@ -107,7 +107,7 @@ def clustered_mean(
 def rate_interval(rate: ClusteredMean) -> Interval:
     """Korn and Graubard's interval of a mean of values in [0, 1]; infinite for one cluster.
 
-    Its width is never zero: if all values are equal, the effective sample size is the number of clusters.
+    The interval's width is never zero: if all values are equal, the effective sample size is the number of clusters.
     """
     if rate.clusters < 2:
         return Interval(rate.mean, -math.inf, math.inf)
@@ -190,12 +190,12 @@ def bounded_limits(
     """Korn and Graubard's limits of an estimate that cannot leave ``bounds``.
 
     Args:
-        estimate: within ``bounds``.
-        variance: of the estimate.
-        clusters: from which ``variance`` was estimated.
-        degrees: of freedom of ``variance``; None is one less than ``clusters``.
+        estimate: a value within ``bounds``.
+        variance: variance of the estimate.
+        clusters: number of clusters from which ``variance`` was estimated.
+        degrees: degrees of freedom of ``variance``; None is one less than ``clusters``.
         trials: upper limit of the effective sample size.
-        bounds: least and largest value there can be.
+        bounds: smallest and largest possible value.
         level: coverage.
     """
     least, largest = bounds
@@ -217,7 +217,7 @@ def bounded_limits(
 
 
 def satterthwaite(parts: Sequence[tuple[float, float]]) -> float:
-    """Degrees of freedom of a sum of estimated variances, each with its own."""
+    """Degrees of freedom of a sum of estimated variances; ``parts`` are (variance, degrees) pairs."""
     total = sum(variance for variance, _ in parts)
     weighed = sum(variance**2 / degrees for variance, degrees in parts if degrees > 0 and variance > 0)
     if weighed <= 0 or not math.isfinite(total):

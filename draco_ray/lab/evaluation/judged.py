@@ -1,6 +1,6 @@
-"""`draco evaluate` in an environment without evaluator: the judge's pass rate on a split, reported as such.
+"""`draco evaluate` in an environment without an evaluator: the judge's pass rate on a split, reported as such.
 
-Questions and tables are those of `draco_ray.training.held_out`, in a run directory without training steps.
+Judge calls and tables are those of `draco_ray.training.held_out`, written to a run directory without training steps.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ def judge_policy(
     cache: Path | None = None,
     console: Console | None = None,
 ) -> dict[str, JudgedRates]:
-    """Play a split with every checkpoint of a policy and have the judge score it; rollouts in ``out`` are kept.
+    """Play a split with every checkpoint of a policy and have the judge score it; rollouts in ``out`` are reused.
 
     Args:
-        policy: weights; API models are refused.
-        config: everything but the policy; ``data.eval_tasks`` limits the split to its first tasks.
-        split: of the environment's tasks.
-        runs: rollouts of each task.
+        policy: weights; API models are rejected.
+        config: everything except the policy; ``data.eval_tasks`` limits the split to its first tasks.
+        split: split of the environment's tasks.
+        runs: rollouts per task.
         out: run directory of this evaluation.
-        cache: the judge's reply cache of a training run, for the same criteria as there; None: in ``out``.
+        cache: a training run's judge reply cache, to get the same criteria; None uses a cache in ``out``.
 
     Returns: checkpoint -> its rates.
     Raises: ConfigError, and the errors of playing and judging; finished rollouts are kept in ``out``.

@@ -1,12 +1,12 @@
-"""What evaluations measure: TGC and SGC at pass^k and pass@k, and turns, with intervals; and two settings compared.
+"""Measures of evaluations: TGC and SGC at pass^k and pass@k, and turns, with intervals; comparison of two settings.
 
-Section "Metrics": pass^k is the chance that k trials all succeed (p^k), pass@k that at least one of k does. Both are
+Section "Metrics": pass^k is the chance that all of k trials succeed (p^k), pass@k that at least one does. Both are
 estimated without bias from n >= k runs of which c succeeded, as the share of the k-subsets of the runs that qualify.
-A scenario succeeds in a run if every one of its tasks does, and p^k of SGC is pass^k of that.
+A scenario succeeds in a run if all of its tasks do, and p^k of SGC is pass^k of scenarios.
 
 A lost rollout (its world or endpoint crashed in every attempt) counts as a failure, as in the paper. Its true outcome
-is unknown: an interval reaches from all lost rollouts failed to all of them solved, and the p-value of a difference
-is the larger one of these two cases.
+is unknown: an interval covers both extremes, all lost rollouts failed and all of them solved, and the p-value of a
+difference is the larger one of these two cases.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from draco_ray.records import Evaluation
 
 Estimator = Callable[[int, int, int], float]
 Seeds = Sequence[Sequence[Sequence[Evaluation]]]
-"""Evaluated rollouts of each measurement (checkpoint) of each training seed, all of the same tasks."""
+"""Training seed -> measurement (checkpoint) -> evaluated rollouts, all of the same tasks."""
 MOST_K = 3
 """Largest k of pass^k that is reported."""
 PERMUTATIONS = 9_999
-"""Random sign assignments of the permutation test; with fewer possible ones (up to 13 scenarios) all are used."""
+"""Random sign assignments in the permutation test; if fewer exist (up to 13 scenarios), all are used."""
 _DIGITS = 9
 
 
@@ -76,12 +76,12 @@ def estimates(
     Args:
         evaluations: one for each task and run.
         runs: n of pass^k.
-        k: trials.
+        k: number of trials.
         estimator: `pass_hat_k` or `pass_at_k`.
-        whole: by scenario instead (SGC), which succeeds in a run if all its tasks do.
+        whole: estimate by scenario instead (SGC); a scenario succeeds in a run if all its tasks do.
 
     Raises:
-        ValueError: a run comes twice or is not 0 .. runs-1, or k is out of range.
+        ValueError: a run occurs twice or is not in 0 .. runs-1, or k is out of range.
     """
     seen: set[tuple[str, int]] = set()
     tasks: dict[str, set[str]] = defaultdict(set)
@@ -108,7 +108,7 @@ def mean_by_key(measurements: Sequence[Mapping[str, float]]) -> dict[str, float]
     """Average several measurements of the same tasks or scenarios, e.g. of several seeds or checkpoints.
 
     Raises:
-        ValueError: they are of different ones.
+        ValueError: the measurements cover different tasks or scenarios.
     """
     keys = measurements[0].keys() if measurements else ()
     if any(measurement.keys() != keys for measurement in measurements):
@@ -118,18 +118,18 @@ def mean_by_key(measurements: Sequence[Mapping[str, float]]) -> dict[str, float]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measure:
-    """One number of a setting on one split: its value by task or scenario, and how to aggregate it."""
+    """One measure of a setting on one split: its value by task or scenario, and how to aggregate it."""
 
     failed: tuple[Mapping[str, float], ...]
     """For each training seed, the value of each task (or scenario), lost rollouts counted as failures."""
     solved: tuple[Mapping[str, float], ...]
     """The values with lost rollouts counted as successes."""
     cluster: Callable[[str], str]
-    """Task -> its cluster: tasks of one scenario are sampled together."""
+    """Task -> its cluster; tasks of one scenario form a cluster."""
     trials: float
-    """Rollouts (for SGC runs of whole scenarios) behind it, lost ones included."""
+    """Number of rollouts (for SGC, of scenario runs) behind the measure, including lost ones."""
     rate: bool = True
-    """A rate in [0, 1]; else a mean without bounds."""
+    """Whether it is a rate in [0, 1]; otherwise it is a mean without bounds."""
 
     @property
     def mean(self) -> float:
@@ -147,7 +147,7 @@ class Measure:
         return clustered_mean(self.solved, self.cluster, trials=self.trials)
 
     def interval(self) -> Interval:
-        """The 95 % interval over scenarios and training seeds, wide enough for any outcome of the lost rollouts."""
+        """The 95 % interval over scenarios and training seeds; covers any outcome of the lost rollouts."""
         if not self.rate:
             return mean_interval(self.at_worst)
         worst, best = rate_interval(self.at_worst), rate_interval(self.at_best)
@@ -168,13 +168,13 @@ def rate(
     Args:
         seeds: evaluated rollouts, ``runs`` of each task in each measurement.
         runs: n of pass^k.
-        k: trials.
+        k: number of trials.
         scenarios: whether the tasks of a scenario form a cluster.
-        whole: SGC, where a scenario is solved if all its tasks are.
+        whole: estimate SGC; a scenario is solved if all its tasks are.
         estimator: `pass_hat_k` or `pass_at_k`.
 
     Raises:
-        ValueError: nothing was evaluated, or the measurements are of different tasks.
+        ValueError: nothing was evaluated, or the measurements cover different tasks.
     """
 
     def values(solved: bool) -> tuple[Mapping[str, float], ...]:
@@ -193,7 +193,7 @@ def rate(
 
 
 def turns(seeds: Seeds, *, scenarios: bool = False) -> Measure | None:
-    """Mean turns by task, over the rollouts that were played; None where none was."""
+    """Mean turns by task, over the rollouts that were played; None if no task was played in every seed."""
     by_seed = []
     for seed in seeds:
         played: dict[str, list[int]] = defaultdict(list)
@@ -235,8 +235,8 @@ def differences(one: Mapping[str, Measure], other: Mapping[str, Measure]) -> dic
 def difference(one: Measure, other: Measure) -> tuple[Interval, float]:
     """``one`` minus ``other``, paired by task: the interval, and the two-sided p-value for no difference.
 
-    Both hold for any outcome of the lost rollouts. The p-value is the permutation test's over scenarios; with several
-    training seeds it is at least that of Student's test over scenarios and seeds.
+    Both are valid for any outcome of the lost rollouts. The p-value is the permutation test's over scenarios; with
+    several training seeds, it is the larger of this and that of Student's test over scenarios and seeds.
 
     Raises:
         ValueError: they are of different tasks.
@@ -262,8 +262,8 @@ def permutation_p_value(
 ) -> float:
     """Two-sided p-value of a mean paired difference under sign changes of whole clusters.
 
-    Exact if there are at most ``permutations`` sign assignments; else from random ones, the observed one included, so
-    that it is never 0.
+    Exact if there are at most ``permutations`` sign assignments; otherwise from random ones, including the observed
+    one, so that it is never 0.
 
     Raises:
         ValueError: there are no differences.
@@ -273,9 +273,9 @@ def permutation_p_value(
     sums: dict[str, float] = defaultdict(float)
     for key, value in differences.items():
         sums[cluster(key)] += value
-    # Rounded, so that equal sums are ties whatever the order of addition.
+    # Round, so that equal sums are ties regardless of the order of addition.
     sum_C = np.round(list(sums.values()), _DIGITS)
-    # One cluster has two sign assignments, both as far from 0.
+    # One cluster has two sign assignments with the same distance from 0.
     if len(sum_C) < 2 or not sum_C.any():
         return 1.0
     exact = 2 ** len(sum_C) <= permutations
@@ -291,7 +291,7 @@ def permutation_p_value(
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
-    """Holm's step-down correction: the i-th smallest of m times m - i + 1, made monotone, at most 1."""
+    """Holm's step-down correction: multiply the i-th smallest of m by m - i + 1, make monotone, limit to 1."""
     adjusted = [0.0] * len(p_values)
     largest = 0.0
     for rank, index in enumerate(sorted(range(len(p_values)), key=lambda index: p_values[index])):
@@ -310,7 +310,7 @@ def _p_value(one: Measure, other: Measure) -> float:
 
 
 def _scenario(seeds: Seeds) -> Callable[[str], str]:
-    """Task -> its scenario; a task without one is its own."""
+    """Task -> its scenario; a task without a scenario maps to itself."""
     rollouts = [each for seed in seeds for measurement in seed for each in measurement]
     return {each.task_id: each.scenario or each.task_id for each in rollouts}.__getitem__
 
@@ -328,7 +328,7 @@ def _of_common_tasks(seeds: Sequence[Mapping[str, float]], cluster: Callable[[st
 
 
 def _on_common_tasks(one: Measure, other: Measure) -> tuple[Measure, Measure]:
-    """Turns of the tasks that were played in both."""
+    """Both measures of turns, restricted to tasks that were played in both settings."""
     both = _of_common_tasks([*one.failed, *other.failed], one.cluster)
     if both is None:
         raise ValueError("no task was played in both")

@@ -29,7 +29,7 @@ class Checkpoint:
     """One set of weights to measure."""
 
     name: str
-    """``step00090``, or the name of a policy without checkpoints."""
+    """``step00090``, or for a policy without checkpoints its name."""
     version: int = 0
     """Training step; 0 is the model without an adapter."""
     adapter: Path | None = None
@@ -43,18 +43,18 @@ class EvaluatedPolicy:
     label: str
     """Default name of the row in tables."""
     name: str
-    """As the user named it."""
+    """The name that the user gave."""
     config: str | None = None
     """Default source of its configuration: a preset or a run directory; None for the paper's defaults."""
     model: str | None = None
     """Model directory or hub name; None: as configured."""
     api_model: str | None = None
-    """LiteLLM's model name of an API model, which has no weights."""
+    """LiteLLM model name; set for an API model, which has no weights."""
     checkpoints: tuple[Checkpoint, ...]
 
 
 def find_policy(name: str, starter: Path) -> EvaluatedPolicy:
-    """The policy of ``--policy``.
+    """Find the policy that ``--policy`` names.
 
     Args:
         name: ``starter``, ``litellm:<model>``, a model directory, a run directory (its last checkpoint), a
@@ -62,8 +62,8 @@ def find_policy(name: str, starter: Path) -> EvaluatedPolicy:
         starter: folder of the starter policy.
 
     Raises:
-        ConfigError: it is none of these.
-        DamagedRun: its adapter is damaged.
+        ConfigError: ``name`` is none of these.
+        DamagedRun: the policy's adapter is damaged.
     """
 
     def single(label: str, checkpoint: str = "base", **fields: str | None) -> EvaluatedPolicy:
@@ -78,7 +78,7 @@ def find_policy(name: str, starter: Path) -> EvaluatedPolicy:
         if not starter.is_dir():
             raise ConfigError(f"--policy starter: {starter} is not there; `draco starter build` makes it")
         return single(STARTER, STARTER, config="sandbox", model=str(starter))
-    # os.path returns False for a name that is too long, where pathlib raises.
+    # Use os.path: for a name that is too long, it returns False and pathlib raises.
     path = Path(name)
     if os.path.isfile(path / ADAPTER_CONFIG):
         return _adapter_policy(path.resolve(), name)
@@ -107,7 +107,7 @@ def last_epochs(path: Path, epochs: int, steps_per_epoch: int) -> EvaluatedPolic
     """The checkpoints that end a run's last ``epochs`` whole epochs.
 
     Raises:
-        ConfigError: the run has fewer, or one of them was not kept.
+        ConfigError: the run has fewer epochs, or one of the checkpoints was not kept.
         DamagedRun: one of them is damaged.
     """
     run = RunDirectory.open(path.resolve())
@@ -131,7 +131,7 @@ def every_checkpoint(path: Path, every: int) -> EvaluatedPolicy:
     """The untrained policy and every ``every``-th training step's checkpoint of a run, the last one included.
 
     Raises:
-        ConfigError: the run has none.
+        ConfigError: the run has no checkpoint.
         DamagedRun: one of them is damaged.
     """
     run = RunDirectory.open(path.resolve())
@@ -213,7 +213,7 @@ def _adapter_config(path: Path) -> dict[str, Any]:
 
 
 def deciding_settings(config: DracoConfig, policy: EvaluatedPolicy) -> dict[str, Any]:
-    """The configuration keys, dotted, that affect the outcome of rollouts, unlike those of where they run."""
+    """Dotted configuration keys that affect the outcome of rollouts, without keys that only set where they run."""
     tree = config.model_dump(mode="json")
     keys: dict[str, Any] = {"seed": tree["seed"]}
     keys |= {f"agent.{key}": value for key, value in tree["agent"].items()}

@@ -1,4 +1,4 @@
-"""A table of numbers as text, Markdown, CSV and LaTeX."""
+"""Render a table of numbers as text, Markdown, CSV or LaTeX."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from draco_ray.lab.files import csv_text
 
 NOTHING = "-"
 BLOCK = "::"
-"""Separates block and name in a row's label. Rows of a block are printed together under its name, and best values are
-those of a block (the paper's tables have a block for each base model)."""
+"""Separates block and name in a row's label. Rows of a block are printed together under the block's name, and best
+values are marked per block (the paper's tables have a block for each base model)."""
 
 
 class TableFormat(StrEnum):
@@ -83,12 +83,12 @@ class Table:
     row_header: str
     columns: tuple[Column, ...]
     rows: tuple[tuple[str, tuple[Cell | None, ...]], ...]
-    """Label, or ``BLOCK::LABEL``, and a cell a column."""
+    """(label or ``BLOCK::LABEL``, one cell per column)."""
     notes: tuple[str, ...] = ()
 
 
 def render(table: Table, form: TableFormat, shown: Shown = Shown.NOTHING) -> str:
-    """The table as text that ends with a line break. CSV has every number, whatever ``shown`` is."""
+    """The table as text that ends with a line break. CSV contains every number regardless of ``shown``."""
     order = list(dict.fromkeys(block_and_name(label)[0] for label, _ in table.rows))
     table = replace(table, rows=tuple(sorted(table.rows, key=lambda row: order.index(block_and_name(row[0])[0]))))
     cells = [cell for _, row in table.rows for cell in row if cell is not None]
@@ -100,7 +100,7 @@ def render(table: Table, form: TableFormat, shown: Shown = Shown.NOTHING) -> str
 
 
 def block_and_name(label: str) -> tuple[str, str]:
-    """The block of a row, empty for none, and the row's own name."""
+    """The block of a row (empty if it has none) and the row's own name."""
     block, separator, name = label.partition(BLOCK)
     return (block.strip(), name.strip()) if separator else ("", label)
 
@@ -121,7 +121,7 @@ def best_rows(table: Table, column: int) -> set[int]:
 
 
 def _headers(table: Table) -> list[list[tuple[str, int]]]:
-    """A list for each header line: texts, each with the number of columns it spans; the first is above the labels."""
+    """Header lines as lists of (text, number of columns it spans); the first entry is above the labels."""
     depth = max((len(column.path) for column in table.columns), default=1)
     lines = []
     for level in range(1, depth + 1):
@@ -135,7 +135,7 @@ def _headers(table: Table) -> list[list[tuple[str, int]]]:
 
 
 def _body(table: Table, show: Callable[[Cell | None, Column, bool], str]) -> Iterator[tuple[str, list[list[str]]]]:
-    """Each block's name, empty for none, and its rows as texts; ``show`` gets a cell, its column, and whether bold."""
+    """Each block's name (empty if none) and its rows as texts; ``show`` formats (cell, column, whether bold)."""
     best = [best_rows(table, index) for index in range(len(table.columns))]
     for block, rows in itertools.groupby(enumerate(table.rows), key=lambda row: block_and_name(row[1][0])[0]):
         lines = []
@@ -163,7 +163,7 @@ def _text(table: Table, shown: Shown) -> str:
     widths = [max(map(cell_len, column)) for column in columns]
     lines = [table.title]
     for level in outer:
-        # An outer header is printed once, above the first of its columns, and may be wider than it.
+        # An outer header is printed once, above its first column, and may be wider than this column.
         line, place = "", 0
         left = list(widths)
         for text, span in level:
@@ -240,7 +240,7 @@ def _latex(table: Table, shown: Shown) -> str:
         if block:
             lines.append(rf"\multicolumn{{{1 + len(table.columns)}}}{{l}}{{\texttt{{{_escape(block)}}}}} \\")
         for name, *texts in rows:
-            # After the end of a line, LaTeX would read a bracket or a star as its argument.
+            # LaTeX would read a bracket or a star at the start of a row as an argument of the line break before.
             first = "{}" * name.startswith(("[", "*")) + _escape(name)
             lines.append(" & ".join([first, *texts]) + r" \\")
     caption = " ".join(_escape(text) for text in (table.title + ".", *table.notes))
@@ -259,7 +259,7 @@ _LATEX = {
     "~": r"\textasciitilde{}",
     "τ": r"$\tau$",
     "±": r"$\pm$",
-    # LaTeX's default fonts have other signs at these codes.
+    # LaTeX's default fonts have other glyphs at these codes.
     "<": r"\textless{}",
     ">": r"\textgreater{}",
     "|": r"\textbar{}",
@@ -268,7 +268,7 @@ _LATEX = {
 
 
 def _escape(text: str) -> str:
-    # Odd parts are p^k and pass^k, which the paper writes as powers.
+    # Parts with odd index are p^k and pass^k, which the paper writes as powers.
     parts = re.split(r"\b((?:p|pass)\^[k0-9])\b", text)
     return "".join(
         _power(part) if index % 2 else "".join(_LATEX.get(character, character) for character in part)

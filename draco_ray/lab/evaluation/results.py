@@ -1,15 +1,15 @@
-"""The evaluation directory: rollouts evaluated so far, one line each, and what they are evaluations of.
+"""The evaluation directory: the plan of an evaluation, and the rollouts evaluated so far, one line each.
 
 ::
 
     evaluation.json               what is measured: benchmark, split, tasks, runs, policy, settings
     results/<measurement>.jsonl   one line per finished (task, run); a measurement is one checkpoint, or the one policy
-    summary.json                  rates and costs, once everything is there
+    summary.json                  rates and costs, written when all rollouts are finished
     tables/                       trajectories, laid out as in a run directory (see `write_trajectory`)
     appworld/                     AppWorld's own layout of the outputs (see `draco_ray.lab.evaluation.appworld`)
 
 Lines are appended as rollouts finish, so an interrupted evaluation continues where it stopped. Any benchmark may use
-it; one whose tasks form no scenarios sets ``scenarios: false``.
+this directory; if its tasks have no scenarios, it sets ``scenarios: false``.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from draco_ray.runs.schema import TABLES
 from draco_ray.runs.store import write_parquet
 
 MOST = 1e15
-"""Largest count, seconds or dollars that is accepted from a file."""
+"""Largest count, duration or cost that is accepted from a file."""
 Amount = Annotated[float, Field(ge=0, le=MOST, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=0, le=MOST)]
 Several = Annotated[int, Field(ge=1, le=MOST)]
@@ -50,7 +50,7 @@ OneLine = Annotated[str, AfterValidator(_printable)]
 
 
 def _plausible(record: Any) -> Any:
-    """The record, if all its numbers are possible. Raises ValueError."""
+    """Return the record if all its numbers are plausible. Raises ValueError otherwise."""
     for field in fields(record):
         number = getattr(record, field.name)
         least = -MOST if field.name in ("reward", "run") else 0
@@ -63,18 +63,18 @@ def _plausible(record: Any) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutResult:
-    """One finished (task, run): the benchmark's verdict, and its cost, replaced attempts included."""
+    """One finished (task, run): the benchmark's verdict, and the cost including attempts that were repeated."""
 
     evaluation: Annotated[Evaluation, AfterValidator(_plausible)]
     usage: Annotated[Usage, AfterValidator(_plausible)]
     seconds: Amount
     attempts: Count = 1
     error: str | None = None
-    """Why the last attempt of a lost rollout failed; None for others."""
+    """Why the last attempt of a lost rollout failed; None if the rollout is not lost."""
 
 
 class Plan(BaseModel):
-    """What an evaluation directory measures; another plan is another evaluation."""
+    """What an evaluation directory measures; a different plan is a different evaluation."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -83,32 +83,32 @@ class Plan(BaseModel):
     label: OneLine
     """The setting's name in tables."""
     policy: OneLine
-    """As the user named it; ``settings`` has the fingerprints of the weights, so a folder may be renamed."""
+    """The name that the user gave; a folder may be renamed, since ``settings`` has fingerprints of the weights."""
     runs: Several
     measurements: Annotated[tuple[FileName, ...], Field(min_length=1)]
-    """Checkpoints (``step00090``), or one name for a policy without any."""
+    """Checkpoints (``step00090``), or one name for a policy without checkpoints."""
     tasks: dict[FileName, Count | None]
-    """Task id -> difficulty (1 easy .. 3 hard), None where the benchmark has none."""
+    """Task id -> difficulty (1 easy .. 3 hard), None if the benchmark has no difficulties."""
     world: str = ""
-    """Digest of the tasks: equal ids in two generated worlds are different tasks."""
+    """Digest of the tasks; needed since the same id is a different task in another generated world."""
     generated: bool = False
     """Whether the world was made by `draco sandbox build`."""
     split_size: Several | None = None
-    """Number of tasks of the whole split, of which ``tasks`` may be a part; None if not recorded."""
+    """Number of tasks in the whole split (``tasks`` may be a part); None if not recorded."""
     scenarios: bool = True
     """Whether tasks have scenarios (SGC, clustered intervals)."""
     settings: dict[str, Any] = {}
-    """Configuration keys, dotted, and fingerprints that decide the outcome."""
+    """Dotted configuration keys and fingerprints that affect the outcome."""
 
     @property
     def whole_split(self) -> int | None:
-        """Number of tasks of the whole split, as published unless the world is generated; None if unknown."""
+        """Number of tasks in the whole split; the published number unless the world is generated; None if unknown."""
         published = None if self.generated else OFFICIAL_TASKS.get((self.benchmark, self.split))
         return published or self.split_size
 
     @property
     def weights(self) -> tuple[str, ...]:
-        """Fingerprints of the adapters, else of the model; empty for an API model."""
+        """Fingerprints of the adapters, or of the model if there are none; empty for an API model."""
         adapters = [key for key in self.settings if key.startswith(("adapter fingerprint of ", "weights."))]
         keys = [key for key in adapters if self.settings[key]] or ["model fingerprint"]
         return tuple(str(self.settings[key]) for key in sorted(keys) if self.settings.get(key))
@@ -122,7 +122,7 @@ OFFICIAL_TASKS = {
     ("tau-banking", "full"): 97,
     ("tau-banking", "part"): 97,
 }
-"""Benchmark and split -> tasks of the split as published."""
+"""(benchmark, split) -> published number of tasks."""
 
 PROTOCOL = (
     *(f"agent.{name}" for name in ("max_turns", "max_response_length", "max_turn_tokens", "max_output_characters")),
@@ -147,7 +147,7 @@ class EvaluationDirectory:
         """An existing evaluation.
 
         Raises:
-            ConfigError: ``path`` holds none, or one of another version of this program.
+            ConfigError: ``path`` contains no evaluation, or one of an incompatible version of this program.
             DamagedRun: its plan cannot be read.
         """
         file = path / "evaluation.json"
@@ -168,7 +168,7 @@ class EvaluationDirectory:
         """The evaluation of that plan, finished or not; None if none was begun.
 
         Raises:
-            ConfigError: another evaluation is there (the message names the first thing that differs).
+            ConfigError: ``path`` contains another evaluation (the message names the first difference).
         """
         if not os.path.lexists(path / "evaluation.json"):
             return None
@@ -179,7 +179,7 @@ class EvaluationDirectory:
 
     @classmethod
     def begin(cls, path: Path, plan: Plan) -> EvaluationDirectory:
-        """Start an evaluation, or continue one of the same plan.
+        """Start an evaluation, or continue one with the same plan.
 
         Raises:
             ConfigError: as `find`, or ``path`` cannot be written.
@@ -195,11 +195,11 @@ class EvaluationDirectory:
 
     @contextlib.contextmanager
     def claimed(self) -> Iterator[None]:
-        """Lock it against other processes while the block runs, and truncate an incomplete last line.
+        """Lock the directory against other processes during the block, and truncate an incomplete last line.
 
         Raises:
             ConfigError: another process has the lock.
-            DamagedRun: its lock or the results are no regular files.
+            DamagedRun: the lock file or a results file is not a regular file.
         """
         file = self.path / ".lock"
         _content(file)
@@ -222,11 +222,11 @@ class EvaluationDirectory:
         """The finished rollouts of a measurement, in the order they finished.
 
         Raises:
-            DamagedRun: a line is invalid, or of a rollout that is not planned or there already.
+            DamagedRun: a line is invalid, or its rollout is not planned or occurs twice.
         """
         file = self._file(measurement)
         results: dict[tuple[str, int], RolloutResult] = {}
-        # The last item is empty, or a line that was being written when its process was killed.
+        # The last item is empty, or a line that was incomplete when its process was killed.
         for number, line in enumerate(_content(file).split(b"\n")[:-1], start=1):
             try:
                 result = _LINE.validate_json(line, strict=True)
@@ -246,7 +246,7 @@ class EvaluationDirectory:
         return list(results.values())
 
     def drop_lost(self) -> int:
-        """Remove the lost rollouts and their usage, so that they are missing again; returns their number.
+        """Remove the lost rollouts and their usage, so that they count as missing; returns their number.
 
         Call it while the directory is claimed.
         """
@@ -262,13 +262,13 @@ class EvaluationDirectory:
         return [result for result in results if result.error is not None]
 
     def check_lost(self, max_share: float) -> None:
-        """Refuse to go on with too many lost rollouts.
+        """Stop if too many rollouts are lost.
 
         Args:
-            max_share: of all planned rollouts, in [0, 1].
+            max_share: allowed share of all planned rollouts, in [0, 1].
 
         Raises:
-            TooManyLost: more are lost.
+            TooManyLost: a larger share is lost.
         """
         lost = self.lost()
         if len(lost) > max_share * self.total:
@@ -304,7 +304,7 @@ class EvaluationDirectory:
         """Measurement -> every rollout of the plan.
 
         Raises:
-            ConfigError: some are missing: rates over a part would be of other tasks.
+            ConfigError: rollouts are missing; rates over a part would cover other tasks.
         """
         if (finished := self.finished()) < self.total:
             raise ConfigError(
@@ -318,9 +318,9 @@ class EvaluationDirectory:
         _write_whole(self.path / "summary.json", json.dumps(summary, indent=1))
 
     def write_trajectory(self, measurement: str, trajectory: Trajectory) -> None:
-        """Keep a trajectory as ``tables/<table>/<measurement>/<task>-<run>.parquet``.
+        """Write a trajectory to ``tables/<table>/<measurement>/<task>-<run>.parquet``.
 
-        As in a run directory, with the version of the policy as ``training_step`` and the run as ``rollout``.
+        Columns are as in a run directory, with the policy version as ``training_step`` and the run as ``rollout``.
         """
         name = file_name(f"{trajectory.task_id}-{trajectory.rollout}")
         for table, to_rows in _ROWS.items():
@@ -329,10 +329,10 @@ class EvaluationDirectory:
             write_parquet(path, pa.Table.from_pylist(found, schema=TABLES[table]))
 
     def trajectories(self, measurement: str, table: str = "evaluation_steps") -> pa.Table:
-        """``evaluation_steps`` or ``evaluation_trajectories`` of the rollouts of a measurement that were played.
+        """``evaluation_steps`` or ``evaluation_trajectories`` of a measurement's played rollouts.
 
         Raises:
-            DamagedRun: one of its files cannot be read.
+            DamagedRun: a table file cannot be read.
         """
         files = sorted((self.path / "tables" / table / measurement).glob("*.parquet"))
         return pa.concat_tables([TABLES[table].empty_table(), *(read_table(file, table) for file in files)])
@@ -362,7 +362,7 @@ class _Summary(BaseModel):
 
 
 def role_costs(directory: EvaluationDirectory) -> dict[str, dict[str, RoleCost]]:
-    """Measurement -> role -> its cost, from ``summary.json``; without measurements that have no roles.
+    """Measurement -> role -> cost, from ``summary.json``; measurements without roles are left out.
 
     Raises:
         DamagedRun: ``summary.json`` cannot be read.
@@ -378,7 +378,7 @@ def role_costs(directory: EvaluationDirectory) -> dict[str, dict[str, RoleCost]]
 
 
 def sum_known(amounts: Iterable[float | None]) -> float | None:
-    """The sum; None if one of them is."""
+    """The sum; None if any amount is None."""
     listed = list(amounts)
     known = [amount for amount in listed if amount is not None]
     return sum(known) if len(known) == len(listed) else None
@@ -387,7 +387,7 @@ def sum_known(amounts: Iterable[float | None]) -> float | None:
 def plan_difference(before: Plan, now: Plan) -> str | None:
     """The first difference of two plans, for an error message; None if they are equal."""
     old, new = before.model_dump(mode="json"), now.model_dump(mode="json")
-    # Fingerprints, tasks and the world's digest tell plans apart, not the paths that were named.
+    # Plans are compared by fingerprints, tasks and world digest, not by paths, which may change.
     old, new = ({**each, **each["settings"]} for each in (old, new))
     for name in dict.fromkeys((*Plan.model_fields, *sorted(old | new))):
         if name in ("settings", "policy", "generated", "split_size") or old.get(name) == new.get(name):
@@ -402,7 +402,7 @@ def protocol_differences(plans: Iterable[Plan]) -> list[str]:
     """Limits and simulators that differ between plans, e.g. ``agent.max_turns 50 or 100``."""
     found: dict[str, set[str]] = {}
     for plan in plans:
-        # τ-bench's are nested.
+        # The settings of τ-bench are nested.
         nested = {
             f"{role}.{key}": value
             for role, keys in plan.settings.items()
@@ -421,7 +421,7 @@ def protocol_differences(plans: Iterable[Plan]) -> list[str]:
 
 
 def _content(file: Path) -> bytes:
-    """Bytes of a file, empty if there is none; raises DamagedRun if it cannot be read."""
+    """Bytes of a file, empty if it does not exist; raises DamagedRun if it cannot be read."""
     return read_bytes(file) if os.path.lexists(file) else b""
 
 

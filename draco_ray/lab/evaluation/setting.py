@@ -1,8 +1,8 @@
 """One setting on one split, as the paper's tables report it: rates, their spread, turns, terminations and costs.
 
 Protocol (Section "Evaluation"): the mean over the measurements (the last three epoch checkpoints), with the sample
-standard deviation (n - 1) across them. A policy with one measurement has its spread across independent runs instead,
-and only where a single run has a value: p^1 and turns. Several training seeds of a setting are averaged, with the
+standard deviation (n - 1) across them. For a policy with one measurement, the spread is across independent runs, for
+values that a single run has: p^1 and turns. Several training seeds of a setting are averaged, with the
 standard deviation across seeds. Intervals are over scenarios, and over seeds if there are several
 (`draco_ray.lab.evaluation.measures`).
 """
@@ -29,11 +29,11 @@ from draco_ray.sandbox.world.build import MANIFEST
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
-    """A mean with its spread and interval, in the units of the mean; None where there is none."""
+    """A mean with its spread and interval, in the units of the mean; None if unknown."""
 
     mean: float
     std: float | None = None
-    """Sample standard deviation across seeds, checkpoints of a single seed, or runs of a single checkpoint."""
+    """Sample standard deviation across seeds; for one seed across checkpoints; for one checkpoint across runs."""
     low: float | None = None
     high: float | None = None
 
@@ -56,7 +56,7 @@ class SplitResult:
     tgc: tuple[Estimate, ...]
     """pass^k of tasks; the success rate (SR) of benchmarks without scenarios."""
     sgc: tuple[Estimate, ...]
-    """pass^k of scenarios; empty where there are none."""
+    """pass^k of scenarios; empty if the benchmark has no scenarios."""
     tgc_at: tuple[Estimate, ...]
     """pass@k of tasks."""
     sgc_at: tuple[Estimate, ...]
@@ -64,20 +64,20 @@ class SplitResult:
     """Mean turns of the rollouts that were not lost; None if all were lost."""
     difficulty: Mapping[int, Stratum]
     terminations: Mapping[Termination, float] | None
-    """Share of rollouts by termination mode; None where some rollout's mode was not recorded."""
+    """Share of rollouts by termination mode; None if the mode of any rollout was not recorded."""
     usage: Usage
     """Usage of one pass over the split; dollars are None if unknown for any rollout."""
     measures: Mapping[str, Measure]
     """Measures for comparing settings, by name (`draco_ray.lab.evaluation.measures.compared_measures`)."""
     rollouts: int
-    """Planned rollouts, lost ones included."""
+    """Number of planned rollouts, including lost ones."""
     lost: int
-    """Rollouts whose every attempt crashed: they count as failures, and intervals allow for either outcome."""
+    """Number of rollouts whose every attempt crashed. They count as failures; intervals cover either outcome."""
     seeds: int = 1
-    """Training seeds."""
+    """Number of training seeds."""
     role_dollars: Mapping[str, float | None] | None = None
-    """Dollars of one pass by role (agent, user simulator, judge), None for a role of unknown price; None where there
-    is only the policy."""
+    """Dollars of one pass by role (agent, user simulator, judge), None for a role of unknown price; None if there is
+    only the policy."""
 
     @property
     def pass_dollars(self) -> float | None:
@@ -86,7 +86,7 @@ class SplitResult:
 
     @property
     def clusters(self) -> int:
-        """Number of scenarios, or of tasks where there are none."""
+        """Number of scenarios, or of tasks if there are no scenarios."""
         return self.measures["TGC p^1" if self.plan.scenarios else "SR p^1"].at_worst.clusters
 
     @property
@@ -110,9 +110,9 @@ def aggregate(plan: Plan, seeds: Sequence[Sequence[Sequence[RolloutResult]]], la
     """Rates, spreads and costs of a setting.
 
     Args:
-        plan: what was evaluated, the same for every seed.
+        plan: the plan, the same for every seed.
         seeds: every rollout of each measurement of each training seed.
-        label: the row's name; None is the plan's.
+        label: the row's name; None uses the plan's label.
     """
     evaluations = [[[result.evaluation for result in part] for part in seed] for seed in seeds]
     results = [result for seed in seeds for part in seed for result in part]
@@ -186,14 +186,14 @@ def _rate(plan: Plan, seeds: Seeds, k: int, *, whole: bool = False, estimator: E
     def of(part: Seeds, runs: int) -> Measure:
         return measures.rate(part, runs, k, scenarios=plan.scenarios, whole=whole, estimator=estimator)
 
-    # pass^k for k >= 2 is a joint statistic of all runs: a single run has none.
+    # pass^k for k >= 2 is a joint statistic of all runs; it is undefined for a single run.
     std = _std(seeds, plan.runs, lambda part, runs: of(part, runs).mean if k <= runs else None)
     interval = of(seeds, plan.runs).interval()
     return _estimate(interval, std)
 
 
 def _turns(plan: Plan, seeds: Seeds) -> Estimate | None:
-    """Mean over the rollouts that began, with an interval as wide as that of the mean over tasks."""
+    """Mean over played rollouts, with an interval as wide as that of the mean over tasks."""
     if not (played := measures.turns_played(seeds)):
         return None
     std = _std(seeds, plan.runs, lambda part, _: fmean(found) if (found := measures.turns_played(part)) else None)
@@ -219,7 +219,7 @@ def _std(seeds: Seeds, runs: int, value: Callable[[Seeds, int], float | None]) -
 
 
 def _role_dollars(directories: Sequence[EvaluationDirectory]) -> dict[str, float | None] | None:
-    """Dollars of one pass by role; None where a measurement has no roles."""
+    """Dollars of one pass by role; None if any measurement has no roles."""
     found = [(directory.plan, role_costs(directory)) for directory in directories]
     if not all(set(plan.measurements) <= costs.keys() for plan, costs in found):
         return None

@@ -20,10 +20,10 @@ from draco_ray.lab.evaluation.setting import Estimate, SplitResult, read_seeds
 from draco_ray.records import Termination
 
 Settings = Mapping[str, Mapping[str, SplitResult]]
-"""Label -> split title -> result, rows and columns in their order."""
+"""Label -> split title -> result, in the order of rows and columns."""
 Getter = Callable[[SplitResult], Cell | None]
 SplitColumn = tuple[Column, Getter]
-"""A column of a split, without the split's title in its path, and its cell."""
+"""A column of a split (without the split's title in its path) and the function that gets its cell."""
 
 SPLITS = {
     ("appworld", "test_normal"): "AppWorld TN",
@@ -40,13 +40,13 @@ _PAIRED = "a comparison needs the same tasks in both settings"
 
 
 def split_title(plan: Plan) -> str:
-    """The name of a benchmark's split in tables, whatever part or world of it was played."""
+    """The name of a benchmark's split in tables, the same for any part or world of it."""
     split = "full" if plan.benchmark == "tau-banking" else plan.split
     return SPLITS.get((plan.benchmark, split), f"{plan.benchmark} {plan.split}")
 
 
 def what_was_played(plans: Iterable[Plan]) -> str:
-    """How the tasks of a column differ from the published split, e.g. ``generated world, 45 tasks``; empty if not."""
+    """How a column's tasks differ from the published split, e.g. ``generated world, 45 tasks``; empty if equal."""
     found: dict[str, None] = {}
     for plan in plans:
         part = plan.whole_split is not None and len(plan.tasks) != plan.whole_split
@@ -57,13 +57,13 @@ def what_was_played(plans: Iterable[Plan]) -> str:
 
 
 def read_settings(arguments: Sequence[str]) -> dict[str, dict[str, SplitResult]]:
-    """Read evaluation directories, ``DIR``, ``LABEL=DIR`` or ``BLOCK::LABEL=DIR``; equal labels make one row.
+    """Read evaluation directories, ``DIR``, ``LABEL=DIR`` or ``BLOCK::LABEL=DIR``; equal labels form one row.
 
-    Directories of one label and split are the training seeds of one setting, whose mean the row shows.
+    Directories with the same label and split are training seeds of one setting; the row shows their mean.
 
     Raises:
-        ConfigError: one is no finished evaluation, or a training curve, or a label has the same split twice and they
-            are no two training seeds on the same tasks.
+        ConfigError: a directory is no finished evaluation or is a training curve, or two directories with the same
+            label and split are not different training seeds on the same tasks.
     """
     found: dict[str, dict[str, list[EvaluationDirectory]]] = {}
     for argument in arguments:
@@ -88,7 +88,7 @@ def read_settings(arguments: Sequence[str]) -> dict[str, dict[str, SplitResult]]
 
 
 def check_seeds(label: str, title: str, one: EvaluationDirectory, other: EvaluationDirectory) -> None:
-    """Refuse evaluations that are not of different training seeds of one setting. Raises: ConfigError."""
+    """Reject evaluations that are not of different training seeds of one setting. Raises: ConfigError."""
     if one.plan.weights == other.plan.weights:
         raise ConfigError(
             f"{one.path}: {label} on {title} is in {other.path} already, of the same weights; "
@@ -126,7 +126,7 @@ def self_judge_table(settings: Settings) -> Table:
 
 
 def consistency_table(settings: Settings) -> Table:
-    """pass^k beside pass@k, of tasks and of scenarios."""
+    """pass^k and pass@k, of tasks and of scenarios."""
     ks = _ks(settings)
     return _table(
         settings,
@@ -142,7 +142,7 @@ def consistency_table(settings: Settings) -> Table:
 
 
 def retention_table(settings: Settings) -> Table:
-    """p^k / p^1 of tasks and of scenarios: the share of one run's success that is left in all k (section "Results")."""
+    """p^k / p^1 of tasks and of scenarios: how much of a single run's success holds in all k (section "Results")."""
     k = _ks(settings)[-1]
 
     def retention(metric: str) -> Getter:
@@ -179,7 +179,7 @@ def difficulty_table(settings: Settings) -> Table:
 
     def columns(results: Sequence[SplitResult]) -> Iterator[SplitColumn]:
         for level in sorted({level for result in results for level in result.difficulty}):
-            # Several numbers if settings were measured on different tasks; a note says so.
+            # There are several numbers if settings were measured on different tasks; a note says so.
             many = sorted({result.difficulty[level].tasks for result in results if level in result.difficulty})
             header = f"{DIFFICULTIES.get(level, level)} ({' or '.join(map(str, many))})"
             yield from ((_high(header, metric), rate(level, metric)) for metric in ("TGC", "SGC"))
@@ -266,7 +266,7 @@ class Comparison:
     measure: str
     """``TGC p^1``, ``SGC p^3``, ``turns``."""
     difference: Interval
-    """Shares, or turns, with the interval over scenarios and training seeds."""
+    """Difference of shares, or of turns, with the interval over scenarios and training seeds."""
     p_value: float
     """Two-sided p-value."""
     adjusted_p: float
@@ -287,11 +287,11 @@ class Comparison:
 
 
 def compare(settings: Settings, baseline: str) -> list[Comparison]:
-    """Every other setting minus ``baseline``, in every measure on every split of both; p-values corrected together.
+    """Every other setting minus ``baseline``, for every measure on every common split; p-values corrected together.
 
     Args:
-        settings: rows, in blocks (``BLOCK::LABEL``) or not.
-        baseline: a row's label; without a block it stands for the row of that name in each block.
+        settings: rows, with or without blocks (``BLOCK::LABEL``).
+        baseline: a row's label; without a block, it means the row of that name in each block.
 
     Raises:
         ConfigError: the baseline is unknown, or a pair has no split in common, other tasks, or other worlds.
@@ -347,7 +347,7 @@ def _compare(one: SplitResult, other: SplitResult, split: str) -> list[Compariso
 
 
 def comparison_table(comparisons: Sequence[Comparison]) -> Table:
-    """Differences in points (of turns: in turns) with their intervals and p-values."""
+    """Differences in percentage points (for turns, in turns) with their intervals and p-values."""
     names = ("difference", "low", "high", "p", "p (Holm)", "tasks", "clusters", "lost (%)", "of the other (%)")
     digits = (1, 1, 1, 4, 4, 0, 0, 1, 1)
     rows = []
@@ -411,7 +411,7 @@ def _high(*path: str) -> Column:
 
 
 def _ks(settings: Settings) -> range:
-    """1 .. k, the most trials of any setting."""
+    """1 .. k, for the largest k of any setting."""
     most = max((len(result.tgc) for splits in settings.values() for result in splits.values()), default=1)
     return range(1, most + 1)
 
@@ -443,7 +443,7 @@ def _number(value: float | None) -> Cell | None:
 
 
 def _average(cells: Sequence[Cell | None]) -> Cell | None:
-    """The mean of a row's cells; none if one is missing."""
+    """The mean of a row's cells; None if any is missing."""
     known = [cell.mean for cell in cells if cell is not None]
     return Cell(sum(known) / len(known)) if known and len(known) == len(cells) else None
 
@@ -457,11 +457,11 @@ def _table(
     averages: Sequence[Column] = (),
     notes: Sequence[str] = (),
 ) -> Table:
-    """A table with tasks, lost rollouts and protocol of its rows.
+    """A table, with notes on the tasks, lost rollouts and protocol of its rows.
 
     Args:
-        columns: those of a split, from its results.
-        averages: n columns at the end; the i-th is the mean over every n-th cell from i on.
+        columns: function from a split's results to the split's columns.
+        averages: n columns at the end; the i-th is the mean over every n-th cell, starting at i.
     """
     splits = {split: _results(settings, split) for split in _titles(settings)}
     found = [(split, *column) for split, results in splits.items() for column in columns(results)]
@@ -485,7 +485,7 @@ def _table(
 
 
 def _notes(settings: Settings) -> list[str]:
-    """Protocol, training seeds, lost rollouts, and a warning for every split whose rows do not compare."""
+    """Notes on protocol, training seeds and lost rollouts, and a warning for every split with incomparable rows."""
     notes = [_protocol(settings), _seeds(settings), *_lost(settings)]
     for title in _titles(settings):
         plans = [result.plan for result in _results(settings, title)]
@@ -498,7 +498,7 @@ def _notes(settings: Settings) -> list[str]:
 
 
 def _protocol(settings: Settings) -> str:
-    """Checkpoints and runs behind the numbers, in words."""
+    """The number of checkpoints and runs behind the table's numbers, in words."""
     plans = [result.plan for splits in settings.values() for result in splits.values()]
     words = " or ".join(
         f"{runs} run{'s' * (runs > 1)} of {f'each of {many} checkpoints' if many > 1 else 'one policy'}"
@@ -508,7 +508,7 @@ def _protocol(settings: Settings) -> str:
 
 
 def _seeds(settings: Settings) -> str:
-    """Training seeds behind each row, in words."""
+    """The number of training seeds behind each row, in words."""
     many = {label: sorted({result.seeds for result in splits.values()}) for label, splits in settings.items()}
     if set().union(*many.values()) <= {1}:
         return (
@@ -520,7 +520,7 @@ def _seeds(settings: Settings) -> str:
 
 
 def _lost(settings: Settings) -> Iterator[str]:
-    """Lost rollouts of each row, and the bounds that any outcome of them allows for its first rate."""
+    """Lost rollouts of each row, and the range of its first rate over all outcomes of the lost rollouts."""
     for label, splits in settings.items():
         for split, result in splits.items():
             if result.lost:

@@ -1,4 +1,4 @@
-"""Memory of a learner worker and of an engine on one GPU, by kind (docs/planning.md)."""
+"""Memory of a learner worker and of an engine on one GPU, by kind of memory (docs/planning.md)."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ GIB = 1 << 30
 DTYPE_BYTES = {"bfloat16": 2, "float32": 4}
 FLOAT32 = 4
 DELTA_CHUNK = 64
-"""Tokens of a chunk in the gated delta rule, transformers' own and flash-linear-attention's."""
+"""Tokens per chunk in the gated delta rule, both in transformers and in flash-linear-attention."""
 UPDATE_COPIES = 3
 """Copies of the adapter's gradients in an optimizer update: concatenated, divided by the tokens, and AdamW's own."""
 BATCHED_TOKENS = {0: 8192, 70: 16384}
-"""GiB of a GPU -> tokens in one of vLLM's forward passes on a GPU of at least that size, tuned for throughput."""
+"""Minimum GiB of a GPU -> tokens per vLLM forward pass on such a GPU, tuned for throughput."""
 WEIGHT_KEYS = "model.path, learner.base_precision, learner.sharding and learner.workers"
-"""Keys that change the base weights of a worker."""
+"""Keys that change the size of a worker's base weights."""
 GATHERED_KEYS = "model.path and learner.sharding"
 """Keys that change how much of a sharded base is gathered at one time."""
 LENGTH_KEYS = "learner.micro_batch_tokens and agent.max_response_length"
@@ -42,7 +42,7 @@ class Item:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LearnerMemory:
-    """One learner worker: the resident items, and one of three moments after each other on top; the largest counts."""
+    """One learner worker: resident items, plus those of the largest of three successive moments."""
 
     resident: tuple[Item, ...]
     forward: tuple[Item, ...]
@@ -53,9 +53,9 @@ class LearnerMemory:
     tokens: int
     """Tokens of the largest micro-batch."""
     part: int
-    """Tokens of the micro-batch on this worker; fewer with `learner.context_parallel`."""
+    """Tokens of the micro-batch on this worker; a part of ``tokens`` with `learner.context_parallel`."""
     host: tuple[Item, ...] = ()
-    """Bytes in host memory instead of the GPU's."""
+    """Items in host memory instead of GPU memory."""
 
     @property
     def moment(self) -> str:
@@ -96,7 +96,7 @@ class EngineMemory:
 
 
 def total(items: Sequence[Item]) -> int:
-    """Bytes of all of them."""
+    """Total bytes of the items."""
     return sum(item.bytes for item in items)
 
 
@@ -106,7 +106,7 @@ def sequence_tokens(config: DracoConfig) -> int:
 
 
 def micro_batch_tokens(config: DracoConfig) -> int:
-    """Tokens of the largest forward pass: a sequence over the budget gets a pass of its own."""
+    """Tokens of the largest forward pass; a sequence longer than the budget gets its own pass."""
     longest = sequence_tokens(config)
     return max(longest, min(config.learner.micro_batch_tokens, config.algorithm.group_size * longest))
 
@@ -115,7 +115,7 @@ def learner_memory(config: DracoConfig, shape: ModelShape, tokens: int | None = 
     """One learner worker's memory.
 
     Args:
-        tokens: of the micro-batch; None is the largest the configuration allows.
+        tokens: tokens of the micro-batch; None is the largest that the configuration allows.
     """
     learner = config.learner
     tokens = micro_batch_tokens(config) if tokens is None else tokens
@@ -138,7 +138,7 @@ def learner_memory(config: DracoConfig, shape: ModelShape, tokens: int | None = 
         for layer in shape.layers
     ]
     layers, recomputed = _activations(config, shape, part, kept)
-    # Input and output of the last norm, the sampled positions of it, and their gradients.
+    # Input and output of the last norm, its output at sampled positions, and their gradients.
     head = Item("hidden states at the LM head", part * shape.hidden * 4 * width, LENGTH_KEYS)
     chunk_size = min(learner.logprob_chunk_tokens, part) * shape.vocabulary * chunk_bytes(config)
     chunk = Item("log-prob chunk", chunk_size, "learner.logprob_chunk_tokens")
@@ -152,7 +152,7 @@ def learner_memory(config: DracoConfig, shape: ModelShape, tokens: int | None = 
         largest = max(linear.inputs * linear.outputs for layer in shape.distinct for linear in layer.linears)
         backward.append(Item("one weight, made whole", largest * width, "learner.base_precision"))
     if part < tokens:
-        # Of one layer: sent and received.
+        # Data of one layer, sent and received.
         exchanged = 2 * part * max(_exchanged(spread, layer) for layer in spread.distinct) * width
         backward.append(Item("exchange with workers that share the tokens", exchanged, "learner.context_parallel"))
     # Input of the last norm, and the gradients of its output.
@@ -179,7 +179,7 @@ def learner_room(config: DracoConfig, gpu: int, reserved: int) -> int:
 
 
 def spread_over(shape: ModelShape, workers: int) -> ModelShape:
-    """The shape with key heads repeated as they are sent to workers that share a row."""
+    """The shape with key heads repeated, as when they are sent to workers that share a row."""
     delta = shape.delta
     if delta is not None:
         delta = replace(delta, key_heads=math.lcm(delta.key_heads, workers))
@@ -190,13 +190,13 @@ def exchanged_bytes(config: DracoConfig, shape: ModelShape, tokens: int) -> int:
     """Bytes that a worker sends to the others in one forward pass of a shared row of ``tokens`` tokens."""
     workers = config.learner.context_parallel
     spread = spread_over(shape, workers)
-    # Its own part is not sent.
+    # A worker does not send its own part.
     sent = math.ceil(tokens / workers) * (workers - 1) // workers * DTYPE_BYTES[config.model.dtype]
     return sent * sum(_exchanged(spread, layer) for layer in spread.layers)
 
 
 def _exchanged(shape: ModelShape, layer: LayerShape) -> int:
-    """Numbers of one token that a layer's mixer sends around: projections to where their heads are, and the output."""
+    """Numbers per token that a layer's mixer exchanges: projections, sent to their heads' workers, and outputs."""
     if (delta := _delta_net(shape, layer)) is None:
         return 2 * shape.queries + 2 * shape.keys
     return delta.channels + 2 * delta.values + 2 * delta.value_heads
@@ -205,7 +205,7 @@ def _exchanged(shape: ModelShape, layer: LayerShape) -> int:
 def _delta_net(shape: ModelShape, layer: LayerShape) -> DeltaShape | None:
     """The mixer of a gated delta-net layer; None for softmax attention.
 
-    Raises: ConfigError: it is neither, and what it keeps is not known.
+    Raises: ConfigError: the layer is neither, so its memory is not known.
     """
     if layer.kind == "other":
         raise ConfigError(
@@ -221,7 +221,7 @@ def is_sharded(config: DracoConfig) -> bool:
 
 
 def base_parameters(config: DracoConfig, shape: ModelShape) -> int:
-    """Parameters of the base that a learner worker keeps; rows that do not divide by the workers are not counted."""
+    """Parameters of the base that a learner worker keeps; padding of rows not divisible by the workers is ignored."""
     if not is_sharded(config):
         return shape.parameters
     whole = shape.hidden + (shape.vocabulary * shape.hidden if shape.tied else 0)
@@ -236,7 +236,7 @@ def base_bytes(config: DracoConfig, shape: ModelShape) -> int:
 
 
 def _spared(config: DracoConfig, layer: LayerShape) -> int:
-    """Bytes that a decoder layer saves if its weights are held in 8 bits, with a scale for each row."""
+    """Bytes saved in a decoder layer by 8-bit weights with one scale per row."""
     if config.learner.base_precision == "model":
         return 0
     width = DTYPE_BYTES[config.model.dtype]
@@ -244,7 +244,7 @@ def _spared(config: DracoConfig, layer: LayerShape) -> int:
 
 
 def _gathered(config: DracoConfig, shape: ModelShape, chunk: int) -> tuple[tuple[Item, ...], tuple[Item, ...]]:
-    """Bytes of the weights that FSDP gathers, at the LM head and in a layer's backward; `chunk`: of a log-prob chunk.
+    """Bytes of weights that FSDP gathers at the LM head and in a layer's backward; `chunk`: bytes of a log-prob chunk.
 
     The receive buffer and the weights built from it exist together for a moment; the next layer is prefetched.
     """
@@ -262,7 +262,7 @@ def _gathered(config: DracoConfig, shape: ModelShape, chunk: int) -> tuple[tuple
 def _activations(
     config: DracoConfig, shape: ModelShape, tokens: int, kept: Sequence[int]
 ) -> tuple[tuple[Item, ...], tuple[Item, ...]]:
-    """Bytes of all layers during the whole pass, and of the one that is recomputed; `kept` is what a layer keeps."""
+    """Activations of all layers during the whole pass, and of a recomputed layer; `kept`: bytes kept per layer."""
     if config.learner.gradient_checkpointing is False:
         return (Item("activations: all layers", sum(kept), "learner.gradient_checkpointing"),), ()
     inputs = layer_inputs(config, shape, tokens)
@@ -273,21 +273,21 @@ def _activations(
 
 
 def layer_inputs(config: DracoConfig, shape: ModelShape, tokens: int) -> Item:
-    """Inputs of all layers, which are kept when layers are recomputed."""
+    """Inputs of all layers, which are kept for recomputation."""
     inputs = len(shape.order) * tokens * shape.hidden * DTYPE_BYTES[config.model.dtype]
     return Item("activations: inputs of all layers", inputs, LENGTH_KEYS)
 
 
 def saved_bytes(shape: ModelShape, layer: LayerShape, width: int, rank: int, *, kernels: bool) -> int:
-    """Bytes a token that a decoder layer with adapters on all linear layers saves for its backward pass.
+    """Bytes per token that a decoder layer with adapters on all linear layers saves for its backward pass.
 
     Args:
-        width: bytes of a number of the base model.
-        rank: of the adapter.
+        width: bytes per number of the base model.
+        rank: rank of the adapter.
         kernels: whether flash-linear-attention computes delta nets; otherwise transformers' own code.
     """
     linears = layer.linears
-    # Inputs of adapters, once for all layers with the same input, and their rank-sized outputs of A.
+    # Inputs of adapters (shared by layers with the same input), and the rank-sized outputs of LoRA's matrix A.
     read = {linear.reads: linear.inputs for linear in linears}
     adapters = width * (sum(read.values()) + rank * len(linears))
     # Inputs of two norms, and their scales.
@@ -305,18 +305,18 @@ def saved_bytes(shape: ModelShape, layer: LayerShape, width: int, rank: int, *, 
 
 
 def _experts_bytes(experts: ExpertsShape, width: int) -> int:
-    """Bytes a token that a mixture of experts keeps: of its router, its experts, and the shared one."""
-    # Gate and up projection and the gate's activation; what comes out, since its weight has a gradient.
+    """Bytes per token that a mixture of experts keeps: for router, routed experts and shared expert."""
+    # Gate and up projection and the gate's activation; also the output, since its weight has a gradient.
     routed = experts.active * width * (3 * experts.width + experts.hidden + 1)
-    # Indices of each token's experts and back, in int64; the router's probabilities.
+    # Indices from tokens to experts and back, in int64; the router's probabilities.
     places = 4 * 8 * experts.active + FLOAT32 * experts.number
-    # As of a dense MLP, and its output, which a gate weighs.
+    # The same as for a dense MLP, and the output, which is multiplied by a gate.
     shared = width * (2 * experts.shared + experts.hidden + 1) if experts.shared else 0
     return routed + places + shared
 
 
 def shared_prompt_bytes(config: DracoConfig, shape: ModelShape, layer: LayerShape) -> int:
-    """Bytes that one decoder layer keeps of a shared prompt for each of its rollouts."""
+    """Bytes that one decoder layer keeps for copies of a shared prompt, one per rollout."""
     if layer.kind != "full_attention":
         return 0
     copies = config.algorithm.group_size * config.agent.max_prompt_length
@@ -324,10 +324,10 @@ def shared_prompt_bytes(config: DracoConfig, shape: ModelShape, layer: LayerShap
 
 
 def chunk_bytes(config: DracoConfig) -> int:
-    """Bytes of one vocabulary entry of one token while its log-prob is computed.
+    """Bytes per token and vocabulary entry while log-probs are computed.
 
-    Two numbers in float32: its log-prob and its probability. The slope of an entropy bonus is copied into the model's
-    type while both are there.
+    Two float32 numbers: log-prob and probability. With an entropy bonus, its gradient is copied into the model's
+    type while both exist.
     """
     width = DTYPE_BYTES[config.model.dtype]
     copy = width if config.learner.entropy_coefficient > 0 and width < FLOAT32 else 0
@@ -339,7 +339,7 @@ def engine_memory(config: DracoConfig, shape: ModelShape, gpu: int, reserved: in
 
     Args:
         gpu: memory of the GPU, bytes.
-        reserved: of it, for the CUDA context, libraries and graphs.
+        reserved: bytes of the GPU for the CUDA context, libraries and graphs.
     Raises: ConfigError if tensor parallelism does not divide the model, or has fewer GPUs than it needs.
     """
     engine, parallel = config.engine, config.engine.tensor_parallel
@@ -364,7 +364,7 @@ def engine_memory(config: DracoConfig, shape: ModelShape, gpu: int, reserved: in
     cache = limit - total(items)
     if engine.kv_cache_gib is not None or not on_gpu:
         cache = int((engine.kv_cache_gib or CPU_KV_CACHE_GIB) * GIB)
-        # vLLM wants its share of the GPU to be free when it starts, whatever it takes then.
+        # At start, vLLM requires its share of the GPU to be free, even if it then uses less.
         limit = max(limit, total(items) + cache) if on_gpu else gpu
     return EngineMemory(
         items=tuple(items),
@@ -376,7 +376,7 @@ def engine_memory(config: DracoConfig, shape: ModelShape, gpu: int, reserved: in
 
 
 def batched_tokens(config: DracoConfig, gpu: int, length: int) -> int:
-    """Tokens in one of vLLM's forward passes; ``gpu`` bytes, ``length`` tokens of the longest sequence."""
+    """Tokens per vLLM forward pass; ``gpu``: bytes of the GPU, ``length``: tokens of the longest sequence."""
     if config.engine.gpus_per_engine == 0:
         return max(8192, length)
     given = config.engine.vllm.get("max_num_batched_tokens")
@@ -384,7 +384,7 @@ def batched_tokens(config: DracoConfig, gpu: int, length: int) -> int:
 
 
 def kv_width(config: DracoConfig) -> int:
-    """Bytes of a number in the KV cache; those of less than 8 bits are counted as the model's."""
+    """Bytes per number in the KV cache; types below 8 bits are counted as the model's type."""
     kind = str(config.engine.vllm.get("kv_cache_dtype", "auto"))
     if kind.startswith(("fp8", "int8")):
         return 1
@@ -408,13 +408,13 @@ def state_bytes(shape: ModelShape, parallel: int, width: int) -> int:
 
 def _attention_bytes(shape: ModelShape, width: int) -> int:
     queries, keys = shape.queries, shape.keys
-    # Queries and output, keys and values, and the softmax's normaliser of each head; output, keys and values once more,
-    # joined from and for the segments of a row.
+    # Queries and output, keys and values, and each head's softmax normaliser; also copies of output, keys and values,
+    # concatenated over the segments of a row.
     kept = width * (3 * queries + 4 * keys) + FLOAT32 * shape.heads
     if shape.query_norm:
         kept += width * (queries + keys) + FLOAT32 * (shape.heads + shape.kv_heads)
     if shape.gated:
-        # The gate and what it multiplies; the norm of the queries reads them where they lie, beside the gate.
+        # The gate and its operand; the queries' norm reads them in place, beside the gate.
         kept += 3 * width * queries
     return kept
 
@@ -433,9 +433,9 @@ def _delta_bytes(delta: DeltaShape, width: int) -> int:
 
 
 def _delta_kernel_bytes(delta: DeltaShape, width: int) -> int:
-    """The same for flash-linear-attention's kernels, which recompute what is within a chunk."""
+    """The same for flash-linear-attention's kernels, which recompute values within a chunk."""
     keys, values, heads = delta.value_heads * delta.key_dim, delta.values, delta.value_heads
-    # What the convolution reads.
+    # The input of the convolution.
     convolution = width * delta.channels
     # Normalised queries and keys with their scales, values, decays, and each chunk's triangular matrix.
     rule = width * (2 * keys + values + DELTA_CHUNK * heads) + FLOAT32 * 3 * heads
@@ -445,7 +445,7 @@ def _delta_kernel_bytes(delta: DeltaShape, width: int) -> int:
 
 
 def _slot_bytes(config: DracoConfig, shape: ModelShape, parallel: int, width: int) -> int:
-    """vLLM splits the LoRA matrix on the split side of a layer and keeps the other one whole, in the model's type."""
+    """Bytes of adapter slots; vLLM splits the LoRA matrix on a layer's split side and keeps the other one whole."""
     wanted = config.learner.lora_rank
     rank = next((rank for rank in LORA_RANKS if rank >= wanted), LORA_RANKS[-1])
     numbers = sum(

@@ -35,11 +35,11 @@ class ExpertsShape:
     hidden: int
     number: int
     active: int
-    """Experts that a token passes."""
+    """Experts per token."""
     width: int
-    """MLP size of one."""
+    """MLP size of one expert."""
     shared: int
-    """MLP size of the expert that every token passes; 0: there is none."""
+    """MLP size of the shared expert, which every token uses; 0: there is none."""
 
     @property
     def of_one(self) -> int:
@@ -48,11 +48,11 @@ class ExpertsShape:
 
     @property
     def passed(self) -> int:
-        """MLP size that a token passes."""
+        """Total MLP size that a token uses."""
         return self.shared + self.active * self.width
 
     def read(self, tokens: int) -> float:
-        """Weights of the experts that ``tokens`` tokens use together, each routed at random."""
+        """Expected number of expert weights that ``tokens`` tokens use together, each routed at random."""
         return self.of_one * self.number * (1 - (1 - self.active / self.number) ** tokens)
 
 
@@ -94,7 +94,7 @@ class LinearShape:
     inputs: int
     outputs: int
     reads: str
-    """Module whose input it reads: its parent, or itself."""
+    """Module whose input the layer reads: its parent, or itself."""
     row_parallel: bool
     """Whether tensor parallelism splits its inputs; otherwise its outputs."""
 
@@ -113,7 +113,7 @@ class LayerShape:
     parameters: int
     """Weights of linear layers, experts, norms and everything else."""
     matrices: int
-    """Weights that every token is multiplied with: all matrices, without experts."""
+    """Weights in matrices that every token is multiplied with; experts excluded."""
     linears: tuple[LinearShape, ...]
     """Linear layers, without experts and their router."""
 
@@ -151,17 +151,17 @@ class ModelShape:
     vocabulary: int
     hidden: int
     intermediate: int
-    """MLP size; in a mixture of experts, the MLP size that one token passes."""
+    """MLP size; in a mixture of experts, the MLP size that one token uses."""
     mlp_saved: int
-    """Tensors of MLP size that an MLP keeps for its backward: 2, or 3 where the activation and the product of gate and
-    up projection are two operations."""
+    """Tensors of MLP size that an MLP keeps for its backward: 2, or 3 if the activation and the product of gate and
+    up projection are separate operations."""
     heads: int
     kv_heads: int
     head_dim: int
     query_norm: bool
-    """Whether attention has norms of its own, on queries and keys."""
+    """Whether attention normalizes queries and keys."""
     gated: bool
-    """Whether attention's output passes a gate, computed by a query projection of twice the width."""
+    """Whether attention's output is gated; the gate comes from a query projection of twice the width."""
     tied: bool
     """Whether the LM head is the embedding."""
     prefix: str
@@ -191,12 +191,12 @@ class ModelShape:
 
     @property
     def keys(self) -> int:
-        """Width of all key heads, which is that of all value heads."""
+        """Width of all key heads; also the width of all value heads."""
         return self.kv_heads * self.head_dim
 
     @property
     def active_parameters(self) -> int:
-        """Parameters that one token passes: all but the experts it is not routed to."""
+        """Parameters that one token uses: all except the experts it is not routed to."""
         if self.experts is None:
             return self.parameters
         return self.parameters - len(self.order) * (self.experts.number - self.experts.active) * self.experts.of_one
@@ -208,7 +208,7 @@ class ModelShape:
         return sum(layer.matrices for layer in self.layers) + routed
 
     def read_parameters(self, tokens: int) -> float:
-        """Weights that a forward pass of so many tokens reads, without the LM head."""
+        """Weights that a forward pass over ``tokens`` tokens reads, without the LM head."""
         if self.experts is None:
             return self.matrix_parameters
         spared = self.experts.active * self.experts.of_one - self.experts.read(tokens)
@@ -219,7 +219,7 @@ class ModelShape:
 
         Args:
             target: `learner.lora_target`: ``all-linear``, or a regular expression over module names.
-        Raises: ConfigError if it matches none, or matches experts or their router, which stay frozen.
+        Raises: ConfigError if ``target`` matches no layer, or matches experts or their router, which stay frozen.
         """
         names = {
             f"{self.prefix}.{index}.{linear.name}": linear
@@ -240,7 +240,7 @@ def model_shape(path: str, config_file: Path | None = None) -> ModelShape:
 
     Args:
         path: a model directory, or the name of one of `PUBLIC_CONFIGS`.
-        config_file: its ``config.json``, where it is neither.
+        config_file: the model's ``config.json``, needed if ``path`` is neither.
     Raises: ConfigError: there is no configuration, or transformers cannot build a language model from it.
     """
     file = config_file
@@ -265,8 +265,7 @@ def model_shape(path: str, config_file: Path | None = None) -> ModelShape:
 def read_shape(config: Mapping[str, Any], source: str) -> ModelShape:
     """The shape of the model that transformers builds from the content of a ``config.json``.
 
-    Raises: ConfigError: transformers builds no language model from it, or it is a mixture of experts that is not
-        trained here.
+    Raises: ConfigError: transformers builds no language model from it, or it is an unsupported mixture of experts.
     """
     experts = experts_shape(config, source)
     model, text = build_model(config, source)
@@ -329,8 +328,8 @@ def _decoder_layers(model: Any) -> tuple[str, Any]:
 def _linears(module: Any, hidden: int, mixture: bool) -> tuple[LinearShape, ...]:
     """The linear layers below a module, without experts and router.
 
-    Those of one parent that are as wide as the hidden states read its input; the last square one writes its output
-    instead if no other does. Where several are square it does not matter which of them that is.
+    Layers of one parent whose input is as wide as the hidden states read the parent's input. If all do, the last square
+    layer writes the parent's output instead; which one of several square layers does not matter.
     """
     groups: dict[str, dict[str, tuple[int, int]]] = defaultdict(dict)
     for name, inputs, outputs in linear_layers(module, mixture=mixture):
@@ -359,7 +358,7 @@ def _widths(linears: Sequence[LinearShape]) -> dict[str, tuple[int, int]]:
 
 
 class _Mixer(NamedTuple):
-    """What mixes the tokens of a layer."""
+    """The part of a layer that mixes tokens."""
 
     kind: LayerKind = "other"
     parent: str | None = None
@@ -371,7 +370,7 @@ class _Mixer(NamedTuple):
 def _mixer(
     block: Any, linears: Sequence[LinearShape], queries: int, kv_heads: int, head_dim: int, delta: DeltaShape | None
 ) -> _Mixer:
-    """A layer's mixer, by the widths of its projections; a convolution beside attention is another mixer."""
+    """A layer's mixer, found by the widths of its projections; attention with a convolution is ``other``."""
     convolution = any(type(module).__name__ == "Conv1d" for module in block.modules())
     for parent, (read, written) in _widths(linears).items():
         if delta is not None and (read, written) == (
@@ -397,7 +396,7 @@ def _delta(text: Any) -> DeltaShape | None:
 
 
 def _mlp(linears: Sequence[LinearShape], text: Any) -> tuple[int, int]:
-    """MLP size of a layer, by its linear layers without the mixer's; and `ModelShape.mlp_saved`."""
+    """MLP size of a layer, from its linear layers without the mixer's; and `ModelShape.mlp_saved`."""
     widths = _widths(linears).values()
     read, size = sum(read for read, _ in widths), sum(written for _, written in widths)
     fused = getattr(text, "hidden_act", None) == "silu" and sum(not linear.row_parallel for linear in linears) > 1

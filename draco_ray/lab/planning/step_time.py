@@ -1,4 +1,4 @@
-"""Seconds of a training step, from stated throughput assumptions. Formulas: docs/planning.md."""
+"""Duration of a training step, estimated from stated throughput assumptions. Formulas: docs/planning.md."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from draco_ray.lab.planning.model_shape import ModelShape
 
 
 class Assumptions(Tree):
-    """Assumptions of a plan. None of them was measured with this code on such hardware."""
+    """Assumptions of a plan. None of them was measured with this code on the assumed hardware."""
 
     gpu_tflops: float = Field(989.0, gt=0)
     """Dense bf16 peak of one GPU; an H100's or H200's data sheet."""
@@ -48,18 +48,18 @@ class StepTime:
     concurrent: int
     """Rollouts that one engine generates at one time."""
     decode_tokens_per_second: float
-    """Tokens a second of one engine."""
+    """Tokens per second of one engine."""
     learner_tokens_per_second: float
-    """Tokens a second of one learner worker."""
+    """Tokens per second of one learner worker."""
 
     @property
     def hidden(self) -> float:
-        """Learning and generation fully overlapped: the lower bound of a step."""
+        """Seconds of a step with learning and generation fully overlapped: the lower bound."""
         return max(self.generation, self.learning) + self.sync
 
     @property
     def serial(self) -> float:
-        """Without overlap."""
+        """Seconds of a step without overlap."""
         return self.generation + self.learning + self.sync
 
 
@@ -89,7 +89,7 @@ def step_time(config: DracoConfig, shape: ModelShape, engine: EngineMemory, give
     length = given.length_share * (config.agent.max_prompt_length + config.agent.max_response_length)
     flops = given.gpu_tflops * 1e12
     per_engine = math.ceil(min(rollouts, config.environment.slots) / config.engine.engines)
-    # By the length of rollouts, since a self-judge's prompts are longer.
+    # Use the length of rollouts: `engine.length` may be that of a self-judge's longer prompts.
     held = int(engine.kv_cache // max(1.0, engine.sequence * length / engine.length))
     concurrent = max(1, min(per_engine, config.engine.max_num_seqs, held))
     parallel = config.engine.tensor_parallel
@@ -104,7 +104,7 @@ def step_time(config: DracoConfig, shape: ModelShape, engine: EngineMemory, give
     return StepTime(
         generation=generation,
         learning=rollouts * seconds / config.learner.workers,
-        # Copied from the learner, to a file of each engine, and into the engine.
+        # The adapter is copied three times: from the learner, to a file of each engine, and into the engine.
         sync=3 * adapter / GIB / given.sync_gib_per_second,
         concurrent=concurrent,
         decode_tokens_per_second=concurrent / decode,
@@ -117,7 +117,7 @@ def learner_flops(config: DracoConfig, shape: ModelShape, *, length: float, samp
 
     Args:
         length: tokens of the trajectory.
-        sampled_share: of them, those whose log-probs are computed.
+        sampled_share: share of the tokens whose log-probs are computed.
     """
     learner = config.learner
     reference = 1 if learner.kl_coefficient > 0 else 0
@@ -125,7 +125,7 @@ def learner_flops(config: DracoConfig, shape: ModelShape, *, length: float, samp
     prompts = config.train.prompts_per_step
     # Old log-probs are computed for every minibatch but the first.
     remembered = max(0, prompts - learner.minibatch_prompts) / prompts
-    # The base is frozen: its backward is the gradient of the activations only, as much as a forward.
+    # The base is frozen: its backward computes only the gradient of the activations, at the cost of a forward.
     matrices = 2 * shape.matrix_parameters * (2 + reference + recompute + remembered)
     full = shape.count("full_attention")
     # Scores and their product with the values, over the half that is not masked; the backward costs two forwards.
@@ -138,7 +138,7 @@ def learner_flops(config: DracoConfig, shape: ModelShape, *, length: float, samp
 def _decode_seconds(
     config: DracoConfig, shape: ModelShape, given: Assumptions, *, concurrent: int, length: float
 ) -> float:
-    """Seconds for one token of each of `concurrent` sequences, which are on average half as long as they become."""
+    """Seconds to decode one token of each of `concurrent` sequences, which are on average half their final length."""
     parallel, width = config.engine.tensor_parallel, DTYPE_BYTES[config.model.dtype]
     head = shape.vocabulary * shape.hidden
     read = shape.read_parameters(concurrent) + head

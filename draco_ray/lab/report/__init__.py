@@ -1,1 +1,1 @@
-"""A run to look at: one HTML file, and the paper's figures."""
+"""Reports of a run: one HTML file, and the paper's figures."""

@@ -38,7 +38,7 @@ Number = Callable[[float], str]
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """Values over training steps; None where a step has none."""
+    """Values over training steps; None if a step has no value."""
 
     name: str
     steps: Sequence[int]
@@ -79,7 +79,7 @@ def line_chart(
     """Lines over training steps.
 
     Args:
-        bounds: least and largest value of the y axis; None takes them from the data.
+        bounds: smallest and largest value of the y axis; None takes them from the data.
         number: formats a value.
         axis: label of the x axis.
     """
@@ -123,14 +123,14 @@ def stacked_bars(
     all_labels: bool = False,
     colors: Mapping[str, str] | None = None,
 ) -> Drawing:
-    """A bar per label, made of parts.
+    """One bar per label, stacked from parts.
 
     Args:
         labels: one per bar.
         parts: name of a part -> its value in every bar, >= 0.
         whole: the top of the y axis; None takes the tallest bar.
-        colors: of the parts by name; None takes the palette in order.
-        all_labels: show every label, in several lines where they are too wide for one; otherwise every second, third...
+        colors: part name -> color; None takes the palette in order.
+        all_labels: show every label, in several lines if needed; otherwise show every second, third... that fits.
     """
     drawing = _titled(title, WIDTH, HEIGHT)
     tallest = max((sum(values) for values in zip(*parts.values(), strict=True)), default=0.0)
@@ -174,8 +174,8 @@ def heat_map(
     """Shares in [0, 1] as colours, red over amber to green.
 
     Args:
-        rows: their names.
-        columns: theirs.
+        rows: names of the rows.
+        columns: names of the columns.
         values: ``values[row][column]``; None is no colour.
         marks: (row, column) without a value -> meaning of its check mark.
     """
@@ -214,9 +214,9 @@ def timeline(
     colors: Mapping[str, str],
     width: float,
 ) -> Drawing:
-    """When each kind of work ran: a lane each, with its (start, end) intervals in seconds, stacked if they overlap.
+    """Timeline of work: one lane per kind, with its (start, end) intervals in seconds, stacked if they overlap.
 
-    ``colors`` is by lane; grey for others.
+    ``colors`` maps lanes to colors; other lanes are grey.
     """
     line = 20.0
     drawing = _titled(title, width, _TOP + len(lanes) * line + _BOTTOM)
@@ -259,7 +259,7 @@ def heat(share: float) -> str:
 
 
 class _Frame:
-    """The axes of a chart: from data to points. ``legend`` is the height below the title."""
+    """The axes of a chart, which map data to points. ``legend`` is the height of the legend below the title."""
 
     def __init__(
         self, drawing: Drawing, first: float, last: float, low: float, high: float, legend: float = 0.0
@@ -296,7 +296,7 @@ class _Frame:
 
 
 def _small(x: float, y: float, string: str) -> Text:
-    """A muted text of an axis, centred."""
+    """A small, muted, centred text for an axis."""
     return Text(x, y, string, 7, "middle", MUTED)
 
 
@@ -312,7 +312,7 @@ def _empty(drawing: Drawing) -> Drawing:
 
 
 def _legend(drawing: Drawing, names: Sequence[str], colors: Sequence[str] | None = None) -> float:
-    """Draw it under the title; returns the height it takes. A second line and more make the drawing taller."""
+    """Draw a legend under the title; returns its height. Each line after the first makes the drawing taller."""
     x, y = _LEFT, _TOP
     for index, name in enumerate(names):
         name = shortened(name, 7.5, drawing.width - _LEFT - 30)

@@ -1,4 +1,4 @@
-"""Drawings of shapes in points, y downwards, as SVG; and the widths of their texts."""
+"""Drawings made of shapes, in points with y downwards; their SVG, and the widths of texts."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ ON_PAPER = {INK: "#22272e", MUTED: "#5f6b78", GRID: "#dfe3e8", PAPER: "#ffffff"}
 """Role -> colour on paper."""
 
 PALETTE = ("#3b73c8", "#e08a2e", "#2f9e77", "#c9485b", "#8a63c4", "#7a8794", "#b79a1f", "#2aa3b8", "#d86fa8", "#6b8e23")
-"""Colours of series, in order, repeated from the start."""
+"""Colours of series, in order; repeated if there are more series."""
 OTHER = "#9aa4af"
-"""Colour of everything without one of its own."""
+"""Colour of items without a colour of their own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """A filled rectangle; ``hint`` is shown under the pointer where there is one."""
+    """A filled rectangle; ``hint`` is its tooltip."""
 
     x: float
     y: float
@@ -81,7 +81,7 @@ class Drawing:
         self.shapes.extend(shapes)
 
     def _repr_svg_(self) -> str:
-        # Notebooks call it.
+        # Jupyter notebooks call this method.
         return to_image(self)
 
 
@@ -90,7 +90,7 @@ def palette(index: int) -> str:
     return PALETTE[index % len(PALETTE)]
 
 
-# Advance widths of Helvetica's printable ASCII, in thousandths of the size; it places centred and right-aligned text.
+# Advance widths of Helvetica's printable ASCII in 1/1000 of the font size, to place centred and right-aligned text.
 _WIDTHS = [
     *(278, 278, 355, 556, 556, 889, 667, 191, 333, 333, 389, 584, 278, 333, 278, 278),
     *(556, 556, 556, 556, 556, 556, 556, 556, 556, 556, 278, 278, 584, 584, 584, 556),
@@ -113,9 +113,9 @@ def visible(text: str) -> str:
 
 
 def to_svg(drawing: Drawing) -> Markup:
-    """An ``<svg>`` element; colours by role are CSS variables of the page, so that it follows light and dark.
+    """An ``<svg>`` element; colours by role are CSS variables of the page, for light and dark mode.
 
-    Where there is no such page, they are those on paper.
+    Outside such a page, the colours on paper apply.
     """
     title = escape(visible(drawing.title))
     parts = [f'<svg viewBox="0 0 {drawing.width:g} {drawing.height:g}" role="img" aria-label="{title}">']
@@ -124,7 +124,7 @@ def to_svg(drawing: Drawing) -> Markup:
 
 
 def to_image(drawing: Drawing) -> Markup:
-    """`to_svg` as an image of its own, on white."""
+    """`to_svg` as a standalone image with a white background."""
     about = f'xmlns="http://www.w3.org/2000/svg" width="{drawing.width:g}" height="{drawing.height:g}"'
     head, _, rest = str(to_svg(drawing)).partition(">")
     paper = f'<rect width="100%" height="100%" fill="{ON_PAPER[PAPER]}"/>'
@@ -132,7 +132,7 @@ def to_image(drawing: Drawing) -> Markup:
 
 
 def text_width(string: str, size: float) -> float:
-    """Points a text is wide in Helvetica; a Chinese, Japanese or Korean character is as wide as it is high.
+    """Width of a text in Helvetica, in points; a Chinese, Japanese or Korean character counts as a square.
 
     >>> text_width("00", 10)
     11.12
@@ -149,7 +149,7 @@ def _width(character: str) -> int:
 
 
 def shortened(string: str, size: float, width: float) -> str:
-    """The text, cut with an ellipsis to fit ``width`` points."""
+    """The text, truncated with an ellipsis to fit ``width`` points."""
     room, fitting = width - text_width("…", size), 0
     for place, character in enumerate(string):
         room -= text_width(character, size)

@@ -1,4 +1,4 @@
-"""The paper's figures from one run or several: drawings by name, and writing them as SVG."""
+"""The paper's figures from one run or several: drawings by name, and their SVG files."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from draco_ray.records import Termination
 from draco_ray.runs.directory import RunDirectory
 
 MOST_CRITERIA = 24
-"""Largest number of criteria in the per-criterion figure; those judged most often are shown."""
+"""Maximum number of criteria in the per-criterion figure, which shows those judged most often."""
 
 Row = dict[str, Any]
 
 
 def figures(runs: Sequence[RunDirectory]) -> dict[str, Drawing]:
-    """Every figure that the runs have data for; figures of a single run are named after it if there are several runs.
+    """Every figure for which the runs have data; with several runs, figures of one run have its name as suffix.
 
     ``terminations``, ``pass_rate``, ``pass_rate_by_criterion``, ``inert_share``, ``judge_cost_by_phase``; ``success``
-    where something was evaluated, and ``judged`` where the judge stood in; ``train_success`` from evaluations of the
-    training tasks.
+    if the run was evaluated, ``judged`` if the judge scored held-out tasks instead; ``train_success`` from evaluations
+    of the training tasks.
     """
     names = [run.path.name for run in runs]
     drawings = {}
@@ -63,7 +63,7 @@ def write_figures(runs: Sequence[RunDirectory], folder: Path) -> list[Path]:
 
 
 def series_of(rows: Iterable[Row], key: Callable[[Row], str], column: str) -> list[Series]:
-    """A series over training steps for each value of ``key``, with intervals if the rows have them."""
+    """One series over training steps per value of ``key``, with intervals if the rows have them."""
     lines: dict[str, list[Row]] = defaultdict(list)
     for row in rows:
         lines[key(row)].append(row)
@@ -83,7 +83,7 @@ def by_run(rows: Iterable[Row], column: str) -> list[Series]:
 def bars_by_step(
     title: str, rows: Sequence[Row], part: str, column: str, names: Mapping[str, str], **options: Any
 ) -> Drawing:
-    """A bar per training step, stacked by the values of ``part`` that are in ``names``, which has their labels."""
+    """One bar per training step, stacked by the values of ``part`` in ``names`` (value -> label)."""
     steps = sorted({row["training_step"] for row in rows})
     value = {(row[part], row["training_step"]): row[column] for row in rows}
     parts = {label: [float(value.get((key, step)) or 0) for step in steps] for key, label in names.items()}
@@ -103,7 +103,7 @@ def pass_rate(runs: Sequence[RunDirectory]) -> Drawing:
 
 
 def terminations(rows: Sequence[Row], label: str = "") -> Drawing:
-    """How rollouts ended, as shares of a training step."""
+    """Termination modes of rollouts, as shares of each training step."""
     found = {row["ended"] for row in rows}
     names = {mode.value: mode.value.replace("_", " ") for mode in Termination if mode.value in found}
     return bars_by_step(f"How rollouts ended{label}", rows, "ended", "share", names, number=percent, whole=1.0)
@@ -114,7 +114,7 @@ def pass_rate_by_criterion(
 ) -> Drawing:
     """Pass rate of each criterion and training step, the most judged criteria first.
 
-    ``solved`` are `left_out` of the run: marked where a criterion has no verdicts.
+    ``solved``: the run's `left_out` criteria, marked in steps without verdicts.
     """
     judgments: dict[str, int] = {}
     for row in rows:
@@ -139,7 +139,7 @@ def pass_rate_by_criterion(
 
 
 def judge_cost_by_step(rows: Sequence[Row]) -> Drawing:
-    """Judge cost of every training step by phase: dollars, or tokens where the judge cost none."""
+    """Judge cost of every training step by phase: dollars, or input tokens if the judge cost nothing."""
     column, title = _cost_column(rows)
     return bars_by_step(title, rows, "phase", column, {phase: phase for phase in _asked(rows)})
 
@@ -167,7 +167,7 @@ def success(rows: Sequence[Row]) -> Drawing:
 
 
 def judged(rows: Sequence[Row]) -> Drawing:
-    """The judge's pass rate on held-out tasks without evaluator, likewise."""
+    """The judge's pass rate on held-out tasks without an evaluator, over training steps like `success`."""
     return _learning_curve("Held out: the judge's pass rate, a stand-in", rows, "pass_rate")
 
 

@@ -1,7 +1,7 @@
-"""Data of the page's groups, packed so that a page of thousands opens at once.
+"""Data of the page's groups, packed so that a page with thousands of groups opens at once.
 
-A group is one compressed string that the browser unpacks when the group is opened. A judge's prompt
-repeats the trajectory it is about, so a group keeps every line of text once, and a text is a list of line numbers.
+A group is one compressed string, which the browser unpacks when the group is opened. Judge prompts repeat the
+trajectory, so a group stores every line of text once, and a text is a list of line numbers.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _NUMBERS = [
 
 _KEPT = ("steps", "criteria", "proposals", "verdicts", "citations", "advantages", "judge_calls", "groups")
 ROWS = ("trajectories", *_KEPT)
-"""Tables of a group's rows."""
+"""Tables from which a group's data is built."""
 
 Row = dict[str, Any]
 
@@ -45,15 +45,15 @@ class PackedGroup:
     summary: Row
     """Columns and filters of the list of groups."""
     data: str
-    """The rest, as made by `pack`."""
+    """The group's other data, packed by `pack`."""
 
 
 def packed_groups(run: RunDirectory, *, tokens: bool = False) -> Iterator[PackedGroup]:
     """The groups of a run, by training step and task; one step's rows are in memory at a time.
 
     Args:
-        run: with rows.
-        tokens: whether each turn has its sampled tokens with their log-probabilities.
+        run: the run to read.
+        tokens: whether to include each turn's sampled tokens with their log-probabilities.
     """
     columns = [*_TRAJECTORY, *(_TOKENS if tokens else ())]
     text_of = _token_texts(run) if tokens else str
@@ -76,7 +76,7 @@ def packed_groups(run: RunDirectory, *, tokens: bool = False) -> Iterator[Packed
 
 
 def _token_texts(run: RunDirectory) -> Callable[[int], str]:
-    """Text of a token by the policy's tokenizer; its number where the model is not on this machine."""
+    """Function from token id to text; to ``#`` and the id if the model's tokenizer is not on this machine."""
     file = Path(str(run.setting("model.path"))) / "tokenizer.json"
     if not file.is_file():
         return lambda token: f"#{token} "
@@ -100,7 +100,7 @@ def unpack(text: str) -> Any:
 
 
 class _Lines:
-    """Lines of text, each kept once."""
+    """Lines of text, each stored once."""
 
     def __init__(self) -> None:
         self._numbers: dict[str, int] = {}
@@ -115,7 +115,7 @@ class _Lines:
 
 
 def content(step: int | None, task: str, rows: dict[str, list[Row]]) -> tuple[Row, Row]:
-    """A group's data to pack and its summary, from its rows by table (`ROWS`); the step is None outside training."""
+    """A group's data to pack and its summary, from its rows by table (`ROWS`); ``step`` is None outside training."""
     lines = _Lines()
     shares = {row["rollout"]: row for row in rows["advantages"]}
     trajectories = sorted(rows["trajectories"], key=lambda row: row["rollout"])
@@ -223,7 +223,7 @@ def _share(row: Row | None) -> Row | None:
 
 
 def _credit(rows: list[Row]) -> dict[int, Row]:
-    """Criterion -> the credit call's verdict, the steps it cites and why."""
+    """Criterion -> verdict, cited steps and explanation of the credit call."""
     found: dict[int, Row] = {}
     for row in rows:
         entry = found.setdefault(
@@ -249,7 +249,7 @@ def _picked(row: Row, *names: str) -> Row:
 
 
 def _short(value: float | None) -> float | None:
-    """Rounded to five digits; NaN, which JSON lacks, becomes None."""
+    """The value rounded to five digits; NaN, which JSON does not have, becomes None."""
     return None if value is None or value != value else float(f"{value:.5g}")
 
 

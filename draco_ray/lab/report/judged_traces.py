@@ -1,4 +1,4 @@
-"""First view of a page about judged traces: a row a trace, worst first, and the criteria with who failed them."""
+"""First view of a page about judged traces: one row per trace, worst first, and criteria with the traces failing."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ Row = dict[str, Any]
 
 
 def trace_rows(run: RunDirectory) -> list[Row]:
-    """A row for each judged trace, the lowest pass share first; one without verdicts comes before all others.
+    """One row per judged trace, the lowest pass share first; traces without verdicts precede all others.
 
-    ``reason`` is the judge's explanation of a failed criterion, of one that cites steps where there is such a one.
+    ``reason`` is the judge's explanation of a failed criterion, preferably of one that cites steps.
     """
     steps = {(line["task_id"], line["rollout"]): line["training_step"] for line in _lines(run, INDEX)}
     rows = []
@@ -43,7 +43,7 @@ def trace_rows(run: RunDirectory) -> list[Row]:
 
 
 def criterion_rows(run: RunDirectory) -> list[Row]:
-    """A row for each criterion, by its title: its pass share over the traces to which it applies, and who failed it."""
+    """One row per criterion title: its pass share over traces to which it applies, and the traces that failed it."""
     links = {(row["task"], row["name"]): row["link"] for row in trace_rows(run)}
     verdicts: dict[str, list[tuple[str, str, Row]]] = defaultdict(list)
     for line in _lines(run, LINES):

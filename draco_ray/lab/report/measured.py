@@ -1,4 +1,4 @@
-"""Groups of the page for evaluated rollouts and, without evaluator, for held-out rollouts that the judge scored."""
+"""Page groups of evaluated rollouts and, without an evaluator, of held-out rollouts that the judge scored."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ TRAJECTORIES, STEPS = "evaluation_trajectories", "evaluation_steps"
 
 Row = dict[str, Any]
 Outcomes = Mapping[tuple[str, int], Row]
-"""(task, rollout) -> its outcome on the page; ``success`` is true, false, or the share of verdicts that pass."""
+"""(task, rollout) -> outcome on the page; ``success`` is true, false, or the share of verdicts that pass."""
 
 
 def packed_evaluations(run: RunDirectory) -> Iterator[PackedGroup]:
-    """The evaluated rollouts of a run, a group a measurement and task: training's own, and `draco evaluate --run`'s.
+    """Evaluated rollouts of a run, one group per measurement and task: from training and from `draco evaluate --run`.
 
-    Those whose trajectories were not kept are left out.
+    Rollouts whose trajectories were not kept are left out.
     """
     for (step, split), found in read_evaluations(run).items():
         rows = {name: by_task(run.table(table, step).to_pylist()) for name, table in _PLAYED.items()}
@@ -42,7 +42,7 @@ def packed_evaluations(run: RunDirectory) -> Iterator[PackedGroup]:
 
 
 def packed_judged(run: RunDirectory) -> Iterator[PackedGroup]:
-    """The held-out rollouts that the judge scored, a group a measurement and task, with verdicts and replies."""
+    """Held-out rollouts that the judge scored, one group per measurement and task, with verdicts and replies."""
     for place, judged in (("", run), *((f"{inside.path.name} ", inside) for inside in judged_directories(run))):
         measurements: dict[tuple[int, str], list[Row]] = defaultdict(list)
         for row in judged.table("heldout_verdicts").to_pylist():
@@ -85,7 +85,7 @@ def _judged(found: Sequence[Row]) -> Outcomes:
 def _verdicts(found: Sequence[Row], calls: Sequence[Row]) -> tuple[list[Row], list[Row]]:
     """Rows of ``criteria`` and ``verdicts`` of one task, from its held-out rollouts.
 
-    There is one rubric for a task and a measurement; a run that was killed in between may have two.
+    A task has one rubric per measurement; two are possible if the run was killed in between.
     """
     titles: list[str] = []
     verdicts = []
@@ -108,7 +108,7 @@ def _verdicts(found: Sequence[Row], calls: Sequence[Row]) -> tuple[list[Row], li
 
 
 def _remarks(titles: Sequence[str], verdicts: Sequence[int], calls: Sequence[Row]) -> list[tuple[str, str]]:
-    """Evidence and justification of each verdict, from the first reply that has it; empty if no reply was kept."""
+    """Evidence and justification of each verdict, from the first reply with this verdict; empty if none was kept."""
     rubric = [Criterion(title=title, description="", evaluator_instruction="") for title in titles]
     remarks = [("", "")] * len(verdicts)
     scored = [call for call in calls if call["phase"] == Score.name and call["reply"]]
@@ -123,18 +123,18 @@ def _remarks(titles: Sequence[str], verdicts: Sequence[int], calls: Sequence[Row
 def _groups(
     key: str, step: int | None, split: str, outcomes: Outcomes, rows: Mapping[str, Mapping[str, list[Row]]]
 ) -> Iterator[PackedGroup]:
-    """The groups of one measurement, a task each.
+    """The groups of one measurement, one per task.
 
     Args:
-        key: of the measurement.
+        key: name of the measurement.
         step: training step of the policy.
-        split: of its tasks.
-        outcomes: of its rollouts.
+        split: split of the tasks.
+        outcomes: outcomes of the rollouts.
         rows: table -> task -> rows.
     """
     for task in sorted(rows["trajectories"].keys() & {task for task, _ in outcomes}):
         mine = {name: rows.get(name, {}).get(task, []) for name in ROWS}
-        # Of repeated rollouts the last attempt was judged.
+        # If a rollout was repeated, its last attempt was judged.
         last = {row["rollout"]: row["attempt"] for row in sorted(mine["trajectories"], key=lambda row: row["attempt"])}
         mine["trajectories"] = [row for row in mine["trajectories"] if row["attempt"] == last[row["rollout"]]]
         data, summary = content(step, task, mine)

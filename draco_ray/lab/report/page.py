@@ -1,8 +1,8 @@
-"""`draco report DIR`: one HTML file that needs nothing else.
+"""`draco report DIR`: one self-contained HTML file.
 
-Texts of a policy or a judge are untrusted. They are in the page either packed (base64, shown by the script as text
-nodes), or as labels of charts and the configuration, escaped by Jinja and MarkupSafe. The page's content security
-policy allows only its own script and no loading.
+Texts of a policy or a judge are untrusted. In the page they are either packed (base64, shown by the script as text
+nodes), or, in chart labels and the configuration, escaped by Jinja and MarkupSafe. The page's content security policy
+allows only its own script and forbids loading anything.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from draco_ray.traces.keeping import SETTING
 
 ASSETS = files("draco_ray.lab.report") / "assets"
 PAGE_WIDTH = 980.0
-"""Width in points of a chart over the whole page; its letters are then as large as those of three charts in a row."""
+"""Width in points of a full-width chart; gives it the same letter size as three charts in a row."""
 
 SCRIPTS = ("report.js", "labels.js", "beside.js", "search.js", "keys.js", "traces.js", "route.js")
 """Parts of the page's script, in order; the last one starts it."""
@@ -48,8 +48,8 @@ def write_report(run: RunDirectory, path: Path, *, tokens: bool = False) -> None
     """Write the page group by group, so that the run need not fit in memory.
 
     Args:
-        run: with rows.
-        path: of the page.
+        run: the run to report.
+        path: the HTML file to write.
         tokens: whether turns of training rollouts show each sampled token, its log-probability and its advantage.
     """
     script = "".join((ASSETS / name).read_text(encoding="utf-8") for name in SCRIPTS)
@@ -90,7 +90,7 @@ def write_report(run: RunDirectory, path: Path, *, tokens: bool = False) -> None
 
 
 def _template(name: str) -> Template:
-    """A template that escapes every value and makes invisible characters visible."""
+    """A template that escapes every value and shows direction-changing characters as text."""
     environment = Environment(
         loader=PackageLoader("draco_ray.lab.report", "assets"),
         autoescape=True,
@@ -103,7 +103,7 @@ def _template(name: str) -> Template:
 
 
 def run_id(run: RunDirectory) -> str:
-    """An id that distinguishes runs of the same name, from name and configuration."""
+    """An id computed from name and configuration, to distinguish runs with the same name."""
     return hashlib.sha256(f"{run.path.name}\n{run.config_text()}".encode()).hexdigest()[:16]
 
 
@@ -126,7 +126,7 @@ class Chart:
 
 
 def overview(run: RunDirectory) -> list[Chart]:
-    """The charts of the first page; none of judged traces, which are listed."""
+    """The charts of the first page; none for judged traces, which are shown as a list."""
     if _of_traces(run):
         return []
     metrics = run.metrics()
@@ -167,7 +167,7 @@ def _intervals(rows: list[Row], column: str) -> str:
 
 
 def ceiling(run: RunDirectory) -> str:
-    """A note on the ceiling of pass rates, for runs whose rule drops criteria that all pass; else empty."""
+    """A note on the ceiling of pass rates, for runs whose rule drops criteria that all rollouts pass; else empty."""
     size = int(run.setting("algorithm.group_size"))
     if not _by_rubric(run) or run.setting("algorithm.rule") == "no_dropout":
         return ""
@@ -226,7 +226,7 @@ def stage_seconds(rows: list[Row]) -> Drawing:
 
 
 def when_it_ran(run: RunDirectory, step: int) -> Drawing:
-    """The rollouts, judge phases, learning, sync and checkpoint of one step in time."""
+    """Timeline of the rollouts, judge phases, learning, sync and checkpoint of one step."""
     spans = run.table("spans", step, ["stage", "started_at", "ended_at"]).to_pylist()
     begin = min((span["started_at"] for span in spans), default=0.0)
     lanes: dict[str, list[tuple[float, float]]] = {}
@@ -282,7 +282,7 @@ def _self_contradictions(metrics: list[dict[str, Any]]) -> Iterator[tuple[str, s
 
 
 def _held_out(rows: list[Row], column: str, called: str) -> Iterator[tuple[str, str]]:
-    """The first and the last measurement on each split; the chart has all."""
+    """The first and the last measurement on each split; the chart shows all of them."""
     splits: dict[str, list[Row]] = {}
     for row in rows:
         splits.setdefault(row["split"], []).append(row)

@@ -8,8 +8,8 @@
     task ──► ...                        ──────┘                                             │
                                                  pruned set ◄── verdict counts ◄── score of every rollout
 
-Rollouts come from the untrained policy (adapter version 0). Every call and verdict is kept in a run directory:
-proposals and merges under training step 0, the measurement under step 1.
+Rollouts come from the untrained policy (adapter version 0). Every call and verdict is archived in a run directory:
+proposals and merges as training step 0, the measurement as step 1.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ from draco_ray.training.progress import StepProgress
 from draco_ray.training.session import Actors, checked_model, opened, start_actors, usable_prompts, with_environment
 
 PROPOSING, MEASURING = 0, 1
-"""Training steps under which the two halves are archived."""
+"""Training steps as which the two halves of the job are archived."""
 
 
 TABLE_WIDTH = 120
@@ -61,16 +61,16 @@ TABLE_WIDTH = 120
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AuthoringSettings:
-    """Settings of the authoring job; defaults are the paper's where it states them."""
+    """Settings of the authoring job; defaults are the paper's if it states them."""
 
     rollouts: int = 8
     """Rollouts per training task."""
     tasks: int | None = None
-    """Only the first so many training tasks; None takes all."""
+    """Number of training tasks, from the first on; None takes all."""
     max_candidates: int = 120
-    """Criteria in one merge across tasks."""
+    """Maximum number of criteria in one merge across tasks."""
     min_applicability: float = 0.2
-    """Share of rollouts a criterion must apply to; the rarest of the paper's 21 applies to 29.9 %."""
+    """Minimum share of rollouts a criterion applies to; the rarest of the paper's 21 applies to 29.9 %."""
     min_discrimination: float = 0.02
     """Minimum share of tasks on which some rollouts pass a criterion and others fail it."""
 
@@ -80,9 +80,9 @@ def author_rubric(
 ) -> tuple[MeasuredCriterion, ...]:
     """Author a static rubric and write it to ``out``.
 
-    Returns: the criteria that stay, by falling failure rate.
+    Returns: the kept criteria, by descending failure rate.
     Raises:
-        DracoError: what is wrong, in one line; whatever was finished before is in the run directory.
+        DracoError: the job failed, with a one-line reason; finished work is in the run directory.
     """
     console = console or PlainConsole()
     if config.algorithm.reward != "rubric":
@@ -110,7 +110,7 @@ def author_rubric(
         f"Static rubric authored by {final.judge.model} on {len(prompts)} tasks x {settings.rollouts} rollouts of "
         f"{Path(config.model.path).name}; {len(pruned)} criteria pruned (run {name}).",
     )
-    # Eighty columns, which a console without a terminal takes, would break titles over lines.
+    # A console without a terminal has 80 columns, which would wrap titles.
     wide = console if console.is_terminal else PlainConsole(file=console.file, width=TABLE_WIDTH, soft_wrap=False)
     wide.print(rubric_table(kept, pruned))
     console.print(f"{len(kept)} criteria in {out}; every call and verdict is in {run.path}")
@@ -139,7 +139,7 @@ class RubricAuthor:
     async def run(self) -> tuple[tuple[MeasuredCriterion, ...], tuple[MeasuredCriterion, ...]]:
         """Propose, reduce, measure and prune.
 
-        Returns: (kept, pruned), each by falling failure rate.
+        Returns: (kept, pruned), each by descending failure rate.
         Raises:
             RubricError: no criterion is left.
         """
@@ -228,7 +228,7 @@ class RubricAuthor:
         return member, await self._ask(Stage2, group, task_id, rollout, trajectory=member.trajectory, existing=existing)
 
     async def _reduce(self, sets: Sequence[CriterionSet]) -> tuple[Criterion, ...]:
-        """Merge across tasks until one set is left; a single task's set is worded for any task as well."""
+        """Merge across tasks until one set is left; even a single set is merged once, to reword it for any task."""
         level = 0
         while level == 0 or len(sets) > 1:
             level += 1
@@ -314,5 +314,5 @@ class RubricAuthor:
 
 @ray.remote(num_cpus=0)
 def _verdicts(judged: Judged[tuple[ScoredCriterion, ...]]) -> tuple[Verdict, ...]:
-    """Return only the verdicts, so that the driver does not fetch every prompt."""
+    """Return only the verdicts, so that the driver does not fetch prompts."""
     return tuple(score.verdict for score in judged.value or ())

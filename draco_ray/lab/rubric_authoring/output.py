@@ -32,7 +32,7 @@ def write_rubric(path: Path, kept: Sequence[MeasuredCriterion], provenance: str)
 
 
 def rubric_table(kept: Sequence[MeasuredCriterion], pruned: Sequence[MeasuredCriterion]) -> Table:
-    """Title, failure rate, applicability and discrimination, by falling failure rate; pruned criteria last."""
+    """Title, failure rate, applicability and discrimination, by descending failure rate; pruned criteria last."""
     table = Table(box=None, pad_edge=False)
     table.add_column("#", justify="right")
     table.add_column("title")

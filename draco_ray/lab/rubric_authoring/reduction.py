@@ -1,4 +1,4 @@
-"""From one set of criteria per task to one set for all: which sets are merged together, and what the judge is told."""
+"""Reduce one set of criteria per task to one set for all tasks: choice of the sets to merge, and the judge's prompt."""
 
 from __future__ import annotations
 
@@ -30,24 +30,24 @@ class CriterionSet:
 
 @dataclass(frozen=True, slots=True)
 class Reduction(Union):
-    """A union across tasks: no rollout is shown, and the prompt is `reduction_prompt`'s."""
+    """A union across tasks: the judge sees no rollouts, and the prompt comes from `reduction_prompt`."""
 
     text: str
 
     @property
     def identity(self) -> str:
-        """The whole prompt: it is different for every merge."""
+        """The whole prompt, which differs between merges."""
         return self.text
 
     def prompt(self, prompts: Prompts) -> str:
-        """``text``, whatever the prompt set."""
+        """``text``; the prompt set is ignored."""
         return self.text
 
 
 def batches(sets: Sequence[CriterionSet], max_candidates: int) -> list[list[CriterionSet]]:
-    """Cut a level of the reduction into merges of neighbouring sets (tasks of one scenario are neighbours).
+    """Split a level of the reduction into merges of neighbouring sets (tasks of one scenario are neighbours).
 
-    A merge holds ``max_candidates`` criteria at most, or else two sets: fewer sets remain after every level.
+    A merge has at most ``max_candidates`` criteria, but at least two sets, so that every level reduces their number.
     """
     cut: list[list[CriterionSet]] = []
     for each in sets:
@@ -68,14 +68,14 @@ def candidates(batch: Sequence[CriterionSet]) -> list[Criterion]:
 
 
 def reduction_prompt(batch: Sequence[CriterionSet], template: str, facts: str) -> str:
-    """What the judge sees of a merge across tasks.
+    """The judge's prompt for a merge across tasks.
 
     Args:
         template: the text of `PROMPT`.
-        facts: of the environment.
+        facts: facts about the environment.
     """
     prompts = [prompt for each in batch for prompt in each.prompts]
-    # No policy wrote this text, so the code need not be secret, only absent from the tasks.
+    # No policy wrote this text, so the code need not be secret; it only must not occur in the tasks.
     code = render.evidence_code(b"", repr(prompts))
     tasks = [f"<task>\n{render.task(prompt, code)}\n</task>" for prompt in prompts]
     values = {
@@ -83,7 +83,7 @@ def reduction_prompt(batch: Sequence[CriterionSet], template: str, facts: str) -
         "candidate_rubrics": render.candidate_rubrics(candidates(batch)),
         "environment_facts": facts,
     }
-    # In one pass, so that a placeholder inside a draft stays text.
+    # Replace all in one pass, so that a placeholder inside a draft stays text.
     return _PLACEHOLDER.sub(lambda match: values[match[1]], template)
 
 

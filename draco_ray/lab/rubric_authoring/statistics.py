@@ -1,4 +1,4 @@
-"""How a criterion fares on the rollouts it is measured on, and which criteria stay."""
+"""Statistics of criteria on the rollouts they are measured on, and the choice of criteria to keep."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from draco_ray.records import Criterion, Verdict
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredCriterion:
-    """A criterion with its verdicts, counted."""
+    """A criterion with counts of its verdicts."""
 
     criterion: Criterion
     rollouts: int
-    """Scored rollouts."""
+    """Number of scored rollouts."""
     passed: int
     failed: int
     tasks: int
-    """Tasks with at least one scored rollout."""
+    """Number of tasks with at least one scored rollout."""
     discriminated: int
-    """Tasks of which some rollout passed and another failed it: where it moves the group's rewards apart."""
+    """Number of tasks on which some rollouts passed and others failed it, so that it separates their rewards."""
 
     @property
     def applicability(self) -> float:
@@ -29,13 +29,13 @@ class MeasuredCriterion:
 
     @property
     def failure_rate(self) -> float:
-        """Share of the applicable verdicts that are fails, 0 .. 1; 0 when none applies."""
+        """Share of the applicable verdicts that are fails, 0 .. 1; 0 if none is applicable."""
         applicable = self.passed + self.failed
         return self.failed / applicable if applicable else 0.0
 
     @property
     def discrimination(self) -> float:
-        """Share of tasks whose rollouts it tells apart, 0 .. 1."""
+        """Share of tasks on which its verdicts differ between rollouts, 0 .. 1."""
         return self.discriminated / self.tasks if self.tasks else 0.0
 
 
@@ -75,7 +75,7 @@ def prune(
 ) -> tuple[tuple[MeasuredCriterion, ...], tuple[MeasuredCriterion, ...]]:
     """Split the criteria into those that apply and discriminate often enough, and the rest.
 
-    Returns: (kept, pruned), each by falling failure rate, ties in the rubric's order.
+    Returns: (kept, pruned), each by descending failure rate; ties keep the rubric's order.
     """
     ordered = sorted(measured, key=lambda each: -each.failure_rate)
     kept = tuple(

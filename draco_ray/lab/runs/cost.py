@@ -1,4 +1,4 @@
-"""What judging cost (`draco runs cost`): per phase over the run, and per training step."""
+"""Judge cost (`draco runs cost`): per phase over the whole run, and per training step."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from draco_ray.runs.schema import TABLES
 from draco_ray.terminal import PlainConsole
 
 LEAST_DOLLARS = 0.00005
-"""Smaller amounts would be printed as 0.0000."""
+"""Smallest amount to report: smaller ones would be printed as 0.0000."""
 
 
 def read_calls(run: RunDirectory) -> dict[int, list[JudgeCall]]:
@@ -29,7 +29,7 @@ def read_calls(run: RunDirectory) -> dict[int, list[JudgeCall]]:
 
 
 def show_cost(directory: Path, console: Console | None = None) -> None:
-    """Print tokens (cached apart), dollars and failures by phase, then by step.
+    """Print tokens (cached ones separately), dollars and failures by phase, then by step.
 
     Raises:
         ConfigError: if ``directory`` is not a run directory.

@@ -1,11 +1,11 @@
-"""`draco runs inspect`: a run and its evaluations as logs of Inspect, which its viewer and its readers open.
+"""`draco runs inspect`: write a run and its evaluations as Inspect logs, for Inspect's viewer and log readers.
 
-One log a training step, and one a measurement: a sample is a task, an epoch one of its rollouts. The score of training
-(``draco``) is the reward, with verdicts, evidence, cited steps, step qualities and advantages as metadata; that of an
-evaluation (``success``) is 1 or 0; where there is no evaluator it is ``judged``, the share of the judge's applicable
-verdicts that pass. A lost rollout is a sample with an error. Each step of the agent is a message with the call
-``step``, whose number is the one that the judge cites, and its observation is that call's result. A rollout that was
-not kept has no messages. The logs are JSON after inspect_ai 0.3.285, which need not be installed.
+There is one log per training step and one per measurement. A sample is a task, an epoch one of its rollouts. The score
+of training (``draco``) is the reward, with verdicts, evidence, cited steps, step qualities and advantages as metadata.
+The score of an evaluation (``success``) is 1 or 0; without an evaluator it is ``judged``, the share of the judge's
+applicable verdicts that pass. A lost rollout is a sample with an error. Each step of the agent is a message with a tool
+call ``step``, numbered as in the judge's citations, and its observation is the call's result. A rollout that was not
+kept has no messages. The JSON format is that of inspect_ai 0.3.285, which need not be installed.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ TABLES = ("evaluation_trajectories", "evaluation_steps")
 
 Json = dict[str, Any]
 Played = Mapping[tuple[str, int], Trajectory]
-"""(task, run) -> its rollout, where that was kept."""
+"""(task, run) -> rollout, for rollouts that were kept."""
 
 
 def write_logs(path: Path, folder: Path) -> list[Path]:
-    """Write the logs of a run and of everything evaluated in it, or of one evaluation directory; returns the files.
+    """Write the logs of a run and its evaluations, or of one evaluation directory; returns the files.
 
     Raises:
         ConfigError: ``path`` is neither, or ``folder`` cannot be written.
-        DamagedRun: one of its files cannot be read.
+        DamagedRun: a file of the run or the evaluation cannot be read.
     """
     if os.path.lexists(path / "evaluation.json"):
         logs: list[Iterator[Json]] = [_evaluation_logs(EvaluationDirectory.open(path), "")]
@@ -63,7 +63,7 @@ def _training_logs(run: RunDirectory) -> Iterator[Json]:
         scores = _rewards(run, step)
         times = [(each.started_at, each.ended_at) for each in rollouts if each.started_at]
         if not times:
-            # Imported traces have no start time; use that of their judging.
+            # Imported traces have no start time; use the times of their judge calls.
             calls = run.table("judge_calls", step, ["started_at", "seconds"]).to_pylist()
             times = [(call["started_at"], call["started_at"] + call["seconds"]) for call in calls]
         yield {
@@ -79,7 +79,7 @@ def _training_logs(run: RunDirectory) -> Iterator[Json]:
 
 
 def _measurement_logs(run: RunDirectory) -> Iterator[Json]:
-    """What training itself evaluated, a log a step and split."""
+    """Evaluations made during training, one log per step and split."""
     for (step, split), evaluations in read_evaluations(run).items():
         played = _played(run.table(name, step).to_pylist() for name in TABLES)
         samples = [_evaluated_sample(each, played.get((each.task_id, each.run)), None, {}) for each in evaluations]
@@ -87,7 +87,7 @@ def _measurement_logs(run: RunDirectory) -> Iterator[Json]:
 
 
 def _judged_logs(run: RunDirectory, belongs_to: str) -> Iterator[Json]:
-    """Held-out rollouts that the judge scored, a log a step and split."""
+    """Held-out rollouts that the judge scored, one log per step and split."""
     measurements: dict[tuple[int, str], list[Row]] = defaultdict(list)
     for row in run.table("heldout_verdicts").to_pylist():
         measurements[row["training_step"], row["split"]].append(row)
@@ -114,7 +114,7 @@ def _of_step(
 
 
 def _evaluation_logs(directory: EvaluationDirectory, belongs_to: str) -> Iterator[Json]:
-    """An evaluation directory, as far as it has been played, a log a measurement."""
+    """The finished rollouts of an evaluation directory, one log per measurement."""
     plan = directory.plan
     about = {"benchmark": plan.benchmark, "split": plan.split, "label": plan.label, "settings": plan.settings}
     for measurement in plan.measurements:
@@ -158,12 +158,12 @@ def _write(
     samples: Sequence[Json],
     times: Sequence[tuple[float, float]],
 ) -> Path:
-    """Write a log that only its owner can read; a log of the same part is replaced.
+    """Write a log that only its owner can read; replaces an existing log of the same part.
 
     Args:
-        name: of the run or the evaluation.
-        part: which of its logs, for the file's name.
-        title: what the viewer lists it as.
+        name: name of the run or the evaluation.
+        part: name of the log within it, for the file name.
+        title: title in the viewer's list.
         scorer: name of the score.
         samples: at least one.
         times: start and end of each rollout, Unix seconds.
@@ -237,7 +237,7 @@ def _evaluated_sample(evaluation: Evaluation, played: Trajectory | None, error: 
 
 def _judged_sample(row: Row, played: Trajectory | None) -> Json:
     share = passed_share(row["verdicts"] or ())
-    # List the criteria for rollouts without a score, too.
+    # List the criteria even if the rollout has no score.
     verdicts = [
         {"title": title, "verdict": Verdict(verdict).name}
         for title, verdict in zip(row["criteria"] or (), row["verdicts"] or (), strict=False)
@@ -259,7 +259,7 @@ def _unplayed(task_id: str, run: int) -> Json:
 
 
 def _sample(trajectory: Trajectory, scorer: str, score: Json | None) -> Json:
-    """A rollout as a sample: its steps are calls, whose numbers are those that verdicts cite."""
+    """A rollout as a sample: its steps are tool calls, numbered as in the judge's citations."""
     asked = next((each.content for each in reversed(trajectory.prompt) if each.role == "user"), trajectory.task_id)
     messages = [*_prompt(trajectory), *_turns(trajectory)]
     said = next((each["content"] for each in reversed(messages) if each["role"] == "assistant"), "")

@@ -1,4 +1,4 @@
-"""What judging cost: tokens (cached apart), dollars, seconds and failures, per phase."""
+"""Judge cost per phase: tokens (cached ones separately), dollars, seconds and failures."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from draco_ray.records import JudgeCall
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PhaseCost:
-    """Sums over the calls of one phase. Answers from the durable cache cost nothing and count only as ``replayed``."""
+    """Sums over the calls of one phase. Replies from the durable cache are free and counted only as ``replayed``."""
 
     calls: int = 0
-    """Calls that reached the judge, re-asks included."""
+    """Calls that reached the judge, including re-asks."""
     replayed: int = 0
     requests: int = 0
-    """HTTP requests, retries included."""
+    """HTTP requests, including retries."""
     failures: int = 0
-    """Calls whose answer could not be used."""
+    """Calls with an unusable reply."""
     input_tokens: int = 0
-    """Input tokens, cached ones included."""
+    """Input tokens, including cached ones."""
     cached_tokens: int = 0
     output_tokens: int = 0
-    """Output tokens, reasoning included."""
+    """Output tokens, including reasoning."""
     reasoning_tokens: int = 0
     dollars: float = 0.0
     estimated_dollars: float = 0.0
@@ -57,7 +57,7 @@ def call_cost(call: JudgeCall) -> PhaseCost:
 
 
 def phase_costs(calls: Iterable[JudgeCall]) -> dict[str, PhaseCost]:
-    """Costs by phase, in the order of the pipeline; without phases that were not asked."""
+    """Costs by phase, in the order of the pipeline; phases without calls are left out."""
     costs: dict[str, PhaseCost] = {}
     for call in calls:
         costs[call.phase] = costs.get(call.phase, PhaseCost()) + call_cost(call)

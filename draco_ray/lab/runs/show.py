@@ -37,12 +37,12 @@ COLUMNS = {
 
 
 def show(directory: Path, console: Console | None = None, *, checkpoints: Sequence[int] | None = None) -> None:
-    """Print the setting, a line a step, what each table holds, and success before and after.
+    """Print the setting, one line per step, success before and after training, and the tables' row counts.
 
     Args:
-        directory: of the run.
-        console: where to.
-        checkpoints: steps that have one, where they are not all in ``directory``.
+        directory: the run directory.
+        console: console to print to.
+        checkpoints: steps with a checkpoint, if not all checkpoints are in ``directory``.
 
     Raises:
         ConfigError: if ``directory`` is not a run directory.

@@ -1,8 +1,8 @@
 """Timeline of a training step as a Chrome trace (`draco runs timeline`).
 
 The format is that of ``ray timeline``: a JSON list of complete events that chrome://tracing and Perfetto read. Each
-task of the step is a process, each rollout in it a row; what belongs to the whole group (stage1, union) has a row of
-its own. What belongs to no task (learning, sync, checkpoint) is one more process.
+task of the step is a process, each of its rollouts a row, and work for the whole group (stage1, union) another row.
+Work that belongs to no task (learning, sync, checkpoint) is one more process.
 """
 
 from __future__ import annotations

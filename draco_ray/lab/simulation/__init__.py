@@ -1,1 +1,1 @@
-"""Steps of a recorded run at other sizes, as discrete events: `draco plan --simulate`."""
+"""Discrete-event simulation of a recorded run's steps at other sizes: `draco plan --simulate`."""

@@ -15,7 +15,7 @@ from draco_ray.runs.directory import RunDirectory, damaged
 from draco_ray.training.overlap import busy_seconds
 
 FEWEST_STEPS = 3
-"""Finished steps needed: the first, which is cold, and two that predict each other."""
+"""Minimum number of finished steps: a cold first one, and two that predict each other."""
 Row = Mapping[str, Any]
 Key = tuple[str, int | None]
 """Judge phase and rollout; the rollout is None for a phase of the whole group."""
@@ -26,9 +26,9 @@ class Phase:
     """A judge phase. ``began`` and ``ended`` are Unix seconds here and below."""
 
     seconds: float
-    """Without waiting for rate limits."""
+    """Seconds without waiting for rate limits."""
     requests: int = 1
-    """0 where every reply came from the cache."""
+    """Number of requests; 0 if every reply came from the cache."""
     tokens: int = 0
     """Input and output tokens of all requests."""
     dollars: float = 0.0
@@ -41,7 +41,7 @@ class Turn:
     """A turn of a rollout."""
 
     generating: float
-    """Seconds in the engine, as recorded beside other sequences."""
+    """Seconds in the engine, as recorded while other sequences ran."""
     sampled: float
     """Sampled tokens."""
     read: float = 0
@@ -60,17 +60,17 @@ class Rollout:
     tokens: int = 0
     engine: str = ""
     began: float = 0.0
-    """Start in its slot."""
+    """Time at which it got its slot."""
     ended: float = 0.0
 
     @property
     def sampled(self) -> float:
-        """Tokens that the policy wrote."""
+        """Number of sampled tokens."""
         return sum(turn.sampled for turn in self.turns)
 
     @property
     def opening(self) -> float:
-        """Seconds in its slot outside its turns, mostly opening the world."""
+        """Seconds in the slot outside of turns, mostly to open the world."""
         return max(0.0, self.ended - self.began - sum(turn.generating + turn.executing for turn in self.turns))
 
 
@@ -104,7 +104,7 @@ class Step:
 
     @property
     def head(self) -> float:
-        """Seconds until its first rollout."""
+        """Seconds from the step's start to its first rollout."""
         return max(0.0, min(rollout.began for rollout in self.rollouts) - self.began)
 
     @property
@@ -128,7 +128,7 @@ class Setting:
     learners: float = 1.0
     """Learner workers, as a multiple of the recorded run's."""
     minibatch: int = 0
-    """Groups an update; 0: all of the step."""
+    """Groups per update; 0: all groups of the step."""
     staleness: int = 0
     colocate: bool = False
     group_size: int = 6
@@ -141,7 +141,7 @@ class RecordedRun:
     name: str
     setting: Setting
     steps: tuple[Step, ...]
-    """Finished steps without the first."""
+    """Finished steps except the first."""
     remember_share: float
     """Time of a pass for old log-probs relative to one for gradients."""
     gpus_per_engine: float
@@ -167,7 +167,7 @@ def read_run(run: RunDirectory) -> RecordedRun:
             f"{run.path}: its policy is its own judge, whose calls share the engines with the rollouts; "
             "what they would do to each other at another size is not recorded"
         )
-    # Forward and backward of a frozen base cost alike.
+    # Forward and backward of a frozen base have the same cost.
     passes = 2 + (value("learner.kl_coefficient") > 0) + (value("learner.gradient_checkpointing") is not False)
     return RecordedRun(
         name=run.path.name,
@@ -255,7 +255,7 @@ def _turns(rows: Iterable[Row], began: float) -> Iterable[Turn]:
     for row in sorted(rows, key=lambda row: int(row["turn"])):
         first, last = int(row["first_token"]), int(row["last_token"])
         generating, executing = row["seconds_generating"] or 0.0, row["seconds_executing"] or 0.0
-        # Another branch starts again from the prompt.
+        # A new branch starts again from the prompt.
         read = first - before if first >= before else first
         sampled = max(0, last - first)
         yield Turn(began=began, generating=generating, executing=executing, sampled=sampled, read=read)

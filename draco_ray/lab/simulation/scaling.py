@@ -1,4 +1,4 @@
-"""Predictions of a recorded run's steps, and of steps of other sizes."""
+"""Predict the duration of a recorded run's steps, and of steps of other sizes."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from draco_ray.lab.simulation.speeds import fit
 from draco_ray.lab.simulation.step import WAITS, SimulatedStep, Speeds, simulate
 
 SIZES = (96, 1024, 16384)
-"""Default sizes, in rollouts a step."""
+"""Default sizes, in rollouts per step."""
 NEGLIGIBLE = 0.05
-"""Share of a step up to which its longest wait is not reported."""
+"""A step's longest wait is not reported if it is at most this share of the step."""
 DRAWS = 9
-"""Simulations of a recorded step, of which the median is used."""
+"""Number of simulations of a recorded step; their median is used."""
 GPUS = (8, 16, 32, 64, 128, 256, 512)
 """GPUs of a throughput curve."""
 
@@ -30,13 +30,13 @@ class Size:
 
     rollouts: int
     as_set: SimulatedStep
-    """With the requested setting."""
+    """The step with the requested setting."""
     grown: Setting
-    """The recorded setting, grown in proportion to the rollouts."""
+    """The recorded setting, scaled in proportion to the rollouts."""
     as_grown: SimulatedStep
-    """With ``grown``."""
+    """The step with the setting ``grown``."""
     dollars: float
-    """Dollars of its judge calls."""
+    """Dollars of the step's judge calls."""
     gpu_hours: float
     """GPU-hours of engines and learner with the requested setting."""
     grown_gpu_hours: float
@@ -45,7 +45,7 @@ class Size:
 def predict(run: RecordedRun, seed: int, other: RecordedRun | None = None) -> list[tuple[Step, SimulatedStep]]:
     """Simulate every step of a run with the speeds of its other steps, or of another run with the speeds of this one.
 
-    Judge phases are drawn from the known steps; everything else is as recorded of the predicted step.
+    Judge phases are drawn from the known steps; everything else is as recorded in the predicted step.
     """
     found = []
     for step in (other or run).steps:
@@ -76,7 +76,7 @@ def _phases(steps: Sequence[Step]) -> dict[tuple[str, bool], list[Phase]]:
 
 
 def error(step: Step, simulated: SimulatedStep) -> float:
-    """Simulated over recorded seconds, less 1."""
+    """Relative error: simulated / recorded seconds - 1."""
     return simulated.seconds / step.seconds - 1
 
 
@@ -93,7 +93,7 @@ def size_of(run: RecordedRun, setting: Setting, speeds: Speeds, rollouts: int, s
     Args:
         run: source of the groups.
         setting: the requested setting.
-        speeds: of the run (`fit`).
+        speeds: speeds of the run (`fit`).
         rollouts: size of the step.
         seed: random seed of the draws.
     """
@@ -102,7 +102,7 @@ def size_of(run: RecordedRun, setting: Setting, speeds: Speeds, rollouts: int, s
     draws = np.random.default_rng((seed, rollouts)).integers(len(pool), size=count)
     groups = [pool[index] for index in draws]
     grown = grown_setting(run, count)
-    # As many updates a step as recorded, with more groups each.
+    # Keep the recorded number of updates per step, with more groups each.
     minibatch = math.ceil(count / max(1, round(statistics.fmean(step.updates for step in run.steps))))
     as_set, as_grown = (play(groups, speeds, replace(each, minibatch=minibatch)) for each in (setting, grown))
     return Size(
@@ -117,7 +117,7 @@ def size_of(run: RecordedRun, setting: Setting, speeds: Speeds, rollouts: int, s
 
 
 def grown_setting(run: RecordedRun, groups: int) -> Setting:
-    """The run's resources in proportion to the groups of a step; slots that the run did not use do not count."""
+    """The run's resources, scaled in proportion to the groups per step; slots that the run never used do not count."""
     recorded, own_groups = run.setting, statistics.fmean(len(step.groups) for step in run.steps)
     larger = groups / own_groups
 
@@ -137,9 +137,9 @@ def grown_setting(run: RecordedRun, groups: int) -> Setting:
 
 
 def on_gpus(run: RecordedRun, setting: Setting, gpus: int) -> Setting:
-    """The setting on ``gpus`` GPUs, split over engines and learner as in the run; what is on a CPU counts as one GPU.
+    """The setting on ``gpus`` GPUs, split over engines and learner as in the run; a part on CPUs counts as one GPU.
 
-    Slots, sequences in all, judge workers and limits grow with the engines.
+    Slots, the total number of sequences, judge workers and limits scale with the number of engines.
     """
     per_engine, learner = run.gpus_per_engine or 1.0, run.learner_gpus or 1.0
     whole = setting.engines * per_engine + learner
@@ -159,13 +159,13 @@ def on_gpus(run: RecordedRun, setting: Setting, gpus: int) -> Setting:
 
 
 def throughput(run: RecordedRun, setting: Setting, speeds: Speeds, rollouts: int, seed: int) -> float:
-    """Rollouts an hour of successive steps of at least ``rollouts`` rollouts, drawn as in `size_of`."""
+    """Rollouts per hour in successive steps of at least ``rollouts`` rollouts, drawn as in `size_of`."""
     pool = [group for step in run.steps for group in step.groups]
     count, ahead = math.ceil(rollouts / setting.group_size), setting.staleness
     draws = np.random.default_rng((seed, rollouts)).integers(len(pool), size=count)
     minibatch = math.ceil(count / max(1, round(statistics.fmean(step.updates for step in run.steps))))
     steps = [[pool[index] for index in draws]] * (2 * ahead + 4)
-    # Steps that nothing ran ahead of, and those with no step left to run beside them, are left out.
+    # Leave out the first steps, of which no work was done ahead, and the last ones, beside which no later step runs.
     played = simulate(steps, speeds, replace(setting, minibatch=minibatch))[ahead + 1 : len(steps) - ahead]
     return 3600 * count * setting.group_size / statistics.fmean(step.seconds for step in played)
 
@@ -176,6 +176,6 @@ def _gpu_hours(run: RecordedRun, setting: Setting, step: SimulatedStep) -> float
 
 
 def stalled_by(step: SimulatedStep) -> str | None:
-    """The resource that the longest path waits for most; None if that wait is `NEGLIGIBLE`."""
+    """The resource for which the longest path waits most; None if this wait is `NEGLIGIBLE`."""
     resource = max(WAITS, key=lambda each: step.path.get(WAITS[each], 0.0))
     return resource if step.path.get(WAITS[resource], 0.0) > NEGLIGIBLE * step.seconds else None

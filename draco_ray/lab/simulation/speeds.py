@@ -1,4 +1,4 @@
-"""Speeds of recorded steps, by least squares without negative terms."""
+"""Fit the speeds of recorded steps, by non-negative least squares."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MOST_SLOWDOWN = 3.0
 
 
 def fit(steps: Sequence[Step], run: RecordedRun) -> Speeds:
-    """Speeds of these steps of a run."""
+    """Fit the speeds of these steps of a run."""
     slowdown, (per_turn, per_sampled, per_read) = fit_engine([each for step in steps for each in step.rollouts])
     per_learned, per_learned_sampled, update = fit_learner(steps, run)
     return Speeds(
@@ -38,9 +38,9 @@ def fit(steps: Sequence[Step], run: RecordedRun) -> Speeds:
 
 
 def fit_engine(rollouts: Iterable[Rollout]) -> tuple[float, list[float]]:
-    """Fit the slowdown by each further sequence, and the seconds of a turn, a sampled token and a token read.
+    """Fit the slowdown per further sequence, and the seconds per turn, per sampled token and per token read.
 
-    The model of a turn's seconds: a linear function of its tokens, times 1 + slowdown x mean number of other sequences.
+    A turn's seconds are modelled as a linear function of its tokens, times 1 + slowdown x mean number of others.
     """
     by_engine: dict[str, list[tuple[float, ...]]] = defaultdict(list)
     for rollout in rollouts:
@@ -61,7 +61,7 @@ def fit_engine(rollouts: Iterable[Rollout]) -> tuple[float, list[float]]:
 
 
 def mean_running(began: FloatArray, ended: FloatArray) -> FloatArray:
-    """Mean number of intervals that ran during each of n intervals, itself included.
+    """For each of n intervals, the mean number of intervals that overlap it, including itself.
 
     >>> mean_running(np.array([0.0, 1.0]), np.array([2.0, 2.0]))
     array([1.5, 2. ])
@@ -75,7 +75,7 @@ def mean_running(began: FloatArray, ended: FloatArray) -> FloatArray:
 
 
 def fit_learner(steps: Sequence[Step], run: RecordedRun) -> list[float]:
-    """Fit the seconds of a token, the extra of a sampled token, and of an update."""
+    """Fit the seconds per token, the extra seconds per sampled token, and the seconds per update."""
     rows = []
     for step in steps:
         # Old log-probs are computed for the groups of later minibatches.

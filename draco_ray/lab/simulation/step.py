@@ -1,7 +1,7 @@
 """Discrete-event simulation of training steps, on a clock that jumps from one event to the next.
 
-The dependencies are those of `draco_ray.pipeline` and `draco_ray.training.trainer`; work of engines, environments,
-judge and learner is a wait of its duration.
+The dependencies are those of `draco_ray.pipeline` and `draco_ray.training.trainer`. Work of engines, environments,
+judge and learner is simulated by sleeping for its duration.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ WAITS = {
     "judge limits": "waiting for the judge's limits",
     "learner": "waiting for the learner",
 }
-"""Resource -> the part of a step's longest path that is spent waiting for it."""
+"""Resource -> name of the part of a step's longest path that is spent waiting for it."""
 PARTS = (
     *("between steps", WAITS["slots"], "opening worlds", "generating", WAITS["engines"], "environment", "hand-over"),
     *(WAITS["judge workers"], WAITS["judge limits"], *PHASES, WAITS["learner"], "learning", "sync and checkpoint"),
@@ -42,24 +42,24 @@ class Speeds:
     per_turn: float = 0.0
     """Fixed time of a turn on an engine without other sequences."""
     per_sampled: float = 0.0
-    """In addition for each sampled token."""
+    """Additional time of each sampled token."""
     per_read: float = 0.0
-    """In addition for each token of a prompt or an observation."""
+    """Additional time of each token of a prompt or an observation."""
     slowdown: float = 0.0
-    """Relative slowdown of a turn by each further sequence on the engine."""
+    """Relative slowdown of a turn per further sequence on the engine."""
     per_learned: float = 0.0
-    """Gradient computation of a token."""
+    """Time of the gradient computation, per token."""
     per_learned_sampled: float = 0.0
-    """In addition for a sampled token."""
+    """Additional time per sampled token."""
     remember_share: float = 0.25
     """Time of old log-probs relative to gradients of the same tokens."""
     update: float = 0.0
     handover: Mapping[str, float] = field(default_factory=dict)
     """Stage -> seconds from the end of its last input to its start."""
     head: float = 0.0
-    """From the start of a step to its first rollout."""
+    """Time from the start of a step to its first rollout."""
     tail: float = 0.0
-    """From the last update to the step's end: sync, canary, checkpoint."""
+    """Time from the last update to the step's end: sync, canary, checkpoint."""
 
 
 @dataclass(slots=True, eq=False)
@@ -88,7 +88,7 @@ def now() -> float:
 
 
 class _Clock(selectors.DefaultSelector):
-    """Instead of sleeping until the next timer, the clock jumps there."""
+    """A simulated clock that jumps to the next timer instead of sleeping."""
 
     now = 0.0
 
@@ -146,10 +146,10 @@ class Engine:
         self.rollouts = 0
         self._slowdown, self._room = slowdown, Places(sequences)
         self._running: list[tuple[float, int, asyncio.Future[None]]] = []
-        """Sequences as (progress at which it ends, arrival, future)."""
+        """Running sequences as (progress at which it ends, arrival, future)."""
         self._arrivals = itertools.count()
         self._progress, self._at = 0.0, 0.0
-        """Progress is the time that a sequence would have taken alone; ``_at`` is the clock of its last update."""
+        """Progress is the time that a sequence would have taken alone; ``_at`` is the time of its last update."""
         self._timer: asyncio.TimerHandle | None = None
 
     async def generate(self, seconds: float) -> None:
@@ -187,7 +187,7 @@ class Simulation:
         self._engines = [Engine(speeds.slowdown, setting.sequences) for _ in range(setting.engines)]
         self._judge = Places(setting.judge_workers * setting.calls_per_worker)
         self._lease, self._learner = Places(1), Places(1)
-        # The windows of `draco_ray.judging.limiter`; unlike there, the tokens of a request are known before it is sent.
+        # Same windows as in `draco_ray.judging.limiter`, but here a request's tokens are known before it is sent.
         requests, tokens = setting.requests_per_minute, setting.tokens_per_minute
         burst = max(BURST_REQUESTS, BURST_SECONDS * (requests or 0.0) / WINDOW_SECONDS)
         self._limits = SlidingWindow(requests, burst), SlidingWindow(tokens, BURST_SHARE * (tokens or 0.0), PACE)
@@ -262,7 +262,7 @@ class Simulation:
     async def _ask(self, kind: str, phase: Phase, after: Work | None) -> Work:
         ready, rank, handover = now(), urgency(kind), self._speeds.handover.get(kind, 0.0)
         await asyncio.sleep(handover)
-        # The union has a worker of its own.
+        # Union calls have their own worker.
         waited = 0.0 if kind == "union" else await self._judge.take(rank)
         limited = 0.0
         for _ in range(phase.requests):
@@ -305,7 +305,7 @@ class Simulation:
             share = 1.0 if place < minibatch else speeds.remember_share
             return group, await learn(share * seconds(group), everything or after, handover)
 
-        # Engines and learner take turns on shared GPUs.
+        # On shared GPUs, learning starts after all generation.
         everything = _last([last for _, last in await asyncio.gather(*groups)]) if self._setting.colocate else None
         done = await asyncio.gather(*(first_pass(place, task) for place, task in enumerate(groups)))
         last = await learn(speeds.update, _last(one[1] for one in done if one))
@@ -320,7 +320,7 @@ def simulate(steps: Sequence[Sequence[Group]], speeds: Speeds, setting: Setting)
     """Simulate training steps.
 
     Args:
-        steps: the groups of each, in the batch's order.
+        steps: the groups of each step, in the batch's order.
         speeds: see `Speeds`.
         setting: numbers of resources.
     """

@@ -1,4 +1,4 @@
-"""The formats of records by name, in the order in which they are tried."""
+"""All formats of records by name, in the order in which they are tried."""
 
 from __future__ import annotations
 

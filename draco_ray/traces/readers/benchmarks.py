@@ -13,7 +13,7 @@ from draco_ray.traces.model import Trace, clean, identifier
 
 
 def is_inspect(record: object) -> bool:
-    """Whether it is an Inspect log."""
+    """Whether the record is an Inspect log."""
     return isinstance(record, Mapping) and isinstance(record.get("eval"), Mapping) and "status" in record
 
 
@@ -78,7 +78,7 @@ def _is_simulation(record: object) -> bool:
 
 
 def is_tau2(record: object) -> bool:
-    """Whether it holds results of tau2-bench."""
+    """Whether the record contains results of tau2-bench."""
     many = isinstance(record, Mapping) and isinstance(record.get("simulations"), list) and "info" in record
     return many or _is_simulation(record)
 
@@ -112,7 +112,7 @@ def read_tau2(record: Any, reading: Reading) -> Iterator[Trace]:
 
 
 def _tau2_entries(messages: object) -> list[Entry]:
-    """The simulated user has tools of its own, whose results are not the agent's."""
+    """Entries of a simulation; results of the simulated user's own tools are not the agent's and get another role."""
     if not isinstance(messages, list):
         return entries(messages)
     shown = []
@@ -121,7 +121,7 @@ def _tau2_entries(messages: object) -> list[Entry]:
             part = {"type": "audio", "data": message["content"], "media_type": "audio"}
             message = {**message, "content": [part, str(message.get("audio_script_gold") or "")]}
         if isinstance(message, Mapping) and message.get("role") == "tool":
-            # Several results are one message with a list of messages.
+            # Several results may be stored in one message as a list of messages.
             for each in message.get("tool_messages") or [message]:
                 users = isinstance(each, Mapping) and each.get("requestor") == "user"
                 role = {"role": "user's tool"} if users else {}
@@ -133,7 +133,7 @@ def _tau2_entries(messages: object) -> list[Entry]:
 
 
 def _scenario(task: object) -> str | None:
-    """The simulated user's instructions, which are the task; the grading criteria are not read."""
+    """The simulated user's instructions, which serve as the task; the grading criteria are not read."""
     told = path_value(task, "user_scenario.instructions")
     if not told:
         return None
@@ -142,7 +142,7 @@ def _scenario(task: object) -> str | None:
 
 
 def is_verifiers(record: object) -> bool:
-    """Whether it is an episode or a result of verifiers."""
+    """Whether the record is an episode or a result of verifiers."""
     if not isinstance(record, Mapping):
         return False
     episode = isinstance(record.get("traces"), list) and "task" in record
@@ -157,7 +157,7 @@ def is_verifiers(record: object) -> bool:
     metered=False,
 )
 def read_verifiers(record: Any, reading: Reading) -> Iterator[Trace]:
-    """Traces of an episode, or the one of a result."""
+    """The traces of an episode, or the single trace of a result."""
     if "completion" in record and "nodes" not in record and "traces" not in record:
         environment, example = field(record, "task"), field(record, "example_id")
         own = f"{environment}/{example}" if isinstance(environment, str) and example is not None else ""
@@ -209,7 +209,7 @@ def _said_by(node: Mapping[str, Any]) -> object:
 
 
 def _walk(nodes: list[Mapping[str, Any]]) -> list[Entry]:
-    """The path to the last sampled node; other sampled nodes are of sub-agents, or were rewritten."""
+    """Entries on the path to the last sampled node; other sampled nodes belong to sub-agents or were rewritten."""
     last = max((i for i, node in enumerate(nodes) if node.get("sampled")), default=len(nodes) - 1)
     path: set[int] = set()
     at: object = last
@@ -226,5 +226,5 @@ def _walk(nodes: list[Mapping[str, Any]]) -> list[Entry]:
 
 
 def other_agent(said: Sequence[Entry], name: str) -> list[Entry]:
-    """Turns of another agent than the judged one, as gaps under ``name``."""
+    """Turns of an agent other than the judged one, as gaps with role ``name``."""
     return [Entry(role=name, text=each.text, calls=each.calls) for each in said if each.role == AGENT]

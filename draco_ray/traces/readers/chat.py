@@ -1,4 +1,4 @@
-"""Records that hold a list of messages or items, and logs of requests to a model with their responses."""
+"""Records that contain a list of messages or items, and logs of model requests with their responses."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from draco_ray.traces.streams import whole
 from draco_ray.traces.templates import templated
 
 ITEM = re.compile(r"message|reasoning|item_reference|compaction|mcp_\w+|\w+_call|\w+_output")
-"""Types of the items of OpenAI's responses."""
+"""Item types of OpenAI's Responses API."""
 REQUESTS = ("request.body", "request", "request_body", "body", "params", "input.inputBodyJson", "values", "")
-"""Paths of the request in a record, or of the state with its messages; else the record is the request."""
+"""Possible paths of the request, or of a state with messages, in a record; the empty path is the record itself."""
 HISTORIES = (
     "messages",
     "messages_and_choices",
@@ -34,7 +34,7 @@ HISTORIES = (
     "trajectory",
     "text",
 )
-"""Fields with the messages of a record or a request."""
+"""Fields of a record or request that may contain its messages."""
 REPLIES = (
     "response",
     "response_body",
@@ -47,7 +47,7 @@ REPLIES = (
     "generations",
     "steps",
 )
-"""Fields with the model's answer."""
+"""Fields that may contain the model's answer."""
 SYSTEM = (
     "system",
     "instructions",
@@ -57,7 +57,7 @@ SYSTEM = (
     "config.systemInstruction",
     "developer",
 )
-"""Paths of the system prompt in a request, if it is not among the messages."""
+"""Possible paths of the system prompt in a request that does not have it among the messages."""
 TOOLS = ("tools", "functions", "toolConfig.tools", "tool_config.tools", "config.tools")
 MESSAGES = {
     "anthropic": 'an object with "messages", whose content are blocks (tool_use, tool_result), and perhaps "system"',
@@ -71,7 +71,7 @@ RESPONSE_ITEMS = {"function_call", "function_call_output", "reasoning", "custom_
 
 
 class _Parts(NamedTuple):
-    """The parts of a record that holds a conversation."""
+    """The parts of a record that contains a conversation."""
 
     request: Mapping[str, Any]
     """The record, or the request in it."""
@@ -81,7 +81,7 @@ class _Parts(NamedTuple):
 
 
 def _parts(record: object) -> _Parts | None:
-    """The conversation in a record; None without one."""
+    """The conversation in a record; None if there is none."""
     if isinstance(record, list):
         return _Parts(request={}, history=record, reply=None) if is_messages(record) else None
     if not isinstance(record, Mapping):
@@ -107,8 +107,8 @@ def _parts(record: object) -> _Parts | None:
 
 
 def _history_name(request: Mapping[str, Any]) -> str | None:
-    """The field of a request that holds its messages."""
-    # A copy, since a lookup in the record counts as reading the field.
+    """The field of a request that contains its messages."""
+    # Use a copy, since a lookup in the record itself marks the field as read.
     fields = dict(request)
     known = (name for name in HISTORIES if name in fields and _is_history(decoded(fields[name]), name))
     others = (name for name, value in fields.items() if _is_dialogue(value))
@@ -134,7 +134,7 @@ def _is_history(value: object, name: str) -> bool:
 
 
 def _is_dialogue(value: Any) -> bool:
-    """Whether it is a list of messages with at least one of an agent."""
+    """Whether the value is a list of messages with at least one from an agent."""
     return is_messages(value) and any(
         is_wrapped(each) or str(field(each, "role")).casefold() in AGENT_ROLES for each in value
     )
@@ -146,12 +146,12 @@ def is_lone(record: Mapping[str, Any]) -> bool:
 
 
 def is_messages(value: object) -> bool:
-    """Whether it is a list of chat messages or items, in any dialect."""
+    """Whether the value is a list of chat messages or items, in any dialect."""
     return isinstance(value, list) and bool(value) and all(map(is_message, value[:3]))
 
 
 def is_message(value: object) -> bool:
-    """Whether it is a chat message or an item, in any dialect."""
+    """Whether the value is a chat message or an item, in any dialect."""
     if not isinstance(value, Mapping):
         return False
     autogen = "source" in value and ("content" in value or str(value.get("type")).endswith(AUTOGEN))
@@ -171,7 +171,7 @@ def _is_langchain(value: Mapping[str, Any]) -> bool:
 
 
 def _types(messages: object) -> set[str]:
-    """The types of messages, items and of the parts of their contents."""
+    """The types of the messages or items and of the parts of their contents."""
     found: set[str] = set()
     if isinstance(messages, Mapping):
         messages = messages.get("output") or [messages]
@@ -182,7 +182,7 @@ def _types(messages: object) -> set[str]:
 
 
 def is_dialect(name: str) -> Callable[[object], bool]:
-    """A test for records in a dialect: one of the formats of messages by name."""
+    """A function that tests whether a record is in the dialect ``name``."""
     return lambda record: _dialect(record) == name
 
 
@@ -202,8 +202,8 @@ def _dialect(record: object) -> str | None:
 
 
 def session(record: Any, file: str) -> str | None:
-    """The session of a record: the file of requests with responses, since later requests repeat earlier ones; the id of
-    a request in a batch, whose response is in another file; the thread of a graph's states."""
+    """The session of a record. For requests with responses it is the file, since later requests repeat earlier ones;
+    for a batch request, whose response is in another file, its id; for a graph's state, the thread."""
     if isinstance(record, Mapping) and "custom_id" in record:
         return f"{Path(file).parent} {record['custom_id']}"
     threads_ = (path_value(record, path) for path in ("config.configurable.thread_id", "checkpoint.thread_id"))
@@ -215,7 +215,7 @@ def session(record: Any, file: str) -> str | None:
 
 
 def read(record: Any, reading: Reading) -> Iterator[Trace]:
-    """The traces of a record, or of the calls in a log. Raises: BadTrace where no agent says anything."""
+    """The traces of a record, or of the calls in a log. Raises: BadTrace if no agent says anything."""
     if not isinstance(record, Gathered):
         yield _trace(record, threads([_call(record)])[0].entries, reading)
         return
@@ -227,7 +227,7 @@ def read(record: Any, reading: Reading) -> Iterator[Trace]:
             logged.append((where, each))
         except UNREADABLE as problem:
             reading.unreadable(where, problem)
-    # Files with one call each have no order: later requests are longer.
+    # Files with one call each have no order, so sort by length: later requests are longer.
     order = sorted(range(len(calls)), key=lambda n: 0 if any(c.follows for c in calls) else len(calls[n].inputs))
     found = [(sorted(order[n] for n in thread.calls), thread) for thread in threads([calls[n] for n in order])]
     for own, thread in sorted(found, key=lambda each: each[0]):
@@ -239,7 +239,7 @@ def read(record: Any, reading: Reading) -> Iterator[Trace]:
 
 
 def _answered(records: Gathered) -> list[tuple[str, Any]]:
-    """The records of a session with their places: requests of a batch are joined with their responses, and duplicate
+    """The records of a session with their locations: batch requests are joined with their responses, and duplicate
     responses are dropped."""
     found = list(zip(records.wheres, records, strict=True))
     if all(isinstance(each, Mapping) and is_lone(each) for each in records):
@@ -270,7 +270,7 @@ def _trace(record: Any, said: Sequence[Entry], reading: Reading) -> Trace:
 
 
 def _told(record: Any, known: _Parts, paths: Sequence[str]) -> Any:
-    """The first of these paths with a value in a request, its record or its response."""
+    """The value at the first of these paths that exists in the request, the record or the response."""
     holders = (known.request, record, known.reply)
     return next((value for path in paths for each in holders if (value := path_value(each, path))), None)
 
@@ -286,10 +286,10 @@ def _intermediate(record: Any) -> list[Entry]:
 
 
 def _call(record: Any) -> ModelCall:
-    """A record as history and output."""
+    """A record as a model call: history and output."""
     known = _parts(record)
     if known is None:
-        # Only a response of OpenAI: its input was not logged.
+        # The record is only a response of OpenAI; its input was not logged.
         return ModelCall(inputs=[], outputs=reply_entries(record))
     history, reply = known.history, known.reply
     inputs = entries(history, "item" if "input" in known.request else "message")

@@ -16,17 +16,17 @@ from draco_ray.traces.model import Trace, clean, identifier
 from draco_ray.traces.parts import parts, plain
 
 MINI_SWE_CODE = re.compile(r"```(?:mswea_bash_command|bash)[ \t]*\n(.*?)\n?```", re.DOTALL)
-"""mini-swe-agent's marks around the command of a turn."""
+"""Matches the command in a turn of mini-swe-agent."""
 
 
 # --- Claude Code -----------------------------------------------------------------------------------------------------
 
 SUMMARY = "This session is being continued from a previous conversation"
-"""Beginning of the summary that replaces a compacted conversation."""
+"""First words of the summary that replaces a compacted conversation."""
 
 
 def is_claude_code(record: object) -> bool:
-    """Whether it is a line of a session of Claude Code, or of what it prints (``--output-format stream-json``)."""
+    """Whether the record is a line of a Claude Code session or of its output (``--output-format stream-json``)."""
     if not isinstance(record, Mapping) or not isinstance(record.get("type"), str):
         return False
     return (
@@ -41,7 +41,7 @@ def is_claude_code(record: object) -> bool:
 
 
 def claude_code_session(record: Any, file: str) -> str | None:
-    """The session of a line; lines without one contain no turn."""
+    """The session of a line; for lines without a session id, which contain no turn, the file."""
     return str(record.get("sessionId") or record.get("session_id") or file)
 
 
@@ -52,7 +52,7 @@ def claude_code_session(record: Any, file: str) -> str | None:
     session=claude_code_session,
 )
 def read_claude_code(lines: Any, reading: Reading) -> Iterator[Trace]:
-    """The trace of a session. Raises: BadTrace where the agent says nothing in it."""
+    """The trace of a session. Raises: BadTrace if the agent says nothing in it."""
     lines = _in_order(lines if isinstance(lines, list) else [lines])
     said: list[Entry] = []
     for line in _one_line_a_message(_without_rewound(lines)):
@@ -65,7 +65,7 @@ def read_claude_code(lines: Any, reading: Reading) -> Iterator[Trace]:
             role = {AGENT: SUB_AGENT, "tool": f"{SUB_AGENT}'s tool"}
             of_line = [Entry(role=role[e.role], text=e.text, calls=e.calls) for e in of_line if e.role in role]
         elif line.get("isMeta") or line.get("isApiErrorMessage"):
-            # Messages of the program.
+            # These messages come from the program, not from the user or the agent.
             of_line = [e if e.role == "tool" else Entry(role="system", text=e.text) for e in of_line]
         said += of_line
     if not said:
@@ -81,8 +81,8 @@ def read_claude_code(lines: Any, reading: Reading) -> Iterator[Trace]:
 
 
 def _in_order(lines: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """The lines with those of each sub-agent, which may be in another file, before the result of the call that started
-    it, or by their time if there is no such link."""
+    """The lines in order. Each sub-agent's lines, which may be in another file, precede the result of the call that
+    started it, or are placed by time if there is no link to this call."""
     main: list[Mapping[str, Any]] = []
     apart: dict[object, list[Mapping[str, Any]]] = {}
     for line in lines:
@@ -100,7 +100,7 @@ def _in_order(lines: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
 
 
 def _without_rewound(lines: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """The lines without those after a prompt that the user rewound and wrote again."""
+    """The lines without prompts that the user rewound and rewrote, and without the lines that follow them."""
     latest: dict[object, object] = {}
     prompts = [line for line in lines if _is_prompt(line)]
     for line in prompts:
@@ -126,7 +126,7 @@ def _is_prompt(line: Mapping[str, Any]) -> bool:
 
 
 def _one_line_a_message(lines: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """The lines with the blocks of each message, which have one line each, merged."""
+    """The lines, with the blocks of each message merged; in the file, each block has its own line."""
     first: dict[str, dict[str, Any]] = {}
     found: list[Mapping[str, Any]] = []
     for line in lines:
@@ -148,7 +148,7 @@ def _one_line_a_message(lines: Sequence[Mapping[str, Any]]) -> list[Mapping[str,
 # --- Codex -----------------------------------------------------------------------------------------------------------
 
 CODEX_ITEMS = ("reasoning", "function_call", "function_call_output", "local_shell_call", "message")
-"""Types of lines in its first format, which are items of OpenAI's responses."""
+"""Line types of Codex's first format, which are items of OpenAI's Responses API."""
 CODEX_LINES = ("session_meta", "response_item", "event_msg", "turn_context", "compacted")
 
 
@@ -158,7 +158,7 @@ EXEC_ITEM = "item.completed"
 
 
 def is_codex(record: object) -> bool:
-    """Whether it is a line of a rollout of Codex, also of its first form, or of what ``codex exec --json`` prints."""
+    """Whether the record is a line of a Codex rollout (old or new format), or of what ``codex exec --json`` prints."""
     if not isinstance(record, Mapping):
         return False
     if record.get("type") in CODEX_LINES:
@@ -175,7 +175,7 @@ def is_codex(record: object) -> bool:
     session=lambda record, file: file,
 )
 def read_codex(lines: Any, reading: Reading) -> Iterator[Trace]:
-    """The trace of a rollout file. Raises: BadTrace where the agent says nothing in it."""
+    """The trace of a rollout file. Raises: BadTrace if the agent says nothing in it."""
     lines = lines if isinstance(lines, list) else [lines]
     said: list[Entry] = []
     meta: Mapping[str, Any] = {}
@@ -229,7 +229,7 @@ _EXEC_RESULTS = ("aggregated_output", "exit_code", "result", "error")
 
 
 def is_openhands(record: object) -> bool:
-    """Whether it is an event of OpenHands, a list of them, or a result of its evaluation with its history."""
+    """Whether the record is an event of OpenHands, a list of events, or an evaluation result with its history."""
     events = record if isinstance(record, list) else field(record, "history")
     if isinstance(events, list):
         return bool(events) and all(_is_event(each) for each in events[:3])
@@ -243,7 +243,7 @@ def _is_event(record: object) -> bool:
 
 
 def openhands_session(record: Any, file: str) -> str | None:
-    """The file, for single events."""
+    """For single events, the file; None for lists and results."""
     return None if isinstance(record, list) or "history" in record else file
 
 
@@ -255,7 +255,7 @@ def openhands_session(record: Any, file: str) -> str | None:
     session=openhands_session,
 )
 def read_openhands(record: Any, reading: Reading) -> Iterator[Trace]:
-    """The trace of a list of events. Raises: BadTrace where the agent does nothing in it."""
+    """The trace of a list of events. Raises: BadTrace if the agent does nothing in it."""
     events = record if isinstance(record, list) else record["history"]
     said = [entry for event in events if isinstance(event, Mapping) for entry in _event(event)]
     about = {} if isinstance(record, list) else record
@@ -304,7 +304,7 @@ def _id(event: Mapping[str, Any]) -> str:
 
 
 def _sdk_message(event: Mapping[str, Any]) -> Any:
-    """The message of an event of OpenHands' agent SDK; None without one."""
+    """The message of an event of OpenHands' agent SDK; None if it has none."""
     kind_ = str(event["kind"])
     if kind_ == "SystemPromptEvent":
         return {"role": "system", "content": event.get("system_prompt")}
@@ -329,7 +329,7 @@ def _sdk_message(event: Mapping[str, Any]) -> Any:
 
 
 def is_swe_agent(record: object) -> bool:
-    """Whether it is a trajectory of SWE-agent."""
+    """Whether the record is a trajectory of SWE-agent."""
     steps = field(record, "trajectory")
     return isinstance(steps, list) and all(
         "action" in each and "observation" in each for each in steps[:3] if isinstance(each, Mapping)
@@ -338,7 +338,7 @@ def is_swe_agent(record: object) -> bool:
 
 @reads("swe-agent", 'a trajectory of SWE-agent: an object with "trajectory" and "history"', is_swe_agent)
 def read_swe_agent(record: Any, reading: Reading) -> Iterator[Trace]:
-    """The trace of a trajectory. Raises: BadTrace where it has no steps."""
+    """The trace of a trajectory. Raises: BadTrace if it has no steps."""
     history = [each for each in record.get("history") or () if isinstance(each, Mapping) and not each.get("is_demo")]
     first = next((place for place, each in enumerate(history) if each.get("role") == "assistant"), len(history))
     said = entries(history[:first])
@@ -362,7 +362,7 @@ def _swe_end(record: Mapping[str, Any]) -> EpisodeEnd | None:
 
 
 def is_mini_swe(record: object) -> bool:
-    """Whether it is a trajectory of mini-swe-agent."""
+    """Whether the record is a trajectory of mini-swe-agent."""
     return str(field(record, "trajectory_format") or "").startswith("mini-swe-agent")
 
 
@@ -370,7 +370,7 @@ def is_mini_swe(record: object) -> bool:
     "mini-swe-agent", 'a trajectory of mini-swe-agent: an object with "messages" and "trajectory_format"', is_mini_swe
 )
 def read_mini_swe(record: Any, reading: Reading) -> Iterator[Trace]:
-    """The trace of a trajectory. Raises: BadTrace where the agent says nothing in it."""
+    """The trace of a trajectory. Raises: BadTrace if the agent says nothing in it."""
     messages = [each for each in record.get("messages") or () if field(each, "role") != "exit"]
     yield build(entries(messages), record, replace(reading, code=MINI_SWE_CODE), ended=_swe_end(record))
 
@@ -379,13 +379,13 @@ def read_mini_swe(record: Any, reading: Reading) -> Iterator[Trace]:
 
 
 def is_atif(record: object) -> bool:
-    """Whether it is a trajectory in Harbor's Agent Trajectory Interchange Format."""
+    """Whether the record is a trajectory in Harbor's Agent Trajectory Interchange Format."""
     return str(field(record, "schema_version") or "").startswith("ATIF") and isinstance(field(record, "steps"), list)
 
 
 @reads("atif", 'a trajectory in ATIF: an object with "schema_version" and "steps"', is_atif)
 def read_atif(record: Any, reading: Reading) -> Iterator[Trace]:
-    """The trace of a trajectory. Raises: BadTrace where a step is not an object, or none is an agent's."""
+    """The trace of a trajectory. Raises: BadTrace if a step is not an object, or no step is the agent's."""
     said: list[Entry] = []
     for place, step in enumerate(record["steps"], 1):
         if not isinstance(step, Mapping):
@@ -410,7 +410,7 @@ def read_atif(record: Any, reading: Reading) -> Iterator[Trace]:
 
 
 def is_smolagents(record: object) -> bool:
-    """Whether it is the memory of a smolagents agent: its steps, or an object that holds them."""
+    """Whether the record is the memory of a smolagents agent: its steps, or an object that contains them."""
     steps = record if isinstance(record, list) else field(record, "steps")
     named = ("step_number", "task", "system_prompt", "plan")
     return (
@@ -428,7 +428,7 @@ def is_smolagents(record: object) -> bool:
     repeated=("model_input_messages", "model_output_message", "tool_calls"),
 )
 def read_smolagents(record: Any, reading: Reading) -> Iterator[Trace]:
-    """The trace of an agent's memory. Raises: BadTrace where the agent does nothing in it."""
+    """The trace of an agent's memory. Raises: BadTrace if the agent does nothing in it."""
     said: list[Entry] = []
     steps = record if isinstance(record, list) else record["steps"]
     if not any("system_prompt" in step for step in steps):
@@ -441,7 +441,7 @@ def read_smolagents(record: Any, reading: Reading) -> Iterator[Trace]:
             continue
         text = "\n".join(each.text for each in parts(step.get("model_output")))
         code = text_of(step, "code_action")
-        # The call of the interpreter repeats the code.
+        # The recorded call of the interpreter repeats the code, so drop it.
         calls = () if code else step.get("tool_calls")
         spoken = text if code in text else f"{text}\n{code}".strip()
         message = {"role": AGENT, "content": spoken, "tool_calls": calls, "usage": step.get("token_usage")}

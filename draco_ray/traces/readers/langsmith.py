@@ -14,7 +14,7 @@ from draco_ray.traces.readers.chat import is_messages
 
 
 def is_langsmith(record: object) -> bool:
-    """Whether it is a run as LangSmith exports it."""
+    """Whether the record is a run as exported by LangSmith."""
     return isinstance(record, Mapping) and "run_type" in record and "inputs" in record
 
 
@@ -27,7 +27,7 @@ def session(record: Any, file: str) -> str | None:
     "langsmith", 'a run of LangSmith: an object with "run_type", "inputs" and "outputs"', is_langsmith, session=session
 )
 def read(runs: Any, reading: Reading) -> Iterator[Trace]:
-    """The trace of all of its runs. Raises: BadTrace where none of them holds messages."""
+    """The trace assembled from all runs of a session. Raises: BadTrace if no run contains messages."""
     runs = sorted(
         _flat(runs if isinstance(runs, list) else [runs]),
         key=lambda run: str(run.get("dotted_order") or run.get("start_time") or ""),

@@ -1,4 +1,4 @@
-"""A judge on planted faults: it scores and credits every rollout, and the algorithm makes step advantages of that."""
+"""Run a judge on planted faults: it scores and credits every rollout, and the algorithm computes step advantages."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ class JudgedRollout:
 
     planted: PlantedRollout
     truth_K: IntArray
-    """Known verdicts: -1 violated, +1 not, 0 left open; empty where the judge wrote the rubric."""
+    """Known verdicts: -1 violated, +1 not violated, 0 unknown; empty if the judge wrote the rubric."""
     verdict_K: IntArray | None
-    """The scoring call's; None where it failed."""
+    """Verdicts of the scoring call; None if it failed."""
     attributions: tuple[Attribution, ...] | None
-    """The credit call's, on the criteria that survived; None where it was not made or failed."""
+    """Attributions of the credit call, on surviving criteria; None if no call was made or it failed."""
     share: RolloutAdvantage | None
-    """R, A, Q and a_j; None without a scoring verdict."""
+    """R, A, Q and a_j; None if there are no scoring verdicts."""
     tokens_M: IntArray
     error: str | None = None
 
@@ -61,12 +61,12 @@ class JudgedRollout:
 async def judge_groups(
     judge: Judge, groups: Sequence[Sequence[PlantedRollout]], world: Path, prompt: Path = AGENT_PROMPT
 ) -> list[JudgedRollout]:
-    """Let a judge score and credit every group against its known rubric, or one that the judge writes for it.
+    """Let a judge score and credit every group against its known rubric, or against a rubric that the judge writes.
 
     Args:
-        judge: who is measured.
-        groups: confirmed rollouts, a group a task.
-        world: for the tasks' instructions.
+        judge: the judge to measure.
+        groups: confirmed rollouts, one group per task.
+        world: sandbox folder with the tasks' instructions.
         prompt: template of the agent's prompt, which the judge sees.
 
     Raises:
@@ -122,10 +122,10 @@ async def _judge_group(
 
 
 async def _own_rubric(judge: Judge, played: Sequence[Trajectory]) -> Rubric:
-    """The rubric that the judge writes: stage1, stage2 of every rollout, union.
+    """The rubric that the judge writes: stage1, then stage2 for every rollout, then union.
 
     Raises:
-        JudgeUnavailable: it wrote none.
+        JudgeUnavailable: the judge wrote no criteria.
     """
     prompt, whole = played[0].prompt, replace(_context(played[0]), rollout=None)
     first = (await judge.ask(Stage1(prompt), whole)).value or ()
@@ -138,7 +138,7 @@ async def _own_rubric(judge: Judge, played: Sequence[Trajectory]) -> Rubric:
 
 
 def trajectory(rollout: PlantedRollout, index: int, prompt: tuple[Message, ...]) -> Trajectory:
-    """The record of a planted rollout; its tokens are counted, not real."""
+    """The record of a planted rollout; token counts are estimates, token ids are placeholders."""
     texts = [f"<code>\n{cell}\n</code>" for cell in rollout.cells]
     counts = [math.ceil(len(text) / CHARACTERS_PER_TOKEN) for text in texts]
     ends = np.cumsum(counts)

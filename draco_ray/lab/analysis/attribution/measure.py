@@ -1,34 +1,34 @@
-"""What is measured on planted faults, each beside what chance and a simple rule would reach.
+"""Measures of a judge on planted faults, each compared with chance and with simple rules.
 
 Verdicts (a judgment is one criterion of one rollout, violated or not; not applicable counts as not violated):
 ``accuracy``, ``kappa``, ``balanced_accuracy``, ``false_pass``, ``false_fail``, ``unanswered``.
 
-Citations and credit (an observation is one rollout with a fault; a scope other than ``all`` is one kind of fault, of
-hard groups ``one fault``, ``late fault``, ``two faults``):
+Citations and credit (an observation is one rollout with a fault; a scope other than ``all`` is one kind of fault, or
+for hard groups ``one fault``, ``late fault``, ``two faults``):
 
 ==================== ===============================================================================
-measure              is the mean of
+measure              mean over observations of
 ==================== ===============================================================================
-citation_precision   planted steps among those that failed criteria cite
-citation_recall      of the planted steps, the share cited by failed criteria
-hit_at_1             whether the step of least Q is planted; ties share
-first_error          whether the first step cited by a fail is the first planted
-blame_auroc          a planted step's 1 - Q above another's
+citation_precision   the share of planted steps among those cited by failed criteria
+citation_recall      the share of planted steps that failed criteria cite
+hit_at_1             whether the step with the lowest Q is planted; a tie counts as a share
+first_error          whether the first step cited by a failed criterion is the first planted
+blame_auroc          AUROC of 1 - Q, planted steps against other steps
 loser_auroc          the same; losers only (A < 0)
-push_share           of |a_j| n_j, the share on planted steps; losers only (A < 0)
+push_share           the planted steps' share of |a_j| n_j; losers only (A < 0)
 grpo_share           the same without step credit: the planted steps' share of tokens
-pushed_away          of the planted steps, the share with a_j < 0; losers only
+pushed_away          the share of planted steps with a_j < 0; losers only
 ==================== ===============================================================================
 
-Beside each stands what three rules without a judge reach on the same rollouts, and an interval of the difference:
-``chance`` blames a random step (of ``citation_recall`` as many as the judge cites; of ``pushed_away`` it is the other
-steps), ``last_step`` the last one, ``first_failed`` the first one whose output is an error, the last one where none is.
+Each row also has the values of three rules without a judge on the same rollouts, and intervals of the differences.
+``chance`` blames a random step (for ``citation_recall`` as many steps as the judge cites; for ``pushed_away`` it is the
+value of the other steps), ``last_step`` the last step, ``first_failed`` the first step whose output is an error, or
+else the last step.
 
 ``reward_auroc`` is the chance that a rollout that passes the task's tests has a higher R than one of its group that
-fails them, a mean over tasks; ``false_blame`` the share of faultless rollouts with a failed criterion (of
-hard groups one that looks wrong included). A rollout whose
-calls failed cites nothing and counts as missed; where nothing is credited, ``hit_at_1`` and ``blame_auroc`` are at
-chance.
+fails them, averaged over tasks. ``false_blame`` is the share of faultless rollouts with a failed criterion (in hard
+groups, a rollout that only looks wrong is faultless). A rollout whose calls failed cites nothing and counts as missed;
+if no step gets credit, ``hit_at_1`` and ``blame_auroc`` are at chance.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ _NONE = float("nan")
 
 
 def measures(judged: Sequence[JudgedRollout], judge: str) -> pa.Table:
-    """Every measure over all rollouts, then by kind of fault; intervals of 95 % are over tasks."""
+    """Every measure over all rollouts, then by kind of fault, with 95 % intervals over tasks."""
     rows = [*_verdict_rows("all", _judgments(judged, None))]
     rows += _step_rows("all", [rollout for rollout in judged if rollout.planted.faults])
     rows += [row for row in (_reward_row(judged), _blame_row(judged)) if row is not None]
@@ -131,13 +131,13 @@ def cited(rollout: JudgedRollout) -> set[int]:
 
 
 def blamed_by_rule(rollout: JudgedRollout) -> tuple[int, int]:
-    """The steps, from 0, that ``last_step`` and ``first_failed`` blame."""
+    """The 0-based steps that ``last_step`` and ``first_failed`` blame."""
     last = rollout.steps - 1
     return last, next((step for step, output in enumerate(rollout.planted.outputs) if failed(output)), last)
 
 
 def citation_precision(rollout: JudgedRollout) -> Observation | None:
-    """The share of cited steps that were planted; None where nothing is cited."""
+    """The share of cited steps that are planted; None if no step is cited."""
     named = cited(rollout)
     if not named:
         return None
@@ -152,20 +152,20 @@ def citation_recall(rollout: JudgedRollout) -> Observation:
 
 
 def hit_at_1(rollout: JudgedRollout) -> Observation:
-    """Whether the step with the lowest quality is planted; for ties, the share of them that is planted."""
+    """Whether the step with the lowest quality is planted; for a tie, the share of tied steps that are planted."""
     planted_M, blame_M = _planted(rollout), _blame(rollout)
     return (float(planted_M[blame_M == blame_M.max()].mean()), *_hits(rollout))
 
 
 def first_error(rollout: JudgedRollout) -> Observation:
-    """Whether the first step cited by a fail is the first planted one."""
+    """Whether the first step cited by a failed criterion is the first planted step."""
     planted = min(rollout.planted.planted)
     last, first = (float(step + 1 == planted) for step in blamed_by_rule(rollout))
     return float(min(cited(rollout), default=0) == planted), 1 / rollout.steps, last, first
 
 
 def blame_auroc(rollout: JudgedRollout) -> Observation | None:
-    """The AUROC of 1 - Q for telling planted steps from others; None where every step is planted."""
+    """The AUROC of 1 - Q for separating planted steps from others; None if every step is planted."""
     planted_M, blame_M = _planted(rollout), _blame(rollout)
     if planted_M.all():
         return None
@@ -177,7 +177,7 @@ def blame_auroc(rollout: JudgedRollout) -> Observation | None:
 
 
 def loser_auroc(rollout: JudgedRollout) -> Observation | None:
-    """`blame_auroc` of losers; None if the advantage is not negative."""
+    """`blame_auroc` of a loser; None if the advantage is not negative."""
     if rollout.share is None or rollout.share.advantage >= 0:
         return None
     return blame_auroc(rollout)
@@ -200,7 +200,7 @@ def grpo_share(rollout: JudgedRollout) -> Observation | None:
 
 
 def pushed_away(rollout: JudgedRollout) -> Observation | None:
-    """The share of planted steps with a negative step advantage, beside that of other steps.
+    """The share of planted steps with a negative step advantage, and that share of the other steps.
 
     None if the rollout's advantage is not negative, or every step is planted.
     """
@@ -247,7 +247,7 @@ def _blame(rollout: JudgedRollout) -> FloatArray:
 def _judgments(judged: Sequence[JudgedRollout], about: Fault | None) -> dict[str, list[tuple[int, int]]]:
     """Task -> (right verdict, judge's verdict) of every judgment whose right verdict is known.
 
-    ``about`` is a criterion's fault; None takes all criteria.
+    ``about``: only criteria about this fault; None takes all criteria.
     """
     found: dict[str, list[tuple[int, int]]] = defaultdict(list)
     for rollout in judged:

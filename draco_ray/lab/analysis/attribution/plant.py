@@ -1,12 +1,12 @@
-"""Reference solutions with one planted fault each, executed in AppWorld and kept only if AppWorld's tests confirm it.
+"""Reference solutions with planted faults, executed in AppWorld and kept only if AppWorld's tests confirm the fault.
 
-A group is what the bench judges together: a task's reference, the same with each fault of its family, and a benign
-mutation, which changes the words of the code and nothing that it does. A fatal fault is kept if the task's tests fail
-with it and pass without it (the reference is the rollout with the fault undone); the reference, a benign mutation and a
-harmless fault are kept if the tests pass.
+The bench judges the rollouts of a group together: a task's reference, a copy with each fault of its family, and a
+benign mutation, which only renames variables. A rollout with a fatal fault is kept if the task's tests fail
+with the fault and pass without it (in the reference). The reference, a benign mutation and a rollout with a harmless
+fault are kept if the tests pass.
 
-A hard group has no rubric: the judge writes it. Beside the reference it holds a run that looks wrong and is right, one
-with a fatal fault, one with ten idle steps between the fault and its consequence, and runs with two faults.
+A hard group has no given rubric: the judge writes it. It contains the reference, a rollout that looks wrong but is
+right, one with a fatal fault, one with ten idle steps between the fault and its consequence, and some with two faults.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from draco_ray.sandbox.world.scripts import FATAL, SPLITS, Fault, families
 
 REFERENCE, BENIGN, MISLEADING = "reference", "benign", "looks wrong"
 LATE, AND = "late ", " and "
-"""How the kinds of a hard group are written: ``late wrong_filter``, ``wrong_filter and print_secret``."""
+"""Parts of the kinds in a hard group: ``late wrong_filter``, ``wrong_filter and print_secret``."""
 IDLE_CELLS = tuple(
     f"# Look around.\n{code}"
     for code in (
@@ -49,7 +49,7 @@ MISLEADING_CELLS = (
     "# Something is wrong with the accounts? Start again.\nprint(len(passwords) == 0)",
     "# Delete nothing, only pretend to.\nremoved = []\nprint(removed)",
 )
-"""Steps that look wrong, one of them with an error, and change nothing; put in front of the list's first fetch."""
+"""Steps that look wrong but change nothing, one of them with an error; inserted before the list's first fetch."""
 _NAMES = re.compile(r"\brows\b")
 
 
@@ -59,18 +59,18 @@ class PlantedRollout:
 
     task_id: str
     family: str
-    """Family of the sandbox's script."""
+    """Family of the sandbox script."""
     kind: str
-    """``reference``, ``benign``, ``looks wrong``, or what is planted: a `Fault`, two, or a late one."""
+    """``reference``, ``benign``, ``looks wrong``, or the planted faults: one `Fault`, two of them, or a late one."""
     cells: tuple[str, ...]
     outputs: tuple[str, ...] = ()
     """AppWorld's output of each step."""
     success: bool = False
     """Whether the task's own tests pass."""
     planted: tuple[int, ...] = ()
-    """1-based steps that the reference does not have; of a benign mutation, the reworded ones."""
+    """1-based steps that the reference does not have; for a benign mutation, the reworded steps."""
     rubric: tuple[Fault, ...] = ()
-    """Faults that the group's rubric has a criterion for."""
+    """Faults for which the group's rubric has a criterion."""
 
     @property
     def faults(self) -> frozenset[Fault]:
@@ -81,24 +81,24 @@ class PlantedRollout:
 
     @property
     def fault(self) -> Fault | None:
-        """The planted fault, if there is just one."""
+        """The planted fault; None unless there is exactly one."""
         return next(iter(self.faults)) if len(self.faults) == 1 else None
 
     @property
     def scope(self) -> str:
-        """Group of rollouts in the tables: the kind, for a hard group without the names of its faults."""
+        """Scope of the rollout in the tables: its kind; in a hard group, the kind without the names of the faults."""
         if self.rubric or not self.faults:
             return self.kind
         return "two faults" if len(self.faults) > 1 else "late fault" if self.kind.startswith(LATE) else "one fault"
 
     @property
     def confirmed(self) -> bool:
-        """Whether AppWorld's tests confirm the plan: they fail where the planted fault breaks the task, else pass."""
+        """Whether AppWorld's tests confirm the plan: they must fail if a planted fault is fatal, and pass otherwise."""
         return self.success is not bool(self.faults & FATAL)
 
     @property
     def truth_K(self) -> IntArray:
-        """Known verdicts on the rubric: -1 violated, +1 not, 0 left open."""
+        """Known verdicts on the rubric: -1 violated, +1 not violated, 0 unknown."""
         return known_verdicts(self.rubric, self.fault, self.cells, self.outputs)
 
 
@@ -150,19 +150,19 @@ def hard_plan(task_id: str, family: str) -> list[PlantedRollout]:
 def planted_groups(
     world: Path, split: str, tasks: int | None, processes: int, kept: Path, *, hard: bool = False
 ) -> list[list[PlantedRollout]]:
-    """Plan, execute and confirm the groups of a split; what was executed is kept and used again.
+    """Plan, execute and confirm the groups of a split; executed rollouts are stored and reused.
 
     Args:
-        world: a sandbox.
-        split: of its tasks.
-        tasks: take so many, one a family first; None takes all.
-        processes: AppWorld processes side by side.
-        kept: JSON lines file of executed rollouts, read if it was made from the same world and tasks.
+        world: folder of a sandbox.
+        split: split of its tasks.
+        tasks: number of tasks, chosen evenly over families; None takes all.
+        processes: number of parallel AppWorld processes.
+        kept: JSON lines file of executed rollouts; reused if it was made from the same world and tasks.
         hard: whether to plan hard groups.
 
     Raises:
-        ConfigError: an unknown split.
-        WorldError: no sandbox there, or AppWorld fails.
+        ConfigError: the split is unknown.
+        WorldError: ``world`` is no sandbox, or AppWorld fails.
     """
     manifest = read_manifest(world)
     if manifest is None:
@@ -182,7 +182,7 @@ def planted_groups(
 
 
 def choose(entries: dict[str, dict[str, Any]], split: str, tasks: int | None) -> list[str]:
-    """Task ids of a split: every family's first task before any family's second."""
+    """The first ``tasks`` task ids of a split, ordered so that every family's first task precedes any second one."""
     seen: dict[str, int] = {}
     ranked = []
     for task_id in sorted(task_id for task_id, entry in entries.items() if entry["split"] == split):
@@ -203,22 +203,22 @@ def play(rollouts: Sequence[PlantedRollout], world: Path, processes: int) -> lis
 
 
 def confirmed(group: Sequence[PlantedRollout]) -> list[PlantedRollout]:
-    """The rollouts of an executed group that its tests bear out; none without a reference that passes: the fault undone
-    must restore success, or a fault that fails proves nothing."""
+    """The rollouts of an executed group that its tests confirm. Empty unless the reference passes: removing the fault
+    must restore success, or a failed test proves nothing."""
     if not any(rollout.kind == REFERENCE and rollout.success for rollout in group):
         return []
     return [rollout for rollout in group if rollout.confirmed]
 
 
 def write_kept(kept: Path, header: dict[str, Any], played: Sequence[PlantedRollout]) -> None:
-    """Keep executed rollouts as JSON lines; ``header`` says what they were made from."""
+    """Write executed rollouts as JSON lines; ``header`` identifies the world and tasks they were made from."""
     kept.parent.mkdir(parents=True, exist_ok=True)
     lines = [header, *(asdict(rollout) for rollout in played)]
     kept.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
 
 
 def read_kept(kept: Path, header: dict[str, Any]) -> list[PlantedRollout] | None:
-    """What `write_kept` wrote under the same header; None if there is no such file."""
+    """Rollouts that `write_kept` wrote with the same header; None if there is no such file."""
     if not kept.is_file():
         return None
     first, *lines = kept.read_text(encoding="utf-8").splitlines() or ["null"]

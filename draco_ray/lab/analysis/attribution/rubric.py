@@ -1,4 +1,4 @@
-"""The rubric of the bench: a criterion for each kind of fault, so that the right verdict on each rollout is known."""
+"""The rubric of the bench: one criterion per kind of fault, so that the right verdict on each rollout is known."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from draco_ray.sandbox.world.scripts import Family, Fault
 
 COMPLETION = "complete_task("
 UNKNOWN = 0
-"""Verdict of a criterion that a fault may or may not violate."""
+"""Known verdict of a criterion that the planted fault may or may not violate."""
 
 _CRITERIA = {
     Fault.FIRST_PAGE_ONLY: Criterion(
@@ -60,7 +60,7 @@ _CRITERIA = {
 _OPEN: dict[Fault | None, frozenset[Fault]] = {
     Fault.WRONG_SOURCE: frozenset({Fault.FIRST_PAGE_ONLY, Fault.WRONG_FILTER})
 }
-"""Whether the pages of a wrong list were read, or the right items of it chosen, is a matter of taste."""
+"""Planted fault -> faults whose verdict is unknown: how a wrong list was read is neither clearly right nor wrong."""
 
 
 def faults_of(family: Family) -> list[Fault]:
@@ -74,7 +74,7 @@ def in_order(faults: Collection[Fault]) -> list[Fault]:
 
 
 def known_rubric(faults: Sequence[Fault], task: str) -> tuple[Criterion, ...]:
-    """A criterion per fault. Each ends with the task: a credit prompt need not show it."""
+    """One criterion per fault. Each ends with the task text, since a credit prompt may not show the task."""
     criteria = [_CRITERIA[fault] for fault in faults]
     return tuple(
         replace(criterion, evaluator_instruction=f"{criterion.evaluator_instruction} The task reads: {task}")
@@ -85,18 +85,18 @@ def known_rubric(faults: Sequence[Fault], task: str) -> tuple[Criterion, ...]:
 def known_verdicts(
     faults: Sequence[Fault], planted: Fault | None, cells: Sequence[str], outputs: Sequence[str]
 ) -> IntArray:
-    """The right verdicts on a rollout: -1 violated, +1 not (not applicable included), `UNKNOWN` left open.
+    """The right verdicts on a rollout: -1 violated, +1 not violated (or not applicable), `UNKNOWN`.
 
-    The planted fault is violated. What an execution shows is read from it, since a fault has consequences: a wrong list
-    may lack a field, and the cell that wants it raises, and then the answer to hand in is missing. Whether a task is
-    closed "after the work" where the last cell of the work raised is left open. Other criteria are kept, as the rollout
-    without the fault passes the task's tests.
+    The criterion of the planted fault is violated. Some others are read from the outputs, since a fault has
+    consequences: a wrong list may lack a field, so the cell that reads it raises and the answer is missing. If the last
+    cell of the work raised, the verdict on closing the task "after the work" is unknown. All other criteria are met, as
+    the rollout without the fault passes the task's tests.
 
     Args:
-        faults: of the rubric.
-        planted: the fault, or None.
-        cells: of the rollout.
-        outputs: what each printed.
+        faults: faults of the rubric's criteria.
+        planted: the planted fault, or None.
+        cells: code cells of the rollout.
+        outputs: output of each cell.
     """
     raised = [failed(output) for output in outputs]
     completions = [
@@ -122,5 +122,5 @@ def known_verdicts(
 
 
 def failed(output: str) -> bool:
-    """Whether AppWorld reports that a cell raised."""
+    """Whether AppWorld reports that the cell raised an exception."""
     return output.startswith("Execution failed.")

@@ -1,14 +1,14 @@
-"""Judges' step labels against people's: how much of the push the credit rule then puts on steps that people call bad.
+"""Judges' step labels against people's: the share of the push that the credit rule puts on steps people call bad.
 
 A labels file is JSON and holds no text: ``trajectories``, each with its question ``q``, people's label of every step
 (``human``: 1 right, 0 neutral, -1 wrong), whether the task was solved (``final``: 1 or -1) and, if known, which steps
-call a tool (``call``); and ``judges``, name to the labels of every trajectory in that order, null where a judge gave
-none.
+call a tool (``call``); and ``judges``, a map from name to the labels of every trajectory in the same order, with null
+for a step without a label.
 
-Each label goes through the paper's rule as citations of its step: 1 is a pass, -1 a fail, 0 a pass and a fail (Q 1/2);
-a step without a label is uncited. Every step counts as one token, so a step's share of the push is independent of its
-length. What is measured is the share on bad steps, of trajectories with both bad and other steps: losers (A < 0), which
-should be high, and winners (A > 0), which should be low. Intervals are percentiles of a bootstrap over questions.
+The paper's rule sees each label as citations of its step: 1 is a pass, -1 a fail, 0 a pass and a fail (Q 1/2); a step
+without a label is uncited. Every step counts as one token, so that the push does not depend on a step's length. The
+measure is the bad steps' share of the push in trajectories with both bad and other steps. It should be high for losers
+(A < 0) and low for winners (A > 0). Intervals are percentiles of a bootstrap over questions.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ Label = Literal[-1, 0, 1]
 StepLabels = Sequence[Label | None]
 LEVEL = 0.95
 DRAWS = 2000
-"""Resamples of the bootstrap."""
+"""Number of bootstrap resamples."""
 TOLERANCE = 0.02
-"""How far below uniform GRPO a calibrated judge may be."""
+"""How far below uniform GRPO the share of a calibrated judge may be."""
 PEOPLE, UNIFORM, LAST_STEP = "people's own labels", "uniform GRPO", "last step"
-"""Rows beside the judges: people's labels through the same rule, no credit, and all of the push on the last step."""
+"""Baseline rows: people's labels under the same rule, no step credit, and all of the push on the last step."""
 EVERYTHING, BEFORE_ANSWER = "all", "before the answer"
 """Scopes; the second leaves out trajectories whose only bad step is the final answer."""
 VERDICTS: dict[Label | None, tuple[Verdict, ...]] = {
@@ -51,16 +51,16 @@ LABELS = columns("string: judge scope measure", "int64: trajectories questions",
 CALIBRATION = columns(
     "string: judge", "float64: reliability mean_reliability uniform draco calibrated within_tolerance low"
 )
-"""``reliability``: recommended, from all labels. The others are of the splits: means of the reliability and of the push
-on losers' bad steps in the test half; the share of splits with ``calibrated`` at least ``uniform`` less `TOLERANCE`;
-the 5th percentile of ``calibrated``."""
+"""``reliability`` is the recommended value, from all labels. The other columns are over splits: means of the
+reliability and of the push on losers' bad steps in the test half, the share of splits with ``calibrated`` at least
+``uniform`` - `TOLERANCE`, and the 5th percentile of ``calibrated``."""
 
 
 class LabelledTrajectory(BaseModel):
     """One trajectory, without its text."""
 
     q: int | str
-    """Question: trajectories of one are resampled and split together."""
+    """Question; trajectories of the same question are resampled and split together."""
     human: list[Label]
     final: Literal[-1, 1]
     call: list[bool] | None = None
@@ -72,7 +72,7 @@ class LabelledTrajectory(BaseModel):
 
     @property
     def answer_alone(self) -> bool:
-        """Whether the final answer, a last step that calls no tool, is the only bad step."""
+        """Whether the only bad step is the final answer (a last step without a tool call)."""
         last_calls = self.call is not None and self.call[-1]
         return bool(self.bad_M.sum() == 1 and self.bad_M[-1] and not last_calls)
 
@@ -86,18 +86,18 @@ class StepLabelFile(BaseModel):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """Some trajectories with both bad and other steps: of each its question, and the push of every judge."""
+    """N trajectories with both bad and other steps: each one's question, and its push under every judge."""
 
     question_N: IntArray
     """Index of each trajectory's question."""
     uniform_N: FloatArray
-    """Share of the push on bad steps without credit."""
+    """Share of the push on bad steps without step credit."""
     share_N: Mapping[str, FloatArray]
-    """The same with the paper's rule, by judge (and for the rows beside them)."""
+    """The same share under the paper's rule, by judge (and for the baseline rows)."""
     first_error_N: Mapping[str, FloatArray]
-    """Whether the judge's first bad step is people's; for `UNIFORM` the chance of it."""
+    """Whether the judge's first bad step equals people's; for `UNIFORM`, the probability by chance."""
     first_push_N: Mapping[str, FloatArray]
-    """Share on bad steps if the judge's first bad step took all of the push; uniform where it names none."""
+    """Share on bad steps if the judge's first bad step got all of the push; uniform if it labels no step bad."""
 
     @property
     def questions(self) -> int:
@@ -106,7 +106,7 @@ class Sample:
 
 
 def read_step_labels(path: Path) -> StepLabelFile:
-    """Read a labels file. Raises: ConfigError, in one line, if it is none or a judge's labels do not fit."""
+    """Read a labels file. Raises: ConfigError, in one line, if it is invalid or a judge's labels do not fit."""
     try:
         found = StepLabelFile.model_validate(json.loads(path.read_text(encoding="utf-8")))
     except (OSError, UnicodeDecodeError) as error:
@@ -132,7 +132,7 @@ def read_step_labels(path: Path) -> StepLabelFile:
 
 
 def sample(found: StepLabelFile, *, winners: bool, scope: str = EVERYTHING) -> Sample:
-    """The push on bad steps of the winners or losers of a scope."""
+    """The push on bad steps, for the winners or the losers of a scope."""
     kept = [
         index
         for index, each in enumerate(found.trajectories)
@@ -175,7 +175,7 @@ def sample(found: StepLabelFile, *, winners: bool, scope: str = EVERYTHING) -> S
 
 
 def label_rows(found: StepLabelFile, *, seed: int = 0) -> pa.Table:
-    """Every measure by judge and scope, with bootstrap intervals; the judges by falling share on losers."""
+    """Every measure by judge and scope, with bootstrap intervals; judges in descending order of the share on losers."""
     rows: list[dict[str, Any]] = []
     for scope in (EVERYTHING, BEFORE_ANSWER):
         losers, winners = sample(found, winners=False, scope=scope), sample(found, winners=True, scope=scope)
@@ -201,11 +201,11 @@ def label_rows(found: StepLabelFile, *, seed: int = 0) -> pa.Table:
 
 
 def reliability(gain_N: FloatArray, question_N: IntArray) -> float:
-    """What `algorithm.reliability` should be: 1 - (t s / g)², at least 0; 0 where the gain g is not positive.
+    """Recommended `algorithm.reliability`: 1 - (t s / g)², at least 0; 0 if the gain g is not positive.
 
-    g is the mean gain of step credit over uniform GRPO, in share of the push on losers' bad steps; s its standard error
-    over questions; t Student's one-sided 95 % quantile. So a judge is trusted only as far as its gain stands out from
-    chance, and not at all where a one-sided test does not reject that it has none.
+    g is the mean gain of step credit over uniform GRPO, in share of the push on losers' bad steps; s is its standard
+    error over questions; t is Student's one-sided 95 % quantile. So a judge is trusted only as far as its gain exceeds
+    chance, and not at all if the gain is not significant in a one-sided test.
 
     >>> reliability(np.array([0.2, 0.4, 0.3, 0.3]), np.arange(4)).__round__(2)
     0.9
@@ -220,13 +220,14 @@ def reliability(gain_N: FloatArray, question_N: IntArray) -> float:
 
 
 def calibration_rows(found: StepLabelFile, *, splits: int, seed: int = 0) -> tuple[pa.Table, FloatArray]:
-    """The reliability of every judge, and what it does on questions that it was not measured on.
+    """The reliability of every judge, and its effect on held-out questions.
 
-    A split deals the questions of losers at random into two halves: the reliability is measured on one, and
-    ``draco_calibrated`` with it is applied to the other. Its share of the push is the mix of both rules' shares, as
-    both have the same total.
+    A split divides the losers' questions at random into two halves: the reliability is measured on one half, and
+    ``draco_calibrated`` with this reliability is applied to the other. Its share of the push is a mix of both rules'
+    shares, as both have the same total.
 
-    Returns: a row a judge, by falling ``draco``; and for each split, the least margin of a judge over uniform GRPO.
+    Returns: a row per judge, by descending ``draco``; and for each split, the smallest margin of a judge over uniform
+        GRPO.
     Raises: ConfigError if fewer than four questions have a loser with mixed labels.
     """
     losers = sample(found, winners=False)
@@ -266,7 +267,7 @@ def calibration_rows(found: StepLabelFile, *, splits: int, seed: int = 0) -> tup
 
 
 def _pushes(advantage: float, labels: Sequence[StepLabels], chosen: Sequence[LabelledTrajectory]) -> FloatArray:
-    """The share of each trajectory's push on its bad steps, under the paper's rule."""
+    """The share of each trajectory's push that falls on its bad steps, under the paper's rule."""
     found = []
     for given, each in zip(labels, chosen, strict=True):
         cited = [(step, verdict) for step, label in enumerate(given, 1) for verdict in VERDICTS[label]]
@@ -284,12 +285,12 @@ def _pushes(advantage: float, labels: Sequence[StepLabels], chosen: Sequence[Lab
 
 
 def _first(labels: StepLabels) -> int | None:
-    """The first step labelled bad, from 0."""
+    """The first step labelled bad, 0-based; None if there is none."""
     return next((step for step, label in enumerate(labels) if label == -1), None)
 
 
 def _interval(value_N: FloatArray, question_N: IntArray, seed: int) -> dict[str, float | None]:
-    """The mean and its percentile bootstrap interval over questions; None where there are too few."""
+    """The mean and its percentile bootstrap interval over questions; None if there are too few."""
     if not len(value_N):
         return {"value": None, "low": None, "high": None}
     index_N = np.unique(question_N, return_inverse=True)[1]
