@@ -140,8 +140,8 @@ def _check(args: Any) -> None:
     estimator = args.algo.advantage.estimator
     if estimator not in CORRECTIONS:
         raise ConfigError(
-            f"openrlhf {version('openrlhf')}: --algo.advantage.estimator={estimator} gives a sample no advantage of "
-            f"its group; expected {', '.join(CORRECTIONS)}"
+            f"openrlhf {version('openrlhf')}: --algo.advantage.estimator={estimator} computes no advantage within "
+            f"a group; expected {', '.join(CORRECTIONS)}"
         )
     if args.algo.kl.init_coef > 0 and not args.algo.kl.use_loss:
         raise ConfigError(

@@ -17,7 +17,7 @@ from draco_ray.lab.files import check_folder
 from draco_ray.terminal import counted
 
 KEYS = ("run", "judge", "citation_overlap", "unanswered")
-"""Columns that are not printed for labels."""
+"""Key columns, which are left out of the table for labels."""
 
 
 def agreement(paths: Sequence[Path], *, out: Path | None, console: Console) -> list[Path]:

@@ -382,7 +382,7 @@ class ChatTokens:
         glue = self.after_messages([], False, chat[2:])
         if theirs != self._encode(probe, []) or glue != self._encode(rendered, [])[-len(glue) :]:
             raise ConfigError(
-                f"tokenizer {self.tokenizer.name_or_path!r}: its chat template becomes other tokens here than with "
+                f"tokenizer {self.tokenizer.name_or_path!r}: its chat template is tokenized differently here than by "
                 "transformers' apply_chat_template, so training would differ from serving; use another tokenizer"
             )
 

@@ -202,8 +202,8 @@ def check_rounding(learner: LearnerConfig, source: str, *, mixture: bool) -> Non
     if mixture and learner.base_precision != "model":
         raise ConfigError(
             f"learner.base_precision={learner.base_precision}: the experts of model {source}, nearly all of its "
-            "weights, are not linear layers, which alone are held in 8 bits; set it to model (learner.sharding=full "
-            "spreads the experts over the workers)"
+            "weights, are not linear layers, and only those can be kept in 8 bits; set it to model "
+            "(learner.sharding=full spreads the experts over the workers)"
         )
 
 

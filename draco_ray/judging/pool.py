@@ -140,7 +140,7 @@ def judge_starter(
             name=f"{name}@{run_name}",
             num_cpus=0,
             resources={"judge": 1},
-            # More than its own limit: abandoned calls still run, and the health check `up` must always get through.
+            # Above the pool's limit: abandoned calls still run, and the health check `up` must get through.
             max_concurrency=4 * config.concurrency_per_worker,
             # A new process repeats the phase; replies that had arrived come from the durable cache.
             max_restarts=-1,

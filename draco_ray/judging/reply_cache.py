@@ -408,8 +408,8 @@ def read_book(folder: Path, run: str = "") -> Book:
         # A received file may hold anything: a negative amount would enlarge the budget.
         if not isinstance(number, str) or not all(map(_is_amount, amounts)) or amounts[0] is None:
             raise StoreError(
-                f"the log of judge requests {file} cannot be read: request {str(number)[:80]!a} is said to cost "
-                f"{str(amounts)[:80]}; expected its number, the most in dollars, and dollars or nothing"
+                f"the log of judge requests {file} cannot be read: request {str(number)[:80]!a} has the costs "
+                f"{str(amounts)[:80]}; expected a number, its maximum cost in dollars, and its cost in dollars or null"
             )
     mine = [row for row in found if row[0].startswith(run)]
     return Book(

@@ -52,7 +52,7 @@ class HangWatchdog:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Check while the block runs."""
+        """Run the check periodically in the background while the with-block runs."""
         over = threading.Event()
         thread = threading.Thread(target=self._look, args=(over,), name="hang watchdog", daemon=True)
         thread.start()

@@ -480,7 +480,7 @@ class Bridge:
             return
         taskset = self._found.options["taskset"]["id"]
         for error in [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]:
-            # verifiers words errors in its own process like this, unlike the output of programs.
+            # The package verifiers formats errors of its own process like this; the output of programs looks different.
             if missing := re.search(r": ModuleNotFoundError: (No module named [^\n]*)$", error.message):
                 raise Unusable(_lacking(f"taskset {taskset!r}", ModuleNotFoundError(missing[1])))
             if "DefaultRenderer does not support tools" in error.message and self._renderers.get(tokenizer) is None:

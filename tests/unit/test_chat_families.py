@@ -158,7 +158,7 @@ def test_outside_text_becomes_no_control_token(kind: str) -> None:
 
 def test_other_tokens_than_those_of_transformers_are_refused() -> None:
     """A token that is found only between blanks is no end of a turn where the template puts it behind a word."""
-    with pytest.raises(ConfigError, match="becomes other tokens here than with"):
+    with pytest.raises(ConfigError, match="is tokenized differently here than by"):
         ChatTokens(made(byte_level(), PHI, ROLES, single_word=True), thinking=False)
 
 

@@ -42,7 +42,7 @@ from draco_ray.environments.jail.system_calls import refuse_system_calls
 from draco_ray.temp_dirs import remove_tree
 
 MAX_EVALUATION_BYTES = 6 * MAX_SAVED_BYTES + (8 << 20)
-"""Maximum size of an evaluation's answer, which includes the saved files; JSON encodes a byte with up to six."""
+"""Maximum size of an evaluation's answer, saved files included. JSON may need six bytes to encode one."""
 
 
 @dataclass(frozen=True)

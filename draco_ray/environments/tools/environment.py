@@ -123,7 +123,9 @@ class ToolsEnvironment(Environment):
         order = {"do": "evaluate", "task": task, "end_state": end_state.decode("utf-8", "replace")}
         answer = await process.ask(order, "evaluate", seconds)
         if "evaluated" not in answer:
-            raise EnvironmentCrashed(str(answer.get("failed", "evaluate answered what cannot be read"))[:LONGEST_ERROR])
+            raise EnvironmentCrashed(
+                str(answer.get("failed", "evaluate sent a reply that cannot be parsed"))[:LONGEST_ERROR]
+            )
         return _verdict(task_id, answer["evaluated"])
 
     async def end_task(self) -> None:
@@ -240,7 +242,7 @@ class ToolWorld:
             match await self._process.ask(order, f"tool {name}", limit):
                 case {"text": str(text), "length": int(length)} if length >= len(text):
                     return self._told(text, length)
-            raise EnvironmentCrashed(f"tool {name} answered what cannot be read")
+            raise EnvironmentCrashed(f"tool {name} sent a reply that cannot be parsed")
         except (TimeoutError, asyncio.CancelledError) as error:
             # If this event loop was blocked, the caller's timeout may fire together with this call's timeout.
             if isinstance(error, asyncio.CancelledError) and asyncio.get_running_loop().time() < over_at:

@@ -160,7 +160,7 @@ class ToolProcess:
         with contextlib.suppress(ValueError, RecursionError):
             if isinstance(answer := json.loads(await self.ask_unread(order, what, timeout_seconds)), dict):
                 return answer
-        raise EnvironmentCrashed(f"{what} answered what cannot be read")
+        raise EnvironmentCrashed(f"{what} sent a reply that cannot be parsed")
 
     async def ask_unread(self, order: Mapping[str, Any], what: str, timeout_seconds: float) -> bytes:
         """`ask` that returns the answer unparsed."""

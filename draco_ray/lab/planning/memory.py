@@ -423,7 +423,7 @@ def _delta_bytes(delta: DeltaShape, width: int) -> int:
     keys, values, heads = delta.value_heads * delta.key_dim, delta.values, delta.value_heads
     # Before and after the convolution's activation.
     convolution = 2 * width * delta.channels
-    # All in float32: queries and keys in four stages each, values in three, five products within a chunk, its state.
+    # Float32 buffers: four each of queries and keys, three of values, five products within a chunk, the chunk's state.
     rule = FLOAT32 * (8 * keys + 3 * values + 5 * heads * DELTA_CHUNK + keys * delta.value_dim // DELTA_CHUNK)
     # In float32 no cast makes a contiguous copy, so four matrix products make their own.
     rule += 4 * FLOAT32 * keys if width == FLOAT32 else 0

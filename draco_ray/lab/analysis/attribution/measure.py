@@ -184,7 +184,7 @@ def loser_auroc(rollout: JudgedRollout) -> Observation | None:
 
 
 def push_share(rollout: JudgedRollout) -> Observation | None:
-    """The share of the push on planted steps; None if the advantage is not negative."""
+    """Share of the negative advantage that falls on planted steps; None if the advantage is not negative."""
     share = rollout.share
     if share is None or share.advantage >= 0:
         return None
