@@ -56,6 +56,9 @@ class PhaseSummary:
     looked_at: int = 0
     contradicted: int = 0
     """Number of verdicts whose justifications were read again, and of those that contradict it."""
+    passed: int = 0
+    applicable: int = 0
+    """Number of applicable verdicts of a scored rollout, and of those that passed."""
     prompt_cut: bool = False
     """Whether the prompt was cut."""
 

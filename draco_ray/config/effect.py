@@ -77,6 +77,8 @@ def judge_idle(config: DracoConfig) -> dict[str, str]:
         idle |= {f"judge.{key}": f"with judge.model={judge.model}: files are written and read" for key in keys}
     if not judge.jury:
         idle["judge.strong"] = "without judge.jury: it decides where judges differ"
+    if judge.held_out is None:
+        idle["watch.drift"] = "without judge.held_out"
     if judge.examples is None:
         idle["judge.max_examples"] = "without judge.examples"
     if config.algorithm.rule != "draco_calibrated" and ":" not in config.algorithm.rule:

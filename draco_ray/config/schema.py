@@ -418,6 +418,25 @@ class OtherJudgeConfig(Tree):
     """Environment variable with the key; null: ``<PROVIDER>_API_KEY``."""
 
 
+class HeldOutJudgeConfig(OtherJudgeConfig):
+    """A judge that scores a share of the rollouts and is never trained on (docs/faults.md)."""
+
+    model: str = ""
+    """LiteLLM model name with provider prefix; empty: the judge's own model, which needs ``rubric``."""
+    rubric: Path | None = None
+    """File with the criteria that it scores by, as of algorithm.static_rubric; null: the rubric of the group."""
+    share: float = Field(0.25, gt=0, le=1)
+    """Share of the rollouts that it scores."""
+
+    @model_validator(mode="after")
+    def _differs(self) -> Self:
+        if not self.model and self.rubric is None:
+            raise ValueError(
+                "judge.held_out: the judge itself, with the rubric that is trained on; expected a model or a rubric"
+            )
+        return self
+
+
 class JudgeConfig(Tree):
     """The judge: any LiteLLM model, or the policy itself."""
 
@@ -460,6 +479,8 @@ class JudgeConfig(Tree):
     """Decides only the criteria on which judge and jury differ."""
     fallbacks: tuple[OtherJudgeConfig, ...] = Field((), json_schema_extra=CONFIRMED)
     """Judges asked in turn if the judge fails to answer."""
+    held_out: HeldOutJudgeConfig | None = Field(None, json_schema_extra=CONFIRMED)
+    """Scores a share of the rollouts for comparison; its verdicts never reach a reward. See watch.drift."""
     prompts: Path = Path("prompts/judge")
     """Folder of the prompt set."""
     environment_facts: str | None = None
@@ -515,6 +536,11 @@ class JudgeConfig(Tree):
     )
     """Reference prices (Section "Evaluation") by model name without provider; for other models LiteLLM's prices
     apply."""
+
+    @property
+    def only_self(self) -> bool:
+        """Whether the policy is its own judge and no other model is asked."""
+        return self.self_judge.enabled and not (self.held_out and self.held_out.model)
 
     @property
     def key_variable(self) -> str:
@@ -750,6 +776,9 @@ class WatchConfig(Tree):
     """Number of consecutive steps without a group after which the run stops."""
     judge_failures: float = Field(0.5, gt=0, le=1)
     """Share of failed judge phases of a step above which the run stops."""
+    drift: Literal["off", "warn", "stop"] = "warn"
+    """What happens after a step in which the judge's pass rate has risen significantly against that of the held-out
+    judge (judge.held_out) since the start, a sign that the policy exploits the judge."""
     quiet_seconds: float = Field(600.0, gt=0)
     """Time without progress after which a message says what the run waits for; repeated at this interval."""
     heartbeat_seconds: float | None = Field(60.0, gt=0)

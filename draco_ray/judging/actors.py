@@ -152,11 +152,11 @@ class RepliesActor(ReplyCache):
 
 
 def start_judge_limiter(config: JudgeConfig, run: Path, run_name: str) -> tuple[Any, LimiterClient] | None:
-    """Start the limiter of a run; None where the policy is its own judge.
+    """Start the limiter of a run; None where the policy is its own judge, and no other is asked.
 
     Returns: the handle, to be kept for as long as the actor is to live, and the client for judge workers.
     """
-    return None if config.self_judge.enabled else start_limiter(JudgeLimiterActor, config, run, run_name)
+    return None if config.only_self else start_limiter(JudgeLimiterActor, config, run, run_name)
 
 
 def start_limiter(
@@ -174,7 +174,7 @@ def start_replies(config: JudgeConfig, run_name: str) -> tuple[Any, Any] | None:
         `ReplyCache` in all but type.
     Raises: StoreError: the store cannot be opened.
     """
-    if config.cache is None or config.self_judge.enabled:
+    if config.cache is None or config.only_self:
         return None
     # Open it here first: an error in an actor's constructor would look like the loss of the actor.
     ReplyCache(config.cache)
