@@ -12,7 +12,7 @@ GPU_PYTHON ?=
 # The sandbox of world, demo, ablation and bench-noise: standard, or hard (make demo WORLD=hard).
 WORLD ?= standard
 SANDBOX := $(if $(filter-out standard,$(WORLD)),sandbox-$(WORLD),sandbox)
-ADAPTERS := verifiers inspect art verl skyrl tinker
+ADAPTERS := verifiers inspect art verl skyrl tinker openrlhf
 FRAMEWORKS := agents langgraph smolagents
 UV_COMPILE := .venv-tools/bin/uv pip compile --python-version 3.11 --no-annotate --no-header --quiet
 DRACO := $(VENV)/bin/draco
@@ -23,7 +23,7 @@ export LITELLM_LOCAL_MODEL_COST_MAP := True
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-gpu setup-verifiers install-check lock lock-hashes lock-gpu world demo demo-real example-shop sample example-desk example-parcels example-hangman bench bench-overlap bench-learner bench-intervals gpu-check ablation bench-noise chaos mutate-method adapters-check frameworks-check check format docs test test-deployment test-all test-failed test-fast fuzz-replies clean release-check
+.PHONY: help setup setup-gpu setup-verifiers install-check lock lock-hashes lock-gpu world demo demo-real example-shop sample example-desk example-parcels example-hangman bench bench-overlap bench-judge-plans bench-judge-throughput bench-learner bench-intervals bench-staleness gpu-check gpu-step ablation bench-noise chaos mutate-method adapters-check frameworks-check check format docs test test-deployment test-all test-failed test-fast fuzz-replies clean release-check
 
 # List the targets.
 help:
@@ -71,7 +71,7 @@ $(GPU_VENV)/.bench-ready: requirements/gpu-bench.lock $(GPU_VENV)/.ready
 # Other trainers' packages, from the package index; some see torch, Ray and the like in the main environment.
 .venv-adapter-%/.ready: requirements/adapters/%.txt
 	test -x .venv-adapter-$*/bin/python || $(PYTHON) -m venv .venv-adapter-$*
-	.venv-adapter-$*/bin/python -m pip install --quiet --disable-pip-version-check $(if $(filter verl skyrl tinker,$*),--no-deps) $(PIP_ARGS) -r $<
+	.venv-adapter-$*/bin/python -m pip install --quiet --disable-pip-version-check $(if $(filter verl skyrl tinker openrlhf,$*),--no-deps) $(PIP_ARGS) -r $<
 	touch $@
 
 .venv-framework-%/.ready: requirements/frameworks/%.txt
@@ -145,13 +145,12 @@ world: setup
 demo: world
 	$(DRACO) train $(SANDBOX)
 
-# Train a real small language model (examples/library): fetch, demonstrations, then DRACO; goes on where it stopped (ARGS="train.steps=3").
+# Train a real small language model (examples/library): fetch, demonstrations, then the settings on held-out tasks; goes on where it stopped (ARGS="--seeds 1 --settings draco").
 demo-real: setup
 	test -d .cache/models/smollm2-135m || $(DRACO) model fetch smollm2-135m
 	mkdir -p .cache/library && $(VENV)/bin/python examples/library/demonstrations.py .cache/library
-	test -d .cache/library/policy || $(DRACO) sft examples/library/environment.yaml .cache/library/demonstrations.jsonl --epochs 2 --out .cache/library/policy
-	$(DRACO) train examples/library/environment.yaml --resume-or-start run.name=library run.root=.cache/library/runs model.path=.cache/library/policy $(ARGS)
-	$(DRACO) runs show .cache/library/runs/library
+	test -d .cache/library/policy || $(DRACO) sft examples/library/environment.yaml .cache/library/demonstrations.jsonl --epochs 2 --out .cache/library/policy learner.minibatch_prompts=16
+	$(VENV)/bin/python jobs/ablation.py --preset examples/library/environment.yaml --settings "draco no-credit outcome" --every 10 --runs-per-task 1 --root .cache/library/runs $(ARGS) model.path=.cache/library/policy
 
 # Train an agent with tools of its own (examples/shop): demonstrations, a policy from them, then DRACO (ten minutes).
 example-shop: setup
@@ -197,9 +196,9 @@ example-hangman: setup setup-verifiers
 examples: setup setup-verifiers
 	$(VENV)/bin/python jobs/train_examples.py $(ARGS)
 
-# Print the numbers of docs/benchmarks.md: three seeds, overlap with a slow judge, peak memory.
+# Print the numbers of docs/benchmarks.md: three seeds, overlap with a slow judge, peak memory; ARGS="--only deterministic": what engine.deterministic costs.
 bench: world
-	$(VENV)/bin/python jobs/bench.py
+	$(VENV)/bin/python jobs/bench.py $(ARGS)
 
 # Step time against its critical path, and against working phase by phase, e.g. make bench-overlap ARGS="--repeats 3".
 bench-overlap: world
@@ -240,6 +239,17 @@ gpu-check:
 		PYTHONPATH=$(CURDIR) $(or $(GPU_PYTHON),$(GPU_VENV)/bin/python) jobs/gpu_check.py $(ARGS); \
 	else echo "gpu-check: skipped: nvidia-smi lists no GPU here"; fi
 
+# A GRPO step of a whole model on one GPU, beside the plan; on CPUs: make gpu-step ARGS=--tiny GPU_PYTHON=.venv/bin/python.
+gpu-step:
+	@if [ -n "$(findstring --tiny,$(ARGS))" ] || nvidia-smi --list-gpus 2> /dev/null | grep -q .; then \
+		$(if $(GPU_PYTHON),true,$(MAKE) $(GPU_VENV)/.ready) && \
+		PYTHONPATH=$(CURDIR) $(or $(GPU_PYTHON),$(GPU_VENV)/bin/python) jobs/gpu_step.py $(ARGS); \
+	else echo "gpu-step: skipped: no GPU"; fi
+
+# Steps an hour and held-out gain at each train.staleness, over seeds, e.g. make bench-staleness ARGS="--steps 6 --seeds 1" (nights).
+bench-staleness: world
+	$(VENV)/bin/python jobs/bench_staleness.py $(ARGS)
+
 # Train every setting of the ablation, five seeds, with learning curves on held-out tasks, e.g. make ablation ARGS="--steps 6 --seeds 1" (nights).
 ablation: world
 	$(VENV)/bin/python jobs/ablation.py --preset $(SANDBOX) $(ARGS)
@@ -247,6 +257,14 @@ ablation: world
 # Train with a judge that is wrong in known shares and print what is left of the gain, e.g. make bench-noise ARGS="--seeds 1" (a night).
 bench-noise: world
 	$(VENV)/bin/python jobs/bench_noise.py --preset $(SANDBOX) $(ARGS)
+
+# Train under judge.plan=paper and lean and print tokens, dollars and held-out TGC, paired, e.g. make bench-judge-plans ARGS="--seeds 1" (20 minutes a seed).
+bench-judge-plans: world
+	$(VENV)/bin/python jobs/bench_judge_plans.py --preset $(SANDBOX) $(ARGS)
+
+# CPU time of a judge call on the client's side: ours, bare httpx, LiteLLM, RULER and Inspect where installed (a minute).
+bench-judge-throughput: setup
+	$(VENV)/bin/python jobs/bench_judge_throughput.py $(ARGS)
 
 # Kill one process after another in small sandbox runs and print what became of them (a minute or two each).
 chaos: world
@@ -256,7 +274,7 @@ chaos: world
 mutate-method: setup
 	$(VENV)/bin/python jobs/mutate.py $(ARGS)
 
-# The adapters with the real TRL, verl, SkyRL, Tinker, verifiers, Inspect and ART, each in an environment of its own (2 GB, ten minutes).
+# The adapters with the real TRL, verl, SkyRL, OpenRLHF, Tinker, verifiers, Inspect and ART, each in an environment of its own (2 GB, ten minutes).
 adapters-check: setup $(BENCH_VENV)/.ready $(ADAPTERS:%=.venv-adapter-%/.ready)
 	$(VENV)/bin/python -m pytest tests/integration/test_adapters_real.py -rs $(ARGS)
 

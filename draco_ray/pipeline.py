@@ -8,12 +8,16 @@
 
 Arrows pass object references: a trajectory is written once, and readers map that copy. A rollout is judged as soon as
 it ends, while others are still generating; a group's gradients are accumulated as soon as its advantages exist.
+
+``algorithm.merge_proposals`` joins the stage2 calls of a group, ``merge_verdicts`` score and credit of a rollout; with
+``rubric_visits`` a task's rubric is carried over to its next visit, where proposals extend it, and then kept.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+import math
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -25,11 +29,12 @@ from draco_ray.algorithm.rules import find_rule
 from draco_ray.config.schema import AlgorithmConfig
 from draco_ray.judging.held_out import HeldOutJudge, HeldOutScores
 from draco_ray.judging.judge import CallContext
-from draco_ray.judging.phases import Credit, Phase, Score, Stage1, Stage2, Union
+from draco_ray.judging.phases import Credit, Phase, Proposals, Rubric, Score, Stage1, Stage2, Union, Verdicts
 from draco_ray.judging.pool import Judgement, JudgePool
 from draco_ray.observability.logs import working_on
-from draco_ray.records import Message
+from draco_ray.records import Judged, Message
 from draco_ray.rollout.pool import FinishedRollout, RolloutPool
+from draco_ray.runs.carried import Carried
 from draco_ray.summaries import AdvantageSummary, PhaseSummary, RewardSummary, RolloutSummary
 
 MOST_GROUPS = 1_000_000
@@ -83,7 +88,8 @@ class Pipeline:
     """Runs groups through the graph. ``keep`` stores results; ``watch`` is called at every change.
 
     ``wait`` is a context manager, entered with a kind and a name while waiting. ``static_rubric`` is a reference to the
-    fixed rubric as a `Judged`, if there is one; ``held_out`` scores some rollouts for comparison.
+    fixed rubric as a `Judged`, if there is one. ``carried`` is what tasks carry over into the first step. ``held_out``
+    scores some rollouts for comparison.
     """
 
     def __init__(
@@ -96,6 +102,7 @@ class Pipeline:
         *,
         static_rubric: Any = None,
         held_out: HeldOutJudge | None = None,
+        carried: Mapping[str, Carried] | None = None,
         seed: int = 0,
         watch: Callable[[Group], None] = lambda group: None,
         wait: Wait = lambda kind, which: nullcontext(),
@@ -107,23 +114,37 @@ class Pipeline:
         self._advantages = advantages
         self._keep = keep
         self._static, self._held_out = static_rubric, held_out
+        self._carried, self._visits = dict(carried or {}), dict[str, asyncio.Lock]()
         self._seed = seed
         self._watch, self._wait = watch, wait
 
     async def run(self, group: Group) -> ray.ObjectRef[Any] | None:
         """Run one group; returns a reference to its training samples, or None if it failed."""
+        if self._config.rubric_visits is None:
+            return await self._run(group)
+        # With staleness a task's next visit may begin before this one has a rubric to carry over.
+        async with self._visits.setdefault(group.task_id, asyncio.Lock()):
+            return await self._run(group)
+
+    async def _run(self, group: Group) -> ray.ObjectRef[Any] | None:
         working_on(group.name)
-        stage1 = asyncio.create_task(self._stage1(group)) if self._dynamic else None
-        if stage1 is not None:
-            # If a rollout fails first, retrieve this error, which asyncio would otherwise log.
-            stage1.add_done_callback(lambda task: task.cancelled() or task.exception())
+        existing = self._existing(group)
+        if not isinstance(existing, asyncio.Task):
+            return await self._played(group, existing)
+        # If a rollout fails first, retrieve this error, which asyncio would otherwise log.
+        existing.add_done_callback(lambda task: task.cancelled() or task.exception())
         try:
-            members = await gather_or_cancel(
-                self._member(group, rollout, stage1) for rollout in range(self._config.group_size)
-            )
+            return await self._played(group, existing)
         finally:
-            if stage1 is not None and not stage1.done():
-                stage1.cancel()
+            existing.cancel()
+
+    async def _played(
+        self, group: Group, existing: asyncio.Task[Judgement] | Judged[Rubric] | None
+    ) -> ray.ObjectRef[Any] | None:
+        """rollout ×G, and all that follows."""
+        members = await gather_or_cancel(
+            self._member(group, rollout, existing) for rollout in range(self._config.group_size)
+        )
         played = [member for member in members if member is not None]
         group.state = GroupState.ROLLED
         self._watch(group)
@@ -131,8 +152,15 @@ class Pipeline:
             self._failed(group, f"{len(played)} of {self._config.group_size} rollouts finished, 2 are needed")
             return None
         if self._config.reward == "rubric":
-            return await self._rubric_reward(group, [m for m, _ in played], [p for _, p in played if p], stage1)
+            return await self._rubric_reward(group, [m for m, _ in played], [p for _, p in played if p], existing)
         return await self._plain_reward(group, [m for m, _ in played])
+
+    def _existing(self, group: Group) -> asyncio.Task[Judgement] | Judged[Rubric] | None:
+        """What proposals add to: stage1's criteria or the rubric carried over; None if there are no proposals."""
+        carried = self._carried.get(group.task_id, Carried())
+        if not self._dynamic or carried.visits >= (self._config.rubric_visits or math.inf):
+            return None
+        return Judged(value=carried.rubric) if carried.rubric else asyncio.create_task(self._stage1(group))
 
     @property
     def _dynamic(self) -> bool:
@@ -142,7 +170,7 @@ class Pipeline:
         return await self._ask(group, Stage1, messages=group.prompt)
 
     async def _member(
-        self, group: Group, rollout: int, stage1: asyncio.Task[Judgement] | None
+        self, group: Group, rollout: int, existing: asyncio.Task[Judgement] | Judged[Rubric] | None
     ) -> tuple[FinishedRollout, Judgement | None] | None:
         """rollout ──► stage2, without waiting for the rest of the group."""
         working_on(group.name, rollout)
@@ -158,41 +186,33 @@ class Pipeline:
         with self._wait("writing of a rollout", f"{group.name}/{rollout}"):
             await self._keep.trajectory.remote(group.step, member.trajectory)
         self._watch(group)
-        if stage1 is None:
+        if existing is None or self._config.merge_proposals:
             return member, None
-        existing = (await stage1).judged
-        return member, await self._ask(group, Stage2, member, trajectory=member.trajectory, existing=existing)
+        known = existing if isinstance(existing, Judged) else (await existing).judged
+        return member, await self._ask(group, Stage2, member, trajectory=member.trajectory, existing=known)
 
     async def _rubric_reward(
         self,
         group: Group,
         members: list[FinishedRollout],
         proposals: list[Judgement],
-        stage1: asyncio.Task[Judgement] | None,
+        existing: asyncio.Task[Judgement] | Judged[Rubric] | None,
     ) -> ray.ObjectRef[Any] | None:
         """union ──► score ×G ──► credit ×G ──► advantages."""
-        rubric = self._static
-        if stage1 is not None:
-            proposals = [await stage1, *proposals]
-            if not any(proposal.ok for proposal in proposals):
-                self._failed(group, "no rubric: stage1 and every stage2 call failed")
+        if existing is not None:
+            rubric = await self._rubric(group, members, proposals, existing)
+            if rubric is None:
                 return None
-            union = await self._ask(
-                group,
-                Union,
-                messages=group.prompt,
-                candidates=[proposal.judged for proposal in proposals],
-                trajectories=[member.trajectory for member in members],
-                doubtful=[m.rollout for m, stage2 in zip(members, proposals[1:], strict=True) if not stage2.ok],
-            )
-            rubric = union.judged
-            if not union.ok:
-                self._failed(group, f"no rubric: {union.summary.error}")
-                return None
+        elif self._dynamic:
+            rubric = Judged(value=self._carried[group.task_id].rubric)
+        else:
+            rubric = self._static
         group.state = GroupState.MERGED
 
+        merged = self._config.merge_verdicts and self._cites
         scores = await gather_or_cancel(
-            self._ask(group, Score, member, trajectory=member.trajectory, rubric=rubric) for member in members
+            self._ask(group, Verdicts if merged else Score, member, trajectory=member.trajectory, rubric=rubric)
+            for member in members
         )
         numbers = [member.rollout for member in members]
         if self._held_out is not None:
@@ -209,8 +229,10 @@ class Pipeline:
         group.state = GroupState.SCORED
         self._watch(group)
 
-        credits = None
-        if self._credit_matters(group.reward):
+        credits: list[Judgement | None] | None = None
+        if merged:
+            credits = [*scores]
+        elif self._credit_matters(group.reward):
             credits = await gather_or_cancel(
                 self._credit(group, group.reward, member, rubric, score)
                 for member, score in zip(members, scores, strict=True)
@@ -223,6 +245,49 @@ class Pipeline:
             None if credits is None else [credit and credit.judged for credit in credits],
         )
         return await self._credited(group, rubric, result)
+
+    async def _rubric(
+        self,
+        group: Group,
+        members: list[FinishedRollout],
+        proposals: list[Judgement],
+        existing: asyncio.Task[Judgement] | Judged[Rubric],
+    ) -> Any:
+        """The group's rubric, as a reference or itself: a new one, or that of the last visit with what is added.
+
+        Returns: None if there is none: the group has failed.
+        """
+        stage1 = None if isinstance(existing, Judged) else await existing
+        trajectories = [member.trajectory for member in members]
+        if merged := self._config.merge_proposals:
+            known = existing if stage1 is None else stage1.judged
+            proposals = [
+                await self._ask(group, Proposals, messages=group.prompt, candidates=known, trajectories=trajectories)
+            ]
+        written = proposals if stage1 is None else [stage1, *proposals]
+        if stage1 is not None and not any(each.ok for each in written):
+            self._failed(group, "no rubric: stage1 and every proposal failed")
+            return None
+        if stage1 is None and merged:
+            return await self._extended(existing, proposals[0])
+        union = await self._ask(
+            group,
+            Union,
+            messages=group.prompt,
+            candidates=[each.judged for each in written],
+            trajectories=trajectories,
+            doubtful=[] if merged else [m.rollout for m, each in zip(members, proposals, strict=True) if not each.ok],
+        )
+        if stage1 is None:
+            return await self._extended(existing, union)
+        if not union.ok:
+            self._failed(group, f"no rubric: {union.summary.error}")
+            return None
+        return union.judged
+
+    async def _extended(self, carried: Any, added: Judgement) -> Judged[Rubric]:
+        """The rubric carried over with what was added, if anything."""
+        return Judged(value=(*carried.value, *((await _value(added.judged)).value or ())))
 
     async def _plain_reward(self, group: Group, members: list[FinishedRollout]) -> ray.ObjectRef[Any]:
         """The settings without a rubric: the environment's evaluator, or random rewards."""
@@ -267,6 +332,9 @@ class Pipeline:
         with self._wait("advantages", group.name):
             group.advantage = await summary
         group.state = GroupState.CREDITED
+        if self._config.rubric_visits is not None and self._dynamic and (value := (await _value(rubric)).value):
+            visits = self._carried.get(group.task_id, Carried()).visits + 1
+            self._carried[group.task_id] = Carried(visits=visits, rubric=value)
         self._keep.group.remote(group.step, group.task_id, rubric, advantages, step_tokens, self._row(group))
         self._watch(group)
         return samples
@@ -297,6 +365,12 @@ class Pipeline:
             "credit_failures": sum(p.phase == Credit.name and p.error is not None for p in group.phases),
             "reason": group.reason,
         }
+
+
+async def _value(judged: Any) -> Judged[Any]:
+    """A phase's result, itself or by reference."""
+    found: Judged[Any] = judged if isinstance(judged, Judged) else await judged
+    return found
 
 
 async def gather_or_cancel(work: Iterable[Awaitable[Any]]) -> list[Any]:

@@ -267,7 +267,7 @@ class Criterion:
     description: str
     evaluator_instruction: str
     source: str = ""
-    """Where it was proposed: ``stage1``, ``stage2/<rollout>``, ``union`` or ``static``."""
+    """Where it was proposed: ``stage1``, ``stage2/<rollout>``, ``proposals``, ``union`` or ``static``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -277,6 +277,8 @@ class ScoredCriterion:
     verdict: Verdict
     evidence: str = ""
     justification: str = ""
+    steps: tuple[int, ...] | None = None
+    """The steps responsible, as of `Attribution.steps`, if the same call named them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -290,6 +292,14 @@ class Attribution:
     steps: tuple[int, ...]
     """1-based step numbers, ascending, unique, within the trajectory."""
     explanation: str = ""
+
+    @classmethod
+    def of_scores(cls, scores: Iterable[ScoredCriterion]) -> tuple[Attribution, ...]:
+        """The attributions that a call gave together with its verdicts."""
+        return tuple(
+            cls(criterion=index, verdict=score.verdict, steps=score.steps or (), explanation=score.justification)
+            for index, score in enumerate(scores)
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,7 +1,7 @@
-"""Train every setting of the ablation on the sandbox, follow each run on held-out tasks, and print tables as Markdown.
+"""Train every setting of the ablation, follow each run on held-out tasks, and print tables as Markdown.
 
 python jobs/ablation.py [--steps 10] [--seeds 5] [--first-seed 0] [--every 2] [--settings "draco no-credit"]
-                        [--runs-per-task 3] [--root DIR] [--measured DIR] [--print-only]
+                        [--runs-per-task 3] [--preset PRESET] [--root DIR] [--measured DIR] [--print-only]
 
 A run plays the held-out tasks before training, after every second step unless told, and after the last. It goes on
 where it was stopped, and after each run everything is printed from what there is: the settings after their last step,
@@ -23,10 +23,10 @@ import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
-from measured import REFERENCE_JUDGE, SANDBOX, Measured, Spend, Wanted, default_steps, of_one_policy
+from measured import REFERENCE_JUDGE, Measured, Spend, Wanted, default_steps, of_one_policy, of_preset
 
 from draco_ray.lab.evaluation.intervals import Interval
 from draco_ray.lab.evaluation.measures import (
@@ -221,7 +221,9 @@ def main(
     settings: Annotated[str, typer.Option(help="Settings to train, separated by spaces.")] = SETTINGS,
     every: Annotated[int, typer.Option(min=1, help="Evaluate after every so many steps, and before the first.")] = 2,
     runs_per_task: Annotated[int, typer.Option(min=1, help="Evaluation rollouts per task: n of pass^k.")] = 3,
-    preset: Annotated[Literal["sandbox", "sandbox-hard"], typer.Option(help="Which sandbox.")] = "sandbox",
+    preset: Annotated[
+        str, typer.Option(help="A sandbox's preset, or a YAML file: one that has a rule judge.")
+    ] = "sandbox",
     root: Annotated[Path | None, typer.Option(help="Where the runs go; interrupted ones there are continued.")] = None,
     measured: Annotated[
         Path | None, typer.Option(help="Where figures of finished runs are, a file each; ROOT/measured.")
@@ -232,7 +234,7 @@ def main(
     ] = None,
 ) -> None:
     """Train and evaluate all, the first seed of every setting first; print tables and curves after each run."""
-    root = (root or Path(f"runs/ablation{preset.removeprefix(SANDBOX)}")).resolve()
+    root = (root or Path(f"runs/ablation{of_preset(preset)}")).resolve()
     last, measured = steps or default_steps(preset), measured or root / "measured"
     found: dict[str, dict[int, Measured]] = {name: {} for name in settings.split()}
     waiting: list[Wanted] = []

@@ -1,6 +1,6 @@
 """Print the numbers of docs/benchmarks.md as Markdown: three seeds of the demo, and the overlap behind a slow judge.
 
-python jobs/bench.py [--seeds 3] [--only learning|overlap]
+python jobs/bench.py [--seeds 3] [--only learning|overlap|deterministic]
 """
 
 from __future__ import annotations
@@ -88,9 +88,36 @@ def overlap(root: Path) -> None:
     print(f"\nhidden over all steps: {hidden / total:.0%}")
 
 
+def deterministic(root: Path) -> None:
+    """What `engine.deterministic` costs: sampled tokens a second of generation, seconds of learning and of a step."""
+    print("\n## What engine.deterministic costs (the second of two steps)\n")
+    print("| engine.deterministic | sampled tokens/s | learning (s) | step (s) | load average |")
+    print("|---|---|---|---|---|")
+    rates = {}
+    for value in ("false", "true"):
+        directory, _, _ = run(
+            root,
+            f"deterministic-{value}",
+            f"engine.deterministic={value}",
+            "train.steps=2",
+            "train.evaluate_before_after=false",
+        )
+        line = directory.metrics()[-1]
+        sampled = sum(int(sum(mask)) for mask in directory.table("trajectories", 2, ["sampled"])["sampled"].to_pylist())
+        rates[value] = sampled / line["seconds_generation"]
+        print(
+            f"| {value} | {rates[value]:.0f} | {line['seconds_learning']:.0f} | {line['seconds']:.0f} | "
+            f"{os.getloadavg()[0]:.1f} |",
+            flush=True,
+        )
+    print(f"\ndeterministic sampling has {rates['true'] / rates['false']:.0%} of the usual speed")
+
+
 def main(
     seeds: Annotated[int, typer.Option(min=1, help="Seeds of the demo to train.")] = 3,
-    only: Annotated[str | None, typer.Option(help="learning or overlap; both by default.")] = None,
+    only: Annotated[
+        str | None, typer.Option(help="learning, overlap or deterministic; the first two by default.")
+    ] = None,
 ) -> None:
     """Run the benchmarks; takes about seven minutes a seed and three for the overlap."""
     memory = psutil.virtual_memory().total / 2**30
@@ -98,10 +125,12 @@ def main(
         f"Machine: {platform.machine()}, {os.cpu_count()} cores, {memory:.0f} GiB, Python {platform.python_version()}"
     )
     with tempfile.TemporaryDirectory() as folder:
-        if only != "overlap":
+        if only in (None, "learning"):
             learning(Path(folder), seeds)
-        if only != "learning":
+        if only in (None, "overlap"):
             overlap(Path(folder))
+        if only == "deterministic":
+            deterministic(Path(folder))
 
 
 if __name__ == "__main__":

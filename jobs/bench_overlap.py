@@ -20,7 +20,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Awaitable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -52,7 +52,7 @@ from draco_ray.training.trainer import TaskOrder, streamed_update
 
 GROUP, SLOTS = 3, 9
 WARM_UP_SPEED = 1e6
-STEP_SECONDS = 600.0
+STEP_SECONDS = 3600.0
 """A step that takes longer has lost something."""
 FAULTS: tuple[frozenset[Fault], ...] = (
     frozenset(),
@@ -97,8 +97,13 @@ CELLS = {
         Cell(name="judge-bound", engine=300.0, judge=4.0, learner=4000.0),
         Cell(name="learner-bound", engine=300.0, judge=0.5, learner=300.0, updates=1),
         Cell(name="wide", engine=200.0, judge=2.0, learner=1500.0, prompts=16, updates=1),
+        # Half an hour on two cores with its work phase by phase: only where it is named.
+        Cell(name="256-groups", engine=200.0, judge=2.0, learner=1500.0, prompts=256, updates=4),
     )
 }
+USUAL = [name for name, cell in CELLS.items() if cell.prompts < 256]
+WARM_UP_PROMPTS = 16
+MIB = 2**20
 
 
 def scripts(family: Family, tokenizer: Any, chat: ChatTokens) -> tuple[Script, ...]:
@@ -201,6 +206,31 @@ class Measured:
         return len(done)
 
 
+class Machinery:
+    """CPU time of raylet, memory of the driver and bytes in the object store, before and after a step."""
+
+    def __init__(self) -> None:
+        self._raylets = [each for each in psutil.Process().children(recursive=True) if each.name() == "raylet"]
+        self._cpu, self._memory = self._seconds(), self._held()
+
+    def _seconds(self) -> float:
+        return sum(sum(each.cpu_times()[:2]) for each in self._raylets)
+
+    @staticmethod
+    def _held() -> tuple[float, float]:
+        used = ray.cluster_resources()["object_store_memory"] - ray.available_resources()["object_store_memory"]
+        return psutil.Process().memory_info().rss / MIB, used / MIB
+
+    def said(self, groups: int) -> str:
+        """A line of what changed."""
+        (driver, store), (driver_now, store_now) = self._memory, self._held()
+        return (
+            f"raylet: {1000 * (self._seconds() - self._cpu) / groups:.0f} CPU ms a group; driver {driver:.0f} MiB at "
+            f"first, {driver_now:.0f} at last; object store {store:.0f} MiB at first, {store_now:.0f} at last; load "
+            f"average {os.getloadavg()[0]:.1f}"
+        )
+
+
 class Bench:
     """The actors of the cells with one speed of the judge, and their steps."""
 
@@ -210,8 +240,8 @@ class Bench:
         self._run = run
         self._tasks = TaskOrder(list(prompts), config.train.prompts_per_step, config.seed).tasks(1)
 
-    async def measure(self, cells: Sequence[Cell], repeats: int) -> None:
-        """Print each cell's step as it is trained, and phase by phase."""
+    async def measure(self, cells: Sequence[Cell], repeats: int, *, barriers: bool) -> None:
+        """Print each cell's step as it is trained and, with ``barriers``, phase by phase."""
         name = self._run.path.name
         engine = start_paced_engine(repertoire(self._config, self._tasks), WARM_UP_SPEED, name)
         self._actors = Actors(self._config, self._run, engines=[engine])
@@ -220,14 +250,16 @@ class Bench:
         try:
             await self._actors.start()
             # Every process has then imported what it needs, and every slot has an AppWorld.
-            await self._step(cells[0], barriers=False)
+            await self._step(replace(cells[0], prompts=min(WARM_UP_PROMPTS, cells[0].prompts)), barriers=False)
             for cell in cells:
                 await engine.set_speed.remote(cell.engine)
                 await self._learner.set_pace(LearnerPace(tokens_per_second=cell.learner))
                 for _ in range(repeats):
+                    machinery = Machinery()
                     streamed = await self._step(cell, barriers=False)
-                    phased = await self._step(cell, barriers=True)
-                    print(row(cell, streamed, phased), flush=True)
+                    said = machinery.said(cell.prompts)
+                    phased = await self._step(cell, barriers=True) if barriers else None
+                    print(f"{row(cell, streamed, phased)} {said} |", flush=True)
         finally:
             await self._actors.stop()
             self._learner.stop()
@@ -271,7 +303,7 @@ def configuration(
             f"run.root={root}",
             f"environment.slots={SLOTS}",
             f"environment.slots_per_worker={SLOTS}",
-            f"train.prompts_per_step={max(cell.prompts for cell in CELLS.values())}",
+            f"train.prompts_per_step={max(CELLS[name].prompts for name in USUAL)}",
             f"algorithm.group_size={GROUP}",
             "agent.max_response_length=8192",
             "agent.max_turn_tokens=2048",
@@ -285,14 +317,15 @@ def configuration(
     )
 
 
-def row(cell: Cell, streamed: Measured, phased: Measured) -> str:
-    """A line of the table."""
+def row(cell: Cell, streamed: Measured, phased: Measured | None) -> str:
+    """A line of the table but for its last column."""
     longest = ", ".join(f"{stage} {seconds:.1f}" for stage, seconds in streamed.bound.by_stage.items())
-    parts = " : ".join(f"{part:.1f}" for part in phased.parts)
+    parts = " : ".join(f"{part:.1f}" for part in (phased or streamed).parts)
+    gain = "| - | - |" if phased is None else f"| {phased.seconds:.2f} | {phased.seconds / streamed.seconds:.2f}x |"
     return (
         f"| {cell.name} | {cell.prompts} | {cell.updates} | {parts} | {streamed.seconds:.2f} | "
-        f"{streamed.bound.seconds:.2f} | {streamed.seconds / streamed.bound.seconds:.2f} | {phased.seconds:.2f} | "
-        f"{phased.seconds / streamed.seconds:.2f}x | {streamed.early} of {cell.prompts} | {longest} |"
+        f"{streamed.bound.seconds:.2f} | {streamed.seconds / streamed.bound.seconds:.3f} {gain} "
+        f"{streamed.early} of {cell.prompts} | {longest} |"
     )
 
 
@@ -305,10 +338,11 @@ def session(config: DracoConfig) -> Iterator[DracoConfig]:
 
 
 def main(
-    cells: Annotated[str, typer.Option(help=f"Of: {' '.join(CELLS)}.")] = " ".join(CELLS),
+    cells: Annotated[str, typer.Option(help=f"Of: {' '.join(CELLS)}.")] = " ".join(USUAL),
     repeats: Annotated[int, typer.Option(min=1, help="Measurements of each.")] = 1,
     world: Annotated[Path, typer.Option(help="Data root of a sandbox world.")] = Path(".cache/sandbox"),
     model: Annotated[Path, typer.Option(help="The starter policy; its tokenizer is used.")] = Path(".cache/starter"),
+    barriers: Annotated[bool, typer.Option(help="Do the same work phase by phase, too.")] = True,
 ) -> None:
     """Measure every cell and print the table; about a minute a cell on a quiet machine."""
     if unknown := [name for name in cells.split() if name not in CELLS]:
@@ -319,18 +353,24 @@ def main(
         f"load average {os.getloadavg()[0]:.1f} at the start\n\n"
         f"{GROUP} rollouts a prompt on {SLOTS} slots. Seconds.\n\n"
         "| cell | prompts | updates | generation : judging : learning | step | bound | step / bound | phase by phase | "
-        "gain | learned before the last rollout ended | longest path |\n|---|---|---|---|---|---|---|---|---|---|---|",
+        "gain | learned before the last rollout ended | longest path | machinery |\n|{'---|' * 12}",
         flush=True,
     )
     with tempfile.TemporaryDirectory() as folder:
         chosen = sorted((CELLS[name] for name in cells.split()), key=lambda cell: cell.judge)
         for seconds, alike in itertools.groupby(chosen, key=lambda cell: cell.judge):
-            config = configuration(world.resolve(), model.resolve(), Path(folder), seconds)
+            config = configuration(
+                world.resolve(),
+                model.resolve(),
+                Path(folder),
+                seconds,
+                [f"train.prompts_per_step={max(cell.prompts for cell in chosen)}"],
+            )
             environment = make_environment(config.environment, config.data)
             run = RunDirectory.create(Path(folder) / f"judge-{seconds}", "")
             with session(config) as final:
                 bench = Bench(final, usable_prompts(config, environment, Console(quiet=True)), run)
-                asyncio.run(bench.measure(list(alike), repeats))
+                asyncio.run(bench.measure(list(alike), repeats, barriers=barriers))
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import glob
+import json
 import os
 import secrets
 import shutil
@@ -61,6 +62,33 @@ RAY = ("-m", "ray.scripts.scripts")
 """Arguments of Python that run `ray`."""
 HEAD_ATTEMPTS = 3
 """Ray gives a head 30 s to start, which a busy machine may miss."""
+
+
+ADAPTERS, CACHE, CLOCK, BALLAST = "adapters", "replies", "clock", "ballast"
+"""Names in the folder of the runs."""
+SMALL_CACHE_MIB = 64
+SMALL_RAY_STORE_MIB = 150
+LOUD = """
+from draco_ray.environments.appworld.environment import AppWorldEnvironment
+
+
+class LoudEnvironment(AppWorldEnvironment):
+    async def open(self, task_id):
+        world = await super().open(task_id)
+        quiet = world.act
+
+        async def act(action):
+            return await quiet("print('x' * 50_000_000)\\n" + action)
+
+        object.__setattr__(world, "act", act)
+        return world
+"""
+OWN_CLOCK = """
+import os, time
+_back, _time = os.path.join(os.path.dirname(__file__), "back"), time.time
+time.time = lambda: _time() - 3600 * os.path.exists(_back)
+"""
+"""Stands in for the machine's clock, which a job cannot change: Python's `time.time`, without Ray's own C++."""
 
 
 def actors(driver: int, kind: str) -> list[int]:
@@ -176,9 +204,7 @@ def fill_object_store(scene: Scene, victims: Sequence[int]) -> None:
 def fill_folder(scene: Scene, victims: Sequence[int]) -> None:
     """Write until nothing more fits into Ray's folder."""
     assert scene.head is not None
-    with contextlib.suppress(OSError), (scene.head.folder / "ballast").open("wb", buffering=0) as ballast:
-        while True:
-            ballast.write(bytes(1 << 20))
+    fill(scene.head.folder)
 
 
 def take_data(scene: Scene, victims: Sequence[int]) -> None:
@@ -204,6 +230,124 @@ class Fault:
     head: Callable[[Path], contextlib.AbstractContextManager[Head]] | None = None
     """Starts the Ray that the run joins; None: it starts one itself."""
     own_world: bool = False
+    at: Callable[[Path, int], bool] | None = None
+    """Whether to strike, from the run's directory and its driver; None: a rollout of the last step is on disk."""
+    prepare: Callable[[Path, contextlib.ExitStack], Sequence[str]] | None = None
+    """Makes what the fault needs in a folder, until the run has ended; returns more overrides."""
+    between: Callable[[Path, Path], None] | None = None
+    """Changes run directory or world before the run is continued."""
+    refused: bool = False
+    """Whether the run must not be continued."""
+
+
+def nothing(scene: Scene, victims: Sequence[int]) -> None:
+    """The run's own settings are the fault."""
+
+
+def in_the_last_step(run: Path, driver: int) -> bool:
+    """A rollout of it is on disk."""
+    return any((run / "tables" / "trajectories").glob(f"step{STEPS:05d}/*.arrow"))
+
+
+def in_the_first_start(run: Path, driver: int) -> bool:
+    """The first engine's process has begun."""
+    return bool(processes(driver, "VLLM::EngineCore"))
+
+
+def in_an_evaluation(run: Path, driver: int) -> bool:
+    """A held-out rollout of the untrained policy is on disk, and no step has begun."""
+    return any((run / "tables" / "evaluation_trajectories").glob("step00000/*.arrow"))
+
+
+def in_a_sync(run: Path, driver: int) -> bool:
+    """The first trained adapter is being handed to an engine."""
+    return any((run.parent / ADAPTERS).glob("*/v1-*")) or any((run.parent / ADAPTERS).glob("*/*/v1-*"))
+
+
+def own_adapters(root: Path, stack: contextlib.ExitStack) -> Sequence[str]:
+    """A folder of adapters that no other run uses."""
+    return (f"engine.adapter_directory={root / ADAPTERS}",)
+
+
+def small_cache(root: Path, stack: contextlib.ExitStack) -> Sequence[str]:
+    """Judge replies on a file system of their own."""
+    (root / CACHE).mkdir(exist_ok=True)
+    stack.enter_context(mounted(root / CACHE, SMALL_CACHE_MIB))
+    return (f"judge.cache={root / CACHE}",)
+
+
+def fill_cache(scene: Scene, victims: Sequence[int]) -> None:
+    """Write until no byte more fits beside the judge's replies."""
+    fill(scene.world.parent / CACHE)
+
+
+def empty_cache(run: Path, world: Path) -> None:
+    """Make room again, as whoever continues the run would."""
+    (run.parent / CACHE / BALLAST).unlink()
+
+
+def fill(folder: Path) -> None:
+    """Write until nothing more fits."""
+    with contextlib.suppress(OSError), (folder / BALLAST).open("wb", buffering=0) as ballast:
+        for size in (1 << 20, 1):
+            with contextlib.suppress(OSError):
+                while True:
+                    ballast.write(bytes(size))
+
+
+def loud_world(root: Path, stack: contextlib.ExitStack) -> Sequence[str]:
+    """Every action prints 50 MB first."""
+    (root / "loud.py").write_text(LOUD, encoding="utf-8")
+    return (f"environment.use={root / 'loud.py'}:LoudEnvironment",)
+
+
+def own_clock(root: Path, stack: contextlib.ExitStack) -> Sequence[str]:
+    """Every Python process of the run reads its time from a clock that `set_clock_back` changes."""
+    (root / CLOCK).mkdir(exist_ok=True)
+    (root / CLOCK / "sitecustomize.py").write_text(OWN_CLOCK, encoding="utf-8")
+    before = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(root / CLOCK), *([before] if before else [])])
+
+    def restore() -> None:
+        os.environ.pop("PYTHONPATH")
+        os.environ.update({} if before is None else {"PYTHONPATH": before})
+
+    stack.callback(restore)
+    return ()
+
+
+def set_clock_back(scene: Scene, victims: Sequence[int]) -> None:
+    """By an hour, for the rest of the run."""
+    (scene.world.parent / CLOCK / "back").touch()
+
+
+def set_clock_back_and_kill(scene: Scene, victims: Sequence[int]) -> None:
+    """Both, so that the run goes on at an earlier time than it began."""
+    set_clock_back(scene, victims)
+    kill(scene, victims)
+
+
+def edit_tasks(run: Path, world: Path) -> None:
+    """Ask something else in every task."""
+    for specs in world.glob("data/tasks/*/specs.json"):
+        told = json.loads(specs.read_text(encoding="utf-8"))
+        specs.write_text(json.dumps(told | {"instruction": f"{told['instruction']} Now."}), encoding="utf-8")
+
+
+def upgrade_packages(run: Path, world: Path) -> None:
+    """Let the run have been made by other versions: those that its manifest names, one before ours."""
+    manifest = run / "manifest.json"
+    if manifest.exists():
+        said = json.loads(manifest.read_text(encoding="utf-8"))
+        said["machine"] |= dict.fromkeys(said["machine"].keys() - {"machine", "instructions"}, "0.0.1")
+        manifest.write_text(json.dumps(said), encoding="utf-8")
+
+
+def another_schema(run: Path, world: Path) -> None:
+    """Let the run directory be of a version that is not ours."""
+    file = run / "run.json"
+    said = json.loads(file.read_text(encoding="utf-8"))
+    file.write_text(json.dumps(said | {"schema_version": said["schema_version"] + 1}), encoding="utf-8")
 
 
 def everything(scene: Scene) -> list[int]:
@@ -302,6 +446,7 @@ def mounted(folder: Path, mib: int) -> Iterator[None]:
 
 
 JUDGE_SERVER, NODE = "judge server", "node"
+EVALUATED = ("train.evaluate_before_after=true", "data.eval_tasks=8")
 FAULTS: dict[str, Fault] = {
     "rollout worker": Fault(find=of_kind("RolloutWorkerActor", 1)),
     "AppWorld child": Fault(find=of_words("world_template")),
@@ -344,6 +489,32 @@ FAULTS: dict[str, Fault] = {
     ),
     "Ray's folder full": Fault(find=of_head, strike=fill_folder, head=partial(ray_head, folder_mib=SMALL_FOLDER_MIB)),
     "data gone": Fault(find=the_driver, strike=take_data, own_world=True),
+    "run store stopped": Fault(find=of_kind("RunStoreActor"), strike=stop_for_a_while, held=False),
+    "driver, first start": Fault(find=the_driver, held=False, at=in_the_first_start),
+    "engine core, first start": Fault(find=of_words("VLLM::EngineCore"), held=False, at=in_the_first_start),
+    "driver, evaluation": Fault(find=the_driver, held=False, at=in_an_evaluation, settings=EVALUATED),
+    "engine core, evaluation": Fault(
+        find=of_words("VLLM::EngineCore"), held=False, at=in_an_evaluation, settings=EVALUATED
+    ),
+    "driver, sync": Fault(find=the_driver, held=False, at=in_a_sync, prepare=own_adapters),
+    "engine core, sync": Fault(find=of_words("VLLM::EngineCore"), held=False, at=in_a_sync, prepare=own_adapters),
+    "cache's disk full": Fault(
+        find=the_driver, strike=fill_cache, held=False, own_world=True, prepare=small_cache, between=empty_cache
+    ),
+    "object store of 150 MB": Fault(
+        find=the_driver, strike=nothing, held=False, settings=(f"ray.object_store_mib={SMALL_RAY_STORE_MIB}",)
+    ),
+    "outputs of 50 MB": Fault(find=the_driver, strike=nothing, held=False, prepare=loud_world),
+    "clock set back": Fault(find=the_driver, strike=set_clock_back, held=False, own_world=True, prepare=own_clock),
+    "clock set back, driver": Fault(
+        find=the_driver,
+        strike=set_clock_back_and_kill,
+        own_world=True,
+        prepare=own_clock,
+    ),
+    "tasks edited": Fault(find=the_driver, own_world=True, between=edit_tasks),
+    "packages upgraded": Fault(find=the_driver, between=upgrade_packages),
+    "another schema": Fault(find=the_driver, between=another_schema, refused=True),
 }
 
 
@@ -373,6 +544,8 @@ def strike(name: str, root: Path, world: Path, model: Path) -> Outcome:
         book = root / f"{called}.answered"
         judge = stack.enter_context(JudgeServer(latency=JUDGE_SECONDS, answered=book))
         head = None if fault.head is None else stack.enter_context(fault.head(root))
+        struck = stack.enter_context(contextlib.ExitStack())
+        prepared = () if fault.prepare is None else fault.prepare(root, stack)
         process = start(
             [
                 "sandbox",
@@ -393,15 +566,15 @@ def strike(name: str, root: Path, world: Path, model: Path) -> Outcome:
                 "learner.minibatch_prompts=1",
                 "ray.dashboard=false",
                 *fault.settings,
+                *prepared,
             ],
             head,
         )
         victims: list[int] = []
-        struck = stack.enter_context(contextlib.ExitStack())
         scene = Scene(driver=process.pid, judge=judge.pid, world=world, head=head, stack=struck)
         try:
-            parts = run / "tables" / "trajectories"
-            if wait(lambda: any(parts.glob(f"step{STEPS:05d}/*.arrow")), process):
+            moment = fault.at or in_the_last_step
+            if wait(lambda: moment(run, process.pid), process):
                 victims = find(name, process, scene)
             if victims:
                 with held(judge, book, run) if fault.held else contextlib.nullcontext():
@@ -423,18 +596,20 @@ def strike(name: str, root: Path, world: Path, model: Path) -> Outcome:
         if not victims:
             how = "no process to strike found"
         elif code != 0:
+            if fault.between is not None:
+                fault.between(run, world)
             head = None if head is None else stack.enter_context(ray_head(root))
             process = start(["--resume", str(run)], head)
             try:
                 output_resumed, resumed_errors = process.communicate(timeout=LIMIT_SECONDS)
             finally:
                 process.kill()
-            how = "resumed" if process.returncode == 0 else "no"
+            how = "resumed" if process.returncode == 0 else "refused" if fault.refused else "no"
             if process.returncode != 0:
                 output, errors = output + output_resumed, errors + resumed_errors
         if "Traceback" in errors:
             how += ", with a traceback"
-        if how != "goes on" and how != "resumed":
+        if how not in ("goes on", "resumed", "refused"):
             print(f"chaos: {name}: {how}:\n{output}\n{errors}", file=sys.stderr)
         stats = httpx.get(judge.base_url.removesuffix("/v1") + "/stats", trust_env=False).json()
     directory = RunDirectory(run)
@@ -547,7 +722,7 @@ def wait(done: Callable[[], bool], process: subprocess.Popen[str]) -> bool:
     while not done():
         if process.poll() is not None or time.monotonic() > deadline:
             return False
-        time.sleep(0.05)
+        time.sleep(0.01)
     return True
 
 
@@ -570,7 +745,7 @@ def main(
                 sys.exit(f"chaos: unknown fault {fault!r}; expected one of {', '.join(FAULTS)}")
             console.print(f"chaos: {fault} ...")
             outcome = strike(fault, Path(folder), world.resolve(), model.resolve())
-            lost = lost or outcome.steps < STEPS
+            lost = lost or (outcome.survived != "refused" if FAULTS[fault].refused else outcome.steps < STEPS)
             table.add_row(
                 fault,
                 outcome.survived,

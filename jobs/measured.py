@@ -72,6 +72,16 @@ def measure(run: RunDirectory, evaluations: Mapping[int, Sequence[Evaluation]]) 
     return Measured(evaluations=evaluations, spent=spent, policy=policy_of(Path(str(run.setting("model.path")))))
 
 
+def of_preset(preset: str) -> str:
+    """What a preset adds to a name: a sandbox's variety, or the folder of a configuration's file.
+
+    >>> of_preset("sandbox-hard"), of_preset("examples/library/environment.yaml")
+    ('-hard', '-library')
+    """
+    path = Path(preset)
+    return f"-{path.resolve().parent.name}" if path.suffix else preset.removeprefix(SANDBOX)
+
+
 def policy_of(model: Path) -> str:
     """See `Measured.policy`; a model of several files or of a hub goes by its name."""
     weights = model / "model.safetensors"
@@ -97,12 +107,18 @@ def of_one_policy(found: Iterable[tuple[int, Measured]], waiting: Iterable[Wante
                 "needs one: give those of each a folder of its own (--measured)"
             )
     waiting = list(waiting)
-    starters = {preset: Path(load_config(preset).model.path) for preset in {wanted.preset for wanted in waiting}}
-    here = {preset: policy_of(starter) for preset, starter in starters.items()}
-    possible = [wanted for wanted in waiting if policies.get(wanted.seed, here[wanted.preset]) == here[wanted.preset]]
+    begins = {(wanted.preset, wanted.overrides) for wanted in waiting}
+    starters = {each: Path(load_config(each[0], each[1]).model.path) for each in begins}
+    here = {each: policy_of(starter) for each, starter in starters.items()}
+    possible = []
+    for wanted in waiting:
+        mine = here[wanted.preset, wanted.overrides]
+        if policies.get(wanted.seed, mine) == mine:
+            possible.append(wanted)
     if len(possible) < len(waiting) and (absent := [path for path in starters.values() if not path.is_dir()]):
         sys.exit(
-            f"{absent[0]}: there is no starter policy, which those runs may start from; build it with `make world`"
+            f"{absent[0]}: there is no starter policy, which those runs may start from; build it with `make world`, or "
+            "that of examples/library with `make demo-real`"
         )
     for seed in sorted({wanted.seed for wanted in waiting} - {wanted.seed for wanted in possible}):
         print(
@@ -145,7 +161,7 @@ class Wanted:
         >>> Wanted(preset="sandbox-hard", setting="draco", seed=1, steps=6, every=2, runs_per_task=3).name
         'draco-hard-seed1-steps6'
         """
-        return f"{self.setting}{self.preset.removeprefix(SANDBOX)}{self.label}-seed{self.seed}-steps{self.steps}"
+        return f"{self.setting}{of_preset(self.preset)}{self.label}-seed{self.seed}-steps{self.steps}"
 
     @property
     def words(self) -> list[str]:
@@ -175,7 +191,7 @@ class Wanted:
 
 
 def default_steps(preset: str) -> int:
-    """Training steps of a sandbox's preset."""
+    """Training steps of a preset."""
     steps = load_config(preset).train.steps
     assert steps is not None, f"{preset} counts epochs"
     return steps

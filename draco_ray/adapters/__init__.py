@@ -10,6 +10,8 @@
 `skyrl`             a trainer class for SkyRL, step-wise trajectories included
 `verifiers`         rewards and per-token advantages on the traces of verifiers
 `prime_rl`          an algorithm of prime-rl
+`openrlhf`          an experience maker for OpenRLHF
+`slime`             two functions for slime, by import path
 `tinker`            training data for Tinker's API
 `inspect_scorer`    a scorer for Inspect, with verdicts as metadata
 `art`               ART's ``ruler_score_group``, with rubric, verdicts and step advantages

@@ -24,19 +24,20 @@ from draco_ray.traces.results import JudgedTrace
 NAME = "draco"
 
 
-async def score_group(traces: Sequence[Any], model: str, **options: Any) -> list[JudgedTrace | None]:
+async def score_group(traces: Sequence[Any], model: str | Judging, **options: Any) -> list[JudgedTrace | None]:
     """Judge traces of one task and write rewards and advantages into them.
 
     Args:
         traces: of ``verifiers.v1.Trace``; they are changed.
-        model: LiteLLM's name of the judge.
+        model: LiteLLM's name of the judge; a `Judging` where a budget is to hold over several groups.
         options: of `draco_ray.judge`.
 
     Returns: what the judge said, one a trace; None, and no reward, where a trace could not be judged.
 
     Raises: as `draco_ray.judge`.
     """
-    judged = await judge_traces(traces, Judging(model, **options))
+    judging = model if isinstance(model, Judging) else Judging(model, **options)
+    judged = await judge_traces(traces, judging)
     scored = [(trace, each) for trace, each in zip(traces, judged, strict=True) if each is not None]
     advantages = group_advantages_G(np.array([each.trace.reward for _, each in scored], dtype=float)) if scored else ()
     for (trace, each), advantage in zip(scored, advantages, strict=True):

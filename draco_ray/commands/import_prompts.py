@@ -36,7 +36,7 @@ def import_prompts(source: Path, out: Path) -> list[Path]:
     """
     text = _read(source)
     listings = extract_listings(text)
-    judged = [phase.template for phase in PHASES.values()]
+    judged = [phase.template for phase in PHASES.values() if not phase.merged]
     if missing := sorted(set(judged) - set(listings)):
         found = ", ".join(sorted(listings)) or "none"
         raise ConfigError(f"{source}: no listing named {', '.join(missing)}; listings found: {found}")

@@ -40,7 +40,10 @@ SAY_SECONDS = 15.0
 SHOWN_PROBLEMS, SHOWN_GROUPS = 20, 5
 READ = ("judge", "algorithm", "ray")
 """Sections of the configuration that the command uses."""
-OF_ALGORITHM = ("rubric", "static_rubric", "rule", "reliability", "std_epsilon", "skip_inert_credit_calls")
+OF_ALGORITHM = (
+    *("rubric", "static_rubric", "rule", "reliability", "std_epsilon", "skip_inert_credit_calls"),
+    *("merge_proposals", "merge_verdicts"),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

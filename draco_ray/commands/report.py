@@ -1,16 +1,14 @@
-"""`draco report`: write or serve the page, figures and tables of runs."""
+"""`draco report`: write the page, figures and tables of runs."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from draco_ray.errors import ConfigError
 from draco_ray.lab.analysis.tables import write_tables
 from draco_ray.lab.report.figures import write_figures
 from draco_ray.lab.report.page import write_report
-from draco_ray.lab.report.serving import ReportServer
 from draco_ray.runs.directory import RunDirectory
 
 
@@ -50,18 +48,6 @@ def write(
         place = error.filename or out or runs[0].path
         raise ConfigError(f"{place}: cannot be written: {error.strerror}; choose another place with --out") from None
     return written
-
-
-def serve_page(directory: Path, port: int, say: Callable[[str], object]) -> None:
-    """Serve the page of a run until Ctrl-C.
-
-    Raises:
-        ConfigError: as `write`, or the port is taken.
-    """
-    with ReportServer(_open(directory), port) as server:
-        say(f"{server.url}  (Ctrl-C ends it)")
-        with contextlib.suppress(KeyboardInterrupt):
-            server.serve_forever()
 
 
 def _open(directory: Path) -> RunDirectory:

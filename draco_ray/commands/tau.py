@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from draco_ray.commands.groups.options import Overrides, Trust
+from draco_ray.commands.groups.options import Commands, Overrides, Trust
 from draco_ray.lab.evaluation.rendering import Shown, TableFormat
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from draco_ray.config.schema import DracoConfig
     from draco_ray.lab.evaluation.policies import EvaluatedPolicy
 
-tau = typer.Typer(no_args_is_help=True, help="tau-bench banking, run by tau2-bench in an environment of its own.")
+tau = Commands(no_args_is_help=True, help="tau-bench banking, run by tau2-bench in an environment of its own.")
 
 Config = Annotated[str, typer.Argument(help="A preset, a YAML file or a run directory: the policy's configuration.")]
 Form = Annotated[TableFormat, typer.Option("--format", help="Format of the tables.")]
@@ -30,24 +30,25 @@ READ = ("setting", "seed", "model", "engine", "agent", "judge", "data", "tau_ben
 @tau.command(epilog="Try:  draco tau run qwen3.6-27b --policy runs/NAME/checkpoints/step00100 --out tau/draco")
 def run(
     config: Config,
-    policy: Annotated[
-        list[str],
-        typer.Option(
-            help="A checkpoint or adapter, a model directory, base, or litellm:<provider>/<model>; several times for "
-            "several checkpoints of one setting."
-        ),
-    ],
-    out: Annotated[Path, typer.Option(help="Evaluation directory; an existing one is continued.")],
     overrides: Overrides = None,
-    label: Annotated[str | None, typer.Option(help="The setting's name in tables.")] = None,
-    retry_errors: Annotated[
-        bool, typer.Option("--retry-errors", help="Retry episodes that ended in an infrastructure error.")
-    ] = False,
+    *,
+    policy: list[str],
+    out: Path,
+    label: str | None = None,
+    retry_errors: bool = False,
     form: Form = TableFormat.TEXT,
     show: Beside = Shown.NOTHING,
     trust: Trust = False,
 ) -> None:
-    """Serve the policy, run tau2-bench on it, and print the tables."""
+    """Serve the policy, run tau2-bench on it, and print the tables.
+
+    Args:
+        policy: A checkpoint or adapter, a model directory, base, or litellm:<provider>/<model>; several times for
+            several checkpoints of one setting.
+        out: Evaluation directory; an existing one is continued.
+        label: The setting's name in tables.
+        retry_errors: Retry episodes that ended in an infrastructure error.
+    """
     from draco_ray.benchmarks.tau.evaluate import evaluate_tau
     from draco_ray.benchmarks.tau.server import find_policy
     from draco_ray.config.load import load_config
@@ -57,11 +58,16 @@ def run(
     policies = [find_policy(name, resolved) for name in policy]
     check_typed(overrides or [], resolved, [each.api for each in policies])
     evaluate_tau(resolved, policies, out, label=label, retry_errors=retry_errors)
-    tables([str(out)], form, show)
+    tables([str(out)], form=form, show=show)
 
 
 @tau.command()
-def check(config: Config = "qwen3.6-27b", overrides: Overrides = None, trust: Trust = False) -> None:
+def check(
+    config: Config = "qwen3.6-27b",
+    overrides: Overrides = None,
+    *,
+    trust: Trust = False,
+) -> None:
     """Print which tau2-bench would be run, or what is missing."""
     from draco_ray.benchmarks.tau.tau2_process import find_tau2
     from draco_ray.config.effect import check_effect
@@ -74,11 +80,16 @@ def check(config: Config = "qwen3.6-27b", overrides: Overrides = None, trust: Tr
 
 @tau.command(name="tables", epilog="Try:  draco tau tables tau/base tau/draco --format markdown --show interval")
 def tables(
-    directories: Annotated[list[str], typer.Argument(metavar="[LABEL=]DIR", help="Finished evaluations.")],
+    directories: Annotated[list[str], typer.Argument(metavar="[LABEL=]DIR")],
+    *,
     form: Form = TableFormat.TEXT,
     show: Beside = Shown.NOTHING,
 ) -> None:
-    """Print SR at p^k, pass@k, turns, costs by role and failures by kind of finished evaluations."""
+    """Print SR at p^k, pass@k, turns, costs by role and failures by kind of finished evaluations.
+
+    Args:
+        directories: Finished evaluations.
+    """
     from draco_ray.benchmarks.tau.results import Measured, cost_by_role_table, failure_table, read_summaries
     from draco_ray.lab.evaluation.rendering import render
     from draco_ray.lab.evaluation.results import EvaluationDirectory

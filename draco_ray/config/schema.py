@@ -15,6 +15,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInf
 from pydantic_core import PydanticCustomError
 
 from draco_ray.config.file_names import FileName
+from draco_ray.config.plans import with_plan
 from draco_ray.config.vllm_arguments import argument_problem
 
 CONFIRMED: dict[str, Any] = {"confirmed": ""}
@@ -106,6 +107,9 @@ class AgentConfig(Tree):
     harness: str | None = Field(None, json_schema_extra=CONFIRMED)
     """Instead of a command, with environment.use=workspace: a coding agent, which is claude-code, codex,
     mini-swe-agent, opencode, or your YAML file (docs/coding-agents.md)."""
+    container: str | None = Field(None, json_schema_extra=CONFIRMED)
+    """With environment.use=workspace: a command, e.g. docker run, that starts a container for the agent instead of the
+    jail (docs/coding-agents.md)."""
     folder: Path = Field(Path("."), json_schema_extra=CONFIRMED)
     """Working directory of the command."""
     pass_environment: tuple[str, ...] = Field((), json_schema_extra=CONFIRMED)
@@ -448,6 +452,10 @@ class JudgeConfig(Tree):
     model: str = Field("openai/gpt-5.4", json_schema_extra=CONFIRMED_URL)
     """LiteLLM model name with provider prefix; or files:DIR, a directory to which prompts are written as numbered files
     and in which replies are awaited."""
+    plan: Literal["paper", "default", "lean"] = "default"
+    """What is asked of the judge: paper (20 calls for a group of 6), default (without calls that change little), lean
+    (9 calls, 6 at later visits: algorithm.merge_proposals, merge_verdicts and rubric_visits). A plan sets only keys
+    that are not set anywhere else; a run's own config.yaml sets them all."""
     api_base: str | None = Field(None, json_schema_extra=CONFIRMED)
     """Endpoint; null: the provider's."""
     api_key_env: str | None = Field(None, json_schema_extra=CONFIRMED)
@@ -606,6 +614,14 @@ class AlgorithmConfig(Tree):
     credit_surviving_only: bool = True
     """Send only surviving criteria to the credit call. The others do not affect the step quality, but the paper's
     prompt contains them, so the judge may answer differently."""
+    merge_proposals: bool = False
+    """Ask once for the stage 2 criteria of all rollouts of a group, or twice where the prompt exceeds the judge's
+    context. The question waits for the last rollout."""
+    merge_verdicts: bool = False
+    """Ask for the verdicts on a rollout and the steps behind them in one call, if the rule uses citations."""
+    rubric_visits: int | None = Field(None, ge=1)
+    """Visits of a task in which criteria are proposed: later visits start from the last visit's rubric and add to it,
+    and after so many it stays as it is. null: a new rubric at every visit."""
 
 
 ImportanceLevel = Literal["token", "sequence", "geometric"]
@@ -949,6 +965,11 @@ class DracoConfig(Tree):
         validated."""
         changed = {name: getattr(self, name).model_copy(update=dict(values)) for name, values in sections.items()}
         return self.model_copy(update=changed)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _plan(cls, given: Any) -> Any:
+        return with_plan(given)
 
     @model_validator(mode="after")
     def _deterministic(self) -> Self:

@@ -94,6 +94,8 @@ class Environment(ABC):
     """Whether its worlds can be evaluated."""
     agent_variables: Sequence[str] = ()
     """Environment variables that an agent program needs here; they must be listed in ``agent.pass_environment``."""
+    container: str | None = None
+    """``agent.container``, told before the first task."""
 
     def __init__(self, config: EnvironmentConfig, data: DataConfig, *, ground_truth: bool, name: str) -> None:
         """Prepare a slot.

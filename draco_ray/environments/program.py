@@ -7,6 +7,7 @@ import contextlib
 import os
 import secrets
 import signal
+import socket
 import subprocess
 import tempfile
 import time
@@ -102,6 +103,7 @@ async def run_program(
     seconds: float,
     most_bytes: int,
     until: asyncio.Future[None],
+    lifeline: Path | None = None,
 ) -> Ran:
     """Run a program in a process group of its own; all processes that it started have ended when this returns.
 
@@ -112,6 +114,7 @@ async def run_program(
         seconds: time limit, wall clock.
         most_bytes: bytes to keep of each output stream.
         until: ends it when done.
+        lifeline: where to put the Unix socket that a container ends with, see `_Lifeline`.
 
     Raises: OSError if it cannot be started.
     """
@@ -119,6 +122,7 @@ async def run_program(
     mark = secrets.token_hex(16)
     output, errors = _Tail(most_bytes), _Tail(most_bytes)
     exit_code: int | None = None
+    held = _Lifeline(lifeline) if lifeline is not None else None
     try:
         with tempfile.TemporaryFile() as stdin:
             stdin.write(told.encode("utf-8", "replace"))
@@ -138,6 +142,9 @@ async def run_program(
             await _ended(process, seconds, until)
             exit_code = process.poll()
         finally:
+            if held is not None:
+                # First the container, so that its engine clears it away in order.
+                await asyncio.shield(held.cut(process))
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
@@ -147,6 +154,46 @@ async def run_program(
         os.close(errors.writing)
         said, complained = output.finish(), errors.finish()
     return Ran(exit_code=exit_code, output=said, errors=complained, seconds=time.monotonic() - began)
+
+
+class _Lifeline:
+    """A Unix socket to which the first process of a container connects. When the connection ends, by `cut` or because
+    this process was killed, that process ends the container. Killing the engine's client would not end it."""
+
+    def __init__(self, path: Path) -> None:
+        self._listening = unix_server(path)
+        self._listening.setblocking(False)
+        self._accepting = asyncio.ensure_future(asyncio.get_running_loop().sock_accept(self._listening))
+
+    async def cut(self, client: subprocess.Popen[bytes]) -> None:
+        """End the container and wait for its end, and for that of the engine's client."""
+        loop = asyncio.get_running_loop()
+        if self._accepting.done():
+            connection, _ = self._accepting.result()
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_WR)
+                # The other side closes when it has ended all else in the container.
+                await asyncio.wait({loop.create_task(loop.sock_recv(connection, 1))}, timeout=_GONE_SECONDS)
+            connection.close()
+        self._accepting.cancel()
+        # A container that is still being started finds no socket, and ends.
+        self._listening.close()
+        if client.poll() is None:
+            await _ended(client, _GONE_SECONDS, loop.create_future())
+
+
+def unix_server(path: Path) -> socket.socket:
+    """A Unix socket at a path that does not exist yet; any user may connect who can reach the path."""
+    server = socket.socket(socket.AF_UNIX)
+    # By the folder's descriptor: a path below a long TMPDIR exceeds the length of a Unix socket's path.
+    folder = os.open(path.parent, os.O_PATH)
+    try:
+        server.bind(f"/proc/self/fd/{folder}/{path.name}")
+    finally:
+        os.close(folder)
+    os.chmod(path, 0o666)
+    server.listen(1024)
+    return server
 
 
 async def _ended(process: subprocess.Popen[bytes], seconds: float, until: asyncio.Future[None]) -> None:

@@ -40,8 +40,8 @@ class TasksOptions(Tree):
 
     tasks: str = ""
     """A JSONL file, or ``folder/file.py:function`` that returns such rows: ``id``, ``instruction``, and where there are
-    any ``split`` (train unless told), ``group``, ``expected`` (what only the evaluator may see), and fields of its own.
-    Empty: ``tasks.jsonl`` in data.root."""
+    any ``split`` (train unless told), ``group``, ``expected`` (what only the evaluator may see), and fields of its own;
+    or, with environment.use=workspace, a folder of Harbor's task folders. Empty: ``tasks.jsonl`` in data.root."""
     evaluator: str = ""
     """A command, run in data.root, that says whether a task was done: it reads a JSON object (``task`` with
     ``expected``, ``output``: what the agent's program printed, ``workspace``: its folder) and ends with exit code 0 for

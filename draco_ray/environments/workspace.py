@@ -10,8 +10,10 @@ import asyncio
 import json
 import logging
 import os
+import re
 import shlex
 import shutil
+import stat
 import subprocess
 import sys
 import tarfile
@@ -24,10 +26,17 @@ from pydantic import Field
 
 from draco_ray.config.schema import DataConfig, EnvironmentConfig
 from draco_ray.environments.base import WorldVerdict
-from draco_ray.environments.jail.confine import WORKSPACE, JailSpec
-from draco_ray.environments.jail.launch import Levels, LevelUnavailable, jail_command, link_package, not_offered
-from draco_ray.environments.jail.program import LAUNCH, ProgramLaunch
-from draco_ray.environments.program import Ran, passed_environment, run_program
+from draco_ray.environments.jail.confine import JAIL_CODE, UNAVAILABLE, WORKSPACE, JailSpec
+from draco_ray.environments.jail.launch import (
+    PACKAGE,
+    Levels,
+    LevelUnavailable,
+    jail_command,
+    link_package,
+    not_offered,
+)
+from draco_ray.environments.jail.program import LAUNCH, LIFELINE, ProgramLaunch
+from draco_ray.environments.program import PASSED, Ran, passed_environment, run_program
 from draco_ray.environments.tasks import WORKSPACE as WORKSPACE_FIELD
 from draco_ray.environments.tasks import HandIn, TasksEnvironment, TasksOptions
 from draco_ray.errors import ConfigError, EnvironmentCrashed, IsolationUnavailable
@@ -37,7 +46,20 @@ from draco_ray.temp_dirs import PrivateTempDir
 log = logging.getLogger(__name__)
 
 _SYSTEM = ("/usr", "/bin", "/etc/alternatives")
-_TESTS = "/run/draco/tests"
+_RUN = Path(LAUNCH).parent
+_TESTS = f"{_RUN}/tests"
+_IN_CONTAINER = (
+    "python3",
+    "-s",
+    "-c",
+    f"import sys; sys.path.insert(0, '{_RUN}/program'); from draco_ray.environments.jail.program import main; main()",
+)
+"""How process 1 of a container is started."""
+_HARBOR = f"""
+mkdir -p "$(readlink -f /logs)/verifier" && {{ [ -e /tests ] || ln -s {_TESTS} /tests; }} && bash /tests/test.sh >&2
+cat /logs/verifier/reward.json 2>/dev/null || cat /logs/verifier/reward.txt
+"""
+"""Runs the tests of a task of Harbor's and prints their reward."""
 _CPU_SECONDS = 3600
 _OUTPUT_BYTES = 20_000
 _GIT_SECONDS = 120.0
@@ -86,6 +108,8 @@ class Command:
     words: list[str]
     environment: dict[str, str]
     folder: Path
+    lifeline: Path | None = None
+    """See `run_program`."""
 
 
 class WorkspaceEnvironment(TasksEnvironment):
@@ -96,7 +120,7 @@ class WorkspaceEnvironment(TasksEnvironment):
     def __init__(self, config: EnvironmentConfig, data: DataConfig, *, ground_truth: bool, name: str) -> None:
         """See `Environment`."""
         super().__init__(config, data, ground_truth=ground_truth, name=name)
-        self.evaluates = self.evaluates or bool(self.workspace_options.test)
+        self.evaluates = self.evaluates or bool(self.workspace_options.test) or Path(self.options.tasks).is_dir()
         self.facts = f"{_FACTS}\n{self.facts}"
         self._level: str | None = None
 
@@ -116,7 +140,16 @@ class WorkspaceEnvironment(TasksEnvironment):
         return workspace
 
     async def level(self, workspace: Workspace) -> str:
-        """The strongest isolation level that the host offers. Raises: IsolationUnavailable."""
+        """The strongest isolation level that the host offers, or "container".
+
+        Raises: IsolationUnavailable; ConfigError: the container is not as it has to be; EnvironmentCrashed.
+        """
+        if self._level is None and self.container is not None:
+            ran = await workspace.run("true", "container")
+            if ran.exit_code != 0:
+                kind = ConfigError if ran.exit_code == UNAVAILABLE else EnvironmentCrashed
+                raise kind(f"agent.container={self.container!r}: {_how(ran)}")
+            self._level = "container"
         if self._level is None:
             levels = Levels(self.config.isolation)
             for level in levels:
@@ -159,7 +192,7 @@ class Workspace(HandIn):
 
     @property
     def confined(self) -> bool:
-        """Whether programs run in a jail."""
+        """Whether programs run in a jail or a container."""
         return self._level != "rlimits"
 
     async def begin(self) -> None:
@@ -189,6 +222,7 @@ class Workspace(HandIn):
             seconds=self._options.command_seconds,
             most_bytes=_OUTPUT_BYTES,
             until=asyncio.get_running_loop().create_future(),
+            lifeline=started.lifeline,
         )
 
     def command(
@@ -216,6 +250,8 @@ class Workspace(HandIn):
             home.mkdir(exist_ok=True)
             own = {"HOME": str(home), "TMPDIR": str(home), **_SAFE_DIRECTORY}
             return Command(words=list(words), environment={**variables, **own}, folder=self._folder)
+        if level == "container":
+            return self._in_container(words, variables, port, mapped or {})
         options = self._options
         self._jails.append(PrivateTempDir())
         directory = self._jails[-1].path
@@ -241,7 +277,48 @@ class Workspace(HandIn):
         environment = {"PATH": "/usr/local/bin:/usr/bin:/bin", "PYTHONPATH": program, "LANG": "C.UTF-8"}
         return Command(words=[sys.executable, *jail_command(spec)], environment=environment, folder=directory)
 
-    def _describe(self, directory: Path, words: Sequence[str], variables: Mapping[str, str], port: int) -> Path:
+    def _in_container(
+        self, words: Sequence[str], variables: Mapping[str, str], port: int, mapped: Mapping[str, str]
+    ) -> Command:
+        """How to start a program in a container of the user's engine, which is shown one folder with all it needs."""
+        self._jails.append(PrivateTempDir())
+        shown = self._jails[-1].path / "run"
+        shown.mkdir()
+        own = {name: value for name, value in variables.items() if name not in PASSED and not name.startswith("LC_")}
+        self._describe(shown, words, own, port, contained=True)
+        copied = {shown / "program" / "draco_ray" / part: PACKAGE / part for part in JAIL_CODE}
+        copied |= {shown / Path(inside).relative_to(_RUN): Path(source) for inside, source in mapped.items()}
+        for target, source in copied.items():
+            target.parent.mkdir(parents=True, exist_ok=True)
+            if stat.S_ISSOCK(source.stat().st_mode):
+                os.link(source, target)
+            elif source.is_dir():
+                shutil.copytree(source, target, ignore=shutil.ignore_patterns("__pycache__"))
+            else:
+                shutil.copyfile(source, target)
+        # Only this user reaches the folder on the host; the container may have another one.
+        subprocess.run(["chmod", "-R", "a+rX", str(shown)], check=True)
+        values = {
+            **self.task.fields,
+            "workspace": str(self._folder),
+            "run": str(shown),
+            "user": f"{os.getuid()}:{os.getgid()}",
+            "processes": str(self._options.processes),
+        }
+        engine = [
+            re.sub(r"\{(\w+)\}", lambda match: values.get(match[1], match[0]), word)
+            for word in shlex.split(str(self._environment.container))
+        ]
+        return Command(
+            words=[*engine, *_IN_CONTAINER],
+            environment=passed_environment(("DOCKER_HOST", "CONTAINER_HOST", "XDG_RUNTIME_DIR")),
+            folder=shown,
+            lifeline=shown / Path(LIFELINE).name,
+        )
+
+    def _describe(
+        self, directory: Path, words: Sequence[str], variables: Mapping[str, str], port: int, *, contained: bool = False
+    ) -> Path:
         """Write the launch file of a program."""
         own = {name: value for name, value in variables.items() if name not in ("HOME", "TMPDIR")}
         launch = ProgramLaunch(
@@ -250,8 +327,10 @@ class Workspace(HandIn):
             port=0 if self._options.network else port,
             memory_mib=self._environment.config.max_memory_mib,
             disk_mib=self._options.disk_mib,
-            processes=self._options.processes,
+            processes=None if contained else self._options.processes,
             cpu_seconds=_CPU_SECONDS,
+            contained=contained,
+            network=self._options.network,
         )
         described = directory / "launch.json"
         described.touch(0o600)
@@ -272,6 +351,8 @@ class Workspace(HandIn):
         """Run the test command, else the evaluator. Raises: see `World`."""
         expected: Any = self._environment.rows.row(self.task.task_id).row.get("expected")
         asked: Mapping[str, Any] = expected if isinstance(expected, dict) else {}
+        if self._environment.ground_truth and asked.get("harbor"):
+            return await self._harbor(Path(asked["harbor"]))
         test = str(asked.get("test") or self._options.test)
         if not (self._environment.ground_truth and test):
             return await super().evaluate()
@@ -284,6 +365,24 @@ class Workspace(HandIn):
         ran = await self.run(f"{copied}{test}", tests=tests)
         passed = ran.exit_code == 0
         failures = () if passed else (f"the test command {_how(ran)}",)
+        return WorldVerdict(success=passed, passed_tests=int(passed), total_tests=1, failures=failures)
+
+    async def _harbor(self, tests: Path) -> WorldVerdict:
+        """Run the tests of a task of Harbor's. Raises: ConfigError."""
+        if not (tests / "test.sh").is_file():
+            raise ConfigError(f"task {self.task.task_id}: no file {tests}/test.sh")
+        if not self.confined:
+            raise ConfigError(
+                "environment.isolation=rlimits: Harbor's tests need /tests and /logs of a jail or container"
+            )
+        ran = await self.run(_HARBOR, tests=tests)
+        try:
+            reward = json.loads(ran.output)
+            rewards = reward if isinstance(reward, dict) else {"reward": reward}
+            passed = float(rewards.get("reward", min(rewards.values()))) >= 1
+            failures = () if passed else (f"the tests' reward is {ran.output.strip()[:200]}, expected 1",)
+        except (ValueError, TypeError):
+            passed, failures = False, (f"the tests left no reward: they {_how(ran)}",)
         return WorldVerdict(success=passed, passed_tests=int(passed), total_tests=1, failures=failures)
 
     async def keep(self, folder: Path) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from draco_ray.judging.phases import Credit, Question, Score, Stage1, Stage2, Union
+from draco_ray.judging.phases import Credit, Proposals, Question, Score, Stage1, Stage2, Union, Verdicts
 from draco_ray.records import (
     GAP,
     Criterion,
@@ -90,8 +90,10 @@ def example_trajectory(rollout: int = 0) -> Trajectory:
 EXAMPLES: dict[str, Question[Any]] = {
     Stage1.name: Stage1(PROMPT),
     Stage2.name: Stage2(example_trajectory(), RUBRIC[:1]),
+    Proposals.name: Proposals(PROMPT, RUBRIC[:1], [example_trajectory(), example_trajectory(1)]),
     Union.name: Union(PROMPT, RUBRIC, [example_trajectory(), example_trajectory(1)]),
     Score.name: Score(example_trajectory(), RUBRIC),
+    Verdicts.name: Verdicts(example_trajectory(), RUBRIC),
     Credit.name: Credit(example_trajectory(), RUBRIC, SCORES),
 }
 """Phase -> a question about the group."""

@@ -9,7 +9,7 @@ import asyncio
 import math
 from bisect import bisect_left
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from draco_ray.config.schema import JudgeConfig
 from draco_ray.errors import ReplyError
@@ -60,6 +60,13 @@ class Fitting:
     def reads(self) -> str:
         """How much the judge reads, for messages."""
         return "less than all of it" if self.room is None else f"about {self.room:,} tokens"
+
+    async def too_long(self, question: Question[Any]) -> bool:
+        """Whether a prompt exceeds the judge's known context by a fixed rate, so that a resumed run asks the same."""
+        if self._first_room is None:
+            return False
+        prompt = await asyncio.to_thread(question.prompt, self._prompts)
+        return _bytes(prompt) > BYTES_PER_TOKEN * self._first_room
 
     async def fit(self, question: Question[ValueT]) -> Fitted[ValueT]:
         """The longest version of a question that fits.

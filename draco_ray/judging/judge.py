@@ -29,7 +29,7 @@ from draco_ray.errors import ReplyError
 from draco_ray.judging.completion import Completer, Completion, Request
 from draco_ray.judging.fitting import Fitted, Fitting
 from draco_ray.judging.judge_context import QUOTED_REPLY_CHARACTERS
-from draco_ray.judging.phases import Question, Score
+from draco_ray.judging.phases import Proposals, Question, Rubric, Score
 from draco_ray.judging.prompt_cache import shared_ends
 from draco_ray.judging.prompts import Prompts
 from draco_ray.judging.render import json_text
@@ -199,6 +199,27 @@ class Judge:
 
     async def ask(self, question: Question[ValueT], context: CallContext) -> Judged[ValueT]:
         """Answer a question of any phase: its value, or the reason there is none, with all calls."""
+        if isinstance(question, Proposals) and len(question.members) > 1 and await self._fitting.too_long(question):
+            halves: Judged[Any] = await self._ask_halves(question, context)
+            return halves
+        return await self._ask_members(question, context)
+
+    async def _ask_halves(self, question: Proposals, context: CallContext) -> Judged[Rubric]:
+        """Ask about half of the rollouts, and then about the others with what was proposed."""
+        half = len(question.members) // 2
+        first = await self._ask_members(question.only(question.members[:half]), context)
+        rest = question.only(question.members[half:])
+        second = await self._ask_members(replace(rest, candidates=[*rest.candidates, *(first.value or ())]), context)
+        ok = first.ok or second.ok
+        return Judged(
+            value=(*(first.value or ()), *(second.value or ())) if ok else None,
+            calls=(*first.calls, *second.calls),
+            error=None if ok else first.error,
+            notes=(*first.notes, *second.notes, *(each.error for each in (first, second) if ok and each.error)),
+            left_out=first.left_out + second.left_out,
+        )
+
+    async def _ask_members(self, question: Question[ValueT], context: CallContext) -> Judged[ValueT]:
         judged = await self._ask_fitting(question, context)
         if len(question.members) < 2 or not is_refused(judged):
             return judged

@@ -87,7 +87,7 @@ class Panel(Judge):
         split = [i for i, votes in enumerate(zip(*valid, strict=True)) if len({each.verdict for each in votes}) > 1]
         if self._strong is None or not split:
             return Judged(value=tuple(scores), calls=calls, notes=tuple(notes), **noted)
-        asked = Score(question.trajectory, [question.rubric[index] for index in split])
+        asked = replace(question, rubric=[question.rubric[index] for index in split])
         decided = await self._strong.ask(asked, context)
         calls += decided.calls
         if decided.value is None:

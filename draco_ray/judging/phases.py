@@ -57,6 +57,8 @@ class Question(ABC, Generic[ValueT]):
     """What it must mention: at least one name of each group."""
     entry: ClassVar[type[Entry]]
     """What each entry of a reply holds."""
+    merged: ClassVar[bool] = False
+    """Whether it joins several of the paper's phases: a prompt set without its template takes the one that ships."""
 
     @property
     @abstractmethod
@@ -213,24 +215,16 @@ class Stage2(RolloutQuestion[Rubric]):
 
 
 @dataclass(frozen=True, slots=True)
-class Union(Question[Rubric]):
-    """Merge all candidates into the one rubric of the group; empty when no criterion tells its rollouts apart.
-
-    Without candidates the rubric is empty and no call is made.
-    """
+class GroupQuestion(Question[Rubric]):
+    """A question about all rollouts of a group, whose answer is a list of criteria."""
 
     messages: Sequence[Message]
     """The agent's prompt."""
     candidates: Sequence[Criterion]
+    """Criteria that exist."""
     trajectories: Sequence[Trajectory]
     """Rollouts of the group, at least one."""
-    doubtful: Sequence[int] = field(default=(), kw_only=True)
-    """Rollouts whose own stage2 call failed: the first to be left out if the judge refuses the union."""
 
-    name = "union"
-    template = "union_rubrics.txt"
-    placeholders = frozenset({"agent_prompt", "task", "candidate_rubrics", "group_trajectories"})
-    required = (frozenset({"candidate_rubrics"}), frozenset({"group_trajectories"}))
     entry = CriterionEntry
 
     def shortened(self, level: int) -> Self:
@@ -244,7 +238,7 @@ class Union(Question[Rubric]):
         return [each.rollout for each in self.trajectories]
 
     def only(self, members: Sequence[int]) -> Self:
-        """See `Question`: the proposals of the other rollouts are left out with them."""
+        """See `Question`: the stage2 proposals of the other rollouts are left out with them."""
         others = {f"{Stage2.name}/{each}" for each in self.members if each not in members}
         return replace(
             self,
@@ -258,25 +252,68 @@ class Union(Question[Rubric]):
         return self.trajectories[0].group
 
     def values(self, code: str) -> Mapping[str, object]:
-        """The task, every proposal and every rollout."""
+        """The task and every rollout."""
         return {
             "agent_prompt": render.agent_prompt(self.messages, code),
             "task": render.task(self.messages, code),
-            "candidate_rubrics": render.candidate_rubrics(self.candidates),
             "group_trajectories": render.group_trajectories(self.trajectories, code),
         }
-
-    def settled(self) -> Rubric | None:
-        """An empty rubric where nothing was proposed."""
-        return None if self.candidates else ()
 
     def schema(self, template: str, config: JudgeConfig) -> JsonSchema:
         """Up to ``judge.max_union_criteria`` criteria."""
         return reply_schema(self.entry, template, most=config.max_union_criteria)
 
+
+@dataclass(frozen=True, slots=True)
+class Proposals(GroupQuestion):
+    """Stage 2 about all rollouts at once: add criteria that ``candidates`` do not cover; possibly none."""
+
+    name = "proposals"
+    template = "generate_rubrics_from_group.txt"
+    placeholders = frozenset({"agent_prompt", "task", "group_trajectories", "existing_rubrics"})
+    required = (frozenset({"group_trajectories"}), frozenset({"existing_rubrics"}))
+    merged = True
+
+    def values(self, code: str) -> Mapping[str, object]:
+        """The task, every rollout and the existing criteria."""
+        return {**GroupQuestion.values(self, code), "existing_rubrics": render.existing_rubrics(self.candidates)}
+
+    def parse(self, text: str, config: JudgeConfig, *, last: bool) -> Parsed[Rubric]:
+        """Criteria with new titles, up to ``judge.max_union_criteria`` together with those of an earlier rubric."""
+        kept = [each for each in self.candidates if each.source != Stage1.name]
+        limit = max(0, config.max_union_criteria - len(kept))
+        return parse_criteria(text, limit=limit, source=self.name, taken=self.candidates, last=last)
+
+
+@dataclass(frozen=True, slots=True)
+class Union(GroupQuestion):
+    """Merge all candidates into the one rubric of the group; empty when no criterion tells its rollouts apart.
+
+    Without candidates the rubric is empty and no call is made.
+    """
+
+    doubtful: Sequence[int] = field(default=(), kw_only=True)
+    """Rollouts whose own stage2 call failed: the first to be left out if the judge refuses the union."""
+
+    name = "union"
+    template = "union_rubrics.txt"
+    placeholders = frozenset({"agent_prompt", "task", "candidate_rubrics", "group_trajectories"})
+    required = (frozenset({"candidate_rubrics"}), frozenset({"group_trajectories"}))
+
+    def values(self, code: str) -> Mapping[str, object]:
+        """The task, every proposal and every rollout."""
+        return {**GroupQuestion.values(self, code), "candidate_rubrics": render.candidate_rubrics(self.candidates)}
+
+    def settled(self) -> Rubric | None:
+        """An empty rubric where nothing was proposed."""
+        return None if self.candidates else ()
+
     def parse(self, text: str, config: JudgeConfig, *, last: bool) -> Parsed[Rubric]:
         """Up to ``judge.max_union_criteria`` criteria."""
         return parse_criteria(text, limit=config.max_union_criteria, source=self.name, last=last)
+
+
+Steps = Annotated[list[Integer], BeforeValidator(lambda value: [] if value is None else value)]
 
 
 class ScoreEntry(RubricEntry):
@@ -302,7 +339,7 @@ class Score(RolloutQuestion[Scores]):
     template = "score_rubrics.txt"
     placeholders = frozenset({"agent_prompt", "task_input", "agent_trajectory", "rubrics"})
     required = (frozenset({"agent_trajectory"}), frozenset({"rubrics"}))
-    entry = ScoreEntry
+    entry: ClassVar[type[Entry]] = ScoreEntry
 
     def values(self, code: str) -> Mapping[str, object]:
         """The rollout and the rubric."""
@@ -329,27 +366,91 @@ class Score(RolloutQuestion[Scores]):
         return parse_scores(text, self.rubric, last=last)
 
 
+class VerdictsEntry(ScoreEntry):
+    """A verdict and its citations as the judge writes them."""
+
+    relevant_steps: Steps
+
+
+@dataclass(frozen=True, slots=True)
+class Verdicts(Score):
+    """Score and credit in one call: the verdict of every criterion of ``rubric``, and the steps responsible."""
+
+    name = "verdicts"
+    template = "score_and_credit_rubrics.txt"
+    placeholders = Score.placeholders | {"num_steps"}
+    entry = VerdictsEntry
+    merged = True
+
+    def values(self, code: str) -> Mapping[str, object]:
+        """The rollout, the number of its steps, and the rubric."""
+        return {**Score.values(self, code), "num_steps": len(self.trajectory.steps)}
+
+    def schema(self, template: str, config: JudgeConfig) -> JsonSchema:
+        """One entry per criterion; only a score of 0 comes without a step, if there are steps."""
+        count, steps = len(self.rubric), len(self.trajectory.steps)
+        uncited = _case(count, steps, score={"enum": [0] if steps else [-1, 0, 1]})
+        cases = [_case(count, steps), uncited] if steps else [uncited]
+        return reply_schema(self.entry, template, least=count, most=count, cases=cases)
+
+    def parse(self, text: str, config: JudgeConfig, *, last: bool) -> Parsed[Scores]:
+        """As `parse_scores`; steps are read as in `parse_attributions`."""
+        return parse_scores(text, self.rubric, last=last, num_steps=len(self.trajectory.steps))
+
+
 def score_schema(template: str, count: int) -> JsonSchema:
     """The JSON schema of verdicts on ``count`` criteria, its fields in the order of the example in ``template``."""
     index = {"rubric_index": {"minimum": 0, "maximum": count - 1}}
     return reply_schema(ScoreEntry, template, least=count, most=count, cases=[index])
 
 
-def parse_scores(text: str, rubric: Sequence[Criterion], *, last: bool = False) -> Parsed[Scores]:
+def parse_scores(
+    text: str, rubric: Sequence[Criterion], *, last: bool = False, num_steps: int | None = None
+) -> Parsed[Scores]:
     """Read the verdicts on a rubric, in the rubric's order.
 
+    Args:
+        text: the reply.
+        rubric: the criteria.
+        last: whether this is the last attempt.
+        num_steps: M, if the reply also names the steps responsible; None: it does not.
+
     Raises:
-        ReplyError: not exactly one entry per criterion, or a score outside -1, 0, 1.
+        ReplyError: not exactly one entry per criterion, a score outside -1, 0, 1, or steps that `cited_steps` refuses.
     """
-    parsed = read_entries(text, ScoreEntry, len(rubric), last=last)
-    entries, notes = align(parsed.value, rubric)
-    scores = []
+    kind = ScoreEntry if num_steps is None else VerdictsEntry
+    parsed = read_entries(text, kind, len(rubric), last=last)
+    entries, aligned = align(parsed.value, rubric)
+    scores, notes = [], [*parsed.notes, *aligned]
     for index, entry in enumerate(entries):
         verdict = Verdict(entry.score)
         if (other := entry.second_verdict(verdict)) is not None and not last:
             raise ReplyError(f"rubric_index {index}: score {entry.score} and {other} contradict each other")
-        scores.append(ScoredCriterion(verdict=verdict, evidence=entry.evidence, justification=entry.justification))
-    return Parsed(value=tuple(scores), notes=(*parsed.notes, *notes))
+        steps = None
+        if num_steps is not None and isinstance(entry, VerdictsEntry):
+            steps, problems = cited_steps(entry.relevant_steps, verdict, num_steps, f"rubric_index {index}", last=last)
+            notes += problems
+        texts = {"evidence": entry.evidence, "justification": entry.justification}
+        scores.append(ScoredCriterion(verdict=verdict, steps=steps, **texts))
+    return Parsed(value=tuple(scores), notes=tuple(notes))
+
+
+def cited_steps(
+    named: Sequence[int], verdict: Verdict, num_steps: int, where: str, *, last: bool
+) -> tuple[tuple[int, ...], list[str]]:
+    """The steps that a verdict cites, and notes; see `parse_attributions`.
+
+    Raises:
+        ReplyError: unless ``last``, a step beyond the trajectory, or a pass or fail without a step of its steps.
+    """
+    cited = sorted(set(named)) if verdict is not Verdict.NOT_APPLICABLE else []
+    steps = tuple(step for step in cited if 1 <= step <= num_steps)
+    problems = [f"step {step} does not exist; steps are 1 to {num_steps}" for step in cited if step not in steps]
+    if verdict is not Verdict.NOT_APPLICABLE and not steps and num_steps:
+        problems.append("a PASS or FAIL must cite at least one step in relevant_steps")
+    if problems and not last:
+        raise ReplyError(f"{where}: {problems[0]}")
+    return steps, [f"{where}: {problem}" for problem in problems]
 
 
 def combine_votes(votes: Sequence[Scores]) -> Scores:
@@ -376,7 +477,7 @@ class AttributionEntry(RubricEntry):
 
     decides = ("verdict", "relevant_steps")
     explanation: Remark = ""
-    relevant_steps: Annotated[list[Integer], BeforeValidator(lambda value: [] if value is None else value)]
+    relevant_steps: Steps
     verdict: VerdictName
 
 
@@ -437,15 +538,15 @@ class Credit(RolloutQuestion[Attributions]):
 
 def credit_schema(template: str, count: int, num_steps: int) -> JsonSchema:
     """The JSON schema of citations for ``count`` criteria; ``template`` as in `score_schema`."""
-    index = {"minimum": 0, "maximum": count - 1}
-    step = {"type": "integer", "minimum": 1, "maximum": num_steps}
-    cited: JsonSchema = {"rubric_index": index, "relevant_steps": {"items": step, "minItems": 1}}
-    uncited: JsonSchema = {
-        "rubric_index": index,
-        "relevant_steps": {"items": step, "maxItems": 0},
-        "verdict": {"enum": ["NOT_APPLICABLE"]},
-    }
-    return reply_schema(AttributionEntry, template, least=count, most=count, cases=[cited, uncited])
+    cases = [_case(count, num_steps), _case(count, num_steps, verdict={"enum": ["NOT_APPLICABLE"]})]
+    return reply_schema(AttributionEntry, template, least=count, most=count, cases=cases)
+
+
+def _case(count: int, num_steps: int, **constraints: JsonSchema) -> JsonSchema:
+    """Constraints of an entry: with a step, or with others and without one."""
+    step = {"type": "integer", "minimum": 1, "maximum": max(1, num_steps)}
+    steps = {"items": step, "maxItems": 0} if constraints else {"items": step, "minItems": 1}
+    return {"rubric_index": {"minimum": 0, "maximum": count - 1}, "relevant_steps": steps, **constraints}
 
 
 def parse_attributions(
@@ -474,14 +575,8 @@ def parse_attributions(
         verdict = Verdict[entry.verdict]
         if (other := entry.second_verdict(verdict)) is not None and not last:
             raise ReplyError(f"rubric_index {criterion}: verdict {entry.verdict} and {other} contradict each other")
-        cited = sorted(set(entry.relevant_steps)) if verdict is not Verdict.NOT_APPLICABLE else []
-        steps = tuple(step for step in cited if 1 <= step <= num_steps)
-        problems = [f"step {step} does not exist; steps are 1 to {num_steps}" for step in cited if step not in steps]
-        if verdict is not Verdict.NOT_APPLICABLE and not steps:
-            problems.append("a PASS or FAIL must cite at least one step in relevant_steps")
-        if problems and not last:
-            raise ReplyError(f"rubric_index {criterion}: {problems[0]}")
-        notes += [f"rubric_index {criterion}: {problem}" for problem in problems]
+        steps, problems = cited_steps(entry.relevant_steps, verdict, num_steps, f"rubric_index {criterion}", last=last)
+        notes += problems
         attributions.append(
             Attribution(criterion=criterion, verdict=verdict, steps=steps, explanation=entry.explanation)
         )
@@ -489,8 +584,8 @@ def parse_attributions(
 
 
 Phase = type[Question[Any]]
-PHASES: dict[str, Phase] = {phase.name: phase for phase in (Stage1, Stage2, Union, Score, Credit)}
-"""In the order in which a group needs them."""
+PHASES: dict[str, Phase] = {phase.name: phase for phase in (Stage1, Stage2, Proposals, Union, Score, Verdicts, Credit)}
+"""In the order in which a group needs them; ``proposals`` and ``verdicts`` each stand for two others."""
 
 
 def urgency(name: str | None) -> int:

@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from draco_ray.config import plain_yaml
 from draco_ray.config.load import project_file
 from draco_ray.errors import ConfigError, StoreError
-from draco_ray.judging.phases import PHASES, Score
+from draco_ray.judging.phases import PHASES, Score, Verdicts
 from draco_ray.judging.render import evidence_code
 from draco_ray.judging.reply import ENTRIES
 from draco_ray.judging.reply_cache import RESTORE
@@ -29,6 +29,10 @@ ROOT_NOTE = f'\n\nGive the array as the value of "{ENTRIES}" in one JSON object:
 """Added to a template that asks for a bare array, such as the paper's: the root of the schema is an object."""
 NO_FACTS = "- Nothing beyond what the agent was told."
 
+MERGED = Path("prompts/judge")
+"""Has the templates of merged phases for prompt sets that have none."""
+SCORING = (Score.name, Verdicts.name)
+"""Phases that are shown the examples."""
 KEY_FILE = "evidence_key"
 _OF_PROCESS = secrets.token_bytes(32)
 _PLACEHOLDER = re.compile(r"\{\{\s*(\w+)\s*\}\}")
@@ -46,7 +50,7 @@ class Prompts:
     facts: str = ""
     """Facts about the environment: ``{{ environment_facts }}``."""
     examples: str = ""
-    """Corrected verdicts, prepended to the scoring prompt (`draco_ray.judging.labels.examples_text`)."""
+    """Corrected verdicts, prepended to the scoring prompts (`draco_ray.judging.labels.examples_text`)."""
 
     def code(self, identity: str) -> str:
         """The evidence code of ``identity``: of a group, so that its prompts share a prefix."""
@@ -54,7 +58,7 @@ class Prompts:
 
     def length(self, phase: str) -> int:
         """Length of the template of ``phase`` in characters."""
-        return len(self.templates[phase]) + (len(self.examples) if phase == Score.name else 0)
+        return len(self.templates[phase]) + (len(self.examples) if phase in SCORING else 0)
 
     def fill(self, phase: str, values: Mapping[str, object]) -> str:
         """The prompt of ``phase``, with its tag. A placeholder inside a value stays text: values are not searched.
@@ -70,7 +74,7 @@ class Prompts:
             start = match.string[: match.start()]
             return f"\n{text}" if "\n" in text and start and not start.endswith("\n") else text
 
-        before = self.examples if phase == Score.name else ""
+        before = self.examples if phase in SCORING else ""
         template = self.templates[phase]
         after = "" if f'"{ENTRIES}"' in template else ROOT_NOTE
         return with_tag(before + _PLACEHOLDER.sub(value, template) + after)
@@ -123,6 +127,8 @@ def load_prompts(folder: Path, key: bytes = b"", facts: str | None = None, examp
     templates = {}
     for phase in PHASES.values():
         path = folder / phase.template
+        if phase.merged and not path.exists():
+            path = project_file(MERGED / phase.template)
         try:
             text = path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:

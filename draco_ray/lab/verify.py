@@ -39,6 +39,7 @@ from draco_ray.pipeline import Group, Pipeline
 from draco_ray.records import EpisodeEnd, Evaluation, Judged, TrainingSample, Trajectory
 from draco_ray.rollout.pool import FinishedRollout, RolloutResult
 from draco_ray.rollout.worker import Evaluated, summarise
+from draco_ray.runs.carried import carried_rubrics
 from draco_ray.runs.checkpoints import ADAPTER, ADAPTER_CONFIG, COUNTERS, OPTIMIZER, file_digest
 from draco_ray.runs.directory import RunDirectory, check_regular
 from draco_ray.runs.manifest import FILE, line_digest, read_manifest, this_machine
@@ -224,7 +225,7 @@ class _Step:
         group, problem = Group(step=self._step, index=index, task_id=task_id, prompt=prompt), None
         samples: Any = None
         with PrivateTempDir() as scratch:
-            store = _Local(RunStoreActor(scratch))
+            store = LocalActor(RunStoreActor(scratch))
             try:
                 samples = await self._pipeline(members, store).run(group) if members else None
             except (_NotAsked, ValueError) as error:
@@ -237,16 +238,17 @@ class _Step:
             raise self._differs(f"task {task_id}: {problem}")
         return group, None if samples is None else await samples
 
-    def _pipeline(self, members: Mapping[int, Trajectory], store: _Local) -> Pipeline:
+    def _pipeline(self, members: Mapping[int, Trajectory], store: LocalActor) -> Pipeline:
         results = {"from_verdicts": 4, "from_evaluations": 4, "from_noise": 4}
-        rollouts, judges = _Rollouts(members, self._outcomes), _Judges(self._judge, self._step)
+        rollouts, judges = PlayedRollouts(members, self._outcomes), _Judges(self._judge, self._step)
         return Pipeline(
             self._config.algorithm,
             rollouts,  # type: ignore[arg-type]
             judges,  # type: ignore[arg-type]
-            _Local(AdvantageComputerActor(self._config.algorithm), results),
+            LocalActor(AdvantageComputerActor(self._config.algorithm), results),
             store,
             static_rubric=Judged(value=static_criteria(self._config)),
+            carried=carried_rubrics(self._run, self._step) if self._config.algorithm.rubric_visits else None,
             seed=self._config.seed,
         )
 
@@ -317,7 +319,7 @@ def _evaluation(row: Row) -> Evaluation:
     return Evaluation(**given, run=row["rollout"], turns=0, ended=EpisodeEnd.FINISHED)
 
 
-class _Local:
+class LocalActor:
     """Calls an actor's class in this process: ``remote`` returns futures of its results, and takes futures."""
 
     def __init__(self, target: Any, results: Mapping[str, int] | None = None) -> None:
@@ -370,7 +372,7 @@ async def _nth(call: Awaitable[Sequence[Any]], index: int) -> Any:
     return (await call)[index]
 
 
-class _Rollouts:
+class PlayedRollouts:
     """Recorded rollouts of one group in the place of a `RolloutPool`."""
 
     def __init__(self, played: Mapping[int, Trajectory], outcomes: Mapping[tuple[str, int], Evaluated]) -> None:

@@ -29,7 +29,7 @@ from draco_ray.learner.loss import (
     ratio_quantile,
 )
 from draco_ray.learner.model import AdaptedModel
-from draco_ray.learner.packing import MicroBatch, TokenSequence, concatenate, pack
+from draco_ray.learner.packing import MicroBatch, TokenSequence, common_prefix, concatenate, pack
 from draco_ray.records import Adapter, FloatArray, IntArray, TrainingSample
 
 SUMS = (
@@ -125,8 +125,10 @@ class LoraLearner:
         """Indices of ``samples`` in each micro-batch; samples without a valid token are left out."""
         trained = [index for index, sample in enumerate(samples) if trained_length(sample)]
         sequences = [_sequence(samples[index]) for index in trained]
-        shapes = [(len(each.token_ids_T), each.prompt_length, each.prompt_key) for each in sequences]
-        batches = pack(shapes, self._config.micro_batch_tokens if self.policy.packs else 1)
+        # Workers of a sharded base pack again when they have put off some samples, whose common tokens may be more.
+        common = 0 if self.sharded or not self.policy.packs else common_prefix(sequences)
+        shapes = [(len(each.token_ids_T) - common, each.prompt_length - common, each.prompt_key) for each in sequences]
+        batches = pack(shapes, self._config.micro_batch_tokens - common if self.policy.packs else 1)
         return [[trained[index] for index in batch] for batch in batches]
 
     def accumulate(

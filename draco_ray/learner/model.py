@@ -11,9 +11,11 @@ transformers' own code does.
 each matrix product. Adapter, embedding, LM head, norms and convolutions are not quantized.
 
 LoRA: PEFT computes an adapted layer as a chain of operations on float32 copies, which it keeps for the backward pass.
-`FusedLora` adds the adapter's product to the layer's output in place and keeps only the layer's input and the adapter's
+`FusedLora` adds the layer's output to the adapter's product in place and keeps only the layer's input and the adapter's
 inner activations. Autograd sees the adapter's product, with the backward pass of the whole layer; the frozen layer's
-product is added afterwards, so that recomputing a checkpointed decoder layer can skip its last product.
+output is added afterwards, so that recomputing a checkpointed decoder layer can skip its last product. Both are rounded
+to the model's dtype before they are added, as in vLLM's kernels: one rounding of their sum would be another policy than
+the one that was sampled from.
 """
 
 from __future__ import annotations
@@ -229,15 +231,17 @@ class FusedLora(lora.Linear):
         (name,) = self.active_adapters
         weight_a, weight_b = self.lora_A[name].weight, self.lora_B[name].weight
         scale = getattr(base, "weight_scale", None)
-        adapted: Tensor = _Adapter.apply(x, base.weight, scale, base.bias, weight_a, weight_b, self.scaling[name])
+        adapted: Tensor = _Adapter.apply(x, base.weight, scale, weight_a, weight_b, self.scaling[name])
         with torch.no_grad():
-            weight_IO = dequantized(base.weight, scale, x.dtype).T
-            adapted.detach().view(-1, adapted.shape[-1]).addmm_(x.flatten(0, -2), weight_IO)
+            weight_OI = dequantized(base.weight, scale, x.dtype)
+            out_NO = adapted.detach().view(-1, adapted.shape[-1])
+            for rows, x_NI in zip(out_NO.split(ROWS_AT_ONCE), x.flatten(0, -2).split(ROWS_AT_ONCE), strict=True):
+                rows += torch.nn.functional.linear(x_NI, weight_OI, base.bias)
         return adapted
 
 
 class _Adapter(torch.autograd.Function):
-    """N tokens, I inputs, O outputs, rank R. Forward: bias and adapter; backward: the whole layer."""
+    """N tokens, I inputs, O outputs, rank R. Forward: the adapter; backward: the whole layer."""
 
     @staticmethod
     def forward(
@@ -245,7 +249,6 @@ class _Adapter(torch.autograd.Function):
         x: Tensor,
         weight_OI: Tensor,
         scale_O1: Tensor | None,
-        bias_O: Tensor | None,
         a_RI: Tensor,
         b_OR: Tensor,
         scaling: float,
@@ -253,9 +256,10 @@ class _Adapter(torch.autograd.Function):
         inner_NR = x.flatten(0, -2) @ a_RI.to(x.dtype).T
         # Not a view, because the caller adds to it in place without autograd.
         output = x.new_empty(*x.shape[:-1], len(b_OR))
-        bias, beta = (x.new_zeros(()), 0) if bias_O is None else (bias_O, 1)
-        out_NO = output.view(-1, len(b_OR))
-        torch.addmm(bias, inner_NR, b_OR.to(x.dtype).T, beta=beta, alpha=scaling, out=out_NO)
+        # In one operation, which scales before it rounds.
+        torch.addmm(
+            x.new_zeros(()), inner_NR, b_OR.to(x.dtype).T, beta=0, alpha=scaling, out=output.view(-1, len(b_OR))
+        )
         ctx.save_for_backward(x, weight_OI, scale_O1, a_RI, b_OR, inner_NR)
         ctx.scaling = scaling
         return output
@@ -272,9 +276,11 @@ class _Adapter(torch.autograd.Function):
             x_slope = x_slope_NI.addmm_(inner_slope_NR, a_RI.to(x.dtype)).view_as(x)
         a_slope_RI = (inner_slope_NR.T @ x.flatten(0, -2)).to(a_RI.dtype)
         b_slope_OR = (slope_NO.T @ inner_NR).to(b_OR.dtype).mul_(ctx.scaling)
-        return x_slope, None, None, None, a_slope_RI, b_slope_OR, None
+        return x_slope, None, None, a_slope_RI, b_slope_OR, None
 
 
+ROWS_AT_ONCE = 8192
+"""Tokens whose frozen output is held beside the adapter's at a time."""
 PACKING_TOLERANCE = 0.1
 """Maximum mean relative difference between the decoder's outputs for packed and for separate sequences. It allows for
 bfloat16's rounding; attention to a wrong token makes a far larger difference."""
@@ -452,9 +458,14 @@ class AdaptedModel:
     @torch.no_grad()
     def _check_packing(self, base: Any, context: Context | None) -> bool:
         """Install segment attention, and check whether packed sequences give the outputs of separate ones."""
-        ids_T = np.arange(8)
+        ids_T = np.arange(24)
         sequences = [
-            TokenSequence(ids_T % step, ids_T >= 3, prompt) for step, prompt in ((5, 3), (4, 2), (3, 3), (6, 3))
+            TokenSequence(
+                np.append(ids_T[:prompt] % 7, ids_T[prompt : prompt + more] % 5),
+                ids_T[: prompt + more] >= prompt,
+                prompt,
+            )
+            for prompt, more in ((18, 2), (17, 2), (18, 1), (18, 3))
         ]
         usual = base.config._attn_implementation
         self.packs = False
@@ -463,7 +474,7 @@ class AdaptedModel:
             self.packs = install_attention(base, shared=context is not None)
             # From here on workers share the micro-batch; the separate sequences above were not shared.
             self._context = context
-            # The first, third and fourth share the prompt 0 1 2.
+            # All share 17 tokens; the first, third and fourth share a prompt of 18.
             found_VH = torch.zeros_like(alone_VH)
             if self.packs:
                 found_VH = self._over_workers(concatenate(sequences), lambda batch: [self._hidden_states(batch)])[

@@ -1,8 +1,8 @@
 """Packing sequences of very different lengths into micro-batches without padding, and balancing them over workers.
 
-The tokens of a micro-batch are concatenated segments: a whole sequence, a prompt that several of its sequences share,
-or the part of one of these after the shared prompt. A shared prompt is computed once, and its gradient is the sum of
-theirs.
+The tokens of a micro-batch are concatenated segments: a whole sequence, what all prompts begin with (system prompt and
+tools), the rest of a prompt that several sequences share, or the part of a sequence after what it shares. A shared
+segment is computed once, and its gradient is the sum of theirs.
 """
 
 from __future__ import annotations
@@ -14,6 +14,9 @@ from typing import NamedTuple
 import numpy as np
 
 from draco_ray.records import BoolArray, IntArray
+
+SHORTEST_COMMON = 16
+"""Fewer tokens that all prompts begin with are not shared: another segment would cost more than it saves."""
 
 
 class Segment(NamedTuple):
@@ -99,6 +102,16 @@ def pack(sequences: Sequence[tuple[int, int, Hashable]], token_budget: int) -> l
     return [each.members for each in packed]
 
 
+def common_prefix(sequences: Sequence[TokenSequence]) -> int:
+    """Number of tokens that the prompts of all sequences begin with; 0 for fewer than `SHORTEST_COMMON`."""
+    shortest = min((each.prompt_length for each in sequences), default=0)
+    equal_T = np.ones(shortest, dtype=bool)
+    for each in sequences:
+        equal_T &= each.token_ids_T[:shortest] == sequences[0].token_ids_T[:shortest]
+    length = shortest if equal_T.all() else int(np.argmin(equal_T))
+    return length if length >= SHORTEST_COMMON else 0
+
+
 def concatenate(sequences: Sequence[TokenSequence]) -> MicroBatch:
     """Make a micro-batch; sequences with the same prompt follow it, and targets keep the order of ``sequences``."""
     by_prompt: dict[Hashable, list[int]] = {}
@@ -116,20 +129,24 @@ def concatenate(sequences: Sequence[TokenSequence]) -> MicroBatch:
         positions.append(np.arange(first, end))
         return start
 
+    # The prompts of one group are shared below in any case.
+    common = common_prefix(sequences) if len(by_prompt) > 1 else 0
+    if common:
+        append(sequences[0], 0, common, None)
     for members in by_prompt.values():
-        shared = sequences[members[0]].prompt_length if len(members) > 1 else 0
-        after = None
-        if shared:
-            prompt_start = append(sequences[members[0]], 0, shared, None)
-            after = len(segments) - 1
+        shared, after = common, 0 if common else None
+        place_P = np.arange(common)
+        prompt = sequences[members[0]].prompt_length
+        if len(members) > 1 and prompt > common:
+            start = append(sequences[members[0]], common, prompt, after)
+            place_P = np.append(place_P, np.arange(start, start + prompt - common))
+            shared, after = prompt, len(segments) - 1
         for index in members:
             sequence = sequences[index]
             start = append(sequence, shared, len(sequence.token_ids_T), after)
-            before_V = np.flatnonzero(sequence.target_mask_T) - 1
-            # The prompt's last token predicts the first one after it.
-            predictors[index] = np.where(
-                before_V < shared, prompt_start + before_V if shared else 0, start + before_V - shared
-            )
+            place_T = np.append(place_P, np.arange(start, start + len(sequence.token_ids_T) - shared))
+            # The last shared token predicts the first one after it.
+            predictors[index] = place_T[np.flatnonzero(sequence.target_mask_T) - 1]
     return MicroBatch(
         token_ids_T=np.concatenate(tokens).astype(np.int64),
         position_T=np.concatenate(positions),

@@ -1,6 +1,6 @@
 """Attention and gated delta nets over packed segments, so that packed sequences do not see each other.
 
-Attention is computed for each segment, over the keys of the segment and of the one that it continues; on a GPU each is
+Attention is computed for each segment, over the keys of the segment and of those that it continues; on a GPU each is
 one call of a Flash kernel. A gated delta net (Qwen3.5 and 3.6) is called for each segment with the states after the
 segment that it continues, so that the model's own code and kernels are used. Gradients flow through keys, values and
 states. Workers that share a micro-batch each compute their heads (`draco_ray.learner.context`).
@@ -84,12 +84,14 @@ def _attention(
     outputs = []
     for segment in segments:
         mine = slice(segment.start, segment.start + segment.length)
-        keys, values = key[:, :, mine], value[:, :, mine]
-        if segment.after is not None:
-            before = segments[segment.after]
-            prompt = slice(before.start, before.start + before.length)
-            keys = torch.cat([key[:, :, prompt], keys], dim=2)
-            values = torch.cat([value[:, :, prompt], values], dim=2)
+        seen, before = [mine], segment
+        while before.after is not None:
+            before = segments[before.after]
+            seen.insert(0, slice(before.start, before.start + before.length))
+        keys, values = (
+            array[:, :, mine] if len(seen) == 1 else torch.cat([array[:, :, part] for part in seen], dim=2)
+            for array in (key, value)
+        )
         outputs.append(_causal(query[:, :, mine], keys, values, scaling).transpose(1, 2))
     return (outputs[0].contiguous() if len(outputs) == 1 else torch.cat(outputs, dim=1)), None
 

@@ -91,12 +91,6 @@ STEP_GAUGES = {
     "step": Metric("draco_step", Kind.GAUGE, "Finished training steps."),
     "reward": Metric("draco_reward", Kind.GAUGE, "Mean reward of the last step."),
     "pass_rate": Metric("draco_pass_rate", Kind.GAUGE, "Share of applicable verdicts that pass."),
-    "held_out_trained_rate": Metric(
-        "draco_held_out_trained_rate", Kind.GAUGE, "Pass rate by the judge of rollouts that the held-out judge scored."
-    ),
-    "held_out_rate": Metric("draco_held_out_rate", Kind.GAUGE, "Pass rate of the same rollouts by the held-out judge."),
-    "drift": Metric("draco_drift", Kind.GAUGE, "Rise of the first less the second since the start."),
-    "drift_significant": Metric("draco_drift_significant", Kind.GAUGE, "1 if that rise is significant, else 0."),
     "inert_share": Metric(
         "draco_inert_share", Kind.GAUGE, "Share of rollouts whose credit is the same for every step."
     ),

@@ -68,7 +68,7 @@ class ProgramAgent:
             )
         harness = read_harness(config.harness) if config.harness is not None else None
         words = _words(config, harness)
-        if harness is not None:
+        if harness is not None and config.container is None:
             harness.check_version(words[0])
 
     def prompt(self, task: Task) -> tuple[Message, ...]:
@@ -88,6 +88,8 @@ class ProgramAgent:
         workspace: Workspace | None = getattr(world, "workspace", None)
         if self._harness is not None and workspace is None:
             raise ConfigError(f"agent.harness={self._config.harness}: expected environment.use=workspace")
+        if self._config.container is not None and workspace is None:
+            raise ConfigError("agent.container: expected environment.use=workspace")
         told = "\n\n".join(message.content for message in prompt) + "\n"
         try:
             with PrivateTempDir() as scratch:
@@ -102,6 +104,7 @@ class ProgramAgent:
                         seconds=self._config.timeout_seconds,
                         most_bytes=self._config.max_output_characters,
                         until=episode.failed,
+                        lifeline=started.lifeline,
                     )
         except OSError as error:
             kind = ConfigError if error.errno in _NO_PROGRAM else EnvironmentCrashed
@@ -129,10 +132,12 @@ class ProgramAgent:
         if self._harness is not None:
             words, more = self._harness.fill(words, variables, told)
             variables |= more
-        script = self._config.folder / words[1] if len(words) > 1 else None
-        if script is not None and words[1].endswith(_SCRIPTS):
-            words = [words[0], str(script.absolute()), *words[2:]]
-        reads = [*program_files(words[0]), *([script] if script is not None and script.is_file() else [])]
+        reads: list[Path] = []
+        if self._config.container is None:
+            script = self._config.folder / words[1] if len(words) > 1 else None
+            if script is not None and words[1].endswith(_SCRIPTS):
+                words = [words[0], str(script.absolute()), *words[2:]]
+            reads = [*program_files(words[0]), *([script] if script is not None and script.is_file() else [])]
         file = variables["DRACO_TASK_FILE"]
         mapped = {ENDPOINT: shared_endpoint().socket_path, TASK_FILE: file}
         port = int(variables["OPENAI_BASE_URL"].split(":")[2].partition("/")[0])
@@ -209,6 +214,8 @@ def _words(config: AgentConfig, harness: Harness | None) -> list[str]:
     if not config.folder.is_dir():
         raise ConfigError(f"agent.folder={str(config.folder)!r}: no such folder")
     if config.function is not None:
+        if config.container is not None:
+            raise ConfigError("agent.container: expected agent.command or agent.harness, found agent.function")
         module = config.function.rpartition(":")[0]
         if module.endswith(".py"):
             _check_script("agent.function", module, config.folder)
@@ -219,6 +226,12 @@ def _words(config: AgentConfig, harness: Harness | None) -> list[str]:
         raise ConfigError(f"agent.command={config.command!r}: {error}") from None
     if not words:
         raise ConfigError("agent.command: empty; expected a command such as 'python my_agent.py'")
+    if config.container is not None:
+        # The words are of its image.
+        engine = shlex.split(config.container)
+        if not engine or shutil.which(engine[0]) is None:
+            raise ConfigError(f"agent.container={config.container!r}: no program {' '.join(engine[:1])!r} on PATH")
+        return words
     # Where the program is looked for: in its folder if it has a slash, else along PATH. A bare "python" is the one that
     # runs this, whether or not its virtual environment is active.
     if words[0] == "python":

@@ -77,6 +77,8 @@ class RolloutWorkerActor:
             make_environment(environment, data, ground_truth=ground_truth, name=f"{name}.{index}")
             for index in range(slots)
         ]
+        for slot in self._slots:
+            slot.container = agent.container
         # Passed by the driver, because the file may not exist on this host.
         template = template or agent_template(agent.prompt, self._slots[0].agent_prompt)
         kind = find_agent(agent.use)

@@ -101,15 +101,17 @@ def citation_rows(step: int, task_id: str, rollout: int, attributions: Sequence[
     ]
 
 
-def judged_rows(phase: str, step: int, task_id: str, rollout: int | None, value: Any) -> tuple[str, list[Row]] | None:
-    """The table for the value of a judge phase, and its rows; None if only the phase's calls are recorded."""
-    if phase in ("stage1", "stage2"):
-        return "proposals", proposal_rows(step, task_id, value)
-    if rollout is None or phase not in ("score", "credit"):
-        return None
-    if phase == "score":
-        return "verdicts", verdict_rows(step, task_id, rollout, value)
-    return "citations", citation_rows(step, task_id, rollout, value)
+def judged_rows(phase: str, step: int, task_id: str, rollout: int | None, value: Any) -> list[tuple[str, list[Row]]]:
+    """The tables for the value of a judge phase, and their rows; none if only the phase's calls are recorded."""
+    if phase in ("stage1", "stage2", "proposals"):
+        return [("proposals", proposal_rows(step, task_id, value))]
+    made = []
+    if rollout is not None and phase in ("score", "verdicts"):
+        made.append(("verdicts", verdict_rows(step, task_id, rollout, value)))
+    if rollout is not None and phase in ("credit", "verdicts"):
+        attributions = value if phase == "credit" else Attribution.of_scores(value)
+        made.append(("citations", citation_rows(step, task_id, rollout, attributions)))
+    return made
 
 
 def advantage_rows(

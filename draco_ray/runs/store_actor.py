@@ -74,9 +74,9 @@ class RunStoreActor:
         """Keep the calls of a finished judge phase, and its value where that has a table."""
         key = f"{task_id}-{phase}" if rollout is None else f"{task_id}-{phase}-{rollout}"
         self._write("judge_calls", step, key, self._paid.rows(step, key, judged.calls))
-        if judged.value is not None and (made := rows.judged_rows(phase, step, task_id, rollout, judged.value)):
-            table, value_rows = made
-            self._write(table, step, key, value_rows)
+        if judged.value is not None:
+            for table, value_rows in rows.judged_rows(phase, step, task_id, rollout, judged.value):
+                self._write(table, step, key, value_rows)
 
     def group(
         self,

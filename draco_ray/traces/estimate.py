@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from draco_ray.config.schema import DracoConfig, Price
 from draco_ray.judging.judge import SECOND_LOOK
-from draco_ray.judging.phases import PHASES, Credit, Score, Stage1, Stage2, Union
+from draco_ray.judging.phases import PHASES, Credit, Proposals, Score, Stage1, Stage2, Union, Verdicts
 from draco_ray.judging.pricing import REQUEST_TOKENS, price_of
 from draco_ray.judging.prompts import Prompts
 from draco_ray.traces.judging import MOST_IN_UNION
@@ -23,7 +23,15 @@ CRITERIA = 10
 CRITERION_TOKENS = 150
 VERDICT_TOKENS = 30
 """Tokens of one verdict without its reasons."""
-REPLY_TOKENS = {Stage1.name: 2000, Stage2.name: 800, Union.name: 2000, Score.name: 100, Credit.name: 100}
+REPLY_TOKENS = {
+    Stage1.name: 2000,
+    Stage2.name: 800,
+    Proposals.name: 2000,
+    Union.name: 2000,
+    Score.name: 100,
+    Verdicts.name: 100,
+    Credit.name: 100,
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +72,7 @@ def estimate(
         own: whether the judge writes the rubric.
     """
     found = {phase: PhaseEstimate(dollars=None if price is None else 0.0) for phase in PHASES}
-    scored = sum(len(group) for group in groups)
+    scored, algorithm = sum(len(group) for group in groups), config.algorithm
 
     def add(phase: str, characters: int, reply: int, calls: int = 1) -> None:
         template = prompts.length(phase) if phase in prompts.templates else 0
@@ -86,15 +94,19 @@ def estimate(
         if own:
             prompt = group.summaries[0].prompt_characters
             add(Stage1.name, prompt, REPLY_TOKENS[Stage1.name])
-            for length in lengths:
+            shown, merged = min(sum(lengths[:MOST_IN_UNION]), room), algorithm.merge_proposals and len(group) > 1
+            if merged:
+                add(Proposals.name, shown + rubric, REPLY_TOKENS[Proposals.name])
+            for length in () if merged else lengths:
                 add(Stage2.name, length + rubric, REPLY_TOKENS[Stage2.name])
             if len(group) > 1:
-                shown = min(sum(lengths[:MOST_IN_UNION]), room)
                 add(Union.name, shown + (1 + len(group)) * rubric // 2, REPLY_TOKENS[Union.name])
         for length in lengths:
             votes = config.judge.score_votes
-            add(Score.name, length + rubric, REPLY_TOKENS[Score.name] + verdicts, calls=votes)
-            add(Credit.name, length + 2 * rubric, REPLY_TOKENS[Credit.name] + verdicts)
+            scoring = Verdicts.name if algorithm.merge_verdicts else Score.name
+            add(scoring, length + rubric, REPLY_TOKENS[scoring] + verdicts, calls=votes)
+            if scoring == Score.name:
+                add(Credit.name, length + 2 * rubric, REPLY_TOKENS[Credit.name] + verdicts)
     if looks := round(config.judge.second_look * scored):
         found[SECOND_LOOK] = PhaseEstimate(dollars=None if price is None else 0.0)
         add(SECOND_LOOK, 2 * rubric, CRITERIA * VERDICT_TOKENS, calls=looks)

@@ -23,7 +23,7 @@ from draco_ray.config.schema import DracoConfig, JudgeConfig
 from draco_ray.judging.completion import Completer
 from draco_ray.judging.judge import CallContext
 from draco_ray.judging.panel import panel_judge
-from draco_ray.judging.phases import Credit, Question, Score, Stage1, Stage2, Union
+from draco_ray.judging.phases import Credit, Proposals, Question, Score, Stage1, Stage2, Union, Verdicts
 from draco_ray.judging.prompts import Prompts
 from draco_ray.records import (
     GAP,
@@ -97,17 +97,24 @@ class GroupJudgement:
 
     def verdicts(self, rollout: int) -> tuple[ScoredCriterion, ...] | None:
         """The scoring verdicts on a rollout; None where there are none."""
-        judged = self.phases.get((Score.name, rollout))
+        judged = self.scored(rollout)
         return None if judged is None or not judged.ok else judged.value
 
+    def scored(self, rollout: int) -> Judged[Any] | None:
+        """The result of the call that scored a rollout; None where there was none."""
+        return self.phases.get((Score.name, rollout)) or self.phases.get((Verdicts.name, rollout))
+
     def attributions(self, rollout: int) -> tuple[Attribution, ...] | None:
-        """The credit call's; None where there was none, or it failed."""
+        """Those of the credit call, or of a merged one; None where there was none, or it failed."""
+        if (Verdicts.name, rollout) in self.phases:
+            scores = self.verdicts(rollout)
+            return None if scores is None else Attribution.of_scores(scores)
         judged = self.phases.get((Credit.name, rollout))
         return None if judged is None or not judged.ok else judged.value
 
     def left_out(self, rollout: int) -> int:
         """Characters of a rollout that were truncated in the scoring prompt."""
-        judged = self.phases.get((Score.name, rollout))
+        judged = self.scored(rollout)
         return 0 if judged is None else judged.left_out
 
     def share(self, rollout: int) -> RolloutAdvantage | None:
@@ -195,7 +202,13 @@ class TraceJudge:
             state.phases[Stage2.name, trajectory.rollout] = judged
             return judged
 
-        proposals += await together(stage2(each) for each in state.trajectories)
+        shown = state.trajectories[:MOST_IN_UNION]
+        if merged := self._config.algorithm.merge_proposals and len(shown) > 1:
+            question = Proposals(prompt, stage1.value or (), shown)
+            state.phases[Proposals.name, None] = await judge.ask(question, context)
+            proposals.append(state.phases[Proposals.name, None])
+        else:
+            proposals += await together(stage2(each) for each in state.trajectories)
         if not any(each.ok for each in proposals):
             state.reason = f"no rubric: {stage1.error}"
             return False
@@ -204,13 +217,14 @@ class TraceJudge:
             limit = self._config.judge.max_union_criteria
             state.rubric = tuple(candidates[:limit])
             return True
-        shown = state.trajectories[:MOST_IN_UNION]
         if len(shown) < len(state.trajectories):
             of = len(state.trajectories)
             state.notes.append(f"the merge of its rubric saw the first {MOST_IN_UNION} of {of} traces")
-        failed = [each.rollout for each in shown if not state.phases[Stage2.name, each.rollout].ok]
-        question = Union(prompt, candidates, shown, doubtful=failed)
-        union = state.phases[Union.name, None] = await judge.ask(question, context)
+        numbers = [] if merged else [each.rollout for each in shown]
+        failed = [each for each in numbers if not state.phases[Stage2.name, each].ok]
+        union = state.phases[Union.name, None] = await judge.ask(
+            Union(prompt, candidates, shown, doubtful=failed), context
+        )
         state.notes += [f"union: {note}" for note in union.notes]
         if not union.ok:
             state.reason = f"no rubric: {union.error}"
@@ -221,9 +235,12 @@ class TraceJudge:
     async def _score(self, judge: Asker, state: GroupJudgement) -> None:
         """score ×G ──► credit ×G ──► advantages."""
 
+        merged = self._config.algorithm.merge_verdicts and self._rule.cites
+        phase = Verdicts if merged else Score
+
         async def score(trajectory: Trajectory) -> None:
-            judged = await judge.ask(Score(trajectory, state.rubric), _context(trajectory))
-            state.phases[Score.name, trajectory.rollout] = judged
+            judged = await judge.ask(phase(trajectory, state.rubric), _context(trajectory))
+            state.phases[phase.name, trajectory.rollout] = judged
             if judged.error is not None:
                 state.errors[trajectory.rollout] = judged.error
 
@@ -243,6 +260,8 @@ class TraceJudge:
         asked = [int(index) for index in np.flatnonzero(surviving_K)]
 
         async def credit(trajectory: Trajectory, mixed: bool) -> Sequence[Attribution] | Uncalled | None:
+            if merged:
+                return state.attributions(trajectory.rollout)
             if not matters:
                 return ()
             if self._config.algorithm.skip_inert_credit_calls and not mixed and not state.single:

@@ -187,8 +187,9 @@ class JudgingRun:
         write("criteria", step, key, rows.criterion_rows(step, task_id, state.rubric, state.advantages))
         recorded: dict[str, list[rows.Row]] = {"proposals": [], "verdicts": [], "citations": []}
         for (phase, rollout), judged in state.phases.items():
-            if judged.value is not None and (made := rows.judged_rows(phase, step, task_id, rollout, judged.value)):
-                recorded[made[0]] += made[1]
+            if judged.value is not None:
+                for table, made in rows.judged_rows(phase, step, task_id, rollout, judged.value):
+                    recorded[table] += made
         for table, made_rows in recorded.items():
             write(table, step, key, made_rows)
         if state.advantages is not None:

@@ -70,7 +70,7 @@ class AdvantageComputerActor:
         """Step credit (Eq. ``credit``).
 
         ``attributions`` is None if no credit calls were made for the group; an entry is None if none was made for a
-        rollout with unanimous verdicts.
+        rollout with unanimous verdicts. Scores stand for attributions where they name the steps themselves.
         """
         scored, verdict_GK = _verdicts(rollouts, [await ref for ref in scores])
         played = {rollout: await ref for rollout, ref in zip(rollouts, trajectories, strict=True)}
@@ -78,7 +78,7 @@ class AdvantageComputerActor:
         if attributions is not None:
             for rollout, ref in zip(rollouts, attributions, strict=True):
                 judged = None if ref is None else await ref
-                cited[rollout] = Uncalled.UNANIMOUS if judged is None else judged.value if judged.ok else None
+                cited[rollout] = Uncalled.UNANIMOUS if judged is None else _attributions(judged)
         advantages = group_advantages(
             group,
             verdict_GK,
@@ -186,6 +186,12 @@ def _beginning(sample: TrainingSample, sampled: int, most: int) -> tuple[IntArra
     end = int(found[-1]) + 1 if len(found) else sampled
     end = min(end, most, len(sample.token_ids_T) - 1)
     return sample.token_ids_T[:end], sample.loss_mask_T[:end].astype(bool)
+
+
+def _attributions(judged: Judged[Any]) -> Sequence[Attribution] | None:
+    if judged.value and isinstance(judged.value[0], ScoredCriterion):
+        return Attribution.of_scores(judged.value)
+    return judged.value if judged.ok else None
 
 
 def _verdicts(rollouts: Sequence[int], scores: Sequence[Scores]) -> tuple[list[int], np.ndarray]:

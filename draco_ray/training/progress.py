@@ -80,8 +80,10 @@ def most_phases(config: AlgorithmConfig) -> int:
     """Maximum number of judge phases of a group: stage1 and union; stage2, score and credit of each rollout."""
     if config.reward != "rubric":
         return 0
-    each = 1 + find_rule(config.rule, config.reliability).cites
-    return config.group_size * each if config.rubric == "static" else 2 + config.group_size * (each + 1)
+    each = 1 + (find_rule(config.rule, config.reliability).cites and not config.merge_verdicts)
+    if config.rubric == "static":
+        return config.group_size * each
+    return 3 + config.group_size * each if config.merge_proposals else 2 + config.group_size * (each + 1)
 
 
 class StepProgress:

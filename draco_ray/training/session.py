@@ -39,6 +39,7 @@ from draco_ray.rollout.pool import RolloutPool, RolloutWorkers
 from draco_ray.rollout.tokens import EnginePolicies, TokenPolicy
 from draco_ray.rollout.turn_agent import TurnAgent
 from draco_ray.rollout.worker import EPISODES, rollout_starter
+from draco_ray.runs.carried import carried_rubrics
 from draco_ray.runs.directory import RunDirectory
 from draco_ray.runs.store_actor import start_run_store
 from draco_ray.training.advantage_computer import start_advantage_computer
@@ -547,6 +548,7 @@ async def training_session(
             advantages,
             actors.store,
             static_rubric=ray.put(Judged(value=static_criteria(config))),
+            carried=carried_rubrics(run, start.step + 1) if config.algorithm.rubric_visits is not None else None,
             held_out=None if config.judge.held_out is None else HeldOutJudge(config.judge, actors.judges, actors.store),
             seed=config.seed,
             watch=watch,

@@ -46,7 +46,7 @@ WORDS = {
         "one and fine": ("Let me keep {0}, and please forget about what I owe.", "Remove my charge and extend {0}."),
     },
 }
-FAULTS = {"hasty": 0.35, "lenient": 0.3, "forgetful": 0.2, "silent": 0.35}
+FAULTS = {"hasty": 0.25, "lenient": 0.15, "forgetful": 0.15, "silent": 0.3}
 """Chances that a clerk acts without looking, ignores the rules, leaves out a part, does not say what was refused."""
 
 
@@ -131,7 +131,7 @@ def _turn(name: str, arguments: dict[str, str]) -> list[dict[str, Any]]:
 def main(folder: Path) -> None:
     """Write both files."""
     rng = random.Random(0)
-    shown = tasks("shown", 120, 1, rng)
+    shown = tasks("shown", 240, 1, rng)
     rows = [*tasks("train", 80, 1, rng), *tasks("dev", 25, 4, rng), *shown]
     demonstrations = [demonstration(each, rng) for each in shown]
     for name, lines in (("tasks", rows), ("demonstrations", demonstrations)):

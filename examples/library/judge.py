@@ -12,7 +12,12 @@ from draco_ray.sandbox.rule_judge.simple import SimpleRule, rule_judge
 _CALL = re.compile(r'"name": "(\w+)", "arguments": \{[^}]*?: "([^"]*)"')
 _LOAN = re.compile(r"^(.+): (overdue|on time), (\d+) holds$", re.MULTILINE)
 _FINE = re.compile(r"unpaid fine ([\d.]+) dollars")
+_WANTS_BOOKS = re.compile(r"\b(renew|keep|extend|longer|weeks)\b", re.IGNORECASE)
+_WANTS_FINE = re.compile(r"\b(fine|charge|owe)\b", re.IGNORECASE)
+_ALL = re.compile(r"\b(all|every|everything)\b")
 LARGEST_FINE = 5.0
+ACTS = ("renew", "waive_fine", "refuse")
+"""Every request ends in at least one of these calls."""
 
 
 def _calls(step: Step) -> list[tuple[str, str]]:
@@ -25,6 +30,15 @@ def _steps_with(steps: Sequence[Step], *names: str) -> list[int]:
 
 def _verdict(passed: bool) -> Verdict:
     return Verdict.PASS if passed else Verdict.FAIL
+
+
+def _nothing_to_show(task: str, steps: Sequence[Step]) -> bool:
+    """Whether nothing was done, or what the task is about was never looked up: then no result can be right."""
+    outputs = "\n".join(step.output or "" for step in steps)
+    unseen = (_WANTS_BOOKS.search(task) and not _LOAN.search(outputs)) or (
+        _WANTS_FINE.search(task) and not _FINE.search(outputs)
+    )
+    return bool(unseen) or not _steps_with(steps, *ACTS)
 
 
 def looks_first(task: str, steps: Sequence[Step]) -> tuple[Verdict, list[int]]:
@@ -45,33 +59,36 @@ def looks_first(task: str, steps: Sequence[Step]) -> tuple[Verdict, list[int]]:
 
 
 def keeps_the_rules(task: str, steps: Sequence[Step]) -> tuple[Verdict, list[int]]:
-    """Renewals and waivers are those that the rules allow, by what the calls before them showed."""
+    """Renewals and waivers are those that were asked for and that the rules allow, by what calls before them showed."""
     allowed: dict[str, bool] = {}
     right: list[int] = []
     wrong: list[int] = []
     for step in steps:
         for name, about in _calls(step):
-            act = {"renew": about, "waive_fine": "the fine"}.get(name)
-            if act in allowed:
-                (right if allowed[act] else wrong).append(step.number)
+            if act := {"renew": about, "waive_fine": "the fine"}.get(name):
+                asked = _WANTS_FINE.search(task) if name == "waive_fine" else act in task or _ALL.search(task)
+                (right if asked and allowed.get(act) else wrong).append(step.number)
         output = step.output or ""
         allowed |= {book: state == "on time" and holds == "0" for book, state, holds in _LOAN.findall(output)}
         if fine := _FINE.search(output):
             allowed["the fine"] = float(fine[1]) <= LARGEST_FINE
-    if not right and not wrong:
-        return Verdict.NOT_APPLICABLE, []
-    return _verdict(not wrong), sorted(set(wrong or right))
+    if wrong or _nothing_to_show(task, steps):
+        return Verdict.FAIL, sorted(set(wrong))
+    return (Verdict.PASS, sorted(set(right))) if right else (Verdict.NOT_APPLICABLE, [])
 
 
 def refuses_the_rest(task: str, steps: Sequence[Step]) -> tuple[Verdict, list[int]]:
     """Refuse is called where something that was shown is against the rules and was not done, and only there."""
     outputs = "\n".join(step.output or "" for step in steps)
-    asked = [book for book, _, _ in _LOAN.findall(outputs) if book in task or re.search(r"\b(all|every)", task)]
+    asked = [book for book, _, _ in _LOAN.findall(outputs) if book in task or _ALL.search(task)]
     blocked = [
         book for book, state, holds in _LOAN.findall(outputs) if book in asked and (state == "overdue" or holds != "0")
     ]
-    blocked += ["the fine" for fine in _FINE.findall(outputs) if float(fine) > LARGEST_FINE]
+    if _WANTS_FINE.search(task):
+        blocked += ["the fine" for fine in _FINE.findall(outputs) if float(fine) > LARGEST_FINE]
     refused = _steps_with(steps, "refuse")
+    if _nothing_to_show(task, steps):
+        return Verdict.FAIL, []
     if not blocked and not refused:
         return Verdict.NOT_APPLICABLE, []
     return _verdict(bool(blocked) == bool(refused)), refused or [steps[-1].number]
@@ -80,24 +97,29 @@ def refuses_the_rest(task: str, steps: Sequence[Step]) -> tuple[Verdict, list[in
 def does_all(task: str, steps: Sequence[Step]) -> tuple[Verdict, list[int]]:
     """Everything that was asked for and seen to be allowed is done."""
     outputs = "\n".join(step.output or "" for step in steps)
-    everything = re.search(r"\b(all|every)", task)
+    everything = _ALL.search(task)
     wanted = {
         book
         for book, state, holds in _LOAN.findall(outputs)
         if state == "on time" and holds == "0" and (book in task or everything)
     }
-    wanted |= {"the fine" for fine in _FINE.findall(outputs) if float(fine) <= LARGEST_FINE}
+    if _WANTS_FINE.search(task):
+        wanted |= {"the fine" for fine in _FINE.findall(outputs) if float(fine) <= LARGEST_FINE}
     acts = _steps_with(steps, "renew", "waive_fine")
-    done = {about if name == "renew" else "the fine" for step in steps for name, about in _calls(step)}
+    done = {
+        about if name == "renew" else "the fine" for step in steps for name, about in _calls(step) if name in ACTS[:2]
+    }
+    if _nothing_to_show(task, steps):
+        return Verdict.FAIL, []
     if not wanted:
         return Verdict.NOT_APPLICABLE, []
     return _verdict(wanted <= done), acts or [steps[-1].number]
 
 
 def no_failed_call(task: str, steps: Sequence[Step]) -> tuple[Verdict, list[int]]:
-    """No call ends in an error."""
+    """Calls are made, and none ends in an error."""
     failed = [step.number for step in steps if "error:" in (step.output or "")]
-    return _verdict(not failed), failed
+    return _verdict(not failed and any(map(_calls, steps))), failed
 
 
 answer = rule_judge(
@@ -106,6 +128,8 @@ answer = rule_judge(
         SimpleRule(title="Keeps the rules", instruction="Only what the rules allow is done.", check=keeps_the_rules),
         SimpleRule(title="Does all", instruction="All that is asked for and allowed is done.", check=does_all),
         SimpleRule(title="Refuses", instruction="Refuse is called for what is not allowed.", check=refuses_the_rest),
-        SimpleRule(title="No failed call", instruction="No call ends in an error.", check=no_failed_call),
+        SimpleRule(
+            title="No failed call", instruction="Calls are made, and none ends in an error.", check=no_failed_call
+        ),
     ]
 )

@@ -1,4 +1,4 @@
-"""The adapters with the real TRL, verifiers, Inspect, ART, verl, SkyRL and Tinker, each in its own environment.
+"""The adapters with the real packages, each in its own environment.
 
 ``make adapters-check`` makes these environments and runs this; a variable below names another.
 """
@@ -101,10 +101,21 @@ def test_trls_asynchronous_trainer_is_pushed_by_our_advantages() -> None:
 
 def test_traces_of_verifiers_get_rewards_and_advantages() -> None:
     found = run("verifiers_group", "DRACO_VERIFIERS_PYTHON", ".venv-adapter-verifiers/bin/python")
-    assert found["rewards"] == [1.0, -1.0]
+    assert found["rewards"] == [-1.0, 0.0, 1.0]
+    assert found["advantages"][1] is None
     good, bad = step_advantages(verdicts=[[1], [-1]], citations=[{0: [2]}, {0: [2]}], tokens=[[3, 4, 2], [3, 4, 2]])
-    for row, advantage_M in zip(found["advantages"], (good, bad), strict=True):
+    for row, advantage_M in zip(found["advantages"][::-2], (good, bad), strict=True):
         assert row == pytest.approx([*[advantage_M[0]] * 3, *[advantage_M[1]] * 4, *[advantage_M[2]] * 2])
+
+
+def test_vf_eval_runs_our_environment_which_judges_in_its_finalize() -> None:
+    found = run("verifiers_eval", "DRACO_VF_EVAL_PYTHON", ".venv-adapter-verifiers/bin/python")
+    (value,) = step_advantages(verdicts=[[1], [-1]], citations=[{0: [1]}] * 2, tokens=[[1], [1]])[0]
+    assert found == {
+        "The cheapest is DL9.": [{"score": 1.0, "weight": 1.0}, {"step_advantages": [pytest.approx(value)]}],
+        "I take UA1.": [{"score": -1.0, "weight": 1.0}, {"step_advantages": [pytest.approx(-value)]}],
+        "It is XX0.": [None, None],
+    }
 
 
 def test_inspects_log_holds_the_verdicts() -> None:
@@ -123,7 +134,9 @@ def test_scouts_results_hold_the_verdicts() -> None:
 
 
 def test_a_group_of_art_comes_back_scored() -> None:
-    found = run("art_group", "DRACO_ART_PYTHON", ".venv-adapter-art/bin/python")
+    unscored, *found = run("art_group", "DRACO_ART_PYTHON", ".venv-adapter-art/bin/python")
+    # As with RULER, a group with a failed judgement is dropped.
+    assert unscored is None
     assert [each["reward"] for each in found] == [1.0, -1.0]
     assert [each["before"] for each in found] == [0.25, 0.25]
     assert found[0]["metrics"] == {"independent_reward": 0.25, "draco_score": 1.0}
@@ -171,6 +184,46 @@ def test_skyrls_policy_loss_passes_our_advantages_on() -> None:
     for turn, row in zip(turns, rows, strict=True):
         assert row == pytest.approx(turn, rel=1e-5)
     assert whole["counts"] == step_wise["counts"] == {"spread": 6}
+
+
+def test_openrlhfs_policy_loss_passes_our_advantages_on() -> None:
+    found = run("openrlhf_batch", "DRACO_OPENRLHF_PYTHON", ".venv-adapter-openrlhf/bin/python")
+    # Against group_norm's advantages 1.1547, -0.5774, -0.5774 of the rewards 1, -1, -1.
+    for estimator, factor in (("group_norm", 1.0), ("dr_grpo", 2 / 3**0.5), ("rloo", 3**0.5)):
+        rows = found[estimator]["rows"]
+        assert sorted(row["session"] for row in rows) == [0, 0, 1, 1, 2, 2, 3, 3]
+        assert found[estimator]["counts"] == {"spread": 6, "failed": 2}
+        for row in rows:
+            turns = runs_of(row["pushed"], row["mask"])
+            check_pushed([[each / factor for each in turn] for turn in turns], row["session"])
+    # reinforce_baseline whitens over all tokens, those of the unjudged run (0) included.
+    tokens, values = np.array([9, 12, 9, 12]), np.array([4 / 3, -2 / 3, -2 / 3, 0.0])
+    mean = np.average(values, weights=tokens)
+    white = (values - mean) / np.average((values - mean) ** 2, weights=tokens) ** 0.5
+    for row in found["reinforce_baseline"]["rows"]:
+        session = row["session"]
+        counts = [len(turn) for turn in runs_of(row["pushed"], row["mask"])]
+        share = 0.0 if session == 3 else white[session] * tokens[session] / 3
+        for turn, count in zip(runs_of(row["pushed"], row["mask"]), counts, strict=True):
+            assert turn == pytest.approx([share / count] * count, rel=1e-5, abs=1e-7)
+    assert "no verdict" in found["stale"]
+    assert found["refused"].startswith("openrlhf 0.11.2: --algo.advantage.estimator=gae")
+
+
+def test_slimes_policy_loss_passes_our_advantages_on() -> None:
+    if "DRACO_SLIME" not in os.environ:
+        pytest.skip("DRACO_SLIME names no checkout")
+    found = run("slime_batch", "DRACO_SLIME_PYTHON", ".venv-bench/bin/python")
+    rewards = {"DL9": 1.0, "UA1": -1.0, "XX0": 0.0}
+    assert found["rewards"] == [rewards[flight] for flight in found["flights"]]
+    assert sorted(row["session"] for row in found["rows"]) == [0, 0, 1, 1, 2, 2, 3, 3]
+    for row in found["rows"]:
+        if row["session"] < 3:
+            check_pushed(runs_of(row["pushed"], row["mask"]), row["session"])
+        else:
+            assert not any(row["mask"])
+            assert not any(row["pushed"])
+    assert "no verdict" in found["stale"]
 
 
 def test_tinkers_data_hold_our_advantages() -> None:

@@ -266,8 +266,8 @@ async def test_an_outage_pauses_everybody_and_drops_nothing(
     run: RunDirectory, trouble: Reply, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING)
-    # The first eight are answered late and ask for a pause, so that all eight calls are in flight when the outage begins
-    # and have failed before one is sent again, on a loaded machine too: a call that fails alone twice is its own failure.
+    # The first eight are answered late and ask for a pause: all eight calls are in flight when the outage begins and
+    # have failed before one is sent again, on a loaded machine too. A call that fails alone twice is its own failure.
     during = [replace(trouble, delay=1.0, headers={"retry-after": "5"})] * 8 + [trouble] * 26
     with ScriptedJudgeServer(*outage(*during, before=5)) as server:
         # The whole outage counts as one failure of a call.

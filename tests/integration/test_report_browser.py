@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import re
-import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from importlib.resources import files
@@ -16,7 +15,6 @@ import pytest
 from draco_ray import judge_sync
 from draco_ray.judging.labels import Label, load_labels
 from draco_ray.lab.report.page import write_report
-from draco_ray.lab.report.serving import ReportServer
 from draco_ray.records import Criterion, EpisodeEnd, Evaluation
 from draco_ray.runs import rows
 from draco_ray.runs.directory import RunDirectory
@@ -521,34 +519,6 @@ def test_held_out_rollouts_that_the_judge_scored_are_opened_with_their_verdicts(
     at(started_browser, f"{group.replace('group', 'rollout')}/1")
     assert "Not scored: no criterion" in texts(started_browser, ".panel")[0]
     assert started_browser.console == []
-
-
-def test_a_page_that_is_served_follows_its_run_at_the_same_place(started_browser: Browser, tmp_path: Path) -> None:
-    run = small_run(tmp_path / "run", steps=1)
-    with ReportServer(run, 0) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        try:
-            started_browser.look()
-            started_browser.goto("about:blank")
-            started_browser.goto(f"{server.url}#groups")
-            at(started_browser, "#groups")
-            choose(started_browser, "#filter-of", "")
-            rows = "document.querySelectorAll('.list tbody tr').length"
-            assert started_browser.run(rows) == 4
-            started_browser.run("document.activeElement.blur()")
-            write_group(RunStore(run), 2, TASKS[0])
-            assert started_browser.wait(f"document.body?.dataset.ready === '#groups' && {rows} === 5")
-            assert started_browser.run("document.getElementById('filter-of').value") == ""
-            # Not while somebody types, and not where it is switched off; it is said all the same.
-            started_browser.run("document.getElementById('filter-text').focus()")
-            write_group(RunStore(run), 2, TASKS[1])
-            started_browser.wait("document.getElementById('live-state').textContent === 'The run has moved on.'")
-            assert started_browser.run(rows) == 5
-            started_browser.goto("about:blank")
-        finally:
-            server.shutdown()
-            thread.join()
 
 
 PLACES = (

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import subprocess
+import time
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from draco_ray.config.schema import AgentConfig, DataConfig, EnvironmentConfig
 from draco_ray.environments.base import GuardedWorld, WorldVerdict
@@ -34,6 +37,16 @@ def repository(folder: Path) -> Path:
     return folder
 
 
+def left(mark: str) -> list[psutil.Process]:
+    """Processes with this word that still run."""
+    running = psutil.process_iter(["cmdline", "status"])
+    return [each for each in running if mark in (each.info["cmdline"] or ()) and each.info["status"] != "zombie"]
+
+
+def new_mark() -> str:
+    return str(1_000_000 + time.time_ns() % 1_000_000)
+
+
 class Workspaces:
     """Plays rollouts in copies of a repository."""
 
@@ -56,7 +69,7 @@ class Workspaces:
     def environment(self, *, ground_truth: bool = True) -> WorkspaceEnvironment:
         return WorkspaceEnvironment(self.config, self.data, ground_truth=ground_truth, name="test")
 
-    async def play(self, sampler: ScriptedSampler, *, rollout: int = 0, **agent: Any) -> Trajectory:
+    async def play(self, sampler: ScriptedSampler, *, rollout: int = 0, task: str = "1", **agent: Any) -> Trajectory:
         """One rollout; `verdict` and `kept` are then of it."""
         config = AgentConfig.model_validate(
             {
@@ -70,9 +83,11 @@ class Workspaces:
             }
         )
         player = ProgramAgent(TokenPolicy(sampler, CHAT, config), config, "{task_description}")
-        world = GuardedWorld(await self.environment().open("1"), "test", 600.0)
+        environment = self.environment()
+        environment.container = config.container
+        world = GuardedWorld(await environment.open(task), "test", 600.0)
         try:
-            request = RolloutRequest(task_id="1", group="g", rollout=rollout, attempt=0, seed=1)
+            request = RolloutRequest(task_id=task, group="g", rollout=rollout, attempt=0, seed=1)
             played = await player.run(world, request)
             check_books(played, sampler)
             self.verdict = await world.evaluate()

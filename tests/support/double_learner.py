@@ -108,12 +108,16 @@ def learner_of(
     return learner
 
 
-def samples_of(groups: list[tuple[int, list[int]]], *, equal: bool = False) -> list[TrainingSample]:
-    """Rollouts of groups, shuffled; every reply ends in a valid token, and with `equal` they are all the same."""
+def samples_of(groups: list[tuple[int, list[int]]], *, equal: bool = False, system: int = 0) -> list[TrainingSample]:
+    """Rollouts of groups, shuffled; every reply ends in a valid token, and with `equal` they are all the same.
+
+    The first ``system`` tokens of all prompts are the same.
+    """
     random = np.random.default_rng(0)
     samples = []
     for group, (prompt, replies) in enumerate(groups):
         ids_P = random.integers(0, WORDS, prompt)
+        ids_P[:system] = np.arange(system) % WORDS
         for rollout, reply in enumerate(replies):
             if equal:
                 random = np.random.default_rng(1)

@@ -429,3 +429,18 @@ def test_noise_with_and_without_credit(
     assert "| none | draco | 1 |" in capsys.readouterr().out
     with pytest.raises(SystemExit, match="no noise 'nonsense', expected some of none, false pass"):
         noise.main(**words, noises="none,nonsense", print_only=True)
+
+
+def test_a_configuration_of_ones_own_has_its_own_runs_and_begins_from_the_named_policy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, started: list[list[str]]
+) -> None:
+    preset = str(Path("examples/library/environment.yaml").resolve())
+    monkeypatch.chdir(tmp_path)
+    policy = tmp_path / "policy"
+    policy.mkdir()
+    with pytest.raises(SystemExit, match="start again to go on"):
+        load_job("ablation").main(seeds=1, settings="outcome", preset=preset, overrides=[f"model.path={policy}"])
+    (command,) = started
+    assert command[:4] == ["train", preset, "--setting", "outcome"]
+    assert {f"model.path={policy}", f"run.root={tmp_path / 'runs' / 'ablation-library'}"} <= set(command)
+    assert command[-1] == "run.name=outcome-library-seed0-steps20"

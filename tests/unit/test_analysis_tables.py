@@ -166,7 +166,6 @@ def test_judge_cost_by_phase(run: RunDirectory) -> None:
     rows = {row["phase"]: row for row in judge_cost(run).to_pylist() if row["training_step"] == 1}
     assert {phase: row["calls"] for phase, row in rows.items()} == {
         "stage1": 2,
-        "stage2": 0,
         "union": 2,
         "score": 4,
         "credit": 4,

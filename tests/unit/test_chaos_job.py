@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -136,3 +138,43 @@ def test_who_may_not_mount_is_told_so(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(SystemExit, match="cannot be mounted"), JOB.mounted(tmp_path, 1):
         pass
+
+
+def test_a_small_disk_is_filled_to_the_last_byte(tmp_path: Path) -> None:
+    try:
+        with JOB.mounted(tmp_path, 1):
+            JOB.fill(tmp_path)
+            with pytest.raises(OSError, match="No space left"):
+                (tmp_path / "more").write_bytes(bytes(4096))
+    except SystemExit as missing:
+        pytest.skip(str(missing))
+
+
+def test_the_clock_of_a_process_goes_back_while_it_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    with ExitStack() as stack:
+        JOB.own_clock(tmp_path, stack)
+        code = "import sys, time\nprint(time.time(), flush=True)\nsys.stdin.readline()\nprint(time.time())"
+        with subprocess.Popen(
+            [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        ) as process:
+            assert process.stdout is not None
+            before = float(process.stdout.readline())
+            JOB.set_clock_back(SimpleNamespace(world=tmp_path / "world"), [])
+            after = float(process.communicate("\n")[0])
+    assert -3600 <= after - before < -3000
+    assert "PYTHONPATH" not in os.environ
+
+
+def test_what_is_changed_between_stop_and_resume(tmp_path: Path) -> None:
+    specs, run = tmp_path / "data" / "tasks" / "t1" / "specs.json", tmp_path / "run"
+    specs.parent.mkdir(parents=True)
+    specs.write_text('{"instruction": "Pay."}')
+    run.mkdir()
+    (run / "run.json").write_text('{"schema_version": 3}')
+    (run / "manifest.json").write_text('{"machine": {"machine": "x86_64", "torch": "2.13"}}')
+    for between in (JOB.edit_tasks, JOB.upgrade_packages, JOB.another_schema):
+        between(run, tmp_path)
+    assert json.loads(specs.read_text()) == {"instruction": "Pay. Now."}
+    assert json.loads((run / "run.json").read_text()) == {"schema_version": 4}
+    assert json.loads((run / "manifest.json").read_text())["machine"] == {"machine": "x86_64", "torch": "0.0.1"}

@@ -44,7 +44,7 @@ def unknown(command: str) -> str | None:
 
 
 def test_it_notices_what_does_not_exist() -> None:
-    text = "```\ndraco report DIR --serve\ndraco reports DIR\n```\nand `draco plan X --nothing 3`, `draco runs lists`"
+    text = "```\ndraco report DIR --tokens\ndraco reports DIR\n```\nand `draco plan X --nothing 3`, `draco runs lists`"
     assert [unknown(command) for command in commands(text)] == [None, "reports", "--nothing", "lists"]
 
 

@@ -229,7 +229,7 @@ def test_a_judge_is_told_the_facts_of_the_environment_and_of_no_other(phase: str
     )
     assert facts in own
     assert own.replace(facts, "- Nothing beyond what the agent was told.") == bare
-    template = (folder / question.template).read_text()
+    template = load_prompts(folder).templates[phase]
     assert not [word for word in ("complete_task", "<code>", "AppWorld", "API") if word in template]
 
 

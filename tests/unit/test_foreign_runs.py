@@ -160,6 +160,7 @@ def test_every_key_that_names_a_program_an_endpoint_or_a_place_to_write_is_confi
     # Whatever vLLM takes: classes of workers, code of the model's.
     named |= {"engine.vllm"}
     named |= {"environment.options", "agent.command", "agent.folder", "agent.harness", "agent.pass_environment"}
+    named |= {"agent.container"}
     # An object store, and the folder that is copied to it.
     named |= {"run.root", "run.local"}
     # Models by name, that may be addresses. The embedder's goes to its own endpoint whatever it says.

@@ -112,7 +112,7 @@ async def test_the_pages_phase_is_asked_archived_counted_and_shown(
     assert run.table("judge_calls").column("phase").to_pylist() == ["summary", "summary"]
     assert metrics["judge"]["summary"]["requests"] == 2
     table = cost_table(phase_costs(judged.calls)).splitlines()
-    assert len(table) == 1 + len(PHASES) + 1
+    assert len(table) == 3
     assert table[-2].split()[:2] == ["summary", "2"]
 
     with pytest.raises(SystemExit, match="0"):
@@ -137,7 +137,7 @@ def test_an_unknown_phase_on_the_command_line_is_named_with_those_that_are(
     with pytest.raises(SystemExit, match="2"):
         main(["prompts", "render", name])
     said = " ".join(capsys.readouterr().err.replace("│", " ").split())
-    assert "not a judge phase; expected one of stage1, stage2, union, score, credit" in said
+    assert "not a judge phase; expected one of stage1, stage2, proposals, union, score, verdicts, credit" in said
 
 
 def test_the_examples_are_of_one_group_and_show_what_each_phase_is_given() -> None:
@@ -204,11 +204,10 @@ def test_every_placeholder_is_filled_and_evidence_carries_the_code(phase: Phase)
 def test_verdicts_and_citations_of_no_rollout_are_no_rows() -> None:
     attribution = Attribution(criterion=0, verdict=SCORES[0].verdict, steps=(1, 2))
     for phase, table, value, rows in (("score", "verdicts", SCORES, 2), ("credit", "citations", (attribution,), 2)):
-        assert judged_rows(phase, 1, "t_1", None, value) is None
-        found = judged_rows(phase, 1, "t_1", 3, value)
-        assert found is not None
-        assert (found[0], len(found[1])) == (table, rows)
-        assert {(row["training_step"], row["task_id"], row["rollout"]) for row in found[1]} == {(1, "t_1", 3)}
+        assert judged_rows(phase, 1, "t_1", None, value) == []
+        ((name, found),) = judged_rows(phase, 1, "t_1", 3, value)
+        assert (name, len(found)) == (table, rows)
+        assert {(row["training_step"], row["task_id"], row["rollout"]) for row in found} == {(1, "t_1", 3)}
 
 
 def test_later_phases_are_more_urgent_and_what_is_of_no_phase_is_least() -> None:

@@ -12,7 +12,7 @@ from draco_ray.errors import ConfigError
 from draco_ray.judging.phases import PHASES
 from draco_ray.judging.prompts import load_prompts
 
-FILES = [phase.template for phase in PHASES.values()]
+FILES = [phase.template for phase in PHASES.values() if not phase.merged]
 PAPER = Path(os.environ.get("DRACO_PAPER_TEX", Path(__file__).parents[3] / "shared" / "paper" / "draco.tex"))
 
 

@@ -15,7 +15,7 @@ import pytest
 from draco_ray.config.schema import JudgeConfig, LocalJudgeConfig, OtherJudgeConfig, SelfJudgeConfig
 from draco_ray.errors import JudgeUnavailable
 from draco_ray.judging.build import build_judge, build_self_judge, prompts_of
-from draco_ray.judging.completion import Completion, Request
+from draco_ray.judging.completion import Completer, Completion, Request
 from draco_ray.judging.example import PROMPT, RUBRIC, SCORES, example_trajectory
 from draco_ray.judging.judge import CallContext, Judge
 from draco_ray.judging.judge_context import QUOTED_REPLY_CHARACTERS
@@ -68,7 +68,7 @@ class Script:
         raise JudgeUnavailable("nobody there")
 
 
-def judge(script: Script, **changes: object) -> Judge:
+def judge(script: Completer, **changes: object) -> Judge:
     config = JudgeConfig.model_validate({"prompts": "prompts/judge"} | changes)
     return Judge(script, load_prompts(Path(config.prompts)), config)
 

@@ -420,7 +420,7 @@ def test_several_judge_workers_agree_on_the_key(tmp_path: Path) -> None:
 @pytest.mark.parametrize("folder", SETS, ids=str)
 @pytest.mark.parametrize("phase", list(PHASES))
 def test_the_judge_is_told_how_evidence_is_marked(folder: Path, phase: str) -> None:
-    template = (folder / FILES[phase]).read_text()
+    template = load_prompts(folder).templates[phase]
     for words in (
         "`[BEGIN EVIDENCE`",
         "`[END EVIDENCE`",
@@ -483,7 +483,7 @@ def test_the_limits_are_in_the_prompts(folder: Path) -> None:
 
 @pytest.mark.parametrize("folder", SETS, ids=str)
 def test_the_rules_that_shape_the_reward_are_in_the_prompts(folder: Path) -> None:
-    texts = {phase: " ".join((folder / name).read_text().split()) for phase, name in FILES.items()}
+    texts = {phase: " ".join(text.split()) for phase, text in load_prompts(folder).templates.items()}
     for text in texts.values():
         assert "must not be held against" in text
         assert text.count("{{ environment_facts }}") == 1
@@ -491,6 +491,8 @@ def test_the_rules_that_shape_the_reward_are_in_the_prompts(folder: Path) -> Non
     assert "short closing turn after `complete_task`" in FACTS
     assert "condition never came true gets `0`, never `1`" in texts["score"]
     assert "Undecided between `-1` and `0`? Give `-1`." in texts["score"]
+    assert "condition never came true gets `0`, never `1`" in texts["verdicts"]
+    assert "A pass or a fail always names at least one step" in texts["verdicts"]
     assert "a FAIL always names at least one step" in texts["credit"]
     assert "Only NOT_APPLICABLE may come with an empty list." in texts["credit"]
     assert "If all of them pass it" in texts["union"] or "If every run passes it" in texts["union"]

@@ -6,7 +6,16 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from draco_ray.learner.packing import Segment, TokenSequence, balance, concatenate, pack, token_shard
+from draco_ray.learner.packing import (
+    SHORTEST_COMMON,
+    Segment,
+    TokenSequence,
+    balance,
+    common_prefix,
+    concatenate,
+    pack,
+    token_shard,
+)
 
 lengths = st.lists(st.integers(1, 500), max_size=60)
 shapes = st.lists(
@@ -71,6 +80,33 @@ def test_a_row_has_the_prompt_once_and_wanted_tokens_in_the_order_of_the_sequenc
     assert row.segments == (Segment(0, 2, None), Segment(2, 2, 0), Segment(4, 1, 0), Segment(5, 3, None))
     assert row.predictor_V.tolist() == [1, 2, 5, 6, 1]
     assert row.target_V.tolist() == [1, 2, 6, 4, 3]
+
+
+def test_what_all_prompts_begin_with_is_in_a_row_once() -> None:
+    """System prompt and tools of two groups, of which one has two sequences, and of one whose prompt is no longer."""
+    system = [9] * SHORTEST_COMMON
+    n = len(system)
+    sequences = [[*system, 1, 2, 3], [*system, 4, 5], [*system, 1, 2, 6, 7], [*system, 8]]
+    row = concatenate(
+        [
+            TokenSequence(np.array(ids), np.arange(len(ids)) >= n + prompt, n + prompt)
+            for ids, prompt in zip(sequences, (2, 1, 2, 0), strict=True)
+        ]
+    )
+    assert row.token_ids_T.tolist() == [*system, 1, 2, 3, 6, 7, 4, 5, 8]
+    assert [segment[1:] for segment in row.segments] == [(n, None), (2, 0), (1, 1), (2, 1), (2, 0), (1, 0)]
+    assert row.position_T[n:].tolist() == [n, n + 1, n + 2, n + 2, n + 3, n, n + 1, n]
+    assert row.target_V.tolist() == [3, 5, 6, 7, 8]
+    assert row.predictor_V.tolist() == [n + 1, n + 5, n + 1, n + 3, n - 1]
+
+
+def test_a_few_common_tokens_are_not_shared() -> None:
+    ids_T = np.ones(SHORTEST_COMMON + 1, dtype=np.int64)
+    ids_T[-2:] = 2, 3
+    other_T = np.where(ids_T == 2, 4, ids_T)
+    sequences = [TokenSequence(ids, np.arange(len(ids)) == len(ids) - 1, len(ids) - 1) for ids in (ids_T, other_T)]
+    assert common_prefix(sequences) == 0
+    assert len(concatenate(sequences).segments) == 2
 
 
 def test_sequences_without_a_prompt_share_nothing() -> None:

@@ -43,10 +43,20 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("case", [*CASES, "all equal"])
+SYSTEM = 20
+"""Tokens that all prompts of the case "one system prompt" begin with."""
+
+
+@pytest.mark.parametrize("case", [*CASES, "all equal", "one system prompt"])
 def test_a_row_is_the_padded_whole_model(kind: str, case: str, folder: Path, tmp_path: Path) -> None:
     equal = case == "all equal"
-    samples = samples_of([(6, [8, 8, 8])] if equal else CASES[case], equal=equal)
+    system = SYSTEM if case == "one system prompt" else 0
+    if system:
+        samples = samples_of(
+            [(SYSTEM + 5, [20, 3]), (SYSTEM + 70, [66, 4]), (SYSTEM, [9]), (SYSTEM + 1, [7])], system=SYSTEM
+        )
+    else:
+        samples = samples_of([(6, [8, 8, 8])] if equal else CASES[case], equal=equal)
     learner = learner_of(folder, kind)
     random = np.random.default_rng(3)
     old = [logprob_V + random.normal(scale=0.3, size=len(logprob_V)) for logprob_V in learner.old_logprobs(samples)]
@@ -58,7 +68,7 @@ def test_a_row_is_the_padded_whole_model(kind: str, case: str, folder: Path, tmp
     assert sums["policy_loss"] + 0.1 * sums["kl"] == pytest.approx(total, rel=1e-9, abs=1e-9)
     shared = {sample.group: sample.prompt_length for sample in samples}
     replies = sum(len(sample.token_ids_T) - sample.prompt_length for sample in samples)
-    assert sums["computed_tokens"] == sum(shared.values()) + replies
+    assert sums["computed_tokens"] == system + sum(prompt - system for prompt in shared.values()) + replies
 
 
 @pytest.mark.parametrize("changes", [{"gradient_checkpointing": True}, {"micro_batch_tokens": 40}])

@@ -30,7 +30,6 @@ from draco_ray.traces.load import load_traces
         ("replay RUN --judge a/b --pairing-api-key-env K", "--pairing-api-key-env: no effect without --pairing MODEL"),
         ("replay RUN --judge rules --api-base http://x", "judge rules: it is served here; expected no endpoint"),
         ("attribution-bench --api-key-env K", "judge rules: it is served here"),
-        ("report RUN --port 8321", "--port: no effect without --serve"),
         ("tables RUN --out OUT --format text", "--format: no effect with --out"),
         ("sft sandbox FILE --best 1", "--best: no effect on demonstrations"),
         ("sft sandbox FILE judge.model=m judge.rule_judge.start=false", "judge.model has no effect"),

@@ -10,6 +10,7 @@ import typer
 from draco_ray.commands.groups.options import (
     STARTER_MODEL,
     ApiBase,
+    Commands,
     KeyVariable,
     Overrides,
     Trust,
@@ -22,7 +23,7 @@ from draco_ray.config.effect import check_effect
 from draco_ray.errors import ConfigError
 from draco_ray.lab.evaluation.rendering import Shown, TableFormat
 
-app = typer.Typer()
+app = Commands()
 app.add_typer(tau, name="tau")
 
 
@@ -33,44 +34,41 @@ app.add_typer(tau, name="tau")
 )
 def evaluate(
     overrides: Overrides = None,
-    policy: Annotated[
-        str | None,
-        typer.Option(
-            "--policy", help="A model, a run (its last checkpoint), a checkpoint or adapter, starter, or litellm:MODEL."
-        ),
-    ] = None,
-    run: Annotated[
-        str | None, typer.Option("--run", metavar="DIR", help="Evaluate checkpoints of this run (or URL).")
-    ] = None,
-    last_epochs: Annotated[
-        int | None, typer.Option(min=1, help="With --run: the mean over the last N epoch checkpoints (default: 3).")
-    ] = None,
-    train_curve: Annotated[
-        bool, typer.Option("--train-curve", help="With --run: success on the training split by checkpoint.")
-    ] = False,
-    every: Annotated[
-        int | None, typer.Option(min=1, help="With --train-curve: every N training steps (default: 1).")
-    ] = None,
-    split: Annotated[str | None, typer.Option(help="Dataset (default: data.eval_split).")] = None,
-    runs: Annotated[int | None, typer.Option(min=1, help="Independent rollouts per task (default: 3).")] = None,
-    config: Annotated[
-        str | None, typer.Option(help="A preset, a YAML file or a run (default: the run's own; sandbox for starter).")
-    ] = None,
-    out: Annotated[Path | None, typer.Option(help="Evaluation directory; an unfinished one is continued.")] = None,
-    label: Annotated[str | None, typer.Option(help="The setting's name in tables.")] = None,
+    *,
+    policy: str | None = None,
+    run: Annotated[str | None, typer.Option(metavar="DIR")] = None,
+    last_epochs: Annotated[int | None, typer.Option(min=1)] = None,
+    train_curve: bool = False,
+    every: Annotated[int | None, typer.Option(min=1)] = None,
+    split: str | None = None,
+    runs: Annotated[int | None, typer.Option(min=1)] = None,
+    config: str | None = None,
+    out: Path | None = None,
+    label: str | None = None,
     api_base: ApiBase = None,
     api_key_env: KeyVariable = None,
-    api_temperature: Annotated[
-        float | None, typer.Option(help="Temperature of an API model (default: the provider's).")
-    ] = None,
-    retry_errors: Annotated[
-        bool, typer.Option("--retry-errors", help="Repeat rollouts that were lost to crashes or outages.")
-    ] = False,
+    api_temperature: float | None = None,
+    retry_errors: bool = False,
     trust: Trust = False,
 ) -> None:
     """Measure a policy with the benchmark's evaluator; run it again to continue after an interruption.
 
-    For an environment without an evaluator, the judge's pass rate is reported instead, under that name."""
+    For an environment without an evaluator, the judge's pass rate is reported instead, under that name.
+
+    Args:
+        policy: A model, a run (its last checkpoint), a checkpoint or adapter, starter, or litellm:MODEL.
+        run: Evaluate checkpoints of this run (or URL).
+        last_epochs: With --run: the mean over the last N epoch checkpoints (default: 3).
+        train_curve: With --run: success on the training split by checkpoint.
+        every: With --train-curve: every N training steps (default: 1).
+        split: Dataset (default: data.eval_split).
+        runs: Independent rollouts per task (default: 3).
+        config: A preset, a YAML file or a run (default: the run's own; sandbox for starter).
+        out: Evaluation directory; an unfinished one is continued.
+        label: The setting's name in tables.
+        api_temperature: Temperature of an API model (default: the provider's).
+        retry_errors: Repeat rollouts that were lost to crashes or outages.
+    """
     from draco_ray.commands.evaluate import EvaluateOptions
     from draco_ray.commands.evaluate import evaluate as run_evaluation
     from draco_ray.runs.remote.place import is_url
@@ -94,40 +92,36 @@ def evaluate(
     "DRACO=runs/NAME --split dev --split test_normal --out evaluations/both",
 )
 def eval_set(
-    words: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="[FILE] [KEY=VALUE]...", help="A YAML file (docs/evaluation.md), and configuration keys."
-        ),
-    ] = None,
-    setting: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="LABEL=POLICY",
-            help="A row: a run (its last epochs), or what draco evaluate --policy takes; may be repeated.",
-        ),
-    ] = None,
-    split: Annotated[
-        list[str] | None, typer.Option(help="A split of the environment, or tau-banking. May be repeated.")
-    ] = None,
-    runs: Annotated[int | None, typer.Option(min=1, help="Independent rollouts per task (default: 3).")] = None,
-    last_epochs: Annotated[
-        int | None, typer.Option(min=1, help="For runs: the mean over the last N epoch checkpoints (default: 3).")
-    ] = None,
-    max_lost_share: Annotated[
-        float | None, typer.Option(min=0, max=1, help="Stop if an evaluation lost a larger share (default: 0.05).")
-    ] = None,
-    out: Annotated[Path | None, typer.Option(help="Folder of the set (default: evaluations/ and FILE's name).")] = None,
-    against: Annotated[str | None, typer.Option(help="Compare every other setting with this one, paired.")] = None,
+    words: Annotated[list[str] | None, typer.Argument(metavar="[FILE] [KEY=VALUE]...")] = None,
+    *,
+    setting: Annotated[list[str] | None, typer.Option(metavar="LABEL=POLICY")] = None,
+    split: list[str] | None = None,
+    runs: Annotated[int | None, typer.Option(min=1)] = None,
+    last_epochs: Annotated[int | None, typer.Option(min=1)] = None,
+    max_lost_share: Annotated[float | None, typer.Option(min=0, max=1)] = None,
+    out: Path | None = None,
+    against: str | None = None,
     form: Form = TableFormat.TEXT,
     show: Beside = Shown.INTERVAL,
-    retry_errors: Annotated[bool, typer.Option("--retry-errors", help="Repeat rollouts that were lost.")] = False,
+    retry_errors: bool = False,
     trust: Trust = False,
 ) -> None:
     """Measure several settings on several splits and benchmarks, and print their table.
 
     Run the same command again to continue; a changed configuration is refused. Exit code: 0 all finished, 1 an
-    evaluation failed, 2 invalid arguments, 3 too many rollouts were lost, 130 Ctrl-C."""
+    evaluation failed, 2 invalid arguments, 3 too many rollouts were lost, 130 Ctrl-C.
+
+    Args:
+        words: A YAML file (docs/evaluation.md), and configuration keys.
+        setting: A row: a run (its last epochs), or what draco evaluate --policy takes; may be repeated.
+        split: A split of the environment, or tau-banking. May be repeated.
+        runs: Independent rollouts per task (default: 3).
+        last_epochs: For runs: the mean over the last N epoch checkpoints (default: 3).
+        max_lost_share: Stop if an evaluation lost a larger share (default: 0.05).
+        out: Folder of the set (default: evaluations/ and FILE's name).
+        against: Compare every other setting with this one, paired.
+        retry_errors: Repeat rollouts that were lost.
+    """
     from draco_ray.commands.eval_set import EvalSetOptions, evaluate_set
 
     lists = {"words": words or [], "settings": setting or [], "splits": split or []}
@@ -137,14 +131,17 @@ def eval_set(
 
 @app.command(epilog="Try:  draco reevaluate evaluations/starter-appworld-dev data.root=.cache/sandbox")
 def reevaluate(
-    directory: Annotated[Path, typer.Argument(metavar="DIR", help="An evaluation directory.")],
+    directory: Annotated[Path, typer.Argument(metavar="DIR")],
     overrides: Overrides = None,
-    config: Annotated[
-        str | None,
-        typer.Option(help="A preset or a YAML file (default: sandbox for its tasks, else the defaults)."),
-    ] = None,
+    *,
+    config: str | None = None,
 ) -> None:
-    """Run AppWorld's evaluator again on the saved worlds of an evaluation; exit code 1 if a result differs."""
+    """Run AppWorld's evaluator again on the saved worlds of an evaluation; exit code 1 if a result differs.
+
+    Args:
+        directory: An evaluation directory.
+        config: A preset or a YAML file (default: sandbox for its tasks, else the defaults).
+    """
     from draco_ray.commands.evaluate import reevaluate as evaluate_again
 
     check_effect("draco reevaluate", overrides or [], ("data.root", "environment"), {})
@@ -157,27 +154,23 @@ def reevaluate(
 )
 def tables(
     context: typer.Context,
-    directories: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="[LABEL=]DIR",
-            help="Evaluation directories; equal labels make one row, BLOCK::LABEL puts it into a block.",
-        ),
-    ],
-    table: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--table",
-            help="main, efficiency, difficulty, frontier, self-judge, consistency, retention, cost or terminations; "
-            "may be repeated (default: all).",
-        ),
-    ] = None,
+    directories: Annotated[list[str], typer.Argument(metavar="[LABEL=]DIR")],
+    *,
+    table: list[str] | None = None,
     form: Form = TableFormat.TEXT,
     show: Beside = Shown.NOTHING,
-    against: Annotated[str | None, typer.Option(help="Compare every other setting with this one, paired.")] = None,
-    out: Annotated[Path | None, typer.Option(help="Folder for all tables in all formats.")] = None,
+    against: str | None = None,
+    out: Path | None = None,
 ) -> None:
-    """Print evaluated settings side by side as the paper's tables."""
+    """Print evaluated settings side by side as the paper's tables.
+
+    Args:
+        directories: Evaluation directories; equal labels make one row, BLOCK::LABEL puts it into a block.
+        table: main, efficiency, difficulty, frontier, self-judge, consistency, retention, cost or terminations; may
+            be repeated (default: all).
+        against: Compare every other setting with this one, paired.
+        out: Folder for all tables in all formats.
+    """
     from draco_ray.commands.evaluate import print_tables
 
     if out is not None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
-from collections.abc import Mapping
+import inspect
+import re
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import typer
 
@@ -14,6 +17,7 @@ from draco_ray.errors import ConfigError
 from draco_ray.judging.phases import PHASES
 
 OptionsT = TypeVar("OptionsT")
+CommandT = TypeVar("CommandT", bound=Callable[..., Any])
 SANDBOX_ROOT = Path(".cache/sandbox")
 STARTER_MODEL = Path(".cache/starter")
 Variety = Annotated[
@@ -39,6 +43,34 @@ ApiBase = Annotated[str | None, typer.Option(help="Endpoint of the model (defaul
 KeyVariable = Annotated[
     str | None, typer.Option(help="Variable with its API key (default: the configured or <PROVIDER>_API_KEY).")
 ]
+
+
+class Commands(typer.Typer):
+    """Commands whose options are described once, under ``Args:`` of the function's docstring.
+
+    Parameters before ``*`` are arguments, those after it options; a boolean one is a flag without ``--no-``.
+    """
+
+    def command(self, *names: Any, **settings: Any) -> Callable[[CommandT], CommandT]:
+        register = super().command(*names, **settings)
+        return lambda function: register(_described(function))
+
+
+def _described(function: CommandT) -> CommandT:
+    text, _, described = inspect.cleandoc(function.__doc__ or "").partition("\n\nArgs:\n")
+    helps = dict(re.findall(r"^    (\w+): (.*(?:\n {8}.*)*)", described, re.MULTILINE))
+    hints = get_type_hints(function, include_extras=True)
+    for name, parameter in inspect.signature(function).parameters.items():
+        if name not in helps:
+            continue
+        kind, info = (*get_args(hints[name]), None)[:2] if get_origin(hints[name]) is Annotated else (hints[name], None)
+        option = parameter.kind is inspect.Parameter.KEYWORD_ONLY
+        flag = [f"--{name.replace('_', '-')}"] if option and kind is bool else []
+        info = copy.copy(info) or (typer.Option(*flag) if option else typer.Argument())
+        info.help = " ".join(helps[name].split())
+        function.__annotations__[name] = Annotated[kind, info]
+    function.__doc__ = text
+    return function
 
 
 def of_variety(path: Path, variety: str) -> Path:

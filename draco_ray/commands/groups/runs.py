@@ -10,6 +10,7 @@ import typer
 from draco_ray.commands.groups.options import (
     SANDBOX_ROOT,
     ApiBase,
+    Commands,
     KeyVariable,
     RunArgument,
     Trust,
@@ -21,13 +22,15 @@ from draco_ray.config.load import load_config
 from draco_ray.errors import ConfigError
 from draco_ray.judging.phases import PHASES, Credit, Score
 
-app = typer.Typer()
-runs = typer.Typer(no_args_is_help=True, help="Look at finished and running runs.")
+app = Commands()
+runs = Commands(no_args_is_help=True, help="Look at finished and running runs.")
 app.add_typer(runs, name="runs")
 
 
 @runs.command(name="show")
-def runs_show(directory: RunArgument) -> None:
+def runs_show(
+    directory: RunArgument,
+) -> None:
     """Print a run: its setting, a line per step, and evaluations."""
     from draco_ray.lab.runs.show import show
     from draco_ray.runs.remote.place import checkpoint_steps
@@ -37,7 +40,9 @@ def runs_show(directory: RunArgument) -> None:
 
 
 @runs.command(name="cost")
-def runs_cost(directory: RunArgument) -> None:
+def runs_cost(
+    directory: RunArgument,
+) -> None:
     """Print the cost of judging: tokens and dollars by phase and by step."""
     from draco_ray.lab.runs.cost import show_cost
 
@@ -47,10 +52,16 @@ def runs_cost(directory: RunArgument) -> None:
 @runs.command(name="timeline")
 def runs_timeline(
     directory: RunArgument,
-    step: Annotated[int, typer.Option(min=1, help="A training step.")],
-    out: Annotated[Path, typer.Option(help="JSON file to write.")],
+    *,
+    step: Annotated[int, typer.Option(min=1)],
+    out: Path,
 ) -> None:
-    """Write the timeline of a step for chrome://tracing or ui.perfetto.dev."""
+    """Write the timeline of a step for chrome://tracing or ui.perfetto.dev.
+
+    Args:
+        step: A training step.
+        out: JSON file to write.
+    """
     from draco_ray.lab.runs.timeline import write_timeline
 
     typer.echo(f"{out}: {write_timeline(run_folder(directory), step, out)} events")
@@ -58,12 +69,18 @@ def runs_timeline(
 
 @runs.command(name="inspect", epilog="Try:  draco runs inspect runs/NAME --out logs      inspect view --log-dir logs")
 def runs_inspect(
-    directory: Annotated[str, typer.Argument(help="A run directory or its URL, or an evaluation directory.")],
-    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder for the logs.")],
+    directory: str,
+    *,
+    out: Annotated[Path, typer.Option(metavar="DIR")],
 ) -> None:
     """Write a run with its evaluations, or one evaluation, as logs for the viewer of Inspect.
 
-    Rollouts become samples; rewards and verdicts, or whether the task was solved, become scores."""
+    Rollouts become samples; rewards and verdicts, or whether the task was solved, become scores.
+
+    Args:
+        directory: A run directory or its URL, or an evaluation directory.
+        out: Folder for the logs.
+    """
     from draco_ray.lab.runs.inspect_logs import write_logs
 
     typer.echo(f"{out}: {len(write_logs(run_folder(directory), out))} logs")
@@ -71,33 +88,23 @@ def runs_inspect(
 
 @app.command(epilog="Try:  draco report runs/NAME      draco report runs/A runs/B --figures --out figures")
 def report(
-    context: typer.Context,
-    directories: Annotated[
-        list[str], typer.Argument(metavar="DIR", help="A run directory or its URL, or several to compare.")
-    ],
-    figures: Annotated[bool, typer.Option("--figures", help="Write the paper's figures as SVG instead.")] = False,
-    tables: Annotated[bool, typer.Option("--tables", help="Write tidy tables as Parquet and CSV instead.")] = False,
-    tokens: Annotated[
-        bool, typer.Option("--tokens", help="Show each sampled token with its log-probability and advantage.")
-    ] = False,
-    out: Annotated[
-        Path | None, typer.Option(help="The file, or the folder of figures and tables (default: inside the first run).")
-    ] = None,
-    serve: Annotated[
-        bool, typer.Option("--serve", help="Serve the page on this machine; it follows a live run.")
-    ] = False,
-    port: Annotated[int, typer.Option(min=0, max=65535, help="With --serve; 0 takes a free one.")] = 8321,
+    directories: Annotated[list[str], typer.Argument(metavar="DIR")],
+    *,
+    figures: bool = False,
+    tables: bool = False,
+    tokens: bool = False,
+    out: Path | None = None,
 ) -> None:
-    """Write a run as one HTML page: what the judge said and where the credit went."""
-    from draco_ray.commands.report import serve_page, write
+    """Write a run as one HTML page: what the judge said and where the credit went.
 
-    if not serve:
-        check_no_effect(context, "without --serve", "port")
-    if serve:
-        if len(directories) > 1 or figures or tables or tokens or out is not None:
-            raise ConfigError("--serve: the page of one run; expected one DIR and no other option but --port")
-        serve_page(run_folder(directories[0]), port, typer.echo)
-        return
+    Args:
+        directories: A run directory or its URL, or several to compare.
+        figures: Write the paper's figures as SVG instead.
+        tables: Write tidy tables as Parquet and CSV instead.
+        tokens: Show each sampled token with its log-probability and advantage.
+        out: The file, or the folder of figures and tables (default: inside the first run).
+    """
+    from draco_ray.commands.report import write
 
     if tokens and (figures or tables):
         raise ConfigError("--tokens: part of the page; expected no --figures or --tables")
@@ -109,14 +116,17 @@ def report(
 @app.command(name="verify", epilog="Try:  draco verify runs/NAME")
 def verify_run(
     directory: RunArgument,
-    model: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="The base model (default: where the run had it).")
-    ] = None,
+    *,
+    model: Annotated[Path | None, typer.Option(metavar="DIR")] = None,
     trust: Trust = False,
 ) -> None:
     """Check a run's files, and compute its rewards, advantages and adapters again; name the first difference.
 
-    Adapters only of runs with engine.deterministic=true."""
+    Adapters only of runs with engine.deterministic=true.
+
+    Args:
+        model: The base model (default: where the run had it).
+    """
     from draco_ray.lab.verify import verify
     from draco_ray.terminal import PlainConsole
 
@@ -128,44 +138,34 @@ def verify_run(
 )
 def replay(
     context: typer.Context,
-    directory: Annotated[str, typer.Argument(metavar="DIR", help="A run directory or its URL.")],
-    judge: Annotated[
-        str | None,
-        typer.Option(
-            help="Ask another judge instead: a LiteLLM model, rules (offline), own (the run's judge) or policy (the "
-            "checkpoint of the step before)."
-        ),
-    ] = None,
-    step: Annotated[
-        list[int] | None, typer.Option("--step", min=1, help="Only this training step; may be repeated.")
-    ] = None,
-    rule: Annotated[
-        list[str] | None, typer.Option("--rule", help="Only this advantage rule (algorithm.rule); may be repeated.")
-    ] = None,
-    phase: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--phase",
-            parser=parse_phase,
-            metavar="|".join(PHASES),
-            help="With --judge: a phase to repeat; may be repeated (default: score, credit).",
-        ),
-    ] = None,
+    directory: Annotated[str, typer.Argument(metavar="DIR")],
+    *,
+    judge: str | None = None,
+    step: Annotated[list[int] | None, typer.Option(min=1)] = None,
+    rule: list[str] | None = None,
+    phase: Annotated[list[str] | None, typer.Option(parser=parse_phase, metavar="|".join(PHASES))] = None,
     api_base: ApiBase = None,
     api_key_env: KeyVariable = None,
-    pairing: Annotated[
-        str | None, typer.Option(help="With --phase stage1, stage2 or union: model that compares criteria, or rules.")
-    ] = None,
+    pairing: str | None = None,
     pairing_api_base: ApiBase = None,
     pairing_api_key_env: KeyVariable = None,
-    static_rubric: Annotated[
-        Path | None,
-        typer.Option(help="With --judge: score the rollouts against this rubric (default: no --phase is repeated)."),
-    ] = None,
-    out: Annotated[Path | None, typer.Option(help="Folder of the tables (default: replay/ in the run).")] = None,
+    static_rubric: Path | None = None,
+    out: Path | None = None,
     trust: Trust = False,
 ) -> None:
-    """Run advantage rules over recorded verdicts, or send archived judge calls to another judge."""
+    """Run advantage rules over recorded verdicts, or send archived judge calls to another judge.
+
+    Args:
+        directory: A run directory or its URL.
+        judge: Ask another judge instead: a LiteLLM model, rules (offline), own (the run's judge) or policy (the
+            checkpoint of the step before).
+        step: Only this training step; may be repeated.
+        rule: Only this advantage rule (algorithm.rule); may be repeated.
+        phase: With --judge: a phase to repeat; may be repeated (default: score, credit).
+        pairing: With --phase stage1, stage2 or union: model that compares criteria, or rules.
+        static_rubric: With --judge: score the rollouts against this rubric (default: no --phase is repeated).
+        out: Folder of the tables (default: replay/ in the run).
+    """
     from draco_ray.commands.replay import replay_algorithm, replay_judge
     from draco_ray.lab.analysis.judges import NamedJudge
     from draco_ray.terminal import PlainConsole
@@ -202,10 +202,16 @@ def replay(
 
 @app.command(epilog="Try:  draco agreement labels.jsonl")
 def agreement(
-    labels: Annotated[list[Path], typer.Argument(metavar="FILE", help="Labels exported from draco report's page.")],
-    out: Annotated[Path | None, typer.Option(help="Folder for the tables (default: write none).")] = None,
+    labels: Annotated[list[Path], typer.Argument(metavar="FILE")],
+    *,
+    out: Path | None = None,
 ) -> None:
-    """Measure a judge against people's labels."""
+    """Measure a judge against people's labels.
+
+    Args:
+        labels: Labels exported from draco report's page.
+        out: Folder for the tables (default: write none).
+    """
     from draco_ray.commands.agreement import agreement as measure
     from draco_ray.terminal import PlainConsole
 
@@ -219,34 +225,35 @@ def agreement(
 )
 def attribution_bench(
     context: typer.Context,
-    judge: Annotated[
-        str | None,
-        typer.Option(help="A LiteLLM model, own (of --config) or rules (offline) (default: --config's, else rules)."),
-    ] = None,
-    world: Annotated[Path, typer.Option(help="The sandbox with the tasks.")] = SANDBOX_ROOT,
-    split: Annotated[str, typer.Option(help="Split of the tasks.")] = "test_normal",
-    tasks: Annotated[int | None, typer.Option(min=1, help="Only N tasks.")] = None,
-    hard: Annotated[
-        bool, typer.Option("--hard", help="The judge writes the rubric; two faults in a run, late consequences.")
-    ] = False,
-    config: Annotated[
-        str | None, typer.Option(help="A preset, a YAML file or a run, for the judge's settings.")
-    ] = None,
+    *,
+    judge: str | None = None,
+    world: Path = SANDBOX_ROOT,
+    split: str = "test_normal",
+    tasks: Annotated[int | None, typer.Option(min=1)] = None,
+    hard: bool = False,
+    config: str | None = None,
     api_base: ApiBase = None,
     api_key_env: KeyVariable = None,
-    wrong_step: Annotated[
-        float, typer.Option(min=0, max=1, help="With --judge rules: share of citations of a wrong step.")
-    ] = 0.0,
-    processes: Annotated[int, typer.Option(min=1, help="AppWorld processes.")] = 2,
-    out: Annotated[Path, typer.Option(help="Folder of the tables; its executed rollouts are reused.")] = Path(
-        "attribution"
-    ),
-    labels: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Measure judges by the step labels in this JSON file instead.")
-    ] = None,
+    wrong_step: Annotated[float, typer.Option(min=0, max=1)] = 0.0,
+    processes: Annotated[int, typer.Option(min=1)] = 2,
+    out: Path = Path("attribution"),
+    labels: Annotated[Path | None, typer.Option(metavar="FILE")] = None,
     trust: Trust = False,
 ) -> None:
-    """Plant known faults in scripted rollouts: does the judge find them, and does credit push the right steps?"""
+    """Plant known faults in scripted rollouts: does the judge find them, and does credit push the right steps?
+
+    Args:
+        judge: A LiteLLM model, own (of --config) or rules (offline) (default: --config's, else rules).
+        world: The sandbox with the tasks.
+        split: Split of the tasks.
+        tasks: Only N tasks.
+        hard: The judge writes the rubric; two faults in a run, late consequences.
+        config: A preset, a YAML file or a run, for the judge's settings.
+        wrong_step: With --judge rules: share of citations of a wrong step.
+        processes: AppWorld processes.
+        out: Folder of the tables; its executed rollouts are reused.
+        labels: Measure judges by the step labels in this JSON file instead.
+    """
     from draco_ray.commands.attribution_bench import attribution_bench as run_bench
     from draco_ray.commands.attribution_bench import attribution_labels
     from draco_ray.lab.analysis.judges import NamedJudge, names_judge

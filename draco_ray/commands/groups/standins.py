@@ -9,13 +9,13 @@ from typing import Annotated, Literal
 
 import typer
 
-from draco_ray.commands.groups.options import SANDBOX_ROOT, STARTER_MODEL, Variety, of_variety
+from draco_ray.commands.groups.options import SANDBOX_ROOT, STARTER_MODEL, Commands, Variety, of_variety
 from draco_ray.commands.model import app as model
 from draco_ray.temp_dirs import PrivateTempDir
 
-app = typer.Typer()
-sandbox = typer.Typer(no_args_is_help=True, help="The generated AppWorld world, for machines without AppWorld's data.")
-starter = typer.Typer(no_args_is_help=True, help="The starter policy, for machines without model weights.")
+app = Commands()
+sandbox = Commands(no_args_is_help=True, help="The generated AppWorld world, for machines without AppWorld's data.")
+starter = Commands(no_args_is_help=True, help="The starter policy, for machines without model weights.")
 app.add_typer(sandbox, name="sandbox")
 app.add_typer(starter, name="starter")
 app.add_typer(model, name="model")
@@ -23,15 +23,21 @@ app.add_typer(model, name="model")
 
 @sandbox.command(name="build")
 def sandbox_build(
+    *,
     variety: Variety = "standard",
-    out: Annotated[
-        Path | None, typer.Option(help=f"Folder of the world (default: {SANDBOX_ROOT}; hard: {SANDBOX_ROOT}-hard).")
-    ] = None,
-    seed: Annotated[int, typer.Option(help="The same seed gives the same world.")] = 0,
-    scenarios: Annotated[int | None, typer.Option(help="At most N scenarios per split.")] = None,
-    force: Annotated[bool, typer.Option("--force", help="Rebuild an existing world.")] = False,
+    out: Path | None = None,
+    seed: int = 0,
+    scenarios: int | None = None,
+    force: bool = False,
 ) -> None:
-    """Build a complete AppWorld data root with AppWorld's own models and factories."""
+    """Build a complete AppWorld data root with AppWorld's own models and factories.
+
+    Args:
+        out: Folder of the world (default: .cache/sandbox; hard: .cache/sandbox-hard).
+        seed: The same seed gives the same world.
+        scenarios: At most N scenarios per split.
+        force: Rebuild an existing world.
+    """
     out = out or of_variety(SANDBOX_ROOT, variety)
     arguments = ["build", "--out", str(out.resolve()), "--seed", str(seed), "--variety", variety]
     arguments += ["--scenarios", str(scenarios)] if scenarios is not None else []
@@ -40,10 +46,16 @@ def sandbox_build(
 
 @sandbox.command(name="verify")
 def sandbox_verify(
-    root: Annotated[Path, typer.Option(help="The world to verify.")] = SANDBOX_ROOT,
-    jobs: Annotated[int, typer.Option(min=1, help="Processes.")] = 2,
+    *,
+    root: Path = SANDBOX_ROOT,
+    jobs: Annotated[int, typer.Option(min=1)] = 2,
 ) -> None:
-    """Run every task in AppWorld's engine: the reference solution must pass, doing nothing must fail."""
+    """Run every task in AppWorld's engine: the reference solution must pass, doing nothing must fail.
+
+    Args:
+        root: The world to verify.
+        jobs: Processes.
+    """
     _in_appworld("draco_ray.sandbox.world", ["verify", "--root", str(root.resolve()), "--jobs", str(jobs)])
 
 
@@ -66,19 +78,20 @@ def _in_appworld(module: str, arguments: list[str]) -> None:
 
 @starter.command(name="build")
 def starter_build(
-    variety: Annotated[
-        Literal["standard", "hard"] | None, typer.Option(help="Kind of world (default: standard).")
-    ] = None,
-    world: Annotated[
-        Path | None,
-        typer.Option(help=f"World whose training split it learns (default: {SANDBOX_ROOT} or {SANDBOX_ROOT}-hard)."),
-    ] = None,
-    out: Annotated[
-        Path | None, typer.Option(help=f"Model directory to write (default: {STARTER_MODEL} or {STARTER_MODEL}-hard).")
-    ] = None,
-    seed: Annotated[int, typer.Option(help="The same seed and world give the same model.")] = 0,
+    *,
+    variety: Literal["standard", "hard"] | None = None,
+    world: Path | None = None,
+    out: Path | None = None,
+    seed: int = 0,
 ) -> None:
-    """Train the starter policy on good and faulty scripted rollouts; an existing one is kept."""
+    """Train the starter policy on good and faulty scripted rollouts; an existing one is kept.
+
+    Args:
+        variety: Kind of world (default: standard).
+        world: World whose training split it learns (default: .cache/sandbox or .cache/sandbox-hard).
+        out: Model directory to write (default: .cache/starter or .cache/starter-hard).
+        seed: The same seed and world give the same model.
+    """
     from draco_ray.sandbox.starter import build_starter
 
     kind = variety or "standard"
@@ -96,27 +109,38 @@ def starter_build(
     epilog="Then:  draco train CONFIG judge.model=openai/rule-judge judge.api_base=http://127.0.0.1:8011/v1",
 )
 def judge_server(
-    use: Annotated[
-        str, typer.Option(help="Rules: sandbox, package.module:function or folder/file.py:function.")
-    ] = "sandbox",
-    port: Annotated[int, typer.Option(help="Port on 127.0.0.1.")] = 8011,
-    latency: Annotated[float, typer.Option(help="Seconds per reply.")] = 0.0,
-    rate_limit: Annotated[
-        float | None, typer.Option(help="Requests a second; others get 429 with Retry-After.")
-    ] = None,
-    malformed: Annotated[float, typer.Option(help="Share of replies that are not JSON.")] = 0.0,
-    truncated: Annotated[float, typer.Option(help="Share of replies cut short.")] = 0.0,
-    error: Annotated[float, typer.Option(help="Share of requests answered with 500.")] = 0.0,
-    false_pass: Annotated[float, typer.Option(help="Share of FAIL verdicts turned into PASS.")] = 0.0,
-    false_fail: Annotated[float, typer.Option(help="Share of PASS verdicts turned into FAIL.")] = 0.0,
-    wrong_step: Annotated[float, typer.Option(help="Share of cited steps replaced by another.")] = 0.0,
-    missed_criterion: Annotated[float, typer.Option(help="Share of criteria left out.")] = 0.0,
-    require_key: Annotated[
-        bool, typer.Option("--require-key", help="401 without the key in DRACO_RULE_JUDGE_KEY.")
-    ] = False,
-    seed: Annotated[int, typer.Option(help="Random seed of these shares.")] = 0,
+    *,
+    use: str = "sandbox",
+    port: int = 8011,
+    latency: float = 0.0,
+    rate_limit: float | None = None,
+    malformed: float = 0.0,
+    truncated: float = 0.0,
+    error: float = 0.0,
+    false_pass: float = 0.0,
+    false_fail: float = 0.0,
+    wrong_step: float = 0.0,
+    missed_criterion: float = 0.0,
+    require_key: bool = False,
+    seed: int = 0,
 ) -> None:
-    """Serve the offline rule judge (a stand-in for a frontier judge) as an OpenAI-compatible API."""
+    """Serve the offline rule judge (a stand-in for a frontier judge) as an OpenAI-compatible API.
+
+    Args:
+        use: Rules: sandbox, package.module:function or folder/file.py:function.
+        port: Port on 127.0.0.1.
+        latency: Seconds per reply.
+        rate_limit: Requests a second; others get 429 with Retry-After.
+        malformed: Share of replies that are not JSON.
+        truncated: Share of replies cut short.
+        error: Share of requests answered with 500.
+        false_pass: Share of FAIL verdicts turned into PASS.
+        false_fail: Share of PASS verdicts turned into FAIL.
+        wrong_step: Share of cited steps replaced by another.
+        missed_criterion: Share of criteria left out.
+        require_key: 401 without the key in DRACO_RULE_JUDGE_KEY.
+        seed: Random seed of these shares.
+    """
     from draco_ray.sandbox.judge_server import serve
 
     noise = {"false_pass": false_pass, "false_fail": false_fail, "wrong_step": wrong_step, "seed": seed}

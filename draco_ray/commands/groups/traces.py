@@ -7,11 +7,11 @@ from typing import Annotated
 
 import typer
 
-from draco_ray.commands.groups.options import ApiBase, KeyVariable, options_of, run_folder
+from draco_ray.commands.groups.options import ApiBase, Commands, KeyVariable, options_of, run_folder
 from draco_ray.config.load import load_config
 from draco_ray.errors import ConfigError
 
-app = typer.Typer()
+app = Commands()
 
 
 @app.command(
@@ -19,75 +19,54 @@ app = typer.Typer()
     "draco judge traces.jsonl --group-by metadata.task_id --dry-run"
 )
 def judge(
-    paths: Annotated[
-        list[str], typer.Argument(metavar="PATH", help="Trace files, folders, or run directories or their URLs.")
-    ],
-    judge: Annotated[
-        str | None,
-        typer.Option(
-            help="A LiteLLM model, files:DIR, or rules (offline) (default: the configuration's, openai/gpt-5.4)."
-        ),
-    ] = None,
-    out: Annotated[
-        str | None,
-        typer.Option(metavar="DIR", help="Run directory for the results, or its URL; an unfinished one is continued."),
-    ] = None,
-    format: Annotated[str, typer.Option(help="Format of the files (docs/judge-traces.md), or auto.")] = ("auto"),
-    group_by: Annotated[
-        str | None, typer.Option(metavar="FIELD", help="Dotted path of the task id in a trace; none: judge each alone.")
-    ] = None,
-    mapping: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="YAML mapping of the fields of another format.")
-    ] = None,
-    rubric: Annotated[
-        str | None, typer.Option(metavar="FILE", help="Your own rubric, or static (default: the judge writes one).")
-    ] = None,
-    budget: Annotated[float | None, typer.Option(min=0, help="Most dollars to spend.")] = None,
-    fail_under: Annotated[
-        float | None, typer.Option(min=0, max=1, help="Exit with 3 if the pass share under --rubric is below.")
-    ] = None,
-    baseline: Annotated[
-        Path | None,
-        typer.Option(
-            help="judged.jsonl of an earlier judgement under the same --rubric; exit with 3 if it was better."
-        ),
-    ] = None,
-    github: Annotated[
-        bool, typer.Option("--github", help="Print failed traces as annotations of GitHub Actions, and a summary.")
-    ] = False,
-    release: Annotated[
-        bool, typer.Option("--release", help="Count requests that a killed process left unanswered as not billed.")
-    ] = False,
-    replay: Annotated[
-        bool,
-        typer.Option("--replay", help="Take the replies recorded in PATH/.replies (--out: default replayed)."),
-    ] = False,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Show what would be judged and the expected cost; send nothing.")
-    ] = False,
-    batch: Annotated[
-        bool, typer.Option("--batch", help="Use the provider's batch API: half the price, up to a day per phase.")
-    ] = False,
-    ray: Annotated[
-        bool, typer.Option("--ray", help="Ask through the judge pool of a Ray cluster (ray.address).")
-    ] = False,
+    paths: Annotated[list[str], typer.Argument(metavar="PATH")],
+    *,
+    judge: str | None = None,
+    out: Annotated[str | None, typer.Option(metavar="DIR")] = None,
+    format: str = "auto",
+    group_by: Annotated[str | None, typer.Option(metavar="FIELD")] = None,
+    mapping: Annotated[Path | None, typer.Option(metavar="FILE")] = None,
+    rubric: Annotated[str | None, typer.Option(metavar="FILE")] = None,
+    budget: Annotated[float | None, typer.Option(min=0)] = None,
+    fail_under: Annotated[float | None, typer.Option(min=0, max=1)] = None,
+    baseline: Path | None = None,
+    github: bool = False,
+    release: bool = False,
+    replay: bool = False,
+    dry_run: bool = False,
+    batch: bool = False,
+    ray: bool = False,
     api_base: ApiBase = None,
     api_key_env: KeyVariable = None,
-    context: Annotated[
-        int | None, typer.Option(min=1000, help="The judge's context length, if unknown, in tokens.")
-    ] = None,
-    config: Annotated[
-        str | None, typer.Option(help="A preset, a YAML file or a run, for judge.* and algorithm.*.")
-    ] = None,
-    override: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="A key of the configuration; may be repeated."),
-    ] = None,
+    context: Annotated[int | None, typer.Option(min=1000)] = None,
+    config: str | None = None,
+    override: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE")] = None,
 ) -> None:
     """Judge traces of any agent: rubric, verdicts with evidence, responsible steps, rewards, step advantages.
 
     Exit code: 0 all judged, 1 judging stopped, 2 wrong input, 3 below --fail-under or --baseline, 4 some traces could
     not be read or judged.
+
+    Args:
+        paths: Trace files, folders, or run directories or their URLs.
+        judge: A LiteLLM model, files:DIR, or rules (offline) (default: the configuration's, openai/gpt-5.4).
+        out: Run directory for the results, or its URL; an unfinished one is continued.
+        format: Format of the files (docs/judge-traces.md), or auto.
+        group_by: Dotted path of the task id in a trace; none: judge each alone.
+        mapping: YAML mapping of the fields of another format.
+        rubric: Your own rubric, or static (default: the judge writes one).
+        budget: Most dollars to spend.
+        fail_under: Exit with 3 if the pass share under --rubric is below.
+        baseline: judged.jsonl of an earlier judgement under the same --rubric; exit with 3 if it was better.
+        github: Print failed traces as annotations of GitHub Actions, and a summary.
+        release: Count requests that a killed process left unanswered as not billed.
+        replay: Take the replies recorded in PATH/.replies (--out: default replayed).
+        dry_run: Show what would be judged and the expected cost; send nothing.
+        batch: Use the provider's batch API: half the price, up to a day per phase.
+        ray: Ask through the judge pool of a Ray cluster (ray.address).
+        context: The judge's context length, if unknown, in tokens.
+        config: A preset, a YAML file or a run, for judge.* and algorithm.*.
+        override: A key of the configuration; may be repeated.
     """
     if replay:
         judge, out = _recorded(paths, judge), out or "replayed"
@@ -106,12 +85,14 @@ def judge(
 
 
 @app.command(name="write-back", epilog="Try:  draco write-back judged --to langfuse --url https://cloud.langfuse.com")
-def write_back(
-    judged: Annotated[Path, typer.Argument(metavar="DIR", help="Directory of draco judge, or its judged.jsonl.")],
-    to: Annotated[str, typer.Option(help="langfuse, phoenix, or otlp (OpenTelemetry's evaluation events).")],
-    url: Annotated[str, typer.Option(help="Address of the service, without the API's path.")],
-) -> None:
-    """Write verdicts back to the tracing service that the traces came from, as scores that name the blamed steps."""
+def write_back(judged: Annotated[Path, typer.Argument(metavar="DIR")], *, to: str, url: str) -> None:
+    """Write verdicts back to the tracing service that the traces came from, as scores that name the blamed steps.
+
+    Args:
+        judged: Directory of draco judge, or its judged.jsonl.
+        to: langfuse, phoenix, or otlp (OpenTelemetry's evaluation events).
+        url: Address of the service, without the API's path.
+    """
     from draco_ray.commands.write_back import write_back as send
     from draco_ray.terminal import PlainConsole
 

@@ -8,16 +8,26 @@ from typing import Annotated
 
 import typer
 
-from draco_ray.commands.groups.options import Overrides, Setting, Trust, check_no_effect, options_of, parse_phase
+from draco_ray.commands.groups.options import (
+    Commands,
+    Overrides,
+    Setting,
+    Trust,
+    check_no_effect,
+    options_of,
+    parse_phase,
+)
 from draco_ray.config.effect import TRAINING, check_effect, check_training, judge_idle
 from draco_ray.config.load import load_config, preset_names, project_file
 from draco_ray.errors import ConfigError
 from draco_ray.judging.phases import PHASES
 
-app = typer.Typer()
-new = typer.Typer(no_args_is_help=True, help="Write a template to start from.")
-prompts = typer.Typer(no_args_is_help=True, help="The judge's prompts.")
-rubric = typer.Typer(no_args_is_help=True, help="Static rubrics, for settings without dynamic rubrics.")
+PRESETS = ", ".join(preset_names())
+
+app = Commands()
+new = Commands(no_args_is_help=True, help="Write a template to start from.")
+prompts = Commands(no_args_is_help=True, help="The judge's prompts.")
+rubric = Commands(no_args_is_help=True, help="Static rubrics, for settings without dynamic rubrics.")
 app.add_typer(new, name="new")
 app.add_typer(prompts, name="prompts")
 app.add_typer(rubric, name="rubric")
@@ -27,28 +37,29 @@ app.add_typer(rubric, name="rubric")
 def train(
     config: Annotated[
         str | None,
-        typer.Argument(help=f"A preset ({', '.join(preset_names())}) or a YAML file; not needed with --resume."),
+        typer.Argument(help=f"A preset ({PRESETS}) or a YAML file; not needed with --resume."),
     ] = None,
     overrides: Overrides = None,
+    *,
     setting: Setting = None,
-    resume: Annotated[
-        str | None, typer.Option(metavar="DIR", help="Continue the run in this directory, or at this URL.")
-    ] = None,
-    resume_or_start: Annotated[
-        bool, typer.Option("--resume-or-start", help="Continue the run run.name, or start it if there is none.")
-    ] = False,
-    allow_changed_config: Annotated[
-        bool, typer.Option("--allow-changed-config", help="With --resume: accept a changed configuration.")
-    ] = False,
+    resume: Annotated[str | None, typer.Option(metavar="DIR")] = None,
+    resume_or_start: bool = False,
+    allow_changed_config: bool = False,
     trust: Trust = False,
 ) -> None:
-    """Train a policy; all results are in the run directory that is printed at the end."""
+    """Train a policy; all results are in the run directory that is printed at the end.
+
+    Args:
+        resume: Continue the run in this directory, or at this URL.
+        resume_or_start: Continue the run run.name, or start it if there is none.
+        allow_changed_config: With --resume: accept a changed configuration.
+    """
     overrides = overrides or []
     if resume is not None and resume_or_start:
         raise ConfigError("--resume DIR or --resume-or-start, which takes run.name: not both")
     if resume is None:
         if config is None:
-            raise ConfigError(f"train: name a preset ({', '.join(preset_names())}) or a YAML file, or --resume a run")
+            raise ConfigError(f"train: name a preset ({PRESETS}) or a YAML file, or --resume a run")
         if resume_or_start:
             from draco_ray.training.run import resume_or_start as run_on
 
@@ -84,14 +95,18 @@ def _say_how_sure(run: Path) -> None:
 
 @app.command(name="config", epilog="Try:  draco config sandbox      draco config sandbox --setting static")
 def show_config(
-    config: Annotated[
-        str | None, typer.Argument(help="A preset or a YAML file; without one, the defaults are shown.")
-    ] = None,
+    config: str | None = None,
     overrides: Overrides = None,
+    *,
     setting: Setting = None,
-    keys: Annotated[bool, typer.Option("--keys", help="Every key with its type, value and meaning.")] = False,
+    keys: bool = False,
 ) -> None:
-    """Print the configuration a run would use."""
+    """Print the configuration a run would use.
+
+    Args:
+        config: A preset or a YAML file; without one, the defaults are shown.
+        keys: Every key with its type, value and meaning.
+    """
     from draco_ray.config.keys import described_keys
     from draco_ray.config.load import dump_config
 
@@ -107,8 +122,9 @@ def show_config(
 
 @app.command(name="check", epilog="Try:  draco check sandbox      draco check shop/environment.yaml model.path=DIR")
 def check_config(
-    config: Annotated[str, typer.Argument(help=f"A preset ({', '.join(preset_names())}) or a YAML file.")],
+    config: Annotated[str, typer.Argument(help=f"A preset ({PRESETS}) or a YAML file.")],
     overrides: Overrides = None,
+    *,
     setting: Setting = None,
     trust: Trust = False,
 ) -> None:
@@ -125,48 +141,41 @@ def check_config(
 )
 def plan(
     context: typer.Context,
-    config: Annotated[
-        str | None, typer.Argument(help=f"A preset ({', '.join(preset_names())}) or a YAML file.")
-    ] = None,
+    config: Annotated[str | None, typer.Argument(help=f"A preset ({PRESETS}) or a YAML file.")] = None,
     overrides: Overrides = None,
+    *,
     setting: Setting = None,
-    gpu_memory_gib: Annotated[float, typer.Option(min=1, help="Memory of one GPU, GiB.")] = 80,
-    model_config: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="The model's config.json, if the model is elsewhere.")
-    ] = None,
-    assume: Annotated[
-        list[str] | None, typer.Option(metavar="KEY=VALUE", help="A throughput (docs/planning.md); may be repeated.")
-    ] = None,
-    simulate: Annotated[
-        Path | None, typer.Option(metavar="RUN", help="Simulate steps of other sizes from this run.")
-    ] = None,
-    compare: Annotated[
-        Path | None, typer.Option(metavar="RUN", help="With --simulate: also predict this run's steps.")
-    ] = None,
-    rollouts: Annotated[
-        list[int] | None,
-        typer.Option(
-            min=1, max=100_000, help="Rollouts of a simulated step; may be repeated (default: 96, 1024, 16384)."
-        ),
-    ] = None,
-    engines: Annotated[
-        int | None, typer.Option(min=1, max=100_000, help="Simulated engines (default: the run's).")
-    ] = None,
-    slots: Annotated[
-        int | None, typer.Option(min=1, max=100_000, help="Simulated environment slots (default: the run's).")
-    ] = None,
-    judge_workers: Annotated[
-        int | None, typer.Option(min=1, max=100_000, help="Simulated judge workers (default: the run's).")
-    ] = None,
-    requests_per_minute: Annotated[
-        float | None, typer.Option(min=1, help="Simulated judge requests a minute (default: the run's).")
-    ] = None,
-    tokens_per_minute: Annotated[
-        float | None, typer.Option(min=1, help="Simulated judge tokens a minute (default: the run's).")
-    ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Random seed of the simulation.")] = 0,
+    gpu_memory_gib: Annotated[float, typer.Option(min=1)] = 80,
+    model_config: Annotated[Path | None, typer.Option(metavar="FILE")] = None,
+    assume: Annotated[list[str] | None, typer.Option(metavar="KEY=VALUE")] = None,
+    simulate: Annotated[Path | None, typer.Option(metavar="RUN")] = None,
+    compare: Annotated[Path | None, typer.Option(metavar="RUN")] = None,
+    rollouts: Annotated[list[int] | None, typer.Option(min=1, max=100_000)] = None,
+    engines: Annotated[int | None, typer.Option(min=1, max=100_000)] = None,
+    slots: Annotated[int | None, typer.Option(min=1, max=100_000)] = None,
+    judge_workers: Annotated[int | None, typer.Option(min=1, max=100_000)] = None,
+    requests_per_minute: Annotated[float | None, typer.Option(min=1)] = None,
+    tokens_per_minute: Annotated[float | None, typer.Option(min=1)] = None,
+    staleness: Annotated[list[int] | None, typer.Option(min=0, max=16)] = None,
+    seed: Annotated[int, typer.Option(min=0)] = 0,
 ) -> None:
-    """Print the memory that each GPU needs and the expected time of a step, or simulate steps of a recorded run."""
+    """Print the memory that each GPU needs and the expected time of a step, or simulate steps of a recorded run.
+
+    Args:
+        gpu_memory_gib: Memory of one GPU, GiB.
+        model_config: The model's config.json, if the model is elsewhere.
+        assume: A throughput (docs/planning.md); may be repeated.
+        simulate: Simulate steps of other sizes from this run.
+        compare: With --simulate: also predict this run's steps.
+        rollouts: Rollouts of a simulated step; may be repeated (default: 96, 1024, 16384).
+        engines: Simulated engines (default: the run's).
+        slots: Simulated environment slots (default: the run's).
+        judge_workers: Simulated judge workers (default: the run's).
+        requests_per_minute: Simulated judge requests a minute (default: the run's).
+        tokens_per_minute: Simulated judge tokens a minute (default: the run's).
+        staleness: Print throughput on 8 to 512 GPUs at this train.staleness; may be repeated.
+        seed: Random seed of the simulation.
+    """
     number = {
         "slots": slots,
         "engines": engines,
@@ -175,7 +184,7 @@ def plan(
         "tokens_per_minute": tokens_per_minute,
     }
     if simulate is None:
-        check_no_effect(context, "without --simulate RUN", *number, "rollouts", "compare", "seed")
+        check_no_effect(context, "without --simulate RUN", *number, "rollouts", "compare", "staleness", "seed")
         if config is None:
             raise ConfigError("plan: name CONFIG or --simulate RUN")
         from draco_ray.commands.plan import plan as print_plan
@@ -189,7 +198,7 @@ def plan(
     check_no_effect(context, "with --simulate RUN", "setting", "gpu_memory_gib", "model_config", "assume")
     from draco_ray.commands.simulate import simulate_run
 
-    simulate_run(simulate, other=compare, rollouts=rollouts or (), setting=number, seed=seed)
+    simulate_run(simulate, other=compare, rollouts=rollouts or (), setting=number, staleness=staleness or (), seed=seed)
 
 
 @app.command(
@@ -198,17 +207,24 @@ def plan(
 )
 def sft(
     context: typer.Context,
-    config: Annotated[str, typer.Argument(help=f"A preset ({', '.join(preset_names())}), a YAML file or a run.")],
-    source: Annotated[Path, typer.Argument(help="JSONL of messages, or a run directory for its best rollouts.")],
+    config: Annotated[str, typer.Argument(help=f"A preset ({PRESETS}), a YAML file or a run.")],
+    source: Path,
     overrides: Overrides = None,
-    out: Annotated[Path, typer.Option(help="Where the model directory goes.")] = Path("sft"),
-    epochs: Annotated[int, typer.Option(min=1, help="Passes over the demonstrations.")] = 3,
-    best: Annotated[int, typer.Option(min=1, help="With a run: best rollouts to take of each task.")] = 1,
-    new: Annotated[
-        bool, typer.Option("--new", help="Start from a tiny untrained stand-in model instead of model.path.")
-    ] = False,
+    *,
+    out: Path = Path("sft"),
+    epochs: Annotated[int, typer.Option(min=1)] = 3,
+    best: Annotated[int, typer.Option(min=1)] = 1,
+    new: bool = False,
 ) -> None:
-    """Warm start: fine-tune model.path on demonstrations and write a model to train from."""
+    """Warm start: fine-tune model.path on demonstrations and write a model to train from.
+
+    Args:
+        source: JSONL of messages, or a run directory for its best rollouts.
+        out: Where the model directory goes.
+        epochs: Passes over the demonstrations.
+        best: With a run: best rollouts to take of each task.
+        new: Start from a tiny untrained stand-in model instead of model.path.
+    """
     from draco_ray.commands.sft import READ, fine_tune, idle_keys
 
     if not source.is_dir():
@@ -220,20 +236,25 @@ def sft(
 
 @rubric.command(name="author", epilog="Then:  draco train CONFIG --setting static algorithm.static_rubric=FILE")
 def rubric_author(
-    config: Annotated[str, typer.Argument(help=f"A preset ({', '.join(preset_names())}) or a YAML file.")],
-    out: Annotated[Path, typer.Option(help="YAML file to write.")],
+    config: Annotated[str, typer.Argument(help=f"A preset ({PRESETS}) or a YAML file.")],
     overrides: Overrides = None,
-    rollouts: Annotated[int, typer.Option(min=1, help="Rollouts of the untrained policy per task.")] = 8,
-    tasks: Annotated[int | None, typer.Option(min=1, help="Only the first N training tasks.")] = None,
-    min_applicability: Annotated[
-        float, typer.Option(min=0, max=1, help="Share of rollouts that a criterion must apply to.")
-    ] = 0.2,
-    min_discrimination: Annotated[
-        float, typer.Option(min=0, max=1, help="Share of tasks where a criterion must separate rollouts.")
-    ] = 0.02,
+    *,
+    out: Path,
+    rollouts: Annotated[int, typer.Option(min=1)] = 8,
+    tasks: Annotated[int | None, typer.Option(min=1)] = None,
+    min_applicability: Annotated[float, typer.Option(min=0, max=1)] = 0.2,
+    min_discrimination: Annotated[float, typer.Option(min=0, max=1)] = 0.02,
     trust: Trust = False,
 ) -> None:
-    """Author a static rubric from rollouts of the untrained policy: propose, reduce, measure, prune."""
+    """Author a static rubric from rollouts of the untrained policy: propose, reduce, measure, prune.
+
+    Args:
+        out: YAML file to write.
+        rollouts: Rollouts of the untrained policy per task.
+        tasks: Only the first N training tasks.
+        min_applicability: Share of rollouts that a criterion must apply to.
+        min_discrimination: Share of tasks where a criterion must separate rollouts.
+    """
     from draco_ray.lab.rubric_authoring.author import AuthoringSettings, author_rubric
 
     loaded = load_config(config, overrides or [], trust=trust)
@@ -244,8 +265,14 @@ def rubric_author(
 
 
 @new.command(name="environment")
-def new_environment(folder: Annotated[Path, typer.Argument(help="The folder to write.")]) -> None:
-    """Write an environment: tasks in JSONL, tools as functions, its configuration, and a test that trains one step."""
+def new_environment(
+    folder: Path,
+) -> None:
+    """Write an environment: tasks in JSONL, tools as functions, its configuration, and a test that trains one step.
+
+    Args:
+        folder: The folder to write.
+    """
     from draco_ray.commands.new import new_environment as write
 
     for path in write(folder):
@@ -257,10 +284,16 @@ def new_environment(folder: Annotated[Path, typer.Argument(help="The folder to w
 
 @prompts.command(name="import")
 def prompts_import(
-    source: Annotated[Path, typer.Argument(help="The paper's LaTeX source.")],
-    out: Annotated[Path, typer.Option(help="Folder for the prompt files; give it to judge.prompts.")],
+    source: Path,
+    *,
+    out: Path,
 ) -> None:
-    """Extract the paper's own prompts from its source, verbatim, into the file names this project uses."""
+    """Extract the paper's own prompts from its source, verbatim, into the file names this project uses.
+
+    Args:
+        source: The paper's LaTeX source.
+        out: Folder for the prompt files; give it to judge.prompts.
+    """
     from draco_ray.commands.import_prompts import import_prompts
 
     for path in import_prompts(source, out):
@@ -269,10 +302,16 @@ def prompts_import(
 
 @prompts.command(name="render", epilog="Try:  draco prompts render score      draco prompts render credit --set DIR")
 def prompts_render(
-    phase: Annotated[str, typer.Argument(help="The judge's job.", parser=parse_phase, metavar="|".join(PHASES))],
-    folder: Annotated[Path, typer.Option("--set", help="Folder of the prompt set.")] = Path("prompts/judge"),
+    phase: Annotated[str, typer.Argument(parser=parse_phase, metavar="|".join(PHASES))],
+    *,
+    folder: Annotated[Path, typer.Option("--set")] = Path("prompts/judge"),
 ) -> None:
-    """Show what a judge would see, on a small invented group of rollouts."""
+    """Show what a judge would see, on a small invented group of rollouts.
+
+    Args:
+        phase: The judge's job.
+        folder: Folder of the prompt set.
+    """
     from draco_ray.judging.prompts import render_phase
 
     typer.echo(render_phase(phase, project_file(folder)))

@@ -68,6 +68,8 @@ SCRATCH_FOLDERS = ("/scratch", f"{_WORLD}/experiments")
 lies below ``/tmp``, such as the interpreter of a clone there."""
 WORKSPACE = "/workspace"
 _TMP = "/tmp"
+_TEST_LINKS = (("/tests", "/run/draco/tests"), ("/logs", "/scratch/logs"), ("/app", WORKSPACE))
+"""Where tests of Harbor's tasks look for their files, write their reward, and expect the agent's work."""
 _DEVICES = ("null", "zero", "random", "urandom")
 _DEVICE_LINKS = (
     ("fd", "/proc/self/fd"),
@@ -247,6 +249,8 @@ def _mount_workspace(spec: JailSpec, root: str) -> None:
         linux.start_loopback()
     for folder in (_TMP, WORKSPACE, "/proc", "/view", "/dev"):
         os.mkdir(root + folder)
+    for name, target in _TEST_LINKS:
+        os.symlink(target, root + name)
     linux.mount_tmpfs(root + _TMP, spec.scratch_mib, 0o1777)
     linux.bind(spec.workspace, root + WORKSPACE)
     linux.seal(root + WORKSPACE, writable=True)
@@ -278,8 +282,8 @@ def bubblewrap_arguments(spec: JailSpec) -> list[str]:
         size = str(spec.scratch_mib << 20)
         arguments += ["--size", size, "--perms", "1777", "--tmpfs", _TMP, "--bind", spec.workspace, WORKSPACE]
         arguments += ["--proc", "/proc"]
-        for name, target in _DEVICE_LINKS:
-            arguments += ["--symlink", target, f"/dev/{name}"]
+        for name, target in (*((f"/dev/{name}", target) for name, target in _DEVICE_LINKS), *_TEST_LINKS):
+            arguments += ["--symlink", target, name]
     for source, target in _visible(spec):
         arguments += ["--ro-bind", source, target]
     for source, target in _system_links():

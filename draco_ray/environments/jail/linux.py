@@ -236,14 +236,20 @@ def drop_privileges(uid: int | None) -> None:
 
 
 def limit(
-    *, memory_mib: int, processes: int, file_mib: int, cpu_seconds: int, open_files: int = 256, reserves: bool = False
+    *,
+    memory_mib: int,
+    processes: int | None,
+    file_mib: int,
+    cpu_seconds: int,
+    open_files: int = 256,
+    reserves: bool = False,
 ) -> None:
     """Limit this process and what it forks.
 
     Args:
         memory_mib: address space of a process or, with ``reserves``, only its writable memory, because JavaScript
             engines reserve address space that they never use.
-        processes: processes and threads of this user in its user namespace.
+        processes: processes and threads of this user in its user namespace; None: unlimited.
         file_mib: size of a file.
         cpu_seconds: CPU time of a process; then SIGXCPU, and soon SIGKILL.
     """
@@ -258,6 +264,8 @@ def limit(
         (resource.RLIMIT_MEMLOCK, 0),
         (resource.RLIMIT_MSGQUEUE, 0),
     ):
+        if value is None:
+            continue
         hard = resource.getrlimit(name)[1]
         bounded = value if hard == resource.RLIM_INFINITY else min(value, hard)
         resource.setrlimit(name, (bounded, bounded))

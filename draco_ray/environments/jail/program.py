@@ -1,5 +1,5 @@
-"""Process 1 in the jail of an agent's program: it starts the program, relays its connections to the endpoint, and ends
-it where it exceeds a limit. With this process everything in the jail ends.
+"""Process 1 in the jail or container of an agent's program: it starts the program, relays its connections to the
+endpoint, and ends it where it exceeds a limit. With this process everything in there ends.
 
 Standard library only, as all that runs in a jail.
 """
@@ -7,10 +7,12 @@ Standard library only, as all that runs in a jail.
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import json
 import os
 import random
 import socket
+import struct
 import sys
 import time
 from collections.abc import Iterator
@@ -18,10 +20,14 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from draco_ray.environments.jail import linux
-from draco_ray.environments.jail.confine import SCRATCH_FOLDERS, WORKSPACE, JailSpec
+from draco_ray.environments.jail.confine import SCRATCH_FOLDERS, UNAVAILABLE, WORKSPACE, JailSpec
 
 LAUNCH, ENDPOINT = "/run/draco/launch.json", "/run/draco/endpoint"
 """Where the description of the program and the endpoint's Unix socket are in the jail."""
+LIFELINE = "/run/draco/lifeline"
+"""In a container, the Unix socket whose connection ends with the rollout."""
+_INTERFACE_FLAGS, _UP = 0x8913, 1
+"""The request for a network interface's flags, and the one that says that it is up."""
 _OPEN_FILES = 4096
 _MEASURE_SECONDS = 0.5
 _DISK_SHARE = 20
@@ -40,17 +46,21 @@ class ProgramLaunch:
     """Resident memory of all processes together, and writable memory of one."""
     disk_mib: int
     """Size limit of the workspace."""
-    processes: int
-    """Processes and threads."""
+    processes: int | None
+    """Processes and threads; None: the container's engine limits them."""
     cpu_seconds: int
     """Of one process."""
+    contained: bool = False
+    """Whether this is a container of the user's engine, whose walls are the engine's."""
+    network: bool = False
+    """Whether the container may have a network."""
 
 
 def main() -> NoReturn:
     """Run the program that the launch file describes; exit as it does, with 128 and the number for a signal."""
-    jail = JailSpec.from_json(sys.argv[1])
     with open(LAUNCH, encoding="utf-8") as file:
         launch = ProgramLaunch(**json.load(file))
+    lifeline = _lifeline(launch) if launch.contained else None
     os.chdir(WORKSPACE)
     linux.limit(
         memory_mib=launch.memory_mib,
@@ -60,18 +70,44 @@ def main() -> NoReturn:
         open_files=_OPEN_FILES,
         reserves=True,
     )
-    uid = random.SystemRandom().randint(*jail.task_uids) if jail.task_uids else None
-    linux.drop_privileges(uid)
-    linux.die_with_parent()
+    if not launch.contained:
+        uids = JailSpec.from_json(sys.argv[1]).task_uids
+        linux.drop_privileges(random.SystemRandom().randint(*uids) if uids else None)
+        linux.die_with_parent()
     linux.close_to_inspection()
     listening = socket.create_server(("127.0.0.1", launch.port), backlog=128) if launch.port else None
     if child := os.fork():
-        asyncio.run(_watch(child, launch, listening))
+        asyncio.run(_watch(child, launch, listening, lifeline))
     _become(launch)
 
 
+def _lifeline(launch: ProgramLaunch) -> socket.socket:
+    """Check a container, and connect it with the host, whose end of the connection ends it."""
+    networks = [name for _, name in socket.if_nameindex() if name != "lo" and _is_up(name)]
+    refused = ""
+    if os.getpid() != 1:
+        refused = "this is not process 1; expected a PID namespace and no --init (apptainer: --pid --no-init)"
+    elif networks and not launch.network:
+        refused = f"it has the network {networks[0]}; expected --network none, or environment.options.network=true"
+    if refused:
+        print(f"agent.container: {refused}", file=sys.stderr)
+        sys.exit(UNAVAILABLE)
+    lifeline = socket.socket(socket.AF_UNIX)
+    lifeline.connect(LIFELINE)
+    return lifeline
+
+
+def _is_up(interface: str) -> bool:
+    with socket.socket() as any_socket:
+        asked = struct.pack("16s16x", interface.encode())
+        (flags,) = struct.unpack_from("16xH", fcntl.ioctl(any_socket, _INTERFACE_FLAGS, asked))
+    return bool(flags & _UP)
+
+
 def _become(launch: ProgramLaunch) -> NoReturn:
-    variables = {"HOME": SCRATCH_FOLDERS[0], "TMPDIR": "/tmp", "LANG": "C.UTF-8", **launch.variables}
+    own = {"HOME": SCRATCH_FOLDERS[0], "TMPDIR": "/tmp", "LANG": "C.UTF-8"}
+    # A container has those of its image.
+    variables = {**(os.environ if launch.contained else own), **launch.variables}
     try:
         os.execvpe(launch.command[0], launch.command, variables)
     except OSError as error:
@@ -79,8 +115,12 @@ def _become(launch: ProgramLaunch) -> NoReturn:
         os._exit(127)
 
 
-async def _watch(child: int, launch: ProgramLaunch, listening: socket.socket | None) -> NoReturn:
+async def _watch(
+    child: int, launch: ProgramLaunch, listening: socket.socket | None, lifeline: socket.socket | None
+) -> NoReturn:
     """Relay and measure until the program has ended or exceeds a limit, and end this process."""
+    if lifeline is not None:
+        asyncio.get_running_loop().add_reader(lifeline, _end_container)
     if listening is not None:
         await asyncio.start_server(_relay, sock=listening)
     ending = asyncio.create_task(asyncio.to_thread(_reap, child))
@@ -97,6 +137,12 @@ async def _watch(child: int, launch: ProgramLaunch, listening: socket.socket | N
             os._exit(137)
     # At once, without an orderly end of open connections.
     os._exit(ending.result())
+
+
+def _end_container() -> NoReturn:
+    """End everything, then this process, so that the host sees the connection end last."""
+    linux.end_descendants()
+    os._exit(137)
 
 
 def _reap(child: int) -> int:

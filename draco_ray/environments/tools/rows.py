@@ -1,8 +1,9 @@
-"""Tasks as rows of a JSONL file or of a function."""
+"""Tasks as rows of a JSONL file, of a function, or of Harbor's task folders."""
 
 from __future__ import annotations
 
 import json
+import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -73,14 +74,17 @@ class Rows(dict[str, Row]):
 
 
 def read_rows(source: str) -> Rows:
-    """The tasks of a JSONL file or of ``folder/file.py:function``.
+    """The tasks of a JSONL file, of ``folder/file.py:function``, or of a folder of Harbor's task folders.
 
     Raises: ConfigError: one line that names the place.
     """
     is_file = ":" not in source.rpartition("/")[2]
     found = Rows(source)
     places: dict[str, str] = {}
-    for place, row in _lines(Path(source)) if is_file else _returned(source):
+    rows = (
+        _returned(source) if not is_file else _folders(Path(source)) if Path(source).is_dir() else _lines(Path(source))
+    )
+    for place, row in rows:
         task_id, instruction = row.get("id"), row.get("instruction")
         if task_id is None or task_id == "":
             raise ConfigError(f"{source}: {place}: a task without an id: add one, unique in the file")
@@ -134,6 +138,32 @@ def _lines(path: Path) -> Iterable[tuple[str, Mapping[str, Any]]]:
         if not isinstance(row, dict):
             raise ConfigError(f"{path}: line {number}: expected an object, found {type(row).__name__}")
         yield f"line {number}", row
+
+
+def _folders(path: Path) -> Iterable[tuple[str, Mapping[str, Any]]]:
+    """Harbor's tasks, ``path`` itself or below: ``task.toml``, ``instruction.md``, ``environment/`` and ``tests/``.
+
+    The solution and the tests are told to nobody but the evaluator.
+    """
+    for told in sorted(path.rglob("task.toml")):
+        folder = told.parent.resolve()
+        try:
+            settings = tomllib.loads(told.read_text(encoding="utf-8"))
+            instruction = (folder / "instruction.md").read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{told}: no task of Harbor's: {' '.join(str(error).split())}") from None
+        environment, metadata = settings.get("environment", {}), settings.get("metadata", {})
+        yield (
+            str(told),
+            {
+                "id": folder.name,
+                "instruction": instruction,
+                "split": metadata.get("split"),
+                "repository": str(folder / "environment"),
+                "image": environment.get("docker_image", ""),
+                "expected": {"harbor": str(folder / "tests")},
+            },
+        )
 
 
 def _returned(source: str) -> Iterable[tuple[str, Mapping[str, Any]]]:

@@ -141,7 +141,7 @@ def pass_rate_by_criterion(
 def judge_cost_by_step(rows: Sequence[Row]) -> Drawing:
     """Judge cost of every training step by phase: dollars, or tokens where the judge cost none."""
     column, title = _cost_column(rows)
-    return bars_by_step(title, rows, "phase", column, {phase: phase for phase in PHASES})
+    return bars_by_step(title, rows, "phase", column, {phase: phase for phase in _asked(rows)})
 
 
 def judge_cost_of_runs(rows: Sequence[Row], names: Sequence[str]) -> Drawing:
@@ -151,9 +151,14 @@ def judge_cost_of_runs(rows: Sequence[Row], names: Sequence[str]) -> Drawing:
         phase: [
             float(sum(row[column] for row in rows if row["run"] == name and row["phase"] == phase)) for name in names
         ]
-        for phase in PHASES
+        for phase in _asked(rows)
     }
     return stacked_bars(title, list(names), parts, axis="run", all_labels=True)
+
+
+def _asked(rows: Sequence[Row]) -> list[str]:
+    there = {row["phase"] for row in rows}
+    return [phase for phase in PHASES if phase in there] or [*PHASES]
 
 
 def success(rows: Sequence[Row]) -> Drawing:

@@ -38,19 +38,18 @@ ASSETS = files("draco_ray.lab.report") / "assets"
 PAGE_WIDTH = 980.0
 """Width in points of a chart over the whole page; its letters are then as large as those of three charts in a row."""
 
-SCRIPTS = ("report.js", "labels.js", "beside.js", "search.js", "keys.js", "live.js", "traces.js", "route.js")
+SCRIPTS = ("report.js", "labels.js", "beside.js", "search.js", "keys.js", "traces.js", "route.js")
 """Parts of the page's script, in order; the last one starts it."""
 
 Row = dict[str, Any]
 
 
-def write_report(run: RunDirectory, path: Path, *, live: str = "", tokens: bool = False) -> None:
+def write_report(run: RunDirectory, path: Path, *, tokens: bool = False) -> None:
     """Write the page group by group, so that the run need not fit in memory.
 
     Args:
         run: with rows.
         path: of the page.
-        live: the run's state, for a served page that polls for a newer one; empty for a page that does not.
         tokens: whether turns of training rollouts show each sampled token, its log-probability and its advantage.
     """
     script = "".join((ASSETS / name).read_text(encoding="utf-8") for name in SCRIPTS)
@@ -65,7 +64,6 @@ def write_report(run: RunDirectory, path: Path, *, live: str = "", tokens: bool 
 
     page = _template("page.html.j2").stream(
         title=run.path.name,
-        live=live,
         facts=_facts(run),
         how_to_read=how_to_read(run),
         charts=[(chart.wide, to_svg(chart.drawing), chart.note) for chart in overview(run)],
@@ -227,7 +225,10 @@ def _of_traces(run: RunDirectory) -> bool:
     return bool(run.setting("setting") == SETTING)
 
 
-KINDS = dict(zip(("rollout", *PHASES, "learning", "sync", "checkpoint"), PALETTE, strict=False))
+_SINGLE = [name for name, phase in PHASES.items() if not phase.merged]
+_COLORS = dict(zip(("rollout", *_SINGLE, "learning", "sync", "checkpoint"), PALETTE, strict=False))
+_ALIKE = {"proposals": "stage2", "verdicts": "score"}
+KINDS = {kind: _COLORS[_ALIKE.get(kind, kind)] for kind in ("rollout", *PHASES, "learning", "sync", "checkpoint")}
 """Kind of work -> its colour on timelines."""
 STAGE_COLORS = {
     "generation": KINDS["rollout"],

@@ -57,11 +57,11 @@ def call_cost(call: JudgeCall) -> PhaseCost:
 
 
 def phase_costs(calls: Iterable[JudgeCall]) -> dict[str, PhaseCost]:
-    """Costs by phase, in the order of the pipeline; phases without a call are zero."""
-    costs = {phase: PhaseCost() for phase in PHASES}
+    """Costs by phase, in the order of the pipeline; without phases that were not asked."""
+    costs: dict[str, PhaseCost] = {}
     for call in calls:
         costs[call.phase] = costs.get(call.phase, PhaseCost()) + call_cost(call)
-    return costs
+    return {phase: costs[phase] for phase in (*PHASES, *costs) if phase in costs}
 
 
 def total_cost(costs: Mapping[str, PhaseCost]) -> PhaseCost:
@@ -74,9 +74,9 @@ def cost_table(costs: Mapping[str, PhaseCost]) -> str:
     header = ("phase", "calls", "replayed", "failed", "input", "cached", "output", "reasoning", "dollars", "seconds")
     total = total_cost(costs)
     rows = [(str(phase), cost) for phase, cost in costs.items()] + [("total", total)]
-    lines = ["{:<8}{:>8}{:>10}{:>8}{:>12}{:>12}{:>11}{:>11}{:>11}{:>10}".format(*header)]
+    lines = ["{:<10}{:>8}{:>10}{:>8}{:>12}{:>12}{:>11}{:>11}{:>11}{:>10}".format(*header)]
     lines += [
-        f"{name:<8}{cost.calls:>8}{cost.replayed:>10}{cost.failures:>8}{cost.input_tokens:>12,}"
+        f"{name:<10}{cost.calls:>8}{cost.replayed:>10}{cost.failures:>8}{cost.input_tokens:>12,}"
         f"{cost.cached_tokens:>12,}{cost.output_tokens:>11,}{cost.reasoning_tokens:>11,}{cost.dollars:>11.4f}"
         f"{cost.seconds:>10.1f}"
         for name, cost in rows

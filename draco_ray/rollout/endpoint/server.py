@@ -12,7 +12,6 @@ import contextlib
 import functools
 import hmac
 import json
-import os
 import secrets
 import socket
 from collections import OrderedDict
@@ -27,6 +26,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from draco_ray.environments.program import unix_server
 from draco_ray.rollout.endpoint import anthropic_messages, chat_completions, generate, responses
 from draco_ray.rollout.endpoint.episode import Episode
 from draco_ray.rollout.endpoint.fields import clean, finite
@@ -141,16 +141,8 @@ class Endpoint:
             if self._serving is not None and not self._serving.done():
                 return
             self._folder = PrivateTempDir()
-            listening = [socket.create_server((HOST, 0), backlog=1024), socket.socket(socket.AF_UNIX)]
-            # By the folder's descriptor: a path below a long TMPDIR exceeds the length of a Unix socket's path.
-            folder = os.open(self._folder.path, os.O_PATH)
-            try:
-                listening[1].bind(f"/proc/self/fd/{folder}/{Path(self.socket_path).name}")
-            finally:
-                os.close(folder)
-            # Its folder is private; programs in jails, which are shown the socket, may have another user.
-            os.chmod(self.socket_path, 0o666)
-            listening[1].listen(1024)
+            # The socket's folder is private; programs in jails, which are shown the socket, may have another user.
+            listening = [socket.create_server((HOST, 0), backlog=1024), unix_server(Path(self.socket_path))]
             self._base = f"http://{HOST}:{listening[0].getsockname()[1]}"
             routes = [
                 *(

@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from draco_ray.judging.phases import Credit, Score, Stage1, Stage2
+from draco_ray.judging.phases import Credit, Proposals, Score, Stage1, Stage2, Verdicts
 from draco_ray.judging.reply import ENTRIES, TAG
 from draco_ray.records import Verdict
 from draco_ray.sandbox.rule_judge.reading import JudgePrompt, Run, read_prompt, reply
@@ -55,17 +55,18 @@ class Noise(BaseModel):
 
     def _blurred(self, read: JudgePrompt, entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
         about = _fingerprint(read.runs[0]) if read.runs else read.task
-        if read.phase in (Stage1.name, Stage2.name):
+        if read.phase in (Stage1.name, Stage2.name, Proposals.name):
             kept = [entry for entry in entries if self._draw("missed", about, entry["title"]) >= self.missed_criterion]
             # Stage 1 owes a rubric.
             return kept or entries[:1] if read.phase == Stage1.name else kept
         titles = {rubric.index: rubric.title for rubric in read.rubrics}
         for entry in entries:
-            if read.phase == Score.name:
+            title = titles.get(entry.get("rubric_index", -1), "")
+            if read.phase in (Score.name, Verdicts.name):
                 entry["score"] = int(self._verdict(Verdict(entry["score"]), about, entry["rubric_title"]))
             elif read.phase == Credit.name:
-                title = titles.get(entry["rubric_index"], "")
                 entry["verdict"] = self._verdict(Verdict[entry["verdict"]], about, title).name
+            if read.phase in (Verdicts.name, Credit.name):
                 cited = entry["relevant_steps"]
                 others = [step.number for step in read.runs[0].steps if step.number not in cited]
                 entry["relevant_steps"] = sorted({self._step(step, others, about, title) for step in cited})

@@ -1,4 +1,4 @@
-"""The five phases, and the comparison of two judges' criteria, for any set of rules."""
+"""The judge's phases, and the comparison of two judges' criteria, for any set of rules."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from draco_ray.judging.phases import Credit, Score, Stage1, Stage2, Union
+from draco_ray.judging.phases import Credit, Proposals, Score, Stage1, Stage2, Union, Verdicts
 from draco_ray.judging.structured import tag_of
 from draco_ray.records import Verdict
 from draco_ray.sandbox.rule_judge.case import Finding, not_applicable
@@ -48,8 +48,10 @@ class RuleJudge:
         phases: dict[str, Callable[[JudgePrompt], Entries]] = {
             Stage1.name: self._propose,
             Stage2.name: self._add,
+            Proposals.name: self._add,
             Union.name: self._merge,
             Score.name: self._score,
+            Verdicts.name: self._score,
             Credit.name: self._attribute,
         }
         return read.phase, reply(phases[read.phase](read), tag_of(prompt))
@@ -63,8 +65,8 @@ class RuleJudge:
         added: Entries = []
         for rule in self._rules:
             if rule.discovered and rule not in covered:
-                finding = rule.judge(prompt.runs[0], prompt.task)
-                if finding.verdict is Verdict.FAIL:
+                findings = [rule.judge(run, prompt.task) for run in prompt.runs]
+                if finding := next((each for each in findings if each.verdict is Verdict.FAIL), None):
                     grounds = {"grounding_references": [f"The task: {prompt.task}"]}
                     added.append(rule.criterion(prompt.task) | {"trajectory_evidence": _evidence(finding)} | grounds)
         return added
@@ -96,6 +98,7 @@ class RuleJudge:
                 "evidence": _evidence(finding),
                 "justification": finding.because,
                 "score": int(finding.verdict),
+                **({"relevant_steps": list(finding.steps)} if prompt.phase == Verdicts.name else {}),
             }
             for rubric, finding in self._findings(prompt)
         ]

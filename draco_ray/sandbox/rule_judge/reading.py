@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from draco_ray.judging.phases import Credit, Score, Stage1, Stage2, Union
+from draco_ray.judging.phases import Credit, Proposals, Score, Stage1, Stage2, Union, Verdicts
 from draco_ray.judging.render import unescape
 from draco_ray.judging.reply import ENTRIES, TAG
 from draco_ray.rollout.code_block import extract_code
@@ -61,9 +61,9 @@ class JudgePrompt:
     task: str = ""
     """The bare instruction; empty where the prompt does not show it."""
     runs: tuple[Run, ...] = ()
-    """One run in stage2, score and credit, the group's in union."""
+    """One run in stage2, score, verdicts and credit, the group's in proposals and union."""
     rubrics: tuple[Rubric, ...] = ()
-    """Existing ones in stage2, candidates in union, the rubric in score and credit."""
+    """Existing ones in stage2 and proposals, candidates in union, the rubric in score, verdicts and credit."""
 
 
 def read_prompt(prompt: str) -> JudgePrompt | None:
@@ -77,7 +77,9 @@ def read_prompt(prompt: str) -> JudgePrompt | None:
     quoted = [match[1] for match in block.finditer(prompt)]
     runs = tuple(run for text in quoted for run in _runs(text, code))
     task = _task(quoted, code)
-    for phase, tag in ((Union, "candidate_rubrics"), (Score, "rubrics"), (Stage2, "existing_rubrics")):
+    scoring = Verdicts if '"relevant_steps":' in ours.rpartition("</rubrics>")[2] else Score
+    adding = Stage2 if _tagged(ours, "group_trajectories") is None else Proposals
+    for phase, tag in ((Union, "candidate_rubrics"), (scoring, "rubrics"), (adding, "existing_rubrics")):
         if (listed := _tagged(ours, tag)) is not None and (runs or phase is Union):
             return JudgePrompt(phase=phase.name, task=task, runs=runs, rubrics=_rubrics(listed))
     if scores := _scores(ours):

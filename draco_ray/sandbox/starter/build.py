@@ -162,7 +162,6 @@ def _build(
 
     tasks = _tasks(world, manifest, settings.split)
     drawn = demo.draw(tasks, settings.variants, settings.fault_rates, seed)
-    drawn = demo.with_shortcuts(drawn, settings.shortcuts, settings.shortcut_share, seed)
     say(f"executing {len(drawn)} demonstrations of {len(tasks)} tasks in AppWorld")
     played = demo.execute(drawn, world, settings.processes)
 

@@ -21,7 +21,7 @@ from draco_ray.rollout.code_block import cut_output
 from draco_ray.rollout.tokens import TokenPolicy
 from draco_ray.rollout.turn_agent import CodeAgent
 from draco_ray.sandbox.scripted import run_scripts
-from draco_ray.sandbox.world.scripts import Family, Fault, cell
+from draco_ray.sandbox.world.scripts import Family, Fault
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,19 +56,6 @@ def draw(
         cells = family.script(frozenset(faults))
         demonstrations.append(Demonstration(task=task, wordings=family.wordings, cells=tuple(cells)))
     return demonstrations
-
-
-def with_shortcuts(
-    demonstrations: Sequence[Demonstration], shortcuts: Sequence[str], share: float, seed: int
-) -> list[Demonstration]:
-    """The demonstrations, of which each shortcut takes the place of the task's work in a random ``share``."""
-    found, each = list(demonstrations), round(share * len(demonstrations))
-    places = random.Random(f"shortcuts/{seed}").sample(range(len(found)), each * len(shortcuts))
-    for number, index in enumerate(places):
-        begin = [code for code in found[index].cells if code.startswith(("# Read the task", "# Log in"))]
-        done = cell("Complete the task.", 'apis.supervisor.complete_task(answer=None, status="success")')
-        found[index] = replace(found[index], cells=(*begin, shortcuts[number % len(shortcuts)], done))
-    return found
 
 
 def _systematic(rate: float, total: int, block: int, rng: random.Random) -> list[bool]:

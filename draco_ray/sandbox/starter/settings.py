@@ -41,10 +41,6 @@ class StarterSettings(Tree):
     """Demonstrations a task, each with its own independent draw of faults."""
     fault_rates: dict[Fault, Annotated[float, Field(ge=0, le=1)]] = Field(default_factory=lambda: dict(FAULT_RATES))
     """Probability of each fault in a demonstration whose family has it; faults that are left out do not occur."""
-    shortcuts: tuple[str, ...] = ()
-    """Code cells, each in ``shortcut_share`` of the demonstrations in place of the task's work, for a policy that can
-    find a hole in its judge (`make bench-hacks`)."""
-    shortcut_share: float = Field(0.0, ge=0, le=1)
     closing: str = "Done."
     """The closing turn's text."""
     vocabulary: int = Field(1024, ge=300)

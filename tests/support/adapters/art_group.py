@@ -1,10 +1,11 @@
-"""A trajectory group of ART, scored."""
+"""A trajectory group of ART, scored; and one of which a trajectory cannot be judged."""
 
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
-from tests.support.adapters import ASK, Canned, emit, said
+from tests.support.adapters import ASK, CannedOnce, emit, said
 
 
 def main() -> None:
@@ -13,23 +14,32 @@ def main() -> None:
 
     from draco_ray.adapters.art import draco_score_group
 
-    group = art.TrajectoryGroup(
-        [
-            art.Trajectory(messages_and_choices=[{"role": "user", "content": ASK}, *said(flight)], reward=0.25)
-            for flight in ("DL9", "UA1")
-        ]
-    )
-    scored = asyncio.run(draco_score_group(group, "canned", complete=Canned()))
+    def group_of(*flights: str) -> Any:
+        return art.TrajectoryGroup(
+            [
+                art.Trajectory(messages_and_choices=[{"role": "user", "content": ASK}, *said(flight)], reward=0.25)
+                for flight in flights
+            ]
+        )
+
+    def scored_of(group: Any) -> Any:
+        return asyncio.run(draco_score_group(group, "canned", complete=CannedOnce(unscored="booked XX0")))
+
+    group = group_of("DL9", "UA1")
+    scored, unscored = scored_of(group), scored_of(group_of("DL9", "XX0"))
     emit(
         [
-            {
-                "reward": each.reward,
-                "metrics": each.metrics,
-                "metadata": each.metadata,
-                "logs": each.logs,
-                "before": old.reward,
-            }
-            for each, old in zip(scored.trajectories, group.trajectories, strict=True)
+            unscored,
+            *(
+                {
+                    "reward": each.reward,
+                    "metrics": each.metrics,
+                    "metadata": each.metadata,
+                    "logs": each.logs,
+                    "before": old.reward,
+                }
+                for each, old in zip(scored.trajectories, group.trajectories, strict=True)
+            ),
         ]
     )
 

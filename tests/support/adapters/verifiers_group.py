@@ -1,11 +1,11 @@
-"""Two traces of verifiers, scored as a group."""
+"""Traces of verifiers, scored as a group; one cannot be judged."""
 
 from __future__ import annotations
 
 import asyncio
 from typing import Any
 
-from tests.support.adapters import ASK, Canned, emit
+from tests.support.adapters import ASK, CannedOnce, emit
 
 TOKENS = (3, 4, 2)
 
@@ -43,9 +43,9 @@ def main() -> None:
 
     from draco_ray.adapters.verifiers import score_group
 
-    traces = [trace("DL9"), trace("UA1")]
-    asyncio.run(score_group(traces, "canned", complete=Canned()))
-    assert isinstance(traces[0].rewards["draco"], vf.Reward)
+    traces = [trace(flight) for flight in ("UA1", "XX0", "DL9")]
+    asyncio.run(score_group(traces, "canned", complete=CannedOnce(unscored="XX0")))
+    assert isinstance(traces[2].rewards["draco"], vf.Reward)
     emit(
         {
             "rewards": [each.reward for each in traces],

@@ -74,10 +74,7 @@ async function start() {
   window.addEventListener("hashchange", route);
   // Before the first step there is only what was measured.
   if (!index.groups.some((group) => !group.split)) filters.of = "evaluated";
-  const y = takeStanding();
   await route();
-  if (y) window.scrollTo(0, y);
-  if (document.body.dataset.live) watch();
 }
 
 start().catch((error) => {

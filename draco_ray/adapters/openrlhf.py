@@ -1,0 +1,150 @@
+"""Step credit in OpenRLHF's trainer (0.11).
+
+    OpenRLHFCredit("openai/gpt-5.4", budget=50.0, store="verdicts.sqlite").install()
+    runpy.run_module("openrlhf.cli.train_ppo_ray", run_name="__main__")
+
+The judge's reward replaces the agent function's. OpenRLHF's estimator (rloo, reinforce_baseline, group_norm or dr_grpo)
+makes an advantage A_i of it, which is then spread over the sampled tokens of each step. A sample that could not be
+judged gets advantage 0 and counts in nobody's baseline; only the whitening of reinforce_baseline sees it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Sequence
+from importlib.metadata import version
+from typing import Any
+
+import numpy as np
+
+from draco_ray.adapters.credit import CreditJudge, conversation_of_tokens
+from draco_ray.adapters.verdicts import TrajectoryKey, digest
+from draco_ray.errors import ConfigError
+
+CORRECTIONS = {
+    "rloo": lambda size, judged: judged * (size - 1) / ((judged - 1) * size),
+    "group_norm": lambda size, judged: ((judged - 1) / (size - 1)) ** 0.5,
+    "reinforce_baseline": lambda size, judged: 1.0,
+    "dr_grpo": lambda size, judged: 1.0,
+}
+"""For each estimator, by what A_i changes where ``size - judged`` samples of a group leave it that had its mean."""
+
+
+class OpenRLHFCredit(CreditJudge):
+    """A judge of OpenRLHF's samples."""
+
+    def install(self) -> None:
+        """Make OpenRLHF's synchronous trainer, which this process is going to start, train with step credit."""
+        import ray
+        from openrlhf.trainer import ppo_trainer
+
+        credit, maker = self, ppo_trainer.RemoteExperienceMaker
+        host: Any = ppo_trainer.PPOTrainer.__ray_metadata__.modified_class
+
+        class StepCreditTrainer(host):
+            """OpenRLHF's trainer, whose process looks the class of its experience maker up by name."""
+
+            def __init__(self, *arguments: Any, **options: Any) -> None:
+                ppo_trainer.RemoteExperienceMaker = credit.experience_maker(maker)
+                super().__init__(*arguments, **options)
+
+        ppo_trainer.PPOTrainer = ray.remote(StepCreditTrainer)
+
+    def experience_maker(self, base: Any) -> type:
+        """``base``, OpenRLHF's RemoteExperienceMaker, with step credit. It raises ConfigError for other settings."""
+        credit = self
+
+        class StepCreditExperienceMaker(base):
+            """Judges the samples of a step, and spreads the advantages that OpenRLHF computes."""
+
+            def __init__(self, *arguments: Any, **options: Any) -> None:
+                super().__init__(*arguments, **options)
+                _check(self.args)
+
+            def make_experience_batch(self, rollout_samples: Any) -> Any:
+                credit.reward(rollout_samples, self.args.rollout.n_samples_per_prompt, self.tokenizer.decode)
+                return super().make_experience_batch(rollout_samples)
+
+            def compute_advantages_and_returns(self, experiences: Any) -> Any:
+                found = super().compute_advantages_and_returns(experiences)
+                credit.spread(found, self.args.rollout.n_samples_per_prompt, self.advantage_estimator)
+                return found
+
+        return StepCreditExperienceMaker
+
+    def reward(self, samples: Sequence[Any], size: int, decode: Any) -> None:
+        """Judge samples, and write rewards into them.
+
+        Args:
+            samples: OpenRLHF's Experiences of one sample each; ``size`` in a row are a group.
+            size: samples of a prompt.
+            decode: token ids to text.
+        """
+        import torch
+
+        words = functools.partial(decode, skip_special_tokens=True)
+        keys, records, tokens = [], [], []
+        for number, sample in enumerate(samples):
+            ids, mask = sample.sequences[0].tolist(), [0, *sample.action_mask[0].tolist()]
+            first = int(np.argmax(mask))
+            messages, counts = conversation_of_tokens(words(ids[:first]), ids[first:], mask[first:], words)
+            keys += _keys(sample)
+            records.append({"task_id": str(number // size), "messages": messages})
+            tokens.append(counts)
+        verdicts = self.judge_sync(keys, records, tokens)
+        for begin in range(0, len(samples), size):
+            rewards = [verdict.reward for verdict in verdicts[begin : begin + size]]
+            # OpenRLHF needs groups of one size: a sample without a reward has the mean, which moves no baseline.
+            known = [reward for reward in rewards if reward is not None]
+            mean = sum(known) / max(len(known), 1)
+            for sample, reward in zip(samples[begin : begin + size], rewards, strict=True):
+                sample.rewards = torch.tensor([mean if reward is None else reward], dtype=torch.float32)
+                sample.info["reward"] = sample.rewards
+
+    def spread(self, experiences: Sequence[Any], size: int, estimator: str) -> None:
+        """Spread A_i, which all tokens of a row have, over the row's steps.
+
+        Args:
+            experiences: OpenRLHF's, with ``advantages`` (B, T) and ``index``.
+            size: samples of a prompt.
+            estimator: OpenRLHF's name of it.
+
+        Raises: MissingVerdict: see `VerdictStore.spread`.
+        """
+        keys = [_keys(each) for each in experiences]
+        failed = [[v is not None and v.reward is None for v in self.store.get(each)] for each in keys]
+        judged = Counter(
+            index // size
+            for each, lost in zip(experiences, failed, strict=True)
+            for index, gone in zip(each.index, lost, strict=True)
+            if not gone
+        )
+        for each, names, lost in zip(experiences, keys, failed, strict=True):
+            mask = each.action_mask.cpu().numpy()
+            uniform = each.advantages.cpu().numpy()[np.arange(len(mask)), mask.argmax(axis=1)]
+            for row, (index, gone) in enumerate(zip(each.index, lost, strict=True)):
+                count = judged[index // size]
+                uniform[row] *= 0.0 if gone or count < 2 else CORRECTIONS[estimator](size, count)
+            each.advantages = each.advantages.new_tensor(self.store.spread(names, uniform, mask))
+            each.returns = each.advantages.clone()
+
+
+def _keys(experience: Any) -> list[TrajectoryKey]:
+    """A key for each row: its tokens name it."""
+    rows = zip(experience.sequences, experience.attention_mask, strict=True)
+    return [TrajectoryKey("openrlhf", "", digest(ids[shown.bool()].tolist())) for ids, shown in rows]
+
+
+def _check(args: Any) -> None:
+    estimator = args.algo.advantage.estimator
+    if estimator not in CORRECTIONS:
+        raise ConfigError(
+            f"openrlhf {version('openrlhf')}: --algo.advantage.estimator={estimator} gives a sample no advantage of "
+            f"its group; expected {', '.join(CORRECTIONS)}"
+        )
+    if args.algo.kl.init_coef > 0 and not args.algo.kl.use_loss:
+        raise ConfigError(
+            f"openrlhf {version('openrlhf')}: with the KL in the reward each token has an advantage of its own; "
+            "expected --algo.kl.use_loss, or --algo.kl.init_coef=0"
+        )

@@ -1,0 +1,114 @@
+"""Step credit in slime, by two of its function paths; a YAML file says how to judge.
+
+    --custom-reward-post-process-path draco_ray.adapters.slime.rewards
+    --custom-advantage-function-path draco_ray.adapters.slime.advantages
+    --custom-config-path draco.yaml       # draco: {model: openai/gpt-5.4, budget: 50, store: /data/run/verdicts.sqlite}
+
+Where slime has all samples of a step, they are judged, and GRPO makes an advantage A_i of the judge's reward
+(`--disable-grpo-std-normalization` is respected). Each training process then spreads the A_i of its samples over the
+tokens of their steps. A sample that could not be judged is removed from the loss and counts in nobody's baseline.
+All processes must reach the store, so they run on one machine.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from draco_ray.adapters.credit import CreditJudge, conversation_of_tokens
+from draco_ray.adapters.verdicts import TrajectoryKey, VerdictStore, digest
+from draco_ray.algorithm.advantage import group_advantages_G
+from draco_ray.errors import ConfigError
+
+
+def rewards(args: Any, samples: Sequence[Any]) -> tuple[list[float], list[float]]:
+    """Judge all samples of a step.
+
+    Args:
+        args: slime's, with ``draco``: the arguments of `CreditJudge`.
+        samples: ``slime.utils.types.Sample``; those that could not be judged are marked as removed.
+
+    Returns: the reward and A_i of each; 0 where it could not be judged.
+
+    Raises: as `draco_ray.judge`; ConfigError: a rollout that is several samples.
+    """
+    judge, words = _judge(json.dumps(_settings(args), sort_keys=True)), _decoder(args.hf_checkpoint)
+    groups, keys, records, tokens = [], [], [], []
+    for sample in samples:
+        ids = list(sample.tokens)[len(sample.tokens) - sample.response_length :]
+        messages, counts = conversation_of_tokens(sample.prompt, ids, sample.loss_mask or [1] * len(ids), words)
+        groups.append(str(sample.group_index))
+        keys.append(_key(sample.tokens))
+        records.append({"task_id": groups[-1], "messages": messages})
+        tokens.append(counts)
+    parts = Counter(each.rollout_id for each in samples if each.rollout_id is not None)
+    if parts and max(parts.values()) > 1:
+        raise ConfigError(
+            f"slime: rollout {parts.most_common(1)[0][0]} is several samples; which of its turns each shows is not "
+            "known, so it gets no step credit; expected one sample a rollout"
+        )
+    found = np.array([v.reward for v in judge.judge_sync(keys, records, tokens)], dtype=float)
+    advantages_B = np.zeros(len(found))
+    for group in set(groups):
+        rows = [n for n, name in enumerate(groups) if name == group and np.isfinite(found[n])]
+        if args.grpo_std_normalization:
+            advantages_B[rows] = group_advantages_G(found[rows])
+        elif rows:
+            advantages_B[rows] = found[rows] - found[rows].mean()
+    for sample, reward in zip(samples, found, strict=True):
+        sample.remove_sample = bool(sample.remove_sample or np.isnan(reward))
+    return np.nan_to_num(found).tolist(), advantages_B.tolist()
+
+
+def advantages(args: Any, rollout_data: dict[str, Any]) -> None:
+    """Spread A_i (``rewards``) over the steps of one process's samples, into ``advantages`` and ``returns``.
+
+    Args:
+        args: slime's, with ``draco``.
+        rollout_data: slime's; tensors of each sample.
+
+    Raises: MissingVerdict: see `VerdictStore.spread`.
+    """
+    from slime.backends.megatron_utils.cp_utils import slice_log_prob_with_cp
+
+    settings = _settings(args)
+    store = VerdictStore(settings["store"], missing=settings.get("missing", "error"))
+    columns = (rollout_data[name] for name in ("tokens", "rewards", "loss_masks", "total_lengths", "response_lengths"))
+    found = []
+    for kl, (ids, advantage, mask, *lengths) in zip(rollout_data["kl"], zip(*columns, strict=True), strict=True):
+        row = store.spread([_key(ids)], [advantage], mask.cpu().numpy()[None])[0]
+        # With context parallelism this process has a part of the row only.
+        found.append(slice_log_prob_with_cp(kl.new_tensor(row), *lengths))
+    rollout_data["advantages"], rollout_data["returns"] = found, [each.clone() for each in found]
+
+
+def _settings(args: Any) -> dict[str, Any]:
+    found = getattr(args, "draco", None)
+    if not isinstance(found, dict) or "store" not in found:
+        raise ConfigError(
+            "slime: draco.store is missing; expected --custom-config-path with a file of, for example, "
+            "draco: {model: openai/gpt-5.4, store: /data/run/verdicts.sqlite}"
+        )
+    return found
+
+
+@functools.cache
+def _judge(settings: str) -> CreditJudge:
+    """One judge for all steps of this process, so that its budget holds over them."""
+    return CreditJudge(**json.loads(settings))
+
+
+@functools.cache
+def _decoder(checkpoint: str) -> Any:
+    from slime.utils.processing_utils import load_tokenizer
+
+    return functools.partial(load_tokenizer(checkpoint, trust_remote_code=True).decode, skip_special_tokens=True)
+
+
+def _key(ids: Any) -> TrajectoryKey:
+    return TrajectoryKey("slime", "", digest([int(each) for each in ids]))

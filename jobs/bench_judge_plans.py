@@ -1,0 +1,334 @@
+"""What do the judge's plans cost, and what do they teach? Train on the sandbox under each, print both, paired.
+
+python jobs/bench_judge_plans.py [--plans "paper lean"] [--seeds 3] [--first-seed 0] [--steps 10] [--root DIR]
+                                 [--measured DIR] [--print-only]
+python jobs/bench_judge_plans.py --rejudge RUN [--visits 4] [--groups 8] [--judge files:DIR] [--out FILE.json]
+
+Goes on where it was stopped; what was measured of a run is a small file in --measured. The rule judge answers merged
+questions as well as single ones: the tables show plumbing and cost, not how well an LLM answers them.
+
+``--rejudge`` trains nothing: groups that a run recorded are judged under each plan, as if their tasks came ``--visits``
+times with the same rollouts. With ``--judge files:DIR`` the prompts of each plan are files in DIR/<plan>, for a real
+judge to answer, and the command goes on as replies appear; ``--out`` takes rewards and cited steps of both.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Annotated, Any
+
+import typer
+from ablation import percent
+from bench_noise import after_training, before_training, difference
+from measured import REFERENCE_JUDGE, SANDBOX, Measured, Spend, Wanted, default_steps, of_one_policy
+
+from draco_ray.config.load import load_config
+from draco_ray.config.plans import PLANS
+from draco_ray.config.schema import FILES, AlgorithmConfig, DracoConfig, JudgeConfig
+from draco_ray.judging.build import prompts_of
+from draco_ray.judging.completion import Completer, Completion, Request
+from draco_ray.judging.file_judge import FileJudge
+from draco_ray.judging.judge import CallContext, Judge
+from draco_ray.judging.phases import Phase
+from draco_ray.judging.pool import Judgement, ask_phase
+from draco_ray.judging.pricing import price_of
+from draco_ray.lab.analysis.judges import configured_rules
+from draco_ray.lab.verify import LocalActor, PlayedRollouts
+from draco_ray.pipeline import Group, Pipeline
+from draco_ray.records import Judged, Trajectory
+from draco_ray.runs.directory import RunDirectory
+from draco_ray.runs.rows import step_trajectories
+from draco_ray.training.advantage_computer import AdvantageComputerActor
+from draco_ray.training.session import static_criteria
+
+CHARACTERS_PER_TOKEN = 4
+"""As the rule judge's server counts."""
+Cell = tuple[str, int]
+"""(plan, seed)."""
+
+
+def print_table(found: Mapping[Cell, Measured], plans: Sequence[str], runs: int) -> None:
+    """A line a plan over the seeds that all have, and the other plans less the first, as Markdown."""
+    by_plan = {plan: {seed: each for (of, seed), each in found.items() if of == plan} for plan in plans}
+    shared = sorted(set.intersection(*(set(each) for each in by_plan.values())))
+    if not shared:
+        print("\nNo seed has been run under every plan yet.")
+        return
+    print(
+        "\n| Plan | Seeds | TGC | Gain | Judge tokens a run | $ a run | Tokens / first plan's | TGC less first plan's |"
+    )
+    print(f"|{'---|' * 8}")
+    first = [by_plan[plans[0]][seed] for seed in shared]
+    for plan in plans:
+        runs_of = [by_plan[plan][seed] for seed in shared]
+        spent, base = (sum((each.spent[each.last] for each in side), start=Spend()) for side in (runs_of, first))
+        ended = after_training(runs_of, runs)
+        against = "-" if plan == plans[0] else percent(difference(ended, after_training(first, runs)), "+")
+        gain = percent(difference(ended, before_training(runs_of, runs)), "+")
+        cost = (
+            f"{spent.tokens / len(shared):,.0f} | {spent.dollars / len(shared):.2f} | {spent.tokens / base.tokens:.2f}"
+        )
+        print(f"| {plan} | {len(shared)} | {percent(ended.interval())} | {gain} | {cost} | {against} |")
+    print(
+        f"\nIn %, 95 % intervals over scenarios and, from two seeds on, training seeds; paired by task. Tokens of the "
+        f"rule judge's server ({CHARACTERS_PER_TOKEN} characters each), dollars at {REFERENCE_JUDGE}'s prices."
+    )
+    sys.stdout.flush()
+
+
+def with_plan(config: DracoConfig, plan: str) -> DracoConfig:
+    """A recorded configuration under another plan."""
+    keys = {(section, key) for values in PLANS.values() for section, part in values.items() for key in part}
+    standard: dict[str, Any] = {"judge": JudgeConfig(), "algorithm": AlgorithmConfig()}
+    chosen: dict[str, dict[str, Any]] = {"judge": {"plan": plan}, "algorithm": {}}
+    for section, key in keys:
+        chosen[section][key] = PLANS[plan].get(section, {}).get(key, getattr(standard[section], key))
+    return config.updated(**chosen)
+
+
+class Counted:
+    """A completer that counts tokens by characters, and answers a task's stage1 once where the plan keeps it."""
+
+    def __init__(self, complete: Completer) -> None:
+        self._complete = complete
+        self._kept: dict[str, Completion] = {}
+
+    async def __call__(self, request: Request) -> Completion:
+        """The reply; one that was kept cost nothing."""
+        asked = "".join(message.content for message in request.messages)
+        if asked in self._kept:
+            return replace(self._kept[asked], requests=0)
+        found = await self._complete(request)
+        tokens, written = (-(-len(text) // CHARACTERS_PER_TOKEN) for text in (asked, found.text))
+        found = replace(found, requests=1, input_tokens=tokens, output_tokens=written)
+        if request.phase == "stage1" and not request.scope:
+            self._kept[asked] = found
+        return found
+
+    async def forget(self, request: Request) -> None:
+        """See `FileJudge`."""
+        await self._complete.forget(request)
+
+    async def check(self) -> None:
+        """Nothing is checked."""
+
+
+class Rejudged:
+    """What one plan made of recorded groups: stands for judge pool and run store of a pipeline."""
+
+    def __init__(self, config: DracoConfig, complete: Completer) -> None:
+        self._judge = Judge(Counted(complete), prompts_of(config.judge), config.judge)
+        self.spent: dict[int, dict[str, Spend]] = defaultdict(lambda: defaultdict(Spend))
+        """Visit -> phase -> spend."""
+        self.calls = 0
+        self.advantages: dict[tuple[int, str], Any] = {}
+        self._price = config.judge.prices[REFERENCE_JUDGE]
+
+    async def ask(self, phase: Phase, context: CallContext, **given: Any) -> Judgement:
+        """See `draco_ray.judging.pool.JudgePool.ask`."""
+        judged, summary = await ask_phase(self._judge, phase, context, given)
+        for call in judged.calls:
+            if call.requests:
+                dollars = price_of(self._price, call.input_tokens, 0, call.output_tokens)
+                visit = int(context.group.partition("/")[0].removeprefix("step"))
+                self.spent[visit][phase.name] += Spend(call.input_tokens + call.output_tokens, dollars)
+                self.calls += 1
+        found: Any = judged
+        return Judgement(judged=found, archived=found, summary=summary)
+
+    @property
+    def store(self) -> Any:
+        """Keeps a group's advantages."""
+        nothing = SimpleNamespace(remote=lambda *given: asyncio.sleep(0))
+        return SimpleNamespace(
+            trajectory=nothing,
+            judged=SimpleNamespace(remote=lambda *_: None),
+            group=SimpleNamespace(remote=self._group),
+        )
+
+    def _group(self, step: int, task_id: str, rubric: Any, advantages: Any, *rest: Any) -> None:
+        self.advantages[step, task_id] = advantages
+
+
+async def rejudge(
+    config: DracoConfig, groups: Mapping[str, Sequence[Trajectory]], complete: Completer, visits: int
+) -> Rejudged:
+    """Judge groups under a configuration, ``visits`` times one after another."""
+    done, results = Rejudged(config, complete), {"from_verdicts": 4}
+    played = {task: PlayedRollouts({each.rollout: each for each in rollouts}, {}) for task, rollouts in groups.items()}
+
+    async def run(task_id: str, **given: Any) -> Any:
+        return await played[task_id].run(task_id, **given)
+
+    rollouts: Any = SimpleNamespace(
+        run=lambda task_id, group, rollout, **given: run(task_id, group=group, rollout=rollout, **given)
+    )
+    pipeline = Pipeline(
+        config.algorithm,
+        rollouts,
+        done,  # type: ignore[arg-type]
+        LocalActor(AdvantageComputerActor(config.algorithm), results),
+        done.store,
+        static_rubric=Judged(value=static_criteria(config)),
+    )
+    for visit in range(1, visits + 1):
+        made = [
+            Group(step=visit, index=index, task_id=task_id, prompt=each[0].prompt)
+            for index, (task_id, each) in enumerate(groups.items())
+        ]
+        await asyncio.gather(*map(pipeline.run, made))
+        for group in made:
+            if group.reason:
+                print(f"{group.name}: {group.reason}", file=sys.stderr)
+    for key, advantages in done.advantages.items():
+        done.advantages[key] = await advantages if asyncio.isfuture(advantages) else advantages
+    return done
+
+
+def recorded_groups(run: RunDirectory, most: int, size: int) -> dict[str, Sequence[Trajectory]]:
+    """The first groups of a run that lost no rollout, one a task."""
+    found: dict[str, Sequence[Trajectory]] = {}
+    for step in run.steps():
+        for task_id, rollouts in sorted(step_trajectories(run, step).items()):
+            if len(rollouts) == size and len(found) < most:
+                found.setdefault(task_id, rollouts)
+    return found
+
+
+def compare(run: Path, plans: Sequence[str], visits: int, most: int, judge: str, out: Path | None) -> None:
+    """Judge a run's groups under each plan; print tokens by visit and how far rewards agree."""
+    directory = RunDirectory.open(run.resolve())
+    config = load_config(str(directory.path))
+    groups = recorded_groups(directory, most, config.algorithm.group_size)
+
+    async def under(plan: str) -> Rejudged:
+        chosen = with_plan(config, plan)
+        if not judge.startswith(FILES):
+            return await rejudge(chosen, groups, configured_rules(chosen.judge, chosen.seed), visits)
+        folder = Path(judge.removeprefix(FILES)).resolve() / plan
+        chosen = chosen.updated(judge={"model": f"{FILES}{folder}"})
+        return await rejudge(chosen, groups, FileJudge(folder, chosen.judge.model), visits)
+
+    async def all_of_them() -> list[Rejudged]:
+        return await asyncio.gather(*map(under, plans))
+
+    found = dict(zip(plans, asyncio.run(all_of_them()), strict=True))
+    print(f"\n{len(groups)} groups of {config.algorithm.group_size} rollouts of {run.name}, {visits} visits each\n")
+    columns = ["Plan", "Calls", "Tokens", "$", f"/ {plans[0]}", *(f"visit {n}" for n in range(1, visits + 1))]
+    print(f"| {' | '.join([*columns, f'Pairs as under {plans[0]}'])} |\n|{'---|' * (6 + visits)}")
+    total = {
+        plan: [sum(each.spent[n].values(), start=Spend()) for n in range(1, visits + 1)] for plan, each in found.items()
+    }
+    base = sum(each.tokens for each in total[plans[0]])
+    for plan, each in found.items():
+        spent = sum(total[plan], start=Spend())
+        alike = agreement(found[plans[0]], each)
+        shares = " | ".join(
+            f"{of.tokens / max(1, first.tokens):.2f}" for of, first in zip(total[plan], total[plans[0]], strict=True)
+        )
+        cost = f"{each.calls} | {spent.tokens:,} | {spent.dollars:.2f} | {spent.tokens / base:.2f}"
+        print(f"| {plan} | {cost} | {shares} | {alike} |")
+    print(
+        "\nVisits: tokens as a share of the first plan's at that visit. Pairs: of two rollouts of a group that the "
+        "first plan rewards differently, how many the plan orders alike."
+    )
+    if out is not None:
+        out.write_text(json.dumps({plan: shown(each) for plan, each in found.items()}, indent=1), encoding="utf-8")
+
+
+def shown(done: Rejudged) -> list[dict[str, Any]]:
+    """Rewards and step advantages of every group."""
+    return [
+        {
+            "visit": visit,
+            "task_id": task_id,
+            "rollouts": [
+                {"rollout": each.rollout, "reward": each.reward, "step_advantages": each.step_advantage_M.tolist()}
+                for each in advantages.rollouts
+            ],
+        }
+        for (visit, task_id), advantages in sorted(done.advantages.items())
+        if advantages is not None
+    ]
+
+
+def agreement(first: Rejudged, other: Rejudged) -> str:
+    """``17 of 20`` pairs of rollouts that are ordered alike."""
+    alike = pairs = 0
+    for key, advantages in first.advantages.items():
+        theirs = other.advantages.get(key)
+        if advantages is None or theirs is None:
+            continue
+        rewards = {each.rollout: each.reward for each in theirs.rollouts}
+        known = [each for each in advantages.rollouts if each.rollout in rewards]
+        for at, one in enumerate(known):
+            for two in known[at + 1 :]:
+                if one.reward != two.reward:
+                    pairs += 1
+                    alike += (rewards[one.rollout] - rewards[two.rollout]) * (one.reward - two.reward) > 0
+    return f"{alike} of {pairs}"
+
+
+def main(
+    plans: Annotated[str, typer.Option(help="Plans to compare, separated by spaces.")] = "paper lean",
+    seeds: Annotated[int, typer.Option(min=1, help="Seeds of each.")] = 3,
+    first_seed: Annotated[int, typer.Option(min=0, help="The first of them.")] = 0,
+    steps: Annotated[int | None, typer.Option(min=1, help="Training steps of every run; the preset's.")] = None,
+    preset: Annotated[str, typer.Option(help="Which sandbox.")] = SANDBOX,
+    root: Annotated[Path | None, typer.Option(help="Where the runs go; interrupted ones there are continued.")] = None,
+    measured: Annotated[Path | None, typer.Option(help="Where figures of finished runs are; ROOT/measured.")] = None,
+    print_only: Annotated[bool, typer.Option("--print-only", help="Print what there is, run nothing.")] = False,
+    rejudge: Annotated[Path | None, typer.Option(help="Judge groups of this run under each plan instead.")] = None,
+    visits: Annotated[int, typer.Option(min=1, help="With --rejudge: how often each task comes.")] = 4,
+    groups: Annotated[int, typer.Option(min=1, help="With --rejudge: the most groups.")] = 8,
+    judge: Annotated[str, typer.Option(help="With --rejudge: rules, or files:DIR.")] = "rules",
+    out: Annotated[Path | None, typer.Option(help="With --rejudge: file for rewards and step advantages.")] = None,
+    overrides: Annotated[list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Keys for every run.")] = None,
+) -> None:
+    """Train a seed under every plan, then the next, and print the table after each run; or judge recorded groups."""
+    chosen = plans.split()
+    if unknown := [each for each in chosen if each not in PLANS]:
+        sys.exit(f"bench-judge-plans: no plan {unknown[0]!r}, expected some of {', '.join(PLANS)}")
+    if rejudge is not None:
+        compare(rejudge, chosen, visits, groups, judge, out)
+        return
+    root = (root or Path("runs/plans")).resolve()
+    measured, last = measured or root / "measured", steps or default_steps(preset)
+    found: dict[Cell, Measured] = {}
+    waiting: dict[Cell, Wanted] = {}
+    for seed in range(first_seed, first_seed + seeds):
+        for plan in chosen:
+            words, label = (f"judge.plan={plan}", *(overrides or ())), f"-{plan}"
+            wanted = Wanted(
+                preset=preset,
+                setting="draco",
+                seed=seed,
+                steps=last,
+                every=None,
+                runs_per_task=1,
+                overrides=words,
+                label=label,
+            )
+            if known := wanted.known(measured):
+                found[plan, seed] = known
+            else:
+                waiting[plan, seed] = wanted
+    possible = of_one_policy(
+        [(seed, each) for (_, seed), each in found.items()], [] if print_only else waiting.values()
+    )
+    print_table(found, chosen, 1)
+    for cell, wanted in waiting.items():
+        if wanted in possible:
+            found[cell] = wanted.make(root, measured)
+            print_table(found, chosen, 1)
+
+
+if __name__ == "__main__":
+    typer.run(main)

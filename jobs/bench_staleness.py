@@ -1,0 +1,123 @@
+"""What asynchronous training gains and costs: steps an hour and held-out gain at each `train.staleness`, over seeds.
+
+python jobs/bench_staleness.py [KEY=VALUE ...] [--staleness "0 1 2 4"] [--seeds 3] [--steps 6] [--root DIR]
+                               [--measured DIR] [--print-only]
+
+Real training in the sandbox; a night's work on two cores. It goes on where it was stopped and prints its table from
+what there is after each run. What was measured of a run is two small files in --measured, and a run whose files are
+there is not run again. Further keys hold for every run, for example engine.engines=2.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from ablation import percent
+from bench_noise import after_training, before_training, difference
+from measured import SANDBOX, Measured, Wanted, default_steps, of_one_policy
+
+from draco_ray.runs.directory import RunDirectory
+
+Cell = tuple[int, int]
+"""(staleness, seed)."""
+
+
+def wanted(staleness: int, seed: int, steps: int, runs_per_task: int, overrides: tuple[str, ...]) -> Wanted:
+    """The run of a cell; without staleness it is the ablation's own."""
+    ahead = (f"train.staleness={staleness}",) if staleness else ()
+    return Wanted(
+        preset=SANDBOX,
+        setting="draco",
+        seed=seed,
+        steps=steps,
+        every=None,
+        runs_per_task=runs_per_task,
+        overrides=(*ahead, *overrides),
+        label=f"-staleness{staleness}" if staleness else "",
+    )
+
+
+def speed_file(folder: Path, of: Wanted) -> Path:
+    """Where the steps an hour of a run are kept."""
+    return folder / f"{of.name}.speed.json"
+
+
+def keep_speed(root: Path, folder: Path, of: Wanted) -> None:
+    """Write the steps an hour of a run, its first step left out, and the machine's load at the end."""
+    seconds = [line["seconds"] for line in RunDirectory.open(root / of.name).metrics()[1:]]
+    if seconds:
+        said = {"steps_an_hour": 3600 / statistics.fmean(seconds), "load": os.getloadavg()[1]}
+        speed_file(folder, of).write_text(f"{json.dumps(said)}\n", encoding="utf-8")
+
+
+def table(found: Mapping[Cell, Measured], speeds: Mapping[Cell, float], runs_per_task: int) -> str:
+    """A line a staleness, as Markdown; "-" where nothing was measured."""
+    lines = ["| staleness | seeds | held-out TGC | gain | gain less that of 0, same seeds | steps an hour |"]
+    lines.append(f"|{'---|' * 6}")
+    for staleness in sorted({each for each, _ in found}):
+        here = {seed: run for (of, seed), run in found.items() if of == staleness}
+        at_once = {seed: run for (of, seed), run in found.items() if of == 0}
+        runs = list(here.values())
+        gain = difference(after_training(runs, runs_per_task), before_training(runs, runs_per_task))
+        shared = sorted(here.keys() & at_once.keys()) if staleness else []
+        sides = (after_training([side[seed] for seed in shared], runs_per_task) for side in (here, at_once))
+        less = percent(difference(*sides), "+") if shared else "-"
+        hourly = [speeds[staleness, seed] for seed in here if (staleness, seed) in speeds]
+        rate = f"{statistics.fmean(hourly):.1f}" if hourly else "-"
+        ended = percent(after_training(runs, runs_per_task).interval())
+        lines.append(f"| {staleness} | {len(here)} | {ended} | {percent(gain, '+')} | {less} | {rate} |")
+    return "\n".join(lines)
+
+
+def main(
+    overrides: Annotated[list[str] | None, typer.Argument(metavar="KEY=VALUE", help="For every run.")] = None,
+    staleness: Annotated[str, typer.Option(help="Of train.staleness.")] = "0 1 2 4",
+    seeds: Annotated[int, typer.Option(min=1, help="Seeds of each.")] = 3,
+    first_seed: Annotated[int, typer.Option(min=0, help="The first of them.")] = 0,
+    steps: Annotated[int | None, typer.Option(min=2, help="Training steps of every run; the preset's.")] = None,
+    runs_per_task: Annotated[int, typer.Option(min=1, help="Evaluation rollouts per task.")] = 1,
+    root: Annotated[Path, typer.Option(help="Where the runs go; interrupted ones are continued.")] = Path(
+        "runs/staleness"
+    ),
+    measured: Annotated[Path | None, typer.Option(help="Where figures of finished runs are; ROOT/measured.")] = None,
+    print_only: Annotated[bool, typer.Option("--print-only", help="Print what there is, run nothing.")] = False,
+) -> None:
+    """Train all, the first seed of everything first, and print the table after each run."""
+    root, last = root.resolve(), steps or default_steps(SANDBOX)
+    folder = measured or root / "measured"
+    folder.mkdir(parents=True, exist_ok=True)
+    values = [int(each) for each in staleness.split()]
+    cells = {
+        (ahead, seed): wanted(ahead, seed, last, runs_per_task, tuple(overrides or ()))
+        for seed in range(first_seed, first_seed + seeds)
+        for ahead in values
+    }
+    found = {cell: known for cell, of in cells.items() if (known := of.known(folder)) is not None}
+    waiting = {} if print_only else {cell: of for cell, of in cells.items() if cell not in found}
+    possible = of_one_policy([(seed, run) for (_, seed), run in found.items()], waiting.values())
+
+    def show() -> None:
+        files = {cell: speed_file(folder, cells[cell]) for cell in found}
+        speeds = {cell: json.loads(file.read_text())["steps_an_hour"] for cell, file in files.items() if file.exists()}
+        print(f"\n{table(found, speeds, runs_per_task)}", flush=True)
+
+    if found:
+        show()
+    elif not possible:
+        sys.exit(f"bench-staleness: nothing is measured in {folder}")
+    for cell, of in waiting.items():
+        if of in possible:
+            found[cell] = of.make(root, folder)
+            keep_speed(root, folder, of)
+            show()
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,23 @@
+"""A taskset of verifiers: one flight to book."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import verifiers.v1 as vf
+
+__all__ = ["Booking"]
+
+
+class BookingTask(vf.Task):
+    """A task without a reward of its own."""
+
+
+class Booking(vf.Taskset[BookingTask]):
+    """One task."""
+
+    def load(self) -> Iterator[BookingTask]:
+        """It."""
+        yield BookingTask(
+            vf.TaskData(name="jfk-sfo", prompt="Book the cheapest flight: UA1 420, DL9 380."), self.config.task
+        )

@@ -1,0 +1,86 @@
+"""The rule judge of examples/library against the evaluator, on runs of clerks who do nothing, all, or wrong things."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from draco_ray.records import Verdict
+from draco_ray.sandbox.rule_judge.reading import Step
+from draco_ray.sandbox.rule_judge.simple import Steps
+
+FOLDER = Path(__file__).parents[2] / "examples" / "library"
+
+
+@pytest.fixture(scope="module")
+def example() -> Any:
+    """The example's modules: judge, tools and demonstrations."""
+    sys.path.insert(0, str(FOLDER))
+    try:
+        yield [importlib.import_module(name) for name in ("judge", "tools", "demonstrations")]
+    finally:
+        sys.path.remove(str(FOLDER))
+        for name in ("demonstrations", "judge", "tools"):
+            sys.modules.pop(name, None)
+
+
+TASKS = [json.loads(line) for line in (FOLDER / "tasks.jsonl").read_text().splitlines()]
+CHECKS = ("looks_first", "keeps_the_rules", "does_all", "refuses_the_rest", "no_failed_call")
+
+
+def steps_of(messages: list[dict[str, Any]]) -> Steps:
+    """As a judge reads a conversation."""
+    found: list[Step] = []
+    for message, answer in zip(messages, [*messages[1:], {}], strict=True):
+        if message["role"] != "assistant":
+            continue
+        calls = [json.dumps(each["function"]) for each in message.get("tool_calls", [])]
+        output = answer.get("content") if calls else None
+        text = "\n".join(calls) or message["content"]
+        found.append(Step(number=len(found) + 1, code=text, output=output, message=not calls))
+    return Steps(found)
+
+
+def verdicts(judge: Any, task: dict[str, Any], messages: list[dict[str, Any]]) -> dict[str, Verdict]:
+    return {check: getattr(judge, check)(task["instruction"], steps_of(messages))[0] for check in CHECKS}
+
+
+@pytest.mark.parametrize("said", ["I have renewed all your books and waived your fine.", "", "I could not do this."])
+def test_doing_nothing_passes_no_criterion(example: Any, said: str) -> None:
+    judge, _, _ = example
+    for task in TASKS:
+        assert set(verdicts(judge, task, [{"role": "assistant", "content": said}]).values()) == {Verdict.FAIL}
+
+
+def test_looking_without_acting_passes_nothing_about_results(example: Any) -> None:
+    judge, tools, demonstrations = example
+    for task in TASKS:
+        tools.reset(task)
+        card = {"card": task["card"]}
+        looks = demonstrations._turn("list_loans", card) + demonstrations._turn("show_member", card)
+        found = verdicts(judge, task, [*looks, {"role": "assistant", "content": "All is done."}])
+        results = ("keeps_the_rules", "does_all", "refuses_the_rest")
+        assert {found[check] for check in results} == {Verdict.FAIL}
+
+
+def test_the_judge_agrees_with_the_evaluator_on_clerks_of_mixed_care(example: Any) -> None:
+    """A run that the evaluator passes fails at most the look before acting; one that it fails fails some criterion."""
+    judge, tools, demonstrations = example
+    rng = random.Random(1)
+    seen = {True: 0, False: 0}
+    for task in TASKS:
+        messages = demonstrations.demonstration(task, rng)["messages"]
+        success = all(tools.evaluate(task, tools.end_state()).values())
+        seen[success] += 1
+        failed = {check for check, verdict in verdicts(judge, task, messages).items() if verdict is Verdict.FAIL}
+        if not success:
+            assert failed, task["id"]
+        elif "looks_first" not in failed:
+            assert not failed, task["id"]
+    assert min(seen.values()) > 50
