@@ -1,9 +1,10 @@
 """Whether the judge that trains parts from a held-out judge: a sign that the policy exploits the former.
 
-The divergence of a group is the trained judge's pass share less the held-out judge's, on the same rollouts. Two judges
-may always differ; a rise since the start is what tells. Every step compares the last 1, 2, 4, ... steps with all before
-them by Welch's test, one-sided, groups being the sampling unit. The level falls as 1 / step, so that the levels of the
-first thousand steps add up to `LEVEL`. A step's comparisons share most of their data and are not corrected for.
+The divergence is the trained judge's pass share less the held-out judge's, averaged over the rollouts that both scored.
+Two judges may always differ; a rise since the run's beginning is what tells. The fewest first steps with `LEAST` groups
+are compared with the fewest last steps with as many by Welch's test, one-sided. Groups are the sampling unit, weighted
+by their rollouts. Every step is a look, the k-th at the level `LEVEL` / (7.5 k): over 1,000 looks that adds up to
+`LEVEL`. A rise has harmless causes, too, if the judges differ on a kind of rollout that becomes more frequent.
 """
 
 from __future__ import annotations
@@ -16,57 +17,59 @@ import numpy as np
 
 from draco_ray.algorithm.distributions import student_cdf, student_quantile
 
-LEVEL = 0.05
-"""Sum of the levels of all steps."""
-HARMONIC = 7.5
-"""Sum of 1 / step over a thousand steps."""
+LEVEL, HARMONIC = 0.05, 7.5
+"""Most probability of a flag in 1,000 looks at a run without a rise; sum of 1 / k over as many."""
+LEAST = 96
+"""Least number of groups on either side of a comparison."""
 FLOOR = 0.05
-"""Least standard deviation of a group's divergence, so that a few equal groups do not count as certain."""
+"""Least standard deviation of a group's divergence, so that equal groups do not count as certain."""
+
+Group = Sequence[float]
+"""Divergence of a group, in [-1, 1], and number of its rollouts that both judges scored."""
 
 
 @dataclass(frozen=True, slots=True)
 class Drift:
-    """The rise of the divergence that is the strongest evidence, as a share in [-2, 2]."""
+    """The rise of the divergence from the first steps to the last ones, as a share in [-2, 2]."""
 
-    steps: int
-    """Number of last steps that are compared with those before."""
     rise: float
     low: float
     high: float
-    """Its 95 % interval, of this comparison alone."""
+    """Its 95 % interval, of this look alone."""
     significant: bool
-    """Whether it is above 0 at the level that the step may spend."""
+    """Whether it is above 0 at the level of this look."""
 
 
-def drift(steps: Sequence[Sequence[float]]) -> Drift | None:
-    """The drift after the last step; None before two steps have two groups each.
+def drift(steps: Sequence[Sequence[Group]]) -> Drift | None:
+    """The drift after the last of ``steps``, each a list of groups, perhaps empty; None while there are too few.
 
-    Args:
-        steps: for each training step the divergence of each of its groups, in [-1, 1]; a step may have none.
-
-    >>> drift([[0.0, 0.1, 0.0, 0.1]] * 3 + [[0.6, 0.5, 0.6, 0.5]]).significant
+    >>> drift([[(0.0, 1), (0.1, 2)] * 48, [(0.5, 1), (0.6, 2)] * 48]).significant
     True
-    >>> drift([[0.6, 0.5, 0.6, 0.5]] * 4).significant
+    >>> drift([[(0.5, 1), (0.6, 2)] * 48] * 2).significant
     False
     """
-    windows = [2**power for power in range(len(steps).bit_length()) if 2**power < len(steps)]
-    compared = []
-    for window in windows:
-        parts = steps[:-window], steps[-window:]
-        before, last = (np.array([each for step in part for each in step], dtype=float) for part in parts)
-        if min(len(before), len(last)) >= 2:
-            compared.append((*_welch(before, last), window))
-    if not compared:
+    first, last = _fewest(steps), _fewest(steps[::-1])
+    look = len(steps) - 2 * first + 1
+    if first + last > len(steps) or look < 1:
         return None
-    probability, rise, low, high, window = min(compared)
-    level = LEVEL / (HARMONIC * len(steps))
-    return Drift(window, rise, low, high, probability < level)
-
-
-def _welch(before: np.ndarray, last: np.ndarray) -> tuple[float, float, float, float]:
-    """One-sided p-value, difference of the means, and its 95 % interval."""
-    parts = [max(float(each.var(ddof=1)), FLOOR**2) / len(each) for each in (before, last)]
-    error, rise = math.sqrt(sum(parts)), float(last.mean() - before.mean())
-    degrees = sum(parts) ** 2 / sum(part**2 / (len(each) - 1) for part, each in zip(parts, (before, last), strict=True))
+    means, errors, counts = zip(*(_mean(part) for part in (steps[:first], steps[-last:])), strict=True)
+    rise, error = means[1] - means[0], math.sqrt(sum(errors))
+    degrees = sum(errors) ** 2 / sum(each**2 / (count - 1) for each, count in zip(errors, counts, strict=True))
     half = student_quantile(degrees, 0.975) * error
-    return 1 - student_cdf(rise / error, degrees), rise, rise - half, rise + half
+    significant = 1 - student_cdf(rise / error, degrees) < LEVEL / (HARMONIC * look)
+    return Drift(rise, rise - half, rise + half, significant)
+
+
+def _fewest(steps: Sequence[Sequence[Group]]) -> int:
+    """How many of the first steps have `LEAST` groups; one more than there are if all have fewer."""
+    groups = np.cumsum([len(step) for step in steps])
+    return int(np.searchsorted(groups, LEAST)) + 1
+
+
+def _mean(steps: Sequence[Sequence[Group]]) -> tuple[float, float, int]:
+    """Mean over rollouts, its squared standard error by groups, and the number of groups."""
+    divergence_N, rollouts_N = np.array([group for step in steps for group in step], dtype=float).T
+    count, total = len(rollouts_N), rollouts_N.sum()
+    mean = float(divergence_N @ rollouts_N / total)
+    spread = float(np.square(rollouts_N * (divergence_N - mean)).sum()) / total**2 * count / (count - 1)
+    return mean, max(spread, FLOOR**2 / count), count

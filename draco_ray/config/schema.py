@@ -205,10 +205,7 @@ class EnvironmentConfig(Tree):
     @model_validator(mode="after")
     def _elastic(self) -> Self:
         if self.min_slots is not None and self.min_slots > self.slots:
-            raise ValueError(
-                f"environment.min_slots={self.min_slots} is more than environment.slots={self.slots}; expected at most "
-                "as many"
-            )
+            raise ValueError(f"environment.min_slots={self.min_slots} is more than environment.slots={self.slots}")
         return self
 
 
@@ -270,10 +267,7 @@ class EngineConfig(Tree):
     @model_validator(mode="after")
     def _elastic(self) -> Self:
         if self.fewest > self.engines:
-            raise ValueError(
-                f"engine.min_engines={self.min_engines} is more than engine.engines={self.engines}; expected at most "
-                "as many"
-            )
+            raise ValueError(f"engine.min_engines={self.min_engines} is more than engine.engines={self.engines}")
         if self.colocate and self.fewest < self.engines:
             raise ValueError(
                 f"engine.min_engines={self.min_engines}: with engine.colocate every engine shares its GPUs with the "
@@ -435,9 +429,7 @@ class HeldOutJudgeConfig(OtherJudgeConfig):
     @model_validator(mode="after")
     def _differs(self) -> Self:
         if not self.model and self.rubric is None:
-            raise ValueError(
-                "judge.held_out: the judge itself, with the rubric that is trained on; expected a model or a rubric"
-            )
+            raise ValueError("judge.held_out: the same judge with the same rubric; expected a model or a rubric")
         return self
 
 
@@ -546,11 +538,6 @@ class JudgeConfig(Tree):
     apply."""
 
     @property
-    def only_self(self) -> bool:
-        """Whether the policy is its own judge and no other model is asked."""
-        return self.self_judge.enabled and not (self.held_out and self.held_out.model)
-
-    @property
     def key_variable(self) -> str:
         """The environment variable that holds the key."""
         return self.api_key_env or provider_key(self.model)
@@ -571,10 +558,7 @@ class JudgeConfig(Tree):
         if not self.local.enabled:
             return self
         if not self.model.startswith(LOCAL_PROVIDER) or self.model == LOCAL_PROVIDER:
-            raise ValueError(
-                f"judge.local.enabled: judge.model={self.model} is not served here; expected {LOCAL_PROVIDER}<hub name "
-                "or folder>"
-            )
+            raise ValueError(f"judge.model={self.model} is not served here; expected {LOCAL_PROVIDER}<name or folder>")
         for name, given in (
             ("judge.api_base", self.api_base is not None),
             ("judge.rule_judge.start", self.rule_judge.start),
@@ -793,8 +777,9 @@ class WatchConfig(Tree):
     judge_failures: float = Field(0.5, gt=0, le=1)
     """Share of failed judge phases of a step above which the run stops."""
     drift: Literal["off", "warn", "stop"] = "warn"
-    """What happens after a step in which the judge's pass rate has risen significantly against that of the held-out
-    judge (judge.held_out) since the start, a sign that the policy exploits the judge."""
+    """What happens after a step with a significant rise, since the start, of the judge's pass rate against that of the
+    held-out judge (judge.held_out): a sign that the policy exploits the judge. It takes 192 groups with a rollout that
+    both judges scored (draco_ray/algorithm/drift.py), and with a small share often comes late (`make bench-hacks`)."""
     quiet_seconds: float = Field(600.0, gt=0)
     """Time without progress after which a message says what the run waits for; repeated at this interval."""
     heartbeat_seconds: float | None = Field(60.0, gt=0)
@@ -922,9 +907,7 @@ class RunConfig(Tree):
     def _root(cls, root: str | Path) -> str | Path:
         # As a path it would be a folder of that name, here.
         if isinstance(root, Path) and re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", str(root)):
-            raise ValueError(
-                f"{root}: neither a folder nor a URL; expected one such as s3://BUCKET/PREFIX, in this case"
-            )
+            raise ValueError(f"{root}: neither a folder nor a URL; expected one such as s3://BUCKET/PREFIX")
         return root
 
 

@@ -20,7 +20,7 @@ from draco_ray.judging.endpoint import Servers
 from draco_ray.judging.judge import CallContext, Judge
 from draco_ray.judging.limiter import Leases
 from draco_ray.judging.panel import other
-from draco_ray.judging.phases import Phase, Score, Union, urgency
+from draco_ray.judging.phases import Phase, Score, Union, Verdicts, urgency
 from draco_ray.judging.prompts import Prompts
 from draco_ray.judging.reply_cache import ReplyCache
 from draco_ray.observability.logs import start_run_log, working_on
@@ -158,7 +158,7 @@ def judge_starter(
 
 def phase_summary(phase: str, context: CallContext, judged: Judged[Any], started: float) -> PhaseSummary:
     """The driver's summary of a phase that began at ``started`` and ends now."""
-    verdicts = [each.verdict for each in judged.value or ()] if phase == Score.name else []
+    verdicts = [each.verdict for each in judged.value or ()] if phase in (Score.name, Verdicts.name) else []
     summed = ("requests", "input_tokens", "cached_tokens", "output_tokens", "dollars")
     return PhaseSummary(
         phase=phase,

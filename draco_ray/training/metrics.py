@@ -107,21 +107,18 @@ def held_out_metrics(scored: Sequence[HeldOutScores], earlier: Sequence[Mapping[
         scored: of the step's groups.
         earlier: lines of the steps before.
     """
-    divergence = [each.trained - each.held_out for each in scored]
+    divergence = [[each.trained - each.held_out, each.rollouts] for each in scored]
     found = drift([*(line.get("held_out_divergence") or [] for line in earlier), divergence])
-    names = ("rise", "low", "high", "significant", "steps")
-    rise, low, high, significant, steps = [None] * 5 if found is None else [getattr(found, name) for name in names]
     rollouts = sum(each.rollouts for each in scored)
     return {
         "held_out_rollouts": rollouts,
         "held_out_trained_rate": _ratio(sum(each.trained * each.rollouts for each in scored), rollouts),
         "held_out_rate": _ratio(sum(each.held_out * each.rollouts for each in scored), rollouts),
         "held_out_divergence": divergence,
-        "drift": rise,
-        "drift_low": low,
-        "drift_high": high,
-        "drift_steps": steps,
-        "drift_significant": int(bool(significant)),
+        "drift": found and found.rise,
+        "drift_low": found and found.low,
+        "drift_high": found and found.high,
+        "drift_significant": int(found is not None and found.significant),
     }
 
 

@@ -15,12 +15,14 @@ from draco_ray.algorithm.drift import drift
 from draco_ray.config.load import load_config
 from draco_ray.config.schema import HeldOutJudgeConfig, JudgeConfig, WatchConfig
 from draco_ray.errors import RunStopped
+from draco_ray.judging.actors import only_self
 from draco_ray.judging.example import RUBRIC, example_trajectory
 from draco_ray.judging.held_out import HeldOutJudge, HeldOutScores, pass_share
 from draco_ray.judging.judge import CallContext
 from draco_ray.judging.phases import Score, Union
 from draco_ray.judging.pool import JudgeWorkerActor, PolicyJudge, phase_summary
 from draco_ray.judging.prompts import load_prompts
+from draco_ray.lab.report.page import _of_held_out
 from draco_ray.pipeline import Group, Pipeline
 from draco_ray.records import Judged, ScoredCriterion, Verdict
 from draco_ray.training.metrics import held_out_metrics
@@ -87,6 +89,7 @@ def test_a_rubric_without_criteria_is_passed_and_a_failed_scoring_says_nothing()
     assert pass_share(summary()) == 1.0
     assert pass_share(summary(0, 0)) is None
     assert pass_share(summary(1, 0, -1)) == 0.5
+    assert pass_share(phase_summary("verdicts", CONTEXT, judged(1, 0, -1), 0.0)) == 0.5
     assert pass_share(phase_summary("score", CONTEXT, Judged(value=None, error="refused"), 0.0)) is None
 
 
@@ -155,9 +158,9 @@ async def test_a_worker_asks_the_held_out_judge_what_is_held_out(monkeypatch: py
     worker = JudgeWorkerActor(config, nobody, None, None, None, True, load_prompts(config.prompts, b"key"))
     await worker.check()
     assert sorted(asked) == ["check openai/m at None", "check openai/m at http://other/v1"]
+    ask: Any = worker.ask
     for context in (CONTEXT, replace(CONTEXT, held_out=True)):
         with pytest.raises(RuntimeError):
-            ask: Any = worker.ask
             await ask(Score, context, trajectory=example_trajectory(), rubric=RUBRIC)
     assert asked[2:] == ["openai/m at None", "openai/m at http://other/v1"]
 
@@ -166,17 +169,18 @@ def test_it_is_another_judge_or_has_a_rubric_of_its_own() -> None:
     with pytest.raises(ValidationError, match="expected a model or a rubric"):
         HeldOutJudgeConfig()
     both = load_config("sandbox", ["judge.self_judge.enabled=true", "judge.rule_judge.start=false"]).judge
-    assert both.only_self
-    assert not both.model_copy(update={"held_out": HeldOutJudgeConfig(model="openai/other")}).only_self
+    assert only_self(both)
+    assert not only_self(both.model_copy(update={"held_out": HeldOutJudgeConfig(model="openai/other")}))
 
 
-def divergences(
-    rng: np.random.Generator, steps: int, mean: float, noise: float = 0.2, groups: int = 8
-) -> list[list[float]]:
-    return np.clip(rng.normal(mean, noise, (steps, groups)), -1, 1).tolist()
+def divergences(rng: np.random.Generator, steps: int, mean: float) -> list[list[tuple[float, int]]]:
+    """Steps of 16 groups, in each of which one to four rollouts were scored by both judges."""
+    rollouts = rng.integers(1, 5, (steps, 16))
+    values = rng.normal(mean, 0.3 / np.sqrt(rollouts))
+    return [list(zip(*step, strict=True)) for step in zip(values.tolist(), rollouts.tolist(), strict=True)]
 
 
-def flagged_at(steps: list[list[float]]) -> int | None:
+def flagged_at(steps: list[list[tuple[float, int]]]) -> int | None:
     """The first step after which the drift is significant."""
     for step in range(1, len(steps) + 1):
         found = drift(steps[:step])
@@ -187,36 +191,64 @@ def flagged_at(steps: list[list[float]]) -> int | None:
 
 def test_a_lasting_difference_of_two_judges_is_no_drift() -> None:
     rng = np.random.default_rng(0)
-    runs = [divergences(rng, 30, 0.3) for _ in range(200)]
+    runs = [divergences(rng, 60, 0.3) for _ in range(200)]
     assert sum(flagged_at(run) is not None for run in runs) <= 10
 
 
 def test_a_rise_is_flagged_soon_and_a_fall_never() -> None:
     rng = np.random.default_rng(1)
     for _ in range(20):
-        start = divergences(rng, 6, 0.1)
-        at = flagged_at(start + divergences(rng, 4, 0.4))
+        start = divergences(rng, 10, 0.1)
+        at = flagged_at(start + divergences(rng, 6, 0.5))
         assert at is not None
-        assert 7 <= at <= 8
+        assert 12 <= at <= 14
         assert flagged_at(start + divergences(rng, 10, -0.4)) is None
+
+
+def test_too_few_groups_say_nothing() -> None:
     assert drift([]) is None
-    assert drift([[0.1]]) is None
-    assert drift([[0.0, 0.0], [], [0.0]]) is None
+    assert drift([[(0.0, 1)] * 95, [(1.0, 1)] * 96]) is None
+    assert drift([[(0.0, 1)] * 96, [], [(1.0, 1)] * 95]) is None
+    found = drift([[(0.0, 1)] * 96, [], [(1.0, 1)] * 96])
+    assert found is not None
+    assert (found.rise, found.significant) == (1.0, True)
+
+
+def test_a_group_counts_by_its_rollouts() -> None:
+    found = drift([[(0.0, 1)] * 96, [(0.0, 1), (0.4, 3)] * 48])
+    assert found is not None
+    assert found.rise == pytest.approx(0.3)
+    # By hand: 96 groups each with 1 * (0 - 0.3) or 3 * (0.4 - 0.3); the other side has the least error.
+    error = ((0.3**2 * 96 / 192**2) * 96 / 95 + 0.05**2 / 96) ** 0.5
+    assert (found.high - found.low) / 2 == pytest.approx(1.98 * error, rel=0.01)
 
 
 def test_metrics_hold_both_curves_and_the_drift_since_the_start() -> None:
-    start = {"held_out_divergence": [0.0, 0.1, 0.0, 0.1]}
+    start = {"held_out_divergence": [[0.0, 1], [0.1, 2]] * 48}
     scored = [
         HeldOutScores(trained=0.9, held_out=0.3, rollouts=1),
         HeldOutScores(trained=0.8, held_out=0.2, rollouts=3),
     ]
-    found = held_out_metrics(scored, [start] * 4)
-    assert (found["held_out_rollouts"], found["drift_significant"]) == (4, 1)
+    found = held_out_metrics(scored * 48, [start])
+    assert (found["held_out_rollouts"], found["drift_significant"]) == (192, 1)
     assert found["held_out_trained_rate"] == pytest.approx(0.825)
     assert found["held_out_rate"] == pytest.approx(0.225)
     assert found["drift_low"] < found["drift"] < found["drift_high"]
     nothing = held_out_metrics([], [])
     assert (nothing["held_out_rate"], nothing["drift"], nothing["drift_significant"]) == (None, None, 0)
+
+
+def test_the_page_shows_both_curves_and_names_the_flagged_steps() -> None:
+    none = {"held_out_rate": None}
+    lines = [
+        {"step": step, **held_out_metrics([HeldOutScores(trained=0.9, held_out=rate, rollouts=2)] * 96, [])}
+        for step, rate in ((1, 0.8), (2, 0.3))
+    ]
+    lines[1] |= held_out_metrics([HeldOutScores(trained=0.9, held_out=0.3, rollouts=2)] * 96, lines[:1])
+    assert _of_held_out([none]) == []
+    rates, drifts = _of_held_out([none, *lines])
+    assert "held-out judge" in str(rates.drawing)
+    assert "Significant after step 2" in drifts.note
 
 
 def test_a_run_warns_or_stops_as_it_is_told() -> None:

@@ -112,7 +112,9 @@ KL = "Of a sampled token, on average, in nats: how far the policy has moved from
 STAND_IN = "No evaluator: the share that passes of the judge's verdicts, on criteria that depend on no policy."
 INERT = "Inert: the verdicts that cite its steps agree, so credit tells no step from another."
 HELD = "The held-out judge scores a share of the rollouts, and nothing is trained on its verdicts."
-DRIFT = "Rise of the judge's rate against the held-out judge's, where the evidence is strongest. Bars: 95 % intervals."
+DRIFT = (
+    "Rise of the judge's rate against the held-out judge's from the first steps to the last ones, with 95 % intervals."
+)
 QUALITY = "Quality Q of a step: the share that passes of the verdicts that cite it."
 
 
