@@ -231,6 +231,11 @@ bench-learner-gpu: $(GPU_VENV)/.bench-ready
 bench-intervals: setup
 	$(VENV)/bin/python jobs/bench_intervals.py $(ARGS)
 
+# Which reward hacks the held-out judge flags, and what they had cost by then, by simulation without a model (five minutes).
+.PHONY: bench-hacks
+bench-hacks: setup
+	$(VENV)/bin/python jobs/bench_hacks.py $(ARGS)
+
 # How much of a token limit the judge's limiter uses, and whether it is ever exceeded, by simulation (ten minutes).
 .PHONY: bench-limiter
 bench-limiter: setup

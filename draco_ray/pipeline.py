@@ -28,6 +28,7 @@ import ray
 
 from draco_ray.algorithm.rules import find_rule
 from draco_ray.config.schema import AlgorithmConfig
+from draco_ray.judging.held_out import HeldOutJudge, HeldOutScores
 from draco_ray.judging.judge import CallContext
 from draco_ray.judging.phases import Credit, Phase, Proposals, Rubric, Score, Stage1, Stage2, Union, Verdicts
 from draco_ray.judging.pool import Judgement, JudgePool
@@ -71,6 +72,8 @@ class Group:
     phases: list[PhaseSummary] = field(default_factory=list)
     reward: RewardSummary | None = None
     advantage: AdvantageSummary | None = None
+    held_out: asyncio.Task[HeldOutScores | None] | None = None
+    """Runs beside the group; nothing of the group waits for it."""
 
     @property
     def name(self) -> str:
@@ -87,6 +90,7 @@ class Pipeline:
 
     ``wait`` is a context manager, entered with a kind and a name while waiting. ``static_rubric`` is a reference to the
     fixed rubric as a `Judged`, if there is one. ``carried`` maps tasks to the rubrics they bring into the first step.
+    ``held_out`` scores some rollouts for comparison.
     """
 
     def __init__(
@@ -98,6 +102,7 @@ class Pipeline:
         keep: Any,
         *,
         static_rubric: Any = None,
+        held_out: HeldOutJudge | None = None,
         carried: Mapping[str, Carried] | None = None,
         seed: int = 0,
         watch: Callable[[Group], None] = lambda group: None,
@@ -109,7 +114,7 @@ class Pipeline:
         self._judges = judges
         self._advantages = advantages
         self._keep = keep
-        self._static = static_rubric
+        self._static, self._held_out = static_rubric, held_out
         self._carried, self._visits = dict(carried or {}), dict[str, asyncio.Lock]()
         self._seed = seed
         self._watch, self._wait = watch, wait
@@ -211,6 +216,12 @@ class Pipeline:
             for member in members
         )
         numbers = [member.rollout for member in members]
+        if self._held_out is not None:
+            context = CallContext(group=group.name, task_id=group.task_id)
+            scored = [(m.rollout, m.trajectory, score.summary) for m, score in zip(members, scores, strict=True)]
+            group.held_out = asyncio.create_task(
+                self._held_out.score(group.step, context, scored, rubric, group.phases)
+            )
         with self._wait("advantages", group.name):
             group.reward = await self._advantages.rewards.remote(numbers, [score.judged for score in scores])
         if len(group.reward.scored) < 2:

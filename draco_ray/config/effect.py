@@ -77,6 +77,7 @@ def judge_idle(config: DracoConfig) -> dict[str, str]:
         idle |= {f"judge.{key}": f"with judge.model={judge.model}: files are written and read" for key in keys}
     if not judge.jury:
         idle["judge.strong"] = "without judge.jury: it decides where judges differ"
+    idle["judge.held_out"] = "except in training with algorithm.reward=rubric"
     if judge.examples is None:
         idle["judge.max_examples"] = "without judge.examples"
     if config.algorithm.rule != "draco_calibrated" and ":" not in config.algorithm.rule:
@@ -88,6 +89,10 @@ def check_training(overrides: Iterable[str], config: DracoConfig) -> None:
     """Refuse keys without effect on a training run. Raises: ConfigError."""
     train, idle = config.train, judge_idle(config)
     idle["learner.sft_learning_rate"] = "on training; only on draco sft"
+    if config.algorithm.reward == "rubric":
+        del idle["judge.held_out"]
+    if config.judge.held_out is None:
+        idle["watch.drift"] = "without judge.held_out"
     if config.algorithm.rubric != "static":
         idle["algorithm.static_rubric"] = "without algorithm.rubric=static"
     if config.agent.use != "command":

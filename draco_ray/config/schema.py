@@ -205,10 +205,7 @@ class EnvironmentConfig(Tree):
     @model_validator(mode="after")
     def _elastic(self) -> Self:
         if self.min_slots is not None and self.min_slots > self.slots:
-            raise ValueError(
-                f"environment.min_slots={self.min_slots} is more than environment.slots={self.slots}; expected at most "
-                "as many"
-            )
+            raise ValueError(f"environment.min_slots={self.min_slots} is more than environment.slots={self.slots}")
         return self
 
 
@@ -270,10 +267,7 @@ class EngineConfig(Tree):
     @model_validator(mode="after")
     def _elastic(self) -> Self:
         if self.fewest > self.engines:
-            raise ValueError(
-                f"engine.min_engines={self.min_engines} is more than engine.engines={self.engines}; expected at most "
-                "as many"
-            )
+            raise ValueError(f"engine.min_engines={self.min_engines} is more than engine.engines={self.engines}")
         if self.colocate and self.fewest < self.engines:
             raise ValueError(
                 f"engine.min_engines={self.min_engines}: with engine.colocate every engine shares its GPUs with the "
@@ -422,6 +416,23 @@ class OtherJudgeConfig(Tree):
     """Environment variable with the key; null: ``<PROVIDER>_API_KEY``."""
 
 
+class HeldOutJudgeConfig(OtherJudgeConfig):
+    """A judge that scores a share of the rollouts and is never trained on (docs/faults.md)."""
+
+    model: str = ""
+    """LiteLLM model name with provider prefix; empty: the judge's own model, which needs ``rubric``."""
+    rubric: Path | None = None
+    """File with the criteria that it scores by, as of algorithm.static_rubric; null: the rubric of the group."""
+    share: float = Field(0.25, gt=0, le=1)
+    """Share of the rollouts that it scores."""
+
+    @model_validator(mode="after")
+    def _differs(self) -> Self:
+        if not self.model and self.rubric is None:
+            raise ValueError("judge.held_out: the same judge with the same rubric; expected a model or a rubric")
+        return self
+
+
 class JudgeConfig(Tree):
     """The judge: any LiteLLM model, or the policy itself."""
 
@@ -470,6 +481,8 @@ class JudgeConfig(Tree):
     """Judge that decides only the criteria on which judge and jury differ."""
     fallbacks: tuple[OtherJudgeConfig, ...] = Field((), json_schema_extra=CONFIRMED)
     """Judges asked in turn if the judge fails to answer."""
+    held_out: HeldOutJudgeConfig | None = Field(None, json_schema_extra=CONFIRMED)
+    """Scores a share of the rollouts for comparison; its verdicts never reach a reward. See watch.drift."""
     prompts: Path = Path("prompts/judge")
     """Folder of the prompt set."""
     environment_facts: str | None = None
@@ -547,10 +560,7 @@ class JudgeConfig(Tree):
         if not self.local.enabled:
             return self
         if not self.model.startswith(LOCAL_PROVIDER) or self.model == LOCAL_PROVIDER:
-            raise ValueError(
-                f"judge.local.enabled: judge.model={self.model} is not served here; expected {LOCAL_PROVIDER}<hub name "
-                "or folder>"
-            )
+            raise ValueError(f"judge.model={self.model} is not served here; expected {LOCAL_PROVIDER}<name or folder>")
         for name, given in (
             ("judge.api_base", self.api_base is not None),
             ("judge.rule_judge.start", self.rule_judge.start),
@@ -769,6 +779,10 @@ class WatchConfig(Tree):
     """Number of consecutive steps whose groups were all dropped after which the run stops."""
     judge_failures: float = Field(0.5, gt=0, le=1)
     """Share of failed judge phases of a step above which the run stops."""
+    drift: Literal["off", "warn", "stop"] = "warn"
+    """What happens after a step with a significant rise, since the start, of the judge's pass rate against that of the
+    held-out judge (judge.held_out): a sign that the policy exploits the judge. It takes 192 groups with a rollout that
+    both judges scored (draco_ray/algorithm/drift.py), and with a small share often comes late (`make bench-hacks`)."""
     quiet_seconds: float = Field(600.0, gt=0)
     """Time without progress after which a message says what the run waits for; repeated at this interval."""
     heartbeat_seconds: float | None = Field(60.0, gt=0)
@@ -896,9 +910,7 @@ class RunConfig(Tree):
     def _root(cls, root: str | Path) -> str | Path:
         # As a path this would be a folder of that name in the working directory.
         if isinstance(root, Path) and re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", str(root)):
-            raise ValueError(
-                f"{root}: neither a folder nor a URL; expected one such as s3://BUCKET/PREFIX, in this case"
-            )
+            raise ValueError(f"{root}: neither a folder nor a URL; expected one such as s3://BUCKET/PREFIX")
         return root
 
 

@@ -151,12 +151,17 @@ class RepliesActor(ReplyCache):
         super().__init__(folder)
 
 
+def only_self(config: JudgeConfig) -> bool:
+    """Whether the policy is its own judge and no other model is asked."""
+    return config.self_judge.enabled and not (config.held_out and config.held_out.model)
+
+
 def start_judge_limiter(config: JudgeConfig, run: Path, run_name: str) -> tuple[Any, LimiterClient] | None:
-    """Start the limiter of a run; None if the policy is its own judge.
+    """Start the limiter of a run; None if the policy is its own judge and no other model is asked.
 
     Returns: the handle, which keeps the actor alive, and the client for judge workers.
     """
-    return None if config.self_judge.enabled else start_limiter(JudgeLimiterActor, config, run, run_name)
+    return None if only_self(config) else start_limiter(JudgeLimiterActor, config, run, run_name)
 
 
 def start_limiter(
@@ -174,7 +179,7 @@ def start_replies(config: JudgeConfig, run_name: str) -> tuple[Any, Any] | None:
         `ReplyCache`.
     Raises: StoreError: the store cannot be opened.
     """
-    if config.cache is None or config.self_judge.enabled:
+    if config.cache is None or only_self(config):
         return None
     # Open it here first: an error in an actor's constructor would look like the loss of the actor.
     ReplyCache(config.cache)

@@ -124,7 +124,7 @@ class LookEntry(RubricEntry):
     verdict: Literal["PASS", "FAIL", "NOT_APPLICABLE", "UNCLEAR"]
 
 
-def gets_second_look(share: float, group: str, rollout: int | None) -> bool:
+def in_sample(share: float, group: str, rollout: int | None) -> bool:
     """Whether a rollout belongs to the sample; deterministic.
 
     Args:
@@ -173,6 +173,8 @@ class CallContext:
     group: str
     task_id: str
     rollout: int | None = None
+    held_out: bool = False
+    """Whether the held-out judge is asked."""
 
 
 class Judge:
@@ -260,7 +262,7 @@ class Judge:
             return Judged(value=None, calls=calls, error=failed.error, notes=notes)
         values = [vote.value for vote in votes if vote.value is not None]
         judged = Judged(value=question.combine(values), calls=calls, notes=notes)
-        looks = gets_second_look(self._config.second_look, context.group, context.rollout)
+        looks = in_sample(self._config.second_look, context.group, context.rollout)
         return await self._looked_at(judged, question, context) if isinstance(question, Score) and looks else judged
 
     async def _looked_at(self, judged: Judged[Any], question: Score, context: CallContext) -> Judged[Any]:

@@ -187,6 +187,7 @@ def other(config: JudgeConfig, judge: OtherJudgeConfig) -> JudgeConfig:
             "jury": (),
             "strong": None,
             "fallbacks": (),
+            "held_out": None,
         }
     )
 

@@ -19,11 +19,12 @@ from draco_ray.judging.build import prompts_of
 from draco_ray.judging.endpoint import Servers
 from draco_ray.judging.judge import CallContext, Judge
 from draco_ray.judging.limiter import Leases
-from draco_ray.judging.phases import Phase, Union, urgency
+from draco_ray.judging.panel import other
+from draco_ray.judging.phases import Phase, Score, Union, Verdicts, urgency
 from draco_ray.judging.prompts import Prompts
 from draco_ray.judging.reply_cache import ReplyCache
 from draco_ray.observability.logs import start_run_log, working_on
-from draco_ray.records import Judged
+from draco_ray.records import Judged, Verdict
 from draco_ray.summaries import PhaseSummary
 from draco_ray.workers import monitor
 from draco_ray.workers.elastic import ElasticWorkers, PooledWorker
@@ -63,6 +64,9 @@ class JudgeWorkerActor:
             if config.self_judge.enabled
             else build_judge(config, leases, servers, replies=replies, own_replies=own_replies, prompts=prompts)
         )
+        self._held_out = self._judge
+        if config.held_out is not None and config.held_out.model:
+            self._held_out = build_judge(other(config, config.held_out), leases, replies=replies, prompts=prompts)
 
     async def up(self) -> str:
         """Node id of this process; the health check."""
@@ -70,8 +74,9 @@ class JudgeWorkerActor:
         return node
 
     async def check(self) -> None:
-        """Check that the judge answers. Raises: JudgeUnavailable."""
-        await self._judge.check()
+        """Check that the judge and the held-out one answer. Raises: JudgeUnavailable."""
+        for judge in {self._judge, self._held_out}:
+            await judge.check()
 
     @ray.method(num_returns=3)
     async def ask(
@@ -86,7 +91,7 @@ class JudgeWorkerActor:
                 it failed. A list may hold references, and the values of several phases become one sequence.
         """
         working_on(context.group, context.rollout)
-        judged, summary = await ask_phase(self._judge, phase, context, given)
+        judged, summary = await ask_phase(self._held_out if context.held_out else self._judge, phase, context, given)
         for note in judged.notes:
             log.warning("%s of %s: %s", phase.name, context.group, note)
         # Readers of verdicts do not need the prompts, which go from here to the run store.
@@ -153,6 +158,7 @@ def judge_starter(
 
 def phase_summary(phase: str, context: CallContext, judged: Judged[Any], started: float) -> PhaseSummary:
     """The driver's summary of a phase that began at ``started`` and ends now."""
+    verdicts = [each.verdict for each in judged.value or ()] if phase in (Score.name, Verdicts.name) else []
     summed = ("requests", "input_tokens", "cached_tokens", "output_tokens", "dollars")
     return PhaseSummary(
         phase=phase,
@@ -163,6 +169,8 @@ def phase_summary(phase: str, context: CallContext, judged: Judged[Any], started
         calls=len(judged.calls),
         looked_at=judged.looked_at,
         contradicted=judged.contradicted,
+        passed=verdicts.count(Verdict.PASS),
+        applicable=len(verdicts) - verdicts.count(Verdict.NOT_APPLICABLE),
         prompt_cut=judged.left_out > 0,
         started_at=started,
         ended_at=time.time(),

@@ -6,6 +6,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from draco_ray.algorithm.drift import drift
+from draco_ray.judging.held_out import HeldOutScores
 from draco_ray.judging.phases import PHASES
 from draco_ray.learner.base import UpdateMetrics
 from draco_ray.pipeline import Group, GroupState
@@ -95,6 +97,28 @@ def step_metrics(step: int, groups: Sequence[Group], group_size: int) -> dict[st
         "seconds_judging": busy_seconds(judging),
         "judge_seconds": sum(end - start for start, end in judging),
         "judge_hidden_share": hidden_share(judging, behind=generation),
+    }
+
+
+def held_out_metrics(scored: Sequence[HeldOutScores], earlier: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Metrics of the trained and the held-out judge on the same rollouts, and of the drift between them.
+
+    Args:
+        scored: of the step's groups.
+        earlier: lines of the steps before.
+    """
+    divergence = [[each.trained - each.held_out, each.rollouts] for each in scored]
+    found = drift([*(line.get("held_out_divergence") or [] for line in earlier), divergence])
+    rollouts = sum(each.rollouts for each in scored)
+    return {
+        "held_out_rollouts": rollouts,
+        "held_out_trained_rate": _ratio(sum(each.trained * each.rollouts for each in scored), rollouts),
+        "held_out_rate": _ratio(sum(each.held_out * each.rollouts for each in scored), rollouts),
+        "held_out_divergence": divergence,
+        "drift": found and found.rise,
+        "drift_low": found and found.low,
+        "drift_high": found and found.high,
+        "drift_significant": int(found is not None and found.significant),
     }
 
 

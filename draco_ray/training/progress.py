@@ -64,6 +64,7 @@ STAGES = {
     "the trackers": "writing",
     "the engines' start": "loading engine",
     "the learner's start": "loading learner",
+    "the held-out judge": "judging",
     "the first": "waiting for the judge",
 }
 """Prefix of the kind of a pending operation -> name of the stage; the first match is shown."""
@@ -279,6 +280,9 @@ def step_line(metrics: Mapping[str, Any], steps: int) -> str:
     ]
     if metrics.get("tgc") is not None:
         parts.insert(1, f"tgc {metrics['tgc']:.1%}")
+    if metrics.get("held_out_rate") is not None:
+        drift = f", drift {metrics['drift']:+.0%}" if metrics["drift"] is not None else ""
+        parts.append(f"held-out judge {metrics['held_out_rate']:.0%} to {metrics['held_out_trained_rate']:.0%}{drift}")
     if metrics.get("judge_prompts_cut"):
         parts.append(f"{metrics['judge_prompts_cut']} judge prompts cut to its context")
     if metrics.get("judge_looked_at"):

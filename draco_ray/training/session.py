@@ -24,6 +24,7 @@ from draco_ray.errors import BudgetSpent, ClusterError, ConfigError, DracoError,
 from draco_ray.interruption import ended_as_interrupted
 from draco_ray.judging.actors import requests_name, start_judge_limiter, start_replies
 from draco_ray.judging.endpoint import introduced
+from draco_ray.judging.held_out import HeldOutJudge
 from draco_ray.judging.judge_context import context_tokens, uses_self_judge
 from draco_ray.judging.local.actor import start_judge_servers
 from draco_ray.judging.outage import Pause
@@ -550,6 +551,7 @@ async def training_session(
             actors.store,
             static_rubric=ray.put(Judged(value=static_criteria(config))),
             carried=carried_rubrics(run, start.step + 1) if config.algorithm.rubric_visits is not None else None,
+            held_out=None if config.judge.held_out is None else HeldOutJudge(config.judge, actors.judges, actors.store),
             seed=config.seed,
             watch=watch,
             wait=pending.of,

@@ -45,7 +45,7 @@ from draco_ray.pipeline import Group, GroupState, Pipeline, gather_or_cancel
 from draco_ray.records import Message
 from draco_ray.rollout.pool import FinishedRollout, RolloutPool
 from draco_ray.runs.directory import RunDirectory
-from draco_ray.training.metrics import step_metrics, step_spans, update_metrics
+from draco_ray.training.metrics import held_out_metrics, step_metrics, step_spans, update_metrics
 from draco_ray.training.overlap import Interval, busy_seconds, merged
 from draco_ray.training.preflight import check_disk
 from draco_ray.training.progress import RunObserver, StepWatch, step_line
@@ -428,9 +428,15 @@ class Batch:
 
     async def cancel(self) -> None:
         """Cancel what is not done; resulting errors are ignored, since the caller reports the first one."""
-        for task in self.work:
+        tasks = [*self.work, *self.held_out]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self.work, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    @property
+    def held_out(self) -> list[asyncio.Task[Any]]:
+        """The scorings by the held-out judge that have begun."""
+        return [group.held_out for group in self.groups if group.held_out is not None]
 
 
 class RecordedRollouts:
@@ -630,6 +636,7 @@ class Trainer:
                 began = time.monotonic()
                 metrics = await in_time(self._step(step, last), seconds, partial(self._late, step))
                 self._console.print(step_line(metrics, last))
+                self._watchdog.check_drift(metrics, self._console.print)
                 if step == first < last:
                     left = span((last - step) * (time.monotonic() - began))
                     self._console.print(f"{last - step} steps are left: about {left} at this rate")
@@ -659,6 +666,8 @@ class Trainer:
                 with self._pending.of("the run store"):
                     await self._batches.run_ahead(range(step + 1, min(step + config.train.staleness, last) + 1))
             update, probe = await self._learn(batch)
+            with self._pending.of("the held-out judge"):
+                scored = [found for found in await asyncio.gather(*batch.held_out) if found is not None]
         finally:
             await batch.cancel()
         played = step_metrics(step, batch.groups, config.algorithm.group_size)
@@ -672,7 +681,10 @@ class Trainer:
         with self._pending.of("sync of the adapter to the engines"):
             gap = await self._weights.sync(step, probe, updated=updated, quiet=not self._batches.ahead)
         rest = {"learning": merged(update.busy), "sync": [(learned_at, time.time())]}
-        learning = {**played, **learned, "seconds_learning": busy_seconds(update.busy), "canary_gap": gap}
+        compared = {}
+        if config.judge.held_out is not None:
+            compared = held_out_metrics(scored, [line for line in self._run.metrics() if line["step"] < step])
+        learning = {**played, **compared, **learned, "seconds_learning": busy_seconds(update.busy), "canary_gap": gap}
         # The checkpoint marks the step as done, so its tables are written first.
         with self._pending.of("the run store"):
             await self._store.spans.remote(step, "spans", step_spans(batch.groups, rest))

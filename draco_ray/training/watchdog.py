@@ -163,6 +163,23 @@ class Watchdog:
                 f"{self._config.judge_failures:g} of them: look at `draco runs cost` and the judge workers' log"
             )
 
+    def check_drift(self, metrics: Mapping[str, Any], say: Callable[[str], None]) -> None:
+        """Check a finished step for a policy that exploits its judge; ``say`` prints a warning.
+
+        Raises:
+            RunStopped: by ``watch.drift=stop``. A resumed run goes on with the next step.
+        """
+        if not metrics.get("drift_significant") or self._config.drift == "off":
+            return
+        said = (
+            f"step {metrics['step']}: the judge's pass rate has risen by {100 * metrics['drift']:.0f} points (95 % "
+            f"interval {100 * metrics['drift_low']:.0f} to {100 * metrics['drift_high']:.0f}) against the held-out "
+            "judge's, so the policy may exploit the judge: read rollouts that only the judge passes"
+        )
+        if self._config.drift == "stop":
+            raise RunStopped(f"{said} (watch.drift=stop)")
+        say(said)
+
     def end(self) -> None:
         """Check the last step. Raises: RunStopped: every group of it was dropped."""
         if self._last:

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.special import betainc, betaincinv, stdtr, stdtrit
 
-from draco_ray.lab.evaluation.distributions import beta_cdf, beta_quantile, student_cdf, student_quantile
+from draco_ray.algorithm.distributions import beta_cdf, beta_quantile, student_cdf, student_quantile
 
 SIZES = st.floats(0.05, 5000)
 

@@ -9,7 +9,7 @@ from typing import Any
 from draco_ray.config.schema import JudgeConfig
 from draco_ray.judging.completion import Completion, Request
 from draco_ray.judging.example import RUBRIC, example_trajectory
-from draco_ray.judging.judge import SECOND_LOOK, CallContext, Judge, gets_second_look
+from draco_ray.judging.judge import SECOND_LOOK, CallContext, Judge, in_sample
 from draco_ray.judging.panel import Panel
 from draco_ray.judging.phases import Score
 from draco_ray.judging.prompts import load_prompts
@@ -88,11 +88,11 @@ async def test_a_panel_counts_what_its_members_found() -> None:
 
 
 def test_the_sample_is_a_share_of_rollouts_and_the_same_again() -> None:
-    drawn = [gets_second_look(0.1, f"step{step}/t", rollout) for step in range(500) for rollout in range(4)]
+    drawn = [in_sample(0.1, f"step{step}/t", rollout) for step in range(500) for rollout in range(4)]
     assert 140 < sum(drawn) < 260
-    assert drawn == [gets_second_look(0.1, f"step{step}/t", rollout) for step in range(500) for rollout in range(4)]
-    assert not gets_second_look(0.0, "g", 0)
-    assert gets_second_look(1.0, "g", 0)
+    assert drawn == [in_sample(0.1, f"step{step}/t", rollout) for step in range(500) for rollout in range(4)]
+    assert not in_sample(0.0, "g", 0)
+    assert in_sample(1.0, "g", 0)
 
 
 def test_judged_traces_say_how_many_were_looked_at() -> None:

@@ -17,7 +17,7 @@ from statistics import NormalDist
 
 import numpy as np
 
-from draco_ray.lab.evaluation.distributions import beta_quantile, student_cdf, student_quantile
+from draco_ray.algorithm.distributions import beta_quantile, student_cdf, student_quantile
 from draco_ray.records import FloatArray
 
 LEVEL = 0.95

@@ -111,6 +111,10 @@ REWARD = "Mean over rollouts of R: of the criteria that count and apply, the sha
 KL = "Of a sampled token, on average, in nats: how far the policy has moved from the model it began as."
 STAND_IN = "No evaluator: the share that passes of the judge's verdicts, on criteria that depend on no policy."
 INERT = "Inert: the verdicts that cite its steps agree, so credit tells no step from another."
+HELD = "The held-out judge scores a share of the rollouts, and nothing is trained on its verdicts."
+DRIFT = (
+    "Rise of the judge's rate against the held-out judge's from the first steps to the last ones, with 95 % intervals."
+)
 QUALITY = "Quality Q of a step: the share that passes of the verdicts that cite it."
 
 
@@ -142,6 +146,7 @@ def overview(run: RunDirectory) -> list[Chart]:
         Chart(figures.terminations(tidy("terminations", [run]).to_pylist())),
         *([Chart(figures.success(evaluated), note=_intervals(evaluated, "tgc"))] if evaluated else []),
         *([Chart(figures.judged(judged), note=f"{STAND_IN} {_intervals(judged, 'pass_rate')}")] if judged else []),
+        *_of_held_out(metrics),
         Chart(figures.judge_cost_by_step(tidy("judge_cost", [run]).to_pylist())),
         Chart(line_chart("Rollouts on which credit is inert", inert, bounds=(0.0, 1.0), number=percent), note=INERT),
         Chart(line_chart("Spread of step quality, active rollouts", spread, bounds=(0.0, 0.5)), note=QUALITY),
@@ -151,6 +156,26 @@ def overview(run: RunDirectory) -> list[Chart]:
             wide=True,
             note=f"✓: proposed in that step, and no longer in a rubric. {ceiling(run)}".strip(),
         ),
+    ]
+
+
+def _of_held_out(metrics: list[Row]) -> list[Chart]:
+    """The judge beside the held-out judge on the same rollouts, and the drift between them; of a run that has one."""
+    lines = [line for line in metrics if line.get("held_out_rate") is not None]
+    if not lines:
+        return []
+    steps = [line["step"] for line in lines]
+    both = [
+        Series(name, steps, [line[key] for line in lines])
+        for name, key in (("judge", "held_out_trained_rate"), ("held-out judge", "held_out_rate"))
+    ]
+    drifts = [None if line["drift"] is None else (line["drift_low"], line["drift_high"]) for line in lines]
+    rise = [Series("drift", steps, [line["drift"] for line in lines], drifts)]
+    flagged = [str(line["step"]) for line in lines if line["drift_significant"]]
+    said = f"Significant after step {', '.join(flagged)}: the policy may exploit the judge." if flagged else ""
+    return [
+        Chart(line_chart("Pass rate by two judges, same rollouts", both, bounds=(0.0, 1.0), number=percent), note=HELD),
+        Chart(line_chart("Drift between the two judges", rise, number=percent), note=f"{DRIFT} {said}".strip()),
     ]
 
 

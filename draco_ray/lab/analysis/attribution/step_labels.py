@@ -24,10 +24,10 @@ import pyarrow as pa
 from pydantic import BaseModel, ValidationError
 
 from draco_ray.algorithm.credit import step_advantages, step_quality
+from draco_ray.algorithm.distributions import student_quantile
 from draco_ray.errors import ConfigError
 from draco_ray.lab.analysis.columns import columns
 from draco_ray.lab.analysis.credit import push_shares
-from draco_ray.lab.evaluation.distributions import student_quantile
 from draco_ray.records import Attribution, BoolArray, FloatArray, IntArray, Verdict
 
 Label = Literal[-1, 0, 1]
