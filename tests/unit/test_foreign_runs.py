@@ -146,6 +146,7 @@ def test_every_key_that_names_a_program_an_endpoint_or_a_place_to_write_is_confi
         "rule",
         "use",
         "jury",
+        "held_out",
         "strong",
         "fallbacks",
         "command",
