@@ -127,7 +127,8 @@ def desk() -> type:
         """The library's desk."""
 
         def __init__(self) -> None:
-            self._tools, self._task = load_tools(), {}
+            self._tools = load_tools()
+            self._task: dict[str, Any] = {}
 
         def reset(self, **row: Any) -> None:
             """Fill the library."""
