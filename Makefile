@@ -143,7 +143,7 @@ world: setup
 
 # Train the starter policy with DRACO: a few minutes on 2 cores, no GPU, no key, no download.
 demo: world
-	$(DRACO) train $(SANDBOX)
+	$(DRACO) train $(SANDBOX) $(ARGS)
 
 # Train a real small language model (examples/library): fetch, demonstrations, then the settings on held-out tasks; goes on where it stopped (ARGS="--seeds 1 --settings draco").
 demo-real: setup

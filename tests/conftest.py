@@ -8,6 +8,7 @@ import os
 import shutil
 import signal
 import subprocess
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -25,6 +26,8 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 signal.signal(signal.SIGINT, signal.default_int_handler)
 # As the Makefile has it, for whoever starts pytest alone: LiteLLM fetches its prices at import, three times in vain.
 os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")
+# Ray lowers the priority of its workers to 15: beside tests in other processes a run would starve.
+os.environ.setdefault("RAY_worker_niceness", "0")
 # Nothing is downloaded: a model of the hub that a test names is looked for in the cache only.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # How long an example takes is the machine's business.
@@ -67,18 +70,18 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
-    """Give each file to one process, and all end-to-end tests to the same one: two runs at a time need too much memory.
+    """Give each file to one process, and the end-to-end tests to two: three runs at a time need too much memory.
 
     Marks of `xdist_group` would say the same, but say nothing with pytest 9.2 (pytest-xdist #1386).
     """
     from xdist.scheduler import LoadFileScheduling
 
-    class EndToEndTogether(LoadFileScheduling):
+    class EndToEndInTwo(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file = str(super()._split_scope(nodeid))
-            return "end to end" if file.startswith("tests/e2e/") else file
+            return f"end to end {zlib.crc32(file.encode()) % 2}" if file.startswith("tests/e2e/") else file
 
-    return EndToEndTogether(config, log)
+    return EndToEndInTwo(config, log)
 
 
 NEEDS_BUBBLEWRAP = [pytest.mark.packages, pytest.mark.skipif(shutil.which("bwrap") is None, reason="no bwrap on PATH")]

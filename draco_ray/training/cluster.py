@@ -436,6 +436,8 @@ def connect(config: DracoConfig, *, judges: bool = True, console: Console | None
                 os.environ.setdefault("RAY_task_events_max_num_task_in_gcs", "10000")
                 # Ray Train's watcher of draining nodes is not needed on one node.
                 os.environ.setdefault("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")
+                # Ray lowers the priority of its workers to 15: beside other work on the machine a run would starve.
+                os.environ.setdefault("RAY_worker_niceness", "0")
                 store = config.ray.object_store_mib
                 start_ray(
                     num_cpus=max(os.cpu_count() or 1, 2),

@@ -1,4 +1,4 @@
-"""A run with ``judge.plan=lean`` whose tasks come back every step: killed, continued and verified."""
+"""A run with ``judge.plan=lean`` and a held-out judge whose tasks come back every step: killed, continued, verified."""
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ def run(sandbox_root: Path, starter_model: Path, tmp_path_factory: pytest.TempPa
         *arguments(sandbox_root, starter_model, root, "lean"),
         *("judge.plan=lean", f"train.steps={STEPS}", "train.prompts_per_step=6", "algorithm.group_size=2"),
         *("learner.minibatch_prompts=6", "engine.deterministic=true", "train.evaluate_before_after=false"),
+        "judge.held_out={rubric: prompts/static_rubric.yaml, share: 1.0}",
     ]
     process = start_draco(words)
     try:
@@ -70,6 +71,17 @@ def test_merged_questions_replace_the_single_ones(run: RunDirectory) -> None:
     cited = {(row["training_step"], row["task_id"], row["rollout"]) for row in run.table("citations").to_pylist()}
     scored = {(row["training_step"], row["task_id"], row["rollout"]) for row in run.table("verdicts").to_pylist()}
     assert cited == scored
+
+
+def test_the_held_out_judge_scores_rollouts_and_adds_no_verdict(run: RunDirectory) -> None:
+    for line in run.metrics():
+        scored = line["held_out_rollouts"]
+        assert scored > 0
+        assert 0 <= line["held_out_rate"] <= 1
+        assert sum(rollouts for _, rollouts in line["held_out_divergence"]) == scored
+    # Its verdicts are kept with the calls and nowhere else: those of training are one for each criterion of the group.
+    criteria = {(row["task_id"], row["criterion"]) for row in run.table("criteria").to_pylist()}
+    assert {(row["task_id"], row["criterion"]) for row in run.table("verdicts").to_pylist()} <= criteria
 
 
 def test_the_continued_run_is_verified(run: RunDirectory) -> None:
