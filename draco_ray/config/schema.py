@@ -723,10 +723,6 @@ class LearnerConfig(Tree):
         return self
 
 
-Order = Literal["shuffled", "easy_first", "hard_first"]
-"""Order of the tasks in an epoch."""
-
-
 class TrainConfig(Tree):
     """The outer loop."""
 
@@ -739,9 +735,6 @@ class TrainConfig(Tree):
     skip_solved: int | None = Field(None, ge=1)
     """Skip a task for this many epochs after as many consecutive visits in which the judge failed no criterion of any
     rollout; uses no ground truth. null: every task in every epoch, as in the paper."""
-    order: Order = "shuffled"
-    """Order of the tasks in an epoch by the share of passed verdicts at their last visit; unvisited tasks come
-    first."""
     staleness: int = Field(0, ge=0, le=8)
     """Steps that may run ahead: their rollouts begin while the last rollouts of the current step are judged and learned
     from, with an adapter at most this many versions old. A long rollout continues across steps, each turn with the

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from rich.console import Console
 
 from draco_ray.algorithm.rules import find_rule
-from draco_ray.config.schema import DracoConfig, LearnerConfig, TrainConfig
+from draco_ray.config.schema import DracoConfig, LearnerConfig
 from draco_ray.environments.base import Environment
 from draco_ray.errors import ConfigError, DracoError
 from draco_ray.judging.judge_context import model_positions
@@ -159,19 +159,16 @@ def refuse(found: Sequence[DracoError]) -> None:
 def task_order(config: DracoConfig, tasks: Sequence[str], earlier: Sequence[EarlierTasks] = ()) -> TaskOrder:
     """The order of a run's tasks. Raises: ConfigError if the order needs a judge's verdicts and there is no judge."""
     train = config.train
-    if config.algorithm.reward != "rubric":
-        said = {"skip_solved": "what is solved", "order": "what is easy"}
-        for key in (key for key in said if getattr(train, key) != getattr(TrainConfig(), key)):
-            raise ConfigError(
-                f"train.{key}: a judge's verdicts say {said[key]}, not algorithm.reward={config.algorithm.reward}"
-            )
+    if train.skip_solved is not None and config.algorithm.reward != "rubric":
+        raise ConfigError(
+            f"train.skip_solved: a judge's verdicts say what is solved, not algorithm.reward={config.algorithm.reward}"
+        )
     return TaskOrder(
         tasks,
         train.prompts_per_step,
         config.seed,
         skip_solved=train.skip_solved,
         behind=train.staleness,
-        order=train.order,
         earlier=earlier,
     )
 

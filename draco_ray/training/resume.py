@@ -14,12 +14,12 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from rich.console import Console
 
 from draco_ray.config.load import dump_config
-from draco_ray.config.schema import DracoConfig, LearnerConfig, Order
+from draco_ray.config.schema import DracoConfig, LearnerConfig
 from draco_ray.errors import ConfigError, DamagedRun
 from draco_ray.runs.checkpoints import COUNTERS, checkpoint_damage
 from draco_ray.runs.directory import RunDirectory, damaged, read_table, read_text, write_private
@@ -151,7 +151,7 @@ def recorded_order(run: RunDirectory) -> TaskOrder:
     _, tasks, rules = parts[-1]
     order = TaskOrder(tasks, **asdict(rules), earlier=_earlier(parts))
     for line in run.metrics():
-        order.note(line["step"], line.get("solved_tasks") or (), line.get("task_pass_rates") or {})
+        order.note(line["step"], line.get("solved_tasks") or ())
     return order
 
 
@@ -174,11 +174,10 @@ def _earlier(parts: Sequence[tuple[int, list[str], OrderRules]]) -> list[Earlier
 
 
 def _rules(written: Mapping[str, Any]) -> OrderRules:
-    read = dict(written)
-    if (order := read.pop("order")) not in get_args(Order):
-        raise ValueError(f"order {order!r}")
-    numbers: dict[str, Any] = {name: None if value is None else int(value) for name, value in read.items()}
-    return OrderRules(**numbers, order=order)
+    numbers: dict[str, Any] = {name: None if value is None else int(value) for name, value in dict(written).items()}
+    if numbers.keys() != asdict(OrderRules(per_step=1, seed=0)).keys():
+        raise ValueError(f"rules {', '.join(numbers)}")
+    return OrderRules(**numbers)
 
 
 def rewind(run: RunDirectory, *, reuse: bool) -> StartPoint:
