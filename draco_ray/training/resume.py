@@ -141,18 +141,15 @@ def adopt_tasks(
 
 
 def recorded_order(run: RunDirectory) -> TaskOrder:
-    """The order in which the run took its tasks, from ``tasks.json`` and the metrics.
+    """The order in which the run took its tasks, from ``tasks.json``.
 
     Raises:
-        DamagedRun: one of them is missing or cannot be read.
+        DamagedRun: it is missing or cannot be read.
     """
     if not (parts := _task_parts(run)):
         raise damaged(run.path / TASKS, "it is missing or empty")
     _, tasks, rules = parts[-1]
-    order = TaskOrder(tasks, **asdict(rules), earlier=_earlier(parts))
-    for line in run.metrics():
-        order.note(line["step"], line.get("solved_tasks") or ())
-    return order
+    return TaskOrder(tasks, **asdict(rules), earlier=_earlier(parts))
 
 
 def _task_parts(run: RunDirectory) -> list[tuple[int, list[str], OrderRules]]:
@@ -174,10 +171,7 @@ def _earlier(parts: Sequence[tuple[int, list[str], OrderRules]]) -> list[Earlier
 
 
 def _rules(written: Mapping[str, Any]) -> OrderRules:
-    numbers: dict[str, Any] = {name: None if value is None else int(value) for name, value in dict(written).items()}
-    if numbers.keys() != asdict(OrderRules(per_step=1, seed=0)).keys():
-        raise ValueError(f"rules {', '.join(numbers)}")
-    return OrderRules(**numbers)
+    return OrderRules(**{name: int(value) for name, value in dict(written).items()})
 
 
 def rewind(run: RunDirectory, *, reuse: bool) -> StartPoint:
