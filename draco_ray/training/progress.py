@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -43,7 +42,6 @@ from draco_ray.observability.metrics import RunMetrics
 from draco_ray.observability.trackers import open_trackers, scalars
 from draco_ray.pipeline import Group
 from draco_ray.rollout.pool import RolloutPool
-from draco_ray.runs.directory import RunDirectory
 from draco_ray.terminal import plain
 from draco_ray.training.watchdog import Pending
 
@@ -298,44 +296,6 @@ def _number(value: float | None, form: str) -> str:
     return "-" if value is None else format(value, form)
 
 
-VERDICTS = {1: "passed", -1: "failed", 0: "not_applicable"}
-
-
-def rollout_table(run: RunDirectory, step: int) -> dict[str, list[Any]]:
-    """Columns by name: rollout, termination, reward, advantage, criteria by verdict, evidence of failures.
-
-    Reward and advantage are null for rollouts of dropped groups.
-
-    Raises:
-        DamagedRun: a table of the run cannot be read.
-    """
-    titles = {
-        (row["task_id"], row["criterion"]): row["title"]
-        for row in run.table("criteria", step, ["task_id", "criterion", "title"]).to_pylist()
-    }
-    judged: dict[tuple[str, int], dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
-    for row in run.table("verdicts", step, ["task_id", "rollout", "criterion", "verdict", "evidence"]).to_pylist():
-        of = judged[row["task_id"], row["rollout"]]
-        of[VERDICTS[row["verdict"]]].append(titles.get((row["task_id"], row["criterion"]), f"#{row['criterion']}"))
-        if row["verdict"] == -1 and row["evidence"]:
-            of["evidence"].append(row["evidence"])
-    given = {
-        (row["task_id"], row["rollout"]): row
-        for row in run.table("advantages", step, ["task_id", "rollout", "reward", "advantage"]).to_pylist()
-    }
-    columns = ["task_id", "rollout", "ended", "turns", "steps", "reward", "advantage"]
-    columns += [*VERDICTS.values(), "evidence"]
-    table: dict[str, list[Any]] = {name: [] for name in columns}
-    played = run.table("trajectories", step, ["task_id", "rollout", "ended", "turns", "steps"]).to_pylist()
-    for row in sorted(played, key=lambda row: (row["task_id"], row["rollout"])):
-        key = row["task_id"], row["rollout"]
-        values = row | {name: given.get(key, {}).get(name) for name in ("reward", "advantage")}
-        values |= {name: "\n".join(judged[key][name]) for name in (*VERDICTS.values(), "evidence")}
-        for name, column in table.items():
-            column.append(values[name])
-    return table
-
-
 log = logging.getLogger(__name__)
 
 SAMPLE_SECONDS = 2.0
@@ -409,21 +369,6 @@ class RunObserver:
         for name, tracker in list(self._trackers.items()):
             try:
                 tracker.step(step, numbers)
-            except Exception:
-                log.exception("tracker %s failed and is not used any more", name)
-                del self._trackers[name]
-
-    def rollouts(self, step: int, run: RunDirectory) -> None:
-        """Send a finished step's rollouts with their verdicts to the trackers that show tables."""
-        showing = {name: tracker for name, tracker in self._trackers.items() if tracker.shows_tables}
-        try:
-            table = rollout_table(run, step) if showing else {}
-        except Exception:
-            log.exception("the table of rollouts of step %d cannot be made", step)
-            return
-        for name, tracker in showing.items():
-            try:
-                tracker.rollouts(step, table)
             except Exception:
                 log.exception("tracker %s failed and is not used any more", name)
                 del self._trackers[name]

@@ -637,8 +637,6 @@ class Trainer:
             await asyncio.to_thread(self._observer.step, metrics)
         with self._pending.of("the run store"):
             await self._store.finish_step.remote(step, metrics)
-        with self._pending.of("the trackers"):
-            await asyncio.to_thread(self._observer.rollouts, step, self._run)
         return metrics
 
     async def _checkpoint(self, step: int) -> None:
