@@ -522,9 +522,6 @@ class JudgeConfig(Tree):
     """Maximum pause between two requests of a call."""
     reasks: int = Field(1, ge=0)
     """Retries for a reply that cannot be parsed; the new request quotes the error."""
-    second_look: float = Field(0.0, ge=0, le=1)
-    """Share of scored rollouts whose justifications are read by one more call without the scores, to report how often
-    the judge contradicts itself. Such a call takes a few hundred tokens per criterion; no verdict changes."""
     cache: Path | None = Field(None, json_schema_extra=CONFIRMED)
     """Folder of the durable reply cache; null: in the run directory."""
     stage1_across_epochs: bool = True

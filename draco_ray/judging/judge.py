@@ -8,34 +8,27 @@ rubric: a question about several rollouts is asked again without those that the 
 call failed are left out first, which takes one more call. Otherwise bisection finds the refused ones: some rollouts are
 added to the accepted ones, and split if the judge refuses them; the last accepted answer counts. One refused rollout of
 eight takes at most 6 more calls; after `MOST_CALLS` the rest is left out.
-
-For a sample of rollouts one more call (``judge.second_look``) shows the judge its own notes without the verdicts, and
-asks which verdict they argue for. The result is a rate in the metrics and the report; it changes no verdict.
 """
 
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, fields, replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from draco_ray.config.load import project_file
 from draco_ray.config.schema import JudgeConfig
 from draco_ray.errors import ReplyError
 from draco_ray.judging.completion import Completer, Completion, Request
 from draco_ray.judging.fitting import Fitted, Fitting
 from draco_ray.judging.judge_context import QUOTED_REPLY_CHARACTERS
-from draco_ray.judging.phases import Proposals, Question, Rubric, Score
+from draco_ray.judging.phases import Proposals, Question, Rubric
 from draco_ray.judging.prompt_cache import shared_ends
 from draco_ray.judging.prompts import Prompts
-from draco_ray.judging.render import json_text
-from draco_ray.judging.reply import Entry, Parsed, RubricEntry, align, check_finish, own_answer, read_entries
-from draco_ray.judging.structured import reply_schema, tag_of, with_tag
-from draco_ray.records import Criterion, JudgeCall, Judged, Message, ScoredCriterion
+from draco_ray.judging.reply import Entry, Parsed, check_finish, own_answer
+from draco_ray.judging.structured import tag_of
+from draco_ray.records import JudgeCall, Judged, Message
 
 if TYPE_CHECKING:
     from draco_ray.judging.reply_cache import ReplyCache
@@ -110,60 +103,6 @@ class _Search(Generic[ValueT]):
         first = await self.add(part[:half], refused=False)
         await self.add(part[half:], refused=first)
         return False
-
-
-SECOND_LOOK = "second_look"
-"""Phase name of second-look calls in the archive and in cost tables."""
-PROMPT = Path("prompts/second_look.txt")
-
-
-class LookEntry(RubricEntry):
-    """The verdict that a criterion's notes argue for."""
-
-    decides = ("verdict",)
-    verdict: Literal["PASS", "FAIL", "NOT_APPLICABLE", "UNCLEAR"]
-
-
-def in_sample(share: float, group: str, rollout: int | None) -> bool:
-    """Whether a rollout belongs to the sample; deterministic.
-
-    Args:
-        share: sampled share of all rollouts, 0 .. 1.
-        group: the rollout's group.
-        rollout: its index in the group.
-    """
-    digest = hashlib.blake2b(f"{group}/{rollout}".encode(), digest_size=7).digest()
-    return int.from_bytes(digest, "big") < share * 2**56
-
-
-def second_look_request(rubric: Sequence[Criterion], scores: Sequence[ScoredCriterion], group: str) -> Request:
-    """The request about the notes of the scores, one per criterion."""
-    template = project_file(PROMPT).read_text(encoding="utf-8")
-    notes = [
-        {
-            "rubric_index": index,
-            "rubric_title": criterion.title,
-            "evaluator_instruction": criterion.evaluator_instruction,
-            "evidence": score.evidence,
-            "justification": score.justification,
-        }
-        for index, (criterion, score) in enumerate(zip(rubric, scores, strict=True))
-    ]
-    prompt = with_tag(template.replace("{{ notes }}", json_text(notes)))
-    schema = reply_schema(LookEntry, template, least=len(rubric), most=len(rubric))
-    return Request(messages=(Message(role="user", content=prompt),), schema=schema, phase=SECOND_LOOK, group=group)
-
-
-def count_contradictions(text: str, rubric: Sequence[Criterion], scores: Sequence[ScoredCriterion]) -> int:
-    """Number of scores whose own notes argue for another verdict; unclear notes do not count.
-
-    Raises:
-        ReplyError: not exactly one entry per criterion.
-    """
-    entries, _ = align(read_entries(text, LookEntry, len(rubric), last=True).value, rubric)
-    return sum(
-        entry.verdict not in ("UNCLEAR", score.verdict.name) for entry, score in zip(entries, scores, strict=True)
-    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -261,26 +200,7 @@ class Judge:
         if failed is not None:
             return Judged(value=None, calls=calls, error=failed.error, notes=notes)
         values = [vote.value for vote in votes if vote.value is not None]
-        judged = Judged(value=question.combine(values), calls=calls, notes=notes)
-        looks = in_sample(self._config.second_look, context.group, context.rollout)
-        return await self._looked_at(judged, question, context) if isinstance(question, Score) and looks else judged
-
-    async def _looked_at(self, judged: Judged[Any], question: Score, context: CallContext) -> Judged[Any]:
-        """``judged`` with the number of scores that contradict their own notes; unchanged if that call fails."""
-        scores: Any = judged.value
-        request = second_look_request(question.rubric, scores, context.group)
-        completion = await self._complete(request)
-        error = completion.error
-        found = 0
-        if error is None:
-            try:
-                reply = _answer(completion, tag_of(request.messages[0].content), LookEntry)
-                found = count_contradictions(reply, question.rubric, scores)
-            except ReplyError as problem:
-                error = str(problem)
-        call = _call(SECOND_LOOK, context, request.messages[0].content, completion, error)
-        looked_at = len(question.rubric) if error is None else 0
-        return replace(judged, calls=(*judged.calls, call), looked_at=looked_at, contradicted=found)
+        return Judged(value=question.combine(values), calls=calls, notes=notes)
 
     async def _vote(self, question: Question[ValueT], prompt: str, context: CallContext, vote: int) -> Judged[ValueT]:
         """Ask and parse; after an unusable reply, ask again with the error quoted."""

@@ -27,7 +27,7 @@ from draco_ray.config.schema import DracoConfig, JudgeConfig, LearnerConfig
 from draco_ray.errors import ConfigError, DamagedRun, DracoError, StoreError
 from draco_ray.judging.build import prompts_of
 from draco_ray.judging.completion import Completer, Completion, Request
-from draco_ray.judging.judge import SECOND_LOOK, CallContext
+from draco_ray.judging.judge import CallContext
 from draco_ray.judging.panel import panel_judge
 from draco_ray.judging.phases import Phase
 from draco_ray.judging.pool import Judgement, ask_phase
@@ -436,8 +436,7 @@ class RecordedJudge:
         mine = [
             row
             for row in self._calls[1]
-            if (row["task_id"], row["rollout"]) == (context.task_id, context.rollout)
-            and row["phase"] in (phase.name, SECOND_LOOK)
+            if (row["task_id"], row["rollout"]) == (context.task_id, context.rollout) and row["phase"] == phase.name
         ]
         beside = {each.model for each in (*self._config.jury, *filter(None, [self._config.strong]))}
         own = [row for row in mine if row["model"] not in beside - {self._config.model}]

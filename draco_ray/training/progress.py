@@ -283,10 +283,6 @@ def step_line(metrics: Mapping[str, Any], steps: int) -> str:
         parts.append(f"held-out judge {metrics['held_out_rate']:.0%} to {metrics['held_out_trained_rate']:.0%}{drift}")
     if metrics.get("judge_prompts_cut"):
         parts.append(f"{metrics['judge_prompts_cut']} judge prompts cut to its context")
-    if metrics.get("judge_looked_at"):
-        parts.append(
-            f"judge contradicts itself in {metrics['judge_contradicted']}/{metrics['judge_looked_at']} verdicts"
-        )
     if metrics["rollouts_lost"] or metrics["groups_failed"]:
         parts.append(f"lost {metrics['rollouts_lost']} rollouts, {metrics['groups_failed']} groups")
     return " | ".join(parts)
