@@ -39,11 +39,10 @@ from draco_ray.pipeline import Group, Pipeline
 from draco_ray.records import EpisodeEnd, Evaluation, Judged, TrainingSample, Trajectory
 from draco_ray.rollout.pool import FinishedRollout, RolloutResult
 from draco_ray.rollout.worker import Evaluated, summarise
-from draco_ray.runs.carried import carried_rubrics
 from draco_ray.runs.checkpoints import ADAPTER, ADAPTER_CONFIG, COUNTERS, OPTIMIZER, file_digest
 from draco_ray.runs.directory import RunDirectory, check_regular
 from draco_ray.runs.manifest import FILE, line_digest, read_manifest, this_machine
-from draco_ray.runs.rows import Row, step_trajectories
+from draco_ray.runs.rows import Row, carried_rubrics, step_trajectories
 from draco_ray.runs.schema import STEP_TABLES
 from draco_ray.runs.store_actor import RunStoreActor
 from draco_ray.temp_dirs import PrivateTempDir
