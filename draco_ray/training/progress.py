@@ -21,23 +21,7 @@ from draco_ray.engine.fleet import EngineFleet
 from draco_ray.engine.sampler import EngineStatistics, growth
 from draco_ray.judging.outage import Pause, span
 from draco_ray.judging.pool import JudgePool
-from draco_ray.observability.catalogue import (
-    ENGINE_KV_CACHE,
-    ENGINE_PREEMPTIONS,
-    ENGINE_PROMPTS,
-    ENGINE_RUNNING,
-    ENGINE_SAMPLED,
-    ENGINE_WAITING,
-    ENGINES_REPLACED,
-    ENGINES_UP,
-    JUDGE_IN_FLIGHT,
-    JUDGE_WAITING,
-    JUDGE_WORKERS_UP,
-    JUDGE_WORKERS_WANTED,
-    ROLLOUTS_IN_FLIGHT,
-    ROLLOUTS_WAITING,
-    RUN_DOLLARS,
-)
+from draco_ray.observability import catalogue
 from draco_ray.observability.metrics import RunMetrics
 from draco_ray.observability.trackers import open_trackers, scalars
 from draco_ray.pipeline import Group
@@ -390,21 +374,21 @@ class RunObserver:
 
     async def _sample(self, rollouts: RolloutPool, judges: JudgePool) -> None:
         while True:
-            self._metrics.set(ROLLOUTS_WAITING, rollouts.waiting)
-            self._metrics.set(ROLLOUTS_IN_FLIGHT, rollouts.in_flight)
-            self._metrics.set(JUDGE_IN_FLIGHT, judges.in_flight)
-            self._metrics.set(JUDGE_WAITING, judges.waiting)
-            self._metrics.set(JUDGE_WORKERS_UP, judges.up)
-            self._metrics.set(JUDGE_WORKERS_WANTED, judges.wanted)
-            self._metrics.set(RUN_DOLLARS, self._dollars)
+            self._metrics.set(catalogue.ROLLOUTS_WAITING, rollouts.waiting)
+            self._metrics.set(catalogue.ROLLOUTS_IN_FLIGHT, rollouts.in_flight)
+            self._metrics.set(catalogue.JUDGE_IN_FLIGHT, judges.in_flight)
+            self._metrics.set(catalogue.JUDGE_WAITING, judges.waiting)
+            self._metrics.set(catalogue.JUDGE_WORKERS_UP, judges.up)
+            self._metrics.set(catalogue.JUDGE_WORKERS_WANTED, judges.wanted)
+            self._metrics.set(catalogue.RUN_DOLLARS, self._dollars)
             self._metrics.step(self._last_step)
             await asyncio.sleep(SAMPLE_SECONDS)
 
     async def _ask(self, fleet: EngineFleet) -> None:
         before: dict[str, EngineStatistics] = {}
         while True:
-            self._metrics.set(ENGINES_UP, fleet.workers.up)
-            self._metrics.set(ENGINES_REPLACED, fleet.replaced)
+            self._metrics.set(catalogue.ENGINES_UP, fleet.workers.up)
+            self._metrics.set(catalogue.ENGINES_REPLACED, fleet.replaced)
             for index, now in (await fleet.statistics()).items():
                 engine = str(index)
                 self._engine(engine, before.get(engine, EngineStatistics()), now)
@@ -413,13 +397,13 @@ class RunObserver:
             await asyncio.sleep(SAMPLE_SECONDS)
 
     def _engine(self, engine: str, before: EngineStatistics, now: EngineStatistics) -> None:
-        self._metrics.set(ENGINE_RUNNING, now.running, engine=engine)
-        self._metrics.set(ENGINE_WAITING, now.waiting, engine=engine)
-        self._metrics.set(ENGINE_KV_CACHE, now.kv_cache, engine=engine)
+        self._metrics.set(catalogue.ENGINE_RUNNING, now.running, engine=engine)
+        self._metrics.set(catalogue.ENGINE_WAITING, now.waiting, engine=engine)
+        self._metrics.set(catalogue.ENGINE_KV_CACHE, now.kv_cache, engine=engine)
         for metric, name in (
-            (ENGINE_SAMPLED, "sampled_tokens"),
-            (ENGINE_PROMPTS, "prompt_tokens"),
-            (ENGINE_PREEMPTIONS, "preemptions"),
+            (catalogue.ENGINE_SAMPLED, "sampled_tokens"),
+            (catalogue.ENGINE_PROMPTS, "prompt_tokens"),
+            (catalogue.ENGINE_PREEMPTIONS, "preemptions"),
         ):
             self._metrics.count(metric, growth(before, now, name), engine=engine)
 
