@@ -15,8 +15,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from draco_ray.algorithm.rules import find_rule
-from draco_ray.config.schema import AlgorithmConfig, DracoConfig
+from draco_ray.config.schema import DracoConfig
 from draco_ray.engine.fleet import EngineFleet
 from draco_ray.engine.sampler import EngineStatistics, growth
 from draco_ray.judging.outage import Pause, span
@@ -58,16 +57,6 @@ def stage(pending: Pending) -> str:
     return next((name for begins, name in STAGES.items() if any(kind.startswith(begins) for kind in kinds)), "")
 
 
-def most_phases(config: AlgorithmConfig) -> int:
-    """Maximum number of judge phases of a group: stage1 and union; stage2, score and credit of each rollout."""
-    if config.reward != "rubric":
-        return 0
-    each = 1 + (find_rule(config.rule, config.reliability).cites and not config.merge_verdicts)
-    if config.rubric == "static":
-        return config.group_size * each
-    return 3 + config.group_size * each if config.merge_proposals else 2 + config.group_size * (each + 1)
-
-
 class StepProgress:
     """A line with clock, stage and counts: live on a terminal, elsewhere printed at intervals."""
 
@@ -93,23 +82,19 @@ class StepProgress:
         self._note = ""
         self._groups: dict[str, Group] = {}
         self._begun = self._said = clock()
-        self._rollouts = self._of_rollouts = self._ready = self._of_groups = self._judged = self._phases = 0
-        self._most = 0
-        """Expected judge phases of an unfinished group: the upper bound, later the mean of finished groups."""
+        self._rollouts = self._of_rollouts = self._of_groups = 0
 
-    def start(self, title: str, groups: int = 0, rollouts: int = 0, phases: int = 0) -> None:
+    def start(self, title: str, groups: int = 0, rollouts: int = 0) -> None:
         """Begin a step or another long operation.
 
         Args:
             title: its name.
             groups: number of groups.
             rollouts: number of rollouts of all groups; 0: counts are not shown.
-            phases: maximum number of judge phases of a group (`most_phases`).
         """
         self._title, self._note, self._groups = title, "", {}
         self._begun = self._said = self._clock()
-        self._rollouts = self._ready = self._judged = 0
-        self._of_rollouts, self._of_groups, self._most, self._phases = rollouts, groups, phases, groups * phases
+        self._rollouts, self._of_rollouts, self._of_groups = 0, rollouts, groups
         if self._console.is_terminal and self._live is None:
             self._live = Live(
                 console=self._console, transient=True, refresh_per_second=4, get_renderable=self._renderable
@@ -119,20 +104,6 @@ class StepProgress:
     def update(self, group: Group) -> None:
         """Update the state of a group."""
         self._groups[group.name] = group
-
-    def _count(self) -> None:
-        """Sum the counts over the groups. Called only when the line is shown, because updates are frequent."""
-        if not self._groups:
-            return
-        # A copy, because the live line is rendered in another thread.
-        known = list(self._groups.values())
-        self._rollouts = sum(len(each.rollouts) for each in known)
-        self._judged = sum(len(each.phases) for each in known)
-        done = [len(each.phases) for each in known if _done(each)]
-        self._ready = len(done)
-        most = round(sum(done) / len(done)) if done else self._most
-        under_way = sum(max(len(each.phases), most) for each in known if not _done(each))
-        self._phases = sum(done) + under_way + (self._of_groups - len(self._groups)) * most
 
     def advance(self) -> None:
         """Count a rollout that belongs to no group."""
@@ -144,16 +115,17 @@ class StepProgress:
 
     def line(self, width: int = 1000) -> str:
         """Clock, stage and counts; counts that do not fit into ``width`` columns are left out."""
-        self._count()
         doing = self._note or stage(self._pending)
         head = f"{self._title} {_clock(self._clock() - self._begun)}"
         if not self._of_rollouts:
             return " · ".join(filter(None, [head, doing]))
-        about = "" if self._ready == self._of_groups else "about "
+        # A copy, because the live line is rendered in another thread.
+        groups = list(self._groups.values())
+        judged = sum(len(each.phases) for each in groups)
         counts = [
-            f"{self._rollouts}/{self._of_rollouts} rollouts",
-            f"{self._judged} of {about}{self._phases} judge phases" if self._phases else "",
-            f"{self._ready}/{self._of_groups} groups" if self._of_groups else "",
+            f"{self._rollouts + sum(len(each.rollouts) for each in groups)}/{self._of_rollouts} rollouts",
+            f"{judged} judge phases" if judged else "",
+            f"{sum(map(_done, groups))}/{self._of_groups} groups" if self._of_groups else "",
         ]
         parts = [part for part in (head, doing, *counts) if part]
         # The most important parts come first.
@@ -411,9 +383,8 @@ class RunObserver:
 class StepWatch:
     """Shows and records the groups of the current step; the pipeline calls it at every change."""
 
-    def __init__(self, progress: StepProgress, observer: RunObserver, phases: int = 0) -> None:
-        """``phases``: see `draco_ray.training.progress.most_phases`."""
-        self._progress, self._observer, self._phases = progress, observer, phases
+    def __init__(self, progress: StepProgress, observer: RunObserver) -> None:
+        self._progress, self._observer = progress, observer
         self._step = 0
 
     def __call__(self, group: Group) -> None:
@@ -424,7 +395,7 @@ class StepWatch:
 
     def begin(self, title: str, groups: Sequence[Group], group_size: int) -> None:
         """Begin a step."""
-        self._progress.start(title, len(groups), len(groups) * group_size, self._phases)
+        self._progress.start(title, len(groups), len(groups) * group_size)
         self._step = groups[0].step
         for group in groups:
             self(group)
