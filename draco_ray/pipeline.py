@@ -35,7 +35,7 @@ from draco_ray.judging.pool import Judgement, JudgePool
 from draco_ray.observability.logs import working_on
 from draco_ray.records import Judged, Message
 from draco_ray.rollout.pool import FinishedRollout, RolloutPool
-from draco_ray.runs.carried import Carried
+from draco_ray.runs.rows import Carried
 from draco_ray.summaries import AdvantageSummary, PhaseSummary, RewardSummary, RolloutSummary
 
 MOST_GROUPS = 1_000_000

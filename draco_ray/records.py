@@ -367,10 +367,6 @@ class Judged(Generic[ValueT]):
     whether the prompt was truncated."""
     left_out: int = 0
     """Number of characters cut from the prompt to fit the judge's context."""
-    looked_at: int = 0
-    """Number of verdicts whose justifications were checked (`draco_ray.judging.judge`)."""
-    contradicted: int = 0
-    """Number of checked verdicts whose justification argues for another verdict."""
 
     @property
     def ok(self) -> bool:

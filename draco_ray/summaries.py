@@ -53,9 +53,6 @@ class PhaseSummary:
     dollars: float
     started_at: float
     ended_at: float
-    looked_at: int = 0
-    contradicted: int = 0
-    """Number of verdicts whose justification was checked, and number of those that it contradicts."""
     passed: int = 0
     applicable: int = 0
     """Number of verdicts that passed, and of those that apply, of a scored rollout."""

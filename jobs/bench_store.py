@@ -60,7 +60,7 @@ from draco_ray.runs.store import RunStore
 from draco_ray.runs.store_actor import start_run_store
 from draco_ray.training.advantage_computer import start_advantage_computer
 from draco_ray.training.metrics import step_metrics, step_spans
-from draco_ray.training.progress import RunObserver, StepProgress, StepWatch, most_phases
+from draco_ray.training.progress import RunObserver, StepProgress, StepWatch
 from draco_ray.workers.elastic import fixed_workers
 
 GROUP, TURNS, TOKENS, PROMPT_TOKENS, CRITERIA = 6, 40, 30_000, 2_000, 15
@@ -281,7 +281,7 @@ class Bench:
         self._advantages = start_advantage_computer(config.algorithm, name)
         self.store = start_run_store(run.path, name)
         progress = StepProgress(Console(quiet=True))
-        self._watch = StepWatch(progress, RunObserver(config, run.path), most_phases(config.algorithm))
+        self._watch = StepWatch(progress, RunObserver(config, run.path))
         self.pipeline = Pipeline(
             config.algorithm, self.rollouts, self.judges, self._advantages, self.store, watch=self._watch
         )

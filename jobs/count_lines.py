@@ -23,7 +23,7 @@ DOORS = (
     *("environments/tools", "environments/tasks.py", "environments/program.py"),
     *("rollout/endpoint", "rollout/program_agent.py", "rollout/call_function.py", "rollout/tool_agent.py"),
     *("engine/tool_calls.py", "engine/openai_server.py", "engine/child.py", "judging/local", "judging/panel.py"),
-    *("judging/shortening.py", "training/demonstrations.py", "training/sft.py", "training/held_out.py"),
+    *("judging/shortening.py", "training/demonstrations.py", "training/held_out.py"),
 )
 """Its other ways in: agents and environments of users, a judge on the run's cluster, several judges, warm starts."""
 NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}

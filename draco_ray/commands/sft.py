@@ -75,9 +75,9 @@ def _adapted(
     from draco_ray.engine.chat import ChatTokens
     from draco_ray.engine.model_directory import load_tokenizer
     from draco_ray.training.demonstrations import best_rollouts
+    from draco_ray.training.demonstrations import fine_tune as train
     from draco_ray.training.preflight import check_trainable
     from draco_ray.training.session import checked_model
-    from draco_ray.training.sft import fine_tune as train
 
     config = checked_model(config)
     check_trainable(config.model.path, config.learner.model_copy(update={"context_parallel": 1}))

@@ -522,9 +522,6 @@ class JudgeConfig(Tree):
     """Maximum pause between two requests of a call."""
     reasks: int = Field(1, ge=0)
     """Retries for a reply that cannot be parsed; the new request quotes the error."""
-    second_look: float = Field(0.0, ge=0, le=1)
-    """Share of scored rollouts whose justifications are read by one more call without the scores, to report how often
-    the judge contradicts itself. Such a call takes a few hundred tokens per criterion; no verdict changes."""
     cache: Path | None = Field(None, json_schema_extra=CONFIRMED)
     """Folder of the durable reply cache; null: in the run directory."""
     stage1_across_epochs: bool = True
@@ -691,8 +688,6 @@ class LearnerConfig(Tree):
     take more than half of the free memory. Storing them is 20 % faster."""
     offload_activations: bool = False
     """Store in host memory the layer inputs that gradient_checkpointing keeps."""
-    compile: bool = False
-    """Compile the decoder's norms and gated MLPs with torch.compile; needs a C++ compiler on a CPU, Triton on a GPU."""
     max_failures: int = Field(3, ge=0)
     """Maximum restarts of failed workers between two checkpoints before the run stops."""
     stall_seconds: float = Field(600.0, gt=0)
@@ -723,10 +718,6 @@ class LearnerConfig(Tree):
         return self
 
 
-Order = Literal["shuffled", "easy_first", "hard_first"]
-"""Order of the tasks in an epoch."""
-
-
 class TrainConfig(Tree):
     """The outer loop."""
 
@@ -736,12 +727,6 @@ class TrainConfig(Tree):
     """Passes over the training split."""
     steps: int | None = Field(None, ge=0)
     """Number of steps; null: derived from epochs."""
-    skip_solved: int | None = Field(None, ge=1)
-    """Skip a task for this many epochs after as many consecutive visits in which the judge failed no criterion of any
-    rollout; uses no ground truth. null: every task in every epoch, as in the paper."""
-    order: Order = "shuffled"
-    """Order of the tasks in an epoch by the share of passed verdicts at their last visit; unvisited tasks come
-    first."""
     staleness: int = Field(0, ge=0, le=8)
     """Steps that may run ahead: their rollouts begin while the last rollouts of the current step are judged and learned
     from, with an adapter at most this many versions old. A long rollout continues across steps, each turn with the

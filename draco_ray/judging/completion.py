@@ -26,7 +26,7 @@ class Request:
     group: str = ""
     """Requests of one group share a prefix and are best answered by the same machine."""
     shared: tuple[int, ...] = ()
-    """Ends of the prefixes of the first message that other requests share (`draco_ray.judging.prompt_cache`)."""
+    """Ends of the prefixes of the first message that other requests share (`draco_ray.judging.endpoint`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,6 +7,7 @@ environment's evaluator. Its verdicts reach metrics and nothing else.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 import ray
 
 from draco_ray.config.schema import JudgeConfig
-from draco_ray.judging.judge import CallContext, in_sample
+from draco_ray.judging.judge import CallContext
 from draco_ray.judging.phases import Score
 from draco_ray.judging.pool import JudgePool
 from draco_ray.judging.prompts import load_static_rubric
@@ -22,6 +23,18 @@ from draco_ray.summaries import PhaseSummary
 
 PHASE = "held_out"
 """Phase name of its calls in metrics and timelines."""
+
+
+def in_sample(share: float, group: str, rollout: int | None) -> bool:
+    """Whether a rollout belongs to the sample; deterministic.
+
+    Args:
+        share: sampled share of all rollouts, 0 .. 1.
+        group: the rollout's group.
+        rollout: its index in the group.
+    """
+    digest = hashlib.blake2b(f"{group}/{rollout}".encode(), digest_size=7).digest()
+    return int.from_bytes(digest, "big") < share * 2**56
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

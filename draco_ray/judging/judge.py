@@ -8,42 +8,164 @@ rubric: a question about several rollouts is asked again without those that the 
 call failed are left out first, which takes one more call. Otherwise bisection finds the refused ones: some rollouts are
 added to the accepted ones, and split if the judge refuses them; the last accepted answer counts. One refused rollout of
 eight takes at most 6 more calls; after `MOST_CALLS` the rest is left out.
-
-For a sample of rollouts one more call (``judge.second_look``) shows the judge its own notes without the verdicts, and
-asks which verdict they argue for. The result is a rate in the metrics and the report; it changes no verdict.
 """
 
 from __future__ import annotations
 
 import asyncio
-import hashlib
+import math
 import uuid
+from bisect import bisect_left
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, fields, replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from draco_ray.config.load import project_file
 from draco_ray.config.schema import JudgeConfig
 from draco_ray.errors import ReplyError
 from draco_ray.judging.completion import Completer, Completion, Request
-from draco_ray.judging.fitting import Fitted, Fitting
-from draco_ray.judging.judge_context import QUOTED_REPLY_CHARACTERS
-from draco_ray.judging.phases import Proposals, Question, Rubric, Score
-from draco_ray.judging.prompt_cache import shared_ends
+from draco_ray.judging.endpoint import shared_ends
+from draco_ray.judging.judge_context import QUOTED_REPLY_CHARACTERS, judge_room
+from draco_ray.judging.phases import Proposals, Question, Rubric
 from draco_ray.judging.prompts import Prompts
-from draco_ray.judging.render import json_text
-from draco_ray.judging.reply import Entry, Parsed, RubricEntry, align, check_finish, own_answer, read_entries
-from draco_ray.judging.structured import reply_schema, tag_of, with_tag
-from draco_ray.records import Criterion, JudgeCall, Judged, Message, ScoredCriterion
+from draco_ray.judging.reply import Entry, Parsed, check_finish, own_answer
+from draco_ray.judging.shortening import LENGTHS, LEVELS
+from draco_ray.judging.structured import tag_of
+from draco_ray.judging.tokens import BYTES_PER_TOKEN, SHORTER, is_too_long, learned_rate, part_to_keep
+from draco_ray.records import JudgeCall, Judged, Message
 
 if TYPE_CHECKING:
     from draco_ray.judging.reply_cache import ReplyCache
 
+ValueT = TypeVar("ValueT")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fitted(Generic[ValueT]):
+    """A question with the prompt that is sent."""
+
+    question: Question[ValueT]
+    whole: str
+    """The prompt before it was truncated."""
+    level: int = 0
+    """How far it was truncated (`draco_ray.judging.shortening`)."""
+    prompt: str
+    shown: Question[ValueT]
+    """The truncated question."""
+
+    @property
+    def left_out(self) -> int:
+        """Characters that were left out of the prompt."""
+        return len(self.whole) - len(self.prompt)
+
+
+class Fitting:
+    """Fits prompts into the context of one judge; learns from its replies and from prompts that it refuses."""
+
+    def __init__(self, config: JudgeConfig, prompts: Prompts, replies: ReplyCache | None = None) -> None:
+        """``replies``: where the judge's replies are stored; None: nowhere."""
+        self._config, self._prompts, self._replies = config, prompts, replies
+        self.room = self._first_room = judge_room(config)
+        """Maximum length of a prompt, in tokens; None: not known."""
+        self._rate = 1 / BYTES_PER_TOKEN
+        """Tokens per byte."""
+
+    @property
+    def reads(self) -> str:
+        """How much the judge reads, for messages."""
+        return "less than all of it" if self.room is None else f"about {self.room:,} tokens"
+
+    async def too_long(self, question: Question[Any]) -> bool:
+        """Whether a prompt exceeds the judge's known context; the rate is fixed, so that a resumed run agrees."""
+        if self._first_room is None:
+            return False
+        prompt = await asyncio.to_thread(question.prompt, self._prompts)
+        return _bytes(prompt) > BYTES_PER_TOKEN * self._first_room
+
+    async def fit(self, question: Question[ValueT]) -> Fitted[ValueT]:
+        """The longest version of a question that fits.
+
+        Raises:
+            ReplyError: it is too long even with every text truncated.
+        """
+        whole = await asyncio.to_thread(question.prompt, self._prompts)
+        fitted = Fitted(question=question, whole=whole, prompt=whole, shown=question)
+        if self._replies is not None and _bytes(whole) > (self._first_room or 0):
+            known = await self._replies.get(self._key(whole))
+            if known is not None and isinstance(level := known.get("level"), int) and 0 <= level <= LEVELS:
+                return await asyncio.to_thread(self._at, fitted, level)
+        if self.room is None or _bytes(whole) <= self.room:
+            return fitted
+        return await asyncio.to_thread(self._cut, fitted, self.room)
+
+    async def shorter(self, fitted: Fitted[ValueT], judged: Judged[ValueT], tries: int) -> Fitted[ValueT] | None:
+        """The question truncated further if the judge found it too long; None if it did not, or no text is left to cut.
+
+        Args:
+            fitted: the question as it was asked.
+            judged: the result.
+            tries: how often the question was truncated further before.
+        """
+        errors = [call.error for call in judged.calls if call.error is not None and call.finish_reason == "error"]
+        if not errors or tries == len(SHORTER):
+            return None
+        tokens = self._tokens(fitted.prompt)
+        error = next((each for each in errors if is_too_long(each, tokens)), None)
+        if error is None:
+            return None
+        found = await asyncio.to_thread(self._search, fitted, tokens * part_to_keep(error, tokens, tries))
+        return found if len(found.prompt) < len(fitted.prompt) else None
+
+    async def answered(self, fitted: Fitted[ValueT], judged: Judged[ValueT], tries: int) -> None:
+        """Learn from the usage that the reply states, and store how far the prompt was truncated for it."""
+        if self._replies is not None and (fitted.level or _bytes(fitted.whole) > (self._first_room or math.inf)):
+            await self._replies.put(self._key(fitted.whole), {"level": fitted.level})
+        used = judged.calls[0].input_tokens
+        learned = learned_rate(self._rate, _bytes(fitted.prompt), used)
+        if learned != self._rate and tries:
+            self.room = max(min(self.room or used, used), (self._first_room or 0) // 4)
+        self._rate = learned
+
+    def _cut(self, fitted: Fitted[ValueT], room: int) -> Fitted[ValueT]:
+        tokens = self._tokens(fitted.whole)
+        if tokens <= room:
+            return fitted
+        found = self._search(fitted, room)
+        if self._tokens(found.prompt) <= room:
+            return found
+        raise ReplyError(
+            f"its prompt takes about {tokens:,.0f} tokens, and the judge reads about {room:,}: too long even with "
+            f"every text cut to {LENGTHS[-1]} characters: take a judge with a longer context (judge.context_tokens)"
+        )
+
+    def _key(self, whole: str) -> str:
+        from draco_ray.judging.reply_cache import request_key
+
+        return request_key({"cut of": whole, "model": self._config.model, "tokens": self._first_room})
+
+    def _tokens(self, prompt: str) -> float:
+        return self._rate * _bytes(prompt)
+
+    def _search(self, fitted: Fitted[ValueT], room: float) -> Fitted[ValueT]:
+        """The least truncation with which the prompt takes at most ``room`` tokens; the strongest if none does."""
+        return self._at(
+            fitted,
+            bisect_left(range(LEVELS), True, key=lambda level: self._tokens(self._at(fitted, level).prompt) <= room),
+        )
+
+    def _at(self, fitted: Fitted[ValueT], level: int) -> Fitted[ValueT]:
+        shown = fitted.question.shortened(level)
+        return Fitted(
+            question=fitted.question, whole=fitted.whole, level=level, prompt=shown.prompt(self._prompts), shown=shown
+        )
+
+
+def _bytes(text: str) -> int:
+    return len(text) if text.isascii() else len(text.encode("utf-8", "replace"))
+
+
 MOST_CALLS = 12
 """Maximum number of further questions, each about a part of the rollouts."""
 
-ValueT = TypeVar("ValueT")
 Ask = Callable[[Question[ValueT]], Awaitable[Judged[ValueT]]]
 
 
@@ -110,60 +232,6 @@ class _Search(Generic[ValueT]):
         first = await self.add(part[:half], refused=False)
         await self.add(part[half:], refused=first)
         return False
-
-
-SECOND_LOOK = "second_look"
-"""Phase name of second-look calls in the archive and in cost tables."""
-PROMPT = Path("prompts/second_look.txt")
-
-
-class LookEntry(RubricEntry):
-    """The verdict that a criterion's notes argue for."""
-
-    decides = ("verdict",)
-    verdict: Literal["PASS", "FAIL", "NOT_APPLICABLE", "UNCLEAR"]
-
-
-def in_sample(share: float, group: str, rollout: int | None) -> bool:
-    """Whether a rollout belongs to the sample; deterministic.
-
-    Args:
-        share: sampled share of all rollouts, 0 .. 1.
-        group: the rollout's group.
-        rollout: its index in the group.
-    """
-    digest = hashlib.blake2b(f"{group}/{rollout}".encode(), digest_size=7).digest()
-    return int.from_bytes(digest, "big") < share * 2**56
-
-
-def second_look_request(rubric: Sequence[Criterion], scores: Sequence[ScoredCriterion], group: str) -> Request:
-    """The request about the notes of the scores, one per criterion."""
-    template = project_file(PROMPT).read_text(encoding="utf-8")
-    notes = [
-        {
-            "rubric_index": index,
-            "rubric_title": criterion.title,
-            "evaluator_instruction": criterion.evaluator_instruction,
-            "evidence": score.evidence,
-            "justification": score.justification,
-        }
-        for index, (criterion, score) in enumerate(zip(rubric, scores, strict=True))
-    ]
-    prompt = with_tag(template.replace("{{ notes }}", json_text(notes)))
-    schema = reply_schema(LookEntry, template, least=len(rubric), most=len(rubric))
-    return Request(messages=(Message(role="user", content=prompt),), schema=schema, phase=SECOND_LOOK, group=group)
-
-
-def count_contradictions(text: str, rubric: Sequence[Criterion], scores: Sequence[ScoredCriterion]) -> int:
-    """Number of scores whose own notes argue for another verdict; unclear notes do not count.
-
-    Raises:
-        ReplyError: not exactly one entry per criterion.
-    """
-    entries, _ = align(read_entries(text, LookEntry, len(rubric), last=True).value, rubric)
-    return sum(
-        entry.verdict not in ("UNCLEAR", score.verdict.name) for entry, score in zip(entries, scores, strict=True)
-    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -261,26 +329,7 @@ class Judge:
         if failed is not None:
             return Judged(value=None, calls=calls, error=failed.error, notes=notes)
         values = [vote.value for vote in votes if vote.value is not None]
-        judged = Judged(value=question.combine(values), calls=calls, notes=notes)
-        looks = in_sample(self._config.second_look, context.group, context.rollout)
-        return await self._looked_at(judged, question, context) if isinstance(question, Score) and looks else judged
-
-    async def _looked_at(self, judged: Judged[Any], question: Score, context: CallContext) -> Judged[Any]:
-        """``judged`` with the number of scores that contradict their own notes; unchanged if that call fails."""
-        scores: Any = judged.value
-        request = second_look_request(question.rubric, scores, context.group)
-        completion = await self._complete(request)
-        error = completion.error
-        found = 0
-        if error is None:
-            try:
-                reply = _answer(completion, tag_of(request.messages[0].content), LookEntry)
-                found = count_contradictions(reply, question.rubric, scores)
-            except ReplyError as problem:
-                error = str(problem)
-        call = _call(SECOND_LOOK, context, request.messages[0].content, completion, error)
-        looked_at = len(question.rubric) if error is None else 0
-        return replace(judged, calls=(*judged.calls, call), looked_at=looked_at, contradicted=found)
+        return Judged(value=question.combine(values), calls=calls, notes=notes)
 
     async def _vote(self, question: Question[ValueT], prompt: str, context: CallContext, vote: int) -> Judged[ValueT]:
         """Ask and parse; after an unusable reply, ask again with the error quoted."""

@@ -75,18 +75,16 @@ class Panel(Judge):
         )
         calls = tuple(call for ballot in ballots for call in ballot.calls)
         notes = [note for ballot in ballots for note in ballot.notes]
-        looks = ("looked_at", "contradicted")
-        noted: dict[str, Any] = {name: sum(getattr(each, name) for each in ballots) for name in looks}
-        noted["left_out"] = max(ballot.left_out for ballot in ballots)
+        left_out = max(ballot.left_out for ballot in ballots)
         # A judge whose call failed has no vote; a note says so.
         notes += [f"no vote: {ballot.error}" for ballot in ballots if ballot.error is not None]
         valid = [ballot.value for ballot in ballots if ballot.value is not None]
         if not valid:
-            return Judged(value=None, calls=calls, error=ballots[0].error, notes=tuple(notes), **noted)
+            return Judged(value=None, calls=calls, error=ballots[0].error, notes=tuple(notes), left_out=left_out)
         scores = [majority(votes) for votes in zip(*valid, strict=True)]
         split = [i for i, votes in enumerate(zip(*valid, strict=True)) if len({each.verdict for each in votes}) > 1]
         if self._strong is None or not split:
-            return Judged(value=tuple(scores), calls=calls, notes=tuple(notes), **noted)
+            return Judged(value=tuple(scores), calls=calls, notes=tuple(notes), left_out=left_out)
         asked = replace(question, rubric=[question.rubric[index] for index in split])
         decided = await self._strong.ask(asked, context)
         calls += decided.calls
@@ -95,7 +93,7 @@ class Panel(Judge):
         else:
             for index, score in zip(split, decided.value, strict=True):
                 scores[index] = score
-        return Judged(value=tuple(scores), calls=calls, notes=tuple(notes), **noted)
+        return Judged(value=tuple(scores), calls=calls, notes=tuple(notes), left_out=left_out)
 
 
 def majority(votes: Sequence[ScoredCriterion]) -> ScoredCriterion:

@@ -167,8 +167,6 @@ def phase_summary(phase: str, context: CallContext, judged: Judged[Any], started
         error=judged.error,
         criteria=len(judged.value or ()),
         calls=len(judged.calls),
-        looked_at=judged.looked_at,
-        contradicted=judged.contradicted,
         passed=verdicts.count(Verdict.PASS),
         applicable=len(verdicts) - verdicts.count(Verdict.NOT_APPLICABLE),
         prompt_cut=judged.left_out > 0,

@@ -27,7 +27,7 @@ from draco_ray.config.schema import DracoConfig, JudgeConfig, LearnerConfig
 from draco_ray.errors import ConfigError, DamagedRun, DracoError, StoreError
 from draco_ray.judging.build import prompts_of
 from draco_ray.judging.completion import Completer, Completion, Request
-from draco_ray.judging.judge import SECOND_LOOK, CallContext
+from draco_ray.judging.judge import CallContext
 from draco_ray.judging.panel import panel_judge
 from draco_ray.judging.phases import Phase
 from draco_ray.judging.pool import Judgement, ask_phase
@@ -39,11 +39,10 @@ from draco_ray.pipeline import Group, Pipeline
 from draco_ray.records import EpisodeEnd, Evaluation, Judged, TrainingSample, Trajectory
 from draco_ray.rollout.pool import FinishedRollout, RolloutResult
 from draco_ray.rollout.worker import Evaluated, summarise
-from draco_ray.runs.carried import carried_rubrics
 from draco_ray.runs.checkpoints import ADAPTER, ADAPTER_CONFIG, COUNTERS, OPTIMIZER, file_digest
 from draco_ray.runs.directory import RunDirectory, check_regular
 from draco_ray.runs.manifest import FILE, line_digest, read_manifest, this_machine
-from draco_ray.runs.rows import Row, step_trajectories
+from draco_ray.runs.rows import Row, carried_rubrics, step_trajectories
 from draco_ray.runs.schema import STEP_TABLES
 from draco_ray.runs.store_actor import RunStoreActor
 from draco_ray.temp_dirs import PrivateTempDir
@@ -436,8 +435,7 @@ class RecordedJudge:
         mine = [
             row
             for row in self._calls[1]
-            if (row["task_id"], row["rollout"]) == (context.task_id, context.rollout)
-            and row["phase"] in (phase.name, SECOND_LOOK)
+            if (row["task_id"], row["rollout"]) == (context.task_id, context.rollout) and row["phase"] == phase.name
         ]
         beside = {each.model for each in (*self._config.jury, *filter(None, [self._config.strong]))}
         own = [row for row in mine if row["model"] not in beside - {self._config.model}]

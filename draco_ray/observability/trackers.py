@@ -1,7 +1,5 @@
 """Experiment trackers: send each step's metrics to TensorBoard (default), W&B or MLflow.
 
-W&B and MLflow also get a table of the step's rollouts with verdicts.
-
 TensorBoard event files are written with ``tensorboardX``, a dependency of Ray Train; viewing them needs the
 ``tensorboard`` package, which this project does not install. W&B and MLflow are extras, configured by their own
 environment variables.
@@ -16,21 +14,12 @@ from typing import Any, Protocol
 
 from draco_ray.errors import ConfigError
 
-Table = Mapping[str, Sequence[Any]]
-"""Columns of equal length by name."""
-
 
 class Tracker(Protocol):
-    """A destination of scalars and tables."""
-
-    shows_tables: bool
-    """Whether `rollouts` does anything."""
+    """A destination of scalars."""
 
     def step(self, step: int, scalars: Mapping[str, float]) -> None:
         """Record the scalars of a step."""
-
-    def rollouts(self, step: int, table: Table) -> None:
-        """Record the rollouts of a step, one row each."""
 
     def close(self) -> None:
         """Write buffered data."""
@@ -68,9 +57,7 @@ def open_trackers(names: Sequence[str], run: Path, config: Mapping[str, Any]) ->
 
 
 class TensorBoard:
-    """Event files in the run directory's ``tensorboard`` folder; no tables."""
-
-    shows_tables = False
+    """Event files in the run directory's ``tensorboard`` folder."""
 
     def __init__(self, run: Path, config: Mapping[str, Any]) -> None:
         package = _package("tensorboardX", "tensorboard")
@@ -82,9 +69,6 @@ class TensorBoard:
             self._writer.add_scalar(name, value, step)
         self._writer.flush()
 
-    def rollouts(self, step: int, table: Table) -> None:
-        """See `Tracker.rollouts`."""
-
     def close(self) -> None:
         """See `Tracker.close`."""
         self._writer.close()
@@ -92,8 +76,6 @@ class TensorBoard:
 
 class WandB:
     """Weights & Biases; the project is WANDB_PROJECT, the key WANDB_API_KEY."""
-
-    shows_tables = True
 
     def __init__(self, run: Path, config: Mapping[str, Any]) -> None:
         self._package = package = _package("wandb", "wandb")
@@ -106,11 +88,6 @@ class WandB:
         """See `Tracker.step`."""
         self._run.log(dict(scalars), step=step)
 
-    def rollouts(self, step: int, table: Table) -> None:
-        """See `Tracker.rollouts`."""
-        rows = [list(row) for row in zip(*table.values(), strict=True)]
-        self._run.log({"rollouts": self._package.Table(columns=list(table), data=rows)}, step=step)
-
     def close(self) -> None:
         """See `Tracker.close`."""
         self._run.finish()
@@ -118,8 +95,6 @@ class WandB:
 
 class MLflow:
     """MLflow; the server is MLFLOW_TRACKING_URI, the experiment MLFLOW_EXPERIMENT_NAME."""
-
-    shows_tables = True
 
     def __init__(self, run: Path, config: Mapping[str, Any]) -> None:
         self._package = _package("mlflow", "mlflow")
@@ -143,11 +118,6 @@ class MLflow:
         # Pass the run's id, because MLflow's active run belongs to the thread that started it; other threads would
         # start a second run.
         self._package.log_metrics(dict(scalars), step=step, run_id=self._run_id)
-
-    def rollouts(self, step: int, table: Table) -> None:
-        """See `Tracker.rollouts`."""
-        columns = {name: list(values) for name, values in table.items()}
-        self._package.log_table(columns, f"rollouts/step{step:05d}.json", run_id=self._run_id)
 
     def close(self) -> None:
         """See `Tracker.close`."""

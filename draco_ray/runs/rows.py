@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -25,6 +25,35 @@ from draco_ray.records import (
 )
 from draco_ray.runs.directory import RunDirectory, read_table
 from draco_ray.runs.schema import TABLES
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Carried:
+    """What a task keeps from earlier visits."""
+
+    visits: int = 0
+    """Number of earlier visits that had a rubric."""
+    rubric: tuple[Criterion, ...] = ()
+    """The rubric of the last such visit."""
+
+
+def carried_rubrics(run: RunDirectory, before: int) -> dict[str, Carried]:
+    """Task id -> what the task has kept from the steps before training step ``before``.
+
+    Raises:
+        DamagedRun: the table cannot be read.
+    """
+    found: dict[tuple[int, str], list[Criterion]] = {}
+    rows = [row for row in run.table("criteria").to_pylist() if row["training_step"] < before]
+    for row in sorted(rows, key=lambda row: (row["training_step"], row["criterion"])):
+        texts = {name: row[name] for name in ("title", "description", "evaluator_instruction", "source")}
+        found.setdefault((row["training_step"], row["task_id"]), []).append(Criterion(**texts))
+    carried: dict[str, Carried] = {}
+    for (_, task_id), rubric in found.items():
+        visits = carried.get(task_id, Carried()).visits + 1
+        carried[task_id] = Carried(visits=visits, rubric=tuple(rubric))
+    return carried
+
 
 Row = dict[str, Any]
 

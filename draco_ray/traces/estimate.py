@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from draco_ray.config.schema import DracoConfig, Price
-from draco_ray.judging.judge import SECOND_LOOK
 from draco_ray.judging.phases import PHASES, Credit, Proposals, Score, Stage1, Stage2, Union, Verdicts
 from draco_ray.judging.pricing import REQUEST_TOKENS, price_of
 from draco_ray.judging.prompts import Prompts
@@ -72,7 +71,7 @@ def estimate(
         own: whether the judge writes the rubric.
     """
     found = {phase: PhaseEstimate(dollars=None if price is None else 0.0) for phase in PHASES}
-    scored, algorithm = sum(len(group) for group in groups), config.algorithm
+    algorithm = config.algorithm
 
     def add(phase: str, characters: int, reply: int, calls: int = 1) -> None:
         template = prompts.length(phase) if phase in prompts.templates else 0
@@ -107,9 +106,6 @@ def estimate(
             add(scoring, length + rubric, REPLY_TOKENS[scoring] + verdicts, calls=votes)
             if scoring == Score.name:
                 add(Credit.name, length + 2 * rubric, REPLY_TOKENS[Credit.name] + verdicts)
-    if looks := round(config.judge.second_look * scored):
-        found[SECOND_LOOK] = PhaseEstimate(dollars=None if price is None else 0.0)
-        add(SECOND_LOOK, 2 * rubric, CRITERIA * VERDICT_TOKENS, calls=looks)
     return found
 
 

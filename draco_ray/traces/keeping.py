@@ -276,7 +276,5 @@ def _metrics(step: int, groups: Sequence[JudgedGroup], seconds: float) -> dict[s
         "groups_with_signal": sum(len(spread) > 1 for spread in spreads),
         "rollouts": len(traces),
         "judge_dollars": math.fsum(group.dollars for group in groups),
-        "judge_looked_at": sum(group.looked_at for group in groups),
-        "judge_contradicted": sum(group.contradicted for group in groups),
         "seconds": seconds,
     }

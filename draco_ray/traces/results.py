@@ -94,10 +94,6 @@ class JudgedGroup:
     error: str | None = None
     """Why the group has no rewards."""
     notes: tuple[str, ...] = ()
-    looked_at: int = 0
-    contradicted: int = 0
-    """``looked_at``: verdicts whose justifications were read again (``judge.second_look``); ``contradicted``: those of
-    them that their justification contradicts."""
 
 
 GROUP = TypeAdapter(JudgedGroup)
@@ -115,8 +111,6 @@ def judged_group(state: GroupJudgement) -> JudgedGroup:
         dollars=math.fsum(call.dollars for call in state.calls),
         error=state.reason,
         notes=tuple(notes),
-        looked_at=sum(judged.looked_at for judged in state.phases.values()),
-        contradicted=sum(judged.contradicted for judged in state.phases.values()),
     )
 
 

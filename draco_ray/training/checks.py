@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from rich.console import Console
 
 from draco_ray.algorithm.rules import find_rule
-from draco_ray.config.schema import DracoConfig, LearnerConfig, TrainConfig
+from draco_ray.config.schema import DracoConfig, LearnerConfig
 from draco_ray.environments.base import Environment
 from draco_ray.errors import ConfigError, DracoError
 from draco_ray.judging.judge_context import model_positions
@@ -22,9 +22,9 @@ from draco_ray.training.preflight import (
     check_object_store,
     check_outlives_job,
     check_trainable,
+    context_problems,
 )
 from draco_ray.training.session import checked_model, say_cut_prompts, usable_prompts, with_environment
-from draco_ray.training.sizes import context_problems
 from draco_ray.training.trainer import EarlierTasks, TaskOrder
 
 
@@ -157,23 +157,8 @@ def refuse(found: Sequence[DracoError]) -> None:
 
 
 def task_order(config: DracoConfig, tasks: Sequence[str], earlier: Sequence[EarlierTasks] = ()) -> TaskOrder:
-    """The order of a run's tasks. Raises: ConfigError if the order needs a judge's verdicts and there is no judge."""
-    train = config.train
-    if config.algorithm.reward != "rubric":
-        said = {"skip_solved": "what is solved", "order": "what is easy"}
-        for key in (key for key in said if getattr(train, key) != getattr(TrainConfig(), key)):
-            raise ConfigError(
-                f"train.{key}: a judge's verdicts say {said[key]}, not algorithm.reward={config.algorithm.reward}"
-            )
-    return TaskOrder(
-        tasks,
-        train.prompts_per_step,
-        config.seed,
-        skip_solved=train.skip_solved,
-        behind=train.staleness,
-        order=train.order,
-        earlier=earlier,
-    )
+    """The order of a run's tasks. Raises: ConfigError: there are too few for a step."""
+    return TaskOrder(tasks, config.train.prompts_per_step, config.seed, earlier=earlier)
 
 
 def _without_evaluator(config: DracoConfig, console: Console) -> DracoConfig:

@@ -1,25 +1,77 @@
-"""Demonstrations for `draco sft`: JSONL of messages or a run's best rollouts, tokenized as an agent records them."""
+"""Fine-tuning by `draco sft`. Demonstrations are JSONL of messages or a run's best rollouts.
+
+They are tokenized as an agent records them.
+"""
 
 from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
-from draco_ray.config.schema import AgentConfig
+from draco_ray.config.schema import AgentConfig, DracoConfig
 from draco_ray.engine.chat import ChatTokens
+from draco_ray.engine.model_directory import load_tokenizer
 from draco_ray.environments.base import Environment
 from draco_ray.errors import ConfigError, WorldError
+from draco_ray.learner.lora_learner import LoraLearner
 from draco_ray.records import TOOLS, Message, TrainingSample, Trajectory
 from draco_ray.rollout.agent import Agent
 from draco_ray.rollout.endpoint.fields import by_call, clean
 from draco_ray.runs.directory import RunDirectory
 from draco_ray.runs.rows import step_trajectories
+
+OnUpdate = Callable[[int, int, float], None]
+"""Called after every update with (updates done, total updates, cross-entropy before the update in nats per token)."""
+
+
+def fine_tune(
+    config: DracoConfig, samples: Sequence[TrainingSample], out: Path, *, epochs: int, on_update: OnUpdate
+) -> float:
+    """Fit an adapter on ``model.path`` to the samples and write the model with it merged in.
+
+    Args:
+        config: ``model``, ``learner`` (rank, rate, ``minibatch_prompts`` demonstrations per update) and ``seed``.
+        samples: to imitate.
+        out: a folder that does not exist yet, for model and tokenizer.
+        epochs: number of passes over the samples.
+        on_update: called after every update.
+    Returns: the mean loss of the last epoch, nats per token, measured before each update.
+    Raises: ConfigError when the model cannot be used.
+    """
+    plain = dict.fromkeys(("kl_coefficient", "entropy_coefficient"), 0.0)
+    uncorrected = dict.fromkeys(("importance_cap", "mask_low", "mask_high"))
+    device = "cuda" if torch.cuda.is_available() and config.learner.gpus_per_worker > 0 else "cpu"
+    rate = {"learning_rate": config.learner.sft_learning_rate or config.learner.learning_rate}
+    settings = config.learner.model_copy(update=plain | uncorrected | rate)
+    learner = LoraLearner(config.model, settings, seed=config.seed, device=device)
+    order = np.random.default_rng(config.seed)
+    size = settings.minibatch_prompts
+    total = epochs * -(-len(samples) // size)
+    losses: list[float] = []
+    for _ in range(epochs):
+        losses = []
+        shuffled = [samples[index] for index in order.permutation(len(samples))]
+        for first in range(0, len(shuffled), size):
+            batch = shuffled[first : first + size]
+            learner.accumulate(batch)
+            metrics = learner.step()
+            if metrics.skipped is not None:
+                raise ConfigError(f"sft: update {metrics.update + 1} cannot be made: {metrics.skipped}")
+            # The gap to the samples' log-probs, which are 0, is the cross-entropy.
+            losses.append(metrics.engine_gap)
+            on_update(metrics.update, total, losses[-1])
+    merged = learner.policy.peft.merge_and_unload()
+    merged.save_pretrained(out)
+    load_tokenizer(config.model.path, config.model.chat_template).save_pretrained(out)
+    return float(np.mean(losses))
+
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 

@@ -91,8 +91,6 @@ def step_metrics(step: int, groups: Sequence[Group], group_size: int) -> dict[st
         "judge_dollars": sum(phase.dollars for phase in phases),
         "judge_failed_phases": sum(phase.error is not None for phase in phases),
         "judge_prompts_cut": sum(phase.prompt_cut for phase in phases),
-        "judge_looked_at": sum(phase.looked_at for phase in phases),
-        "judge_contradicted": sum(phase.contradicted for phase in phases),
         "seconds_generation": busy_seconds(generation),
         "seconds_judging": busy_seconds(judging),
         "judge_seconds": sum(end - start for start, end in judging),

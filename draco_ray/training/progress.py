@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,34 +15,16 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from draco_ray.algorithm.rules import find_rule
-from draco_ray.config.schema import AlgorithmConfig, DracoConfig
+from draco_ray.config.schema import DracoConfig
 from draco_ray.engine.fleet import EngineFleet
 from draco_ray.engine.sampler import EngineStatistics, growth
 from draco_ray.judging.outage import Pause, span
 from draco_ray.judging.pool import JudgePool
-from draco_ray.observability.catalogue import (
-    ENGINE_KV_CACHE,
-    ENGINE_PREEMPTIONS,
-    ENGINE_PROMPTS,
-    ENGINE_RUNNING,
-    ENGINE_SAMPLED,
-    ENGINE_WAITING,
-    ENGINES_REPLACED,
-    ENGINES_UP,
-    JUDGE_IN_FLIGHT,
-    JUDGE_WAITING,
-    JUDGE_WORKERS_UP,
-    JUDGE_WORKERS_WANTED,
-    ROLLOUTS_IN_FLIGHT,
-    ROLLOUTS_WAITING,
-    RUN_DOLLARS,
-)
+from draco_ray.observability import catalogue
 from draco_ray.observability.metrics import RunMetrics
 from draco_ray.observability.trackers import open_trackers, scalars
 from draco_ray.pipeline import Group
 from draco_ray.rollout.pool import RolloutPool
-from draco_ray.runs.directory import RunDirectory
 from draco_ray.terminal import plain
 from draco_ray.training.watchdog import Pending
 
@@ -76,16 +57,6 @@ def stage(pending: Pending) -> str:
     return next((name for begins, name in STAGES.items() if any(kind.startswith(begins) for kind in kinds)), "")
 
 
-def most_phases(config: AlgorithmConfig) -> int:
-    """Maximum number of judge phases of a group: stage1 and union; stage2, score and credit of each rollout."""
-    if config.reward != "rubric":
-        return 0
-    each = 1 + (find_rule(config.rule, config.reliability).cites and not config.merge_verdicts)
-    if config.rubric == "static":
-        return config.group_size * each
-    return 3 + config.group_size * each if config.merge_proposals else 2 + config.group_size * (each + 1)
-
-
 class StepProgress:
     """A line with clock, stage and counts: live on a terminal, elsewhere printed at intervals."""
 
@@ -111,23 +82,19 @@ class StepProgress:
         self._note = ""
         self._groups: dict[str, Group] = {}
         self._begun = self._said = clock()
-        self._rollouts = self._of_rollouts = self._ready = self._of_groups = self._judged = self._phases = 0
-        self._most = 0
-        """Expected judge phases of an unfinished group: the upper bound, later the mean of finished groups."""
+        self._rollouts = self._of_rollouts = self._of_groups = 0
 
-    def start(self, title: str, groups: int = 0, rollouts: int = 0, phases: int = 0) -> None:
+    def start(self, title: str, groups: int = 0, rollouts: int = 0) -> None:
         """Begin a step or another long operation.
 
         Args:
             title: its name.
             groups: number of groups.
             rollouts: number of rollouts of all groups; 0: counts are not shown.
-            phases: maximum number of judge phases of a group (`most_phases`).
         """
         self._title, self._note, self._groups = title, "", {}
         self._begun = self._said = self._clock()
-        self._rollouts = self._ready = self._judged = 0
-        self._of_rollouts, self._of_groups, self._most, self._phases = rollouts, groups, phases, groups * phases
+        self._rollouts, self._of_rollouts, self._of_groups = 0, rollouts, groups
         if self._console.is_terminal and self._live is None:
             self._live = Live(
                 console=self._console, transient=True, refresh_per_second=4, get_renderable=self._renderable
@@ -137,20 +104,6 @@ class StepProgress:
     def update(self, group: Group) -> None:
         """Update the state of a group."""
         self._groups[group.name] = group
-
-    def _count(self) -> None:
-        """Sum the counts over the groups. Called only when the line is shown, because updates are frequent."""
-        if not self._groups:
-            return
-        # A copy, because the live line is rendered in another thread.
-        known = list(self._groups.values())
-        self._rollouts = sum(len(each.rollouts) for each in known)
-        self._judged = sum(len(each.phases) for each in known)
-        done = [len(each.phases) for each in known if _done(each)]
-        self._ready = len(done)
-        most = round(sum(done) / len(done)) if done else self._most
-        under_way = sum(max(len(each.phases), most) for each in known if not _done(each))
-        self._phases = sum(done) + under_way + (self._of_groups - len(self._groups)) * most
 
     def advance(self) -> None:
         """Count a rollout that belongs to no group."""
@@ -162,16 +115,17 @@ class StepProgress:
 
     def line(self, width: int = 1000) -> str:
         """Clock, stage and counts; counts that do not fit into ``width`` columns are left out."""
-        self._count()
         doing = self._note or stage(self._pending)
         head = f"{self._title} {_clock(self._clock() - self._begun)}"
         if not self._of_rollouts:
             return " · ".join(filter(None, [head, doing]))
-        about = "" if self._ready == self._of_groups else "about "
+        # A copy, because the live line is rendered in another thread.
+        groups = list(self._groups.values())
+        judged = sum(len(each.phases) for each in groups)
         counts = [
-            f"{self._rollouts}/{self._of_rollouts} rollouts",
-            f"{self._judged} of {about}{self._phases} judge phases" if self._phases else "",
-            f"{self._ready}/{self._of_groups} groups" if self._of_groups else "",
+            f"{self._rollouts + sum(len(each.rollouts) for each in groups)}/{self._of_rollouts} rollouts",
+            f"{judged} judge phases" if judged else "",
+            f"{sum(map(_done, groups))}/{self._of_groups} groups" if self._of_groups else "",
         ]
         parts = [part for part in (head, doing, *counts) if part]
         # The most important parts come first.
@@ -285,10 +239,6 @@ def step_line(metrics: Mapping[str, Any], steps: int) -> str:
         parts.append(f"held-out judge {metrics['held_out_rate']:.0%} to {metrics['held_out_trained_rate']:.0%}{drift}")
     if metrics.get("judge_prompts_cut"):
         parts.append(f"{metrics['judge_prompts_cut']} judge prompts cut to its context")
-    if metrics.get("judge_looked_at"):
-        parts.append(
-            f"judge contradicts itself in {metrics['judge_contradicted']}/{metrics['judge_looked_at']} verdicts"
-        )
     if metrics["rollouts_lost"] or metrics["groups_failed"]:
         parts.append(f"lost {metrics['rollouts_lost']} rollouts, {metrics['groups_failed']} groups")
     return " | ".join(parts)
@@ -296,44 +246,6 @@ def step_line(metrics: Mapping[str, Any], steps: int) -> str:
 
 def _number(value: float | None, form: str) -> str:
     return "-" if value is None else format(value, form)
-
-
-VERDICTS = {1: "passed", -1: "failed", 0: "not_applicable"}
-
-
-def rollout_table(run: RunDirectory, step: int) -> dict[str, list[Any]]:
-    """Columns by name: rollout, termination, reward, advantage, criteria by verdict, evidence of failures.
-
-    Reward and advantage are null for rollouts of dropped groups.
-
-    Raises:
-        DamagedRun: a table of the run cannot be read.
-    """
-    titles = {
-        (row["task_id"], row["criterion"]): row["title"]
-        for row in run.table("criteria", step, ["task_id", "criterion", "title"]).to_pylist()
-    }
-    judged: dict[tuple[str, int], dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
-    for row in run.table("verdicts", step, ["task_id", "rollout", "criterion", "verdict", "evidence"]).to_pylist():
-        of = judged[row["task_id"], row["rollout"]]
-        of[VERDICTS[row["verdict"]]].append(titles.get((row["task_id"], row["criterion"]), f"#{row['criterion']}"))
-        if row["verdict"] == -1 and row["evidence"]:
-            of["evidence"].append(row["evidence"])
-    given = {
-        (row["task_id"], row["rollout"]): row
-        for row in run.table("advantages", step, ["task_id", "rollout", "reward", "advantage"]).to_pylist()
-    }
-    columns = ["task_id", "rollout", "ended", "turns", "steps", "reward", "advantage"]
-    columns += [*VERDICTS.values(), "evidence"]
-    table: dict[str, list[Any]] = {name: [] for name in columns}
-    played = run.table("trajectories", step, ["task_id", "rollout", "ended", "turns", "steps"]).to_pylist()
-    for row in sorted(played, key=lambda row: (row["task_id"], row["rollout"])):
-        key = row["task_id"], row["rollout"]
-        values = row | {name: given.get(key, {}).get(name) for name in ("reward", "advantage")}
-        values |= {name: "\n".join(judged[key][name]) for name in (*VERDICTS.values(), "evidence")}
-        for name, column in table.items():
-            column.append(values[name])
-    return table
 
 
 log = logging.getLogger(__name__)
@@ -413,21 +325,6 @@ class RunObserver:
                 log.exception("tracker %s failed and is not used any more", name)
                 del self._trackers[name]
 
-    def rollouts(self, step: int, run: RunDirectory) -> None:
-        """Send a finished step's rollouts with their verdicts to the trackers that show tables."""
-        showing = {name: tracker for name, tracker in self._trackers.items() if tracker.shows_tables}
-        try:
-            table = rollout_table(run, step) if showing else {}
-        except Exception:
-            log.exception("the table of rollouts of step %d cannot be made", step)
-            return
-        for name, tracker in showing.items():
-            try:
-                tracker.rollouts(step, table)
-            except Exception:
-                log.exception("tracker %s failed and is not used any more", name)
-                del self._trackers[name]
-
     def watch_pools(self, rollouts: RolloutPool, judges: JudgePool) -> None:
         """Record the pools' queues every few seconds until `close`; needs a running event loop.
 
@@ -449,21 +346,21 @@ class RunObserver:
 
     async def _sample(self, rollouts: RolloutPool, judges: JudgePool) -> None:
         while True:
-            self._metrics.set(ROLLOUTS_WAITING, rollouts.waiting)
-            self._metrics.set(ROLLOUTS_IN_FLIGHT, rollouts.in_flight)
-            self._metrics.set(JUDGE_IN_FLIGHT, judges.in_flight)
-            self._metrics.set(JUDGE_WAITING, judges.waiting)
-            self._metrics.set(JUDGE_WORKERS_UP, judges.up)
-            self._metrics.set(JUDGE_WORKERS_WANTED, judges.wanted)
-            self._metrics.set(RUN_DOLLARS, self._dollars)
+            self._metrics.set(catalogue.ROLLOUTS_WAITING, rollouts.waiting)
+            self._metrics.set(catalogue.ROLLOUTS_IN_FLIGHT, rollouts.in_flight)
+            self._metrics.set(catalogue.JUDGE_IN_FLIGHT, judges.in_flight)
+            self._metrics.set(catalogue.JUDGE_WAITING, judges.waiting)
+            self._metrics.set(catalogue.JUDGE_WORKERS_UP, judges.up)
+            self._metrics.set(catalogue.JUDGE_WORKERS_WANTED, judges.wanted)
+            self._metrics.set(catalogue.RUN_DOLLARS, self._dollars)
             self._metrics.step(self._last_step)
             await asyncio.sleep(SAMPLE_SECONDS)
 
     async def _ask(self, fleet: EngineFleet) -> None:
         before: dict[str, EngineStatistics] = {}
         while True:
-            self._metrics.set(ENGINES_UP, fleet.workers.up)
-            self._metrics.set(ENGINES_REPLACED, fleet.replaced)
+            self._metrics.set(catalogue.ENGINES_UP, fleet.workers.up)
+            self._metrics.set(catalogue.ENGINES_REPLACED, fleet.replaced)
             for index, now in (await fleet.statistics()).items():
                 engine = str(index)
                 self._engine(engine, before.get(engine, EngineStatistics()), now)
@@ -472,13 +369,13 @@ class RunObserver:
             await asyncio.sleep(SAMPLE_SECONDS)
 
     def _engine(self, engine: str, before: EngineStatistics, now: EngineStatistics) -> None:
-        self._metrics.set(ENGINE_RUNNING, now.running, engine=engine)
-        self._metrics.set(ENGINE_WAITING, now.waiting, engine=engine)
-        self._metrics.set(ENGINE_KV_CACHE, now.kv_cache, engine=engine)
+        self._metrics.set(catalogue.ENGINE_RUNNING, now.running, engine=engine)
+        self._metrics.set(catalogue.ENGINE_WAITING, now.waiting, engine=engine)
+        self._metrics.set(catalogue.ENGINE_KV_CACHE, now.kv_cache, engine=engine)
         for metric, name in (
-            (ENGINE_SAMPLED, "sampled_tokens"),
-            (ENGINE_PROMPTS, "prompt_tokens"),
-            (ENGINE_PREEMPTIONS, "preemptions"),
+            (catalogue.ENGINE_SAMPLED, "sampled_tokens"),
+            (catalogue.ENGINE_PROMPTS, "prompt_tokens"),
+            (catalogue.ENGINE_PREEMPTIONS, "preemptions"),
         ):
             self._metrics.count(metric, growth(before, now, name), engine=engine)
 
@@ -486,9 +383,8 @@ class RunObserver:
 class StepWatch:
     """Shows and records the groups of the current step; the pipeline calls it at every change."""
 
-    def __init__(self, progress: StepProgress, observer: RunObserver, phases: int = 0) -> None:
-        """``phases``: see `draco_ray.training.progress.most_phases`."""
-        self._progress, self._observer, self._phases = progress, observer, phases
+    def __init__(self, progress: StepProgress, observer: RunObserver) -> None:
+        self._progress, self._observer = progress, observer
         self._step = 0
 
     def __call__(self, group: Group) -> None:
@@ -499,7 +395,7 @@ class StepWatch:
 
     def begin(self, title: str, groups: Sequence[Group], group_size: int) -> None:
         """Begin a step."""
-        self._progress.start(title, len(groups), len(groups) * group_size, self._phases)
+        self._progress.start(title, len(groups), len(groups) * group_size)
         self._step = groups[0].step
         for group in groups:
             self(group)

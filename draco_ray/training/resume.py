@@ -14,12 +14,12 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from rich.console import Console
 
 from draco_ray.config.load import dump_config
-from draco_ray.config.schema import DracoConfig, LearnerConfig, Order
+from draco_ray.config.schema import DracoConfig, LearnerConfig
 from draco_ray.errors import ConfigError, DamagedRun
 from draco_ray.runs.checkpoints import COUNTERS, checkpoint_damage
 from draco_ray.runs.directory import RunDirectory, damaged, read_table, read_text, write_private
@@ -141,18 +141,15 @@ def adopt_tasks(
 
 
 def recorded_order(run: RunDirectory) -> TaskOrder:
-    """The order in which the run took its tasks, from ``tasks.json`` and the metrics.
+    """The order in which the run took its tasks, from ``tasks.json``.
 
     Raises:
-        DamagedRun: one of them is missing or cannot be read.
+        DamagedRun: it is missing or cannot be read.
     """
     if not (parts := _task_parts(run)):
         raise damaged(run.path / TASKS, "it is missing or empty")
     _, tasks, rules = parts[-1]
-    order = TaskOrder(tasks, **asdict(rules), earlier=_earlier(parts))
-    for line in run.metrics():
-        order.note(line["step"], line.get("solved_tasks") or (), line.get("task_pass_rates") or {})
-    return order
+    return TaskOrder(tasks, **asdict(rules), earlier=_earlier(parts))
 
 
 def _task_parts(run: RunDirectory) -> list[tuple[int, list[str], OrderRules]]:
@@ -174,11 +171,7 @@ def _earlier(parts: Sequence[tuple[int, list[str], OrderRules]]) -> list[Earlier
 
 
 def _rules(written: Mapping[str, Any]) -> OrderRules:
-    read = dict(written)
-    if (order := read.pop("order")) not in get_args(Order):
-        raise ValueError(f"order {order!r}")
-    numbers: dict[str, Any] = {name: None if value is None else int(value) for name, value in read.items()}
-    return OrderRules(**numbers, order=order)
+    return OrderRules(**{name: int(value) for name, value in dict(written).items()})
 
 
 def rewind(run: RunDirectory, *, reuse: bool) -> StartPoint:

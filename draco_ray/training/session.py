@@ -39,16 +39,15 @@ from draco_ray.rollout.pool import RolloutPool, RolloutWorkers
 from draco_ray.rollout.tokens import EnginePolicies, TokenPolicy
 from draco_ray.rollout.turn_agent import TurnAgent
 from draco_ray.rollout.worker import EPISODES, rollout_starter
-from draco_ray.runs.carried import carried_rubrics
 from draco_ray.runs.directory import RunDirectory
+from draco_ray.runs.rows import carried_rubrics
 from draco_ray.runs.store_actor import start_run_store
 from draco_ray.training.advantage_computer import start_advantage_computer
 from draco_ray.training.cluster import connect, leave_ray, pending_demand, release_start_lock, unless_gone
 from draco_ray.training.held_out import BeforeAfter, JudgedBeforeAfter, Tell
-from draco_ray.training.preflight import check_judge_context, check_session
-from draco_ray.training.progress import RunObserver, StepProgress, StepWatch, most_phases, shown, watch_judge
+from draco_ray.training.preflight import check_judge_context, check_session, with_checkpointing
+from draco_ray.training.progress import RunObserver, StepProgress, StepWatch, shown, watch_judge
 from draco_ray.training.resume import StartPoint
-from draco_ray.training.sizes import with_checkpointing
 from draco_ray.training.trainer import Batches, RecordedRollouts, TaskOrder, Trainer, WeightSync, engines_asleep
 from draco_ray.training.watchdog import Pending, in_time, watch_quiet
 
@@ -540,7 +539,7 @@ async def training_session(
                     await weights.publish(start.step)
 
         await started(begin(), config, pending, console)
-        pool, watch = actors.pool(actors.workers), StepWatch(progress, observer, most_phases(config.algorithm))
+        pool, watch = actors.pool(actors.workers), StepWatch(progress, observer)
         observer.watch_pools(pool, actors.judges)
         observer.watch_engines(actors.fleet)
         pipeline = Pipeline(

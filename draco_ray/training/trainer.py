@@ -18,7 +18,6 @@ from collections.abc import (
     AsyncIterator,
     Awaitable,
     Callable,
-    Collection,
     Coroutine,
     Iterable,
     Iterator,
@@ -28,14 +27,14 @@ from collections.abc import (
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import islice, takewhile
+from itertools import count, islice, takewhile
 from typing import Any
 
 import numpy as np
 import ray
 from rich.console import Console
 
-from draco_ray.config.schema import DracoConfig, Order, TrainConfig
+from draco_ray.config.schema import DracoConfig, TrainConfig
 from draco_ray.engine.canary import CanaryReading, Probe, Scorer, run_canary
 from draco_ray.engine.fleet import EngineFleet
 from draco_ray.errors import ClusterError, ConfigError, RunStopped
@@ -280,9 +279,6 @@ class OrderRules:
 
     per_step: int
     seed: int
-    skip_solved: int | None = None
-    behind: int = 0
-    order: Order = "shuffled"
 
 
 @dataclass(frozen=True, slots=True)
@@ -300,101 +296,55 @@ class TaskOrder:
 
     90 tasks at 16 a step give 5 steps an epoch (appendix "Training Hyperparameters": 100 steps in 20 epochs).
 
-    With ``skip_solved`` = n, a task whose rollouts failed no criterion in n consecutive visits rests (is left out) for
-    n epochs. Steps are filled from the other tasks. If these are too few for a step, no task rests in that epoch.
-
-    With another ``order`` than ``shuffled``, the tasks of an epoch are sorted by their pass rate at their last visit;
-    tasks without one come first, and ties stay shuffled. The tasks that fill no step are dropped before sorting;
-    otherwise the same tasks would never be trained on.
-
     After a resume, added tasks take part from the next epoch on; removed tasks are left out at once, so the current
     epoch is shorter. Steps that were chosen under earlier rules do not change: new rules apply from the first step
-    after the resume, and a new ``order`` from the next epoch.
+    after the resume.
 
     Args:
         tasks: the training tasks as they are now.
         per_step: B, tasks a step.
         seed: of the shuffles.
-        skip_solved: n; None: no task is left out.
-        behind: number of latest steps whose verdicts are not known when a step begins (``train.staleness``).
-        order: of the tasks of an epoch.
         earlier: the tasks and rules of earlier parts of the run, oldest first.
 
     Raises:
         ConfigError: if there are fewer tasks than one step needs.
     """
 
-    def __init__(
-        self,
-        tasks: Sequence[str],
-        per_step: int,
-        seed: int,
-        *,
-        skip_solved: int | None = None,
-        behind: int = 0,
-        order: Order = "shuffled",
-        earlier: Sequence[EarlierTasks] = (),
-    ) -> None:
+    def __init__(self, tasks: Sequence[str], per_step: int, seed: int, *, earlier: Sequence[EarlierTasks] = ()) -> None:
         if len(tasks) < per_step:
             raise ConfigError(
                 f"train.prompts_per_step is {per_step}, but the training split has {len(tasks)} usable tasks: lower "
                 "it, or add tasks"
             )
         self._tasks = tuple(sorted(tasks))
-        self.rules = OrderRules(per_step=per_step, seed=seed, skip_solved=skip_solved, behind=behind, order=order)
+        self.rules = OrderRules(per_step=per_step, seed=seed)
         self._earlier = [replace(part, tasks=tuple(sorted(part.tasks))) for part in earlier]
-        self._solved: dict[int, frozenset[str]] = {}
-        self._pass_rates: dict[int, dict[str, float]] = {}
 
     @property
     def steps_per_epoch(self) -> int:
-        """Number of whole steps in an epoch of the present tasks if no task is skipped."""
+        """Number of whole steps in an epoch of the present tasks."""
         return len(self._tasks) // self.rules.per_step
 
     def last_step(self, epochs: int) -> int:
-        """Number of steps in ``epochs`` epochs if no task rests."""
+        """Number of steps in ``epochs`` epochs."""
         if not self._earlier:
             return epochs * self.steps_per_epoch
-        return sum(1 for _ in takewhile(lambda step: step[0] < epochs, self._steps(resting=False)))
-
-    def note(self, step: int, solved: Collection[str], pass_rates: Mapping[str, float]) -> None:
-        """Record, for a finished step, the tasks whose rollouts failed no criterion, and each task's pass rate."""
-        self._solved[step] = frozenset(solved)
-        self._pass_rates[step] = dict(pass_rates)
+        return sum(1 for _ in takewhile(lambda step: step[0] < epochs, self._steps()))
 
     def tasks(self, step: int) -> list[str]:
-        """The B tasks of a step, counted from 1. If the rules use results, call `note` for earlier steps first."""
-        return next(islice(self._steps(resting=True), step - 1, None))[1]
+        """The B tasks of a step, counted from 1."""
+        return next(islice(self._steps(), step - 1, None))[1]
 
-    def _steps(self, *, resting: bool) -> Iterator[tuple[int, list[str]]]:
-        """Epoch and tasks of every step from the first, each chosen from what was known when the step began."""
+    def _steps(self) -> Iterator[tuple[int, list[str]]]:
+        """Epoch and tasks of every step from the first, each chosen from the tasks that there were then."""
         epoch, left = 0, self._shuffled(0, first_step=1)
-        streak: Counter[str] = Counter()
-        rests_until: dict[str, int] = {}
-        pass_rates: dict[str, float] = {}
-        visited: list[tuple[int, list[str]]] = []
-        heard = 0
-        while True:
-            step = len(visited) + 1
+        for step in count(1):
             tasks, rules = self._known(step)
-            patience = rules.skip_solved if resting else None
-            while heard < step - 1 - rules.behind:
-                of_epoch, played = visited[heard]
-                heard += 1
-                pass_rates |= self._pass_rates.get(heard, {})
-                for task in played:
-                    streak[task] = streak[task] + 1 if task in self._solved.get(heard, ()) else 0
-                    if patience is not None and streak[task] >= patience:
-                        rests_until[task] = of_epoch + patience
-            there = {task for task in tasks if patience is None or rests_until.get(task, -1) < epoch}
-            left = [task for task in left if task in there]
+            left = [task for task in left if task in tasks]
             if len(left) < rules.per_step:
                 epoch += 1
-                shuffled = self._shuffled(epoch, first_step=step)
-                awake = [task for task in shuffled if patience is None or rests_until.get(task, -1) < epoch]
-                left = _sorted(awake if len(awake) >= rules.per_step else shuffled, rules, pass_rates)
+                left = self._shuffled(epoch, first_step=step)
             chosen, left = left[: rules.per_step], left[rules.per_step :]
-            visited.append((epoch, chosen))
             yield epoch, chosen
 
     def _known(self, step: int) -> tuple[Sequence[str], OrderRules]:
@@ -406,16 +356,6 @@ class TaskOrder:
         tasks, rules = self._known(first_step)
         order = np.random.default_rng((rules.seed, epoch)).permutation(len(tasks))
         return [tasks[index] for index in order]
-
-
-def _sorted(shuffled: list[str], rules: OrderRules, pass_rates: Mapping[str, float]) -> list[str]:
-    """Sort an epoch's tasks by difficulty, except the last ones, which fill no step."""
-    if rules.order == "shuffled":
-        return shuffled
-    sign = -1.0 if rules.order == "easy_first" else 1.0
-    whole = len(shuffled) - len(shuffled) % rules.per_step
-    known = {task: sign * pass_rates[task] for task in shuffled if task in pass_rates}
-    return sorted(shuffled[:whole], key=lambda task: known.get(task, -2.0)) + shuffled[whole:]
 
 
 @dataclass(frozen=True, slots=True)
@@ -495,10 +435,6 @@ class Batches:
         self._prompts, self._order, self._pipeline, self._recorded = prompts, order, pipeline, recorded
         self._ahead: dict[int, Batch] = {}
         """The groups of each step that has begun."""
-
-    def note(self, step: int, solved: Sequence[str], pass_rates: Mapping[str, float]) -> None:
-        """Record a finished step's solved tasks and pass rates for the order of later tasks."""
-        self._order.note(step, solved, pass_rates)
 
     @property
     def ahead(self) -> bool:
@@ -674,8 +610,6 @@ class Trainer:
         # Check before the checkpoint is written, so that a resumed run repeats a step without a group.
         self._watchdog.check(played, Counter(group.reason for group in batch.groups if group.reason is not None))
 
-        self._batches.note(step, played["solved_tasks"], played["task_pass_rates"])
-
         learned, learned_at = update_metrics(update.updates), time.time()
         updated = learned["updates"] > 0 and learned["grad_norm"] > 0
         with self._pending.of("sync of the adapter to the engines"):
@@ -703,8 +637,6 @@ class Trainer:
             await asyncio.to_thread(self._observer.step, metrics)
         with self._pending.of("the run store"):
             await self._store.finish_step.remote(step, metrics)
-        with self._pending.of("the trackers"):
-            await asyncio.to_thread(self._observer.rollouts, step, self._run)
         return metrics
 
     async def _checkpoint(self, step: int) -> None:

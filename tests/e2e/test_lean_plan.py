@@ -10,8 +10,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from draco_ray.runs.carried import carried_rubrics
 from draco_ray.runs.directory import RunDirectory
+from draco_ray.runs.rows import carried_rubrics
 from tests.e2e.test_training import arguments, wait_until
 from tests.support.command import draco, draco_here, start_draco
 

@@ -19,7 +19,7 @@ import pytest
 import yaml
 
 from draco_ray.records import EpisodeEnd, Trajectory
-from draco_ray.rollout.harness import FOLDER, read_harness
+from draco_ray.rollout.program_agent import FOLDER, read_harness
 from tests.support.coding_agents import Workspaces, left, new_mark
 from tests.support.endpoint_episode import END, TOKENIZER, ScriptedSampler, call
 

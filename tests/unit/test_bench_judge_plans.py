@@ -17,8 +17,8 @@ from draco_ray.config.load import dump_config, load_config
 from draco_ray.lab.analysis.judges import configured_rules
 from draco_ray.lab.verify import LocalActor, PlayedRollouts
 from draco_ray.pipeline import Group, Pipeline
-from draco_ray.runs.carried import carried_rubrics
 from draco_ray.runs.directory import RunDirectory
+from draco_ray.runs.rows import carried_rubrics
 from draco_ray.runs.store_actor import RunStoreActor
 from draco_ray.sandbox.rule_judge.answering import answer
 from draco_ray.sandbox.world.scripts import families

@@ -15,9 +15,9 @@ from draco_ray.config import machine
 from draco_ray.config.load import load_config
 from draco_ray.errors import ConfigError
 from draco_ray.training.checks import machine_resources
+from draco_ray.training.preflight import context_problems
 from draco_ray.training.run import train
 from draco_ray.training.session import checked_model
-from draco_ray.training.sizes import context_problems
 from tests.support.tiny_model import build_tiny_model
 
 

@@ -129,7 +129,7 @@ async def test_the_canarys_pass_of_the_learner_comes_before_the_engines_wake(
         finish_step=SimpleNamespace(remote=nothing),
         recorded=None,
     )
-    observer: Any = SimpleNamespace(group=lambda group: None, step=lambda line: None, rollouts=lambda step, run: None)
+    observer: Any = SimpleNamespace(group=lambda group: None, step=lambda line: None)
     pipeline: Any = SimpleNamespace(run=run)
     pool: Any = None
     advantages = SimpleNamespace(probe=SimpleNamespace(remote=probe))

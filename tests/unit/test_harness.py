@@ -9,8 +9,7 @@ import pytest
 
 from draco_ray.config.schema import AgentConfig
 from draco_ray.errors import ConfigError
-from draco_ray.rollout.harness import FOLDER, program_files, read_harness
-from draco_ray.rollout.program_agent import ProgramAgent
+from draco_ray.rollout.program_agent import FOLDER, ProgramAgent, program_files, read_harness
 from draco_ray.rollout.tokens import EnginePolicies
 
 VARIABLES = {"DRACO_MODEL": "policy", "OPENAI_BASE_URL": "http://127.0.0.1:9/x/v1", "OPENAI_API_KEY": "k"}

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 
 from draco_ray.config.schema import JudgeConfig, Price
-from draco_ray.judging import prompt_cache
+from draco_ray.judging import endpoint
 from draco_ray.judging.client import LiteLLMClient
 from draco_ray.judging.completion import Request
+from draco_ray.judging.endpoint import LEAST_CHARACTERS, cache_key, marked, shared_ends, told
 from draco_ray.judging.example import RUBRIC, SCORES, example_trajectory
 from draco_ray.judging.phases import Credit, Score, Stage1, Stage2
 from draco_ray.judging.pricing import known_price
-from draco_ray.judging.prompt_cache import LEAST_CHARACTERS, cache_key, marked, shared_ends, told
 from draco_ray.judging.prompts import load_prompts
 from draco_ray.records import Message, Trajectory
 from tests.support.scripted_judge_server import Reply, ScriptedJudgeServer
@@ -69,9 +69,9 @@ def test_an_end_counts_from_the_least_length_on(monkeypatch: pytest.MonkeyPatch)
     question = Score(long_trajectory(0), RUBRIC)
     about = prompts, "score", question.prompt(prompts), prompts.code(question.identity)
     first, *_ = ends = shared_ends(*about)
-    monkeypatch.setattr(prompt_cache, "LEAST_CHARACTERS", first)
+    monkeypatch.setattr(endpoint, "LEAST_CHARACTERS", first)
     assert shared_ends(*about) == ends
-    monkeypatch.setattr(prompt_cache, "LEAST_CHARACTERS", first + 1)
+    monkeypatch.setattr(endpoint, "LEAST_CHARACTERS", first + 1)
     assert first not in shared_ends(*about)
 
 
@@ -86,7 +86,7 @@ def test_an_end_counts_from_the_least_length_on(monkeypatch: pytest.MonkeyPatch)
 )
 def test_blocks_are_alike_up_to_where_two_templates_differ(one: str, other: str, alike: int) -> None:
     prompts: Any = SimpleNamespace(templates={"one": one, "other": other})
-    assert prompt_cache._blocks_alike(prompts, "one") == alike
+    assert endpoint._blocks_alike(prompts, "one") == alike
 
 
 def test_how_a_provider_is_told_is_what_litellm_knows_of_it() -> None:

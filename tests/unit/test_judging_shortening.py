@@ -11,8 +11,7 @@ import pytest
 
 from draco_ray.config.schema import JudgeConfig
 from draco_ray.judging.example import PROMPT, RUBRIC, SCORES, example_trajectory
-from draco_ray.judging.fitting import Fitting
-from draco_ray.judging.judge import CallContext, Judge
+from draco_ray.judging.judge import CallContext, Fitting, Judge
 from draco_ray.judging.judge_context import judge_room, judge_tokens
 from draco_ray.judging.phases import Credit, Question, Score, Stage1, Stage2, Union
 from draco_ray.judging.pool import phase_summary

@@ -10,7 +10,7 @@ import pytest
 from draco_ray.config.schema import JudgeConfig
 from draco_ray.errors import JudgeUnavailable
 from draco_ray.judging.completion import Request
-from draco_ray.judging.endpoint import Borrowed, Endpoint, Server
+from draco_ray.judging.endpoint import Borrowed, Endpoint, Server, cache_key, marked
 from draco_ray.judging.outage import (
     FailureKind,
     advice,
@@ -21,7 +21,6 @@ from draco_ray.judging.outage import (
     unconnected,
     wants_completion_tokens,
 )
-from draco_ray.judging.prompt_cache import cache_key, marked
 from draco_ray.records import Message
 
 REQUEST = httpx.Request("POST", "http://judge/")

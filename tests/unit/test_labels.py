@@ -15,9 +15,9 @@ from draco_ray.cli import main
 from draco_ray.config.schema import JudgeConfig
 from draco_ray.errors import ConfigError
 from draco_ray.judging.build import prompts_of
+from draco_ray.judging.endpoint import shared_ends
 from draco_ray.judging.labels import Label, corrected, examples_of, examples_text, load_labels, taken_back
 from draco_ray.judging.phases import Score, Stage1
-from draco_ray.judging.prompt_cache import shared_ends
 from draco_ray.lab.analysis.labels import against_people, between_people, citations
 from draco_ray.records import JudgeCall, ScoredCriterion, Verdict
 from draco_ray.runs import rows

@@ -154,7 +154,7 @@ async def trainer_of(config: DracoConfig, engine: Engine, run: RunDirectory) -> 
     fleet: Any = engine
     pipeline: Any = SimpleNamespace(run=play)
     pool: Any = None
-    observer: Any = SimpleNamespace(group=lambda group: None, step=lambda line: None, rollouts=lambda step, run: None)
+    observer: Any = SimpleNamespace(group=lambda group: None, step=lambda line: None)
     recorded = RecordedRollouts(handle, pool, frozenset(), group_size=2, staleness=0, console=console)
     return Trainer(
         config,

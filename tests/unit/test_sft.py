@@ -27,8 +27,14 @@ from draco_ray.rollout.tokens import TokenPolicy
 from draco_ray.rollout.turn_agent import CodeAgent
 from draco_ray.runs.rows import step_trajectories
 from draco_ray.sandbox.starter.tokenizer import train_tokenizer
-from draco_ray.training.demonstrations import Demonstration, as_sample, best_rollouts, fitting, read_demonstrations
-from draco_ray.training.sft import fine_tune
+from draco_ray.training.demonstrations import (
+    Demonstration,
+    as_sample,
+    best_rollouts,
+    fine_tune,
+    fitting,
+    read_demonstrations,
+)
 from tests.support.small_run import small_run
 from tests.support.tiny_model import VOCABULARY, build_tiny_model, tiny_tokenizer
 from tests.support.tool_templates import TEMPLATES, tool_tokenizer

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from draco_ray.environments.appworld.termination import termination
+from draco_ray.environments.appworld.environment import termination
 from draco_ray.records import EpisodeEnd, Termination
 
 LOOK = ("print(apis.api_docs.show_app_descriptions())", "[...]")

@@ -19,9 +19,8 @@ from draco_ray.records import Evaluation, JudgedRollout
 from draco_ray.runs.directory import RunDirectory
 from draco_ray.training import held_out
 from draco_ray.training.held_out import BeforeAfter, JudgedBeforeAfter
-from draco_ray.training.progress import RunObserver, StepProgress, rollout_table
+from draco_ray.training.progress import RunObserver, StepProgress
 from tests.support.evaluations import a_result
-from tests.support.small_run import small_run
 
 LINE = {
     "step": 3,
@@ -51,9 +50,6 @@ class WandB(ModuleType):
     def log(self, data: dict[str, Any], step: int) -> None:
         self.logged.append((step, data))
 
-    def Table(self, columns: list[str], data: list[list[Any]]) -> tuple[list[str], list[list[Any]]]:
-        return columns, data
-
     def finish(self) -> None:
         self.finished += 1
 
@@ -66,7 +62,6 @@ class MLflow(ModuleType):
         self.active = threading.local()
         self.begun: list[dict[str, Any]] = []
         self.files: list[str] = []
-        self.tables: dict[str, dict[str, list[Any]]] = {}
         self.logged: list[tuple[int, Mapping[str, float]]] = []
         self.finished = 0
 
@@ -82,10 +77,6 @@ class MLflow(ModuleType):
     def log_metrics(self, metrics: dict[str, float], step: int, *, run_id: str | None = None) -> None:
         self._or_start(run_id)
         self.logged.append((step, metrics))
-
-    def log_table(self, data: dict[str, list[Any]], artifact_file: str, run_id: str | None = None) -> None:
-        self._or_start(run_id)
-        self.tables[artifact_file] = data
 
     def end_run(self) -> None:
         self.finished += 1
@@ -134,13 +125,12 @@ def test_what_another_thread_sends_to_mlflow_belongs_to_the_same_run(
 
     def send() -> None:
         tracker.step(3, scalars(LINE))
-        tracker.rollouts(3, {"task_id": ["82e2fac_1"]})
 
     thread = threading.Thread(target=send)
     thread.start()
     thread.join()
     assert [begun["run_name"] for begun in package.begun] == [tmp_path.name]
-    assert (package.logged, list(package.tables)) == ([(3, SCALARS)], ["rollouts/step00003.json"])
+    assert package.logged == [(3, SCALARS)]
 
 
 @pytest.mark.parametrize(("name", "variable"), [("wandb", "WANDB_API_KEY"), ("mlflow", "MLFLOW_TRACKING_URI")])
@@ -191,47 +181,3 @@ async def test_what_is_measured_between_steps_is_a_curve_in_the_trackers(
     )
     await judged.measure(6, 6)
     assert package.logged == [(4, {"held_out/tgc": 0.5, "held_out/sgc": 0.0}), (6, {"held_out/judged_pass_rate": 0.75})]
-
-
-def test_a_step_is_a_table_of_its_rollouts_with_their_verdicts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = small_run(tmp_path / "run")
-    table = rollout_table(run, 2)
-    assert len(table["rollout"]) == run.table("trajectories", 2).num_rows > 0
-    assert len({len(column) for column in table.values()}) == 1
-    verdicts = run.table("verdicts", 2).to_pylist()
-    titles = {(row["task_id"], row["criterion"]): row["title"] for row in run.table("criteria", 2).to_pylist()}
-    for number, (task, rollout) in enumerate(zip(table["task_id"], table["rollout"], strict=True)):
-        for verdict, name in ((1, "passed"), (-1, "failed"), (0, "not_applicable")):
-            given = [
-                titles[task, row["criterion"]]
-                for row in verdicts
-                if (row["task_id"], row["rollout"], row["verdict"]) == (task, rollout, verdict)
-            ]
-            assert table[name][number] == "\n".join(given)
-    assert any(table["passed"])
-    assert any(table["failed"])
-    rewards = {(row["task_id"], row["rollout"]): row["reward"] for row in run.table("advantages", 2).to_pylist()}
-    assert table["reward"] == [rewards[key] for key in zip(table["task_id"], table["rollout"], strict=True)]
-
-    wandb, mlflow = WandB(), MLflow()
-    monkeypatch.setitem(sys.modules, "wandb", wandb)
-    monkeypatch.setitem(sys.modules, "mlflow", mlflow)
-    trackers = open_trackers(("wandb", "mlflow", "tensorboard"), run.path, {})
-    assert [tracker.shows_tables for tracker in trackers.values()] == [True, True, False]
-    for tracker in trackers.values():
-        tracker.rollouts(2, table)
-        tracker.close()
-    ((step, sent),) = wandb.logged
-    assert (step, sent["rollouts"][0], len(sent["rollouts"][1])) == (2, list(table), len(table["rollout"]))
-    assert [row[0] for row in sent["rollouts"][1]] == table["task_id"]
-    assert mlflow.tables == {"rollouts/step00002.json": table}
-
-
-def test_a_step_whose_groups_were_dropped_is_a_table_too(tmp_path: Path) -> None:
-    run = small_run(tmp_path / "run")
-    for name in ("advantages", "verdicts", "criteria"):
-        (run.tables / name / "step00002.parquet").unlink()
-    table = rollout_table(run, 2)
-    assert set(table["reward"]) == {None}
-    assert set(table["failed"]) == {""}
-    assert rollout_table(run, 9)["rollout"] == []

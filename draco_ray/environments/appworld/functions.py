@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from draco_ray.config.schema import DataConfig, EnvironmentConfig, Tree
-from draco_ray.environments.appworld.environment import AppWorld, AppWorldEnvironment
-from draco_ray.environments.appworld.termination import FAILED
+from draco_ray.environments.appworld.environment import FAILED, AppWorld, AppWorldEnvironment
 from draco_ray.environments.base import World, WorldVerdict, checked_options, ended_by
 from draco_ray.environments.tools.environment import described
 from draco_ray.errors import ConfigError, WorldError

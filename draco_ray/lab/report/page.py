@@ -278,7 +278,6 @@ def _facts(run: RunDirectory) -> list[tuple[str, str]]:
             ("traces", f"{rollouts:,}"),
             ("pass share", percent(sum(shares) / len(shares)) if shares else "–"),
             ("judge cost", f"${dollars:,.2f}" if dollars else "–"),
-            *_self_contradictions(metrics),
         ]
     return [
         ("setting", value("setting")),
@@ -289,21 +288,9 @@ def _facts(run: RunDirectory) -> list[tuple[str, str]]:
         ("rollouts", f"{rollouts:,}"),
         ("judge cost", "–" if not metrics else f"${dollars:,.2f}" if dollars else "no price known"),
         ("time", f"{seconds / 60:,.1f} min" if metrics else "–"),
-        *_self_contradictions(metrics),
         *_held_out(tidy("success", [run]).to_pylist(), "tgc", "TGC"),
         *_held_out(tidy("judged", [run]).to_pylist(), "pass_rate", "judge's pass rate"),
     ]
-
-
-def _self_contradictions(metrics: list[dict[str, Any]]) -> Iterator[tuple[str, str]]:
-    """Sampled verdicts that their own justifications contradict (``judge.second_look``)."""
-    looked_at = sum(line.get("judge_looked_at") or 0 for line in metrics)
-    if looked_at:
-        contradicted = sum(line.get("judge_contradicted") or 0 for line in metrics)
-        yield (
-            "judge contradicts itself",
-            f"{contradicted} of {looked_at} verdicts ({percent(contradicted / looked_at)})",
-        )
 
 
 def _held_out(rows: list[Row], column: str, called: str) -> Iterator[tuple[str, str]]:

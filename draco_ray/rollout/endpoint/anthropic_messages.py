@@ -7,21 +7,7 @@ import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from draco_ray.rollout.endpoint.fields import (
-    call,
-    check,
-    content,
-    count,
-    function,
-    listed,
-    mapping,
-    one_system,
-    short,
-    text,
-    texts,
-    turn_request,
-    unsupported,
-)
+from draco_ray.rollout.endpoint import fields
 from draco_ray.rollout.endpoint.turns import Conversations, Json, Refused, TurnReply, TurnRequest
 
 _KNOWN = {"messages", "max_tokens", "system", "stop_sequences", "thinking", "output_config", "context_management"}
@@ -33,23 +19,23 @@ _ERROR_TYPES = {401: "authentication_error", 404: "not_found_error", 413: "reque
 
 def read(body: Any, stored: Conversations) -> TurnRequest:
     """The request of a body. Raises: Refused."""
-    check(body, _KNOWN, _NEUTRAL)
+    fields.check(body, _KNOWN, _NEUTRAL)
     messages = body.get("messages")
     if not isinstance(messages, list) or not messages:
         raise Refused("messages: expected a list of at least one message")
-    if mapping(body, "output_config").get("format") is not None:
-        raise unsupported("output_config.format: only plain text is supported")
-    system = content(body.get("system"), "system")
+    if fields.mapping(body, "output_config").get("format") is not None:
+        raise fields.unsupported("output_config.format: only plain text is supported")
+    system = fields.content(body.get("system"), "system")
     conversation = [{"role": "system", "content": system}] if system else []
     for index, message in enumerate(messages):
         conversation += _messages(message, f"messages[{index}]")
-    return turn_request(
+    return fields.turn_request(
         body,
-        one_system(conversation),
-        [_tool(each, f"tools[{index}]") for index, each in enumerate(listed(body, "tools"))],
-        max_tokens=count(body, "max_tokens"),
-        stop=texts(body.get("stop_sequences"), "stop_sequences"),
-        reasoning_shown=mapping(body, "thinking").get("type") in ("enabled", "adaptive"),
+        fields.one_system(conversation),
+        [_tool(each, f"tools[{index}]") for index, each in enumerate(fields.listed(body, "tools"))],
+        max_tokens=fields.count(body, "max_tokens"),
+        stop=fields.texts(body.get("stop_sequences"), "stop_sequences"),
+        reasoning_shown=fields.mapping(body, "thinking").get("type") in ("enabled", "adaptive"),
     )
 
 
@@ -120,29 +106,29 @@ def _messages(message: Any, where: str) -> Iterator[Json]:
         raise Refused(f"{where}: expected an object with a role, one of user, assistant, system")
     blocks = message.get("content")
     if not isinstance(blocks, list):
-        blocks = [{"type": "text", "text": text(blocks, f"{where}.content")}]
+        blocks = [{"type": "text", "text": fields.text(blocks, f"{where}.content")}]
     said: list[Any] = []
     calls: list[Json] = []
     for index, block in enumerate(blocks):
         kind, at = block.get("type") if isinstance(block, dict) else None, f"{where}.content[{index}]"
         if kind == "tool_result" and role == "user":
             if said:
-                yield {"role": role, "content": content(said, where)}
+                yield {"role": role, "content": fields.content(said, where)}
                 said = []
-            identity = text(block.get("tool_use_id"), f"{at}.tool_use_id")
-            yield {"role": "tool", "content": content(block.get("content"), at), "tool_call_id": identity}
+            identity = fields.text(block.get("tool_use_id"), f"{at}.tool_use_id")
+            yield {"role": "tool", "content": fields.content(block.get("content"), at), "tool_call_id": identity}
         elif kind == "tool_use" and role == "assistant":
-            calls.append(call(block.get("id"), block.get("name"), block.get("input"), at))
+            calls.append(fields.call(block.get("id"), block.get("name"), block.get("input"), at))
         elif kind not in ("thinking", "redacted_thinking"):
             said.append(block)
     if role == "assistant":
-        yield {"role": role, "content": content(said, where), **({"tool_calls": calls} if calls else {})}
+        yield {"role": role, "content": fields.content(said, where), **({"tool_calls": calls} if calls else {})}
     elif said:
-        yield {"role": role, "content": content(said, where)}
+        yield {"role": role, "content": fields.content(said, where)}
 
 
 def _tool(tool: Any, where: str) -> Json:
     if not isinstance(tool, dict) or tool.get("type") not in (None, "custom"):
-        kind = short(tool.get("type") if isinstance(tool, dict) else tool)
-        raise unsupported(f"{where}: a tool of type {kind}: only tools with an input_schema are supported")
-    return function(tool.get("name"), tool.get("description"), tool.get("input_schema"), where)
+        kind = fields.short(tool.get("type") if isinstance(tool, dict) else tool)
+        raise fields.unsupported(f"{where}: a tool of type {kind}: only tools with an input_schema are supported")
+    return fields.function(tool.get("name"), tool.get("description"), tool.get("input_schema"), where)

@@ -7,17 +7,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from draco_ray.rollout.endpoint.fields import (
-    chat_message,
-    check,
-    count,
-    function,
-    listed,
-    mapping,
-    texts,
-    turn_request,
-    unsupported,
-)
+from draco_ray.rollout.endpoint import fields
 from draco_ray.rollout.endpoint.turns import Conversations, Json, Refused, TurnReply, TurnRequest, arguments_json
 
 _KNOWN = {"messages", "max_tokens", "max_completion_tokens", "stop"}
@@ -33,17 +23,17 @@ _NEUTRAL: Mapping[str, Sequence[Any]] = {
 
 def read(body: Any, stored: Conversations) -> TurnRequest:
     """The request of a body. Raises: Refused."""
-    check(body, _KNOWN, _NEUTRAL)
+    fields.check(body, _KNOWN, _NEUTRAL)
     messages = body.get("messages")
     if not isinstance(messages, list) or not messages:
         raise Refused("messages: expected a list of at least one message")
-    return turn_request(
+    return fields.turn_request(
         body,
-        [chat_message(message, f"messages[{index}]") for index, message in enumerate(messages)],
-        [_tool(each, f"tools[{index}]") for index, each in enumerate(listed(body, "tools"))],
-        max_tokens=count(body, "max_completion_tokens") or count(body, "max_tokens"),
-        stop=texts(body.get("stop"), "stop"),
-        usage_in_stream=bool(mapping(body, "stream_options").get("include_usage")),
+        [fields.chat_message(message, f"messages[{index}]") for index, message in enumerate(messages)],
+        [_tool(each, f"tools[{index}]") for index, each in enumerate(fields.listed(body, "tools"))],
+        max_tokens=fields.count(body, "max_completion_tokens") or fields.count(body, "max_tokens"),
+        stop=fields.texts(body.get("stop"), "stop"),
+        usage_in_stream=bool(fields.mapping(body, "stream_options").get("include_usage")),
     )
 
 
@@ -104,5 +94,5 @@ def error(refused: Refused) -> Json:
 def _tool(tool: Any, where: str) -> dict[str, Any]:
     told = tool.get("function") if isinstance(tool, dict) else None
     if not isinstance(told, dict) or tool.get("type") != "function":
-        raise unsupported(f"{where}: only tools of type function are supported")
-    return function(told.get("name"), told.get("description"), told.get("parameters"), where)
+        raise fields.unsupported(f"{where}: only tools of type function are supported")
+    return fields.function(told.get("name"), told.get("description"), told.get("parameters"), where)

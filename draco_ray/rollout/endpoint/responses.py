@@ -13,22 +13,8 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from draco_ray.rollout.endpoint import fields
 from draco_ray.rollout.endpoint.chat_completions import error
-from draco_ray.rollout.endpoint.fields import (
-    call,
-    chat_message,
-    check,
-    content,
-    count,
-    function,
-    listed,
-    mapping,
-    one_system,
-    short,
-    text,
-    turn_request,
-    unsupported,
-)
 from draco_ray.rollout.endpoint.turns import Conversations, Json, Refused, TurnReply, TurnRequest, arguments_json
 
 __all__ = ["error", "events", "read", "reply"]
@@ -50,11 +36,11 @@ def read(body: Any, stored: Conversations) -> TurnRequest:
 
     Raises: Refused.
     """
-    check(body, _KNOWN, _NEUTRAL)
-    if (mapping(body, "text").get("format") or {"type": "text"}) != {"type": "text"}:
-        raise unsupported("text.format: only plain text is supported")
-    if "message.output_text.logprobs" in listed(body, "include"):
-        raise unsupported("include: log-probs are not supported here")
+    fields.check(body, _KNOWN, _NEUTRAL)
+    if (fields.mapping(body, "text").get("format") or {"type": "text"}) != {"type": "text"}:
+        raise fields.unsupported("text.format: only plain text is supported")
+    if "message.output_text.logprobs" in fields.listed(body, "include"):
+        raise fields.unsupported("include: log-probs are not supported here")
     given = body.get("input")
     items = [{"role": "user", "content": given}] if isinstance(given, str) else given
     if not isinstance(items, list) or not items:
@@ -62,22 +48,22 @@ def read(body: Any, stored: Conversations) -> TurnRequest:
     before: list[Mapping[str, Any]] = []
     if (previous := body.get("previous_response_id")) is not None:
         if not isinstance(previous, str) or previous not in stored:
-            raise Refused(f"previous_response_id={short(previous)}: not of this episode", 404, "not_found")
+            raise Refused(f"previous_response_id={fields.short(previous)}: not of this episode", 404, "not_found")
         before = list(stored[previous])
     conversation = [*before, *_merged([_item(item, f"input[{index}]") for index, item in enumerate(items)])]
-    instructions = text(body.get("instructions") or "", "instructions")
+    instructions = fields.text(body.get("instructions") or "", "instructions")
     system = [{"role": "system", "content": instructions}] if instructions else []
     tools: list[Json] = []
     forms: dict[str, Json] = {}
-    for index, tool in enumerate(listed(body, "tools")):
+    for index, tool in enumerate(fields.listed(body, "tools")):
         for shown, form in _tools(tool, f"tools[{index}]"):
             tools.append(shown)
             forms[shown["function"]["name"]] = form
-    return turn_request(
+    return fields.turn_request(
         body,
-        one_system([*system, *conversation]),
+        fields.one_system([*system, *conversation]),
         tools,
-        max_tokens=count(body, "max_output_tokens"),
+        max_tokens=fields.count(body, "max_output_tokens"),
         call_forms=forms,
         conversation=tuple(conversation),
     )
@@ -178,19 +164,19 @@ def _item(item: Any, where: str) -> Json:
     """An input item as a chat message; a reasoning item becomes an empty message."""
     kind = item.get("type", "message") if isinstance(item, dict) else None
     if kind == "message":
-        return chat_message(item, where)
+        return fields.chat_message(item, where)
     if kind in ("function_call", "custom_tool_call"):
         custom = kind == "custom_tool_call"
-        arguments = {"input": text(item.get("input"), f"{where}.input")} if custom else item.get("arguments")
-        name = _joined(item.get("namespace"), text(item.get("name"), f"{where}.name"))
-        made = call(item.get("call_id"), name, arguments, where)
+        arguments = {"input": fields.text(item.get("input"), f"{where}.input")} if custom else item.get("arguments")
+        name = _joined(item.get("namespace"), fields.text(item.get("name"), f"{where}.name"))
+        made = fields.call(item.get("call_id"), name, arguments, where)
         return {"role": "assistant", "content": "", "tool_calls": [made]}
     if kind in ("function_call_output", "custom_tool_call_output"):
-        identity = text(item.get("call_id"), f"{where}.call_id")
-        return {"role": "tool", "content": content(item.get("output"), where), "tool_call_id": identity}
+        identity = fields.text(item.get("call_id"), f"{where}.call_id")
+        return {"role": "tool", "content": fields.content(item.get("output"), where), "tool_call_id": identity}
     if kind == "reasoning":
         return {"role": "assistant", "content": ""}
-    raise unsupported(f"{where}: an item of type {short(kind)} is not supported here")
+    raise fields.unsupported(f"{where}: an item of type {fields.short(kind)} is not supported here")
 
 
 def _merged(items: Sequence[Json]) -> list[Json]:
@@ -211,12 +197,14 @@ def _tools(tool: Any, where: str, namespace: str | None = None) -> Iterator[tupl
     """The functions of a tool, each with the fields of its call items that differ from a plain function call."""
     kind = tool.get("type") if isinstance(tool, dict) else None
     if kind == "namespace" and namespace is None:
-        for index, each in enumerate(listed(tool, "tools")):
-            yield from _tools(each, f"{where}.tools[{index}]", text(tool.get("name"), f"{where}.name"))
+        for index, each in enumerate(fields.listed(tool, "tools")):
+            yield from _tools(each, f"{where}.tools[{index}]", fields.text(tool.get("name"), f"{where}.name"))
         return
     if kind not in ("function", "custom"):
-        raise unsupported(f"{where}: only tools of type function or custom, and namespaces of them, are supported")
-    name, parameters = text(tool.get("name"), f"{where}.name"), tool.get("parameters")
+        raise fields.unsupported(
+            f"{where}: only tools of type function or custom, and namespaces of them, are supported"
+        )
+    name, parameters = fields.text(tool.get("name"), f"{where}.name"), tool.get("parameters")
     form: Json = {"name": name, "namespace": namespace} if namespace else {}
     description = tool.get("description")
     if kind == "custom":
@@ -224,7 +212,7 @@ def _tools(tool: Any, where: str, namespace: str | None = None) -> Iterator[tupl
         parameters = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
         if isinstance(tool.get("format"), dict) and (grammar := tool["format"].get("definition")):
             description = f"{description or ''}\n\nThe input follows this grammar:\n{grammar}".strip()
-    yield function(_joined(namespace, name), description, parameters, where), form
+    yield fields.function(_joined(namespace, name), description, parameters, where), form
 
 
 def _joined(namespace: Any, name: str) -> str:
