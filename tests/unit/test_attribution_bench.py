@@ -179,7 +179,6 @@ async def test_of_a_hard_group_the_judge_writes_the_rubric(world: Path) -> None:
     found = await judge_groups(judge, [group], world)
     rows = {(row["scope"], row["measure"]): row for row in measures(found, "some").to_pylist()}
     assert {scope for scope, _ in rows} == {"all", "one fault", "late fault", "two faults"}
-    assert rows["all", "reward_auroc"]["value"] > 0.5
     assert rows["two faults", "citation_precision"]["observations"] == 3
     assert ("all", "kappa") not in rows, "the right verdicts on a judge's own criteria are not known"
 
@@ -195,15 +194,12 @@ async def test_the_rule_judge_finds_what_was_planted(world: Path) -> None:
         "hit_at_1",
         "first_error",
         "blame_auroc",
-        "loser_auroc",
         "push_share",
     ):
         assert found[name]["value"] > 0.9 > found[name]["chance"], name
     # What step credit adds to plain GRPO, which spreads the push over tokens.
     assert found["grpo_share"]["value"] < 0.5 < found["push_share"]["value"]
     assert found["grpo_share"]["observations"] == found["push_share"]["observations"]
-    assert found["pushed_away"]["value"] > 0.9 > found["pushed_away"]["chance"]
-    assert found["reward_auroc"]["value"] > 0.5
 
 
 async def test_losers_are_those_pushed_away_not_all_that_have_a_fault(world: Path) -> None:
@@ -215,7 +211,7 @@ async def test_losers_are_those_pushed_away_not_all_that_have_a_fault(world: Pat
     rollouts[index] = replace(rollouts[index], share=replace(share, advantage=-share.advantage))
     after = values(rollouts)
     assert after["blame_auroc"]["observations"] == before["blame_auroc"]["observations"]
-    for name in ("loser_auroc", "push_share", "grpo_share", "pushed_away"):
+    for name in ("push_share", "grpo_share"):
         assert after[name]["observations"] == before[name]["observations"] - 1, name
 
 
@@ -228,7 +224,6 @@ async def test_a_judge_that_passes_everything_is_accurate_and_no_better_than_cha
     assert found["hit_at_1"]["value"] == pytest.approx(found["hit_at_1"]["chance"])
     assert found["blame_auroc"]["value"] == 0.5
     assert "push_share" not in found
-    assert "loser_auroc" not in found
     assert "citation_precision" not in found
 
 
@@ -257,9 +252,7 @@ async def test_rules_without_a_judge_stand_beside_it(world: Path) -> None:
             row = found[measure]
             if row["observations"] == len(faulty):
                 assert row[rule] == pytest.approx(np.mean(each)), (measure, rule)
-            assert row[f"over_{rule}_low"] <= row["value"] - row[rule] <= row[f"over_{rule}_high"]
     assert found["hit_at_1"]["observations"] == len(faulty)
-    assert found["pushed_away"]["first_failed"] is None
 
 
 async def test_step_credit_is_worth_less_the_more_citations_are_wrong(world: Path) -> None:
