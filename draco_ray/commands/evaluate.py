@@ -48,8 +48,8 @@ class EvaluateOptions:
     policy: str | None
     run: Path | None
     last_epochs: int | None
-    train_curve: bool
-    every: int | None
+    train_curve: bool = False
+    every: int | None = None
     split: str | None
     runs: int | None
     """Rollouts per task; None: `RUNS`, or the number in the benchmark's configuration."""
