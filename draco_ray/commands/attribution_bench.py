@@ -16,7 +16,7 @@ from draco_ray.errors import ConfigError, WorldError
 from draco_ray.judging.build import prompts_of
 from draco_ray.judging.judge import Judge
 from draco_ray.lab.analysis.attribution.bench import judge_groups
-from draco_ray.lab.analysis.attribution.measure import RULES, measures, rollout_rows
+from draco_ray.lab.analysis.attribution.measure import RULES, measures
 from draco_ray.lab.analysis.attribution.plant import planted_groups
 from draco_ray.lab.analysis.attribution.step_labels import (
     BEFORE_ANSWER,
@@ -36,7 +36,7 @@ SHOWN_BY_FAULT = ("kappa", "citation_precision", "citation_recall", "hit_at_1", 
 """Measures printed for each kind of fault."""
 SPLITS = 200
 """Random splits of the questions with --labels."""
-ROLLOUTS = "rollouts.jsonl"
+ROLLOUTS = "rollouts.json"
 """File of executed rollouts in the folder of the tables; reused by the next call."""
 
 
@@ -98,8 +98,7 @@ def attribution_bench(
     judged = asyncio.run(judge_groups(Judge(complete, prompts, settings), groups, world))
     found = measures(judged, name)
     _print(console, found)
-    tables = out / folder_name(name)
-    return [*write_table(found, tables, "measures"), *write_table(rollout_rows(judged, name), tables, "rollouts")]
+    return write_table(found, out / folder_name(name), "measures")
 
 
 def attribution_labels(path: Path, *, out: Path, console: Console) -> list[Path]:

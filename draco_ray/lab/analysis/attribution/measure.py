@@ -59,17 +59,6 @@ MEASURES = columns(
     "float64: value low high",
     f"float64: {' '.join(RULES)}",
 )
-ROLLOUTS = columns(
-    "string: judge task_id family kind",
-    "bool: success",
-    "int64: steps",
-    "int64[]: planted truth verdicts cited",
-    "float64: reward advantage",
-    "float64[]: quality step_advantage",
-    "int64[]: step_tokens",
-    "string: error",
-)
-
 Observation = tuple[float, float, float, float]
 """The judge's value and the value of each of `RULES`; NaN if a rule has none."""
 _NONE = float("nan")
@@ -85,34 +74,6 @@ def measures(judged: Sequence[JudgedRollout], judge: str) -> pa.Table:
     for scope in [*Fault, "one fault", "late fault", "two faults"]:
         rows += _step_rows(scope, [rollout for rollout in judged if rollout.planted.scope == scope])
     return pa.Table.from_pylist([{"judge": judge, **row} for row in rows], schema=MEASURES)
-
-
-def rollout_rows(judged: Sequence[JudgedRollout], judge: str) -> pa.Table:
-    """One row per rollout: the planted faults, verdicts, citations and advantages."""
-    return pa.Table.from_pylist(
-        [
-            {
-                "judge": judge,
-                "task_id": rollout.planted.task_id,
-                "family": rollout.planted.family,
-                "kind": rollout.planted.kind,
-                "success": rollout.planted.success,
-                "steps": rollout.steps,
-                "planted": list(rollout.planted.planted),
-                "truth": rollout.truth_K.tolist(),
-                "verdicts": None if rollout.verdict_K is None else rollout.verdict_K.tolist(),
-                "cited": sorted(cited(rollout)),
-                "reward": None if rollout.share is None else rollout.share.reward,
-                "advantage": None if rollout.share is None else rollout.share.advantage,
-                "quality": None if rollout.share is None else rollout.share.quality_M.tolist(),
-                "step_advantage": None if rollout.share is None else rollout.share.step_advantage_M.tolist(),
-                "step_tokens": rollout.tokens_M.tolist(),
-                "error": rollout.error,
-            }
-            for rollout in judged
-        ],
-        schema=ROLLOUTS,
-    )
 
 
 def cited(rollout: JudgedRollout) -> set[int]:
