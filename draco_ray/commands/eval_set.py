@@ -29,7 +29,7 @@ from draco_ray.lab.evaluation.evaluation_set import (
 )
 from draco_ray.lab.evaluation.rendering import Shown, TableFormat
 from draco_ray.lab.evaluation.results import EvaluationDirectory, Plan
-from draco_ray.lab.evaluation.tables import TABLES, check_seeds, split_title
+from draco_ray.lab.evaluation.tables import check_seeds, split_title
 from draco_ray.lab.files import check_folder
 
 
@@ -94,11 +94,10 @@ def evaluate_set(
         EvaluationDirectory.open(each.planned.out).check_lost(wanted.max_lost_share)
     directories = [str(each.out) for each in planned]
     print_tables(directories, tables=["main"], form=form, shown=show, against=against, out=None)
-    tables = [name for name in TABLES if name != "self-judge"]
     typer.echo(f"all tables, in every form: {out / 'tables'}", err=True)
     print_tables(
         directories,
-        tables=tables,
+        tables=[],
         form=form,
         shown=show,
         against=against,

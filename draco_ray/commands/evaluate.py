@@ -165,7 +165,7 @@ def print_tables(
     if out is not None:
         check_folder(out)
     settings = read_settings(directories)
-    made = [TABLES[name](settings) for name in tables or TABLES if name != "self-judge" or tables]
+    made = [TABLES[name](settings) for name in tables or TABLES]
     if against is not None:
         made.append(comparison_table(compare(settings, against)))
     if out is None:

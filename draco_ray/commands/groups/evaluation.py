@@ -164,7 +164,7 @@ def tables(
 
     Args:
         directories: Evaluation directories; equal labels make one row, BLOCK::LABEL puts it into a block.
-        table: main, efficiency, difficulty, frontier, self-judge, consistency, retention, cost or terminations; may
+        table: main, efficiency, difficulty, frontier, consistency, retention, cost or terminations; may
             be repeated (default: all).
         against: Compare every other setting with this one, paired.
         out: Folder for all tables in all formats.

@@ -107,22 +107,17 @@ def check_seeds(label: str, title: str, one: EvaluationDirectory, other: Evaluat
             )
 
 
-def main_table(settings: Settings, name: str = "main", title: str = "Task success and consistency (%)") -> Table:
+def main_table(settings: Settings) -> Table:
     """TGC and SGC (SR without scenarios) at p^1 .. p^k per split, and their average over splits and metrics."""
     ks = _ks(settings)
     return _table(
         settings,
-        name,
-        title,
+        "main",
+        "Task success and consistency (%)",
         lambda results: [(_high(metric, f"p^{k}"), _rate(metric, k)) for metric in _metrics(results) for k in ks],
         averages=[_high("Average", "", f"p^{k}") for k in ks],
         notes=("p^k: pass^k over the runs; Average: over the columns of that k.",),
     )
-
-
-def self_judge_table(settings: Settings) -> Table:
-    """The main table's columns for variants of the self-judge."""
-    return main_table(settings, "selfjudge-variants", "Self-judge variants (%)")
 
 
 def consistency_table(settings: Settings) -> Table:
@@ -247,7 +242,6 @@ TABLES: dict[str, Callable[[Settings], Table]] = {
     "efficiency": efficiency_table,
     "difficulty": difficulty_table,
     "frontier": frontier_table,
-    "self-judge": self_judge_table,
     "consistency": consistency_table,
     "cost": cost_table,
     "retention": retention_table,
