@@ -67,29 +67,3 @@ def spread_rows(
     whole = token_advantages(advantage, quality, acted, np.concatenate([np.append(row, 0) for row in rows]))
     ends = np.cumsum([len(row) + 1 for row in rows])
     return [whole[end - len(row) - 1 : end - 1] for row, end in zip(rows, ends, strict=True)]
-
-
-def advantage_matrix(
-    advantages: Sequence[float],
-    qualities: Sequence[Sequence[float | None]],
-    acted: Sequence[Sequence[bool]],
-    response_mask: ArrayLike,
-) -> FloatArray:
-    """`token_advantages` of a batch: what verl's and SkyRL's estimators return, as NumPy.
-
-    Args:
-        advantages: A_i of each response.
-        qualities: Q_j of the steps of each response.
-        acted: for each turn of each response, whether it is a step.
-        response_mask: (B, T), 1 where the agent sampled the token (verl's ``response_mask``, SkyRL's too).
-    Returns: (B, T) float32.
-    Raises: ValueError if the numbers of responses differ.
-    """
-    mask_BT = np.asarray(response_mask)
-    if not len(advantages) == len(qualities) == len(acted) == len(mask_BT):
-        raise ValueError(
-            f"{len(advantages)} advantages, {len(qualities)} qualities, {len(acted)} turns and {len(mask_BT)} rows of "
-            "the mask: expected one of each per response"
-        )
-    rows = [token_advantages(*each) for each in zip(advantages, qualities, acted, mask_BT, strict=True)]
-    return np.stack(rows) if rows else np.zeros(mask_BT.shape, dtype=np.float32)

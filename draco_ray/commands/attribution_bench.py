@@ -16,7 +16,7 @@ from draco_ray.errors import ConfigError, WorldError
 from draco_ray.judging.build import prompts_of
 from draco_ray.judging.judge import Judge
 from draco_ray.lab.analysis.attribution.bench import judge_groups
-from draco_ray.lab.analysis.attribution.measure import RULES, STEP_MEASURES, measures, rollout_rows
+from draco_ray.lab.analysis.attribution.measure import RULES, measures
 from draco_ray.lab.analysis.attribution.plant import planted_groups
 from draco_ray.lab.analysis.attribution.step_labels import (
     BEFORE_ANSWER,
@@ -36,7 +36,7 @@ SHOWN_BY_FAULT = ("kappa", "citation_precision", "citation_recall", "hit_at_1", 
 """Measures printed for each kind of fault."""
 SPLITS = 200
 """Random splits of the questions with --labels."""
-ROLLOUTS = "rollouts.jsonl"
+ROLLOUTS = "rollouts.json"
 """File of executed rollouts in the folder of the tables; reused by the next call."""
 
 
@@ -98,8 +98,7 @@ def attribution_bench(
     judged = asyncio.run(judge_groups(Judge(complete, prompts, settings), groups, world))
     found = measures(judged, name)
     _print(console, found)
-    tables = out / folder_name(name)
-    return [*write_table(found, tables, "measures"), *write_table(rollout_rows(judged, name), tables, "rollouts")]
+    return write_table(found, out / folder_name(name), "measures")
 
 
 def attribution_labels(path: Path, *, out: Path, console: Console) -> list[Path]:
@@ -165,24 +164,9 @@ def _print(console: Console, found: pa.Table) -> None:
         ["", *heads],
         {row["measure"]: [row[head] for head in heads] for row in whole},
     )
-    print_table(
-        console,
-        "more than a rule without a judge, 95 % intervals over tasks",
-        ["", *RULES],
-        {
-            row["measure"]: [_difference(row, rule) for rule in RULES]
-            for row in whole
-            if row["measure"] in STEP_MEASURES
-        },
-    )
     cells: dict[str, list[object]] = {}
     for row in rows:
         if row["measure"] in SHOWN_BY_FAULT and row["scope"] != "all":
             of_fault = cells.setdefault(row["scope"], [None] * len(SHOWN_BY_FAULT))
             of_fault[SHOWN_BY_FAULT.index(row["measure"])] = row["value"]
     print_table(console, "by fault", ["", *SHOWN_BY_FAULT], cells)
-
-
-def _difference(row: dict[str, Any], rule: str) -> str | None:
-    low, high = row[f"over_{rule}_low"], row[f"over_{rule}_high"]
-    return None if low is None else f"{row['value'] - row[rule]:+.3f} [{low:+.3f}, {high:+.3f}]"

@@ -17,7 +17,7 @@ from draco_ray.errors import ConfigError
 from draco_ray.lab.evaluation.policies import EvaluatedPolicy, every_checkpoint, find_policy, last_epochs
 from draco_ray.lab.evaluation.rendering import SUFFIXES, Cell, Column, Shown, Table, TableFormat, render
 from draco_ray.lab.evaluation.results import EvaluationDirectory
-from draco_ray.lab.evaluation.setting import Estimate, aggregate
+from draco_ray.lab.evaluation.setting import aggregate
 from draco_ray.lab.evaluation.tables import (
     LOST,
     TABLES,
@@ -27,6 +27,7 @@ from draco_ray.lab.evaluation.tables import (
     difficulty_table,
     main_table,
     read_settings,
+    scaled,
     split_title,
     termination_table,
     what_was_played,
@@ -47,8 +48,8 @@ class EvaluateOptions:
     policy: str | None
     run: Path | None
     last_epochs: int | None
-    train_curve: bool
-    every: int | None
+    train_curve: bool = False
+    every: int | None = None
     split: str | None
     runs: int | None
     """Rollouts per task; None: `RUNS`, or the number in the benchmark's configuration."""
@@ -164,7 +165,7 @@ def print_tables(
     if out is not None:
         check_folder(out)
     settings = read_settings(directories)
-    made = [TABLES[name](settings) for name in tables or TABLES if name != "self-judge" or tables]
+    made = [TABLES[name](settings) for name in tables or TABLES]
     if against is not None:
         made.append(comparison_table(compare(settings, against)))
     if out is None:
@@ -190,8 +191,8 @@ def curve_table(directory: EvaluationDirectory) -> Table:
     for measurement, results in directory.complete_results().items():
         one = aggregate(plan.model_copy(update={"measurements": (measurement,)}), [[results]])
         step = measurement.removeprefix("step").lstrip("0") or "0"
-        turns = None if one.turns is None else Cell(one.turns.mean, one.turns.std, one.turns.low, one.turns.high)
-        rows.append((step, (_percent(one.tgc), _percent(one.sgc), turns, Cell(float(one.lost)))))
+        tgc, sgc = (scaled(rates[0], 100) if rates else None for rates in (one.tgc, one.sgc))
+        rows.append((step, (tgc, sgc, one.turns, Cell(float(one.lost)))))
     return Table(
         name="train-curve",
         title=f"{plan.label} on {plan.split}{f' ({played})' * bool(played)}, by training step (p^1, %)",
@@ -203,14 +204,6 @@ def curve_table(directory: EvaluationDirectory) -> Table:
             "One training seed. Lost: rollouts that count as failures; intervals span what they would have been.",
         ),
     )
-
-
-def _percent(rates: Sequence[Estimate]) -> Cell | None:
-    if not rates:
-        return None
-    rate = rates[0]
-    std, low, high = (None if value is None else 100 * value for value in (rate.std, rate.low, rate.high))
-    return Cell(100 * rate.mean, std, low, high)
 
 
 def check_options(options: EvaluateOptions) -> None:

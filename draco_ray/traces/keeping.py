@@ -56,8 +56,6 @@ class Totals:
     traces: int
     judged: int
     rewards: tuple[float, ...]
-    pass_shares: tuple[tuple[str, float], ...]
-    """(task, pass share) of each trace that has one."""
     failed: int
     """Number of traces without a reward."""
     errors: tuple[str, ...]
@@ -138,7 +136,6 @@ class JudgingRun:
         """Write the results of all finished groups: tables by step, metrics, ``judged.jsonl``."""
         traces = judged = failed = 0
         rewards: list[float] = []
-        shares: list[tuple[str, float]] = []
         errors: list[str] = []
         lines = self.path / f"{LINES}.tmp"
         with open(lines, "w", encoding="utf-8", opener=private) as file:
@@ -155,7 +152,6 @@ class JudgingRun:
                             failed += 1
                             errors.append(f"{line['trace_id']} ({line['source']}): {line['error']}")
                         rewards += [] if line["reward"] is None else [line["reward"]]
-                        shares += [] if line["pass_share"] is None else [(line["task_id"], line["pass_share"])]
                 whole = len(results) == len(members) and not any(
                     group.error or any(trace.error for trace in group.rollouts) for group in results
                 )
@@ -167,7 +163,7 @@ class JudgingRun:
                     else:
                         self._store.write_metrics(step, metrics)
         lines.replace(self.path / LINES)
-        return Totals(traces, judged, tuple(rewards), tuple(shares), failed, tuple(errors))
+        return Totals(traces, judged, tuple(rewards), failed, tuple(errors))
 
     def results(self) -> Iterator[JudgedGroup]:
         """Every finished group, in order."""

@@ -303,7 +303,7 @@ def test_the_rule_judges_rewards_follow_success(played: dict[str, dict[str, Fami
     assert better >= 0.95 * pairs
 
 
-def test_verify_has_one_line_for_each_failing_task_and_one_for_each_family(sandbox_root: Path, tmp_path: Path) -> None:
+def test_verify_has_one_line_for_each_failing_task(sandbox_root: Path, tmp_path: Path) -> None:
     broken = tmp_path / "broken"
     shutil.copytree(sandbox_root, broken)
     entries = manifest(broken)
@@ -322,10 +322,6 @@ def test_verify_has_one_line_for_each_failing_task_and_one_for_each_family(sandb
     [second] = [line for line in lines if missing in line]
     assert second.startswith(f"verify: {missing} (count_contacts_born): cannot be run: ")
     assert [line for line in lines if fine in line] == []
-    # Nine runs of a task that is as it should be: untouched, reference, four with a fatal fault, three with a harmless
-    # one. A reference that fails is not gone on with.
-    [row] = [line.split() for line in lines if line.startswith("count_contacts_born ")]
-    assert row == ["count_contacts_born", "phone", "1", "3", "0", "0", "0", "17", "2"]
     assert lines[-1] == "verify: 2 failing tasks"
     assert files(broken) == before
 

@@ -11,7 +11,7 @@ import pytest
 from draco_ray.adapters import tokens
 from draco_ray.adapters.art import draco_score_group
 from draco_ray.adapters.conversations import judge_conversations
-from draco_ray.adapters.tokens import advantage_matrix, sampled_runs, token_advantages
+from draco_ray.adapters.tokens import sampled_runs, token_advantages
 from draco_ray.adapters.trl import StepCredit
 from draco_ray.adapters.verdicts import MissingVerdict
 from draco_ray.config.schema import DracoConfig
@@ -52,15 +52,6 @@ def test_without_steps_citations_or_the_same_turns_it_stays_uniform(
     quality: list[float | None], acted: tuple[bool, ...]
 ) -> None:
     assert token_advantages(0.5, quality, acted, MASK).tolist() == [0.5 * each for each in MASK]
-
-
-def test_the_matrix_of_a_batch() -> None:
-    matrix = advantage_matrix([1.0, -1.0], [[1.0, 0.0], []], [ACTED, ()], [MASK, MASK])
-    assert matrix.dtype == np.float32
-    assert matrix[0, 1:4].tolist() == pytest.approx([7 / 3] * 3)
-    assert matrix[1].tolist() == [-each for each in MASK]
-    with pytest.raises(ValueError, match="1 advantages, 2 qualities"):
-        advantage_matrix([1.0], [[], []], [(), ()], [MASK, MASK])
 
 
 def test_a_reward_function_as_trl_calls_it() -> None:

@@ -20,7 +20,7 @@ from draco_ray.judging.completion import Completion, Request
 from draco_ray.judging.judge import Judge
 from draco_ray.judging.prompts import load_prompts
 from draco_ray.lab.analysis.attribution.bench import JudgedRollout, judge_groups
-from draco_ray.lab.analysis.attribution.measure import measures, rollout_rows
+from draco_ray.lab.analysis.attribution.measure import cited, measures
 from draco_ray.lab.analysis.attribution.plant import (
     BENIGN,
     IDLE_CELLS,
@@ -179,7 +179,6 @@ async def test_of_a_hard_group_the_judge_writes_the_rubric(world: Path) -> None:
     found = await judge_groups(judge, [group], world)
     rows = {(row["scope"], row["measure"]): row for row in measures(found, "some").to_pylist()}
     assert {scope for scope, _ in rows} == {"all", "one fault", "late fault", "two faults"}
-    assert rows["all", "reward_auroc"]["value"] > 0.5
     assert rows["two faults", "citation_precision"]["observations"] == 3
     assert ("all", "kappa") not in rows, "the right verdicts on a judge's own criteria are not known"
 
@@ -195,15 +194,12 @@ async def test_the_rule_judge_finds_what_was_planted(world: Path) -> None:
         "hit_at_1",
         "first_error",
         "blame_auroc",
-        "loser_auroc",
         "push_share",
     ):
         assert found[name]["value"] > 0.9 > found[name]["chance"], name
     # What step credit adds to plain GRPO, which spreads the push over tokens.
     assert found["grpo_share"]["value"] < 0.5 < found["push_share"]["value"]
     assert found["grpo_share"]["observations"] == found["push_share"]["observations"]
-    assert found["pushed_away"]["value"] > 0.9 > found["pushed_away"]["chance"]
-    assert found["reward_auroc"]["value"] > 0.5
 
 
 async def test_losers_are_those_pushed_away_not_all_that_have_a_fault(world: Path) -> None:
@@ -215,7 +211,7 @@ async def test_losers_are_those_pushed_away_not_all_that_have_a_fault(world: Pat
     rollouts[index] = replace(rollouts[index], share=replace(share, advantage=-share.advantage))
     after = values(rollouts)
     assert after["blame_auroc"]["observations"] == before["blame_auroc"]["observations"]
-    for name in ("loser_auroc", "push_share", "grpo_share", "pushed_away"):
+    for name in ("push_share", "grpo_share"):
         assert after[name]["observations"] == before[name]["observations"] - 1, name
 
 
@@ -228,7 +224,6 @@ async def test_a_judge_that_passes_everything_is_accurate_and_no_better_than_cha
     assert found["hit_at_1"]["value"] == pytest.approx(found["hit_at_1"]["chance"])
     assert found["blame_auroc"]["value"] == 0.5
     assert "push_share" not in found
-    assert "loser_auroc" not in found
     assert "citation_precision" not in found
 
 
@@ -257,9 +252,7 @@ async def test_rules_without_a_judge_stand_beside_it(world: Path) -> None:
             row = found[measure]
             if row["observations"] == len(faulty):
                 assert row[rule] == pytest.approx(np.mean(each)), (measure, rule)
-            assert row[f"over_{rule}_low"] <= row["value"] - row[rule] <= row[f"over_{rule}_high"]
     assert found["hit_at_1"]["observations"] == len(faulty)
-    assert found["pushed_away"]["first_failed"] is None
 
 
 async def test_step_credit_is_worth_less_the_more_citations_are_wrong(world: Path) -> None:
@@ -278,16 +271,18 @@ async def test_a_judge_that_cannot_answer_counts_as_wrong_not_as_absent(world: P
     assert (found["unanswered"]["value"], found["accuracy"]["value"]) == (1.0, 0.0)
     assert found["kappa"]["value"] is None
     assert found["citation_recall"]["value"] == 0.0
-    assert all(row["error"] for row in rollout_rows(rollouts, "broken").to_pylist())
+    assert all(rollout.error for rollout in rollouts)
 
 
 async def test_measures_by_fault_are_of_that_fault_alone(world: Path) -> None:
     rollouts = await judged(RuleComplete(), world)
     assert values(rollouts, "no_completion")["citation_recall"]["observations"] == 2
-    rows = rollout_rows(rollouts, "rules").to_pylist()
-    (row,) = [row for row in rows if (row["family"], row["kind"]) == ("count_library_songs", "wrong_filter")]
-    assert (row["planted"], row["cited"], row["truth"][2], row["verdicts"][2]) == ([5], [5], -1, -1)
-    assert np.argmin(row["quality"]) == 4
+    about = ("count_library_songs", "wrong_filter")
+    (one,) = [each for each in rollouts if (each.planted.family, each.planted.kind) == about]
+    assert one.share is not None
+    assert one.verdict_K is not None
+    assert (one.planted.planted, cited(one), one.truth_K[2], one.verdict_K[2]) == ((5,), {5}, -1, -1)
+    assert np.argmin(one.share.quality_M) == 4
 
 
 def test_a_rollout_is_kept_only_if_the_tests_say_of_it_what_they_should() -> None:
@@ -308,7 +303,7 @@ def test_families_take_turns() -> None:
 
 def test_a_folder_that_is_no_sandbox_is_refused(tmp_path: Path) -> None:
     with pytest.raises(WorldError, match="draco sandbox build"):
-        planted_groups(tmp_path, "dev", 1, 1, tmp_path / "rollouts.jsonl")
+        planted_groups(tmp_path, "dev", 1, 1, tmp_path / "rollouts.json")
 
 
 @pytest.fixture(scope="module")
@@ -329,7 +324,7 @@ def bench(out: Path, world: Path, *judge: str) -> None:
 def test_appworld_bears_the_plan_out_and_what_it_played_is_kept(
     sandbox_root: Path, benched: Path, tmp_path: Path
 ) -> None:
-    kept = Path(shutil.copy(benched / "rollouts.jsonl", tmp_path))
+    kept = Path(shutil.copy(benched / "rollouts.json", tmp_path))
     (group,) = planted_groups(sandbox_root, "dev", 1, 1, kept)
     family = families()[group[0].family]
     assert [rollout.kind for rollout in group] == [REFERENCE, BENIGN, *faults_of(family)]
@@ -337,7 +332,7 @@ def test_appworld_bears_the_plan_out_and_what_it_played_is_kept(
         assert rollout.success is (rollout.fault not in FATAL), rollout.kind
         assert len(rollout.outputs) == len(rollout.cells)
     # What is kept is read, not played again: a changed file shows.
-    kept.write_text(kept.read_text().replace('"success": true', '"success": false', 1))
+    kept.write_text(kept.read_text().replace('"success":true', '"success":false', 1))
     assert planted_groups(sandbox_root, "dev", 1, 1, kept) == []
     with pytest.raises(ConfigError, match="--split 'tests'"):
         planted_groups(sandbox_root, "tests", 1, 1, kept)
@@ -345,10 +340,10 @@ def test_appworld_bears_the_plan_out_and_what_it_played_is_kept(
 
 @pytest.mark.slow
 def test_a_judge_behind_litellm_is_measured_on_the_same_rollouts(sandbox_root: Path, benched: Path) -> None:
-    played = (benched / "rollouts.jsonl").read_bytes()
+    played = (benched / "rollouts.json").read_bytes()
     with JudgeServer() as server:
         bench(benched, sandbox_root, "openai/rule-judge", "--api-base", server.base_url)
-    assert (benched / "rollouts.jsonl").read_bytes() == played
-    tables = [pq.read_table(benched / name / "rollouts.parquet") for name in ("rules", "openai_rule-judge")]
+    assert (benched / "rollouts.json").read_bytes() == played
+    tables = [pq.read_table(benched / name / "measures.parquet") for name in ("rules", "openai_rule-judge")]
     assert tables[0].drop_columns(["judge"]).equals(tables[1].drop_columns(["judge"]))
-    assert pq.read_table(benched / "rules" / "measures.parquet").num_rows > 50
+    assert tables[0].num_rows > 50

@@ -158,7 +158,8 @@ def test_other_weights_are_another_evaluation_but_other_slots_are_not(tmp_path: 
 def test_a_policy_that_no_path_can_be_is_one_line(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ["eval-set", "--setting", f"A={name}", "--split", "dev", "--out", str(tmp_path), "data.root=/nowhere"]
+    (tmp_path / "set.json").write_text(json.dumps({"settings": {"A": name}, "splits": ["dev"]}), encoding="utf-8")
+    words = ["eval-set", str(tmp_path / "set.json"), "--out", str(tmp_path), "data.root=/nowhere"]
     with pytest.raises(SystemExit, match="[12]"):
         main(words)
     (line,) = capsys.readouterr().err.splitlines()

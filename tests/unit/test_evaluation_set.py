@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 
-from draco_ray.commands.eval_set import EvalSetOptions, evaluate_set, read_set
+from draco_ray.commands.eval_set import evaluate_set, read_set
 from draco_ray.errors import ConfigError
 from draco_ray.lab.evaluation.evaluation_set import parse_set, planned_evaluations
 from draco_ray.lab.evaluation.rendering import Shown, TableFormat
-from tests.unit.test_evaluation_policies import a_run
 
 FILE = """
 runs: 2
@@ -24,54 +23,25 @@ overrides: [data.eval_tasks=4]
 """
 
 
-def asked(*words: str, **changes: Any) -> EvalSetOptions:
-    fields: dict[str, Any] = {
-        "words": words,
-        "settings": (),
-        "splits": (),
-        "runs": None,
-        "last_epochs": None,
-        "max_lost_share": None,
-        "out": None,
-        "retry_errors": False,
-        "trust": False,
-        "form": TableFormat.TEXT,
-        "shown": Shown.INTERVAL,
-        "against": None,
-    }
-    return EvalSetOptions(**{**fields, **changes})
-
-
 def test_a_file_is_a_set_that_arguments_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     file = tmp_path / "sub" / "nightly.yaml"
     file.parent.mkdir()
     file.write_text(FILE, encoding="utf-8")
-    wanted, out = read_set(asked(str(file), "data.eval_tasks=1", splits=("train",), runs=5, max_lost_share=0.0))
-    assert out == tmp_path / "evaluations" / "nightly"
-    assert (wanted.runs, wanted.splits, wanted.max_lost_share) == (5, ("train",), 0.0)
+    wanted, out = read_set(file, ["data.eval_tasks=1"]), tmp_path / "evaluations" / "nightly"
+    assert (wanted.runs, wanted.splits, wanted.max_lost_share) == (2, ("dev", "tau-banking"), 0.1)
     assert wanted.overrides == ("data.eval_tasks=4", "data.eval_tasks=1")
     assert wanted.settings["Base"].policy == "starter"
     draco = wanted.settings["DRACO"]
     # ./ is the file's own folder, anything else the working directory, as in a configuration.
     assert draco.run == (tmp_path / "sub" / "runs" / "one", Path("runs/two"))
     assert (draco.last_epochs, draco.overrides) == (1, ("agent.max_turns=3",))
-    planned = planned_evaluations(read_set(asked(str(file)))[0], out)
+    planned = planned_evaluations(read_set(file, []), out)
     assert [str(each.out.relative_to(out)) for each in planned] == [
         *("Base/dev", "DRACO/dev/one", "DRACO/dev/two"),
         *("Base/tau-banking", "DRACO/tau-banking/one", "DRACO/tau-banking/two"),
     ]
     assert planned[1].title == "DRACO on dev (one)"
-
-
-def test_arguments_alone_are_a_set(tmp_path: Path) -> None:
-    seeds = [a_run(tmp_path / name, [1]) for name in ("one", "two")]
-    named = [f"DRACO={seeds[0]}", "API=litellm:openai/m", f"DRACO={seeds[1]}"]
-    wanted, _ = read_set(asked("seed=3", settings=named, splits=("dev",), last_epochs=2, out=tmp_path / "out"))
-    assert list(wanted.settings) == ["DRACO", "API"]
-    assert (wanted.settings["DRACO"].run, wanted.settings["DRACO"].last_epochs) == (tuple(seeds), 2)
-    assert wanted.settings["API"].policy == "litellm:openai/m"
-    assert wanted.overrides == ("seed=3",)
 
 
 @pytest.mark.parametrize(
@@ -100,22 +70,16 @@ def test_a_set_that_cannot_be_used_is_one_line(tree: dict[str, Any], said: str) 
     assert "\n" not in str(caught.value)
 
 
-def test_arguments_that_do_not_go_together_are_refused(tmp_path: Path) -> None:
+def test_a_file_that_is_missing_and_an_unknown_baseline_are_refused(tmp_path: Path) -> None:
     file = tmp_path / "set.yaml"
     file.write_text("settings: {a: starter}\nsplits: dev\n", encoding="utf-8")
-    run = a_run(tmp_path / "run", [1])
-    for options, said in (
-        (asked(splits=("dev",), settings=("a=starter",)), "--out: expected a folder for the evaluation set"),
-        (asked(str(file), settings=("b=starter",)), "names settings already"),
-        (asked(str(file), last_epochs=2), "--last-epochs: is about run directories of --setting"),
-        (asked(settings=("starter",)), "--setting 'starter': expected LABEL=POLICY"),
-        (asked(settings=("a=m", "a=n")), "only the runs of several seeds may share a label"),
-        (asked(settings=("a=m", f"a={run}")), "only the runs of several seeds may share a label"),
-        (asked(str(tmp_path / "none.yaml")), "none.yaml: cannot be read: [Errno 2] No such file"),
-        (asked(str(file), against="b"), "--against 'b': expected one of a"),
+    options: dict[str, Any] = {"form": TableFormat.TEXT, "show": Shown.INTERVAL, "retry_errors": False, "trust": False}
+    for asked, against, said in (
+        (tmp_path / "none.yaml", None, "none.yaml: cannot be read: [Errno 2] No such file"),
+        (file, "b", "--against 'b': expected one of a"),
     ):
         with pytest.raises(ConfigError) as caught:
-            evaluate_set(options, tmp_path / "starter")
+            evaluate_set(asked, [], out=tmp_path / "out", against=against, starter=tmp_path / "starter", **options)
         assert said in str(caught.value)
 
 

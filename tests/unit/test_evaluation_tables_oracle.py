@@ -147,9 +147,7 @@ def expected_tables(invented: Invented) -> dict[str, dict[str, dict[str, Number]
     titles = [
         SPLITS["appworld", split] for split in ("test_normal", "dev") if any(split in of for of in invented.values())
     ]
-    tables: dict[str, dict[str, dict[str, Number]]] = {
-        name: {label: {} for label in invented} for name in TABLES if name != "self-judge"
-    }
+    tables: dict[str, dict[str, dict[str, Number]]] = {name: {label: {} for label in invented} for name in TABLES}
     for label, splits in invented.items():
         by_title = {SPLITS["appworld", split]: row for split, row in splits.items()}
         averages: dict[int, list[Number]] = defaultdict(list)

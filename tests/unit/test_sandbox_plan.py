@@ -10,10 +10,10 @@ import pytest
 
 from draco_ray.errors import ConfigError, WorldError
 from draco_ray.sandbox.world import build as building
-from draco_ray.sandbox.world import evaluation, population, verify
+from draco_ray.sandbox.world import evaluation, population
 from draco_ray.sandbox.world.population import PAGE_LIMIT, World, populate
 from draco_ray.sandbox.world.scenarios import SCENARIOS, PlannedTask, plan, users_of_splits
-from draco_ray.sandbox.world.scripts import SPLITS, VARIETIES
+from draco_ray.sandbox.world.scripts import VARIETIES
 
 USERS = building.DEFAULT_USERS
 
@@ -197,23 +197,3 @@ def test_a_broken_manifest_gives_one_line(text: str, tmp_path: Path) -> None:
     with pytest.raises(WorldError, match="is not the manifest of a sandbox") as raised:
         building.read_manifest(tmp_path)
     assert "\n" not in str(raised.value)
-
-
-def test_verify_counts_by_family() -> None:
-    entries = {
-        "a_1": {"split": "train"},
-        "a_2": {"split": "dev"},
-        "b_1": {"split": "test_challenge"},
-    }
-    checked = [
-        verify.Checked("a_1", "text_relation", 8, ()),
-        verify.Checked("b_1", "delete_files", 8, ("doing nothing passes", "the fault wrong_filter passes")),
-        verify.Checked("a_2", "text_relation", 8, ()),
-    ]
-    head, *rows = [line.split() for line in verify.table(checked, entries)]
-    assert head == ["family", "apps", "difficulty", *SPLITS, "runs", "failing"]
-    assert rows == [
-        ["text_relation", "phone", "2", "1", "1", "0", "0", "16", "0"],
-        ["delete_files", "file_system", "1", "0", "0", "0", "1", "8", "1"],
-        ["2", "families", "1", "1", "0", "1", "24", "1"],
-    ]

@@ -43,9 +43,8 @@ from draco_ray.traces.load import load_traces
         ),
         ("rubric author sandbox --out OUT train.steps=3", "train.steps has no effect"),
         ("tau check sandbox train.steps=3", "train.steps has no effect"),
-        ("eval-set --setting A=starter --split dev --out OUT train.steps=3", "train.steps has no effect"),
-        ("eval-set --setting A=starter --split dev --out OUT --last-epochs 3", "none of the settings is a run"),
-        ("eval-set --setting A=starter --split dev --runs 2 --out OUT tau_bench.trials=1", "no effect beside runs"),
+        ("eval-set SET --out OUT train.steps=3", "train.steps has no effect"),
+        ("eval-set SET --out OUT tau_bench.trials=1", "no effect beside runs"),
         ("train sandbox train.epochs=3", "train.epochs has no effect with train.steps=10"),
         ("train sandbox tau_bench.trials=3", "tau_bench.trials has no effect"),
     ],
@@ -54,7 +53,9 @@ def test_an_option_without_an_effect_is_refused(
     words: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "labels.jsonl").touch()
+    (tmp_path / "set.yaml").write_text("settings: {A: starter}\nsplits: dev\nruns: 2\n", encoding="utf-8")
     places = {"RUN": tmp_path / "run", "OUT": tmp_path / "out", "FILE": tmp_path / "labels.jsonl"}
+    places["SET"] = tmp_path / "set.yaml"
     with pytest.raises(SystemExit, match="2"):
         main([str(places.get(word, word)) for word in words.split()])
     (line,) = capsys.readouterr().err.splitlines()

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, ValidationError
+from pydantic import Field
 
 from draco_ray.benchmarks.tau.results import ENDED_WELL, Episode, read_records
 from draco_ray.benchmarks.tau.tau2_process import (
@@ -38,7 +38,7 @@ from draco_ray.benchmarks.tau.tau2_process import (
 )
 from draco_ray.config.schema import DataConfig, EnvironmentConfig, TauModelConfig, Tree
 from draco_ray.engine.child import Scrubber
-from draco_ray.environments.base import Environment, WorldVerdict
+from draco_ray.environments.base import Environment, WorldVerdict, checked_options
 from draco_ray.environments.program import MARK
 from draco_ray.environments.tasks import KEPT, WORKSPACE
 from draco_ray.environments.tools.environment import described
@@ -156,11 +156,7 @@ class TauEnvironment(Environment):
     def __init__(self, config: EnvironmentConfig, data: DataConfig, *, ground_truth: bool, name: str) -> None:
         """See `Environment`."""
         super().__init__(config, data, ground_truth=ground_truth, name=name)
-        try:
-            self.options = TauOptions.model_validate(config.options)
-        except ValidationError as error:
-            problems = (f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors())
-            raise ConfigError(f"environment.options: {'; '.join(problems)}") from None
+        self.options = checked_options(TauOptions, config.options)
         for role, model in (("user", self.options.user), ("judge", self.options.judge)):
             if model.api_key_env in ("OPENAI_API_KEY", "OPENAI_API_BASE", "OPENAI_BASE_URL"):
                 raise ConfigError(

@@ -88,17 +88,12 @@ def evaluate(
 
 @app.command(
     name="eval-set",
-    epilog="Try:  draco eval-set evaluations.yaml --against Base      draco eval-set --setting Base=starter --setting "
-    "DRACO=runs/NAME --split dev --split test_normal --out evaluations/both",
+    epilog="Try:  draco eval-set evaluations.yaml --against Base",
 )
 def eval_set(
-    words: Annotated[list[str] | None, typer.Argument(metavar="[FILE] [KEY=VALUE]...")] = None,
+    file: Path,
+    overrides: Overrides = None,
     *,
-    setting: Annotated[list[str] | None, typer.Option(metavar="LABEL=POLICY")] = None,
-    split: list[str] | None = None,
-    runs: Annotated[int | None, typer.Option(min=1)] = None,
-    last_epochs: Annotated[int | None, typer.Option(min=1)] = None,
-    max_lost_share: Annotated[float | None, typer.Option(min=0, max=1)] = None,
     out: Path | None = None,
     against: str | None = None,
     form: Form = TableFormat.TEXT,
@@ -112,21 +107,24 @@ def eval_set(
     evaluation failed, 2 invalid arguments, 3 too many rollouts were lost, 130 Ctrl-C.
 
     Args:
-        words: A YAML file (docs/evaluation.md), and configuration keys.
-        setting: A row: a run (its last epochs), or what draco evaluate --policy takes; may be repeated.
-        split: A split of the environment, or tau-banking. May be repeated.
-        runs: Independent rollouts per task (default: 3).
-        last_epochs: For runs: the mean over the last N epoch checkpoints (default: 3).
-        max_lost_share: Stop if an evaluation lost a larger share (default: 0.05).
+        file: A YAML file (docs/evaluation.md).
         out: Folder of the set (default: evaluations/ and FILE's name).
         against: Compare every other setting with this one, paired.
         retry_errors: Repeat rollouts that were lost.
     """
-    from draco_ray.commands.eval_set import EvalSetOptions, evaluate_set
+    from draco_ray.commands.eval_set import evaluate_set
 
-    lists = {"words": words or [], "settings": setting or [], "splits": split or []}
-    options = options_of(EvalSetOptions, locals(), shown=show, **lists)
-    evaluate_set(options, STARTER_MODEL)
+    evaluate_set(
+        file,
+        overrides or [],
+        out=out,
+        against=against,
+        form=form,
+        show=show,
+        retry_errors=retry_errors,
+        trust=trust,
+        starter=STARTER_MODEL,
+    )
 
 
 @app.command(epilog="Try:  draco reevaluate evaluations/starter-appworld-dev data.root=.cache/sandbox")
@@ -166,7 +164,7 @@ def tables(
 
     Args:
         directories: Evaluation directories; equal labels make one row, BLOCK::LABEL puts it into a block.
-        table: main, efficiency, difficulty, frontier, self-judge, consistency, retention, cost or terminations; may
+        table: main, efficiency, difficulty, frontier, consistency, retention, cost or terminations; may
             be repeated (default: all).
         against: Compare every other setting with this one, paired.
         out: Folder for all tables in all formats.

@@ -7,7 +7,7 @@ the run's own verdicts shows how much more demanding task-specific criteria are 
 from __future__ import annotations
 
 import asyncio
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,7 +16,7 @@ import pyarrow as pa
 from draco_ray.judging.judge import CallContext, Judge
 from draco_ray.judging.phases import Score
 from draco_ray.lab.analysis.columns import columns
-from draco_ray.lab.analysis.rubrics import TALLY_COLUMNS, Tally, rubric_kind
+from draco_ray.lab.analysis.rubrics import TALLY_COLUMNS, Tally, rates, rubric_kind
 from draco_ray.records import Criterion, Trajectory
 from draco_ray.runs.directory import RunDirectory, read_parquet
 from draco_ray.runs.rows import step_trajectories
@@ -95,11 +95,11 @@ def rubric_rates(run: RunDirectory, again: pa.Table | None = None) -> pa.Table:
         rescored, the run's own verdicts are of these steps only.
     """
     again = rescored(run) if again is None else again
-    tallies: dict[tuple[str, str], dict[int, Tally]] = defaultdict(lambda: defaultdict(Tally))
+    tallies: dict[tuple[str, str], dict[int, Tally]] = defaultdict(lambda: defaultdict(Counter))
     rollouts: dict[tuple[str, str], dict[int, set[tuple[str, int]]]] = defaultdict(lambda: defaultdict(set))
 
     def count(key: tuple[str, str], row: dict[str, Any]) -> None:
-        tallies[key][row["training_step"]].add(row["verdict"])
+        tallies[key][row["training_step"]][row["verdict"]] += 1
         rollouts[key][row["training_step"]].add((row["task_id"], row["rollout"]))
 
     own = (rubric_kind(run), RUN)
@@ -115,10 +115,10 @@ def rubric_rates(run: RunDirectory, again: pa.Table | None = None) -> pa.Table:
     for (rubric, scored_by), steps in tallies.items():
         about = {"run": run.path.name, "rubric": rubric, "scored_by": scored_by}
         played = rollouts[rubric, scored_by]
-        total = sum(steps.values(), start=Tally())
-        rows.append({**about, "rollouts": sum(map(len, played.values())), **total.columns()})
+        total = sum(steps.values(), start=Counter[int]())
+        rows.append({**about, "rollouts": sum(map(len, played.values())), **rates(total)})
         for step, tally in sorted(steps.items()):
-            rows.append({**about, "training_step": step, "rollouts": len(played[step]), **tally.columns()})
+            rows.append({**about, "training_step": step, "rollouts": len(played[step]), **rates(tally)})
     return pa.Table.from_pylist(rows, schema=RUBRIC_RATES)
 
 

@@ -6,7 +6,7 @@ steps.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,40 +21,23 @@ GENERAL_FROM = 10
 """Number of tasks a criterion must be written for to count as task-general, as in the paper."""
 
 
-@dataclass(slots=True)
-class Tally:
-    """Counts of scoring verdicts."""
+Tally = Counter[int]
+"""Counts of scoring verdicts: +1, -1 or 0."""
 
-    passed: int = 0
-    failed: int = 0
-    not_applicable: int = 0
 
-    def add(self, verdict: int) -> None:
-        """Count one verdict (+1, -1 or 0)."""
-        self.passed += verdict == Verdict.PASS
-        self.failed += verdict == Verdict.FAIL
-        self.not_applicable += verdict == Verdict.NOT_APPLICABLE
+COUNTED = {Verdict.PASS: "passed", Verdict.FAIL: "failed", Verdict.NOT_APPLICABLE: "not_applicable"}
 
-    def __add__(self, other: Tally) -> Tally:
-        return Tally(self.passed + other.passed, self.failed + other.failed, self.not_applicable + other.not_applicable)
 
-    @property
-    def judgments(self) -> int:
-        """Number of all verdicts, including not applicable."""
-        return self.passed + self.failed + self.not_applicable
-
-    def columns(self) -> dict[str, Any]:
-        """Counts and rates: ``pass_rate`` and ``fail_rate`` of applicable verdicts, ``na_rate`` of all; 0/0 is null."""
-        applicable = self.passed + self.failed
-        return {
-            "judgments": self.judgments,
-            "passed": self.passed,
-            "failed": self.failed,
-            "not_applicable": self.not_applicable,
-            "pass_rate": self.passed / applicable if applicable else None,
-            "fail_rate": self.failed / applicable if applicable else None,
-            "na_rate": self.not_applicable / self.judgments if self.judgments else None,
-        }
+def rates(tally: Tally) -> dict[str, Any]:
+    """Counts and rates: ``pass_rate`` and ``fail_rate`` of applicable verdicts, ``na_rate`` of all; 0/0 is null."""
+    applicable, judgments = tally[Verdict.PASS] + tally[Verdict.FAIL], tally.total()
+    return {
+        "judgments": judgments,
+        **{name: tally[verdict] for verdict, name in COUNTED.items()},
+        "pass_rate": tally[Verdict.PASS] / applicable if applicable else None,
+        "fail_rate": tally[Verdict.FAIL] / applicable if applicable else None,
+        "na_rate": tally[Verdict.NOT_APPLICABLE] / judgments if judgments else None,
+    }
 
 
 @dataclass(slots=True)
@@ -63,11 +46,11 @@ class _Criterion:
     tasks: set[str] = field(default_factory=set)
     groups: int = 0
     survived: int = 0
-    tally: Tally = field(default_factory=Tally)
+    tally: Tally = field(default_factory=Counter)
 
 
 TALLY_COLUMNS = ("int64: judgments passed failed not_applicable", "float64: pass_rate fail_rate na_rate")
-"""Columns of `Tally.columns`."""
+"""Columns of `rates`."""
 PASS_RATES = columns("string: run", "int64: training_step", *TALLY_COLUMNS)
 CRITERION_PASS_RATES = columns("string: run", "int64: training_step", "string: title", *TALLY_COLUMNS)
 CENSUS = columns("string: run rubric title", "int64: tasks groups survived", *TALLY_COLUMNS)
@@ -87,24 +70,24 @@ def title_key(title: str) -> str:
 
 def pass_rates(run: RunDirectory) -> pa.Table:
     """One row per training step: all scoring verdicts of the step, including those on dropped criteria."""
-    steps: dict[int, Tally] = defaultdict(Tally)
+    steps: dict[int, Tally] = defaultdict(Counter)
     verdicts = run.table("verdicts", columns=["training_step", "verdict"])
     for row in verdicts.to_pylist():
-        steps[row["training_step"]].add(row["verdict"])
-    rows = [{"run": run.path.name, "training_step": step, **tally.columns()} for step, tally in sorted(steps.items())]
+        steps[row["training_step"]][row["verdict"]] += 1
+    rows = [{"run": run.path.name, "training_step": step, **rates(tally)} for step, tally in sorted(steps.items())]
     return pa.Table.from_pylist(rows, schema=PASS_RATES)
 
 
 def criterion_pass_rates(run: RunDirectory) -> pa.Table:
     """One row per (training step, criterion title): its scoring verdicts in that step."""
-    tallies: dict[tuple[int, str], Tally] = defaultdict(Tally)
+    tallies: dict[tuple[int, str], Tally] = defaultdict(Counter)
     titles: dict[str, str] = {}
     for step in run.steps():
         for title, _, verdict in _judgments(run, step):
             titles.setdefault(title_key(title), title)
-            tallies[step, title_key(title)].add(verdict)
+            tallies[step, title_key(title)][verdict] += 1
     rows = [
-        {"run": run.path.name, "training_step": step, "title": titles[key], **tally.columns()}
+        {"run": run.path.name, "training_step": step, "title": titles[key], **rates(tally)}
         for (step, key), tally in sorted(tallies.items())
     ]
     return pa.Table.from_pylist(rows, schema=CRITERION_PASS_RATES)
@@ -140,7 +123,7 @@ def criteria_census(run: RunDirectory) -> pa.Table:
             criterion.groups += 1
             criterion.survived += row["survived"] is True
         for title, _, verdict in _judgments(run, step):
-            found[title_key(title)].tally.add(verdict)
+            found[title_key(title)].tally[verdict] += 1
     rubric = rubric_kind(run)
     rows = [
         {
@@ -150,9 +133,9 @@ def criteria_census(run: RunDirectory) -> pa.Table:
             "tasks": len(criterion.tasks),
             "groups": criterion.groups,
             "survived": criterion.survived,
-            **criterion.tally.columns(),
+            **rates(criterion.tally),
         }
-        for criterion in sorted(found.values(), key=lambda c: (-c.tally.judgments, c.title))
+        for criterion in sorted(found.values(), key=lambda c: (-c.tally.total(), c.title))
     ]
     return pa.Table.from_pylist(rows, schema=CENSUS)
 
@@ -179,7 +162,7 @@ def census_summary(census: pa.Table, general_from: int = GENERAL_FROM) -> pa.Tab
             "all": criteria,
         }
         for scope, members in scopes.items():
-            tally = _sum(Tally(row["passed"], row["failed"], row["not_applicable"]) for row in members)
+            tally = Counter({verdict: sum(row[name] for row in members) for verdict, name in COUNTED.items()})
             rows.append(
                 {
                     "run": name,
@@ -187,8 +170,8 @@ def census_summary(census: pa.Table, general_from: int = GENERAL_FROM) -> pa.Tab
                     "scope": scope,
                     "criteria": len(members),
                     "criteria_share": len(members) / len(criteria),
-                    "judgment_share": tally.judgments / judgments if judgments else None,
-                    **tally.columns(),
+                    "judgment_share": tally.total() / judgments if judgments else None,
+                    **rates(tally),
                 }
             )
     return pa.Table.from_pylist(rows, schema=CENSUS_SUMMARY)
@@ -208,7 +191,3 @@ def _judgments(run: RunDirectory, step: int) -> Iterable[tuple[str, str, int]]:
         # In an unfinished step, a verdict may be on disk before its group's rubric.
         if title is not None:
             yield title, row["task_id"], row["verdict"]
-
-
-def _sum(tallies: Iterable[Tally]) -> Tally:
-    return sum(tallies, start=Tally())

@@ -20,6 +20,7 @@ from draco_ray.config import plain_yaml
 from draco_ray.lab.evaluation import measures
 from draco_ray.lab.evaluation.intervals import Interval
 from draco_ray.lab.evaluation.measures import MOST_K, Estimator, Measure, Seeds, pass_at_k, pass_hat_k
+from draco_ray.lab.evaluation.rendering import Cell
 from draco_ray.lab.evaluation.results import EvaluationDirectory, Plan, RolloutResult, role_costs, sum_known
 from draco_ray.records import Evaluation, Termination, Usage
 from draco_ray.runs.directory import RunDirectory
@@ -28,23 +29,12 @@ from draco_ray.sandbox.world.build import MANIFEST
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Estimate:
-    """A mean with its spread and interval, in the units of the mean; None if unknown."""
-
-    mean: float
-    std: float | None = None
-    """Sample standard deviation across seeds; for one seed across checkpoints; for one checkpoint across runs."""
-    low: float | None = None
-    high: float | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Stratum:
     """Tasks of one difficulty."""
 
     tasks: int
-    tgc: Estimate
-    sgc: Estimate | None
+    tgc: Cell
+    sgc: Cell | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,14 +43,14 @@ class SplitResult:
 
     label: str
     plan: Plan
-    tgc: tuple[Estimate, ...]
+    tgc: tuple[Cell, ...]
     """pass^k of tasks; the success rate (SR) of benchmarks without scenarios."""
-    sgc: tuple[Estimate, ...]
+    sgc: tuple[Cell, ...]
     """pass^k of scenarios; empty if the benchmark has no scenarios."""
-    tgc_at: tuple[Estimate, ...]
+    tgc_at: tuple[Cell, ...]
     """pass@k of tasks."""
-    sgc_at: tuple[Estimate, ...]
-    turns: Estimate | None
+    sgc_at: tuple[Cell, ...]
+    turns: Cell | None
     """Mean turns of the rollouts that were not lost; None if all were lost."""
     difficulty: Mapping[int, Stratum]
     terminations: Mapping[Termination, float] | None
@@ -182,17 +172,17 @@ def _percents(interval: Interval, sign: str = "") -> str:
     return f"[{100 * interval.low:{sign}.1f}, {100 * interval.high:{sign}.1f}]"
 
 
-def _rate(plan: Plan, seeds: Seeds, k: int, *, whole: bool = False, estimator: Estimator = pass_hat_k) -> Estimate:
+def _rate(plan: Plan, seeds: Seeds, k: int, *, whole: bool = False, estimator: Estimator = pass_hat_k) -> Cell:
     def of(part: Seeds, runs: int) -> Measure:
         return measures.rate(part, runs, k, scenarios=plan.scenarios, whole=whole, estimator=estimator)
 
     # pass^k for k >= 2 is a joint statistic of all runs; it is undefined for a single run.
     std = _std(seeds, plan.runs, lambda part, runs: of(part, runs).mean if k <= runs else None)
     interval = of(seeds, plan.runs).interval()
-    return _estimate(interval, std)
+    return _cell(interval, std)
 
 
-def _turns(plan: Plan, seeds: Seeds) -> Estimate | None:
+def _turns(plan: Plan, seeds: Seeds) -> Cell | None:
     """Mean over played rollouts, with an interval as wide as that of the mean over tasks."""
     if not (played := measures.turns_played(seeds)):
         return None
@@ -200,12 +190,12 @@ def _turns(plan: Plan, seeds: Seeds) -> Estimate | None:
     mean, measure = fmean(played), measures.turns(seeds, scenarios=plan.scenarios)
     interval = Interval(mean, -math.inf, math.inf) if measure is None else measure.interval()
     half = (interval.high - interval.low) / 2
-    return _estimate(Interval(mean, mean - half, mean + half), std)
+    return _cell(Interval(mean, mean - half, mean + half), std)
 
 
-def _estimate(interval: Interval, std: float | None) -> Estimate:
+def _cell(interval: Interval, std: float | None) -> Cell:
     low, high = (bound if math.isfinite(bound) else None for bound in (interval.low, interval.high))
-    return Estimate(mean=interval.mean, std=std, low=low, high=high)
+    return Cell(interval.mean, std, low, high)
 
 
 def _std(seeds: Seeds, runs: int, value: Callable[[Seeds, int], float | None]) -> float | None:

@@ -16,7 +16,7 @@ from draco_ray.lab.evaluation.measures import differences, holm
 from draco_ray.lab.evaluation.policies import UNTRAINED
 from draco_ray.lab.evaluation.rendering import BLOCK, Cell, Column, Table, block_and_name
 from draco_ray.lab.evaluation.results import EvaluationDirectory, Plan, protocol_differences
-from draco_ray.lab.evaluation.setting import Estimate, SplitResult, read_seeds
+from draco_ray.lab.evaluation.setting import SplitResult, read_seeds
 from draco_ray.records import Termination
 
 Settings = Mapping[str, Mapping[str, SplitResult]]
@@ -107,22 +107,17 @@ def check_seeds(label: str, title: str, one: EvaluationDirectory, other: Evaluat
             )
 
 
-def main_table(settings: Settings, name: str = "main", title: str = "Task success and consistency (%)") -> Table:
+def main_table(settings: Settings) -> Table:
     """TGC and SGC (SR without scenarios) at p^1 .. p^k per split, and their average over splits and metrics."""
     ks = _ks(settings)
     return _table(
         settings,
-        name,
-        title,
+        "main",
+        "Task success and consistency (%)",
         lambda results: [(_high(metric, f"p^{k}"), _rate(metric, k)) for metric in _metrics(results) for k in ks],
         averages=[_high("Average", "", f"p^{k}") for k in ks],
         notes=("p^k: pass^k over the runs; Average: over the columns of that k.",),
     )
-
-
-def self_judge_table(settings: Settings) -> Table:
-    """The main table's columns for variants of the self-judge."""
-    return main_table(settings, "selfjudge-variants", "Self-judge variants (%)")
 
 
 def consistency_table(settings: Settings) -> Table:
@@ -162,7 +157,7 @@ def efficiency_table(settings: Settings) -> Table:
         settings,
         "efficiency",
         "Average agent turns (lower is better)",
-        lambda _: [(Column((), best="low"), lambda result: _cell(result.turns))],
+        lambda _: [(Column((), best="low"), lambda result: scaled(result.turns))],
         averages=[Column(("Avg.",), best="low")],
     )
 
@@ -173,7 +168,7 @@ def difficulty_table(settings: Settings) -> Table:
     def rate(level: int, metric: str) -> Getter:
         def get(result: SplitResult) -> Cell | None:
             stratum = result.difficulty.get(level)
-            return None if stratum is None else _cell(stratum.tgc if metric == "TGC" else stratum.sgc, 100)
+            return None if stratum is None else scaled(stratum.tgc if metric == "TGC" else stratum.sgc, 100)
 
         return get
 
@@ -247,7 +242,6 @@ TABLES: dict[str, Callable[[Settings], Table]] = {
     "efficiency": efficiency_table,
     "difficulty": difficulty_table,
     "frontier": frontier_table,
-    "self-judge": self_judge_table,
     "consistency": consistency_table,
     "cost": cost_table,
     "retention": retention_table,
@@ -426,12 +420,12 @@ def _rate(metric: str, k: int, kind: str = "^") -> Getter:
     def get(result: SplitResult) -> Cell | None:
         of_tasks, of_scenarios = (result.tgc, result.sgc) if kind == "^" else (result.tgc_at, result.sgc_at)
         rates = of_scenarios if metric == "SGC" else of_tasks
-        return _cell(rates[k - 1], 100) if k <= len(rates) else None
+        return scaled(rates[k - 1], 100) if k <= len(rates) else None
 
     return get
 
 
-def _cell(estimate: Estimate | None, factor: float = 1.0) -> Cell | None:
+def scaled(estimate: Cell | None, factor: float = 1.0) -> Cell | None:
     if estimate is None:
         return None
     beside = (None if each is None else factor * each for each in (estimate.std, estimate.low, estimate.high))

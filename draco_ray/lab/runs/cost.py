@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from pathlib import Path
 
 import pyarrow as pa
@@ -57,27 +58,8 @@ def show_cost(directory: Path, console: Console | None = None) -> None:
 
 
 def _calls(table: pa.Table, step: int) -> list[JudgeCall]:
+    names = [field.name for field in fields(JudgeCall) if field.name in table.column_names]
     return [
-        JudgeCall(
-            call_id=row["call_id"],
-            phase=row["phase"],
-            group=f"step{step}/{row['task_id']}",
-            task_id=row["task_id"],
-            rollout=row["rollout"],
-            model=row["model"],
-            prompt="",
-            reply="",
-            finish_reason=row["finish_reason"],
-            input_tokens=row["input_tokens"],
-            cached_tokens=row["cached_tokens"],
-            output_tokens=row["output_tokens"],
-            dollars=row["dollars"],
-            started_at=row["started_at"],
-            seconds=row["seconds"],
-            requests=row["requests"],
-            error=row["error"],
-            reasoning_tokens=row["reasoning_tokens"],
-            estimated_dollars=row["estimated_dollars"],
-        )
+        JudgeCall(**{name: row[name] for name in names}, group=f"step{step}/{row['task_id']}", prompt="", reply="")
         for row in table.to_pylist()
     ]

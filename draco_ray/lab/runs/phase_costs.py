@@ -37,23 +37,19 @@ class PhaseCost:
         return PhaseCost(**{name: getattr(self, name) + getattr(other, name) for name in names})
 
 
+_SUMMED = (
+    *("requests", "input_tokens", "cached_tokens", "output_tokens", "reasoning_tokens"),
+    *("dollars", "estimated_dollars", "seconds"),
+)
+"""Columns of a call that are added up as they are."""
+
+
 def call_cost(call: JudgeCall) -> PhaseCost:
     """The costs of one call."""
     failures = int(call.error is not None)
     if call.requests == 0:
         return PhaseCost(replayed=1, failures=failures)
-    return PhaseCost(
-        calls=1,
-        requests=call.requests,
-        failures=failures,
-        input_tokens=call.input_tokens,
-        cached_tokens=call.cached_tokens,
-        output_tokens=call.output_tokens,
-        reasoning_tokens=call.reasoning_tokens,
-        dollars=call.dollars,
-        estimated_dollars=call.estimated_dollars,
-        seconds=call.seconds,
-    )
+    return PhaseCost(calls=1, failures=failures, **{name: getattr(call, name) for name in _SUMMED})
 
 
 def phase_costs(calls: Iterable[JudgeCall]) -> dict[str, PhaseCost]:

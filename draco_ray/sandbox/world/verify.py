@@ -13,14 +13,13 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from draco_ray.errors import ConfigError, WorldError
 from draco_ray.sandbox.world.build import MANIFEST, read_manifest
-from draco_ray.sandbox.world.scripts import FATAL, SPLITS, Family, Fault, families
+from draco_ray.sandbox.world.scripts import FATAL, Family, Fault, families
 from draco_ray.temp_dirs import PrivateTempDir
 
 LOADED = "draco_ray.sandbox.world.loaded"
@@ -30,18 +29,8 @@ TASKS_A_WORKER = 10
 Progress = Callable[[str], None]
 
 
-@dataclass(frozen=True)
-class Checked:
-    """Result of one task: how many runs were evaluated, and what is wrong with them."""
-
-    task_id: str
-    family: str
-    runs: int
-    problems: tuple[str, ...]
-
-
 def verify(root: Path, jobs: int = 2, progress: Progress = print) -> list[str]:
-    """Check every task of a sandbox, ending with a table by family; returns one line for each task that is wrong.
+    """Check every task of a sandbox; returns one line for each task that is wrong.
 
     Args:
         root: a folder made by ``build``. Nothing in it is changed: the engine's outputs go to a temporary folder.
@@ -59,7 +48,6 @@ def verify(root: Path, jobs: int = 2, progress: Progress = print) -> list[str]:
         raise WorldError(f"{root} has tasks of unknown families ({', '.join(sorted(strange))}): build it again")
     tasks = [(task_id, entry["family"]) for task_id, entry in entries.items()]
     started = time.monotonic()
-    checked: list[Checked] = []
     problems: list[str] = []
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([LOADED])
@@ -67,44 +55,13 @@ def verify(root: Path, jobs: int = 2, progress: Progress = print) -> list[str]:
         PrivateTempDir() as scratch,
         context.Pool(jobs, _start_worker, (str(root), str(scratch)), TASKS_A_WORKER) as pool,
     ):
-        for found in pool.imap_unordered(check_task, tasks):
-            checked.append(found)
-            if found.problems:
-                problems.append(f"verify: {found.task_id} ({found.family}): {'; '.join(found.problems)}")
+        for done, (task_id, family, found) in enumerate(pool.imap_unordered(check_task, tasks), start=1):
+            if found:
+                problems.append(f"verify: {task_id} ({family}): {'; '.join(found)}")
                 progress(problems[-1])
-            if len(checked) % 20 == 0 or len(checked) == len(tasks):
-                progress(f"verify: {len(checked)}/{len(tasks)} tasks [{time.monotonic() - started:.0f} s]")
-    for line in table(checked, entries):
-        progress(line)
+            if done % 20 == 0 or done == len(tasks):
+                progress(f"verify: {done}/{len(tasks)} tasks [{time.monotonic() - started:.0f} s]")
     return problems
-
-
-def table(checked: Iterable[Checked], entries: dict[str, dict[str, Any]]) -> list[str]:
-    """One line per family: its apps, difficulty, tasks of each split, evaluated runs and failing tasks.
-
-    Args:
-        checked: the tasks' results.
-        entries: the manifest's entry of every task.
-    """
-    heads = ["family", "apps", "difficulty", *SPLITS, "runs", "failing"]
-    rows: list[list[str]] = []
-    total = [0] * (len(SPLITS) + 2)
-    for family in families().values():
-        results = [result for result in checked if result.family == family.name]
-        if not results:
-            continue
-        splits = [entries[result.task_id]["split"] for result in results]
-        counts = [splits.count(split) for split in SPLITS]
-        counts += [sum(result.runs for result in results), sum(bool(result.problems) for result in results)]
-        rows.append([family.name, "+".join(family.apps), str(family.difficulty), *map(str, counts)])
-        total = [sum(pair) for pair in zip(total, counts, strict=True)]
-    rows.append([f"{len(rows)} families", "", "", *map(str, total)])
-    widths = [max(len(row[k]) for row in [heads, *rows]) for k in range(len(heads))]
-    aligns = ["<"] * 2 + [">"] * (len(heads) - 2)
-    return [
-        "  ".join(f"{text:{align}{width}}" for text, align, width in zip(row, aligns, widths, strict=True))
-        for row in [heads, *rows]
-    ]
 
 
 def _start_worker(root: str, scratch: str) -> None:
@@ -120,8 +77,11 @@ def _start_worker(root: str, scratch: str) -> None:
     path_store.update_root(str(own))
 
 
-def check_task(task: tuple[str, str]) -> Checked:
-    """Run one (task id, family) in every way; a task that cannot be run counts as a problem."""
+def check_task(task: tuple[str, str]) -> tuple[str, str, list[str]]:
+    """Run one (task id, family) in every way; a task that cannot be run counts as a problem.
+
+    Returns: the two, and what is wrong.
+    """
     task_id, name = task
     check = _Check(task_id, families()[name])
     try:
@@ -131,7 +91,7 @@ def check_task(task: tuple[str, str]) -> Checked:
                 check.faulty(fault)
     except Exception as error:
         check.problems.append(f"cannot be run: {' '.join(f'{type(error).__name__}: {error}'.split())[:300]}")
-    return Checked(task_id, name, check.runs, tuple(check.problems))
+    return task_id, name, check.problems
 
 
 class _Check:
@@ -139,7 +99,6 @@ class _Check:
 
     def __init__(self, task_id: str, family: Family) -> None:
         self.task_id, self.family = task_id, family
-        self.runs = 0
         self.problems: list[str] = []
 
     def idle_and_reference(self) -> None:
@@ -149,7 +108,7 @@ class _Check:
         after = self.family.script(frozenset({Fault.CONTINUE_AFTER_COMPLETION}))[-1]
         report = self.family.script(frozenset({Fault.NO_COMPLETION}))[-1]
         with self._open() as world:
-            tracker = self._evaluate(world)
+            tracker = world.evaluate()
             if tracker.success:
                 self.problems.append("doing nothing passes")
             wrong = [p["requirement"] for p in tracker.passes if p["label"] != "no_op_pass"]
@@ -157,17 +116,17 @@ class _Check:
             self.problems += [f"mislabelled requirement: {requirement}" for requirement in wrong]
             outputs = [world.execute(code) for code in before]
             world.execute(report)
-            if self._evaluate(world).success:
+            if world.evaluate().success:
                 self.problems.append(f"the fault {Fault.NO_COMPLETION} passes")
             outputs.append(world.execute(completion))
             raised = [output.strip().splitlines()[-1] for output in outputs if "Execution failed" in output]
             self.problems += [f"the reference raises: {line}" for line in raised]
-            failures = self._evaluate(world).failures
+            failures = world.evaluate().failures
             for failure in failures:
                 why = " ".join(failure["trace"].split())[-300:]
                 self.problems.append(f"the reference fails: {failure['requirement']} {why}")
             world.execute(after)
-            if not failures and not self._evaluate(world).success:
+            if not failures and not world.evaluate().success:
                 self.problems.append(f"the fault {Fault.CONTINUE_AFTER_COMPLETION} fails")
 
     def faulty(self, fault: Fault) -> None:
@@ -175,7 +134,7 @@ class _Check:
         with self._open() as world:
             for code in self.family.script(frozenset({fault})):
                 world.execute(code)
-            success = self._evaluate(world).success
+            success = world.evaluate().success
         if success == (fault in FATAL):
             self.problems.append(f"the fault {fault} {'passes' if success else 'fails'}")
 
@@ -183,7 +142,3 @@ class _Check:
         from appworld.environment import AppWorld
 
         return AppWorld(task_id=self.task_id, experiment_name="verify")
-
-    def _evaluate(self, world: Any) -> Any:
-        self.runs += 1
-        return world.evaluate()

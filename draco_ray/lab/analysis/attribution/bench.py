@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,20 +18,12 @@ from draco_ray.judging.judge import CallContext, Judge
 from draco_ray.judging.phases import Credit, Rubric, Score, Stage1, Stage2, Union
 from draco_ray.lab.analysis.attribution.plant import PlantedRollout
 from draco_ray.lab.analysis.attribution.rubric import known_rubric
-from draco_ray.records import (
-    GAP,
-    Attribution,
-    EpisodeEnd,
-    IntArray,
-    Message,
-    RolloutAdvantage,
-    Trajectory,
-    Turn,
-)
+from draco_ray.records import Attribution, EpisodeEnd, IntArray, Message, RolloutAdvantage, Trajectory
 from draco_ray.rollout.agent import render_agent_prompt
+from draco_ray.traces.entry import AGENT
+from draco_ray.traces.judging import as_trajectory
+from draco_ray.traces.model import Trace, TraceTurn
 
-CHARACTERS_PER_TOKEN = 4
-"""The bench has no tokenizer: n_j is estimated from the text of step j."""
 AGENT_PROMPT = Path("prompts/agent_think.txt")
 
 
@@ -138,33 +129,22 @@ async def _own_rubric(judge: Judge, played: Sequence[Trajectory]) -> Rubric:
 
 
 def trajectory(rollout: PlantedRollout, index: int, prompt: tuple[Message, ...]) -> Trajectory:
-    """The record of a planted rollout; token counts are estimates, token ids are placeholders."""
-    texts = [f"<code>\n{cell}\n</code>" for cell in rollout.cells]
-    counts = [math.ceil(len(text) / CHARACTERS_PER_TOKEN) for text in texts]
-    ends = np.cumsum(counts)
+    """The rollout as a judge sees it: a step for each cell, then a closing turn."""
     turns = [
-        Turn(text=text, action=cell, observation=output, first_token=int(end) - count, last_token=int(end))
-        for text, cell, output, count, end in zip(texts, rollout.cells, rollout.outputs, counts, ends, strict=True)
+        TraceTurn(role=AGENT, text=f"<code>\n{cell}\n</code>", action=cell, observation=output)
+        for cell, output in zip(rollout.cells, rollout.outputs, strict=True)
     ]
-    total = int(ends[-1])
-    turns.append(Turn(text="Done.", action=None, observation=None, first_token=total, last_token=total + 1))
-    return Trajectory(
+    turns.append(TraceTurn(role=AGENT, text="Done."))
+    trace = Trace(
+        trace_id=rollout.kind,
         task_id=rollout.task_id,
-        group=f"attribution/{rollout.task_id}",
-        rollout=index,
-        attempt=0,
-        policy_version=0,
         prompt=prompt,
         turns=tuple(turns),
-        token_ids_T=np.zeros(total + 1, dtype=np.int32),
-        sampled_T=np.ones(total + 1, dtype=np.bool_),
-        logprob_T=np.zeros(total + 1, dtype=np.float32),
-        step_T=np.append(np.repeat(np.arange(len(counts)), counts), GAP).astype(np.int32),
-        prompt_length=0,
+        format="planted",
+        source=rollout.task_id,
         ended=EpisodeEnd.FINISHED,
-        started_at=0.0,
-        ended_at=0.0,
     )
+    return as_trajectory(trace, f"attribution/{rollout.task_id}", index)
 
 
 def _context(played: Trajectory) -> CallContext:

@@ -14,20 +14,16 @@ citation_recall      the share of planted steps that failed criteria cite
 hit_at_1             whether the step with the lowest Q is planted; a tie counts as a share
 first_error          whether the first step cited by a failed criterion is the first planted
 blame_auroc          AUROC of 1 - Q, planted steps against other steps
-loser_auroc          the same; losers only (A < 0)
 push_share           the planted steps' share of |a_j| n_j; losers only (A < 0)
 grpo_share           the same without step credit: the planted steps' share of tokens
-pushed_away          the share of planted steps with a_j < 0; losers only
 ==================== ===============================================================================
 
-Each row also has the values of three rules without a judge on the same rollouts, and intervals of the differences.
-``chance`` blames a random step (for ``citation_recall`` as many steps as the judge cites; for ``pushed_away`` it is the
-value of the other steps), ``last_step`` the last step, ``first_failed`` the first step whose output is an error, or
-else the last step.
+Each row also has the values of three rules without a judge on the same rollouts. ``chance`` blames a random step (for
+``citation_recall`` as many steps as the judge cites), ``last_step`` the last step, ``first_failed`` the first step
+whose output is an error, or else the last step.
 
-``reward_auroc`` is the chance that a rollout that passes the task's tests has a higher R than one of its group that
-fails them, averaged over tasks. ``false_blame`` is the share of faultless rollouts with a failed criterion (in hard
-groups, a rollout that only looks wrong is faultless). A rollout whose calls failed cites nothing and counts as missed;
+``false_blame`` is the share of faultless rollouts with a failed criterion (in hard groups, a rollout that only looks
+wrong is faultless). A rollout whose calls failed cites nothing and counts as missed;
 if no step gets credit, ``hit_at_1`` and ``blame_auroc`` are at chance.
 """
 
@@ -52,7 +48,6 @@ from draco_ray.lab.analysis.attribution.bench import JudgedRollout
 from draco_ray.lab.analysis.attribution.rubric import UNKNOWN, failed
 from draco_ray.lab.analysis.columns import columns
 from draco_ray.lab.analysis.credit import push_shares
-from draco_ray.lab.evaluation.intervals import ClusteredMean, clustered_mean, rate_difference
 from draco_ray.records import BoolArray, FloatArray, Verdict
 from draco_ray.sandbox.world.scripts import Fault
 
@@ -62,19 +57,8 @@ MEASURES = columns(
     "string: judge scope measure",
     "int64: observations",
     "float64: value low high",
-    *(f"float64: {rule} over_{rule}_low over_{rule}_high" for rule in RULES),
+    f"float64: {' '.join(RULES)}",
 )
-ROLLOUTS = columns(
-    "string: judge task_id family kind",
-    "bool: success",
-    "int64: steps",
-    "int64[]: planted truth verdicts cited",
-    "float64: reward advantage",
-    "float64[]: quality step_advantage",
-    "int64[]: step_tokens",
-    "string: error",
-)
-
 Observation = tuple[float, float, float, float]
 """The judge's value and the value of each of `RULES`; NaN if a rule has none."""
 _NONE = float("nan")
@@ -84,40 +68,12 @@ def measures(judged: Sequence[JudgedRollout], judge: str) -> pa.Table:
     """Every measure over all rollouts, then by kind of fault, with 95 % intervals over tasks."""
     rows = [*_verdict_rows("all", _judgments(judged, None))]
     rows += _step_rows("all", [rollout for rollout in judged if rollout.planted.faults])
-    rows += [row for row in (_reward_row(judged), _blame_row(judged)) if row is not None]
+    rows += _blame_rows(judged)
     for fault in Fault:
         rows += _verdict_rows(fault.value, _judgments(judged, fault))
     for scope in [*Fault, "one fault", "late fault", "two faults"]:
         rows += _step_rows(scope, [rollout for rollout in judged if rollout.planted.scope == scope])
     return pa.Table.from_pylist([{"judge": judge, **row} for row in rows], schema=MEASURES)
-
-
-def rollout_rows(judged: Sequence[JudgedRollout], judge: str) -> pa.Table:
-    """One row per rollout: the planted faults, verdicts, citations and advantages."""
-    return pa.Table.from_pylist(
-        [
-            {
-                "judge": judge,
-                "task_id": rollout.planted.task_id,
-                "family": rollout.planted.family,
-                "kind": rollout.planted.kind,
-                "success": rollout.planted.success,
-                "steps": rollout.steps,
-                "planted": list(rollout.planted.planted),
-                "truth": rollout.truth_K.tolist(),
-                "verdicts": None if rollout.verdict_K is None else rollout.verdict_K.tolist(),
-                "cited": sorted(cited(rollout)),
-                "reward": None if rollout.share is None else rollout.share.reward,
-                "advantage": None if rollout.share is None else rollout.share.advantage,
-                "quality": None if rollout.share is None else rollout.share.quality_M.tolist(),
-                "step_advantage": None if rollout.share is None else rollout.share.step_advantage_M.tolist(),
-                "step_tokens": rollout.tokens_M.tolist(),
-                "error": rollout.error,
-            }
-            for rollout in judged
-        ],
-        schema=ROLLOUTS,
-    )
 
 
 def cited(rollout: JudgedRollout) -> set[int]:
@@ -176,13 +132,6 @@ def blame_auroc(rollout: JudgedRollout) -> Observation | None:
     return auroc(blame_M[planted_M], blame_M[~planted_M]), 0.5, last, first
 
 
-def loser_auroc(rollout: JudgedRollout) -> Observation | None:
-    """`blame_auroc` of a loser; None if the advantage is not negative."""
-    if rollout.share is None or rollout.share.advantage >= 0:
-        return None
-    return blame_auroc(rollout)
-
-
 def push_share(rollout: JudgedRollout) -> Observation | None:
     """Share of the negative advantage that falls on planted steps; None if the advantage is not negative."""
     share = rollout.share
@@ -199,18 +148,6 @@ def grpo_share(rollout: JudgedRollout) -> Observation | None:
     return (float(rollout.tokens_M[_planted(rollout)].sum() / rollout.tokens_M.sum()), *_hits(rollout))
 
 
-def pushed_away(rollout: JudgedRollout) -> Observation | None:
-    """The share of planted steps with a negative step advantage, and that share of the other steps.
-
-    None if the rollout's advantage is not negative, or every step is planted.
-    """
-    share, planted_M = rollout.share, _planted(rollout)
-    if share is None or share.advantage >= 0 or planted_M.all():
-        return None
-    away_M = share.step_advantage_M < 0
-    return float(away_M[planted_M].mean()), float(away_M[~planted_M].mean()), _NONE, _NONE
-
-
 def _hits(rollout: JudgedRollout) -> tuple[float, float, float]:
     """Whether the one step that each of `RULES` blames is planted."""
     planted_M = _planted(rollout)
@@ -224,10 +161,8 @@ STEP_MEASURES: dict[str, Callable[[JudgedRollout], Observation | None]] = {
     "hit_at_1": hit_at_1,
     "first_error": first_error,
     "blame_auroc": blame_auroc,
-    "loser_auroc": loser_auroc,
     "push_share": push_share,
     "grpo_share": grpo_share,
-    "pushed_away": pushed_away,
 }
 
 
@@ -292,19 +227,7 @@ def _step_rows(scope: str, rollouts: Sequence[JudgedRollout]) -> list[dict[str, 
     return rows
 
 
-def _reward_row(judged: Sequence[JudgedRollout]) -> dict[str, Any] | None:
-    clusters: dict[str, list[Observation]] = {}
-    for task_id in dict.fromkeys(rollout.planted.task_id for rollout in judged):
-        mine = [rollout for rollout in judged if rollout.planted.task_id == task_id and rollout.share is not None]
-        reward = np.array([rollout.share.reward for rollout in mine if rollout.share is not None])
-        success = np.array([rollout.planted.success for rollout in mine], dtype=np.bool_)
-        value = auroc(reward[success], reward[~success])
-        if not np.isnan(value):
-            clusters[task_id] = [(value, 0.5, _NONE, _NONE)]
-    return _mean_row("all", "reward_auroc", clusters) if clusters else None
-
-
-def _blame_row(judged: Sequence[JudgedRollout]) -> dict[str, Any] | None:
+def _blame_rows(judged: Sequence[JudgedRollout]) -> list[dict[str, Any]]:
     clusters: dict[str, list[Observation]] = defaultdict(list)
     for rollout in judged:
         if not rollout.planted.faults and rollout.verdict_K is not None:
@@ -312,25 +235,15 @@ def _blame_row(judged: Sequence[JudgedRollout]) -> dict[str, Any] | None:
             known = rollout.truth_K == 1 if rollout.planted.rubric else True
             blamed = float(((rollout.verdict_K == Verdict.FAIL) & known).any())
             clusters[rollout.planted.task_id].append((blamed, _NONE, _NONE, _NONE))
-    return _mean_row("all", "false_blame", clusters) if clusters else None
+    return [_mean_row("all", "false_blame", clusters)] if clusters else []
 
 
 def _mean_row(scope: str, measure: str, clusters: dict[str, list[Observation]]) -> dict[str, Any]:
     values = {task_id: [observation[0] for observation in found] for task_id, found in clusters.items()}
     interval = clustered_interval(values, lambda items: float(np.mean(items)))
-    rules: dict[str, float | None] = {}
-    for place, rule in enumerate(RULES, 1):
-        theirs = {task_id: [observation[place] for observation in found] for task_id, found in clusters.items()}
-        if not np.isnan(np.concatenate([*theirs.values()])).any():
-            difference = rate_difference(_over_tasks(values), _over_tasks(theirs))
-            rules[rule] = interval.mean - difference.mean
-            rules |= {f"over_{rule}_low": difference.low, f"over_{rule}_high": difference.high}
+    observed = np.array([observation for found in clusters.values() for observation in found])
+    rules = dict(zip(RULES, observed[:, 1:].mean(axis=0).tolist(), strict=True))
     return _row(scope, measure, sum(map(len, clusters.values())), interval.mean, interval.low, interval.high, rules)
-
-
-def _over_tasks(values: dict[str, list[float]]) -> ClusteredMean:
-    by_key = {f"{place}\n{task}": value for task, found in values.items() for place, value in enumerate(found)}
-    return clustered_mean([by_key], lambda key: key.partition("\n")[2])
 
 
 def _row(

@@ -11,12 +11,13 @@ right, one with a fatal fault, one with ten idle steps between the fault and its
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+from pydantic import TypeAdapter
 
 from draco_ray.errors import ConfigError, WorldError
 from draco_ray.lab.analysis.attribution.rubric import faults_of, in_order, known_verdicts
@@ -102,23 +103,17 @@ class PlantedRollout:
         return known_verdicts(self.rubric, self.fault, self.cells, self.outputs)
 
 
+_KEPT = TypeAdapter(tuple[dict[str, Any], list[PlantedRollout]])
+"""The world and tasks that rollouts were made from, and the rollouts."""
+
+
 def plan(task_id: str, family: str) -> list[PlantedRollout]:
     """The group of one task, not yet executed."""
     maker = families()[family]
     reference = maker.script()
     scripts = {REFERENCE: reference, BENIGN: [_NAMES.sub("records", cell) for cell in reference]}
     scripts |= {fault.value: maker.script(frozenset({fault})) for fault in faults_of(maker)}
-    return [
-        PlantedRollout(
-            task_id=task_id,
-            family=family,
-            kind=kind,
-            cells=tuple(cells),
-            planted=tuple(number for number, cell in enumerate(cells, 1) if cell not in reference),
-            rubric=tuple(faults_of(maker)),
-        )
-        for kind, cells in scripts.items()
-    ]
+    return _rollouts(task_id, family, scripts, reference, tuple(faults_of(maker)))
 
 
 def hard_plan(task_id: str, family: str) -> list[PlantedRollout]:
@@ -134,7 +129,17 @@ def hard_plan(task_id: str, family: str) -> list[PlantedRollout]:
     late = maker.script(frozenset({first}))
     behind = next(number for number, cell in enumerate(late) if cell not in reference) + 1
     scripts[LATE + first] = [*late[:behind], *IDLE_CELLS, *late[behind:]]
-    harmless = {*reference, *IDLE_CELLS, *MISLEADING_CELLS}
+    return _rollouts(task_id, family, scripts, [*reference, *IDLE_CELLS, *MISLEADING_CELLS])
+
+
+def _rollouts(
+    task_id: str,
+    family: str,
+    scripts: Mapping[str, Sequence[str]],
+    harmless: Collection[str],
+    rubric: tuple[Fault, ...] = (),
+) -> list[PlantedRollout]:
+    """A rollout of each script, in which every cell that is not ``harmless`` is planted."""
     return [
         PlantedRollout(
             task_id=task_id,
@@ -142,6 +147,7 @@ def hard_plan(task_id: str, family: str) -> list[PlantedRollout]:
             kind=kind,
             cells=tuple(cells),
             planted=tuple(number for number, cell in enumerate(cells, 1) if cell not in harmless),
+            rubric=rubric,
         )
         for kind, cells in scripts.items()
     ]
@@ -157,7 +163,7 @@ def planted_groups(
         split: split of its tasks.
         tasks: number of tasks, chosen evenly over families; None takes all.
         processes: number of parallel AppWorld processes.
-        kept: JSON lines file of executed rollouts; reused if it was made from the same world and tasks.
+        kept: JSON file of executed rollouts; reused if it was made from the same world and tasks.
         hard: whether to plan hard groups.
 
     Raises:
@@ -170,13 +176,14 @@ def planted_groups(
     if split not in SPLITS:
         raise ConfigError(f"--split {split!r}: expected one of {', '.join(SPLITS)}")
     chosen = choose(manifest["tasks"], split, tasks)
-    header = {"digest": manifest["digest"], "tasks": chosen, "format": 2} | ({"hard": True} if hard else {})
-    played = read_kept(kept, header)
-    if played is None:
+    header = {"digest": manifest["digest"], "tasks": chosen, "format": 3} | ({"hard": True} if hard else {})
+    before, played = _KEPT.validate_json(kept.read_bytes()) if kept.is_file() else ({}, [])
+    if before != header:
         make = hard_plan if hard else plan
         wanted = [rollout for task_id in chosen for rollout in make(task_id, manifest["tasks"][task_id]["family"])]
         played = play(wanted, world, processes)
-        write_kept(kept, header, played)
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        kept.write_bytes(_KEPT.dump_json((header, played)))
     groups = [[rollout for rollout in played if rollout.task_id == task_id] for task_id in chosen]
     return [kept_rollouts for group in groups if (kept_rollouts := confirmed(group))]
 
@@ -208,29 +215,3 @@ def confirmed(group: Sequence[PlantedRollout]) -> list[PlantedRollout]:
     if not any(rollout.kind == REFERENCE and rollout.success for rollout in group):
         return []
     return [rollout for rollout in group if rollout.confirmed]
-
-
-def write_kept(kept: Path, header: dict[str, Any], played: Sequence[PlantedRollout]) -> None:
-    """Write executed rollouts as JSON lines; ``header`` identifies the world and tasks they were made from."""
-    kept.parent.mkdir(parents=True, exist_ok=True)
-    lines = [header, *(asdict(rollout) for rollout in played)]
-    kept.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
-
-
-def read_kept(kept: Path, header: dict[str, Any]) -> list[PlantedRollout] | None:
-    """Rollouts that `write_kept` wrote with the same header; None if there is no such file."""
-    if not kept.is_file():
-        return None
-    first, *lines = kept.read_text(encoding="utf-8").splitlines() or ["null"]
-    if json.loads(first) != header:
-        return None
-    rows: list[dict[str, Any]] = [json.loads(line) for line in lines]
-    sequences = ("cells", "outputs", "planted")
-    return [
-        PlantedRollout(
-            **row
-            | {name: tuple(row[name]) for name in sequences}
-            | {"rubric": tuple(Fault(name) for name in row["rubric"])}
-        )
-        for row in rows
-    ]
