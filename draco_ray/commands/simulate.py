@@ -11,9 +11,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from draco_ray.errors import ConfigError
 from draco_ray.judging.phases import PHASES
 from draco_ray.lab.simulation.recorded import RecordedRun, Step, read_run
-from draco_ray.lab.simulation.scaling import SIZES, Size, error, predict, size_of, stalled_by
+from draco_ray.lab.simulation.scaling import GPUS, SIZES, Size, error, on_gpus, predict, size_of, stalled_by, throughput
 from draco_ray.lab.simulation.speeds import fit
 from draco_ray.lab.simulation.step import SimulatedStep, Speeds
 from draco_ray.runs.directory import RunDirectory
@@ -26,6 +27,7 @@ def simulate_run(
     other: Path | None = None,
     rollouts: Sequence[int] = (),
     setting: Mapping[str, Any],
+    staleness: Sequence[int] = (),
     seed: int = 0,
     console: Console | None = None,
 ) -> None:
@@ -36,10 +38,11 @@ def simulate_run(
         other: another run whose steps are predicted from this one, with its own setting.
         rollouts: numbers of rollouts in a step; empty: `SIZES`.
         setting: fields of `Setting` that differ from the run's.
+        staleness: if given, print the throughput on `GPUS` at each of these values instead of other sizes.
         seed: random seed of the simulation.
 
     Raises:
-        ConfigError: the run records too little.
+        ConfigError: the run records too little, or its engines are colocated and ``staleness`` is above 0.
         DamagedRun: a file of the run cannot be read.
     """
     console = console or PlainConsole()
@@ -53,6 +56,9 @@ def simulate_run(
         compared = read_run(RunDirectory.open(other.resolve()))
         by = f"{compared.name}, by the speeds of {run.name}"
         _print_predictions(console, predict(run, seed, compared), by)
+    if staleness:
+        _print_throughput(console, run, speeds, changed, sorted(set(staleness)), min(rollouts or SIZES[1:2]), seed)
+        return
     sizes = []
     for size in sorted(rollouts or SIZES):
         with console.status(f"simulating {size:,} rollouts"):
@@ -69,6 +75,32 @@ def simulate_run(
     console.print(table)
     for each in sizes:
         console.print(f"longest path of {each.rollouts:,} rollouts: {_path(each.as_set.path)}")
+
+
+def _print_throughput(
+    console: Console,
+    run: RecordedRun,
+    speeds: Speeds,
+    changed: Mapping[str, Any],
+    staleness: Sequence[int],
+    rollouts: int,
+    seed: int,
+) -> None:
+    if run.setting.colocate and max(staleness):
+        raise ConfigError("--staleness: the run has engine.colocate, and sleeping engines cannot run ahead; expected 0")
+    console.print(
+        f"\nrollouts an hour, {rollouts:,} a step, by GPUs and staleness; engines and learner share the GPUs as in the "
+        "run, slots, judge workers and limits grow with the engines"
+    )
+    table = Table(box=None, pad_edge=False)
+    for name in ("GPUs", "engines", *(f"staleness {ahead}" for ahead in staleness)):
+        table.add_column(name, justify="right")
+    for gpus in GPUS:
+        setting = on_gpus(run, replace(run.setting, **changed), gpus)
+        with console.status(f"simulating {gpus} GPUs"):
+            rates = [throughput(run, replace(setting, staleness=n), speeds, rollouts, seed) for n in staleness]
+        table.add_row(str(gpus), str(setting.engines), *(f"{rate:,.0f}" for rate in rates))
+    console.print(table)
 
 
 def _column(size: Size) -> dict[str, str]:

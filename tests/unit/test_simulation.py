@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from draco_ray.lab.simulation.recorded import Group, Phase, Rollout, Setting, Turn
-from draco_ray.lab.simulation.scaling import play, stalled_by
+from draco_ray.lab.simulation.recorded import Group, Phase, RecordedRun, Rollout, Setting, Step, Turn
+from draco_ray.lab.simulation.scaling import GPUS, on_gpus, play, stalled_by, throughput
 from draco_ray.lab.simulation.step import WAITS, Engine, SimulatedStep, Speeds, now, on_a_clock, simulate
 
 JUDGE = {"stage1": 1.0, "stage2": 2.0, "union": 3.0, "score": 4.0, "credit": 5.0}
@@ -150,6 +150,34 @@ def test_of_steps_that_run_ahead_a_usual_one_counts() -> None:
     assert play([group(10.0, 10.0)], SPEEDS, setting).seconds == pytest.approx(20, abs=1)
     alone = replace(setting, staleness=0)
     assert play([group(10.0, 10.0)], SPEEDS, alone) == simulate([[group(10.0, 10.0)]], SPEEDS, alone)[0]
+
+
+def recorded(setting: Setting, *groups: Group, gpus: float = 1.0) -> RecordedRun:
+    """A run of one such step."""
+    step = Step(number=2, began=0.0, seconds=30.0, groups=groups, learning=((20.0, 25.0),), updates=1)
+    return RecordedRun(
+        name="run", setting=setting, steps=(step,), remember_share=0.25, gpus_per_engine=gpus, learner_gpus=gpus
+    )
+
+
+def test_throughput_with_staleness_is_that_of_the_slower_side() -> None:
+    # A step waits 10 s for its rollouts and 4 s for the learner (3 s and the sync's tail); side by side 10 s are left.
+    groups, speeds = [group(10.0, 10.0, judge={})], Speeds(per_sampled=1.0, per_learned=0.01, update=1.0, tail=1.0)
+    run = recorded(Setting(slots=2, group_size=2), *groups)
+    hourly = [throughput(run, replace(run.setting, staleness=n), speeds, 2, 0) for n in (0, 1)]
+    assert hourly == pytest.approx([3600 * 2 / 14, 3600 * 2 / 10])
+
+
+@pytest.mark.parametrize("gpus", GPUS)
+@pytest.mark.parametrize("of_the_run", [0.0, 2.0])
+def test_gpus_are_split_as_in_the_run_and_all_used(gpus: int, of_the_run: float) -> None:
+    run = recorded(Setting(slots=12, engines=3, requests_per_minute=60.0), group(1.0), gpus=of_the_run)
+    larger, each = on_gpus(run, run.setting, gpus), of_the_run or 1.0
+    assert larger.engines * each + larger.learners * each == gpus
+    assert larger.learners >= 1
+    assert larger.engines == pytest.approx(0.75 * gpus / each, abs=0.5)
+    assert larger.requests_per_minute == pytest.approx(20.0 * larger.engines)
+    assert larger.slots == 4 * larger.engines
 
 
 def test_a_group_that_failed_fails_again_and_the_learner_goes_on() -> None:

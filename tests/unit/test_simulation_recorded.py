@@ -6,6 +6,7 @@ import io
 import json
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pyarrow as pa
@@ -95,6 +96,24 @@ def test_it_prints_steps_errors_and_sizes(run: RunDirectory) -> None:
     assert said(run.path, rollouts=(8,)) == said(run.path, rollouts=(8,))
 
 
+def test_throughput_is_printed_by_gpus_and_staleness(run: RunDirectory) -> None:
+    lines = said(run.path, rollouts=(8,), staleness=(0, 2)).splitlines()
+    head, *rows = [line.split() for line in lines[lines.index(next(x for x in lines if x.startswith("GPUs"))) :]]
+    assert head == ["GPUs", "engines", "staleness", "0", "staleness", "2"]
+    assert [row[0] for row in rows] == ["8", "16", "32", "64", "128", "256", "512"]
+    rates = [[float(rate.replace(",", "")) for rate in row[2:]] for row in rows]
+    assert all(behind >= at_once for at_once, behind in rates)
+    assert rates[-1][0] > rates[0][0]
+
+
+def test_a_run_that_takes_turns_cannot_run_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recorded = read_run(timed_run(tmp_path / "turns"))
+    setting = replace(recorded.setting, colocate=True)
+    monkeypatch.setattr("draco_ray.commands.simulate.read_run", lambda run: replace(recorded, setting=setting))
+    with pytest.raises(ConfigError, match="--staleness: the run has engine.colocate"):
+        said(tmp_path / "turns", staleness=(1,))
+
+
 def test_another_run_is_predicted_too(run: RunDirectory, tmp_path: Path) -> None:
     other = timed_run(tmp_path / "other", steps=4)
     text = said(run.path, rollouts=(4,), other=other.path)
@@ -179,6 +198,7 @@ def test_what_calls_waited_for_limits_is_not_the_judges_time(tmp_path: Path) -> 
         ((), "name CONFIG or --simulate RUN"),
         (("--slots", "3"), "--slots: no effect without --simulate RUN"),
         (("sandbox", "--rollouts", "3"), "--rollouts: no effect without --simulate RUN"),
+        (("sandbox", "--staleness", "1"), "--staleness: no effect without --simulate RUN"),
         (("sandbox", "--simulate", "."), "takes its configuration from the run"),
     ],
 )

@@ -156,6 +156,7 @@ def plan(
     judge_workers: Annotated[int | None, typer.Option(min=1, max=100_000)] = None,
     requests_per_minute: Annotated[float | None, typer.Option(min=1)] = None,
     tokens_per_minute: Annotated[float | None, typer.Option(min=1)] = None,
+    staleness: Annotated[list[int] | None, typer.Option(min=0, max=16)] = None,
     seed: Annotated[int, typer.Option(min=0)] = 0,
 ) -> None:
     """Print the memory that each GPU needs and the expected time of a step, or simulate steps of a recorded run.
@@ -172,6 +173,7 @@ def plan(
         judge_workers: Simulated judge workers (default: the run's).
         requests_per_minute: Simulated judge requests a minute (default: the run's).
         tokens_per_minute: Simulated judge tokens a minute (default: the run's).
+        staleness: Print throughput on 8 to 512 GPUs at this train.staleness; may be repeated.
         seed: Random seed of the simulation.
     """
     number = {
@@ -182,7 +184,7 @@ def plan(
         "tokens_per_minute": tokens_per_minute,
     }
     if simulate is None:
-        check_no_effect(context, "without --simulate RUN", *number, "rollouts", "compare", "seed")
+        check_no_effect(context, "without --simulate RUN", *number, "rollouts", "compare", "staleness", "seed")
         if config is None:
             raise ConfigError("plan: name CONFIG or --simulate RUN")
         from draco_ray.commands.plan import plan as print_plan
@@ -196,7 +198,7 @@ def plan(
     check_no_effect(context, "with --simulate RUN", "setting", "gpu_memory_gib", "model_config", "assume")
     from draco_ray.commands.simulate import simulate_run
 
-    simulate_run(simulate, other=compare, rollouts=rollouts or (), setting=number, seed=seed)
+    simulate_run(simulate, other=compare, rollouts=rollouts or (), setting=number, staleness=staleness or (), seed=seed)
 
 
 @app.command(

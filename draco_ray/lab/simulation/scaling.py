@@ -20,6 +20,8 @@ NEGLIGIBLE = 0.05
 """A step's longest wait is not reported if it is at most this share of the step."""
 DRAWS = 9
 """Number of simulations of a recorded step; their median is used."""
+GPUS = (8, 16, 32, 64, 128, 256, 512)
+"""GPUs of a throughput curve."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,6 +134,40 @@ def grown_setting(run: RecordedRun, groups: int) -> Setting:
         requests_per_minute=requests and times(requests),
         tokens_per_minute=tokens and times(tokens),
     )
+
+
+def on_gpus(run: RecordedRun, setting: Setting, gpus: int) -> Setting:
+    """The setting on ``gpus`` GPUs, split over engines and learner as in the run; a part on CPUs counts as one GPU.
+
+    Slots, the total number of sequences, judge workers and limits scale with the number of engines.
+    """
+    per_engine, learner = run.gpus_per_engine or 1.0, run.learner_gpus or 1.0
+    whole = setting.engines * per_engine + learner
+    larger = gpus / whole
+    engines = max(1, min(round(setting.engines * larger), math.floor((gpus - learner) / per_engine)))
+    grown = engines / setting.engines
+    requests, tokens = setting.requests_per_minute, setting.tokens_per_minute
+    return replace(
+        setting,
+        engines=engines,
+        learners=(gpus - engines * per_engine) / learner,
+        slots=math.ceil(setting.slots * grown),
+        judge_workers=math.ceil(setting.judge_workers * grown),
+        requests_per_minute=requests and requests * grown,
+        tokens_per_minute=tokens and tokens * grown,
+    )
+
+
+def throughput(run: RecordedRun, setting: Setting, speeds: Speeds, rollouts: int, seed: int) -> float:
+    """Rollouts per hour in successive steps of at least ``rollouts`` rollouts, drawn as in `size_of`."""
+    pool = [group for step in run.steps for group in step.groups]
+    count, ahead = math.ceil(rollouts / setting.group_size), setting.staleness
+    draws = np.random.default_rng((seed, rollouts)).integers(len(pool), size=count)
+    minibatch = math.ceil(count / max(1, round(statistics.fmean(step.updates for step in run.steps))))
+    steps = [[pool[index] for index in draws]] * (2 * ahead + 4)
+    # Leave out the first steps, of which no work was done ahead, and the last ones, beside which no later step runs.
+    played = simulate(steps, speeds, replace(setting, minibatch=minibatch))[ahead + 1 : len(steps) - ahead]
+    return 3600 * count * setting.group_size / statistics.fmean(step.seconds for step in played)
 
 
 def _gpu_hours(run: RecordedRun, setting: Setting, step: SimulatedStep) -> float:
