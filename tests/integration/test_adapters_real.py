@@ -299,3 +299,34 @@ def test_prime_rls_loss_passes_our_advantages_on() -> None:
     for row, flight in zip(found["advantages"], ("UA1", "XX0", "DL9", "UA1"), strict=True):
         share = quality[flight] * 9 / 3
         assert row == pytest.approx([share / 3] * 3 + [share / 4] * 4 + [share / 2] * 2, rel=1e-5)
+
+
+def test_inspect_opens_the_logs_of_a_run_and_packs_them() -> None:
+    plain, packed = run("inspect_log", "DRACO_INSPECT_PYTHON", ".venv-adapter-inspect/bin/python")
+    assert plain == packed
+    tasks = ("aaa1111_1", "bbb2222_1")
+    assert plain["samples"] == [[task, epoch] for task in tasks for epoch in (1, 2)]
+    assert (plain["logs"], plain["status"], plain["summaries"]) == (3, "success", 4)
+    assert (plain["value"], plain["mean"]) == (1.0, 0.0)
+    assert plain["verdicts"] == ["PASS"] * 3
+    assert plain["steps"] == [[2], [1, 2], []]
+    assert plain["roles"] == ["system", "user", "assistant", "tool", "assistant", "tool", "assistant"]
+
+
+def test_inspect_opens_the_logs_of_evaluated_rollouts_and_packs_them() -> None:
+    plain, packed = run("inspect_evaluations", "DRACO_INSPECT_PYTHON", ".venv-adapter-inspect/bin/python")
+    assert plain == packed
+    assert plain == {
+        "run, test after step 2": {
+            "accuracy": 0.5,
+            "samples": [["aaa1111_1", 1, 1.0, 7, None], ["bbb2222_1", 1, 0.0, 7, None]],
+        },
+        "Base, appworld test_normal, starter": {
+            "accuracy": pytest.approx(2 / 3),
+            "samples": [
+                ["a_1", 1, 1.0, 0, None],
+                ["b_1", 1, 1.0, 0, None],
+                ["c_1", 1, 0.0, 0, "the world is gone"],
+            ],
+        },
+    }

@@ -67,6 +67,25 @@ def runs_timeline(
     typer.echo(f"{out}: {write_timeline(run_folder(directory), step, out)} events")
 
 
+@runs.command(name="inspect", epilog="Try:  draco runs inspect runs/NAME --out logs      inspect view --log-dir logs")
+def runs_inspect(
+    directory: str,
+    *,
+    out: Annotated[Path, typer.Option(metavar="DIR")],
+) -> None:
+    """Write a run with its evaluations, or one evaluation, as logs for the viewer of Inspect.
+
+    Rollouts become samples; rewards and verdicts, or whether the task was solved, become scores.
+
+    Args:
+        directory: A run directory or its URL, or an evaluation directory.
+        out: Folder for the logs.
+    """
+    from draco_ray.lab.runs.inspect_logs import write_logs
+
+    typer.echo(f"{out}: {len(write_logs(run_folder(directory), out))} logs")
+
+
 @app.command(epilog="Try:  draco report runs/NAME      draco report runs/A runs/B --figures --out figures")
 def report(
     directories: Annotated[list[str], typer.Argument(metavar="DIR")],

@@ -1,0 +1,360 @@
+"""`draco runs inspect`: write a run and its evaluations as Inspect logs, for Inspect's viewer and log readers.
+
+There is one log per training step and one per measurement. A sample is a task, an epoch one of its rollouts. The score
+of training (``draco``) is the reward, with verdicts, evidence, cited steps, step qualities and advantages as metadata.
+The score of an evaluation (``success``) is 1 or 0; without an evaluator it is ``judged``, the share of the judge's
+applicable verdicts that pass. A lost rollout is a sample with an error. Each step of the agent is a message with a tool
+call ``step``, numbered as in the judge's citations, and its observation is the call's result. A rollout that was not
+kept has no messages. The JSON format is that of inspect_ai 0.3.285, which need not be installed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from draco_ray.config.file_names import file_name
+from draco_ray.config.origin import private
+from draco_ray.errors import ConfigError
+from draco_ray.lab.analysis.evaluations import evaluation_directories, judged_directories
+from draco_ray.lab.evaluation.results import EvaluationDirectory
+from draco_ray.records import Evaluation, Trajectory, Turn, Verdict
+from draco_ray.runs.directory import RunDirectory
+from draco_ray.runs.evaluations import passed_share, read_evaluations
+from draco_ray.runs.rows import Row, step_trajectories, trajectories_from
+
+TRAINED, EVALUATED, JUDGED = "draco", "success", "judged"
+"""Names of the scores."""
+TABLES = ("evaluation_trajectories", "evaluation_steps")
+
+Json = dict[str, Any]
+Played = Mapping[tuple[str, int], Trajectory]
+"""(task, run) -> rollout, for rollouts that were kept."""
+
+
+def write_logs(path: Path, folder: Path) -> list[Path]:
+    """Write the logs of a run and its evaluations, or of one evaluation directory; returns the files.
+
+    Raises:
+        ConfigError: ``path`` is neither, or ``folder`` cannot be written.
+        DamagedRun: a file of the run or the evaluation cannot be read.
+    """
+    if os.path.lexists(path / "evaluation.json"):
+        logs: list[Iterator[Json]] = [_evaluation_logs(EvaluationDirectory.open(path), "")]
+    else:
+        run = RunDirectory.open(path)
+        logs = [_training_logs(run), _measurement_logs(run), _judged_logs(run, "")]
+        logs += [_evaluation_logs(inside, f"{run.path.name}, ") for inside in evaluation_directories(run)]
+        logs += [_judged_logs(inside, f"{run.path.name}, ") for inside in judged_directories(run)]
+    return [_write(folder, **log) for of_one in logs for log in of_one if log["samples"]]
+
+
+def _training_logs(run: RunDirectory) -> Iterator[Json]:
+    for step in run.steps():
+        rollouts = [each for of_task in step_trajectories(run, step).values() for each in of_task]
+        scores = _rewards(run, step)
+        times = [(each.started_at, each.ended_at) for each in rollouts if each.started_at]
+        if not times:
+            # Imported traces have no start time; use the times of their judge calls.
+            calls = run.table("judge_calls", step, ["started_at", "seconds"]).to_pylist()
+            times = [(call["started_at"], call["started_at"] + call["seconds"]) for call in calls]
+        yield {
+            "name": run.path.name,
+            "part": f"step{step:06d}",
+            "title": f"{run.path.name}, step {step}",
+            "model": str(run.setting("model.path")),
+            "scorer": TRAINED,
+            "metadata": {"training_step": step, "setting": run.setting("setting")},
+            "samples": [_sample(each, TRAINED, scores.get((each.task_id, each.rollout))) for each in rollouts],
+            "times": times,
+        }
+
+
+def _measurement_logs(run: RunDirectory) -> Iterator[Json]:
+    """Evaluations made during training, one log per step and split."""
+    for (step, split), evaluations in read_evaluations(run).items():
+        played = _played(run.table(name, step).to_pylist() for name in TABLES)
+        samples = [_evaluated_sample(each, played.get((each.task_id, each.run)), None, {}) for each in evaluations]
+        yield _of_step(run, step, split, "", EVALUATED, samples, played)
+
+
+def _judged_logs(run: RunDirectory, belongs_to: str) -> Iterator[Json]:
+    """Held-out rollouts that the judge scored, one log per step and split."""
+    measurements: dict[tuple[int, str], list[Row]] = defaultdict(list)
+    for row in run.table("heldout_verdicts").to_pylist():
+        measurements[row["training_step"], row["split"]].append(row)
+    for (step, split), found in sorted(measurements.items()):
+        played = _played(run.table(name, step).to_pylist() for name in TABLES)
+        samples = [_judged_sample(row, played.get((row["task_id"], row["run"]))) for row in found]
+        yield _of_step(run, step, split, belongs_to, JUDGED, samples, played)
+
+
+def _of_step(
+    run: RunDirectory, step: int, split: str, belongs_to: str, scorer: str, samples: Sequence[Json], played: Played
+) -> Json:
+    moment = f"{split} {f'after step {step}' if step else 'before training'}"
+    return {
+        "name": run.path.name,
+        "part": f"{split}_step{step:06d}",
+        "title": f"{belongs_to}{run.path.name}, {moment}{', judged' * (scorer == JUDGED)}",
+        "model": str(run.setting("model.path")),
+        "scorer": scorer,
+        "metadata": {"training_step": step, "split": split, "setting": run.setting("setting")},
+        "samples": samples,
+        "times": _times(played),
+    }
+
+
+def _evaluation_logs(directory: EvaluationDirectory, belongs_to: str) -> Iterator[Json]:
+    """The finished rollouts of an evaluation directory, one log per measurement."""
+    plan = directory.plan
+    about = {"benchmark": plan.benchmark, "split": plan.split, "label": plan.label, "settings": plan.settings}
+    for measurement in plan.measurements:
+        played = _played(directory.trajectories(measurement, name).to_pylist() for name in TABLES)
+        samples = []
+        for result in directory.results(measurement):
+            evaluation = result.evaluation
+            took = {"usage": asdict(result.usage), "seconds": result.seconds, "attempts": result.attempts}
+            rollout = played.get((evaluation.task_id, evaluation.run))
+            samples.append(_evaluated_sample(evaluation, rollout, result.error, took))
+        yield {
+            "name": directory.path.resolve().name,
+            "part": measurement,
+            "title": f"{belongs_to}{plan.label}, {plan.benchmark} {plan.split}, {measurement}",
+            "model": plan.policy,
+            "scorer": EVALUATED,
+            "metadata": {**about, "measurement": measurement, "generated_world": plan.generated},
+            "samples": samples,
+            "times": _times(played),
+        }
+
+
+def _played(tables: Iterable[list[Row]]) -> Played:
+    rollouts = trajectories_from(*tables)
+    return {(each.task_id, each.rollout): each for of_task in rollouts.values() for each in of_task}
+
+
+def _times(played: Played) -> list[tuple[float, float]]:
+    return [(each.started_at, each.ended_at) for each in played.values() if each.started_at]
+
+
+def _write(
+    folder: Path,
+    *,
+    name: str,
+    part: str,
+    title: str,
+    model: str,
+    scorer: str,
+    metadata: Json,
+    samples: Sequence[Json],
+    times: Sequence[tuple[float, float]],
+) -> Path:
+    """Write a log that only its owner can read; replaces an existing log of the same part.
+
+    Args:
+        name: name of the run or the evaluation.
+        part: name of the log within it, for the file name.
+        title: title in the viewer's list.
+        scorer: name of the score.
+        samples: at least one.
+        times: start and end of each rollout, Unix seconds.
+
+    Raises:
+        ConfigError: ``folder`` cannot be written.
+    """
+    samples = sorted(samples, key=lambda sample: (str(sample["id"]), int(sample["epoch"])))
+    tasks = sorted({sample["id"] for sample in samples})
+    began, ended = (
+        _time(value) for value in (min((t for t, _ in times), default=0.0), max((t for _, t in times), default=0.0))
+    )
+    log = {
+        "version": 2,
+        "status": "success",
+        "eval": {
+            "eval_id": _digest("eval", f"{name}/{part}"),
+            "run_id": _digest("run", name),
+            "created": began,
+            "task": title,
+            "task_id": _digest("task", f"{name}/{part}"),
+            "dataset": {"name": name, "samples": len(tasks), "sample_ids": tasks},
+            "model": model,
+            "config": {"epochs": max(sample["epoch"] for sample in samples)},
+            "metadata": metadata,
+        },
+        "results": _results(scorer, samples),
+        "stats": {"started_at": began, "completed_at": ended},
+        "samples": samples,
+    }
+    path = folder / f"{began[:19].replace(':', '-')}_{file_name(name)}_{file_name(part)}.json"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with open(path, "w", encoding="utf-8", opener=private) as file:
+            json.dump(log, file, ensure_ascii=False)
+    except OSError as error:
+        raise ConfigError(f"--out {folder}: cannot be written: {error.strerror or error}") from None
+    return path
+
+
+def _results(scorer: str, samples: Sequence[Json]) -> Json:
+    found = [sample["scores"][scorer]["value"] for sample in samples if sample["scores"]]
+    metric = "mean" if scorer == TRAINED else "accuracy"
+    metrics = {metric: {"name": metric, "value": math.fsum(found) / len(found)}} if found else {}
+    scored = {"scored_samples": len(found), "unscored_samples": len(samples) - len(found)}
+    return {
+        "total_samples": len(samples),
+        "completed_samples": sum("error" not in sample for sample in samples),
+        "scores": [{"name": scorer, "scorer": scorer, **scored, "metrics": metrics}],
+    }
+
+
+def _evaluated_sample(evaluation: Evaluation, played: Trajectory | None, error: str | None, took: Json) -> Json:
+    names = ("passed_tests", "total_tests", "failures", "turns", "difficulty", "scenario", "reward", "lost")
+    about = {name: getattr(evaluation, name) for name in names} | {"failures": list(evaluation.failures)}
+    passed = f"{evaluation.passed_tests} of {evaluation.total_tests} tests pass"
+    score = {
+        "value": float(evaluation.success),
+        "explanation": "\n".join([passed, *evaluation.failures]),
+        "metadata": {**about, "termination": evaluation.termination and evaluation.termination.value, **took},
+    }
+    if played is None:
+        sample = _unplayed(evaluation.task_id, evaluation.run)
+        sample |= {"scores": {EVALUATED: score}, "metadata": {"ended": evaluation.ended.value}}
+    else:
+        sample = _sample(played, EVALUATED, score)
+    if error or evaluation.lost:
+        sample["error"] = _error(error or "every attempt was lost")
+    return sample
+
+
+def _judged_sample(row: Row, played: Trajectory | None) -> Json:
+    share = passed_share(row["verdicts"] or ())
+    # List the criteria even if the rollout has no score.
+    verdicts = [
+        {"title": title, "verdict": Verdict(verdict).name}
+        for title, verdict in zip(row["criteria"] or (), row["verdicts"] or (), strict=False)
+    ]
+    sample = _unplayed(row["task_id"], row["run"]) if played is None else _sample(played, JUDGED, None)
+    if share is not None:
+        explanation = "\n".join(f"{each['verdict']}: {each['title']}" for each in verdicts)
+        about = {"verdicts": verdicts, "again": [Verdict(each).name for each in row["again"] or ()]}
+        sample["scores"] = {JUDGED: {"value": share, "explanation": explanation, "metadata": about}}
+    if row["error"]:
+        sample["error"] = _error(row["error"])
+    return sample
+
+
+def _unplayed(task_id: str, run: int) -> Json:
+    output = {"model": "policy", "choices": [], "completion": ""}
+    about: Json = {"id": task_id, "epoch": run + 1, "input": task_id, "target": "", "messages": [], "output": output}
+    return about | {"scores": {}, "metadata": {}}
+
+
+def _sample(trajectory: Trajectory, scorer: str, score: Json | None) -> Json:
+    """A rollout as a sample: its steps are tool calls, numbered as in the judge's citations."""
+    asked = next((each.content for each in reversed(trajectory.prompt) if each.role == "user"), trajectory.task_id)
+    messages = [*_prompt(trajectory), *_turns(trajectory)]
+    said = next((each["content"] for each in reversed(messages) if each["role"] == "assistant"), "")
+    choice = {"message": {"role": "assistant", "content": said}, "stop_reason": "stop"}
+    sample = {
+        "id": trajectory.task_id,
+        "epoch": trajectory.rollout + 1,
+        "input": asked,
+        "target": "",
+        "messages": [{"id": f"m{number}"} | each for number, each in enumerate(messages)],
+        "output": {"model": "policy", "choices": [choice], "completion": said},
+        "scores": {} if score is None else {scorer: score},
+        "metadata": {"ended": trajectory.ended.value, "policy_version": trajectory.policy_version},
+    }
+    if trajectory.started_at:
+        sample |= {"started_at": _time(trajectory.started_at), "completed_at": _time(trajectory.ended_at)}
+        sample["total_time"] = max(trajectory.ended_at - trajectory.started_at, 0.0)
+    if trajectory.error:
+        sample["error"] = _error(trajectory.error)
+    return sample
+
+
+def _prompt(trajectory: Trajectory) -> Iterator[Json]:
+    for message in trajectory.prompt:
+        known = message.role in ("system", "user", "assistant")
+        content = message.content if known else f"[{message.role}]\n{message.content}"
+        yield {"role": message.role if known else "system", "content": content}
+
+
+def _turns(trajectory: Trajectory) -> Iterator[Json]:
+    number = 0
+    for turn in trajectory.turns:
+        if turn.role != "assistant":
+            yield {"role": "user", "content": turn.text if turn.role == "user" else f"[{turn.role}]\n{turn.text}"}
+            continue
+        number += turn.is_step
+        if turn.action is None:
+            yield {"role": "assistant", "content": turn.text}
+        else:
+            yield from _step(turn, number)
+
+
+def _step(turn: Turn, number: int) -> Iterator[Json]:
+    call = {"id": f"step-{number}", "function": "step", "arguments": {"number": number, "action": turn.action}}
+    yield {"role": "assistant", "content": turn.text, "tool_calls": [call | {"type": "function"}]}
+    if turn.observation is not None:
+        yield {"role": "tool", "content": turn.observation, "tool_call_id": f"step-{number}", "function": "step"}
+
+
+def _rewards(run: RunDirectory, step: int) -> dict[tuple[str, int], Json]:
+    """The score of each rollout that has a reward."""
+    titles = {(row["task_id"], row["criterion"]): row["title"] for row in run.table("criteria", step).to_pylist()}
+    cited: dict[tuple[str, int, int], set[int]] = defaultdict(set)
+    for row in run.table("citations", step).to_pylist():
+        if row["step"] is not None:
+            cited[row["task_id"], row["rollout"], row["criterion"]].add(row["step"])
+    verdicts: dict[tuple[str, int], list[Json]] = defaultdict(list)
+    for row in sorted(run.table("verdicts", step).to_pylist(), key=lambda row: int(row["criterion"])):
+        key = (row["task_id"], row["rollout"])
+        verdicts[key].append(
+            {
+                "title": titles.get((row["task_id"], row["criterion"]), ""),
+                "verdict": Verdict(row["verdict"]).name,
+                "evidence": row["evidence"],
+                "justification": row["justification"],
+                "steps": sorted(cited[(*key, row["criterion"])]),
+            }
+        )
+    found = {}
+    for row in run.table("advantages", step).to_pylist():
+        mine = verdicts[row["task_id"], row["rollout"]]
+        found[row["task_id"], row["rollout"]] = {
+            "value": row["reward"],
+            "explanation": "\n".join(f"{v['verdict']}: {v['title']}: {v['justification']}" for v in mine),
+            "metadata": {
+                "verdicts": mine,
+                "advantage": row["advantage"],
+                "step_quality": [_finite(value) for value in row["quality"] or ()],
+                "step_advantage": [_finite(value) for value in row["step_advantage"] or ()],
+            },
+        }
+    return found
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None
+
+
+def _error(message: str) -> Json:
+    return {"message": message, "traceback": "", "traceback_ansi": ""}
+
+
+def _time(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="seconds")
+
+
+def _digest(kind: str, text: str) -> str:
+    return hashlib.sha256(f"{kind} {text}".encode()).hexdigest()[:22]
