@@ -727,6 +727,9 @@ class TrainConfig(Tree):
     """Passes over the training split."""
     steps: int | None = Field(None, ge=0)
     """Number of steps; null: derived from epochs."""
+    skip_solved: int | None = Field(None, ge=1)
+    """Skip a task for this many epochs after as many consecutive visits in which the judge failed no criterion of any
+    rollout; uses no ground truth. null: every task in every epoch, as in the paper."""
     staleness: int = Field(0, ge=0, le=8)
     """Steps that may run ahead: their rollouts begin while the last rollouts of the current step are judged and learned
     from, with an adapter at most this many versions old. A long rollout continues across steps, each turn with the

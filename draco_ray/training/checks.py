@@ -157,8 +157,20 @@ def refuse(found: Sequence[DracoError]) -> None:
 
 
 def task_order(config: DracoConfig, tasks: Sequence[str], earlier: Sequence[EarlierTasks] = ()) -> TaskOrder:
-    """The order of a run's tasks. Raises: ConfigError: there are too few for a step."""
-    return TaskOrder(tasks, config.train.prompts_per_step, config.seed, earlier=earlier)
+    """The order of a run's tasks. Raises: ConfigError if the order needs a judge's verdicts and there is no judge."""
+    train = config.train
+    if train.skip_solved is not None and config.algorithm.reward != "rubric":
+        raise ConfigError(
+            f"train.skip_solved: a judge's verdicts say what is solved, not algorithm.reward={config.algorithm.reward}"
+        )
+    return TaskOrder(
+        tasks,
+        train.prompts_per_step,
+        config.seed,
+        skip_solved=train.skip_solved,
+        behind=train.staleness,
+        earlier=earlier,
+    )
 
 
 def _without_evaluator(config: DracoConfig, console: Console) -> DracoConfig:

@@ -141,15 +141,18 @@ def adopt_tasks(
 
 
 def recorded_order(run: RunDirectory) -> TaskOrder:
-    """The order in which the run took its tasks, from ``tasks.json``.
+    """The order in which the run took its tasks, from ``tasks.json`` and the metrics.
 
     Raises:
-        DamagedRun: it is missing or cannot be read.
+        DamagedRun: one of them is missing or cannot be read.
     """
     if not (parts := _task_parts(run)):
         raise damaged(run.path / TASKS, "it is missing or empty")
     _, tasks, rules = parts[-1]
-    return TaskOrder(tasks, **asdict(rules), earlier=_earlier(parts))
+    order = TaskOrder(tasks, **asdict(rules), earlier=_earlier(parts))
+    for line in run.metrics():
+        order.note(line["step"], line.get("solved_tasks") or ())
+    return order
 
 
 def _task_parts(run: RunDirectory) -> list[tuple[int, list[str], OrderRules]]:
@@ -171,7 +174,10 @@ def _earlier(parts: Sequence[tuple[int, list[str], OrderRules]]) -> list[Earlier
 
 
 def _rules(written: Mapping[str, Any]) -> OrderRules:
-    return OrderRules(**{name: int(value) for name, value in dict(written).items()})
+    numbers: dict[str, Any] = {name: None if value is None else int(value) for name, value in dict(written).items()}
+    if numbers.keys() != asdict(OrderRules(per_step=1, seed=0)).keys():
+        raise ValueError(f"rules {', '.join(numbers)}")
+    return OrderRules(**numbers)
 
 
 def rewind(run: RunDirectory, *, reuse: bool) -> StartPoint:

@@ -169,6 +169,8 @@ def _resume(
         for damage in start.damaged:
             console.print(damage)
         order = task_order(config, list(prompts), adopt_tasks(run, prompts, order.rules, start.step, console))
+        for line in run.metrics():
+            order.note(line["step"], line.get("solved_tasks") or ())
         if start.step >= _steps(config, order) and _measured(run, config, start.step):
             console.print(f"{run.path.name}: finished with step {start.step}; nothing is left to do")
             return run.path

@@ -18,6 +18,7 @@ from collections.abc import (
     AsyncIterator,
     Awaitable,
     Callable,
+    Collection,
     Coroutine,
     Iterable,
     Iterator,
@@ -27,7 +28,7 @@ from collections.abc import (
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import count, islice, takewhile
+from itertools import islice, takewhile
 from typing import Any
 
 import numpy as np
@@ -279,6 +280,8 @@ class OrderRules:
 
     per_step: int
     seed: int
+    skip_solved: int | None = None
+    behind: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -296,6 +299,9 @@ class TaskOrder:
 
     90 tasks at 16 a step give 5 steps an epoch (appendix "Training Hyperparameters": 100 steps in 20 epochs).
 
+    With ``skip_solved`` = n, a task whose rollouts failed no criterion in n consecutive visits rests (is left out) for
+    n epochs. Steps are filled from the other tasks. If these are too few for a step, no task rests in that epoch.
+
     After a resume, added tasks take part from the next epoch on; removed tasks are left out at once, so the current
     epoch is shorter. Steps that were chosen under earlier rules do not change: new rules apply from the first step
     after the resume.
@@ -304,47 +310,80 @@ class TaskOrder:
         tasks: the training tasks as they are now.
         per_step: B, tasks a step.
         seed: of the shuffles.
+        skip_solved: n; None: no task is left out.
+        behind: number of latest steps whose verdicts are not known when a step begins (``train.staleness``).
         earlier: the tasks and rules of earlier parts of the run, oldest first.
 
     Raises:
         ConfigError: if there are fewer tasks than one step needs.
     """
 
-    def __init__(self, tasks: Sequence[str], per_step: int, seed: int, *, earlier: Sequence[EarlierTasks] = ()) -> None:
+    def __init__(
+        self,
+        tasks: Sequence[str],
+        per_step: int,
+        seed: int,
+        *,
+        skip_solved: int | None = None,
+        behind: int = 0,
+        earlier: Sequence[EarlierTasks] = (),
+    ) -> None:
         if len(tasks) < per_step:
             raise ConfigError(
                 f"train.prompts_per_step is {per_step}, but the training split has {len(tasks)} usable tasks: lower "
                 "it, or add tasks"
             )
         self._tasks = tuple(sorted(tasks))
-        self.rules = OrderRules(per_step=per_step, seed=seed)
+        self.rules = OrderRules(per_step=per_step, seed=seed, skip_solved=skip_solved, behind=behind)
         self._earlier = [replace(part, tasks=tuple(sorted(part.tasks))) for part in earlier]
+        self._solved: dict[int, frozenset[str]] = {}
 
     @property
     def steps_per_epoch(self) -> int:
-        """Number of whole steps in an epoch of the present tasks."""
+        """Number of whole steps in an epoch of the present tasks if no task is skipped."""
         return len(self._tasks) // self.rules.per_step
 
     def last_step(self, epochs: int) -> int:
-        """Number of steps in ``epochs`` epochs."""
+        """Number of steps in ``epochs`` epochs if no task rests."""
         if not self._earlier:
             return epochs * self.steps_per_epoch
-        return sum(1 for _ in takewhile(lambda step: step[0] < epochs, self._steps()))
+        return sum(1 for _ in takewhile(lambda step: step[0] < epochs, self._steps(resting=False)))
+
+    def note(self, step: int, solved: Collection[str]) -> None:
+        """Record, for a finished step, the tasks whose rollouts failed no criterion."""
+        self._solved[step] = frozenset(solved)
 
     def tasks(self, step: int) -> list[str]:
-        """The B tasks of a step, counted from 1."""
-        return next(islice(self._steps(), step - 1, None))[1]
+        """The B tasks of a step, counted from 1. If the rules use results, call `note` for earlier steps first."""
+        return next(islice(self._steps(resting=True), step - 1, None))[1]
 
-    def _steps(self) -> Iterator[tuple[int, list[str]]]:
-        """Epoch and tasks of every step from the first, each chosen from the tasks that there were then."""
+    def _steps(self, *, resting: bool) -> Iterator[tuple[int, list[str]]]:
+        """Epoch and tasks of every step from the first, each chosen from what was known when the step began."""
         epoch, left = 0, self._shuffled(0, first_step=1)
-        for step in count(1):
+        streak: Counter[str] = Counter()
+        rests_until: dict[str, int] = {}
+        visited: list[tuple[int, list[str]]] = []
+        heard = 0
+        while True:
+            step = len(visited) + 1
             tasks, rules = self._known(step)
-            left = [task for task in left if task in tasks]
+            patience = rules.skip_solved if resting else None
+            while heard < step - 1 - rules.behind:
+                of_epoch, played = visited[heard]
+                heard += 1
+                for task in played:
+                    streak[task] = streak[task] + 1 if task in self._solved.get(heard, ()) else 0
+                    if patience is not None and streak[task] >= patience:
+                        rests_until[task] = of_epoch + patience
+            there = {task for task in tasks if patience is None or rests_until.get(task, -1) < epoch}
+            left = [task for task in left if task in there]
             if len(left) < rules.per_step:
                 epoch += 1
-                left = self._shuffled(epoch, first_step=step)
+                shuffled = self._shuffled(epoch, first_step=step)
+                awake = [task for task in shuffled if patience is None or rests_until.get(task, -1) < epoch]
+                left = awake if len(awake) >= rules.per_step else shuffled
             chosen, left = left[: rules.per_step], left[rules.per_step :]
+            visited.append((epoch, chosen))
             yield epoch, chosen
 
     def _known(self, step: int) -> tuple[Sequence[str], OrderRules]:
@@ -435,6 +474,10 @@ class Batches:
         self._prompts, self._order, self._pipeline, self._recorded = prompts, order, pipeline, recorded
         self._ahead: dict[int, Batch] = {}
         """The groups of each step that has begun."""
+
+    def note(self, step: int, solved: Sequence[str]) -> None:
+        """Record a finished step's solved tasks for the choice of later tasks."""
+        self._order.note(step, solved)
 
     @property
     def ahead(self) -> bool:
@@ -609,6 +652,8 @@ class Trainer:
         played = step_metrics(step, batch.groups, config.algorithm.group_size)
         # Check before the checkpoint is written, so that a resumed run repeats a step without a group.
         self._watchdog.check(played, Counter(group.reason for group in batch.groups if group.reason is not None))
+
+        self._batches.note(step, played["solved_tasks"])
 
         learned, learned_at = update_metrics(update.updates), time.time()
         updated = learned["updates"] > 0 and learned["grad_norm"] > 0

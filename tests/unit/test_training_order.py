@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
 
+from draco_ray.config.load import load_config
 from draco_ray.errors import ConfigError
 from draco_ray.pipeline import Group
 from draco_ray.summaries import RewardSummary
+from draco_ray.training.checks import task_order
 from draco_ray.training.metrics import group_pass_rate, solved
 from draco_ray.training.trainer import EarlierTasks, OrderRules, TaskOrder
 
@@ -79,22 +83,106 @@ def test_parts_of_a_run_add_up() -> None:
     assert {task for step in range(10, 30) for task in order.tasks(step)} == set(NINETY)
 
 
+def visits(order: TaskOrder, steps: int, solved: Callable[[str], bool]) -> list[list[str]]:
+    """The tasks of each step, where those that ``solved`` says are."""
+    found = []
+    for step in range(1, steps + 1):
+        found.append(order.tasks(step))
+        order.note(step, [task for task in found[-1] if solved(task)])
+    return found
+
+
+def test_where_nothing_is_solved_nothing_is_skipped() -> None:
+    usual, skipping = TaskOrder(NINETY, 16, seed=3), TaskOrder(NINETY, 16, seed=3, skip_solved=1)
+    assert visits(skipping, 17, lambda task: False) == [usual.tasks(step) for step in range(1, 18)]
+
+
+def test_a_task_solved_n_times_running_rests_n_epochs_and_comes_again() -> None:
+    order = TaskOrder(["a", "b", "c", "d"], 1, seed=0, skip_solved=2)
+    found = [task for (task,) in visits(order, 40, lambda task: task == "a")]
+    # Of three epochs of four and two of three: solved in two, it is away for two.
+    epochs = [found[0:4], found[4:8], found[8:11], found[11:14], found[14:18]]
+    assert [("a" in epoch) for epoch in epochs] == [True, True, False, False, True]
+    assert all(sorted({*epoch} - {"a"}) == ["b", "c", "d"] for epoch in epochs)
+    # It was solved again, and by now has been three times running.
+    assert "a" not in found[18:21]
+
+
+def test_one_that_is_failed_again_stays() -> None:
+    order = TaskOrder(["a", "b"], 1, seed=0, skip_solved=2)
+    seen: Counter[str] = Counter()
+
+    def solved(task: str) -> bool:
+        seen[task] += 1
+        return task == "a" and seen["a"] % 2 == 1
+
+    found = [task for (task,) in visits(order, 20, solved)]
+    assert Counter(found) == {"a": 10, "b": 10}
+
+
+def test_where_too_few_are_left_for_a_step_nobody_rests() -> None:
+    order = TaskOrder(["a", "b", "c"], 2, seed=0, skip_solved=1)
+    assert all(len(set(tasks)) == 2 for tasks in visits(order, 12, lambda task: True))
+
+
+@pytest.mark.parametrize("behind", [0, 1, 3])
+def test_a_run_that_goes_on_chooses_as_one_that_never_stopped(behind: int) -> None:
+    def solved(task: str) -> bool:
+        return int(task.removeprefix("task")) % 3 == 0
+
+    whole = TaskOrder(NINETY, 16, seed=5, skip_solved=1, behind=behind)
+    found = visits(whole, 30, solved)
+    resumed = TaskOrder(NINETY, 16, seed=5, skip_solved=1, behind=behind)
+    for step, tasks in enumerate(found[:20], start=1):
+        resumed.note(step, [task for task in tasks if solved(task)])
+    assert resumed.tasks(21) == found[20]
+    # With staleness the last step's verdicts are not there when the next one begins.
+    before = TaskOrder(NINETY, 16, seed=5, skip_solved=1, behind=behind)
+    for step, tasks in enumerate(found[: 20 - behind], start=1):
+        before.note(step, [task for task in tasks if solved(task)])
+    assert before.tasks(21) == found[20]
+
+
 @pytest.mark.parametrize(
     "changed",
     [
+        {"skip_solved": 1},
+        {"skip_solved": 3},
+        {"skip_solved": None},
         {"seed": 9},
         {"per_step": 8},
+        {"behind": 0},
     ],
 )
 def test_a_run_that_goes_on_by_other_rules_keeps_what_it_chose(changed: dict[str, Any]) -> None:
-    by = OrderRules(per_step=16, seed=5)
-    found = epochs_of(TaskOrder(NINETY, 16, seed=5), 12)
+    def solved(task: str) -> bool:
+        return int(task.removeprefix("task")) % 3 == 0
+
+    by = OrderRules(per_step=16, seed=5, skip_solved=2, behind=1)
+    found = visits(TaskOrder(NINETY, 16, seed=5, skip_solved=2, behind=1), 12, solved)
     now = asdict(replace(by, **changed))
     resumed = TaskOrder(NINETY, **now, earlier=[EarlierTasks(tuple(NINETY), 12, by)])
+    for step, tasks in enumerate(found, start=1):
+        resumed.note(step, [task for task in tasks if solved(task)])
     assert epochs_of(resumed, 12) == found
     assert len(resumed.tasks(13)) == now["per_step"]
     # What is left of the epoch, in which steps 11 and 12 are, comes before anything comes again.
     assert not {*resumed.tasks(13)} & {*found[10], *found[11]}
+
+
+def test_visits_before_a_run_went_on_by_other_rules_count() -> None:
+    by = OrderRules(per_step=1, seed=0)
+    before = visits(TaskOrder(["a", "b", "c", "d"], 1, seed=0), 8, lambda task: task == "a")
+    resumed = TaskOrder(["a", "b", "c", "d"], 1, seed=0, skip_solved=3, earlier=[EarlierTasks((*"abcd",), 8, by)])
+    for step, tasks in enumerate(before, start=1):
+        resumed.note(step, [task for task in tasks if task == "a"])
+    found = []
+    for step in range(9, 22):
+        found += resumed.tasks(step)
+        resumed.note(step, [task for task in found[-1:] if task == "a"])
+    # Solved in two epochs before and in one since, it is away for three.
+    assert sorted(found[:4]) == ["a", "b", "c", "d"]
+    assert found[4:].count("a") == 0
 
 
 def test_a_tasks_pass_rate_is_that_of_all_its_verdicts() -> None:
@@ -132,3 +220,17 @@ def test_a_group_is_solved_when_nobody_failed_anything_and_all_were_scored() -> 
     # Of whom nothing is known may have failed.
     assert not solved(group(scored=(0,)), 2)
     assert not solved(Group(step=1, index=0, task_id="t", prompt=()), 2)
+
+
+@pytest.mark.parametrize("setting", ["random", "outcome"])
+def test_without_a_judge_nothing_says_what_is_solved(setting: str) -> None:
+    config = load_config("sandbox", ["train.skip_solved=2"], setting)
+    with pytest.raises(ConfigError, match=rf"train\.skip_solved: .* not algorithm\.reward={setting}"):
+        task_order(config, NINETY)
+
+
+def test_what_is_configured_is_what_the_order_goes_by() -> None:
+    judged = task_order(load_config("sandbox", ["train.skip_solved=1", "train.prompts_per_step=45"], "draco"), NINETY)
+    judged.note(1, judged.tasks(1))
+    judged.note(2, [])
+    assert not {*judged.tasks(3)} & {*judged.tasks(1)}
