@@ -78,7 +78,7 @@ def evaluate_set(options: EvalSetOptions, starter: Path) -> None:
     if options.against is not None and options.against not in wanted.settings:
         raise ConfigError(f"--against {options.against!r}: expected one of {', '.join(wanted.settings)}")
     typed = [*wanted.overrides, *(words for each in wanted.settings.values() for words in each.overrides)]
-    idle = {"tau_bench.trials": "beside runs"} if wanted.runs is not None else {}
+    idle = {"tau_bench.trials": "together with runs"} if wanted.runs is not None else {}
     check_effect("draco eval-set", typed, (*READ, "setting", "tau_bench"), idle)
     planned = planned_evaluations(wanted, out)
     # Check all evaluations before the first one runs.
@@ -89,7 +89,7 @@ def evaluate_set(options: EvalSetOptions, starter: Path) -> None:
     typer.echo(f"{out}: {len(ready) - len(unfinished)} of {len(ready)} evaluations are finished")
     for number, each in enumerate(ready, start=1):
         if each in unfinished:
-            typer.echo(f"{number} of {len(ready)}: {each.planned.title}, into {each.planned.out}")
+            typer.echo(f"{number} of {len(ready)}: {each.planned.title}, results in {each.planned.out}")
             each.run()
         EvaluationDirectory.open(each.planned.out).check_lost(wanted.max_lost_share)
     directories = [str(each.out) for each in planned]
@@ -97,7 +97,7 @@ def evaluate_set(options: EvalSetOptions, starter: Path) -> None:
         directories, tables=["main"], form=options.form, shown=options.shown, against=options.against, out=None
     )
     tables = [name for name in TABLES if name != "self-judge"]
-    typer.echo(f"all tables, in every form: {out / 'tables'}", err=True)
+    typer.echo(f"all tables in all formats: {out / 'tables'}", err=True)
     print_tables(
         directories,
         tables=tables,
@@ -122,12 +122,12 @@ def read_set(options: EvalSetOptions) -> tuple[EvaluationSet, Path]:
     tree: dict[str, Any] = {} if file is None else read_tree(file)
     if options.settings:
         if tree.get("settings"):
-            raise ConfigError(f"--setting: {file} names settings already; expected them in one place")
+            raise ConfigError(f"--setting: {file} already has settings; give them either there or as --setting")
         tree["settings"] = _named_settings(options.settings, options.last_epochs)
         if options.last_epochs is not None and not any("run" in each for each in tree["settings"].values()):
-            raise ConfigError("--last-epochs: no effect, none of the settings is a run")
+            raise ConfigError("--last-epochs: no effect, because no setting is a run")
     elif options.last_epochs is not None:
-        raise ConfigError("--last-epochs: is about run directories of --setting; a file says `last_epochs`")
+        raise ConfigError("--last-epochs: works only with --setting; in a file, set `last_epochs` of a setting")
     told = {"splits": list(options.splits), "runs": options.runs, "max_lost_share": options.max_lost_share}
     tree |= {key: value for key, value in told.items() if value not in (None, [])}
     if words:
@@ -214,8 +214,8 @@ def _prepare_split(planned: PlannedEvaluation, told: EvaluateOptions, max_lost_s
     check_api_options(told, policy)
     if not make_environment(config.environment, config.data).evaluates:
         raise ConfigError(
-            f"{planned.title}: the environment {config.environment.use} has no evaluator; `draco evaluate` measures "
-            "its policies by the judge, one at a time"
+            f"{planned.title}: the environment {config.environment.use} has no evaluator; use `draco evaluate`, which "
+            "measures one policy by the judge"
         )
     api = ApiOptions(api_base=told.api_base, api_key_env=told.api_key_env, temperature=told.api_temperature)
     return _Ready(

@@ -21,7 +21,7 @@ def new_environment(folder: Path) -> list[Path]:
     Returns: its files. Raises: ConfigError: the folder is not empty, or cannot be written.
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ConfigError(f"{folder}: exists and is not empty; choose another folder")
+        raise ConfigError(f"{folder}: is not empty; choose another folder")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         files = [path for path in sorted(TEMPLATE.iterdir()) if path.is_file()]

@@ -59,7 +59,7 @@ class Fitting:
     @property
     def reads(self) -> str:
         """How much the judge reads, for messages."""
-        return "less than all of it" if self.room is None else f"about {self.room:,} tokens"
+        return "fewer tokens" if self.room is None else f"about {self.room:,} tokens"
 
     async def too_long(self, question: Question[Any]) -> bool:
         """Whether a prompt exceeds the judge's known context; the rate is fixed, so that a resumed run agrees."""
@@ -120,8 +120,8 @@ class Fitting:
         if self._tokens(found.prompt) <= room:
             return found
         raise ReplyError(
-            f"its prompt takes about {tokens:,.0f} tokens, and the judge reads about {room:,}: too long even with "
-            f"every text cut to {LENGTHS[-1]} characters: take a judge with a longer context (judge.context_tokens)"
+            f"the prompt has about {tokens:,.0f} tokens, but the judge accepts about {room:,}; it is too long even "
+            f"with every text cut to {LENGTHS[-1]} characters. Use a judge with a longer context (judge.context_tokens)"
         )
 
     def _key(self, whole: str) -> str:

@@ -64,7 +64,7 @@ class Harness(Tree):
         if found is None or not _numbers(first) <= _numbers(found[0]) < _numbers(end):
             version = found[0] if found else "unknown"
             raise ConfigError(
-                f"agent.harness: {program} has version {version}, expected {first} or later, before {end}"
+                f"agent.harness: {program} has version {version}; expected at least {first} and below {end}"
             )
 
 

@@ -121,8 +121,8 @@ def check_resources(config: DracoConfig, nodes: Sequence[Resources], *, judges: 
     offered, workers = sum(node.get("judge", 0) for node in nodes), config.judge.workers
     if judges and config.algorithm.reward == "rubric" and offered < workers + 1:
         raise ConfigError(
-            f"the Ray cluster offers {offered:g} of the custom resource 'judge' and has no autoscaler; "
-            f"judge.workers={workers} and the union need {workers + 1}: start a node with "
+            f"the Ray cluster has {offered:g} units of the custom resource 'judge' and no autoscaler, but "
+            f"judge.workers={workers} and the union's worker need {workers + 1}; start a node with "
             """--resources='{"judge": 16}'"""
         )
     engine, largest = config.engine, max(node.get("GPU", 0) for node in nodes)
@@ -138,9 +138,9 @@ def check_resources(config: DracoConfig, nodes: Sequence[Resources], *, judges: 
         if on_cpus and (problem := cpu_problem(config, cpus, served)):
             raise ConfigError(problem)
         raise ConfigError(
-            f"the Ray cluster is too small: {_describe(needed, missing, nodes)}: add nodes, or lower the number of "
-            "these processes or what each needs (engine.*, learner.*, judge.local.*, environment.slots, "
-            "environment.cpus_per_worker; 0 GPUs each run on the CPU)"
+            f"the Ray cluster is too small: {_describe(needed, missing, nodes)}; add nodes, start fewer of these "
+            "processes, or reserve less for each (engine.*, learner.*, judge.local.*, environment.slots, "
+            "environment.cpus_per_worker; a process with 0 GPUs runs on the CPU)"
         )
 
 
@@ -162,11 +162,11 @@ def cpu_problem(config: DracoConfig, available: float, served: int) -> str | Non
     if left >= 0:
         each = math.floor(100 * min(left, 1.0) / (2 if config.train.evaluate_before_after else 1)) / 100
         one = f"environment.slots_per_worker={environment.slots} and environment.cpus_per_worker={each:g}"
-        advice = f"lower environment.slots or environment.cpus_per_worker (here {one} fit), or add a node"
+        advice = f"lower environment.slots or environment.cpus_per_worker (e.g. {one}), or add a node"
     judging = f", {served} judge servers" if served else ""
     return (
         f"{workers} rollout workers{judging}, {engine.fewest} engines and {learner.workers} learner workers need "
-        f"{cpus:g} CPUs, the Ray cluster has {available:g}: {advice}"
+        f"{cpus:g} CPUs, but the Ray cluster has {available:g}: {advice}"
     )
 
 
@@ -187,7 +187,7 @@ def wait_for_start_lock(config: DracoConfig, console: Console | None) -> None:
         try:
             _start_locks[:] = [lock.remote()]
         except ValueError:  # the name is taken
-            return "it waits for its own processes"
+            return "its processes have not all started yet"
         return ""
 
     _wait(config, console, "another run is starting on the Ray cluster", problem)
@@ -236,11 +236,11 @@ def wait_for_room(
         if missing and autoscaled and not requested:
             requested = True
             request([{"GPU": gpus, "CPU": cpus} for of in needed.values() for gpus, cpus in of])
-        why = "nodes were requested" if autoscaled else "another run may hold the rest (`ray status`)"
+        why = "nodes were requested" if autoscaled else "another run may use the rest (see `ray status`)"
         return f"{_describe(needed, missing, nodes)}; {why}" if missing else ""
 
     try:
-        _wait(config, console, "no room on the Ray cluster", problem)
+        _wait(config, console, "not enough free resources on the Ray cluster", problem)
     finally:
         if requested:
             # Cancel this request: from now on the run's own processes request what they need.
@@ -268,7 +268,7 @@ def pending_demand() -> str:
     try:
         status = get_cluster_status(ray.get_runtime_context().gcs_address, timeout=STATUS_TIMEOUT_SECONDS)
     except Exception as error:  # a head that is gone is reported elsewhere
-        log.debug("Ray's head does not report pending demand: %s", error)
+        log.debug("Ray's head node does not report pending resource requests: %s", error)
         return ""
     demands = [*status.resource_demands.placement_group_demand, *status.resource_demands.ray_task_actor_demand]
     counts: Counter[str] = Counter()
@@ -277,7 +277,11 @@ def pending_demand() -> str:
             named = [f"{each.bundle[kind]:g} {kind}" for kind in ("GPU", "CPU") if each.bundle.get(kind)]
             counts[" and ".join(named)] += each.count
     del counts[""]
-    return f"no node has room for {', '.join(f'{count} x {what}' for what, count in counts.items())}" if counts else ""
+    return (
+        f"no node has free resources for {', '.join(f'{count} x {what}' for what, count in counts.items())}"
+        if counts
+        else ""
+    )
 
 
 def _free() -> list[Resources]:
@@ -314,8 +318,8 @@ async def head_failure(address: str | None = None, *, look: float = LOOK_SECONDS
         await asyncio.sleep(look)
         missed = 0 if await head_answers(address, look) else missed + 1
     raise ClusterError(
-        f"the Ray cluster's head at {address} has not answered for {gone:g} s; start a cluster again, or run where one "
-        "is, and continue with draco train --resume"
+        f"the Ray cluster's head at {address} has not answered for {gone:g} s; restart the cluster or use another "
+        "one, then continue with draco train --resume"
     )
 
 
@@ -445,7 +449,7 @@ def connect(config: DracoConfig, *, judges: bool = True, console: Console | None
                 )
     except ConnectionError as error:
         # A cluster that requires a token does not answer without one; Ray's message does not mention the token.
-        token = "" if "RAY_AUTH_MODE" in os.environ else "; one that wants a token answers with RAY_AUTH_MODE=token"
+        token = "" if "RAY_AUTH_MODE" in os.environ else "; if the cluster requires a token, set RAY_AUTH_MODE=token"
         raise ConfigError(f"ray.address {address}: no Ray cluster answers there: {_one_line(error)}{token}") from None
     except ValueError:
         raise
@@ -458,7 +462,7 @@ def connect(config: DracoConfig, *, judges: bool = True, console: Console | None
         ray.shutdown()
         where = f"joining ray.address {address}" if address else "Ray does not start on this machine"
         raise ClusterError(
-            f"{where}: {_one_line(error)}; wait until the machine has CPU and memory to spare and try again"
+            f"{where}: {_one_line(error)}; try again when the machine has free CPUs and memory"
         ) from None
     autoscaled = has_autoscaler()
     if not autoscaled:
@@ -487,7 +491,7 @@ def start_ray(**options: Any) -> None:
 def _one_line(error: BaseException) -> str:
     log = DASHBOARD_LOG.search(str(error))
     if log:
-        return f"its dashboard did not start, see {log[0]}, or set ray.dashboard=false"
+        return f"Ray's dashboard did not start; see {log[0]}, or set ray.dashboard=false"
     return " ".join(str(error).split())[:300] or type(error).__name__
 
 

@@ -54,7 +54,7 @@ def fine_tune(
             learner.accumulate(batch)
             metrics = learner.step()
             if metrics.skipped is not None:
-                raise ConfigError(f"sft: update {metrics.update + 1} cannot be made: {metrics.skipped}")
+                raise ConfigError(f"sft: update {metrics.update + 1} failed: {metrics.skipped}")
             # The gap to the samples' log-probs, which are 0, is the cross-entropy.
             losses.append(metrics.engine_gap)
             on_update(metrics.update, total, losses[-1])

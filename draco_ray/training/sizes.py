@@ -23,8 +23,8 @@ def context_problems(config: DracoConfig, positions: int | None) -> list[str]:
         if prompt < agent.max_prompt_length:
             shorter = f"agent.max_prompt_length={prompt} and {shorter}"
         problems.append(
-            f"agent.max_prompt_length + agent.max_response_length = {tokens:,} tokens, but {config.model.path} accepts "
-            f"{positions:,}: set {shorter}, or choose a model with a longer context"
+            f"agent.max_prompt_length + agent.max_response_length = {tokens:,} tokens, but {config.model.path} "
+            f"accepts {positions:,}; set {shorter}, or choose a model with a longer context"
         )
     if (problem := context_problem(config, positions)) is not None:
         problems.append(problem)

@@ -67,7 +67,7 @@ def test_verdicts_are_those_that_were_recorded(evaluation: Path, sandbox_root: P
     done = reevaluate(evaluation, sandbox_root)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "starter-run1: TGC 50.0 %" in done.stdout
-    assert "2 of 2 verdicts are those of" in done.stdout
+    assert "2 of 2 verdicts equal the recorded ones in" in done.stdout
 
 
 def test_a_prepared_directory_writes_no_file_and_is_told(evaluation: Path, sandbox_root: Path, tmp_path: Path) -> None:
@@ -101,7 +101,7 @@ def test_a_prepared_directory_writes_no_file_and_is_told(evaluation: Path, sandb
         os.mkfifo(saved)
         done = reevaluate(evaluation, sandbox_root)
         assert done.returncode == 1, done.stdout + done.stderr
-        assert "dbs/venmo.jsonl: not a plain file" in done.stdout
+        assert "dbs/venmo.jsonl: not a regular file" in done.stdout
     finally:
         saved.unlink(missing_ok=True)
         saved.write_bytes(kept)

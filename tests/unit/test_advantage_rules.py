@@ -82,7 +82,7 @@ def test_unanimous_verdicts_without_a_call_give_equal_totals() -> None:
         ("dracos", "algorithm.rule='dracos': unknown (did you mean 'draco'?); expected draco, draco_calibrated, grpo"),
         ("json:nothing", "json has no 'nothing'"),
         ("no_such_module:X", "no_such_module cannot be imported: ModuleNotFoundError"),
-        ("nowhere.py:X", "cannot be imported: FileNotFoundError: no file"),
+        ("nowhere.py:X", "cannot be imported: FileNotFoundError: no such file"),
     ],
 )
 def test_a_rule_that_is_none(name: str, message: str) -> None:

@@ -106,8 +106,8 @@ def test_arguments_that_do_not_go_together_are_refused(tmp_path: Path) -> None:
     run = a_run(tmp_path / "run", [1])
     for options, said in (
         (asked(splits=("dev",), settings=("a=starter",)), "--out: expected a folder for the evaluation set"),
-        (asked(str(file), settings=("b=starter",)), "names settings already"),
-        (asked(str(file), last_epochs=2), "--last-epochs: is about run directories of --setting"),
+        (asked(str(file), settings=("b=starter",)), "already has settings"),
+        (asked(str(file), last_epochs=2), "--last-epochs: works only with --setting"),
         (asked(settings=("starter",)), "--setting 'starter': expected LABEL=POLICY"),
         (asked(settings=("a=m", "a=n")), "only the runs of several seeds may share a label"),
         (asked(settings=("a=m", f"a={run}")), "only the runs of several seeds may share a label"),

@@ -291,8 +291,11 @@ def test_the_command_says_what_it_wrote(run: RunDirectory, tmp_path: Path) -> No
     [
         ({"directories": ["no-run"]}, "not a run directory"),
         ({"directories": ["empty"]}, "no rows yet"),
-        ({"directories": ["small", "other"]}, "a report is about one run, not 2; add --figures or --tables"),
-        ({"directories": ["small", "copy/small"], "figures": True}, "two runs are called small"),
+        (
+            {"directories": ["small", "other"]},
+            "a page shows one run, found 2; to compare runs add --figures or --tables",
+        ),
+        ({"directories": ["small", "copy/small"], "figures": True}, "two runs have the name small"),
         ({"directories": ["small"], "out": "small/config.yaml/x.html"}, "cannot be written"),
     ],
 )

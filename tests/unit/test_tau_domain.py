@@ -35,7 +35,7 @@ def test_tasks_and_splits_are_tau2s_own(tmp_path: Path) -> None:
     task = domain.tasks["2"]
     assert task.instruction == "Reason for the call: You want a refund.\nKnows: You are Yusuf Rossi."
     environment = made(tmp_path)
-    with pytest.raises(WorldError, match="no task of split 'dev'; there are train, test"):
+    with pytest.raises(WorldError, match="no task has split 'dev'; expected one of train, test"):
         environment.tasks("dev")
     with pytest.raises(WorldError, match="no task '7'"):
         environment.task("7")

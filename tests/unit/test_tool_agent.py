@@ -305,7 +305,7 @@ async def test_how_episodes_end() -> None:
 async def test_a_task_without_tools_is_refused() -> None:
     chat, config = chat_of("qwen3"), AgentConfig(use="tool_calling")
     agent = find_agent(config.use)(TokenPolicy(Says(chat, []), chat, config), config, "{task_description}")
-    with pytest.raises(ConfigError, match="task 't9' has no tools; use an environment that has"):
+    with pytest.raises(ConfigError, match="task 't9' has no tools; use an environment with tools"):
         agent.prompt(Task(task_id="t9", instruction="Nothing."))
 
 

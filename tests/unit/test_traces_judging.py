@@ -263,7 +263,7 @@ def test_where_nothing_was_judged_yet_another_judge_and_other_traces_may_be(
 ) -> None:
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
     out, groups = tmp_path / "judged", load_traces(FILES / "openai_chat.jsonl")
-    with pytest.raises(JudgeUnavailable, match="OPENAI_API_KEY holds no key"):
+    with pytest.raises(JudgeUnavailable, match="no API key found; set environment variable OPENAI_API_KEY"):
         judge_sync(load_traces(FILES / "tau2.json"), "openai/gpt-5.4", out=out)
     (judged,) = judge_sync(groups, MODEL, out=out, complete=Canned())
     assert [trace.reward for trace in judged.rollouts] == [1.0, -1.0]
@@ -277,12 +277,12 @@ def test_two_at_a_time_are_refused_and_another_way_to_the_same_judge_is_not(tmp_
     judge_sync(groups, MODEL, out=out, complete=Canned())
     with (
         sole_driver(RunDirectory.open(out)),
-        pytest.raises(ConfigError, match="another process is working in it; end that one"),
+        pytest.raises(ConfigError, match="another process is using it; end that process"),
     ):
         judge_sync(groups, MODEL, out=out, complete=Canned())
     moved = "http://10.0.0.7/v1"
     assert judge_sync(groups, MODEL, out=out, complete=Canned(), api_base=moved, api_key_env="OTHER_KEY")
-    with pytest.raises(ConfigError, match=r"below cannot be created: a file is in its way|cannot be created"):
+    with pytest.raises(ConfigError, match=r"below cannot be created, because a file has this name|cannot be created"):
         judge_sync(groups, MODEL, out=out / "judged.jsonl" / "below", complete=Canned())
 
 
@@ -365,7 +365,7 @@ async def test_the_judge_sees_less_of_each_where_it_sees_them_together() -> None
     long = [replace(each, turns=(*each.turns, *long_trace(observation=30_000).turns)) for each in groups[0].traces]
     group = replace(groups[0], read=lambda: long)
     (found,) = await judge([group], MODEL, complete=canned, context=100_000)
-    assert any("characters were left out of its prompt" in note for note in found.notes)
+    assert any("characters were left out of the prompt" in note for note in found.notes)
     union = next(each.messages[0].content for each in canned.asked if each.phase == "union")
     score = next(each.messages[0].content for each in canned.asked if each.phase == "score")
     assert "characters left out ...]" in union

@@ -31,21 +31,24 @@ from draco_ray.traces.load import load_traces
         ("replay RUN --judge rules --api-base http://x", "judge rules: it is served here; expected no endpoint"),
         ("attribution-bench --api-key-env K", "judge rules: it is served here"),
         ("tables RUN --out OUT --format text", "--format: no effect with --out"),
-        ("sft sandbox FILE --best 1", "--best: no effect on demonstrations"),
+        ("sft sandbox FILE --best 1", "--best: no effect with demonstrations"),
         ("sft sandbox FILE judge.model=m judge.rule_judge.start=false", "judge.model has no effect"),
         ("sft sandbox FILE --new model.path=m", "model.path has no effect with --new"),
-        ("sft sandbox FILE learner.kl_coefficient=1", "learner.kl_coefficient has no effect on demonstrations"),
-        ("evaluate --policy starter --every 1", "--every is about a curve; give it with --train-curve"),
+        ("sft sandbox FILE learner.kl_coefficient=1", "learner.kl_coefficient has no effect in supervised fine-tuning"),
+        ("evaluate --policy starter --every 1", "--every needs --train-curve"),
         ("reevaluate RUN judge.max_tokens=999", "judge.max_tokens has no effect"),
         (
             "rubric author sandbox --out OUT algorithm.group_size=3",
-            "algorithm.group_size has no effect here; --rollouts",
+            "algorithm.group_size has no effect here; use --rollouts",
         ),
         ("rubric author sandbox --out OUT train.steps=3", "train.steps has no effect"),
         ("tau check sandbox train.steps=3", "train.steps has no effect"),
         ("eval-set --setting A=starter --split dev --out OUT train.steps=3", "train.steps has no effect"),
-        ("eval-set --setting A=starter --split dev --out OUT --last-epochs 3", "none of the settings is a run"),
-        ("eval-set --setting A=starter --split dev --runs 2 --out OUT tau_bench.trials=1", "no effect beside runs"),
+        ("eval-set --setting A=starter --split dev --out OUT --last-epochs 3", "no setting is a run"),
+        (
+            "eval-set --setting A=starter --split dev --runs 2 --out OUT tau_bench.trials=1",
+            "no effect together with runs",
+        ),
         ("train sandbox train.epochs=3", "train.epochs has no effect with train.steps=10"),
         ("train sandbox tau_bench.trials=3", "tau_bench.trials has no effect"),
     ],
@@ -109,13 +112,18 @@ def test_trials_that_were_typed_are_played(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("policy", "typed", "changes", "said"),
     [
-        ("starter", [], {"api_base": "http://x"}, "--api-base: no effect on weights"),
-        ("starter", [], {"api_temperature": 0.0}, "--api-temperature: no effect on weights"),
-        ("starter", ["model={path: m}"], {}, "--policy starter and model.path both name the weights"),
-        ("starter", ["judge.max_tokens=999"], {}, "judge.max_tokens has no effect where the environment evaluates"),
-        ("starter", ["data.eval_split=dev"], {"split": "train"}, "data.eval_split has no effect beside --split"),
-        ("litellm:a/b", ["engine.temperature=0"], {}, "engine.temperature has no effect on an API model"),
-        ("litellm:a/b", ["judge.temperature=0"], {}, "on an API model; --api-temperature says it"),
+        ("starter", [], {"api_base": "http://x"}, "--api-base: works only with an API model"),
+        ("starter", [], {"api_temperature": 0.0}, "--api-temperature: works only with an API model"),
+        ("starter", ["model={path: m}"], {}, "--policy starter and model.path both name the model"),
+        (
+            "starter",
+            ["judge.max_tokens=999"],
+            {},
+            "judge.max_tokens has no effect because the environment has its own evaluator",
+        ),
+        ("starter", ["data.eval_split=dev"], {"split": "train"}, "data.eval_split has no effect together with --split"),
+        ("litellm:a/b", ["engine.temperature=0"], {}, "engine.temperature has no effect for an API model"),
+        ("litellm:a/b", ["judge.temperature=0"], {}, "for an API model; use --api-temperature"),
     ],
 )
 def test_what_an_evaluation_would_ignore_is_refused(
@@ -134,7 +142,7 @@ def test_what_an_evaluation_takes_is_taken(tmp_path: Path) -> None:
     check_typed(asked, found, config, judged=False)
     judged = options("starter", "judge.max_tokens=999", "algorithm.rubric=static")
     check_typed(judged, *find_policy_and_config(judged, tmp_path), judged=True)
-    with pytest.raises(ConfigError, match="--label: no effect where the judge stands in"):
+    with pytest.raises(ConfigError, match="--label: no effect, because this environment has no evaluator"):
         check_typed(options("starter", label="A"), *find_policy_and_config(judged, tmp_path), judged=True)
 
 
@@ -143,10 +151,10 @@ def test_keys_of_tau_bench_that_a_policy_or_a_retrieval_does_not_use_are_refused
     for typed, api, said in (
         ("tau_bench.embedder.model=m", False, "with retrieval=bm25"),
         ("tau_bench.agent.model=m", True, "beside --policy"),
-        ("tau_bench.agent.api_base=http://x", False, "on weights that are served here"),
+        ("tau_bench.agent.api_base=http://x", False, "for a policy that is served here"),
         ("tau_bench.server.port=1", True, "on an API model"),
         ("agent.max_turns=3", False, "on tau-bench"),
-        ("train.steps=3", False, "of the configuration it takes"),
+        ("train.steps=3", False, "this command reads only"),
     ):
         with pytest.raises(ConfigError, match=said):
             check_tau([typed], config, [api])

@@ -74,7 +74,9 @@ def evaluate(
     from draco_ray.runs.remote.place import is_url
 
     if is_url(run) and out is None:
-        raise ConfigError(f"--run {run}: --out DIR says where the evaluation of a run in an object store goes")
+        raise ConfigError(
+            f"--run {run}: the run is in an object store; add --out DIR, a local folder for its evaluation"
+        )
     if is_url(policy):
         policy = str(run_folder(policy or "", checkpoints=True))
     options = options_of(
@@ -113,7 +115,7 @@ def eval_set(
 
     Args:
         words: A YAML file (docs/evaluation.md), and configuration keys.
-        setting: A row: a run (its last epochs), or what draco evaluate --policy takes; may be repeated.
+        setting: A row: a run (its last epochs), or any value of draco evaluate --policy; may be repeated.
         split: A split of the environment, or tau-banking. May be repeated.
         runs: Independent rollouts per task (default: 3).
         last_epochs: For runs: the mean over the last N epoch checkpoints (default: 3).
@@ -140,7 +142,7 @@ def reevaluate(
 
     Args:
         directory: An evaluation directory.
-        config: A preset or a YAML file (default: sandbox for its tasks, else the defaults).
+        config: A preset or a YAML file (default: sandbox for the sandbox's tasks, else the default configuration).
     """
     from draco_ray.commands.evaluate import reevaluate as evaluate_again
 
@@ -174,5 +176,5 @@ def tables(
     from draco_ray.commands.evaluate import print_tables
 
     if out is not None:
-        check_no_effect(context, "with --out, where every format is written", "form")
+        check_no_effect(context, "with --out, which writes every format", "form")
     print_tables(directories, tables=table or [], form=form, shown=show, against=against, out=out)

@@ -288,7 +288,9 @@ def landlock_version() -> int:
 def require_landlock() -> None:
     """Raises: OSError: Landlock is missing or too old."""
     if landlock_version() < _LANDLOCK_OLDEST:
-        raise OSError(f"Landlock version {landlock_version()}, version {_LANDLOCK_OLDEST} (Linux 6.2) is needed")
+        raise OSError(
+            f"Landlock has version {landlock_version()}, expected version {_LANDLOCK_OLDEST} (Linux 6.2) or later"
+        )
 
 
 def reach_only(*, readable: Iterable[str], writable: Iterable[str], network: bool = False) -> None:
