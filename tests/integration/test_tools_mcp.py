@@ -305,7 +305,10 @@ ODD = [
     (error(-32600, "gone", 404), "the server answered with HTTP status 404"),
     (reply(b"", 502, "text/html"), "the server answered with HTTP status 502"),
     (reply(b"", 302, headers="location: http://localhost:1/\r\n"), "the server answered with HTTP status 302"),
-    (reply(b"<html>Sign in</html>", kind="text/html"), "the server answered with text/html, expected application/json or"),
+    (
+        reply(b"<html>Sign in</html>", kind="text/html"),
+        "the server answered with text/html, expected application/json or",
+    ),
     (reply(b"{no"), "Failed to parse JSON"),
     (reply(b'{"a": 1}'), "Failed to parse JSON"),
     (reply(b"data: {no\n\n", kind="text/event-stream"), "Failed to parse SSE"),

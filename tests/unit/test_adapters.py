@@ -142,5 +142,5 @@ def test_what_a_reward_function_cannot_do_is_said_when_it_is_made(tmp_path: Path
         StepCredit("openai/m", budgett=5.0)  # type: ignore[call-arg]
     with pytest.raises(ConfigError, match="no price of openai/m is known"):
         StepCredit("openai/m", budget=5.0)
-    with pytest.raises(ConfigError, match="no judge: expected a model"):
+    with pytest.raises(ConfigError, match="no judge given; expected a model"):
         StepCredit()

@@ -97,7 +97,7 @@ def test_what_is_no_rule_at_all_is_told_what_it_should_be() -> None:
         with pytest.raises(ConfigError) as problem:
             find_rule(name)
         expected = "expected a subclass of draco_ray.algorithm.rules.AdvantageRule"
-        assert str(problem.value) == f"algorithm.rule={name!r} is no advantage rule: {expected}"
+        assert str(problem.value) == f"algorithm.rule={name!r} is not an advantage rule; {expected}"
 
 
 def test_a_file_that_breaks_says_so(tmp_path: Path) -> None:

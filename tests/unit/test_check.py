@@ -55,7 +55,7 @@ def test_all_findings_come_at_once_with_keys_and_values(
     broken += ["judge.rule_judge.start=false", "judge.model=openai/none", "judge.api_base=http://127.0.0.1:9/v1"]
     context, template, cpus, cache, judge = found([*shop, *broken, "judge.max_attempts=1"], capsys)[:5]
     assert "set agent.max_response_length=1024" in context
-    assert "no place for tools" in template
+    assert "does not support tools" in template
     assert "set model.chat_template, e.g. to hermes" in template
     assert "need 98 CPUs" in cpus
     assert "environment.slots_per_worker=48 and environment.cpus_per_worker=0 fit" in cpus

@@ -327,7 +327,7 @@ async def test_an_engine_that_cannot_be_made_ends_the_start() -> None:
     engine = Engine()
     engine.error = ActorDiedError()
     async with fleet_of(engine) as fleet:
-        with pytest.raises(EngineError, match="engine: its process has died"):
+        with pytest.raises(EngineError, match="an engine's process has died"):
             await fleet.start()
 
 

@@ -118,7 +118,7 @@ def test_a_mixture_of_experts_is_counted_whole_where_it_is_kept_and_by_a_token_s
     config = load_config("qwen3.6-27b", ["model.path=Qwen/Qwen3-30B-A3B"])
     assert engine_memory(config, shape, 80 * GIB, 0).items[0].bytes == shape.parameters
     assert base_parameters(config, shape) == pytest.approx(shape.parameters / 4, rel=1e-3)
-    assert "all-linear, which is self_attn.q_proj" in refused(capsys, *words, "learner.lora_target='.*_proj'")
+    assert "all-linear, which means self_attn.q_proj" in refused(capsys, *words, "learner.lora_target='.*_proj'")
     dense = dataclasses.replace(shape, experts=None)
     assert learner_flops(config, shape, length=4096, sampled_share=0.5) < 2 * learner_flops(
         config, dense, length=4096, sampled_share=0.5
@@ -180,7 +180,7 @@ def test_a_refusal_names_the_key_to_change(
             "(num_attention_heads=24); expected one of 1, 2, 4, 8",
         ),
         (["engine.tensor_parallel=3", "engine.gpus_per_engine=3"], "(num_key_value_heads=4); expected one of"),
-        (["engine.gpus_per_engine=1"], "engine.gpus_per_engine is 1"),
+        (["engine.gpus_per_engine=1"], "but engine.gpus_per_engine=1"),
         (["model.path=somebody/unknown"], "--model-config FILE"),
         (["learner.lora_target=nothing"], "learner.lora_target"),
     ],
@@ -205,9 +205,9 @@ def test_a_model_that_is_not_known_is_planned_from_its_config(
     sizes = {"hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 99}
     for unknown in ({"model_type": "nothing"}, {}, {"model_type": "clip_text_model"} | sizes):
         file.write_text(json.dumps(unknown), encoding="utf-8")
-        assert "builds no language model of model_type" in refused(capsys, *words)
+        assert "cannot build a language model of model_type" in refused(capsys, *words)
     file.write_text(json.dumps(PUBLIC_CONFIGS[QWEN32] | {"hidden_act": "nothing"}), encoding="utf-8")
-    assert "builds no language model of model_type 'qwen2'" in refused(capsys, *words)
+    assert "cannot build a language model of model_type 'qwen2'" in refused(capsys, *words)
 
 
 GPT2 = {"model_type": "gpt2", "vocab_size": 50257, "n_embd": 768, "n_layer": 12, "n_head": 12}

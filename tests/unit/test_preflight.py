@@ -344,12 +344,12 @@ OTHER = {"model_type": "gpt_oss"}
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ({"num_experts": 4} | OTHER, r"of a family \(gpt_oss\) that is not trained here; expected one of qwen3_moe, "),
-        ({"text_config": {"num_experts": 4} | OTHER}, r"of a family \(gpt_oss\)"),
-        ({"num_local_experts": 8} | OTHER, r"of a family \(gpt_oss\)"),
-        ({"n_routed_experts": 256} | OTHER, r"of a family \(gpt_oss\)"),
-        ({"num_experts": 4, "mlp_only_layers": [0]}, r"in some layers only \(mlp_only_layers, decoder_sparse_step\)"),
-        ({"num_experts": 4, "decoder_sparse_step": 2}, r"in some layers only \(mlp_only_layers, decoder_sparse_step\)"),
+        ({"num_experts": 4} | OTHER, r"of an unsupported family \(gpt_oss\); expected one of qwen3_moe, "),
+        ({"text_config": {"num_experts": 4} | OTHER}, r"of an unsupported family \(gpt_oss\)"),
+        ({"num_local_experts": 8} | OTHER, r"of an unsupported family \(gpt_oss\)"),
+        ({"n_routed_experts": 256} | OTHER, r"of an unsupported family \(gpt_oss\)"),
+        ({"num_experts": 4, "mlp_only_layers": [0]}, r"in only some layers \(mlp_only_layers, decoder_sparse_step\)"),
+        ({"num_experts": 4, "decoder_sparse_step": 2}, r"in only some layers \(mlp_only_layers, decoder_sparse_step\)"),
         ({"num_experts": 4, "quantization_config": {"bits": 4}}, r"in a quantized checkpoint \(quantization_config\)"),
     ],
 )
@@ -383,19 +383,21 @@ def test_a_target_that_asks_for_experts_is_refused_in_one_line(
     tmp_path: Path, target: str, asked: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(EXPERTS))
-    refused = rf"^learner\.lora_target=.* asks for experts or their router \({asked}\), which stay frozen; "
-    advice = r"expected all-linear, which is self_attn\.q_proj, .*, self_attn\.o_proj here, or a regex"
+    refused = rf"^learner\.lora_target=.* matches experts or their router \({asked}\), which stay frozen; "
+    advice = r"expected all-linear, which means self_attn\.q_proj, .*, self_attn\.o_proj for this model, or a regex"
     with pytest.raises(ConfigError, match=refused + advice):
         check_trainable(str(tmp_path), LearnerConfig(lora_target=target))
     with pytest.raises(SystemExit):
         main(["plan", "qwen3.6-27b", f"model.path={tmp_path}", f"learner.lora_target='{target}'"])
-    assert "asks for experts or their router" in capsys.readouterr().err
+    assert "matches experts or their router" in capsys.readouterr().err
 
 
 def test_experts_in_8_bits_are_refused_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "config.json").write_text(json.dumps(EXPERTS))
     check_trainable(str(tmp_path), LearnerConfig())
-    with pytest.raises(ConfigError, match=r"^learner\.base_precision=int8: the experts .*; set it to model"):
+    with pytest.raises(
+        ConfigError, match=r"^learner\.base_precision=int8: .* the experts .*; set learner\.base_precision=model"
+    ):
         check_trainable(str(tmp_path), LearnerConfig(base_precision="int8"))
     with pytest.raises(SystemExit):
         main(["plan", "qwen3.6-27b", f"model.path={tmp_path}", "learner.base_precision=fp8"])

@@ -135,7 +135,7 @@ def without_syncs(made: RunDirectory) -> RunDirectory:
         (lambda path: RunDirectory.create(path, CONFIG), "0 finished training steps"),
         (
             lambda path: timed_run(path, steps=3, config=CONFIG + "judge: {self_judge: {enabled: true}}\n"),
-            "its policy is its own judge",
+            "the policy is its own judge",
         ),
     ],
 )
@@ -156,7 +156,7 @@ def test_a_step_without_rows_of_rollouts_is_named(tmp_path: Path) -> None:
 def test_a_step_that_does_not_say_its_seconds_is_named(tmp_path: Path) -> None:
     made = timed_run(tmp_path / "run", steps=3)
     made.metrics_file.write_text(made.metrics_file.read_text().replace('"seconds_sync": 2.0', '"seconds_sync": null'))
-    with pytest.raises(ConfigError, match="step 2 do not say its seconds"):
+    with pytest.raises(ConfigError, match="step 2 lack seconds"):
         said(made.path)
 
 

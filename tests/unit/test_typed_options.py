@@ -28,8 +28,8 @@ from draco_ray.traces.load import load_traces
         ("replay RUN --api-base http://x", "--api-base: no effect without --judge MODEL"),
         ("replay RUN --judge a/b --rule draco", "--rule: no effect with --judge"),
         ("replay RUN --judge a/b --pairing-api-key-env K", "--pairing-api-key-env: no effect without --pairing MODEL"),
-        ("replay RUN --judge rules --api-base http://x", "judge rules: it is served here; expected no endpoint"),
-        ("attribution-bench --api-key-env K", "judge rules: it is served here"),
+        ("replay RUN --judge rules --api-base http://x", "judge rules: runs in this process; leave out endpoint"),
+        ("attribution-bench --api-key-env K", "judge rules: runs in this process"),
         ("tables RUN --out OUT --format text", "--format: no effect with --out"),
         ("sft sandbox FILE --best 1", "--best: no effect with demonstrations"),
         ("sft sandbox FILE judge.model=m judge.rule_judge.start=false", "judge.model has no effect"),
@@ -166,15 +166,15 @@ def test_traces_of_a_known_form_take_no_option_about_it(tmp_path: Path) -> None:
     (tmp_path / "run" / "config.yaml").touch()
     mapping = tmp_path / "mapping.yaml"
     mapping.write_text("messages: log\n")
-    with pytest.raises(ConfigError, match="format otel and a mapping both say"):
+    with pytest.raises(ConfigError, match="format otel and a mapping both describe"):
         load_traces(tmp_path / "run", format="otel", mapping=mapping)
     for told in ({"format": "otel"}, {"mapping": mapping}, {"group_by": "x"}):
-        with pytest.raises(ConfigError, match="a run directory, whose rollouts are grouped by task"):
+        with pytest.raises(ConfigError, match="rollouts of a run directory are already grouped by task"):
             load_traces(tmp_path / "run", **told)
 
 
 def test_epochs_of_a_policy_without_any_are_refused() -> None:
-    with pytest.raises(ConfigError, match="last_epochs has no effect on a policy"):
+    with pytest.raises(ConfigError, match="last_epochs works only with a run"):
         parse_set({"settings": {"a": {"policy": "m", "last_epochs": 2}}, "splits": "dev"}, "set")
 
 
