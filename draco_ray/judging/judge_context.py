@@ -34,7 +34,7 @@ TURN_TOKENS = 32
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JudgeContext:
-    """The parts of the longest request to the judge, tokens."""
+    """Length of each part of the longest request to the judge, in tokens."""
 
     shows: str
     """Description of the request."""

@@ -215,7 +215,7 @@ def keep_capabilities(keep: frozenset[int]) -> None:
     """Drop every capability outside ``keep`` permanently, also for programs started later."""
     for capability in range(_LAST_CAPABILITY + 1):
         if capability not in keep:
-            _prctl(_PR_CAPBSET_DROP, capability)  # fails for numbers the kernel does not know
+            _prctl(_PR_CAPBSET_DROP, capability)  # fails for capability numbers that the kernel does not know
 
 
 def drop_privileges(uid: int | None) -> None:

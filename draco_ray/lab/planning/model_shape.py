@@ -100,7 +100,7 @@ class LinearShape:
 
     @property
     def parent(self) -> str:
-        """Name of the module it is part of."""
+        """Name of the module that contains this linear layer."""
         return self.name.rpartition(".")[0]
 
 
