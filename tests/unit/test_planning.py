@@ -400,7 +400,7 @@ def test_turns_of_engines_of_two_gpus_are_planned(capsys: pytest.CaptureFixture[
 def test_an_engine_that_would_wake_into_the_learners_memory_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     high = "engine.gpu_memory_utilization=0.95"
     error = refused(capsys, "qwen3.6-27b", *TURNS, high)
-    assert "an engine takes 76.00 GiB of a GPU of 80.00 GiB" in error
+    assert "an engine needs 76.00 GiB of a GPU of 80.00 GiB" in error
     fitting = error.split("lower engine.gpu_memory_utilization (0.95) to ")[1].strip()
     printed(capsys, "qwen3.6-27b", *TURNS, f"engine.gpu_memory_utilization={fitting}")
     refused(capsys, "qwen3.6-27b", *TURNS, f"engine.gpu_memory_utilization={float(fitting) + 0.01}")
