@@ -75,11 +75,11 @@ def test_citations_are_steps_by_criterion_or_the_credit_calls_own() -> None:
         ({"citations": [[cited(0, 1.5)], None]}, "rollout 0: a step is 1.5, expected a whole number"),
         (
             {"citations": [{0: 1}, None]},
-            "rollout 0: citation of criterion 0: its steps are 1, expected a list of numbers",
+            "rollout 0: citation of criterion 0: the steps are 1, expected a list of numbers",
         ),
         (
             {"citations": [{0: "12"}, None]},
-            "rollout 0: citation of criterion 0: its steps are '12', expected a list of numbers",
+            "rollout 0: citation of criterion 0: the steps are '12', expected a list of numbers",
         ),
         (
             {"citations": [[1, 2], None]},
