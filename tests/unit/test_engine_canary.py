@@ -128,7 +128,7 @@ def test_a_served_base_model_is_found_every_time_at_gaps_that_a_healthy_run_may_
 def test_a_served_base_model_is_found_at_any_effect_where_passes_repeat_exactly(effect: float) -> None:
     for seed in range(20):
         _, off, _, learner, learner_off = rounded(np.random.default_rng(seed), effect=effect, noise=0.03)
-        with pytest.raises(CanaryFailed, match="no effect|nearer to the base model"):
+        with pytest.raises(CanaryFailed, match="no effect|closer to the base model"):
             judge(off, learner, off=off, again=off, learner_off=learner_off)
 
 
