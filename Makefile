@@ -7,7 +7,7 @@ APPWORLD_VENV := .venv-appworld
 BENCH_VENV := .venv-bench
 VERIFIERS_VENV := .venv-verifiers
 GPU_VENV := .venv-gpu
-# A Python of a GPU machine that has what it has: `make gpu-check GPU_PYTHON=python3` then installs nothing.
+# A Python of a GPU machine with all packages installed: `make gpu-check GPU_PYTHON=python3` then installs nothing.
 GPU_PYTHON ?=
 # The sandbox of world, demo, ablation and bench-noise: standard, or hard (make demo WORLD=hard).
 WORLD ?= standard
@@ -145,21 +145,21 @@ world: setup
 demo: world
 	$(DRACO) train $(SANDBOX) $(ARGS)
 
-# Train a real small language model (examples/library): fetch, demonstrations, then the settings on held-out tasks; goes on where it stopped (ARGS="--seeds 1 --settings draco").
+# Train a real small language model (examples/library): fetch it, fine-tune on demonstrations, then train and evaluate the settings; continues after an interruption (ARGS="--seeds 1 --settings draco").
 demo-real: setup
 	test -d .cache/models/smollm2-135m || $(DRACO) model fetch smollm2-135m
 	mkdir -p .cache/library && $(VENV)/bin/python examples/library/demonstrations.py .cache/library
 	test -d .cache/library/policy || $(DRACO) sft examples/library/environment.yaml .cache/library/demonstrations.jsonl --epochs 2 --out .cache/library/policy learner.minibatch_prompts=16
 	$(VENV)/bin/python jobs/ablation.py --preset examples/library/environment.yaml --settings "draco no-credit outcome" --every 10 --runs-per-task 1 --root .cache/library/runs $(ARGS) model.path=.cache/library/policy
 
-# Train an agent with tools of its own (examples/shop): demonstrations, a policy from them, then DRACO (ten minutes).
+# Train an agent with your own tools (examples/shop): fine-tune a policy on demonstrations, then train with DRACO (ten minutes).
 example-shop: setup
 	mkdir -p .cache/shop && rm -rf .cache/shop/policy
 	$(VENV)/bin/python examples/shop/demonstrations.py .cache/shop
 	$(DRACO) sft examples/shop/environment.yaml .cache/shop/demonstrations.jsonl --new --epochs 8 --out .cache/shop/policy
 	$(DRACO) train examples/shop/environment.yaml model.path=.cache/shop/policy $(ARGS)
 
-# Train the shop's agent for four steps, and from that run write docs/sample/report.html and what the notebook shows.
+# Train the shop's agent for four steps; write docs/sample/report.html and the notebook's output from that run.
 sample: setup
 	rm -rf .cache/sample && mkdir -p .cache/sample
 	$(VENV)/bin/python examples/shop/demonstrations.py .cache/sample
@@ -169,21 +169,21 @@ sample: setup
 	$(VENV)/bin/python jobs/sample_page.py .cache/sample/runs/shop
 	$(VENV)/bin/python jobs/notebook.py .cache/sample/runs/shop
 
-# Train an agent on OpenAI's SDK through its endpoint (examples/desk_agent): demonstrations, a policy, then DRACO.
+# Train an agent on OpenAI's SDK through its endpoint (examples/desk_agent): fine-tune a policy on demonstrations, then train with DRACO.
 example-desk: setup
 	mkdir -p .cache/desk && rm -rf .cache/desk/policy
 	$(VENV)/bin/python examples/desk_agent/demonstrations.py .cache/desk/demonstrations.jsonl
 	$(DRACO) sft examples/desk_agent/desk_agent.yaml .cache/desk/demonstrations.jsonl --new --epochs 10 --out .cache/desk/policy
 	$(DRACO) train examples/desk_agent/desk_agent.yaml model.path=.cache/desk/policy $(ARGS)
 
-# Train on a taskset of one's own for verifiers (examples/parcels): demonstrations, a policy, then DRACO.
+# Train on your own verifiers taskset (examples/parcels): fine-tune a policy on demonstrations, then train with DRACO.
 example-parcels: setup setup-verifiers
 	mkdir -p .cache/parcels && rm -rf .cache/parcels/policy
 	$(DRACO_VERIFIERS_PYTHON) examples/parcels/demonstrations.py parcels .cache/parcels/demonstrations.jsonl
 	$(DRACO) sft examples/parcels/parcels.yaml .cache/parcels/demonstrations.jsonl --new --epochs 8 --out .cache/parcels/policy
 	$(DRACO) train examples/parcels/parcels.yaml model.path=.cache/parcels/policy $(ARGS)
 
-# The same with a taskset that comes with verifiers, TextArena's Hangman, without a network.
+# Train on a taskset included in verifiers (TextArena's Hangman), without network access.
 example-hangman: export NLTK_DATA := $(CURDIR)/examples/parcels/nltk_data
 example-hangman: setup setup-verifiers
 	mkdir -p .cache/hangman && rm -rf .cache/hangman/policy
@@ -191,7 +191,7 @@ example-hangman: setup setup-verifiers
 	$(DRACO) sft examples/parcels/hangman.yaml .cache/hangman/demonstrations.jsonl --new --epochs 3 --out .cache/hangman/policy
 	$(DRACO) train examples/parcels/hangman.yaml model.path=.cache/hangman/policy $(ARGS)
 
-# Train mini-swe-agent, from its package in an environment of its own, on toy repositories (examples/repairs): one step.
+# Train mini-swe-agent, installed in a separate environment, on toy repositories (examples/repairs): one step.
 example-repairs: export PATH := $(CURDIR)/.venv-agents/bin:$(PATH)
 example-repairs: setup
 	test -x .venv-agents/bin/mini || ($(PYTHON) -m venv .venv-agents && .venv-agents/bin/pip install --quiet mini-swe-agent==2.4.6)
@@ -200,74 +200,74 @@ example-repairs: setup
 	$(DRACO) runs show .cache/repairs/repairs
 	grep -o '"grad_norm": [^,}]*' .cache/repairs/repairs/metrics.jsonl
 
-# Train all four examples from nothing and print what each gains on held-out tasks (ten minutes each).
+# Train all four examples from scratch and print each one's gain on held-out tasks (ten minutes each).
 .PHONY: examples
 examples: setup setup-verifiers
 	$(VENV)/bin/python jobs/train_examples.py $(ARGS)
 
-# Print the numbers of docs/benchmarks.md: three seeds, overlap with a slow judge, peak memory; ARGS="--only deterministic": what engine.deterministic costs.
+# Print the numbers of docs/benchmarks.md: three seeds, overlap with a slow judge, peak memory; ARGS="--only deterministic": cost of engine.deterministic.
 bench: world
 	$(VENV)/bin/python jobs/bench.py $(ARGS)
 
-# Step time against its critical path, and against working phase by phase, e.g. make bench-overlap ARGS="--repeats 3".
+# Measure step time against its critical path and against running phase by phase, e.g. make bench-overlap ARGS="--repeats 3".
 bench-overlap: world
 	$(VENV)/bin/python jobs/bench_overlap.py $(ARGS)
 
-# What a group costs driver, run store and object store, at 16 to 1,024 groups a step, e.g. make bench-store ARGS="--groups 16" (half an hour for all).
+# Measure the cost of a group for driver, run store and object store, at 16 to 1,024 groups per step, e.g. make bench-store ARGS="--groups 16" (half an hour for all).
 .PHONY: bench-store
 bench-store: setup
 	$(VENV)/bin/python jobs/bench_store.py $(ARGS)
 
-# One update of the learner against TRL's GRPO trainer: speed and memory, e.g. make bench-learner ARGS="--repeats 1".
+# Compare one learner update with TRL's GRPO trainer: speed and memory, e.g. make bench-learner ARGS="--repeats 1".
 bench-learner: $(BENCH_VENV)/.ready
 	$(BENCH_VENV)/bin/python jobs/bench_learner.py $(ARGS)
 
-# The same on one GPU, at the widths of Qwen3.6-27B's layers, with TRL's Liger kernels too.
+# Compare one learner update with TRL's on one GPU, at the layer widths of Qwen3.6-27B, also with TRL's Liger kernels.
 .PHONY: bench-learner-gpu
 bench-learner-gpu: $(GPU_VENV)/.bench-ready
 	$(GPU_VENV)/bin/python jobs/bench_learner.py --trl-python $(GPU_VENV)/bin/python --device cuda --shapes 27b-layers --repeats 1 $(ARGS)
 
-# How often the 95 % intervals of evaluations hold the truth, by simulation, beside other methods (some minutes).
+# Simulate how often the 95 % intervals of evaluations contain the true value, compared with other methods (some minutes).
 bench-intervals: setup
 	$(VENV)/bin/python jobs/bench_intervals.py $(ARGS)
 
-# Which reward hacks the held-out judge flags, and what they had cost by then, by simulation without a model (five minutes).
+# Simulate which reward hacks the held-out judge flags and how much they have cost by then, without a model (five minutes).
 .PHONY: bench-hacks
 bench-hacks: setup
 	$(VENV)/bin/python jobs/bench_hacks.py $(ARGS)
 
-# How much of a token limit the judge's limiter uses, and whether it is ever exceeded, by simulation (ten minutes).
+# Simulate how much of a token limit the judge's limiter uses, and whether it exceeds the limit (ten minutes).
 .PHONY: bench-limiter
 bench-limiter: setup
 	$(VENV)/bin/python jobs/bench_limiter.py $(ARGS)
 
-# Carry out the image's last stage in a Debian of debootstrap's making, and Ray's launcher's commands in it (root; two minutes).
+# Run the image's last stage and the commands of Ray's launcher in a Debian made by debootstrap (root; two minutes).
 .PHONY: image-check
 image-check: setup
 	$(VENV)/bin/python jobs/image_check.py $(ARGS)
 
-# Layers of the paper's models at real size on one GPU: agreement, speed, memory, e.g. make gpu-check ARGS="--parts learner"; says so where there is none.
+# Check layers of the paper's models at real size on one GPU: agreement, speed, memory, e.g. make gpu-check ARGS="--parts learner".
 gpu-check:
 	@if nvidia-smi --list-gpus 2> /dev/null | grep -q .; then \
 		$(if $(GPU_PYTHON),true,$(MAKE) $(GPU_VENV)/.ready) && \
 		PYTHONPATH=$(CURDIR) $(or $(GPU_PYTHON),$(GPU_VENV)/bin/python) jobs/gpu_check.py $(ARGS); \
 	else echo "gpu-check: skipped: nvidia-smi lists no GPU here"; fi
 
-# A GRPO step of a whole model on one GPU, beside the plan; on CPUs: make gpu-step ARGS=--tiny GPU_PYTHON=.venv/bin/python.
+# Measure a GRPO step of a whole model on one GPU and compare it with `draco plan`; on CPUs: make gpu-step ARGS=--tiny GPU_PYTHON=.venv/bin/python.
 gpu-step:
 	@if [ -n "$(findstring --tiny,$(ARGS))" ] || nvidia-smi --list-gpus 2> /dev/null | grep -q .; then \
 		$(if $(GPU_PYTHON),true,$(MAKE) $(GPU_VENV)/.ready) && \
 		PYTHONPATH=$(CURDIR) $(or $(GPU_PYTHON),$(GPU_VENV)/bin/python) jobs/gpu_step.py $(ARGS); \
 	else echo "gpu-step: skipped: no GPU"; fi
 
-# SmolLM2-135M on examples/library by draco train and by TRL, on one GPU; on CPUs: make gpu-library ARGS=--tiny GPU_PYTHON=.venv-bench/bin/python.
+# Train SmolLM2-135M on examples/library with draco train and with TRL, on one GPU; on CPUs: make gpu-library ARGS=--tiny GPU_PYTHON=.venv-bench/bin/python.
 gpu-library:
 	@if [ -n "$(findstring --tiny,$(ARGS))" ] || nvidia-smi --list-gpus 2> /dev/null | grep -q .; then \
 		$(if $(GPU_PYTHON),true,$(MAKE) $(GPU_VENV)/.bench-ready) && \
 		PYTHONPATH=$(CURDIR) $(or $(GPU_PYTHON),$(GPU_VENV)/bin/python) jobs/gpu_library.py $(ARGS); \
 	else echo "gpu-library: skipped: no GPU"; fi
 
-# Steps an hour and held-out gain at each train.staleness, over seeds, e.g. make bench-staleness ARGS="--steps 6 --seeds 1" (nights).
+# Measure steps per hour and held-out gain at each train.staleness, over seeds, e.g. make bench-staleness ARGS="--steps 6 --seeds 1" (nights).
 bench-staleness: world
 	$(VENV)/bin/python jobs/bench_staleness.py $(ARGS)
 
@@ -275,35 +275,35 @@ bench-staleness: world
 ablation: world
 	$(VENV)/bin/python jobs/ablation.py --preset $(SANDBOX) $(ARGS)
 
-# Train with a judge that is wrong in known shares and print what is left of the gain, e.g. make bench-noise ARGS="--seeds 1" (a night).
+# Train with a judge that has known error rates and print the remaining gain, e.g. make bench-noise ARGS="--seeds 1" (a night).
 bench-noise: world
 	$(VENV)/bin/python jobs/bench_noise.py --preset $(SANDBOX) $(ARGS)
 
-# Train under judge.plan=paper and lean and print tokens, dollars and held-out TGC, paired, e.g. make bench-judge-plans ARGS="--seeds 1" (20 minutes a seed).
+# Train under judge.plan=paper and lean and print tokens, dollars and held-out TGC, paired, e.g. make bench-judge-plans ARGS="--seeds 1" (20 minutes per seed).
 bench-judge-plans: world
 	$(VENV)/bin/python jobs/bench_judge_plans.py --preset $(SANDBOX) $(ARGS)
 
-# CPU time of a judge call on the client's side: ours, bare httpx, LiteLLM, RULER and Inspect where installed (a minute).
+# Measure the client's CPU time per judge call: draco-ray, bare httpx, LiteLLM, and RULER and Inspect if installed (a minute).
 bench-judge-throughput: setup
 	$(VENV)/bin/python jobs/bench_judge_throughput.py $(ARGS)
 
-# Kill one process after another in small sandbox runs and print what became of them (a minute or two each).
+# Kill each kind of process in small sandbox runs and print whether the run survived (a minute or two each).
 chaos: world
 	$(VENV)/bin/python jobs/chaos.py $(ARGS)
 
-# Break every rule of docs/method.md and see the test that it names fail, e.g. make mutate-method ARGS="credit" (ten minutes).
+# Break every rule of docs/method.md and check that the test it names fails, e.g. make mutate-method ARGS="credit" (ten minutes).
 mutate-method: setup
 	$(VENV)/bin/python jobs/mutate.py $(ARGS)
 
-# The adapters with the real TRL, verl, SkyRL, OpenRLHF, Tinker, verifiers, Inspect and ART, each in an environment of its own (2 GB, ten minutes).
+# Test the adapters with the real TRL, verl, SkyRL, OpenRLHF, Tinker, verifiers, Inspect and ART, each in its own environment (2 GB, ten minutes).
 adapters-check: setup $(BENCH_VENV)/.ready $(ADAPTERS:%=.venv-adapter-%/.ready)
 	$(VENV)/bin/python -m pytest tests/integration/test_adapters_real.py -rs $(ARGS)
 
-# Agents on the OpenAI Agents SDK, LangGraph and smolagents against the endpoint, each in an environment of its own (a minute).
+# Test agents of the OpenAI Agents SDK, LangGraph and smolagents with the endpoint, each in its own environment (a minute).
 frameworks-check: setup $(FRAMEWORKS:%=.venv-framework-%/.ready)
 	$(VENV)/bin/python -m pytest tests/integration/test_frameworks_real.py -rs $(ARGS)
 
-# Formatting, lint, types, and the direction of imports.
+# Check formatting, lint, types and the direction of imports.
 check: setup
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/ruff check .
@@ -315,44 +315,44 @@ format: setup
 	$(VENV)/bin/ruff format .
 	$(VENV)/bin/ruff check --fix .
 
-# Test processes at a time, one more than the two cores of the smallest machine, because tests also wait (13 GiB in use at most, with all tests).
+# Number of concurrent test processes: one more than the two cores of the smallest machine, because tests also wait (peak 13 GiB with all tests).
 TESTS_AT_ONCE ?= 3
 
 PYTEST := $(VENV)/bin/python -m pytest -n $(TESTS_AT_ONCE) --dist loadfile --no-loadscope-reorder
 
-# The tests, real processes included, but for those of deployments; end to end first.
+# Run the tests, including those with real processes, except deployment tests; end-to-end tests first.
 test: setup setup-verifiers
 	$(PYTEST) -m "not deployment"
 
-# What `make test` leaves out (several nodes or ranks, submitted jobs, the wheel, GPUs' builds, kernels and memory), and what it skips without a browser and bubblewrap.
+# Run the tests that `make test` leaves out (several nodes or ranks, submitted jobs, the wheel, GPU builds, kernels, memory) or skips without browser and bubblewrap.
 test-deployment: setup setup-verifiers
 	$(PYTEST) -m "deployment or packages"
 
-# Every test, those of deployments included.
+# Run every test, including deployment tests.
 test-all: setup setup-verifiers
 	$(PYTEST)
 
-# Build the documentation as a site, below site/; a link that leads nowhere fails it.
+# Build the documentation site in site/; a broken link is an error.
 docs: .venv-docs/.ready
 	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --quiet --strict
 
-# Builds, metadata, installs in empty environments of each supported Python, links of the README (minutes). Uploads nothing.
+# Check builds, metadata, installation in empty environments of each supported Python, and links of the README (minutes). Uploads nothing.
 release-check:
 	PIP_ARGS="$(PIP_ARGS)" jobs/release_check.sh
 
-# Run the tests that failed last time again, one at a time: what passes now is unreliable beside others, and listed as such in the log.
+# Repeat the tests that failed last time, one at a time; tests that pass now are listed in the log as unreliable.
 test-failed: setup setup-verifiers
 	$(VENV)/bin/python -m pytest --last-failed --last-failed-no-failures none --maxfail 10 -v
 
-# The tests that start no process (some six minutes on one core).
+# Run the tests that start no process (some six minutes on one core).
 test-fast: setup
 	$(VENV)/bin/python -m pytest -m "not slow and not deployment"
 
-# Judge replies at random, a hundred times as many as in the tests (minutes), e.g. make fuzz-replies REPLIES=60000.
+# Fuzz the judge's reply parser with a hundred times as many random replies as in the tests (minutes), e.g. make fuzz-replies REPLIES=60000.
 REPLIES ?= 600000
 fuzz-replies: setup
 	DRACO_FUZZED_REPLIES=$(REPLIES) $(VENV)/bin/python -m pytest tests/unit/test_judging_reply_fuzz.py tests/unit/test_judging_meant_replies.py -rP --timeout 0
 
-# Remove runs and caches; the virtual environments stay.
+# Remove runs and caches, but keep the virtual environments.
 clean:
 	rm -rf runs .cache build mutants .pytest_cache .mypy_cache .ruff_cache .hypothesis

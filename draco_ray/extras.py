@@ -35,7 +35,7 @@ def naming_extras() -> Iterator[None]:
         package = (error.name or "").partition(".")[0]
         if package not in INSTALL:
             raise
-        raise MissingExtra(f"{package} is not installed, and this needs it: {INSTALL[package]}") from error
+        raise MissingExtra(f"{package} is not installed. Install it with: {INSTALL[package]}") from error
 
 
 def need(package: str) -> None:

@@ -150,7 +150,9 @@ class Pipeline:
         group.state = GroupState.ROLLED
         self._watch(group)
         if len(played) < 2:
-            self._failed(group, f"{len(played)} of {self._config.group_size} rollouts finished, 2 are needed")
+            self._failed(
+                group, f"{len(played)} of {self._config.group_size} rollouts finished; a group needs at least 2"
+            )
             return None
         if self._config.reward == "rubric":
             return await self._rubric_reward(group, [m for m, _ in played], [p for _, p in played if p], existing)
@@ -184,7 +186,7 @@ class Pipeline:
             return None
         group.rollouts.append(member.summary)
         # Store the rollout before judging it: a resumed run then asks the same questions and finds cached replies.
-        with self._wait("writing of a rollout", f"{group.name}/{rollout}"):
+        with self._wait("writing a rollout", f"{group.name}/{rollout}"):
             await self._keep.trajectory.remote(group.step, member.trajectory)
         self._watch(group)
         if existing is None or self._config.merge_proposals:

@@ -228,7 +228,9 @@ class Trajectory:
         if len(lengths) != 1:
             raise ValueError(f"trajectory {self.name}: token arrays of different lengths {sorted(lengths)}")
         if self.branches[:1] != (0,) or any(later <= earlier for earlier, later in pairwise(self.branches)):
-            raise ValueError(f"trajectory {self.name}: branches begin at {self.branches}, expected ascending from 0")
+            raise ValueError(
+                f"trajectory {self.name}: branches begin at tokens {self.branches}; expected ascending numbers from 0"
+            )
         if len(self.branches) > 1 and self.branches[-1] >= len(self.token_ids_T):
             raise ValueError(f"trajectory {self.name}: branch {len(self.branches)} has no token")
 

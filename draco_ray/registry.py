@@ -39,7 +39,7 @@ def find(key: str, name: str, built_in: Mapping[str, str]) -> Any:
         near = difflib.get_close_matches(name, built_in, n=1)
         hint = f" (did you mean {near[0]!r}?)" if near else ""
         raise ConfigError(
-            f"{key}={name!r}: unknown{hint}; expected {', '.join(sorted(built_in))}, or a part of your own as "
+            f"{key}={name!r}: unknown{hint}; expected {', '.join(sorted(built_in))}, or your own as "
             "package.module:attribute or folder/file.py:attribute"
         )
     try:
@@ -60,13 +60,13 @@ def _file(path: Path) -> ModuleType:
     """Import a file as a module whose name is the same in every process."""
     path = path.resolve()
     if not path.is_file():
-        raise FileNotFoundError(f"no file {path}")
+        raise FileNotFoundError(f"no such file: {path}")
     name = f"draco_part_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
     if name in sys.modules:
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
-        raise ImportError(f"{path} is no Python file")
+        raise ImportError(f"{path} is not a Python file")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     try:

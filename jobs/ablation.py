@@ -118,7 +118,7 @@ def print_results(title: str, runs: Runs, chosen: Mapping[str, Mapping[int, int]
         return
     ks = range(1, min(runs_per_task, MOST_K) + 1)
     columns = ["Setting", *(f"TGC p^{k}" for k in ks), *(f"SGC p^{k}" for k in ks), "Turns", "Lost", "Seeds", "Steps"]
-    columns.append("Judge tokens and cost a run")
+    columns.append("Judge tokens and cost per run")
     print(f"\n## {title}\n\n| {' | '.join(columns)} |\n|{'---|' * len(columns)}")
     for name, seeds in found.items():
         steps = chosen[name]
@@ -180,10 +180,10 @@ def print_all(runs: Runs, root: Path, runs_per_task: int) -> None:
     """Print all tables and write the curves of the runs so far."""
     known = {name: of_setting for name, of_setting in runs.items() if of_setting}
     if not known:
-        print("nothing has been run yet")
+        print("no setting has been run yet")
         return
     print_results(
-        f"Before training, {runs_per_task} runs a task",
+        f"Before training, {runs_per_task} runs per task",
         known,
         {next(iter(known)): dict.fromkeys(next(iter(known.values())), 0)},
         runs_per_task,
@@ -205,32 +205,36 @@ def print_all(runs: Runs, root: Path, runs_per_task: int) -> None:
         told = "; ".join(f"{policy}: {', '.join(map(str, sorted(seeds)))}" for policy, seeds in policies.items())
         print(f"\nStarter policies, with the seeds that began from each: {told}.")
     print(
-        "\nIn % (turns apart), with 95 % intervals over training seeds, where there are several, and scenarios; means "
-        "over seeds; differences over the seeds that both have, p after Holm's correction. Lost rollouts count as "
-        "failures; intervals span what they would have been. The judge is the offline rule judge; dollars are its "
-        f"tokens at {REFERENCE_JUDGE}'s reference prices. At the same spend: for each seed the last evaluated step "
-        "until which a run had spent no more than the cheapest setting that asks a judge spent in all. Curves: "
+        "\nIn %, except turns, with 95 % intervals over scenarios and, if there are several, training seeds; means "
+        "over seeds; differences over common seeds, p after Holm's correction. Lost rollouts count as failures; "
+        "intervals cover every result they could have had. The judge is the offline rule judge; dollars are its "
+        f"tokens at {REFERENCE_JUDGE}'s reference prices. At the same spend: for each seed the last evaluated step at "
+        "which a run had spent at most as much as the cheapest setting with a judge spent in total. Curves: "
         f"{root / 'curves.csv'}, {root / 'curves.png'}"
     )
 
 
 def main(
-    steps: Annotated[int | None, typer.Option(min=1, help="Training steps of every run; the preset's.")] = None,
+    steps: Annotated[
+        int | None, typer.Option(min=1, help="Training steps of every run (default: the preset's).")
+    ] = None,
     seeds: Annotated[int, typer.Option(min=1, help="Seeds per setting.")] = 5,
-    first_seed: Annotated[int, typer.Option(min=0, help="The first of them.")] = 0,
+    first_seed: Annotated[int, typer.Option(min=0, help="First seed.")] = 0,
     settings: Annotated[str, typer.Option(help="Settings to train, separated by spaces.")] = SETTINGS,
-    every: Annotated[int, typer.Option(min=1, help="Evaluate after every so many steps, and before the first.")] = 2,
+    every: Annotated[
+        int, typer.Option(min=1, help="Training steps between two evaluations; the first is before training.")
+    ] = 2,
     runs_per_task: Annotated[int, typer.Option(min=1, help="Evaluation rollouts per task: n of pass^k.")] = 3,
     preset: Annotated[
-        str, typer.Option(help="A sandbox's preset, or a YAML file: one that has a rule judge.")
+        str, typer.Option(help="A preset of a sandbox, or a YAML file; it must use the rule judge.")
     ] = "sandbox",
-    root: Annotated[Path | None, typer.Option(help="Where the runs go; interrupted ones there are continued.")] = None,
+    root: Annotated[Path | None, typer.Option(help="Folder of the runs; interrupted runs in it are continued.")] = None,
     measured: Annotated[
-        Path | None, typer.Option(help="Where figures of finished runs are, a file each; ROOT/measured.")
+        Path | None, typer.Option(help="Folder with one file of figures per finished run (default: ROOT/measured).")
     ] = None,
-    print_only: Annotated[bool, typer.Option("--print-only", help="Print what there is, run nothing.")] = False,
+    print_only: Annotated[bool, typer.Option("--print-only", help="Only print the figures of finished runs.")] = False,
     overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Further config keys, for every run.")
+        list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Further configuration keys for every run.")
     ] = None,
 ) -> None:
     """Train and evaluate all, the first seed of every setting first; print tables and curves after each run."""

@@ -38,7 +38,7 @@ def run(root: Path, name: str, *arguments: str) -> tuple[RunDirectory, float, st
 
 def learning(root: Path, seeds: int) -> None:
     """Held-out success before and after, per seed."""
-    print(f"\n## Held-out TGC, {seeds} seeds (test_normal, {RUNS_PER_TASK} rollouts a task)\n")
+    print(f"\n## Held-out TGC, {seeds} seeds (test_normal, {RUNS_PER_TASK} rollouts per task)\n")
     print("| seed | TGC before | TGC after | points | SGC before | SGC after | seconds | peak memory |")
     print("|---|---|---|---|---|---|---|---|")
     gains, firsts, lasts = [], [], []
@@ -66,7 +66,7 @@ def learning(root: Path, seeds: int) -> None:
 
 def overlap(root: Path) -> None:
     """Share of judge seconds that ran while some rollout was still generating."""
-    print(f"\n## Judging hidden behind generation (a judge that takes {SLOW_JUDGE_SECONDS:g} s a reply)\n")
+    print(f"\n## Judging that overlaps generation (with a judge that takes {SLOW_JUDGE_SECONDS:g} s per reply)\n")
     directory, _, _ = run(
         root,
         "overlap",
@@ -114,7 +114,7 @@ def deterministic(root: Path) -> None:
 
 
 def main(
-    seeds: Annotated[int, typer.Option(min=1, help="Seeds of the demo to train.")] = 3,
+    seeds: Annotated[int, typer.Option(min=1, help="Number of seeds of the demo to train.")] = 3,
     only: Annotated[
         str | None, typer.Option(help="learning, overlap or deterministic; the first two by default.")
     ] = None,

@@ -106,12 +106,14 @@ def _softmax(logit: np.ndarray) -> np.ndarray:
 
 
 def main(
-    seeds: Annotated[int, typer.Option(min=1, help="Runs of each hole, and clean runs.")] = 20,
-    steps: Annotated[int, typer.Option(min=2, help="Training steps of a run.")] = 112,
+    seeds: Annotated[
+        int, typer.Option(min=1, help="Number of runs per hole in the judge, and of runs without a hole.")
+    ] = 20,
+    steps: Annotated[int, typer.Option(min=2, help="Training steps per run.")] = 112,
     share: Annotated[
-        float, typer.Option(min=0, max=1, help="Share of the rollouts that the held-out judge scores.")
+        float, typer.Option(min=0, max=1, help="Share of rollouts that the held-out judge scores.")
     ] = 0.25,
-    first_seed: Annotated[int, typer.Option(min=0, help="Seed of the first run.")] = 0,
+    first_seed: Annotated[int, typer.Option(min=0, help="Random seed of the first run.")] = 0,
 ) -> None:
     """Train with each hole and without one."""
     print(

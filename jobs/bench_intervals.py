@@ -144,7 +144,9 @@ def wilson(value_S: FloatArray) -> Bounds:
 
 def rates(repeats: int) -> None:
     """One setting, one training seed."""
-    heading(f"Rates of one setting, {repeats} simulated evaluations a line", ("percentile", "Student", "Wilson", OURS))
+    heading(
+        f"Rates of one setting, {repeats} simulated evaluations per line", ("percentile", "Student", "Wilson", OURS)
+    )
     for scenarios, design in itertools.product(SCENARIOS, DESIGNS):
         random = np.random.default_rng(scenarios)
         drawn = [play(random, design, population(random, design, scenarios)) for _ in range(repeats)]
@@ -160,7 +162,7 @@ def rates(repeats: int) -> None:
 
 def differences(repeats: int) -> None:
     """Two settings on the same scenarios, one training seed each."""
-    heading(f"Paired differences, {repeats} simulated pairs a line", ("percentile", "Student", OURS))
+    heading(f"Paired differences, {repeats} simulated pairs per line", ("percentile", "Student", OURS))
     for scenarios, (design, shift) in itertools.product(SCENARIOS, PAIRS):
         random = np.random.default_rng(scenarios)
         drawn = []
@@ -181,7 +183,7 @@ def differences(repeats: int) -> None:
 def seeds(repeats: int) -> None:
     """Several training seeds of one setting: the interval is to be one over trainings as well."""
     for many in (2, 3, 5):
-        heading(f"{many} training seeds, {repeats} simulated evaluations a line", ("scenarios only", OURS))
+        heading(f"{many} training seeds, {repeats} simulated evaluations per line", ("scenarios only", OURS))
         for scenarios, design in itertools.product(SCENARIOS, SEEDED):
             random = np.random.default_rng(scenarios)
             drawn = [play(random, design, population(random, design, scenarios), many) for _ in range(repeats)]
@@ -197,7 +199,7 @@ def seeds(repeats: int) -> None:
 
 def judges(repeats: int) -> None:
     """Two graders of the same criteria, judgments in groups (a task's rollouts), as `draco agreement` compares them."""
-    heading(f"Agreement of two judges, {repeats} simulated runs a line", ("ours",), "groups")
+    heading(f"Agreement of two judges, {repeats} simulated runs per line", ("ours",), "groups")
     for groups, (name, slip, spread) in itertools.product(SCENARIOS, GRADERS):
         random = np.random.default_rng(groups)
         whole = grades(np.random.default_rng(1), slip, spread, TRUTH // 4).sum(axis=0)
@@ -243,7 +245,7 @@ def mean_of(value_GST: FloatArray, design: Design) -> ClusteredMean:
 def heading(title: str, methods: Sequence[str], clusters: str = "scenarios") -> None:
     """Begin a table."""
     SUMMARY.append((title, clusters, methods, {}))
-    columns = [clusters, "population", "measure", "truth", *(f"{method}: % held (width)" for method in methods)]
+    columns = [clusters, "population", "measure", "truth", *(f"{method}: coverage in % (width)" for method in methods)]
     print(f"\n### {title}\n\n| {' | '.join(columns)} |\n|{'---|' * len(columns)}", flush=True)
 
 
@@ -263,7 +265,7 @@ def line(scenarios: int, population_name: str, name: str, truth: float, found: S
 
 def summary() -> None:
     """The least and the mean coverage of each table, by number of clusters."""
-    print("\n### Least (mean) share of intervals that hold the truth, over the lines of each table, in %\n")
+    print("\n### Lowest (mean) share of intervals that contain the true value, over the lines of each table, in %\n")
     print("| table | clusters | percentile | Student | Wilson | scenarios only | ours |\n|---|---|---|---|---|---|---|")
     for title, clusters, methods, held in SUMMARY:
         for many, rows in held.items():
@@ -284,7 +286,7 @@ BENCHES: dict[str, Callable[[int], None]] = {
 
 
 def main(
-    repeats: Annotated[int, typer.Option(min=1, help="Simulated evaluations a line.")] = 1000,
+    repeats: Annotated[int, typer.Option(min=1, help="Number of simulated evaluations per line.")] = 1000,
     only: Annotated[str | None, typer.Option(help=f"One of {', '.join(BENCHES)}; all by default.")] = None,
 ) -> None:
     """Print the coverage tables; takes some minutes."""

@@ -222,7 +222,7 @@ def compare(run: Path, plans: Sequence[str], visits: int, most: int, judge: str,
     found = dict(zip(plans, asyncio.run(all_of_them()), strict=True))
     print(f"\n{len(groups)} groups of {config.algorithm.group_size} rollouts of {run.name}, {visits} visits each\n")
     columns = ["Plan", "Calls", "Tokens", "$", f"/ {plans[0]}", *(f"visit {n}" for n in range(1, visits + 1))]
-    print(f"| {' | '.join([*columns, f'Pairs as under {plans[0]}'])} |\n|{'---|' * (6 + visits)}")
+    print(f"| {' | '.join([*columns, f'Pairs ordered as under {plans[0]}'])} |\n|{'---|' * (6 + visits)}")
     total = {
         plan: [sum(each.spent[n].values(), start=Spend()) for n in range(1, visits + 1)] for plan, each in found.items()
     }
@@ -236,8 +236,8 @@ def compare(run: Path, plans: Sequence[str], visits: int, most: int, judge: str,
         cost = f"{each.calls} | {spent.tokens:,} | {spent.dollars:.2f} | {spent.tokens / base:.2f}"
         print(f"| {plan} | {cost} | {shares} | {alike} |")
     print(
-        "\nVisits: tokens as a share of the first plan's at that visit. Pairs: of two rollouts of a group that the "
-        "first plan rewards differently, how many the plan orders alike."
+        "\nVisits: tokens as a share of the first plan's at that visit. Pairs: of the pairs of rollouts that the "
+        "first plan rewards differently, the share that this plan orders in the same way."
     )
     if out is not None:
         out.write_text(json.dumps({plan: shown(each) for plan, each in found.items()}, indent=1), encoding="utf-8")
@@ -278,24 +278,34 @@ def agreement(first: Rejudged, other: Rejudged) -> str:
 
 def main(
     plans: Annotated[str, typer.Option(help="Plans to compare, separated by spaces.")] = "paper lean",
-    seeds: Annotated[int, typer.Option(min=1, help="Seeds of each.")] = 3,
-    first_seed: Annotated[int, typer.Option(min=0, help="The first of them.")] = 0,
-    steps: Annotated[int | None, typer.Option(min=1, help="Training steps of every run; the preset's.")] = None,
-    preset: Annotated[str, typer.Option(help="Which sandbox.")] = SANDBOX,
-    root: Annotated[Path | None, typer.Option(help="Where the runs go; interrupted ones there are continued.")] = None,
-    measured: Annotated[Path | None, typer.Option(help="Where figures of finished runs are; ROOT/measured.")] = None,
-    print_only: Annotated[bool, typer.Option("--print-only", help="Print what there is, run nothing.")] = False,
-    rejudge: Annotated[Path | None, typer.Option(help="Judge groups of this run under each plan instead.")] = None,
-    visits: Annotated[int, typer.Option(min=1, help="With --rejudge: how often each task comes.")] = 4,
-    groups: Annotated[int, typer.Option(min=1, help="With --rejudge: the most groups.")] = 8,
-    judge: Annotated[str, typer.Option(help="With --rejudge: rules, or files:DIR.")] = "rules",
-    out: Annotated[Path | None, typer.Option(help="With --rejudge: file for rewards and step advantages.")] = None,
-    overrides: Annotated[list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Keys for every run.")] = None,
+    seeds: Annotated[int, typer.Option(min=1, help="Seeds per plan.")] = 3,
+    first_seed: Annotated[int, typer.Option(min=0, help="First seed.")] = 0,
+    steps: Annotated[
+        int | None, typer.Option(min=1, help="Training steps of every run (default: the preset's).")
+    ] = None,
+    preset: Annotated[str, typer.Option(help="Sandbox to train in.")] = SANDBOX,
+    root: Annotated[Path | None, typer.Option(help="Folder of the runs; interrupted runs in it are continued.")] = None,
+    measured: Annotated[
+        Path | None, typer.Option(help="Folder of the figures of finished runs (default: ROOT/measured).")
+    ] = None,
+    print_only: Annotated[bool, typer.Option("--print-only", help="Only print the figures of finished runs.")] = False,
+    rejudge: Annotated[
+        Path | None, typer.Option(help="Instead of training, judge groups of this run under each plan.")
+    ] = None,
+    visits: Annotated[int, typer.Option(min=1, help="With --rejudge: visits per task.")] = 4,
+    groups: Annotated[int, typer.Option(min=1, help="With --rejudge: maximum number of groups.")] = 8,
+    judge: Annotated[str, typer.Option(help="With --rejudge: the judge, rules or files:DIR.")] = "rules",
+    out: Annotated[
+        Path | None, typer.Option(help="With --rejudge: file to write rewards and step advantages to.")
+    ] = None,
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Configuration keys for every run.")
+    ] = None,
 ) -> None:
     """Train a seed under every plan, then the next, and print the table after each run; or judge recorded groups."""
     chosen = plans.split()
     if unknown := [each for each in chosen if each not in PLANS]:
-        sys.exit(f"bench-judge-plans: no plan {unknown[0]!r}, expected some of {', '.join(PLANS)}")
+        sys.exit(f"bench-judge-plans: unknown plan {unknown[0]!r}; expected some of {', '.join(PLANS)}")
     if rejudge is not None:
         compare(rejudge, chosen, visits, groups, judge, out)
         return

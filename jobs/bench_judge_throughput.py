@@ -214,7 +214,7 @@ def main() -> None:
         return
     server = ThreadingHTTPServer(("127.0.0.1", 0), Canned)
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    print("| client | CPU ms a call | traces a second a core |\n|---|---|---|")
+    print("| client | CPU ms per call | traces per second and core |\n|---|---|---|")
     for client, (name, environment, target) in CLIENTS.items():
         python = REPOSITORY / environment / "bin" / "python"
         if not python.exists():

@@ -492,12 +492,12 @@ def main(
     trl_python: Annotated[Path, typer.Option(help="Python that can import TRL and draco_ray.")] = Path(
         ".venv-bench/bin/python"
     ),
-    cells: Annotated[str, typer.Option(help=f"Of: {' '.join(CELLS)}.")] = " ".join(ON_CPU[1]),
-    shapes: Annotated[str, typer.Option(help=f"Of: {' '.join(SHAPES)}.")] = " ".join(ON_CPU[0]),
-    repeats: Annotated[int, typer.Option(min=1, help="Runs of each side.")] = 3,
-    threads: Annotated[int, typer.Option(min=1, help="Of each side.")] = os.cpu_count() or 1,
-    trl_batch: Annotated[int, typer.Option(min=1, help="Sequences in one of TRL's forward passes.")] = 1,
-    device: Annotated[str, typer.Option(help="cpu, or cuda for one GPU.")] = "cpu",
+    cells: Annotated[str, typer.Option(help=f"Choices: {' '.join(CELLS)}.")] = " ".join(ON_CPU[1]),
+    shapes: Annotated[str, typer.Option(help=f"Choices: {' '.join(SHAPES)}.")] = " ".join(ON_CPU[0]),
+    repeats: Annotated[int, typer.Option(min=1, help="Number of runs per side.")] = 3,
+    threads: Annotated[int, typer.Option(min=1, help="Threads per side.")] = os.cpu_count() or 1,
+    trl_batch: Annotated[int, typer.Option(min=1, help="Sequences per forward pass of TRL.")] = 1,
+    device: Annotated[str, typer.Option(help="Device: cpu, or cuda for one GPU.")] = "cpu",
     side: Annotated[str | None, typer.Option(hidden=True)] = None,
     folder: Annotated[Path | None, typer.Option(hidden=True)] = None,
     out: Annotated[Path | None, typer.Option(hidden=True)] = None,
@@ -511,7 +511,7 @@ def main(
         run_side(side, cells, folder, trl_batch, out, device)
         return
     if shutil.which(trl_python) is None:
-        sys.exit(f"bench-learner: no {trl_python}; run `make bench-learner`, which sets it up, or name one")
+        sys.exit(f"bench-learner: no {trl_python}; run `make bench-learner` to set it up, or give another Python")
     memory = psutil.virtual_memory().total / 2**30
     print(
         f"Machine: {platform.machine()}, {os.cpu_count()} cores, {memory:.0f} GiB, Python {platform.python_version()}, "

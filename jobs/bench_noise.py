@@ -37,7 +37,7 @@ NOISES: dict[str, Mapping[str, float]] = {
     **{f"missed criterion {share:.0%}": {"missed_criterion": share} for share in (0.3, 0.6)},
 }
 """What is wrong, by name; the second is what the paper's self-judge got wrong of the frontier judge's verdicts."""
-AGAINST = "Against a judge that is right"
+AGAINST = "Against an error-free judge"
 Cell = tuple[str, str, int]
 """(noise, setting, seed)."""
 
@@ -159,7 +159,7 @@ def write_plot(root: Path, lines: Sequence[Left]) -> None:
     axes.axvline(0, color="black", linewidth=0.8)
     axes.set_yticks(range(len(names)), names)
     axes.set_ylim(len(names) - 0.5, -0.5)
-    axes.set(xlabel="gain of held-out TGC by training, in points (bar: 95 % interval)", title="A judge that is wrong")
+    axes.set(xlabel="gain of held-out TGC by training, in points (bar: 95 % interval)", title="A judge with errors")
     figure.legend(loc="outside right upper")
     figure.savefig(root / "noise.png", dpi=150)
 
@@ -182,18 +182,20 @@ def difference(first: Measure, second: Measure) -> Interval:
 def main(
     settings: Annotated[str, typer.Option(help="Settings to train, separated by spaces.")] = "draco no-credit",
     noises: Annotated[str, typer.Option(help="Names of judges to train with, separated by commas.")] = ",".join(NOISES),
-    seeds: Annotated[int, typer.Option(min=1, help="Seeds of each.")] = 3,
-    first_seed: Annotated[int, typer.Option(min=0, help="The first of them.")] = 0,
-    steps: Annotated[int | None, typer.Option(min=1, help="Training steps of every run; the preset's.")] = None,
-    runs_per_task: Annotated[int, typer.Option(min=1, help="Evaluation rollouts per task.")] = 1,
-    preset: Annotated[Literal["sandbox", "sandbox-hard"], typer.Option(help="Which sandbox.")] = "sandbox",
-    root: Annotated[Path | None, typer.Option(help="Where the runs go; interrupted ones there are continued.")] = None,
-    measured: Annotated[
-        Path | None, typer.Option(help="Where figures of finished runs are, a file each; ROOT/measured.")
+    seeds: Annotated[int, typer.Option(min=1, help="Seeds per judge and setting.")] = 3,
+    first_seed: Annotated[int, typer.Option(min=0, help="First seed.")] = 0,
+    steps: Annotated[
+        int | None, typer.Option(min=1, help="Training steps of every run (default: the preset's).")
     ] = None,
-    print_only: Annotated[bool, typer.Option("--print-only", help="Print what there is, run nothing.")] = False,
+    runs_per_task: Annotated[int, typer.Option(min=1, help="Evaluation rollouts per task.")] = 1,
+    preset: Annotated[Literal["sandbox", "sandbox-hard"], typer.Option(help="Sandbox to train in.")] = "sandbox",
+    root: Annotated[Path | None, typer.Option(help="Folder of the runs; interrupted runs in it are continued.")] = None,
+    measured: Annotated[
+        Path | None, typer.Option(help="Folder with one file of figures per finished run (default: ROOT/measured).")
+    ] = None,
+    print_only: Annotated[bool, typer.Option("--print-only", help="Only print the figures of finished runs.")] = False,
     overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Further config keys, for every run.")
+        list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Further configuration keys for every run.")
     ] = None,
 ) -> None:
     """Train all, the first seed of everything first, and print the table after each run."""
@@ -201,7 +203,7 @@ def main(
     last, measured = steps or default_steps(preset), measured or root / "measured"
     chosen = noises.split(",")
     if unknown := [each for each in chosen if each not in NOISES]:
-        sys.exit(f"bench-noise: no noise {unknown[0]!r}, expected some of {', '.join(NOISES)}")
+        sys.exit(f"bench-noise: unknown judge {unknown[0]!r}; expected some of {', '.join(NOISES)}")
     found: dict[Cell, Measured] = {}
     waiting: dict[Cell, Wanted] = {}
     for seed in range(first_seed, first_seed + seeds):
@@ -234,9 +236,9 @@ def main(
         write_plot(measured, print_table(found, chosen, names, runs_per_task))
     print(
         "\nIn %, with 95 % intervals over scenarios and, from two seeds on, training seeds; differences are paired by "
-        "task. Kept: the share of the gain under a judge that is right, over the seeds that both have. The judge is "
-        "the offline rule judge, wrong in these shares of its verdicts, citations or criteria; nothing else "
-        f"changes. Plot: {measured / 'noise.csv'}, {measured / 'noise.png'}"
+        "task. Kept: share of the gain under an error-free judge, over common seeds. The judge is the offline rule "
+        "judge with errors in these shares of its verdicts, citations or criteria; nothing else changes. Plot: "
+        f"{measured / 'noise.csv'}, {measured / 'noise.png'}"
     )
 
 

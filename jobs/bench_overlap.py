@@ -129,7 +129,7 @@ def repertoire(config: DracoConfig, tasks: Sequence[str]) -> Repertoire:
     chat = ChatTokens(tokenizer, thinking=config.agent.thinking)
     manifest = read_manifest(config.data.root)
     if manifest is None:
-        sys.exit(f"bench-overlap: {config.data.root} is no sandbox; run `make world`, or name one with --world")
+        sys.exit(f"bench-overlap: {config.data.root} is not a sandbox; run `make world`, or choose one with --world")
     known, template = families(), agent_template(config.agent.prompt, AppWorldEnvironment.agent_prompt)
     spoken = {}
     for task_id in tasks:
@@ -285,7 +285,9 @@ class Bench:
         seconds = time.time() - started
         failed = [f"{group.name}: {group.reason}" for group in groups if group.state is not GroupState.CREDITED]
         if failed or any(len(group.rollouts) < GROUP for group in groups):
-            sys.exit(f"bench-overlap: the step lost rollouts or groups ({failed}); free memory and run it again")
+            sys.exit(
+                f"bench-overlap: the step lost rollouts or groups ({failed}); free memory and run the benchmark again"
+            )
         learned = await self._learner.done()
         bound = critical_path(groups, learned, slots=SLOTS, minibatch_prompts=cell.minibatch)
         return Measured(seconds=seconds, groups=groups, learned=learned, bound=bound)
@@ -338,11 +340,11 @@ def session(config: DracoConfig) -> Iterator[DracoConfig]:
 
 
 def main(
-    cells: Annotated[str, typer.Option(help=f"Of: {' '.join(CELLS)}.")] = " ".join(USUAL),
-    repeats: Annotated[int, typer.Option(min=1, help="Measurements of each.")] = 1,
+    cells: Annotated[str, typer.Option(help=f"Choices: {' '.join(CELLS)}.")] = " ".join(USUAL),
+    repeats: Annotated[int, typer.Option(min=1, help="Measurements per cell.")] = 1,
     world: Annotated[Path, typer.Option(help="Data root of a sandbox world.")] = Path(".cache/sandbox"),
     model: Annotated[Path, typer.Option(help="The starter policy; its tokenizer is used.")] = Path(".cache/starter"),
-    barriers: Annotated[bool, typer.Option(help="Do the same work phase by phase, too.")] = True,
+    barriers: Annotated[bool, typer.Option(help="Also measure the same work phase by phase.")] = True,
 ) -> None:
     """Measure every cell and print the table; about a minute a cell on a quiet machine."""
     if unknown := [name for name in cells.split() if name not in CELLS]:

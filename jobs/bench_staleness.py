@@ -59,7 +59,10 @@ def keep_speed(root: Path, folder: Path, of: Wanted) -> None:
 
 def table(found: Mapping[Cell, Measured], speeds: Mapping[Cell, float], runs_per_task: int) -> str:
     """A line a staleness, as Markdown; "-" where nothing was measured."""
-    lines = ["| staleness | seeds | held-out TGC | gain | gain less that of 0, same seeds | steps an hour |"]
+    lines = [
+        "| staleness | seeds | held-out TGC | gain | difference of the gain to staleness 0, same seeds | steps per "
+        "hour |"
+    ]
     lines.append(f"|{'---|' * 6}")
     for staleness in sorted({each for each, _ in found}):
         here = {seed: run for (of, seed), run in found.items() if of == staleness}
@@ -77,17 +80,23 @@ def table(found: Mapping[Cell, Measured], speeds: Mapping[Cell, float], runs_per
 
 
 def main(
-    overrides: Annotated[list[str] | None, typer.Argument(metavar="KEY=VALUE", help="For every run.")] = None,
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Configuration keys for every run.")
+    ] = None,
     staleness: Annotated[str, typer.Option(help="Of train.staleness.")] = "0 1 2 4",
-    seeds: Annotated[int, typer.Option(min=1, help="Seeds of each.")] = 3,
-    first_seed: Annotated[int, typer.Option(min=0, help="The first of them.")] = 0,
-    steps: Annotated[int | None, typer.Option(min=2, help="Training steps of every run; the preset's.")] = None,
+    seeds: Annotated[int, typer.Option(min=1, help="Seeds per staleness.")] = 3,
+    first_seed: Annotated[int, typer.Option(min=0, help="First seed.")] = 0,
+    steps: Annotated[
+        int | None, typer.Option(min=2, help="Training steps of every run (default: the preset's).")
+    ] = None,
     runs_per_task: Annotated[int, typer.Option(min=1, help="Evaluation rollouts per task.")] = 1,
-    root: Annotated[Path, typer.Option(help="Where the runs go; interrupted ones are continued.")] = Path(
+    root: Annotated[Path, typer.Option(help="Folder of the runs; interrupted runs in it are continued.")] = Path(
         "runs/staleness"
     ),
-    measured: Annotated[Path | None, typer.Option(help="Where figures of finished runs are; ROOT/measured.")] = None,
-    print_only: Annotated[bool, typer.Option("--print-only", help="Print what there is, run nothing.")] = False,
+    measured: Annotated[
+        Path | None, typer.Option(help="Folder of the figures of finished runs (default: ROOT/measured).")
+    ] = None,
+    print_only: Annotated[bool, typer.Option("--print-only", help="Only print the figures of finished runs.")] = False,
 ) -> None:
     """Train all, the first seed of everything first, and print the table after each run."""
     root, last = root.resolve(), steps or default_steps(SANDBOX)
@@ -111,7 +120,7 @@ def main(
     if found:
         show()
     elif not possible:
-        sys.exit(f"bench-staleness: nothing is measured in {folder}")
+        sys.exit(f"bench-staleness: {folder} has no measurements yet; train a run first")
     for cell, of in waiting.items():
         if of in possible:
             found[cell] = of.make(root, folder)

@@ -412,10 +412,10 @@ def ray_for_bench(object_store_mib: int) -> Iterator[None]:
 
 
 def main(
-    groups: Annotated[str, typer.Option(help="Groups a step.")] = "16 64 256 1024",
-    steps: Annotated[int, typer.Option(min=1, help="Of each size, one after the other.")] = 1,
-    every: Annotated[float, typer.Option(min=0, help="Seconds between two groups; 0: as fast as it goes.")] = 1.0,
-    object_store_mib: Annotated[int, typer.Option(help="Of Ray's object store.")] = 2048,
+    groups: Annotated[str, typer.Option(help="Groups per step.")] = "16 64 256 1024",
+    steps: Annotated[int, typer.Option(min=1, help="Number of steps per size.")] = 1,
+    every: Annotated[float, typer.Option(min=0, help="Seconds between two groups; 0: no pause.")] = 1.0,
+    object_store_mib: Annotated[int, typer.Option(help="Size of Ray's object store.")] = 2048,
 ) -> None:
     """Print what groups cost (a quarter of a CPU second each, stand-ins included, and 4 MB of disk)."""
     memory = psutil.virtual_memory().total / 2**30

@@ -438,7 +438,7 @@ def mounted(folder: Path, mib: int) -> Iterator[None]:
     try:
         subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={mib}m", "chaos", str(folder)], check=True)
     except (OSError, subprocess.CalledProcessError) as error:
-        sys.exit(f"chaos: a small file system cannot be mounted ({error}); run as root, or leave this fault out")
+        sys.exit(f"chaos: a small file system cannot be mounted ({error}); run as root, or leave out this fault")
     try:
         yield
     finally:
@@ -594,7 +594,7 @@ def strike(name: str, root: Path, world: Path, model: Path) -> Outcome:
             judge = stack.enter_context(JudgeServer(latency=JUDGE_SECONDS, answered=book, port=port))
         code, how = process.returncode, "goes on"
         if not victims:
-            how = "no process to strike found"
+            how = "found no process to kill"
         elif code != 0:
             if fault.between is not None:
                 fault.between(run, world)
@@ -676,7 +676,7 @@ def send(signals: Sequence[signal.Signals], victims: Sequence[int]) -> None:
         for victim in victims:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(victim, number)
-    until(lambda: not any(map(runs, ending)), "processes outlive the one that started them")
+    until(lambda: not any(map(runs, ending)), "processes are still running after the process that started them ended")
 
 
 def runs(pid: int) -> bool:

@@ -138,8 +138,8 @@ def why_skipped() -> str | None:
         return None
     if gpus := listed_gpus():
         sys.exit(
-            f"gpu-check: nvidia-smi lists {gpus[0]}, but PyTorch {torch.__version__} cannot use it: "
-            "`make setup-gpu` builds the environment; a driver that is too old says so in `nvidia-smi`"
+            f"gpu-check: nvidia-smi lists {gpus[0]}, but PyTorch {torch.__version__} cannot use it; build the "
+            "environment with `make setup-gpu`, and check the driver's version in `nvidia-smi`"
         )
     return f"PyTorch {torch.__version__} finds no CUDA GPU"
 
@@ -555,7 +555,7 @@ def in_a_process(part: str, model: str, options: list[str], log: Path) -> dict[s
                 done = subprocess.run(command, stdout=printed, stderr=printed, timeout=PART_SECONDS, check=False)
                 failed = done.returncode != 0
             except subprocess.TimeoutExpired:
-                printed.write(f"\nnot done in {PART_SECONDS} s")
+                printed.write(f"\nnot finished within {PART_SECONDS} s")
         # Figures measured before a failure are valid.
         figures: list[dict[str, Any]] = json.loads(out.read_text(encoding="utf-8")) if out.exists() else []
         last_words = f"{log.read_text(encoding='utf-8').strip()[-2000:]}\n(all of it is in {log})"
@@ -597,15 +597,17 @@ def failures(result: dict[str, Any]) -> list[str]:
 
 
 def main(
-    parts: Annotated[str, typer.Option(help=f"Of: {' '.join(PARTS)}.")] = " ".join(PARTS),
-    models: Annotated[str, typer.Option(help=f"Of: {' '.join(MODELS)}.")] = " ".join(MODELS),
-    layers: Annotated[int, typer.Option(min=2, help="Of each model.")] = 4,
-    out: Annotated[Path, typer.Option(help="Result file; what it holds of other parts stays.")] = Path(
+    parts: Annotated[str, typer.Option(help=f"Choices: {' '.join(PARTS)}.")] = " ".join(PARTS),
+    models: Annotated[str, typer.Option(help=f"Choices: {' '.join(MODELS)}.")] = " ".join(MODELS),
+    layers: Annotated[int, typer.Option(min=2, help="Repetitions per model.")] = 4,
+    out: Annotated[Path, typer.Option(help="Result file; results of other parts in it are kept.")] = Path(
         "runs/gpu_check.json"
     ),
-    device: Annotated[str, typer.Option(help="cuda; cpu only with --tiny.")] = "cuda",
-    tiny: Annotated[bool, typer.Option("--tiny", help="Toy dimensions instead of the models' own.")] = False,
-    print_only: Annotated[bool, typer.Option("--print-only", help="Print the table of the result file.")] = False,
+    device: Annotated[str, typer.Option(help="Device: cuda; cpu works only with --tiny.")] = "cuda",
+    tiny: Annotated[
+        bool, typer.Option("--tiny", help="Use tiny models with random weights instead of the real dimensions.")
+    ] = False,
+    print_only: Annotated[bool, typer.Option("--print-only", help="Only print the table of the result file.")] = False,
     part: Annotated[str | None, typer.Option(hidden=True)] = None,
 ) -> None:
     """Check part by part; each takes ten minutes at most. Ends with 1 where one fails."""

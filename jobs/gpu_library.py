@@ -47,7 +47,7 @@ RUNS_A_TASK = 2
 def draco(*words: str) -> None:
     """Run a command of ours; one that fails ends the program with a line."""
     if (code := subprocess.run([sys.executable, "-m", "draco_ray.cli", *words], check=False).returncode) != 0:
-        sys.exit(f"gpu-library: draco {words[0]} failed with {code}; start again to go on from there")
+        sys.exit(f"gpu-library: draco {words[0]} failed with exit code {code}; run the job again to continue")
 
 
 def sizes(*, tiny: bool) -> dict[str, int]:
@@ -85,7 +85,7 @@ def make_policy(root: Path, *, tiny: bool) -> Path:
         if tiny:
             draco(*words, "--new", "--epochs", "1")
         elif not SMOLLM.is_dir():
-            sys.exit(f"gpu-library: no {SMOLLM}; `draco model fetch smollm2-135m` fetches it")
+            sys.exit(f"gpu-library: {SMOLLM} does not exist; fetch it with `draco model fetch smollm2-135m`")
         else:
             draco(*words, "--epochs", "2", f"model.path={SMOLLM}")
     return policy
@@ -266,10 +266,10 @@ def table(root: Path) -> str:
 
 
 def main(
-    seeds: Annotated[int, typer.Option(min=1, help="Of each side.")] = 5,
-    steps: Annotated[int, typer.Option(min=1, help="Of each run.")] = 20,
-    sides: Annotated[str, typer.Option(help=f"Of: {' '.join(SIDES)}.")] = " ".join(SIDES),
-    root: Annotated[Path, typer.Option(help="Where everything goes.")] = Path("runs/gpu_library"),
+    seeds: Annotated[int, typer.Option(min=1, help="Seeds per side.")] = 5,
+    steps: Annotated[int, typer.Option(min=1, help="Training steps per run.")] = 20,
+    sides: Annotated[str, typer.Option(help=f"Choices: {' '.join(SIDES)}.")] = " ".join(SIDES),
+    root: Annotated[Path, typer.Option(help="Folder of all results.")] = Path("runs/gpu_library"),
     tiny: Annotated[bool, typer.Option("--tiny", help="A tiny model on the CPU, one seed of one step.")] = False,
     trl: Annotated[str | None, typer.Option(hidden=True)] = None,
 ) -> None:
@@ -282,7 +282,7 @@ def main(
     if tiny:
         seeds, steps = 1, 1
     if trl is None and "trl" in sides.split() and importlib.util.find_spec("trl") is None:
-        sys.exit("gpu-library: no TRL beside this Python; `make gpu-library` sets it up")
+        sys.exit("gpu-library: TRL is not installed for this Python; set it up with `make gpu-library`")
     root.mkdir(parents=True, exist_ok=True)
     policy = make_policy(root.resolve(), tiny=tiny)
     if trl is not None:
@@ -300,7 +300,7 @@ def main(
                 options = ["--steps", str(steps), "--root", str(root), *(["--tiny"] if tiny else [])]
                 command = [sys.executable, __file__, "--trl", str(seed), *options]
                 if subprocess.run(command, check=False).returncode:
-                    sys.exit(f"gpu-library: TRL failed with seed {seed}; what it printed is above")
+                    sys.exit(f"gpu-library: TRL failed with seed {seed}; see its output above")
                 said = json.loads((root / f"trl-{seed}.part").read_text())
             else:
                 said = {"steps": steps, "steps_an_hour": train_ours(side, seed, steps, policy, folder, tiny=tiny)}

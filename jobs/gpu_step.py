@@ -191,10 +191,10 @@ def train(keys: Sequence[str], log: Path, deadline: float, *, tiny: bool) -> str
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
-            return f"not done in time; all of it is in {log}"
+            return f"not finished in time; see {log}"
     if process.returncode == 0:
         return None
-    return f"{log.read_text(encoding='utf-8', errors='replace').strip()[-2000:]}\n(all of it is in {log})"
+    return f"{log.read_text(encoding='utf-8', errors='replace').strip()[-2000:]}\n(see {log})"
 
 
 def figures(run: RunDirectory, config: DracoConfig, shape: ModelShape, peak: float, gpu: int) -> list[Figure]:
@@ -281,14 +281,14 @@ def measured(model: str, layers: int, rollouts: int, log: Path, *, tiny: bool) -
         if run.is_dir() and (directory := RunDirectory.open(run)).metrics():
             made += figures(directory, configured(keys, tiny=tiny), shape, peak(), gpu)
         elif failed is None:
-            failed = f"no step was finished; all of it is in {log}"
+            failed = f"no step was finished; see {log}"
         return {"figures": [asdict(figure) for figure in made]} | ({"failed": failed} if failed else {})
 
 
 def main(
-    model: Annotated[str, typer.Option(help=f"Of: {' '.join(gpu_check.MODELS)}.")] = "qwen3.6-27b",
-    layers: Annotated[int, typer.Option(min=0, help="Of the model; 0: all that fit.")] = 0,
-    rollouts: Annotated[int, typer.Option(min=GROUP, help=f"Of a step, {GROUP} a task.")] = 4 * GROUP,
+    model: Annotated[str, typer.Option(help=f"Choices: {' '.join(gpu_check.MODELS)}.")] = "qwen3.6-27b",
+    layers: Annotated[int, typer.Option(min=0, help="Layers of the model; 0: as many as fit.")] = 0,
+    rollouts: Annotated[int, typer.Option(min=GROUP, help=f"Rollouts per step, {GROUP} per task.")] = 4 * GROUP,
     out: Annotated[Path, typer.Option(help="Result file, shared with gpu_check.py.")] = Path("runs/gpu_check.json"),
     tiny: Annotated[bool, typer.Option("--tiny", help="A tiny model on the CPU.")] = False,
 ) -> None:

@@ -103,8 +103,8 @@ def of_one_policy(found: Iterable[tuple[int, Measured]], waiting: Iterable[Wante
     for seed, measured in found:
         if policies.setdefault(seed, measured.policy) != measured.policy:
             sys.exit(
-                f"seed {seed}: its runs start from 2 policies ({measured.policy}, {policies[seed]}), and a comparison "
-                "needs one: give those of each a folder of its own (--measured)"
+                f"seed {seed}: its runs start from 2 policies ({measured.policy}, {policies[seed]}), but can be "
+                "compared only if they start from the same; use a separate folder (--measured) for each policy"
             )
     waiting = list(waiting)
     begins = {(wanted.preset, wanted.overrides) for wanted in waiting}
@@ -117,13 +117,13 @@ def of_one_policy(found: Iterable[tuple[int, Measured]], waiting: Iterable[Wante
             possible.append(wanted)
     if len(possible) < len(waiting) and (absent := [path for path in starters.values() if not path.is_dir()]):
         sys.exit(
-            f"{absent[0]}: there is no starter policy, which those runs may start from; build it with `make world`, or "
-            "that of examples/library with `make demo-real`"
+            f"{absent[0]}: the starter policy of these runs does not exist; build it with `make world`, or the one of "
+            "examples/library with `make demo-real`"
         )
     for seed in sorted({wanted.seed for wanted in waiting} - {wanted.seed for wanted in possible}):
         print(
-            f"seed {seed}: its runs start from policy {policies[seed]}, which is not this machine's; what is missing "
-            "of them is left to a machine that has it",
+            f"seed {seed}: its runs start from policy {policies[seed]}, which this machine does not have; missing "
+            "runs are left to a machine that has it",
             file=sys.stderr,
         )
     return possible
@@ -183,7 +183,7 @@ class Wanted:
         print(f"draco {' '.join(command)}", file=sys.stderr, flush=True)
         process = subprocess.run([sys.executable, "-m", "draco_ray.cli", *command], stdout=sys.stderr, check=False)
         if process.returncode:
-            sys.exit(f"{self.name} failed with exit code {process.returncode}; start again to go on from there")
+            sys.exit(f"{self.name} failed with exit code {process.returncode}; run the job again to continue")
         run = RunDirectory.open(root / self.name)
         measured = measure(run, {step: found for (step, _), found in read_evaluations(run).items()})
         write(folder / f"{self.name}.jsonl", self.words, measured)
@@ -193,7 +193,7 @@ class Wanted:
 def default_steps(preset: str) -> int:
     """Training steps of a preset."""
     steps = load_config(preset).train.steps
-    assert steps is not None, f"{preset} counts epochs"
+    assert steps is not None, f"{preset} sets epochs instead of steps"
     return steps
 
 
@@ -251,7 +251,10 @@ def read(path: Path, words: Sequence[str]) -> Measured | None:
     except (ValueError, KeyError, TypeError, NameError) as error:
         sys.exit(f"{path}: damaged ({error}); remove it to run it again")
     if [word for word in asked if word in words or not word.startswith("train.evaluate_every=")] != list(words):
-        sys.exit(f"{path}: measured for {asked}, expected {list(words)}; remove it, or name another folder")
+        sys.exit(
+            f"{path}: measured with arguments {asked}, expected {list(words)}; remove the file, or choose another "
+            "folder"
+        )
     return Measured(evaluations=evaluations, spent=spent, policy=policy)
 
 

@@ -65,7 +65,9 @@ def broken(text: str, mutation: Mutation) -> str:
         ValueError: what is to be replaced is not there, or more than once.
     """
     if (found := text.count(mutation.old)) != 1:
-        raise ValueError(f"{mutation.file}: {mutation.old!r} occurs {found} times, expected once; mend {METHOD.name}")
+        raise ValueError(
+            f"{mutation.file}: {mutation.old!r} occurs {found} times, expected once; correct {METHOD.name}"
+        )
     return text.replace(mutation.old, mutation.new)
 
 
@@ -120,11 +122,11 @@ def verdicts(tree: Path, tests: Sequence[str]) -> dict[str, str]:
     try:
         code, names = answers.recv()
     except EOFError:
-        raise RuntimeError(f"pytest ended without an answer: {' '.join(tests)}") from None
+        raise RuntimeError(f"pytest ended without a result: {' '.join(tests)}") from None
     finally:
         process.join()
     if code not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.INTERRUPTED):
-        raise RuntimeError(f"pytest ended with {code}: {' '.join(tests)}; try it with pytest alone")
+        raise RuntimeError(f"pytest ended with {code}: {' '.join(tests)}; run these tests with pytest directly")
 
     def has(outcome: str, test: str) -> bool:
         file = test.partition("::")[0]
@@ -155,7 +157,7 @@ def check_method(rows: Sequence[str], *, slow: bool) -> int:
         copy_tree(tree)
         sound = verdicts(tree, sorted({test for _, tests in table for test in tests}))
         if failed := [test for test, verdict in sound.items() if verdict == "fails"]:
-            raise RuntimeError(f"fails before anything is broken: {' '.join(failed)}")
+            raise RuntimeError(f"these tests fail before any rule is broken: {' '.join(failed)}")
         for mutation, tests in table:
             path = tree / mutation.file
             text = path.read_text(encoding="utf-8")
@@ -173,7 +175,7 @@ def check_method(rows: Sequence[str], *, slow: bool) -> int:
 
 def main(
     rows: Annotated[list[str] | None, typer.Argument(help="Parts of the rows' names (default: all rows).")] = None,
-    slow: Annotated[bool, typer.Option("--slow", help="Also the tests that start Ray, vLLM and AppWorld.")] = False,
+    slow: Annotated[bool, typer.Option("--slow", help="Also run the tests that start Ray, vLLM and AppWorld.")] = False,
 ) -> None:
     """Break the rules of docs/method.md one by one; exit code 1 if a test does not notice."""
     if check_method(rows or [], slow=slow):

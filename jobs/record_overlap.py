@@ -86,10 +86,10 @@ class Recorder:
 
 
 def main(
-    out: Annotated[Path, typer.Argument(help="The run directory; it must not exist.")],
+    out: Annotated[Path, typer.Argument(help="Run directory to write; it must not exist.")],
     overrides: Annotated[list[str] | None, typer.Argument(metavar="KEY=VALUE")] = None,
-    cell: Annotated[str, typer.Option(help=f"Of: {' '.join(CELLS)}.")] = "balanced",
-    steps: Annotated[int, typer.Option(min=1, help="To record.")] = 6,
+    cell: Annotated[str, typer.Option(help=f"Choices: {' '.join(CELLS)}.")] = "balanced",
+    steps: Annotated[int, typer.Option(min=1, help="Number of steps to record.")] = 6,
     world: Annotated[Path, typer.Option(help="Data root of a sandbox world.")] = Path(".cache/sandbox"),
     model: Annotated[Path, typer.Option(help="The starter policy; its tokenizer is used.")] = Path(".cache/starter"),
 ) -> None:

@@ -46,7 +46,7 @@ def write_sample(run: RunDirectory, out: Path) -> None:
         ConfigError: it is a run of another environment, or its page would name a place of this machine.
     """
     if run.setting("environment.use") != "tools":
-        raise ConfigError(f"{run.path}: a run of {run.setting('environment.use')}; a sample is one of examples/shop")
+        raise ConfigError(f"{run.path}: a run of {run.setting('environment.use')}; expected a run of examples/shop")
     with tempfile.TemporaryDirectory() as folder:
         neutral = RunDirectory.create(Path(folder) / NAME, without_places(run.config_text()))
         for name in COPIED:

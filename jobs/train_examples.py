@@ -34,8 +34,8 @@ HEADER = ("example", "held-out tasks x rollouts", "before", "after", "gain, poin
 def main() -> None:
     """Read the command line, train, print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default=",".join(NAMES), help="names, with commas")
-    parser.add_argument("--table", action="store_true", help="train nothing")
+    parser.add_argument("--only", default=",".join(NAMES), help="examples to train, separated by commas")
+    parser.add_argument("--table", action="store_true", help="only print the results")
     arguments = parser.parse_args()
     names = arguments.only.split(",")
     if unknown := [name for name in names if name not in NAMES]:
@@ -57,7 +57,7 @@ def train(name: str, folder: Path) -> None:
     began = time.monotonic()
     made = subprocess.run(["make", "--no-print-directory", f"example-{name}", f"ARGS={overrides}"], check=False)
     if made.returncode:
-        raise SystemExit(f"make example-{name} failed with {made.returncode}; what it printed is above")
+        raise SystemExit(f"make example-{name} failed with exit code {made.returncode}; see its output above")
     (folder / "seconds.json").write_text(json.dumps(time.monotonic() - began))
 
 

@@ -75,7 +75,7 @@ async def _judged(
     except TraceError as error:
         return None, str(error), None
     if judged is None or (reward := judged.trace.reward) is None:
-        return None, f"not judged: {'it is no trace' if judged is None else judged.trace.error}", None
+        return None, f"not judged: {'this is not a trace' if judged is None else judged.trace.error}", None
     trace = judged.trace
     explanation = "\n".join(f"{each.verdict}: {each.title}: {each.justification}" for each in trace.verdicts)
     verdicts = [

@@ -145,6 +145,6 @@ def _check(args: Any) -> None:
         )
     if args.algo.kl.init_coef > 0 and not args.algo.kl.use_loss:
         raise ConfigError(
-            f"openrlhf {version('openrlhf')}: with the KL in the reward each token has an advantage of its own; "
-            "expected --algo.kl.use_loss, or --algo.kl.init_coef=0"
+            f"openrlhf {version('openrlhf')}: with KL in the reward each token has its own advantage, so step credit "
+            "cannot be used; expected --algo.kl.use_loss, or --algo.kl.init_coef=0"
         )

@@ -49,8 +49,8 @@ def rewards(args: Any, samples: Sequence[Any]) -> tuple[list[float], list[float]
     parts = Counter(each.rollout_id for each in samples if each.rollout_id is not None)
     if parts and max(parts.values()) > 1:
         raise ConfigError(
-            f"slime: rollout {parts.most_common(1)[0][0]} is several samples; which of its turns each shows is not "
-            "known, so it gets no step credit; expected one sample a rollout"
+            f"slime: rollout {parts.most_common(1)[0][0]} is split into several samples whose turns are unknown, so "
+            "it gets no step credit; expected one sample per rollout"
         )
     found = np.array([v.reward for v in judge.judge_sync(keys, records, tokens)], dtype=float)
     advantages_B = np.zeros(len(found))

@@ -133,7 +133,7 @@ class VerdictStore:
                 connection.execute("PRAGMA journal_mode=WAL")
                 connection.executescript(TABLES)
         except (OSError, sqlite3.Error) as error:
-            raise ConfigError(f"verdict store {self.path}: {error}; expected a file that can be written") from error
+            raise ConfigError(f"verdict store {self.path}: {error}; expected a writable file") from error
 
     @contextmanager
     def _open(self) -> Iterator[sqlite3.Connection]:
@@ -184,7 +184,7 @@ class VerdictStore:
         ]
         new = self.counts - before
         if without := {name: new[name] for name in ("failed", "stale", "missing") if new[name]}:
-            log.warning("step credit: %s of %d rows stay uniform", without, len(keys))
+            log.warning("step credit: %s of %d rows keep a uniform advantage", without, len(keys))
         return np.stack(rows) if rows else np.zeros(mask_BT.shape, dtype=np.float32)
 
     def _row(self, key: TrajectoryKey, verdict: StepVerdict | None, advantage: float, mask_T: Any) -> FloatArray:
@@ -196,8 +196,8 @@ class VerdictStore:
             if self.missing == "error":
                 what = "no verdict" if verdict is None else "the verdict is of another trajectory (stale)"
                 raise MissingVerdict(
-                    f"trajectory {'/'.join(filter(None, key))}: {what} in {self.path}; judge it before its advantage "
-                    'is computed, or set missing="uniform"'
+                    f"trajectory {'/'.join(filter(None, key))}: {what} in {self.path}; judge the trajectory before its "
+                    'advantage is computed, or set missing="uniform"'
                 )
             self.counts[reason] += 1
             return uniform_T
@@ -257,7 +257,8 @@ class VerdictStore:
             else:
                 await asyncio.sleep(POLL_SECONDS)
         raise MissingVerdict(
-            f"group {key.uid}: {len(rows)} of {size} trajectories arrived in {timeout:.0f} s, unjudged"
+            f"group {key.uid}: {len(rows)} of {size} trajectories arrived within {timeout:.0f} s; the group is not "
+            "judged"
         )
 
     def _claim(self, key: TrajectoryKey, record: str, size: int) -> list[tuple[str, str]]:

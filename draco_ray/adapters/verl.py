@@ -39,12 +39,12 @@ def settings(config: Any) -> dict[str, Any]:
     assert isinstance(found, dict)
     if "store" not in found:
         raise ConfigError(
-            "verl: draco.store is missing; expected a file that all of verl's processes reach, for example "
+            "verl: draco.store is missing; expected a file that all of verl's processes can open, for example "
             "+draco.store=/data/run/verdicts.sqlite"
         )
     if "out" in found:
         raise ConfigError(
-            "verl: draco.out: verl's workers judge side by side and cannot share a run directory; drop it"
+            "verl: draco.out: verl's workers judge in parallel and cannot share a run directory; leave draco.out out"
         )
     return {str(name): value for name, value in found.items()}
 
@@ -77,8 +77,8 @@ class StepCreditWorker(agent_loop_tq.AgentLoopWorkerTQ.__ray_metadata__.modified
     async def _judge(self, outputs: list[Any], kwargs: dict[str, Any]) -> None:
         if len(outputs) > 1:
             raise ConfigError(
-                f"verl {version('verl')}: an agent loop that returns {len(outputs)} outputs for one trajectory gets no "
-                "step credit: which of its turns each shows is not known; expected one output"
+                f"verl {version('verl')}: an agent loop that returns {len(outputs)} outputs for one trajectory gets "
+                "no step credit, because the turns in each output are unknown; expected one output"
             )
         uid = str(kwargs["uid"])
         messages, counts = conversation_of_tokens(

@@ -60,11 +60,11 @@ def step_advantages(
         verdict_GK = verdict_GK.reshape(len(tokens), -1)
     if not len(verdict_GK) == len(citations) == len(tokens) > 0:
         raise ValueError(
-            f"{len(verdict_GK)} rows of verdicts, {len(citations)} of citations and {len(tokens)} of tokens: expected "
-            "one of each a rollout"
+            f"{len(verdict_GK)} rows of verdicts, {len(citations)} of citations and {len(tokens)} of tokens; expected "
+            "one of each per rollout"
         )
     if not 0.0 <= std_epsilon < np.inf:
-        raise ValueError(f"std_epsilon is {std_epsilon}, expected a number that is not negative")
+        raise ValueError(f"std_epsilon is {std_epsilon}, expected a number of at least 0")
     surviving_K = surviving_criteria(verdict_GK)
     reward_G = rubric_rewards(verdict_GK, surviving_K) if reward is None else np.asarray(reward, dtype=float)
     if reward_G.shape != (len(tokens),):
@@ -86,7 +86,7 @@ def _tokens_M(counts: ArrayLike) -> IntArray:
     if tokens_M.size == 0:
         tokens_M = tokens_M.astype(np.int64)
     if tokens_M.ndim != 1 or not np.issubdtype(tokens_M.dtype, np.integer):
-        raise ValueError(f"tokens are {counts!r}, expected a whole number a step")
+        raise ValueError(f"tokens are {counts!r}, expected a whole number per step")
     return tokens_M.astype(np.int64)
 
 
@@ -105,7 +105,7 @@ def _attributions(cited: Citations, verdict_K: IntArray) -> Sequence[Attribution
         if not 0 <= criterion < len(verdict_K):
             raise ValueError(f"criterion {criterion} is cited, but the rubric has {len(verdict_K)} criteria")
         if isinstance(steps, str) or not np.iterable(steps):
-            raise ValueError(f"citation of criterion {criterion}: its steps are {steps!r}, expected a list of numbers")
+            raise ValueError(f"citation of criterion {criterion}: the steps are {steps!r}, expected a list of numbers")
         said = int(verdict_K[criterion]) if verdict is None else verdict
         found.append(
             Attribution(

@@ -64,13 +64,13 @@ def step_quality(attributions: Sequence[Attribution], surviving_K: BoolArray, st
     for attribution in attributions:
         criterion = attribution.criterion
         if not 0 <= criterion < len(surviving_K):
-            raise ValueError(f"attribution to criterion {criterion} of a rubric of {len(surviving_K)}")
+            raise ValueError(f"criterion {criterion} is attributed, but the rubric has {len(surviving_K)} criteria")
         if criterion in seen:
             raise ValueError(f"criterion {criterion} is attributed twice")
         seen.add(criterion)
         beyond = [step for step in attribution.steps if not 1 <= step <= steps]
         if beyond:
-            raise ValueError(f"criterion {criterion} cites step {beyond[0]} of a trajectory of {steps} steps")
+            raise ValueError(f"criterion {criterion} cites step {beyond[0]}, but the trajectory has {steps} steps")
         if not surviving_K[criterion] or attribution.verdict == Verdict.NOT_APPLICABLE:
             continue
         cited = np.array(sorted(set(attribution.steps)), dtype=np.int64) - 1

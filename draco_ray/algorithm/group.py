@@ -135,13 +135,13 @@ def training_samples(
         # The agent ended without a token: the rollout is judged, but there is nothing to train on.
         return []
     if rollout_advantage.rollout != trajectory.rollout:
-        raise ValueError(f"{where}: given the advantages of rollout {rollout_advantage.rollout}")
+        raise ValueError(f"{where}: the advantages are those of rollout {rollout_advantage.rollout}")
     in_step_T: BoolArray = trajectory.step_T != GAP
     if (in_step_T & ~trajectory.sampled_T).any():
-        raise ValueError(f"{where}: a step holds a token that was not sampled")
+        raise ValueError(f"{where}: a step contains a token that was not sampled")
     advantage_M = rollout_advantage.step_advantage_M
     if len(trajectory.steps) != len(advantage_M) or trajectory.step_T.max() >= len(advantage_M):
-        raise ValueError(f"{where}: {len(trajectory.steps)} steps, its advantages are for {len(advantage_M)}")
+        raise ValueError(f"{where}: has {len(trajectory.steps)} steps, but advantages for {len(advantage_M)}")
     advantage_T = np.zeros(len(trajectory.token_ids_T), dtype=np.float32)
     if credit and in_step_T.any():
         advantage_T[in_step_T] = advantage_M[trajectory.step_T[in_step_T]]

@@ -79,4 +79,4 @@ def _check_verdicts(verdict_GK: IntArray) -> None:
     if verdict_GK.ndim != 2:
         raise ValueError(f"verdict_GK has {verdict_GK.ndim} dimensions, expected 2 (rollouts, criteria)")
     if not np.isin(verdict_GK, (Verdict.FAIL, Verdict.NOT_APPLICABLE, Verdict.PASS)).all():
-        raise ValueError("verdict_GK holds a value outside {-1, 0, +1}")
+        raise ValueError("verdict_GK contains a value outside {-1, 0, +1}")

@@ -142,7 +142,7 @@ def find_rule(name: str, reliability: float | None = None) -> AdvantageRule:
     rule = find("algorithm.rule", name, RULES)
     if not (isinstance(rule, type) and issubclass(rule, AdvantageRule)):
         raise ConfigError(
-            f"algorithm.rule={name!r} is no advantage rule: expected a subclass of "
+            f"algorithm.rule={name!r} is not an advantage rule; expected a subclass of "
             "draco_ray.algorithm.rules.AdvantageRule"
         )
     if not issubclass(rule, Calibrated):

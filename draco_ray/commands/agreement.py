@@ -32,8 +32,8 @@ def agreement(paths: Sequence[Path], *, out: Path | None, console: Console) -> l
     _print_size(labels, console)
     if contrary := taken_back(said):
         console.print(
-            f"{contrary} {'label says' if contrary == 1 else 'labels say'} another thing than an earlier one of the "
-            "same verdict under the same name: the last counts; if several people left their name empty, give each one"
+            f"{contrary} {'label contradicts' if contrary == 1 else 'labels contradict'} an earlier label of the same "
+            "verdict by the same person; the last one counts. If several people left the name empty, give each a name"
         )
     tables = {}
     if any(label.verdict is not None for label in labels):
@@ -42,7 +42,7 @@ def agreement(paths: Sequence[Path], *, out: Path | None, console: Console) -> l
     people = between_people(labels)
     if people.num_rows:
         tables["people"] = people
-        print_overall(console, "people against each other, on verdicts that both labelled", people, KEYS)
+        print_overall(console, "people against each other, on verdicts that two people labelled", people, KEYS)
     _print_citations(labels, console)
     return [path for name, table in tables.items() if folder for path in write_table(table, folder, name)]
 
@@ -57,8 +57,8 @@ def _print_size(labels: Sequence[Label], console: Console) -> None:
     )
     if chosen := sum(not label.drawn for label in labels):
         console.print(
-            f"{chosen} of {len(labels)} were chosen by whoever labelled them, not drawn at random: the rates below are "
-            "of what was labelled, and of the run only as far as nobody chose by verdict"
+            f"{chosen} of {len(labels)} labels are not from a random sample, because people chose what to label: the "
+            "rates below describe these labels, not necessarily the run"
         )
 
 
@@ -69,7 +69,8 @@ def _print_citations(labels: Sequence[Label], console: Console) -> None:
     console.print(f"citations marked right: {_share(found.right)} of {found.labelled}")
     if found.overlap is not None:
         console.print(
-            f"cited steps and the right ones, mean Jaccard index: {_share(found.overlap)}, {found.corrected} corrected"
+            f"mean Jaccard index of the cited and the correct steps: {_share(found.overlap)} ({found.corrected} "
+            "citations corrected)"
         )
 
 

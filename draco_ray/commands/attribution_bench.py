@@ -77,7 +77,7 @@ def attribution_bench(
     """
     if wrong_step and judge.model != RULE_JUDGE:
         raise ConfigError(
-            f"--wrong-step {wrong_step:g}: only the offline judge is wrong as told; with --judge {RULE_JUDGE}"
+            f"--wrong-step {wrong_step:g}: only the offline judge can be given errors; use it with --judge {RULE_JUDGE}"
         )
     check_folder(out)
     configured = judges_own_config(config, judge, trust=trust)
@@ -85,7 +85,9 @@ def attribution_bench(
     prompts = prompts_of(settings)
     groups = planted_groups(world, split, tasks, processes, out / ROLLOUTS, hard=hard)
     if not groups:
-        raise WorldError(f"{world}: no reference of split {split} passes; check it with `draco sandbox verify`")
+        raise WorldError(
+            f"{world}: no reference solution of split {split} passes; check the world with `draco sandbox verify`"
+        )
     faults = sum(bool(rollout.faults) for group in groups for rollout in group)
     console.print(
         f"{len(groups)} tasks, {sum(map(len, groups))} rollouts, {faults} with planted faults; "
@@ -118,8 +120,8 @@ def attribution_labels(path: Path, *, out: Path, console: Console) -> list[Path]
     calibrated, least_S = calibration_rows(found, splits=SPLITS)
     rows = measured.to_pylist()
     for scope, title in (
-        (EVERYTHING, "share of the push on bad steps"),
-        (BEFORE_ANSWER, "the same without faults in the final answer alone"),
+        (EVERYTHING, "share of the advantage that falls on bad steps"),
+        (BEFORE_ANSWER, "the same, without trajectories whose only fault is the final answer"),
     ):
         mine = [row for row in rows if row["scope"] == scope]
         counts = {row["measure"]: f"{row['trajectories']} of {row['questions']} questions" for row in mine}
@@ -129,7 +131,7 @@ def attribution_labels(path: Path, *, out: Path, console: Console) -> list[Path]
         print_table(
             console,
             f"{title}: losers ({counts.get('losers')}) and winners ({counts.get('winners')})",
-            ["", "losers (more is better)", "first error found", "all on first error", "winners (less is better)"],
+            ["", "losers (higher is better)", "first error found", "all on first error", "winners (lower is better)"],
             cells,
         )
     heads = ("reliability", "mean_reliability", "uniform", "draco", "calibrated", "low", "within_tolerance")
@@ -142,8 +144,9 @@ def attribution_labels(path: Path, *, out: Path, console: Console) -> list[Path]
     )
     worst, best = min(judges, key=lambda row: row["within_tolerance"]), judges[0]
     console.print(
-        f"at least uniform - {TOLERANCE:g}: every judge in {worst['within_tolerance']:.1%} of the splits or more, all "
-        f"in the same {(least_S >= -TOLERANCE).mean():.1%}; the best judge, {best['judge']}: {best['calibrated']:.3f}"
+        f"value of at least uniform - {TOLERANCE:g}: reached by each judge in at least "
+        f"{worst['within_tolerance']:.1%} of the splits, by all judges at once in "
+        f"{(least_S >= -TOLERANCE).mean():.1%}; best judge: {best['judge']}, {best['calibrated']:.3f}"
     )
     return [*write_table(measured, out, "labels"), *write_table(calibrated, out, "calibration")]
 

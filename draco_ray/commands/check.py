@@ -36,10 +36,13 @@ def check(config: DracoConfig, console: Console | None = None) -> None:
     for number, error in enumerate(found, start=1):
         console.print(f"{number}. {error}")
     if (address := address_of(config)) is not None:
-        console.print(f"not checked: whether the Ray cluster at {address} has room; the run asks it when it starts")
+        console.print(
+            f"not checked: whether the Ray cluster at {address} has enough resources; the run checks this when it "
+            "starts"
+        )
     if found:
         raise ConfigError(f"{counted(len(found), 'finding')} would stop this run")
-    console.print(f"nothing stops this run: {len(start.prompts or ())} training tasks, model {start.config.model.path}")
+    console.print(f"ready to run: {len(start.prompts or ())} training tasks, model {start.config.model.path}")
 
 
 def check_memory(start: Start) -> None:
@@ -63,13 +66,15 @@ def check_memory(start: Start) -> None:
     needed, total, free = host_bytes(config, shape), memory_bytes(), psutil.virtual_memory().available
     if needed > total:
         problems.append(
-            f"engines, learner and Ray may take {needed / GIB:.1f} GiB of memory, this machine has {total / GIB:.1f}: "
-            "set learner.gradient_checkpointing=true, or lower engine.kv_cache_gib, learner.micro_batch_tokens or "
+            f"engines, learner and Ray may need {needed / GIB:.1f} GiB of memory, but this machine has "
+            f"{total / GIB:.1f} GiB: set learner.gradient_checkpointing=true, or lower engine.kv_cache_gib, "
+            "learner.micro_batch_tokens or "
             "agent.max_response_length"
         )
     elif needed > free:
         start.console.print(
-            f"warning: engines, learner and Ray may take {needed / GIB:.1f} GiB of memory, {free / GIB:.1f} are free"
+            f"warning: engines, learner and Ray may need {needed / GIB:.1f} GiB of memory, but only {free / GIB:.1f} "
+            "GiB are free"
         )
     if problems:
         raise ConfigError("; ".join(problems))
@@ -89,13 +94,13 @@ def check_world(start: Start) -> None:
     except TimeoutError:
         raise EnvironmentCrashed(
             f"environment.use={config.environment.use}: task {task} did not start within twice "
-            f"environment.start_timeout_seconds={config.environment.start_timeout_seconds:g}; raise it, or see what "
-            "its tools wait for"
+            f"environment.start_timeout_seconds={config.environment.start_timeout_seconds:g}; raise the limit, or "
+            "find out what the task's tools wait for"
         ) from None
     except Exception as error:
         # The environment is the user's code.
         raise EnvironmentCrashed(
-            f"environment.use={config.environment.use}: task {task} cannot be begun: {type(error).__name__}: {error}"
+            f"environment.use={config.environment.use}: task {task} cannot be started: {type(error).__name__}: {error}"
         ) from error
 
 

@@ -78,7 +78,7 @@ def evaluate_set(
     if against is not None and against not in wanted.settings:
         raise ConfigError(f"--against {against!r}: expected one of {', '.join(wanted.settings)}")
     typed = [*wanted.overrides, *(words for each in wanted.settings.values() for words in each.overrides)]
-    idle = {"tau_bench.trials": "beside runs"} if wanted.runs is not None else {}
+    idle = {"tau_bench.trials": "together with runs"} if wanted.runs is not None else {}
     check_effect("draco eval-set", typed, (*READ, "setting", "tau_bench"), idle)
     planned = planned_evaluations(wanted, out)
     # Check all evaluations before the first one runs.
@@ -89,12 +89,12 @@ def evaluate_set(
     typer.echo(f"{out}: {len(ready) - len(unfinished)} of {len(ready)} evaluations are finished")
     for number, each in enumerate(ready, start=1):
         if each in unfinished:
-            typer.echo(f"{number} of {len(ready)}: {each.planned.title}, into {each.planned.out}")
+            typer.echo(f"{number} of {len(ready)}: {each.planned.title}, results in {each.planned.out}")
             each.run()
         EvaluationDirectory.open(each.planned.out).check_lost(wanted.max_lost_share)
     directories = [str(each.out) for each in planned]
     print_tables(directories, tables=["main"], form=form, shown=show, against=against, out=None)
-    typer.echo(f"all tables, in every form: {out / 'tables'}", err=True)
+    typer.echo(f"all tables in all formats: {out / 'tables'}", err=True)
     print_tables(
         directories,
         tables=[],
@@ -160,8 +160,8 @@ def _prepare_split(planned: PlannedEvaluation, told: EvaluateOptions, max_lost_s
     check_api_options(told, policy)
     if not make_environment(config.environment, config.data).evaluates:
         raise ConfigError(
-            f"{planned.title}: the environment {config.environment.use} has no evaluator; `draco evaluate` measures "
-            "its policies by the judge, one at a time"
+            f"{planned.title}: the environment {config.environment.use} has no evaluator; use `draco evaluate`, which "
+            "measures one policy by the judge"
         )
     api = ApiOptions(api_base=told.api_base, api_key_env=told.api_key_env, temperature=told.api_temperature)
     return _Ready(

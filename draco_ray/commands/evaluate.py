@@ -109,7 +109,9 @@ def evaluate(options: EvaluateOptions, starter: Path) -> None:
     settings = {result.label: {split_title(result.plan): result}}
     for table in (main_table, difficulty_table, termination_table, cost_table):
         typer.echo(render(table(settings), TableFormat.TEXT, Shown.INTERVAL))
-    typer.echo(f"turns: {'-' if result.turns is None else f'{result.turns.mean:.1f}'}; more with: draco tables {out}")
+    typer.echo(
+        f"turns: {'-' if result.turns is None else f'{result.turns.mean:.1f}'}; for more tables run: draco tables {out}"
+    )
 
 
 def reevaluate(path: Path, config: str | None, overrides: Sequence[str]) -> bool:
@@ -125,7 +127,9 @@ def reevaluate(path: Path, config: str | None, overrides: Sequence[str]) -> bool
 
     directory = EvaluationDirectory.open(path)
     if directory.plan.benchmark != APPWORLD:
-        raise ConfigError(f"{path}: an evaluation of {directory.plan.benchmark}; expected one of {APPWORLD}")
+        raise ConfigError(
+            f"{path}: this is an evaluation of {directory.plan.benchmark}; expected an evaluation of {APPWORLD}"
+        )
     default = "sandbox" if directory.plan.generated else None
     worlds = asyncio.run(evaluate_again(directory, load_config(config or default, overrides)))
     for measurement, run in dict.fromkeys((world.measurement, world.run) for world in worlds):
@@ -138,10 +142,12 @@ def reevaluate(path: Path, config: str | None, overrides: Sequence[str]) -> bool
         typer.echo(f"{measurement}-run{run + 1}: TGC {tgc:.1f} %, SGC {sgc:.1f} % ({len(mine)} tasks)")
     differing = [world for world in worlds if world.success != world.recorded]
     for world in differing:
-        said = "; ".join(world.failures) or "every test passes"
+        said = "; ".join(world.failures) or "now every test passes"
         recorded = "solved" if world.recorded else "failed"
         typer.echo(f"{world.measurement}-run{world.run + 1} {world.task_id}: recorded as {recorded}, but {said}")
-    typer.echo(f"{len(worlds) - len(differing)} of {len(worlds)} verdicts are those of {path / 'results'}")
+    typer.echo(
+        f"{len(worlds) - len(differing)} of {len(worlds)} verdicts equal the recorded ones in {path / 'results'}"
+    )
     return not differing
 
 
@@ -200,8 +206,8 @@ def curve_table(directory: EvaluationDirectory) -> Table:
         columns=(Column(("TGC",)), Column(("SGC",)), Column(("Turns",)), LOST),
         rows=tuple(rows),
         notes=(
-            "Measured after the fact from checkpoints; training saw none of it. Step 0 is the untrained policy.",
-            "One training seed. Lost: rollouts that count as failures; intervals span what they would have been.",
+            "Measured afterwards from checkpoints; training did not use these results. Step 0 is the untrained policy.",
+            "One training seed. Lost rollouts count as failures; intervals cover every result they could have had.",
         ),
     )
 
@@ -209,13 +215,15 @@ def curve_table(directory: EvaluationDirectory) -> Table:
 def check_options(options: EvaluateOptions) -> None:
     """Refuse options that exclude each other. Raises: ConfigError."""
     if (options.policy is None) == (options.run is None):
-        raise ConfigError("draco evaluate: expected either --policy or --run")
+        raise ConfigError("draco evaluate: expected one of --policy and --run")
     if options.run is None and (options.last_epochs is not None or options.train_curve):
-        raise ConfigError("draco evaluate: --last-epochs and --train-curve are about a run; give it with --run DIR")
+        raise ConfigError("draco evaluate: --last-epochs and --train-curve need a run; add --run DIR")
     if options.last_epochs is not None and options.train_curve:
-        raise ConfigError("draco evaluate: --last-epochs and --train-curve are two evaluations; give one of them")
+        raise ConfigError(
+            "draco evaluate: --last-epochs and --train-curve are different evaluations; give only one of them"
+        )
     if options.every is not None and not options.train_curve:
-        raise ConfigError("draco evaluate: --every is about a curve; give it with --train-curve")
+        raise ConfigError("draco evaluate: --every needs --train-curve")
 
 
 def check_typed(options: EvaluateOptions, policy: EvaluatedPolicy, config: DracoConfig, *, judged: bool) -> None:
@@ -229,15 +237,21 @@ def check_typed(options: EvaluateOptions, policy: EvaluatedPolicy, config: Draco
     check_api_options(options, policy)
     only_evaluated = {"--label": options.label, "--retry-errors": options.retry_errors}
     if judged and (given := [name for name, value in only_evaluated.items() if value]):
-        raise ConfigError(f"{given[0]}: no effect where the judge stands in for an evaluator")
-    idle = judge_idle(config) if judged else dict.fromkeys(("judge", "algorithm"), "where the environment evaluates")
-    idle |= {"judge.prices": "", "learner": "on an evaluation", "learner.lora_rank": ""}
+        raise ConfigError(
+            f"{given[0]}: no effect, because this environment has no evaluator and the judge is used instead"
+        )
+    idle = (
+        judge_idle(config)
+        if judged
+        else dict.fromkeys(("judge", "algorithm"), "because the environment has its own evaluator")
+    )
+    idle |= {"judge.prices": "", "learner": "in an evaluation", "learner.lora_rank": ""}
     if options.split is not None:
-        idle["data.eval_split"] = "beside --split"
+        idle["data.eval_split"] = "together with --split"
     if policy.api_model is not None:
-        idle |= dict.fromkeys(("judge", "model", "engine", "learner.lora_rank"), "on an API model")
+        idle |= dict.fromkeys(("judge", "model", "engine", "learner.lora_rank"), "for an API model")
         idle |= {f"judge.{key}": "" for key in (*OF_A_CLIENT, "concurrency_per_worker")}
-        idle["judge.temperature"] = "on an API model; --api-temperature says it"
+        idle["judge.temperature"] = "for an API model; use --api-temperature"
     check_effect("draco evaluate", options.overrides, READ, idle)
 
 
@@ -249,11 +263,11 @@ def check_api_options(options: EvaluateOptions, policy: EvaluatedPolicy) -> None
         "--api-temperature": options.api_temperature,
     }
     if policy.api_model is None and (given := [name for name, value in api.items() if value is not None]):
-        raise ConfigError(f"{given[0]}: no effect on weights; it is for --policy litellm:MODEL")
+        raise ConfigError(f"{given[0]}: works only with an API model, --policy litellm:MODEL")
     # With an adapter, model.path may name the base model.
     alone = policy.model is not None and all(each.adapter is None for each in policy.checkpoints)
     if alone and "model.path" in typed_keys(options.overrides):
-        raise ConfigError(f"--policy {policy.name} and model.path both name the weights; give one of them")
+        raise ConfigError(f"--policy {policy.name} and model.path both name the model; give only one of them")
 
 
 def find_policy_and_config(options: EvaluateOptions, starter: Path) -> tuple[EvaluatedPolicy, DracoConfig]:

@@ -31,11 +31,13 @@ def read_lines(path: Path) -> list[Line]:
     try:
         lines = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
     except (OSError, ValueError) as error:
-        raise ConfigError(f"baseline {file}: cannot be read: {' '.join(str(error).split())}") from None
+        raise ConfigError(f"--baseline {file}: cannot be read: {' '.join(str(error).split())}") from None
     if not lines or not all(
         isinstance(line, dict) and {"task_id", "pass_share", "verdicts"} <= line.keys() for line in lines
     ):
-        raise ConfigError(f"baseline {file}: expected the {LINES} of an earlier draco judge, a judged trace a line")
+        raise ConfigError(
+            f"--baseline {file}: expected the {LINES} that an earlier draco judge wrote, one judged trace per line"
+        )
     return lines
 
 
@@ -58,12 +60,16 @@ def difference(lines: Sequence[Line], baseline: Sequence[Line]) -> Interval:
     titles = [{each["title"] for line in side for each in line["verdicts"]} for side in (lines, baseline)]
     if titles[0] != titles[1]:
         other = ", ".join(sorted(titles[0] ^ titles[1])[:3])
-        raise ConfigError(f"baseline: judged by another rubric (only one of both has: {other}); use the same --rubric")
+        raise ConfigError(
+            f"--baseline: was judged by another rubric (criteria in only one of them: {other}); use the same --rubric"
+        )
     tasks = [{line["task_id"] for line in side if line["pass_share"] is not None} for side in (lines, baseline)]
     shared = tasks[0] & tasks[1]
     one, other_ = (pass_share(line for line in side if line["task_id"] in shared) for side in (lines, baseline))
     if one is None or other_ is None:
-        raise ConfigError("baseline: none of its tasks is among those judged now")
+        raise ConfigError(
+            "--baseline: has no task in common with the traces judged now; expected a judgement of the same tasks"
+        )
     return rate_difference(one, other_)
 
 

@@ -51,7 +51,7 @@ def import_prompts(source: Path, out: Path) -> list[Path]:
         for name, content in files.items():
             path = out / name
             if path.exists() and path.read_bytes() != content.encode("utf-8"):
-                raise ConfigError(f"{path}: exists with other content; choose another --out or remove it")
+                raise ConfigError(f"{path}: already exists with different content; remove it or choose another --out")
         out.mkdir(parents=True, exist_ok=True)
         for name, content in files.items():
             (out / name).write_bytes(content.encode("utf-8"))
@@ -79,7 +79,7 @@ def extract_listings(text: str) -> dict[str, str]:
 def _read(source: Path) -> str:
     files = sorted(source.rglob("*.tex")) if source.is_dir() else [source]
     if not files:
-        raise ConfigError(f"{source}: holds no .tex file")
+        raise ConfigError(f"{source}: contains no .tex file; expected the paper's LaTeX source")
     try:
         return "\n".join(file.read_text(encoding="utf-8").replace("\r\n", "\n") for file in files)
     except (OSError, UnicodeDecodeError) as error:

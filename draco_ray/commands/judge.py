@@ -83,7 +83,9 @@ def run(wanted: JudgeArguments, console: Console) -> int:
         JudgeUnavailable: the judge does not answer, or the budget is spent.
     """
     if wanted.out is None and not wanted.dry_run:
-        raise ConfigError("draco judge: --out DIR says where the results go (or --dry-run, which writes nothing)")
+        raise ConfigError(
+            "draco judge: expected --out DIR, the folder for the results (or --dry-run, which writes nothing)"
+        )
     judge = wanted.judge or _configured(wanted.config)
     _check_together(wanted, judge)
     # Check the arguments before reading any trace.
@@ -118,8 +120,8 @@ def run(wanted: JudgeArguments, console: Console) -> int:
     console.print(_estimated(guessed, batch=wanted.batch, free=settled.config.judge.files is not None))
     if judge == RULES:
         console.print(
-            "the offline judge is a stand-in with rules for the sandbox's tasks: of other traces its verdicts show the "
-            "form of a judgement, and no more"
+            "the offline judge is a stand-in whose rules fit only the sandbox's tasks; its verdicts on other traces "
+            "are examples without meaning"
         )
     if wanted.dry_run or wanted.out is None:
         _show_one(groups, settled, console)
@@ -155,15 +157,15 @@ def _offline_judge(wanted: JudgeArguments) -> RuleComplete:
 def _check_together(wanted: JudgeArguments, judge: str | None) -> None:
     """Refuse options that contradict each other or have no effect on the judge. Raises: ConfigError."""
     if wanted.ray and (wanted.batch or judge == RULES):
-        raise ConfigError("--ray: not together with --batch, nor with the offline judge, which needs no cluster")
+        raise ConfigError("--ray: cannot be combined with --batch or with the offline judge, which needs no cluster")
     sent = {"--api-base": wanted.api_base, "--api-key-env": wanted.api_key_env, "--batch": wanted.batch}
     local = judge is not None and (judge == RULES or judge.startswith(FILES))
     if local and (given := [name for name, value in sent.items() if value]):
-        raise ConfigError(f"{given[0]}: no effect with --judge {judge}, to which nothing is sent")
+        raise ConfigError(f"{given[0]}: no effect with --judge {judge}, because no request is sent")
     for option, given_ in (("--fail-under", wanted.fail_under), ("--baseline", wanted.baseline)):
         if given_ is not None and wanted.rubric is None:
             raise ConfigError(
-                f"{option}: a rubric that the judge writes for one group grades no other; give one with --rubric"
+                f"{option}: needs a fixed rubric, because the judge's rubrics differ between groups; add --rubric"
             )
     typed = typed_keys(wanted.typed)
     for option, value, keys in (
@@ -175,7 +177,7 @@ def _check_together(wanted: JudgeArguments, judge: str | None) -> None:
         ("--rubric", wanted.rubric, ("algorithm.rubric", "algorithm.static_rubric")),
     ):
         if value is not None and (twice := next((key for key in keys if key in typed), None)):
-            raise ConfigError(f"{option} and --set {twice}: give one of them")
+            raise ConfigError(f"{option} and --set {twice}: give only one of them")
 
 
 def _idle(settled: Plan, wanted: JudgeArguments) -> dict[str, str]:
@@ -183,14 +185,16 @@ def _idle(settled: Plan, wanted: JudgeArguments) -> dict[str, str]:
     judge = settled.config.judge
     named = wanted.judge is not None or judge.model != RULES
     # `plan` may have replaced a configured rule judge, so its keys are read from the configuration as typed.
-    idle = {"algorithm": "on traces"}
+    idle = {"algorithm": "when judging traces"}
     idle |= {f"algorithm.{key}": "" for key in OF_ALGORITHM}
     idle |= judge_idle(settled.config if named else wanted.config)
     if not wanted.ray:
         pool = ("workers", "max_workers", "idle_seconds", "start_timeout_seconds")
         idle |= dict.fromkeys(("ray", *(f"judge.{key}" for key in pool)), "without --ray")
     if not judge.local.enabled:
-        idle["judge.local"] = "unless the cluster serves the judge: --ray, and a hosted_vllm/ model without an endpoint"
+        idle["judge.local"] = (
+            "unless the cluster serves the judge, which needs --ray and a hosted_vllm/ model without an endpoint"
+        )
     if settled.rubric is None:
         idle["algorithm.static_rubric"] = "without algorithm.rubric=static"
     if judge.model == RULES:
@@ -205,23 +209,23 @@ def _idle(settled: Plan, wanted: JudgeArguments) -> dict[str, str]:
 def _settle_unanswered(cache: Path, wanted: JudgeArguments, console: Console) -> None:
     """Print how much of the budget is reserved by requests of killed processes, or free it."""
     if wanted.release:
-        console.print(f"${release_unanswered(cache):.4f} of requests without an answer count as not billed")
+        console.print(f"${release_unanswered(cache):.4f} of unanswered requests now count as not billed")
     elif waiting := read_book(cache).under_way:
         console.print(
             f"{counted(len(waiting), 'request')} of an earlier process had no answer and may have been billed: "
-            f"${math.fsum(waiting.values()):.4f} stay booked; --release frees them, if the provider's record says so"
+            f"${math.fsum(waiting.values()):.4f} stay reserved; if the provider did not bill them, add --release"
         )
 
 
 def _judge(kept: JudgingRun, settled: Plan, wanted: JudgeArguments, calls: int, console: Console) -> Totals:
     offline = settled.config.judge.model == RULES
     if done := len([*kept.results()]):
-        console.print(f"{counted(done, 'group')} judged already, going on with {len(kept.pending())}")
+        console.print(f"{counted(done, 'group')} already judged, {len(kept.pending())} left")
         replies = (settled.config.judge.cache or kept.directory.judge_cache) / FILE
         if not offline and not replies.exists():
             console.print(
-                f"{replies} is missing: judged groups are kept, calls of other groups are sent and paid for again, and "
-                "earlier costs do not count towards the budget"
+                f"{replies} is missing: judged groups are kept, but calls of the other groups are sent and paid for "
+                "again, and earlier costs do not count towards the budget"
             )
     if not offline:
         _settle_unanswered(settled.config.judge.cache or kept.directory.judge_cache, wanted, console)
@@ -231,13 +235,13 @@ def _judge(kept: JudgingRun, settled: Plan, wanted: JudgeArguments, calls: int, 
         asyncio.run(_with_progress(kept, settled, meter, calls, console, ray=wanted.ray))
     except KeyboardInterrupt:
         kept.finish(time.monotonic() - began)
-        console.print(f"stopped; what is judged is in {kept.path}, the same command goes on there")
+        console.print(f"stopped; results so far are in {kept.path}; run the same command again to continue")
         raise SystemExit(130) from None
     except (JudgeUnavailable, StoreError) as error:
         with contextlib.suppress(OSError, StoreError):
             kept.finish(time.monotonic() - began)
-        more = "a larger --budget" if isinstance(error, BudgetSpent) else "the same command"
-        raise type(error)(f"{error}; answers so far are kept in {kept.path}, {more} goes on there") from None
+        more = "the command with a larger --budget" if isinstance(error, BudgetSpent) else "the same command again"
+        raise type(error)(f"{error}; answers so far are kept in {kept.path}; run {more} to continue") from None
     return kept.finish(time.monotonic() - began)
 
 
@@ -279,7 +283,7 @@ def progress_line(meter: Meter, calls: int, seconds: float, groups: int) -> str:
     pace = "" if not asked else f", about {_duration(seconds * left / asked)} left"
     waiting = f", {meter.under_way} under way, the oldest for {meter.oldest:.0f}s" if meter.under_way else ""
     failed = f", {meter.failed} failed" if meter.failed else ""
-    kept = f" ({meter.replayed} kept from before)" if meter.replayed else ""
+    kept = f" ({meter.replayed} from an earlier process)" if meter.replayed else ""
     return (
         f"{meter.done} of about {max(calls, meter.done)} calls{kept} for {counted(groups, 'group')} in "
         f"{_duration(seconds)}, "
@@ -303,20 +307,20 @@ def _understood(groups: Groups, settled: Plan) -> list[str]:
         lines += [f"    {', '.join(each.source for each in group.summaries)}" for group in several[:SHOWN_GROUPS]]
     if single:
         lines.append(
-            f"  {counted(single, 'single trace')}: rubric, verdicts and step qualities, but no dropout and no "
-            "advantage; if some are of one task, --group-by FIELD names the field that holds the task"
+            f"  {counted(single, 'single trace')}: get a rubric, verdicts and step qualities, but no dropout and no "
+            "advantage; to group traces of the same task, add --group-by FIELD"
         )
     long = [each for each in summaries if each.characters + each.prompt_characters > settled.room]
     if long:
         lines.append(
-            f"  {counted(len(long), 'trace')} longer than the {settled.room:,} characters that fit into a prompt, at "
-            f"{BYTES_PER_TOKEN} bytes a token: first outputs, then turns, then the prompt are cut to one length, no "
-            "step is left out"
+            f"  {counted(len(long), 'trace')} longer than the {settled.room:,} characters that fit into a prompt at "
+            f"{BYTES_PER_TOKEN} bytes per token: outputs, then turns, then the prompt are shortened; no step is left "
+            "out"
         )
     if not settled.context_known and settled.config.judge.model != RULES and settled.config.judge.files is None:
         lines.append(
-            f"  how much {settled.config.judge.model} reads is not known: {settled.context_tokens:,} tokens are "
-            "assumed, --context says otherwise"
+            f"  the context length of {settled.config.judge.model} is unknown: {settled.context_tokens:,} tokens are "
+            "assumed; set it with --context"
         )
     local = settled.config.judge.local
     if local.enabled:
@@ -336,9 +340,9 @@ def _understood(groups: Groups, settled: Plan) -> list[str]:
     ]
     lines += noted[:SHOWN_PROBLEMS]
     if len(noted) > SHOWN_PROBLEMS:
-        lines.append(f"  and {len(noted) - SHOWN_PROBLEMS} more such lines")
+        lines.append(f"  and {len(noted) - SHOWN_PROBLEMS} more such notes")
     if groups.problems:
-        lines.append(f"{len(groups.problems)} could not be read, the first of them: {groups.problems[0]}")
+        lines.append(f"{counted(len(groups.problems), 'input')} could not be read, first: {groups.problems[0]}")
     return lines
 
 
@@ -355,14 +359,14 @@ def _asked(judge: JudgeConfig) -> str:
 def _estimated(phases: Mapping[str, PhaseEstimate], *, batch: bool, free: bool) -> str:
     total = sum(phases.values(), start=PhaseEstimate(dollars=0.0))
     share = DISCOUNT if batch else 1.0
-    money = "no price of it is known" if total.dollars is None else f"about ${share * total.dollars:.2f}"
+    money = "price unknown" if total.dollars is None else f"about ${share * total.dollars:.2f}"
     parts = ", ".join(f"{phase} {each.calls}" for phase, each in phases.items() if each.calls)
     if free:
         return f"about {total.calls} prompts ({parts}), {total.input_tokens:,} tokens to read"
     return (
         f"about {total.calls} calls ({parts}), {total.input_tokens:,} tokens in, "
-        f"{total.output_tokens:,} out, {money}{' in batches' if batch else ''} before the provider's prompt cache"
-        + (f"; --budget {total.budget:.2f} should be enough" if total.budget and not batch else "")
+        f"{total.output_tokens:,} out, {money}{' in batches' if batch else ''}, without savings by the provider's "
+        "prompt cache" + (f"; --budget {total.budget:.2f} should be enough" if total.budget and not batch else "")
     )
 
 
@@ -370,7 +374,7 @@ def _show_one(groups: Groups, settled: Plan, console: Console) -> None:
     # The offline judge keeps no secret beside its replies, so that a dry run writes nothing.
     offline = replace(settled, config=settled.config.updated(judge={"model": RULES, "cache": None}))
     trace, text = trace_judge(offline, RuleComplete()).prompt_of(groups[0])
-    console.print(f"\n{trace.trace_id} of {trace.source}, as the judge sees it:\n")
+    console.print(f"\ntrace {trace.trace_id} of {trace.source}, as the judge sees it:\n")
     console.print(text)
 
 
@@ -392,7 +396,7 @@ def _below(lines: Sequence[grade.Line], wanted: JudgeArguments, console: Console
     share = grade.pass_share(lines)
     if share is None:
         if wanted.fail_under is not None or wanted.baseline is not None:
-            console.print("no trace has a pass share, so nothing can be compared")
+            console.print("no trace could be judged, so there is no pass share to compare")
             return True
         return False
     console.print(grade.by_criterion(lines))
@@ -404,7 +408,8 @@ def _below(lines: Sequence[grade.Line], wanted: JudgeArguments, console: Console
     if wanted.baseline is not None:
         change = grade.difference(lines, grade.read_lines(wanted.baseline))
         console.print(
-            f"against the baseline {100 * change.mean:+.1f} [{100 * change.low:+.1f}, {100 * change.high:+.1f}] points"
+            f"change from the baseline: {100 * change.mean:+.1f} [{100 * change.low:+.1f}, {100 * change.high:+.1f}] "
+            "percentage points"
         )
         below = below or change.high < 0
     return below

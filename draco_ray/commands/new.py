@@ -21,7 +21,7 @@ def new_environment(folder: Path) -> list[Path]:
     Returns: its files. Raises: ConfigError: the folder is not empty, or cannot be written.
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ConfigError(f"{folder}: exists and is not empty; choose another folder")
+        raise ConfigError(f"{folder}: is not empty; choose another folder")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         files = [path for path in sorted(TEMPLATE.iterdir()) if path.is_file()]
@@ -34,7 +34,7 @@ def new_environment(folder: Path) -> list[Path]:
 
 
 def _for_this_machine(text: str) -> str:
-    """The configuration with as many slots as a step can use and the cores allow, and for the CPU if there's no GPU."""
+    """The configuration with as many slots as a step and the cores can use; for the CPU if there is no GPU."""
     slots = min(PROMPTS_PER_STEP * AlgorithmConfig().group_size, SLOTS_PER_CORE * cores())
     for mark, value in (("SLOTS", slots), ("GROUP", AlgorithmConfig().group_size), ("PROMPTS", PROMPTS_PER_STEP)):
         text = text.replace(f"{{{mark}}}", str(value))

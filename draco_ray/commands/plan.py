@@ -34,7 +34,11 @@ from draco_ray.lab.planning.step_time import Assumptions, step_time
 from draco_ray.terminal import PlainConsole
 from draco_ray.training.preflight import context_problems, with_checkpointing
 
-MOMENTS = {"forward": "at the LM head", "backward": "in a layer's backward", "update": "in the optimizer's update"}
+MOMENTS = {
+    "forward": "during the LM head's forward pass",
+    "backward": "during a layer's backward pass",
+    "update": "during the optimizer update",
+}
 PROCESSES_BYTES = 5 * GIB
 """Memory of a run's processes without weights, caches and activations: the demo's peak is 6 GiB."""
 MOST_TOKENS = 1 << 24
@@ -76,12 +80,12 @@ def plan(
     resting = total(learner.resident) + reserved
     if config.engine.colocate:
         console.print(
-            f"engines and learner take turns: awake, an engine's {_size(engine.limit)} and the {_size(resting)} of a "
-            f"resting learner worker share {_size(gpu)}; asleep, its weights lie in host memory"
+            f"engines and learner take turns: an active engine's {_size(engine.limit)} and an idle learner worker's "
+            f"{_size(resting)} share a GPU of {_size(gpu)}; a sleeping engine keeps its weights in host memory"
         )
     if uses_self_judge(config):
         context = judge_context(config)
-        console.print(f"self-judge: {context.shows}, at full length {context}")
+        console.print(f"self-judge: {context.shows}; longest request: {context}")
     problems = context_problems(config, model_positions(config.model.path, model_config))
     problems += memory_problems(config, shape, gpu, reserved)
     if problems:
@@ -89,7 +93,7 @@ def plan(
     if learner_on_gpu and engine_on_gpu:
         _print_time(console, config, shape, engine, given)
     else:
-        console.print("time: not estimated, the throughput assumptions are those of GPUs")
+        console.print("time: not estimated, because the assumed throughputs are those of GPUs")
 
 
 def memory_problems(config: DracoConfig, shape: ModelShape, gpu: int, reserved: int) -> list[str]:
@@ -132,9 +136,9 @@ def _print_gpus(console: Console, config: DracoConfig) -> None:
     own = engine.engines * engine.gpus_per_engine + learner.workers * learner.gpus_per_worker
     most = max(local.replicas, local.max_replicas)
     console.print(
-        f"judge {config.judge.model}: {local.replicas} to {most} vLLM servers of {local.gpus_per_replica:g} GPUs; with "
-        f"engines and learner {own + local.replicas * local.gpus_per_replica:g} GPUs, at most "
-        f"{own + most * local.gpus_per_replica:g}",
+        f"judge {config.judge.model}: {local.replicas} to {most} vLLM servers of {local.gpus_per_replica:g} GPUs "
+        f"each; with engines and learner {own + local.replicas * local.gpus_per_replica:g} to "
+        f"{own + most * local.gpus_per_replica:g} GPUs in total",
     )
 
 
@@ -144,16 +148,16 @@ def learner_problem(
     """Why a learner worker does not fit, and the first change that helps."""
     largest = max(memory.peak_items, key=lambda item: item.bytes)
     found = (
-        f"a learner worker needs {_size(memory.peak)} of {_size(room)} on a GPU of {gpu_memory_gib:g} GiB, most of it "
-        f"{largest.name} ({_size(largest.bytes)})"
+        f"a learner worker needs {_size(memory.peak)}, but a GPU of {gpu_memory_gib:g} GiB has {_size(room)} for it; "
+        f"the largest item is {largest.name} ({_size(largest.bytes)})"
     )
     tokens = _largest_fitting(config, shape, room)
     for change, changed in _changes(config, shape, tokens):
         if learner_memory(changed, shape).peak <= room:
             return f"{found}: set {change}"
     return (
-        f"{found}: change {largest.keys}, or use GPUs with more memory (--gpu-memory-gib); {memory.tokens:,} tokens "
-        f"are in a micro-batch and {tokens:,} would fit"
+        f"{found}: change {largest.keys}, or use GPUs with more memory (--gpu-memory-gib); a micro-batch has "
+        f"{memory.tokens:,} tokens, and {tokens:,} would fit"
     )
 
 
@@ -180,15 +184,16 @@ def engine_problem(config: DracoConfig, memory: EngineMemory, gpu_memory_gib: fl
     largest = max(memory.items, key=lambda item: item.bytes)
     engine = config.engine
     has = (
-        f"an engine has {_size(max(0, memory.kv_cache))} for its KV cache and one sequence of {memory.length:,} tokens "
+        f"an engine has {_size(max(0, memory.kv_cache))} for its KV cache, but one sequence of {memory.length:,} "
+        "tokens "
     )
     needs = f"{has}needs {_size(memory.sequence)}"
     if engine.kv_cache_gib is not None or engine.gpus_per_engine == 0:
         return f"{needs}: raise engine.kv_cache_gib to {math.ceil(10 * memory.sequence / GIB) / 10:g}"
     verb = "raise" if largest.keys == "engine.tensor_parallel" else "lower"
     return (
-        f"{needs}; of the {_size(memory.limit)} it may take of a GPU of {gpu_memory_gib:g} GiB, most is {largest.name} "
-        f"({_size(largest.bytes)}): {verb} {largest.keys}, or raise engine.gpu_memory_utilization "
+        f"{needs}; the engine may use {_size(memory.limit)} of a GPU of {gpu_memory_gib:g} GiB, and the largest item "
+        f"is {largest.name} ({_size(largest.bytes)}): {verb} {largest.keys}, or raise engine.gpu_memory_utilization "
         f"({engine.gpu_memory_utilization:g})"
     )
 
@@ -205,14 +210,14 @@ def room_problem(
     """
     engine = config.engine
     if engine.colocate:
-        left, beside = gpu - resting, f"a resting learner worker keeps {_size(resting)}"
+        left, beside = gpu - resting, f"an idle learner worker keeps {_size(resting)}"
     elif engine.gpus_per_engine < 1:
         left, beside = int(gpu * engine.gpus_per_engine), f"engine.gpus_per_engine={engine.gpus_per_engine:g}"
     else:
-        left, beside = gpu, "nothing else is on it"
+        left, beside = gpu, "nothing else uses the GPU"
     if memory.limit <= left:
         return None
-    found = f"an engine takes {_size(memory.limit)} of a GPU of {_size(gpu)} and has {_size(max(0, left))}: {beside}"
+    found = f"an engine needs {_size(memory.limit)} of a GPU of {_size(gpu)}, but has {_size(max(0, left))}: {beside}"
     cache = math.floor(10 * (left - total(memory.items)) / GIB) / 10
     if engine.kv_cache_gib is not None and cache < engine.kv_cache_gib and cache * GIB >= memory.sequence:
         return f"{found}; lower engine.kv_cache_gib ({engine.kv_cache_gib:g}) to {cache:g}"
@@ -221,7 +226,7 @@ def room_problem(
     if fits.sequences >= 1 and fits.limit <= left:
         return f"{found}; lower engine.gpu_memory_utilization ({engine.gpu_memory_utilization:g}) to {fitting:g}"
     fewer = "set learner.sharding=full, or use " if engine.colocate and not is_sharded(config) else "use "
-    return f"{found}, and with that one sequence does not fit; {fewer}GPUs with more memory (--gpu-memory-gib)"
+    return f"{found}, which is too little for one sequence; {fewer}GPUs with more memory (--gpu-memory-gib)"
 
 
 def _changed(config: DracoConfig, section: str = "learner", **values: object) -> DracoConfig:
@@ -249,7 +254,7 @@ def _print_model(console: Console, config: DracoConfig, shape: ModelShape) -> No
     learner = config.learner
     adapter = shape.adapter_parameters(learner.lora_target, learner.lora_rank)
     linear = shape.count("linear_attention")
-    mixers = f", {linear} of them gated delta-net" if linear else ""
+    mixers = f"({linear} gated delta-net)" if linear else ""
     experts, active = shape.experts, ""
     if experts is not None:
         active = f", {shape.active_parameters:,} of them active ({experts.active} of {experts.number} experts),"
@@ -263,7 +268,7 @@ def _print_learner(
     console: Console, config: DracoConfig, shape: ModelShape, memory: LearnerMemory, room: int | None
 ) -> None:
     learner = config.learner
-    where = "GPU" if room is not None else "process, on the CPU"
+    where = "GPU" if room is not None else "CPU process"
     held = f"1/{learner.workers} of the base model" if is_sharded(config) else "the whole base model"
     console.print(
         f"\nlearner: {learner.workers} workers, each with {held}; per {where}, "
@@ -271,22 +276,22 @@ def _print_learner(
     )
     if learner.context_parallel > 1:
         console.print(
-            f"{learner.context_parallel} workers share each micro-batch, {memory.part:,} tokens each; in one forward "
-            f"pass of it a worker sends {_size(exchanged_bytes(config, shape, memory.tokens))} to the others"
+            f"{learner.context_parallel} workers share each micro-batch, {memory.part:,} tokens each; in its forward "
+            f"pass each worker sends {_size(exchanged_bytes(config, shape, memory.tokens))} to the others"
         )
     items = dict.fromkeys((*memory.resident, *memory.forward, *memory.backward, *memory.update))
     rows = [(item.name, _size(item.bytes)) for item in items]
-    rows.append((f"most at one time, {MOMENTS[memory.moment]}", _size(memory.peak)))
+    rows.append((f"peak, {MOMENTS[memory.moment]}", _size(memory.peak)))
     if room is not None:
         rows.append(("available", _size(room)))
         rows.append(("tokens of a micro-batch that would fit", f"{_largest_fitting(config, shape, room):,}"))
-    rows += [("in the host's memory", _size(total(memory.host)))] * bool(memory.host)
+    rows += [("in host memory", _size(total(memory.host)))] * bool(memory.host)
     _print_table(console, rows)
 
 
 def _print_engine(console: Console, config: DracoConfig, memory: EngineMemory) -> None:
     engine = config.engine
-    where = "GPU" if engine.gpus_per_engine > 0 else "process, on the CPU"
+    where = "GPU" if engine.gpus_per_engine > 0 else "CPU process"
     console.print(f"\nengines: {engine.engines}, tensor parallel {engine.tensor_parallel}; per {where}")
     rows = [(item.name, _size(item.bytes)) for item in memory.items]
     cache = f"KV cache: {memory.sequences} sequences of {memory.length:,} tokens, {_size(memory.sequence)} each"
@@ -301,17 +306,17 @@ def _print_time(
     rollouts = config.train.prompts_per_step * config.algorithm.group_size
     tokens = given.length_share * sequence_tokens(config)
     console.print(
-        f"\ntime of a step: {rollouts} rollouts of {tokens:,.0f} tokens on average, environments and judge apart"
+        f"\ntime of a step, without environments and judge: {rollouts} rollouts of {tokens:,.0f} tokens on average"
     )
-    speed = f"{time.concurrent} rollouts at a time, {time.decode_tokens_per_second:,.0f} tokens/s an engine"
+    speed = f"{time.concurrent} concurrent rollouts, {time.decode_tokens_per_second:,.0f} tokens/s per engine"
     rows = [(f"generation: {speed}", f"{time.generation:,.0f} s")]
-    rows.append((f"learning: {time.learner_tokens_per_second:,.0f} tokens/s a worker", f"{time.learning:,.0f} s"))
+    rows.append((f"learning: {time.learner_tokens_per_second:,.0f} tokens/s per worker", f"{time.learning:,.0f} s"))
     rows.append(("sync", f"{time.sync:,.1f} s"))
     # With colocated engines nothing overlaps; with staleness, generation and learning always overlap.
     if not config.engine.colocate:
-        rows.append(("a step, learning behind generation", f"{time.hidden:,.0f} s"))
+        rows.append(("step, if learning overlaps generation", f"{time.hidden:,.0f} s"))
     if not config.train.staleness:
-        rows.append(("a step, one after the other", f"{time.serial:,.0f} s"))
+        rows.append(("step, without overlap", f"{time.serial:,.0f} s"))
     _print_table(console, rows)
     assumed = ", ".join(f"{key}={value:g}" for key, value in given.model_dump().items())
     console.print(f"assumed, not measured: {assumed}")

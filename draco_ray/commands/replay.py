@@ -55,7 +55,10 @@ def replay_algorithm(
     folder = check_folder(out or run.path / REPLAYS)
     table = replay_rules(run, rules, steps, std_epsilon=std_epsilon)
     if not table.num_rows:
-        raise ConfigError(f"{directory}: no group with verdicts and advantages; only rubric runs can be replayed")
+        raise ConfigError(
+            f"{directory}: the run has no group with verdicts and advantages; only runs with algorithm.reward=rubric "
+            "can be replayed"
+        )
     print_means(console, "advantage rules, means over steps", table, "rule", ("run", "training_step"))
     return write_table(table, folder, "rules")
 
@@ -99,7 +102,7 @@ def replay_judge(
         found += replayed.written(written, judge_config(own, pairing, folder / "judge_cache"))
     if rubric is not None:
         found += replayed.static(rubric, steps or run.steps())
-    console.print(f"asked for {replayed.dollars:.4f} dollars")
+    console.print(f"cost of the judge calls: {replayed.dollars:.4f} dollars")
     return found
 
 
@@ -116,8 +119,8 @@ def _check_named(
     if pairing is None:
         if writing:
             raise ConfigError(
-                f"--phase {writing[0]}: a third model says which criteria of the two judges are the same check; "
-                f"name it with --pairing MODEL ({RULES}: the offline judge)"
+                f"--phase {writing[0]}: needs a third model that decides which criteria of the two judges are "
+                f"equivalent; add --pairing MODEL ({RULES}: the offline judge)"
             )
     elif pairing.model == POLICY:
         raise ConfigError(
@@ -147,7 +150,7 @@ class _Replay:
 
     def verdicts(self, calls: Sequence[ArchivedCall]) -> list[Path]:
         """Agreement of verdicts and citations, and the loss for training."""
-        self._console.print(f"{len(calls)} archived prompts to {self._asked}")
+        self._console.print(f"sending {len(calls)} archived prompts to {self._asked}")
         replayed = self._ask(
             self._config,
             [call.training_step for call in calls],
@@ -163,7 +166,10 @@ class _Replay:
 
     def written(self, calls: Sequence[rubric_overlap.WritingCall], third: JudgeConfig) -> list[Path]:
         """Overlap of the criteria, paired by the third model."""
-        self._console.print(f"{len(calls)} archived prompts to {self._asked}, paired by {asked(third.model, third)}")
+        self._console.print(
+            f"sending {len(calls)} archived prompts to {self._asked}; criteria are paired by "
+            f"{asked(third.model, third)}"
+        )
         model = rubric_overlap.ThirdModel(complete=open_complete(third, self._seed), config=third)
         compared = self._ask(
             self._config,
@@ -178,13 +184,15 @@ class _Replay:
             ),
         )
         overlap = rubric_overlap.overlap_table(compared)
-        print_overall(self._console, "criteria, beside the run's own judge against itself", overlap, ("run",))
+        print_overall(
+            self._console, "overlap of criteria, compared with the run's own judge against itself", overlap, ("run",)
+        )
         return self._written({"overlap": overlap, "comparisons": compared})
 
     def static(self, rubric: Sequence[Criterion], steps: Sequence[int]) -> list[Path]:
         """Score the recorded rollouts against a static rubric, and compare the rates with the run's own rubric."""
         scorer = self._config.model_copy(update={"score_votes": 1})
-        self._console.print(f"recorded rollouts to {self._asked}")
+        self._console.print(f"sending recorded rollouts to {self._asked}")
         prompts = prompts_of(scorer)
         again = self._ask(
             scorer,
@@ -246,7 +254,7 @@ def open_run(directory: Path, steps: Sequence[int] | None) -> RunDirectory:
     """
     run = RunDirectory.open(directory.resolve())
     if not run.steps():
-        raise ConfigError(f"{directory}: nothing to replay, the run has no rows yet")
+        raise ConfigError(f"{directory}: the run has no rows yet; wait for its first step")
     check_steps(run, steps or ())
     return run
 
@@ -257,5 +265,8 @@ def _print_loss(console: Console, table: pa.Table) -> None:
         if row["groups"]:
             names = [name for name in table.column_names if name not in ("run", "judge")]
             print_table(
-                console, "in its place, through the same rule", ["", row["judge"]], {n: [row[n]] for n in names}
+                console,
+                "effect on training if this judge replaced the run's own",
+                ["", row["judge"]],
+                {n: [row[n]] for n in names},
             )

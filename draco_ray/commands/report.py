@@ -30,9 +30,9 @@ def write(
     names = [run.path.name for run in runs]
     if len(set(names)) < len(names):
         twice = next(name for name in names if names.count(name) > 1)
-        raise ConfigError(f"two runs are called {twice}: figures tell runs apart by name, rename one directory")
+        raise ConfigError(f"two runs have the name {twice}, which labels them in figures; rename one directory")
     if len(runs) > 1 and not (figures or tables):
-        raise ConfigError(f"a report is about one run, not {len(runs)}; add --figures or --tables to compare runs")
+        raise ConfigError(f"a page shows one run, found {len(runs)}; to compare runs add --figures or --tables")
     try:
         if not (figures or tables):
             page = out or runs[0].path
@@ -54,5 +54,5 @@ def _open(directory: Path) -> RunDirectory:
     # Resolved, so that the name in charts and tables is the directory's own even for ".".
     run = RunDirectory.open(directory.resolve())
     if not run.steps():
-        raise ConfigError(f"{directory}: nothing to report, the run has no rows yet; wait for its first rollout")
+        raise ConfigError(f"{directory}: the run has no rows yet; wait for its first rollout")
     return run

@@ -29,9 +29,9 @@ def idle_keys(config: DracoConfig, *, new: bool) -> dict[str, str]:
     """Keys in the sections of `READ` that have no effect; see `draco_ray.config.effect.check_effect`."""
     if new:
         return dict.fromkeys(("model", "learner"), "with --new")
-    idle = {f"learner.{key}": "on demonstrations" for key in OF_ROLLOUTS}
+    idle = {f"learner.{key}": "in supervised fine-tuning" for key in OF_ROLLOUTS}
     if config.learner.sft_learning_rate is not None:
-        idle["learner.learning_rate"] = "with learner.sft_learning_rate; set that"
+        idle["learner.learning_rate"] = "because learner.sft_learning_rate is set; change that key"
     return idle
 
 
@@ -51,9 +51,11 @@ def fine_tune(config: DracoConfig, source: Path, out: Path, *, epochs: int, best
     for package in ("torch", "transformers"):
         need(package)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ConfigError(f"{out}: exists; choose another --out")
+        raise ConfigError(f"{out}: already exists; choose another --out")
     if new and source.is_dir():
-        raise ConfigError(f"--new: {source} holds tokens of another model; give demonstrations as JSONL of messages")
+        raise ConfigError(
+            f"--new: {source} is a run with another model's tokens; expected demonstrations as JSONL of messages"
+        )
     console, began = PlainConsole(), time.monotonic()
     out.parent.mkdir(parents=True, exist_ok=True)
     with PrivateTempDir(out.parent) as folder:
@@ -64,7 +66,7 @@ def fine_tune(config: DracoConfig, source: Path, out: Path, *, epochs: int, best
             out.rmdir()
         made.rename(out)
     console.print(
-        f"{out}: {count} demonstrations, {epochs} epochs, {loss:.3f} nats a token in the last "
+        f"{out}: {count} demonstrations, {epochs} epochs, {loss:.3f} nats per token in the last epoch "
         f"[{time.monotonic() - began:.0f} s]",
     )
 
@@ -85,11 +87,11 @@ def _adapted(
         run = RunDirectory.open(source)
         if run.setting("model.path") != config.model.path:
             raise ConfigError(
-                f"{source}: its rollouts are in tokens of {run.setting('model.path')}; set model.path to it"
+                f"{source}: its rollouts have tokens of another model; set model.path={run.setting('model.path')}"
             )
         chosen = best_rollouts(run, best)
         samples: Sequence[Any] = chosen.samples
-        console.print(f"{chosen.rollouts} of {chosen.seen} rollouts, of {chosen.tasks} tasks")
+        console.print(f"selected {chosen.rollouts} of {chosen.seen} rollouts, from {chosen.tasks} tasks")
     else:
         chat = ChatTokens(load_tokenizer(config.model.path, config.model.chat_template), thinking=config.agent.thinking)
         samples = _samples(config, source, chat)
@@ -159,6 +161,6 @@ def _progress(console: Console) -> Callable[[int, int, float], None]:
     def tell(done: int, total: int, loss: float) -> None:
         if done in (1, total) or done % max(1, total // 10) == 0:
             left = span((total - done) * (time.monotonic() - began) / done)
-            console.print(f"sft: update {done}/{total}, {loss:.3f} nats a token, about {left} left")
+            console.print(f"sft: update {done}/{total}, {loss:.3f} nats per token, about {left} left")
 
     return tell

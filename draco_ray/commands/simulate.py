@@ -51,10 +51,10 @@ def simulate_run(
     changed = {name: value for name, value in setting.items() if value is not None}
     speeds = fit(run.steps, run)
     _print_speeds(console, run, speeds)
-    _print_predictions(console, predict(run, seed), "each by the speeds of the others")
+    _print_predictions(console, predict(run, seed), "each predicted from the speeds of the others")
     if other is not None:
         compared = read_run(RunDirectory.open(other.resolve()))
-        by = f"{compared.name}, by the speeds of {run.name}"
+        by = f"{compared.name}, predicted from the speeds of {run.name}"
         _print_predictions(console, predict(run, seed, compared), by)
     if staleness:
         _print_throughput(console, run, speeds, changed, sorted(set(staleness)), min(rollouts or SIZES[1:2]), seed)
@@ -65,8 +65,8 @@ def simulate_run(
             sizes.append(size_of(run, replace(run.setting, **changed), speeds, size, seed))
     said = ", ".join(f"{name}={value:g}" for name, value in changed.items())
     console.print(
-        f"\nother sizes, as the run was set{' but for ' + said if said else ''}; and grown: with slots, engines, "
-        "learner workers and the judge's workers and limits in proportion to the rollouts"
+        f"\nother sizes, with the run's settings{' except ' + said if said else ''}; and scaled: slots, engines, "
+        "learner workers, judge workers and judge limits grow in proportion to the rollouts"
     )
     columns = [_column(size) for size in sizes]
     table = Table(box=None, pad_edge=False, show_header=False)
@@ -87,10 +87,12 @@ def _print_throughput(
     seed: int,
 ) -> None:
     if run.setting.colocate and max(staleness):
-        raise ConfigError("--staleness: the run has engine.colocate, and sleeping engines cannot run ahead; expected 0")
+        raise ConfigError(
+            "--staleness: the run has engine.colocate, whose sleeping engines cannot run ahead; expected 0"
+        )
     console.print(
-        f"\nrollouts an hour, {rollouts:,} a step, by GPUs and staleness; engines and learner share the GPUs as in the "
-        "run, slots, judge workers and limits grow with the engines"
+        f"\nrollouts per hour by GPUs and staleness, with {rollouts:,} rollouts per step; GPUs are divided as in the "
+        "run; slots, judge workers and judge limits grow with the engines"
     )
     table = Table(box=None, pad_edge=False)
     for name in ("GPUs", "engines", *(f"staleness {ahead}" for ahead in staleness)):
@@ -107,41 +109,41 @@ def _column(size: Size) -> dict[str, str]:
     grown = size.grown
     limits = [f"{n:,}" if n else "–" for n in (grown.requests_per_minute, grown.tokens_per_minute)]
     return {
-        "rollouts a step": f"{size.rollouts:,}",
+        "rollouts per step": f"{size.rollouts:,}",
         "judge": f"${size.dollars:,.2f}",
-        "a step, as set": f"{size.as_set.seconds:,.0f} s",
-        "stalls at": stalled_by(size.as_set) or "nothing",
+        "step, run's settings": f"{size.as_set.seconds:,.0f} s",
+        "bottleneck": stalled_by(size.as_set) or "nothing",
         "GPU-hours": f"{size.gpu_hours:,.2f}",
-        "a step, grown": f"{size.as_grown.seconds:,.0f} s",
-        "stalls at, grown": stalled_by(size.as_grown) or "nothing",
-        "GPU-hours, grown": f"{size.grown_gpu_hours:,.2f}",
+        "step, scaled": f"{size.as_grown.seconds:,.0f} s",
+        "bottleneck, scaled": stalled_by(size.as_grown) or "nothing",
+        "GPU-hours, scaled": f"{size.grown_gpu_hours:,.2f}",
         **{name: f"{getattr(grown, name):,}" for name in ("engines", "slots")},
         "learner workers": f"× {grown.learners:,.0f}",
         "judge workers": f"{grown.judge_workers:,}",
-        "requests a minute": limits[0],
-        "tokens a minute": limits[1],
+        "requests per minute": limits[0],
+        "tokens per minute": limits[1],
     }
 
 
 def _print_speeds(console: Console, run: RecordedRun, speeds: Speeds) -> None:
     rollouts = [rollout for step in run.steps for rollout in step.rollouts]
     console.print(
-        f"{run.name}: {len(run.steps)} steps (the first finished one is left out: it is cold), "
-        f"{len(rollouts) / len(run.steps):.0f} rollouts a step, "
-        f"{statistics.fmean(len(rollout.turns) for rollout in rollouts):.1f} turns a rollout"
+        f"{run.name}: {len(run.steps)} steps (without the first, which includes the warm-up), "
+        f"{len(rollouts) / len(run.steps):.0f} rollouts per step, "
+        f"{statistics.fmean(len(rollout.turns) for rollout in rollouts):.1f} turns per rollout"
     )
     console.print(
-        f"engine: {1000 * speeds.per_turn:.0f} ms a turn, {1000 * speeds.per_sampled:.2f} ms a sampled token, "
-        f"{1000 * speeds.per_read:.2f} ms a token read; a sequence beside it: +{speeds.slowdown:.1%}"
+        f"engine: {1000 * speeds.per_turn:.0f} ms per turn, {1000 * speeds.per_sampled:.2f} ms per sampled token, "
+        f"{1000 * speeds.per_read:.2f} ms per prompt token; each concurrent sequence adds {speeds.slowdown:.1%}"
     )
     phases = [item for step in run.steps for group in step.groups for item in group.phases.items()]
     for kind in PHASES:
         if seconds := [phase.seconds for (each, _), phase in phases if each == kind and phase.requests]:
-            slowest = f"{max(seconds):.1f} s the slowest of {len(seconds)}"
-            console.print(f"judge's {kind}: {statistics.fmean(seconds):.1f} s on average, {slowest}")
+            slowest = f"{max(seconds):.1f} s for the slowest of {len(seconds)}"
+            console.print(f"judge phase {kind}: {statistics.fmean(seconds):.1f} s on average, {slowest}")
     console.print(
-        f"learner: {1000 * speeds.per_learned:.2f} ms a token, {1000 * speeds.per_learned_sampled:.2f} ms more if "
-        f"sampled, {speeds.update:.1f} s an update; sync and checkpoint {speeds.tail:.1f} s"
+        f"learner: {1000 * speeds.per_learned:.2f} ms per token, {1000 * speeds.per_learned_sampled:.2f} ms more if "
+        f"sampled, {speeds.update:.1f} s per update; sync and checkpoint {speeds.tail:.1f} s"
     )
 
 

@@ -149,17 +149,17 @@ def check_typed(overrides: Sequence[str], config: DracoConfig, api: Sequence[boo
     from draco_ray.benchmarks.tau.tau2_process import DENSE_RETRIEVAL
     from draco_ray.config.effect import check_effect
 
-    idle = dict.fromkeys(("judge", "agent", "data"), "on tau-bench")
+    idle = dict.fromkeys(("judge", "agent", "data"), "in tau-bench evaluations")
     idle |= dict.fromkeys(("judge.prices", "agent.thinking", "data.root"), "")
-    idle["tau_bench.agent.model"] = "beside --policy"
+    idle["tau_bench.agent.model"] = "together with --policy"
     if (retrieval := config.tau_bench.retrieval) not in DENSE_RETRIEVAL:
         idle |= dict.fromkeys(("tau_bench.embedder", "tau_bench.embeddings_cache"), f"with retrieval={retrieval}")
     if all(api):
         served = ("model", "engine", "agent.thinking", "tau_bench.server")
-        idle |= dict.fromkeys(served, "on an API model")
+        idle |= dict.fromkeys(served, "for an API model")
     if not any(api):
         idle |= dict.fromkeys(
-            ("tau_bench.agent.api_base", "tau_bench.agent.api_key_env"), "on weights that are served here"
+            ("tau_bench.agent.api_base", "tau_bench.agent.api_key_env"), "for a policy that is served here"
         )
     check_effect("tau-bench", overrides, READ, idle)
 

@@ -120,10 +120,14 @@ def write_back(judged: Path, target: str, url: str, console: Console) -> None:
             try:
                 reply = client.post(path, json=body)
             except httpx.HTTPError as error:
-                raise ConfigError(f"{target} at {url}: {type(error).__name__}: {error}; sent so far: {sent}") from None
+                raise ConfigError(
+                    f"{target} at {url}: {type(error).__name__}: {error}; requests sent before: {sent}"
+                ) from None
             if reply.is_error:
                 said = " ".join(reply.text.split())[:200]
-                raise ConfigError(f"{target} at {url}{path}: status {reply.status_code}: {said}; sent so far: {sent}")
+                raise ConfigError(
+                    f"{target} at {url}{path}: status {reply.status_code}: {said}; requests sent before: {sent}"
+                )
             sent += 1
     console.print(f"{len([*scores(lines)])} scores of {len(lines)} traces written to {target} in {sent} requests")
 
@@ -133,7 +137,7 @@ def _key(target: str) -> dict[str, Any]:
     if target == "langfuse":
         names = ("LANGFUSE_PUBLIC_KEY", "LANGFUSE_SECRET_KEY")
         if missing := [name for name in names if not os.environ.get(name)]:
-            raise ConfigError(f"--to langfuse: set {' and '.join(missing)}")
+            raise ConfigError(f"--to langfuse: no API key found; set {' and '.join(missing)}")
         return {"auth": (os.environ[names[0]], os.environ[names[1]])}
     if target == "phoenix":
         key = os.environ.get("PHOENIX_API_KEY")

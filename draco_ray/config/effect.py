@@ -46,7 +46,7 @@ def check_effect(command: str, overrides: Iterable[str], read: Sequence[str], id
         parts = key.split(".")
         above = [".".join(parts[:count]) for count in range(len(parts), 0, -1)]
         if not any(each in read for each in above):
-            raise ConfigError(f"{command}: {key} has no effect; of the configuration it takes {', '.join(read)}")
+            raise ConfigError(f"{command}: {key} has no effect; this command reads only {', '.join(read)}")
         if reason := next((idle[each] for each in above if each in idle), ""):
             raise ConfigError(f"{command}: {key} has no effect {reason}")
 
@@ -74,9 +74,9 @@ def judge_idle(config: DracoConfig) -> dict[str, str]:
         idle |= {f"judge.{key}": "with judge.self_judge.enabled=true" for key in SENT}
     if judge.files is not None:
         keys = (*SENT[:4], "api_base", "api_key_env", "temperature", "structured_output", "limits", "cache")
-        idle |= {f"judge.{key}": f"with judge.model={judge.model}: files are written and read" for key in keys}
+        idle |= {f"judge.{key}": f"with judge.model={judge.model}, which answers through files" for key in keys}
     if not judge.jury:
-        idle["judge.strong"] = "without judge.jury: it decides where judges differ"
+        idle["judge.strong"] = "without judge.jury: the strong judge only decides where jury and judge differ"
     idle["judge.held_out"] = "except in training with algorithm.reward=rubric"
     if judge.examples is None:
         idle["judge.max_examples"] = "without judge.examples"
@@ -88,7 +88,7 @@ def judge_idle(config: DracoConfig) -> dict[str, str]:
 def check_training(overrides: Iterable[str], config: DracoConfig) -> None:
     """Refuse keys without effect on a training run. Raises: ConfigError."""
     train, idle = config.train, judge_idle(config)
-    idle["learner.sft_learning_rate"] = "on training; only on draco sft"
+    idle["learner.sft_learning_rate"] = "on training; only `draco sft` uses it"
     if config.algorithm.reward == "rubric":
         del idle["judge.held_out"]
     if config.judge.held_out is None:
@@ -100,9 +100,11 @@ def check_training(overrides: Iterable[str], config: DracoConfig) -> None:
     if config.environment.min_slots is None:
         idle["environment.idle_seconds"] = "without environment.min_slots"
     if train.steps is not None:
-        idle["train.epochs"] = f"with train.steps={train.steps}; set that to null"
+        idle["train.epochs"] = f"with train.steps={train.steps}; set train.steps=null to use epochs"
     if train.keep_last is None:
-        idle |= dict.fromkeys(("train.keep_every", "train.keep_best"), "without train.keep_last: all checkpoints stay")
+        idle |= dict.fromkeys(
+            ("train.keep_every", "train.keep_best"), "without train.keep_last: all checkpoints are kept"
+        )
     if not train.evaluate_before_after:
         idle["train.evaluation_runs"] = "without train.evaluate_before_after=true"
     if config.learner.mask_low is None and config.learner.mask_high is None:
@@ -111,5 +113,5 @@ def check_training(overrides: Iterable[str], config: DracoConfig) -> None:
         idle["run.local"] = "unless run.root is an object store"
     if config.ray.address is not None:
         own = ("object_store_mib", "dashboard")
-        idle |= {f"ray.{key}": "with ray.address: that Ray runs already" for key in own}
+        idle |= {f"ray.{key}": "with ray.address: that Ray cluster is already running" for key in own}
     check_effect("train", overrides, TRAINING, idle)

@@ -151,7 +151,7 @@ def _read(source: str, children: tuple[Path, ...] = (), *, named_by_theirs: bool
     run = path if path.name == CONFIG_FILE else real
     of_run = Path(source).is_dir() or any(map(is_run_directory, (path.parent, *real.parents)))
     if of_run and run.name == CONFIG_FILE and (problem := changed(run.parent, text)) is not None:
-        raise ConfigError(f"config {path}: damaged: {problem}")
+        raise ConfigError(f"config {path}: changed since the run wrote it: {problem}")
     ours = run.name == CONFIG_FILE and is_ours(run.parent, text)
     theirs = not ours and (of_run or named_by_theirs) and real.parent != PRESETS
     layers: list[_Layer] = []
@@ -170,7 +170,9 @@ def _argument(source: str) -> tuple[str, dict[str, Any]]:
     key = _parse(_read_text(PRESETS / f"{name}.yaml"), PRESETS / f"{name}.yaml").get("argument")
     if key is None or not value:
         expected = (
-            f"expected {name}:{key.rpartition('.')[0].rpartition('.')[2].upper()}" if key else f"expected {name} alone"
+            f"expected {name}:{key.rpartition('.')[0].rpartition('.')[2].upper()}"
+            if key
+            else f"expected {name} without an argument"
         )
         raise ConfigError(f"config {source!r}: {expected}")
     return name, _nested(key, str(Path.cwd() / value) if value.startswith("./") else value)
@@ -224,7 +226,8 @@ def _check_one_judge(config: DracoConfig, layers: Sequence[_Layer], typed: Mappi
         for key in ("judge.model", "judge.api_base", "judge.api_key_env"):
             if last(key) > last(switch) or _node(typed, key) is not _ABSENT:
                 raise ConfigError(
-                    f"{key}={_leaf(config, key)} has no effect with {switch}=true; set that to false or leave {key} out"
+                    f"{key}={_leaf(config, key)} has no effect with {switch}=true; set {switch}=false or leave {key} "
+                    "out"
                 )
 
 
@@ -248,8 +251,8 @@ def _refuse_foreign(config: DracoConfig, layers: Sequence[_Layer]) -> None:
     }
     if named:
         raise ConfigError(
-            f"{next(iter(named.values()))}: a run directory that you have not made here names {', '.join(named)}; "
-            "give these keys yourself (KEY=VALUE), or add --trust once you have read them"
+            f"{next(iter(named.values()))}: a run directory that somebody else made sets {', '.join(named)}; check "
+            "these values, then set the keys yourself (KEY=VALUE) or add --trust"
         )
 
 
@@ -299,9 +302,9 @@ def _check_values(node: Any, where: str) -> None:
             try:
                 node.encode("utf-8")
             except UnicodeEncodeError:
-                raise ConfigError(f"config {where}{key}: {node!a} is no text that UTF-8 can hold") from None
+                raise ConfigError(f"config {where}{key}: {node!a} is not valid UTF-8 text") from None
             if "\0" in node:
-                raise ConfigError(f"config {where}{key}: {node[:100]!a} holds a NUL, which no path or name can")
+                raise ConfigError(f"config {where}{key}: {node[:100]!a} contains a NUL character, which is not allowed")
         if not isinstance(node, dict | list):
             return 1
         if id(node) in above or len(above) > MAX_DEPTH:
@@ -366,7 +369,7 @@ def _check_keys(tree: Mapping[str, Any], model: type[Tree] = DracoConfig, prefix
             raise ConfigError(f"unknown config key {prefix}{key}{_nearest_key(prefix, key)}")
         below = subtree(model.model_fields[key])
         if below is not None and not isinstance(value, Mapping):
-            raise ConfigError(f"config key {prefix}{key}: is a section, expected keys below it, found {value!r}")
+            raise ConfigError(f"config key {prefix}{key}: this is a section; expected keys below it, found {value!r}")
         if below is not None:
             _check_keys(value, below, f"{prefix}{key}.")
 

@@ -48,13 +48,10 @@ def is_ours(run: Path, config_yaml: str) -> bool:
 def changed(run: Path, config_yaml: str) -> str | None:
     """A message if a run's configuration is not what the run wrote; None if it is unchanged, or if that is unknown."""
     if not config_yaml.strip():
-        return "it is empty"
+        return "the file is empty; restore it from a copy"
     if (known := _written(run, "config_sha256")) is None or known == _digest(config_yaml):
         return None
-    return (
-        "it is not what the run wrote: undo the edit; settings are changed by "
-        "`draco train --resume DIR KEY=VALUE --allow-changed-config`"
-    )
+    return "undo the edit; to change settings use `draco train --resume DIR KEY=VALUE --allow-changed-config`"
 
 
 def _written(run: Path, key: str) -> str | None:

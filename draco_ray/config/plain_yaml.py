@@ -34,7 +34,7 @@ class _Loader(yaml.SafeLoader):
         for key, _ in node.value:
             if isinstance(key, yaml.ScalarNode):
                 if (name := (key.tag, key.value)) in seen:
-                    problem = f"the key {key.value!r} comes twice"
+                    problem = f"the key {key.value!r} is given twice"
                     raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
                 seen.add(name)
         return node

@@ -57,7 +57,7 @@ class Tree(BaseModel):
     def _no_truth_for_a_number(cls, value: object, info: ValidationInfo) -> object:
         """Refuse booleans for numbers, because pydantic accepts true as 1."""
         if isinstance(value, bool) and not _takes_truth(cls.model_fields[str(info.field_name)].annotation):
-            raise PydanticCustomError("no_truth", "neither true nor false can stand here")
+            raise PydanticCustomError("no_truth", "true and false are not allowed here")
         return value
 
 
@@ -134,7 +134,7 @@ class AgentConfig(Tree):
     max_response_length: int = Field(24576, ge=1)
     """Maximum tokens after the prompt: turns, chat template and tool output."""
     max_turn_tokens: int | None = Field(None, ge=1)
-    """Maximum tokens sampled in one turn; null: what is left of the response, as in the paper."""
+    """Maximum tokens sampled in one turn; null: the rest of max_response_length, as in the paper."""
     max_output_characters: int = Field(20000, ge=100)
     """Length to which a tool output is truncated; a note says how much is missing."""
     closing_turn: Literal["step", "gap"] | None = None
@@ -205,7 +205,10 @@ class EnvironmentConfig(Tree):
     @model_validator(mode="after")
     def _elastic(self) -> Self:
         if self.min_slots is not None and self.min_slots > self.slots:
-            raise ValueError(f"environment.min_slots={self.min_slots} is more than environment.slots={self.slots}")
+            raise ValueError(
+                f"environment.min_slots={self.min_slots} is more than environment.slots={self.slots}; expected at "
+                "most that"
+            )
         return self
 
 
@@ -227,7 +230,7 @@ class EngineConfig(Tree):
     gpu_memory_utilization: float = Field(0.85, gt=0, le=1)
     """Share of a whole GPU's memory, even if the engine has only a part of a GPU."""
     kv_cache_gib: float | None = Field(None, gt=0)
-    """KV cache of an engine in GiB; null: on a GPU what gpu_memory_utilization leaves, on the CPU 1."""
+    """KV cache of an engine in GiB; null: on a GPU the rest of gpu_memory_utilization, on the CPU 1."""
     max_num_seqs: int = Field(64, ge=1)
     """Maximum number of sequences an engine decodes concurrently."""
     enforce_eager: bool = False
@@ -267,11 +270,14 @@ class EngineConfig(Tree):
     @model_validator(mode="after")
     def _elastic(self) -> Self:
         if self.fewest > self.engines:
-            raise ValueError(f"engine.min_engines={self.min_engines} is more than engine.engines={self.engines}")
+            raise ValueError(
+                f"engine.min_engines={self.min_engines} is more than engine.engines={self.engines}; expected at most "
+                "that"
+            )
         if self.colocate and self.fewest < self.engines:
             raise ValueError(
-                f"engine.min_engines={self.min_engines}: with engine.colocate every engine shares its GPUs with the "
-                "learner and is there as long as it is; expected null"
+                f"engine.min_engines={self.min_engines}: with engine.colocate the run needs every engine, because "
+                "each shares its GPUs with the learner; expected null"
             )
         return self
 
@@ -429,7 +435,10 @@ class HeldOutJudgeConfig(OtherJudgeConfig):
     @model_validator(mode="after")
     def _differs(self) -> Self:
         if not self.model and self.rubric is None:
-            raise ValueError("judge.held_out: the same judge with the same rubric; expected a model or a rubric")
+            raise ValueError(
+                "judge.held_out: this is the main judge with the same rubric; set judge.held_out.model or "
+                "judge.held_out.rubric"
+            )
         return self
 
 
@@ -557,14 +566,19 @@ class JudgeConfig(Tree):
         if not self.local.enabled:
             return self
         if not self.model.startswith(LOCAL_PROVIDER) or self.model == LOCAL_PROVIDER:
-            raise ValueError(f"judge.model={self.model} is not served here; expected {LOCAL_PROVIDER}<name or folder>")
+            raise ValueError(
+                f"judge.model={self.model}: judge.local.enabled cannot serve this model; expected "
+                f"{LOCAL_PROVIDER}<name or folder>"
+            )
         for name, given in (
             ("judge.api_base", self.api_base is not None),
             ("judge.rule_judge.start", self.rule_judge.start),
             ("judge.self_judge.enabled", self.self_judge.enabled),
         ):
             if given:
-                raise ValueError(f"judge.local.enabled: not together with {name}, which names another judge")
+                raise ValueError(
+                    f"judge.local.enabled: cannot be combined with {name}, which names another judge; unset one of them"
+                )
         return self
 
 
@@ -702,18 +716,18 @@ class LearnerConfig(Tree):
         low, high = self.mask_low, self.mask_high
         if low is not None and high is not None and low > high:
             raise ValueError(
-                f"learner.mask_low={low:g} is above learner.mask_high={high:g}, which would leave every token out; "
+                f"learner.mask_low={low:g} is above learner.mask_high={high:g}, so every token would be excluded; "
                 "expected a range of ratios, such as 0.5 to 2"
             )
         if self.workers % self.context_parallel:
             raise ValueError(
                 f"learner.context_parallel={self.context_parallel} does not divide learner.workers={self.workers}; "
-                "expected a whole number of groups of workers that share their rows"
+                "expected a divisor"
             )
         if self.offload_activations and self.gradient_checkpointing is False:
             raise ValueError(
-                "learner.offload_activations without learner.gradient_checkpointing would move all that layers keep to "
-                "the host and back; set both, or neither"
+                "learner.offload_activations without learner.gradient_checkpointing would move all activations to the "
+                "host and back; set both, or neither"
             )
         return self
 
@@ -743,7 +757,7 @@ class TrainConfig(Tree):
     keep_best: int = Field(0, ge=0)
     """With keep_last: also keep this many checkpoints whose rollouts, in a later step, had the highest pass rate."""
     evaluate_before_after: bool = False
-    """Measure TGC on the evaluation split before the first and after the last step; if the environment has no
+    """Measure TGC on the evaluation split before the first and after the last step, or, if the environment has no
     evaluator, the judge's pass rate."""
     evaluate_every: int | None = Field(None, ge=1)
     """With evaluate_before_after: measure also after every so many steps, for a learning curve."""
@@ -754,8 +768,8 @@ class TrainConfig(Tree):
     def _curve(self) -> Self:
         if self.evaluate_every is not None and not self.evaluate_before_after:
             raise ValueError(
-                f"train.evaluate_every={self.evaluate_every} adds to train.evaluate_before_after, which is false; "
-                "expected it to be true, or train.evaluate_every to be null"
+                f"train.evaluate_every={self.evaluate_every} has no effect with train.evaluate_before_after=false; "
+                "set it to true, or set train.evaluate_every=null"
             )
         return self
 
@@ -898,7 +912,7 @@ class RunConfig(Tree):
     def _root(cls, root: str | Path) -> str | Path:
         # As a path this would be a folder of that name in the working directory.
         if isinstance(root, Path) and re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", str(root)):
-            raise ValueError(f"{root}: neither a folder nor a URL; expected one such as s3://BUCKET/PREFIX")
+            raise ValueError(f"{root}: not a folder or a URL; expected a folder, or a URL such as s3://BUCKET/PREFIX")
         return root
 
 
@@ -952,7 +966,7 @@ class DracoConfig(Tree):
             self.engine.gpus_per_engine or learner.gpus_per_worker or learner.workers > 1
         ):
             raise ValueError(
-                "engine.deterministic: needs CPUs and one learner worker; expected engine.gpus_per_engine=0, "
+                "engine.deterministic works only on CPUs with one learner worker; set engine.gpus_per_engine=0, "
                 "learner.gpus_per_worker=0 and learner.workers=1"
             )
         return self
@@ -965,20 +979,22 @@ class DracoConfig(Tree):
             return self
         where = "engine.colocate: "
         if engine.gpus_per_engine == 0 or learner.gpus_per_worker == 0:
-            raise ValueError(f"{where}vLLM cannot sleep on the CPU, where taking turns is not needed; set it to false")
+            raise ValueError(f"{where}vLLM cannot sleep on the CPU; set engine.colocate=false")
         parallel = engine.tensor_parallel
         if engine.engines * parallel != learner.workers:
             raise ValueError(
-                f"{where}{engine.engines} engines of {parallel} GPUs and {learner.workers} learner workers; expected "
-                "engine.engines times engine.tensor_parallel to be learner.workers"
+                f"{where}{engine.engines} engines of {parallel} GPUs do not match {learner.workers} learner workers; "
+                "expected engine.engines times engine.tensor_parallel to equal learner.workers"
             )
         share, rest = engine.gpus_per_engine / parallel, learner.gpus_per_worker
         if not (0.5 < share < 1 and (1 - share) / 2 < rest <= 1 - share + 1e-9):
             raise ValueError(
-                f"{where}shares of {share:g} GPU an engine and {rest:g} a learner worker do not put one of each on a "
-                f"GPU; expected more than half of one and the rest of it, e.g. engine.gpus_per_engine="
+                f"{where}each GPU must hold one engine and one learner worker, but their shares are {share:g} and "
+                f"{rest:g}; expected more than half of the GPU and the rest, e.g. engine.gpus_per_engine="
                 f"{0.6 * parallel:g} and learner.gpus_per_worker=0.4"
             )
         if self.train.staleness:
-            raise ValueError(f"{where}sleeping engines cannot run ahead; expected train.staleness=0")
+            raise ValueError(
+                f"{where}engines sleep while the learner computes, so they cannot run ahead; set train.staleness=0"
+            )
         return self

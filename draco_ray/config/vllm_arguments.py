@@ -49,11 +49,11 @@ def argument_problem(arguments: Mapping[str, Any], *, cpu: bool) -> str | None:
     """
     for name in arguments:
         if name in TAKEN:
-            return f"{name} is set by {TAKEN[name]}; set that instead"
+            return f"{name} cannot be set here; set {TAKEN[name]} instead"
         if name in FIXED or (cpu and name in FIXED_ON_CPU):
             where = "" if name in FIXED else " on the CPU"
-            return f"{name} cannot be changed: the engine{where} is built on it; leave it out"
+            return f"{name} cannot be changed{where}, because the engine depends on its value; leave it out"
     speculative = arguments.get("speculative_config")
     if isinstance(speculative, Mapping) and speculative.get("rejection_sample_method") == "synthetic":
-        return "speculative_config.rejection_sample_method=synthetic samples from another policy; leave it out"
+        return "speculative_config.rejection_sample_method=synthetic does not sample from the policy; leave it out"
     return None

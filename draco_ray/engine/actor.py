@@ -289,13 +289,15 @@ class PolicyEngineActor:
 
     def _check(self, there: bool) -> None:
         if not there:
-            raise EngineAway("this engine does not serve yet")
+            raise EngineAway("this engine is not ready yet")
 
     async def _end_with_core(self) -> None:
         while True:
             self._end_if_dead()
             if self._watch.stands_still(self._engine.statistics.iterations):
-                log.error("the engine core has made no progress for %g s and is killed", self._config.stall_seconds)
+                log.error(
+                    "the engine core has made no progress for %g s and will be killed", self._config.stall_seconds
+                )
                 _end_process()
             await asyncio.sleep(CORE_CHECK_SECONDS)
 
@@ -395,7 +397,9 @@ class EngineClient:
                 ray.cancel(asked)
                 raise
             except (RayActorError, EngineAway) as error:
-                log.warning("%s is unavailable, its request goes to another engine: %s", self.name, first_line(error))
+                log.warning(
+                    "%s is unavailable, so its request is sent to another engine: %s", self.name, first_line(error)
+                )
                 self._at = None
 
     async def _serving(self) -> Any:

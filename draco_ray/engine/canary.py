@@ -108,9 +108,9 @@ async def run_canary(
     wanted = [len(probe.compared_T) for probe in probes]
     if scored != wanted or not sum(int(probe.compared_T.sum()) for probe in probes):
         raise CanaryFailed(
-            f"engine {engine.name}, adapter version {version}: the engine scored {sum(scored)} probe tokens and the "
-            f"learner {sum(wanted)}; expected the same tokens, at least one of which the policy sampled; check that "
-            "both score token_ids[1:]"
+            f"engine {engine.name}, adapter version {version}: the engine scored {sum(scored)} probe tokens, but the "
+            f"learner {sum(wanted)}; expected the same tokens and at least one sampled token; check that both score "
+            "token_ids[1:]"
         )
 
     def compared(arrays: Sequence[FloatArray]) -> FloatArray:
@@ -164,7 +164,8 @@ def judge_canary(
     where = f"engine {engine}, adapter version {version}"
     if not all(np.all(np.isfinite(values)) for values in (on_T, off_T, learner_T, learner_off_T)):
         raise CanaryFailed(
-            f"{where}: a log-prob is not finite; stop and inspect the last update, its weights are broken"
+            f"{where}: a log-prob is not finite, so the weights of the last update are broken; stop the run and "
+            "inspect this update"
         )
     gap_T = np.abs(on_T - learner_T)
     shift_T = np.abs(on_T - off_T)
@@ -182,30 +183,31 @@ def judge_canary(
     )
     if reading.base_gap_mean > OTHER_BASE * tolerance:
         raise CanaryFailed(
-            f"{where}: without any adapter engine and learner differ by {reading.base_gap_mean:.4f} nats a token on "
-            f"average; expected at most {OTHER_BASE:g} times engine.canary_tolerance = {tolerance}; "
-            "they loaded different base models: compare the files behind model.path on their nodes"
+            f"{where}: without the adapter, engine and learner differ by {reading.base_gap_mean:.4f} nats per token "
+            f"on average; expected at most {OTHER_BASE:g} times engine.canary_tolerance = {tolerance}; they probably "
+            "loaded different base models, so compare the files of model.path on their nodes"
         )
     silent = reading.shift_max == reading.noise_max == 0 and bool(np.any(learner_T != learner_off_T))
     if moved and silent:
         raise CanaryFailed(
-            f"{where}: the adapter has no effect, log-probs with and without it are equal, which the learner's are not"
-            "; compare the adapter's tensor names with the engine's modules"
+            f"{where}: the adapter has no effect in the engine: log-probs with and without it are equal, but the "
+            "learner's differ; compare the adapter's tensor names with the engine's modules"
         )
     band = max(tolerance, BAND * max(reading.base_gap_mean, first or 0.0))
     if reading.gap_mean > band:
         usual = "" if first is None else f", {first:.4f} at the first step"
         raise CanaryFailed(
-            f"{where}: engine and learner differ by {reading.gap_mean:.4f} nats a token on average (largest "
+            f"{where}: engine and learner differ by {reading.gap_mean:.4f} nats per token on average (largest "
             f"{reading.gap_max:.4f}; {reading.base_gap_mean:.4f} without the adapter{usual}); expected at most "
-            f"{band:.4g}, {BAND:g} times the larger of these or engine.canary_tolerance = {tolerance}; "
-            "the engine serves other weights than the learner trained"
+            f"{band:.4g}, {BAND:g} times the larger of these or engine.canary_tolerance = {tolerance}; the engine "
+            "does not serve the weights that the learner trained"
         )
     if reading.nearness < -CERTAIN:
         raise CanaryFailed(
-            f"{where}: the engine's answers are nearer to the base model than to what was trained, by "
-            f"{-reading.nearness:.1f} standard errors (gap {reading.gap_mean:.4f} nats a token, "
-            f"{reading.base_gap_mean:.4f} without the adapter): the adapter is not loaded, or another one is; compare "
+            f"{where}: the engine's log-probs are closer to the base model than to the trained policy, by "
+            f"{-reading.nearness:.1f} standard errors (gap {reading.gap_mean:.4f} nats per token, "
+            f"{reading.base_gap_mean:.4f} without the adapter): the engine has loaded no adapter or a wrong one; "
+            "compare "
             "the adapter's tensor names with the engine's modules"
         )
     return reading

@@ -41,12 +41,10 @@ class ChatTokens:
         """
         if not getattr(tokenizer, "chat_template", None):
             raise ConfigError(
-                f"tokenizer {tokenizer.name_or_path!r} has no chat template: use an instruction-tuned model"
+                f"tokenizer {tokenizer.name_or_path!r} has no chat template; use an instruction-tuned model"
             )
         if not getattr(tokenizer, "is_fast", False):
-            raise ConfigError(
-                f"tokenizer {tokenizer.name_or_path!r} has no tokenizer.json (a fast tokenizer is needed)"
-            )
+            raise ConfigError(f"tokenizer {tokenizer.name_or_path!r} has no tokenizer.json; expected a fast tokenizer")
         self.tokenizer = tokenizer
         self._thinking = thinking
         backend: Tokenizer = tokenizer.backend_tokenizer
@@ -183,8 +181,8 @@ class ChatTokens:
             rendered = self._render_checked([*chat, {"role": role, "content": said}], [])
             if said not in rendered.rpartition(mark)[2]:
                 raise ConfigError(
-                    f"the chat template of {self.tokenizer.name_or_path!r} has no place for a message of role {role!r} "
-                    "after a turn"
+                    f"the chat template of {self.tokenizer.name_or_path!r} does not support a message of role "
+                    f"{role!r} after a turn"
                 )
 
     def _find_end(self, rendered: str, chat: list[dict[str, Any]], mark: str) -> re.Match[str] | None:
@@ -207,7 +205,7 @@ class ChatTokens:
             return self._render(chat, tools=tools)
         except (TemplateError, TypeError, ArithmeticError) as error:
             raise ConfigError(
-                f"the chat template of {self.tokenizer.name_or_path!r} refuses these messages: "
+                f"the chat template of {self.tokenizer.name_or_path!r} rejects these messages: "
                 f"{' '.join(str(error).split())}"
             ) from error
 
@@ -224,8 +222,8 @@ class ChatTokens:
             end = self._find_end(rendered, chat, mark) if found else None
             if name not in self._render(ask, tools=[_function(name)]) or end is None:
                 raise ConfigError(
-                    f"the chat template of {self.tokenizer.name_or_path!r} has no place for tools (`tools=`, calls "
-                    "and role `tool`): use a model that was trained to call tools, or set model.chat_template, e.g. to "
+                    f"the chat template of {self.tokenizer.name_or_path!r} does not support tools (`tools=`, calls "
+                    "and role `tool`); use a model that was trained to call tools, or set model.chat_template, e.g. to "
                     "hermes"
                 )
             self._end_of_call = end[0]
@@ -284,7 +282,7 @@ class ChatTokens:
             bare = self._render([ask, {**turn, "content": ""}], opened=not self._ends_by_role)
         except (TemplateError, TypeError, ArithmeticError) as error:
             raise ConfigError(
-                f"the chat template of {self.tokenizer.name_or_path!r} refuses {len(calls)} calls in a turn: {error}"
+                f"the chat template of {self.tokenizer.name_or_path!r} rejects {len(calls)} calls in a turn: {error}"
             ) from error
         if not content and bare.startswith(opened := self._render([ask])):
             after = bare.removeprefix(opened)
@@ -318,7 +316,7 @@ class ChatTokens:
             return self._render(chat), chat[:2], mark
         except (TemplateError, TypeError, ArithmeticError) as error:
             raise ConfigError(
-                f"the chat template of {self.tokenizer.name_or_path!r} refuses results of tools: {error}"
+                f"the chat template of {self.tokenizer.name_or_path!r} rejects tool results: {error}"
             ) from error
 
     def _render(self, chat: list[dict[str, Any]], tools: list[Any] | None = None, *, opened: bool = True) -> str:
@@ -382,7 +380,7 @@ class ChatTokens:
         glue = self.after_messages([], False, chat[2:])
         if theirs != self._encode(probe, []) or glue != self._encode(rendered, [])[-len(glue) :]:
             raise ConfigError(
-                f"tokenizer {self.tokenizer.name_or_path!r}: its chat template is tokenized differently here than by "
+                f"tokenizer {self.tokenizer.name_or_path!r}: draco-ray tokenizes its chat template differently than "
                 "transformers' apply_chat_template, so training would differ from serving; use another tokenizer"
             )
 

@@ -276,7 +276,7 @@ class EngineFleet:
         if isinstance(error, RayActorError):
             return _lost(error)
         if isinstance(error, RayTaskError) and isinstance(error.cause, EngineError) and self.replaced:
-            return EngineError(f"engine: cannot be started again: {first_line(error)}")
+            return EngineError(f"an engine cannot be restarted: {first_line(error)}")
         return error
 
     def _fail(self, error: Exception) -> None:
@@ -303,7 +303,7 @@ def _lost(error: RayActorError) -> EngineError:
 
 def _too_often(said: str) -> str:
     return (
-        f"engine: its process has died more than engine.max_failures times ({said}); look for lack of memory, lower "
+        f"an engine's process has died more than engine.max_failures times ({said}); check for lack of memory, lower "
         "engine.kv_cache_gib or engine.max_num_seqs"
     )
 

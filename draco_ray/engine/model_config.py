@@ -77,11 +77,11 @@ def expert_family(config: Mapping[str, Any], source: str) -> str | None:
     key, number = found
     problem = None
     if family not in FAMILIES:
-        problem = f"of a family ({family}) that is not trained here; expected one of {', '.join(FAMILIES)}"
+        problem = f"of an unsupported family ({family}); expected one of {', '.join(FAMILIES)}"
     elif text.get("mlp_only_layers") or text.get("decoder_sparse_step", 1) != 1:
-        problem = "in some layers only (mlp_only_layers, decoder_sparse_step); expected it in each"
+        problem = "in only some layers (mlp_only_layers, decoder_sparse_step); expected experts in each layer"
     elif text.get("quantization_config") or config.get("quantization_config"):
-        problem = "in a quantized checkpoint (quantization_config); expected one in bfloat16"
+        problem = "in a quantized checkpoint (quantization_config); expected a bfloat16 checkpoint"
     if problem is not None:
         raise ConfigError(f"model {source}: a mixture of experts ({key}={number}) {problem}, or a dense model")
     return family
@@ -132,7 +132,8 @@ def build_model(config: Mapping[str, Any], source: str) -> tuple[Any, Any]:
     except Exception as error:  # The type depends on which value is wrong.
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
         raise ConfigError(
-            f"model config {source}: transformers builds no language model of model_type {kind!r} from it ({reason})"
+            f"model config {source}: transformers cannot build a language model of model_type {kind!r} from it "
+            f"({reason})"
         ) from None
 
 
@@ -162,8 +163,8 @@ def matching_names(names: Sequence[str], target: str, *, layers: int, experts: i
     if experts and (frozen := frozen_name(target, layers, experts)) is not None:
         adaptable = dict.fromkeys(re.sub(r"^.*?\.\d+\.", "", name) for name in names)
         raise ConfigError(
-            f"learner.lora_target={target!r} asks for experts or their router ({frozen}), which stay frozen; "
-            f"expected all-linear, which is {', '.join(adaptable)} here, or a regex that matches only such names"
+            f"learner.lora_target={target!r} matches experts or their router ({frozen}), which stay frozen; expected "
+            f"all-linear, which means {', '.join(adaptable)} for this model, or a regex that matches only such names"
         )
     found = [name for name in names if re.fullmatch(target, name)]
     if not found:
@@ -201,9 +202,9 @@ def check_rounding(learner: LearnerConfig, source: str, *, mixture: bool) -> Non
     """Refuse a mixture of experts in 8 bits. Raises: ConfigError."""
     if mixture and learner.base_precision != "model":
         raise ConfigError(
-            f"learner.base_precision={learner.base_precision}: the experts of model {source}, nearly all of its "
-            "weights, are not linear layers, and only those can be kept in 8 bits; set it to model "
-            "(learner.sharding=full spreads the experts over the workers)"
+            f"learner.base_precision={learner.base_precision}: only linear layers can be stored in 8 bits, but the "
+            f"experts of model {source}, nearly all of its weights, are not linear layers; set "
+            "learner.base_precision=model (learner.sharding=full shards the experts over the workers)"
         )
 
 

@@ -63,7 +63,7 @@ def _load(path: str) -> Any:
         return AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError) as error:
         said = " ".join(str(error).split())[:300]
-        where = "in this directory" if Path(path).is_dir() else "no such directory here, and from the model hub"
+        where = "in this directory" if Path(path).is_dir() else "no such directory, and from the model hub"
         raise EngineError(
             f"model {path}: {where} no tokenizer could be loaded ({said}); set model.path to a model directory, or to "
             "a hub name <owner>/<model>"
@@ -120,8 +120,8 @@ def _check_architecture(directory: Path, config: dict[str, Any]) -> None:
     known = _registry_text()
     if known and not any(f'"{architecture}"' in known for architecture in named):
         raise EngineError(
-            f"model {directory}: architecture {', '.join(named)} is not one that the installed vLLM supports; "
-            "choose a causal language model such as Qwen3ForCausalLM"
+            f"model {directory}: the installed vLLM does not support architecture {', '.join(named)}; choose a causal "
+            "language model such as Qwen3ForCausalLM"
         )
 
 
@@ -138,16 +138,16 @@ def _check_weights(directory: Path) -> None:
             return
     if not any(directory.glob("*.safetensors")) and not any(directory.glob("*.bin")):
         raise EngineError(
-            f"model {directory}: no weights; expected model.safetensors or shards with an index; "
-            "copy or download the model again"
+            f"model {directory}: no weights found; expected model.safetensors or shards with an index; copy or "
+            "download the model again"
         )
 
 
 def _check_tokenizer(directory: Path, *, needs_template: bool) -> None:
     if not any((directory / name).is_file() for name in TOKENIZER_FILES):
         raise EngineError(
-            f"model {directory}: no tokenizer; expected one of {', '.join(TOKENIZER_FILES)}; "
-            "save it there with tokenizer.save_pretrained"
+            f"model {directory}: no tokenizer found; expected one of {', '.join(TOKENIZER_FILES)}; save the tokenizer "
+            "there with tokenizer.save_pretrained"
         )
     files = ("chat_template.jinja", "chat_template.json")
     if not needs_template or any((directory / name).is_file() for name in files):
@@ -170,7 +170,7 @@ def _read_json(directory: Path, name: str, meaning: str) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise EngineError(f"model {directory}: {name} cannot be read ({error}); expected {meaning} as JSON") from error
     if not isinstance(content, dict):
-        raise EngineError(f"model {directory}: {name} holds no JSON object; expected {meaning}")
+        raise EngineError(f"model {directory}: {name} is not a JSON object; expected {meaning}")
     return content
 
 

@@ -76,7 +76,8 @@ class ToolCallReader:
             self._parser = ToolParserManager.get_tool_parser(self._name)
         except KeyError:
             raise ConfigError(
-                f"agent.tool_parser={self._name!r}: unknown; vLLM has {', '.join(ToolParserManager.list_registered())}"
+                f"agent.tool_parser={self._name!r}: unknown; expected one of "
+                f"{', '.join(ToolParserManager.list_registered())}"
             ) from None
         self._opening = _opening(written)
         self.opens_thinking = chat.opens_thinking
@@ -213,7 +214,8 @@ def _parser_for(written: str) -> str:
         if form.startswith(beginning):
             return parser
     raise ConfigError(
-        f"agent.tool_parser: the chat template writes calls as {written[:60]!r}; name vLLM's parser for it"
+        f"agent.tool_parser: the chat template writes calls as {written[:60]!r}; set agent.tool_parser to vLLM's "
+        "parser for this format"
     )
 
 

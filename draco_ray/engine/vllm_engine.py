@@ -216,8 +216,8 @@ class VllmEngine:
         if len(token_ids) >= self._max_model_len:
             raise EngineError(
                 f"engine {self._name}: prompt of {len(token_ids)} tokens leaves no room to generate; expected fewer "
-                f"than {self._max_model_len}; shorten it or raise agent.max_response_length "
-                "(of a judge's prompt: judge.self_judge.context_tokens)"
+                f"than {self._max_model_len}; shorten the prompt or raise agent.max_response_length (for a judge's "
+                "prompt judge.self_judge.context_tokens)"
             )
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
@@ -294,7 +294,9 @@ class VllmEngine:
         Raises: EngineError when vLLM refuses it (rank too high, modules the model does not have).
         """
         if not self._use_adapter:
-            raise EngineError(f"engine {self._name}: started without adapters; expected use_adapter=True to load one")
+            raise EngineError(
+                f"engine {self._name}: the engine was started without adapters; start it with use_adapter=True"
+            )
         from vllm.lora.request import LoRARequest
 
         began = time.perf_counter()
@@ -325,7 +327,7 @@ class VllmEngine:
         Raises: EngineError unless the engine was started with ``engine.colocate``.
         """
         if not self._config.colocate:
-            raise EngineError(f"engine {self._name}: cannot sleep; expected engine.colocate=true when it was started")
+            raise EngineError(f"engine {self._name}: cannot sleep, because it was started without engine.colocate=true")
         async with self._swap:
             llm = self._running()
             if self._asleep:
@@ -350,8 +352,8 @@ class VllmEngine:
             except Exception as error:
                 self._raise_if_dead(llm, error)
                 raise EngineError(
-                    f"engine {self._name}: cannot wake: {_first_line(error)}; the learner may have kept more of the "
-                    "GPU than engine.gpu_memory_utilization leaves it; lower that"
+                    f"engine {self._name}: cannot wake: {_first_line(error)}; the learner may use more GPU memory "
+                    "than engine.gpu_memory_utilization leaves; lower engine.gpu_memory_utilization"
                 ) from error
             self._asleep = False
             self._gate.open()
@@ -403,12 +405,12 @@ class VllmEngine:
                 version.users -= 1
                 self._retire(version)
         if output is None or output.outputs[0].finish_reason == "abort":
-            raise EngineError(f"engine {self._name}: stopped before the request was finished")
+            raise EngineError(f"engine {self._name}: the engine was stopped before the request was finished")
         return output
 
     def _awake(self) -> AsyncLLM:
         if self._asleep:
-            raise EngineError(f"engine {self._name}: asleep; expected wake() before an adapter is loaded")
+            raise EngineError(f"engine {self._name}: the engine is asleep; call wake() before loading an adapter")
         return self._running()
 
     def _check_vocabulary(self, token_ids: list[int]) -> None:
@@ -417,8 +419,8 @@ class VllmEngine:
         strange = next((token for token in token_ids if not 0 <= token < words), None)
         if strange is not None:
             raise EngineError(
-                f"engine {self._name}: token {strange} is not in the model's vocabulary of {words}; expected tokens of "
-                f"its own tokenizer; check that model directory {self._model.path} holds the right one"
+                f"engine {self._name}: token {strange} is not in the model's vocabulary of {words}; check that the "
+                f"tokenizer in model directory {self._model.path} belongs to the model"
             )
 
     def _retire(self, version: _Version) -> None:
@@ -429,13 +431,14 @@ class VllmEngine:
     def _raise_if_dead(self, llm: AsyncLLM, error: Exception) -> None:
         if llm.errored:
             raise EngineError(
-                f"engine {self._name}: its engine core process has ended unexpectedly, killed or out of memory; its "
-                "last words are in the log above; free memory or lower engine.kv_cache_gib and start again"
+                f"engine {self._name}: the engine core process has ended unexpectedly, perhaps killed for lack of "
+                "memory; see its last output in the log above; free memory or lower engine.kv_cache_gib, and start "
+                "again"
             ) from error
 
     def _running(self) -> AsyncLLM:
         if self._llm is None:
-            raise EngineError(f"engine {self._name}: not running; expected start() first and no stop() yet")
+            raise EngineError(f"engine {self._name}: the engine is not running; call start() first")
         return self._llm
 
     def _launch(self) -> None:
@@ -457,7 +460,7 @@ class VllmEngine:
                 told = f" with engine.vllm={self._config.vllm}" if self._config.vllm else ""
                 raise EngineError(
                     f"engine {self._name}: vLLM cannot load model {self._model.path}{told}: {_first_line(error)}; "
-                    "the engine core's own report is above"
+                    "see the engine core's error above"
                 ) from error
 
     def _construct(self, cpu: bool) -> AsyncLLM:
@@ -484,7 +487,7 @@ class VllmEngine:
         for name in self._config.vllm:
             if name not in known:
                 close = difflib.get_close_matches(name, known, n=3)
-                hint = f"did you mean {' or '.join(close)}?" if close else "vLLM's AsyncEngineArgs lists them"
+                hint = f"did you mean {' or '.join(close)}?" if close else "see vLLM's AsyncEngineArgs for all names"
                 raise EngineError(f"engine {self._name}: engine.vllm.{name}: vLLM has no such argument; {hint}")
 
     def _arguments(self, cpu: bool) -> dict[str, Any]:
@@ -541,7 +544,7 @@ class VllmEngine:
         if not cpu and self._config.gpus_per_engine == 0:
             raise EngineError(
                 f"engine {self._name}: the installed vLLM runs on GPU, but engine.gpus_per_engine is 0; "
-                "set it to the GPUs of one engine, or install the 'cpu' extra"
+                "set it to the number of GPUs per engine, or install the 'cpu' extra"
             )
 
 

@@ -148,7 +148,7 @@ class Environment(ABC):
         Raises: ConfigError: the task cannot be evaluated.
         """
         if not self.evaluates:
-            raise WorldError(f"environment {self.name}: it has no evaluator: task {task_id} cannot be evaluated")
+            raise WorldError(f"environment {self.name} has no evaluator, so task {task_id} cannot be evaluated")
         return None
 
     def digest(self, tasks: Sequence[str]) -> str:

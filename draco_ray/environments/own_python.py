@@ -22,11 +22,11 @@ def own_python(configured: str | None, *, of: str, key: str, variable: str, fold
     named = configured or os.environ.get(variable)
     if named:
         if not os.access(named, os.X_OK) or os.path.isdir(named):
-            raise WorldError(f"{of} Python {named!r} is not an executable file: fix {key}, or {variable}")
+            raise WorldError(f"{of} Python {named!r} is not an executable file; correct {key} or {variable}")
         # Do not resolve links: Python finds its virtual environment by the path of the `python` link.
         return os.path.abspath(named)
     for base in (Path.cwd(), PACKAGE.parent):
         candidate = base / folder / "bin" / "python"
         if candidate.exists():
             return str(candidate)
-    raise WorldError(f"{of} Python was not found: run `{made_by}`, or set {variable} to its interpreter")
+    raise WorldError(f"{of} Python was not found; run `{made_by}`, or set {variable} to its interpreter")

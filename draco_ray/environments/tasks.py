@@ -144,8 +144,8 @@ def _verdict(task_id: str, success: bool, printed: str) -> WorldVerdict:
             asked = None
         if not isinstance(asked, dict) or not asked or not all(isinstance(met, bool) for met in asked.values()):
             raise EnvironmentCrashed(
-                f"task {task_id}: the evaluator printed {printed.strip()[:100]!r}, expected nothing, or a JSON object "
-                "of names to true or false"
+                f"task {task_id}: the evaluator printed {printed.strip()[:100]!r}; expected no output, or a JSON "
+                "object with a boolean per name"
             )
     failures = tuple(name for name, met in asked.items() if not met)
     return WorldVerdict(

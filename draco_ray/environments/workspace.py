@@ -154,20 +154,20 @@ class WorkspaceEnvironment(TasksEnvironment):
             levels = Levels(self.config.isolation)
             for level in levels:
                 if level == "landlock":
-                    levels.refused(level, LevelUnavailable("it cannot bound a program's processes and network"))
+                    levels.refused(level, LevelUnavailable("it cannot limit a program's processes and network"))
                     continue
                 ran = await workspace.run("true", level)
                 if ran.exit_code == 0:
                     levels.reached(level)
                     self._level = level
-                    log.info("agents are isolated by: %s", level)
+                    log.info("isolation of agents: %s", level)
                     break
                 why = " ".join(ran.errors.split())[-300:]
                 if not not_offered(ran.exit_code, why):
-                    raise EnvironmentCrashed(f"environment {self.name}: nothing can be started in the jail: {why}")
+                    raise EnvironmentCrashed(f"environment {self.name}: no program can be started in the jail: {why}")
                 levels.refused(level, LevelUnavailable(why))
             else:
-                raise IsolationUnavailable(f"agents cannot be confined to a workspace: {levels}")
+                raise IsolationUnavailable(f"agents cannot be isolated: {levels}")
         return self._level
 
 
@@ -358,7 +358,7 @@ class Workspace(HandIn):
             return await super().evaluate()
         tests = self._environment.data.root / str(asked["files"]) if asked.get("files") else None
         if tests is not None and not tests.is_dir():
-            raise ConfigError(f"task {self.task.task_id}: expected.files: no folder {str(tests)!r}")
+            raise ConfigError(f"task {self.task.task_id}: expected.files: folder {str(tests)!r} does not exist")
         # Copy inside the jail, where links that the agent left cannot lead outside.
         shown = _TESTS if self.confined else str(tests)
         copied = f"cp -RT {shlex.quote(shown)} . && " if tests is not None else ""
@@ -370,10 +370,11 @@ class Workspace(HandIn):
     async def _harbor(self, tests: Path) -> WorldVerdict:
         """Run the tests of a Harbor task. Raises: ConfigError."""
         if not (tests / "test.sh").is_file():
-            raise ConfigError(f"task {self.task.task_id}: no file {tests}/test.sh")
+            raise ConfigError(f"task {self.task.task_id}: file {tests}/test.sh does not exist")
         if not self.confined:
             raise ConfigError(
-                "environment.isolation=rlimits: Harbor's tests need /tests and /logs of a jail or container"
+                "environment.isolation=rlimits: Harbor's tests need the folders /tests and /logs of a jail or "
+                "container; use another isolation"
             )
         ran = await self.run(_HARBOR, tests=tests)
         try:
@@ -382,7 +383,7 @@ class Workspace(HandIn):
             passed = float(rewards.get("reward", min(rewards.values()))) >= 1
             failures = () if passed else (f"the tests' reward is {ran.output.strip()[:200]}, expected 1",)
         except (ValueError, TypeError):
-            passed, failures = False, (f"the tests left no reward: they {_how(ran)}",)
+            passed, failures = False, (f"the tests wrote no reward: they {_how(ran)}",)
         return WorldVerdict(success=passed, passed_tests=int(passed), total_tests=1, failures=failures)
 
     async def keep(self, folder: Path) -> None:
@@ -414,7 +415,9 @@ class Workspace(HandIn):
         elif source.is_dir():
             shutil.copytree(source, folder, symlinks=True, dirs_exist_ok=True)
         else:
-            raise ConfigError(f"task {self.task.task_id}: repository: no git repository, tar file or folder {source}")
+            raise ConfigError(
+                f"task {self.task.task_id}: repository: {source} is not a git repository, tar file or folder"
+            )
         if not (folder / ".git").exists():
             _git(["init", "-q", "-b", "main"], folder)
             _git(["add", "-A", "--force"], folder)

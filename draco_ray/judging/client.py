@@ -225,9 +225,9 @@ class LiteLLMClient:
             raise JudgeUnavailable(f"{self._endpoint.who()}: {completion.error}")
         if not completion.usage_known and self._config.limits.dollars is not None:
             raise JudgeUnavailable(
-                f"{self._endpoint.who()}: its replies do not say their usage (prompt_tokens, completion_tokens), so "
-                f"what is left of judge.limits.dollars={self._config.limits.dollars:g} would be a guess; let the "
-                "endpoint report it, or set judge.limits.dollars=null"
+                f"{self._endpoint.who()}: replies do not report usage (prompt_tokens, completion_tokens), so "
+                f"judge.limits.dollars={self._config.limits.dollars:g} cannot be enforced; make the endpoint report "
+                "usage, or set judge.limits.dollars=null"
             )
 
     async def _ask(self, call: Call) -> Completion:
@@ -243,7 +243,8 @@ class LiteLLMClient:
                 if unconnected(call.error) and (call.check or not call.patient):
                     reason = self._endpoint.one_line(call.error)
                     raise JudgeUnavailable(
-                        f"{self._endpoint.who()}: unreachable after {call.requests} attempts: {reason}"
+                        f"{self._endpoint.who()}: not reachable after {call.requests} attempts: {reason}; check "
+                        "judge.api_base"
                     )
                 return self._failed(call, call.error)
             await self._wait(call)
@@ -384,7 +385,7 @@ class LiteLLMClient:
             if not self._warned:
                 self._warned = True
                 log.warning(
-                    "%s: a reply states no plausible usage (%s): such replies are booked at the most they may cost",
+                    "%s: a reply reports no plausible usage (%s); replies like it count with their maximum cost",
                     *(self._endpoint.who(), self._endpoint.one_line(str(getattr(response, "usage", None)))),
                 )
             return TokenUsage(input_tokens=most.input_tokens, output_tokens=most.output_tokens), most.dollars, True
@@ -467,7 +468,10 @@ def _replay(stored: Mapping[str, Any]) -> Completion | None:
     try:
         found = _COMPLETION.validate_python({name: stored[name] for name in _STORED})
     except (KeyError, ValidationError):
-        log.warning("a stored judge reply is damaged and is asked for again: it holds %s", str(sorted(stored))[:100])
+        log.warning(
+            "a stored judge reply is damaged, so the request is sent again; the reply contains %s",
+            str(sorted(stored))[:100],
+        )
         return None
     return replace(
         found,

@@ -195,8 +195,8 @@ class Endpoint:
             # A private server needs no key, but LiteLLM requires one and would take it from another variable.
             return "none"
         raise JudgeUnavailable(
-            f"{self._role} {self._config.model}: environment variable {name} holds no key; set it, or the endpoint "
-            f"({self._settings})"
+            f"{self._role} {self._config.model}: no API key found; set environment variable {name}, or set the "
+            f"endpoint ({self._settings})"
         )
 
     async def complete(self, request: Request, server: Server, max_tokens: int, timeout: float) -> Any:
@@ -262,14 +262,15 @@ class Endpoint:
         cooler = {name: value for name, value in sent.items() if name != "temperature"}
         if reason and cooler != sent and refused(**cooler) is None:
             log.warning(
-                "%s takes no temperature: judge.temperature=%g is not sent (null does the same without this line)",
+                "%s accepts no temperature: judge.temperature=%g is not sent; set judge.temperature=null to avoid "
+                "this warning",
                 *(self.who(), config.temperature),
             )
             return cooler
         if reason:
             raise JudgeUnavailable(
                 f"{self.who()}: judge.reasoning_effort={config.reasoning_effort} is refused: {self.one_line(reason)}; "
-                "set it to null or to one that the model knows"
+                "set it to null or to a value that the model supports"
             )
         return sent
 
@@ -277,7 +278,8 @@ class Endpoint:
         """The error for an endpoint that refuses our requests."""
         name = self._config.key_variable
         return JudgeUnavailable(
-            f"{self.who()}: refused: {self.one_line(error)}; check {self._settings} and the key in environment "
+            f"{self.who()}: the endpoint refused a request: {self.one_line(error)}; check {self._settings} and the "
+            "key in environment "
             f"variable {name}{'' if os.environ.get(name) else ', which is not set'}"
         )
 

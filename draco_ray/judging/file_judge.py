@@ -80,8 +80,8 @@ class FileJudge:
             return there, (self._directory / f"{there}{REPLY}").exists()
         if (self._directory / RECORDED).exists():
             raise StoreError(
-                f"judge {self._model}: no recorded reply to this {request.phase} prompt: the traces or the prompts "
-                f"have changed since; remove {self._directory / RECORDED} to write the prompt and wait for a reply"
+                f"judge {self._model}: no recorded reply to this {request.phase} prompt, because traces or prompts "
+                f"have changed; to write the prompt and wait for a reply, remove {self._directory / RECORDED}"
             )
         self._directory.mkdir(parents=True, exist_ok=True)
         with (self._directory / ".lock").open("w") as lock:
@@ -98,7 +98,7 @@ class FileJudge:
             draft.write_text(_shown(request), encoding="utf-8")
             os.replace(draft, self._directory / f"{name}{PROMPT}")
         if len(request.messages) > 1:
-            log.warning("a reply could not be used: the end of %s%s says why", name, PROMPT)
+            log.warning("a reply could not be used; for the reason see the end of %s%s", name, PROMPT)
         return name, False
 
     def _found(self, key: str) -> str | None:
@@ -127,13 +127,13 @@ class FileJudge:
         self._reminded = time.monotonic()
         self._announced |= self._waiting
         first = self._directory / min(self._waiting)
-        log.warning("%s: read %s%s, write %s%s", _count(len(self._waiting)), first, PROMPT, first, REPLY)
+        log.warning("%s: read %s%s, then write %s%s", _count(len(self._waiting)), first, PROMPT, first, REPLY)
         for stray in self._directory.glob(f"*{PROMPT}{REPLY}"):
-            log.warning("%s is not read; the reply's name ends in %s instead of %s", stray, REPLY, PROMPT)
+            log.warning("%s is ignored; name the reply with the ending %s instead of %s", stray, REPLY, PROMPT)
 
 
 def _count(prompts: int) -> str:
-    return "a prompt waits for its reply" if prompts == 1 else f"{prompts} prompts wait for their replies, the first"
+    return "1 prompt waits for a reply" if prompts == 1 else f"{prompts} prompts wait for replies; first"
 
 
 def _key(request: Request) -> str:

@@ -72,7 +72,7 @@ class Fitting:
     @property
     def reads(self) -> str:
         """How much the judge reads, for messages."""
-        return "less than all of it" if self.room is None else f"about {self.room:,} tokens"
+        return "fewer tokens" if self.room is None else f"about {self.room:,} tokens"
 
     async def too_long(self, question: Question[Any]) -> bool:
         """Whether a prompt exceeds the judge's known context; the rate is fixed, so that a resumed run agrees."""
@@ -133,8 +133,8 @@ class Fitting:
         if self._tokens(found.prompt) <= room:
             return found
         raise ReplyError(
-            f"its prompt takes about {tokens:,.0f} tokens, and the judge reads about {room:,}: too long even with "
-            f"every text cut to {LENGTHS[-1]} characters: take a judge with a longer context (judge.context_tokens)"
+            f"the prompt has about {tokens:,.0f} tokens, but the judge accepts about {room:,}; it is too long even "
+            f"with every text cut to {LENGTHS[-1]} characters. Use a judge with a longer context (judge.context_tokens)"
         )
 
     def _key(self, whole: str) -> str:
@@ -196,7 +196,7 @@ async def ask_without_refused(question: Question[ValueT], whole: Judged[ValueT],
     if search.answer is None:
         return replace(whole, calls=calls)
     without = ", ".join(str(each) for each in question.members if each not in search.shown)
-    note = f"{question.name} was asked without rollout {without}, for which the judge refused it: {whole.error}"
+    note = f"{question.name} was asked without rollout {without}, which the judge refused to read: {whole.error}"
     return replace(search.answer, calls=calls, notes=(note, *search.answer.notes))
 
 
@@ -310,11 +310,11 @@ class Judge:
         if judged.ok:
             await self._fitting.answered(fitted, judged, tries)
         elif tries:
-            judged = replace(judged, error=f"{judged.error} (asked {tries + 1} times, with less of it each time)")
+            judged = replace(judged, error=f"{judged.error} (asked {tries + 1} times with ever shorter prompts)")
         notes = judged.notes
         if fitted.left_out:
-            about = f"{fitted.left_out:,} of {len(fitted.whole):,} characters were left out of its prompt"
-            notes = (f"{about}: the judge reads {self._fitting.reads}", *notes)
+            about = f"{fitted.left_out:,} of {len(fitted.whole):,} characters were left out of the prompt"
+            notes = (f"{about}, because the judge accepts only {self._fitting.reads}", *notes)
         return replace(judged, calls=(*calls, *judged.calls), notes=notes, left_out=fitted.left_out)
 
     async def _votes(self, fitted: Fitted[ValueT], context: CallContext) -> Judged[ValueT]:
@@ -371,7 +371,7 @@ class Judge:
                 limit = f"judge.max_tokens={self._config.max_tokens:,}"
                 error = f"{error} ({limit})"
                 if not completion.text.strip():
-                    error = f"all of {limit} went to reasoning; raise it, or lower judge.reasoning_effort"
+                    error = f"reasoning used all of {limit}; raise judge.max_tokens, or lower judge.reasoning_effort"
             calls.append(_call(phase, context, archived_prompt, completion, error))
             if completion.finish_reason == "length" and not completion.text.strip():
                 break  # A retry would reason just as long.

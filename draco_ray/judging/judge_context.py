@@ -34,7 +34,7 @@ TURN_TOKENS = 32
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JudgeContext:
-    """The parts of the longest request to the judge, tokens."""
+    """Length of each part of the longest request to the judge, in tokens."""
 
     shows: str
     """Description of the request."""
@@ -78,9 +78,9 @@ def judge_context(config: DracoConfig) -> JudgeContext:
         judge.max_stage1_criteria + group * judge.max_stage2_criteria if dynamic else 2 * judge.max_union_criteria
     )
     return JudgeContext(
-        shows=f"the union prompt shows all {group} rollouts of a group"
+        shows=f"the union prompt contains all {group} rollouts of a group"
         if dynamic
-        else "a credit prompt shows a rollout",
+        else "a credit prompt contains one rollout",
         instructions=_tokens(len(template) + len(examples_of(judge))) + 2 * agent.max_prompt_length,
         rollouts=(group if dynamic else 2) * rollout,
         criteria=criteria * CRITERION_TOKENS,
@@ -136,9 +136,10 @@ def context_problem(config: DracoConfig, positions: int | None) -> str | None:
     if context_tokens(config) <= positions:
         return None
     if given is not None:
-        return f"judge.self_judge.context_tokens={given:,}, but {config.model.path} accepts {positions:,} tokens"
+        return f"judge.self_judge.context_tokens={given:,}, but {config.model.path} accepts only {positions:,} tokens"
     return (
-        f"self-judge: {needed.shows}, at full length {needed}, and {config.model.path} accepts {positions:,}: choose a "
+        f"self-judge: {needed.shows}; the longest request has {needed}, but {config.model.path} accepts "
+        f"{positions:,}; choose a "
         "model with a longer context, or lower "
         f"agent.max_response_length ({config.agent.max_response_length:,}), algorithm.group_size or judge.max_tokens; "
         "with judge.self_judge.context_tokens set, longer prompts are cut"

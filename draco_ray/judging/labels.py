@@ -68,9 +68,11 @@ class Label(BaseModel):
     @model_validator(mode="after")
     def _says_something(self) -> Label:
         if self.verdict is None and self.citation is None:
-            raise ValueError("it labels neither the verdict nor the citation")
+            raise ValueError("expected a label of the verdict or of the citation")
         if self.citation and self.steps is not None and set(self.steps) != set(self.cited):
-            raise ValueError(f"its citation is right, and yet its steps {self.steps} are not those cited {self.cited}")
+            raise ValueError(
+                f"the citation is marked right, but steps {self.steps} differ from the cited steps {self.cited}"
+            )
         return self
 
     @property
@@ -130,16 +132,19 @@ def read_labels(paths: Sequence[Path]) -> list[Label]:
                 problem = error.errors()[0]
                 field = ".".join(map(str, problem["loc"]))
                 what = f"{field}: {problem['msg']}" if field else problem["msg"]
-                raise ConfigError(f"{where}: no label: {what}; expected what draco report's page exports") from None
+                raise ConfigError(
+                    f"{where}: not a label: {what}; expected an export from the page of draco report"
+                ) from None
             first = judged.setdefault(label.judgment, (label.title, label.judge, where))
             if first[:2] != (label.title, label.judge):
                 raise ConfigError(
                     f"{where}: the judge's verdict on criterion {label.criterion}, {label.title[:80]!r}, is "
-                    f"{label.judge:+d}; in {first[2]} it is {first[1]:+d} on {first[0][:80]!r}: labels of two runs"
+                    f"{label.judge:+d}; in {first[2]} it is {first[1]:+d} on {first[0][:80]!r}; these labels are of "
+                    "different runs, expected labels of one"
                 )
             found.append(label)
     if not found:
-        raise ConfigError(f"{', '.join(map(str, paths))}: no label in there; export some from draco report's page")
+        raise ConfigError(f"{', '.join(map(str, paths))}: no label found; export labels from the page of draco report")
     return found
 
 
@@ -174,7 +179,10 @@ def examples_of(config: JudgeConfig) -> str:
         return ""
     chosen = corrected(load_labels([project_file(config.examples)]), config.max_examples)
     if not chosen:
-        raise ConfigError(f"judge.examples={config.examples}: no verdict in there was marked wrong; leave the key out")
+        raise ConfigError(
+            f"judge.examples={config.examples}: no verdict in the file was marked wrong, so there is no example; "
+            "leave the key out"
+        )
     return examples_text(chosen)
 
 
@@ -203,5 +211,5 @@ def _lines(path: Path) -> list[str]:
         # Not splitlines: JSON may contain other line separators than \n.
         return path.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
-        problem = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+        problem = error.strerror if isinstance(error, OSError) else "the file is not UTF-8"
         raise ConfigError(f"{path}: labels cannot be read: {problem}") from None

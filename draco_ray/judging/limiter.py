@@ -354,8 +354,8 @@ class Limiter:
         if self._leases and self.spent + dollars <= budget:
             return False
         raise BudgetSpent(
-            f"budget: ${self.spent:.4f} of judge.limits.dollars={budget:g} is spent and the next call may "
-            f"cost ${dollars:.4f}; raise judge.limits.dollars"
+            f"budget: ${self.spent:.4f} of judge.limits.dollars={budget:g} is spent, and the next call may cost up to "
+            f"${dollars:.4f}; raise judge.limits.dollars"
         )
 
     def _within_budget(self, dollars: float) -> bool:

@@ -119,8 +119,8 @@ class Outage:
         if self._since is None or not self.patient or now - self._since < self._max_seconds:
             return None
         return (
-            f"{self._who}: no answer for {span(now - self._since)} (judge.max_outage_seconds={self._max_seconds:g}), "
-            f"the last: {self._reason}"
+            f"{self._who}: no answer for {span(now - self._since)} (judge.max_outage_seconds={self._max_seconds:g}); "
+            f"last error: {self._reason}"
         )
 
     def pause(self, now: float) -> Pause | None:
@@ -185,10 +185,10 @@ class Outage:
         long = self._paused_until - max(now, self._logged_until) > LOGGED_SECONDS
         if long or (not self._announced and self._rounds > ROUNDS_TO_PROBE):
             self._announced, self._logged_until = True, self._paused_until
-            asked = f", which asks to wait {span(hint)}" if hint is not None and hint > pause else ""
+            asked = f"; it asks to wait {span(hint)}" if hint is not None and hint > pause else ""
             log.warning(
-                "%s does not answer (%s%s): judging is paused, nothing is dropped; next try in %s, the run stops in %s "
-                "(judge.max_outage_seconds=%g)",
+                "%s does not answer (%s%s): judging is paused, no rollout is dropped; next try in %s, the run stops "
+                "in %s (judge.max_outage_seconds=%g)",
                 *(self._who, reason, asked, span(pause), span(max(0.0, ends - now)), self._max_seconds),
             )
 
@@ -232,10 +232,10 @@ _UNPAID_CODES = {"insufficient_quota", "billing_hard_limit_reached", "billing_no
 _UNREADABLE = re.compile(r"Error converting to valid response block|Error in response object")
 """LiteLLM's words for an answer that is neither an error nor a completion, which it reports as a bad request."""
 _ADVICE = (
-    (re.compile(r"\btemperature\b", re.I), "judge.temperature=null leaves it out"),
-    (re.compile(r"max_(completion_)?tokens", re.I), "judge.max_tokens sets it"),
-    (re.compile(r"reasoning[_.]effort", re.I), "judge.reasoning_effort=null leaves it out"),
-    (re.compile(r"response_format|json_schema", re.I), "judge.structured_output=false leaves it out"),
+    (re.compile(r"\btemperature\b", re.I), "to leave it out set judge.temperature=null"),
+    (re.compile(r"max_(completion_)?tokens", re.I), "change it with judge.max_tokens"),
+    (re.compile(r"reasoning[_.]effort", re.I), "to leave it out set judge.reasoning_effort=null"),
+    (re.compile(r"response_format|json_schema", re.I), "to leave it out set judge.structured_output=false"),
 )
 """Pattern of a parameter's name in an error, and the key that sets it."""
 
@@ -311,7 +311,9 @@ def misread(error: BaseException) -> bool:
 def advice(error: BaseException) -> str:
     """The end of a message about a refused request: the keys of the parameters that the error names."""
     if misread(error):
-        return "; it answered, but in another format than the provider that judge.model names"
+        return (
+            "; the reply has another format than the provider in judge.model uses; check judge.model and judge.api_base"
+        )
     if _status(error) not in (400, 422):
         return ""
     return "".join(f"; {key}" for pattern, key in _ADVICE if pattern.search(str(error)))

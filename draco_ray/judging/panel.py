@@ -77,7 +77,7 @@ class Panel(Judge):
         notes = [note for ballot in ballots for note in ballot.notes]
         left_out = max(ballot.left_out for ballot in ballots)
         # A judge whose call failed has no vote; a note says so.
-        notes += [f"no vote: {ballot.error}" for ballot in ballots if ballot.error is not None]
+        notes += [f"one judge gave no verdicts: {ballot.error}" for ballot in ballots if ballot.error is not None]
         valid = [ballot.value for ballot in ballots if ballot.value is not None]
         if not valid:
             return Judged(value=None, calls=calls, error=ballots[0].error, notes=tuple(notes), left_out=left_out)
@@ -89,7 +89,7 @@ class Panel(Judge):
         decided = await self._strong.ask(asked, context)
         calls += decided.calls
         if decided.value is None:
-            notes.append(f"the vote stands, the strong judge did not answer: {decided.error}")
+            notes.append(f"the strong judge did not answer, so the majority's verdicts count: {decided.error}")
         else:
             for index, score in zip(split, decided.value, strict=True):
                 scores[index] = score

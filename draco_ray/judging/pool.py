@@ -258,8 +258,8 @@ class JudgePool:
                 place = await self._workers.acquire()
         except TimeoutError:
             raise ClusterError(
-                f"no judge worker came up within judge.start_timeout_seconds={seconds:g}: each needs one of the custom "
-                "resource 'judge', see `ray status` for what the cluster and its autoscaler offer"
+                f"no judge worker started within judge.start_timeout_seconds={seconds:g}; each needs one unit of the "
+                "custom resource 'judge', check the cluster's resources with `ray status`"
             ) from None
         try:
             await place.worker.check.remote()
@@ -285,8 +285,8 @@ class JudgePool:
         if found is not None:
             (judged, archived), summary = found
             return Judgement(judged=judged, archived=archived, summary=summary)
-        error = f"{phase.name} of {label}: {MAX_ATTEMPTS} judge workers hung or were lost during it, one after another"
-        log.error("%s; it has no value", error)
+        error = f"{phase.name} of {label}: {MAX_ATTEMPTS} judge workers in a row hung or were lost during this call"
+        log.error("%s; the call has no result", error)
         failed: Judged[Any] = Judged(value=None, error=error)
         nothing = ray.put(failed)
         summary = phase_summary(phase.name, context, failed, started)

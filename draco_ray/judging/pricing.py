@@ -90,14 +90,14 @@ def check_budget(judge: JudgeConfig, model: str) -> None:
     dollars = judge.limits.dollars
     if dollars is not None and (said := [name for name in OTHERS_SAY if name in judge.extra_body]):
         raise ConfigError(
-            f"judge.limits.dollars={dollars:g}: judge.extra_body's {', '.join(said)} would change what a call may "
-            "cost; judge.model and judge.max_tokens say that, judge.score_votes how often it is asked"
+            f"judge.limits.dollars={dollars:g}: judge.extra_body's {', '.join(said)} would change the cost of a call; "
+            "use judge.model, judge.max_tokens and judge.score_votes instead"
         )
     if dollars is not None and known_price(judge, model) is None:
         name = model.rpartition("/")[2]
         raise ConfigError(
-            f"judge.limits.dollars={dollars:g}: no price of {model} is known; give it, in dollars per million tokens, "
-            f"as judge.prices={{{name}: {{input: 2.5, output: 15.0}}}}"
+            f"judge.limits.dollars={dollars:g}: the price of {model} is unknown; set it, in dollars per million "
+            f"tokens, as judge.prices={{{name}: {{input: 2.5, output: 15.0}}}}"
         )
 
 

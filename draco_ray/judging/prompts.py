@@ -108,7 +108,7 @@ def evidence_key(folder: Path | None) -> bytes:
             raise StoreError(f"the judge's evidence key in {path} is damaged; {RESTORE}")
         return key
     except OSError as error:
-        raise StoreError(f"the judge's evidence key cannot be kept in {path}: {error.strerror}") from None
+        raise StoreError(f"the judge's evidence key cannot be stored in {path}: {error.strerror}") from None
 
 
 def load_prompts(folder: Path, key: bytes = b"", facts: str | None = None, examples: str = "") -> Prompts:
@@ -136,11 +136,15 @@ def load_prompts(folder: Path, key: bytes = b"", facts: str | None = None, examp
         mentioned = set(_PLACEHOLDER.findall(text))
         if unknown := sorted(mentioned - phase.placeholders - {FACTS}):
             known = ", ".join(sorted({*phase.placeholders, FACTS}))
-            raise ConfigError(f"prompt {path}: unknown placeholder {{{{ {unknown[0]} }}}}; {phase.name} knows {known}")
+            raise ConfigError(
+                f"prompt {path}: unknown placeholder {{{{ {unknown[0]} }}}}; expected one of {known} in {phase.name}"
+            )
         for names in phase.required:
             if not names & mentioned:
                 wanted = " or ".join(f"{{{{ {name} }}}}" for name in sorted(names))
-                raise ConfigError(f"prompt {path}: {wanted} is missing; without it the judge sees nothing to judge")
+                raise ConfigError(
+                    f"prompt {path}: placeholder {wanted} is missing; without it the judge does not see what to judge"
+                )
         templates[phase.name] = text
     return Prompts(folder=folder, templates=templates, key=key, facts=facts or "", examples=examples)
 
@@ -189,7 +193,7 @@ def load_static_rubric(path: Path) -> tuple[Criterion, ...]:
             field = next(iter(problem["loc"]), "entry")
             raise ConfigError(f"static rubric {path}: criterion {number}: {field}: {problem['msg']}") from None
         if any(criterion.title.casefold() == other.title.casefold() for other in criteria):
-            raise ConfigError(f"static rubric {path}: criterion {number}: the title {criterion.title!r} comes twice")
+            raise ConfigError(f"static rubric {path}: criterion {number}: the title {criterion.title!r} is given twice")
         criteria.append(
             Criterion(
                 title=criterion.title,

@@ -61,9 +61,8 @@ def check_own_disk(folder: Path, mounts: str | None = None) -> None:
     if kind in OWN_FUSE or kind.partition(".")[0] not in SHARED_FILE_SYSTEMS:
         return
     raise StoreError(
-        f"judge replies would be kept in {folder.resolve()}, on {mounted}, whose file system ({kind}) machines share: "
-        "SQLite, which keeps them, may lose there what was paid for: name a folder on a disk of this machine "
-        "(--out, or judge.cache of a training run)"
+        f"judge replies cannot be stored in {folder.resolve()}: {mounted} is a shared file system ({kind}), where "
+        "SQLite may lose paid replies; choose a folder on a local disk (--out, or judge.cache of a training run)"
     )
 
 
@@ -98,8 +97,8 @@ PUT = "INSERT OR REPLACE INTO replies VALUES (?, ?)"
 SETTLE = "INSERT INTO requests VALUES (?, ?, ?) ON CONFLICT (number) DO UPDATE SET dollars = excluded.dollars"
 
 RESTORE = (
-    "restore it from a copy, or name another folder (judge.cache of a training run, --out): what was answered is then "
-    "paid for again"
+    "restore the file from a copy, or choose another folder (--out, or judge.cache of a training run), which means "
+    "paying for these replies again"
 )
 
 SCHEMA = (
@@ -185,7 +184,9 @@ class ReplyCache:
         except (ValueError, RecursionError):
             answer = None
         if not isinstance(answer, dict):
-            log.warning("judge reply %s in %s is not readable and is asked for again", key[:12], self._folder / FILE)
+            log.warning(
+                "judge reply %s in %s cannot be read, so the request is sent again", key[:12], self._folder / FILE
+            )
             return None
         return answer
 
@@ -294,12 +295,12 @@ class ReplyCache:
         except (OSError, sqlite3.OperationalError) as error:
             if getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_BUSY:
                 raise StoreError(
-                    f"judge replies cannot be kept in {self._folder}: another process has been writing there for "
-                    f"{BUSY_SECONDS:g} s; end it and continue the run"
+                    f"judge replies cannot be stored in {self._folder}: another process has locked the file for "
+                    f"{BUSY_SECONDS:g} s; end that process and continue the run"
                 ) from None
             raise StoreError(
-                f"judge replies cannot be kept in {self._folder}: {error}; make room there (or set judge.cache) "
-                "and continue the run"
+                f"judge replies cannot be stored in {self._folder}: {error}; free disk space (or set judge.cache) and "
+                "continue the run"
             ) from None
         except sqlite3.Error as error:
             raise StoreError(f"judge replies in {self._folder / FILE} cannot be read: {error}; {RESTORE}") from None
@@ -362,7 +363,7 @@ def check_store(folder: Path) -> bool:
             pages, size = (connection.execute(f"PRAGMA page_{each}").fetchone()[0] for each in ("count", "size"))
             # SQLite does not notice a truncated last page.
             if file.stat().st_size < pages * size:
-                found = f"its last page is cut at byte {file.stat().st_size}"
+                found = f"the last page is truncated at byte {file.stat().st_size}"
     except sqlite3.Error as error:
         found = str(error)
     if found != "ok":
@@ -377,7 +378,7 @@ def _is_there(file: Path) -> bool:
         # SQLite treats a file of one byte as empty.
         problem = "the file is empty" if file.is_file() and file.stat().st_size <= 1 else None
     else:
-        problem = next((f"{each.name} is there without it" for each in journals if each.exists()), None)
+        problem = next((f"{each.name} exists but {FILE} does not" for each in journals if each.exists()), None)
     if problem is not None:
         raise StoreError(f"judge replies in {file} are damaged: {problem}; {RESTORE}")
     return file.exists()
@@ -409,7 +410,7 @@ def read_book(folder: Path, run: str = "") -> Book:
         if not isinstance(number, str) or not all(map(_is_amount, amounts)) or amounts[0] is None:
             raise StoreError(
                 f"the log of judge requests {file} cannot be read: request {str(number)[:80]!a} has the costs "
-                f"{str(amounts)[:80]}; expected a number, its maximum cost in dollars, and its cost in dollars or null"
+                f"{str(amounts)[:80]}; expected its maximum cost and its cost, in dollars"
             )
     mine = [row for row in found if row[0].startswith(run)]
     return Book(

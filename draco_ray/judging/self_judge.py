@@ -60,8 +60,8 @@ class SelfJudgeClient:
         room, wanted = len(sample.token_ids), self._config.max_tokens
         if sample.finish_reason == "length" and room < wanted:
             cut = (
-                f"a prompt of {len(prompt):,} tokens is too long: it left {room:,} of judge.max_tokens={wanted:,} for "
-                "the reply: raise judge.self_judge.context_tokens"
+                f"a prompt of {len(prompt):,} tokens is too long: it leaves {room:,} tokens for the reply, expected "
+                f"judge.max_tokens={wanted:,}; raise judge.self_judge.context_tokens"
             )
             return self._completion("", "error", len(prompt), room, started_at, clock, cut)
         text = self._chat.text(sample.token_ids)

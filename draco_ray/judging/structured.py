@@ -104,6 +104,6 @@ class StructuredOutput:
                 reason = " ".join(str(error).split())[:200]
         response = await litellm.acompletion(**arguments)
         if reason:
-            log.warning("%s refuses a JSON schema: %s; replies are read as they come", self._model, reason)
+            log.warning("%s refuses a JSON schema: %s; replies are parsed without one", self._model, reason)
             self.constrained = False
         return response

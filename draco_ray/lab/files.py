@@ -17,7 +17,7 @@ def check_file(path: Path) -> None:
         ConfigError: ``path`` is a folder, or its own folder cannot be made or written.
     """
     if path.is_dir():
-        raise ConfigError(f"--out {path}: is a folder; expected a file in it, e.g. {path / 'NAME'}")
+        raise ConfigError(f"--out {path}: this is a folder; expected a file, e.g. {path / 'NAME'}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -35,7 +35,7 @@ def check_folder(path: Path) -> Path:
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(f"--out {path}: is no folder and cannot be made one: {error.strerror}") from None
+        raise ConfigError(f"--out {path}: cannot be created as a folder: {error.strerror}") from None
     if not os.access(path, os.W_OK):
         raise ConfigError(f"--out {path}: cannot be written: no permission")
     return path

@@ -102,16 +102,19 @@ def verify(directory: Path, *, model: Path | None, trust: bool, console: Console
     if model is not None:
         config = config.updated(model={"path": str(model.resolve())})
     if not (run.path / FILE).exists() or not (manifest := read_manifest(run))["metrics"]:
-        raise ConfigError(f"{run.path}: no step in {FILE}: none was finished, or an earlier draco-ray wrote this run")
+        raise ConfigError(
+            f"{run.path}: no step in {FILE}; either no step was finished, or an earlier version of draco-ray wrote "
+            "this run"
+        )
     steps = sorted(int(step) for step in manifest["metrics"])
     check_digests(run, manifest, dropped=config.train.keep_last is not None)
-    console.print(f"{len(manifest['files'])} files of {len(steps)} steps have the manifest's digests")
+    console.print(f"{len(manifest['files'])} files of {len(steps)} steps match the digests of the manifest")
     _check_unchanged(run, config)
     here = this_machine()
     if others := [
         f"{name} {old} (here {here.get(name)})" for name, old in manifest["machine"].items() if old != here.get(name)
     ]:
-        console.print(f"made elsewhere, so that last digits may differ: {', '.join(others)}")
+        console.print(f"this run was made on another machine, so last digits may differ: {', '.join(others)}")
     asyncio.run(_recompute(run, config, steps, console))
     console.print(f"{run.path.name}: {len(steps)} steps verified in {time.monotonic() - began:.0f}s")
 
@@ -134,18 +137,18 @@ def check_digests(run: RunDirectory, manifest: Mapping[str, Any], *, dropped: bo
         try:
             check_regular(path)
             if file_digest(path)[0] != digest:
-                raise OSError("its SHA-256 is not the one in manifest.json")
+                raise OSError("its SHA-256 differs from the one in manifest.json")
         except OSError as error:
             raise DamagedRun(f"{path}: {error}") from None
     for number in range(1, 1 + max(map(int, manifest["metrics"]), default=0)):
         names = [f"tables/{table}/step{number:05d}.parquet" for table in STEP_TABLES]
         unlisted = [name for name in names if name not in manifest["files"] and (run.path / name).exists()]
         if unlisted or str(number) not in manifest["metrics"]:
-            raise DamagedRun(f"{run.path / FILE}: {(*unlisted, f'step {number}')[0]} is not in it")
+            raise DamagedRun(f"{run.path / FILE}: {(*unlisted, f'step {number}')[0]} is missing in the manifest")
     lines = {str(line["step"]): line_digest(line) for line in run.metrics()}
     for step, digest in manifest["metrics"].items():
         if lines.get(step) != digest:
-            what = "is missing" if step not in lines else "is not what manifest.json says"
+            what = "is missing" if step not in lines else "differs from manifest.json"
             raise DamagedRun(f"{run.metrics_file}: the line of step {step} {what}")
 
 
@@ -155,7 +158,8 @@ def _check_unchanged(run: RunDirectory, config: DracoConfig) -> None:
         changes = config_changes(load_config(str(path), trust=True), config)
         if changes := [each for each in changes if not each.startswith(UNRELATED_KEYS)]:
             raise ConfigError(
-                f"{run.path}: its configuration changed between steps ({path.name}): {'; '.join(changes)}"
+                f"{run.path}: cannot be verified, because the configuration changed between steps ({path.name}): "
+                f"{'; '.join(changes)}"
             )
 
 
@@ -165,7 +169,7 @@ async def _recompute(run: RunDirectory, config: DracoConfig, steps: Sequence[int
     adapts = config.engine.deterministic and config.learner.use == LearnerConfig().use
     learner = _Relearner(run, config) if adapts else None
     if learner is None:
-        console.print("adapters are not recomputed: engine.deterministic is false, or the learner is your own")
+        console.print("adapters are not recomputed, because engine.deterministic is false or the learner is your own")
     for step in steps:
         groups, samples = await _Step(run, config, step, judge).recompute(order.tasks(step), metrics[step])
         said = f"step {step}: {len(groups)} groups, {sum(len(group.rollouts) for group in groups)} rollouts as recorded"
@@ -206,7 +210,7 @@ class _Step:
             DamagedRun: a result differs from the record; names the first difference.
         """
         if strange := sorted(self._recorded["groups"].keys() ^ set(tasks)):
-            raise self._differs(f"task {strange[0]}: tasks.json and the seed give other tasks")
+            raise self._differs(f"task {strange[0]}: tasks.json and the seed lead to other tasks")
         found = [await self._group(index, task_id) for index, task_id in enumerate(tasks)]
         groups = [group for group, _ in found]
         made = step_metrics(self._step, groups, self._config.algorithm.group_size)
@@ -414,7 +418,7 @@ class RecordedJudge:
         """
         cache = config.judge.cache or run.judge_cache
         if not (key := (config.judge.files or cache) / KEY_FILE).is_file():
-            raise DamagedRun(f"{key}: missing; the judge's prompts cannot be rebuilt without it")
+            raise DamagedRun(f"{key}: missing, so the judge's prompts cannot be rebuilt; restore this file")
         self._prompts = prompts_of(config.judge.model_copy(update={"cache": cache}))
         judge = config.judge
         if judge.rule_judge.start:
@@ -481,7 +485,7 @@ def _unlike(phase: str, prompt: str, recorded: Sequence[str]) -> str:
 
     nearest = max(recorded, key=lambda other: _common(prompt, other))
     return (
-        f"the prompt of {phase} is not the recorded one from character {_common(prompt, nearest)} on: "
+        f"the prompt of {phase} differs from the recorded prompt at character {_common(prompt, nearest)}: "
         f"{_short(nearest, prompt)!r} is recorded, {_short(prompt, nearest)!r} follows from rollouts, rubric and the "
         "installed prompts"
     )
@@ -526,7 +530,8 @@ class _Relearner:
                 raise DamagedRun(
                     f"{self._run.path}: step {step}, task {sample.task_id}, rollout {sample.rollout}, branch "
                     f"{sample.branch}: sampled token {at} (id {sample.token_ids_T[at]}) has log-prob {recorded:.4f}, "
-                    f"recomputed {recomputed:.4f}: the token, one before it, or the log-prob is not what was sampled"
+                    f"recomputed {recomputed:.4f}; the recorded token, an earlier token or the log-prob differs from "
+                    "what was sampled"
                 )
             largest = max(largest, float(np.abs(ratio_V).max(initial=0.0)))
         return largest
@@ -550,7 +555,7 @@ class _Relearner:
             if not _equal(learned[name], metrics.get(name), exact=True):
                 raise DamagedRun(
                     f"{self._run.path}: step {step}: {name} of the update is {metrics.get(name)}, recomputed "
-                    f"{learned[name]}: a gradient was made from other tokens, log-probs or advantages"
+                    f"{learned[name]}; a gradient was computed from other tokens, log-probs or advantages"
                 )
         return self._compare(step) if self._run.checkpoint(step).exists() else "gradients as recorded, no checkpoint"
 
@@ -598,9 +603,9 @@ def _tensor_difference(recorded: Path, recomputed: Path) -> str:
     try:
         old, new = load_file(recorded), load_file(recomputed)
     except (SafetensorError, OSError) as error:
-        return f"not the recomputed one, and it cannot be read: {error}"
+        return f"differs from the recomputed file and cannot be read: {error}"
     if old.keys() != new.keys():
-        return f"tensor {min(old.keys() ^ new.keys())} is in one of recorded and recomputed only"
+        return f"tensor {min(old.keys() ^ new.keys())} is in only one of the recorded and the recomputed file"
     for name in sorted(old):
         if old[name].shape != new[name].shape or old[name].dtype != new[name].dtype:
             return f"tensor {name} is {old[name].dtype}{old[name].shape}, recomputed {new[name].dtype}{new[name].shape}"
@@ -612,4 +617,4 @@ def _tensor_difference(recorded: Path, recomputed: Path) -> str:
                 f"tensor {name}{list(where)} is {old[name].reshape(-1)[at]}, recomputed {new[name].reshape(-1)[at]} "
                 f"({int(different.sum())} of {different.size} values differ)"
             )
-    return "its tensors are the recomputed ones, its header is not"
+    return "the tensors match the recomputed file, but the header differs"

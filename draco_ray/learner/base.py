@@ -253,9 +253,9 @@ def find_learner(name: str) -> LearnerFactory:
     wanted = [method for method in dir(Learner) if not method.startswith("_")]
     missing = [method for method in wanted if not hasattr(factory, method)] if isinstance(factory, type) else []
     if missing or not callable(factory):
-        lacks = f": it lacks {', '.join(missing)}" if missing else ""
+        lacks = f": methods missing: {', '.join(missing)}" if missing else ""
         raise ConfigError(
-            f"learner.use={name!r} is no learner{lacks}; expected a class with the methods of "
+            f"learner.use={name!r} is not a learner{lacks}; expected a class with the methods of "
             "draco_ray.learner.base.Learner, or a function that makes one"
         )
     return factory

@@ -56,7 +56,8 @@ class Snapshot:
         write_counters(folder, directory.name, self.updates)
         if (damage := checkpoint_damage(folder)) is not None:
             raise LearnerError(
-                f"checkpoint {directory.name} is not kept: {damage}; continue the run from the one before"
+                f"checkpoint {directory.name} is damaged and was not kept: {damage}; continue the run from the "
+                "previous checkpoint"
             )
         for path in (*folder.iterdir(), folder):
             _sync(path)
@@ -73,7 +74,8 @@ class Snapshot:
         """Read a checkpoint. Raises: LearnerError, one line that names the damaged file."""
         if (damage := checkpoint_damage(directory)) is not None:
             raise LearnerError(
-                f"checkpoint {directory} is damaged: {damage}; continue the run: it begins from a sound one"
+                f"checkpoint {directory} is damaged: {damage}; resume the run, which starts from an undamaged "
+                "checkpoint"
             )
         return cls(
             adapter=load_file(directory / ADAPTER),

@@ -91,8 +91,9 @@ class CommandLog:
         self._failures += 1
         if self._failures > self._max_failures:
             await self.fail(
-                f"learner failed: {self._last_failure}; {self._failures} times since the last checkpoint, "
-                f"learner.max_failures={self._max_failures}; see its log in the Ray dashboard"
+                f"the learner failed {self._failures} times since the last checkpoint "
+                f"(learner.max_failures={self._max_failures}), last: {self._last_failure}; see its log in the Ray "
+                "dashboard"
             )
         return self._start if self._failure is None else None
 

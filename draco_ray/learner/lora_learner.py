@@ -269,7 +269,8 @@ class LoraLearner:
         """
         if self._sums["samples"]:
             raise LearnerError(
-                f"checkpoint: {self._sums['samples']:.0f} samples are accumulated, not stepped; step first"
+                f"checkpoint: the gradients of {self._sums['samples']:.0f} samples are accumulated but not applied; "
+                "run the optimizer step first"
             )
         return Snapshot(
             adapter=self.policy.saved_arrays(),
@@ -357,7 +358,7 @@ class LoraLearner:
         self, samples: Sequence[TrainingSample], indices: Sequence[int], old_logprobs: Sequence[FloatArray] | None
     ) -> LossInputs:
         if old_logprobs is not None and len(old_logprobs) != len(samples):
-            raise ValueError(f"{len(samples)} samples with old log-probs for {len(old_logprobs)}")
+            raise ValueError(f"old log-probs are given for {len(old_logprobs)} of {len(samples)} samples; expected all")
         masks = [samples[index].loss_mask_T for index in indices]
         tokens_S = [int(mask.sum()) for mask in masks]
 
@@ -369,7 +370,7 @@ class LoraLearner:
         if old_logprobs is not None:
             old_V = torch.from_numpy(np.concatenate([old_logprobs[index] for index in indices])).to(self._device)
             if len(old_V) != sum(tokens_S):
-                raise ValueError("old log-probs are not one per valid token of their sample")
+                raise ValueError("expected one old log-prob per valid token of a sample")
         return LossInputs(
             micro_batch=concatenate([_sequence(samples[index]) for index in indices]),
             tokens_S=tokens_S,
@@ -406,5 +407,8 @@ def trained_length(sample: TrainingSample) -> int:
     if not len(valid):
         return 0
     if valid[0] == 0:
-        raise ValueError(f"sample {sample.group}/{sample.rollout}: its first token is valid, nothing predicts it")
+        raise ValueError(
+            f"sample {sample.group}/{sample.rollout}: the first token is marked valid, but no token before it "
+            "predicts it"
+        )
     return int(valid[-1]) + 1

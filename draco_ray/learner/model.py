@@ -120,8 +120,8 @@ def use_kernels(decoder: torch.nn.Module, device: torch.device) -> None:
             _put_kernels(module)
     elif modules and device.type in KERNEL_DEVICES:
         log.warning(
-            "flash-linear-attention is not installed: gated delta nets are computed by transformers' own code, many "
-            "times as slow and with twice the memory that `draco plan` counts for a layer; install the 'gpu' extra"
+            "flash-linear-attention is not installed: transformers' own code computes gated delta nets, which is many "
+            "times slower and needs twice the memory per layer that `draco plan` assumes; install the 'gpu' extra"
         )
 
 
@@ -349,8 +349,8 @@ class AdaptedModel:
         """Whether a micro-batch may hold several sequences."""
         if context is not None and not self.packs:
             raise ConfigError(
-                f"learner.context_parallel={context.size}: model {model.path} has other layers than plain causal "
-                "attention and gated delta nets, which workers cannot share; set it to 1"
+                f"learner.context_parallel={context.size}: model {model.path} has layers that workers cannot share "
+                "(neither causal attention nor gated delta nets); set learner.context_parallel=1"
             )
         self.progress = 0
         """Number of layers that have started, recomputed ones included; the hang watchdog reads it."""
@@ -414,7 +414,8 @@ class AdaptedModel:
             wrong = sorted(name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name))
             raise LearnerError(
                 f"adapter {source}: {len(wrong)} tensors do not fit this model, first {wrong[0]}: "
-                f"shape {found.get(wrong[0])}, expected {expected.get(wrong[0])}; is it of this base model and rank?"
+                f"shape {found.get(wrong[0])}, expected {expected.get(wrong[0])}; check that the adapter belongs to "
+                "this base model and rank"
             )
         set_peft_model_state_dict(self.peft, tensors)
 
@@ -491,8 +492,8 @@ class AdaptedModel:
         """Refuse architectures that scale or cap the logits after the head. Raises: ConfigError."""
         if not isinstance(self._head, torch.nn.Linear) or self._head.weight.requires_grad:
             raise ConfigError(
-                f"model {path}: its LM head is {type(self._head).__name__}, expected a frozen linear layer; "
-                "keep the head out of learner.lora_target"
+                f"model {path}: the LM head is {type(self._head).__name__}, expected a frozen linear layer; exclude "
+                "the head from learner.lora_target"
             )
         token_ids = torch.arange(4, device=self.device)[None]
         with torch.no_grad():
@@ -500,7 +501,8 @@ class AdaptedModel:
             ours = self._head(self._decoder(input_ids=token_ids, use_cache=False).last_hidden_state).float()
         if (logits - ours).abs().max() > HEAD_TOLERANCE * logits.abs().max():
             raise ConfigError(
-                f"model {path}: its logits are not its head applied to the decoder's output; not supported"
+                f"model {path}: its logits are not the LM head applied to the decoder's output, which is not "
+                "supported; choose another model"
             )
 
 

@@ -53,7 +53,7 @@ class RayLoraLearner:
             ConfigError: ``learner.options`` are set.
         """
         if config.options:
-            raise ConfigError(f"learner.options: ray_lora takes none, found {', '.join(config.options)}")
+            raise ConfigError(f"learner.options: ray_lora has no options, found {', '.join(config.options)}")
         self._config = config
         # Ray Train's workers have another working directory.
         path = Path(model.path)
@@ -140,8 +140,7 @@ class RayLoraLearner:
             return await self._log.submit.remote(command)
         except ray.exceptions.ActorDiedError:
             raise LearnerError(
-                "learner: the actor with its command log was lost; look for lack of memory on the driver's node and "
-                "continue the run"
+                "the learner's actor was lost; check for lack of memory on the driver's node, then resume the run"
             ) from None
 
     async def _watch_fit(self) -> None:
@@ -151,8 +150,7 @@ class RayLoraLearner:
             await self._fit
         except Exception as error:
             reason = str(error).strip().splitlines()
-            message = (
-                f"learner failed: {reason[-1] if reason else type(error).__name__}; see its log in the Ray dashboard"
-            )
+            said = reason[-1] if reason else type(error).__name__
+            message = f"the learner failed: {said}; see its log in the Ray dashboard"
         with contextlib.suppress(ray.exceptions.RayActorError):
             await self._log.fail.remote(message)

@@ -210,7 +210,7 @@ def _end_hung(log: Any, seconds: float) -> None:
     import ray
 
     with suppress(ray.exceptions.RayError):
-        reason = f"a worker ran no layer for learner.hang_seconds={seconds:g}: its kernel hangs"
+        reason = f"a worker completed no layer for learner.hang_seconds={seconds:g}, so a kernel probably hangs"
         # ray.wait, because ray.get may wait for the thread that hangs.
         ray.wait([log.report_failure.remote(reason)], timeout=TELL_SECONDS)
     os.kill(os.getpid(), signal.SIGKILL)

@@ -133,7 +133,10 @@ class LearnerWorker:
                 return self._publish(self._learner.adapter(version)) if self._rank == 0 else None
             case SaveCheckpoint(directory=directory):
                 if self._remembered_by or self._on_policy or self._with_old:
-                    raise ValueError(f"checkpoint {directory} in the middle of a training step; finish its minibatches")
+                    raise ValueError(
+                        f"checkpoint {directory} was requested in the middle of a training step; finish the step's "
+                        "minibatches first"
+                    )
                 self._updated = False
                 return self._learner.snapshot() if self._rank == 0 else None
             case TokenLogprobs(token_ids=token_ids, adapter=adapter):
@@ -153,8 +156,8 @@ class LearnerWorker:
         fresh = [sample for sample in samples if _key(sample) not in self._remembered_by]
         if fresh and self._updated:
             raise ValueError(
-                f"{len(fresh)} samples, first {_key(fresh[0])}, follow an update but their old log-probs were not "
-                "computed before it; their importance ratio is unknown"
+                f"{len(fresh)} samples, first {_key(fresh[0])}, come after an update without old log-probs from "
+                "before it, so their importance ratio is unknown"
             )
         if remembered:
             self._run_remember(everything=True)

@@ -45,10 +45,14 @@ class Metric:
 ROLLOUTS_WAITING = Metric("draco_rollouts_waiting", Kind.GAUGE, "Rollouts that wait for an environment slot.")
 ROLLOUTS_IN_FLIGHT = Metric("draco_rollouts_in_flight", Kind.GAUGE, "Rollouts that hold an environment slot.")
 JUDGE_IN_FLIGHT = Metric("draco_judge_phases_in_flight", Kind.GAUGE, "Judge phases handed to judge workers.")
-JUDGE_WAITING = Metric("draco_judge_phases_waiting", Kind.GAUGE, "Judge phases that wait for a judge worker with room.")
+JUDGE_WAITING = Metric(
+    "draco_judge_phases_waiting", Kind.GAUGE, "Judge phases that wait for a judge worker with a free slot."
+)
 JUDGE_WORKERS_UP = Metric("draco_judge_workers_up", Kind.GAUGE, "Judge workers that answer.")
 JUDGE_WORKERS_WANTED = Metric(
-    "draco_judge_workers_wanted", Kind.GAUGE, "Judge workers needed for all phases, within the bounds."
+    "draco_judge_workers_wanted",
+    Kind.GAUGE,
+    "Judge workers needed for all phases, within the configured minimum and maximum.",
 )
 
 # vLLM's statistics of each engine, read every few seconds.
@@ -57,12 +61,12 @@ ENGINE_WAITING = Metric("draco_engine_requests_waiting", Kind.GAUGE, "Requests t
 ENGINE_KV_CACHE = Metric("draco_engine_kv_cache_share", Kind.GAUGE, "Share of KV cache in use.", ("engine",))
 ENGINE_SAMPLED = Metric("draco_engine_sampled_tokens_total", Kind.COUNTER, "Tokens an engine sampled.", ("engine",))
 ENGINE_PROMPTS = Metric(
-    "draco_engine_prompt_tokens_total", Kind.COUNTER, "Tokens of prompts, including cached ones.", ("engine",)
+    "draco_engine_prompt_tokens_total", Kind.COUNTER, "Prompt tokens, including cached tokens.", ("engine",)
 )
 ENGINE_PREEMPTIONS = Metric(
     "draco_engine_preemptions_total", Kind.COUNTER, "Requests recomputed for lack of KV cache.", ("engine",)
 )
-ENGINES_UP = Metric("draco_engines_up", Kind.GAUGE, "Engines that serve, with the current weights.")
+ENGINES_UP = Metric("draco_engines_up", Kind.GAUGE, "Engines that serve the current weights.")
 ENGINES_REPLACED = Metric("draco_engine_replacements", Kind.GAUGE, "Engine processes that died and were replaced.")
 RUN_DOLLARS = Metric(
     "draco_run_dollars", Kind.GAUGE, "Dollars of judging of the whole run, including before it was resumed."
@@ -77,7 +81,7 @@ JUDGE_PHASES = Metric(
 )
 JUDGE_SECONDS = Metric("draco_judge_phase_seconds", Kind.HISTOGRAM, "Duration of a judge phase.", ("phase",))
 JUDGE_REQUESTS = Metric(
-    "draco_judge_requests_total", Kind.COUNTER, "Requests sent to the judge, repeats included.", ("phase",)
+    "draco_judge_requests_total", Kind.COUNTER, "Requests sent to the judge, including retries.", ("phase",)
 )
 JUDGE_TOKENS = Metric(
     "draco_judge_tokens_total", Kind.COUNTER, "Judge tokens; kind is input, cached_input or output.", ("phase", "kind")
@@ -96,7 +100,9 @@ STEP_GAUGES = {
     ),
     "quality_spread": Metric("draco_quality_spread", Kind.GAUGE, "Mean standard deviation of the step quality."),
     "quality_spread_active": Metric(
-        "draco_quality_spread_active", Kind.GAUGE, "The same over active rollouts, those on which credit is not inert."
+        "draco_quality_spread_active",
+        Kind.GAUGE,
+        "Mean standard deviation of the step quality over rollouts whose credit differs between steps.",
     ),
     "groups_with_signal": Metric(
         "draco_groups_with_signal", Kind.GAUGE, "Groups of the last step with unequal rewards."
@@ -106,27 +112,31 @@ STEP_GAUGES = {
     "rollouts_retried": Metric(
         "draco_rollouts_retried", Kind.GAUGE, "Attempts of the last step retried after a server error."
     ),
-    "kl": Metric("draco_kl", Kind.GAUGE, "k3 estimate against the base model, nats a token."),
-    "entropy": Metric("draco_entropy", Kind.GAUGE, "Entropy of the policy, nats a token."),
+    "kl": Metric("draco_kl", Kind.GAUGE, "k3 estimate of the KL divergence from the base model, nats per token."),
+    "entropy": Metric("draco_entropy", Kind.GAUGE, "Entropy of the policy, nats per token."),
     "grad_norm": Metric("draco_grad_norm", Kind.GAUGE, "Largest gradient norm of the step, before clipping."),
     "clip_fraction": Metric("draco_clip_fraction", Kind.GAUGE, "Share of tokens whose importance ratio was clipped."),
     "dual_clip_fraction": Metric(
         "draco_dual_clip_fraction", Kind.GAUGE, "Share of tokens whose loss was bounded by the dual clip."
     ),
     "masked_fraction": Metric(
-        "draco_masked_fraction", Kind.GAUGE, "Share of tokens left out because engine and learner are too far apart."
+        "draco_masked_fraction",
+        Kind.GAUGE,
+        "Share of tokens masked because engine and learner log-probs differ too much.",
     ),
-    "engine_k3": Metric("draco_engine_k3", Kind.GAUGE, "k3 estimate of KL(engine || learner), nats a token."),
+    "engine_k3": Metric("draco_engine_k3", Kind.GAUGE, "k3 estimate of KL(engine || learner), nats per token."),
     "policy_loss": Metric("draco_policy_loss", Kind.GAUGE, "Policy loss of the step."),
     "canary_gap": Metric("draco_canary_gap", Kind.GAUGE, "Mean engine - learner log-prob gap after the sync, nats."),
     "judge_hidden_share": Metric(
-        "draco_judge_hidden_share", Kind.GAUGE, "Overlap: share of judging time behind generation."
+        "draco_judge_hidden_share", Kind.GAUGE, "Share of judging time that overlaps generation."
     ),
     "seconds": Metric("draco_step_seconds", Kind.GAUGE, "Duration of the last step."),
     "seconds_generation": Metric("draco_generation_seconds", Kind.GAUGE, "Time in which some rollout ran."),
     "seconds_judging": Metric("draco_judging_seconds", Kind.GAUGE, "Time in which some judge phase ran."),
     "seconds_learning": Metric("draco_learning_seconds", Kind.GAUGE, "Time the driver waited for the learner."),
-    "seconds_sync": Metric("draco_adapter_sync_seconds", Kind.GAUGE, "Adapter to the engines, canary and checkpoint."),
+    "seconds_sync": Metric(
+        "draco_adapter_sync_seconds", Kind.GAUGE, "Time for sending the adapter to the engines, canary and checkpoint."
+    ),
 }
 """Key in ``metrics.jsonl`` -> its gauge, which is set when a step ends unless the value is null."""
 

@@ -66,7 +66,7 @@ def start_run_log(run: Path | None = None) -> None:
     try:
         folder.mkdir(exist_ok=True)
     except OSError as error:
-        raise StoreError(f"{folder}: logs cannot be written there: {error.strerror}; move it away") from None
+        raise StoreError(f"{folder}: logs cannot be written: {error.strerror}; move this folder away") from None
     handler = _RunLogHandler(folder / f"{process}.jsonl", encoding="utf-8")
     handler.setFormatter(JsonFormatter(Path(named).name, process))
     logger = logging.getLogger(LOGGER)

@@ -82,7 +82,9 @@ class WandB:
         try:
             self._run = package.init(name=run.name, dir=str(run), config=dict(config), resume="allow", id=run.name)
         except Exception as error:
-            raise ConfigError(f"run.trackers: wandb: {_first_line(error)}; set WANDB_API_KEY or leave it out") from None
+            raise ConfigError(
+                f"run.trackers: wandb: {_first_line(error)}; set WANDB_API_KEY, or leave wandb out of run.trackers"
+            ) from None
 
     def step(self, step: int, scalars: Mapping[str, float]) -> None:
         """See `Tracker.step`."""
@@ -110,7 +112,8 @@ class MLflow:
             self._package.log_dict(dict(config), "config.yaml", run_id=self._run_id)
         except Exception as error:
             raise ConfigError(
-                f"run.trackers: mlflow: {_first_line(error)}; set MLFLOW_TRACKING_URI or leave it out"
+                f"run.trackers: mlflow: {_first_line(error)}; set MLFLOW_TRACKING_URI, or leave mlflow out of "
+                "run.trackers"
             ) from None
 
     def step(self, step: int, scalars: Mapping[str, float]) -> None:

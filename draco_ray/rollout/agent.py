@@ -41,7 +41,8 @@ def find_prompt(path: Path) -> Path:
     if path.is_file():
         return path
     raise ConfigError(
-        f"no agent prompt at {str(path)!r}: agent.prompt names a template file such as prompts/agent_think.txt"
+        f"agent prompt {str(path)!r} does not exist; set agent.prompt to a template file such as "
+        "prompts/agent_think.txt"
     )
 
 
@@ -58,7 +59,9 @@ def agent_template(chosen: Path | None, own: Path | str) -> str:
     template = source if isinstance(source, str) else find_prompt(source).read_text(encoding="utf-8")
     if "{task_description}" not in template:
         name = repr(str(source)) if isinstance(source, Path) else "of the environment"
-        raise ConfigError(f"agent prompt {name} has no {{task_description}}: the agent would not know its task")
+        raise ConfigError(
+            f"agent prompt {name} has no {{task_description}}, so the agent would not know its task; add it"
+        )
     return template
 
 

@@ -18,7 +18,7 @@ from typing import Any
 def main() -> int:
     """Play one episode. Returns: the exit code."""
     if "DRACO_TOOLS_URL" not in os.environ:
-        print("this task's world has no tools: expected environment.use=appworld_functions or tools", file=sys.stderr)
+        print("this task's world has no tools; expected environment.use=appworld_functions or tools", file=sys.stderr)
         return 2
     task = json.loads(Path(os.environ["DRACO_TASK_FILE"]).read_text(encoding="utf-8"))
     messages: list[dict[str, Any]] = list(task["messages"])

@@ -151,7 +151,7 @@ class RolloutPool:
             usage += Usage() if member is None else member.summary.usage
             if member is not None and member.summary.ended is not EpisodeEnd.SERVER_ERROR:
                 return RolloutResult(member=member, attempts=attempt + 1, usage=usage)
-            error = "its worker died" if member is None else member.summary.error or "the world was lost"
+            error = "the worker died" if member is None else member.summary.error or "the world was lost"
             log.warning("%s rollout %d attempt %d: server_error: %s", task_id, rollout, attempt, error)
         self.lost += 1
         return RolloutResult(member=None, attempts=self._retries + 1, usage=usage, error=error)

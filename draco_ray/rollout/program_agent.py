@@ -79,7 +79,7 @@ class Harness(Tree):
         if found is None or not _numbers(first) <= _numbers(found[0]) < _numbers(end):
             version = found[0] if found else "unknown"
             raise ConfigError(
-                f"agent.harness: {program} has version {version}, expected {first} or later, before {end}"
+                f"agent.harness: {program} has version {version}; expected at least {first} and below {end}"
             )
 
 
@@ -151,9 +151,7 @@ class ProgramAgent:
         Raises: ConfigError if there is no program, or ``policies`` use an API instead of engines.
         """
         if not isinstance(policies, EnginePolicies):
-            raise ConfigError(
-                "agent.use=command records tokens: it plays with a policy of the engines, not with an API"
-            )
+            raise ConfigError("agent.use=command records tokens, so it needs a policy on an engine, not an API model")
         harness = read_harness(config.harness) if config.harness is not None else None
         words = _words(config, harness)
         if harness is not None and config.container is None:
@@ -242,18 +240,18 @@ class ProgramAgent:
         if ran.exit_code is None:
             how = f"did not end within agent.timeout_seconds={self._config.timeout_seconds:g}"
         elif ran.exit_code < 0:
-            how = f"was ended by signal {-ran.exit_code}"
+            how = f"was killed by signal {-ran.exit_code}"
         last = " ".join((ran.errors.strip() or ran.output.strip()).split())[-_SAID_CHARACTERS:]
         said = f"; its last output: {last}" if last else ""
         if not episode.turns:
             asked = f"got no answer: {episode.complaint}" if episode.complaint else "never called the endpoint"
             return EpisodeEnd.SERVER_ERROR, f"the agent's program {how} and {asked}{said}"
         if ran.exit_code == PLAY_AGAIN and episode.refused is None:
-            return EpisodeEnd.SERVER_ERROR, f"the agent's program asks to be played again{said}"
+            return EpisodeEnd.SERVER_ERROR, f"the agent's program asks for a repetition of the rollout{said}"
         if ran.exit_code == 0:
             return episode.refused or EpisodeEnd.FINISHED, None
         if episode.refused is not None:
-            return episode.refused, f"the agent's program {how} after the limit{said}"
+            return episode.refused, f"the agent's program {how} after it had reached a limit{said}"
         return EpisodeEnd.CRASHED, f"the agent's program {how}{said}"
 
     def _environment(
@@ -327,7 +325,7 @@ def _words(config: AgentConfig, harness: Harness | None) -> list[str]:
     found = shutil.which(str(config.folder / words[0]) if "/" in words[0] else words[0])
     if found is None:
         key = f"agent.harness={config.harness}" if harness else "agent.command"
-        raise ConfigError(f"{key}: no program {words[0]!r} that can be run (agent.folder is {config.folder})")
+        raise ConfigError(f"{key}: {words[0]!r} is not an executable program (agent.folder is {config.folder})")
     if harness is None and len(words) > 1 and words[1].endswith(_SCRIPTS):
         _check_script("agent.command", words[1], config.folder)
     return [str(Path(found).absolute()), *words[1:]]
@@ -336,7 +334,7 @@ def _words(config: AgentConfig, harness: Harness | None) -> list[str]:
 def _check_script(key: str, script: str, folder: Path) -> None:
     """Check early that a script exists, because otherwise every rollout would fail. Raises: ConfigError."""
     if not (folder / script).is_file():
-        raise ConfigError(f"{key}: no file {script!r} (agent.folder is {folder})")
+        raise ConfigError(f"{key}: file {script!r} does not exist (agent.folder is {folder})")
 
 
 async def _changes(workspace: Workspace, config: AgentConfig) -> str:

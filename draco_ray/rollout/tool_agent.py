@@ -28,7 +28,7 @@ class ToolAgent(TurnAgent):
         """See `Agent`. Raises: ConfigError: the task has no tools."""
         if not task.tools:
             raise ConfigError(
-                f"agent.use=tool_calling: task {task.task_id!r} has no tools; use an environment that has, such as "
+                f"agent.use=tool_calling: task {task.task_id!r} has no tools; use an environment with tools, such as "
                 "environment.use=tools"
             )
         return (Message(role=TOOLS, content=task.tools), *fill_agent_prompt(self._template, task))

@@ -135,10 +135,10 @@ class RolloutWorkerActor:
             with PrivateTempDir() as aside:
                 await world.keep(aside / EPISODES)
                 if (aside / EPISODES).exists():
-                    raise FileNotFoundError(f"this node does not see the run directory {self._kept.parent}")
+                    raise FileNotFoundError(f"the run directory {self._kept.parent} does not exist on this node")
         except Exception as error:
             said = " ".join(str(error).split())[:300]
-            log.warning("files of rollout %s/%s are not kept: %s", request.group, request.rollout, said)
+            log.warning("files of rollout %s/%s cannot be kept: %s", request.group, request.rollout, said)
 
     async def up(self) -> None:
         """Return once this worker has started."""
@@ -179,7 +179,9 @@ async def evaluate(world: World, trajectory: Trajectory) -> Evaluated:
         except WorldBroken as error:
             verdict = WorldVerdict(success=False, failures=(f"the world crashed: {error}",))
     if verdict.reward is not None and not math.isfinite(verdict.reward):
-        raise EnvironmentCrashed(f"task {trajectory.task_id}: its reward is {verdict.reward}, expected a number")
+        raise EnvironmentCrashed(
+            f"task {trajectory.task_id}: the evaluator's reward is {verdict.reward}, expected a number"
+        )
     evaluation = Evaluation(
         task_id=trajectory.task_id,
         run=trajectory.rollout,

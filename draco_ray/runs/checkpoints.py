@@ -61,7 +61,7 @@ def check_adapter(folder: Path) -> None:
         DamagedRun: `adapter_damage` found damage.
     """
     if (damage := adapter_damage(folder)) is not None:
-        raise DamagedRun(f"adapter {folder} is damaged: {damage}; restore that file, or name another checkpoint")
+        raise DamagedRun(f"adapter {folder} is damaged: {damage}; restore this file, or choose another checkpoint")
 
 
 def _damage(folder: Path, files: Sequence[str]) -> str | None:
@@ -73,17 +73,17 @@ def _damage(folder: Path, files: Sequence[str]) -> str | None:
             path = folder / name
             check_regular(path)
             if "sha256" in counters and file_digest(path)[0] != counters["sha256"].get(name):
-                raise ValueError(f"its SHA-256 is not the one in {COUNTERS}")
+                raise ValueError(f"its SHA-256 differs from the one in {COUNTERS}")
             if name == COUNTERS:
                 counters = _counters(path)
             elif name == ADAPTER_CONFIG:
                 if not isinstance(json.loads(path.read_text(encoding="utf-8")), dict):
-                    raise ValueError("no JSON object")
+                    raise ValueError("not a JSON object")
             else:
                 steps = _check_values(path)
         # No digest covers the number of updates.
         if OPTIMIZER in files and steps != ({counters["updates"]} if counters["updates"] else set()):
-            raise ValueError(f"of update {max(steps, default=0)}, but {COUNTERS} of update {counters['updates']}")
+            raise ValueError(f"is of update {max(steps, default=0)}, but {COUNTERS} is of update {counters['updates']}")
     except (OSError, ValueError, TypeError, RecursionError, SafetensorError) as error:
         return f"{name}: {' '.join(str(error).split())[:300]}"
     return None
@@ -95,11 +95,11 @@ def _counters(path: Path) -> dict[str, Any]:
     if not isinstance(counters, dict) or set(counters) != {"updates", "checkpoint", "sha256"}:
         raise ValueError("expected the keys updates, checkpoint and sha256")
     if type(counters["updates"]) is not int or not isinstance(counters["sha256"], dict):
-        raise ValueError("expected a number of updates, and SHA-256 by file")
+        raise ValueError("expected the number of updates, and the SHA-256 of each file")
     # A checkpoint may be copied to a folder of any name except another step's.
     step, written = STEP.fullmatch(path.parent.name), counters["checkpoint"]
     if step is not None and written != step[0]:
-        raise ValueError(f"of checkpoint {str(written)[:50]!r}")
+        raise ValueError(f"belongs to checkpoint {str(written)[:50]!r}")
     return counters
 
 
@@ -112,7 +112,7 @@ def _check_values(path: Path) -> set[int]:
         for name in file.keys():  # noqa: SIM118  # no mapping
             values = file.get_tensor(name)
             if not np.isfinite(values).all():
-                raise ValueError(f"tensor {name} holds NaN or infinity")
+                raise ValueError(f"tensor {name} contains NaN or infinity")
             if name.endswith(".step"):
                 steps.add(int(values))
     return steps

@@ -185,7 +185,7 @@ def _check_rows(table: pa.Table, name: str) -> None:
         if (kind := _VALUES.get((name, column))) is not None:
             known = {each.value for each in kind}
             if unknown := [each for each in pc.unique(values).to_pylist() if each is not None and each not in known]:
-                raise DamagedRun(f"its column {column!r} holds {unknown[0]!r}")
+                raise DamagedRun(f"its column {column!r} contains the unknown value {unknown[0]!r}")
 
 
 def check_regular(path: Path) -> None:
@@ -227,9 +227,7 @@ class RunDirectory:
                 "use the draco-ray that wrote it, or start a new run"
             )
         if not run.ours and (link := origin.link_out(path)) is not None:
-            raise DamagedRun(
-                f"{link}: a link that leads out of a run directory which you have not made here; remove it"
-            )
+            raise DamagedRun(f"{link}: this link leads out of a run directory that somebody else made; remove the link")
         return run
 
     @classmethod
@@ -246,7 +244,9 @@ class RunDirectory:
             run.write_config(config_yaml)
         except FileExistsError:
             if not path.is_dir():
-                raise ConfigError(f"run directory {path} cannot be created: a file is in its way") from None
+                raise ConfigError(
+                    f"run directory {path} cannot be created, because a file has this name; set run.root"
+                ) from None
             raise ConfigError(f"run directory {path} already exists; choose another run.name") from None
         except OSError as error:
             raise ConfigError(f"run directory {path} cannot be created: {error.strerror}; set run.root") from None
@@ -316,7 +316,9 @@ class RunDirectory:
         try:
             return self.tables / table / f"step{step:05d}" / f"{file_name(key)}{_part_suffix(table)}"
         except ValueError as error:
-            raise DamagedRun(f"{self.tables / table}: rows of step {step} are named {key[:100]!r}: {error}") from None
+            raise DamagedRun(
+                f"{self.tables / table}: rows of step {step} have the invalid name {key[:100]!r}: {error}"
+            ) from None
 
     def parts(self, table: str, step: int) -> list[Path]:
         """The part files of a table for an unfinished step."""
@@ -356,7 +358,9 @@ class RunDirectory:
             kind: Any = Annotated[field.annotation, field]
             return TypeAdapter(kind).validate_python(node[leaf])
         except ValidationError:
-            raise damaged(self.path / "config.yaml", f"key {key} is {str(node[leaf])[:100]!r}") from None
+            raise damaged(
+                self.path / "config.yaml", f"key {key} has the invalid value {str(node[leaf])[:100]!r}"
+            ) from None
 
     @cached_property
     def _config(self) -> Mapping[str, Any]:
@@ -366,7 +370,7 @@ class RunDirectory:
         except yaml.YAMLError as error:
             raise damaged(path, error) from None
         if not isinstance(tree, Mapping):
-            raise damaged(path, f"it holds {type(tree).__name__}, expected a mapping of keys")
+            raise damaged(path, f"expected a mapping of keys, found {type(tree).__name__}")
         return tree
 
     def metrics(self) -> list[dict[str, Any]]:
@@ -380,20 +384,20 @@ class RunDirectory:
         # The file is written atomically, so a line without a newline is damage.
         *lines, rest = read_text(self.metrics_file).split("\n")
         if rest or not lines:
-            raise damaged(self.metrics_file, f"line {len(lines) + 1} has no end" if rest else "it is empty")
+            raise damaged(self.metrics_file, f"line {len(lines) + 1} is incomplete" if rest else "it is empty")
         read = [self._metrics_line(number, line) for number, line in enumerate(lines, 1) if line.strip()]
         for one, other in pairwise(sorted(line["step"] for line in read)):
             if one == other:
-                raise damaged(self.metrics_file, f"step {one} is there twice")
+                raise damaged(self.metrics_file, f"step {one} occurs twice")
         return read
 
     def _metrics_line(self, number: int, text: str) -> dict[str, Any]:
         try:
             line = json.loads(text, parse_constant=float)
             if not isinstance(line, dict):
-                raise ValueError(f"{type(line).__name__}, expected an object")
+                raise ValueError(f"expected an object, found {type(line).__name__}")
             if type(line.get("step")) is not int or line["step"] < 0:
-                raise ValueError("no number of a step")
+                raise ValueError("expected a step number in step")
             for name, value in line.items():
                 if name not in STRUCTURED_METRICS and not _is_number(value):
                     raise ValueError(f"{name}: expected a number")
@@ -448,7 +452,7 @@ class RunDirectory:
         under_way = self._parts(name, pattern)
         finished = sorted(folder.glob(f"{pattern}.parquet"))
         if strange := [path for path in finished if _step_of(path) is None]:
-            raise damaged(strange[0], "its name is not a step's, and its rows may be duplicates")
+            raise damaged(strange[0], "its name is not that of a step, so its rows may be duplicates")
         # Parts of a merged step are duplicates.
         gathered = set(finished)
         return finished + [path for path in under_way if path.parent.with_suffix(".parquet") not in gathered]
@@ -497,7 +501,7 @@ def sole_driver(run: RunDirectory) -> Iterator[None]:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise ConfigError(f"run directory {run.path}: another process is working in it; end that one") from None
+            raise ConfigError(f"run directory {run.path}: another process is using it; end that process") from None
         yield
     finally:
         os.close(descriptor)

@@ -97,12 +97,12 @@ class JudgedRates:
     def __str__(self) -> str:
         """One line, which says that the judge's rate is a stand-in for an evaluator."""
         rate = "unknown" if self.pass_rate is None else str(self.pass_rate)
-        parts = [f"judge's pass rate {rate} (a stand-in: there is no evaluator)"]
+        parts = [f"judge's pass rate {rate} (a stand-in, because there is no evaluator)"]
         if self.agreement is not None:
             parts.append(f"the judge agrees with itself on {self.agreement} of verdicts")
         parts.append(f"{self.tasks} tasks, {self.rollouts} rollouts")
         if self.unscored:
-            parts.append(f"{self.unscored} of them without verdicts and left out")
+            parts.append(f"{self.unscored} rollouts without verdicts are left out")
         return "; ".join(parts)
 
 

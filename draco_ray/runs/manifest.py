@@ -77,7 +77,7 @@ def read_manifest(run: RunDirectory) -> dict[str, Any]:
         found = json.loads(read_text(path))
         for name in ("files", "metrics"):
             if not all(isinstance(each, str) for each in found[name].values()):
-                raise ValueError(f"{name} holds something else than digests")
+                raise ValueError(f"{name}: expected only digests")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise damaged(path, error) from None
     return dict(found)

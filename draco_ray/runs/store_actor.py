@@ -239,7 +239,7 @@ class RunStoreActor:
 
     def _problem(self, error: OSError) -> str:
         path = self._store.directory.path
-        return f"run directory {path} cannot be written: {error.strerror or error}; make room there"
+        return f"run directory {path} cannot be written: {error.strerror or error}; free disk space there"
 
 
 def _verdicts(judged: Judged[tuple[ScoredCriterion, ...]] | None) -> tuple[int, ...]:

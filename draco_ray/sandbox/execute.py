@@ -39,7 +39,7 @@ def play(task_id: str, cells: list[str], *, evaluate: bool) -> dict[str, Any]:
 
 
 def main(jobs: TextIO, results: TextIO, *, evaluate: bool) -> None:
-    """Answer every job line as soon as it is done."""
+    """Run each job line, and print its result as soon as the job is done."""
     for line in jobs:
         job: dict[str, Any] = json.loads(line)
         results.write(json.dumps(play(job["task_id"], job["cells"], evaluate=evaluate)) + "\n")

@@ -90,7 +90,7 @@ class Behaviour(BaseModel):
     @model_validator(mode="after")
     def _shares(self) -> Behaviour:
         if self.malformed + self.truncated + self.error > 1:
-            raise ValueError("malformed, truncated and error together exceed 1")
+            raise ValueError("the sum of malformed, truncated and error is more than 1; expected at most 1")
         return self
 
 
@@ -124,7 +124,7 @@ class JudgeApp:
         self._answer = behaviour.noise.blur(find("judge.rule_judge.use", behaviour.use, ANSWERS))
         self._key = os.environ.get(KEY_VARIABLE, "") if behaviour.require_key else ""
         if behaviour.require_key and not self._key:
-            raise ConfigError(f"judge server: {KEY_VARIABLE} holds no key to require; set it")
+            raise ConfigError(f"judge server: environment variable {KEY_VARIABLE} has no key to require; set it")
         self._requests = 0
         self._allowance = self._burst
         self._allowance_at = time.monotonic()
@@ -304,7 +304,10 @@ def serve(*, port: int = 8011, **others: Any) -> None:
     app = JudgeApp(behaviour)
     with _bind(behaviour.port) as listener:
         url = f"http://{HOST}:{listener.getsockname()[1]}/v1"
-        print(f"rule judge (a stand-in for a frontier judge): {url}, model {MODEL_NAME}; Ctrl-C stops it", flush=True)
+        print(
+            f"rule judge (a stand-in for a frontier judge): {url}, model {MODEL_NAME}; press Ctrl-C to stop it",
+            flush=True,
+        )
         try:
             _run(app, listener)
         except KeyboardInterrupt:
@@ -340,7 +343,7 @@ class JudgeServer:
     def pid(self) -> int:
         """The server's process id."""
         if self._process is None:
-            raise JudgeUnavailable("judge server: not started; use it in a with block")
+            raise JudgeUnavailable("judge server: the server is not started; use it in a with block")
         return self._process.pid
 
     def __enter__(self) -> JudgeServer:
@@ -370,7 +373,7 @@ class JudgeServer:
             watchdog.cancel()
         if not line.startswith("{"):
             self._stop()
-            reason = line.strip() or f"it gave no sign within {START_SECONDS:g} s or ended"
+            reason = line.strip() or f"it did not start within {START_SECONDS:g} s, or it ended"
             raise JudgeUnavailable(reason if reason.startswith("judge server") else f"judge server: {reason}")
         self._port = json.loads(line)["port"]
         return self

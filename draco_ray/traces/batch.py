@@ -269,7 +269,10 @@ def _api(config: JudgeConfig, key: Any) -> BatchApi:
         return OpenAIBatches(litellm, config, key)
     if provider == "anthropic":
         return AnthropicBatches(config, key)
-    raise ConfigError(f"--batch: {config.model}: batches of OpenAI and Anthropic are known, not of {provider}")
+    raise ConfigError(
+        f"--batch: {config.model}: batches are supported for OpenAI and Anthropic, not for {provider}; leave out "
+        "--batch"
+    )
 
 
 class OpenAIBatches:

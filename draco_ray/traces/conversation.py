@@ -85,7 +85,7 @@ def assemble(
     elif not any(message.role == "user" for message in prompt):
         asked = next((entry.text for entry in entries[first:] if entry.role == "user" and entry.text), None)
         if asked is None:
-            notes.append("it does not say what the agent was asked")
+            notes.append("the trace does not contain the agent's task")
         prompt.append(Message(role="user", content=NO_TASK if asked is None else asked))
         task = asked or ""
     turns: list[_Turn] = []
@@ -102,7 +102,7 @@ def _add(turns: list[_Turn], entry: Entry, code: re.Pattern[str] | None, notes: 
                 if (index := turn.open_call(matches)) is not None:
                     turn.results[index] = entry.text
                     return
-        notes.append("a tool's result that answers no call is shown where it stands")
+        notes.append("a tool result without a call is shown at its place in the conversation")
         turns.append(_Turn("tool", entry.text, None))
     elif entry.role != AGENT:
         if last is not None and last.code is not None and not last.results:

@@ -61,7 +61,7 @@ def trace_files(paths: Sequence[Path], other: Counter[str] | None = None) -> lis
         if not path.exists():
             raise TraceError(f"{path}: no such file or folder")
         if not path.is_dir() and not path.is_file():
-            raise TraceError(f"{path}: neither a file nor a folder; write what it gives to a file first")
+            raise TraceError(f"{path}: not a file or a folder; write its content to a file first")
         found += [path] if is_run(path) or not path.is_dir() else _below(path, Counter() if other is None else other)
     # Skip links to another file of the list (latest.jsonl).
     return list({path.resolve(): path for path in reversed(found)}.values())[::-1]
@@ -154,9 +154,9 @@ class _Bounded:
     def _checked(self, content: bytes, limit: int, what: str) -> bytes:
         self._read += len(content)
         if self._read > self._limit:
-            raise BadTrace(f"becomes more than {MAX_RATIO} times as long when it is decompressed; decompress it first")
+            raise BadTrace(f"is more than {MAX_RATIO} times larger when decompressed; decompress it first")
         if len(content) > limit:
-            raise BadTrace(f"is too long: at most {limit >> 20} MiB of {what} are read; write JSON Lines")
+            raise BadTrace(f"is too long: {what} may have at most {limit >> 20} MiB; convert the file to JSON Lines")
         return content
 
 
@@ -252,7 +252,7 @@ def _document(content: bytes, where: str, inside: str | None) -> Iterator[Found]
     if inside is not None:
         document = path_value(document, inside)
         if document is None:
-            yield Found(where, problem=f'has nothing at "{inside}", where the mapping says that records are')
+            yield Found(where, problem=f'has nothing at "{inside}", where the mapping expects the records')
             return
     yield from _several(document, where)
 
@@ -321,11 +321,11 @@ def loads(content: bytes) -> Any:
 
 def _not_json(error: ValueError | RecursionError) -> BadTrace:
     if isinstance(error, UnicodeDecodeError):
-        return BadTrace(f"not UTF-8 at byte {error.start} (`iconv -t utf-8` makes it so)")
+        return BadTrace(f"not UTF-8 at byte {error.start}; convert it with `iconv -t utf-8`")
     if isinstance(error, json.JSONDecodeError):
         return BadTrace(f"not valid at line {error.lineno}, column {error.colno}: {error.msg}")
     if isinstance(error, RecursionError):
-        return BadTrace("nested too deep")
+        return BadTrace("nested too deeply")
     return BadTrace(f"not valid: {' '.join(str(error).split())[:200]}")
 
 
@@ -334,8 +334,8 @@ def _inspect(path: Path) -> Iterator[Found]:
     if importlib.util.find_spec("inspect_ai") is None:
         yield Found(
             str(path),
-            problem="an Inspect log in its packed form: pip install inspect_ai, which reads it, or write it as JSON "
-            "with `inspect log convert --to json`",
+            problem="a packed Inspect log; to read it run pip install inspect_ai, or convert it with `inspect log "
+            "convert --to json`",
         )
         return
     from inspect_ai.log import read_eval_log, read_eval_log_sample, read_eval_log_sample_summaries

@@ -161,9 +161,9 @@ def build(
         BadTrace: the agent says nothing in the conversation.
     """
     if not any(entry.role == AGENT for entry in said):
-        raise BadTrace("no turn of an agent in it (role assistant)")
+        raise BadTrace("the trace has no turn of an agent (role assistant)")
     if not any(entry.text or entry.calls or entry.code for entry in said if entry.role == AGENT):
-        raise BadTrace("the agent's turns are empty: nothing in them was understood")
+        raise BadTrace("all turns of the agent are empty, because no part of them could be read")
     prompt, turns, notes, task = assemble(said, instruction=instruction, tools=tool_texts(tools), code=reading.code)
     # If the last turn is the agent's and has no action, the agent has finished.
     finished = bool(turns) and turns[-1].role == AGENT and turns[-1].action is None

@@ -169,7 +169,11 @@ class TraceJudge:
         elif not await self._write_rubric(judge, state):
             return state
         if not state.rubric:
-            state.reason = "no criterion tells its traces apart" if not state.single else "no criterion was proposed"
+            state.reason = (
+                "no criterion distinguishes the traces of the group"
+                if not state.single
+                else "no criterion was proposed"
+            )
             return state
         await self._score(judge, state)
         return state
@@ -219,7 +223,7 @@ class TraceJudge:
             return True
         if len(shown) < len(state.trajectories):
             of = len(state.trajectories)
-            state.notes.append(f"the merge of its rubric saw the first {MOST_IN_UNION} of {of} traces")
+            state.notes.append(f"the rubric was merged from the first {MOST_IN_UNION} of {of} traces")
         numbers = [] if merged else [each.rollout for each in shown]
         failed = [each for each in numbers if not state.phases[Stage2.name, each].ok]
         union = state.phases[Union.name, None] = await judge.ask(

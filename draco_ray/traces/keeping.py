@@ -128,7 +128,8 @@ class JudgingRun:
             write_private(path, GROUP.dump_json(result).decode())
         except OSError as error:
             raise StoreError(
-                f"{self.path}: cannot be written: {error.strerror or error}; make room there and give the same command"
+                f"{self.path}: cannot be written: {error.strerror or error}; free disk space there and run the same "
+                "command again"
             ) from None
         return result
 
@@ -202,13 +203,16 @@ class JudgingRun:
 def _check_same(directory: RunDirectory, config: DracoConfig, index: str) -> None:
     path = directory.path
     if not (path / INDEX).is_file() and directory.steps():
-        raise ConfigError(f"--out {path}: a run directory of another kind; name a new one")
+        raise ConfigError(f"--out {path}: this is a run directory of another kind; choose a new folder")
     if not _begun(path):
         return  # E.g. the earlier command could not reach its judge.
     if (path / INDEX).is_file() and read_text(path / INDEX) != index:
-        raise ConfigError(f"--out {path}: other traces were judged there, or in other groups; name a new one")
+        raise ConfigError(f"--out {path}: contains judgements of other traces or groups; choose a new folder")
     if (changed := _changed(load_config(str(path)), config)) is not None:
-        raise ConfigError(f"--out {path}: {changed} was another there; name a new one, or ask for the same")
+        raise ConfigError(
+            f"--out {path}: {changed} differs from the earlier judgement there; choose a new folder, or use the same "
+            "settings"
+        )
 
 
 def _begun(path: Path) -> bool:

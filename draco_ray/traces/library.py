@@ -134,7 +134,9 @@ def plan(
     known = judge_tokens(judge) or model_limit(model, "max_input_tokens")
     tokens = context or known or DEFAULT_CONTEXT
     if tokens <= judge.max_tokens:
-        raise ConfigError(f"--context {tokens}: a reply alone may take judge.max_tokens={judge.max_tokens}; give more")
+        raise ConfigError(
+            f"--context {tokens}: a reply alone may have judge.max_tokens={judge.max_tokens} tokens; expected more"
+        )
     prompts = load_prompts(judge.prompts, examples=examples_of(judge))
     return Plan(
         config=of_run,
@@ -156,9 +158,11 @@ def _configured_model(judge: JudgeConfig) -> str:
         ("judge.rule_judge.start", judge.rule_judge.start),
     ):
         if on:
-            raise ConfigError(f"{switch}=true: that judge is a part of training runs; name a model to judge traces")
+            raise ConfigError(
+                f"{switch}=true: this judge exists only in training runs; set a judge model to judge traces"
+            )
     if "model" not in judge.model_fields_set:
-        raise ConfigError("no judge: expected a model, or judge.model in the configuration")
+        raise ConfigError("no judge given; expected a model, or judge.model in the configuration")
     return judge.model
 
 
@@ -167,15 +171,14 @@ def _served_here(judge: JudgeConfig, *, ray: bool) -> JudgeConfig:
     own = judge.model.startswith(LOCAL_PROVIDER) and not (judge.api_base or os.environ.get("HOSTED_VLLM_API_BASE"))
     if own and not ray:
         raise ConfigError(
-            f"judge {judge.model}: nobody serves it; expected its endpoint (--api-base), or --ray, which serves it on "
-            "a cluster"
+            f"judge {judge.model}: no endpoint given; add --api-base, or --ray to serve the model on a cluster"
         )
     return judge.model_copy(update={"local": judge.local.model_copy(update={"enabled": own})})
 
 
 def _budget(limits: JudgeLimits, budget: float) -> JudgeLimits:
     if not math.isfinite(budget) or budget < 0:
-        raise ConfigError(f"budget {budget:g}: expected dollars, 0 or more")
+        raise ConfigError(f"budget {budget:g}: expected 0 dollars or more")
     return limits.model_copy(update={"dollars": budget})
 
 
@@ -357,7 +360,7 @@ async def judge(
             then.
     """
     if batch and complete is not None:
-        raise ConfigError("batch: has no effect with complete, which answers in the place of the provider")
+        raise ConfigError("batch: no effect with complete, which answers instead of the provider")
     folder = None if out is None else Path(out)
     settled = plan(
         model,

@@ -129,7 +129,7 @@ class _Loader:
                 refused = True
                 self.problem(
                     found.where,
-                    f"no known format, found {_described(found.record)}; expected one of {', '.join(FORMATS)}, or a "
+                    f"unknown format, found {_described(found.record)}; expected one of {', '.join(FORMATS)}, or a "
                     "mapping of another format (--mapping FILE)",
                 )
 
@@ -220,7 +220,7 @@ class _Loader:
         self.taken[trace_id] = self.taken.get(trace_id, 0) + 1
         notes = trace.notes
         if self.taken[trace_id] > 1:
-            notes = (*notes, f"its id {trace_id} comes more than once")
+            notes = (*notes, f"the id {trace_id} occurs more than once")
             trace_id = f"{trace_id}#{self.taken[trace_id]}"
         trace = replace(trace, trace_id=trace_id, task_id=self._task_id(trace, trace_id), notes=notes)
         summary = Summary(
@@ -295,7 +295,7 @@ def load_traces(
     if format not in format_names():
         raise ConfigError(f"format {format!r}: unknown; expected one of {', '.join(format_names())}")
     if mapping is not None and format != AUTO:
-        raise ConfigError(f"format {format} and a mapping both say what the records are; give one of them")
+        raise ConfigError(f"format {format} and a mapping both describe the records; give only one of them")
     mapped = None if mapping is None else load_mapping(Path(mapping))
     loader = _Loader(
         Reading(group_by=None if group_by == NO_GROUPS else group_by, code=_code(mapped)),
@@ -306,13 +306,13 @@ def load_traces(
     files = trace_files(paths, other)
     if other:
         counted = ", ".join(f"{count} of {ending}" for ending, count in sorted(other.items()))
-        log.warning("files of other kinds are not read: %s", counted)
+        log.warning("files of other kinds are ignored: %s", counted)
     for file in files:
         if is_run(file):
             if format not in (AUTO, RUN) or mapped is not None or group_by not in (None, NO_GROUPS):
                 raise ConfigError(
-                    f"{file}: a run directory, whose rollouts are grouped by task; format, mapping and a field to "
-                    "group by have no effect on it"
+                    f"{file}: rollouts of a run directory are already grouped by task; leave out --format, --mapping "
+                    "and --group-by"
                 )
             for trace in run_traces(file):
                 loader.add(trace)
@@ -326,7 +326,7 @@ def load_traces(
     if not loader.members:
         reason = loader.problems[0] if loader.problems else "no .json, .jsonl or .eval file and no run directory in it"
         more = f" (and {len(loader.problems) - 1} more)" if len(loader.problems) > 1 else ""
-        raise TraceError(f"no trace in {', '.join(map(str, paths))}: {reason}{more}")
+        raise TraceError(f"no trace found in {', '.join(map(str, paths))}: {reason}{more}")
     groups = loader.groups()
     for line in groups.warnings:
         log.warning("%s", line)
@@ -352,7 +352,7 @@ def groups_of(records: Sequence[Any], group_by: str | None = None) -> Groups:
         where = f"{RECORD} {number}"
         known = recognised(record)
         if known is None:
-            loader.problem(where, f"no known format, found {_described(record)}")
+            loader.problem(where, f"unknown format, found {_described(record)}")
         else:
             loader._record(Found(where, record), known)
     loader.finish_sessions(one_file_a_call=False)

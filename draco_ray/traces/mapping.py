@@ -59,7 +59,7 @@ def load_mapping(path: Path) -> Mapped:
             raise ConfigError(f"mapping {path}: expected keys such as `messages: run.messages`, found {kind(tree)}")
         mapped = Mapped.model_validate(dict(tree))
         if mapped.action_pattern is not None and re.compile(mapped.action_pattern).groups < 1:
-            raise ConfigError(f"mapping {path}: action_pattern: it needs a group, ( ), around what is run")
+            raise ConfigError(f"mapping {path}: action_pattern: expected a group, ( ), around the code that is run")
     except ValidationError as error:
         problem = error.errors()[0]
         where = ".".join(map(str, problem["loc"]))
@@ -88,7 +88,7 @@ def _reader(mapped: Mapped) -> Callable[[Any, Reading], Iterator[Trace]]:
     def read(record: Any, reading: Reading) -> Iterator[Trace]:
         messages = path_value(record, mapped.messages)
         if messages is None:
-            raise BadTrace(f'nothing at "{mapped.messages}", where the mapping says that messages are')
+            raise BadTrace(f'nothing at "{mapped.messages}", where the mapping expects the messages')
         said = entries(_renamed(messages, mapped))
         if system := text(record, mapped.system):
             said = [Entry(role="system", text=clean(system)), *said]

@@ -106,7 +106,7 @@ def spans(record: Any) -> Iterator[Span]:
         empty = False
         yield _span(span)
     if empty:
-        raise BadTrace("no spans in it")
+        raise BadTrace("it contains no spans")
 
 
 def _below(node: object, name: str = "", depth: int = 0) -> Iterator[object]:
@@ -127,7 +127,7 @@ def _below(node: object, name: str = "", depth: int = 0) -> Iterator[object]:
     elif name in ("spans", "observations") or _is_span(node):
         yield node
     elif name not in OTLP or not isinstance(node, Mapping):
-        raise BadTrace(f"no spans in it, found {kind(node)}")
+        raise BadTrace(f"expected spans, found {kind(node)}")
 
 
 def _observed(span: object, holder: str) -> TypeGuard[Mapping[str, Any]]:
@@ -315,8 +315,8 @@ def _trace(of_trace: list[Span], trace_id: str, reading: Reading) -> Trace:
     calls = _model_calls(of_trace)
     if not calls:
         raise BadTrace(
-            f"none of its {len(of_trace)} spans holds messages (gen_ai.input.messages, "
-            "gen_ai.output.messages); turn on the capture of message content where it was recorded"
+            f"none of its {len(of_trace)} spans contains messages (gen_ai.input.messages, gen_ai.output.messages); "
+            "enable the capture of message content in the program that records them"
         )
     by_id = {span["id"]: span for span in of_trace}
     main = _agent(calls[0][0], by_id)

@@ -129,7 +129,7 @@ def _trace(state: GroupJudgement, rollout: int, survived: Sequence[bool]) -> Jud
     cited = {each.criterion: each for each in state.attributions(rollout) or ()}
     notes = list(trace.notes)
     if left_out := state.left_out(rollout):
-        notes.append(f"the judge saw it without {left_out:,} characters")
+        notes.append(f"{left_out:,} characters were left out of the judge's prompt")
     credit = state.phases.get(("credit", rollout))
     if credit is not None and not credit.ok:
         notes.append(f"no step credit: {credit.error}")

@@ -153,7 +153,7 @@ def refuse(found: Sequence[DracoError]) -> None:
         raise found[0]
     if found:
         listed = "; ".join(f"({number}) {error}" for number, error in enumerate(found, start=1))
-        raise ConfigError(f"{len(found)} findings stop this run: {listed}")
+        raise ConfigError(f"{len(found)} problems prevent this run: {listed}")
 
 
 def task_order(config: DracoConfig, tasks: Sequence[str], earlier: Sequence[EarlierTasks] = ()) -> TaskOrder:
@@ -161,7 +161,8 @@ def task_order(config: DracoConfig, tasks: Sequence[str], earlier: Sequence[Earl
     train = config.train
     if train.skip_solved is not None and config.algorithm.reward != "rubric":
         raise ConfigError(
-            f"train.skip_solved: a judge's verdicts say what is solved, not algorithm.reward={config.algorithm.reward}"
+            "train.skip_solved: a judge's verdicts determine the solved tasks, so algorithm.reward must be rubric, "
+            f"found {config.algorithm.reward}"
         )
     return TaskOrder(
         tasks,
@@ -177,11 +178,11 @@ def _without_evaluator(config: DracoConfig, console: Console) -> DracoConfig:
     """The configuration for an environment without an evaluator. Raises: ConfigError if the reward needs one."""
     name = f"environment.use={config.environment.use}"
     if config.algorithm.reward == "outcome":
-        raise ConfigError(f"algorithm.reward=outcome: {name} has no evaluator; take the reward of a rubric")
+        raise ConfigError(f"algorithm.reward=outcome: {name} has no evaluator; set algorithm.reward=rubric")
     if not config.train.evaluate_before_after:
         return config
     if config.algorithm.reward == "rubric" and not config.judge.self_judge.enabled:
-        console.print(f"{name} has no evaluator: the judge's pass rate on held-out tasks stands in")
+        console.print(f"{name} has no evaluator: the judge's pass rate on held-out tasks is measured instead")
         return config
     # A judge that is trained between the two measurements cannot compare them.
     why = "the policy is its own judge" if config.algorithm.reward == "rubric" else "there is no judge"

@@ -120,8 +120,8 @@ def check_resources(config: DracoConfig, nodes: Sequence[Resources], *, judges: 
     offered, workers = sum(node.get("judge", 0) for node in nodes), config.judge.workers
     if judges and config.algorithm.reward == "rubric" and offered < workers + 1:
         raise ConfigError(
-            f"the Ray cluster offers {offered:g} of the custom resource 'judge' and has no autoscaler; "
-            f"judge.workers={workers} and the union need {workers + 1}: start a node with "
+            f"the Ray cluster has {offered:g} units of the custom resource 'judge' and no autoscaler, but "
+            f"judge.workers={workers} and the union's worker need {workers + 1}; start a node with "
             """--resources='{"judge": 16}'"""
         )
     engine, largest = config.engine, max(node.get("GPU", 0) for node in nodes)
@@ -133,9 +133,9 @@ def check_resources(config: DracoConfig, nodes: Sequence[Resources], *, judges: 
     needed = bundles(config, judges=judges)
     if missing := unplaced(needed, nodes):
         raise ConfigError(
-            f"the Ray cluster is too small: {_describe(needed, missing, nodes)}: add nodes, or lower the number of "
-            "these processes or what each needs (engine.*, learner.*, judge.local.*, environment.slots, "
-            "environment.cpus_per_worker; 0 GPUs each run on the CPU)"
+            f"the Ray cluster is too small: {_describe(needed, missing, nodes)}; add nodes, start fewer of these "
+            "processes, or reserve less for each (engine.*, learner.*, judge.local.*, environment.slots, "
+            "environment.cpus_per_worker; a process with 0 GPUs runs on the CPU)"
         )
 
 
@@ -156,7 +156,7 @@ def wait_for_start_lock(config: DracoConfig, console: Console | None) -> None:
         try:
             _start_locks[:] = [lock.remote()]
         except ValueError:  # the name is taken
-            return "it waits for its own processes"
+            return "its processes have not all started yet"
         return ""
 
     _wait(config, console, "another run is starting on the Ray cluster", problem)
@@ -205,11 +205,11 @@ def wait_for_room(
         if missing and autoscaled and not requested:
             requested = True
             request([{"GPU": gpus, "CPU": cpus} for of in needed.values() for gpus, cpus in of])
-        why = "nodes were requested" if autoscaled else "another run may hold the rest (`ray status`)"
+        why = "nodes were requested" if autoscaled else "another run may use the rest (see `ray status`)"
         return f"{_describe(needed, missing, nodes)}; {why}" if missing else ""
 
     try:
-        _wait(config, console, "no room on the Ray cluster", problem)
+        _wait(config, console, "not enough free resources on the Ray cluster", problem)
     finally:
         if requested:
             # Cancel this request: from now on the run's own processes request what they need.
@@ -237,7 +237,7 @@ def pending_demand() -> str:
     try:
         status = get_cluster_status(ray.get_runtime_context().gcs_address, timeout=STATUS_TIMEOUT_SECONDS)
     except Exception as error:  # a head that is gone is reported elsewhere
-        log.debug("Ray's head does not report pending demand: %s", error)
+        log.debug("Ray's head node does not report pending resource requests: %s", error)
         return ""
     demands = [*status.resource_demands.placement_group_demand, *status.resource_demands.ray_task_actor_demand]
     counts: Counter[str] = Counter()
@@ -246,7 +246,11 @@ def pending_demand() -> str:
             named = [f"{each.bundle[kind]:g} {kind}" for kind in ("GPU", "CPU") if each.bundle.get(kind)]
             counts[" and ".join(named)] += each.count
     del counts[""]
-    return f"no node has room for {', '.join(f'{count} x {what}' for what, count in counts.items())}" if counts else ""
+    return (
+        f"no node has free resources for {', '.join(f'{count} x {what}' for what, count in counts.items())}"
+        if counts
+        else ""
+    )
 
 
 def _free() -> list[Resources]:
@@ -283,8 +287,8 @@ async def head_failure(address: str | None = None, *, look: float = LOOK_SECONDS
         await asyncio.sleep(look)
         missed = 0 if await head_answers(address, look) else missed + 1
     raise ClusterError(
-        f"the Ray cluster's head at {address} has not answered for {gone:g} s; start a cluster again, or run where one "
-        "is, and continue with draco train --resume"
+        f"the Ray cluster's head at {address} has not answered for {gone:g} s; restart the cluster or use another "
+        "one, then continue with draco train --resume"
     )
 
 
@@ -416,7 +420,7 @@ def connect(config: DracoConfig, *, judges: bool = True, console: Console | None
                 )
     except ConnectionError as error:
         # A cluster that requires a token does not answer without one; Ray's message does not mention the token.
-        token = "" if "RAY_AUTH_MODE" in os.environ else "; one that wants a token answers with RAY_AUTH_MODE=token"
+        token = "" if "RAY_AUTH_MODE" in os.environ else "; if the cluster requires a token, set RAY_AUTH_MODE=token"
         raise ConfigError(f"ray.address {address}: no Ray cluster answers there: {_one_line(error)}{token}") from None
     except ValueError:
         raise
@@ -429,7 +433,7 @@ def connect(config: DracoConfig, *, judges: bool = True, console: Console | None
         ray.shutdown()
         where = f"joining ray.address {address}" if address else "Ray does not start on this machine"
         raise ClusterError(
-            f"{where}: {_one_line(error)}; wait until the machine has CPU and memory to spare and try again"
+            f"{where}: {_one_line(error)}; try again when the machine has free CPUs and memory"
         ) from None
     autoscaled = has_autoscaler()
     if not autoscaled:
@@ -458,7 +462,7 @@ def start_ray(**options: Any) -> None:
 def _one_line(error: BaseException) -> str:
     log = DASHBOARD_LOG.search(str(error))
     if log:
-        return f"its dashboard did not start, see {log[0]}, or set ray.dashboard=false"
+        return f"Ray's dashboard did not start; see {log[0]}, or set ray.dashboard=false"
     return " ".join(str(error).split())[:300] or type(error).__name__
 
 

@@ -63,7 +63,7 @@ def fine_tune(
             learner.accumulate(batch)
             metrics = learner.step()
             if metrics.skipped is not None:
-                raise ConfigError(f"sft: update {metrics.update + 1} cannot be made: {metrics.skipped}")
+                raise ConfigError(f"sft: update {metrics.update + 1} failed: {metrics.skipped}")
             # The gap to the samples' log-probs, which are 0, is the cross-entropy.
             losses.append(metrics.engine_gap)
             on_update(metrics.update, total, losses[-1])
@@ -106,7 +106,7 @@ def read_demonstrations(path: Path, environment: Environment, agent: Agent) -> l
         if line.strip():
             found.append(_demonstration(f"{path}: line {number}", line, environment, agent))
     if not found:
-        raise ConfigError(f"{path}: no demonstrations")
+        raise ConfigError(f"{path}: contains no demonstrations")
     return found
 
 
@@ -122,19 +122,22 @@ def _demonstration(name: str, line: str, environment: Environment, agent: Agent)
     if not isinstance(tools, list) or not all(_named(tool) for tool in tools):
         raise ConfigError(f"{name}: tools: expected a list of schemas, each with a function that has a name")
     if row.get("functions"):
-        raise ConfigError(f"{name}: functions: not read here; expected tools")
+        raise ConfigError(f"{name}: functions: not supported; expected tools")
     messages = by_call([_with_calls(name, _in_texts(name, message)) for message in messages])
     if "assistant" not in roles:
-        raise ConfigError(f"{name}: no turn of the assistant, so nothing to learn")
+        raise ConfigError(f"{name}: no assistant turn, so there is nothing to learn")
     if not any(message["role"] == "assistant" and _learned(message) for message in messages):
-        raise ConfigError(f"{name}: every turn of the assistant has weight 0, so nothing to learn")
+        raise ConfigError(f"{name}: every assistant turn has weight 0, so there is nothing to learn")
     first = roles.index("assistant")
     if first:
         opening = tuple(Message(role=each["role"], content=str(each.get("content") or "")) for each in messages[:first])
         if tools:
             opening = (Message(role=TOOLS, content=json.dumps(tools)), *opening)
     elif "id" not in row:
-        raise ConfigError(f"{name}: begins with the assistant and names no task (id) whose prompt it follows")
+        raise ConfigError(
+            f"{name}: begins with an assistant turn and has no id; expected the id of the task whose prompt comes "
+            "before it"
+        )
     else:
         try:
             opening = agent.prompt(environment.task(str(row["id"])))
@@ -151,7 +154,7 @@ def _in_texts(name: str, message: Mapping[str, Any]) -> Mapping[str, Any]:
     if isinstance(content, list):
         texts = [part.get("text") for part in content if isinstance(part, Mapping)]
         if len(texts) < len(content) or not all(isinstance(text, str) for text in texts):
-            raise ConfigError(f"{name}: the content of a message has a part that is no text: only texts are learned")
+            raise ConfigError(f"{name}: the content of a message has a part that is not text; expected only text")
         content = "\n".join(map(str, texts))
     if not isinstance(content, str | None):
         raise ConfigError(f"{name}: the content of a message: expected a text, found {type(content).__name__}")
@@ -163,7 +166,7 @@ def _with_calls(name: str, message: Mapping[str, Any]) -> Mapping[str, Any]:
     if message["role"] != "assistant":
         return message
     if message.get("function_call"):
-        raise ConfigError(f"{name}: function_call: not read here; expected tool_calls")
+        raise ConfigError(f"{name}: function_call: not supported; expected tool_calls")
     asked, calls = message.get("tool_calls") or [], []
     if not isinstance(asked, list) or not all(_named(call) for call in asked):
         raise ConfigError(f"{name}: tool_calls: expected a list of calls, each with a function that has a name")
@@ -174,12 +177,12 @@ def _with_calls(name: str, message: Mapping[str, Any]) -> Mapping[str, Any]:
         except (ValueError, RecursionError):
             arguments = None
         if not isinstance(arguments, dict):
-            raise ConfigError(f"{name}: the arguments of {call['function']['name']} are no JSON object")
+            raise ConfigError(f"{name}: the arguments of {call['function']['name']} are not a JSON object")
         calls.append({**call, "type": "function", "function": {**call["function"], "arguments": arguments}})
     if not calls and not str(message["content"]).strip():
-        raise ConfigError(f"{name}: a turn of the assistant that says nothing and calls nothing")
+        raise ConfigError(f"{name}: an assistant turn has neither text nor tool calls")
     if message.get("weight") not in (None, 0, 1):
-        raise ConfigError(f"{name}: weight {message['weight']!r}: expected 1, or 0 for a turn that is not trained on")
+        raise ConfigError(f"{name}: weight {message['weight']!r}: expected 1, or 0 for a turn without training loss")
     # Servers use different names for the reasoning text.
     reasoning = message.get("reasoning_content") or message.get("reasoning") or ""
     if not isinstance(reasoning, str):
@@ -228,7 +231,7 @@ def _turns(demonstration: Demonstration) -> list[tuple[Mapping[str, Any], list[M
     for message in demonstration.rest:
         if message["role"] == "assistant":
             if turns and not turns[-1][1]:
-                raise ConfigError(f"{demonstration.name}: two turns of the assistant in a row: join them")
+                raise ConfigError(f"{demonstration.name}: two assistant turns follow each other; merge them")
             turns.append((message, []))
         else:
             turns[-1][1].append(message)
@@ -237,8 +240,8 @@ def _turns(demonstration: Demonstration) -> list[tuple[Mapping[str, Any], list[M
         # The last turn may have calls without answers.
         if answers and results != calls:
             raise ConfigError(
-                f"{demonstration.name}: a turn with {calls} calls is answered by {results} results of tools; expected "
-                "one for each call"
+                f"{demonstration.name}: a turn with {calls} tool calls is followed by {results} tool results; "
+                "expected one per call"
             )
     return turns
 
@@ -254,10 +257,10 @@ def fitting(samples: Sequence[TrainingSample], agent: AgentConfig) -> tuple[list
         return list(samples), None
     said = (
         f"{len(long)} of {len(samples)} demonstrations are longer than agent.max_prompt_length + "
-        f"agent.max_response_length = {most} tokens, the first with {len(long[0].token_ids_T)}: {long[0].group}"
+        f"agent.max_response_length = {most} tokens; the first, {long[0].group}, has {len(long[0].token_ids_T)}"
     )
     if len(long) == len(samples):
-        raise ConfigError(f"{said}: raise them, or shorten the demonstrations")
+        raise ConfigError(f"{said}: raise these limits, or shorten the demonstrations")
     return [sample for sample in samples if len(sample.token_ids_T) <= most], f"left out: {said}"
 
 
@@ -295,7 +298,7 @@ def best_rollouts(run: RunDirectory, best: int) -> Chosen:
                 if (task_id, each.rollout) in wanted[step] and each.sampled_T.any():
                     samples += [_branch(each, span) for span in each.branch_spans]
     if not samples:
-        raise ConfigError(f"{run.path}: no rollout with a reward above 0 among {seen}")
+        raise ConfigError(f"{run.path}: none of {seen} rollouts has a reward above 0, so there is nothing to learn")
     return Chosen(samples=tuple(samples), rollouts=sum(map(len, wanted.values())), tasks=len(by_task), seen=seen)
 
 

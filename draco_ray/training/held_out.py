@@ -153,7 +153,7 @@ def on_the_same_tasks(
     """
     first, last = ({rollout.task_id for rollout in rollouts} for rollouts in (before, after))
     both = first & last
-    of = "" if first == last else f" on the {len(both)} of {len(first | last)} tasks that were played both times"
+    of = "" if first == last else f" on the {len(both)} of {len(first | last)} tasks that were measured both times"
     return [each for each in before if each.task_id in both], [each for each in after if each.task_id in both], of
 
 
@@ -308,7 +308,7 @@ class JudgedBeforeAfter:
             )
             with self._wait(f"judge's {Score.name}", which):
                 scores = [judgement.archived for judgement in await asyncio.gather(*asked)]
-        with self._wait("writing of a rollout", which):
+        with self._wait("writing a rollout", which):
             found: JudgedRollout = await store.heldout.remote(step, split, task, run, rubric, *scores)
         return found
 
@@ -319,6 +319,6 @@ class JudgedBeforeAfter:
         if first is None or last is None:
             return
         self._console.print(
-            f"held-out judge's pass rate {first} -> {last}{of} (a stand-in: there is no evaluator; intervals over "
-            f"tasks), setting {self._config.setting}, seed {self._config.seed}",
+            f"held-out judge's pass rate {first} -> {last}{of} (a stand-in, because there is no evaluator; intervals "
+            f"over tasks), setting {self._config.setting}, seed {self._config.seed}",
         )

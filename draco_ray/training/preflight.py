@@ -42,8 +42,8 @@ def context_problems(config: DracoConfig, positions: int | None) -> list[str]:
         if prompt < agent.max_prompt_length:
             shorter = f"agent.max_prompt_length={prompt} and {shorter}"
         problems.append(
-            f"agent.max_prompt_length + agent.max_response_length = {tokens:,} tokens, but {config.model.path} accepts "
-            f"{positions:,}: set {shorter}, or choose a model with a longer context"
+            f"agent.max_prompt_length + agent.max_response_length = {tokens:,} tokens, but {config.model.path} "
+            f"accepts {positions:,}; set {shorter}, or choose a model with a longer context"
         )
     if (problem := context_problem(config, positions)) is not None:
         problems.append(problem)
@@ -224,12 +224,12 @@ def check_object_store(config: DracoConfig, available: float) -> None:
     steps = 1 + config.train.staleness
     needed = steps * size.object_store - (steps - 1) * 2 * size.adapter
     if needed > available:
-        both = f"; {steps} steps at a time" if steps > 1 else ""
+        both = f"; for {steps} concurrent steps" if steps > 1 else ""
         raise ClusterError(
-            f"the object stores of the Ray cluster hold {_gib(available)}, a step of {size.rollouts} rollouts may need "
-            f"{_gib(needed)} (trajectories {_gib(size.trajectories)}, samples {_gib(size.samples)}, judge "
+            f"the object stores of the Ray cluster have {_gib(available)}, but a step of {size.rollouts} rollouts may "
+            f"need {_gib(needed)} (trajectories {_gib(size.trajectories)}, samples {_gib(size.samples)}, judge "
             f"calls {_gib(size.judge_calls)}, adapter twice {_gib(2 * size.adapter)}{both}): start Ray with a larger "
-            "--object-store-memory (ray.object_store_mib where it starts here) or lower train.prompts_per_step"
+            "--object-store-memory (ray.object_store_mib if draco starts Ray), or lower train.prompts_per_step"
         )
 
 
@@ -245,13 +245,13 @@ def check_outlives_job(root: Path | str) -> None:
     folder = root.resolve()
     if {"runtime_resources", "working_dir_files"} <= set(folder.parts):
         raise ConfigError(
-            f"run.root={root} lies among the files that were submitted with this job ({folder}), which Ray deletes: "
-            "set run.root to a folder that outlives the job"
+            f"run.root={root} is inside the files submitted with this job ({folder}), which Ray deletes; set run.root "
+            "to a folder that outlives the job"
         )
     if SUBMITTED in os.environ and not root.is_absolute():
         raise ConfigError(
-            f"run.root={root} is no absolute path, and a submitted job runs wherever its cluster was started ({folder} "
-            "here, which may go with a container): set run.root to a folder that outlives the job"
+            f"run.root={root} is a relative path in the cluster's working directory ({folder}), which may be deleted "
+            "with its container; set run.root to an absolute path that outlives the job"
         )
 
 
@@ -275,9 +275,12 @@ def check_replies(config: DracoConfig, run: Path, mounts: str | None = None) -> 
     except StoreError as error:
         also = ""
         if config.judge.cache is None and isinstance(config.run.root, str):
-            also = "; here also run.local"
+            also = ", or set run.local"
         elif config.judge.cache is None:
-            also = f"; a new run with run.root=file://{run.resolve().parent} works on such a disk and is copied there"
+            also = (
+                f"; or start a new run with run.root=file://{run.resolve().parent}, which works on a local disk and is "
+                "copied there"
+            )
         raise ConfigError(f"{error}{also}") from None
     check_store(folder)
 
@@ -305,7 +308,9 @@ def check_paid_replies(run: RunDirectory, before: DracoConfig, config: DracoConf
     # Every prompt contains a code derived from this key, so with another key no stored reply would match.
     missing = missing or (None if (folder / KEY_FILE).exists() else KEY_FILE)
     if missing is not None and config.judge.cache == before.judge.cache:
-        raise StoreError(f"judge replies: {folder / missing} is missing, this run has paid for some: {RESTORE}")
+        raise StoreError(
+            f"judge replies: {folder / missing} is missing, although this run has paid for replies; {RESTORE}"
+        )
     evidence_key(folder)
     create_store(folder)
 
@@ -323,15 +328,15 @@ def check_disk(config: DracoConfig, run: Path) -> None:
     needed, free = step_size(config).disk, shutil.disk_usage(run).free
     if free < needed:
         raise StoreError(
-            f"run directory {run}: {_gib(free)} free on its disk, a training step may write {_gib(needed)}: free "
-            "space there, or set run.root"
+            f"run directory {run}: its disk has {_gib(free)} free, but a training step may write {_gib(needed)}; free "
+            "disk space, or set run.root"
         )
     files, status = FILES_PER_ROLLOUT * config.train.prompts_per_step * config.algorithm.group_size, os.statvfs(run)
     # File systems without a limit on the number of files report 0 of 0.
     if status.f_files and status.f_favail < files:
         raise StoreError(
-            f"run directory {run}: its disk has room for {status.f_favail} files, a training step may write {files}: "
-            "remove files there, or set run.root"
+            f"run directory {run}: its file system allows {status.f_favail} more files, but a training step may write "
+            f"{files}; remove files there, or set run.root"
         )
 
 
@@ -361,11 +366,13 @@ def check_nodes(config: DracoConfig, nodes: Sequence[Mapping[str, Any]]) -> None
     for answer in [*done, *late]:
         node = f"node {answers[answer]['NodeManagerAddress']}"
         if answer in late:
-            raise ClusterError(f"{node} started no process within {PROBE_SECONDS:.0f}s: look at it in `ray status`")
+            raise ClusterError(
+                f"{node} started no process within {PROBE_SECONDS:.0f} s; check the node with `ray status`"
+            )
         if (missing := ray.get(answer)) is not None:
             raise ClusterError(
-                f"{node}: no {missing}; every node with CPUs or GPUs must see it under this path: copy it there, or "
-                "use a shared folder"
+                f"{node}: {missing} does not exist; every node with CPUs or GPUs needs it at this path. Copy it "
+                "there, or use a shared folder"
             )
 
 

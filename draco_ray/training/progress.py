@@ -146,7 +146,7 @@ class StepProgress:
         while True:
             await asyncio.sleep(look_seconds)
             if (line := self.due()) is not None:
-                self._console.print(f"under way: {line}")
+                self._console.print(f"in progress: {line}")
 
     def stop(self) -> None:
         """End the live line."""
@@ -206,12 +206,12 @@ async def watch_judge(
         found = await pause()
         if found is not None:
             countdown = f"next try in {found.next_try:.0f} s, the run stops in {span(found.gives_up)}"
-            progress.note(f"judge away: {countdown}")
+            progress.note(f"judge unavailable: {countdown}")
             if not shown:
-                console.print(f"the judge answers nobody ({found.reason}): judging is paused; {countdown}")
+                console.print(f"the judge does not answer ({found.reason}): judging is paused; {countdown}")
         elif shown:
             progress.note("")
-            console.print("the judge answers again: judging goes on")
+            console.print("the judge answers again: judging continues")
         shown = found is not None
         await asyncio.sleep(seconds)
 
@@ -238,7 +238,7 @@ def step_line(metrics: Mapping[str, Any], steps: int) -> str:
         drift = f", drift {metrics['drift']:+.0%}" if metrics["drift"] is not None else ""
         parts.append(f"held-out judge {metrics['held_out_rate']:.0%} to {metrics['held_out_trained_rate']:.0%}{drift}")
     if metrics.get("judge_prompts_cut"):
-        parts.append(f"{metrics['judge_prompts_cut']} judge prompts cut to its context")
+        parts.append(f"{metrics['judge_prompts_cut']} judge prompts truncated to the judge's context")
     if metrics["rollouts_lost"] or metrics["groups_failed"]:
         parts.append(f"lost {metrics['rollouts_lost']} rollouts, {metrics['groups_failed']} groups")
     return " | ".join(parts)

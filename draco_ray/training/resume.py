@@ -102,8 +102,8 @@ def adopt_config(run: RunDirectory, old: DracoConfig, new: DracoConfig, *, allow
     changes = config_changes(old, new)
     if changes and not allow_changed:
         raise ConfigError(
-            f"--resume {run.path}: the configuration has changed: {'; '.join(changes)}; "
-            "leave these out, or continue with --allow-changed-config"
+            f"--resume {run.path}: the configuration has changed: {'; '.join(changes)}; undo these changes, or add "
+            "--allow-changed-config"
         )
     text = dump_config(new)
     if text != run.config_text():
@@ -130,9 +130,9 @@ def adopt_tasks(
     parts = [part for part in _task_parts(run) if part[0] <= step]
     before, now = set(parts[-1][1]) if parts else set(tasks), set(tasks)
     if new := now - before:
-        console.print(f"training tasks: {len(new)} new; they take part from the next epoch on")
+        console.print(f"training tasks: {len(new)} new tasks; they are used from the next epoch on")
     if gone := before - now:
-        console.print(f"training tasks: {len(gone)} gone; they are left out from step {step + 1} on")
+        console.print(f"training tasks: {len(gone)} tasks no longer exist; they are left out from step {step + 1} on")
     if not parts or now != before or parts[-1][2] != rules:
         parts.append((step + 1 if parts else 1, sorted(now), rules))
     told = [{"first_step": first, "tasks": ids, "rules": asdict(by)} for first, ids, by in parts]
@@ -234,9 +234,8 @@ def _newest_sound(run: RunDirectory) -> tuple[int, dict[int, str]]:
     if damage:
         newest, found = next(iter(damage.items()))
         raise DamagedRun(
-            f"{run.checkpoints}: no checkpoint is sound, the newest is damaged: {run.checkpoint(newest).name}/{found}; "
-            "restore one, or move that folder away: training then begins again with step 1, with the rollouts and "
-            "replies that are recorded"
+            f"{run.checkpoints}: all checkpoints are damaged, the newest is {run.checkpoint(newest).name}/{found}; "
+            "restore one, or move the folder away to train again from step 1 with the recorded rollouts and replies"
         )
     return 0, damage
 

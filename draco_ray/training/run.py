@@ -96,7 +96,9 @@ def resume_or_start(
         DracoError: as `train` and `resume` do; ConfigError if ``run.name`` is not set.
     """
     if config.run.name is None:
-        raise ConfigError("--resume-or-start: which run? Set run.name, and run.root to a folder that outlives the job")
+        raise ConfigError(
+            "--resume-or-start: run.name is not set; set run.name, and set run.root to a folder that outlives the job"
+        )
     place = place_of(config.run, config.run.name)
     if not begun(place, (console or PlainConsole()).print):
         return train(config, console)
@@ -172,18 +174,18 @@ def _resume(
         for line in run.metrics():
             order.note(line["step"], line.get("solved_tasks") or ())
         if start.step >= _steps(config, order) and _measured(run, config, start.step):
-            console.print(f"{run.path.name}: finished with step {start.step}; nothing is left to do")
+            console.print(f"{run.path.name}: already finished at step {start.step}")
             return run.path
         console.print(f"{run.path.name}: continues after step {start.step}")
         if start.dropped:
             console.print(
-                f"{len(start.dropped)} files of later steps are not whole and are made again, the first is "
-                f"{start.dropped[0]}: what was not on the disk when the machine was lost",
+                f"{len(start.dropped)} files of later steps are incomplete and will be written again, first "
+                f"{start.dropped[0]}; the machine was lost before they were on the disk",
             )
         if start.unmeasured:
             console.print(
-                f"metrics.jsonl has no line of {len(start.unmeasured)} steps that are done, the first is "
-                f"{start.unmeasured[0]}: restore the file, or tasks are chosen as if nothing was known of these steps"
+                f"metrics.jsonl lacks {len(start.unmeasured)} finished steps, first step {start.unmeasured[0]}; "
+                "restore the file, otherwise tasks are chosen without the results of these steps"
             )
         for change in changes:
             console.print(f"changed: {change}")
@@ -252,9 +254,9 @@ async def _run(
     with _said_at_once(console), PeakMemory() as memory:
         async with _head_watched(console) as head:
             await unless_lost(work(), asyncio.shield(head))
-    used = f"{memory.peak_bytes / 2**30:.1f} GiB {'in all' if address_of(config) is None else 'of the driver'}"
+    used = f"{memory.peak_bytes / 2**30:.1f} GiB {'in total' if address_of(config) is None else 'of the driver'}"
     console.print(f"done in {time.time() - started:.0f}s, peak memory {used}: {run.path}")
-    console.print(f"its page: draco report {shlex.quote(str(run.path))}")
+    console.print(f"to see the run: draco report {shlex.quote(str(run.path))}")
 
 
 @contextlib.asynccontextmanager

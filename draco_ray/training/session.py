@@ -134,11 +134,9 @@ class Actors:
         pending = pending or Pending()
         ready: list[Awaitable[Any]] = [_awaited(self.fleet.start(), pending, "the engines' start")]
         if self._config.algorithm.reward == "rubric":
-            ready.insert(
-                0, _awaited(self.judges.ready(), pending, "the first judge worker, and the judge's answer to it")
-            )
+            ready.insert(0, _awaited(self.judges.ready(), pending, "the first judge worker and its first reply"))
         if self._servers is not None:
-            ready.insert(0, _awaited(self._servers[0].ready.remote(), pending, "the first of the judge's vLLM servers"))
+            ready.insert(0, _awaited(self._servers[0].ready.remote(), pending, "the first vLLM server of the judge"))
         await asyncio.gather(*ready)
         self._ready = True
 
@@ -224,7 +222,7 @@ def with_environment(config: DracoConfig) -> tuple[DracoConfig, Environment]:
         static = algorithm.static_rubric or find_environment(config.environment.use).static_rubric
         if static is None:
             raise ConfigError(
-                f"algorithm.rubric=static: environment.use={config.environment.use} has no static rubric: write one "
+                f"algorithm.rubric=static: environment.use={config.environment.use} has no static rubric; write one "
                 "with `draco rubric author CONFIG --out FILE` and set algorithm.static_rubric=FILE"
             )
         load_static_rubric(static)
@@ -258,8 +256,8 @@ def task_prompts(
     missing = [name for name in environment.agent_variables if name not in config.agent.pass_environment]
     if missing:
         raise ConfigError(
-            f"agent.pass_environment: add {', '.join(missing)}: environment.use={config.environment.use} needs it in "
-            "the agent's program, which gets no variable that is not named there"
+            f"agent.pass_environment: {', '.join(missing)} is missing; environment.use={config.environment.use} needs "
+            "it in the agent's program, so add it to agent.pass_environment"
         )
     chat = ChatTokens(load_tokenizer(config.model.path, config.model.chat_template), thinking=config.agent.thinking)
     environment.check_model(config.model.path)
@@ -284,11 +282,13 @@ def usable_prompts(
     usable = {task_id: prompts[task_id] for task_id, length in lengths.items() if length <= most}
     if len(usable) < len(prompts):
         said = (
-            f"{len(prompts) - len(usable)} of {len(prompts)} training tasks left out: their prompt is longer than "
-            f"agent.max_prompt_length={most} tokens, the longest has {max(lengths.values())}"
+            f"{len(prompts) - len(usable)} of {len(prompts)} training tasks are left out, because their prompts are "
+            f"longer than agent.max_prompt_length={most} tokens; the longest has {max(lengths.values())}"
         )
         if len(usable) < needed:
-            raise ConfigError(f"{said}, so fewer than train.prompts_per_step={needed} are left: raise that limit")
+            raise ConfigError(
+                f"{said}. Fewer than train.prompts_per_step={needed} tasks are left; raise agent.max_prompt_length"
+            )
         console.print(said)
     return usable
 
@@ -306,8 +306,8 @@ def say_cut_prompts(config: DracoConfig, environment: Environment, tasks: Sequen
     most = config.agent.max_prompt_length
     if long := [task_id for task_id, prompt in prompts.items() if len(chat.prompt(prompt)) > most]:
         console.print(
-            f"{len(long)} of {len(prompts)} held-out tasks are played without the beginning of their prompt, which is "
-            f"longer than agent.max_prompt_length={most} tokens, the first is {long[0]}",
+            f"{len(long)} of {len(prompts)} held-out tasks have prompts longer than agent.max_prompt_length={most} "
+            f"tokens, which will be left-truncated; first {long[0]}",
         )
 
 
@@ -353,7 +353,7 @@ def open_judge(config: DracoConfig, console: Console, cache: Path | None = None)
     final = config.updated(judge={"cache": config.judge.cache or cache})
     judge = final.judge
     if judge.self_judge.enabled or config.algorithm.reward != "rubric":
-        which = "the policy itself" if config.algorithm.reward == "rubric" else "none is asked"
+        which = "the policy itself" if config.algorithm.reward == "rubric" else "not used"
         console.print(f"judge: {which}")
         check_judge_context(config)
     elif judge.local.enabled:
@@ -395,7 +395,7 @@ async def _check_judge(judge: Judge, config: DracoConfig, console: Console) -> N
     pending = Pending()
 
     async def check() -> None:
-        with pending.of("the judge's first answer"):
+        with pending.of("the judge's first reply"):
             await judge.check()
 
     # Ray is not running yet, so there are no pending resources to report.
@@ -422,7 +422,7 @@ def one_line_errors(run: RunDirectory, console: Console, *, resumable: bool = Fa
     try:
         yield
     except KeyboardInterrupt:
-        console.print(f"stopped; what was finished is in {run.path}")
+        console.print(f"stopped; finished results are in {run.path}")
         _say_how_to_continue(run, console, resumable)
         raise SystemExit(130) from None
     except (DracoError, ray.exceptions.RayError) as error:
@@ -444,7 +444,9 @@ def plain_error(error: BaseException) -> DracoError | None:
         return error
     if isinstance(error, ray.exceptions.RayError):
         first = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
-        return ClusterError(f"a process of this run was lost for good: {first}; look for lack of memory or lost nodes")
+        return ClusterError(
+            f"a process of this run was lost and cannot be restarted: {first}; check for lack of memory or lost nodes"
+        )
     return None
 
 

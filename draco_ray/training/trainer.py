@@ -224,8 +224,8 @@ class WeightSync:
                 continue
             return
         raise ClusterError(
-            f"weights of version {version} were lost {PUBLISH_ATTEMPTS} times on their way to the engines: "
-            "the learner's workers keep dying"
+            f"weights of version {version} were lost {PUBLISH_ATTEMPTS} times before they reached the engines, "
+            "because learner workers keep dying; check for lack of memory or lost nodes"
         )
 
 
@@ -330,8 +330,8 @@ class TaskOrder:
     ) -> None:
         if len(tasks) < per_step:
             raise ConfigError(
-                f"train.prompts_per_step is {per_step}, but the training split has {len(tasks)} usable tasks: lower "
-                "it, or add tasks"
+                f"train.prompts_per_step is {per_step}, but the training split has {len(tasks)} usable tasks; lower "
+                "train.prompts_per_step, or add tasks"
             )
         self._tasks = tuple(sorted(tasks))
         self.rules = OrderRules(per_step=per_step, seed=seed, skip_solved=skip_solved, behind=behind)
@@ -453,7 +453,7 @@ class RecordedRollouts:
                     )
                     self._pool.take_over(by_task[task_id], member)
                     taken += 1
-        self._console.print(f"step {step}: {taken} finished rollouts taken from the run directory")
+        self._console.print(f"step {step}: {taken} finished rollouts are reused from the run directory")
 
 
 class Batches:
@@ -618,7 +618,7 @@ class Trainer:
                 self._watchdog.check_drift(metrics, self._console.print)
                 if step == first < last:
                     left = span((last - step) * (time.monotonic() - began))
-                    self._console.print(f"{last - step} steps are left: about {left} at this rate")
+                    self._console.print(f"{last - step} steps left, about {left} at this rate")
                 if between is not None:
                     await between(step)
             self._watchdog.end()

@@ -104,7 +104,7 @@ class Pending:
     def __str__(self) -> str:
         """Each kind with its count and its oldest wait, e.g. ``12 rollouts (the oldest: step3/a_1/2, for 11 min)``."""
         if not self._waiting:
-            return "nothing known"
+            return "unknown"
         counts = Counter(kind for kind, _, _ in self._waiting.values())
         parts = []
         for kind, count in counts.items():
@@ -147,11 +147,11 @@ class Watchdog:
             )
             self._last = (
                 f"step {step}: all {metrics['groups']} groups were dropped, {lost} of {lost + metrics['rollouts']} "
-                f"rollouts lost: {'; '.join(why) or 'no reason known'}"
+                f"rollouts lost: {'; '.join(why) or 'unknown reason'}"
             )
             if self._empty >= self._config.empty_steps:
                 in_row = f" ({self._empty} such steps in a row)" if self._empty > 1 else ""
-                raise RunStopped(f"{self._last}{in_row}: nothing to learn from (watch.empty_steps)")
+                raise RunStopped(f"{self._last}{in_row}, so the policy cannot learn; the run stops (watch.empty_steps)")
             return
         self._empty = 0
         phases = {name: (each["failed"], each["phases"]) for name, each in metrics["judge"].items()}
@@ -160,7 +160,7 @@ class Watchdog:
             most = ", ".join(f"{name} {bad} of {all_}" for name, (bad, all_) in phases.items() if bad)
             raise RunStopped(
                 f"step {step}: {failed} of {asked} judge phases failed ({most}), more than watch.judge_failures="
-                f"{self._config.judge_failures:g} of them: look at `draco runs cost` and the judge workers' log"
+                f"{self._config.judge_failures:g} ; check `draco runs cost` and the judge workers' log"
             )
 
     def check_drift(self, metrics: Mapping[str, Any], say: Callable[[str], None]) -> None:
@@ -173,8 +173,8 @@ class Watchdog:
             return
         said = (
             f"step {metrics['step']}: the judge's pass rate has risen by {100 * metrics['drift']:.0f} points (95 % "
-            f"interval {100 * metrics['drift_low']:.0f} to {100 * metrics['drift_high']:.0f}) against the held-out "
-            "judge's, so the policy may exploit the judge: read rollouts that only the judge passes"
+            f"interval {100 * metrics['drift_low']:.0f} to {100 * metrics['drift_high']:.0f}) relative to the "
+            "held-out judge's, so the policy may exploit the judge; read rollouts that only the judge passes"
         )
         if self._config.drift == "stop":
             raise RunStopped(f"{said} (watch.drift=stop)")
@@ -183,7 +183,7 @@ class Watchdog:
     def end(self) -> None:
         """Check the last step. Raises: RunStopped: every group of it was dropped."""
         if self._last:
-            raise RunStopped(f"{self._last}: the run ends without having learned from its last step")
+            raise RunStopped(f"{self._last}, so the policy has not learned from the last step")
 
 
 async def watch_quiet(

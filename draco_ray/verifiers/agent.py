@@ -35,9 +35,7 @@ class VerifiersAgent:
     def check(config: AgentConfig, policies: object) -> None:
         """Check the policies before workers are started. Raises: ConfigError: they use an API instead of engines."""
         if not isinstance(policies, EnginePolicies):
-            raise ConfigError(
-                "agent.use=verifiers records tokens: it plays with a policy of the engines, not with an API"
-            )
+            raise ConfigError("agent.use=verifiers records tokens, so it needs a policy on an engine, not an API model")
 
     def prompt(self, task: Task) -> tuple[Message, ...]:
         """See `Agent`: the task's prompt; a harness may add to it."""
@@ -87,7 +85,7 @@ class VerifiersAgent:
         if ended is EpisodeEnd.SERVER_ERROR or trajectory.sampled_T.any():
             return trajectory
         # The traces have nothing to judge or to learn from.
-        lost = f"verifiers: its traces hold none of the policy's {episode.turns} turns"
+        lost = f"verifiers: the traces contain none of the policy's {episode.turns} turns"
         return replace(trajectory, ended=EpisodeEnd.SERVER_ERROR, error="; ".join(filter(None, [lost, why])))
 
 
@@ -97,11 +95,13 @@ def _end(episode: TokenEpisode, played: dict[str, Any], config: AgentConfig) -> 
     errors = [*played["errors"], *(error for trace in ours for error in trace["errors"] if not trace["ok"])]
     said = "; ".join(f"{error['type']}: {error['message']}" for error in errors) or None
     if played["timeout"] and not errors:
-        said = f"it did not end within its time (agent.timeout_seconds={config.timeout_seconds:g} at most)"
+        said = (
+            f"the episode did not end within its time limit (agent.timeout_seconds={config.timeout_seconds:g} at most)"
+        )
     if not episode.turns and episode.refused is not None:
-        return EpisodeEnd.SERVER_ERROR, "verifiers: its first prompt is too long: raise agent.max_prompt_length"
+        return EpisodeEnd.SERVER_ERROR, "verifiers: the first prompt is too long; raise agent.max_prompt_length"
     if not episode.turns:
-        return EpisodeEnd.SERVER_ERROR, f"verifiers never asked the policy: {said or 'the episode had no turn'}"
+        return EpisodeEnd.SERVER_ERROR, f"verifiers sent no request to the policy: {said or 'the episode had no turn'}"
     if episode.refused is not None:
         return episode.refused, None
     if any(error["type"] in _NOBODYS for error in errors):

@@ -121,7 +121,7 @@ def _check_version() -> None:
     try:
         version = importlib.metadata.version("verifiers")
     except importlib.metadata.PackageNotFoundError:
-        raise Unusable(f"verifiers is not installed for {sys.executable}: run `make setup-verifiers`") from None
+        raise Unusable(f"verifiers is not installed for {sys.executable}; run `make setup-verifiers`") from None
     if not re.match(re.escape(WANTED) + r"(\.|$)", version):
         raise Unusable(f"verifiers {version} is installed for {sys.executable}; expected {WANTED}.*")
 
@@ -146,8 +146,8 @@ def _environment(options: dict[str, Any]) -> Any:
         missing = error.__cause__ if isinstance(error.__cause__, ModuleNotFoundError) else error
         if missing.name in (None, module, f"verifiers.v1.tasksets.{module}"):
             raise Unusable(
-                f"taskset {name!r} is not installed: install its package with {sys.executable} -m pip, or name a file, "
-                "./my_taskset.py"
+                f"taskset {name!r} is not installed; install its package with {sys.executable} -m pip, or give a "
+                "file, ./my_taskset.py"
             ) from None
         raise Unusable(_lacking(name, missing)) from None
     except ImportError as error:
@@ -183,9 +183,9 @@ def _with_runtimes(config: Any, data: dict[str, Any]) -> Any:
         if harness_class(harness).EXECUTES_CODE or task_type(config.taskset.id).NEEDS_CONTAINER:
             key = f"environment.options.env.{role}"
             raise Unusable(
-                f"taskset {config.taskset.id!r}: harness {harness!r} lets the policy run programs, or its tasks need a "
-                f"container: say where with {key}.runtime.type=docker (prime, modal, ...; subprocess is this machine, "
-                f"unconfined), or take {key}.harness.id=null, which only talks"
+                f"taskset {config.taskset.id!r}: harness {harness!r} lets the policy run programs, or the tasks need "
+                f"a container; set {key}.runtime.type=docker (or prime, modal, ...; subprocess runs on this machine "
+                f"without isolation), or {key}.harness.id=null, which runs no programs"
             )
         spec.runtime = SubprocessConfig()
     return config
@@ -240,7 +240,7 @@ def _said(what: str) -> Iterator[None]:
 
 def _lacking(what: str, error: ImportError) -> str:
     what = what if what.startswith("taskset") else f"taskset {what!r}"
-    return f"{what}: its requirements are missing: {_line(error)}; install them with {sys.executable} -m pip"
+    return f"{what}: required packages are missing: {_line(error)}; install them with {sys.executable} -m pip"
 
 
 def _line(error: BaseException) -> str:

@@ -45,7 +45,7 @@ class VerifiersEnvironment(Environment):
         if not found:
             named = ", ".join(self._listing.splits)
             raise WorldError(
-                f"taskset {self.options.taskset.get('id')!r}: no task of split {split!r}; there are {named} "
+                f"taskset {self.options.taskset.get('id')!r}: no task has split {split!r}; expected one of {named} "
                 "(environment.options.splits)"
             )
         return list(found)
@@ -115,7 +115,7 @@ class VerifiersWorld:
             raise WorldError(f"task {task_id}: the environment was opened without ground truth")
         reward = self._answer.get("reward")
         if reward is None:
-            raise EnvironmentCrashed(f"task {task_id}: the taskset has not rewarded the episode")
+            raise EnvironmentCrashed(f"task {task_id}: the taskset gave the episode no reward")
         return WorldVerdict(success=reward >= environment.options.success_at, reward=reward)
 
     async def close(self) -> None:

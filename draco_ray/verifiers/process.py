@@ -100,7 +100,7 @@ def _asked(what: str, mode: str, told: str, python: str, passed: tuple[str, ...]
     except ValueError:
         last = " ".join(done.stderr.split())[-300:]
         raise ConfigError(
-            f"verifiers: the {what} could not be loaded: status {done.returncode}; last words: {last}"
+            f"verifiers: the {what} could not be loaded (status {done.returncode}); last output: {last}"
         ) from None
     if "error" in answer:
         raise ConfigError(f"verifiers: {answer['error']}")
@@ -162,7 +162,7 @@ class BridgeProcess:
             first = {"error": f"it did not answer: {type(error).__name__}"}
         started = cls(process, mark, said, folder, streams)
         if "ready" not in first:
-            why = first.get("error") or f"it ended; its last words: {started.last_words()}"
+            why = first.get("error") or f"it ended; last output: {started.last_words()}"
             await started.kill()
             raise EnvironmentCrashed(f"verifiers' environment server cannot be started: {why}")
         return started
@@ -244,7 +244,7 @@ class BridgeProcess:
         for waiting in self._waiting.values():
             if not waiting.done():
                 waiting.set_exception(
-                    EnvironmentCrashed(f"verifiers' environment server died; its last words: {self.last_words()}")
+                    EnvironmentCrashed(f"verifiers' environment server died; last output: {self.last_words()}")
                 )
 
 

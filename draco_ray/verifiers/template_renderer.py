@@ -102,7 +102,7 @@ def no_renderer(taskset: str, offers: str, tokenizer: str) -> str:
     """The error message for a model without a renderer; ``offers``: the part that offers tools."""
     names = ", ".join([*renderer_names(), *_DOWNLOADS])
     return (
-        f"environment.options.taskset.id={taskset}: {offers} offers the policy tools, and no renderer puts them into "
-        f"tokens as the chat template of model {tokenizer} does: expected one whose tokens are the template's; set "
-        f"environment.options.renderer.name to that of the model's family ({names})"
+        f"environment.options.taskset.id={taskset}: {offers} offers the policy tools, but no renderer writes them as "
+        f"the chat template of model {tokenizer} does; set environment.options.renderer.name to the renderer of the "
+        f"model's family ({names})"
     )

@@ -232,7 +232,7 @@ class MonitoredWorkers(Generic[WorkerT]):
             self._end(pooled.worker)
         if come or gone:
             log.info(
-                "workers: %d up, %d asked for, %d calls in flight, %d waiting",
+                "workers: %d up, %d requested, %d calls in flight, %d waiting",
                 *(self.workers.up, len(self.workers.pooled), self.workers.in_flight, self.workers.waiting),
             )
 

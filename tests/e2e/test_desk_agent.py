@@ -48,7 +48,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
     )
     assert result.returncode == 0, result.stdout + result.stderr
     # Nothing can be evaluated: the judge's pass rate stands in, and is called so.
-    assert "has no evaluator: the judge's pass rate on held-out tasks stands in" in result.stdout
+    assert "has no evaluator: the judge's pass rate on held-out tasks is measured instead" in result.stdout
     assert "held-out judge's pass rate" in result.stdout
     assert "TGC" not in result.stdout
     return RunDirectory.open(root / "desk")

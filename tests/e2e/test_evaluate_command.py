@@ -126,7 +126,7 @@ def test_an_interrupted_evaluation_goes_on_and_appworld_agrees(sandbox_root: Pat
 
     again = draco_here(*command)
     assert again.returncode == 0
-    assert "6 of 6 rollouts are there already" in again.stdout
+    assert "6 of 6 rollouts are already finished" in again.stdout
 
 
 def test_checkpoints_of_a_run_are_measured_with_their_adapters(
@@ -188,7 +188,7 @@ def test_an_api_model_is_measured_within_its_budget_and_through_outages(tmp_path
         assert "rollout 0 attempt 0: server_error: the model did not answer" in lost
         assert "evaluated model openai/scripted at" in ended
         assert "check --policy, --api-base, --api-key-env" in ended
-        assert "2 of 3 rollouts are kept, and the same command goes on" in ended
+        assert "2 of 3 rollouts are kept; run the same command again to continue" in ended
 
         directory = EvaluationDirectory.open(out)
         [(task, run)] = directory.missing("openai_scripted")
@@ -201,7 +201,7 @@ def test_an_api_model_is_measured_within_its_budget_and_through_outages(tmp_path
         server.script = script
         done = draco(*command, "--retry-errors")
         assert done.returncode == 0, done.stdout + done.stderr
-        assert "2 lost rollouts are played again" in done.stdout
+        assert "2 lost rollouts will be repeated" in done.stdout
     assert (out / "results" / "openai_scripted.jsonl").read_bytes().startswith(kept)
     results = EvaluationDirectory.open(out).complete_results()["openai_scripted"]
     assert [result.evaluation.success for result in results] == [False] * 3

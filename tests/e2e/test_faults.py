@@ -123,7 +123,7 @@ def finished(run: RunDirectory) -> list[int]:
 def test_sigterm_keeps_what_was_finished(struck: tuple[RunDirectory, str]) -> None:
     run, printed = struck
     assert "stopping…" in printed
-    assert f"what was finished is in {run.path}" in printed
+    assert f"finished results are in {run.path}" in printed
     assert f"continue with: draco train --resume {run.path}" in printed
     assert open_to_others(run) == []
     assert run.table("trajectories").column("training_step").to_pylist().count(LAST) >= 1

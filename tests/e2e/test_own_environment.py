@@ -69,5 +69,5 @@ def test_a_folder_that_holds_something_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "mine.txt").touch()
     refused = draco_here("new", "environment", str(tmp_path))
     assert refused.returncode != 0
-    assert "exists and is not empty" in refused.stderr + refused.stdout
+    assert "is not empty" in refused.stderr + refused.stdout
     assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]

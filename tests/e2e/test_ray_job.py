@@ -176,7 +176,7 @@ def test_a_job_whose_run_would_go_with_it_is_refused(head: Head, sandbox_root: P
     (tmp_path / "mine.yaml").write_text("extends: sandbox\n", encoding="utf-8")
     submitted = head.submit("train", "mine.yaml", f"data.root={sandbox_root}", folder=tmp_path)
     assert submitted.returncode != 0
-    assert "run.root=runs lies among the files that were submitted with this job" in submitted.stdout
+    assert "run.root=runs is inside the files submitted with this job" in submitted.stdout
 
 
 def test_a_static_rubric_out_of_two_tasks(head: Head, sandbox_root: Path, starter_model: Path, tmp_path: Path) -> None:

@@ -110,7 +110,7 @@ def run(
     result = draco("train", "--resume", str(directory))
     assert result.returncode == 0, result.stdout + result.stderr
     assert "continues after step 1" in result.stdout
-    assert f"step 2: {PROMPTS * GROUP} finished rollouts taken from the run directory" in result.stdout
+    assert f"step 2: {PROMPTS * GROUP} finished rollouts are reused from the run directory" in result.stdout
     assert re.findall(r"^step (\d)/2 ", result.stdout, re.MULTILINE) == ["2"]
     assert str(directory) in result.stdout
     return RunDirectory.open(directory)
@@ -250,5 +250,5 @@ def test_a_finished_run_has_nothing_left_to_do(run: RunDirectory) -> None:
     before = run.metrics_file.read_text()
     result = draco_here("train", "--resume", str(run.path))
     assert result.returncode == 0, result.stdout + result.stderr
-    assert "two: finished with step 2; nothing is left to do" in result.stdout
+    assert "two: already finished at step 2" in result.stdout
     assert run.metrics_file.read_text() == before

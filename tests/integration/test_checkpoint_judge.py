@@ -68,7 +68,7 @@ def test_a_checkpoint_that_was_not_kept_is_said_before_anything_starts(
         checkpoints_before(run, [2, 3])
     for options, message in (
         (["--judge", "policy"], "no checkpoint after step 1"),
-        (["--judge", "policy", "--api-base", "http://127.0.0.1:1"], "it is served here"),
+        (["--judge", "policy", "--api-base", "http://127.0.0.1:1"], "runs in this process"),
         (["--judge", "rules", "--phase", "union", "--pairing", "policy"], "--pairing policy"),
     ):
         with pytest.raises(SystemExit) as ended:

@@ -253,7 +253,9 @@ async def test_what_comes_while_an_engine_sleeps_is_answered_when_it_wakes(
     engine: VllmEngine, learner: LoraLearner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """vLLM's CPU worker moves no memory: this is the protocol around it."""
-    with pytest.raises(EngineError, match=r"^engine engine-0: cannot sleep; expected engine\.colocate=true"):
+    with pytest.raises(
+        EngineError, match=r"^engine engine-0: cannot sleep, because it was started without engine\.colocate=true"
+    ):
         await engine.sleep()
     monkeypatch.setattr(engine, "_config", engine._config.model_copy(update={"colocate": True}))
     await engine.load_adapter(train(learner, 22))
@@ -265,7 +267,7 @@ async def test_what_comes_while_an_engine_sleeps_is_answered_when_it_wakes(
     waiting = asyncio.create_task(engine.sample(PROMPT, max_tokens=20, seed=0))
     await asyncio.sleep(0.2)
     assert not waiting.done()
-    with pytest.raises(EngineError, match="asleep; expected wake"):
+    with pytest.raises(EngineError, match="is asleep; call wake"):
         await engine.load_adapter(learner.adapter(23))
     await engine.wake()
     await engine.wake()
@@ -393,7 +395,7 @@ async def test_a_killed_engine_core_is_one_clear_error(
     assert failed
     for error in failed:
         assert isinstance(error, EngineError)
-        assert str(error).startswith("engine engine-0: its engine core process has ended unexpectedly")
+        assert str(error).startswith("engine engine-0: the engine core process has ended unexpectedly")
         assert "\n" not in str(error)
     with pytest.raises(EngineError, match="engine core process has ended"):
         await engine.sample(PROMPT, max_tokens=1)

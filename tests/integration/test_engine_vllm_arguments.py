@@ -131,7 +131,7 @@ async def test_a_kv_cache_of_eight_bits_is_bounded_by_the_canary(model: ModelCon
             {"kv-cache-dtype": "fp8"},
             r"engine\.vllm\.kv-cache-dtype: vLLM has no such argument; did you mean kv_cache_d",
         ),
-        ({"zzzz": 1}, r"engine\.vllm\.zzzz: vLLM has no such argument; vLLM's AsyncEngineArgs lists them"),
+        ({"zzzz": 1}, r"engine\.vllm\.zzzz: vLLM has no such argument; see vLLM's AsyncEngineArgs for all names"),
         ({"kv_cache_dtype": "fp3"}, r"vLLM cannot load model .* with engine\.vllm=\{'kv_cache_dtype': 'fp3'\}: .*"),
         ({"block_size": "many"}, r"vLLM cannot load model .* with engine\.vllm=\{'block_size': 'many'\}: .*"),
     ],

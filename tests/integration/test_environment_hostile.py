@@ -200,8 +200,8 @@ class TestAnswers:
     @pytest.mark.parametrize(
         ("answer", "complaint"),
         [
-            ("{'not': 'text'}", "answered a cell with something that is not text"),
-            ("'x' * 5_000_000", "an answer of more than"),
+            ("{'not': 'text'}", "reply to a cell is not text"),
+            ("'x' * 5_000_000", "the reply has more than"),
             ("1 / 0", "/execute answered 500: ZeroDivisionError"),
         ],
         ids=["not text", "too much", "error"],

@@ -491,4 +491,4 @@ async def test_where_nothing_can_be_mounted_what_is_written_is_counted(sandbox_r
     for level in ("landlock", "rlimits"):
         assert done.stdout.count(f"CRASHED environment {level}") == 2, done.stdout
     assert done.stdout.count("REFUSED PermissionError [Errno 1]") == 6, done.stdout
-    assert done.stdout.count("it wrote more than 128 MiB or 20000 files, or where nobody can count them") >= 2
+    assert done.stdout.count("it wrote more than 128 MiB or 20000 files, or files that cannot be counted") >= 2

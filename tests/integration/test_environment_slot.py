@@ -94,7 +94,7 @@ async def test_an_episode(slot: AppWorldSlot, tasks: Tasks) -> None:
     assert verdict.passed_tests == verdict.total_tests > 0
     assert verdict.difficulty in (1, 2, 3)
     assert verdict.failures == ()
-    with pytest.raises(RuntimeError, match="has been evaluated"):
+    with pytest.raises(RuntimeError, match="has already been evaluated"):
         await slot.execute("print(1)")
     await slot.close_task()
     with pytest.raises(RuntimeError, match="no task is open"):
@@ -186,7 +186,7 @@ async def test_an_agent_that_ends_its_own_world_has_failed(slot: AppWorldSlot, t
     assert evaluation.run == 2
     assert evaluation.ended is EpisodeEnd.CRASHED
     assert "crashed" in evaluation.failures[0]
-    with pytest.raises(EnvironmentCrashed, match="the server is gone"):
+    with pytest.raises(EnvironmentCrashed, match="the server has ended"):
         await slot.execute("print(1)")
     await slot.close_task()
     await check_next_task_runs_clean(slot, tasks)

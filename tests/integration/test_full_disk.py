@@ -39,8 +39,10 @@ def test_a_full_disk_is_one_line_and_nothing_is_torn(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     seen = json.loads(done.stdout)
     before, answers, written, later, created = seen["messages"]
-    assert before.startswith(f"run directory {tmp_path / 'run'}: 0.00 GiB free on its disk, a training step may write")
-    assert answers.startswith(f"judge replies cannot be kept in {tmp_path / 'run' / 'judge_cache'}: ")
+    assert before.startswith(
+        f"run directory {tmp_path / 'run'}: its disk has 0.00 GiB free, but a training step may write"
+    )
+    assert answers.startswith(f"judge replies cannot be stored in {tmp_path / 'run' / 'judge_cache'}: ")
     assert created.startswith(f"run directory {tmp_path}/another-")
     assert "No space left on device; set run.root" in created
     # Nor is a log line that cannot be written a traceback.

@@ -19,7 +19,7 @@ pytestmark = [
 ]
 
 PORT = 6379
-AWAY = "; trying again, the run goes on in its local folder"
+AWAY = "; trying again, the run continues in its local folder"
 HEAD = f"""\
 import socket
 server = socket.create_server(("", {PORT}))

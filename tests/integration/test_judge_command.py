@@ -81,7 +81,7 @@ def test_killed_and_gone_on_with_it_asks_nothing_twice(tmp_path: Path) -> None:
     # Every call is in the archive, and what it cost is booked once.
     calls = RunDirectory.open(out).table("judge_calls", columns=["call_id", "requests"]).to_pylist()
     assert len({call["call_id"] for call in calls}) == len(calls)
-    assert "4 groups judged already, going on with 0" in again.stdout
+    assert "4 groups already judged, 0 left" in again.stdout
 
 
 def test_stopped_by_hand_it_says_how_to_go_on(tmp_path: Path) -> None:
@@ -97,7 +97,7 @@ def test_stopped_by_hand_it_says_how_to_go_on(tmp_path: Path) -> None:
         process.send_signal(signal.SIGINT)
         said, errors = process.communicate()
     assert process.returncode == 130, errors
-    assert f"stopped; what is judged is in {out}, the same command goes on there" in said
+    assert f"stopped; results so far are in {out}; run the same command again to continue" in said
     assert "Traceback" not in errors
 
 
@@ -126,9 +126,9 @@ def test_exit_codes_for_the_ci_of_an_agent(tmp_path: Path) -> None:
         low = draco_here(*command(traces, tmp_path / "a", server.base_url, *pinned, "--fail-under", "1"))
         assert (low.returncode, "is below --fail-under 1" in low.stdout) == (3, True), low.stdout
         same = draco_here(*command(traces, tmp_path / "a", server.base_url, *pinned, "--baseline", str(tmp_path / "a")))
-        assert (same.returncode, "against the baseline +0.0" in same.stdout) == (0, True), same.stdout
+        assert (same.returncode, "change from the baseline: +0.0" in same.stdout) == (0, True), same.stdout
         relative = draco_here(*command(traces, tmp_path / "c", server.base_url, "--fail-under", "0.5"))
-        assert "--fail-under: a rubric that the judge writes for one group grades no other" in relative.stderr
+        assert "--fail-under: needs a fixed rubric" in relative.stderr
         with traces.open("a", encoding="utf-8") as file:
             file.write("{broken\n")
         partial = draco_here(*command(traces, tmp_path / "b", server.base_url))
@@ -205,5 +205,5 @@ def test_a_judge_of_another_format_is_one_line(raw: str, tmp_path: Path) -> None
         done = draco_here(*command(chat_traces(tmp_path / "t.jsonl", 1), tmp_path / "out", server.base, *more))
     assert done.returncode == 1
     (line,) = done.stderr.splitlines()
-    assert "it answered, but in another format than the provider that judge.model names" in line
+    assert "the reply has another format than the provider in judge.model uses" in line
     assert "Traceback" not in line

@@ -153,7 +153,7 @@ async def test_a_model_that_only_litellm_has_a_price_of_stays_within_its_budget(
 async def test_a_budget_without_any_known_price_is_refused(run: RunDirectory, prices: dict[str, Price]) -> None:
     with ScriptedJudgeServer() as server:
         judge, _ = client(server.base, JudgeLimits(dollars=1.0), run, prices=prices)
-        with pytest.raises(ValueError, match="no price of openai/scripted is known; give it"):
+        with pytest.raises(ValueError, match="the price of openai/scripted is unknown; set it"):
             await judge.check()
     assert server.requests == []
 
@@ -193,7 +193,7 @@ async def test_a_judge_that_does_not_say_its_usage_is_found_out_before_a_budget_
     with ScriptedJudgeServer(Reply("OK", usage={})) as server:
         judge, _ = client(server.base, JudgeLimits(dollars=10.0), run)
         with pytest.raises(
-            JudgeUnavailable, match=r"do not say their usage .*judge\.limits\.dollars=10 would be a guess"
+            JudgeUnavailable, match=r"do not report usage .*judge\.limits\.dollars=10 cannot be enforced"
         ):
             await judge.check()
         unlimited, _ = client(server.base, None, run)

@@ -48,6 +48,6 @@ async def test_replies_and_their_book_outlive_the_actors_process(own_ray: None, 
 
 def test_a_folder_that_cannot_be_used_is_one_line(own_ray: None, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("", encoding="utf-8")
-    with pytest.raises(StoreError, match="judge replies cannot be kept in .*file/replies") as refusal:
+    with pytest.raises(StoreError, match="judge replies cannot be stored in .*file/replies") as refusal:
         start_replies(JudgeConfig(cache=tmp_path / "file" / "replies"), "refused")
     assert "\n" not in str(refusal.value)

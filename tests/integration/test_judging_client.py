@@ -143,7 +143,7 @@ NO_MAX_TOKENS = (
 async def test_a_refused_temperature_names_the_key_that_mends_it() -> None:
     with (
         ScriptedJudgeServer(Reply(NO_TEMPERATURE, 400)) as server,
-        pytest.raises(JudgeUnavailable, match=r"judge\.temperature=null leaves it out"),
+        pytest.raises(JudgeUnavailable, match=r"to leave it out set judge\.temperature=null"),
     ):
         await LiteLLMClient(config(server.base)).check()
 
@@ -333,7 +333,7 @@ async def test_an_unknown_provider_is_told_at_once() -> None:
 async def test_a_hosted_judge_without_a_key_is_told_before_anything_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("DRACO_TEST_KEY", raising=False)
     hosted = JudgeConfig(api_key_env="DRACO_TEST_KEY")
-    with pytest.raises(JudgeUnavailable, match="DRACO_TEST_KEY holds no key"):
+    with pytest.raises(JudgeUnavailable, match="no API key found; set environment variable DRACO_TEST_KEY"):
         await LiteLLMClient(hosted).check()
 
 
@@ -557,7 +557,7 @@ NAMELESS_CALL = {"id": "1", "type": "function", "function": {"arguments": "{}"}}
         (Reply("", message={"reasoning_content": CRITERION}), "reasoning", "reasoning that no answer follows"),
         (Reply("", message={"reasoning": CRITERION}), "reasoning", "reasoning that no answer follows"),
         (Reply("", message={"thinking_blocks": [THOUGHT]}), "reasoning", "reasoning that no answer follows"),
-        (Reply("", finish_reason="length", message={"reasoning_content": "hm"}), "length", "went to reasoning"),
+        (Reply("", finish_reason="length", message={"reasoning_content": "hm"}), "length", "reasoning used all of"),
         (Reply(CRITERION, finish_reason="abort"), "abort", "the provider broke the reply off"),
         (Reply(CRITERION, finish_reason="error"), "error", "the provider broke the reply off"),
         (Reply(CRITERION, finish_reason="model_length"), "model_length", "the provider broke the reply off"),

@@ -95,7 +95,7 @@ async def test_a_judge_of_which_nothing_is_known_says_itself_how_much_it_reads(p
         assert judged.ok, judged.error
         assert server.refused <= 6
         assert judged.left_out > 0
-        assert "characters were left out of its prompt" in judged.notes[0]
+        assert "characters were left out of the prompt" in judged.notes[0]
         assert len(judged.calls) == len(server.requests) == server.refused + 1
         # Stated numbers leave little unused.
         assert tokens(server.prompts[-1]) > (0.85 if provider in STATES_BOTH else 0.5) * LIMIT
@@ -156,7 +156,7 @@ async def test_a_reply_that_was_all_reasoning_names_the_key() -> None:
         judged = await score(build_judge(config(server.base)), "free")
     assert judged.error is not None
     assert judged.error.endswith(
-        ": all of judge.max_tokens=1,000 went to reasoning; raise it, or lower judge.reasoning_effort"
+        ": reasoning used all of judge.max_tokens=1,000; raise judge.max_tokens, or lower judge.reasoning_effort"
     )
     with ScriptedJudgeServer(Reply('[{"rubric_index"', finish_reason="length", output_tokens=1000)) as server:
         judged = await score(build_judge(config(server.base)), "free")

@@ -57,7 +57,7 @@ async def test_a_lost_node_costs_nothing_but_time_when_another_comes(
     nodes.remove_node(node, allow_graceful=False)
     while not (waiting := pending_demand()):  # noqa: ASYNC110 (Ray tells nobody)
         await asyncio.sleep(0.5)
-    assert waiting == "no node has room for 2 x 1 CPU"
+    assert waiting == "no node has free resources for 2 x 1 CPU"
     updated = asyncio.create_task(learner.step())
     nodes.add_node(**NODE)
     metrics = await updated

@@ -150,7 +150,7 @@ def test_a_store_that_is_gone_at_the_end_loses_nothing_here(
             SmallRun(path).piece(1, TASKS[0])
             faults.down = True
 
-    with pytest.raises(StoreError, match="it is all in .*draco train --resume .* continues copying"):
+    with pytest.raises(StoreError, match="all files are in .*; to continue run draco train --resume "):
         work()
     faults.down = False
     with working(here, said.append) as path:
@@ -206,7 +206,7 @@ def test_a_training_run_is_in_the_store_goes_on_from_there_and_is_read_there(
     assert steps == [1, 2]
     said = capsys.readouterr().out
     assert "trained: continues after step 1" in said
-    assert "trained: finished with step 2; nothing is left to do" in said
+    assert "trained: already finished at step 2" in said
     (second,) = (tmp_path / "three").glob("*/trained")
     assert RunDirectory.open(second).checkpoint_steps() == [1, 2]
     assert len(ReplyCache(second / "judge_cache")) == 2

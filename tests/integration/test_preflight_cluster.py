@@ -67,9 +67,9 @@ def waits_while_another_holds_the_cpus(config: DracoConfig) -> None:
     with patch.object(cluster, "time", SimpleNamespace(monotonic=time.monotonic, sleep=sleep)):
         wait_for_room(config, Console(file=text, width=1000))
     assert looks >= 1
-    assert text.getvalue().startswith("no room on the Ray cluster, waiting for ")
+    assert text.getvalue().startswith("not enough free resources on the Ray cluster, waiting for ")
     assert "rollout workers" in text.getvalue()
-    assert "do not fit into 0 GPUs and 0 CPUs on 2 nodes; another run may hold the rest" in text.getvalue()
+    assert "do not fit into 0 GPUs and 0 CPUs on 2 nodes; another run may use the rest" in text.getvalue()
 
 
 def test_a_cluster_knows_the_run_and_every_node_is_asked(
@@ -98,7 +98,9 @@ def test_a_cluster_knows_the_run_and_every_node_is_asked(
     assert list(run.iterdir()) == []
 
     monkeypatch.setattr(preflight, "probe_node", lambda paths: "/shared/world")
-    with pytest.raises(ClusterError, match=r"^node .*: no /shared/world; every node with CPUs or GPUs must see it"):
+    with pytest.raises(
+        ClusterError, match=r"^node .*: /shared/world does not exist; every node with CPUs or GPUs needs it"
+    ):
         preflight.check_session(config, run)
     # A node for judges alone needs neither data nor model.
     preflight.check_nodes(config, [node for node in ray.nodes() if not node["Resources"].get("CPU")])

@@ -67,7 +67,7 @@ def test_verdicts_are_those_that_were_recorded(evaluation: Path, sandbox_root: P
     done = reevaluate(evaluation, sandbox_root)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "starter-run1: TGC 50.0 %" in done.stdout
-    assert "2 of 2 verdicts are those of" in done.stdout
+    assert "2 of 2 verdicts equal the recorded ones in" in done.stdout
 
 
 def test_a_prepared_directory_writes_no_file_and_is_told(evaluation: Path, sandbox_root: Path, tmp_path: Path) -> None:
@@ -101,7 +101,7 @@ def test_a_prepared_directory_writes_no_file_and_is_told(evaluation: Path, sandb
         os.mkfifo(saved)
         done = reevaluate(evaluation, sandbox_root)
         assert done.returncode == 1, done.stdout + done.stderr
-        assert "dbs/venmo.jsonl: not a plain file" in done.stdout
+        assert "dbs/venmo.jsonl: not a regular file" in done.stdout
     finally:
         saved.unlink(missing_ok=True)
         saved.write_bytes(kept)
@@ -114,10 +114,10 @@ def test_another_world_and_names_that_lead_elsewhere_are_refused(
     other = EvaluationDirectory.begin(tmp_path / "other", plan.model_copy(update={"world": "0123456789abcdef"}))
     done = reevaluate(other.path, sandbox_root)
     assert done.returncode == 2
-    assert "another world than" in done.stderr
+    assert "was evaluated in another world" in done.stderr
     elsewhere = EvaluationDirectory.begin(tmp_path / "elsewhere", plan)
     elsewhere.add("starter", a_result("../../x", 0, True))
     done = reevaluate(elsewhere.path, sandbox_root)
     assert done.returncode == 1
     assert done.stderr.count("\n") == 1
-    assert "'../../x', run 0 is none of the plan's" in done.stderr
+    assert "'../../x', run 0 is not in the plan" in done.stderr

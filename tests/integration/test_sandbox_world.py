@@ -329,11 +329,11 @@ def test_verify_has_one_line_for_each_failing_task(sandbox_root: Path, tmp_path:
     (broken / "sandbox.json").write_text(json.dumps(entries))
     verified = sandbox("verify", "--root", str(broken), "--jobs", "1")
     assert verified.returncode == 0
-    assert verified.stdout.splitlines()[-1] == "verify: all tasks are as they should be"
+    assert verified.stdout.splitlines()[-1] == "verify: all tasks passed the checks"
 
 
 def test_a_folder_that_is_no_sandbox_gives_one_line_and_status_2(tmp_path: Path) -> None:
     verified = sandbox("verify", "--root", str(tmp_path))
     assert verified.returncode == 2
-    assert verified.stderr.startswith(f"draco: {tmp_path} holds no sandbox.json")
+    assert verified.stderr.startswith(f"draco: {tmp_path} has no sandbox.json")
     assert len(verified.stderr.splitlines()) == 1

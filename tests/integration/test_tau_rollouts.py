@@ -154,7 +154,9 @@ async def test_assertions_need_a_judges_key(machine: Path, monkeypatch: pytest.M
     row = {"id": "0", "user_scenario": scenario, "evaluation_criteria": {"nl_assertions": ["It is kind."]}}
     home = write_retail(machine / "other", **{"tasks.json": [row], "split_tasks.json": {"train": ["0"]}})
     monkeypatch.setenv("TAU2_HOME", str(home))
-    with pytest.raises(EnvironmentCrashed, match="could not evaluate it: .*no key in NO_SUCH_KEY"):
+    with pytest.raises(
+        EnvironmentCrashed, match="could not evaluate the episode: .*set environment variable NO_SUCH_KEY"
+    ):
         await play(machine, LOOKS_UP, [*ASKS], "environment.options.judge.api_key_env=NO_SUCH_KEY", ground_truth=True)
 
 

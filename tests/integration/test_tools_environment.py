@@ -199,7 +199,7 @@ async def test_what_a_tool_ends_or_hangs_is_a_failed_rollout_and_the_next_one_pl
         async with opened(desk) as world:
             await call(world, "stick")
     for task, why in (("bad", "reset: KeyError: 'orders'"), ("ends", r"reset ended its process \(status 4\)")):
-        with pytest.raises(EnvironmentCrashed, match=rf"task {task}: cannot be begun: {why}") as crashed:
+        with pytest.raises(EnvironmentCrashed, match=rf"task {task}: cannot be started: {why}") as crashed:
             await desk.open(task)
         assert not isinstance(crashed.value, WorldBroken)
     async with opened(desk) as world:
@@ -210,7 +210,7 @@ async def test_what_a_tool_ends_or_hangs_is_a_failed_rollout_and_the_next_one_pl
 async def test_an_evaluator_that_says_neither_yes_nor_no_is_no_failure_of_the_agents(folder: Path) -> None:
     desk = environment(folder)
     async with opened(desk, "odd") as world:
-        with pytest.raises(WorldError, match=r"evaluate returned \"\{'done': \{1\}\}\", expected True, False or"):
+        with pytest.raises(WorldError, match=r"evaluate returned \"\{'done': \{1\}\}\", expected True, False, or"):
             await world.evaluate()
     await desk.stop()
 
@@ -260,5 +260,5 @@ def test_what_cannot_be_used_is_one_line(folder: Path, monkeypatch: pytest.Monke
     monkeypatch.setenv("DESK_KEY", "abc")
     with pytest.raises(ConfigError, match="set DESK_KEY in the environment, to at least 4 characters"):
         environment(folder).task("a")
-    with pytest.raises(WorldError, match="no task of split 'dev'; there are train"):
+    with pytest.raises(WorldError, match="no task has split 'dev'; expected one of train"):
         environment(folder).tasks("dev")

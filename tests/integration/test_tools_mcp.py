@@ -122,9 +122,9 @@ async def test_a_server_that_dies_or_hangs_costs_no_more_than_its_rollout(folder
     async with opened(desk) as world:
         assert await call(world, "embedded") == "inside"
         # The call may have been the cause: it is not played again.
-        with pytest.raises(WorldBroken, match="task a: MCP server desk is lost: .*Connection closed"):
+        with pytest.raises(WorldBroken, match="task a: MCP server desk was lost: .*Connection closed"):
             await call(world, "end")
-        with pytest.raises(WorldBroken, match="it has ended"):
+        with pytest.raises(WorldBroken, match="the episode has ended"):
             await call(world, "embedded")
     async with opened(desk) as world:
         assert await call(world, "slow") == "error: slow: stopped after 1 s without an answer"
@@ -144,9 +144,9 @@ async def test_a_url_has_a_session_for_every_rollout(folder: Path, url: str) -> 
     async with opened(desk) as world:
         # The server is not ours to begin anew.
         assert await call(world, "note", text="hello") == "2 notes"
-        with pytest.raises(WorldBroken, match="MCP server desk is lost"):
+        with pytest.raises(WorldBroken, match="MCP server desk was lost"):
             await call(world, "end")
-    with pytest.raises(EnvironmentCrashed, match="MCP server desk is lost") as lost:
+    with pytest.raises(EnvironmentCrashed, match="MCP server desk was lost") as lost:
         await desk.open("a")
     assert not isinstance(lost.value, WorldBroken)
     await desk.stop()
@@ -223,7 +223,7 @@ async def test_pages_of_tools_come_to_an_end(cursors: Sequence[str], tools: int 
     async with serving("tools/list", page) as url:
         session = session_at(url)
         if tools is None:
-            with pytest.raises(EnvironmentCrashed, match="^MCP server desk is lost: .*the cursor '.' came twice"):
+            with pytest.raises(EnvironmentCrashed, match="^MCP server desk was lost: .*the cursor '.' twice"):
                 await session.start()
         else:
             assert len(await session.start()) == tools
@@ -267,7 +267,9 @@ async def test_what_cannot_be_started_is_one_line(folder: Path) -> None:
         await asyncio.to_thread(absent.task, "a")
     assert "\n" not in str(refused.value)
     schema = {"type": "function", "function": {"name": "note"}}
-    with pytest.raises(ConfigError, match="two tools note, of environment.options.tools and of MCP server desk"):
+    with pytest.raises(
+        ConfigError, match="tool note exists twice, in environment.options.tools and in MCP server desk"
+    ):
         merged([schema], {"desk": [schema]})
 
 
@@ -275,7 +277,7 @@ async def test_what_a_server_says_last_holds_no_secret(folder: Path, monkeypatch
     said = r"denied to \[secret DESK_KEY\]$"
 
     async def lost(*given: object) -> None:
-        raise EnvironmentCrashed(f"MCP server desk is lost: denied to {os.environ['DESK_KEY']}")
+        raise EnvironmentCrashed(f"MCP server desk was lost: denied to {os.environ['DESK_KEY']}")
 
     absent = environment(folder, {"command": ["sh", "-c", "echo denied to $DESK_KEY >&2; exit 3"]})
     with pytest.raises(EnvironmentCrashed, match=f"it said: {said}"):
@@ -297,13 +299,16 @@ def session_at(url: str, seconds: float = 20) -> McpSession:
 
 
 ODD = [
-    (reply(b"no", 401, "text/plain"), "it answered with HTTP status 401"),
-    (reply(b'{"error": "expired"}', 403), "it answered with HTTP status 403"),
-    (reply(b"", 404, "text/plain"), "it answered with HTTP status 404"),
-    (error(-32600, "gone", 404), "it answered with HTTP status 404"),
-    (reply(b"", 502, "text/html"), "it answered with HTTP status 502"),
-    (reply(b"", 302, headers="location: http://localhost:1/\r\n"), "it answered with HTTP status 302"),
-    (reply(b"<html>Sign in</html>", kind="text/html"), "it answered with text/html, expected application/json or"),
+    (reply(b"no", 401, "text/plain"), "the server answered with HTTP status 401"),
+    (reply(b'{"error": "expired"}', 403), "the server answered with HTTP status 403"),
+    (reply(b"", 404, "text/plain"), "the server answered with HTTP status 404"),
+    (error(-32600, "gone", 404), "the server answered with HTTP status 404"),
+    (reply(b"", 502, "text/html"), "the server answered with HTTP status 502"),
+    (reply(b"", 302, headers="location: http://localhost:1/\r\n"), "the server answered with HTTP status 302"),
+    (
+        reply(b"<html>Sign in</html>", kind="text/html"),
+        "the server answered with text/html, expected application/json or",
+    ),
     (reply(b"{no"), "Failed to parse JSON"),
     (reply(b'{"a": 1}'), "Failed to parse JSON"),
     (reply(b"data: {no\n\n", kind="text/event-stream"), "Failed to parse SSE"),
@@ -325,7 +330,7 @@ async def test_an_answer_over_http_that_is_no_answer_loses_the_session_in_one_li
             # The policy is told nothing of it: it could mend nothing.
             await session.call("note", {})
 
-        with pytest.raises(EnvironmentCrashed, match=f"^MCP server desk is lost: .*{said}") as lost:
+        with pytest.raises(EnvironmentCrashed, match=f"^MCP server desk was lost: .*{said}") as lost:
             await play()
         await session.stop()
     assert "\n" not in str(lost.value)

@@ -126,5 +126,5 @@ async def test_traces_are_judged_in_five_batches(tmp_path: Path, monkeypatch: py
 
 
 def test_providers_without_batches_are_named() -> None:
-    with pytest.raises(ConfigError, match="batches of OpenAI and Anthropic are known, not of gemini"):
+    with pytest.raises(ConfigError, match="batches are supported for OpenAI and Anthropic, not for gemini"):
         BatchClient(JudgeConfig(model="gemini/gemini-2.5-pro"))

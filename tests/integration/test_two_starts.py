@@ -100,13 +100,13 @@ def test_of_two_runs_that_start_at_once_one_waits_until_the_other_has_its_places
     assert "rollout workers" in second.says_at_last(OTHER)
     # A killed run keeps neither its places nor the lock.
     first.process.kill()
-    assert second.says_at_last("no room") == "has room\n"
+    assert second.says_at_last("not enough free resources") == "has room\n"
     third = Run(*second_again(second))
     try:
         third.go_on()
         assert third.says().startswith(OTHER)
         second.process.kill()
-        assert third.says_at_last(("another", "no room")) == "has room\n"
+        assert third.says_at_last(("another", "not enough free resources")) == "has room\n"
     finally:
         third.process.kill()
         third.process.communicate()

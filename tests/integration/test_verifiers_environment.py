@@ -146,7 +146,7 @@ async def test_episodes_are_played_and_recorded_and_without_ground_truth_nothing
     assert len(raised.steps) == 1
     silent, _ = await at.play("silent")
     assert silent.ended is EpisodeEnd.SERVER_ERROR
-    assert "verifiers never asked the policy" in str(silent.error)
+    assert "verifiers sent no request to the policy" in str(silent.error)
     # All of them side by side, in one process.
     many = await asyncio.gather(*(at.play("talk") for _ in range(8)))
     assert {each.ended for each, _ in many} == {EpisodeEnd.FINISHED}
@@ -163,7 +163,7 @@ async def test_rewards_are_the_evaluation_where_there_is_ground_truth(model: Pat
         assert await world.evaluate() == WorldVerdict(success=False, reward=0.5)
         unrewarded, world = await at.play("unrewarded")
         assert unrewarded.ended is EpisodeEnd.SERVER_ERROR
-        with pytest.raises(EnvironmentCrashed, match="has not rewarded"):
+        with pytest.raises(EnvironmentCrashed, match="gave the episode no reward"):
             await world.evaluate()
 
 
@@ -179,7 +179,7 @@ async def test_the_renderer_of_a_model_in_a_folder_is_the_one_whose_tokens_are_i
         # The template itself says the same of the first turn.
         assert "# Tools" in TOKENIZER.decode(at.sampler.asked[0])
         # Where there is none no other attempt mends it: the run ends with the first episode.
-        with pytest.raises(ConfigError, match=r"no renderer puts them into tokens .*renderer\.name to .*\(qwen3, "):
+        with pytest.raises(ConfigError, match=r"no renderer writes them .*renderer\.name to .*\(qwen3, "):
             await playing(at.environment, model).play("find")
 
 
@@ -241,15 +241,15 @@ def test_a_model_without_a_renderer_is_refused_before_anything_starts_where_tool
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"taskset": {"id": "not-there"}}, "taskset 'not-there' is not installed: install its package with"),
+        ({"taskset": {"id": "not-there"}}, "taskset 'not-there' is not installed; install its package with"),
         (
             {"taskset": {"id": "{folder}/lacks.py"}},
-            "its requirements are missing: ModuleNotFoundError: No module named",
+            "required packages are missing: ModuleNotFoundError: No module named",
         ),
         ({"taskset": {"id": "{folder}/plain.py"}}, "harness 'bash' lets the policy run programs"),
         ({"taskset": {"id": str(TASKS), "speed": 3}}, "taskset.speed: Extra inputs are not permitted"),
-        ({"python": "/bin/false"}, "verifiers: the taskset could not be loaded: status 1"),
-        ({"python": "/nowhere"}, "is not an executable file: fix environment.options.python"),
+        ({"python": "/bin/false"}, "verifiers: the taskset could not be loaded .status 1"),
+        ({"python": "/nowhere"}, "is not an executable file; correct environment.options.python"),
         ({"wrong": 1}, "environment.options: wrong: Extra inputs are not permitted"),
     ],
 )

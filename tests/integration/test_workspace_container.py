@@ -142,12 +142,12 @@ async def test_containers_that_do_not_confine_are_refused_in_one_line(tmp_path: 
 
     if not engine.startswith(STAND_IN):
         open_network = engine.replace("--network none", "--network host")
-        assert "expected --network none" in await said(ConfigError, open_network)
+        assert "use --network none" in await said(ConfigError, open_network)
         shared = engine.replace("--network none", "--network none --pid host")
-        assert "expected a PID namespace" in await said(ConfigError, shared)
+        assert "use a PID namespace" in await said(ConfigError, shared)
         return
-    assert "expected --network none" in await said(ConfigError, f"{STAND_IN} --network {MOUNTS}")
-    assert "expected a PID namespace" in await said(ConfigError, f"{STAND_IN} --share-pids {MOUNTS}")
+    assert "use --network none" in await said(ConfigError, f"{STAND_IN} --network {MOUNTS}")
+    assert "use a PID namespace" in await said(ConfigError, f"{STAND_IN} --share-pids {MOUNTS}")
     assert "No module named" in await said(EnvironmentCrashed, f"{STAND_IN} -v {{workspace}}:/workspace")
 
 

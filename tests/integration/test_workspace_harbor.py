@@ -82,7 +82,7 @@ async def test_a_container_has_the_tests_where_they_look(tmp_path: Path) -> None
     [
         ("echo '{\"reward\": 0.5}' > /logs/verifier/reward.json", 'reward is {"reward": 0.5}, expected 1'),
         ('echo \'{"a": 1, "b": 0}\' > /logs/verifier/reward.json', "expected 1"),
-        ("echo broken >&2; exit 3", "the tests left no reward: they ended with exit code 1; its last output: broken"),
+        ("echo broken >&2; exit 3", "the tests wrote no reward: they ended with exit code 1; its last output: broken"),
         ("echo NaN > /logs/verifier/reward.txt", "expected 1"),
         ('echo \'{"a": 1, "b": 1.0}\' > /logs/verifier/reward.json', ""),
     ],
@@ -105,7 +105,7 @@ def test_what_is_read_of_a_folder(tmp_path: Path) -> None:
     assert dict(task.fields) == {"repository": str(tmp_path / "one" / "environment"), "image": "python:3.12"}
     assert "tests" not in json.dumps(rows.row("one").told(ground_truth=False))
     (tmp_path / "one" / "task.toml").write_text("[metadata")
-    with pytest.raises(ConfigError, match="one/task.toml: no task of Harbor's"):
+    with pytest.raises(ConfigError, match="one/task.toml: not a Harbor task"):
         read_rows(str(tmp_path))
     (tmp_path / "empty").mkdir()
     with pytest.raises(ConfigError, match="no tasks"):

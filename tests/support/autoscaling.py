@@ -37,7 +37,7 @@ START_ATTEMPTS = 3
 
 
 def free_port() -> int:
-    """A port on loopback that nobody holds."""
+    """A free port on loopback."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
@@ -164,23 +164,23 @@ def drive(module: str, environment: Mapping[str, str], *words: str) -> dict[str,
 
 
 PATIENCE_SECONDS = 600.0
-"""What everything that a driver waits for may take on a busy machine."""
+"""Time limit, in seconds, for everything that a driver waits for on a busy machine."""
 
 
 async def until(true: Callable[[], bool]) -> None:
-    """Look again and again; in the end the caller goes on, and the test says what is not as it should be."""
+    """Poll until the condition holds or the time limit passes; the test then reports what is wrong."""
     deadline = time.monotonic() + PATIENCE_SECONDS
     while not true() and time.monotonic() < deadline:  # noqa: ASYNC110
         await asyncio.sleep(0.1)
 
 
 def added_nodes() -> set[str]:
-    """Nodes that are up beside the head."""
+    """Number of running nodes without the head."""
     return {node["NodeID"] for node in ray.nodes() if node["Alive"]} - {FAKE_HEAD_NODE_ID}
 
 
 def ask_to_go(node: str) -> None:
-    """Tell Ray that a node is about to be taken back, as providers of spot nodes do."""
+    """Tell Ray that a node will be preempted, as providers of spot nodes do."""
     gcs = ray._raylet.GcsClient(address=os.environ["RAY_ADDRESS"])  # type: ignore[attr-defined]  # Not in its stubs.
     reason = DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
     accepted, why_not = gcs.drain_node(node, reason, "as spot nodes are", 0)

@@ -1,4 +1,4 @@
-"""What Ray says of a call to an actor that it restarts, by what became of the actor's node."""
+"""Ray's errors for a call to an actor that it restarts, by the state of the actor's node."""
 
 from __future__ import annotations
 
@@ -15,4 +15,4 @@ ASKED_TO_GO = ActorDiedError(
         actor_id=SOME_ACTOR, node_death_info=NodeDeathInfo(reason=NodeDeathInfo.AUTOSCALER_DRAIN_PREEMPTED)
     )
 )
-"""Its node is lost as well, and was asked to go at some time before."""
+"""The actor's node is lost as well, after a request to drain it."""

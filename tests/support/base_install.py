@@ -16,7 +16,7 @@ LEFT_OUT = frozenset({"accelerate", "matplotlib", "peft", "ray", "torch", "torch
 
 
 class Absent(importlib.abc.MetaPathFinder):
-    """Finds nothing below the packages that are left out."""
+    """Import finder that hides the packages of the extras."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
@@ -27,7 +27,7 @@ class Absent(importlib.abc.MetaPathFinder):
 
 
 def in_base_install(code: str) -> subprocess.CompletedProcess[str]:
-    """Run Python code in such a process, to its end."""
+    """Run Python code in such a process and wait for its end."""
     return subprocess.run([sys.executable, "-m", __name__, code], capture_output=True, text=True)
 
 

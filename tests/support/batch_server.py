@@ -31,10 +31,10 @@ class BatchServer:
         self.answer, self.looks, self.fails, self.refuses = answer, looks, fails, refuses
         self.files: dict[str, bytes] = {}
         self.fetched: list[str] = []
-        """Files whose content was asked for, in order."""
+        """Files whose content was requested, in order."""
         self.batches: dict[str, dict[str, Any]] = {}
         self.held = threading.Event()
-        """While it is set no batch ends."""
+        """While this event is set, no batch ends."""
         self._socket = socket.socket()
         self._socket.bind(("127.0.0.1", 0))
         self.root = f"http://127.0.0.1:{self._socket.getsockname()[1]}"
@@ -65,7 +65,7 @@ class BatchServer:
 
     @property
     def requests(self) -> list[dict[str, Any]]:
-        """All that were handed in."""
+        """All batches that were submitted."""
         return [request for batch in self.batches.values() for request in batch["requests"]]
 
     async def _upload(self, request: Request) -> Response:

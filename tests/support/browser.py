@@ -39,7 +39,7 @@ class Browser:
         self.console: list[str] = []
         """Errors and warnings of the page: exceptions, console.error, refused loads."""
         self.requests: list[str] = []
-        """URLs the page asked for."""
+        """URLs that the page requested."""
         self._numbers = itertools.count(1)
         self._open = ExitStack()
         self._tab = self._open.enter_context(connect(self._address(profile), max_size=None))
@@ -119,7 +119,7 @@ class Browser:
         self.call("Input.insertText", text=text)
 
     def look(self, *, width: int = 1400, media: str = "screen", scheme: str = "light") -> None:
-        """See the page at a width in pixels, on a screen or on paper, in a light or a dark scheme."""
+        """Set the page's width in pixels, its medium (screen or paper) and its color scheme (light or dark)."""
         metrics = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
         self.call("Emulation.setDeviceMetricsOverride", **metrics)
         features = [{"name": "prefers-color-scheme", "value": scheme}]
@@ -142,7 +142,7 @@ class Browser:
         self.call("Browser.setDownloadBehavior", behavior="allow", downloadPath=str(folder))
 
     def screenshot(self, path: Path) -> None:
-        """Write what is in the window as a PNG."""
+        """Save a screenshot of the window as a PNG."""
         path.write_bytes(base64.b64decode(self.call("Page.captureScreenshot", format="png")["data"]))
 
     def _address(self, profile: Path) -> str:

@@ -46,7 +46,7 @@ class ScriptedCustomer:
                 self.wfile.write(content)
 
             def log_message(self, *arguments: object) -> None:
-                """Say nothing."""
+                """Do not log requests."""
 
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.base = f"http://127.0.0.1:{self._server.server_address[1]}/v1"

@@ -1,4 +1,4 @@
-"""A real HTTP server that speaks OpenAI chat completions and answers by script: late, rate-limited, broken or well."""
+"""A real HTTP server for OpenAI chat completions with scripted replies: late, rate-limited, malformed or normal."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ class Reply:
     headers: dict[str, str] = field(default_factory=dict)
     finish_reason: str = "stop"
     delay: float = 0.0
-    """Seconds before it is sent."""
+    """Delay of the reply, in seconds."""
     raw: str | None = None
-    """Sent as the whole body instead of a chat completion."""
+    """Body to send instead of a chat completion."""
     error_code: str = "scripted"
     input_tokens: int = 100
     cached_tokens: int = 0
     output_tokens: int = 10
     message: dict[str, Any] = field(default_factory=dict)
-    """Further fields of the message: a refusal, tool calls, reasoning."""
+    """Additional fields of the message: a refusal, tool calls, reasoning."""
     usage: dict[str, Any] | None = None
-    """Told instead of these; an empty one: the reply says none."""
+    """Usage to report instead of these counts; if empty, the reply reports no usage."""
 
 
 class ScriptedJudgeServer:
@@ -52,9 +52,9 @@ class ScriptedJudgeServer:
         self.requests: list[dict[str, Any]] = []
         self.keys: list[str] = []
         self.asked = threading.Event()
-        """Set by the first request."""
+        """Event that the first request sets."""
         self.fails_on: str | None = None
-        """Prompts with this in them are answered with status 500, outside the script."""
+        """Prompts that contain this text are answered with status 500, independently of the script."""
         self.in_flight = 0
         self.most_in_flight = 0
         self._socket = socket.socket()

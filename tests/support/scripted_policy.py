@@ -24,7 +24,7 @@ POSITIONS = 65536
 VOCABULARY = 2048
 HIDDEN = 128
 PASSES = 0.7
-"""Chance of a score of 1, else -1, at the judge's temperature of 0.1."""
+"""Probability that a score is 1 instead of -1 at the judge's temperature of 0.1."""
 TITLE = "Calls the API"
 FIELDS = {
     "title": TITLE,
@@ -42,7 +42,7 @@ SCORE = ', "score": '
 PASS, FAIL = '1, "verdict": "PASS"}]', '-1, "verdict": "FAIL"}]'
 THOUGHT = "<think>I see it.</think>"
 SURE = 10.0
-"""Weight of the head on a token that has to follow; 56 nats after the norm."""
+"""Weight of the LM head for the required next token; 56 nats after the norm."""
 
 
 def _tokenizer() -> PreTrainedTokenizerFast:

@@ -23,7 +23,7 @@ PROMPT = [int(token) for token in np.random.default_rng(0).integers(3, 500, 140)
 
 
 def moved(learner: LoraLearner, version: int) -> None:
-    """Put an adapter of its own into the learner."""
+    """Perturb the learner's adapter at random."""
     generator = torch.Generator().manual_seed(version)
     tensors = {
         name: torch.from_numpy(values) + 0.05 * torch.randn(values.shape, generator=generator)

@@ -11,7 +11,7 @@ ALLOWED = Path(__file__).resolve().parents[1] / "skips.txt"
 
 
 def allowed_skips(path: Path = ALLOWED) -> list[tuple[str, str]]:
-    """(test id or its beginning, beginning of the reason) of every skip that is no failure."""
+    """(prefix of the test id, prefix of the reason) of every allowed skip."""
     lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
     words = [line.split(maxsplit=1) for line in lines if line and not line.startswith("#")]
     return [(each[0], each[1]) for each in words]
@@ -25,12 +25,12 @@ class SkipsAreSaid:
         self._skipped: dict[str, str] = {}
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Note a skipped test; an expected failure is none."""
+        """Record a skipped test; an expected failure does not count as one."""
         if report.skipped and not hasattr(report, "wasxfail"):
             self._note(report.nodeid, report.longrepr)
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
-        """Note a file that is skipped as a whole."""
+        """Record a file that is skipped completely."""
         if report.skipped:
             self._note(report.nodeid, report.longrepr)
 
@@ -42,12 +42,12 @@ class SkipsAreSaid:
         return any(nodeid.startswith(test) and self._skipped[nodeid].startswith(why) for test, why in self._allowed)
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        """Fail a session that passed but skipped what nobody allowed."""
+        """Fail a session that passed but has a skip that is not allowed."""
         if session.exitstatus == pytest.ExitCode.OK and not all(map(self._is_allowed, self._skipped)):
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        """List the skips."""
+        """Print the skips."""
         if self._skipped:
             terminalreporter.section(f"skipped: {len(self._skipped)}")
         for nodeid, reason in sorted(self._skipped.items()):

@@ -1,4 +1,4 @@
-"""Sound checkpoints of a learner, without one."""
+"""Valid learner checkpoints, written without a learner."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ def a_trajectory(step: int, task: str, rollout: int) -> Trajectory:
 
 
 def a_call(phase: str, step: int, task: str, rollout: int | None) -> JudgeCall:
-    """A call of 100 tokens in, 10 out, two cents."""
+    """A call with 100 input tokens, 10 output tokens and a cost of two cents."""
     return JudgeCall(
         call_id=f"{phase}-{step}-{task}-{rollout}",
         phase=phase,
@@ -108,7 +108,7 @@ def rubric(task: str) -> list[Criterion]:
 
 
 def advantages(step: int, task: str, size: int = 2) -> GroupAdvantages:
-    """Rollout 0 wins, all of it on step 2 (cited by passes); the others lose, inert."""
+    """Rollout 0 wins, with all credit on step 2 (cited by passes); the others lose, with inert credit."""
     return GroupAdvantages(
         group=f"step{step}/{task}",
         surviving_K=np.array([True, True, False]),
@@ -141,7 +141,7 @@ def advantages(step: int, task: str, size: int = 2) -> GroupAdvantages:
 
 
 def write_group(store: RunStore, step: int, task: str, size: int = 2) -> None:
-    """All rows of one credited group."""
+    """All rows of a group whose step credit was computed."""
     share = advantages(step, task, size)
     store.write("criteria", step, task, rows.criterion_rows(step, task, rubric(task), share))
     store.write("proposals", step, task, rows.proposal_rows(step, task, rubric(task)))
@@ -185,7 +185,7 @@ def write_group(store: RunStore, step: int, task: str, size: int = 2) -> None:
 
 
 def small_run(path: Path, steps: int = 2, size: int = 2, *, evaluated: bool = True) -> RunDirectory:
-    """The run; every step has the same numbers, so that they can be said in a test."""
+    """Write the run; every step has the same numbers, so that tests can state them."""
     store = RunStore(RunDirectory.create(path, CONFIG))
     for step in range(1, steps + 1):
         for task in TASKS:

@@ -1,4 +1,4 @@
-"""Summaries as workers send them to the driver, with everything filled in but what a test is about."""
+"""Summaries as workers send them to the driver, with default values for all fields that a test does not set."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Copies of a run with one thing changed, and with every digest made right again."""
+"""Copies of a run with one change, whose digests are updated to match."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def with_right_digests(run: RunDirectory, path: Path) -> None:
 
 
 def _verdict(run: RunDirectory, step: int, chance: random.Random) -> str:
-    """Another verdict in the table."""
+    """Change a verdict in the table."""
     rows = run.table("verdicts", step).to_pylist()
     row = chance.choice(rows)
     row["verdict"] = chance.choice([each for each in (-1, 0, 1) if each != row["verdict"]])
@@ -57,7 +57,7 @@ def _verdict(run: RunDirectory, step: int, chance: random.Random) -> str:
 
 
 def _reply(run: RunDirectory, step: int, chance: random.Random) -> str:
-    """Another verdict in the judge's reply."""
+    """Change a verdict in the judge's reply."""
     rows = run.table("judge_calls", step).to_pylist()
     row = chance.choice([row for row in rows if row["phase"] == "score"])
     found = chance.choice(list(re.finditer(r'("score": )(-?[01])', row["reply"])))
@@ -69,7 +69,7 @@ def _reply(run: RunDirectory, step: int, chance: random.Random) -> str:
 
 
 def _token(run: RunDirectory, step: int, chance: random.Random) -> str:
-    """Another sampled token."""
+    """Change a sampled token."""
     rows = run.table("trajectories", step).to_pylist()
     row = chance.choice(rows)
     at = chance.choice([at for at, sampled in enumerate(row["sampled"]) if sampled])
@@ -80,7 +80,7 @@ def _token(run: RunDirectory, step: int, chance: random.Random) -> str:
 
 
 def _adapter(run: RunDirectory, step: int, chance: random.Random) -> str:
-    """One other byte in the values of an adapter, which stay finite."""
+    """Change one byte of an adapter's values, which stay finite."""
     path = run.checkpoint(step) / ADAPTER
     data = bytearray(path.read_bytes())
     header = 8 + int.from_bytes(data[:8], "little")

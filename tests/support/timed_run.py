@@ -1,4 +1,4 @@
-"""A run directory whose seconds follow from speeds that are known.
+"""A run directory whose durations follow from known speeds.
 
 Two slots, two groups of two rollouts a step. The rollouts of the first group run side by side, those of the second one
 after the other on the engine; nothing else waits for anything.
@@ -35,7 +35,7 @@ engine: {gpus_per_engine: 2}
 
 
 def alone(sampled: int, read: int) -> float:
-    """Seconds of a turn with the engine to itself."""
+    """Duration of a turn on an otherwise idle engine, in seconds."""
     return PER_TURN + PER_SAMPLED * sampled + PER_READ * read
 
 
@@ -48,7 +48,7 @@ def timed_run(path: Path, steps: int = 5, config: str = CONFIG) -> RunDirectory:
 
 
 def step_seconds(step: int) -> float:
-    """How long a step takes, by hand."""
+    """Duration of a step, computed by hand."""
     together, first, second = _lengths(step)
     side_by_side = OPENING + sum((1 + SLOWDOWN) * seconds + EXECUTING for seconds in together)
     in_turn = OPENING + first + 1.0 + second + EXECUTING
@@ -60,7 +60,7 @@ def step_seconds(step: int) -> float:
 
 
 def _sampled(step: int) -> tuple[int, int, int, int]:
-    """Of the first group's two turns, and of each of the second's."""
+    """Tokens sampled in the first group's two turns, and in each turn of the second group."""
     return 100 + 37 * step, 200 - 11 * step, 150 + 23 * step, 90 + 5 * step
 
 
@@ -110,7 +110,7 @@ def _rollout(
     sampled: list[int],
     seconds: list[float],
 ) -> float:
-    """Write it; returns when it ended."""
+    """Write a rollout; returns its end time."""
     played = _trajectory(step, f"task{group}", number, at + opening, sampled, seconds)
     key = f"task{group}-{number}"
     store.write("trajectories", step, key, rows.trajectory_rows(step, played))
@@ -153,7 +153,7 @@ def _trajectory(
 
 
 def _judged(store: RunStore, step: int, group: int, ends: list[float], began: float) -> float:
-    """Write the judge's phases of a group; returns when they ended."""
+    """Write the judge's phases of a group; returns their end time."""
     task, key = f"task{group}", count()
     phases = [("stage1", None, began)] + [("stage2", number, end) for number, end in enumerate(ends)]
     at = max(ends) + JUDGE["stage2"]

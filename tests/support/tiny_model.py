@@ -28,7 +28,7 @@ TEXTS = (
     "How many songs are in my library? Follow all the artists of my playlists. Send the money to my friend by phone.\n",
     '{"message": "Execution failed.", "status": 401, "access_token": "0123456789", "email": "name@example.com"}\n',
 )
-"""Enough text in the agent's manner to learn merges from; everything else encodes byte by byte."""
+"""Text in the agent's style from which the tokenizer learns merges; other text is encoded byte by byte."""
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}"

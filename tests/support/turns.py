@@ -14,13 +14,13 @@ TURNS = 2000
 
 
 async def turns(number: int) -> None:
-    """Let the others run for so many."""
+    """Yield to other tasks for this number of turns."""
     for _ in range(number):
         await asyncio.sleep(0)
 
 
 async def until(true: Callable[..., object]) -> None:
-    """Let the others run until something is so."""
+    """Yield to other tasks until a condition holds."""
     for _ in range(TURNS):
         if true():
             return
@@ -29,7 +29,7 @@ async def until(true: Callable[..., object]) -> None:
 
 
 async def outcome(call: Awaitable[AnswerT]) -> AnswerT:
-    """What a call returns or raises, which is to need no more than `TURNS`."""
+    """The result or exception of a call that needs at most `TURNS`."""
     task = asyncio.ensure_future(call)
     try:
         await until(task.done)
@@ -39,7 +39,7 @@ async def outcome(call: Awaitable[AnswerT]) -> AnswerT:
 
 
 class LoopClock:
-    """The time of the running event loop, set by hand."""
+    """A clock for the running event loop, set by the test."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         loop = asyncio.get_running_loop()
@@ -47,6 +47,6 @@ class LoopClock:
         monkeypatch.setattr(loop, "time", lambda: self.now)
 
     async def pass_(self, seconds: float) -> None:
-        """So long, and what follows."""
+        """Advance the clock by this many seconds, and run what follows."""
         self.now += seconds
         await turns(50)

@@ -17,13 +17,13 @@ KINDS = ("talk", "twice", "raise", "hang", "silent", "judged", "unrewarded", "di
 
 
 class KindData(vf.TaskData):
-    """What must not be told: the answer."""
+    """Data of a task, with an answer that the policy must not see."""
 
     answer: str = "SECRET-ANSWER"
 
 
 class KindTask(vf.Task[KindData]):
-    """Rewarded, if anybody asks."""
+    """A task with a reward of half a point."""
 
     @vf.reward(weight=1.0)
     async def right(self, trace: vf.Trace) -> float:
@@ -41,14 +41,14 @@ class KindConfig(vf.EnvConfig):
 
 
 class KindsEnv(vf.Env[KindConfig]):
-    """Plays what the task is called."""
+    """Plays the kind of episode that the task's name says."""
 
     async def setup(self, agents):  # type: ignore[no-untyped-def]
-        """The other agent is somebody else's."""
+        """Do not train the other agent."""
         agents.other.trainable = False
 
     async def run(self, task, agents):  # type: ignore[no-untyped-def]
-        """One episode."""
+        """Run one episode."""
         kind = task.data.name
         if kind == "silent":
             raise RuntimeError("nothing begins")
@@ -74,7 +74,7 @@ class Kinds(vf.Taskset[KindTask]):
     """A task of each kind."""
 
     def load(self):  # type: ignore[no-untyped-def]
-        """All of them."""
+        """Return all tasks."""
         for kind in KINDS:
             prompt = None if kind == "untold" else f"Do {kind}."
             yield KindTask(KindData(name=kind, prompt=prompt, system_prompt="Be brief."), self.config.task)

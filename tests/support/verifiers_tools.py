@@ -8,7 +8,7 @@ __all__ = ["Shelves"]
 
 
 class Shelf(vf.Toolset[vf.SharedToolsetConfig, vf.State]):
-    """What may be looked at."""
+    """A toolset for looking at places."""
 
     @vf.tool
     def look(self, place: str) -> str:
@@ -17,15 +17,15 @@ class Shelf(vf.Toolset[vf.SharedToolsetConfig, vf.State]):
 
 
 class Shelves(vf.Taskset[vf.Task]):
-    """One task."""
+    """A taskset with one task."""
 
     @classmethod
     def toolsets(cls, config):  # type: ignore[no-untyped-def]
-        """The shelf."""
+        """Return the only toolset."""
         return [Shelf(vf.SharedToolsetConfig())]
 
     def load(self):  # type: ignore[no-untyped-def]
-        """It."""
+        """Return the only task."""
         yield vf.Task(vf.TaskData(name="find", prompt="Where is the parcel?", system_prompt="Be brief."))
 
 

@@ -1,4 +1,4 @@
-"""Playing the sandbox's tasks in a slot, well and ill."""
+"""Plays the sandbox's tasks in a slot, correctly and incorrectly."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def read(path):
 
 
 LOAD_SECONDS = 600
-"""On a machine that does other things, too."""
+"""Time limit for loading AppWorld on a busy machine, in seconds."""
 
 
 class Tasks:
@@ -51,7 +51,7 @@ class Tasks:
         self._turns = cycle([task for task, entry in entries.items() if entry["split"] == "train"])
 
     def next(self) -> str:
-        """Another task than the last one."""
+        """A different task than the previous one."""
         return next(self._turns)
 
     def solution(self, task_id: str) -> list[str]:
@@ -60,7 +60,7 @@ class Tasks:
 
 
 def files(root: Path) -> dict[Path, bytes]:
-    """Everything that a generated world is made of, by its place in it."""
+    """Content of every file of a generated world, by path."""
     return {
         path.relative_to(root): path.read_bytes()
         for path in root.rglob("*")
@@ -115,7 +115,7 @@ async def check_next_task_runs_clean(slot: AppWorldSlot, tasks: Tasks) -> None:
 
 
 def processes_of(slot: AppWorldSlot) -> list[psutil.Process]:
-    """The processes of a slot, the outermost first."""
+    """Processes of a slot, outermost first."""
     if slot.pid is None:
         return []
     return [psutil.Process(slot.pid), *psutil.Process(slot.pid).children(recursive=True)]

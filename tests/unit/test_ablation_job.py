@@ -182,7 +182,7 @@ def test_what_is_missing_is_said_and_run_and_nothing_else(
     job: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], started: list[list[str]]
 ) -> None:
     run_job(job, tmp_path)
-    assert capsys.readouterr().out == "nothing has been run yet\n"
+    assert capsys.readouterr().out == "no setting has been run yet\n"
     measured_run(job, tmp_path, "draco", 0, {0: 0, 2: 1, 4: 3}, 200_000)
     run_job(job, tmp_path)
     last = sections(capsys.readouterr().out)["After the last step"]
@@ -224,7 +224,9 @@ def test_a_run_is_continued_and_what_it_measured_is_kept(
 
 def test_other_words_are_another_run(job: Any, tmp_path: Path) -> None:
     measured_run(job, tmp_path, "draco", 0, {0: 0, 4: 3}, 1)
-    with pytest.raises(SystemExit, match="measured for .*, expected .*'learner.lora_rank=2'.*; remove it, or name"):
+    with pytest.raises(
+        SystemExit, match="measured with arguments .*, expected .*'learner.lora_rank=2'.*; remove the file, or"
+    ):
         run_job(job, tmp_path, settings="draco", seeds=1, overrides=["learner.lora_rank=2"])
 
 
@@ -233,7 +235,7 @@ def test_the_hard_sandbox_has_its_own_runs_and_steps(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, started: list[list[str]]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(SystemExit, match="start again to go on"):
+    with pytest.raises(SystemExit, match="run the job again to continue"):
         load_job(name).main(seeds=1, settings="draco", preset="sandbox-hard")
     (command,) = started
     assert command[:4] == ["train", "sandbox-hard", "--setting", "draco"]
@@ -260,7 +262,7 @@ def from_elsewhere(job: Any, folder: Path, setting: str, seed: int) -> str:
 def test_runs_of_a_seed_that_start_from_several_policies_are_not_compared(job: Any, tmp_path: Path) -> None:
     measured_run(job, tmp_path, "draco", 0, {0: 0, 4: 3}, 1)
     other = from_elsewhere(job, tmp_path, "random", 0)
-    with pytest.raises(SystemExit, match=rf"seed 0: .*start from 2 policies \(.*{other}.*folder of its own"):
+    with pytest.raises(SystemExit, match=rf"seed 0: .*start from 2 policies \(.*{other}.*separate folder"):
         run_job(job, tmp_path)
 
 
@@ -274,14 +276,14 @@ def test_a_seed_that_began_from_another_policy_is_left_to_its_machine(
     monkeypatch.chdir(tmp_path)
     other = from_elsewhere(job, tmp_path, "random", 0)
     # Where this machine has built none yet, nobody knows whether that is another one.
-    with pytest.raises(SystemExit, match="there is no starter policy.*make world"):
+    with pytest.raises(SystemExit, match="the starter policy of these runs does not exist.*make world"):
         run_job(job, tmp_path, seeds=2, print_only=False)
     starter = tmp_path / ".cache" / "starter" / "model.safetensors"
     starter.parent.mkdir(parents=True)
     starter.write_bytes(b"trained here")
     with pytest.raises(SystemExit, match="draco-seed1-steps4 failed"):
         run_job(job, tmp_path, seeds=2, print_only=False)
-    assert f"seed 0: its runs start from policy {other}, which is not this machine's" in capsys.readouterr().err
+    assert f"seed 0: its runs start from policy {other}, which this machine does not have" in capsys.readouterr().err
     assert [word for command in started for word in command if word.startswith("seed=")] == ["seed=1"]
 
 
@@ -342,7 +344,7 @@ def test_a_run_with_a_learning_curve_will_do_where_none_was_asked_for(job: Any, 
     path = tmp_path / "draco.jsonl"
     path.write_text('{"words": ["seed=0", "train.evaluate_every=2"], "policy": "p"}\n')
     assert job.read(path, ["seed=0"]).policy == "p"
-    with pytest.raises(SystemExit, match="measured for"):
+    with pytest.raises(SystemExit, match="measured with"):
         job.read(path, ["seed=0", "train.evaluate_every=3"])
 
 
@@ -357,8 +359,8 @@ def test_a_run_with_a_learning_curve_will_do_where_none_was_asked_for(job: Any, 
             "damaged",
         ),
         ('{"words": ["seed=0"], "policy": "p"}\n{"step": 0}\n', "damaged"),
-        ('{"words": ["seed=1"], "policy": "p"}\n', "measured for"),
-        ('{"words": ["seed=0", "train.steps=3"], "policy": "p"}\n', "measured for"),
+        ('{"words": ["seed=1"], "policy": "p"}\n', "measured with"),
+        ('{"words": ["seed=0", "train.steps=3"], "policy": "p"}\n', "measured with"),
     ],
 )
 def test_a_file_that_says_nothing_or_something_else_is_not_taken(
@@ -369,7 +371,7 @@ def test_a_file_that_says_nothing_or_something_else_is_not_taken(
     with pytest.raises(SystemExit) as ended:
         job.read(path, ["seed=0"])
     assert str(ended.value).startswith(f"{path}: {said}")
-    assert "remove it" in str(ended.value)
+    assert "remove " in str(ended.value)
 
 
 def test_noise_with_and_without_credit(
@@ -399,7 +401,7 @@ def test_noise_with_and_without_credit(
     noise.main(**words, print_only=True)
     printed = capsys.readouterr().out
     rows = [line.strip("| ").split(" | ") for line in printed.splitlines() if line.startswith("| ")]
-    assert rows[0] == ["Judge", "Setting", "Seeds", "TGC", "Gain", "Kept", "Against a judge that is right"]
+    assert rows[0] == ["Judge", "Setting", "Seeds", "TGC", "Gain", "Kept", "Against an error-free judge"]
     draco, plain, wrong = rows[1:4]
     assert draco[:3] == ["none", "draco", "3"]
     assert re.fullmatch(r"50\.0 \[.*\] \+50\.0 \[.*\] - -", " ".join(draco[3:]))
@@ -427,7 +429,7 @@ def test_noise_with_and_without_credit(
     assert "false" not in capsys.readouterr().out.partition("In %")[0]
     noise.main(**words | {"seeds": 1}, first_seed=2, print_only=True)
     assert "| none | draco | 1 |" in capsys.readouterr().out
-    with pytest.raises(SystemExit, match="no noise 'nonsense', expected some of none, false pass"):
+    with pytest.raises(SystemExit, match="unknown judge 'nonsense'; expected some of none, false pass"):
         noise.main(**words, noises="none,nonsense", print_only=True)
 
 
@@ -438,7 +440,7 @@ def test_a_configuration_of_ones_own_has_its_own_runs_and_begins_from_the_named_
     monkeypatch.chdir(tmp_path)
     policy = tmp_path / "policy"
     policy.mkdir()
-    with pytest.raises(SystemExit, match="start again to go on"):
+    with pytest.raises(SystemExit, match="run the job again to continue"):
         load_job("ablation").main(seeds=1, settings="outcome", preset=preset, overrides=[f"model.path={policy}"])
     (command,) = started
     assert command[:4] == ["train", preset, "--setting", "outcome"]

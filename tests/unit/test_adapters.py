@@ -86,7 +86,7 @@ async def test_conversations_keep_their_order_whatever_their_groups() -> None:
     judged = await judge_conversations(records, "canned", complete=Canned())
     assert [each and each.trace.reward for each in judged] == [1.0, -1.0, None, -1.0, 1.0]
     assert [each.acted for each in judged if each] == [(True, True, True)] * 4
-    with pytest.raises(TraceError, match="no trace: record 1: no known format"):
+    with pytest.raises(TraceError, match="no trace: record 1: unknown format"):
         await judge_conversations([{"x": 1}], "canned", complete=Canned())
     assert draco_score_group.__doc__
 
@@ -133,5 +133,5 @@ def test_what_a_reward_function_cannot_do_is_said_when_it_is_made(tmp_path: Path
         StepCredit("openai/m", budgett=5.0)  # type: ignore[call-arg]
     with pytest.raises(ConfigError, match="no price of openai/m is known"):
         StepCredit("openai/m", budget=5.0)
-    with pytest.raises(ConfigError, match="no judge: expected a model"):
+    with pytest.raises(ConfigError, match="no judge given; expected a model"):
         StepCredit()

@@ -82,7 +82,7 @@ def test_unanimous_verdicts_without_a_call_give_equal_totals() -> None:
         ("dracos", "algorithm.rule='dracos': unknown (did you mean 'draco'?); expected draco, draco_calibrated, grpo"),
         ("json:nothing", "json has no 'nothing'"),
         ("no_such_module:X", "no_such_module cannot be imported: ModuleNotFoundError"),
-        ("nowhere.py:X", "cannot be imported: FileNotFoundError: no file"),
+        ("nowhere.py:X", "cannot be imported: FileNotFoundError: no such file"),
     ],
 )
 def test_a_rule_that_is_none(name: str, message: str) -> None:
@@ -97,7 +97,7 @@ def test_what_is_no_rule_at_all_is_told_what_it_should_be() -> None:
         with pytest.raises(ConfigError) as problem:
             find_rule(name)
         expected = "expected a subclass of draco_ray.algorithm.rules.AdvantageRule"
-        assert str(problem.value) == f"algorithm.rule={name!r} is no advantage rule: {expected}"
+        assert str(problem.value) == f"algorithm.rule={name!r} is not an advantage rule; {expected}"
 
 
 def test_a_file_that_breaks_says_so(tmp_path: Path) -> None:

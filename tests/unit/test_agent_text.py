@@ -99,7 +99,7 @@ def test_an_instruction_cannot_fill_placeholders_or_part_the_prompt(tmp_path: Pa
 
 
 def test_a_missing_or_useless_template_is_one_clear_line(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no agent prompt at"):
+    with pytest.raises(ConfigError, match="agent prompt .* does not exist"):
         render_agent_prompt(tmp_path / "none.txt", TASK)
     (tmp_path / "empty.txt").write_text("Hello.")
     with pytest.raises(ConfigError, match="has no {task_description}"):

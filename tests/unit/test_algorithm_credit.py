@@ -275,10 +275,13 @@ def test_a_trajectory_without_steps_has_no_step_advantages() -> None:
 @pytest.mark.parametrize(
     ("attribution", "message"),
     [
-        (Attribution(criterion=0, verdict=Verdict.PASS, steps=(0,)), "cites step 0 of a trajectory of 3 steps"),
-        (Attribution(criterion=0, verdict=Verdict.FAIL, steps=(1, 4)), "cites step 4 of a trajectory of 3 steps"),
-        (Attribution(criterion=2, verdict=Verdict.PASS, steps=(1,)), "criterion 2 of a rubric of 2"),
-        (Attribution(criterion=-1, verdict=Verdict.PASS, steps=(1,)), "criterion -1 of a rubric of 2"),
+        (Attribution(criterion=0, verdict=Verdict.PASS, steps=(0,)), "cites step 0, but the trajectory has 3 steps"),
+        (Attribution(criterion=0, verdict=Verdict.FAIL, steps=(1, 4)), "cites step 4, but the trajectory has 3 steps"),
+        (Attribution(criterion=2, verdict=Verdict.PASS, steps=(1,)), "criterion 2 is attributed, but the rubric has 2"),
+        (
+            Attribution(criterion=-1, verdict=Verdict.PASS, steps=(1,)),
+            "criterion -1 is attributed, but the rubric has 2",
+        ),
     ],
 )
 def test_citations_out_of_range_are_refused(attribution: Attribution, message: str) -> None:

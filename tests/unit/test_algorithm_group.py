@@ -63,7 +63,7 @@ def test_all_dropped_is_reward_zero_and_advantage_zero() -> None:
 @pytest.mark.parametrize(
     ("verdict_GK", "message"),
     [
-        (np.array([[2]]), "^verdict_GK holds a value outside {-1, 0, \\+1}$"),
+        (np.array([[2]]), "^verdict_GK contains a value outside {-1, 0, \\+1}$"),
         (np.array([1, -1]), "^verdict_GK has 1 dimensions"),
     ],
 )
@@ -342,16 +342,16 @@ def test_advantages_of_another_rollout_are_refused() -> None:
     members = group_advantages_from_rewards(
         "g", np.array([1.0, 0.0]), [played.tokens_M, np.array([3])], [4, 5], rule=GRPO
     ).rollouts
-    with pytest.raises(ValueError, match="trajectory t_1/4 of step0/t_1: given the advantages of rollout 5"):
+    with pytest.raises(ValueError, match="trajectory t_1/4 of step0/t_1: the advantages are those of rollout 5"):
         training_samples(played, members[1], credit=True)
-    with pytest.raises(ValueError, match="2 steps, its advantages are for 1"):
+    with pytest.raises(ValueError, match="2 steps, but advantages for 1"):
         training_samples(replace(played, rollout=5), members[1], credit=True)
     # As many steps as advantages, but a token of a step beyond them, and the other way round.
     beyond = replace(played, step_T=np.array([-1, -1, 0, 0, -1, 2, -1, -1]))
-    with pytest.raises(ValueError, match="2 steps, its advantages are for 2"):
+    with pytest.raises(ValueError, match="2 steps, but advantages for 2"):
         training_samples(beyond, members[0], credit=True)
     shorter = replace(played, step_T=np.array([-1, -1, 0, 0, -1, -1, -1, -1]), rollout=5)
-    with pytest.raises(ValueError, match="2 steps, its advantages are for 1"):
+    with pytest.raises(ValueError, match="2 steps, but advantages for 1"):
         training_samples(shorter, members[1], credit=True)
 
 
@@ -360,7 +360,7 @@ def test_a_step_token_that_was_not_sampled_is_refused() -> None:
     member = group_advantages_from_rewards(
         "g", np.array([1.0, 0.0]), [played.tokens_M] * 2, [4, 5], rule=GRPO
     ).rollouts[0]
-    with pytest.raises(ValueError, match="a step holds a token that was not sampled"):
+    with pytest.raises(ValueError, match="a step contains a token that was not sampled"):
         training_samples(played, member, credit=True)
 
 

@@ -125,7 +125,7 @@ def test_perfect_and_opposite() -> None:
 
 
 def test_ratings_out_of_range_are_refused() -> None:
-    with pytest.raises(ValueError, match="none of -1, 0"):
+    with pytest.raises(ValueError, match="not -1, 0 or"):
         agreement(np.array([2]), np.array([1]))
 
 

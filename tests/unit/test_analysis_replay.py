@@ -136,7 +136,7 @@ def test_the_command_prints_and_writes_the_tables(
         (["--rule", "bigger"], "unknown; expected draco, draco_calibrated, grpo"),
         (["--step", "9"], "no training step 9"),
         (["--phase", "score"], "--phase: no effect without --judge MODEL"),
-        (["--judge", "rules", "--phase", "union"], "name it with --pairing"),
+        (["--judge", "rules", "--phase", "union"], "add --pairing"),
         (["--judge", "rules"], "no archived score or credit call"),
     ],
 )

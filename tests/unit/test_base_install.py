@@ -113,7 +113,7 @@ for command in {list(codes)}:
     expected: list[str] = []
     for package in codes.values():
         if package:
-            expected.append(f'draco: {package} is not installed, and this needs it: pip install "draco-ray[train]"')
+            expected.append(f'draco: {package} is not installed. Install it with: pip install "draco-ray[train]"')
         expected.append("1" if package else "0")
     assert done.stderr.splitlines() == expected
     assert (tmp_path / "report.html").stat().st_size > 0
@@ -135,7 +135,7 @@ for use in (engine._launch, lambda: draco_ray.train):
         print(f"{type(error).__name__}: {error}")
 """
     done = in_base_install(code)
-    missing = "MissingExtra: {} is not installed, and this needs it: {}"
+    missing = "MissingExtra: {} is not installed. Install it with: {}"
     assert done.stdout.splitlines() == [missing.format("vllm", ENGINE), missing.format("ray", TRAIN)], done.stderr
 
 

@@ -55,5 +55,5 @@ def test_finished_runs_make_the_table_and_unfinished_ones_are_left_out(
 
 
 def test_without_any_run_it_says_where_it_looked(job: object, tmp_path: Path) -> None:
-    with pytest.raises(SystemExit, match="nothing is measured in"):
+    with pytest.raises(SystemExit, match="has no measurements yet"):
         job.main(measured=tmp_path, print_only=True)  # type: ignore[attr-defined]

@@ -67,7 +67,7 @@ def test_another_runs_gpus_are_not_free_and_what_is_waited_for_is_said_once_a_mi
         "4 of 4 learner workers (1 GPUs and 1 CPUs each, on one node) do not fit into 4 GPUs and 54 CPUs on 1 nodes"
         in first
     )
-    assert "another run may hold the rest" in first
+    assert "another run may use the rest" in first
     assert "waiting for 60 s: " in second
     assert cluster.now == 15 * CHECK_SECONDS
 
@@ -97,7 +97,8 @@ def test_nodes_that_scale_from_zero_are_asked_for_and_waited_for() -> None:
 def test_the_time_it_has_is_that_of_the_start() -> None:
     cluster = Cluster([{"CPU": 0.0}])
     with pytest.raises(
-        ClusterError, match=r"^no room on the Ray cluster after watch.start_seconds=7200: 2 of 2 engines"
+        ClusterError,
+        match=r"^not enough free resources on the Ray cluster after watch.start_seconds=7200: 2 of 2 engines",
     ):
         cluster.wait(autoscaled=True)
     assert cluster.now >= 7200

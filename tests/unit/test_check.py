@@ -55,7 +55,7 @@ def test_all_findings_come_at_once_with_keys_and_values(
     broken += ["judge.rule_judge.start=false", "judge.model=openai/none", "judge.api_base=http://127.0.0.1:9/v1"]
     context, template, cpus, cache, judge = found([*shop, *broken, "judge.max_attempts=1"], capsys)[:5]
     assert "set agent.max_response_length=1024" in context
-    assert "no place for tools" in template
+    assert "does not support tools" in template
     assert "set model.chat_template, e.g. to hermes" in template
     assert "need 98 CPUs" in cpus
     assert "environment.slots_per_worker=48 and environment.cpus_per_worker=0 fit" in cpus
@@ -78,8 +78,8 @@ def test_tasks_that_are_too_long_are_found(shop: list[str], tmp_path: Path, caps
         row["instruction"] *= 200
     rows.write_text("".join(json.dumps(row) + "\n" for row in told))
     (line,) = found([*shop, "model.chat_template=hermes"], capsys)
-    assert "2 of 2 training tasks left out" in line
-    assert "agent.max_prompt_length=1024 tokens, the longest has" in line
+    assert "2 of 2 training tasks are left out" in line
+    assert "agent.max_prompt_length=1024 tokens; the longest has" in line
 
 
 def test_a_missing_model_hides_nothing_else(shop: list[str], capsys: pytest.CaptureFixture[str]) -> None:
@@ -89,7 +89,7 @@ def test_a_missing_model_hides_nothing_else(shop: list[str], capsys: pytest.Capt
 
 def test_a_run_stops_at_the_same_findings(shop: list[str], tmp_path: Path) -> None:
     config = load_config(shop[0], [*shop[1:], "engine.cpus_per_engine=500", "agent.max_response_length=4000"])
-    with pytest.raises(ConfigError, match=r"^3 findings stop this run: \(1\) agent.max_prompt.* \(3\) .* CPUs"):
+    with pytest.raises(ConfigError, match=r"^3 problems prevent this run: \(1\) agent.max_prompt.* \(3\) .* CPUs"):
         train(config, Console(quiet=True))
     assert not (tmp_path / "runs").exists()
 
@@ -98,7 +98,7 @@ def test_memory_that_the_machine_does_not_have_is_found(
     shop: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (line,) = found([*shop, "model.chat_template=hermes", "engine.kv_cache_gib=1000000"], capsys)
-    assert "of memory, this machine has" in line
+    assert "of memory, but this machine has" in line
     monkeypatch.setattr(command, "host_bytes", lambda *_: machine.memory_bytes() - 1)
     assert found([*shop, "model.chat_template=hermes"], capsys) == []
 

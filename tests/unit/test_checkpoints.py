@@ -145,7 +145,7 @@ def test_no_flipped_bit_is_read(tmp_path: Path, name: str) -> None:
 def test_a_whole_checkpoint_of_another_step_is_damage(run: RunDirectory) -> None:
     shutil.rmtree(run.checkpoint(3))
     shutil.copytree(run.checkpoint(1), run.checkpoint(3))
-    assert checkpoint_damage(run.checkpoint(3)) == "learner.json: of checkpoint 'step00001'"
+    assert checkpoint_damage(run.checkpoint(3)) == "learner.json: belongs to checkpoint 'step00001'"
     # A copy under another name is one that somebody keeps.
     assert checkpoint_damage(shutil.copytree(run.checkpoint(1), run.path / "best")) is None
 
@@ -153,7 +153,7 @@ def test_a_whole_checkpoint_of_another_step_is_damage(run: RunDirectory) -> None
 def test_values_that_are_not_finite_are_named_by_their_tensor(tmp_path: Path) -> None:
     for value in (np.nan, np.inf, -np.inf):
         folder = small_checkpoint(tmp_path / f"{value}" / "step00001", value=value)
-        problem = "adapter_model.safetensors: tensor a.lora_B.weight holds NaN or infinity"
+        problem = "adapter_model.safetensors: tensor a.lora_B.weight contains NaN or infinity"
         assert checkpoint_damage(folder) == problem
         # Also where no digest says what was written.
         (folder / COUNTERS).unlink()
@@ -164,7 +164,7 @@ def test_values_that_are_not_finite_are_named_by_their_tensor(tmp_path: Path) ->
     moments["0.exp_avg_sq"][1, 2] = np.nan
     save_file(moments, folder / OPTIMIZER)
     write_counters(folder, folder.name, 4)
-    assert checkpoint_damage(folder) == "optimizer.safetensors: tensor 0.exp_avg_sq holds NaN or infinity"
+    assert checkpoint_damage(folder) == "optimizer.safetensors: tensor 0.exp_avg_sq contains NaN or infinity"
 
 
 def test_a_checkpoint_without_digests_or_with_parts_of_two_steps_is_damaged(run: RunDirectory) -> None:
@@ -173,7 +173,9 @@ def test_a_checkpoint_without_digests_or_with_parts_of_two_steps_is_damaged(run:
     assert checkpoint_damage(run.checkpoint(3)) == expected
     shutil.copy(run.checkpoint(1) / OPTIMIZER, run.checkpoint(2))
     write_counters(run.checkpoint(2), "step00002", 4)
-    assert checkpoint_damage(run.checkpoint(2)) == "optimizer.safetensors: of update 2, but learner.json of update 4"
+    assert (
+        checkpoint_damage(run.checkpoint(2)) == "optimizer.safetensors: is of update 2, but learner.json is of update 4"
+    )
     assert rewind(run, reuse=True).step == 1
 
 
@@ -184,9 +186,9 @@ def test_a_run_without_a_sound_checkpoint_is_one_line_and_nothing_of_it_changes(
     with pytest.raises(DamagedRun) as refusal:
         rewind(run, reuse=True)
     assert str(refusal.value) == (
-        f"{run.checkpoints}: no checkpoint is sound, the newest is damaged: step00003/adapter_model.safetensors: "
-        "its SHA-256 is not the one in learner.json; restore one, or move that folder away: "
-        "training then begins again with step 1, with the rollouts and replies that are recorded"
+        f"{run.checkpoints}: all checkpoints are damaged, the newest is step00003/adapter_model.safetensors: its "
+        "SHA-256 differs from the one in learner.json; restore one, or move the folder away to train again from step "
+        "1 with the recorded rollouts and replies"
     )
     assert sorted(run.path.rglob("*")) == before
     run.checkpoints.rename(run.path / "away")
@@ -218,7 +220,7 @@ def test_every_reader_of_an_adapter_refuses_a_damaged_one(run: RunDirectory, tmp
         lambda: load_adapter(Checkpoint(name="a", adapter=folder)),
     ]
     for read in readers:
-        with pytest.raises(DamagedRun, match=r"is damaged: adapter_model\.safetensors: its SHA-256 is not"):
+        with pytest.raises(DamagedRun, match=r"is damaged: adapter_model\.safetensors: its SHA-256 differs"):
             read()
     # A deleted file does not make another checkpoint the last one.
     (run.checkpoint(3) / ADAPTER_CONFIG).unlink()

@@ -55,12 +55,12 @@ def test_citations_are_steps_by_criterion_or_the_credit_calls_own() -> None:
     [
         (
             {"citations": [None]},
-            "2 rows of verdicts, 1 of citations and 2 of tokens: expected one of each a rollout",
+            "2 rows of verdicts, 1 of citations and 2 of tokens; expected one of each per rollout",
         ),
         ({"reward": [1.0]}, r"reward has shape (1,), expected (2,)"),
         (
             {"citations": [], "verdicts": [], "tokens": []},
-            "0 rows of verdicts, 0 of citations and 0 of tokens: expected one of each a rollout",
+            "0 rows of verdicts, 0 of citations and 0 of tokens; expected one of each per rollout",
         ),
         ({"citations": [{3: [1]}, None]}, "rollout 0: criterion 3 is cited, but the rubric has 3 criteria"),
         ({"citations": [None, {-1: [1]}]}, "rollout 1: criterion -1 is cited, but the rubric has 3 criteria"),
@@ -69,25 +69,25 @@ def test_citations_are_steps_by_criterion_or_the_credit_calls_own() -> None:
         ({"citations": [[cited(0), cited(0)], None]}, "rollout 0: criterion 0 is attributed twice"),
         ({"citations": [[cited(0.5)], None]}, "rollout 0: a criterion is 0.5, expected a whole number"),
         ({"citations": [{"0": [1]}, None]}, "rollout 0: a criterion is '0', expected a whole number"),
-        ({"citations": [[cited(0, 3)], None]}, "rollout 0: criterion 0 cites step 3 of a trajectory of 2 steps"),
-        ({"citations": [{0: [0]}, None]}, "rollout 0: criterion 0 cites step 0 of a trajectory of 2 steps"),
+        ({"citations": [[cited(0, 3)], None]}, "rollout 0: criterion 0 cites step 3, but the trajectory has 2 steps"),
+        ({"citations": [{0: [0]}, None]}, "rollout 0: criterion 0 cites step 0, but the trajectory has 2 steps"),
         ({"citations": [{0: [1.5]}, None]}, "rollout 0: a step is 1.5, expected a whole number"),
         ({"citations": [[cited(0, 1.5)], None]}, "rollout 0: a step is 1.5, expected a whole number"),
         (
             {"citations": [{0: 1}, None]},
-            "rollout 0: citation of criterion 0: its steps are 1, expected a list of numbers",
+            "rollout 0: citation of criterion 0: the steps are 1, expected a list of numbers",
         ),
         (
             {"citations": [{0: "12"}, None]},
-            "rollout 0: citation of criterion 0: its steps are '12', expected a list of numbers",
+            "rollout 0: citation of criterion 0: the steps are '12', expected a list of numbers",
         ),
         (
             {"citations": [[1, 2], None]},
             "rollout 0: citations are [1, 2], expected steps by criterion, or attributions",
         ),
         ({"citations": [[cited(0, verdict=7)], None]}, "rollout 0: 7 is not a valid Verdict"),
-        ({"tokens": [[20, 10], [10, 10.5]]}, "rollout 1: tokens are [10, 10.5], expected a whole number a step"),
-        ({"tokens": [[[20, 10]], [10]]}, "rollout 0: tokens are [[20, 10]], expected a whole number a step"),
+        ({"tokens": [[20, 10], [10, 10.5]]}, "rollout 1: tokens are [10, 10.5], expected a whole number per step"),
+        ({"tokens": [[[20, 10]], [10]]}, "rollout 0: tokens are [[20, 10]], expected a whole number per step"),
         ({"tokens": [[20, -1], [10]]}, "rollout 0: a step has a negative number of tokens: [20 -1]"),
         (
             {"verdicts": [[True, False], [True, True]]},
@@ -95,9 +95,9 @@ def test_citations_are_steps_by_criterion_or_the_credit_calls_own() -> None:
         ),
         ({"citations": [{0: [True]}, None]}, "rollout 0: a step is True, expected a whole number"),
         ({"citations": [{True: [1]}, None]}, "rollout 0: a criterion is True, expected a whole number"),
-        ({"tokens": [[True, True], [10]]}, "rollout 0: tokens are [True, True], expected a whole number a step"),
-        ({"std_epsilon": math.nan}, "std_epsilon is nan, expected a number that is not negative"),
-        ({"std_epsilon": -1.0}, "std_epsilon is -1.0, expected a number that is not negative"),
+        ({"tokens": [[True, True], [10]]}, "rollout 0: tokens are [True, True], expected a whole number per step"),
+        ({"std_epsilon": math.nan}, "std_epsilon is nan, expected a number of at least 0"),
+        ({"std_epsilon": -1.0}, "std_epsilon is -1.0, expected a number of at least 0"),
     ],
 )
 def test_what_does_not_fit_is_named(changed: dict[str, object], message: str) -> None:

@@ -64,13 +64,13 @@ def test_of_a_dashboard_that_does_not_come_up_the_log_is_named_and_not_printed(
     with patch.dict(os.environ), pytest.raises(ClusterError) as error:
         connect(load_config("sandbox"))
     assert str(error.value) == (
-        f"Ray does not start on this machine: its dashboard did not start, see {file}, or set ray.dashboard=false; "
-        "wait until the machine has CPU and memory to spare and try again"
+        f"Ray does not start on this machine: Ray's dashboard did not start; see {file}, or set ray.dashboard=false; "
+        "try again when the machine has free CPUs and memory"
     )
 
 
 @pytest.mark.parametrize(
-    ("mode", "hint"), [(None, "; one that wants a token answers with RAY_AUTH_MODE=token"), ("token", "")]
+    ("mode", "hint"), [(None, "; if the cluster requires a token, set RAY_AUTH_MODE=token"), ("token", "")]
 )
 def test_a_cluster_that_does_not_answer_may_want_a_token(
     monkeypatch: pytest.MonkeyPatch, mode: str | None, hint: str

@@ -55,7 +55,7 @@ def test_a_preset_may_take_an_argument(tmp_path: Path, monkeypatch: pytest.Monke
     ("source", "said"),
     [
         ("verifiers:", "config 'verifiers:': expected verifiers:TASKSET"),
-        ("sandbox:x", "config 'sandbox:x': expected sandbox alone"),
+        ("sandbox:x", "config 'sandbox:x': expected sandbox without an argument"),
         ("verifers:x", "config 'verifers:x': neither a file nor a preset"),
     ],
 )
@@ -88,7 +88,7 @@ def test_every_preset_loads_with_every_setting(name: str, setting: str | None) -
         ("group_size=6", "did you mean algorithm.group_size?"),
         ("algorithm.group_size=1", "algorithm.group_size: input should be greater than or equal to 2, found 1"),
         ("algorithm.reward=gold", "algorithm.reward"),
-        ("judge=3", "config key judge: is a section"),
+        ("judge=3", "config key judge: this is a section"),
         ("judge.model", "expected key=value"),
         ("engine.top_p=[", "engine.top_p: value is not YAML"),
     ],
@@ -191,7 +191,7 @@ def test_no_number_hides_where_anything_may_stand() -> None:
 
 @pytest.mark.parametrize("override", ['run.root="a\\0b"', 'data.root="\\0"', 'judge.extra_body={a: ["\\0"]}'])
 def test_a_nul_is_refused_wherever_it_stands(override: str) -> None:
-    assert "holds a NUL" in one_line(None, [override])
+    assert "contains a NUL" in one_line(None, [override])
 
 
 @pytest.mark.parametrize(
@@ -255,7 +255,7 @@ def test_a_source_that_is_no_plain_file_is_one_line(tmp_path: Path) -> None:
 def test_a_judge_that_would_not_be_asked_is_not_named_in_vain(switch: str, tmp_path: Path) -> None:
     on = ["judge.rule_judge.start=false", f"{switch}=true"]
     for key in ("judge.model=openai/m", "judge.api_base=http://m/v1", "judge.api_key_env=M"):
-        with pytest.raises(ConfigError, match=f"{key} has no effect with {switch}=true; set that to false"):
+        with pytest.raises(ConfigError, match=f"{key} has no effect with {switch}=true; set {switch}=false"):
             load_config("sandbox", [*on, key])
     file = tmp_path / "mine.yaml"
     file.write_text("extends: sandbox\njudge: {model: openai/m}\n")
@@ -276,7 +276,7 @@ def test_keys_without_an_effect_are_named_with_the_reason() -> None:
     for typed, said in (
         ("judge.model=m", "it: judge.model has no effect alone"),
         ("judge.limits={dollars: 3}", "it: judge.limits.dollars has no effect twice"),
-        ("train={steps: 3}", "it: train.steps has no effect; of the configuration it takes judge, seed"),
+        ("train={steps: 3}", "it: train.steps has no effect; this command reads only judge, seed"),
     ):
         with pytest.raises(ConfigError, match=said):
             check_effect("it", [typed], ("judge", "seed"), idle)

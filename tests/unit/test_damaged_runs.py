@@ -317,7 +317,7 @@ def test_what_no_number_holds_was_not_measured(tmp_path: Path) -> None:
 
 def test_a_setting_out_of_its_bounds_is_named(tmp_path: Path) -> None:
     run = RunDirectory.create(tmp_path / "run", "engine: {engines: -3}\n")
-    with pytest.raises(DamagedRun, match=r"config\.yaml: damaged: key engine\.engines is '-3'"):
+    with pytest.raises(DamagedRun, match=r"config\.yaml: damaged: key engine\.engines has the invalid value '-3'"):
         run.setting("engine.engines")
 
 
@@ -349,8 +349,8 @@ def test_a_name_too_long_for_a_folder_is_one_line(capsys: pytest.CaptureFixture[
     [
         ("step00002.parquet", "it has rows of step 1"),
         ("step00009.parquet", "it has rows of step 1"),
-        ("step00001 (1).parquet", "its name is not a step's"),
-        ("step1.parquet", "its name is not a step's"),
+        ("step00001 (1).parquet", "its name is not that of a step"),
+        ("step1.parquet", "its name is not that of a step"),
         ("step00001-conflict/t.arrow", "it has rows of step 1"),
     ],
 )
@@ -378,7 +378,7 @@ def test_a_table_that_is_there_again_under_another_name_is_not_counted_twice(
 def test_a_step_that_is_twice_in_the_metrics_is_not_shown_twice(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path)
     run.metrics_file.write_text('{"step": 0}\n{"step": 3}\n{"step": 0}\n', encoding="utf-8")
-    with pytest.raises(DamagedRun, match=r"metrics\.jsonl: damaged: step 0 is there twice"):
+    with pytest.raises(DamagedRun, match=r"metrics\.jsonl: damaged: step 0 occurs twice"):
         run.metrics()
     run.metrics_file.write_text('{"step": 1}\n{"step": 0}\n', encoding="utf-8")
     assert [line["step"] for line in run.metrics()] == [1, 0]

@@ -120,7 +120,7 @@ def test_a_served_base_model_is_found_every_time_at_gaps_that_a_healthy_run_may_
         _, off, again, learner, learner_off = rounded(
             np.random.default_rng(seed), effect=effect, noise=noise, again=0.01
         )
-        with pytest.raises(CanaryFailed, match="nearer to the base model"):
+        with pytest.raises(CanaryFailed, match="closer to the base model"):
             judge(again, learner, off=off, again=off, learner_off=learner_off, moved=False, first=10.0)
 
 
@@ -128,7 +128,7 @@ def test_a_served_base_model_is_found_every_time_at_gaps_that_a_healthy_run_may_
 def test_a_served_base_model_is_found_at_any_effect_where_passes_repeat_exactly(effect: float) -> None:
     for seed in range(20):
         _, off, _, learner, learner_off = rounded(np.random.default_rng(seed), effect=effect, noise=0.03)
-        with pytest.raises(CanaryFailed, match="no effect|nearer to the base model"):
+        with pytest.raises(CanaryFailed, match="no effect|closer to the base model"):
             judge(off, learner, off=off, again=off, learner_off=learner_off)
 
 
@@ -170,5 +170,5 @@ async def test_the_engine_is_asked_with_the_adapter_and_twice_without_and_sample
 
 async def test_different_or_no_tokens_fail() -> None:
     for compared in ([False, True, True], [False, False]):
-        with pytest.raises(CanaryFailed, match="scored 2 probe tokens and the learner"):
+        with pytest.raises(CanaryFailed, match="scored 2 probe tokens, but the learner"):
             await run_canary(Recorder(), [probe([1, 2, 3], compared)], version=1, moved=True, tolerance=0.05)

@@ -57,18 +57,18 @@ def test_the_gpus_of_an_engine_are_on_one_node() -> None:
         (("learner.gpus_per_worker=0",), "vLLM cannot sleep on the CPU"),
         (
             ("engine.tensor_parallel=2",),
-            "8 engines of 2 GPUs and 8 learner workers; expected engine.engines times engi",
+            "8 engines of 2 GPUs do not match 8 learner workers; expected engine.engines times engi",
         ),
-        (("learner.workers=4",), "8 engines of 1 GPUs and 4 learner workers"),
+        (("learner.workers=4",), "8 engines of 1 GPUs do not match 4 learner workers"),
         # Two engines fit one GPU; two workers do; the pair does not.
-        (("engine.gpus_per_engine=0.5",), "shares of 0.5 GPU an engine and 0.4 a learner worker do not put one"),
-        (("learner.gpus_per_worker=0.2",), "shares of 0.6 GPU an engine and 0.2 a learner worker"),
-        (("learner.gpus_per_worker=0.5",), "shares of 0.6 GPU an engine and 0.5 a learner worker"),
+        (("engine.gpus_per_engine=0.5",), "but their shares are 0.5 and 0.4; expected more than half"),
+        (("learner.gpus_per_worker=0.2",), "but their shares are 0.6 and 0.2"),
+        (("learner.gpus_per_worker=0.5",), "but their shares are 0.6 and 0.5"),
         (
             ("engine.engines=4", "engine.tensor_parallel=2", "engine.gpus_per_engine=0.6"),
-            "shares of 0.3 GPU an engine .* engine.gpus_per_engine=1.2 and learner.gpus_per_worker=0.4",
+            "but their shares are 0.3 and .* engine.gpus_per_engine=1.2 and learner.gpus_per_worker=0.4",
         ),
-        (("train.staleness=1",), "expected train.staleness=0"),
+        (("train.staleness=1",), "set train.staleness=0"),
     ],
 )
 def test_what_cannot_share_is_one_clear_line(changes: tuple[str, ...], problem: str) -> None:

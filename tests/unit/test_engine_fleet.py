@@ -327,7 +327,7 @@ async def test_an_engine_that_cannot_be_made_ends_the_start() -> None:
     engine = Engine()
     engine.error = ActorDiedError()
     async with fleet_of(engine) as fleet:
-        with pytest.raises(EngineError, match="engine: its process has died"):
+        with pytest.raises(EngineError, match="an engine's process has died"):
             await fleet.start()
 
 
@@ -343,7 +343,7 @@ def test_a_range_without_an_inside_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"engine\.min_engines=3 is more than engine\.engines=2"):
         load_config(overrides=["engine.engines=2", "engine.min_engines=3"])
     shared = ("engine.colocate=true", "engine.engines=8", "engine.gpus_per_engine=0.6", "learner.workers=8")
-    with pytest.raises(ConfigError, match=r"engine\.min_engines=4: with engine\.colocate every engine shares"):
+    with pytest.raises(ConfigError, match=r"engine\.min_engines=4: with engine\.colocate the run needs every engine"):
         load_config(overrides=[*shared, "learner.gpus_per_worker=0.4", "engine.min_engines=4"])
     with pytest.raises(ConfigError, match=r"environment\.min_slots=49 is more than environment\.slots=48"):
         load_config(overrides=["environment.min_slots=49"])

@@ -75,12 +75,12 @@ def test_no_architecture(model: Path) -> None:
 
 def test_an_architecture_that_vllm_does_not_know(model: Path) -> None:
     rewrite(model / "config.json", architectures=["LinearRegressionForFun"])
-    assert "architecture LinearRegressionForFun is not one that the installed vLLM supports" in problem(model)
+    assert "the installed vLLM does not support architecture LinearRegressionForFun" in problem(model)
 
 
 def test_no_weights(model: Path) -> None:
     (model / "model.safetensors").unlink()
-    assert "no weights; expected model.safetensors" in problem(model)
+    assert "no weights found; expected model.safetensors" in problem(model)
 
 
 def test_an_index_whose_shards_are_not_all_there(model: Path) -> None:
@@ -93,7 +93,7 @@ def test_an_index_whose_shards_are_not_all_there(model: Path) -> None:
 
 def test_no_tokenizer(model: Path) -> None:
     (model / "tokenizer.json").unlink()
-    assert "no tokenizer; expected one of tokenizer.json" in problem(model)
+    assert "no tokenizer found; expected one of tokenizer.json" in problem(model)
 
 
 def test_no_chat_template(model: Path) -> None:

@@ -49,7 +49,7 @@ def test_a_root_that_can_be_used(root: Path) -> None:
 
 
 def test_roots_that_cannot(root: Path, tmp_path: Path) -> None:
-    with pytest.raises(WorldError, match="no data root at .*nowhere.*draco sandbox build"):
+    with pytest.raises(WorldError, match="nowhere' does not exist; .*draco sandbox build"):
         check_data_root(tmp_path / "nowhere")
     (root / "data" / "api_docs").rmdir()
     with pytest.raises(WorldError, match="has no folder data/api_docs"):
@@ -81,9 +81,9 @@ def test_a_root_closed_to_the_users_that_tasks_are(root: Path, closed: str, monk
 @pytest.mark.parametrize(
     ("split", "message"),
     [
-        ("tran", "has no split 'tran': it has empty, gone, train"),
-        ("empty", "lists no task"),
-        ("gone", "lists 2 tasks that are not there, the first is 'abc_2'"),
+        ("tran", "has no split 'tran'; expected one of empty, gone, train"),
+        ("empty", "has no tasks"),
+        ("gone", "lists 2 tasks that do not exist, first 'abc_2'"),
     ],
 )
 def test_splits_that_cannot_be_used(root: Path, split: str, message: str) -> None:
@@ -104,7 +104,7 @@ def test_tasks_that_cannot_be_read(root: Path) -> None:
     specs = root / "data" / "tasks" / "abc_1" / "specs.json"
     for broken in ("{", "[]", json.dumps({"instruction": "x"})):
         specs.write_text(broken)
-        with pytest.raises(WorldError, match="is not a task's specs") as caught:
+        with pytest.raises(WorldError, match="is not a valid specs.json") as caught:
             load_task(root, "abc_1")
         assert "\n" not in str(caught.value)
 
@@ -120,5 +120,5 @@ def test_where_appworlds_python_is_looked_for(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setenv(VARIABLE, sys.executable)
     assert appworld_python(None) == sys.executable
     assert appworld_python(str(local)) == str(local)
-    with pytest.raises(WorldError, match="is not an executable file: fix environment.appworld_python"):
+    with pytest.raises(WorldError, match="is not an executable file; correct environment.appworld_python"):
         appworld_python(str(tmp_path / "nothing"))

@@ -181,7 +181,7 @@ async def test_a_reward_that_is_no_number_is_no_verdict(reward: float, monkeypat
         return WorldVerdict(success=reward > 0, reward=reward)
 
     monkeypatch.setattr(Ill, "evaluate", rewarded)
-    with pytest.raises(EnvironmentCrashed, match=f"^task t_1: its reward is {reward}, expected a number$"):
+    with pytest.raises(EnvironmentCrashed, match=f"^task t_1: the evaluator's reward is {reward}, expected a number$"):
         await evaluate(Ill("ok"), ended(EpisodeEnd.FINISHED))
 
 
@@ -243,7 +243,7 @@ def test_a_static_rubric_is_the_environments_own_or_has_to_be_named(
     monkeypatch.setattr(session, "checked_model", lambda config: config)
     (tmp_path / "tasks.jsonl").write_text('{"id": "1", "instruction": "Refund A1."}\n', encoding="utf-8")
     own = [f"data.root={tmp_path}", "environment.use=tasks"]
-    with pytest.raises(ConfigError, match=r"environment\.use=tasks has no static rubric: write one with `draco rubric"):
+    with pytest.raises(ConfigError, match=r"environment\.use=tasks has no static rubric; write one with `draco rubric"):
         resolve_config(load_config("sandbox", own, "static"))[0]
     # Without a static rubric nothing is missing.
     assert resolve_config(load_config("sandbox", own, "draco"))[0].algorithm.static_rubric is None

@@ -114,7 +114,7 @@ def test_the_difference_is_of_means_and_needs_the_same_tasks() -> None:
     assert 0 < interval.low <= interval.mean <= interval.high
     assert p_value < 0.01
     fewer = rate([[evaluated(2, 0.5, scenarios=19)]], 3, scenarios=True)
-    with pytest.raises(ValueError, match="3 tasks are in one of the two only"):
+    with pytest.raises(ValueError, match="3 tasks are in only one of the two"):
         difference(one, fewer)
 
 

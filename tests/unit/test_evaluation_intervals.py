@@ -110,7 +110,7 @@ def test_training_seeds_are_a_level() -> None:
     narrow, wide = rate_interval(alone), rate_interval(both)
     assert narrow.high - narrow.low < 0.15
     assert wide.high - wide.low > 0.9
-    with pytest.raises(ValueError, match="not of the same tasks"):
+    with pytest.raises(ValueError, match="measured on different tasks"):
         clustered_mean([one, {"0_1": 1.0}], scenario_of)
 
 
@@ -131,7 +131,7 @@ def test_means_without_bounds_have_students_interval() -> None:
 def test_what_is_not_paired_is_refused() -> None:
     one, other = clustered_mean([values(4, 0.5)], scenario_of), clustered_mean([values(5, 0.5)], scenario_of)
     for compare in (rate_difference, mean_difference):
-        with pytest.raises(ValueError, match="not of the same scenarios"):
+        with pytest.raises(ValueError, match="measured on different scenarios"):
             compare(one, other)
     with pytest.raises(ValueError, match="no values"):
         clustered_mean([{}], scenario_of)

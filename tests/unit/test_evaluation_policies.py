@@ -89,7 +89,9 @@ def test_the_protocol_takes_the_ends_of_the_last_epochs(tmp_path: Path) -> None:
     policy = last_epochs(run, 3, 5)
     assert [checkpoint.version for checkpoint in policy.checkpoints] == [5, 10, 15]
     assert [checkpoint.version for checkpoint in last_epochs(run, 1, 17).checkpoints] == [17]
-    with pytest.raises(ConfigError, match="3 whole epochs of 5 steps have a checkpoint, --last-epochs asks for 4"):
+    with pytest.raises(
+        ConfigError, match="only 3 complete epochs of 5 steps have a checkpoint, but --last-epochs is 4"
+    ):
         last_epochs(run, 4, 5)
     sparse = a_run(tmp_path / "sparse", [4, 10, 15])
     with pytest.raises(ConfigError, match="no checkpoint after step 5"):

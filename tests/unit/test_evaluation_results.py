@@ -58,10 +58,10 @@ def test_half_a_line_of_a_killed_process_is_played_again(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"runs": 2}, "runs was 3, this command says 2"),
-        ({"settings": {"engine.temperature": 0.5}}, "engine.temperature was 1.0, this command says 0.5"),
-        ({"settings": {}}, "engine.temperature was 1.0, this command says None"),
-        ({"world": "other"}, "world of the split are others"),
+        ({"runs": 2}, "runs was 3, but is 2 in this command"),
+        ({"settings": {"engine.temperature": 0.5}}, "engine.temperature was 1.0, but is 0.5 in this command"),
+        ({"settings": {}}, "engine.temperature was 1.0, but is None in this command"),
+        ({"world": "other"}, "the world of the split have changed"),
         ({"measurements": ("step00001",)}, "measurements was"),
     ],
 )
@@ -77,7 +77,7 @@ def test_two_processes_do_not_add_to_one_evaluation(tmp_path: Path) -> None:
     directory = EvaluationDirectory.begin(tmp_path, a_plan())
     with directory.claimed():
         other = EvaluationDirectory.begin(tmp_path, a_plan(policy="./starter"))
-        with pytest.raises(ConfigError, match="another process is at it"), other.claimed():
+        with pytest.raises(ConfigError, match="another process is using it"), other.claimed():
             pass
     with other.claimed():
         other.add("starter", a_result("a_1", 0, True))
@@ -87,7 +87,7 @@ def test_a_folder_that_is_no_evaluation_is_said_so(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="not an evaluation directory"):
         EvaluationDirectory.open(tmp_path)
     (tmp_path / "evaluation.json").write_text("{}", encoding="utf-8")
-    with pytest.raises(ConfigError, match="of another version of this program"):
+    with pytest.raises(ConfigError, match="written by another version of draco-ray"):
         EvaluationDirectory.open(tmp_path)
 
 

@@ -52,10 +52,10 @@ def test_a_file_is_a_set_that_arguments_change(tmp_path: Path, monkeypatch: pyte
             {"settings": {}, "splits": []},
             "settings: dictionary should have at least 1 item after validation, not 0, found {}",
         ),
-        ({"settings": {"a": "m"}, "splits": ["dev", "dev"]}, "splits: 'dev' is there twice"),
+        ({"settings": {"a": "m"}, "splits": ["dev", "dev"]}, "splits: 'dev' is given twice"),
         ({"settings": {"a/b": "m"}, "splits": ["dev"]}, "expected a plain name"),
         ({"settings": {"a=b": "m"}, "splits": ["dev"]}, "expected a name without ="),
-        ({"settings": {"a": {"policy": "m", "run": "r"}}, "splits": "dev"}, "a: expected either policy or run"),
+        ({"settings": {"a": {"policy": "m", "run": "r"}}, "splits": "dev"}, "a: expected one of policy and run"),
         ({"settings": {"a": {"run": []}}, "splits": "dev"}, "settings.a.run: "),
         ({"settings": {"a": "m"}, "splits": ["../up"]}, "splits.0: expected a plain name"),
         ({"settings": {"a": "m"}, "splits": ["dev"], "run": 3}, "set: run: extra inputs are not permitted, found 3"),
@@ -86,8 +86,8 @@ def test_a_file_that_is_missing_and_an_unknown_baseline_are_refused(tmp_path: Pa
 def test_two_runs_in_one_folder_are_refused(tmp_path: Path) -> None:
     runs = [str(tmp_path / side / "draco") for side in "ab"]
     wanted = parse_set({"settings": {"D": {"run": runs}}, "splits": "dev"}, "set")
-    with pytest.raises(ConfigError, match="D and D on dev would both be kept in"):
+    with pytest.raises(ConfigError, match="D and D on dev would both be stored in"):
         planned_evaluations(wanted, tmp_path)
     labels = parse_set({"settings": {"Base": "m", "base": "n"}, "splits": "dev"}, "set")
-    with pytest.raises(ConfigError, match="Base and base on dev would both be kept in"):
+    with pytest.raises(ConfigError, match="Base and base on dev would both be stored in"):
         planned_evaluations(labels, tmp_path)

@@ -83,9 +83,9 @@ def test_several_seeds_widen_the_interval() -> None:
 def test_what_does_not_belong_together_is_refused() -> None:
     whole, part = measurement(0, 0.5), [each for each in measurement(0, 0.5) if each.task_id != "a_1"]
     for apart in ([[whole], [part]], [[whole, part]]):
-        with pytest.raises(ValueError, match="same tasks"):
+        with pytest.raises(ValueError, match="different tasks"):
             rate(apart, RUNS, scenarios=True).interval()
-    with pytest.raises(ValueError, match="1 tasks are in one of the two only"):
+    with pytest.raises(ValueError, match="1 tasks are in only one of the two"):
         differences(*(compared_measures([[each]], RUNS) for each in (whole, part)))
     nothings: list[Any] = [[], [[]], [[[]]]]
     for nothing in nothings:
@@ -105,12 +105,15 @@ def test_the_gain_of_a_run_comes_with_its_intervals_its_losses_and_its_one_seed(
     assert said.endswith("points; one training seed")
     gone = [replace(each, success=False, failures=(LOST,)) if each.run == 2 else each for each in after]
     with_losses = before_and_after(before, gone, RUNS)
-    assert "; 12 of 72 rollouts were lost: failures, and the intervals allow for it; one training seed" in with_losses
+    assert (
+        "; 12 of 72 rollouts were lost: they count as failures, and the intervals cover every result they could have "
+        "had; one training seed" in with_losses
+    )
     wide_low, wide_high = map(float, re.findall(r"\[(\S+), (\S+)\]", with_losses)[2])
     assert wide_low < low
     assert wide_high > wide_low + 33
     alone = [each for each in before if each.task_id[0] == "a"]
-    assert before_and_after(alone, alone, RUNS) == "one scenario only: no interval"
+    assert before_and_after(alone, alone, RUNS) == "only one scenario, so no interval"
 
 
 def test_a_scenario_is_the_group_of_a_task_whatever_its_id() -> None:

@@ -452,7 +452,7 @@ def test_a_setting_is_compared_with_the_baseline_in_every_measure(directories: l
     assert turns is not None
     assert points.mean == pytest.approx(100 * found[0].difference.mean)
     assert turns.mean == pytest.approx(found[4].difference.mean)
-    assert any(note.startswith("Where a setting has one training seed") for note in table.notes)
+    assert any(note.startswith("With one training seed") for note in table.notes)
     for each in found:
         assert each.difference.low < each.difference.mean < each.difference.high
 
@@ -477,7 +477,8 @@ def test_every_table_says_what_a_row_lost(tmp_path: Path) -> None:
     best = result.measures["TGC p^1"].at_best.mean
     said = (
         f"draco on AppWorld TN: 15 of 72 rollouts (20.8 %) were lost and count as failures; TGC p^1 is "
-        f"{100 * result.tgc[0].mean:.1f}, and {100 * best:.1f} had all of them been solved; intervals span both."
+        f"{100 * result.tgc[0].mean:.1f}, and would be {100 * best:.1f} if all lost rollouts had succeeded; intervals "
+        "cover both."
     )
     for make in TABLES.values():
         table = make(settings)
@@ -552,11 +553,12 @@ def test_directories_of_one_label_are_training_seeds(tmp_path: Path) -> None:
     assert width > 1.5 * one_width
     notes = main_table(settings).notes
     assert (
-        "Training seeds: draco 3, Base 1; intervals are over seeds and scenarios. Of one seed the interval does not "
-        "speak of training again." in notes
+        "Training seeds: draco 3, Base 1; intervals are over seeds and scenarios. With one seed the interval does not "
+        "cover the variation between training runs." in notes
     )
     one_seed = (
-        "One training seed of every row: intervals and comparisons speak of the scenarios, not of training again."
+        "One training seed per row: intervals and comparisons cover the choice of scenarios but not the variation "
+        "between training runs."
     )
     assert one_seed in main_table(read_settings([str(seeds[0]), str(base)])).notes
     found = compare(settings, "Base")
@@ -586,7 +588,7 @@ def test_what_is_not_paired_is_refused_with_the_reason(tmp_path: Path) -> None:
     base = str(write_evaluation(tmp_path / "base", a_plan(label="Base")))
     fewer = {task: level for task, level in TASKS.items() if task != "a_1"}
     for changes, words in (
-        ({"tasks": fewer}, "0 tasks only in the first, 1 only in the second"),
+        ({"tasks": fewer}, "0 tasks are only in the first, 1 only in the second"),
         ({"world": "another"}, "two generated worlds"),
         ({"split": "test_challenge"}, "no split in common"),
     ):
@@ -600,10 +602,10 @@ def test_what_is_not_paired_is_refused_with_the_reason(tmp_path: Path) -> None:
 
 def test_directories_that_cannot_be_a_table_are_refused(tmp_path: Path) -> None:
     base = write_evaluation(tmp_path / "base", a_plan())
-    with pytest.raises(ConfigError, match="give it another label"):
+    with pytest.raises(ConfigError, match="choose another label"):
         read_settings([str(base), f"draco={base}"])
     EvaluationDirectory.begin(tmp_path / "begun", a_plan())
-    with pytest.raises(ConfigError, match="0 of 72 rollouts are there"):
+    with pytest.raises(ConfigError, match="0 of 72 rollouts are finished"):
         read_settings([str(tmp_path / "begun")])
     with pytest.raises(ConfigError, match="not an evaluation directory"):
         read_settings([str(tmp_path / "nothing")])

@@ -91,7 +91,7 @@ def test_what_a_received_run_extends_is_theirs_wherever_it_lies(
     (run / "run.json").unlink()
     for extends in (f"./{place}", str(run / place), f"[sandbox, ./{place}]"):
         (run / "config.yaml").write_text(f"extends: {extends}\n")
-        with pytest.raises(ConfigError, match="names environment.appworld_python=/tmp/evil/python"):
+        with pytest.raises(ConfigError, match="sets environment.appworld_python=/tmp/evil/python"):
             load_config(str(run))
     (run / "config.yaml").write_text("extends: sandbox\n")
     assert load_config(str(run)) == load_config("sandbox")
@@ -106,7 +106,7 @@ def test_a_file_of_a_received_run_is_theirs_by_whatever_path(tmp_path: Path, mon
     link.symlink_to(run / "config.yaml")
     extending.write_text("extends: ./mine.yaml\n")
     for source in (link, extending, below / "mine.yaml"):
-        with pytest.raises(ConfigError, match="names environment.appworld_python=/tmp/evil/python"):
+        with pytest.raises(ConfigError, match="sets environment.appworld_python=/tmp/evil/python"):
             load_config(str(source))
 
 
@@ -187,7 +187,7 @@ def test_what_others_write_into_a_run_of_ones_own_is_theirs(tmp_path: Path, monk
     run = make_run(tmp_path / "run")
     theirs = received(tmp_path / "theirs", monkeypatch, "judge.api_base=http://evil.example/v1")
     shutil.copyfile(theirs / "config.yaml", run / "config.yaml")
-    with pytest.raises(ConfigError, match="not what the run wrote"):
+    with pytest.raises(ConfigError, match="changed since the run wrote it"):
         load_config(str(run))
     for damage in ("{}", "[]", json.dumps({"signature": "0" * 64}), json.dumps({"signature": 3})):
         (run / "run.json").write_text(damage)
@@ -300,7 +300,7 @@ def test_a_link_out_of_a_received_run_is_refused(tmp_path: Path, monkeypatch: py
     (tmp_path / "mine").mkdir()
     (run / place).parent.mkdir(parents=True, exist_ok=True)
     (run / place).symlink_to(tmp_path / "mine")
-    with pytest.raises(DamagedRun, match="a link that leads out of a run directory"):
+    with pytest.raises(DamagedRun, match="this link leads out of a run directory"):
         RunDirectory.open(run)
     (run / place).unlink()
     (run / place).symlink_to(run / "config.yaml")
@@ -325,7 +325,7 @@ def test_what_a_table_says_leads_out_of_no_folder(tmp_path: Path, task: str) -> 
         # With the rollout's number behind it these are plain names.
         rewind(store.directory, reuse=True)
     else:
-        with pytest.raises(DamagedRun, match="rows of step 1 are named"):
+        with pytest.raises(DamagedRun, match="rows of step 1 have the invalid name"):
             rewind(store.directory, reuse=True)
     assert {path for path in tmp_path.rglob("*") if not path.is_relative_to(tmp_path / "run")} == before
 

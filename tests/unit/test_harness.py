@@ -44,7 +44,7 @@ def test_the_version_of_the_program_is_compared(tmp_path: Path, monkeypatch: pyt
     (tmp_path / "mine.yaml").write_text("command: [agent]\ndialect: responses\nversions: ['2.9', '3']\n")
     config = AgentConfig(use="command", harness=str(tmp_path / "mine.yaml"))
     policies = EnginePolicies.__new__(EnginePolicies)
-    with pytest.raises(ConfigError, match="no program 'agent'"):
+    with pytest.raises(ConfigError, match="'agent' is not an executable program"):
         ProgramAgent.check(config, policies)
     program(tmp_path, "echo agent 2.10.1")
     ProgramAgent.check(config, policies)

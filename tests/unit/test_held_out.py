@@ -36,10 +36,10 @@ def test_a_rate_before_and_after_is_that_of_the_tasks_that_were_played_both_time
         )
 
     report(after)
-    assert "TGC 0.0% -> 100.0% (+100.0 points) on the 1 of 4 tasks that were played both times, setting" in (
+    assert "TGC 0.0% -> 100.0% (+100.0 points) on the 1 of 4 tasks that were measured both times, setting" in (
         said.getvalue()
     )
-    assert "rate 0.0 % -> 100.0 % on the 1 of 4 tasks that were played both times (a stand-in" in said.getvalue()
+    assert "rate 0.0 % -> 100.0 % on the 1 of 4 tasks that were measured both times (a stand-in" in said.getvalue()
     said.truncate(0)
     report({"c": True})
     assert "->" not in said.getvalue()
@@ -79,8 +79,8 @@ def test_held_out_tasks_that_lose_the_beginning_of_their_prompt_are_counted(monk
         return words.getvalue()
 
     assert said() == (
-        "1 of 3 held-out tasks are played without the beginning of their prompt, which is longer than "
-        "agent.max_prompt_length=10 tokens, the first is c\n"
+        "1 of 3 held-out tasks have prompts longer than agent.max_prompt_length=10 tokens, which will be "
+        "left-truncated; first c\n"
     )
     assert said(most=11) == said(()) == ""
     # What a program asks is refused where it is too long, and never cut.

@@ -166,7 +166,7 @@ async def test_a_worker_asks_the_held_out_judge_what_is_held_out(monkeypatch: py
 
 
 def test_it_is_another_judge_or_has_a_rubric_of_its_own() -> None:
-    with pytest.raises(ValidationError, match="expected a model or a rubric"):
+    with pytest.raises(ValidationError, match="set judge.held_out.model or judge.held_out.rubric"):
         HeldOutJudgeConfig()
     both = load_config("sandbox", ["judge.self_judge.enabled=true", "judge.rule_judge.start=false"]).judge
     assert only_self(both)

@@ -85,7 +85,7 @@ def test_a_vllm_judge_without_an_endpoint_is_served_by_the_cluster(monkeypatch: 
     assert (settled.context_tokens, settled.context_known) == (32768, True)
     said = [line for line in _understood(load_traces(FILES / "openai_chat.jsonl"), settled) if "served" in line]
     assert said == [f"  {model} is served on the cluster: 2 to 4 vLLM servers of 1 GPUs (judge.local)"]
-    with pytest.raises(ConfigError, match=f"judge {model}: nobody serves it; expected .*--api-base.*--ray"):
+    with pytest.raises(ConfigError, match=f"judge {model}: no endpoint given; .*--api-base.*--ray"):
         plan(model)
     assert not plan(model, api_base="http://127.0.0.1:8000/v1", ray=True).config.judge.local.enabled
     assert not plan("openai/gpt-5.4", config=config, ray=True).config.judge.local.enabled
@@ -114,9 +114,9 @@ def test_who_is_asked_is_what_the_configuration_says_as_far_as_no_argument_says_
         plan("a/b", config=DracoConfig.model_validate({"judge": {"context_tokens": 50_000}})).context_tokens == 50_000
     )
     for judge, said in (
-        ({}, "no judge: expected a model"),
-        ({"self_judge": {"enabled": True}}, "self_judge.enabled=true: that judge is a part of training"),
-        ({"rule_judge": {"start": True}}, "rule_judge.start=true: that judge is a part of training"),
+        ({}, "no judge given; expected a model"),
+        ({"self_judge": {"enabled": True}}, "self_judge.enabled=true: this judge exists only in training"),
+        ({"rule_judge": {"start": True}}, "rule_judge.start=true: this judge exists only in training"),
     ):
         with pytest.raises(ConfigError, match=said):
             asked(judge=judge)
@@ -160,7 +160,7 @@ def test_an_endpoint_from_the_environment_is_said_too(monkeypatch: pytest.Monkey
         ("--set train.steps=3", "--set: train.steps has no effect"),
         ("--set judge.workers=3", "judge.workers has no effect without --ray"),
         ("--set ray.dashboard=false", "ray.dashboard has no effect without --ray"),
-        ("--set algorithm.reward=outcome", "algorithm.reward has no effect on traces"),
+        ("--set algorithm.reward=outcome", "algorithm.reward has no effect when judging traces"),
         ("--set algorithm.reliability=0.5", "has no effect without algorithm.rule=draco_calibrated"),
         ("--set algorithm.static_rubric=r.yaml", "has no effect without algorithm.rubric=static"),
         ("--set judge.rule_judge.false_pass=0.5", "judge.rule_judge.false_pass has no effect"),
@@ -168,14 +168,23 @@ def test_an_endpoint_from_the_environment_is_said_too(monkeypatch: pytest.Monkey
         ("--batch --set judge.service_tier=flex", "judge.service_tier has no effect with --batch"),
         ("--judge rules --set judge.temperature=0", "judge.temperature has no effect with the offline judge"),
         ("--judge rules --api-base http://x", "--api-base: no effect with --judge rules"),
-        ("--judge files:/tmp/d --batch", "--batch: no effect with --judge files:/tmp/d, to which nothing is sent"),
+        ("--judge files:/tmp/d --batch", "--batch: no effect with --judge files:/tmp/d, because no request is sent"),
         ("--judge files:/tmp/d --set judge.temperature=0", "judge.temperature has no effect with judge.model=files:"),
         ("--judge rules --batch", "--batch: no effect with --judge rules"),
-        ("--judge a/b --set judge.model=c", "--judge and --set judge.model: give one of them"),
-        ("--budget 3 --set judge.limits={dollars: 4}", "--budget and --set judge.limits.dollars: give one of them"),
-        ("--rubric static --set algorithm.rubric=dynamic", "--rubric and --set algorithm.rubric: give one of them"),
+        ("--judge a/b --set judge.model=c", "--judge and --set judge.model: give only one of them"),
+        (
+            "--budget 3 --set judge.limits={dollars: 4}",
+            "--budget and --set judge.limits.dollars: give only one of them",
+        ),
+        (
+            "--rubric static --set algorithm.rubric=dynamic",
+            "--rubric and --set algorithm.rubric: give only one of them",
+        ),
         ("--config sandbox --set judge.model=a/b", "judge.model=a/b has no effect with judge.rule_judge.start=true"),
-        ("--set judge.self_judge.enabled=true", "judge.self_judge.enabled=true: that judge is a part of training runs"),
+        (
+            "--set judge.self_judge.enabled=true",
+            "judge.self_judge.enabled=true: this judge exists only in training runs",
+        ),
     ],
 )
 def test_what_would_have_no_effect_is_refused_in_one_line(
@@ -204,7 +213,7 @@ def test_without_out_the_judge_is_asked_first_whether_it_answers(monkeypatch: py
     quick = DracoConfig.model_validate({"judge": {"max_backoff_seconds": 0.01}})
     with pytest.raises(JudgeUnavailable, match=r"openai/x at http://127.0.0.1:9/v1: unreachable after 3 attempts"):
         judge_sync(load_traces(TRACES), "openai/x", api_base="http://127.0.0.1:9/v1", config=quick)
-    with pytest.raises(ConfigError, match="batch: has no effect with complete"):
+    with pytest.raises(ConfigError, match="batch: no effect with complete"):
         judge_sync(load_traces(TRACES), MODEL, complete=Canned(), batch=True)
 
 

@@ -197,7 +197,9 @@ def test_the_parts_are_what_the_limits_make_of_them(setting: str, rollouts: int,
     assert found.instructions == math.ceil(len(template) / 3) + 2 * 50
     assert ("union" in found.shows) is (setting != "static")
     assert found.shows == (
-        "a credit prompt shows a rollout" if setting == "static" else "the union prompt shows all 6 rollouts of a group"
+        "a credit prompt contains one rollout"
+        if setting == "static"
+        else "the union prompt contains all 6 rollouts of a group"
     )
     parts = (found.rollouts, found.criteria, found.instructions, found.reply)
     assert found.tokens == sum(parts)
@@ -227,8 +229,9 @@ def test_each_line_about_the_context_says_what_is_too_short_by_how_much_and_what
     needed, path = judge_context(config), config.model.path
     assert context_problem(config, needed.tokens) is None
     assert context_problem(config, needed.tokens - 1) == (
-        f"self-judge: {needed.shows}, at full length {needed}, and {path} accepts {needed.tokens - 1:,}: choose a "
-        f"model with a longer context, or lower agent.max_response_length ({config.agent.max_response_length:,}), "
+        f"self-judge: {needed.shows}; the longest request has {needed}, but {path} accepts {needed.tokens - 1:,}; "
+        "choose a model with a longer context, or lower agent.max_response_length "
+        f"({config.agent.max_response_length:,}), "
         "algorithm.group_size or judge.max_tokens; with judge.self_judge.context_tokens set, longer prompts are "
         "cut"
     )

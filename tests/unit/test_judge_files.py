@@ -101,7 +101,7 @@ async def test_what_is_waited_for_is_said_at_once_and_so_is_a_misnamed_reply(
     prompt.with_name(prompt.name.replace(PROMPT, REPLY)).write_text("right")
     assert (await waiting).text == "right"
     wanted = str(prompt).replace(PROMPT, REPLY)
-    assert caplog.messages[0] == f"a prompt waits for its reply: read {prompt}, write {wanted}"
+    assert caplog.messages[0] == f"1 prompt waits for a reply: read {prompt}, then write {wanted}"
     assert caplog.messages[1].startswith(f"{prompt}{REPLY} is not read")
 
 
@@ -129,7 +129,7 @@ async def test_a_refused_reply_is_set_aside_and_the_question_waits_again(tmp_pat
 async def test_a_record_without_a_reply_is_an_error_and_waits_for_nobody(tmp_path: Path) -> None:
     (tmp_path / "recorded").write_text("somebody, some day")
     with pytest.raises(
-        StoreError, match="no recorded reply to this score prompt: the traces or the prompts have changed"
+        StoreError, match="no recorded reply to this score prompt, because traces or prompts have changed"
     ):
         await FileJudge(tmp_path, "files:d")(request())
     assert [path.name for path in tmp_path.iterdir()] == ["recorded"]
@@ -229,6 +229,6 @@ def test_unanswered_requests_stay_booked_until_they_are_released(
             connection.execute("INSERT INTO requests VALUES ('killed-1', 0.25, NULL)")
         assert "1 request of an earlier process had no answer and may have been billed: $0.2500 stay booked" in said()
         assert read_book(cache).dollars == pytest.approx(spent + 0.25)
-        assert "$0.2500 of requests without an answer count as not billed" in said("--release")
+        assert "$0.2500 of unanswered requests now count as not billed" in said("--release")
         assert read_book(cache).dollars == pytest.approx(spent)
         assert "stay booked" not in said()

@@ -197,8 +197,9 @@ async def test_servers_that_never_come_up_are_named_with_what_they_wait_for() ->
     with pytest.raises(JudgeUnavailable) as refusal:
         await outcome(waiting)
     assert str(refusal.value) == (
-        "no judge server is up after judge.local.start_timeout_seconds=1800: judge server 0 waits for a node that has "
-        "room (since 1800 s); judge server 1 loads (since 1800 s); see `ray status` for what the cluster offers"
+        "no judge server is up after judge.local.start_timeout_seconds=1800: judge server 0 waits for a node with "
+        "enough resources (for 1800 s); judge server 1 loads (for 1800 s); check the cluster's resources with `ray "
+        "status`"
     )
     fleet.servers.close()
 
@@ -215,7 +216,7 @@ async def test_the_time_without_a_server_begins_when_the_last_one_is_gone() -> N
         await turns(50)
         assert not waiting.done()
         fleet.now += 1
-        with pytest.raises(JudgeUnavailable, match="start_timeout_seconds=1800: none could be started; see"):
+        with pytest.raises(JudgeUnavailable, match="start_timeout_seconds=1800: no server could be started; check"):
             await outcome(waiting)
 
 
@@ -264,7 +265,7 @@ async def test_servers_are_looked_at_now_and_then_and_one_that_does_not_answer_i
         await turns(5)
         # Until it has answered a first time it may wait for a node for as long as that takes.
         await clock.pass_(1000)
-        assert fleet.servers.pending() == ["judge server 0 waits for a node that has room (since 0 s)"]
+        assert fleet.servers.pending() == ["judge server 0 waits for a node with enough resources (for 0 s)"]
         replica.there.set()
         await turns(50)
         await clock.pass_(ADJUST_SECONDS - 0.1)
@@ -316,12 +317,12 @@ async def test_what_a_server_does_is_told_with_the_time_since_it_does_that(caplo
         await until(lambda: not fleet.servers.up)
         fleet.now += 3
         await turns(50)
-        assert fleet.servers.pending() == ["judge server 0 loads Qwen, as the one before ended (since 3 s)"]
+        assert fleet.servers.pending() == ["judge server 0 loads Qwen, as the one before ended (for 3 s)"]
         assert caplog.messages == ["judge server 0: loads Qwen, as the one before ended"]
         replica.serve()
         lease = await outcome(fleet.servers.acquire())
         fleet.servers.release(lease.number, lost=True)
-        assert fleet.servers.pending() == ["judge server 0 answered a call no more (since 0 s)"]
+        assert fleet.servers.pending() == ["judge server 0 could not be reached for a call (for 0 s)"]
 
 
 async def test_calls_of_one_server_that_find_it_gone_say_so_once() -> None:
@@ -333,7 +334,7 @@ async def test_calls_of_one_server_that_find_it_gone_say_so_once() -> None:
         fleet.servers.release(held[0].number, lost=True)
         fleet.now += 9
         fleet.servers.release(held[1].number, lost=True)
-        assert fleet.servers.pending() == ["judge server 0 answered a call no more (since 9 s)"]
+        assert fleet.servers.pending() == ["judge server 0 could not be reached for a call (for 9 s)"]
 
 
 async def test_a_server_that_is_lost_is_named_on_one_line(caplog: pytest.LogCaptureFixture) -> None:
@@ -495,11 +496,14 @@ def test_a_judge_that_thinks_is_served_with_a_reasoning_parser(
 @pytest.mark.parametrize(
     ("keys", "said"),
     [
-        ({"model": "openai/gpt-5.4"}, "judge.model=openai/gpt-5.4 is not served here; expected hosted_vllm/"),
-        ({"model": "hosted_vllm/"}, "is not served here"),
-        ({"api_base": "http://x/v1"}, "not together with judge.api_base"),
-        ({"self_judge": {"enabled": True}}, "not together with judge.self_judge.enabled"),
-        ({"rule_judge": {"start": True}}, "not together with judge.rule_judge.start"),
+        (
+            {"model": "openai/gpt-5.4"},
+            "judge.model=openai/gpt-5.4: judge.local.enabled cannot serve this model; expected hosted_vllm/",
+        ),
+        ({"model": "hosted_vllm/"}, "cannot serve this model"),
+        ({"api_base": "http://x/v1"}, "cannot be combined with judge.api_base"),
+        ({"self_judge": {"enabled": True}}, "cannot be combined with judge.self_judge.enabled"),
+        ({"rule_judge": {"start": True}}, "cannot be combined with judge.rule_judge.start"),
     ],
 )
 def test_a_judge_that_is_also_served_elsewhere_is_refused(keys: dict[str, object], said: str) -> None:

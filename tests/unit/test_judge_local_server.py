@@ -172,7 +172,7 @@ def test_one_that_makes_no_token_is_asked_for_one_and_replaced_if_it_makes_none(
     again = watched.look(later=1)
     assert again.server is None
     assert again.doing == (
-        "loads Qwen/Qwen3.6-27B, as the one before made no token for 60 s, not even when asked for one"
+        "loads Qwen/Qwen3.6-27B, because the previous server produced no token for 60 s, even when probed"
     )
     assert answers.completions == [question] * 2
     assert watched.server.pid not in (None, pid)
@@ -196,14 +196,16 @@ def test_one_that_hangs_is_waited_for_no_longer_than_it_may_take(
     answers.go_on.clear()
     assert watched.look(later=0.05).doing == "serves"
     assert watched.look(later=0.05).doing.startswith(
-        "loads Qwen/Qwen3.6-27B, as the one before made no token for 0.1 s"
+        "loads Qwen/Qwen3.6-27B, because the previous server produced no token for 0.1 s"
     )
     assert [path for path, _ in answers.asked] == ["/v1/models"] * 2 + ["/metrics"] * 2 + ["/v1/completions"]
 
 
 def test_only_ends_in_a_row_before_an_answer_count(watched: Watched, answers: Answers) -> None:
     fails, sleeps = ["sh", "-c", "printf '%s is the key %0300d\\n' $VLLM_API_KEY 0; exit 3"], watched.command
-    loads = ServerStatus(server=None, doing="loads Qwen/Qwen3.6-27B, as the one before ended with exit code 3")
+    loads = ServerStatus(
+        server=None, doing="loads Qwen/Qwen3.6-27B, because the previous server ended with exit code 3"
+    )
     watched.command = fails
     watched.look()
     for command in [fails] * (STARTS - 2) + [sleeps]:
@@ -215,7 +217,7 @@ def test_only_ends_in_a_row_before_an_answer_count(watched: Watched, answers: An
     assert watched.server._child is not None
     watched.server._child.end()
     watched.command = fails
-    assert watched.look().doing == "loads Qwen/Qwen3.6-27B, as the one before ended with exit code -15"
+    assert watched.look().doing == "loads Qwen/Qwen3.6-27B, because the previous server ended with exit code -15"
     for _ in range(STARTS - 1):
         watched.wait()
         assert watched.look() == loads
@@ -224,8 +226,8 @@ def test_only_ends_in_a_row_before_an_answer_count(watched: Watched, answers: An
         watched.look()
     said = "*** is the key " + "0" * 300
     assert str(refusal.value) == (
-        "the judge's vLLM server of Qwen/Qwen3.6-27B ended with exit code 3 3 times before it answered, the last "
-        f"words: {said[:200]} (all of them in {watched.log})"
+        "the judge's vLLM server of Qwen/Qwen3.6-27B ended with exit code 3 3 times before it answered; last line of "
+        f"its output: {said[:200]} (see {watched.log})"
     )
     assert watched.log.read_text(encoding="utf-8") == f"{said}\n" * (2 * STARTS - 1)
     assert watched.server.pid is None

@@ -238,8 +238,8 @@ async def test_a_reply_that_does_not_say_its_usage_is_booked_at_the_most_with_on
     )  # fmt: skip
     assert scripted.pool.ended == [told, told]
     (line,) = [record.getMessage() for record in caplog.records]
-    assert line.startswith("judge openai/m at http://judge: a reply states no plausible usage (")
-    assert line.endswith("): such replies are booked at the most they may cost")
+    assert line.startswith("judge openai/m at http://judge: a reply reports no plausible usage (")
+    assert line.endswith("); replies like it count with their maximum cost")
     assert ("None" if usage == {"none": 1} else "namespace(prompt_tokens=") in line
 
 
@@ -556,9 +556,8 @@ async def test_under_a_budget_a_check_wants_the_usage(monkeypatch: pytest.Monkey
     with pytest.raises(JudgeUnavailable) as problem:
         await unknown.client.check()
     assert str(problem.value) == (
-        "judge openai/m at http://judge: its replies do not say their usage (prompt_tokens, completion_tokens), so "
-        "what is left of judge.limits.dollars=2.5 would be a guess; let the endpoint report it, or set "
-        "judge.limits.dollars=null"
+        "judge openai/m at http://judge: replies do not report usage (prompt_tokens, completion_tokens), so "
+        "judge.limits.dollars=2.5 cannot be enforced; make the endpoint report usage, or set judge.limits.dollars=null"
     )
 
 

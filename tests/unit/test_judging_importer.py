@@ -75,7 +75,7 @@ def test_importing_twice_is_harmless_and_other_content_is_not_overwritten(
     import_prompts(tex, tmp_path / "out")
     mine = tmp_path / "out" / "score_rubrics.txt"
     mine.write_text("my own")
-    with pytest.raises(ConfigError, match="exists with other content"):
+    with pytest.raises(ConfigError, match="already exists with different content"):
         import_prompts(tex, tmp_path / "out")
     assert mine.read_text() == "my own"
 
@@ -92,7 +92,7 @@ def test_a_source_without_a_prompt_writes_nothing(tmp_path: Path, bodies: dict[s
 def test_a_missing_source_is_told(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be read"):
         import_prompts(tmp_path / "none.tex", tmp_path / "out")
-    with pytest.raises(ConfigError, match=r"holds no \.tex file"):
+    with pytest.raises(ConfigError, match=r"contains no \.tex file"):
         import_prompts(tmp_path, tmp_path / "out")
 
 

@@ -68,7 +68,7 @@ async def test_a_rollout_whose_own_call_was_refused_is_left_out_first() -> None:
     assert f'"{RUBRIC[0].title}"' in complete.prompts[1]
     assert len(judged.calls) == 2
     assert judged.notes == (
-        "union was asked without rollout 5, for which the judge refused it: union of t_1 failed after 1 calls: the "
+        "union was asked without rollout 5, which the judge refused to read: union of t_1 failed after 1 calls: the "
         "prompt was flagged",
     )
 

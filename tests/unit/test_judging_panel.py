@@ -153,7 +153,8 @@ async def test_every_call_of_a_panel_is_archived_and_a_strong_judge_that_fails_l
     assert [int(each.verdict) for each in judged.value or ()] == [1] * count
     assert [call.model for call in judged.calls] == ["a", "b", "s"]
     assert judged.notes == (
-        "the vote stands, the strong judge did not answer: score of t rollout 0 failed after 1 calls: cut",
+        "the strong judge did not answer, so the majority's verdicts count: score of t rollout 0 failed after 1 "
+        "calls: cut",
     )
     assert judged.left_out == 0
 

@@ -217,7 +217,7 @@ def test_a_budget_wants_a_price_and_says_how_to_give_one() -> None:
     with pytest.raises(ConfigError) as problem:
         check_budget(judge, "openai/org/nobody-knows")
     assert str(problem.value) == (
-        "judge.limits.dollars=2.5: no price of openai/org/nobody-knows is known; give it, in dollars per million "
+        "judge.limits.dollars=2.5: the price of openai/org/nobody-knows is unknown; set it, in dollars per million "
         "tokens, as judge.prices={nobody-knows: {input: 2.5, output: 15.0}}"
     )
 

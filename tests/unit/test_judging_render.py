@@ -521,8 +521,8 @@ def test_a_prompt_that_shows_no_trajectory_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as told:
         load_prompts(tmp_path)
     assert str(told.value) == (
-        f"prompt {path}: {{{{ agent_trajectory }}}} or {{{{ steps_summary }}}} is missing; without it the judge sees "
-        "nothing to judge"
+        f"prompt {path}: {{{{ agent_trajectory }}}} or {{{{ steps_summary }}}} is missing; without it the judge does "
+        "not see what to judge"
     )
 
 
@@ -581,7 +581,7 @@ def test_a_key_that_cannot_be_kept_is_told_with_its_place(tmp_path: Path) -> Non
     with pytest.raises(StoreError) as told:
         evidence_key(tmp_path / "file" / "replies")
     place = tmp_path / "file" / "replies" / "evidence_key"
-    assert str(told.value) == f"the judge's evidence key cannot be kept in {place}: Not a directory"
+    assert str(told.value) == f"the judge's evidence key cannot be stored in {place}: Not a directory"
 
 
 def test_the_agent_prompts_differ_only_in_their_last_lines() -> None:

@@ -172,7 +172,7 @@ async def test_an_answer_that_is_not_readable_is_asked_for_again(
     assert await cache.get("a") is None
     assert await cache.get("0123456789abcdef") is None
     assert [record.getMessage() for record in caplog.records] == [
-        f"judge reply {key} in {tmp_path / FILE} is not readable and is asked for again"
+        f"judge reply {key} in {tmp_path / FILE} cannot be read, so the request is sent again"
         for key in ("a", "0123456789ab")
     ]
     await cache.put("a", {"text": "new"})
@@ -181,7 +181,9 @@ async def test_an_answer_that_is_not_readable_is_asked_for_again(
 
 async def test_a_damaged_file_is_one_line(tmp_path: Path) -> None:
     (tmp_path / FILE).write_bytes(b"not a database" * 1000)
-    with pytest.raises(StoreError, match="cannot be read: file is not a database; restore it from a copy") as caught:
+    with pytest.raises(
+        StoreError, match="cannot be read: file is not a database; restore the file from a copy"
+    ) as caught:
         ReplyCache(tmp_path)
     assert str(tmp_path / FILE) in str(caught.value)
     assert "\n" not in str(caught.value)
@@ -206,7 +208,9 @@ def test_a_file_that_has_lost_its_end_is_damage_and_no_empty_book(kept: bytes, t
     content = kept[: int(left * len(kept)) if isinstance(left, float) else left]
     (tmp_path / FILE).write_bytes(content)
     for read in (check_store, read_book, ReplyCache):
-        with pytest.raises(StoreError, match=f"{FILE} .*: .*; restore it from a copy, or name another") as problem:
+        with pytest.raises(
+            StoreError, match=f"{FILE} .*: .*; restore the file from a copy, or choose another"
+        ) as problem:
             read(tmp_path)
         assert "\n" not in str(problem.value)
     assert (tmp_path / FILE).read_bytes() == content
@@ -216,7 +220,7 @@ async def test_pages_that_were_overwritten_are_found_before_a_run_goes_on(kept: 
     (tmp_path / FILE).write_bytes(kept)
     assert check_store(tmp_path)
     (tmp_path / FILE).write_bytes(kept[:-1])
-    with pytest.raises(StoreError, match="are damaged: its last page is cut at byte"):
+    with pytest.raises(StoreError, match="are damaged: the last page is truncated at byte"):
         check_store(tmp_path)
     for page in range(0, len(kept), 4096):
         (tmp_path / FILE).write_bytes(kept[:page] + b"\xff" * 4096 + kept[page + 4096 :])
@@ -235,7 +239,9 @@ def test_a_journal_without_its_file_is_damage(tmp_path: Path, suffix: str) -> No
     assert not check_store(tmp_path)
     (tmp_path / f"{FILE}{suffix}").write_bytes(b"x" * 512)
     for read in (check_store, read_book, ReplyCache):
-        with pytest.raises(StoreError, match=f"are damaged: {FILE}{suffix} is there without it; restore it"):
+        with pytest.raises(
+            StoreError, match=f"are damaged: {FILE}{suffix} exists but {FILE} does not; restore the file"
+        ):
             read(tmp_path)
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(FILE)] == [f"{FILE}{suffix}"]
 
@@ -257,7 +263,7 @@ async def test_a_process_that_stopped_in_the_midst_of_a_write_is_named_as_the_ca
     cache = ReplyCache(tmp_path)
     other = sqlite3.connect(tmp_path / FILE, isolation_level=None)
     other.execute("BEGIN EXCLUSIVE")
-    with pytest.raises(StoreError, match="another process has been writing there"):
+    with pytest.raises(StoreError, match="another process has locked the file"):
         await cache.put("a", {"text": "a"})
     other.execute("ROLLBACK")
     await cache.put("a", {"text": "a"})
@@ -361,8 +367,7 @@ def test_replies_are_kept_on_no_disk_that_machines_share(tmp_path: Path, monkeyp
     with pytest.raises(StoreError) as caught:
         ReplyCache(folder)
     assert str(caught.value) == (
-        f"judge replies would be kept in {folder}, on {folder.parent}, whose file system (nfs4) machines share: "
-        "SQLite, which keeps them, may lose there what was paid for: name a folder on a disk of this machine "
-        "(--out, or judge.cache of a training run)"
+        f"judge replies cannot be stored in {folder}: {folder.parent} is a shared file system (nfs4), where SQLite "
+        "may lose paid replies; choose a folder on a local disk (--out, or judge.cache of a training run)"
     )
     assert not (tmp_path / "home").exists()

@@ -123,7 +123,7 @@ async def test_a_reply_that_the_context_cut_names_the_key_and_is_not_asked_for_a
     complete, _ = client(QWEN3, "half of a", thinking=False, finish_reason="length")
     answer = await complete(HELLO)
     assert answer.error is not None
-    assert "of judge.max_tokens=777 for the reply: raise judge.self_judge.context_tokens" in answer.error
+    assert "for the reply, expected judge.max_tokens=777; raise judge.self_judge.context_tokens" in answer.error
 
 
 async def test_a_phase_through_the_policy() -> None:
@@ -193,8 +193,8 @@ async def test_what_an_answer_says_of_itself(
         ({"room": 3}, "prompt of {read} tokens leaves no room", ""),
         (
             {"finish_reason": "length"},
-            "a prompt of {read} tokens is too long: it left {written} of judge.max_tokens=777 for the reply: "
-            "raise judge.self_judge.context_tokens",
+            "a prompt of {read} tokens is too long: it leaves {written} tokens for the reply, expected "
+            "judge.max_tokens=777; raise judge.self_judge.context_tokens",
             "ab",
         ),
     ],

@@ -99,8 +99,8 @@ async def test_what_does_not_fit_even_so_is_not_asked_and_says_why() -> None:
     assert (prompt, judged.value, judged.calls) == ("", None, ())
     whole = len(question.prompt(load_prompts(Path("prompts/judge"))))
     assert judged.error == (
-        f"score of example_1 rollout 2 failed: its prompt takes about {whole / 3:,.0f} tokens, and the judge reads "
-        "about 20,000: too long even with every text cut to 100 characters: take a judge with a longer context "
+        f"score of example_1 rollout 2 failed: the prompt has about {whole / 3:,.0f} tokens, but the judge accepts "
+        "about 20,000; it is too long even with every text cut to 100 characters. Use a judge with a longer context "
         "(judge.context_tokens)"
     )
 

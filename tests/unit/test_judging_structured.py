@@ -110,7 +110,7 @@ async def test_an_endpoint_that_refuses_a_schema_is_asked_without(
     assert provider.sent == ["response_format", "plain", "plain"]
     assert not structured.constrained
     assert [record.getMessage() for record in caplog.records] == [
-        "m refuses a JSON schema: no such parameter; replies are read as they come"
+        "m refuses a JSON schema: no such parameter; replies are parsed without one"
     ]
 
 

@@ -66,7 +66,11 @@ TOO_LONG = [
     ("Request too large for gpt-4o on tokens per min (TPM): Limit 30,000, Requested 45,000.", 40_000, 0.667),
     ("Der Prompt hat 45000 Token, erlaubt sind 32768.", 44_000, 0.728),
     ("engine E-0: prompt of 9000 tokens leaves no room to generate; expected fewer than 8192; shorten it", 8_500, 0.91),
-    ("a prompt of 8,000 tokens is too long: it left 192 of judge.max_tokens=2,000 for the reply", 7_500, 1),
+    (
+        "a prompt of 8,000 tokens is too long: it leaves 192 tokens for the reply, expected judge.max_tokens=2,000",
+        7_500,
+        1,
+    ),
     # These state no numbers, or none that tell.
     ("Your input exceeds the context window of this model. Please adjust your input and try again.", 90_000, 1),
     ("litellm.ContextWindowExceededError: Input is too long for requested model.", 90_000, 1),

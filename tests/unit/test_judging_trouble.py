@@ -143,8 +143,8 @@ def test_headers_are_those_of_the_answer() -> None:
     assert headers_of(ValueError("no")) == {}
 
 
-TEMPERATURE = "; judge.temperature=null leaves it out"
-EFFORT = "; judge.reasoning_effort=null leaves it out"
+TEMPERATURE = "; to leave it out set judge.temperature=null"
+EFFORT = "; to leave it out set judge.reasoning_effort=null"
 
 
 @pytest.mark.parametrize(
@@ -159,8 +159,8 @@ EFFORT = "; judge.reasoning_effort=null leaves it out"
         (400, "Unsupported parameter: temperature", TEMPERATURE),
         (422, "temperature does NOT SUPPORT 0.3", TEMPERATURE),
         (400, "invalid temperature and reasoning_effort", f"{TEMPERATURE}{EFFORT}"),
-        (400, "unknown max_completion_tokens", "; judge.max_tokens sets it"),
-        (400, "unrecognized json_schema", "; judge.structured_output=false leaves it out"),
+        (400, "unknown max_completion_tokens", "; change it with judge.max_tokens"),
+        (400, "unrecognized json_schema", "; to leave it out set judge.structured_output=false"),
     ],
 )
 def test_a_refused_parameter_is_named_with_the_key_that_mends_it(status: int, text: str, said: str) -> None:
@@ -230,7 +230,7 @@ async def test_a_key_is_that_of_its_variable_and_a_server_of_ones_own_needs_none
     with pytest.raises(JudgeUnavailable) as problem:
         endpoint().api_key()
     assert str(problem.value) == (
-        f"judge openai/m: environment variable {KEY} holds no key; set it, or the endpoint (judge.api_base)"
+        f"judge openai/m: no API key found; set environment variable {KEY}, or set the endpoint (judge.api_base)"
     )
 
 
@@ -367,15 +367,15 @@ async def test_a_temperature_that_a_model_refuses_is_left_out_and_an_effort_is_n
     for _ in range(2):
         assert await sent(LiteLLM("temperature"), made, ASK, Server(None, "secret")) == PLAIN
     assert [record.getMessage() for record in caplog.records] == [
-        "judge openai/m at its provider takes no temperature: judge.temperature=0.5 is not sent (null does the same "
-        "without this line)"
+        "judge openai/m at its provider accepts no temperature: judge.temperature=0.5 is not sent; set "
+        "judge.temperature=null to avoid this warning"
     ]
     for refuses in (("reasoning_effort",), ("reasoning_effort", "temperature")):
         with pytest.raises(JudgeUnavailable) as problem:
             await sent(LiteLLM(*refuses), endpoint(**quiet, reasoning_effort="low"), ASK, Server(None, "secret"))
         assert str(problem.value) == (
             "judge openai/m at its provider: judge.reasoning_effort=low is refused: m of openai takes no "
-            "reasoning_effort; set it to null or to one that the model knows"
+            "reasoning_effort; set it to null or to a value that the model knows"
         )
     # Of a provider that LiteLLM does not know the request will say so itself.
     unknown = endpoint(**quiet, model="nobody/m")

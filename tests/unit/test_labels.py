@@ -77,12 +77,12 @@ def test_the_judge_is_shown_what_was_said_and_what_is_right_and_nothing_that_is_
         (json.dumps(a_label(verdict=2)), "line 2: no label: verdict"),
         (json.dumps(a_label(verdict=True)), "line 2: no label: verdict"),
         (json.dumps(a_label(cited=["x"])), r"line 2: no label: cited\.0: "),
-        (json.dumps(a_label(verdict=None)), "labels neither the verdict nor the citation"),
-        (json.dumps(a_label(citation=True, cited=[1], steps=[2])), "yet its steps"),
+        (json.dumps(a_label(verdict=None)), "expected a label of the verdict or of the citation"),
+        (json.dumps(a_label(citation=True, cited=[1], steps=[2])), "differ from the cited steps"),
         (json.dumps(a_label(training_step=10**30)), "line 2: no label: training_step"),
         (json.dumps(a_label(criterion=2**31)), "line 2: no label: criterion"),
-        (json.dumps(a_label(judge=-1)), "labels of two runs"),
-        (json.dumps(a_label(title="U")), "labels of two runs"),
+        (json.dumps(a_label(judge=-1)), "labels are of different runs"),
+        (json.dumps(a_label(title="U")), "labels are of different runs"),
     ],
 )
 def test_a_line_that_is_no_label_is_named(tmp_path: Path, line: str, message: str) -> None:
@@ -97,7 +97,7 @@ def test_files_without_labels_are_said(tmp_path: Path) -> None:
     (tmp_path / "empty.jsonl").write_text("\n\n")
     (tmp_path / "binary.jsonl").write_bytes(b"\xff\xfe")
     for name, message in (
-        ("empty.jsonl", "no label in there"),
+        ("empty.jsonl", "no label found"),
         ("none.jsonl", "No such file"),
         ("binary.jsonl", "UTF-8"),
     ):
@@ -107,7 +107,7 @@ def test_files_without_labels_are_said(tmp_path: Path) -> None:
 
 def test_a_line_about_labels_names_file_line_and_what_is_wrong(tmp_path: Path) -> None:
     path, other, empty, none, binary = (tmp_path / name for name in ("a", "b", "empty", "none", "binary"))
-    page, long = "expected what draco report's page exports", "T" * 81
+    page, long = "expected an export from the page of draco report", "T" * 81
     empty.write_text("\n")
     binary.write_bytes(b"\xff")
     written(path, a_label(title=long), a_label(criterion=1))
@@ -120,22 +120,22 @@ def test_a_line_about_labels_names_file_line_and_what_is_wrong(tmp_path: Path) -
         (
             a_label(citation=True, cited=[1], steps=[2]),
             [path, other],
-            f"{other}, line 1: no label: Value error, its citation is right, and yet its steps (2,) are not those "
-            f"cited (1,); {page}",
+            f"{other}, line 1: no label: Value error, the citation is marked right, but steps (2,) differ from the "
+            f"cited steps (1,); {page}",
         ),
         (
             a_label(title=long, judge=-1),
             [path, other],
-            f"{other}, line 1: the judge's verdict on criterion 0, {long[:80]!r}, is -1; in {path}, line 1 it is +1 on "
-            f"{long[:80]!r}: labels of two runs",
+            f"{other}, line 1: the judge's verdict on criterion 0, {long[:80]!r}, is -1; in {path}, line 1 it is +1 "
+            f"on {long[:80]!r}; these labels are of different runs, expected labels of one",
         ),
         (
             a_label(),
             [empty, empty],
-            f"{empty}, {empty}: no label in there; export some from draco report's page",
+            f"{empty}, {empty}: no label found; export labels from the page of draco report",
         ),
         (a_label(), [none], f"{none}: labels cannot be read: No such file or directory"),
-        (a_label(), [binary], f"{binary}: labels cannot be read: it is not UTF-8"),
+        (a_label(), [binary], f"{binary}: labels cannot be read: the file is not UTF-8"),
     ):
         written(other, content)
         with pytest.raises(ConfigError) as told:
@@ -143,7 +143,10 @@ def test_a_line_about_labels_names_file_line_and_what_is_wrong(tmp_path: Path) -
         assert str(told.value) == problem
     with pytest.raises(ConfigError) as told:
         examples_of(JudgeConfig(examples=path))
-    assert str(told.value) == f"judge.examples={path}: no verdict in there was marked wrong; leave the key out"
+    assert (
+        str(told.value)
+        == f"judge.examples={path}: no verdict in the file was marked wrong, so there is no example; leave the key out"
+    )
     assert examples_of(JudgeConfig()) == ""
 
 
@@ -228,7 +231,7 @@ def test_corrected_verdicts_stand_before_the_scoring_prompt_only(tmp_path: Path)
     # What prompts of a group share is still found, the examples being shared by all.
     code = shown.code(score.identity)
     assert all(text[:end].endswith(f"[END EVIDENCE {code}]") for end in shared_ends(shown, "score", text, code))
-    with pytest.raises(ConfigError, match="no verdict in there was marked wrong"):
+    with pytest.raises(ConfigError, match="no verdict in the file was marked wrong"):
         prompts_of(JudgeConfig(examples=written(tmp_path / "right.jsonl", a_label())))
 
 
@@ -286,7 +289,7 @@ def test_draco_agreement_prints_and_writes(tmp_path: Path, capsys: pytest.Captur
     assert done.value.code == 0
     printed = capsys.readouterr()
     assert "12 verdicts and 0 citations labelled by 1 person, in 4 groups" in printed.out
-    assert "12 of 12 were chosen by whoever labelled them" in printed.out
+    assert "12 of 12 labels are not from a random sample" in printed.out
     for measure in ("kappa", "alpha", "ac1", "false_pass", "false_fail"):
         assert measure in printed.out
     assert {file.name for file in (tmp_path / "out").iterdir()} == {"agreement.parquet", "agreement.csv"}
@@ -303,12 +306,12 @@ def test_labels_that_contradict_each_other_under_one_name_are_said(
     with pytest.raises(SystemExit):
         main(["agreement", str(first), str(second)])
     said = capsys.readouterr().out
-    assert "1 label says another thing than an earlier one of the same verdict under the same name" in said
+    assert "1 label contradicts an earlier label of the same verdict by the same person" in said
     assert "3 verdicts and 1 citations labelled by 1 person" in said
     bobs = written(tmp_path / "c.jsonl", a_label(verdict=-1, by="bob"))
     with pytest.raises(SystemExit):
         main(["agreement", str(first), str(bobs)])
-    assert "another thing" not in capsys.readouterr().out
+    assert "contradict" not in capsys.readouterr().out
 
 
 def test_an_example_is_one_persons_last_word() -> None:

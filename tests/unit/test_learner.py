@@ -392,7 +392,7 @@ def test_a_sample_without_valid_tokens_adds_nothing(model: ModelConfig) -> None:
 def test_a_first_token_that_is_valid_is_refused(model: ModelConfig) -> None:
     sample = make_samples(1)[0]
     sample.loss_mask_T[0] = True
-    with pytest.raises(ValueError, match="first token is valid"):
+    with pytest.raises(ValueError, match="first token is marked valid"):
         make_learner(model).accumulate([sample])
 
 
@@ -504,7 +504,7 @@ def test_a_checkpoint_is_whole_or_the_one_before_wherever_its_writer_is_killed(
 def test_no_checkpoint_in_the_middle_of_a_minibatch(model: ModelConfig, tmp_path: Path) -> None:
     learner = make_learner(model)
     learner.accumulate(make_samples(2))
-    with pytest.raises(LearnerError, match="2 samples are accumulated, not stepped"):
+    with pytest.raises(LearnerError, match="2 samples are accumulated but not applied"):
         learner.save(tmp_path / "early")
     assert list(tmp_path.iterdir()) == []
 
@@ -583,7 +583,7 @@ def test_an_optimizer_of_another_adapter_is_refused(model: ModelConfig, tmp_path
         learner.step()
         learner.save(tmp_path / f"step0000{step}")
     (tmp_path / "step00001" / OPTIMIZER).replace(tmp_path / "step00002" / OPTIMIZER)
-    with pytest.raises(LearnerError, match=r"step00002 is damaged: optimizer\.safetensors: its SHA-256 is not"):
+    with pytest.raises(LearnerError, match=r"step00002 is damaged: optimizer\.safetensors: its SHA-256 differs"):
         learner.load(tmp_path / "step00002")
 
 

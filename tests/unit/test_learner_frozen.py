@@ -167,6 +167,6 @@ def test_what_rounding_does_to_log_probs_is_bounded_and_an_adapter_that_is_not_l
         assert reading.live
         gaps[precision] = reading.gap_mean
         # A tolerance that hides the effect; its noise is not zero.
-        with pytest.raises(CanaryFailed, match="nearer to the base model"):
+        with pytest.raises(CanaryFailed, match="closer to the base model"):
             judge_canary("engine", off, off, on, mine, mine_off, version=1, moved=True, tolerance=10.0)
     assert 0 < gaps["int8"] < gaps["fp8"]

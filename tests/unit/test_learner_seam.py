@@ -278,14 +278,14 @@ def test_what_ships_has_every_method_and_refuses_options(
 ) -> None:
     assert find_learner("ray_lora") is RayLoraLearner
     assert set(LEARNERS) == {"ray_lora"}
-    with pytest.raises(ConfigError, match="learner.options: ray_lora takes none, found device"):
+    with pytest.raises(ConfigError, match="learner.options: ray_lora has no options, found device"):
         RayLoraLearner(model, config.learner, run=tmp_path, seed=0)
 
 
 @pytest.mark.parametrize(
     ("code", "name", "problem"),
     [
-        ("class Half:\n    def start(self): ...\n    def step(self): ...\n", "Half", "it lacks accumulate"),
+        ("class Half:\n    def start(self): ...\n    def step(self): ...\n", "Half", "methods missing: accumulate"),
         ("Nothing = 3\n", "Nothing", "is no learner; expected a class with the methods of"),
         ("", "Missing", "has no 'Missing'"),
         ("import no_such_package\n", "Any", "cannot be imported"),

@@ -109,4 +109,4 @@ def test_a_worker_that_hangs_in_a_command_says_so_and_ends_itself(monkeypatch: p
     monkeypatch.setattr(os, "kill", lambda process, number: killed.set())
     _run(given, Start(checkpoint=None, position=0))
     assert killed.is_set()
-    assert said == ["a worker ran no layer for learner.hang_seconds=0.003: its kernel hangs"]
+    assert said == ["a worker completed no layer for learner.hang_seconds=0.003, so a kernel probably hangs"]

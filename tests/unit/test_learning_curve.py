@@ -96,5 +96,7 @@ async def test_an_evaluation_that_does_not_end_stops_the_run_and_what_it_waits_f
 
 
 def test_a_curve_without_its_ends_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"train.evaluate_every=2 adds to train.evaluate_before_after, which is fals"):
+    with pytest.raises(
+        ConfigError, match=r"train.evaluate_every=2 has no effect with train.evaluate_before_after=fals"
+    ):
         load_config("qwen3.6-27b", overrides=["train.evaluate_every=2"])

@@ -51,7 +51,7 @@ def test_it_covers_what_finished_steps_wrote(run: RunDirectory) -> None:
         (lambda run: run.metrics_file.unlink(), "metrics.jsonl: the line of step 1 is missing"),
         (
             lambda run: run.metrics_file.write_text(run.metrics_file.read_text().replace('"kl": 0.002', '"kl": 0.003')),
-            "metrics.jsonl: the line of step 2 is not what manifest.json says",
+            "metrics.jsonl: the line of step 2 differs from manifest.json",
         ),
     ],
 )
@@ -64,8 +64,12 @@ def test_a_change_is_named(run: RunDirectory, damage: Callable[[RunDirectory], o
 @pytest.mark.parametrize(
     ("section", "entry", "said"),
     [
-        ("files", "tables/verdicts/step00001.parquet", "manifest.json: tables/verdicts/step00001.parquet is not in it"),
-        ("metrics", "1", "manifest.json: step 1 is not in it"),
+        (
+            "files",
+            "tables/verdicts/step00001.parquet",
+            "manifest.json: tables/verdicts/step00001.parquet is missing in the manifest",
+        ),
+        ("metrics", "1", "manifest.json: step 1 is missing in the manifest"),
     ],
 )
 def test_what_is_missing_from_it_is_named(run: RunDirectory, section: str, entry: str, said: str) -> None:

@@ -78,7 +78,7 @@ def test_a_file_that_is_no_model_is_refused_and_nothing_is_left(
 def test_unknown_models_and_existing_folders_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="model 'gpt-7': unknown; expected one of smollm2-135m"):
         fetch("gpt-7", tmp_path / "new", print)
-    with pytest.raises(ConfigError, match="exists already; remove it or choose another folder"):
+    with pytest.raises(ConfigError, match="already exists; remove it or choose another folder"):
         fetch("smollm2-135m", tmp_path, print)
 
 

@@ -70,7 +70,7 @@ def test_what_is_written_is_read_back_in_both_versions(value: Any) -> None:
 
 @pytest.mark.parametrize("text", ["a: 1\nb: 2\na: 3", "x: {a: 1, a: 1}", "- a: 1\n  'a': 2"])
 def test_a_key_that_comes_twice_is_refused(text: str) -> None:
-    with pytest.raises(yaml.YAMLError, match="the key 'a' comes twice"):
+    with pytest.raises(yaml.YAMLError, match="the key 'a' is given twice"):
         plain_yaml.load(text)
 
 
@@ -84,12 +84,12 @@ def test_a_merged_mapping_may_be_overridden() -> None:
     [
         (
             "learner.learning_rate=true",
-            "config key learner.learning_rate: neither true nor false can stand here, found True",
+            "config key learner.learning_rate: true and false are not allowed here, found True",
         ),
         ("train.steps=no", "config key train.steps: input should be a valid integer"),
-        ("train.steps=False", "config key train.steps: neither true nor false can stand here, found False"),
+        ("train.steps=False", "config key train.steps: true and false are not allowed here, found False"),
         ("train.steps=12:30:45", "config key train.steps: input should be a valid integer"),
-        ("judge={model: a, model: b}", "override judge: value is not YAML: the key 'model' comes twice"),
+        ("judge={model: a, model: b}", "override judge: value is not YAML: the key 'model' is given twice"),
     ],
 )
 def test_no_configuration_takes_a_value_for_another(override: str, said: str) -> None:

@@ -64,12 +64,12 @@ def test_a_cluster_with_enough_passes(paper: DracoConfig) -> None:
 
 def test_no_judge_resource_says_how_to_offer_one(paper: DracoConfig) -> None:
     line = refusal(paper, BIG | {"judge": 0.0})
-    assert "offers 0 of the custom resource 'judge'" in line
+    assert "has 0 units of the custom resource 'judge'" in line
     assert "--resources='{\"judge\": 16}'" in line
 
 
 def test_judge_slots_are_needed_only_where_a_rubric_is_used(paper: DracoConfig) -> None:
-    assert "judge.workers=2 and the union need 3" in refusal(paper, BIG | {"judge": 2.0})
+    assert "judge.workers=2 and the union's worker need 3" in refusal(paper, BIG | {"judge": 2.0})
     # What evaluation asks.
     check_resources(paper, [BIG | {"judge": 0.0}], judges=False)
     for setting in ("outcome", "random"):
@@ -80,7 +80,7 @@ def test_run_directories_among_a_jobs_files_are_refused(tmp_path: Path, monkeypa
     package = tmp_path / "session_1" / "runtime_resources" / "working_dir_files" / "_ray_pkg_0"
     package.mkdir(parents=True)
     monkeypatch.chdir(package)
-    with pytest.raises(ConfigError, match=r"^run.root=runs lies among the files .* set run.root to a folder that outl"):
+    with pytest.raises(ConfigError, match=r"^run.root=runs is inside the files .* set run.root to a folder that outl"):
         check_outlives_job(Path("runs"))
     check_outlives_job(tmp_path / "runs")
 
@@ -91,9 +91,7 @@ def test_a_submitted_job_is_told_where_its_runs_go(tmp_path: Path, monkeypatch: 
     monkeypatch.chdir(tmp_path)
     check_outlives_job(Path("runs"))
     monkeypatch.setenv(SUBMITTED, "{}")
-    with pytest.raises(
-        ConfigError, match=rf"^run.root=runs is no absolute path, .*{tmp_path}/runs here.* set run.root"
-    ):
+    with pytest.raises(ConfigError, match=rf"^run.root=runs is a relative path .*{tmp_path}/runs\).* set run.root"):
         check_outlives_job(Path("runs"))
     check_outlives_job(tmp_path / "runs")
     check_outlives_job("s3://bucket/runs")
@@ -145,13 +143,13 @@ def test_replies_on_a_file_system_that_machines_share_are_refused_with_what_mend
 
     with pytest.raises(
         ConfigError,
-        match=r"kept in /shared/runs/first/judge_cache, on /shared, .* \(nfs4\) .* name a folder on a disk of this "
-        r"machine \(.*judge.cache of a training run\); a new run with run.root=file:///shared/runs works",
+        match=r"stored in /shared/runs/first/judge_cache: /shared is .* \(nfs4\), .* choose a folder on a local disk "
+        r"\(.*judge.cache of a training run\); or start a new run with run.root=file:///shared/runs",
     ):
         check("/shared/runs/first")
-    with pytest.raises(ConfigError, match=r"on /far, .* \(fuse.sshfs\) .* name a folder .*training run\)$"):
+    with pytest.raises(ConfigError, match=r"/far is .* \(fuse.sshfs\), .* choose a folder .*training run\)$"):
         check("/var/runs/first", cache="/far/replies")
-    with pytest.raises(ConfigError, match=r"name a folder .*; here also run.local$"):
+    with pytest.raises(ConfigError, match=r"choose a folder .*, or set run.local$"):
         check("/shared/local/first", root="s3://bucket/runs")
     check("/shared/runs/first", cache="/var/replies")
     check("/shared/scratch/runs/first")
@@ -167,7 +165,7 @@ def test_a_run_is_told_where_its_replies_cannot_lie_before_anything_starts(
     monkeypatch.setattr(reply_cache, "MOUNTS", tmp_path / "mounts")
     config = load_config("sandbox", [f"run.root={tmp_path}"])
     folder = RunDirectory.create(tmp_path / "first", "")
-    with pytest.raises(ConfigError, match=r"judge replies would be kept in .*first/judge_cache"):
+    with pytest.raises(ConfigError, match=r"judge replies cannot be stored in .*first/judge_cache"):
         run._train(config, {}, None, folder, None, Console())  # type: ignore[arg-type]
 
 
@@ -182,8 +180,10 @@ def test_a_run_without_the_replies_it_has_paid_for_is_refused_until_another_fold
     with pytest.raises(StoreError) as refusal:
         check_paid_replies(folder, config, config)
     assert str(refusal.value) == (
-        f"judge replies: {folder.judge_cache / FILE} is missing, this run has paid for some: restore it from a copy, "
-        "or name another folder (judge.cache of a training run, --out): what was answered is then paid for again"
+        f"judge replies: {folder.judge_cache / FILE} is missing, although this run has paid for replies; restore the "
+        "file from a "
+        "copy, or choose another folder (--out, or judge.cache of a training run), which means paying for these "
+        "replies again"
     )
     check_paid_replies(folder, config, elsewhere("new"))
     # From then on they are there, or should be.
@@ -192,7 +192,7 @@ def test_a_run_without_the_replies_it_has_paid_for_is_refused_until_another_fold
         check_paid_replies(folder, elsewhere("gone"), elsewhere("gone"))
     for key, problem in ((b"", "is damaged"), (b"0" * 31, "is damaged"), (None, "is missing")):
         (tmp_path / "new" / KEY_FILE).unlink() if key is None else (tmp_path / "new" / KEY_FILE).write_bytes(key)
-        with pytest.raises(StoreError, match=f"new/{KEY_FILE} {problem}.* restore it from a copy"):
+        with pytest.raises(StoreError, match=f"new/{KEY_FILE} {problem}.* restore the file from a copy"):
             check_paid_replies(folder, elsewhere("new"), elsewhere("new"))
     (tmp_path / "new" / FILE).write_bytes(b"")
     for check in (
@@ -276,13 +276,15 @@ def test_what_is_counted_before_a_run_is_the_adapter_that_the_plan_counts(tmp_pa
 def test_an_object_store_too_small_states_the_estimate(paper: DracoConfig) -> None:
     needed = step_size(paper).object_store
     check_object_store(paper, needed)
-    with pytest.raises(ClusterError, match=r"hold 0\.08 GiB, a step of 96 rollouts may need 1\.00 GiB .*trajectories"):
+    with pytest.raises(
+        ClusterError, match=r"have 0\.08 GiB, but a step of 96 rollouts may need 1\.00 GiB .*trajectories"
+    ):
         check_object_store(paper, 80 << 20)
     ahead = load_config("qwen3.6-27b", ["train.staleness=1"])
     # Of everything but the adapter.
     both = 2 * needed - 2 * step_size(paper).adapter
     check_object_store(ahead, both)
-    with pytest.raises(ClusterError, match="2 steps at a time"):
+    with pytest.raises(ClusterError, match="for 2 concurrent steps"):
         check_object_store(ahead, both - 1)
 
 
@@ -302,7 +304,7 @@ def test_a_full_disk_says_what_a_step_needs(
     check_disk(load_config("sandbox"), tmp_path)
     needed = step_size(paper).disk
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(10**12, 10**12 - needed + 1, needed - 1))
-    with pytest.raises(StoreError, match=r"1\.83 GiB free on its disk, a training step may write 1\.83 GiB"):
+    with pytest.raises(StoreError, match=r"1\.83 GiB free, but a training step may write 1\.83 GiB"):
         check_disk(paper, tmp_path)
 
 
@@ -312,7 +314,9 @@ def test_a_disk_without_room_for_files_is_found_before_the_start(
     if not os.statvfs(tmp_path).f_files:
         pytest.skip("this file system has no limit of files")
     monkeypatch.setattr(preflight, "FILES_PER_ROLLOUT", 10**15)
-    with pytest.raises(StoreError, match=r"its disk has room for \d+ files, a training step may write \d+: remove"):
+    with pytest.raises(
+        StoreError, match=r"its file system allows \d+ more files, but a training step may write \d+; remove"
+    ):
         check_disk(load_config("sandbox"), tmp_path)
 
 
@@ -340,12 +344,12 @@ OTHER = {"model_type": "gpt_oss"}
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ({"num_experts": 4} | OTHER, r"of a family \(gpt_oss\) that is not trained here; expected one of qwen3_moe, "),
-        ({"text_config": {"num_experts": 4} | OTHER}, r"of a family \(gpt_oss\)"),
-        ({"num_local_experts": 8} | OTHER, r"of a family \(gpt_oss\)"),
-        ({"n_routed_experts": 256} | OTHER, r"of a family \(gpt_oss\)"),
-        ({"num_experts": 4, "mlp_only_layers": [0]}, r"in some layers only \(mlp_only_layers, decoder_sparse_step\)"),
-        ({"num_experts": 4, "decoder_sparse_step": 2}, r"in some layers only \(mlp_only_layers, decoder_sparse_step\)"),
+        ({"num_experts": 4} | OTHER, r"of an unsupported family \(gpt_oss\); expected one of qwen3_moe, "),
+        ({"text_config": {"num_experts": 4} | OTHER}, r"of an unsupported family \(gpt_oss\)"),
+        ({"num_local_experts": 8} | OTHER, r"of an unsupported family \(gpt_oss\)"),
+        ({"n_routed_experts": 256} | OTHER, r"of an unsupported family \(gpt_oss\)"),
+        ({"num_experts": 4, "mlp_only_layers": [0]}, r"in only some layers \(mlp_only_layers, decoder_sparse_step\)"),
+        ({"num_experts": 4, "decoder_sparse_step": 2}, r"in only some layers \(mlp_only_layers, decoder_sparse_step\)"),
         ({"num_experts": 4, "quantization_config": {"bits": 4}}, r"in a quantized checkpoint \(quantization_config\)"),
     ],
 )
@@ -379,19 +383,21 @@ def test_a_target_that_asks_for_experts_is_refused_in_one_line(
     tmp_path: Path, target: str, asked: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(EXPERTS))
-    refused = rf"^learner\.lora_target=.* asks for experts or their router \({asked}\), which stay frozen; "
-    advice = r"expected all-linear, which is self_attn\.q_proj, .*, self_attn\.o_proj here, or a regex"
+    refused = rf"^learner\.lora_target=.* matches experts or their router \({asked}\), which stay frozen; "
+    advice = r"expected all-linear, which means self_attn\.q_proj, .*, self_attn\.o_proj for this model, or a regex"
     with pytest.raises(ConfigError, match=refused + advice):
         check_trainable(str(tmp_path), LearnerConfig(lora_target=target))
     with pytest.raises(SystemExit):
         main(["plan", "qwen3.6-27b", f"model.path={tmp_path}", f"learner.lora_target='{target}'"])
-    assert "asks for experts or their router" in capsys.readouterr().err
+    assert "matches experts or their router" in capsys.readouterr().err
 
 
 def test_experts_in_8_bits_are_refused_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "config.json").write_text(json.dumps(EXPERTS))
     check_trainable(str(tmp_path), LearnerConfig())
-    with pytest.raises(ConfigError, match=r"^learner\.base_precision=int8: the experts .*; set it to model"):
+    with pytest.raises(
+        ConfigError, match=r"^learner\.base_precision=int8: .* the experts .*; set learner\.base_precision=model"
+    ):
         check_trainable(str(tmp_path), LearnerConfig(base_precision="int8"))
     with pytest.raises(SystemExit):
         main(["plan", "qwen3.6-27b", f"model.path={tmp_path}", "learner.base_precision=fp8"])

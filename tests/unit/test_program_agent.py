@@ -176,9 +176,13 @@ async def test_what_the_program_is_told(rollouts: Rollouts, monkeypatch: pytest.
         ("print('hello')", EpisodeEnd.SERVER_ERROR, "ended with exit code 0 and never called the endpoint.* hello"),
         ("raise ValueError('no')", EpisodeEnd.SERVER_ERROR, "exit code 1 and never called .* ValueError: no"),
         ("ask('a'); raise ValueError('no')", EpisodeEnd.CRASHED, "exit code 1; its last output: .*ValueError: no"),
-        ("ask('a'); os.kill(os.getpid(), 9)", EpisodeEnd.CRASHED, "was ended by signal 9$"),
-        ("ask('a'); print('no desk'); exit(75)", EpisodeEnd.SERVER_ERROR, "asks to be played again; .*output: no desk"),
-        ("ask('a'); os.abort()", EpisodeEnd.CRASHED, "was ended by signal 6"),
+        ("ask('a'); os.kill(os.getpid(), 9)", EpisodeEnd.CRASHED, "was killed by signal 9$"),
+        (
+            "ask('a'); print('no desk'); exit(75)",
+            EpisodeEnd.SERVER_ERROR,
+            "asks for a repetition of the rollout; .*output: no desk",
+        ),
+        ("ask('a'); os.abort()", EpisodeEnd.CRASHED, "was killed by signal 6"),
         ("ask('a'); import time; time.sleep(600)", EpisodeEnd.CRASHED, "did not end within agent.timeout_seconds=4"),
         ("import time; time.sleep(600)", EpisodeEnd.SERVER_ERROR, "timeout_seconds=4 and never called the endpoint"),
         # It is no doing of a policy that said nothing, and there is nothing to train on.
@@ -315,11 +319,14 @@ async def test_many_run_side_by_side_on_one_server(rollouts: Rollouts) -> None:
         ({"command": "a", "function": "b:c"}, "expected agent.command="),
         ({"command": " "}, "agent.command: empty"),
         ({"command": "sh 'a"}, "agent.command=.*No closing quotation"),
-        ({"command": "no-such-program x"}, "no program 'no-such-program' that can be run"),
-        ({"command": "./agent.sh"}, "no program './agent.sh' that can be run"),
+        ({"command": "no-such-program x"}, "'no-such-program' is not an executable program"),
+        ({"command": "./agent.sh"}, "'./agent.sh' is not an executable program"),
         ({"command": "sh a", "folder": "/no/such"}, "agent.folder='/no/such': no such folder"),
-        ({"command": "python no/agent.py --fast"}, r"agent.command: no file 'no/agent.py' \(agent.folder is /"),
-        ({"function": "no/agent.py:play"}, r"agent.function: no file '.*/no/agent.py'"),
+        (
+            {"command": "python no/agent.py --fast"},
+            r"agent.command: file 'no/agent.py' does not exist \(agent.folder is /",
+        ),
+        ({"function": "no/agent.py:play"}, r"agent.function: file '.*/no/agent.py' does not exist"),
     ],
 )
 def test_a_program_that_cannot_be_is_a_configuration_error(
@@ -421,8 +428,12 @@ def test_a_policy_without_tokens_is_refused() -> None:
 @pytest.mark.parametrize(
     ("command", "policies", "said"),
     [
-        ("sh", object(), "with a policy of the engines, not with an API"),
-        ("no-such-program", EnginePolicies(samplers=[], tokenizer=None), "no program 'no-such-program'"),
+        ("sh", object(), "needs a policy on an engine, not an API model"),
+        (
+            "no-such-program",
+            EnginePolicies(samplers=[], tokenizer=None),
+            "'no-such-program' is not an executable program",
+        ),
     ],
 )
 def test_what_cannot_be_played_is_said_before_workers_are_made(command: str, policies: Any, said: str) -> None:

@@ -210,7 +210,7 @@ def test_what_is_damaged_in_the_store_is_named(tmp_path: Path) -> None:
     assert (found := latest_manifest(store)) is not None
     assert found.name == names[-2]
     store.objects = {name: data[:-1] if name.startswith("objects/") else data for name, data in whole.items()}
-    with pytest.raises(DamagedRun, match="is not what the manifest says"):
+    with pytest.raises(DamagedRun, match="differs from the manifest"):
         restore(store, tmp_path / "there")
     store.objects = {name: data for name, data in whole.items() if not name.startswith("objects/")}
     with pytest.raises(DamagedRun, match="is missing"):
@@ -224,7 +224,7 @@ def test_a_manifest_that_leads_out_of_the_folder_is_refused(tmp_path: Path, path
     store = MemoryStore()
     name, data = Manifest(1, 1, {path: Entry(1, "0" * 64, "0" * 64)}).encoded()
     store.write(f"manifests/{name}", data)
-    with pytest.raises(DamagedRun, match="is no file of a run directory"):
+    with pytest.raises(DamagedRun, match="is not a file of a run directory"):
         restore(store, tmp_path / "there")
 
 
@@ -262,7 +262,7 @@ def test_two_drivers_never_have_one_run(tmp_path: Path) -> None:
     # It is stopped for longer than its claim lasts: another takes over, and it finds out before it writes.
     second = take(store, sleep=lambda seconds: None)
     second.check(store)
-    with pytest.raises(ClaimLost, match="another driver has taken this run over"):
+    with pytest.raises(ClaimLost, match="another driver has taken over this run"):
         first.check(store)
     assert second.epoch == first.epoch + 1
     second.release(store)
@@ -359,8 +359,8 @@ def test_an_outage_is_said_once_and_waited_out(tmp_path: Path) -> None:
     store.retrying(60, threading.Event()).write("a", b"1")
     assert store.read("a") == b"1"
     assert said == [
-        f"{store.url}: AWS Error SLOW_DOWN: 503 of objects/a403; trying again, the run goes on in its local folder",
-        f"{store.url}: answers again",
+        f"{store.url}: AWS Error SLOW_DOWN: 503 of objects/a403; trying again, the run continues in its local folder",
+        f"{store.url}: the store answers again",
     ]
     with pytest.raises(StoreError, match="ACCESS_DENIED"):
         failing_store(tmp_path, 10**9, OSError("ACCESS_DENIED"), said).write("a", b"1")
@@ -378,8 +378,8 @@ def test_a_copy_waits_an_outage_out(tmp_path: Path) -> None:
     store._files.failures = 2
     assert copier.copy(store.retrying(60, threading.Event()))
     assert said == [
-        f"{store.url}: 503; trying again, the run goes on in its local folder",
-        f"{store.url}: answers again",
+        f"{store.url}: 503; trying again, the run continues in its local folder",
+        f"{store.url}: the store answers again",
     ]
 
 
@@ -403,12 +403,12 @@ def test_before_a_run_starts_an_outage_message_does_not_mention_it(tmp_path: Pat
     said: list[str] = []
     store = failing_store(tmp_path, 1, OSError("503"), said)
     store.write("a", b"1")
-    assert said == [f"{store.url}: 503; trying again", f"{store.url}: answers again"]
+    assert said == [f"{store.url}: 503; trying again", f"{store.url}: the store answers again"]
 
 
 @pytest.mark.parametrize("root", ["S3://bucket/runs", "s3:/bucket/runs", "file:/runs", "GS://b"])
 def test_what_is_nearly_a_url_is_no_folder(root: str) -> None:
-    with pytest.raises(ConfigError, match=r"run.root: .*neither a folder nor a URL; expected .* s3://BUCKET/PREFIX"):
+    with pytest.raises(ConfigError, match=r"run.root: .*not a folder or a URL; expected .* s3://BUCKET/PREFIX"):
         load_config(None, [f"run.root={root}"])
 
 
@@ -442,11 +442,11 @@ def test_a_run_goes_on_here_and_on_a_machine_that_has_nothing(tmp_path: Path, ur
     with working(here, said.append) as path:
         assert (path / "more").read_text() == "of there"
     assert contents(here.local.with_name("a run.before-1")).keys() == contents(here.local).keys() - {"more"}
-    assert any("has gone on elsewhere" in line for line in said)
+    assert any("the run continued elsewhere" in line for line in said)
     assert place_at(here.local) == here
     assert readable(f"{url}/a run").name == "a run"
     assert consistent(readable(f"{url}/a run", checkpoints=True)) == consistent(here.local)
-    with pytest.raises(ConfigError, match="no run is there"):
+    with pytest.raises(ConfigError, match="no run found"):
         readable(f"{url}/another")
 
 
@@ -505,7 +505,7 @@ def test_somebody_elses_folder_does_not_say_where_it_is_copied(
     Marker(url).write(run.path)
     assert place_at(run.path).url == url
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "yours"))
-    with pytest.raises(ConfigError, match="not made here, and it would be copied to"):
+    with pytest.raises(ConfigError, match="somebody else made this folder, and it would be copied to"):
         place_at(run.path)
     assert place_at(run.path, trust=True).url == url
 

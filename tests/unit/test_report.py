@@ -142,19 +142,19 @@ def test_every_step_has_its_timeline_in_the_same_colours(run: RunDirectory, page
 
 def test_the_ceiling_of_a_pass_rate_is_said_where_there_is_one(run: RunDirectory, page: str, tmp_path: Path) -> None:
     # Of the default group size.
-    assert page.count("5 of 6 at most, so 83% is the ceiling") == 2
+    assert page.count("5 of 6 rollouts pass a surviving criterion and the ceiling is 83%") == 2
     other = RunDirectory.create(tmp_path / "other", "algorithm: {rule: no_dropout}\n")
     assert ceiling(other) == ""
     assert "3 of 4" in ceiling(RunDirectory.create(tmp_path / "four", "algorithm: {group_size: 4}\n"))
     # Dropped criteria are in the rates: of the third one all verdicts pass.
-    assert "Verdicts on dropped ones are in the rate" in ceiling(run)
+    assert "it includes verdicts on dropped criteria" in ceiling(run)
 
 
 @pytest.mark.parametrize(
     ("config", "said", "unsaid"),
     [
-        ("algorithm: {group_size: 4}", ["plays a task 4 times", "names the steps", "KL to the base"], []),
-        ("algorithm: {rule: grpo}", ["plays a task 6 times", REWARD], ["names the steps"]),
+        ("algorithm: {group_size: 4}", ["plays each task 4 times", "names the steps", "KL to the base"], []),
+        ("algorithm: {rule: grpo}", ["plays each task 6 times", REWARD], ["names the steps"]),
         ("algorithm: {reward: outcome, rule: grpo}", ["KL to the base"], ["A judge gives", REWARD]),
         (
             "setting: traces",
@@ -255,7 +255,7 @@ def test_a_run_under_way_has_a_page(tmp_path: Path) -> None:
     assert "nothing recorded" in page
     # A judge that was not asked yet has no cost, and no missing price.
     assert re.findall(r"<dt>(?:judge cost|time)</dt><dd[^>]*>([^<]*)</dd>", page) == ["–", "–"]
-    assert "no reply had a price" not in page
+    assert "prices unknown" not in page
 
 
 def test_sampled_tokens_are_in_the_page_when_asked_for(run: RunDirectory) -> None:
@@ -291,8 +291,11 @@ def test_the_command_says_what_it_wrote(run: RunDirectory, tmp_path: Path) -> No
     [
         ({"directories": ["no-run"]}, "not a run directory"),
         ({"directories": ["empty"]}, "no rows yet"),
-        ({"directories": ["small", "other"]}, "a report is about one run, not 2; add --figures or --tables"),
-        ({"directories": ["small", "copy/small"], "figures": True}, "two runs are called small"),
+        (
+            {"directories": ["small", "other"]},
+            "a page shows one run, found 2; to compare runs add --figures or --tables",
+        ),
+        ({"directories": ["small", "copy/small"], "figures": True}, "two runs have the name small"),
         ({"directories": ["small"], "out": "small/config.yaml/x.html"}, "cannot be written"),
     ],
 )

@@ -229,7 +229,7 @@ def test_written_criteria_need_a_third_model(run: RunDirectory, capsys: pytest.C
     with pytest.raises(SystemExit) as ended:
         main(["replay", str(run.path), "--judge", "own", "--phase", "union"])
     assert ended.value.code == 2
-    assert "name it with --pairing MODEL" in capsys.readouterr().err
+    assert "add --pairing MODEL" in capsys.readouterr().err
     with pytest.raises(SystemExit) as ended:
         main(["replay", str(run.path), "--judge", "own", "--pairing", "rules"])
     assert ended.value.code == 2

@@ -41,8 +41,8 @@ def test_what_was_not_scored_is_in_no_rate_and_is_counted() -> None:
     assert (rates.pass_rate.mean, rates.unscored) == (1.0, 1)
     # Of one task nothing can be said of others.
     assert rates.pass_rate.low is None
-    assert "1 of them without verdicts and left out" in str(rates)
-    assert str(judged_rates([lost])).startswith("judge's pass rate unknown (a stand-in: there is no evaluator)")
+    assert "1 rollouts without verdicts are left out" in str(rates)
+    assert str(judged_rates([lost])).startswith("judge's pass rate unknown (a stand-in, because there is no evaluator)")
 
 
 def test_agreement_is_over_both_scorings_of_a_rollout() -> None:
@@ -96,7 +96,7 @@ def test_what_is_kept_is_shown_and_called_a_stand_in(tmp_path: Path) -> None:
     show(run.path, console)
     said = console.export_text()
     assert "after step 0: on dev: judge's pass rate 50.0 % [" in said
-    assert "a stand-in: there is no evaluator" in said
+    assert "a stand-in, because there is no evaluator" in said
     page = tmp_path / "page.html"
     write_report(RunDirectory.open(run.path), page)
     assert "judge&#39;s pass rate on dev, before and after step 1" in page.read_text(encoding="utf-8")

@@ -50,5 +50,5 @@ def test_places_are_found_wherever_they_stand_and_taken_out_of_a_configuration(t
 
 
 def test_a_run_of_appworlds_world_is_no_sample(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="a sample is one of examples/shop"):
+    with pytest.raises(ConfigError, match="expected a run of examples/shop"):
         JOB.write_sample(RunDirectory.open(small_run(tmp_path / "run").path), tmp_path / "page.html")

@@ -232,7 +232,7 @@ def test_what_is_longer_than_a_rollout_is_left_out_and_said(tmp_path: Path) -> N
         rf"left out: 1 of 2 demonstrations are longer than .* = {most} tokens, .* {len(long.token_ids_T)}: .*: line 2$",
         str(said),
     )
-    with pytest.raises(ConfigError, match=r"^1 of 1 demonstrations are longer than .*: raise them, or shorten"):
+    with pytest.raises(ConfigError, match=r"^1 of 1 demonstrations are longer than .*: raise these limits, or shorten"):
         fitting([long], agent)
 
 
@@ -256,7 +256,7 @@ def test_the_command_writes_a_model_of_what_fits(
     assert f"{tmp_path}/out: 1 demonstrations, 1 epochs" in said
     assert (tmp_path / "out" / "model.safetensors").is_file()
     monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", _no_network)
-    with pytest.raises(EngineError, match=r"^model nowhere: no such directory here, and from the model hub no token"):
+    with pytest.raises(EngineError, match=r"^model nowhere: no such directory, and from the model hub no token"):
         command(
             load_config("sandbox", [*words, "model.path=nowhere"]), shown, tmp_path / "x", epochs=1, best=1, new=False
         )
@@ -274,30 +274,42 @@ def test_the_command_writes_a_model_of_what_fits(
         ("{", "line 1: expected an object with messages"),
         ([], "line 1: expected an object with messages"),
         ({"messages": [{"content": "a"}]}, "line 1: expected an object with messages"),
-        ({"messages": [{"role": "user", "content": "a"}]}, "no turn of the assistant"),
-        ({"messages": [{"role": "assistant", "content": "a"}]}, "names no task"),
+        ({"messages": [{"role": "user", "content": "a"}]}, "no assistant turn"),
+        ({"messages": [{"role": "assistant", "content": "a"}]}, "has no id"),
         ({"id": "t9", "messages": [{"role": "assistant", "content": "a"}]}, "no task 't9'"),
         (
             {"id": "t1", "messages": [{"role": "assistant", "content": [{"type": "image_url"}]}]},
-            "a part that is no text",
+            "a part that is not text",
         ),
         ({"id": "t1", "messages": [{"role": "assistant", "content": {"text": "a"}}]}, "expected a text, found dict"),
         ({"messages": [{"role": "clerk"}, {"role": "assistant", "content": "a"}]}, "role 'clerk': expected one of"),
-        ({"id": "t1", "messages": [{"role": "assistant", "content": "a"}] * 2}, "two turns of the assistant in a row"),
-        ({"id": "t1", "messages": [{"role": "assistant", "content": " "}]}, "says nothing and calls nothing"),
+        (
+            {"id": "t1", "messages": [{"role": "assistant", "content": "a"}] * 2},
+            "two assistant turns follow each other",
+        ),
+        ({"id": "t1", "messages": [{"role": "assistant", "content": " "}]}, "has neither text nor tool calls"),
         ({"id": "t1", "messages": [{"role": "assistant", "function_call": {"name": "f"}}]}, "expected tool_calls"),
         ({"id": "t1", "messages": [asks(content="a")], "functions": [{"name": "f"}]}, "functions: .* expected tools"),
         ({"id": "t1", "messages": [asks(content="a", weight=0.5)]}, "weight 0.5: expected 1, or 0 for a turn"),
-        ({"id": "t1", "messages": [asks(content="a", weight=0)]}, "every turn of the assistant has weight 0"),
+        ({"id": "t1", "messages": [asks(content="a", weight=0)]}, "every assistant turn has weight 0"),
         ({"id": "t1", "messages": [asks(content="a", reasoning=["b"])]}, "the reasoning of a turn: .* found list"),
         ({"id": "t1", "messages": [asks(tool_calls="refund")]}, "tool_calls: expected a list of calls"),
         ({"id": "t1", "messages": [asks(tool_calls=[{"id": "a"}])]}, "tool_calls: expected a list of calls"),
-        ({"id": "t1", "messages": [asks(tool_calls=[called("{no")])]}, "the arguments of f are no JSON object"),
-        ({"id": "t1", "messages": [asks(tool_calls=[called([1])])]}, "the arguments of f are no JSON object"),
-        ({"id": "t1", "messages": [asks("A", "B"), RESULT, CLOSING]}, "with 2 calls is answered by 1 results"),
-        ({"id": "t1", "messages": [asks("A"), RESULT, RESULT, CLOSING]}, "with 1 calls is answered by 2 results"),
-        ({"id": "t1", "messages": [CLOSING, RESULT, CLOSING]}, "with 0 calls is answered by 1 results"),
-        ({"id": "t1", "messages": [asks("A"), {"role": "user"}, CLOSING]}, "with 1 calls is answered by 0 results"),
+        ({"id": "t1", "messages": [asks(tool_calls=[called("{no")])]}, "the arguments of f are not a JSON object"),
+        ({"id": "t1", "messages": [asks(tool_calls=[called([1])])]}, "the arguments of f are not a JSON object"),
+        (
+            {"id": "t1", "messages": [asks("A", "B"), RESULT, CLOSING]},
+            "with 2 tool calls is followed by 1 tool results",
+        ),
+        (
+            {"id": "t1", "messages": [asks("A"), RESULT, RESULT, CLOSING]},
+            "with 1 tool calls is followed by 2 tool results",
+        ),
+        ({"id": "t1", "messages": [CLOSING, RESULT, CLOSING]}, "with 0 tool calls is followed by 1 tool results"),
+        (
+            {"id": "t1", "messages": [asks("A"), {"role": "user"}, CLOSING]},
+            "with 1 tool calls is followed by 0 tool results",
+        ),
         ({"id": "t1", "messages": [CLOSING], "tools": "refund"}, "tools: expected a list of schemas"),
         ({"id": "t1", "messages": [CLOSING], "tools": [{"function": {}}]}, "tools: expected a list of schemas"),
     ],
@@ -419,9 +431,9 @@ def test_the_command_imitates_a_runs_best_rollouts_in_its_own_models_tokens(
     assert re.search(r"2 of 8 rollouts, of 2 tasks\n.*out: 2 demonstrations", capsys.readouterr().out, re.DOTALL)
     assert (tmp_path / "out" / "model.safetensors").is_file()
     other = build_tiny_model(tmp_path / "other")
-    with pytest.raises(ConfigError, match=f"its rollouts are in tokens of {model}; set model.path to it"):
+    with pytest.raises(ConfigError, match=f"its rollouts have tokens of another model; set model.path={model}"):
         command(load_config("sandbox", [f"model.path={other}"]), run.path, tmp_path / "x", epochs=1, best=1, new=False)
-    with pytest.raises(ConfigError, match="--new: .*run holds tokens of another model"):
+    with pytest.raises(ConfigError, match="--new: .*run is a run with another model's tokens"):
         command(config, run.path, tmp_path / "x", epochs=1, best=1, new=True)
 
 

@@ -90,8 +90,8 @@ def test_it_prints_steps_errors_and_sizes(run: RunDirectory) -> None:
     text = said(run.path, rollouts=(8,))
     assert "median error" in text
     rows = dict(re.findall(r"^(\S.*?\S)\s{2,}(\S.*?)\s*$", text, re.MULTILINE))
-    assert rows["rollouts a step"] == "8"
-    assert rows["stalls at"] == "slots"
+    assert rows["rollouts per step"] == "8"
+    assert rows["bottleneck"] == "slots"
     assert (rows["engines"], rows["slots"]) == ("2", "4")
     assert said(run.path, rollouts=(8,)) == said(run.path, rollouts=(8,))
 
@@ -117,7 +117,7 @@ def test_a_run_that_takes_turns_cannot_run_ahead(tmp_path: Path, monkeypatch: py
 def test_another_run_is_predicted_too(run: RunDirectory, tmp_path: Path) -> None:
     other = timed_run(tmp_path / "other", steps=4)
     text = said(run.path, rollouts=(4,), other=other.path)
-    assert "other, by the speeds of timed" in text
+    assert "other, predicted from the speeds of timed" in text
 
 
 def without_syncs(made: RunDirectory) -> RunDirectory:
@@ -135,7 +135,7 @@ def without_syncs(made: RunDirectory) -> RunDirectory:
         (lambda path: RunDirectory.create(path, CONFIG), "0 finished training steps"),
         (
             lambda path: timed_run(path, steps=3, config=CONFIG + "judge: {self_judge: {enabled: true}}\n"),
-            "its policy is its own judge",
+            "the policy is its own judge",
         ),
     ],
 )
@@ -156,7 +156,7 @@ def test_a_step_without_rows_of_rollouts_is_named(tmp_path: Path) -> None:
 def test_a_step_that_does_not_say_its_seconds_is_named(tmp_path: Path) -> None:
     made = timed_run(tmp_path / "run", steps=3)
     made.metrics_file.write_text(made.metrics_file.read_text().replace('"seconds_sync": 2.0', '"seconds_sync": null'))
-    with pytest.raises(ConfigError, match="step 2 do not say its seconds"):
+    with pytest.raises(ConfigError, match="step 2 lack seconds"):
         said(made.path)
 
 
@@ -195,11 +195,11 @@ def test_what_calls_waited_for_limits_is_not_the_judges_time(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("words", "problem"),
     [
-        ((), "name CONFIG or --simulate RUN"),
+        ((), "expected CONFIG or --simulate RUN"),
         (("--slots", "3"), "--slots: no effect without --simulate RUN"),
         (("sandbox", "--rollouts", "3"), "--rollouts: no effect without --simulate RUN"),
         (("sandbox", "--staleness", "1"), "--staleness: no effect without --simulate RUN"),
-        (("sandbox", "--simulate", "."), "takes its configuration from the run"),
+        (("sandbox", "--simulate", "."), "the configuration comes from the run"),
     ],
 )
 def test_options_that_do_not_go_together(

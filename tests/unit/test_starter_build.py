@@ -41,7 +41,7 @@ def test_without_a_world_it_says_how_to_make_one(tmp_path: Path) -> None:
 
 
 def test_a_world_of_another_variety_is_refused(tmp_path: Path, world: Path) -> None:
-    with pytest.raises(WorldError, match="is of the variety standard, not hard: run .* --variety hard` first"):
+    with pytest.raises(WorldError, match="has variety standard, expected hard; run .* --variety hard` first"):
         build_starter(tmp_path / "model", world, variety="hard")
     with pytest.raises(WorldError, match="no sandbox world at .*nowhere: run .* --variety hard` first"):
         build_starter(tmp_path / "model", tmp_path / "nowhere", variety="hard")

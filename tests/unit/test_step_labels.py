@@ -149,12 +149,15 @@ def test_the_command_prints_and_writes_both_tables(tmp_path: Path, capsys: pytes
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ("nothing", "is no JSON"),
+        ("nothing", "not JSON"),
         ({"judges": {}}, "has no judges"),
         ({"judges": {"a": [[1]]}}, "judge 'a': expected one label for every step of every trajectory"),
         ({"judges": {"a": [[2]]}}, "judges.a.0.0: Input should be -1, 0 or 1"),
         ({"trajectories": [{"q": 1, "human": []}]}, "trajectories.0.final: Field required"),
-        ({"trajectories": [trajectory(0, [1]) | {"call": [True, True]}]}, "another number of them in human than in"),
+        (
+            {"trajectories": [trajectory(0, [1]) | {"call": [True, True]}]},
+            "human and call have different numbers of steps",
+        ),
         (made_up(3), "3 questions have a failed trajectory"),
     ],
 )

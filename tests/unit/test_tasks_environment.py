@@ -49,7 +49,7 @@ async def test_a_task_has_no_ground_truth_and_a_folder_of_its_own(tmp_path: Path
     await first.close()
     await second.close()
     assert not any(folder.exists() for folder in folders)
-    with pytest.raises(WorldError, match="no task of split 'test'; there are dev, train"):
+    with pytest.raises(WorldError, match="no task has split 'test'; expected one of dev, train"):
         environment.tasks("test")
     with pytest.raises(WorldError, match="no task 'c'"):
         environment.task("c")
@@ -87,7 +87,7 @@ async def test_the_evaluator_sees_what_was_handed_in(
         ("raise SystemExit(3)", "ended with exit code 3, expected 0 or 1"),
         ("import os; os.abort()", "ended with exit code -6"),
         ("import time; time.sleep(600)", "did not end in time"),
-        ("print('fine')", "printed 'fine', expected nothing, or a JSON object"),
+        ("print('fine')", "printed 'fine'; expected no output, or a JSON object"),
         ("print({})", "printed '{}'"),
     ],
 )

@@ -35,7 +35,7 @@ def test_tasks_and_splits_are_tau2s_own(tmp_path: Path) -> None:
     task = domain.tasks["2"]
     assert task.instruction == "Reason for the call: You want a refund.\nKnows: You are Yusuf Rossi."
     environment = made(tmp_path)
-    with pytest.raises(WorldError, match="no task of split 'dev'; there are train, test"):
+    with pytest.raises(WorldError, match="no task has split 'dev'; expected one of train, test"):
         environment.tasks("dev")
     with pytest.raises(WorldError, match="no task '7'"):
         environment.task("7")
@@ -82,7 +82,9 @@ def test_missing_parts_are_reported_before_anything_starts(tmp_path: Path, monke
     home = write_retail(tmp_path)
     with pytest.raises(ConfigError, match="tau2_home is not set"):
         tau_environment(tau_config("http://user/v1")).tasks("train")
-    with pytest.raises(ConfigError, match="user simulator: no key in the environment variable TAU2_USER_API_KEY"):
+    with pytest.raises(
+        ConfigError, match="user simulator: no API key found; set environment variable TAU2_USER_API_KEY"
+    ):
         made(home).tasks("train")
     monkeypatch.setenv("TAU2_USER_API_KEY", USER_KEY)
     with pytest.raises(ConfigError, match="user.api_base: cannot be set for provider 'anthropic'"):

@@ -162,7 +162,7 @@ def test_a_file_that_is_being_written_is_not_read(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("task", "trial"), [("task_009", 0), ("task_001", 1)])
 def test_episodes_of_another_run_are_refused(tmp_path: Path, task: str, trial: int) -> None:
-    with pytest.raises(TauBenchError, match="which was not asked for"):
+    with pytest.raises(TauBenchError, match="which is not part of this evaluation"):
         read_episodes(write(tmp_path / "r", [simulation(task, trial)]), ["task_001"], 1)
 
 

@@ -154,7 +154,7 @@ def test_a_missing_key_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("USER_KEY", "x")
     monkeypatch.setenv("EMPTY_KEY", "")
     tau = config(user={"api_key_env": "USER_KEY"}, judge={"api_key_env": "EMPTY_KEY"}).tau_bench
-    with pytest.raises(ConfigError, match="judge: no key in the environment variable EMPTY_KEY"):
+    with pytest.raises(ConfigError, match="judge: no API key found; set environment variable EMPTY_KEY"):
         read_keys(tau, POLICY)
 
 
@@ -162,13 +162,13 @@ def test_only_dense_retrieval_needs_the_embedders_key(monkeypatch: pytest.Monkey
     monkeypatch.delenv("OPENROUTER_API_KEY", raising=False)
     monkeypatch.setenv("OPENAI_API_KEY", "x")
     assert read_keys(config(retrieval="bm25").tau_bench, POLICY).keys() == {"user simulator", "judge"}
-    with pytest.raises(ConfigError, match="embedder: no key .* OPENROUTER_API_KEY"):
+    with pytest.raises(ConfigError, match="embedder: no API key found; .* OPENROUTER_API_KEY"):
         read_keys(config().tau_bench, POLICY)
 
 
 def test_a_task_that_does_not_exist_is_refused(tau2: Tau2) -> None:
     assert task_ids(config(tasks=["task_002"]).tau_bench, tau2) == ("task_002",)
-    with pytest.raises(ConfigError, match="'task_999' is no task"):
+    with pytest.raises(ConfigError, match="'task_999' is not a task"):
         task_ids(config(tasks=["task_999"]).tau_bench, tau2)
 
 
@@ -220,7 +220,7 @@ def test_the_context_of_a_local_model_is_read_from_its_config(tmp_path: Path) ->
 
 def test_an_unknown_tool_format_is_refused_unless_it_is_named() -> None:
     policy = TauPolicy(name="base", model="some/Model-7B")
-    with pytest.raises(ConfigError, match="no tool-call format is known for some/Model-7B"):
+    with pytest.raises(ConfigError, match="the tool-call format of some/Model-7B is unknown"):
         serve_command(DracoConfig(), policy, 8123, None)
     words = serve_command(config(server={"tool_call_parser": "llama3_json"}), policy, 8123, None)
     assert value_after(words, "--tool-call-parser") == "llama3_json"

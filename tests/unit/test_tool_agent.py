@@ -181,15 +181,15 @@ def test_tools_and_what_they_say_are_in_the_prompt(family: str) -> None:
 def test_what_cannot_be_used_is_one_line() -> None:
     without = ChatTokens(chat_tokenizer(WITHOUT_TOOLS), thinking=False)
     tools = Message(role=TOOLS, content=TASK.tools)
-    with pytest.raises(ConfigError, match="has no place for tools") as refused:
+    with pytest.raises(ConfigError, match="does not support tools") as refused:
         without.prompt([tools, Message(role="user", content="Hello.")])
     assert "\n" not in str(refused.value)
-    with pytest.raises(ConfigError, match="agent.tool_parser='hermos': unknown; vLLM has .*hermes"):
+    with pytest.raises(ConfigError, match="agent.tool_parser='hermos': unknown; expected one of .*hermes"):
         ToolCallReader(chat_of("qwen3"), "hermos")
     with pytest.raises(ConfigError, match="agent.tool_parser='jamba' does not work with this tokenizer"):
         ToolCallReader(chat_of("qwen3"), "jamba")
     strange = TEMPLATES["qwen2.5"].replace("<tool_call>", "<do>")
-    with pytest.raises(ConfigError, match="name vLLM's parser for it"):
+    with pytest.raises(ConfigError, match="set agent.tool_parser to vLLM's parser"):
         ToolCallReader(ChatTokens(tool_tokenizer(strange), thinking=False), None)
 
 
@@ -305,7 +305,7 @@ async def test_how_episodes_end() -> None:
 async def test_a_task_without_tools_is_refused() -> None:
     chat, config = chat_of("qwen3"), AgentConfig(use="tool_calling")
     agent = find_agent(config.use)(TokenPolicy(Says(chat, []), chat, config), config, "{task_description}")
-    with pytest.raises(ConfigError, match="task 't9' has no tools; use an environment that has"):
+    with pytest.raises(ConfigError, match="task 't9' has no tools; use an environment with tools"):
         agent.prompt(Task(task_id="t9", instruction="Nothing."))
 
 

@@ -174,16 +174,19 @@ def test_a_hook_that_goes_wrong_is_told(shop: Functions) -> None:
         ("raise SystemExit(1)", "cannot be imported: SystemExit: 1"),
         ("def f(x: int): pass", "tool f has no docstring"),
         ("def f(x):\n    'F.'", "tool f: parameter x has no type hint"),
-        ("def f(*x: int):\n    'F.'", "tool f: .* cannot be given by name"),
+        ("def f(*x: int):\n    'F.'", "tool f: .* cannot be passed by name"),
         ("def reset(): pass", r"reset: expected def reset\(task\)"),
         ("def end_state(task): pass", r"end_state: expected def end_state\(\)"),
-        ("def evaluate(task): pass", r"evaluate: expected def evaluate\(task, state\); state is what end_state\(\) "),
-        ("def evaluate(task, state): pass", "evaluate without end_state: evaluate.* runs in a process of its own"),
-        ("def end_state(): pass", "end_state without evaluate"),
+        (
+            "def evaluate(task): pass",
+            r"evaluate: expected def evaluate\(task, state\); state is the result of end_state\(\)",
+        ),
+        ("def evaluate(task, state): pass", "evaluate needs end_state, because evaluate.* runs in a separate process"),
+        ("def end_state(): pass", "end_state needs evaluate"),
         ("TOOLS = 3", "TOOLS: expected a list of functions, found int"),
-        ("import functools\nTOOLS = [functools.partial(print)]", "TOOLS: a partial is no function"),
-        ("class A:\n    'A.'\nTOOLS = [A]", "TOOLS: a type is no function"),
-        ("class A: pass\ndef f(x: A):\n    'F.'", "tool f: its type hints have no JSON schema"),
+        ("import functools\nTOOLS = [functools.partial(print)]", "TOOLS: expected functions, found partial"),
+        ("class A:\n    'A.'\nTOOLS = [A]", "TOOLS: expected functions, found type"),
+        ("class A: pass\ndef f(x: A):\n    'F.'", "tool f: the type hints cannot be written as a JSON schema"),
     ],
 )
 def test_tools_that_cannot_be_used_are_named(tmp_path: Path, source: str, says: str) -> None:
@@ -287,10 +290,10 @@ def test_what_has_no_json_is_told_as_it_is_written() -> None:
 def test_two_tools_of_one_name_are_refused(tmp_path: Path) -> None:
     for name in ("one", "two"):
         (tmp_path / f"{name}.py").write_text("def f():\n    'F.'\ndef reset(task): pass")
-    with pytest.raises(UnusableTools, match="two.py: a second reset"):
+    with pytest.raises(UnusableTools, match="two.py: reset is defined twice"):
         load([str(tmp_path / "one.py"), str(tmp_path / "two.py")])
     (tmp_path / "two.py").write_text("def f():\n    'F.'")
-    with pytest.raises(UnusableTools, match="two.py: a second tool f"):
+    with pytest.raises(UnusableTools, match="two.py: tool f is defined twice"):
         load([str(tmp_path / "one.py"), str(tmp_path / "two.py")])
 
 

@@ -36,17 +36,23 @@ def test_rows_become_tasks_without_what_is_expected(tmp_path: Path) -> None:
         ([GOOD, {"id": "t2"}], "line 2: task 't2' has no instruction"),
         ([GOOD, {"id": "t2", "instruction": " "}], "line 2: task 't2' has no instruction"),
         ([GOOD, {"id": "t2", "instruction": 7}], "line 2: task 't2' has no instruction"),
-        ([GOOD, GOOD], "two tasks 't1' (line 1 and line 2)"),
-        ([{"id": 1, "instruction": "a"}, "", {"id": "1", "instruction": "b"}], "two tasks '1' (line 1 and line 3)"),
-        ([{"instruction": "a"}], "line 1: a task without an id"),
-        ([{"id": None, "instruction": "a"}], "line 1: a task without an id"),
-        ([GOOD, "{not json"], "line 2: no JSON"),
-        ([GOOD, "[" * 100_000], "line 2: no JSON"),
+        ([GOOD, GOOD], "two tasks have the id 't1' (line 1 and line 2)"),
+        (
+            [{"id": 1, "instruction": "a"}, "", {"id": "1", "instruction": "b"}],
+            "two tasks have the id '1' (line 1 and line 3)",
+        ),
+        ([{"instruction": "a"}], "line 1: the task has no id"),
+        ([{"id": None, "instruction": "a"}], "line 1: the task has no id"),
+        ([GOOD, "{not json"], "line 2: not JSON"),
+        ([GOOD, "[" * 100_000], "line 2: not JSON"),
         ([GOOD, "[1]"], "line 2: expected an object, found list"),
         ([], "no tasks"),
         ([{"id": "../a", "instruction": "a"}], "line 1: task '../a': id: expected a plain name"),
         ([{"id": "a\nb", "instruction": "a"}], "id: expected a plain name"),
-        ([{"id": "a" * 129, "instruction": "a"}], "id: expected at most 128 bytes; files are named after it"),
+        (
+            [{"id": "a" * 129, "instruction": "a"}],
+            "id: expected at most 128 bytes, because files are named after the id",
+        ),
         ([{"id": True, "instruction": "a"}], "line 1: id: expected a text or a whole number, found bool"),
         ([{"id": 1.5, "instruction": "a"}], "line 1: id: expected a text or a whole number, found float"),
         ([{"id": "a", "instruction": "a", "group": ["b"]}], "task 'a': group: expected a text, found list"),
@@ -81,7 +87,7 @@ def test_tasks_may_come_from_a_function(tmp_path: Path) -> None:
         ("broken", "OSError: no disk"),
         ("leaves", "SystemExit: 3"),
         ("wrong", "row 1: expected a mapping"),
-        ("dated", "row 1: it has no JSON: Object of type date"),
+        ("dated", "row 1: cannot be written as JSON: Object of type date"),
         ("none", "has no"),
     ):
         with pytest.raises(ConfigError, match=says):
@@ -95,14 +101,14 @@ def test_options_that_cannot_be_used_are_named(tmp_path: Path) -> None:
     file.touch()
     assert read_options({"tools": [str(file)]}).tools == (file,)
     for options, says in (
-        ({}, "no tools: name Python files in tools, or servers in mcp"),
-        ({"tools": [str(tmp_path / "absent.py")]}, "no file"),
-        ({"tools": ["tools.py"]}, "'tools.py' is relative: begin it with ./"),
-        ({"tools": [str(file)], "tasks": "here/made.py:tasks"}, "'here/made.py:tasks' is relative"),
-        ({"tools": [str(file)], "reads": [str(tmp_path / "absent")]}, "no file"),
+        ({}, "no tools given; list Python files in tools, or servers in mcp"),
+        ({"tools": [str(tmp_path / "absent.py")]}, "does not exist"),
+        ({"tools": ["tools.py"]}, "'tools.py' is a relative path; give"),
+        ({"tools": [str(file)], "tasks": "here/made.py:tasks"}, "'here/made.py:tasks' is a relative path"),
+        ({"tools": [str(file)], "reads": [str(tmp_path / "absent")]}, "does not exist"),
         ({"tool": [str(file)]}, "tool: Extra inputs"),
-        ({"mcp": {"a": {}}}, "expected either command or url"),
-        ({"mcp": {"a": {"command": ["x"], "url": "http://localhost"}}}, "expected either command or url"),
+        ({"mcp": {"a": {}}}, "expected one of command and url"),
+        ({"mcp": {"a": {"command": ["x"], "url": "http://localhost"}}}, "expected one of command and url"),
     ):
         with pytest.raises(ConfigError, match=says):
             read_options(options)

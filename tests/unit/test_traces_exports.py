@@ -268,12 +268,12 @@ def test_logs_of_api_calls_hold_a_conversation(name: str, tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("record", "said"),
     [
-        ({"data": {"data": [{"data": {"data": [[[[[[7]]]]]]}}]}}, "no known format"),
+        ({"data": {"data": [{"data": {"data": [[[[[[7]]]]]]}}]}}, "unknown format"),
         ({"data": [{"messages": 7}]}, "expected a list of messages, found a number"),
-        ({"observations": 7}, "no known format"),
+        ({"observations": 7}, "unknown format"),
         ({"resourceSpans": [{"scopeSpans": [{"spans": [7]}]}]}, "expected a span as an object, found a number"),
-        ({"resourceSpans": [7]}, "no spans in it, found a number"),
-        ({"resourceSpans": [{"resource": {}}]}, ": no spans in it; expected OTLP"),
+        ({"resourceSpans": [7]}, "expected spans, found a number"),
+        ({"resourceSpans": [{"resource": {}}]}, ": it contains no spans; expected OTLP"),
     ],
 )
 def test_what_only_looks_like_an_export_is_said(record: Json, said: str, tmp_path: Path) -> None:

@@ -854,7 +854,7 @@ def test_what_claude_code_and_codex_print(tmp_path: Path) -> None:
         (trace,) = groups[0].traces
         assert (trace.steps[0].action, trace.steps[0].observation) == (action, RESULT)
         assert trace.turns[-1].text == DONE
-        assert trace.notes == ("it does not say what the agent was asked",)
+        assert trace.notes == ("the trace does not contain the agent's task",)
         assert not groups.warnings
 
 
@@ -1014,8 +1014,8 @@ def test_files_that_are_packed_or_without_end(tmp_path: Path) -> None:
         for _ in range(100):
             file.write(b" " * 2**20)
     os.mkfifo(tmp_path / "pipe.jsonl")
-    for name, problem in (("bomb.jsonl.gz", "decompress it first"), ("pipe.jsonl", "neither a file nor a folder")):
+    for name, problem in (("bomb.jsonl.gz", "decompress it first"), ("pipe.jsonl", "not a file or a folder")):
         with pytest.raises(TraceError, match=problem):
             load_traces(tmp_path / name)
-    with pytest.raises(TraceError, match="neither a file nor a folder"):
+    with pytest.raises(TraceError, match="not a file or a folder"):
         load_traces("/dev/zero")

@@ -161,7 +161,7 @@ def test_traces_that_say_little_are_judged(tmp_path: Path) -> None:
     (group,) = judge_sync(load_traces(file), MODEL, complete=canned)
     assert group.rollouts[0].reward == 1.0
     assert [(step.action, step.cited) for step in group.rollouts[0].steps] == [("The answer is DL9.", True)]
-    assert group.rollouts[0].notes == ("it does not say what the agent was asked",)
+    assert group.rollouts[0].notes == ("the trace does not contain the agent's task",)
     # A trace that only reasons has no step: there is nothing to ask.
     silent = written(tmp_path / "b.jsonl", {"messages": [{"role": "assistant", "content": "<think>DL9?</think>"}]})
     canned = Canned()
@@ -239,11 +239,11 @@ def test_another_judging_is_not_mixed_in(tmp_path: Path) -> None:
     out = tmp_path / "judged"
     groups = load_traces(FILES / "openai_chat.jsonl")
     judge_sync(groups, MODEL, out=out, complete=Canned())
-    with pytest.raises(ConfigError, match="other traces were judged there"):
+    with pytest.raises(ConfigError, match="contains judgements of other traces"):
         judge_sync(load_traces(FILES / "tau2.json"), MODEL, out=out, complete=Canned())
-    with pytest.raises(ConfigError, match=r"judge\.model was another there"):
+    with pytest.raises(ConfigError, match=r"judge\.model differs from the earlier judgement"):
         judge_sync(groups, "openai/other", out=out, complete=Canned())
-    with pytest.raises(ConfigError, match=r"algorithm\.rubric was another there"):
+    with pytest.raises(ConfigError, match=r"algorithm\.rubric differs from the earlier judgement"):
         judge_sync(groups, MODEL, rubric="static", out=out, complete=Canned())
     (tmp_path / "file").write_text("x", encoding="utf-8")
     with pytest.raises(ConfigError, match="not a run directory"):
@@ -263,7 +263,7 @@ def test_where_nothing_was_judged_yet_another_judge_and_other_traces_may_be(
 ) -> None:
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
     out, groups = tmp_path / "judged", load_traces(FILES / "openai_chat.jsonl")
-    with pytest.raises(JudgeUnavailable, match="OPENAI_API_KEY holds no key"):
+    with pytest.raises(JudgeUnavailable, match="no API key found; set environment variable OPENAI_API_KEY"):
         judge_sync(load_traces(FILES / "tau2.json"), "openai/gpt-5.4", out=out)
     (judged,) = judge_sync(groups, MODEL, out=out, complete=Canned())
     assert [trace.reward for trace in judged.rollouts] == [1.0, -1.0]
@@ -277,12 +277,12 @@ def test_two_at_a_time_are_refused_and_another_way_to_the_same_judge_is_not(tmp_
     judge_sync(groups, MODEL, out=out, complete=Canned())
     with (
         sole_driver(RunDirectory.open(out)),
-        pytest.raises(ConfigError, match="another process is working in it; end that one"),
+        pytest.raises(ConfigError, match="another process is using it; end that process"),
     ):
         judge_sync(groups, MODEL, out=out, complete=Canned())
     moved = "http://10.0.0.7/v1"
     assert judge_sync(groups, MODEL, out=out, complete=Canned(), api_base=moved, api_key_env="OTHER_KEY")
-    with pytest.raises(ConfigError, match=r"below cannot be created: a file is in its way|cannot be created"):
+    with pytest.raises(ConfigError, match=r"below cannot be created, because a file has this name|cannot be created"):
         judge_sync(groups, MODEL, out=out / "judged.jsonl" / "below", complete=Canned())
 
 
@@ -291,7 +291,7 @@ def test_a_budget_needs_a_price_and_is_dollars() -> None:
         plan(MODEL, budget=1.0)
     with pytest.raises(ConfigError, match=r"budget -1: expected dollars"):
         plan("openai/gpt-5.4", budget=-1.0)
-    with pytest.raises(ConfigError, match="a reply alone may take"):
+    with pytest.raises(ConfigError, match="a reply alone may have"):
         plan("openai/gpt-5.4", context=2000)
     assert issubclass(BudgetSpent, JudgeUnavailable)
 
@@ -333,7 +333,7 @@ async def test_what_is_too_long_is_cut_by_the_rule_and_said(lengths: dict[str, i
     (found,) = await judge([group], MODEL, complete=canned, context=35_000)
     (result,) = found.rollouts
     assert result.reward is not None
-    assert any(note == f"the judge saw it without {result.left_out:,} characters" for note in result.notes)
+    assert any(note == f"{result.left_out:,} characters were left out of the judge's prompt" for note in result.notes)
     (prompt,) = (each.messages[0].content for each in canned.asked if each.phase == "score")
     assert prompt.count("run({})") == 10
     for letter in "osp":
@@ -365,7 +365,7 @@ async def test_the_judge_sees_less_of_each_where_it_sees_them_together() -> None
     long = [replace(each, turns=(*each.turns, *long_trace(observation=30_000).turns)) for each in groups[0].traces]
     group = replace(groups[0], read=lambda: long)
     (found,) = await judge([group], MODEL, complete=canned, context=100_000)
-    assert any("characters were left out of its prompt" in note for note in found.notes)
+    assert any("characters were left out of the prompt" in note for note in found.notes)
     union = next(each.messages[0].content for each in canned.asked if each.phase == "union")
     score = next(each.messages[0].content for each in canned.asked if each.phase == "score")
     assert "characters left out ...]" in union

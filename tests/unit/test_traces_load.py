@@ -290,7 +290,7 @@ def test_groups_by_what_names_the_task_else_by_prompt_or_none(tmp_path: Path) ->
 def test_an_id_that_comes_twice_is_told_apart_and_said(tmp_path: Path) -> None:
     (group,) = load_traces(written(tmp_path / "a.jsonl", chat(id="x"), chat(id="x"), chat(id="y")))
     assert [summary.trace_id for summary in group.summaries] == ["x", "x#2", "y"]
-    assert group.summaries[1].notes == ("its id x comes more than once",)
+    assert group.summaries[1].notes == ("the id x occurs more than once",)
 
 
 def test_equal_ids_of_different_tasks_are_different_tasks(tmp_path: Path) -> None:
@@ -314,18 +314,18 @@ BAD = {
     b"": "is empty",
     b"not json\n": "expected a JSON object, not valid at line 1, column 1",
     b"\xff\xfe\n": "not UTF-8 at byte 0",
-    b"[" * 100_000 + b"\n": "nested too deep",
-    b"{}\n": "no known format, found an object with no keys; expected one of inspect, tau2",
-    b"7\n": "no known format, found a number",
+    b"[" * 100_000 + b"\n": "nested too deeply",
+    b"{}\n": "unknown format, found an object with no keys; expected one of inspect, tau2",
+    b"7\n": "unknown format, found a number",
     b'{"messages": 7}\n': "expected a list of messages, found a number; expected an object with",
-    b'{"messages": [{"role": "user", "content": "x"}]}\n': "no turn of an agent in it",
+    b'{"messages": [{"role": "user", "content": "x"}]}\n': "the trace has no turn of an agent",
     b'{"messages": [7]}\n': "message 1: expected an object with a role, found a number",
     b'{"messages": [{"role": 7}]}\n': 'message 1: expected "role" as text, found a number',
     b'{"messages": [{"role": "assistant", "content": 7}]}\n': "expected its content as text or a list of parts",
     b'{"messages": [{"role": "assistant", "tool_calls": 7}]}\n': 'expected "tool_calls" as a list',
     b'{"messages": [{"role": "assistant", "tool_calls": [{}]}]}\n': "a tool call with the name of a function",
     b'{"resourceSpans": 7}\n': 'expected "resourceSpans" as a list, found a number',
-    b'{"resourceSpans": [{"scopeSpans": [{"spans": [{"spanId": "1"}]}]}]}\n': "none of its 1 spans holds messages",
+    b'{"resourceSpans": [{"scopeSpans": [{"spans": [{"spanId": "1"}]}]}]}\n': "none of its 1 spans contains messages",
     b'{"eval": {}, "status": "error", "samples": null}\n': "an Inspect log without samples (status 'error')",
     b'{"task": {}, "traces": [{"nodes": 7}]}\n': 'expected "nodes" as a list of objects, found a number',
     b'{"info": {}, "simulations": [7]}\n': "expected a simulation as an object",
@@ -412,7 +412,7 @@ def test_another_encoding_is_named_with_what_helps(encoding: str, tmp_path: Path
     said = [{"role": "user", "content": "café"}, {"role": "assistant", "content": "2"}]
     for name in ("a.json", "a.jsonl"):
         (tmp_path / name).write_bytes(json.dumps({"messages": said}, ensure_ascii=False).encode(encoding))
-        with pytest.raises(TraceError, match=r"not UTF-8 at byte \d+ \(`iconv -t utf-8` makes it so\)"):
+        with pytest.raises(TraceError, match=r"not UTF-8 at byte \d+; convert it with `iconv -t utf-8`"):
             load_traces(tmp_path / name)
 
 
@@ -494,7 +494,7 @@ def test_text_that_no_file_can_hold_and_parts_that_nobody_knows(tmp_path: Path) 
     assert '[hologram: {"type": "hologram", "of": "cat"}]' in trace.turns[0].text
     assert "[input_audio: wav, 3 kB]" in trace.turns[0].text or "[audio: wav, 3 kB]" in trace.turns[0].text
     assert (trace.turns[1].role, trace.turns[1].text) == ("tool", "late")
-    assert trace.notes == ("a tool's result that answers no call is shown where it stands",)
+    assert trace.notes == ("a tool result without a call is shown at its place in the conversation",)
     str(trace).encode("utf-8")
 
 

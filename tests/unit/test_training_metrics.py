@@ -55,7 +55,7 @@ def groups() -> list[Group]:
         tokens=40,
     )
     lost = Group(step=1, index=1, task_id="u_1", prompt=())
-    lost.fail("0 of 2 rollouts finished, 2 are needed")
+    lost.fail("0 of 2 rollouts finished; a group needs at least 2")
     return [good, lost]
 
 

@@ -43,7 +43,10 @@ def test_the_order_depends_on_the_seed_and_the_step_alone() -> None:
 
 
 def test_too_few_tasks_for_a_step_is_an_error_of_the_configuration() -> None:
-    with pytest.raises(ConfigError, match=r"train.prompts_per_step is 16, .* 3 usable tasks: lower it, or add tasks$"):
+    with pytest.raises(
+        ConfigError,
+        match=r"train.prompts_per_step is 16, .* 3 usable tasks; lower train.prompts_per_step, or add tasks$",
+    ):
         TaskOrder(NINETY[:3], 16, seed=0)
 
 

@@ -49,8 +49,8 @@ async def test_an_outage_is_a_line_a_countdown_and_another_line() -> None:
     progress.stop()
     lines = text.getvalue().splitlines()
     assert lines == [
-        "the judge answers nobody (503 overloaded): judging is paused; next try in 4 s, the run stops in 59 min 50 s",
-        "the judge answers again: judging goes on",
+        "the judge does not answer (503 overloaded): judging is paused; next try in 4 s, the run stops in 59 min 50 s",
+        "the judge answers again: judging continues",
     ]
     assert notes == [
         "judge away: next try in 4 s, the run stops in 59 min 50 s",

@@ -171,8 +171,8 @@ def test_tasks_that_come_and_go_are_written_down_with_the_step_they_came_at(run:
     first = EarlierTasks(("a", "b"), 4, by)
     assert adopt_tasks(run, ["b", "c", "d"], by, 4, said) == [first]
     assert said.export_text().splitlines() == [
-        "training tasks: 2 new; they take part from the next epoch on",
-        "training tasks: 1 gone; they are left out from step 5 on",
+        "training tasks: 2 new tasks; they are used from the next epoch on",
+        "training tasks: 1 tasks no longer exist; they are left out from step 5 on",
     ]
     # The same again is no change, and what no step was done with is forgotten.
     assert adopt_tasks(run, ["b", "c", "d"], by, 6, said) == [first]
@@ -236,7 +236,7 @@ def test_a_folder_that_cannot_be_written_is_no_damaged_run(
 
 
 def test_a_run_has_one_driver(run: RunDirectory) -> None:
-    with sole_driver(run), pytest.raises(ConfigError, match="another process is working in it"), sole_driver(run):
+    with sole_driver(run), pytest.raises(ConfigError, match="another process is using it"), sole_driver(run):
         pass
     with sole_driver(run):
         pass
@@ -259,5 +259,5 @@ def test_half_a_metrics_line_is_named_and_no_writer_leaves_one(
     assert [line["step"] for line in run.metrics()] == [1, 2]
     with run.metrics_file.open("a") as file:
         file.write('{"step": 3, "upd')
-    with pytest.raises(DamagedRun, match="line 3 has no end"):
+    with pytest.raises(DamagedRun, match="line 3 is incomplete"):
         run.metrics()

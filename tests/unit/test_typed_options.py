@@ -28,18 +28,18 @@ from draco_ray.traces.load import load_traces
         ("replay RUN --api-base http://x", "--api-base: no effect without --judge MODEL"),
         ("replay RUN --judge a/b --rule draco", "--rule: no effect with --judge"),
         ("replay RUN --judge a/b --pairing-api-key-env K", "--pairing-api-key-env: no effect without --pairing MODEL"),
-        ("replay RUN --judge rules --api-base http://x", "judge rules: it is served here; expected no endpoint"),
-        ("attribution-bench --api-key-env K", "judge rules: it is served here"),
+        ("replay RUN --judge rules --api-base http://x", "judge rules: runs in this process; leave out endpoint"),
+        ("attribution-bench --api-key-env K", "judge rules: runs in this process"),
         ("tables RUN --out OUT --format text", "--format: no effect with --out"),
-        ("sft sandbox FILE --best 1", "--best: no effect on demonstrations"),
+        ("sft sandbox FILE --best 1", "--best: no effect with demonstrations"),
         ("sft sandbox FILE judge.model=m judge.rule_judge.start=false", "judge.model has no effect"),
         ("sft sandbox FILE --new model.path=m", "model.path has no effect with --new"),
-        ("sft sandbox FILE learner.kl_coefficient=1", "learner.kl_coefficient has no effect on demonstrations"),
-        ("evaluate --policy starter --every 1", "--every is about a curve; give it with --train-curve"),
+        ("sft sandbox FILE learner.kl_coefficient=1", "learner.kl_coefficient has no effect in supervised fine-tuning"),
+        ("evaluate --policy starter --every 1", "--every needs --train-curve"),
         ("reevaluate RUN judge.max_tokens=999", "judge.max_tokens has no effect"),
         (
             "rubric author sandbox --out OUT algorithm.group_size=3",
-            "algorithm.group_size has no effect here; --rollouts",
+            "algorithm.group_size has no effect here; use --rollouts",
         ),
         ("rubric author sandbox --out OUT train.steps=3", "train.steps has no effect"),
         ("tau check sandbox train.steps=3", "train.steps has no effect"),
@@ -110,13 +110,18 @@ def test_trials_that_were_typed_are_played(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("policy", "typed", "changes", "said"),
     [
-        ("starter", [], {"api_base": "http://x"}, "--api-base: no effect on weights"),
-        ("starter", [], {"api_temperature": 0.0}, "--api-temperature: no effect on weights"),
-        ("starter", ["model={path: m}"], {}, "--policy starter and model.path both name the weights"),
-        ("starter", ["judge.max_tokens=999"], {}, "judge.max_tokens has no effect where the environment evaluates"),
-        ("starter", ["data.eval_split=dev"], {"split": "train"}, "data.eval_split has no effect beside --split"),
-        ("litellm:a/b", ["engine.temperature=0"], {}, "engine.temperature has no effect on an API model"),
-        ("litellm:a/b", ["judge.temperature=0"], {}, "on an API model; --api-temperature says it"),
+        ("starter", [], {"api_base": "http://x"}, "--api-base: works only with an API model"),
+        ("starter", [], {"api_temperature": 0.0}, "--api-temperature: works only with an API model"),
+        ("starter", ["model={path: m}"], {}, "--policy starter and model.path both name the model"),
+        (
+            "starter",
+            ["judge.max_tokens=999"],
+            {},
+            "judge.max_tokens has no effect because the environment has its own evaluator",
+        ),
+        ("starter", ["data.eval_split=dev"], {"split": "train"}, "data.eval_split has no effect together with --split"),
+        ("litellm:a/b", ["engine.temperature=0"], {}, "engine.temperature has no effect for an API model"),
+        ("litellm:a/b", ["judge.temperature=0"], {}, "for an API model; use --api-temperature"),
     ],
 )
 def test_what_an_evaluation_would_ignore_is_refused(
@@ -135,7 +140,7 @@ def test_what_an_evaluation_takes_is_taken(tmp_path: Path) -> None:
     check_typed(asked, found, config, judged=False)
     judged = options("starter", "judge.max_tokens=999", "algorithm.rubric=static")
     check_typed(judged, *find_policy_and_config(judged, tmp_path), judged=True)
-    with pytest.raises(ConfigError, match="--label: no effect where the judge stands in"):
+    with pytest.raises(ConfigError, match="--label: no effect, because this environment has no evaluator"):
         check_typed(options("starter", label="A"), *find_policy_and_config(judged, tmp_path), judged=True)
 
 
@@ -144,10 +149,10 @@ def test_keys_of_tau_bench_that_a_policy_or_a_retrieval_does_not_use_are_refused
     for typed, api, said in (
         ("tau_bench.embedder.model=m", False, "with retrieval=bm25"),
         ("tau_bench.agent.model=m", True, "beside --policy"),
-        ("tau_bench.agent.api_base=http://x", False, "on weights that are served here"),
+        ("tau_bench.agent.api_base=http://x", False, "for a policy that is served here"),
         ("tau_bench.server.port=1", True, "on an API model"),
         ("agent.max_turns=3", False, "on tau-bench"),
-        ("train.steps=3", False, "of the configuration it takes"),
+        ("train.steps=3", False, "this command reads only"),
     ):
         with pytest.raises(ConfigError, match=said):
             check_tau([typed], config, [api])
@@ -159,15 +164,15 @@ def test_traces_of_a_known_form_take_no_option_about_it(tmp_path: Path) -> None:
     (tmp_path / "run" / "config.yaml").touch()
     mapping = tmp_path / "mapping.yaml"
     mapping.write_text("messages: log\n")
-    with pytest.raises(ConfigError, match="format otel and a mapping both say"):
+    with pytest.raises(ConfigError, match="format otel and a mapping both describe"):
         load_traces(tmp_path / "run", format="otel", mapping=mapping)
     for told in ({"format": "otel"}, {"mapping": mapping}, {"group_by": "x"}):
-        with pytest.raises(ConfigError, match="a run directory, whose rollouts are grouped by task"):
+        with pytest.raises(ConfigError, match="rollouts of a run directory are already grouped by task"):
             load_traces(tmp_path / "run", **told)
 
 
 def test_epochs_of_a_policy_without_any_are_refused() -> None:
-    with pytest.raises(ConfigError, match="last_epochs has no effect on a policy"):
+    with pytest.raises(ConfigError, match="last_epochs works only with a run"):
         parse_set({"settings": {"a": {"policy": "m", "last_epochs": 2}}, "splits": "dev"}, "set")
 
 

@@ -96,7 +96,7 @@ def test_what_another_process_has_written_is_found_and_a_later_verdict_replaces_
 
 def test_a_store_that_cannot_be_used_says_so(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
-    with pytest.raises(ConfigError, match="expected a file that can be written"):
+    with pytest.raises(ConfigError, match="expected a writable file"):
         VerdictStore(tmp_path / "file" / "v")
     (tmp_path / "other").write_text("not a database, but long enough to be taken for one" * 40)
     with pytest.raises(ConfigError, match="verdict store"):

@@ -168,11 +168,11 @@ async def test_an_episode_without_a_turn_is_empty() -> None:
     assert (len(played.token_ids_T), played.branches, played.steps) == (0, (0,), ())
     ended, why = _end(at.episode, {"traces": [], "errors": [], "timeout": False}, at.config)
     assert ended is EpisodeEnd.SERVER_ERROR
-    assert why == "verifiers never asked the policy: the episode had no turn"
+    assert why == "verifiers sent no request to the policy: the episode had no turn"
     at.episode.refused = EpisodeEnd.RESPONSE_LIMIT
     ended, why = _end(at.episode, {"traces": [], "errors": [], "timeout": False}, at.config)
     assert ended is EpisodeEnd.SERVER_ERROR
-    assert why == "verifiers: its first prompt is too long: raise agent.max_prompt_length"
+    assert why == "verifiers: the first prompt is too long; raise agent.max_prompt_length"
 
 
 async def test_traces_without_the_policys_turns_are_no_rollout() -> None:
@@ -192,7 +192,7 @@ async def test_traces_without_the_policys_turns_are_no_rollout() -> None:
         await shared_endpoint().stop()
     assert played.ended is EpisodeEnd.SERVER_ERROR
     assert str(played.error).startswith(
-        "verifiers: its traces hold none of the policy's 1 turns; verifiers: it did not"
+        "verifiers: the traces contain none of the policy's 1 turns; verifiers: the episode did not"
     )
 
 

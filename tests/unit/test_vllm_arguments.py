@@ -30,7 +30,7 @@ def test_it_is_part_of_the_configuration_and_of_what_a_resumed_run_compares(tmp_
 @pytest.mark.parametrize(("name", "instead"), TAKEN.items())
 def test_what_a_key_says_already_is_refused_and_the_key_named(name: str, instead: str) -> None:
     with pytest.raises(
-        ConfigError, match=f"^config key engine.vllm: .*{name} is set by {instead}; set that"
+        ConfigError, match=f"^config key engine.vllm: .*{name} cannot be set here; set {instead} instead"
     ) as refused:
         load_config("qwen3.6-27b", [f"engine.vllm.{name}=1"])
     assert "\n" not in str(refused.value)
@@ -40,18 +40,18 @@ def test_what_a_key_says_already_is_refused_and_the_key_named(name: str, instead
 @pytest.mark.parametrize(
     ("preset", "argument", "problem"),
     [
-        ("qwen3.6-27b", "enable_lora=false", "enable_lora cannot be changed: the engine is built on it"),
+        ("qwen3.6-27b", "enable_lora=false", "enable_lora cannot be changed, because the engine depends on its value"),
         ("qwen3.6-27b", "logprobs_mode=raw_logits", "logprobs_mode cannot be changed"),
         (
             "sandbox",
             "enable_chunked_prefill=true",
-            "enable_chunked_prefill cannot be changed: the engine on the CPU is",
+            "enable_chunked_prefill cannot be changed on the CPU, because the engine",
         ),
-        ("sandbox", "worker_cls=a.B", "worker_cls cannot be changed: the engine on the CPU"),
+        ("sandbox", "worker_cls=a.B", "worker_cls cannot be changed on the CPU"),
         (
             "qwen3.6-27b",
             "speculative_config={method: ngram, rejection_sample_method: synthetic}",
-            "rejection_sample_method=synthetic samples from another policy",
+            "rejection_sample_method=synthetic does not sample from the policy",
         ),
     ],
 )

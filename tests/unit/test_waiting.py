@@ -69,7 +69,7 @@ async def test_the_run_store_that_does_not_take_a_rollout_is_named() -> None:
         wait=pending.of,
     )
     group = Group(step=1, index=0, task_id="a_1", prompt=())
-    assert (await waited_for(pipeline.run(group), hang, pending)).startswith("writing of a rollout step1/a_1/0, for ")
+    assert (await waited_for(pipeline.run(group), hang, pending)).startswith("writing a rollout step1/a_1/0, for ")
 
 
 async def test_a_rollout_of_an_evaluation_is_named() -> None:

@@ -53,8 +53,8 @@ def test_a_step_in_which_every_group_was_dropped_stops_the_run_and_says_why() ->
             line(3, dropped=4, lost=6), Counter({NO_RUBRIC: 3, "1 of 6 rollouts finished": 1})
         )
     assert str(stopped.value) == (
-        f"step 3: all 4 groups were dropped, 6 of 24 rollouts lost: 3 x {NO_RUBRIC}; 1 x 1 of 6 rollouts finished: "
-        "nothing to learn from (watch.empty_steps)"
+        f"step 3: all 4 groups were dropped, 6 of 24 rollouts lost: 3 x {NO_RUBRIC}; 1 x 1 of 6 rollouts finished, so "
+        "the policy cannot learn; the run stops (watch.empty_steps)"
     )
 
 
@@ -64,7 +64,7 @@ def test_more_such_steps_may_be_allowed_but_only_in_a_row_and_not_as_the_last() 
     watchdog.check(line(2, dropped=3), {})
     watchdog.end()
     watchdog.check(line(3, dropped=4), {})
-    with pytest.raises(RunStopped, match="step 3: all 4 groups .* without having learned from its last step"):
+    with pytest.raises(RunStopped, match="step 3: all 4 groups .* so the policy has not learned from the last step"):
         watchdog.end()
     with pytest.raises(RunStopped, match=r"step 4: .*\(2 such steps in a row\)"):
         watchdog.check(line(4, dropped=4), {})
@@ -101,7 +101,7 @@ async def test_silence_is_broken_once_in_each_such_time() -> None:
     reason = ""
     watching = asyncio.create_task(watch_quiet(pending, 600.0, said.put_nowait, lambda: reason, look_seconds=0.0))
     with pending.of("rollout", "step3/a_1/0"):
-        for minutes, reason in ((10, ""), (20, "no node has room for 1 x 2 CPU")):
+        for minutes, reason in ((10, ""), (20, "no node has free resources for 1 x 2 CPU")):
             shown = f" ({reason})" if reason else ""
             now = 60.0 * minutes
             assert await said.get() == (

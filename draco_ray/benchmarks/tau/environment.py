@@ -187,12 +187,13 @@ class TauEnvironment(Environment):
         found = self._domain.splits.get(split)
         if not found:
             named = ", ".join(self._domain.splits)
-            raise WorldError(f"domain {self.options.domain}: no task of split {split!r}; there are {named}")
+            raise WorldError(f"domain {self.options.domain}: no task has split {split!r}; expected one of {named}")
         variable = self.options.user.api_key_env
         if not os.environ.get(variable):
             raise ConfigError(
-                f"user simulator: no key in the environment variable {variable}; export it (any text if the endpoint "
-                "needs no key), or name another in environment.options.user.api_key_env and in agent.pass_environment"
+                f"user simulator: no API key found; set environment variable {variable} (to any text if the endpoint "
+                "needs no key), or name another variable in environment.options.user.api_key_env and in "
+                "agent.pass_environment"
             )
         # If tau2 cannot be used, both raise now, before anything is started.
         self.job(found[0], Path())
@@ -293,7 +294,7 @@ class TauWorld:
         reward = episode.reward_info
         if reward is None:
             problem = (episode.info or {}).get("evaluation_error")
-            raise EnvironmentCrashed(f"task {self.task.task_id}: tau2 could not evaluate it: {problem}")
+            raise EnvironmentCrashed(f"task {self.task.task_id}: tau2 could not evaluate the episode: {problem}")
         parts = len(reward.reward_breakdown or {})
         return WorldVerdict(
             success=reward.success,
@@ -319,5 +320,5 @@ class TauWorld:
         try:
             (episode,) = read_records(self._kept)
         except (TauBenchError, ValueError) as error:
-            raise EnvironmentCrashed(f"task {self.task.task_id}: tau2 left no result file ({error!r})") from None
+            raise EnvironmentCrashed(f"task {self.task.task_id}: tau2 wrote no result file ({error!r})") from None
         return episode

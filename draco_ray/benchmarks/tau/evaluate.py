@@ -165,7 +165,9 @@ def task_ids(config: TauBenchConfig, tau2: Tau2) -> tuple[str, ...]:
         ConfigError: a configured task does not exist.
     """
     if unknown := sorted(set(config.tasks or ()) - set(tau2.tasks)):
-        raise ConfigError(f"tau_bench.tasks: {unknown[0]!r} is no task of {BANKING}; expected e.g. {tau2.tasks[0]!r}")
+        raise ConfigError(
+            f"tau_bench.tasks: {unknown[0]!r} is not a task of {BANKING}; expected e.g. {tau2.tasks[0]!r}"
+        )
     return tuple(task for task in tau2.tasks if config.tasks is None or task in config.tasks)
 
 

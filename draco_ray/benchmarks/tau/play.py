@@ -17,13 +17,13 @@ def main() -> None:
         task = json.loads(Path(os.environ["DRACO_TASK_FILE"]).read_text(encoding="utf-8"))
         job = json.loads(task["fields"]["tau2"])
     except (OSError, ValueError, KeyError) as error:
-        raise SystemExit(f"no episode of τ-bench to play ({error!r}): expected environment.use=tau") from None
+        raise SystemExit(f"no τ-bench episode found ({error!r}); expected environment.use=tau") from None
     environment = {name: os.environ[name] for name in job["passed"] if name in os.environ} | job["variables"]
     for name, ours in job["keys"].items():
         if value := os.environ.get(ours):
             environment[name] = value
         elif name != job["judge"]["key"]:
-            raise SystemExit(f"no key in {ours}: set it, and name it in agent.pass_environment")
+            raise SystemExit(f"no API key found; set environment variable {ours}, and add it to agent.pass_environment")
     agent = job["agent"]["provider"]
     environment[f"{agent}_API_BASE"] = os.environ["OPENAI_BASE_URL"]
     environment[f"{agent}_API_KEY"] = os.environ["OPENAI_API_KEY"]

@@ -152,8 +152,8 @@ def read_episodes(folder: Path, tasks: Sequence[str], trials: int) -> list[Episo
     for record in sorted(records, key=lambda each: (each.termination_reason == INFRASTRUCTURE, each.timestamp)):
         if record.task_id not in tasks or not 0 <= record.trial < trials:
             raise TauBenchError(
-                f"{folder}: holds {record.task_id}, trial {record.trial}, which was not asked for; expected "
-                f"{len(tasks)} tasks with {trials} trials; give other runs a folder of their own"
+                f"{folder}: contains {record.task_id}, trial {record.trial}, which is not part of this evaluation of "
+                f"{len(tasks)} tasks with {trials} trials; use a separate folder for each evaluation"
             )
         found.setdefault((record.task_id, record.trial), record)
     return [
@@ -266,7 +266,7 @@ def read_summaries(directory: Path) -> list[Measured]:
     file = directory / "summary.json"
     if not os.path.lexists(file):
         raise ConfigError(
-            f"{directory}: no finished evaluation on tau-bench; expected summary.json; `draco tau run` makes it"
+            f"{directory}: not a finished tau-bench evaluation; expected summary.json, which `draco tau run` writes"
         )
     try:
         return list(_Summary.model_validate_json(read_text(file), strict=True).measurements.values())
@@ -296,7 +296,7 @@ def cost_by_role_table(summaries: Mapping[str, Sequence[Measured]]) -> Table:
             Column(("together", "dollars"), 2, "low"),
         ),
         rows=tuple(rows),
-        notes=("Attempts that tau2 repeated after an exception are not in its records; -: no price is known.",),
+        notes=("Attempts that tau2 repeated after an exception are not counted. -: the price is unknown.",),
     )
 
 
@@ -318,5 +318,8 @@ def failure_table(summaries: Mapping[str, Sequence[Measured]]) -> Table:
         row_header="Setting",
         columns=tuple(Column((name,)) for name in ("success", *kinds)),
         rows=tuple(rows),
-        notes=("DB, ACTION, NL_ASSERTION: failed parts of the reward; missing: tau2 has no record of the episode.",),
+        notes=(
+            "DB, ACTION, NL_ASSERTION: episodes in which this part of the reward failed. missing: episodes without a "
+            "tau2 record.",
+        ),
     )

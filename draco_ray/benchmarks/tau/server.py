@@ -103,7 +103,9 @@ def api_policy(model: str) -> TauPolicy:
         ConfigError: ``model`` has no provider prefix.
     """
     if "/" not in model:
-        raise ConfigError(f"policy {model}: no provider; expected <provider>/<model>, e.g. {API_PREFIX}openai/gpt-5.4")
+        raise ConfigError(
+            f"policy {model}: no provider given; expected <provider>/<model>, e.g. {API_PREFIX}openai/gpt-5.4"
+        )
     return TauPolicy(name=re.sub(r"[^\w.-]+", "_", model), model=model, api=True)
 
 
@@ -162,8 +164,8 @@ def free_port(wanted: int | None) -> int:
         return openai_server.free_port(HOST, wanted)
     except OSError as error:
         raise ConfigError(
-            f"port {wanted} on {HOST}: {error.strerror}; expected a free port; set "
-            "tau_bench.server.port to another one, or to null for any"
+            f"port {wanted} on {HOST}: {error.strerror}; expected a free port; set tau_bench.server.port to another "
+            "port, or to null for any free port"
         ) from None
 
 
@@ -183,8 +185,8 @@ def serve_command(config: DracoConfig, policy: TauPolicy, port: int, adapter: Pa
     reasoning_parser = server.reasoning_parser or reasoning_parser
     if tool_parser is None:
         raise ConfigError(
-            f"policy {policy.name}: no tool-call format is known for {policy.model}; "
-            "set tau_bench.server.tool_call_parser to vLLM's name of it"
+            f"policy {policy.name}: the tool-call format of {policy.model} is unknown; set "
+            "tau_bench.server.tool_call_parser to vLLM's parser for it"
         )
     words = [*openai_server.PROGRAM, "--model", policy.model]
     words += ["--host", HOST, "--port", str(port), "--dtype", config.model.dtype, "--seed", str(config.seed)]
@@ -266,13 +268,14 @@ def check_adapter_is_live(base_url: str, key: str, name: str, *, served_as: str 
             found.append(answer.raise_for_status().json()["choices"][0]["prompt_logprobs"])
         except (httpx.HTTPError, ValueError, LookupError) as error:
             raise TauBenchError(
-                f"policy {name}: vLLM's server gives no log-probs to check its adapter with: {type(error).__name__}: "
+                f"policy {name}: vLLM's server returned no log-probs, so the adapter cannot be checked: "
+                f"{type(error).__name__}: "
                 f"{' '.join(str(error).split())[:300]}"
             ) from None
     if found[0] == found[1]:
         raise TauBenchError(
-            f"policy {name}: its adapter has no effect: log-probs with and without it are the same; is it an adapter "
-            "of this model?"
+            f"policy {name}: its adapter has no effect: log-probs with and without it are equal; check that the "
+            "adapter belongs to this model"
         )
 
 
@@ -282,7 +285,7 @@ def _wait(child: Child, base: str, key: str, seconds: float, log: Path) -> None:
     with httpx.Client(base_url=base, headers=headers, timeout=10.0, trust_env=False) as client:
         while SERVED not in (openai_server.served_names(client) or ()):
             if (code := child.wait(POLL_SECONDS)) is not None:
-                raise TauBenchError(f"vLLM's server ended with exit code {code}; the end of {log} says why")
+                raise TauBenchError(f"vLLM's server ended with exit code {code}; for the reason see the end of {log}")
             if time.monotonic() > deadline:
                 raise TauBenchError(
                     f"vLLM's server did not answer within {seconds:g} s; see {log}, or raise "

@@ -50,7 +50,7 @@ PASSED_ON = (
     *("SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE"),
 )
 """The only variables that tau2's process inherits; others could set another endpoint or key."""
-_INSTALL = "install tau2-bench as its own README says (docs/tau_bench.md)"
+_INSTALL = "install tau2-bench as described in its README (docs/tau_bench.md)"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,7 +109,7 @@ def find_home(configured: Path | None, needed: Path) -> Path:
         raise ConfigError(f"tau2_home is not set; expected a checkout of tau2-bench; {_INSTALL}, set {HOME_VARIABLE}")
     home = Path(named).expanduser().resolve()
     if not (home / needed).is_dir():
-        raise ConfigError(f"tau2_home {home}: no {needed}; expected a checkout of tau2-bench; {_INSTALL}")
+        raise ConfigError(f"tau2_home {home}: {needed} does not exist; expected a checkout of tau2-bench; {_INSTALL}")
     return home
 
 
@@ -118,7 +118,7 @@ def find_python(configured: str | None, home: Path) -> str:
     named = configured or os.environ.get(PYTHON_VARIABLE) or str(home / ".venv" / "bin" / "python")
     if not os.access(named, os.X_OK) or Path(named).is_dir():
         raise ConfigError(
-            f"tau2_python {named}: no executable file; expected the Python of tau2-bench's own environment; "
+            f"tau2_python {named}: not an executable file; expected the Python of tau2-bench's own environment; "
             f"{_INSTALL}, set {PYTHON_VARIABLE}"
         )
     # Do not resolve the link: Python finds a virtual environment by the path of its `python` link.
@@ -157,7 +157,7 @@ def check_package(python: str, version: str, home: Path | None = None, domain: s
     elif found["version"] != version:
         problem = (
             f"tau2 {found['version']}; expected {version}, because grading changed between versions; install that "
-            "one, or set tau2_version"
+            "version, or set tau2_version"
         )
     else:
         return found
@@ -188,7 +188,7 @@ def read_keys(config: TauBenchConfig, policy: TauPolicy) -> dict[str, str]:
     for role, variable in variables.items():
         if not os.environ.get(variable):
             raise ConfigError(
-                f"{role}: no key in the environment variable {variable}; export it (any text if the endpoint needs no "
+                f"{role}: no API key found; set environment variable {variable} (to any text if the endpoint needs no "
                 "key), or name another variable in tau_bench"
             )
     return {role: os.environ[variable] for role, variable in variables.items()}
@@ -355,13 +355,13 @@ def run_job(
         if problem is None:
             return
         if child.returncode == REFUSED:
-            raise TauBenchError(f"tau2 is not run: {child.last_line}")
+            raise TauBenchError(f"tau2 was not started: {child.last_line}")
         kept = f"{len(simulation_files(folder))} of {len(job['tasks']) * config.trials} episodes are kept"
         if start < config.restarts:
             log.warning("tau2 %s; %s; restarting it", problem, kept)
     raise TauBenchError(
-        f"tau2 {problem}, {config.restarts + 1} times in all; {kept}; the end of {logged} says more; run the same "
-        "command again to continue"
+        f"tau2 {problem}, {config.restarts + 1} times in total; {kept}; see the end of {logged}; run the same command "
+        "again to continue"
     )
 
 

@@ -94,7 +94,7 @@ def load(*names: str) -> list[Any]:
 def original(owner: Any, name: str) -> Any:
     """An attribute of a module or a class of tau2. Raises: Stopped: it is missing."""
     if not hasattr(owner, name):
-        raise Stopped(REFUSED, f"{owner.__name__}.{name} is gone; expected tau2-bench 1.0.1")
+        raise Stopped(REFUSED, f"{owner.__name__}.{name} does not exist; expected tau2-bench 1.0.1")
     return getattr(owner, name)
 
 
@@ -131,7 +131,7 @@ def use_embedder(module: Any, cache: Any, job: dict[str, Any]) -> None:
     embedder = job["embedder"]
     known = original(original(module, "OpenRouterEmbedder"), "SUPPORTED_MODELS")
     if "api_string" not in known.get(EMBEDDER, ()):
-        raise Stopped(REFUSED, f"OpenRouterEmbedder no longer knows {EMBEDDER}; expected tau2-bench 1.0.1")
+        raise Stopped(REFUSED, f"OpenRouterEmbedder does not support {EMBEDDER}; expected tau2-bench 1.0.1")
     known[EMBEDDER]["api_string"] = embedder["model"]
     client = original(module, "OpenAI")
     endpoint = {"base_url": embedder["api_base"], "api_key": os.environ.get(embedder["key"], "")}
@@ -273,7 +273,11 @@ def evaluate(job: dict[str, Any], task: Any, simulation: Any) -> None:
         if judge["key"] in os.environ:
             use_judge(assertions, judge, Path(job["judge_calls"]))
         elif task.evaluation_criteria.nl_assertions:
-            raise Stopped(REFUSED, f"the judge of its assertions has no key in {job['keys'][judge['key']]}")
+            raise Stopped(
+                REFUSED,
+                "the judge of the task's assertions has no API key; set environment variable "
+                f"{job['keys'][judge['key']]}",
+            )
         simulation.reward_info = evaluator.evaluate_simulation(
             simulation=simulation,
             task=task,

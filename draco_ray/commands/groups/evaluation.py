@@ -74,7 +74,9 @@ def evaluate(
     from draco_ray.runs.remote.place import is_url
 
     if is_url(run) and out is None:
-        raise ConfigError(f"--run {run}: --out DIR says where the evaluation of a run in an object store goes")
+        raise ConfigError(
+            f"--run {run}: the run is in an object store; add --out DIR, a local folder for its evaluation"
+        )
     if is_url(policy):
         policy = str(run_folder(policy or "", checkpoints=True))
     options = options_of(
@@ -138,7 +140,7 @@ def reevaluate(
 
     Args:
         directory: An evaluation directory.
-        config: A preset or a YAML file (default: sandbox for its tasks, else the defaults).
+        config: A preset or a YAML file (default: sandbox for the sandbox's tasks, else the default configuration).
     """
     from draco_ray.commands.evaluate import reevaluate as evaluate_again
 
@@ -172,5 +174,5 @@ def tables(
     from draco_ray.commands.evaluate import print_tables
 
     if out is not None:
-        check_no_effect(context, "with --out, where every format is written", "form")
+        check_no_effect(context, "with --out, which writes every format", "form")
     print_tables(directories, tables=table or [], form=form, shown=show, against=against, out=out)

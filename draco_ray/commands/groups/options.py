@@ -21,16 +21,16 @@ CommandT = TypeVar("CommandT", bound=Callable[..., Any])
 SANDBOX_ROOT = Path(".cache/sandbox")
 STARTER_MODEL = Path(".cache/starter")
 Variety = Annotated[
-    Literal["standard", "hard"], typer.Option(help="Kind of world; hard: longer tasks over several apps.")
+    Literal["standard", "hard"], typer.Option(help="Kind of world; hard: longer tasks that use several apps.")
 ]
 Overrides = Annotated[
     list[str] | None,
-    typer.Argument(metavar="KEY=VALUE", help="Dotted keys of the config, e.g. learner.learning_rate=1e-4."),
+    typer.Argument(metavar="KEY=VALUE", help="Configuration keys to set, e.g. learner.learning_rate=1e-4."),
 ]
 Trust = Annotated[
     bool,
     typer.Option(
-        "--trust", help="Accept programs, endpoints, isolation and output paths from a run that somebody else made."
+        "--trust", help="Accept the programs, endpoints, isolation and output paths that a run of somebody else names."
     ),
 ]
 RunArgument = Annotated[
@@ -39,9 +39,14 @@ RunArgument = Annotated[
 Setting = Annotated[
     str | None, typer.Option("--setting", "-s", help=f"The paper's setting: {', '.join(setting_names())}.")
 ]
-ApiBase = Annotated[str | None, typer.Option(help="Endpoint of the model (default: the configured or the provider's).")]
+ApiBase = Annotated[
+    str | None, typer.Option(help="Endpoint of the model (default: from the configuration, else the provider's).")
+]
 KeyVariable = Annotated[
-    str | None, typer.Option(help="Variable with its API key (default: the configured or <PROVIDER>_API_KEY).")
+    str | None,
+    typer.Option(
+        help="Environment variable with the API key (default: from the configuration, else <PROVIDER>_API_KEY)."
+    ),
 ]
 
 

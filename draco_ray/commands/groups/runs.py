@@ -107,7 +107,7 @@ def report(
     from draco_ray.commands.report import write
 
     if tokens and (figures or tables):
-        raise ConfigError("--tokens: part of the page; expected no --figures or --tables")
+        raise ConfigError("--tokens: works only for the page; leave out --figures and --tables")
     directories_here = [run_folder(each) for each in directories]
     for path in write(directories_here, figures=figures, tables=tables, tokens=tokens, out=out):
         typer.echo(path)
@@ -120,12 +120,12 @@ def verify_run(
     model: Annotated[Path | None, typer.Option(metavar="DIR")] = None,
     trust: Trust = False,
 ) -> None:
-    """Check a run's files, and compute its rewards, advantages and adapters again; name the first difference.
+    """Check a run's files and recompute its rewards, advantages and adapters; report the first difference.
 
-    Adapters are computed again only for runs with engine.deterministic=true.
+    Adapters are recomputed only for runs with engine.deterministic=true.
 
     Args:
-        model: The base model (default: where the run had it).
+        model: The base model (default: the path in the run's configuration).
     """
     from draco_ray.lab.verify import verify
     from draco_ray.terminal import PlainConsole
@@ -163,7 +163,7 @@ def replay(
         rule: Only this advantage rule (algorithm.rule); may be repeated.
         phase: With --judge: a phase to repeat; may be repeated (default: score, credit).
         pairing: With --phase stage1, stage2 or union: model that compares criteria, or rules.
-        static_rubric: With --judge: score the rollouts against this rubric (default: no --phase is repeated).
+        static_rubric: With --judge: score the rollouts against this rubric (phases are then repeated only if given).
         out: Folder of the tables (default: replay/ in the run).
     """
     from draco_ray.commands.replay import replay_algorithm, replay_judge
@@ -240,18 +240,18 @@ def attribution_bench(
     labels: Annotated[Path | None, typer.Option(metavar="FILE")] = None,
     trust: Trust = False,
 ) -> None:
-    """Plant known faults in scripted rollouts: does the judge find them, and does credit push the right steps?
+    """Plant known faults in scripted rollouts and measure whether the judge and the credit find the right steps.
 
     Args:
         judge: A LiteLLM model, own (of --config) or rules (offline) (default: --config's, else rules).
         world: The sandbox with the tasks.
         split: Split of the tasks.
         tasks: Only N tasks.
-        hard: The judge writes the rubric; two faults in a run, late consequences.
+        hard: The judge writes the rubric; rollouts have two faults, whose consequences come late.
         config: A preset, a YAML file or a run, for the judge's settings.
-        wrong_step: With --judge rules: share of citations of a wrong step.
+        wrong_step: With --judge rules: share of citations that name a wrong step.
         processes: AppWorld processes.
-        out: Folder of the tables; its executed rollouts are reused.
+        out: Folder of the tables; rollouts that were already executed there are reused.
         labels: Measure judges by the step labels in this JSON file instead.
     """
     from draco_ray.commands.attribution_bench import attribution_bench as run_bench

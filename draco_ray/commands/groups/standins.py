@@ -50,11 +50,11 @@ def sandbox_verify(
     root: Path = SANDBOX_ROOT,
     jobs: Annotated[int, typer.Option(min=1)] = 2,
 ) -> None:
-    """Run every task in AppWorld's engine: the reference solution must pass, doing nothing must fail.
+    """Run every task in AppWorld's engine; check that the reference solution passes and that doing nothing fails.
 
     Args:
         root: The world to verify.
-        jobs: Processes.
+        jobs: Number of processes.
     """
     _in_appworld("draco_ray.sandbox.world", ["verify", "--root", str(root.resolve()), "--jobs", str(jobs)])
 
@@ -130,7 +130,7 @@ def judge_server(
         use: Rules: sandbox, package.module:function or folder/file.py:function.
         port: Port on 127.0.0.1.
         latency: Seconds per reply.
-        rate_limit: Requests a second; others get 429 with Retry-After.
+        rate_limit: Requests per second; further requests get 429 with Retry-After.
         malformed: Share of replies that are not JSON.
         truncated: Share of replies cut short.
         error: Share of requests answered with 500.
@@ -139,7 +139,7 @@ def judge_server(
         wrong_step: Share of cited steps replaced by another.
         missed_criterion: Share of criteria left out.
         require_key: Answer 401 to requests without the key in DRACO_RULE_JUDGE_KEY.
-        seed: Random seed of these shares.
+        seed: Random seed of the injected errors.
     """
     from draco_ray.sandbox.judge_server import serve
 

@@ -52,15 +52,15 @@ def judge(
         judge: A LiteLLM model, files:DIR, or rules (offline) (default: the configuration's, openai/gpt-5.4).
         out: Run directory for the results, or its URL; an unfinished one is continued.
         format: Format of the files (docs/judge-traces.md), or auto.
-        group_by: Dotted path of the task id in a trace; none: judge each alone.
+        group_by: Dotted path of the task id in a trace; none: judge each trace alone.
         mapping: YAML mapping of the fields of another format.
-        rubric: Your own rubric, or static (default: the judge writes one).
-        budget: Most dollars to spend.
-        fail_under: Exit with 3 if the pass share under --rubric is below.
-        baseline: judged.jsonl of an earlier judgement under the same --rubric; exit with 3 if it was better.
-        github: Print failed traces as annotations of GitHub Actions, and a summary.
-        release: Count requests that a killed process left unanswered as not billed.
-        replay: Take the replies recorded in PATH/.replies (--out: default replayed).
+        rubric: YAML file with your rubric, or static (default: the judge writes one).
+        budget: Maximum cost, in dollars.
+        fail_under: Exit with 3 if the pass share under --rubric is lower than this.
+        baseline: judged.jsonl of an earlier judgement with the same --rubric; exit with 3 if its pass share was higher.
+        github: Print failed criteria as GitHub Actions annotations, and write a job summary.
+        release: Treat unanswered requests of a killed process as not billed, which frees their part of the budget.
+        replay: Use the replies recorded in PATH/.replies instead of a judge (default of --out: replayed).
         dry_run: Show what would be judged and the expected cost; send nothing.
         batch: Use the provider's batch API: half the price, up to a day per phase.
         ray: Ask through the judge pool of a Ray cluster (ray.address).
@@ -103,7 +103,9 @@ def _recorded(paths: list[str], judge: str | None) -> str:
     """The judge that answers from the replies recorded beside the traces. Raises: ConfigError: there are no replies."""
     folder = Path(paths[0]) / ".replies"
     if judge is not None:
-        raise ConfigError(f"--judge {judge}: no effect with --replay, which takes recorded replies")
+        raise ConfigError(f"--judge {judge}: no effect with --replay, which uses recorded replies")
     if not folder.is_dir():
-        raise ConfigError(f"--replay: {folder} is missing; expected the replies of an earlier --judge files:{folder}")
+        raise ConfigError(
+            f"--replay: {folder} does not exist; expected the folder of an earlier --judge files:{folder}"
+        )
     return f"files:{folder}"

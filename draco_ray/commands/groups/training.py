@@ -51,15 +51,15 @@ def train(
 
     Args:
         resume: Continue the run in this directory, or at this URL.
-        resume_or_start: Continue the run run.name, or start it if there is none.
-        allow_changed_config: With --resume: accept a changed configuration.
+        resume_or_start: Continue the run with the name run.name, or start it if there is none.
+        allow_changed_config: With --resume: accept a configuration that differs from the run's.
     """
     overrides = overrides or []
     if resume is not None and resume_or_start:
-        raise ConfigError("--resume DIR or --resume-or-start, which takes run.name: not both")
+        raise ConfigError("--resume DIR and --resume-or-start cannot be combined; give only one of them")
     if resume is None:
         if config is None:
-            raise ConfigError(f"train: name a preset ({PRESETS}) or a YAML file, or --resume a run")
+            raise ConfigError(f"draco train: expected a preset ({PRESETS}), a YAML file, or --resume DIR")
         if resume_or_start:
             from draco_ray.training.run import resume_or_start as run_on
 
@@ -68,7 +68,7 @@ def train(
             _say_how_sure(run_on(loaded, config, overrides, setting, allow_changed=allow_changed_config, trust=trust))
             return
         if allow_changed_config:
-            raise ConfigError("--allow-changed-config: only together with --resume DIR")
+            raise ConfigError("--allow-changed-config: works only with --resume DIR")
         from draco_ray.training.run import train as run_training
 
         loaded = load_config(config, overrides, setting, trust=trust)
@@ -163,16 +163,16 @@ def plan(
 
     Args:
         gpu_memory_gib: Memory of one GPU, GiB.
-        model_config: The model's config.json, if the model is elsewhere.
-        assume: A throughput (docs/planning.md); may be repeated.
+        model_config: The model's config.json, if the model is not on this machine.
+        assume: Throughput to assume (docs/planning.md); may be repeated.
         simulate: Simulate steps of other sizes from this run.
-        compare: With --simulate: also predict this run's steps.
+        compare: With --simulate: also predict the steps of this second run.
         rollouts: Rollouts of a simulated step; may be repeated (default: 96, 1024, 16384).
         engines: Simulated engines (default: the run's).
         slots: Simulated environment slots (default: the run's).
         judge_workers: Simulated judge workers (default: the run's).
-        requests_per_minute: Simulated judge requests a minute (default: the run's).
-        tokens_per_minute: Simulated judge tokens a minute (default: the run's).
+        requests_per_minute: Simulated limit of judge requests per minute (default: the run's).
+        tokens_per_minute: Simulated limit of judge tokens per minute (default: the run's).
         staleness: Print throughput on 8 to 512 GPUs at this train.staleness; may be repeated.
         seed: Random seed of the simulation.
     """
@@ -186,7 +186,7 @@ def plan(
     if simulate is None:
         check_no_effect(context, "without --simulate RUN", *number, "rollouts", "compare", "staleness", "seed")
         if config is None:
-            raise ConfigError("plan: name CONFIG or --simulate RUN")
+            raise ConfigError("draco plan: expected CONFIG or --simulate RUN")
         from draco_ray.commands.plan import plan as print_plan
         from draco_ray.lab.planning.step_time import assumptions
 
@@ -194,7 +194,7 @@ def plan(
         print_plan(resolved, gpu_memory_gib=gpu_memory_gib, model_config=model_config, given=given)
         return
     if config is not None:
-        raise ConfigError(f"plan --simulate: takes its configuration from the run; found {config!r} beside it")
+        raise ConfigError(f"draco plan --simulate: the configuration comes from the run; leave out {config!r}")
     check_no_effect(context, "with --simulate RUN", "setting", "gpu_memory_gib", "model_config", "assume")
     from draco_ray.commands.simulate import simulate_run
 
@@ -220,15 +220,15 @@ def sft(
 
     Args:
         source: JSONL of messages, or a run directory for its best rollouts.
-        out: Where the model directory goes.
+        out: Model directory to write.
         epochs: Passes over the demonstrations.
-        best: With a run: best rollouts to take of each task.
+        best: With a run: number of best rollouts to take per task.
         new: Start from a tiny untrained stand-in model instead of model.path.
     """
     from draco_ray.commands.sft import READ, fine_tune, idle_keys
 
     if not source.is_dir():
-        check_no_effect(context, "on demonstrations; it selects rollouts of a run", "best")
+        check_no_effect(context, "with demonstrations; it selects rollouts of a run", "best")
     loaded = load_config(config, overrides or [])
     check_effect("draco sft", overrides or [], READ, idle_keys(loaded, new=new))
     fine_tune(loaded, source, out, epochs=epochs, best=best, new=new)
@@ -252,14 +252,21 @@ def rubric_author(
         out: YAML file to write.
         rollouts: Rollouts of the untrained policy per task.
         tasks: Only the first N training tasks.
-        min_applicability: Share of rollouts that a criterion must apply to.
-        min_discrimination: Share of tasks where a criterion must separate rollouts.
+        min_applicability: Minimum share of rollouts to which a criterion applies.
+        min_discrimination: Minimum share of tasks whose rollouts a criterion separates.
     """
     from draco_ray.lab.rubric_authoring.author import AuthoringSettings, author_rubric
 
     loaded = load_config(config, overrides or [], trust=trust)
-    idle = {"algorithm.rubric": "here: one is written", "algorithm.group_size": "here; --rollouts says it"}
-    idle |= {"algorithm.static_rubric": "here: one is written", "algorithm.rule": "on a rubric", **judge_idle(loaded)}
+    idle = {
+        "algorithm.rubric": "here, because this command writes the rubric",
+        "algorithm.group_size": "here; use --rollouts",
+    }
+    idle |= {
+        "algorithm.static_rubric": "here, because this command writes the rubric",
+        "algorithm.rule": "when authoring a rubric",
+        **judge_idle(loaded),
+    }
     check_effect("draco rubric author", overrides or [], tuple(each for each in TRAINING if each != "train"), idle)
     author_rubric(loaded, out, options_of(AuthoringSettings, locals()))
 
@@ -288,11 +295,11 @@ def prompts_import(
     *,
     out: Path,
 ) -> None:
-    """Extract the paper's own prompts from its source, verbatim, into the file names this project uses.
+    """Extract the paper's own prompts from its source, verbatim, into prompt files for judge.prompts.
 
     Args:
         source: The paper's LaTeX source.
-        out: Folder for the prompt files; give it to judge.prompts.
+        out: Folder for the prompt files; set judge.prompts to it.
     """
     from draco_ray.commands.import_prompts import import_prompts
 
@@ -306,10 +313,10 @@ def prompts_render(
     *,
     folder: Annotated[Path, typer.Option("--set")] = Path("prompts/judge"),
 ) -> None:
-    """Show what a judge would see, on a small invented group of rollouts.
+    """Show the prompt that a judge would see, for a small invented group of rollouts.
 
     Args:
-        phase: The judge's job.
+        phase: Phase of the judge.
         folder: Folder of the prompt set.
     """
     from draco_ray.judging.prompts import render_phase

@@ -20,7 +20,7 @@ from draco_ray.errors import ConfigError, WorldError
 from draco_ray.records import Task
 
 _SUPERVISOR = ("first_name", "last_name", "email", "phone_number")
-_HINT = "point data.root at AppWorld's data or at a folder made by `draco sandbox build`"
+_HINT = "set data.root to AppWorld's data or to a folder made by `draco sandbox build`"
 
 
 def check_data_root(root: Path) -> None:
@@ -29,12 +29,12 @@ def check_data_root(root: Path) -> None:
     Raises: WorldError: one line; a folder is missing or there are no tasks.
     """
     if not root.is_dir():
-        raise WorldError(f"no data root at {str(root)!r}: {_HINT}")
+        raise WorldError(f"data root {str(root)!r} does not exist; {_HINT}")
     for name in ("tasks", "base_dbs", "api_docs", "datasets"):
         if not (root / "data" / name).is_dir():
-            raise WorldError(f"data root {str(root)!r} has no folder data/{name}: {_HINT}")
+            raise WorldError(f"data root {str(root)!r} has no folder data/{name}; {_HINT}")
     if next((root / "data" / "tasks").glob("*/specs.json"), None) is None:
-        raise WorldError(f"data root {str(root)!r} has no tasks (data/tasks/*/specs.json): {_HINT}")
+        raise WorldError(f"data root {str(root)!r} has no tasks (data/tasks/*/specs.json); {_HINT}")
 
 
 def check_readable(root: Path, task_ids: Sequence[str]) -> None:
@@ -52,7 +52,7 @@ def check_readable(root: Path, task_ids: Sequence[str]) -> None:
         needed = 0o005 if path.is_dir() else 0o004
         if path.exists() and path.stat().st_mode & needed != needed:
             raise WorldError(
-                f"{path}: closed to other users, and tasks run as users of their own: chmod -R a+rX {data}"
+                f"{path}: other users cannot read it, but each task runs as a user of its own; run chmod -R a+rX {data}"
             )
 
 
@@ -65,16 +65,16 @@ def load_split(root: Path, split: str) -> list[str]:
     path = root / "data" / "datasets" / f"{split}.txt"
     if not path.is_file():
         known = ", ".join(sorted(found.stem for found in path.parent.glob("*.txt"))) or "none"
-        raise WorldError(f"data root {str(root)!r} has no split {split!r}: it has {known}")
+        raise WorldError(f"data root {str(root)!r} has no split {split!r}; expected one of {known}")
     # A line may have a tag: `<task id>:<tag>`.
     task_ids = [line.split(":")[0].strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
     if not task_ids:
-        raise WorldError(f"split {split!r} of data root {str(root)!r} lists no task")
+        raise WorldError(f"split {split!r} of data root {str(root)!r} has no tasks")
     missing = [task_id for task_id in task_ids if not _specs(root, task_id).is_file()]
     if missing:
         raise WorldError(
-            f"split {split!r} of data root {str(root)!r} lists {len(missing)} tasks that are not there,"
-            f" the first is {missing[0]!r}"
+            f"split {split!r} of data root {str(root)!r} lists {len(missing)} tasks that do not exist, first "
+            f"{missing[0]!r}"
         )
     return task_ids
 
@@ -98,7 +98,9 @@ def load_task(root: Path, task_id: str) -> Task:
     except FileNotFoundError:
         raise WorldError(f"data root {str(root)!r} has no task {task_id!r}") from None
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise WorldError(f"task {task_id!r}: {path} is not a task's specs ({type(error).__name__}: {error})") from error
+        raise WorldError(
+            f"task {task_id!r}: {path} is not a valid specs.json ({type(error).__name__}: {error})"
+        ) from error
 
 
 def load_difficulty(root: Path, task_id: str) -> int | None:
@@ -109,8 +111,8 @@ def load_difficulty(root: Path, task_id: str) -> int | None:
     folder = _specs(root, task_id).parent / "ground_truth"
     if not folder.is_dir():
         raise ConfigError(
-            f"data root {root}: task {task_id} has no ground truth, which evaluation needs; use the data as AppWorld "
-            "ships it, or a sandbox of `draco sandbox build`"
+            f"data root {root}: task {task_id} has no ground truth, which evaluation needs; use AppWorld's original "
+            "data, or a sandbox made by `draco sandbox build`"
         )
     try:
         level = json.loads((folder / "metadata.json").read_text(encoding="utf-8")).get("difficulty")

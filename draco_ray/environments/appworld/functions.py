@@ -85,7 +85,9 @@ class AppWorldFunctions(AppWorldEnvironment):
         if not known:
             raise WorldError(f"{folder}: no API documents for function calling; expected AppWorld's data")
         if unknown := [app for app in self._options.apps if app not in known]:
-            raise ConfigError(f"environment.options.apps: no app {unknown[0]!r}; there are {', '.join(known)}")
+            raise ConfigError(
+                f"environment.options.apps: unknown app {unknown[0]!r}; expected one of {', '.join(known)}"
+            )
         apps = dict.fromkeys(["supervisor", *self._options.apps] if self._options.apps else known)
         found = {}
         for app in apps:

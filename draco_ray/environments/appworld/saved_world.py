@@ -90,10 +90,10 @@ def _open(folder: str | int, name: str, flags: int) -> int:
 def _read(folder: int, name: str, limit: int) -> str:
     with open(_open(folder, name, 0), "rb") as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            raise ValueError("not a plain file")
+            raise ValueError("not a regular file")
         data = file.read(limit + 1)
     if len(data) > limit:
-        raise ValueError(f"beyond the {MAX_SAVED_BYTES >> 20} MiB that a saved world may have")
+        raise ValueError(f"larger than the {MAX_SAVED_BYTES >> 20} MiB allowed for a saved world")
     return data.decode("utf-8")
 
 
@@ -134,7 +134,7 @@ def _stay_in_this_database(action: int, *_: str | None) -> int:
 
 def _check_shape(change: Any) -> None:
     if not (isinstance(change, list) and len(change) == 3):
-        raise UnusableWorld("a change that is not [statement, parameters, many]")
+        raise UnusableWorld("a saved change is not [statement, parameters, many]")
     statement, parameters, many = change
     rows = parameters if many is True and isinstance(parameters, list) else [parameters]
     plain = all(
@@ -143,7 +143,7 @@ def _check_shape(change: Any) -> None:
         for value in (row.values() if isinstance(row, dict) else row if isinstance(row, list) else [row, ...])
     )
     if not (isinstance(statement, str) and isinstance(many, bool) and plain):
-        raise UnusableWorld("a change whose parameters are not rows of plain values")
+        raise UnusableWorld("the parameters of a saved change are not rows of plain values")
 
 
 _BEGINS = ("INSERT INTO ", "UPDATE ", "DELETE FROM ")
@@ -180,10 +180,12 @@ def allow_changes(connection: sqlite3.Connection) -> Callable[[str, Any, bool], 
 
     def check(statement: str, parameters: Any, many: bool) -> None:
         if not statement.startswith(_BEGINS):
-            raise UnusableWorld(f"a saved change that inserts, updates and deletes nothing: {statement[:80]!r}")
+            raise UnusableWorld(f"a saved change is not an INSERT, UPDATE or DELETE: {statement[:80]!r}")
         of_index = statement.startswith("INSERT") and _named(indexes) & _named(_WORD.findall(statement))
         if of_index and not _INDEX_INSERT.fullmatch(statement):
-            raise UnusableWorld(f"a saved change to a search index that is not AppWorld's: {statement[:80]!r}")
+            raise UnusableWorld(
+                f"a saved change modifies a search index in another way than AppWorld: {statement[:80]!r}"
+            )
         refused.clear()
         connection.set_authorizer(authorize)
         try:

@@ -163,10 +163,10 @@ class ServerProcess:
             async for chunk in response.aiter_raw():
                 received += chunk
                 if len(received) > max_bytes:
-                    raise ValueError(f"an answer of more than {max_bytes} bytes")
+                    raise ValueError(f"the reply has more than {max_bytes} bytes")
         answer = json.loads(received)
         if not isinstance(answer, dict):
-            raise ValueError("an answer that is not a JSON object")
+            raise ValueError("the reply is not a JSON object")
         return response.status_code, answer
 
     async def watch(self, max_memory_mib: float) -> Ending:
@@ -178,12 +178,12 @@ class ServerProcess:
             memory, processes = self.usage()
             reason = None
             if memory > max_memory_mib:
-                reason = f"its processes held {memory:.0f} MiB of memory, more than the {max_memory_mib} MiB allowed"
+                reason = f"its processes used {memory:.0f} MiB, more than environment.max_memory_mib={max_memory_mib}"
             elif processes > _MOST_PROCESSES:
-                reason = f"it ran {processes} processes"
+                reason = f"it started {processes} processes, more than the {_MOST_PROCESSES} allowed"
             # If scratch is mounted, this folder stays empty and the mounts limit the size.
             elif not _small(self._directory.path):
-                reason = f"it wrote more than {SCRATCH_MIB} MiB or {_MOST_FILES} files, or where nobody can count them"
+                reason = f"it wrote more than {SCRATCH_MIB} MiB or {_MOST_FILES} files, or files that cannot be counted"
             if reason is not None:
                 self._kill_tree()
                 return Ending(reason, own=True)

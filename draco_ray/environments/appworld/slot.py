@@ -130,14 +130,16 @@ class AppWorldSlot:
         """
         task_id = self.task.task_id
         if self._over:
-            raise RuntimeError(f"environment {self._name}: task {task_id} has been evaluated: nothing more can be run")
+            raise RuntimeError(
+                f"environment {self._name}: task {task_id} has already been evaluated, so no more code can be run"
+            )
         # Source code must not have lone surrogates, but text copied from an API's result may.
         code = code.encode("utf-8", "replace").decode("utf-8")
         output = await self._request(
             "/execute", {"task_id": task_id, "code": code}, task_id, self._config.cell_timeout_seconds, own=True
         )
         if not isinstance(output, str):
-            await self._crash(task_id, "the server answered a cell with something that is not text", own=True)
+            await self._crash(task_id, "the server's reply to a cell is not text", own=True)
         # Cut as `BoundedText` does, in case the task's code replaced `BoundedText`.
         return cut_with_mark(plain_text(output), self._config.max_output_bytes)
 
@@ -231,7 +233,7 @@ class AppWorldSlot:
             own=False,
         )
         if not isinstance(answer, dict) or answer.get("instruction") != task.instruction:
-            await self._crash(task.task_id, "the server opened another task than its specs describe", own=False)
+            await self._crash(task.task_id, "the server opened a different task than requested", own=False)
         self._task = task
         self._over = False
         self._tasks_played += 1
@@ -278,12 +280,12 @@ class AppWorldSlot:
     async def _order(self, do: str, task_id: str, files: Mapping[str, str] | None = None) -> dict[str, Any]:
         server, watch = self._server, self._watch
         if server is None:
-            raise EnvironmentCrashed(f"environment {self._name}: task {task_id}: the server is gone")
+            raise EnvironmentCrashed(f"environment {self._name}: task {task_id}: the server has ended")
         try:
             async with asyncio.timeout(self._config.start_timeout_seconds):
                 return await server.order(do, task_id, files)
         except TimeoutError:
-            reason = f"no answer to {do!r} within {self._config.start_timeout_seconds:g} s"
+            reason = f"the server did not answer {do!r} within {self._config.start_timeout_seconds:g} s"
             await self._crash(task_id, reason, own=False)
         except (OSError, ValueError, EOFError):
             if watch is not None and watch.done() and watch.result().own:
@@ -302,7 +304,7 @@ class AppWorldSlot:
         """
         server, watch = self._server, self._watch
         if server is None or watch is None:
-            raise EnvironmentCrashed(f"environment {self._name}: task {task_id}: the server is gone")
+            raise EnvironmentCrashed(f"environment {self._name}: task {task_id}: the server has ended")
         request = asyncio.ensure_future(server.post(path, body, 6 * self._config.max_output_bytes + (1 << 20)))
         ending = Ending(f"{path} took longer than {seconds:g} s", own)
         try:

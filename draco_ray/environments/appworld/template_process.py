@@ -108,11 +108,11 @@ class TemplateProcess:
             ready = json.loads(message)
             template.system_calls_refused = ready["system_calls_refused"]
             if not template.system_calls_refused:
-                log.warning("this machine has no filter for system calls: model-written code can start processes")
+                log.warning("this machine cannot filter system calls, so model-written code can start processes")
             if ready["tasks_own_the_host"] and level == "rlimits":
                 log.warning(
-                    "model-written code runs as root without capabilities and can change root's files:"
-                    " put AppWorld's Python and the data root where other users can read them"
+                    "model-written code runs as root without capabilities and can change root's files; move "
+                    "AppWorld's Python and the data root to a place that other users can read"
                 )
         except BaseException:
             template.kill()
@@ -194,8 +194,8 @@ def _start(key: TemplateKey, timeout_seconds: float) -> TemplateProcess:
         log.info("AppWorld loaded in %.1f s; isolation: %s", time.monotonic() - started_at, level)
         if level == "rlimits":
             log.warning(
-                "model-written code is isolated by rlimits alone: the host's files, and the memory of this user's"
-                " processes, stay within its reach"
+                "model-written code is isolated only by rlimits: it can read the host's files and the memory of this "
+                "user's processes"
             )
         return template
     raise failure(f"AppWorld cannot be started: {levels}")

@@ -228,7 +228,7 @@ class WorldServer:
             for line in said:
                 answer.update(json.loads(line))
         except (ValueError, TypeError, RecursionError):
-            answer["unusable"] = "what the evaluator's process said cannot be read"
+            answer["unusable"] = "the output of the evaluator's process cannot be read"
         if status:
             # A process that reported nothing has not yet read anything that the world's code wrote.
             outside = not said or _killed(status, usage, self._slot.evaluate_cpu_seconds)
@@ -259,7 +259,7 @@ class WorldServer:
                 linux.unmount(folder)
                 linux.mount_tmpfs(folder, self._slot.scratch_mib, 0o1777)
             elif os.listdir(folder) and not remove_tree(folder, itself=False, uid=self._task_uid):
-                raise OSError(f"{folder} cannot be cleared")
+                raise OSError(f"{folder} cannot be emptied")
 
 
 def show_only(task_id: str, tasks: str) -> None:

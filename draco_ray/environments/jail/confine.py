@@ -263,7 +263,7 @@ def _mount_workspace(spec: JailSpec, root: str) -> None:
 def _in_bubblewrap(spec: JailSpec) -> None:
     program = shutil.which("bwrap")
     if program is None:
-        raise OSError("no bwrap on PATH")
+        raise OSError("bwrap was not found on PATH")
     served = replace(spec, world=_WORLD, mounts=True)
     arguments = [*bubblewrap_arguments(served), sys.executable, *_template_arguments(served)]
     os.execve(program, ["bwrap", *arguments], environment(_WORLD, SCRATCH_FOLDERS[0], _PROGRAM))

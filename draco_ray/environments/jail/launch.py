@@ -48,7 +48,7 @@ class Levels:
 
     def __str__(self) -> str:
         """The reason for each refused level, and an alternative."""
-        hint = "; environment.isolation=rlimits would run this with limits alone" if self._automatic else ""
+        hint = "; environment.isolation=rlimits would run it with resource limits only" if self._automatic else ""
         return "; ".join(self._complaints) + hint
 
 
@@ -105,4 +105,4 @@ def last_line(directory: str) -> str:
         file.seek(max(0, os.fstat(file.fileno()).st_size - _LAST_BYTES))
         text = file.read(_LAST_BYTES)
     lines = [line.strip() for line in text.decode("utf-8", "replace").splitlines() if line.strip()]
-    return lines[-1][:500] if lines else "it left no message"
+    return lines[-1][:500] if lines else "it printed no message"

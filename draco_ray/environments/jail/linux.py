@@ -215,7 +215,7 @@ def keep_capabilities(keep: frozenset[int]) -> None:
     """Drop every capability outside ``keep`` permanently, also for programs started later."""
     for capability in range(_LAST_CAPABILITY + 1):
         if capability not in keep:
-            _prctl(_PR_CAPBSET_DROP, capability)  # fails for numbers the kernel does not know
+            _prctl(_PR_CAPBSET_DROP, capability)  # fails for capability numbers that the kernel does not know
 
 
 def drop_privileges(uid: int | None) -> None:
@@ -288,7 +288,9 @@ def landlock_version() -> int:
 def require_landlock() -> None:
     """Raises: OSError: Landlock is missing or too old."""
     if landlock_version() < _LANDLOCK_OLDEST:
-        raise OSError(f"Landlock version {landlock_version()}, version {_LANDLOCK_OLDEST} (Linux 6.2) is needed")
+        raise OSError(
+            f"Landlock has version {landlock_version()}, expected version {_LANDLOCK_OLDEST} (Linux 6.2) or later"
+        )
 
 
 def reach_only(*, readable: Iterable[str], writable: Iterable[str], network: bool = False) -> None:

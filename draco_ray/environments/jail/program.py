@@ -86,9 +86,9 @@ def _lifeline(launch: ProgramLaunch) -> socket.socket:
     networks = [name for _, name in socket.if_nameindex() if name != "lo" and _is_up(name)]
     refused = ""
     if os.getpid() != 1:
-        refused = "this is not process 1; expected a PID namespace and no --init (apptainer: --pid --no-init)"
+        refused = "the program is not process 1; use a PID namespace and no --init (apptainer: --pid --no-init)"
     elif networks and not launch.network:
-        refused = f"it has the network {networks[0]}; expected --network none, or environment.options.network=true"
+        refused = f"found network {networks[0]}; use --network none, or set environment.options.network=true"
     if refused:
         print(f"agent.container: {refused}", file=sys.stderr)
         sys.exit(UNAVAILABLE)
@@ -155,7 +155,7 @@ def _reap(child: int) -> int:
 
 
 def _excess(name: str, used: int, most_mib: int) -> str:
-    return f"stopped: {used >> 20} MiB used, {name} is {most_mib}" if used > most_mib << 20 else ""
+    return f"stopped: {used >> 20} MiB used, more than {name}={most_mib}" if used > most_mib << 20 else ""
 
 
 def _resident() -> Iterator[int]:

@@ -106,7 +106,7 @@ class ToolsEnvironment(Environment):
         if "failed" in answer:
             await self.stop()
             failed = self.without_secrets(answer["failed"])
-            raise EnvironmentCrashed(f"environment {self.name}: task {task_id}: cannot be begun: {failed}")
+            raise EnvironmentCrashed(f"environment {self.name}: task {task_id}: cannot be started: {failed}")
         return process
 
     async def evaluate(self, task_id: str, process: ToolProcess) -> WorldVerdict:
@@ -124,7 +124,7 @@ class ToolsEnvironment(Environment):
         answer = await process.ask(order, "evaluate", seconds)
         if "evaluated" not in answer:
             raise EnvironmentCrashed(
-                str(answer.get("failed", "evaluate sent a reply that cannot be parsed"))[:LONGEST_ERROR]
+                str(answer.get("failed", "the reply of evaluate cannot be parsed"))[:LONGEST_ERROR]
             )
         return _verdict(task_id, answer["evaluated"])
 
@@ -232,7 +232,7 @@ class ToolWorld:
         if _deeper(call["arguments"], MAX_DEPTH):
             return f"error: {name}: the arguments are nested too deeply"
         if self._over:
-            raise WorldBroken(f"{self._where}: it has ended")
+            raise WorldBroken(f"{self._where}: the episode has ended")
         over_at = asyncio.get_running_loop().time() + limit
         try:
             if name in self._owners:
@@ -242,12 +242,12 @@ class ToolWorld:
             match await self._process.ask(order, f"tool {name}", limit):
                 case {"text": str(text), "length": int(length)} if length >= len(text):
                     return self._told(text, length)
-            raise EnvironmentCrashed(f"tool {name} sent a reply that cannot be parsed")
+            raise EnvironmentCrashed(f"the reply of tool {name} cannot be parsed")
         except (TimeoutError, asyncio.CancelledError) as error:
             # If this event loop was blocked, the caller's timeout may fire together with this call's timeout.
             if isinstance(error, asyncio.CancelledError) and asyncio.get_running_loop().time() < over_at:
                 raise
-            raise self._broken(f"tool {name} could not be stopped after {limit:g} s") from None
+            raise self._broken(f"tool {name} could not be stopped after its time limit of {limit:g} s") from None
         except EnvironmentCrashed as error:
             raise self._broken(error) from error
 
@@ -277,7 +277,7 @@ class ToolWorld:
         if not environment.ground_truth or "evaluate" not in self._process.hooks:
             raise WorldError(f"task {task_id}: the environment was opened without ground truth, or has none")
         if self._over:
-            raise WorldBroken(f"{self._where}: it has ended")
+            raise WorldBroken(f"{self._where}: the episode has ended")
         self._over = True
         try:
             return await environment.evaluate(task_id, self._process)
@@ -292,7 +292,9 @@ class ToolWorld:
             await environment.evaluate(task_id, process)
         except EnvironmentCrashed as error:
             said = environment.without_secrets(str(error))
-            raise EnvironmentCrashed(f"{self._where}: before any tool was called, too: {said}") from None
+            raise EnvironmentCrashed(
+                f"{self._where}: the evaluator also fails on an untouched task, before any tool call: {said}"
+            ) from None
         raise broken
 
     async def close(self) -> None:
@@ -308,7 +310,8 @@ def _verdict(task_id: str, said: Any) -> WorldVerdict:
         said = {"evaluate": said}
     if not isinstance(said, dict) or not said or not all(isinstance(met, bool) for met in said.values()):
         raise WorldError(
-            f"task {task_id}: evaluate returned {str(said)[:100]!r}, expected True, False or a mapping of names to them"
+            f"task {task_id}: evaluate returned {str(said)[:100]!r}, expected True, False, or a mapping of names to "
+            "True or False"
         )
     failures = tuple(name for name, met in said.items() if not met)
     return WorldVerdict(
@@ -410,7 +413,7 @@ async def _ask_offer(options: ToolsOptions, config: EnvironmentConfig, secrets: 
         schemas = await _started(sessions)
         tools = merged(process.tools, {each.name: found for each, found in zip(sessions, schemas, strict=True)})
         if not tools:
-            raise ConfigError("environment.options: the files and servers have no tool")
+            raise ConfigError("environment.options: the files in tools and the servers in mcp have no tool")
         return Offer(tools=json.dumps(tools), evaluates="evaluate" in process.hooks)
     finally:
         await asyncio.gather(*(session.stop() for session in sessions))

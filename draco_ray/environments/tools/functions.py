@@ -86,20 +86,20 @@ def load(files: Iterable[str]) -> Functions:
         for hook in HOOKS:
             if callable(own := getattr(module, hook, None)):
                 if hook in found.hooks:
-                    raise UnusableTools(f"{file}: a second {hook}: keep one")
+                    raise UnusableTools(f"{file}: {hook} is defined twice; keep one")
                 _check_hook(file, hook, own)
                 found.hooks[hook] = own
         for function in _functions(file, module):
             name = function.__name__
             if name in found.tools:
-                raise UnusableTools(f"{file}: a second tool {name}: rename one")
+                raise UnusableTools(f"{file}: tool {name} is defined twice; rename one")
             found.schemas.append(_schema(file, function))
             found.tools[name] = validate_call(function)
     for hook, other in (("evaluate", "end_state"), ("end_state", "evaluate")):
         if hook in found.hooks and other not in found.hooks:
             raise UnusableTools(
-                f"{files[0]}: {hook} without {other}: evaluate(task, state) runs in a process of its own, which sees "
-                "nothing that the tools keep or write; state is what end_state() returns"
+                f"{files[0]}: {hook} needs {other}, because evaluate(task, state) runs in a separate process that "
+                "cannot see the tools' data; it gets the result of end_state() as state"
             )
     return found
 
@@ -134,7 +134,7 @@ def run_hook(functions: Functions, hook: str, timeout_seconds: float, *given: An
         with limit:
             return (None if function is None else functions.run(function, *given)), None
     except BaseException as error:
-        return None, f"{hook}: no end after {timeout_seconds:g} s" if limit.expired else f"{hook}: {_said(error)}"
+        return None, f"{hook}: did not end within {timeout_seconds:g} s" if limit.expired else f"{hook}: {_said(error)}"
 
 
 def end_state(functions: Functions, timeout_seconds: float) -> tuple[Any, str | None]:
@@ -142,9 +142,9 @@ def end_state(functions: Functions, timeout_seconds: float) -> tuple[Any, str | 
     state, problem = run_hook(functions, "end_state", timeout_seconds)
     try:
         if len(json.dumps(state)) > MAX_STATE_BYTES:
-            problem = f"end_state: it returned more than {MAX_STATE_BYTES >> 20} MiB of JSON"
+            problem = f"end_state: returned more than {MAX_STATE_BYTES >> 20} MiB of JSON"
     except (TypeError, ValueError, RecursionError) as error:
-        problem = f"end_state: it returned what has no JSON: {_said(error)}"
+        problem = f"end_state: returned a value that cannot be written as JSON: {_said(error)}"
     return state, problem
 
 
@@ -197,7 +197,7 @@ def _import(file: str) -> ModuleType:
     sys.path.insert(0, str(path.parent))
     spec = importlib.util.spec_from_file_location(path.stem, path)
     if spec is None or spec.loader is None:
-        raise UnusableTools(f"{file}: no Python file")
+        raise UnusableTools(f"{file}: not a Python file")
     module = importlib.util.module_from_spec(spec)
     sys.modules[path.stem] = module
     try:
@@ -205,7 +205,7 @@ def _import(file: str) -> ModuleType:
     except (Exception, SystemExit) as error:
         hint = ""
         if isinstance(error, ImportError | OSError):
-            hint = "; tools see their own file only: list what else they read in environment.options.reads"
+            hint = "; tools can read only their own file, so list other files and folders in environment.options.reads"
         raise UnusableTools(f"{file}: cannot be imported: {_said(error)}{hint}") from error
     return module
 
@@ -225,7 +225,9 @@ def _functions(file: str, module: ModuleType) -> list[Callable[..., Any]]:
         raise UnusableTools(f"{file}: TOOLS: expected a list of functions, found {type(listed).__name__}")
     for each in listed:
         if not _is_function(each):
-            raise UnusableTools(f"{file}: TOOLS: a {type(each).__name__} is no function: write one that calls it")
+            raise UnusableTools(
+                f"{file}: TOOLS: expected functions, found {type(each).__name__}; write a function that calls it"
+            )
     return [_plain(each) for each in listed]
 
 
@@ -252,8 +254,7 @@ def _check_hook(file: str, hook: str, function: Callable[..., Any]) -> None:
     except TypeError:
         # evaluate(task) without state would read the tools' module variables, which its process does not share.
         raise UnusableTools(
-            f"{file}: {hook}: expected def {hook}({', '.join(HOOKS[hook])}); "
-            "state is what end_state() returned in the process of the tools"
+            f"{file}: {hook}: expected def {hook}({', '.join(HOOKS[hook])}); state is the result of end_state()"
         ) from None
     except ValueError:
         # Some functions written in C have no signature.
@@ -264,16 +265,18 @@ def _schema(file: str, function: Callable[..., Any]) -> dict[str, Any]:
     name = function.__name__
     doc = docstring_parser.parse(inspect.getdoc(function) or "")
     if not doc.short_description:
-        raise UnusableTools(f"{file}: tool {name} has no docstring, from which a model learns what it does")
+        raise UnusableTools(f"{file}: tool {name} has no docstring; add one that tells the model what the tool does")
     for parameter in inspect.signature(function).parameters.values():
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.POSITIONAL_ONLY):
-            raise UnusableTools(f"{file}: tool {name}: {parameter} cannot be given by name")
+            raise UnusableTools(f"{file}: tool {name}: parameter {parameter} cannot be passed by name")
         if parameter.annotation is parameter.empty:
             raise UnusableTools(f"{file}: tool {name}: parameter {parameter.name} has no type hint")
     try:
         parameters = TypeAdapter(cast(Any, function)).json_schema()
     except Exception as error:
-        raise UnusableTools(f"{file}: tool {name}: its type hints have no JSON schema: {_short(str(error))}") from error
+        raise UnusableTools(
+            f"{file}: tool {name}: the type hints cannot be written as a JSON schema: {_short(str(error))}"
+        ) from error
     _drop_titles(parameters)
     parameters.setdefault("properties", {})
     for each in doc.params:

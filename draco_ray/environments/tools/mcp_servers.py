@@ -85,7 +85,7 @@ class McpSession:
         wanted, there = self._options.tools, [schema["function"]["name"] for schema in schemas]
         if missing := [name for name in wanted if name not in there]:
             raise EnvironmentCrashed(
-                f"MCP server {self.name} has no tool {', '.join(missing)}; it has {', '.join(there)}"
+                f"MCP server {self.name} has no tool {', '.join(missing)}; expected one of {', '.join(there)}"
             )
         return [schema for schema in schemas if not wanted or schema["function"]["name"] in wanted]
 
@@ -122,7 +122,7 @@ class McpSession:
                     tool, arguments, waiting = job
                     waiting.set_result(await self._answer(client, tool, arguments))
         except BaseException as error:
-            self._lost = f"MCP server {self.name} is lost: {self._refused or _reason(error)}"
+            self._lost = f"MCP server {self.name} was lost: {self._refused or _reason(error)}"
             crash = EnvironmentCrashed(self._lost)
             if not waiting.done():
                 waiting.set_exception(crash)
@@ -143,7 +143,9 @@ class McpSession:
             if not cursor:
                 return tools
             if cursor in seen:
-                raise ValueError(f"tools/list: the cursor {cursor[:100]!r} came twice: its pages have no end")
+                raise ValueError(
+                    f"tools/list: the server sent the cursor {cursor[:100]!r} twice, so its pages would never end"
+                )
             seen.add(cursor)
 
     async def _answer(self, client: Any, tool: str, arguments: Mapping[str, Any]) -> str:
@@ -201,7 +203,7 @@ class McpSession:
                 except BaseException as error:
                     if isinstance(error, asyncio.CancelledError):
                         raise
-                    raise EnvironmentCrashed(f"{_reason(error)}; it said: {last_line(directory)}") from error
+                    raise EnvironmentCrashed(f"{_reason(error)}; its last output: {last_line(directory)}") from error
         finally:
             await asyncio.to_thread(folder.remove)
 
@@ -216,9 +218,11 @@ class McpSession:
             return
         kind = response.headers.get("content-type", "").partition(";")[0].strip().lower()
         if not response.is_success:
-            self._refused = f"it answered with HTTP status {response.status_code} {response.reason_phrase}".rstrip()
+            self._refused = (
+                f"the server answered with HTTP status {response.status_code} {response.reason_phrase}".rstrip()
+            )
         elif response.status_code == 200 and kind not in _ANSWERS:
-            self._refused = f"it answered with {kind or 'no content type'}, expected {' or '.join(_ANSWERS)}"
+            self._refused = f"the server answered with {kind or 'no content type'}, expected {' or '.join(_ANSWERS)}"
 
     def _jailed(self, directory: str) -> list[str]:
         """Python arguments that start the command in the jail."""
@@ -325,8 +329,8 @@ def merged(functions: list[dict[str, Any]], servers: Mapping[str, list[dict[str,
             name = schema["function"]["name"]
             if name in owner:
                 raise ConfigError(
-                    f"two tools {name}, of {owner[name]} and of MCP server {server}: leave one out "
-                    f"(environment.options.mcp.{server}.tools names those that are offered)"
+                    f"tool {name} exists twice, in {owner[name]} and in MCP server {server}; list the tools to offer "
+                    f"in environment.options.mcp.{server}.tools"
                 )
             owner[name] = f"MCP server {server}"
             together.append(schema)

@@ -29,7 +29,7 @@ class McpServerOptions(Tree):
     @model_validator(mode="after")
     def _one_of_both(self) -> McpServerOptions:
         if bool(self.command) == bool(self.url):
-            raise ValueError("expected either command or url")
+            raise ValueError("expected one of command and url")
         return self
 
 
@@ -62,16 +62,16 @@ def read_options(given: dict[str, Any]) -> ToolsOptions:
     """Check ``environment.options``. Raises: ConfigError, one line."""
     options = checked_options(ToolsOptions, given)
     if not options.tools and not options.mcp:
-        raise ConfigError("environment.options: no tools: name Python files in tools, or servers in mcp")
+        raise ConfigError("environment.options: no tools given; list Python files in tools, or servers in mcp")
     servers = [path for server in options.mcp.values() for path in server.reads]
     for path in (*options.tools, *options.reads, *servers, *([Path(options.tasks)] if options.tasks else [])):
         # Workers may have another working directory.
         if not path.is_absolute():
             raise ConfigError(
-                f"environment.options: {str(path)!r} is relative: begin it with ./ in a configuration file, whose "
-                "folder it is then in, or give the whole path"
+                f"environment.options: {str(path)!r} is a relative path; give an absolute path, or in a configuration "
+                "file begin it with ./, which means the file's folder"
             )
     for path in (*options.tools, *options.reads, *servers):
         if not path.exists():
-            raise ConfigError(f"environment.options: no file {path}")
+            raise ConfigError(f"environment.options: file {path} does not exist")
     return options

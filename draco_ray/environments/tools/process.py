@@ -79,9 +79,9 @@ class ToolProcess:
                 levels.refused(level, error)
                 continue
             levels.reached(level)
-            log.info("tools are isolated by: %s", level)
+            log.info("isolation of tools: %s", level)
             return started
-        raise IsolationUnavailable(f"tools cannot be confined: {levels}")
+        raise IsolationUnavailable(f"tools cannot be isolated: {levels}")
 
     @classmethod
     async def _start(
@@ -121,14 +121,14 @@ class ToolProcess:
         except TimeoutError:
             await started.kill()
             seconds = config.start_timeout_seconds
-            raise EnvironmentCrashed(f"the server of tools did not start within {seconds:g} s") from None
+            raise EnvironmentCrashed(f"the tools' server did not start within {seconds:g} s") from None
         except (EOFError, OSError):
             complaint = last_line(directory)
             await started.kill()
             status = started._process.returncode
             if not_offered(status, complaint):
                 raise LevelUnavailable(complaint) from None
-            raise EnvironmentCrashed(f"the server of tools did not start (status {status}): {complaint}") from None
+            raise EnvironmentCrashed(f"the tools' server did not start (status {status}): {complaint}") from None
         except BaseException:
             await started.kill()
             raise
@@ -160,14 +160,16 @@ class ToolProcess:
         with contextlib.suppress(ValueError, RecursionError):
             if isinstance(answer := json.loads(await self.ask_unread(order, what, timeout_seconds)), dict):
                 return answer
-        raise EnvironmentCrashed(f"{what} sent a reply that cannot be parsed")
+        raise EnvironmentCrashed(f"the reply of {what} cannot be parsed")
 
     async def ask_unread(self, order: Mapping[str, Any], what: str, timeout_seconds: float) -> bytes:
         """`ask` that returns the answer unparsed."""
         try:
             return await self._exchange(order, timeout_seconds)
         except TimeoutError:
-            raise EnvironmentCrashed(f"{what} could not be stopped after {timeout_seconds:g} s") from None
+            raise EnvironmentCrashed(
+                f"{what} could not be stopped after its time limit of {timeout_seconds:g} s"
+            ) from None
         except EOFError as error:
             reason = f"{what} {error}"
         with contextlib.suppress(EnvironmentCrashed):
@@ -216,7 +218,7 @@ class ToolProcess:
             if not isinstance(error, OSError | ValueError):  # TimeoutError is an OSError; no answer: ValueError.
                 raise
             complaint = last_line(str(self._folder.path))
-            raise EnvironmentCrashed(f"the server of tools is gone: {complaint}") from None
+            raise EnvironmentCrashed(f"the tools' server has ended: {complaint}") from None
 
     def _send_channel(self) -> None:
         self._channel, theirs = socket.socketpair()
@@ -238,7 +240,7 @@ class ToolProcess:
                 raise ConnectionError
             with contextlib.suppress(BlockingIOError):
                 if channel.recv(1):
-                    raise EOFError("said what it was not asked for")
+                    raise EOFError("sent unexpected output")
                 raise ConnectionError
             async with asyncio.timeout(timeout_seconds):
                 await loop.sock_sendall(channel, line)
@@ -252,5 +254,5 @@ class ToolProcess:
         except ConnectionError:
             raise EOFError("ended its process") from None
         if not received.startswith(number) or received.index(b"\n") + 1 < len(received):
-            raise EOFError("said what it was not asked for")
+            raise EOFError("sent unexpected output")
         return bytes(received[len(number) :])

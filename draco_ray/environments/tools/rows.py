@@ -63,7 +63,7 @@ class Rows(dict[str, Row]):
         found = [row.task_id for row in self.values() if row.split == split]
         if not found:
             splits = ", ".join(sorted({row.split for row in self.values()}))
-            raise WorldError(f"{self._source}: no task of split {split!r}; there are {splits}")
+            raise WorldError(f"{self._source}: no task has split {split!r}; expected one of {splits}")
         return found
 
     def row(self, task_id: str) -> Row:
@@ -87,24 +87,28 @@ def read_rows(source: str) -> Rows:
     for place, row in rows:
         task_id, instruction = row.get("id"), row.get("instruction")
         if task_id is None or task_id == "":
-            raise ConfigError(f"{source}: {place}: a task without an id: add one, unique in the file")
+            raise ConfigError(f"{source}: {place}: the task has no id; add one that is unique in the file")
         if not isinstance(task_id, str | int) or isinstance(task_id, bool):
             kind = type(task_id).__name__
             raise ConfigError(f"{source}: {place}: id: expected a text or a whole number, found {kind}")
         task_id = str(task_id)
         check_id(task_id, f"{source}: {place}")
         if not isinstance(instruction, str) or not instruction.strip():
-            raise ConfigError(f"{source}: {place}: task {task_id!r} has no instruction: say what is to be done")
+            raise ConfigError(
+                f"{source}: {place}: task {task_id!r} has no instruction; describe what the agent has to do"
+            )
         for name in ("split", "group"):
             if not isinstance(row.get(name), str | int | None):
                 found_there = type(row[name]).__name__
                 raise ConfigError(f"{source}: {place}: task {task_id!r}: {name}: expected a text, found {found_there}")
         if task_id in found:
-            raise ConfigError(f"{source}: two tasks {task_id!r} ({places[task_id]} and {place}): rename one")
+            raise ConfigError(
+                f"{source}: two tasks have the id {task_id!r} ({places[task_id]} and {place}); rename one"
+            )
         found[task_id] = Row(task_id=task_id, split=TRAIN if row.get("split") is None else str(row["split"]), row=row)
         places[task_id] = place
     if not found:
-        raise ConfigError(f"{source}: no tasks")
+        raise ConfigError(f"{source}: contains no tasks")
     return found
 
 
@@ -115,7 +119,9 @@ def check_id(task_id: str, where: str) -> None:
         if len(task_id.encode("utf-8", "surrogatepass")) > LONGEST_ID:
             raise ValueError(f"expected at most {LONGEST_ID} bytes")
     except ValueError as error:
-        raise ConfigError(f"{where}: task {task_id[:60]!r}: id: {error}; files are named after it") from None
+        raise ConfigError(
+            f"{where}: task {task_id[:60]!r}: id: {error}, because files are named after the id"
+        ) from None
 
 
 def _whole(text: str) -> str:
@@ -134,7 +140,7 @@ def _lines(path: Path) -> Iterable[tuple[str, Mapping[str, Any]]]:
         try:
             row = json.loads(line)
         except (ValueError, RecursionError) as error:
-            raise ConfigError(f"{path}: line {number}: no JSON: {' '.join(str(error).split())}") from None
+            raise ConfigError(f"{path}: line {number}: not JSON: {' '.join(str(error).split())}") from None
         if not isinstance(row, dict):
             raise ConfigError(f"{path}: line {number}: expected an object, found {type(row).__name__}")
         yield f"line {number}", row
@@ -151,7 +157,7 @@ def _folders(path: Path) -> Iterable[tuple[str, Mapping[str, Any]]]:
             settings = tomllib.loads(told.read_text(encoding="utf-8"))
             instruction = (folder / "instruction.md").read_text(encoding="utf-8")
         except (OSError, ValueError) as error:
-            raise ConfigError(f"{told}: no task of Harbor's: {' '.join(str(error).split())}") from None
+            raise ConfigError(f"{told}: not a Harbor task: {' '.join(str(error).split())}") from None
         environment, metadata = settings.get("environment", {}), settings.get("metadata", {})
         yield (
             str(told),
@@ -180,5 +186,7 @@ def _returned(source: str) -> Iterable[tuple[str, Mapping[str, Any]]]:
             # Tools and agents get the row as JSON in other processes.
             row = json.loads(json.dumps(dict(row)))
         except (TypeError, ValueError, RecursionError) as error:
-            raise ConfigError(f"{source}: row {number}: it has no JSON: {' '.join(str(error).split())}") from None
+            raise ConfigError(
+                f"{source}: row {number}: cannot be written as JSON: {' '.join(str(error).split())}"
+            ) from None
         yield f"row {number}", row

@@ -166,7 +166,7 @@ class ToolServer:
                 linux.unmount(folder)
                 linux.mount_tmpfs(folder, self._jail.scratch_mib, 0o1777)
         elif os.listdir(home := os.environ["HOME"]) and not remove_tree(home, itself=False, uid=self._uid):
-            raise OSError(f"{home} cannot be cleared")
+            raise OSError(f"{home} cannot be emptied")
 
 
 def _say(channel: BufferedRWPair, number: bytes, answer: dict[str, Any]) -> None:

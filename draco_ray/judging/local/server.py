@@ -192,9 +192,9 @@ class VllmJudgeServer:
         if self._failures >= STARTS:
             raise JudgeUnavailable(
                 f"the judge's vLLM server of {served_model(self._config.model)} {why} {STARTS} times before it "
-                f"answered, the last words: {child.last_line[:200]} (all of them in {self._log})"
+                f"answered; last line of its output: {child.last_line[:200]} (see {self._log})"
             )
-        return self._start(f", as the one before {why}")
+        return self._start(f", because the previous server {why}")
 
     def _loading(self) -> ServerStatus:
         local, model = self._config.local, served_model(self._config.model)
@@ -205,7 +205,7 @@ class VllmJudgeServer:
             self._stall, self._failures = StallDetector(local.stall_seconds, self._clock), 0
             return self._serving()
         if seconds < local.start_timeout_seconds:
-            return ServerStatus(server=None, doing=f"loads {model}, for {seconds:.0f} s now")
+            return ServerStatus(server=None, doing=f"loads {model}, for {seconds:.0f} s so far")
         self.end()
         raise JudgeUnavailable(
             f"the judge's vLLM server of {model} did not answer within judge.local.start_timeout_seconds="
@@ -217,7 +217,9 @@ class VllmJudgeServer:
             if not self._answers():
                 self.end()
                 seconds = self._config.local.stall_seconds
-                return self._start(f", as the one before made no token for {seconds:g} s, not even when asked for one")
+                return self._start(
+                    f", because the previous server produced no token for {seconds:g} s, even when probed"
+                )
             stall.cleared()
         return self._serving()
 

@@ -28,7 +28,7 @@ LOOK_SECONDS = 5.0
 """Interval of health checks of a serving server."""
 SILENT_SECONDS = 20.0
 """Timeout of a health check, in addition to `LocalJudgeConfig.stall_seconds`."""
-WAITS_FOR_A_NODE = "waits for a node that has room"
+WAITS_FOR_A_NODE = "waits for a node with enough resources"
 
 
 class Replica(Protocol):
@@ -101,7 +101,7 @@ class JudgeServers:
         """A line for each server that does not answer yet."""
         now = self._clock()
         return [
-            f"judge server {place.number} {doing} (since {now - since:.0f} s)"
+            f"judge server {place.number} {doing} (for {now - since:.0f} s)"
             for place, (doing, since) in self._doing.items()
             if not place.up
         ]
@@ -138,7 +138,7 @@ class JudgeServers:
         place, _ = lease
         if lost and place.up:
             self._workers.mark_down(place)
-            self._doing[place] = ("answered a call no more", self._clock())
+            self._doing[place] = ("could not be reached for a call", self._clock())
         self._workers.release(place)
 
     def adjust(self) -> None:
@@ -154,16 +154,16 @@ class JudgeServers:
             self._forget(place)
             place.worker.end()
         if come or gone:
-            log.info("judge servers: %d up, %d asked for", self.up, len(self._workers.pooled))
+            log.info("judge servers: %d of %d are up", self.up, len(self._workers.pooled))
         if self.up:
             self._none_since = now
         elif now - self._none_since >= self._config.start_timeout_seconds:
-            pending = "; ".join(self.pending()) or "none could be started"
+            pending = "; ".join(self.pending()) or "no server could be started"
             seconds = self._config.start_timeout_seconds
             self._workers.fail_waiting(
                 JudgeUnavailable(
-                    f"no judge server is up after judge.local.start_timeout_seconds={seconds:g}: {pending}; see "
-                    "`ray status` for what the cluster offers"
+                    f"no judge server is up after judge.local.start_timeout_seconds={seconds:g}: {pending}; check the "
+                    "cluster's resources with `ray status`"
                 )
             )
 

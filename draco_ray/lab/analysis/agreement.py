@@ -89,10 +89,12 @@ def contingency(reference: IntArray, other: IntArray) -> FloatArray:
         ValueError: as `agreement`.
     """
     if reference.shape != other.shape or reference.ndim != 1:
-        raise ValueError(f"{reference.shape} reference ratings, {other.shape} others: expected two equal vectors")
+        raise ValueError(
+            f"ratings have shapes {reference.shape} and {other.shape}; expected two vectors of equal length"
+        )
     columns = (*RATINGS, UNANSWERED)
     if not np.isin(reference, RATINGS).all() or not np.isin(other, columns).all():
-        raise ValueError("a rating is none of -1, 0, +1")
+        raise ValueError("a rating is not -1, 0 or +1")
     return np.array(
         [[np.count_nonzero((reference == row) & (other == column)) for column in columns] for row in RATINGS], float
     )
@@ -110,7 +112,7 @@ def agreement_intervals(clusters: Sequence[FloatArray], *, level: float = LEVEL)
         ValueError: there are no clusters.
     """
     if not clusters:
-        raise ValueError("no clusters to take an interval over")
+        raise ValueError("no clusters, so no interval can be computed")
     table_C = np.stack(clusters)
     total = table_C.sum(axis=0)
     used = _used(total)
@@ -145,7 +147,7 @@ def clustered_interval(
         ValueError: there are no clusters.
     """
     if not clusters:
-        raise ValueError("no clusters to take an interval over")
+        raise ValueError("no clusters, so no interval can be computed")
     groups = [list(items) for items in clusters.values() if items]
     items = [item for group in groups for item in group]
     value = statistic(items)

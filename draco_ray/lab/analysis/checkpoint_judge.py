@@ -74,8 +74,8 @@ def checkpoints_before(run: RunDirectory, steps: Sequence[int]) -> list[Checkpoi
     wanted = sorted({step - 1 for step in steps if step > 1})
     if absent := [version for version in wanted if version not in kept]:
         raise ConfigError(
-            f"{run.path}: no checkpoint after step {absent[0]}, which acted in step {absent[0] + 1}; choose others "
-            "with --step, or train with train.checkpoint_every=1"
+            f"{run.path}: no checkpoint after step {absent[0]}, which is the policy of step {absent[0] + 1}; choose "
+            "other steps with --step, or train with train.checkpoint_every=1"
         )
     for version in wanted:
         check_adapter(run.checkpoint(version))

@@ -76,16 +76,16 @@ def _check(
     """Reject rows about a criterion or a step that does not exist. Raises: ValueError."""
     for row in (*verdicts, *citations):
         if not 0 <= row["criterion"] < criteria:
-            raise ValueError(f"criterion {row['criterion']} of a rubric of {criteria}")
+            raise ValueError(f"criterion {row['criterion']} does not exist; the rubric has {criteria}")
     steps = {member["rollout"]: len(member["step_tokens"]) for member in members}
     for row in citations:
         if row["step"] is not None and not 1 <= row["step"] <= steps.get(row["rollout"], row["step"]):
             raise ValueError(
-                f"rollout {row['rollout']} has {steps.get(row['rollout'], 0)} steps, cited is {row['step']}"
+                f"rollout {row['rollout']} has {steps.get(row['rollout'], 0)} steps, but step {row['step']} is cited"
             )
     for member in members:
         if len(member["step_advantage"]) != len(member["step_tokens"]):
-            raise ValueError(f"rollout {member['rollout']} has advantages of other steps than it has")
+            raise ValueError(f"rollout {member['rollout']} has advantages for other steps than its own")
 
 
 def _group(

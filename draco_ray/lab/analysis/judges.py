@@ -85,7 +85,7 @@ class NamedJudge:
     def __post_init__(self) -> None:
         """Reject an endpoint for a judge that runs locally. Raises: ConfigError."""
         if self.model in (RULES, POLICY) and (self.api_base is not None or self.api_key_env is not None):
-            raise ConfigError(f"judge {self.model}: it is served here; expected no endpoint and no key for it")
+            raise ConfigError(f"judge {self.model}: runs in this process; leave out endpoint and key")
 
 
 def judge_config(config: JudgeConfig, judge: NamedJudge, cache: Path | None) -> JudgeConfig:
@@ -119,13 +119,13 @@ def judge_config(config: JudgeConfig, judge: NamedJudge, cache: Path | None) -> 
 def _own(config: JudgeConfig, judge: NamedJudge, cache: Path | None) -> JudgeConfig:
     if config.self_judge.enabled:
         raise ConfigError(
-            "--judge own: this run's judge was its own policy, which changed with every step; ask its checkpoints with "
-            f"--judge {POLICY}"
+            "--judge own: this run's judge was its own policy, which changed at every step; to ask its checkpoints "
+            f"use --judge {POLICY}"
         )
     if config.local.enabled and judge.api_base is None:
         raise ConfigError(
-            f"--judge own: this run's judge {config.model} was served by the run itself; serve it (`vllm serve`) and "
-            "name it with --api-base"
+            f"--judge own: this run's judge {config.model} was served by the run itself; serve it again (`vllm "
+            "serve`) and set --api-base to its endpoint"
         )
     if config.rule_judge.start:
         offline = judge_config(config, NamedJudge(model=RULES), None)
@@ -166,6 +166,8 @@ def open_complete(config: JudgeConfig, seed: int = 0) -> Completer:
 
     if config.jury:
         log.warning(
-            "judge.jury has %d further judges, which are not asked here: only %s is", len(config.jury), config.model
+            "judge.jury has %d further judges, which are not used here; only %s is asked",
+            len(config.jury),
+            config.model,
         )
     return open_model(config, None if config.cache is None else ReplyCache(config.cache), leases=None)

@@ -182,7 +182,7 @@ def check_steps(run: RunDirectory, steps: Sequence[int]) -> None:
     """Reject training steps that the run does not have. Raises: ConfigError."""
     if unknown := sorted(set(steps) - set(run.steps())):
         known = run.steps()
-        raise ConfigError(f"{run.path}: no training step {unknown[0]}; it has {known[0]} to {known[-1]}")
+        raise ConfigError(f"{run.path}: no training step {unknown[0]}; expected {known[0]} to {known[-1]}")
 
 
 def _answers(rows: list[dict[str, Any]]) -> dict[tuple[str, int], dict[int, tuple[Verdict, list[int]]]]:

@@ -141,7 +141,7 @@ def criteria_census(run: RunDirectory) -> pa.Table:
 
 
 def census_summary(census: pa.Table, general_from: int = GENERAL_FROM) -> pa.Table:
-    """Task-specific against general criteria: their share of all, and how often they fail or do not apply.
+    """Share of task-specific and of general criteria, and how often each kind fails or does not apply.
 
     Args:
         census: `criteria_census` of one run or several.
@@ -162,7 +162,7 @@ def census_summary(census: pa.Table, general_from: int = GENERAL_FROM) -> pa.Tab
             "all": criteria,
         }
         for scope, members in scopes.items():
-            tally = Counter({verdict: sum(row[name] for row in members) for verdict, name in COUNTED.items()})
+            tally: Tally = Counter({verdict: sum(row[name] for row in members) for verdict, name in COUNTED.items()})
             rows.append(
                 {
                     "run": name,

@@ -72,10 +72,7 @@ class ChatPolicy:
         Raises: ConfigError if the prompt lists tools.
         """
         if any(message.role == TOOLS for message in prompt):
-            raise ConfigError(
-                f"--policy {self.name}: an agent that calls tools plays on a model directory only; give its "
-                "weights here"
-            )
+            raise ConfigError(f"--policy {self.name}: a tool-calling agent needs a model directory, not an API model")
         vote = request.rollout * _ATTEMPTS + request.attempt
         return ChatConversation(self._complete, self._config, prompt, vote=vote, priced=self._priced)
 

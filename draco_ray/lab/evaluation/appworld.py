@@ -100,7 +100,7 @@ async def reevaluate(directory: EvaluationDirectory, config: DracoConfig) -> lis
         for index in range(count)
     ]
     if plan.world and plan.world != tasks_digest(root, list(plan.tasks)):
-        raise ConfigError(f"data.root={root}: another world than {directory.path} was evaluated in; give data.root=DIR")
+        raise ConfigError(f"data.root={root}: {directory.path} was evaluated in another world; set data.root=DIR")
     free: asyncio.Queue[AppWorldSlot] = asyncio.Queue()
     for slot in slots:
         free.put_nowait(slot)

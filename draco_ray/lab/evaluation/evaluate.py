@@ -99,9 +99,9 @@ def evaluate_policy(
     directory = EvaluationDirectory.begin(out, plan)
     with directory.claimed():
         if retry_errors and (dropped := directory.drop_lost()):
-            console.print(f"{out}: {dropped} lost rollouts are played again")
+            console.print(f"{out}: {dropped} lost rollouts will be repeated")
         if found := directory.finished():
-            console.print(f"{out}: {found} of {directory.total} rollouts are there already")
+            console.print(f"{out}: {found} of {directory.total} rollouts are already finished")
         directory.check_lost(max_lost_share)
         if found < directory.total:
             evaluator = _Evaluator(config, policy, api, directory, environment, console, max_lost_share)
@@ -110,7 +110,7 @@ def evaluate_policy(
     if lost := directory.lost():
         console.print(
             f"{len(lost)} of {directory.total} rollouts were lost and count as failures (the last: {lost[-1].error}); "
-            "the same command with --retry-errors plays them again"
+            "to repeat them, add --retry-errors to the same command"
         )
     # Do not use `read_seeds` here: it reads the summary, which is not written yet.
     result = aggregate(directory.plan, [list(directory.complete_results().values())])
@@ -365,8 +365,8 @@ class _Evaluator:
             off = await scorer.logprobs(probe, adapter=False)
             if on == off:
                 raise CanaryFailed(
-                    f"{scorer.name}: the adapter of {checkpoint.name} is not live: log-probs with and without it are "
-                    "the same; is it an adapter of this model?"
+                    f"{scorer.name}: the adapter of {checkpoint.name} has no effect: log-probs with and without it "
+                    "are equal; check that it belongs to this model"
                 )
 
         await self._fleet.prove(live)
@@ -398,8 +398,8 @@ def _ray(config: DracoConfig, policy: EvaluatedPolicy, console: Console) -> Iter
         wanted = environment.min_workers * environment.cpus_per_worker + engine.fewest * engine.cpus_per_engine
         if wanted > resources.get("CPU", 0):
             raise ConfigError(
-                f"environment.slots={environment.slots} and the engines need {wanted:g} CPUs, the Ray cluster has "
-                f"{resources.get('CPU', 0):g}: lower environment.slots, or raise environment.slots_per_worker"
+                f"environment.slots={environment.slots} and the engines need {wanted:g} CPUs, but the Ray cluster has "
+                f"{resources.get('CPU', 0):g}; lower environment.slots, or raise environment.slots_per_worker"
             )
         yield
     finally:
@@ -412,8 +412,8 @@ def _stopped_plainly(directory: EvaluationDirectory, console: Console) -> Iterat
         yield
     except KeyboardInterrupt:
         console.print(
-            f"stopped; {directory.finished()} of {directory.total} rollouts are in {directory.path}: the same command "
-            "goes on from there"
+            f"stopped; {directory.finished()} of {directory.total} rollouts are in {directory.path}; run the same "
+            "command again to continue"
         )
         raise SystemExit(130) from None
     except Exception as error:
@@ -421,10 +421,10 @@ def _stopped_plainly(directory: EvaluationDirectory, console: Console) -> Iterat
         if plain is None:
             raise
         if isinstance(plain, JudgeUnavailable):
-            again = "the same command with a higher budget" if isinstance(plain, BudgetSpent) else "the same command"
+            again = "the command with a higher budget" if isinstance(plain, BudgetSpent) else "the same command again"
             raise type(plain)(
-                f"evaluation {directory.path}: {plain}; {directory.finished()} of {directory.total} rollouts are kept, "
-                f"and {again} goes on from there"
+                f"evaluation {directory.path}: {plain}; {directory.finished()} of {directory.total} rollouts are "
+                f"kept; run {again} to continue"
             ) from None
         raise plain from None
 

@@ -49,7 +49,7 @@ def _listed(value: object) -> object:
 
 def _distinct(values: tuple[str, ...]) -> tuple[str, ...]:
     if twice := [value for value in values if values.count(value) > 1]:
-        raise ValueError(f"{twice[0]!r} is there twice")
+        raise ValueError(f"{twice[0]!r} is given twice")
     return values
 
 
@@ -80,9 +80,9 @@ class EvaluatedSetting(BaseModel):
     @model_validator(mode="after")
     def _one_of_both(self) -> EvaluatedSetting:
         if (self.policy is None) == (self.run is None):
-            raise ValueError("expected either policy or run")
+            raise ValueError("expected one of policy and run")
         if self.run is None and "last_epochs" in self.model_fields_set:
-            raise ValueError("last_epochs has no effect on a policy, only on a run")
+            raise ValueError("last_epochs works only with a run, not with a policy")
         return self
 
 
@@ -154,8 +154,8 @@ def planned_evaluations(wanted: EvaluationSet, out: Path) -> list[PlannedEvaluat
                 other = found.setdefault(str(path).casefold(), planned)
                 if other is not planned:
                     raise ConfigError(
-                        f"{other.label} and {label} on {split} would both be kept in {path}; give the runs' folders, "
-                        "or the labels, different names"
+                        f"{other.label} and {label} on {split} would both be stored in {path}; give the labels or the "
+                        "runs' folders different names"
                     )
     return list(found.values())
 
@@ -163,7 +163,7 @@ def planned_evaluations(wanted: EvaluationSet, out: Path) -> list[PlannedEvaluat
 def _message(problem: Mapping[str, Any]) -> str:
     key = ".".join(str(part) for part in problem["loc"] if not str(part).startswith("function-"))
     if problem["type"] == "missing":
-        return f"{key}: is not there"
+        return f"{key}: is missing"
     what = problem["msg"].removeprefix("Value error, ")
     found = "" if problem["type"] == "value_error" else f", found {problem['input']!r}"
     return f"{key}: {what[:1].lower()}{what[1:]}{found}"

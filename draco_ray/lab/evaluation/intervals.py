@@ -83,10 +83,10 @@ def clustered_mean(
         ValueError: there are no values, or the seeds have different keys.
     """
     if not seeds or not seeds[0]:
-        raise ValueError("no values to take the mean of")
+        raise ValueError("no values, so no mean can be computed")
     keys = list(seeds[0])
     if any(values.keys() != seeds[0].keys() for values in seeds):
-        raise ValueError("the seeds are not of the same tasks")
+        raise ValueError("the seeds were measured on different tasks")
     value_GK = np.array([[values[key] for key in keys] for values in seeds])
     names = {name: index for index, name in enumerate(dict.fromkeys(map(cluster, keys)))}
     place_K = np.array([names[cluster(key)] for key in keys])
@@ -248,7 +248,7 @@ def _covariance(one: ClusteredMean, other: ClusteredMean) -> float:
 
 def _check_paired(one: ClusteredMean, other: ClusteredMean) -> None:
     if one.influence.keys() != other.influence.keys():
-        raise ValueError("the two are not of the same scenarios")
+        raise ValueError("the two were measured on different scenarios")
 
 
 def _variance(values: Sequence[float]) -> float:

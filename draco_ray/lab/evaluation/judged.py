@@ -54,17 +54,27 @@ def judge_policy(
     console = console or PlainConsole()
     use = config.environment.use
     if policy.api_model is not None:
-        raise ConfigError(f"--policy {policy.name}: environment.use={use} has no evaluator; only weights are judged")
+        raise ConfigError(
+            f"--policy {policy.name}: environment.use={use} has no evaluator; expected a model directory, because API "
+            "models cannot be judged"
+        )
     if config.algorithm.reward != "rubric" or config.judge.self_judge.enabled:
-        raise ConfigError(f"draco evaluate: environment.use={use} has no evaluator, and the configuration no judge")
+        raise ConfigError(
+            f"draco evaluate: environment.use={use} has no evaluator, and the configuration has no judge; set one of "
+            "them"
+        )
     measured = {"evaluate_before_after": True, "evaluation_runs": runs}
     config, environment = resolve_config(config.updated(data={"eval_split": split}, train=measured))
     run = _directory(out, config)
-    console.print(f"environment.use={use} has no evaluator: the judge's pass rate stands in")
+    console.print(f"environment.use={use} has no evaluator: the judge's pass rate is reported instead")
     with sole_driver(run), opened(config, run, console, cache=cache) as final:
         rates = asyncio.run(_judge(policy, final, environment, run, console))
     numbers = {name: asdict(found) for name, found in rates.items()}
-    summary = {"measure": "judge's pass rate, for want of an evaluator", "split": split, "checkpoints": numbers}
+    summary = {
+        "measure": "judge's pass rate (a stand-in, because there is no evaluator)",
+        "split": split,
+        "checkpoints": numbers,
+    }
     (run.path / "summary.json").write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
     return rates
 
@@ -74,7 +84,7 @@ def _directory(path: Path, config: DracoConfig) -> RunDirectory:
         return RunDirectory.create(path, dump_config(config))
     run = RunDirectory.open(path)
     if changes := config_changes(load_config(str(path), trust=True), config):
-        raise ConfigError(f"--out {path}: holds another evaluation: {'; '.join(changes)}; choose another folder")
+        raise ConfigError(f"--out {path}: contains another evaluation: {'; '.join(changes)}; choose another folder")
     return run
 
 

@@ -88,7 +88,7 @@ def estimates(
     solved: dict[str, Counter[int]] = defaultdict(Counter)
     for each in evaluations:
         if (each.task_id, each.run) in seen or not 0 <= each.run < runs:
-            raise ValueError(f"task {each.task_id}: run {each.run} is unexpected, {runs} runs are counted")
+            raise ValueError(f"task {each.task_id}: unexpected run {each.run}; expected {runs} runs")
         seen.add((each.task_id, each.run))
         key = (each.scenario or each.task_id) if whole else each.task_id
         tasks[key].add(each.task_id)
@@ -112,7 +112,7 @@ def mean_by_key(measurements: Sequence[Mapping[str, float]]) -> dict[str, float]
     """
     keys = measurements[0].keys() if measurements else ()
     if any(measurement.keys() != keys for measurement in measurements):
-        raise ValueError("the measurements are not of the same tasks")
+        raise ValueError("the measurements are of different tasks")
     return {key: sum(measurement[key] for measurement in measurements) / len(measurements) for key in keys}
 
 
@@ -245,7 +245,7 @@ def difference(one: Measure, other: Measure) -> tuple[Interval, float]:
         one, other = _on_common_tasks(one, other)
         return mean_difference(one.at_worst, other.at_worst), _p_value(one, other)
     if apart := one.failed[0].keys() ^ other.failed[0].keys():
-        raise ValueError(f"{len(apart)} tasks are in one of the two only")
+        raise ValueError(f"{len(apart)} tasks are in only one of the two")
     low = rate_difference(one.at_worst, other.at_best)
     high = rate_difference(one.at_best, other.at_worst)
     interval = Interval(one.mean - other.mean, low.low, high.high)
@@ -331,6 +331,6 @@ def _on_common_tasks(one: Measure, other: Measure) -> tuple[Measure, Measure]:
     """Both measures of turns, restricted to tasks that were played in both settings."""
     both = _of_common_tasks([*one.failed, *other.failed], one.cluster)
     if both is None:
-        raise ValueError("no task was played in both")
+        raise ValueError("no task is in both")
     many = len(one.failed)
     return replace(both, failed=both.failed[:many]), replace(both, failed=both.failed[many:])

@@ -76,7 +76,7 @@ def find_policy(name: str, starter: Path) -> EvaluatedPolicy:
         return single(model.rsplit("/", 1)[-1], re.sub(r"[^\w.-]+", "_", model), api_model=model)
     if name == STARTER:
         if not starter.is_dir():
-            raise ConfigError(f"--policy starter: {starter} is not there; `draco starter build` makes it")
+            raise ConfigError(f"--policy starter: {starter} does not exist; create it with `draco starter build`")
         return single(STARTER, STARTER, config="sandbox", model=str(starter))
     # Use os.path: for a name that is too long, it returns False and pathlib raises.
     path = Path(name)
@@ -91,8 +91,8 @@ def find_policy(name: str, starter: Path) -> EvaluatedPolicy:
     if os.path.isdir(path):
         if not (path / "config.json").is_file():
             raise ConfigError(
-                f"--policy {name}: has none of config.json (a model), adapter_config.json (an adapter) and config.yaml "
-                "(a run)"
+                f"--policy {name}: expected config.json (a model), adapter_config.json (an adapter) or config.yaml (a "
+                "run) in it"
             )
         return single(path.resolve().name, model=str(path.resolve()))
     if re.fullmatch(r"[\w-][\w.-]{0,95}/[\w-][\w.-]{0,95}", name) and not os.path.isdir(path.parent):
@@ -116,8 +116,8 @@ def last_epochs(path: Path, epochs: int, steps_per_epoch: int) -> EvaluatedPolic
     wanted = [epoch * steps_per_epoch for epoch in range(last - epochs + 1, last + 1)]
     if last < epochs:
         raise ConfigError(
-            f"run {path}: {last} whole epochs of {steps_per_epoch} steps have a checkpoint, --last-epochs asks for "
-            f"{epochs}; train on or ask for fewer"
+            f"run {path}: only {last} complete epochs of {steps_per_epoch} steps have a checkpoint, but --last-epochs "
+            f"is {epochs}; train longer or lower --last-epochs"
         )
     if absent := [step for step in wanted if step not in kept]:
         raise ConfigError(
@@ -137,7 +137,7 @@ def every_checkpoint(path: Path, every: int) -> EvaluatedPolicy:
     run = RunDirectory.open(path.resolve())
     kept = checkpoints(run)
     if not kept:
-        raise ConfigError(f"run {path}: it has no checkpoint yet")
+        raise ConfigError(f"run {path}: the run has no checkpoint yet")
     chosen = [checkpoint for checkpoint in kept if checkpoint.version % every == 0 or checkpoint is kept[-1]]
     return _run_policy(run, str(path), (Checkpoint(name=UNTRAINED), *chosen))
 
@@ -168,7 +168,7 @@ def lora_rank(checkpoint: Checkpoint) -> int | None:
         return None
     rank = _adapter_config(checkpoint.adapter).get("r")
     if not isinstance(rank, int) or rank < 1:
-        raise ConfigError(f"adapter {checkpoint.adapter}: adapter_config.json names no rank 'r'")
+        raise ConfigError(f"adapter {checkpoint.adapter}: adapter_config.json has no rank 'r'")
     return rank
 
 

@@ -47,8 +47,8 @@ class Shown(StrEnum):
 
 LEGENDS = {
     Shown.NOTHING: "",
-    Shown.STD: "±: sample standard deviation across seeds, else checkpoints, else runs, whichever is more than one.",
-    Shown.INTERVAL: "[low, high]: 95 % interval over scenarios, and over training seeds where there are several.",
+    Shown.STD: "±: sample standard deviation over seeds; with one seed over checkpoints, or else over runs.",
+    Shown.INTERVAL: "[low, high]: 95 % interval over scenarios, and over training seeds if there are several.",
 }
 
 

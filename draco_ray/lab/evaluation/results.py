@@ -153,14 +153,14 @@ class EvaluationDirectory:
         file = path / "evaluation.json"
         if not os.path.lexists(file):
             raise ConfigError(
-                f"{path}: not an evaluation directory (it has no evaluation.json); `draco evaluate` makes one"
+                f"{path}: not an evaluation directory (it has no evaluation.json); create one with `draco evaluate`"
             )
         try:
             return cls(path, Plan.model_validate_json(read_text(file), strict=True))
         except ValidationError as error:
             if {problem["type"] for problem in error.errors()} <= {"missing", "extra_forbidden"}:
                 words = " ".join(str(error).split())[:300]
-                raise ConfigError(f"{file}: of another version of this program: {words}") from None
+                raise ConfigError(f"{file}: written by another version of draco-ray: {words}") from None
             raise damaged(file, error) from None
 
     @classmethod
@@ -174,7 +174,7 @@ class EvaluationDirectory:
             return None
         found = cls.open(path)
         if difference := plan_difference(found.plan, plan):
-            raise ConfigError(f"evaluation {path}: {difference}; expected the same command; choose another --out")
+            raise ConfigError(f"evaluation {path}: {difference}; repeat the same command, or choose another --out")
         return found
 
     @classmethod
@@ -208,7 +208,8 @@ class EvaluationDirectory:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 raise ConfigError(
-                    f"evaluation {self.path}: another process is at it; wait for it or choose another --out"
+                    f"evaluation {self.path}: another process is using it; wait for that process or choose another "
+                    "--out"
                 ) from None
             self.mend()
             yield
@@ -235,9 +236,9 @@ class EvaluationDirectory:
             task, run = rollout = result.evaluation.task_id, result.evaluation.run
             problem = None
             if rollout in results:
-                problem = "is there twice"
+                problem = "occurs twice"
             elif task not in self.plan.tasks or not 0 <= run < self.plan.runs:
-                problem = "is none of the plan's"
+                problem = "is not in the plan"
             elif result.error is not None and not result.evaluation.lost:
                 problem = "has an error but is not marked as lost"
             if problem is not None:
@@ -274,8 +275,8 @@ class EvaluationDirectory:
         if len(lost) > max_share * self.total:
             raise TooManyLost(
                 f"evaluation {self.path}: {len(lost)} of {self.total} rollouts were lost, more than "
-                f"max_lost_share={max_share:g} allows (the last: {lost[-1].error}); {self.finished()} are kept; see to "
-                "what is wrong, then the same command with --retry-errors plays the lost ones again and goes on"
+                f"max_lost_share={max_share:g} (the last: {lost[-1].error}); {self.finished()} are kept; fix the "
+                "cause, then add --retry-errors to the same command to repeat the lost rollouts and continue"
             )
 
     def mend(self) -> None:
@@ -308,8 +309,8 @@ class EvaluationDirectory:
         """
         if (finished := self.finished()) < self.total:
             raise ConfigError(
-                f"evaluation {self.path}: {finished} of {self.total} rollouts are there; run its `draco evaluate` "
-                "command again to finish it"
+                f"evaluation {self.path}: {finished} of {self.total} rollouts are finished; run its `draco evaluate` "
+                "command again to finish the rest"
             )
         return {measurement: self.results(measurement) for measurement in self.plan.measurements}
 
@@ -393,8 +394,8 @@ def plan_difference(before: Plan, now: Plan) -> str | None:
         if name in ("settings", "policy", "generated", "split_size") or old.get(name) == new.get(name):
             continue
         if name in ("tasks", "world"):
-            return f"{name} of the split are others than when it began ({len(before.tasks)} tasks then)"
-        return f"{name} was {old.get(name)!r}, this command says {new.get(name)!r}"
+            return f"the {name} of the split have changed since the evaluation began ({len(before.tasks)} tasks then)"
+        return f"{name} was {old.get(name)!r}, but is {new.get(name)!r} in this command"
     return None
 
 

@@ -157,14 +157,17 @@ def before_and_after(before: Sequence[Evaluation], after: Sequence[Evaluation], 
     first, last = (measures.rate([[each]], runs, scenarios=True) for each in (before, after))
     gain, _ = measures.difference(last, first)
     if first.at_worst.clusters == 1:
-        return "one scenario only: no interval"
+        return "only one scenario, so no interval"
     line = (
         f"95 % intervals over {first.at_worst.clusters} scenarios: before {_percents(first.interval())}, "
         f"after {_percents(last.interval())}, difference {_percents(gain, '+')} points"
     )
     if lost := measures.lost_rollouts([[before], [after]]):
         many = len(before) + len(after)
-        line += f"; {lost} of {many} rollouts were lost: failures, and the intervals allow for it"
+        line += (
+            f"; {lost} of {many} rollouts were lost: they count as failures, and the intervals cover every result they "
+            "could have had"
+        )
     return f"{line}; one training seed"
 
 

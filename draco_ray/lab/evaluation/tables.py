@@ -35,7 +35,9 @@ SPLITS = {
 DIFFICULTIES = {1: "Easy", 2: "Medium", 3: "Hard"}
 LOST = Column(("Lost",), digits=0)
 """Number of lost rollouts of a row, in every table."""
-ONE_SEED = "Where a setting has one training seed, its figures speak of the choice of scenarios, not of training again."
+ONE_SEED = (
+    "With one training seed, intervals cover the choice of scenarios but not the variation between training runs."
+)
 _PAIRED = "a comparison needs the same tasks in both settings"
 
 
@@ -73,8 +75,8 @@ def read_settings(arguments: Sequence[str]) -> dict[str, dict[str, SplitResult]]
         directory = EvaluationDirectory.open(Path(name))
         if len(directory.plan.measurements) > 1 and UNTRAINED in directory.plan.measurements:
             raise ConfigError(
-                f"{name}: a training curve, whose checkpoints have no common mean; its figures are in curve.csv, and "
-                "`draco evaluate --run DIR --last-epochs 3` measures a setting"
+                f"{name}: this is a training curve, which has no mean over its checkpoints; see its curve.csv, or "
+                "measure the setting with `draco evaluate --run DIR --last-epochs 3`"
             )
         label, title = label or directory.plan.label, split_title(directory.plan)
         others = found.setdefault(label, {}).setdefault(title, [])
@@ -91,8 +93,8 @@ def check_seeds(label: str, title: str, one: EvaluationDirectory, other: Evaluat
     """Reject evaluations that are not of different training seeds of one setting. Raises: ConfigError."""
     if one.plan.weights == other.plan.weights:
         raise ConfigError(
-            f"{one.path}: {label} on {title} is in {other.path} already, of the same weights; "
-            "expected one evaluation a setting, split and training seed; give it another label with LABEL=DIR"
+            f"{one.path}: {label} on {title} is already in {other.path}, with the same weights; expected one "
+            "evaluation per setting, split and training seed; choose another label with LABEL=DIR"
         )
     for name, mine, theirs in (
         ("tasks", (set(one.plan.tasks), one.plan.world), (set(other.plan.tasks), other.plan.world)),
@@ -102,8 +104,8 @@ def check_seeds(label: str, title: str, one: EvaluationDirectory, other: Evaluat
     ):
         if mine != theirs:
             raise ConfigError(
-                f"{one.path}: {label} on {title} is in {other.path} as well, with other {name}; expected training "
-                "seeds of one setting to be measured alike; give it another label with LABEL=DIR"
+                f"{one.path}: {label} on {title} is also in {other.path}, with other {name}; expected the same for "
+                "all training seeds of a setting; choose another label with LABEL=DIR"
             )
 
 
@@ -188,7 +190,7 @@ def frontier_table(settings: Settings) -> Table:
         (Column(("Cost ($)",), 2, "low"), lambda result: _number(result.pass_dollars)),
         (Column(("$/task",), 3, "low"), lambda result: _number(result.dollars_per_task)),
     ]
-    notes = ["Cost: dollars of the policy's tokens for one pass over the split; -: its price is not known."]
+    notes = ["Cost: dollars of the policy's tokens for one pass over the split. -: the price is unknown."]
     for split in _titles(settings):
         roles = dict.fromkeys(role for result in _results(settings, split) for role in result.role_dollars or ())
         notes += [f"{split}: the cost of {', '.join(roles)} together."] * bool(roles)
@@ -215,7 +217,7 @@ def cost_table(settings: Settings) -> Table:
         "cost",
         "Tokens and dollars of one pass over the split",
         lambda _: [*counts, (Column(("dollars",), 2), number("dollars"))],
-        notes=("input: read again at every turn; cached: the part that stood in the turn before.",),
+        notes=("input: prompt tokens of all turns; cached: the part that was already in the previous turn's prompt.",),
     )
 
 
@@ -324,13 +326,13 @@ def _compare(one: SplitResult, other: SplitResult, split: str) -> list[Compariso
     only_one, only_other = (len(a.plan.tasks.keys() - b.plan.tasks.keys()) for a, b in ((one, other), (other, one)))
     if only_one or only_other:
         raise ConfigError(
-            f"{one.label} and {other.label} on {split} are not paired: {only_one} tasks only in the first, "
+            f"{one.label} and {other.label} on {split} are not paired: {only_one} tasks are only in the first, "
             f"{only_other} only in the second; {_PAIRED}; evaluate both on the whole split"
         )
     if one.plan.world != other.plan.world:
         raise ConfigError(
-            f"{one.label} and {other.label} on {split} are not paired: their task ids are the same, the tasks are not "
-            f"(two generated worlds); {_PAIRED}; evaluate both on one data root"
+            f"{one.label} and {other.label} on {split} are not paired: they have the same task ids but different "
+            f"tasks (two generated worlds); {_PAIRED}; evaluate both on one data root"
         )
     return [
         Comparison(
@@ -364,8 +366,8 @@ def comparison_table(comparisons: Sequence[Comparison]) -> Table:
         columns=tuple(Column((name,), digit) for name, digit in zip(names, digits, strict=True)),
         rows=tuple(rows),
         notes=(
-            "Paired by task, over scenarios; p: permutation test by scenario, and Student's over scenarios and seeds "
-            f"where there are several, the larger; Holm's correction over {len(rows)} comparisons.",
+            "Paired by task. p: permutation test over scenarios; with several seeds the larger of it and Student's "
+            f"test over scenarios and seeds. Holm's correction over {len(rows)} comparisons.",
             *[ONE_SEED] * alone,
             *dict.fromkeys(note for each in comparisons for note in _comparison_notes(each)),
         ),
@@ -378,12 +380,15 @@ def _comparison_notes(each: Comparison) -> Iterator[str]:
     if any(each.lost):
         one, other = (f"{100 * share:.1f} %" for share in each.lost)
         yield (
-            f"{each.title}: {one} and {other} of the rollouts were lost; interval and p hold whatever they would have "
-            "been (turns: of the rollouts that were played)."
+            f"{each.title}: {one} and {other} rollouts were lost; interval and p cover every result they could have "
+            "had (turns: only finished rollouts)."
         )
     seeds = (each.one.seeds, each.other.seeds)
     if 1 in seeds and seeds != (1, 1):
-        yield f"{each.title}: {seeds[0]} and {seeds[1]} training seeds; of one the spread is not known."
+        yield (
+            f"{each.title}: {seeds[0]} and {seeds[1]} training seeds; with one seed the variation between training "
+            "runs is unknown."
+        )
 
 
 def _in_order(splits: Iterable[str]) -> list[str]:
@@ -485,7 +490,7 @@ def _notes(settings: Settings) -> list[str]:
         plans = [result.plan for result in _results(settings, title)]
         if len({(frozenset(plan.tasks), plan.world) for plan in plans}) > 1:
             sizes = " or ".join(str(many) for many in sorted({len(plan.tasks) for plan in plans}))
-            notes.append(f"{title}: the rows were measured on different tasks ({sizes} of them) and do not compare.")
+            notes.append(f"{title}: the rows were measured on different tasks ({sizes} tasks) and cannot be compared.")
         if protocols := protocol_differences(plans):
             notes.append(f"{title}: the rows were measured under different protocols ({', '.join(protocols)}).")
     return notes
@@ -506,10 +511,13 @@ def _seeds(settings: Settings) -> str:
     many = {label: sorted({result.seeds for result in splits.values()}) for label, splits in settings.items()}
     if set().union(*many.values()) <= {1}:
         return (
-            "One training seed of every row: intervals and comparisons speak of the scenarios, not of training again."
+            "One training seed per row: intervals and comparisons cover the choice of scenarios but not the variation "
+            "between training runs."
         )
     words = ", ".join(f"{label} {' or '.join(map(str, seeds))}" for label, seeds in many.items())
-    alone = " Of one seed the interval does not speak of training again." * any(1 in each for each in many.values())
+    alone = " With one seed the interval does not cover the variation between training runs." * any(
+        1 in each for each in many.values()
+    )
     return f"Training seeds: {words.replace(BLOCK, ': ')}; intervals are over seeds and scenarios.{alone}"
 
 
@@ -522,6 +530,6 @@ def _lost(settings: Settings) -> Iterator[str]:
                 yield (
                     f"{label.replace(BLOCK, ': ')} on {split}: {result.lost} of {result.rollouts} rollouts "
                     f"({100 * result.lost / result.rollouts:.1f} %) were lost and count as failures; {name} is "
-                    f"{100 * measure.at_worst.mean:.1f}, and {100 * measure.at_best.mean:.1f} had all of them been "
-                    "solved; intervals span both."
+                    f"{100 * measure.at_worst.mean:.1f}, and would be {100 * measure.at_best.mean:.1f} if all lost "
+                    "rollouts had succeeded; intervals cover both."
                 )

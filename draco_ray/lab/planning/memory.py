@@ -150,7 +150,7 @@ def learner_memory(config: DracoConfig, shape: ModelShape, tokens: int | None = 
     backward = [*layers, head, *gathered_layers, *recomputed, slope]
     if learner.base_precision != "model":
         largest = max(linear.inputs * linear.outputs for layer in shape.distinct for linear in layer.linears)
-        backward.append(Item("one weight, made whole", largest * width, "learner.base_precision"))
+        backward.append(Item("one weight, gathered", largest * width, "learner.base_precision"))
     if part < tokens:
         # Data of one layer, sent and received.
         exchanged = 2 * part * max(_exchanged(spread, layer) for layer in spread.distinct) * width
@@ -471,6 +471,6 @@ def _check_parallel(config: DracoConfig, shape: ModelShape) -> None:
     # Engines that share GPUs with the learner reserve a share of each (`DracoConfig`).
     if not engine.colocate and 0 < engine.gpus_per_engine < engine.tensor_parallel and engine.tensor_parallel > 1:
         raise ConfigError(
-            f"engine.tensor_parallel={engine.tensor_parallel} needs as many GPUs, engine.gpus_per_engine is "
-            f"{engine.gpus_per_engine:g}; set it to {engine.tensor_parallel}"
+            f"engine.tensor_parallel={engine.tensor_parallel} needs as many GPUs, but "
+            f"engine.gpus_per_engine={engine.gpus_per_engine:g}; set engine.gpus_per_engine={engine.tensor_parallel}"
         )

@@ -100,7 +100,7 @@ class LinearShape:
 
     @property
     def parent(self) -> str:
-        """Name of the module it is part of."""
+        """Name of the module that contains this linear layer."""
         return self.name.rpartition(".")[0]
 
 
@@ -249,8 +249,8 @@ def model_shape(path: str, config_file: Path | None = None) -> ModelShape:
     if file is None:
         if path not in PUBLIC_CONFIGS:
             raise ConfigError(
-                f"model {path}: neither a directory here (`draco starter build` makes the sandbox's) nor one of "
-                f"{', '.join(PUBLIC_CONFIGS)}; give its config.json with --model-config FILE"
+                f"model {path}: expected a directory (for the sandbox's model run `draco starter build`) or one of "
+                f"{', '.join(PUBLIC_CONFIGS)}; for another model give its config.json with --model-config FILE"
             )
         return TypeAdapter(ModelShape).validate_python(TABLE[path]["shape"])
     try:
@@ -258,7 +258,7 @@ def model_shape(path: str, config_file: Path | None = None) -> ModelShape:
     except (OSError, ValueError) as error:
         raise ConfigError(f"model config {file}: cannot be read ({error}); expected a model's config.json") from None
     if not isinstance(config, dict):
-        raise ConfigError(f"model config {file}: holds no JSON object; expected a model's config.json")
+        raise ConfigError(f"model config {file}: not a JSON object; expected a model's config.json")
     return read_shape(config, str(file))
 
 
@@ -271,7 +271,7 @@ def read_shape(config: Mapping[str, Any], source: str) -> ModelShape:
     model, text = build_model(config, source)
     prefix, blocks = _decoder_layers(model)
     if not len(blocks):
-        raise ConfigError(f"model config {source}: its model has no list of decoder layers")
+        raise ConfigError(f"model config {source}: the model has no list of decoder layers")
     heads = getattr(text, "num_attention_heads", None) or 0
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // max(1, heads)
     kv_heads = getattr(text, "num_key_value_heads", None) or heads

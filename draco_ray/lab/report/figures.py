@@ -129,7 +129,7 @@ def pass_rate_by_criterion(
         [str(step) for step in steps],
         [[rates.get((title, step)) for step in steps] for title in titles],
         marks={
-            (place, column): "proposed, and in no rubric: no rollout failed it, or another one covers it"
+            (place, column): "proposed but in no rubric, because no rollout failed it or another criterion covers it"
             for place, title in enumerate(titles)
             for column, step in enumerate(steps)
             if (step, title_key(title)) in solved
@@ -168,7 +168,7 @@ def success(rows: Sequence[Row]) -> Drawing:
 
 def judged(rows: Sequence[Row]) -> Drawing:
     """The judge's pass rate on held-out tasks without an evaluator, over training steps like `success`."""
-    return _learning_curve("Held out: the judge's pass rate, a stand-in", rows, "pass_rate")
+    return _learning_curve("Held-out tasks: the judge's pass rate (a stand-in)", rows, "pass_rate")
 
 
 def _learning_curve(title: str, rows: Sequence[Row], column: str) -> Drawing:
@@ -185,4 +185,4 @@ def train_success(rows: Sequence[Row]) -> Drawing:
 def _cost_column(rows: Sequence[Row]) -> tuple[str, str]:
     if not rows or any(row["dollars"] for row in rows):
         return "dollars", "Judge cost by phase, dollars"
-    return "input_tokens", "Judge input tokens by phase (no reply had a price)"
+    return "input_tokens", "Judge input tokens by phase (prices unknown)"

@@ -159,7 +159,7 @@ def _summary(step: int | None, task: str, rows: dict[str, list[Row]], data: Row)
         "step": step,
         "task": task,
         "asked": next((m["content"] for m in reversed(messages) if m["role"] == "user"), "")[-400:],
-        "state": data["state"].get("state", "under way"),
+        "state": data["state"].get("state", "in progress"),
         "titles": [criterion["title"] for criterion in data["criteria"]],
         "dropped": [index for index, criterion in enumerate(data["criteria"]) if criterion["survived"] is False],
         "signal": len(rewards) > 1,

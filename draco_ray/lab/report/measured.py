@@ -145,5 +145,5 @@ def _groups(
             for rollout, shown in zip(summary["rollouts"], data["rollouts"], strict=True)
         ]
         judged = any("judged" in (shown["outcome"] or ()) for shown in data["rollouts"])
-        state = "judged, a stand-in: there is no evaluator" if judged else "evaluated"
+        state = "judged (a stand-in, because there is no evaluator)" if judged else "evaluated"
         yield PackedGroup(summary | {"key": key, "split": split, "state": state}, pack(data))

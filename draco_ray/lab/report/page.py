@@ -107,15 +107,20 @@ def run_id(run: RunDirectory) -> str:
     return hashlib.sha256(f"{run.path.name}\n{run.config_text()}".encode()).hexdigest()[:16]
 
 
-REWARD = "Mean over rollouts of R: of the criteria that count and apply, the share passed less the share failed."
-KL = "Of a sampled token, on average, in nats: how far the policy has moved from the model it began as."
-STAND_IN = "No evaluator: the share that passes of the judge's verdicts, on criteria that depend on no policy."
-INERT = "Inert: the verdicts that cite its steps agree, so credit tells no step from another."
-HELD = "The held-out judge scores a share of the rollouts, and nothing is trained on its verdicts."
-DRIFT = (
-    "Rise of the judge's rate against the held-out judge's from the first steps to the last ones, with 95 % intervals."
+REWARD = (
+    "Mean reward R of the rollouts: share of passed minus share of failed criteria, of those that survive and apply."
 )
-QUALITY = "Quality Q of a step: the share that passes of the verdicts that cite it."
+KL = "Mean KL divergence per sampled token, in nats: how far the policy has moved from its base model."
+STAND_IN = (
+    "There is no evaluator: share of the judge's verdicts that pass, on criteria that do not depend on the policy."
+)
+INERT = "Credit of a rollout is inert if the verdicts that cite its steps all agree, so all steps get the same credit."
+HELD = "The held-out judge scores a share of the rollouts; its verdicts are not used for training."
+DRIFT = (
+    "Rise of the judge's pass rate relative to the held-out judge's, from the first to the last steps, with 95 % "
+    "intervals."
+)
+QUALITY = "Quality Q of a step: share of passes among the verdicts that cite it."
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,12 +154,14 @@ def overview(run: RunDirectory) -> list[Chart]:
         *_of_held_out(metrics),
         Chart(figures.judge_cost_by_step(tidy("judge_cost", [run]).to_pylist())),
         Chart(line_chart("Rollouts on which credit is inert", inert, bounds=(0.0, 1.0), number=percent), note=INERT),
-        Chart(line_chart("Spread of step quality, active rollouts", spread, bounds=(0.0, 0.5)), note=QUALITY),
+        Chart(
+            line_chart("Spread of step quality, rollouts with active credit", spread, bounds=(0.0, 0.5)), note=QUALITY
+        ),
         *_of_training(run),
         Chart(
             figures.pass_rate_by_criterion(by_criterion, left_out(run), width=PAGE_WIDTH),
             wide=True,
-            note=f"✓: proposed in that step, and no longer in a rubric. {ceiling(run)}".strip(),
+            note=f"✓: proposed in that step, but no longer in a rubric. {ceiling(run)}".strip(),
         ),
     ]
 
@@ -197,9 +204,9 @@ def ceiling(run: RunDirectory) -> str:
     if not _by_rubric(run) or run.setting("algorithm.rule") == "no_dropout":
         return ""
     return (
-        f"A criterion that all rollouts of a group pass is dropped: one that counts is passed by {size - 1} of {size} "
-        f"at most, so {percent((size - 1) / size)} is the ceiling and not 100%. Verdicts on dropped ones are in the "
-        "rate, and they alone can lift it above."
+        f"A criterion that all rollouts of a group pass is dropped, so at most {size - 1} of {size} rollouts pass a "
+        f"surviving criterion and the ceiling is {percent((size - 1) / size)}, not 100%. The rate can exceed it only "
+        "because it includes verdicts on dropped criteria."
     )
 
 
@@ -208,13 +215,15 @@ def how_to_read(run: RunDirectory) -> str:
     if not _by_rubric(run):
         return ""
     if _of_traces(run):
-        played = "Traces of one task are a group."
+        played = "Traces of one task form a group."
     else:
-        played = f"The policy plays a task {run.setting('algorithm.group_size')} times: a group of rollouts."
+        played = (
+            f"The policy plays each task {run.setting('algorithm.group_size')} times, which gives a group of rollouts."
+        )
     named = " and names the steps responsible" if run.setting("algorithm.rule") != "grpo" else ""
     return (
         f"{played} A judge gives each of them a verdict on every criterion of the group's rubric{named}. "
-        f"{'A trace below leads to its steps.' if _of_traces(run) else 'To see one: Groups, a rollout, a verdict.'}"
+        f"{'Open a trace below to see its steps.' if _of_traces(run) else 'To see one, open Groups, then a rollout.'}"
     )
 
 
@@ -286,7 +295,7 @@ def _facts(run: RunDirectory) -> list[tuple[str, str]]:
         ("seed", value("seed")),
         ("finished steps", str(len(metrics))),
         ("rollouts", f"{rollouts:,}"),
-        ("judge cost", "–" if not metrics else f"${dollars:,.2f}" if dollars else "no price known"),
+        ("judge cost", "–" if not metrics else f"${dollars:,.2f}" if dollars else "price unknown"),
         ("time", f"{seconds / 60:,.1f} min" if metrics else "–"),
         *_held_out(tidy("success", [run]).to_pylist(), "tgc", "TGC"),
         *_held_out(tidy("judged", [run]).to_pylist(), "pass_rate", "judge's pass rate"),

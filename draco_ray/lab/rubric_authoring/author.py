@@ -86,9 +86,11 @@ def author_rubric(
     """
     console = console or PlainConsole()
     if config.algorithm.reward != "rubric":
-        raise ConfigError(f"algorithm.reward is {config.algorithm.reward}: a rubric is authored with 'rubric'")
+        raise ConfigError(
+            f"algorithm.reward={config.algorithm.reward}: authoring a rubric needs algorithm.reward=rubric"
+        )
     if out.exists():
-        raise ConfigError(f"--out {out}: exists already; choose another file")
+        raise ConfigError(f"--out {out}: already exists; choose another file")
     check_file(out)
     config, environment = with_environment(config.updated(algorithm={"rubric": "dynamic"}))
     environment.tasks(config.data.train_split)
@@ -159,9 +161,10 @@ class RubricAuthor:
         )
         if not kept:
             raise RubricError(
-                f"none of {len(pruned)} criteria applies to {settings.min_applicability:.0%} of the rollouts and tells "
-                f"those of {settings.min_discrimination:.0%} of the tasks apart: lower --min-applicability or "
-                "--min-discrimination, or take more rollouts"
+                f"none of {len(pruned)} criteria applies to {settings.min_applicability:.0%} of the rollouts and "
+                f"separates the rollouts of {settings.min_discrimination:.0%} of the tasks; lower --min-applicability "
+                "or "
+                "--min-discrimination, or raise --rollouts"
             )
         return kept, pruned
 
@@ -198,7 +201,7 @@ class RubricAuthor:
         members = [member for member, _ in filter(None, played)]
         proposals = [await stage1, *(proposal for _, proposal in filter(None, played))]
         if not members:
-            self._console.print(f"{task_id}: left out: none of its rollouts finished")
+            self._console.print(f"{task_id}: left out, because none of its rollouts finished")
             return [], None
         union = await self._ask(
             Union,
@@ -240,7 +243,7 @@ class RubricAuthor:
             sets = [each for each in merged if each is not None and each.criteria]
             if not sets:
                 raise RubricError(f"no criterion is left after level {level} of the reduction; see {self._run.path}")
-        self._console.print(f"reduced to {len(sets[0].criteria)} criteria, merging {level} times over")
+        self._console.print(f"reduced to {len(sets[0].criteria)} criteria in {level} levels of merging")
         await self._actors.store.finish_step.remote(
             PROPOSING, {"step": PROPOSING, "levels": level, "criteria": len(sets[0].criteria)}
         )

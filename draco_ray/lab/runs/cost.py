@@ -42,8 +42,8 @@ def show_cost(directory: Path, console: Console | None = None) -> None:
     console.print(cost_table(phase_costs(calls)))
     if (missing := read_book(run.judge_cache).dollars - sum(call.dollars for call in calls)) > LEAST_DOLLARS:
         console.print(
-            f"beside these ${missing:.4f} for requests of no archived call: questions whether the judge is there, and "
-            "the most that those may have cost which a kill cut off"
+            f"plus ${missing:.4f} for requests without an archived call: checks that the judge answers, and the "
+            "maximum cost of requests that were interrupted by a kill"
         )
     table = Table(
         "step", "calls", "replayed", "failed", "input", "cached", "output", "dollars", box=None, pad_edge=False

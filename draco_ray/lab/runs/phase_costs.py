@@ -79,7 +79,7 @@ def cost_table(costs: Mapping[str, PhaseCost]) -> str:
     ]
     if total.estimated_dollars:
         lines.append(
-            f"of these ${total.estimated_dollars:.4f} are the most that requests may have cost whose reply did not "
-            "come, or did not say its usage"
+            f"including ${total.estimated_dollars:.4f}, the maximum cost of requests without a reply or without "
+            "reported usage"
         )
     return "\n".join(lines)

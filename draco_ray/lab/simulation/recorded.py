@@ -159,13 +159,13 @@ def read_run(run: RunDirectory) -> RecordedRun:
     if len(metrics) < FEWEST_STEPS:
         going = " (a directory of judged traces has none)" if not metrics and not run.checkpoint_steps() else ""
         raise ConfigError(
-            f"{run.path}: {len(metrics)} finished training steps{going}; {FEWEST_STEPS} are needed, since the first "
-            "is cold and one is predicted by another: let the run go on (draco train --resume)"
+            f"{run.path}: {len(metrics)} finished training steps{going}; expected at least {FEWEST_STEPS}, because "
+            "the first is a warm-up and each step is predicted from the others; continue the run (draco train --resume)"
         )
     if value("algorithm.reward") == "rubric" and value("judge.self_judge").enabled:
         raise ConfigError(
-            f"{run.path}: its policy is its own judge, whose calls share the engines with the rollouts; "
-            "what they would do to each other at another size is not recorded"
+            f"{run.path}: the policy is its own judge, whose calls share the engines with the rollouts; such runs "
+            "cannot be simulated at other sizes"
         )
     # Forward and backward of a frozen base have the same cost.
     passes = 2 + (value("learner.kl_coefficient") > 0) + (value("learner.gradient_checkpointing") is not False)
@@ -202,10 +202,10 @@ def _step(run: RunDirectory, line: Row) -> Step:
     for span in run.table("spans", number).to_pylist():
         spans[span["stage"]].append(span)
     if missing := [stage for stage in ("rollout", "learning", "sync") if not spans[stage]]:
-        raise ConfigError(f"{run.path}: step {number} has no {missing[0]} spans, which say what ran when")
+        raise ConfigError(f"{run.path}: step {number} has no {missing[0]} spans, which record what ran when")
     seconds, after, updates = line.get("seconds"), line.get("seconds_sync"), line.get("updates") or 0
     if seconds is None or after is None:
-        raise ConfigError(f"{run.path}: the metrics of step {number} do not say its seconds and seconds_sync")
+        raise ConfigError(f"{run.path}: the metrics of step {number} lack seconds or seconds_sync")
     if min(after, seconds, updates) < 0:
         raise damaged(run.metrics_file, f"step {number}: seconds {seconds}, seconds_sync {after}, updates {updates}")
     phases = _phases(run, number, [span for stage, of in spans.items() for span in of if stage != "rollout"])

@@ -63,7 +63,7 @@ class Claim:
             ClaimLost: another driver has taken over the run meanwhile.
         """
         if any(_epoch(name) > self.epoch for name in self.others(store)):
-            raise ClaimLost(f"{store.url}: another driver has taken this run over")
+            raise ClaimLost(f"{store.url}: another driver has taken over this run")
 
     def keep(self, store: ObjectStore) -> None:
         """Renew the claim in a thread until it is released.
@@ -101,7 +101,7 @@ def take(store: ObjectStore, *, lease: float = LEASE_SECONDS, sleep: Callable[[f
             return claim
         claim.release(store)
         sleep(random.uniform(0.5, 2.0))
-    raise ConfigError(f"{store.url}: several drivers start to work on this run at the same moment; start one of them")
+    raise ConfigError(f"{store.url}: several drivers are starting this run at the same time; start only one")
 
 
 def _dead_claims(store: ObjectStore, lease: float, sleep: Callable[[float], object]) -> set[str]:
@@ -110,14 +110,14 @@ def _dead_claims(store: ObjectStore, lease: float, sleep: Callable[[float], obje
     waiting = {name for name, claim in first.items() if not _has_ended(claim)}
     if waiting:
         who = _owner(first[min(waiting)])
-        store.say(f"{store.url}: claimed by {who}; waiting up to {lease:g} s to see whether that still runs")
+        store.say(f"{store.url}: claimed by {who}; waiting up to {lease:g} s to see whether that process still runs")
     for _ in range(10 if waiting else 0):
         sleep(lease / 10)
         for name in sorted(waiting):
             now = _read(store, name)
             if now is not None and now != first[name]:
                 raise ConfigError(
-                    f"{store.url}: {_owner(now)} works on this run; end that one, or choose another run.name"
+                    f"{store.url}: {_owner(now)} is using this run; end that process, or choose another run.name"
                 )
     return set(first)
 

@@ -101,7 +101,7 @@ def snapshot(folder: Path, staging: Path, known: Mapping[str, Seen]) -> tuple[di
             return found, new
         shutil.rmtree(links)
         time.sleep(PAUSE)
-    raise StoreError(f"{folder}: its files change faster than they can be copied")
+    raise StoreError(f"{folder}: the files change faster than they can be copied")
 
 
 def _same(seen: Seen, later: Seen | None) -> bool:
@@ -238,7 +238,7 @@ class Copier:
         if digest not in self._stored:
             if store.upload(f"{OBJECTS}/{digest}", file) != digest:
                 store.delete(f"{OBJECTS}/{digest}")
-                raise StoreError(f"{self._folder}: a file was changed in place while it was copied; it is copied again")
+                raise StoreError(f"{self._folder}: a file changed while it was copied; it will be copied again")
             self._stored[digest] = Entry(size, digest, digest)
         return self._stored[digest]
 
@@ -267,11 +267,11 @@ def restore(store: ObjectStore, folder: Path, wanted: Callable[[str], bool] = la
             # The run may still be active: it may have written a newer manifest and removed this one's objects.
             missing = manifest.name
         except OSError as error:
-            raise StoreError(f"{folder}: cannot be written: {error.strerror or error}; make room there") from None
+            raise StoreError(f"{folder}: cannot be written: {error.strerror or error}; free disk space there") from None
         else:
             return manifest
     if missing is not None:
-        raise DamagedRun(f"{store.url}: an object of manifest {missing} is missing; restore it below {OBJECTS}/")
+        raise DamagedRun(f"{store.url}: an object of manifest {missing} is missing; restore the object in {OBJECTS}/")
     return None
 
 
@@ -287,7 +287,7 @@ def _restore(store: ObjectStore, manifest: Manifest, folder: Path, wanted: Calla
         store.fetch(f"{OBJECTS}/{name}", fetched)
         if file_digest(fetched)[0] != name:
             fetched.unlink()
-            raise DamagedRun(f"{store.url}: object {name[:16]} is not what the manifest says; restore it")
+            raise DamagedRun(f"{store.url}: object {name[:16]} differs from the manifest; restore the object")
         for file, entry in members:
             _extract(fetched, file, entry)
         fetched.unlink()

@@ -91,7 +91,7 @@ def latest_manifest(store: ObjectStore) -> Manifest | None:
         if found is not None:
             return found
     if names:
-        raise DamagedRun(f"{store.url}: none of its {len(names)} manifests is whole; restore one below {FOLDER}/")
+        raise DamagedRun(f"{store.url}: all {len(names)} manifests are damaged; restore one in {FOLDER}/")
     return None
 
 
@@ -125,7 +125,7 @@ def _check_inside(path: str) -> None:
     """Refuse a path that leads out of the run directory. Raises: ValueError."""
     parts = PurePosixPath(path).parts
     if not parts or path.startswith("/") or "\0" in path or ".." in parts or str(PurePosixPath(path)) != path:
-        raise ValueError(f"{path[:100]!r} is no file of a run directory")
+        raise ValueError(f"{path[:100]!r} is not a file of a run directory")
 
 
 @dataclass(frozen=True, slots=True)

@@ -72,7 +72,8 @@ def place_at(given: str | Path, local: Path | None = None, *, trust: bool = Fals
     folder = folder.resolve()
     if not trust and not RunDirectory.open(folder).ours:
         raise ConfigError(
-            f"{folder}: not made here, and it would be copied to {marker.url}: add --trust, or remove {folder / MARKER}"
+            f"{folder}: somebody else made this folder, and it would be copied to {marker.url}; to allow this add "
+            f"--trust, otherwise remove {folder / MARKER}"
         )
     return Place(folder, marker.url)
 
@@ -96,7 +97,7 @@ def readable(given: str, *, checkpoints: bool = False, say: Say = lambda line: N
     store = ObjectStore(given, say, seconds=START_SECONDS)
     large = () if checkpoints else ("checkpoints/", "judge_cache/")
     if restore(store, folder, lambda path: not path.startswith(large)) is None:
-        raise ConfigError(f"{given}: no run is there; expected the URL of a run, run.root/run.name")
+        raise ConfigError(f"{given}: no run found; expected the URL of a run, run.root/run.name")
     return folder
 
 
@@ -119,7 +120,7 @@ def results_folder(given: str | None, say: Say) -> Iterator[Path | None]:
     if given is None:
         yield None
         return
-    with working(place_at(given), say, again="the same command") as folder:
+    with working(place_at(given), say, again="the same command again") as folder:
         yield folder
 
 
@@ -217,7 +218,7 @@ def _copy_all(copier: Copier, store: ObjectStore, place: Place, again: str) -> N
         raise
     except (StoreError, KeyboardInterrupt) as error:
         why = "interrupted" if isinstance(error, KeyboardInterrupt) else str(error)
-        line = f"not everything is in {store.url}: {why}; it is all in {place.local}: {again} continues copying"
+        line = f"the copy in {store.url} is incomplete: {why}; all files are in {place.local}; to continue run {again}"
         store.say(line)
         raise StoreError(line) from None
     store.say(f"copied to {store.url}")
@@ -235,11 +236,14 @@ def _bring(store: ObjectStore, folder: Path, latest: Manifest | None) -> None:
         while (aside := folder.with_name(f"{folder.name}.before-{number}")).exists():
             number += 1
         folder.rename(aside)
-        store.say(f"{folder}: {store.url} is not a copy of this folder, or has gone on elsewhere; moved to {aside}")
+        store.say(
+            f"{folder}: {store.url} is not a copy of this folder, or the run continued elsewhere; the folder was "
+            f"moved to {aside}"
+        )
     store.say(f"restoring {store.url}")
     unfinished = folder.with_name(f"{folder.name}.restoring")
     if (found := restore(store, unfinished)) is None:
-        raise StoreError(f"{store.url}: its manifests have gone")
+        raise StoreError(f"{store.url}: the manifests are missing; restore one in the store")
     Marker(store.url, (found.name,)).write(unfinished)
     unfinished.rename(folder)
 
@@ -252,7 +256,9 @@ def _release(claim: Claim, store: ObjectStore) -> None:
 
 def _remote_place(url: str, local: Path | None) -> Place:
     if re.match(r"[a-z0-9+.-]+://[^/@]*:[^/@]*@", url):
-        raise ConfigError("run.root: a URL must not contain a password; use the variables of the cloud's own tools")
+        raise ConfigError(
+            "run.root: a URL must not contain a password; use the environment variables of the cloud provider's tools"
+        )
     return Place(_folder(url, (local or _caches() / "runs").resolve()), url)
 
 

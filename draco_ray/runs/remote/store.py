@@ -154,14 +154,14 @@ class ObjectStore:
                     raise StoreError(f"{self.url}: cannot be used: {_one_line(error)}") from None
                 if not self._away:
                     self._away = True
-                    meanwhile = "" if self._stopped is None else ", the run goes on in its local folder"
+                    meanwhile = "" if self._stopped is None else ", the run continues in its local folder"
                     self.say(f"{self.url}: {_one_line(error)}; trying again{meanwhile}")
                 stopped.wait(min(wait, left))
                 wait = min(2 * wait, LONGEST_WAIT)
             else:
                 if self._away:
                     self._away = False
-                    self.say(f"{self.url}: answers again")
+                    self.say(f"{self.url}: the store answers again")
                 return result
 
 
@@ -169,7 +169,7 @@ def _file_system(url: str) -> tuple[fs.FileSystem, str]:
     """A file system of pyarrow, and the path in it."""
     found = re.fullmatch(rf"([a-z0-9+.-]+)://([^/]*)(/.*?)?/*(?:{OPTIONS})?", url, re.DOTALL)
     if found is None:
-        raise ValueError("no URL")
+        raise ValueError("not a URL")
     scheme, host, path, options = found[1], found[2], found[3] or "", found[4]
     query = "&".join(each for each in (options, GOOGLE if scheme in ("gs", "gcs") else None) if each)
     files, base = fs.FileSystem.from_uri(f"{scheme}://{host}{quote(path)}{f'?{query}' if query else ''}")

@@ -89,7 +89,7 @@ def build_starter(
             console.print(f"starter: {out} is up to date")
             return out
     elif out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ConfigError(f"{out} exists and holds no {RECIPE}: not a starter policy, choose another folder")
+        raise ConfigError(f"{out} has no {RECIPE}, so it is not a starter policy; choose another folder")
 
     out.parent.mkdir(parents=True, exist_ok=True)
     with PrivateTempDir(out.parent) as folder:
@@ -113,10 +113,10 @@ def _sandbox(world: Path, variety: str | None) -> dict[str, Any]:
     manifest = read_manifest(world)
     build = f"run `draco sandbox build --out {world}{f' --variety {variety}' if variety else ''}` first"
     if manifest is None:
-        raise WorldError(f"no sandbox world at {world}: {build}")
+        raise WorldError(f"no sandbox world at {world}; {build}")
     found = manifest["variety"]
     if variety not in (None, found):
-        raise WorldError(f"the sandbox world at {world} is of the variety {found}, not {variety}: {build}")
+        raise WorldError(f"the sandbox world at {world} has variety {found}, expected {variety}; {build}")
     check_data_root(world)
     return manifest
 
@@ -172,11 +172,11 @@ def _build(
     chat = ChatTokens(tokenizer, thinking=agent.thinking)
     epochs = asyncio.run(_epochs(rounds, tokenizer, chat, agent, settings))
     tokens = sum(len(example.token_ids) for example in epochs[0])
-    say(f"tokenizer of {len(tokenizer)} entries, {tokens / len(played):.0f} tokens a demonstration")
+    say(f"tokenizer of {len(tokenizer)} entries, {tokens / len(played):.0f} tokens per demonstration")
 
     model = new_model(tokenizer, settings, seed)
     loss = train(model, epochs, settings, seed)
-    say(f"{model.num_parameters() / 1e6:.2f}M parameters trained, {loss:.3f} nats a sampled token")
+    say(f"{model.num_parameters() / 1e6:.2f}M parameters trained, {loss:.3f} nats per sampled token")
     logging.disable_progress_bar()
     model.save_pretrained(out)
     tokenizer.save_pretrained(out)

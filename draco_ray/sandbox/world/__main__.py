@@ -25,13 +25,18 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="sandbox", description="A generated AppWorld world.")
     commands = parser.add_subparsers(dest="command", required=True)
     make = commands.add_parser("build", help="make a complete AppWorld root")
-    make.add_argument("--out", type=Path, required=True, help="folder to make; an older sandbox there is replaced")
+    make.add_argument("--out", type=Path, required=True, help="folder to write; an older sandbox in it is replaced")
     make.add_argument("--variety", default=VARIETIES[0], help="kind of tasks: " + " or ".join(VARIETIES))
     make.add_argument("--seed", type=int, default=0, help="the same seed gives the same world")
-    make.add_argument("--users", type=int, default=DEFAULT_USERS, help="main users of the world")
-    make.add_argument("--scenarios", type=int, default=None, help="most scenarios per split (default: a full world)")
-    make.add_argument("--force", action="store_true", help="build even if the same world is there")
-    check = commands.add_parser("verify", help="run every task: the reference passes, nothing and fatal faults fail")
+    make.add_argument("--users", type=int, default=DEFAULT_USERS, help="number of main users of the world")
+    make.add_argument(
+        "--scenarios", type=int, default=None, help="maximum number of scenarios per split (default: a full world)"
+    )
+    make.add_argument("--force", action="store_true", help="rebuild an existing world")
+    check = commands.add_parser(
+        "verify",
+        help="run every task and check that the reference solution passes, and doing nothing or a fatal fault fails",
+    )
     check.add_argument("--root", type=Path, required=True, help="a folder made by build")
     check.add_argument("--jobs", type=int, default=2, help="processes")
     options = parser.parse_args(arguments)
@@ -51,7 +56,7 @@ def main(arguments: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("draco: interrupted", file=sys.stderr)
         return 130
-    _say("verify: all tasks are as they should be" if not failing else f"verify: {len(failing)} failing tasks")
+    _say("verify: all tasks passed the checks" if not failing else f"verify: {len(failing)} failing tasks")
     return 1 if failing else 0
 
 

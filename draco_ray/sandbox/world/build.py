@@ -55,7 +55,7 @@ def read_manifest(root: Path) -> dict[str, Any] | None:
         manifest = json.loads(path.read_text())
         manifest["tasks"].items(), manifest["variety"]
     except (ValueError, KeyError, TypeError, AttributeError):
-        raise WorldError(f"{path} is not the manifest of a sandbox: remove the folder and build it again") from None
+        raise WorldError(f"{path} is not the manifest of a sandbox; remove the folder and build it again") from None
     return dict(manifest)
 
 
@@ -96,7 +96,9 @@ def build(
     """
     out = out.absolute()
     if "memory" in str(out):
-        raise ConfigError(f'--out is {out}: AppWorld takes a path with "memory" in it for a database in memory')
+        raise ConfigError(
+            f'--out is {out}: AppWorld uses an in-memory database if a path contains "memory"; choose another path'
+        )
     if not population.MIN_USERS <= users <= population.MAX_USERS:
         raise ConfigError(f"--users is {users}, expected {population.MIN_USERS} to {population.MAX_USERS}")
     if limit is not None and limit < 1:
@@ -116,7 +118,7 @@ def build(
         progress(f"sandbox: {out} is up to date ({len(found['tasks'])} tasks)")
         return found
     if found is None and out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise WorldError(f"{out} exists and holds no {MANIFEST}: not a sandbox, choose another folder or empty it")
+        raise WorldError(f"{out} has no {MANIFEST}, so it is not a sandbox; choose another folder or empty this one")
 
     out.parent.mkdir(parents=True, exist_ok=True)
     _remove_leftovers(out)
@@ -136,7 +138,9 @@ def _appworld() -> str:
     try:
         return importlib.metadata.version("appworld")
     except importlib.metadata.PackageNotFoundError:
-        raise ConfigError(f"{sys.executable} has no appworld: run the build with AppWorld's own Python") from None
+        raise ConfigError(
+            f"{sys.executable} cannot import appworld; run the build with AppWorld's own Python"
+        ) from None
 
 
 def _build_in(root: Path, wanted: dict[str, Any], docs: Path | None, progress: Progress) -> dict[str, Any]:

@@ -60,7 +60,7 @@ def plan(world: World, seed: int, limit: int | None = None, variety: str = VARIE
             family, repeat = members[index % len(members)], index // len(members)
             tasks += _scenario(world, seed, split, family, repeat, users, taken)
     if len({task.task_id for task in tasks}) != len(tasks):
-        raise WorldError(f"seed {seed} gives two scenarios the same id, choose another seed")
+        raise WorldError(f"seed {seed} gives two scenarios the same id; choose another seed")
     return tasks
 
 
@@ -95,4 +95,4 @@ def _scenario(
             break
         if len(tasks) == TASKS_PER_SCENARIO:
             return tasks
-    raise WorldError(f"family {family.name} makes only {len(tasks)} tasks in {split}, try more --users")
+    raise WorldError(f"family {family.name} makes only {len(tasks)} tasks in {split}; raise --users")

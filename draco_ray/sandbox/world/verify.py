@@ -42,10 +42,10 @@ def verify(root: Path, jobs: int = 2, progress: Progress = print) -> list[str]:
     root = root.absolute()
     manifest = read_manifest(root)
     if manifest is None:
-        raise WorldError(f"{root} holds no {MANIFEST}: expected a folder made by `draco sandbox build`")
+        raise WorldError(f"{root} has no {MANIFEST}; expected a folder made by `draco sandbox build`")
     entries = manifest["tasks"]
     if strange := {entry["family"] for entry in entries.values()} - set(families()):
-        raise WorldError(f"{root} has tasks of unknown families ({', '.join(sorted(strange))}): build it again")
+        raise WorldError(f"{root} has tasks of unknown families ({', '.join(sorted(strange))}); build it again")
     tasks = [(task_id, entry["family"]) for task_id, entry in entries.items()]
     started = time.monotonic()
     problems: list[str] = []
@@ -110,7 +110,7 @@ class _Check:
         with self._open() as world:
             tracker = world.evaluate()
             if tracker.success:
-                self.problems.append("doing nothing passes")
+                self.problems.append("the task passes although nothing was done")
             wrong = [p["requirement"] for p in tracker.passes if p["label"] != "no_op_pass"]
             wrong += [f["requirement"] for f in tracker.failures if f["label"] != "no_op_fail"]
             self.problems += [f"mislabelled requirement: {requirement}" for requirement in wrong]

@@ -63,7 +63,7 @@ MESSAGES = {
     "anthropic": 'an object with "messages", whose content are blocks (tool_use, tool_result), and perhaps "system"',
     "openai-responses": 'an object with "input" and "output" items (function_call, function_call_output)',
     "openai-chat": 'an object with "messages", each with "role" and "content" or "tool_calls"',
-    "messages": "messages of LangChain, AutoGen, Gemini, ShareGPT and their like",
+    "messages": "messages of LangChain, AutoGen, Gemini, ShareGPT and similar formats",
 }
 """Dialect -> description of its records."""
 ANTHROPIC_BLOCKS = {"tool_use", "tool_result", "thinking", "server_tool_use", "redacted_thinking"}

@@ -43,7 +43,7 @@ def read(runs: Any, reading: Reading) -> Iterator[Trace]:
         told = [entry for run in models[:1] for entry in _messages(run["inputs"]) if entry.role == "system"]
         said = told + said
     if not said:
-        raise BadTrace("none of its runs holds messages")
+        raise BadTrace("none of its runs contains messages")
     yield build(
         said,
         {**object_of(object_of(root, "extra"), "metadata"), **root},

@@ -39,17 +39,17 @@ PROMPT = [7]
 
 
 class Words:
-    """A tokenizer: the first token of a message says which it is."""
+    """A tokenizer in which the first token of a message identifies the message."""
 
     pad_token_id = 0
 
     def decode(self, ids: Any, **_: Any) -> str:
-        """The messages that tokens stand for."""
+        """The messages of a token sequence."""
         return ASK if 7 in ids else text_of(ids)
 
 
 class Actors:
-    """The actors, whose policy has not moved."""
+    """The actors, whose policy has not changed."""
 
     def async_run_method_batch(self, method_name: str, sequences: Any, **_: Any) -> Any:
         """Log-probabilities of each batch's tokens."""
@@ -93,7 +93,7 @@ def arguments(estimator: str) -> Any:
 
 
 def samples() -> list[Any]:
-    """Two groups, each in an order of its own, as OpenRLHF's generator turns responses into samples."""
+    """Two groups in different orders, as samples made by OpenRLHF's generator."""
     from openrlhf.trainer.ppo_utils.samples_generator import SamplesGenerator
 
     made = []
@@ -115,7 +115,7 @@ def samples() -> list[Any]:
 
 
 def pushed(experience: Any) -> list[Any]:
-    """What OpenRLHF's policy loss passes on to each token's log-probability."""
+    """Gradient of OpenRLHF's policy loss with respect to each token's log-probability."""
     import torch
     from openrlhf.models.loss import PolicyLoss
 

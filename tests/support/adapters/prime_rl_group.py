@@ -37,7 +37,7 @@ def main() -> None:
 
 
 def pushed(trace: Any) -> list[float]:
-    """What prime-rl's default loss passes on to each log-probability, where the policy has not moved."""
+    """Gradient of prime-rl's default loss with respect to each log-probability, for an unchanged policy."""
     import torch
     from prime_rl.configs.trainer import DefaultLossConfig
     from prime_rl.trainer.rl.loss import LossInputs, default_loss_fn

@@ -20,7 +20,7 @@ TEXTS = [json.dumps(message) for flight in FLIGHTS for message in said(flight)]
 
 
 class Words:
-    """A tokenizer: the first token of a message says which it is."""
+    """A tokenizer in which the first token of a message identifies the message."""
 
     pad_token_id = 0
     padding_side = "right"

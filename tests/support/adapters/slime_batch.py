@@ -46,7 +46,7 @@ def samples() -> list[Any]:
 
 
 def arguments(store: str) -> Any:
-    """slime's arguments, as far as its functions read them."""
+    """Those arguments of slime that its functions read."""
     return SimpleNamespace(
         draco={"model": "canned", "store": store},
         hf_checkpoint="table",
@@ -73,7 +73,7 @@ def arguments(store: str) -> Any:
 
 
 def trained(args: Any, rows: list[Any], advantages: list[float]) -> list[Any]:
-    """What slime's policy loss passes on to each token's log-probability, in one training process."""
+    """Gradient of slime's policy loss with respect to each token's log-probability, in one training process."""
     import torch
     from slime.backends.megatron_utils import loss
     from slime.backends.megatron_utils.cp_utils import get_sum_of_sample_mean

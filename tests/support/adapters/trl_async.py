@@ -18,7 +18,7 @@ from tests.support.adapters.trl_flights import FLIGHTS, JUDGE, PROMPTS, book, mo
 
 
 class Attention:
-    """Stands in for FlashAttention 3: attention within segments that end where their keys do."""
+    """Stand-in for FlashAttention 3: attention within segments that end with their keys."""
 
     @staticmethod
     def flash_attn_varlen_func(
@@ -38,7 +38,7 @@ class Attention:
 
 
 class Weights:
-    """Stands in for the transfer of weights to vLLM: there is none."""
+    """Stand-in for the weight transfer to vLLM, which does nothing."""
 
     def __getattr__(self, name: str) -> Any:
         return lambda *_: None
@@ -51,7 +51,7 @@ def serve(tokenizer: Any) -> str:
 
     class Handler(BaseHTTPRequestHandler):
         def log_message(self, *_: Any) -> None:
-            """Stay silent."""
+            """Do not log requests."""
 
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -77,7 +77,7 @@ def serve(tokenizer: Any) -> str:
 
 
 def main() -> None:
-    """Train; print each row that a loss was computed of."""
+    """Train; print each row for which a loss was computed."""
     from datasets import Dataset
     from transformers import AutoTokenizer
     from trl.experimental.async_grpo import (

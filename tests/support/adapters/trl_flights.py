@@ -20,7 +20,7 @@ from tests.support.tiny_model import build_tiny_model, tiny_tokenizer  # noqa: E
 FLIGHTS = ("DL9", "UA1", "UA1", "XX0")
 """What each run of a group books: right, wrong, wrong, and one that the judge cannot score."""
 THINK = "<think>\n\n</think>\n\n"
-"""As Qwen3's chat template renders a turn without a thought, so that a turn's tokens stay when it is rendered again."""
+"""A turn without reasoning as Qwen3's chat template renders it, so that rendering it again gives the same tokens."""
 JUDGE = CannedOnce(unscored="booked XX0")
 
 

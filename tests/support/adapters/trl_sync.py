@@ -18,7 +18,7 @@ from tests.support.adapters.trl_flights import FLIGHTS, JUDGE, PROMPTS, book, mo
 
 
 def main() -> None:
-    """Train; print each row that a loss was computed of."""
+    """Train; print each row for which a loss was computed."""
     from datasets import Dataset
     from transformers import AutoTokenizer
     from trl import GRPOConfig, GRPOTrainer

@@ -24,11 +24,11 @@ class Queue:
         self.status: dict[str, str] = {}
 
     async def async_kv_put(self, key: str, partition_id: str, tag: dict[str, str]) -> None:
-        """Note a prompt's status."""
+        """Record a prompt's status."""
         self.status[f"{partition_id} {key}"] = tag["status"]
 
     async def async_kv_batch_put(self, keys: list[str], fields: Any, tags: Any, partition_id: str) -> None:
-        """Note rewards."""
+        """Record rewards."""
         for key, row in zip(keys, fields, strict=True):
             self.rewards[f"{partition_id} {key}"] = float(row["rm_scores"].sum()) if "rm_scores" in row else -9.0
 
@@ -42,7 +42,7 @@ def output_of(session: int) -> Any:
 
 
 def worker(config: Any) -> Any:
-    """A worker as far as judging needs one."""
+    """The parts of a worker that judging needs."""
     from draco_ray.adapters import verl as adapter
 
     made = object.__new__(adapter.StepCreditWorker)
@@ -85,7 +85,7 @@ async def play(workers: list[Any]) -> dict[str, float]:
 
 
 def main() -> None:
-    """Print advantages and what the loss makes of them."""
+    """Print the advantages and the resulting gradients of the loss."""
     import torch
     from omegaconf import OmegaConf
     from verl import DataProto

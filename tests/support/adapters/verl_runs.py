@@ -14,7 +14,7 @@ TEXTS: list[str] = [json.dumps(message) for flight in FLIGHTS for message in sai
 
 
 def token_ids(session: int) -> list[int]:
-    """A run's tokens; the first one of a message says which it is."""
+    """Tokens of a run; the first token of a message identifies the message."""
     parts = [[100 + 5 * session + n] + [1] * (length - 1 + session % 2) for n, length in enumerate(LENGTHS)]
     return [token for part in parts for token in part]
 
@@ -25,7 +25,7 @@ def mask_of(session: int) -> list[int]:
 
 
 def text_of(ids: Any, **_: Any) -> str:
-    """The messages that tokens stand for."""
+    """The messages of a token sequence."""
     return " ".join(TEXTS[each - 100] for each in ids if each >= 100)
 
 

@@ -172,7 +172,7 @@ def planted_groups(
     """
     manifest = read_manifest(world)
     if manifest is None:
-        raise WorldError(f"{world} holds no {MANIFEST}: expected a folder made by `draco sandbox build`")
+        raise WorldError(f"{world} has no {MANIFEST}; expected a folder made by `draco sandbox build`")
     if split not in SPLITS:
         raise ConfigError(f"--split {split!r}: expected one of {', '.join(SPLITS)}")
     chosen = choose(manifest["tasks"], split, tasks)

@@ -112,7 +112,7 @@ def read_step_labels(path: Path) -> StepLabelFile:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--labels {path}: cannot be read: {error}") from None
     except json.JSONDecodeError as error:
-        raise ConfigError(f"--labels {path}: is no JSON: {error}") from None
+        raise ConfigError(f"--labels {path}: not JSON: {error}") from None
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"])) or "the file"
@@ -120,7 +120,9 @@ def read_step_labels(path: Path) -> StepLabelFile:
     steps = [len(each.human) for each in found.trajectories]
     calls = [len(each.human if each.call is None else each.call) for each in found.trajectories]
     if not all(steps) or calls != steps:
-        raise ConfigError(f"--labels {path}: a trajectory has no step, or another number of them in human than in call")
+        raise ConfigError(
+            f"--labels {path}: a trajectory has no steps, or human and call have different numbers of steps"
+        )
     for judge, labels in found.judges.items():
         if [len(each) for each in labels] != steps:
             raise ConfigError(
@@ -234,8 +236,8 @@ def calibration_rows(found: StepLabelFile, *, splits: int, seed: int = 0) -> tup
     questions = np.unique(losers.question_N)
     if len(questions) < 4:
         raise ConfigError(
-            f"--labels: {len(questions)} questions have a failed trajectory with both bad and other steps; expected at "
-            "least 4, to measure a reliability on some and try it on the others"
+            f"--labels: {len(questions)} questions have a failed trajectory with both bad and other steps; expected "
+            "at least 4, for calibration and test"
         )
     random = np.random.default_rng(seed)
     calibrating_SN = np.array(

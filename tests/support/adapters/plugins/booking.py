@@ -14,10 +14,10 @@ class BookingTask(vf.Task):
 
 
 class Booking(vf.Taskset[BookingTask]):
-    """One task."""
+    """A taskset with one task."""
 
     def load(self) -> Iterator[BookingTask]:
-        """It."""
+        """Return the only task."""
         yield BookingTask(
             vf.TaskData(name="jfk-sfo", prompt="Book the cheapest flight: UA1 420, DL9 380."), self.config.task
         )
