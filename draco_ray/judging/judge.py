@@ -130,7 +130,7 @@ def in_sample(share: float, group: str, rollout: int | None) -> bool:
     Args:
         share: sampled share of all rollouts, 0 .. 1.
         group: the rollout's group.
-        rollout: its index in the group.
+        rollout: its index in the group; None: whether the group belongs to a sample of groups.
     """
     digest = hashlib.blake2b(f"{group}/{rollout}".encode(), digest_size=7).digest()
     return int.from_bytes(digest, "big") < share * 2**56

@@ -29,7 +29,7 @@ def test_the_held_out_judge_scores_rollouts_and_adds_no_verdict(
     scored = line["held_out_rollouts"]
     assert scored > 0
     assert 0 <= line["held_out_rate"] <= 1
-    assert sum(rollouts for _, rollouts in line["held_out_divergence"]) == scored
+    assert 2 * len(line["held_out_pairs"]) == scored
     # Its verdicts are kept with the calls and nowhere else: those of training are one for each criterion of the group.
     criteria = {(row["task_id"], row["criterion"]) for row in run.table("criteria").to_pylist()}
     assert {(row["task_id"], row["criterion"]) for row in run.table("verdicts").to_pylist()} <= criteria

@@ -111,9 +111,10 @@ REWARD = "Mean over rollouts of R: of the criteria that count and apply, the sha
 KL = "Of a sampled token, on average, in nats: how far the policy has moved from the model it began as."
 STAND_IN = "No evaluator: the share that passes of the judge's verdicts, on criteria that depend on no policy."
 INERT = "Inert: the verdicts that cite its steps agree, so credit tells no step from another."
-HELD = "The held-out judge scores a share of the rollouts, and nothing is trained on its verdicts."
+HELD = "The rollouts are the best-rewarded and a middle one of some groups. Nothing is trained on held-out verdicts."
 DRIFT = (
-    "Rise of the judge's rate against the held-out judge's from the first steps to the last ones, with 95 % intervals."
+    "How many more of the best-rewarded rollouts than of the middle ones fail with the held-out judge, with 95 % "
+    "intervals: at most 0 without a hack."
 )
 QUALITY = "Quality Q of a step: the share that passes of the verdicts that cite it."
 
@@ -175,7 +176,10 @@ def _of_held_out(metrics: list[Row]) -> list[Chart]:
     said = f"Significant after step {', '.join(flagged)}: the policy may exploit the judge." if flagged else ""
     return [
         Chart(line_chart("Pass rate by two judges, same rollouts", both, bounds=(0.0, 1.0), number=percent), note=HELD),
-        Chart(line_chart("Drift between the two judges", rise, number=percent), note=f"{DRIFT} {said}".strip()),
+        Chart(
+            line_chart("Rewarded, and failed by the held-out judge", rise, number=percent),
+            note=f"{DRIFT} {said}".strip(),
+        ),
     ]
 
 
