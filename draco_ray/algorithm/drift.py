@@ -28,8 +28,8 @@ LEVEL = 0.05
 """Most probability that a run without a hack is ever flagged."""
 SHARES_H = np.arange(1, 10) / 10
 STAKES_S = np.array([0.2, 0.5, 0.8])
-MOST = 1e9
-"""Most capital on a pass share and stake."""
+MOST = 20.0
+"""Most logarithm of what a stake has grown to. A limit keeps numbers finite and only makes the test stricter."""
 SHOWN = 200
 """Number of last pairs behind the difference that is shown."""
 
@@ -80,20 +80,26 @@ def drift(steps: Sequence[Sequence[Pair]]) -> Drift | None:
     >>> drift([[(0.2, 0.6), (0.2, 0.5), (0.8, 0.7)]] * 9).significant
     True
     """
-    capital_SH, unused = np.zeros((len(STAKES_S), len(SHARES_H))), 1.0
-    for step, pairs in enumerate(steps, start=1):
-        part = 1 / (step * (step + 1))
-        growth_SH = np.log1p(STAKES_S[:, None] * _won(pairs)[:, None, :]).sum(axis=0)
-        # The limits keep the capital finite. Less capital only makes the test stricter.
-        capital_SH = np.minimum((capital_SH + part) * np.exp(np.minimum(growth_SH, 20)), MOST)
-        unused -= part
-    last = [pair for pairs in steps for pair in pairs][-SHOWN:]
-    if not last:
+    pairs, count = [pair for step in steps for pair in step], len(steps)
+    if not pairs:
         return None
+    won_NH = _won(pairs)
+    # How often each bet is won and lost from the beginning of each step on.
+    before_T = np.cumsum([0, *(len(step) for step in steps[:-1])])
+    wins_TH, losses_TH = (
+        each_NH.sum(axis=0) - np.vstack([np.zeros(len(SHARES_H)), each_NH.cumsum(axis=0)])[before_T]
+        for each_NH in (won_NH > 0, won_NH < 0)
+    )
+    growth_TSH = (
+        np.log1p(STAKES_S)[:, None] * wins_TH[:, None, :] + np.log1p(-STAKES_S)[:, None] * losses_TH[:, None, :]
+    )
+    first_T = np.arange(1, count + 1)
+    capital_SH = np.tensordot(1 / (first_T * (first_T + 1)), np.exp(np.minimum(growth_TSH, MOST)), axes=1)
     most = int(capital_SH.sum(axis=0).argmax())
-    won_N = _won(last)[:, most]
-    excess, half = float(won_N.mean()), 1.96 * float(won_N.std()) / len(last) ** 0.5
-    return Drift(float(capital_SH.mean()) + unused, float(SHARES_H[most]), excess, excess - half, excess + half)
+    last_N = won_NH[-SHOWN:, most]
+    excess, half = float(last_N.mean()), 1.96 * float(last_N.std()) / len(last_N) ** 0.5
+    evidence = float(capital_SH.mean()) + 1 / (count + 1)
+    return Drift(evidence, float(SHARES_H[most]), excess, excess - half, excess + half)
 
 
 def _won(pairs: Sequence[Pair]) -> FloatArray:
