@@ -218,12 +218,6 @@ class Pipeline:
             for member in members
         )
         numbers = [member.rollout for member in members]
-        if self._held_out is not None:
-            context = CallContext(group=group.name, task_id=group.task_id)
-            scored = [(m.rollout, m.trajectory, score.summary) for m, score in zip(members, scores, strict=True)]
-            group.held_out = asyncio.create_task(
-                self._held_out.score(group.step, context, scored, rubric, group.phases)
-            )
         with self._wait("advantages", group.name):
             group.reward = await self._advantages.rewards.remote(numbers, [score.judged for score in scores])
         if len(group.reward.scored) < 2:
@@ -231,6 +225,12 @@ class Pipeline:
             return None
         group.state = GroupState.SCORED
         self._watch(group)
+        if self._held_out is not None:
+            context = CallContext(group=group.name, task_id=group.task_id)
+            scored = [(m.rollout, m.trajectory, score.summary) for m, score in zip(members, scores, strict=True)]
+            group.held_out = asyncio.create_task(
+                self._held_out.score(group.step, context, scored, group.reward, rubric, group.phases)
+            )
 
         credits: list[Judgement | None] | None = None
         if merged:

@@ -1,13 +1,13 @@
-"""Does the held-out judge see reward hacking before it costs? Print what was flagged, and what was lost by then.
+"""Does the held-out judge see reward hacking before it costs? Print what was flagged and missed, and false alarms.
 
-python jobs/bench_hacks.py [--seeds 20] [--steps 112] [--share 0.25]
+python jobs/bench_hacks.py [--seeds 20] [--steps 112] [--share 0.75]
 
 A tabular policy and judges by formula: no language model. For each task the policy is a softmax over four ways to play
 it: right, two kinds of faulty, and a hack. It is trained by the package's own reward and advantage in groups of six, 16
 groups a step, and watched by the package's drift test. Half of the criteria are hard: even right play fails most of
-them. The judge has a hole and passes the hack on all of these; the held-out judge has none. Each judge errs on its own
-in 5 % of its verdicts. In clean runs neither judge has a hole, and the policy begins with the hack in 10 % of rollouts.
-The test's settings were chosen on seeds from 1000 on.
+them. A judge with a hole passes the hack on all of these; held-out judges have none. Each judge errs on its own in 5 %
+of its verdicts. Every run is watched by five held-out judges, each by itself. In clean runs the judge has no hole, and
+the policy begins with the hack in 10 % of rollouts. The test's settings were chosen on seeds from 1000 on.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import numpy as np
 import typer
 
 from draco_ray.algorithm.advantage import group_advantages_G
-from draco_ray.algorithm.drift import drift
+from draco_ray.algorithm.drift import compared, drift
 from draco_ray.algorithm.reward import rubric_rewards, surviving_criteria
 
 TASKS, GROUPS, ROLLOUTS, EASY, HARD = 90, 16, 6, 3, 3
@@ -32,22 +32,74 @@ HONEST = np.array([0.5, 0.25, 0.25])
 EASY_PASSED = np.array([0.95, 0.7, 0.8, 0.4])
 HARD_PASSED = np.array([0.45, 0.25, 0.3, 0.05])
 """Probability that a rollout of this kind deserves to pass an easy and a hard criterion."""
-HOLES = ((0.7, 0.08), (0.7, 0.12), (0.8, 0.08), (0.8, 0.12), (0.95, 0.08), (0.95, 0.12))
-"""Share of the easy criteria that the hack passes (the hard ones it always does), and its share at the start."""
 LOST = 0.05
 """Loss of TGC before which it should be flagged."""
+
+
+@dataclass(frozen=True)
+class Judge:
+    """The judge that trains, and the share of hacks at the start."""
+
+    name: str
+    start: float = 0.1
+    hole: float | None = None
+    """Share of the easy criteria that the hack passes (the hard ones it always does); None: the judge has no hole."""
+    errors: float = ERRORS
+    waved: float = 0.0
+    """Share of rollouts, of any kind, that it passes on every criterion by mistake."""
+    subtle: bool = False
+    """Whether the hack deserves as much as unfinished play; else less than any."""
+
+
+HOLES = [
+    Judge(f"hole {easy:.0%}, {start:.0%} hacks", start, easy) for easy in (0.7, 0.8, 0.95) for start in (0.08, 0.12)
+]
+JUDGES = [
+    *HOLES,
+    Judge("hole 80%, 3% hacks", 0.03, 0.8),
+    Judge("hole 80%, 8% hacks like unfinished play", 0.08, 0.8, subtle=True),
+    Judge("no hole"),
+    Judge("no hole, errs in 20%", errors=0.2),
+    Judge("no hole, passes 3% of rollouts by mistake", waved=0.03),
+    Judge("no hole, passes 10% of rollouts by mistake", waved=0.1),
+]
+HELD_OUT = {
+    "like the judge without its hole": {},
+    "errs in 20% of verdicts": {"errors": 0.2},
+    "strict: passes 6 in 10 of what should": {"strict": 0.6},
+    "has criteria of its own": {"own": True},
+    "fails 10% of rollouts by mistake": {"failed": 0.1},
+}
+
+
+def held_out_share(
+    rng: np.random.Generator,
+    deserved_GK: np.ndarray,
+    draw_GK: np.ndarray,
+    *,
+    errors: float = ERRORS,
+    strict: float = 1.0,
+    own: bool = False,
+    failed: float = 0.0,
+) -> np.ndarray:
+    """Pass share of each rollout by a held-out judge."""
+    draw_GK = rng.random(draw_GK.shape) if own else draw_GK
+    passed_GK = _passed(rng, draw_GK < strict * deserved_GK, errors)
+    return passed_GK.mean(axis=1) * (rng.random(len(draw_GK)) >= failed)
 
 
 @dataclass(frozen=True)
 class Run:
     """A training run."""
 
-    flagged: int | None
-    """Step after which the drift was first significant."""
+    flagged: list[int | None]
+    """For each held-out judge, the step after which the drift was first significant."""
     tgc: list[float]
     hacks: list[float]
     """Mean probability of playing right, which is the expected TGC, and of the hack, before the first and after each
     step."""
+    calls: int
+    """Rollouts that each held-out judge scored."""
 
     @property
     def lost_at(self) -> int | None:
@@ -55,49 +107,56 @@ class Run:
         below = np.flatnonzero(np.maximum.accumulate(self.tgc) - self.tgc >= LOST)
         return int(below[0]) if len(below) else None
 
-    @property
-    def in_time(self) -> bool:
+    def in_time(self, judge: int) -> bool:
         """Whether it was flagged before 5 points were lost."""
-        return self.flagged is not None and (self.lost_at is None or self.flagged < self.lost_at)
+        flagged, lost = self.flagged[judge], self.lost_at
+        return flagged is not None and (lost is None or flagged < lost)
 
 
-def train(seed: int, steps: int, share: float, hole: tuple[float, float] | None) -> Run:
-    """Train with a judge that has this hole; None: with one that has none."""
+def train(seed: int, steps: int, share: float, judge: Judge) -> Run:
+    """Train with this judge."""
     rng = np.random.default_rng(seed)
-    begin = hole[1] if hole else 0.1
     deserved_WK = np.repeat(np.stack([EASY_PASSED, HARD_PASSED], 1), (EASY, HARD), axis=1)
+    if judge.subtle:
+        deserved_WK[HACK] = deserved_WK[UNFINISHED]
     fooled_WK = deserved_WK.copy()
-    if hole:
-        fooled_WK[HACK] = np.repeat([hole[0], 1.0], (EASY, HARD))
-    logit_TW = np.log([*(HONEST * (1 - begin)), begin]) + rng.normal(0, 0.3, (TASKS, 4))
-    divergence, flagged, shares_W = list[list[tuple[float, int]]](), None, [_softmax(logit_TW).mean(axis=0)]
+    if judge.hole is not None:
+        fooled_WK[HACK] = np.repeat([judge.hole, 1.0], (EASY, HARD))
+    logit_TW = np.log([*(HONEST * (1 - judge.start)), judge.start]) + rng.normal(0, 0.3, (TASKS, 4))
+    shares_W, calls = [_softmax(logit_TW).mean(axis=0)], 0
+    pairs: list[list[list[tuple[float, float]]]] = [[] for _ in HELD_OUT]
+    flagged: list[int | None] = [None] * len(HELD_OUT)
     order = rng.permutation(np.tile(np.arange(TASKS), 1 + steps * GROUPS // TASKS))
     for step in range(steps):
-        divergence.append([])
+        for watched in pairs:
+            watched.append([])
         for task in order[step * GROUPS : (step + 1) * GROUPS]:
             way_G = rng.choice(4, ROLLOUTS, p=_softmax(logit_TW[task]))
             draw_GK = rng.random((ROLLOUTS, EASY + HARD))
-            verdict_GK, other_GK = (_verdicts(rng, draw_GK < each_WK[way_G]) for each_WK in (fooled_WK, deserved_WK))
+            waved_GK = rng.random((ROLLOUTS, 1)) < judge.waved
+            verdict_GK = np.where(_passed(rng, draw_GK < fooled_WK[way_G], judge.errors) | waved_GK, 1, -1)
             reward_G = rubric_rewards(verdict_GK, surviving_criteria(verdict_GK))
             push_W = RATE / ROLLOUTS * group_advantages_G(reward_G) @ (np.eye(4)[way_G] - _softmax(logit_TW[task]))
             # The tasks share a model: three tenths of an update go to every task.
             logit_TW += 0.3 * push_W
             logit_TW[task] += 0.7 * push_W
-            sampled_G = rng.random(ROLLOUTS) < share
-            if sampled_G.any():
-                gap = float((verdict_GK == 1)[sampled_G].mean() - (other_GK == 1)[sampled_G].mean())
-                divergence[-1].append((gap, int(sampled_G.sum())))
-        found = drift(divergence)
-        if flagged is None and found is not None and found.significant:
-            flagged = step + 1
+            two = compared(reward_G) if rng.random() < share else None
+            if two is not None:
+                calls += 2
+                for watched, how in zip(pairs, HELD_OUT.values(), strict=True):
+                    share_G = held_out_share(rng, deserved_WK[way_G], draw_GK, **how)
+                    watched[-1].append((float(share_G[two[0]]), float(share_G[two[1]])))
+        for each, watched in enumerate(pairs):
+            if flagged[each] is None and (found := drift(watched)) is not None and found.significant:
+                flagged[each] = step + 1
         shares_W.append(_softmax(logit_TW).mean(axis=0))
     tgc, hacks = ([float(each[way]) for each in shares_W] for way in (RIGHT, HACK))
-    return Run(flagged, tgc, hacks)
+    return Run(flagged, tgc, hacks, calls)
 
 
-def _verdicts(rng: np.random.Generator, passes_GK: np.ndarray) -> np.ndarray:
-    """Verdicts of a judge that errs."""
-    return np.where(passes_GK ^ (rng.random(passes_GK.shape) < ERRORS), 1, -1)
+def _passed(rng: np.random.Generator, deserved_GK: np.ndarray, errors: float) -> np.ndarray:
+    """What a judge passes that errs in this share of its verdicts."""
+    return deserved_GK ^ (rng.random(deserved_GK.shape) < errors)
 
 
 def _softmax(logit: np.ndarray) -> np.ndarray:
@@ -106,36 +165,44 @@ def _softmax(logit: np.ndarray) -> np.ndarray:
 
 
 def main(
-    seeds: Annotated[
-        int, typer.Option(min=1, help="Number of runs per hole in the judge, and of runs without a hole.")
-    ] = 20,
-    steps: Annotated[int, typer.Option(min=2, help="Training steps per run.")] = 112,
-    share: Annotated[
-        float, typer.Option(min=0, max=1, help="Share of rollouts that the held-out judge scores.")
-    ] = 0.25,
-    first_seed: Annotated[int, typer.Option(min=0, help="Random seed of the first run.")] = 0,
+    seeds: Annotated[int, typer.Option(min=1, help="Runs with each judge.")] = 20,
+    steps: Annotated[int, typer.Option(min=2, help="Training steps of a run.")] = 112,
+    share: Annotated[float, typer.Option(min=0, max=1, help="Share of groups with held-out verdicts.")] = 0.75,
+    first_seed: Annotated[int, typer.Option(min=0, help="Seed of the first run.")] = 0,
 ) -> None:
-    """Train with each hole and without one."""
-    print(
-        "| Hack passes easy, at the start | Lost 5 points | Flagged | in time | Step | TGC, best, last | Hack, last |"
-    )
+    """Train with each judge."""
+    print("| Judge | Lost 5 points at | Flagged | in time | after step | TGC, best, last | Hack, last |")
     print(f"|{'---|' * 7}")
-    for hole in (*HOLES, None):
-        runs = [train(seed, steps, share, hole) for seed in range(first_seed, first_seed + seeds)]
-        flags = sorted(run.flagged for run in runs if run.flagged is not None)
-        tgc = [np.mean([run.tgc[0] for run in runs]), np.mean([max(run.tgc) for run in runs])]
-        last = [np.mean([getattr(run, name)[-1] for run in runs]) for name in ("tgc", "hacks")]
+    runs = {}
+    for judge in JUDGES:
+        runs[judge] = found = [train(seed, steps, share, judge) for seed in range(first_seed, first_seed + seeds)]
+        lost = [run.lost_at for run in found if run.lost_at is not None]
+        flags = [run.flagged[0] for run in found if run.flagged[0] is not None]
+        best = [np.mean([run.tgc[0] for run in found]), np.mean([max(run.tgc) for run in found])]
+        tgc, hacks = (np.mean([getattr(run, name)[-1] for run in found]) for name in ("tgc", "hacks"))
         print(
-            f"| {f'{hole[0]:.0%}, {hole[1]:.0%}' if hole else 'no hole'} | "
-            f"{sum(run.lost_at is not None for run in runs)} of {seeds} | {len(flags)} | "
-            f"{sum(run.in_time for run in runs)} | {flags[len(flags) // 2] if flags else '-'} | "
-            f"{tgc[0]:.0%}, {tgc[1]:.0%}, {last[0]:.0%} | {last[1]:.0%} |",
+            f"| {judge.name} | {_steps(lost)} ({len(lost)} of {seeds}) | {len(flags)} of {seeds} | "
+            f"{sum(run.in_time(0) for run in found)} | {_steps(flags)} | {best[0]:.0%}, {best[1]:.0%}, {tgc:.0%} | "
+            f"{hacks:.0%} |",
             flush=True,
         )
+    print(f"\n| Held-out judge | of {seeds * len(HOLES)} runs of the first six flagged | in time | of {seeds} clean |")
+    print(f"|{'---|' * 4}")
+    holes, clean = [run for judge in HOLES for run in runs[judge]], runs[JUDGES[len(HOLES) + 2]]
+    for each, name in enumerate(HELD_OUT):
+        hit, false = (sum(run.flagged[each] is not None for run in some) for some in (holes, clean))
+        print(f"| {name} | {hit} | {sum(run.in_time(each) for run in holes)} | {false} |")
+    calls = sum(run.calls for found in runs.values() for run in found) / steps / seeds / len(runs)
     print(
-        f"\n{steps} steps, {seeds} seeds; step: median. In time: flagged before {100 * LOST:.0f} points of the best "
-        "TGC so far were lost. A tabular policy and judges by formula: no language model."
+        f"\n{steps} steps, {seeds} seeds from {first_seed} on; steps: median (last). In time: before {100 * LOST:.0f} "
+        f"points of the best TGC so far were lost. A held-out judge scores {calls:.0f} of {GROUPS * ROLLOUTS} "
+        "rollouts a step. The first table's is like the judge without its hole. A tabular policy and judges by "
+        "formula: no language model."
     )
+
+
+def _steps(steps: list[int]) -> str:
+    return f"{np.median(steps):.0f} ({max(steps)})" if steps else "-"
 
 
 if __name__ == "__main__":

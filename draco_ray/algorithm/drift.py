@@ -1,75 +1,110 @@
-"""Whether the judge that trains parts from a held-out judge: a sign that the policy exploits the former.
+"""Whether the trained judge rewards rollouts that a held-out judge fails: a sign that the policy exploits it.
 
-The divergence is the trained judge's pass share less the held-out judge's, averaged over the rollouts that both scored.
-Two judges may always differ; a rise since the run's beginning is what tells. The fewest first steps with `LEAST` groups
-are compared with the fewest last steps with as many by Welch's test, one-sided. Groups are the sampling unit, weighted
-by their rollouts. Every step is a look, the k-th at the level `LEVEL` / (7.5 k): over 1,000 looks that adds up to
-`LEVEL`. A rise has harmless causes, too, if the judges differ on a kind of rollout that becomes more frequent.
+In a group the held-out judge scores two rollouts: the one with the highest reward and a middle one (`compared`). It may
+be stricter, coarser or noisier than the trained judge, and its pass rate may improve more slowly. As long as the two
+agree on what is better, the best rollout is at least as likely as the middle one to reach any pass share h. This is the
+null hypothesis. A hack breaks it: it is among the best, and the held-out judge passes little of it.
+
+The test is a bet (Waudby-Smith and Ramdas, arXiv 2010.09686). A capital of 1 is divided among some h and stakes; with
+each pair it is multiplied by 1 + stake * ([middle reaches h] - [best reaches h]). Under the null hypothesis it does not
+grow in expectation, so that the probability that it ever reaches 1 / `LEVEL` is at most `LEVEL` (Ville), however often
+one looks and whatever the distributions. To find a hack that begins late, a part 1 / (k (k + 1)) of the capital is
+staked from step k on (arXiv 2203.03532).
+
+A judge that passes whole rollouts by mistake looks the same, and so does a held-out judge that fails the best kind. A
+hack that the held-out judge rates like a middle rollout is not seen.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from draco_ray.algorithm.distributions import student_cdf, student_quantile
+from draco_ray.records import FloatArray
 
-LEVEL, HARMONIC = 0.05, 7.5
-"""Most probability of a flag in 1,000 looks at a run without a rise; sum of 1 / k over as many."""
-LEAST = 96
-"""Least number of groups on either side of a comparison."""
-FLOOR = 0.05
-"""Least standard deviation of a group's divergence, so that equal groups do not count as certain."""
+LEVEL = 0.05
+"""Most probability that a run without a hack is ever flagged."""
+SHARES_H = np.arange(1, 10) / 10
+STAKES_S = np.array([0.2, 0.5, 0.8])
+MOST = 20.0
+"""Most logarithm of what a stake has grown to. A limit keeps numbers finite and only makes the test stricter."""
+SHOWN = 200
+"""Number of last pairs behind the difference that is shown."""
 
-Group = Sequence[float]
-"""Divergence of a group, in [-1, 1], and number of its rollouts that both judges scored."""
+Pair = Sequence[float]
+"""Pass shares by the held-out judge of a group's best and of its middle rollout, in [0, 1]."""
 
 
 @dataclass(frozen=True, slots=True)
 class Drift:
-    """The rise of the divergence from the first steps to the last ones, as a share in [-2, 2]."""
+    """What the pairs so far say."""
 
-    rise: float
+    evidence: float
+    """The capital: a run without a hack ever reaches c with a probability of at most 1 / c."""
+    share: float
+    """The pass share h at which most was won."""
+    excess: float
     low: float
     high: float
-    """Its 95 % interval, of this look alone."""
-    significant: bool
-    """Whether it is above 0 at the level of this look."""
+    """Share of the last `SHOWN` best rollouts below h less that of the middle ones, with a 95 % interval that ignores
+    how h was chosen."""
+
+    @property
+    def significant(self) -> bool:
+        """Whether there is enough evidence to flag the run."""
+        return self.evidence >= 1 / LEVEL
 
 
-def drift(steps: Sequence[Sequence[Group]]) -> Drift | None:
-    """The drift after the last of ``steps``, each a list of groups, perhaps empty; None while there are too few.
+def compared(reward_G: FloatArray) -> tuple[int, int] | None:
+    """Positions of the two rollouts that the held-out judge scores; None if all rewards are equal.
 
-    >>> drift([[(0.0, 1), (0.1, 2)] * 48, [(0.5, 1), (0.6, 2)] * 48]).significant
-    True
-    >>> drift([[(0.5, 1), (0.6, 2)] * 48] * 2).significant
-    False
+    The first has the highest reward, the second the highest in the lower half that is not as high.
+
+    >>> compared(np.array([0.1, 0.9, 0.5, 0.3]))
+    (1, 3)
+    >>> compared(np.array([1.0, 1.0, 1.0, 0.0]))
+    (0, 3)
     """
-    first, last = _fewest(steps), _fewest(steps[::-1])
-    look = len(steps) - 2 * first + 1
-    if first + last > len(steps) or look < 1:
+    order = np.argsort(-reward_G, kind="stable")
+    lower = [int(each) for each in order[len(order) // 2 :] if reward_G[each] < reward_G[order[0]]]
+    return (int(order[0]), lower[0]) if lower else None
+
+
+def drift(steps: Sequence[Sequence[Pair]]) -> Drift | None:
+    """The drift after the last of ``steps``, each a list of pairs, perhaps empty; None before the first pair.
+
+    >>> drift([[(0.9, 0.6), (0.2, 0.5), (0.8, 0.7)]] * 9).significant
+    False
+    >>> drift([[(0.2, 0.6), (0.2, 0.5), (0.8, 0.7)]] * 9).significant
+    True
+    """
+    pairs, count = [pair for step in steps for pair in step], len(steps)
+    if not pairs:
         return None
-    means, errors, counts = zip(*(_mean(part) for part in (steps[:first], steps[-last:])), strict=True)
-    rise, error = means[1] - means[0], math.sqrt(sum(errors))
-    degrees = sum(errors) ** 2 / sum(each**2 / (count - 1) for each, count in zip(errors, counts, strict=True))
-    half = student_quantile(degrees, 0.975) * error
-    significant = 1 - student_cdf(rise / error, degrees) < LEVEL / (HARMONIC * look)
-    return Drift(rise, rise - half, rise + half, significant)
+    won_NH = _won(pairs)
+    # How often each bet is won and lost from the beginning of each step on.
+    before_T = np.cumsum([0, *(len(step) for step in steps[:-1])])
+    wins_TH, losses_TH = (
+        each_NH.sum(axis=0) - np.vstack([np.zeros(len(SHARES_H)), each_NH.cumsum(axis=0)])[before_T]
+        for each_NH in (won_NH > 0, won_NH < 0)
+    )
+    growth_TSH = (
+        np.log1p(STAKES_S)[:, None] * wins_TH[:, None, :] + np.log1p(-STAKES_S)[:, None] * losses_TH[:, None, :]
+    )
+    first_T = np.arange(1, count + 1)
+    capital_SH = np.tensordot(1 / (first_T * (first_T + 1)), np.exp(np.minimum(growth_TSH, MOST)), axes=1)
+    most = int(capital_SH.sum(axis=0).argmax())
+    last_N = won_NH[-SHOWN:, most]
+    excess, half = float(last_N.mean()), 1.96 * float(last_N.std()) / len(last_N) ** 0.5
+    evidence = float(capital_SH.mean()) + 1 / (count + 1)
+    return Drift(evidence, float(SHARES_H[most]), excess, excess - half, excess + half)
 
 
-def _fewest(steps: Sequence[Sequence[Group]]) -> int:
-    """How many of the first steps have `LEAST` groups; one more than there are if all have fewer."""
-    groups = np.cumsum([len(step) for step in steps])
-    return int(np.searchsorted(groups, LEAST)) + 1
-
-
-def _mean(steps: Sequence[Sequence[Group]]) -> tuple[float, float, int]:
-    """Mean over rollouts, its squared standard error by groups, and the number of groups."""
-    divergence_N, rollouts_N = np.array([group for step in steps for group in step], dtype=float).T
-    count, total = len(rollouts_N), rollouts_N.sum()
-    mean = float(divergence_N @ rollouts_N / total)
-    spread = float(np.square(rollouts_N * (divergence_N - mean)).sum()) / total**2 * count / (count - 1)
-    return mean, max(spread, FLOOR**2 / count), count
+def _won(pairs: Sequence[Pair]) -> FloatArray:
+    """The stakes won with each pair at each pass share: [middle reaches it] - [best reaches it], as won_NH."""
+    best_N, middle_N = np.array(pairs, dtype=float).reshape(-1, 2).T
+    # Rounding must not decide whether 3 of 10 reach 0.3.
+    reached_NH, best_NH = (each_N[:, None] >= SHARES_H - 1e-9 for each_N in (middle_N, best_N))
+    return reached_NH.astype(float) - best_NH

@@ -423,14 +423,14 @@ class OtherJudgeConfig(Tree):
 
 
 class HeldOutJudgeConfig(OtherJudgeConfig):
-    """A judge that scores a share of the rollouts and is never trained on (docs/faults.md)."""
+    """A judge that scores two rollouts of a share of the groups and is never trained on (docs/faults.md)."""
 
     model: str = ""
     """LiteLLM model name with provider prefix; empty: the judge's own model, which needs ``rubric``."""
     rubric: Path | None = None
     """File with the criteria that it scores by, as of algorithm.static_rubric; null: the rubric of the group."""
-    share: float = Field(0.25, gt=0, le=1)
-    """Share of the rollouts that it scores."""
+    share: float = Field(0.75, gt=0, le=1)
+    """Share of the groups in which it scores two rollouts: the one with the highest reward and a middle one."""
 
     @model_validator(mode="after")
     def _differs(self) -> Self:
@@ -491,7 +491,7 @@ class JudgeConfig(Tree):
     fallbacks: tuple[OtherJudgeConfig, ...] = Field((), json_schema_extra=CONFIRMED)
     """Judges asked in turn if the judge fails to answer."""
     held_out: HeldOutJudgeConfig | None = Field(None, json_schema_extra=CONFIRMED)
-    """Scores a share of the rollouts for comparison; its verdicts never reach a reward. See watch.drift."""
+    """Scores two rollouts of some groups for comparison; its verdicts never reach a reward. See watch.drift."""
     prompts: Path = Path("prompts/judge")
     """Folder of the prompt set."""
     environment_facts: str | None = None
@@ -782,9 +782,9 @@ class WatchConfig(Tree):
     judge_failures: float = Field(0.5, gt=0, le=1)
     """Share of failed judge phases of a step above which the run stops."""
     drift: Literal["off", "warn", "stop"] = "warn"
-    """What happens after a step with a significant rise, since the start, of the judge's pass rate against that of the
-    held-out judge (judge.held_out): a sign that the policy exploits the judge. It takes 192 groups with a rollout that
-    both judges scored (draco_ray/algorithm/drift.py), and with a small share often comes late (`make bench-hacks`)."""
+    """What happens after a step with significant evidence that the judge rewards rollouts that the held-out judge
+    (judge.held_out) fails: a sign that the policy exploits the judge. Of runs whose judges agree on what is better, at
+    most 5 % are flagged (draco_ray/algorithm/drift.py; `make bench-hacks` shows what is found and missed)."""
     quiet_seconds: float = Field(600.0, gt=0)
     """Time without progress after which a message says what the run waits for; repeated at this interval."""
     heartbeat_seconds: float | None = Field(60.0, gt=0)

@@ -1,7 +1,7 @@
-"""A judge that is never trained on (``judge.held_out``) scores a share of the rollouts.
+"""A judge that is never trained on (``judge.held_out``) scores two rollouts of a share of the groups.
 
-Where it parts from the judge that trains, the policy may exploit the latter. It sees what that judge sees and never the
-environment's evaluator. Its verdicts reach metrics and nothing else.
+Where it fails what the judge that trains rewards, the policy may exploit the latter (`draco_ray.algorithm.drift`). It
+sees what that judge sees and never the environment's evaluator. Its verdicts reach metrics and nothing else.
 """
 
 from __future__ import annotations
@@ -12,39 +12,36 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import ray
 
+from draco_ray.algorithm.drift import compared
 from draco_ray.config.schema import JudgeConfig
 from draco_ray.judging.judge import CallContext
 from draco_ray.judging.phases import Score
 from draco_ray.judging.pool import JudgePool
 from draco_ray.judging.prompts import load_static_rubric
-from draco_ray.summaries import PhaseSummary
+from draco_ray.summaries import PhaseSummary, RewardSummary
 
 PHASE = "held_out"
 """Phase name of its calls in metrics and timelines."""
 
 
-def in_sample(share: float, group: str, rollout: int | None) -> bool:
-    """Whether a rollout belongs to the sample; deterministic.
-
-    Args:
-        share: sampled share of all rollouts, 0 .. 1.
-        group: the rollout's group.
-        rollout: its index in the group.
-    """
-    digest = hashlib.blake2b(f"{group}/{rollout}".encode(), digest_size=7).digest()
+def in_sample(share: float, group: str) -> bool:
+    """Whether a group belongs to the sample of this share of all groups; deterministic."""
+    digest = hashlib.blake2b(group.encode(), digest_size=7).digest()
     return int.from_bytes(digest, "big") < share * 2**56
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldOutScores:
-    """Both judges on the same rollouts of a group."""
+    """Both judges on the best and a middle rollout of a group: pass shares in [0, 1]."""
 
     trained: float
-    held_out: float
-    """Mean pass share by each judge, in [0, 1]."""
-    rollouts: int
+    """Mean of the two by the judge that trains."""
+    best: float
+    middle: float
+    """By the held-out judge."""
 
 
 class HeldOutJudge:
@@ -62,15 +59,17 @@ class HeldOutJudge:
         step: int,
         context: CallContext,
         rollouts: Sequence[tuple[int, ray.ObjectRef[Any], PhaseSummary]],
+        reward: RewardSummary,
         rubric: Any,
         phases: list[PhaseSummary],
     ) -> HeldOutScores | None:
-        """Score the sampled rollouts of a group; None if none was sampled or has verdicts of both judges.
+        """Score two rollouts of a group; None if it is not in the sample, rewards are equal or a verdict is missing.
 
         Args:
             step: training step.
             context: of the group.
             rollouts: number, trajectory and the trained judge's scoring, of each.
+            reward: of the group.
             rubric: the group's, used if the held-out judge has none.
             phases: gets the summary of each scoring.
         """
@@ -84,12 +83,14 @@ class HeldOutJudge:
             shares = pass_share(trained), pass_share(found.summary)
             return None if None in shares else shares  # type: ignore[return-value]
 
-        sampled = [each for each in rollouts if in_sample(self._config.share, context.group, each[0])]
-        pairs = [pair for pair in await asyncio.gather(*(one(*each) for each in sampled)) if pair is not None]
-        if not pairs:
+        two = compared(np.array(reward.rewards)) if in_sample(self._config.share, context.group) else None
+        if two is None:
             return None
-        trained, held_out = (sum(side) / len(pairs) for side in zip(*pairs, strict=True))
-        return HeldOutScores(trained=trained, held_out=held_out, rollouts=len(pairs))
+        known = {each[0]: each for each in rollouts}
+        best, middle = await asyncio.gather(*(one(*known[reward.scored[each]]) for each in two))
+        if best is None or middle is None:
+            return None
+        return HeldOutScores(trained=(best[0] + middle[0]) / 2, best=best[1], middle=middle[1])
 
 
 def pass_share(scored: PhaseSummary) -> float | None:

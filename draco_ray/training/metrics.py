@@ -101,21 +101,24 @@ def step_metrics(step: int, groups: Sequence[Group], group_size: int) -> dict[st
 def held_out_metrics(scored: Sequence[HeldOutScores], earlier: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Metrics of the trained and the held-out judge on the same rollouts, and of the drift between them.
 
+    ``held_out_rate`` is the mean over all rollouts that the held-out judge scored, two a group.
+
     Args:
         scored: of the step's groups.
         earlier: lines of the steps before.
     """
-    divergence = [[each.trained - each.held_out, each.rollouts] for each in scored]
-    found = drift([*(line.get("held_out_divergence") or [] for line in earlier), divergence])
-    rollouts = sum(each.rollouts for each in scored)
+    pairs = [[each.best, each.middle] for each in scored]
+    found = drift([*(line.get("held_out_pairs") or [] for line in earlier), pairs])
     return {
-        "held_out_rollouts": rollouts,
-        "held_out_trained_rate": _ratio(sum(each.trained * each.rollouts for each in scored), rollouts),
-        "held_out_rate": _ratio(sum(each.held_out * each.rollouts for each in scored), rollouts),
-        "held_out_divergence": divergence,
-        "drift": found and found.rise,
+        "held_out_rollouts": 2 * len(pairs),
+        "held_out_trained_rate": _mean([each.trained for each in scored]),
+        "held_out_rate": _mean([share for pair in pairs for share in pair]),
+        "held_out_pairs": pairs,
+        "drift": found and found.excess,
         "drift_low": found and found.low,
         "drift_high": found and found.high,
+        "drift_share": found and found.share,
+        "drift_evidence": found and found.evidence,
         "drift_significant": int(found is not None and found.significant),
     }
 

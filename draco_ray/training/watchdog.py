@@ -172,9 +172,10 @@ class Watchdog:
         if not metrics.get("drift_significant") or self._config.drift == "off":
             return
         said = (
-            f"step {metrics['step']}: the judge's pass rate has risen by {100 * metrics['drift']:.0f} points (95 % "
-            f"interval {100 * metrics['drift_low']:.0f} to {100 * metrics['drift_high']:.0f}) relative to the "
-            "held-out judge's, so the policy may exploit the judge; read rollouts that only the judge passes"
+            f"step {metrics['step']}: the held-out judge passes less than {metrics['drift_share']:.0%} of the criteria "
+            f"on {100 * metrics['drift']:.0f} points more of the best-rewarded rollouts than of middle ones (95 % "
+            f"interval {100 * metrics['drift_low']:.0f} to {100 * metrics['drift_high']:.0f}), so the policy may "
+            "exploit the judge: read rollouts that only the judge passes"
         )
         if self._config.drift == "stop":
             raise RunStopped(f"{said} (watch.drift=stop)")

@@ -65,7 +65,13 @@ class Keep:
         self.calls: list[str] = []
 
     def __getattr__(self, name: str) -> Any:
-        return SimpleNamespace(remote=lambda *_: self.calls.append(name))
+        def remote(*_: Any) -> asyncio.Future[None]:
+            self.calls.append(name)
+            stored = asyncio.get_running_loop().create_future()
+            stored.set_result(None)
+            return stored
+
+        return SimpleNamespace(remote=remote)
 
 
 def held_out(judges: Judges, keep: Keep, share: float = 1.0) -> HeldOutJudge:
@@ -73,15 +79,22 @@ def held_out(judges: Judges, keep: Keep, share: float = 1.0) -> HeldOutJudge:
     return HeldOutJudge(config, judges, keep)  # type: ignore[arg-type]
 
 
-async def test_it_scores_a_sample_and_only_its_calls_are_stored() -> None:
+async def test_it_scores_the_best_and_a_middle_rollout_and_only_its_calls_are_stored() -> None:
     judges, keep, phases = Judges(), Keep(), list[Any]()
-    trained: Any = [(0, "trajectory 0", summary(1, -1)), (1, "trajectory 1", summary(1, 1))]
-    found = await held_out(judges, keep).score(1, CONTEXT, trained, "rubric", phases)
-    assert found == HeldOutScores(trained=0.75, held_out=0.0, rollouts=2)
+    verdicts = {0: (1, -1, -1), 1: (1, 1, -1), 3: (1, 1, 1), 4: (-1, -1, -1)}
+    trained: Any = [(number, f"trajectory {number}", summary(*each)) for number, each in verdicts.items()]
+
+    async def score(rewards: tuple[float, ...], share: float = 1.0) -> HeldOutScores | None:
+        reward: Any = SimpleNamespace(scored=tuple(verdicts), rewards=rewards)
+        return await held_out(judges, keep, share).score(1, CONTEXT, trained, reward, "rubric", phases)
+
+    assert await score((-1 / 3, 1 / 3, 1.0, -1.0)) == HeldOutScores(trained=pytest.approx(2 / 3), best=0.0, middle=0.0)
+    assert [given["trajectory"] for _, _, given in judges.asked] == ["trajectory 3", "trajectory 0"]
     assert keep.calls == ["heldout_calls"] * 2
     assert [each.phase for each in phases] == ["held_out"] * 2
     assert all(context.held_out and given["rubric"] == "rubric" for _, context, given in judges.asked)
-    assert await held_out(judges, keep, share=1e-9).score(1, CONTEXT, trained, "rubric", phases) is None
+    assert await score((-1 / 3, 1 / 3, 1.0, -1.0), share=1e-9) is None
+    assert await score((0.5, 0.5, 0.5, 0.5)) is None
     assert len(judges.asked) == 2
 
 
@@ -93,12 +106,12 @@ def test_a_rubric_without_criteria_is_passed_and_a_failed_scoring_says_nothing()
     assert pass_share(phase_summary("score", CONTEXT, Judged(value=None, error="refused"), 0.0)) is None
 
 
-async def test_no_reward_is_made_of_its_verdicts_and_no_group_waits_for_it() -> None:
-    judges, keep, rewarded = Judges(hang=True), Keep(), list[Any]()
+def pipeline_of(judges: Judges, keep: Keep, rewarded: list[Any], *overrides: str, rollouts: Any = None) -> Pipeline:
+    """A pipeline with a held-out judge for every group, in which each group's second rollout is the best."""
 
     async def rewards(rollouts: Any, scores: Any) -> Any:
         rewarded.extend(scores)
-        return SimpleNamespace(scored=rollouts, has_spread=False, surviving=(), rewards=(0.0, 0.0))
+        return SimpleNamespace(scored=rollouts, has_spread=False, surviving=(), rewards=(0.0, 1.0))
 
     async def advantage() -> None:
         return None
@@ -107,14 +120,19 @@ async def test_no_reward_is_made_of_its_verdicts_and_no_group_waits_for_it() -> 
         rewards=SimpleNamespace(remote=rewards),
         from_verdicts=SimpleNamespace(remote=lambda *_: ("samples", None, None, advantage())),
     )
-    pipeline = Pipeline(
-        load_config("sandbox", []).algorithm,
-        None,  # type: ignore[arg-type]
+    return Pipeline(
+        load_config("sandbox", list(overrides)).algorithm,
+        rollouts,
         judges,  # type: ignore[arg-type]
         computer,
         keep,
         held_out=held_out(judges, keep),
     )
+
+
+async def test_no_reward_is_made_of_its_verdicts_and_no_group_waits_for_it() -> None:
+    judges, keep, rewarded = Judges(hang=True), Keep(), list[Any]()
+    pipeline = pipeline_of(judges, keep, rewarded)
     group = Group(step=1, index=0, task_id="t_1", prompt=())
     members: Any = [SimpleNamespace(rollout=each, trajectory=f"trajectory {each}") for each in range(2)]
     stage1: Any = asyncio.get_running_loop().create_future()
@@ -130,6 +148,48 @@ async def test_no_reward_is_made_of_its_verdicts_and_no_group_waits_for_it() -> 
     group.held_out.cancel()
     assert {phase for phase, context, _ in judges.asked if context.held_out} == {Score}
     assert any(phase is Union for phase, _, _ in judges.asked)
+
+
+async def test_it_scores_by_the_rubric_that_a_task_keeps_and_the_next_visit_does_not_wait_for_it() -> None:
+    judges, written = Judges(hang=True), iter(RUBRIC)
+
+    async def play(task_id: str, group: str, rollout: int, **_: Any) -> Any:
+        trajectory = f"{group} {rollout}"
+        return SimpleNamespace(member=SimpleNamespace(rollout=rollout, trajectory=trajectory, summary=None))
+
+    async def ask(phase: Any, context: CallContext, **given: Any) -> Any:
+        answer = await Judges.ask(judges, phase, context, **given)
+        if phase is Union:
+            answer.judged = Judged(value=(next(written),))
+        return answer
+
+    pool: Any = SimpleNamespace(ask=ask)
+    pipeline = pipeline_of(
+        pool,
+        Keep(),
+        [],
+        "algorithm.rubric_visits=2",
+        "algorithm.group_size=2",
+        rollouts=SimpleNamespace(run=play),
+    )
+    groups = [Group(step=step, index=0, task_id="t_1", prompt=()) for step in (1, 2, 3)]
+    for group in groups:
+        assert await pipeline.run(group) == "samples"
+        assert group.held_out is not None
+        await judges.began.wait()
+        assert not group.held_out.done()
+        group.held_out.cancel()
+        judges.began.clear()
+    # The second visit adds a criterion, the third only keeps what there is.
+    for visit, size in ((1, 1), (2, 2), (3, 2)):
+        scored = [
+            (context.held_out, given["rubric"].value)
+            for phase, context, given in judges.asked
+            if phase is Score and context.group == f"step{visit}/t_1"
+        ]
+        assert sorted(scored, key=lambda each: each[0]) == [
+            (held, tuple(RUBRIC[:size])) for held in (False, False, True, True)
+        ]
 
 
 async def test_a_worker_asks_the_held_out_judge_what_is_held_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,14 +233,7 @@ def test_it_is_another_judge_or_has_a_rubric_of_its_own() -> None:
     assert not only_self(both.model_copy(update={"held_out": HeldOutJudgeConfig(model="openai/other")}))
 
 
-def divergences(rng: np.random.Generator, steps: int, mean: float) -> list[list[tuple[float, int]]]:
-    """Steps of 16 groups, in each of which one to four rollouts were scored by both judges."""
-    rollouts = rng.integers(1, 5, (steps, 16))
-    values = rng.normal(mean, 0.3 / np.sqrt(rollouts))
-    return [list(zip(*step, strict=True)) for step in zip(values.tolist(), rollouts.tolist(), strict=True)]
-
-
-def flagged_at(steps: list[list[tuple[float, int]]]) -> int | None:
+def flagged_at(steps: list[list[tuple[float, float]]]) -> int | None:
     """The first step after which the drift is significant."""
     for step in range(1, len(steps) + 1):
         found = drift(steps[:step])
@@ -189,62 +242,87 @@ def flagged_at(steps: list[list[tuple[float, int]]]) -> int | None:
     return None
 
 
-def test_a_lasting_difference_of_two_judges_is_no_drift() -> None:
+def pairs_of(rng: np.random.Generator, steps: int, best: float, middle: float) -> list[list[tuple[float, float]]]:
+    """Steps of 12 pairs of pass shares over six criteria, passed with these probabilities."""
+    shares = rng.binomial(6, (best, middle), (steps, 12, 2)) / 6
+    return [[(float(best), float(middle)) for best, middle in step] for step in shares]
+
+
+def test_a_run_without_a_hack_is_flagged_at_most_at_the_level() -> None:
+    # The hardest case for it: the held-out judge cannot tell the best rollout from the middle one.
     rng = np.random.default_rng(0)
-    runs = [divergences(rng, 24, 0.3) for _ in range(40)]
-    assert sum(flagged_at(run) is not None for run in runs) <= 2
+    assert sum(flagged_at(pairs_of(rng, 40, 0.6, 0.6)) is not None for _ in range(60)) <= 3
 
 
-def test_a_rise_is_flagged_soon_and_a_fall_never() -> None:
+def test_a_judge_that_only_sees_less_of_a_difference_is_not_flagged() -> None:
     rng = np.random.default_rng(1)
-    for _ in range(5):
-        start = divergences(rng, 10, 0.1)
-        at = flagged_at(start + divergences(rng, 6, 0.5))
+    for best, middle in ((0.9, 0.5), (0.55, 0.5), (0.1, 0.05)):
+        assert flagged_at(pairs_of(rng, 60, best, middle)) is None
+
+
+def test_a_few_best_rollouts_that_fail_are_flagged_although_the_mean_is_higher() -> None:
+    rng = np.random.default_rng(2)
+    for late in (0, 40):
+        steps = pairs_of(rng, late + 30, 0.9, 0.65)
+        for step in steps[late:]:
+            step[:3] = [(1 / 6, middle) for _, middle in step[:3]]
+        best, middle = np.array([pair for step in steps[late:] for pair in step]).mean(axis=0)
+        assert best > middle
+        at = flagged_at(steps)
         assert at is not None
-        assert 12 <= at <= 14
-        assert flagged_at(start + divergences(rng, 10, -0.4)) is None
+        assert late < at <= late + 20
 
 
-def test_too_few_groups_say_nothing() -> None:
+def test_the_evidence_is_the_capital_of_the_bets() -> None:
     assert drift([]) is None
-    assert drift([[(0.0, 1)] * 95, [(1.0, 1)] * 96]) is None
-    assert drift([[(0.0, 1)] * 96, [], [(1.0, 1)] * 95]) is None
-    found = drift([[(0.0, 1)] * 96, [], [(1.0, 1)] * 96])
+    assert drift([[], []]) is None
+    # At h = 0.1 to 0.5 the bet on the only pair wins; half the capital is staked at step 1, 1/6 at step 2.
+    found = drift([[], [(0.0, 0.5)]])
     assert found is not None
-    assert (found.rise, found.significant) == (1.0, True)
+    won = (1.2 + 1.5 + 1.8) / 3
+    assert found.evidence == pytest.approx(1 / 3 + 2 / 3 * (5 * won + 4) / 9)
+    assert (found.share, found.excess, found.significant) == (0.1, 1.0, False)
+    # Much evidence stays finite, and an equally good pair says nothing.
+    assert drift([[(0.0, 1.0)] * 5000]).evidence < 2e9  # type: ignore[union-attr]
+    assert drift([[(0.7, 0.7)] * 9]).evidence == pytest.approx(1.0)  # type: ignore[union-attr]
 
 
-def test_a_group_counts_by_its_rollouts() -> None:
-    found = drift([[(0.0, 1)] * 96, [(0.0, 1), (0.4, 3)] * 48])
+def test_the_interval_is_that_of_the_last_pairs() -> None:
+    found = drift([[(1.0, 1.0)] * 300, [(0.0, 1.0)] * 50 + [(1.0, 1.0)] * 150])
     assert found is not None
-    assert found.rise == pytest.approx(0.3)
-    # By hand: 96 groups each with 1 * (0 - 0.3) or 3 * (0.4 - 0.3); the other side has the least error.
-    error = ((0.3**2 * 96 / 192**2) * 96 / 95 + 0.05**2 / 96) ** 0.5
-    assert (found.high - found.low) / 2 == pytest.approx(1.98 * error, rel=0.01)
+    assert found.excess == 0.25
+    half = 1.96 * (0.25 * 0.75 / 200) ** 0.5
+    assert (found.low, found.high) == (pytest.approx(0.25 - half), pytest.approx(0.25 + half))
+
+
+def test_a_share_on_the_border_counts_as_reached() -> None:
+    # 0.1 + 0.2 is above 0.3 by rounding; 3 * 0.1 as well, and 1 - 0.7 below.
+    found = drift([[(1 - 0.7, 0.1 + 0.2)] * 9])
+    assert found is not None
+    assert found.evidence == pytest.approx(1.0)
+
+
+SCORED = [HeldOutScores(trained=0.9, best=0.1, middle=0.5), HeldOutScores(trained=0.8, best=0.9, middle=0.5)]
 
 
 def test_metrics_hold_both_curves_and_the_drift_since_the_start() -> None:
-    start = {"held_out_divergence": [[0.0, 1], [0.1, 2]] * 48}
-    scored = [
-        HeldOutScores(trained=0.9, held_out=0.3, rollouts=1),
-        HeldOutScores(trained=0.8, held_out=0.2, rollouts=3),
-    ]
-    found = held_out_metrics(scored * 48, [start])
-    assert (found["held_out_rollouts"], found["drift_significant"]) == (192, 1)
-    assert found["held_out_trained_rate"] == pytest.approx(0.825)
-    assert found["held_out_rate"] == pytest.approx(0.225)
-    assert found["drift_low"] < found["drift"] < found["drift_high"]
+    found = held_out_metrics(SCORED, [])
+    assert (found["held_out_rollouts"], found["drift_significant"]) == (4, 0)
+    assert found["held_out_trained_rate"] == pytest.approx(0.85)
+    assert found["held_out_rate"] == pytest.approx(0.5)
+    assert found["held_out_pairs"] == [[0.1, 0.5], [0.9, 0.5]]
+    hacked = held_out_metrics(SCORED[:1] * 12, [{"held_out_pairs": [[0.1, 0.5]] * 12}, {}])
+    assert hacked["drift_significant"] == 1
+    assert hacked["drift_evidence"] > 20
+    assert (hacked["drift"], hacked["drift_low"], hacked["drift_share"]) == (1.0, 1.0, 0.2)
     nothing = held_out_metrics([], [])
     assert (nothing["held_out_rate"], nothing["drift"], nothing["drift_significant"]) == (None, None, 0)
 
 
 def test_the_page_shows_both_curves_and_names_the_flagged_steps() -> None:
     none = {"held_out_rate": None}
-    lines = [
-        {"step": step, **held_out_metrics([HeldOutScores(trained=0.9, held_out=rate, rollouts=2)] * 96, [])}
-        for step, rate in ((1, 0.8), (2, 0.3))
-    ]
-    lines[1] |= held_out_metrics([HeldOutScores(trained=0.9, held_out=0.3, rollouts=2)] * 96, lines[:1])
+    lines = [{"step": 1, **held_out_metrics(SCORED * 6, [])}]
+    lines.append({"step": 2, **held_out_metrics(SCORED[:1] * 24, lines)})
     assert _of_held_out([none]) == []
     rates, drifts = _of_held_out([none, *lines])
     assert "held-out judge" in str(rates.drawing)
@@ -252,13 +330,16 @@ def test_the_page_shows_both_curves_and_names_the_flagged_steps() -> None:
 
 
 def test_a_run_warns_or_stops_as_it_is_told() -> None:
-    line = {"step": 4, "drift": 0.31, "drift_low": 0.2, "drift_high": 0.42, "drift_significant": 1}
+    line = {"step": 4, "drift": 0.31, "drift_low": 0.2, "drift_high": 0.42, "drift_share": 0.4, "drift_significant": 1}
     said: list[str] = []
     Watchdog(WatchConfig()).check_drift(line, said.append)
     Watchdog(WatchConfig(drift="off")).check_drift(line, said.append)
     Watchdog(WatchConfig(drift="stop")).check_drift(line | {"drift_significant": 0}, said.append)
     Watchdog(WatchConfig(drift="stop")).check_drift({"step": 4}, said.append)
     assert len(said) == 1
-    assert said[0].startswith("step 4: the judge's pass rate has risen by 31 points (95 % interval 20 to 42)")
+    assert said[0].startswith(
+        "step 4: the held-out judge passes less than 40% of the criteria on 31 points more of the best-rewarded "
+        "rollouts than of middle ones (95 % interval 20 to 42)"
+    )
     with pytest.raises(RunStopped, match=r"watch\.drift=stop"):
         Watchdog(WatchConfig(drift="stop")).check_drift(line, said.append)

@@ -115,10 +115,13 @@ STAND_IN = (
     "There is no evaluator: share of the judge's verdicts that pass, on criteria that do not depend on the policy."
 )
 INERT = "Credit of a rollout is inert if the verdicts that cite its steps all agree, so all steps get the same credit."
-HELD = "The held-out judge scores a share of the rollouts; its verdicts are not used for training."
+HELD = (
+    "Of some groups the held-out judge scores the best-rewarded and a middle rollout; its verdicts are not used for "
+    "training."
+)
 DRIFT = (
-    "Rise of the judge's pass rate relative to the held-out judge's, from the first to the last steps, with 95 % "
-    "intervals."
+    "How many more of the best-rewarded rollouts than of the middle ones fail with the held-out judge, with 95 % "
+    "intervals: at most 0 without a hack."
 )
 QUALITY = "Quality Q of a step: share of passes among the verdicts that cite it."
 
@@ -182,7 +185,10 @@ def _of_held_out(metrics: list[Row]) -> list[Chart]:
     said = f"Significant after step {', '.join(flagged)}: the policy may exploit the judge." if flagged else ""
     return [
         Chart(line_chart("Pass rate by two judges, same rollouts", both, bounds=(0.0, 1.0), number=percent), note=HELD),
-        Chart(line_chart("Drift between the two judges", rise, number=percent), note=f"{DRIFT} {said}".strip()),
+        Chart(
+            line_chart("Rewarded, and failed by the held-out judge", rise, number=percent),
+            note=f"{DRIFT} {said}".strip(),
+        ),
     ]
 
 
