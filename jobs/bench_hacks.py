@@ -13,7 +13,7 @@ the policy begins with the hack in 10 % of rollouts. The test's settings were ch
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any
 
 import numpy as np
 import typer
@@ -63,7 +63,7 @@ JUDGES = [
     Judge("no hole, passes 3% of rollouts by mistake", waved=0.03),
     Judge("no hole, passes 10% of rollouts by mistake", waved=0.1),
 ]
-HELD_OUT = {
+HELD_OUT: dict[str, dict[str, Any]] = {
     "like the judge without its hole": {},
     "errs in 20% of verdicts": {"errors": 0.2},
     "strict: passes 6 in 10 of what should": {"strict": 0.6},

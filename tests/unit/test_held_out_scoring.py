@@ -88,7 +88,8 @@ async def test_it_scores_the_best_and_a_middle_rollout_and_only_its_calls_are_st
         reward: Any = SimpleNamespace(scored=tuple(verdicts), rewards=rewards)
         return await held_out(judges, keep, share).score(1, CONTEXT, trained, reward, "rubric", phases)
 
-    assert await score((-1 / 3, 1 / 3, 1.0, -1.0)) == HeldOutScores(trained=pytest.approx(2 / 3), best=0.0, middle=0.0)
+    mean: Any = pytest.approx(2 / 3)
+    assert await score((-1 / 3, 1 / 3, 1.0, -1.0)) == HeldOutScores(trained=mean, best=0.0, middle=0.0)
     assert [given["trajectory"] for _, _, given in judges.asked] == ["trajectory 3", "trajectory 0"]
     assert keep.calls == ["heldout_calls"] * 2
     assert [each.phase for each in phases] == ["held_out"] * 2
