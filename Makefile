@@ -322,13 +322,13 @@ PYTEST := $(VENV)/bin/python -m pytest -n $(TESTS_AT_ONCE) --dist loadfile --no-
 
 # The tests, real processes included, but for those of deployments; end to end first.
 test: setup setup-verifiers
-	$(PYTEST) -m "not deployment"
+	$(PYTEST) -m "not deployment and not release"
 
 # What `make test` leaves out (several nodes or ranks, submitted jobs, the wheel, GPUs' builds, kernels and memory), and what it skips without a browser and bubblewrap.
 test-deployment: setup setup-verifiers
-	$(PYTEST) -m "deployment or packages"
+	$(PYTEST) -m "(deployment or packages) and not release"
 
-# Every test, those of deployments included.
+# Every test: those of deployments, and a whole run of each example (before a release).
 test-all: setup setup-verifiers
 	$(PYTEST)
 
