@@ -322,13 +322,13 @@ PYTEST := $(VENV)/bin/python -m pytest -n $(TESTS_AT_ONCE) --dist loadfile --no-
 
 # Run the tests, including those with real processes, except deployment tests; end-to-end tests first.
 test: setup setup-verifiers
-	$(PYTEST) -m "not deployment"
+	$(PYTEST) -m "not deployment and not release"
 
 # Run the tests that `make test` leaves out (several nodes or ranks, submitted jobs, the wheel, GPU builds, kernels, memory) or skips without browser and bubblewrap.
 test-deployment: setup setup-verifiers
-	$(PYTEST) -m "deployment or packages"
+	$(PYTEST) -m "(deployment or packages) and not release"
 
-# Run every test, including deployment tests.
+# Run every test: also those of deployments, and a whole run of each example (before a release).
 test-all: setup setup-verifiers
 	$(PYTEST)
 

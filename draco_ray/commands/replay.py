@@ -260,7 +260,7 @@ def open_run(directory: Path, steps: Sequence[int] | None) -> RunDirectory:
 
 
 def _print_loss(console: Console, table: pa.Table) -> None:
-    """Print the loss for training, a line per measure, if both judges have scored a group."""
+    """Print how much of the training signal is lost, one line per measure, if both judges have scored a group."""
     for row in table.to_pylist():
         if row["groups"]:
             names = [name for name in table.column_names if name not in ("run", "judge")]

@@ -17,7 +17,7 @@ from tests.support.command import draco, draco_here, start_draco
 
 pytestmark = pytest.mark.slow
 
-STEPS = 4
+STEPS = 3
 KEPT = 2
 """``algorithm.rubric_visits`` of the plan."""
 

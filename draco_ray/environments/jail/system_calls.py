@@ -152,7 +152,7 @@ _ONLY: dict[str, tuple[tuple[int | None, int | None], int, tuple[int, ...]]] = {
 _OPEN = (((2, None), 1), ((257, 56), 2))
 """open and openat, and the index of their flags."""
 _NAMELESS_FILE = 0x400000
-"""Flag of O_TMPFILE: a file without a name cannot be counted."""
+"""The bit of O_TMPFILE in open()'s flags. Such opens are refused, because a file without a name cannot be counted."""
 
 _CLONE, _SOCKETPAIR, _PRLIMIT = (56, 220), (53, 199), (302, 261)
 _NEWEST = 450

@@ -30,7 +30,7 @@ class Launch:
 
 
 def main() -> None:
-    """Replace this process by the command that the first shown file describes."""
+    """Replace this process by the command that the first file visible in the jail describes."""
     jail = JailSpec.from_json(sys.argv[1])
     with open(jail.shown[0], encoding="utf-8") as file:
         launch = Launch(**json.load(file))

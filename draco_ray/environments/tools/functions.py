@@ -252,7 +252,7 @@ def _check_hook(file: str, hook: str, function: Callable[..., Any]) -> None:
     try:
         inspect.signature(function).bind(*HOOKS[hook])
     except TypeError:
-        # evaluate(task) without state would read the tools' module variables, which its process does not share.
+        # Without state, evaluate(task) would read its own process's module variables; the tools run in another process.
         raise UnusableTools(
             f"{file}: {hook}: expected def {hook}({', '.join(HOOKS[hook])}); state is the result of end_state()"
         ) from None

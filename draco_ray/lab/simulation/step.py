@@ -333,7 +333,7 @@ def simulate(steps: Sequence[Sequence[Group]], speeds: Speeds, setting: Setting)
 
 
 def longest_path(last: Work | None, began: float, ended: float, tail: float) -> dict[str, float]:
-    """Part of a step's longest path -> seconds, from its last update back through the last input of each work.
+    """Seconds per part of a step's longest path: from the last update back, following the input that finished last.
 
     Work that began before the step (it ran ahead) counts only from the start of the step.
     """

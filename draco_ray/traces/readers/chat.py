@@ -202,8 +202,11 @@ def _dialect(record: object) -> str | None:
 
 
 def session(record: Any, file: str) -> str | None:
-    """The session of a record. For requests with responses it is the file, since later requests repeat earlier ones;
-    for a batch request, whose response is in another file, its id; for a graph's state, the thread."""
+    """The session ID of a record.
+
+    For logged requests it is the file, because each later request repeats the conversation so far; for a batch
+    request, whose response is in another file, the request's ID; for a graph's state, the thread's ID.
+    """
     if isinstance(record, Mapping) and "custom_id" in record:
         return f"{Path(file).parent} {record['custom_id']}"
     threads_ = (path_value(record, path) for path in ("config.configurable.thread_id", "checkpoint.thread_id"))
