@@ -240,7 +240,7 @@ class JudgePool:
 
     def open(self) -> None:
         """Request the minimum number of workers and the union actor; needs a running event loop, returns at once."""
-        # Start the workers first: if resources are short, a worker can also take the union's calls, but not the reverse.
+        # Start the workers first: if resources are short, a worker can also take the union's calls, but not vice versa.
         self._watched.open()
         self._union = PooledWorker(self._start("RubricUnion"), -1, 0.0)
         self._watched.monitor(self._union)
