@@ -150,8 +150,8 @@ def test_keys_of_tau_bench_that_a_policy_or_a_retrieval_does_not_use_are_refused
         ("tau_bench.embedder.model=m", False, "with retrieval=bm25"),
         ("tau_bench.agent.model=m", True, "together with --policy"),
         ("tau_bench.agent.api_base=http://x", False, "for a policy that is served here"),
-        ("tau_bench.server.port=1", True, "on an API model"),
-        ("agent.max_turns=3", False, "on tau-bench"),
+        ("tau_bench.server.port=1", True, "for an API model"),
+        ("agent.max_turns=3", False, "in tau-bench evaluations"),
         ("train.steps=3", False, "this command reads only"),
     ):
         with pytest.raises(ConfigError, match=said):
