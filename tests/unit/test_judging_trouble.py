@@ -193,12 +193,15 @@ def endpoint(**changes: object) -> Endpoint:
 def test_a_refusal_says_where_the_key_is_looked_for_and_not_what_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(KEY, "secret")
     problem = endpoint().refused(Refused(401, "wrong\n key  secret"))
-    says = "judge openai/m at its provider: refused: wrong key ***; check judge.api_base and the key in environment"
-    assert str(problem) == f"{says} variable {KEY}"
+    says = "the endpoint refused a request"
+    assert str(problem) == (
+        f"judge openai/m at its provider: {says}: wrong key ***; check judge.api_base and the key in environment "
+        f"variable {KEY}"
+    )
     monkeypatch.delenv(KEY)
     problem = endpoint(api_base="http://own/v1").refused(Refused(401, "no key"))
     assert str(problem) == (
-        f"judge openai/m at http://own/v1: refused: no key; check judge.api_base and the key in environment variable "
+        f"judge openai/m at http://own/v1: {says}: no key; check judge.api_base and the key in environment variable "
         f"{KEY}, which is not set"
     )
 
@@ -375,7 +378,7 @@ async def test_a_temperature_that_a_model_refuses_is_left_out_and_an_effort_is_n
             await sent(LiteLLM(*refuses), endpoint(**quiet, reasoning_effort="low"), ASK, Server(None, "secret"))
         assert str(problem.value) == (
             "judge openai/m at its provider: judge.reasoning_effort=low is refused: m of openai takes no "
-            "reasoning_effort; set it to null or to a value that the model knows"
+            "reasoning_effort; set it to null or to a value that the model supports"
         )
     # Of a provider that LiteLLM does not know the request will say so itself.
     unknown = endpoint(**quiet, model="nobody/m")

@@ -72,15 +72,15 @@ def test_the_judge_is_shown_what_was_said_and_what_is_right_and_nothing_that_is_
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("{", "line 2: no label: Invalid JSON"),
-        ("[]", "line 2: no label: Input should be an object"),
-        (json.dumps(a_label(verdict=2)), "line 2: no label: verdict"),
-        (json.dumps(a_label(verdict=True)), "line 2: no label: verdict"),
-        (json.dumps(a_label(cited=["x"])), r"line 2: no label: cited\.0: "),
+        ("{", "line 2: not a label: Invalid JSON"),
+        ("[]", "line 2: not a label: Input should be an object"),
+        (json.dumps(a_label(verdict=2)), "line 2: not a label: verdict"),
+        (json.dumps(a_label(verdict=True)), "line 2: not a label: verdict"),
+        (json.dumps(a_label(cited=["x"])), r"line 2: not a label: cited\.0: "),
         (json.dumps(a_label(verdict=None)), "expected a label of the verdict or of the citation"),
         (json.dumps(a_label(citation=True, cited=[1], steps=[2])), "differ from the cited steps"),
-        (json.dumps(a_label(training_step=10**30)), "line 2: no label: training_step"),
-        (json.dumps(a_label(criterion=2**31)), "line 2: no label: criterion"),
+        (json.dumps(a_label(training_step=10**30)), "line 2: not a label: training_step"),
+        (json.dumps(a_label(criterion=2**31)), "line 2: not a label: criterion"),
         (json.dumps(a_label(judge=-1)), "labels are of different runs"),
         (json.dumps(a_label(title="U")), "labels are of different runs"),
     ],
@@ -115,12 +115,12 @@ def test_a_line_about_labels_names_file_line_and_what_is_wrong(tmp_path: Path) -
         (
             a_label(verdict=2),
             [path, other],
-            f"{other}, line 1: no label: verdict: Input should be less than or equal to 1; {page}",
+            f"{other}, line 1: not a label: verdict: Input should be less than or equal to 1; {page}",
         ),
         (
             a_label(citation=True, cited=[1], steps=[2]),
             [path, other],
-            f"{other}, line 1: no label: Value error, the citation is marked right, but steps (2,) differ from the "
+            f"{other}, line 1: not a label: Value error, the citation is marked right, but steps (2,) differ from the "
             f"cited steps (1,); {page}",
         ),
         (

@@ -593,7 +593,9 @@ def test_a_checkpoint_whose_weights_are_not_finite_is_not_written(model: ModelCo
     with torch.no_grad():
         learner.policy.parameters[0][0, 0] = torch.nan
     for step in (1, 2):
-        with pytest.raises(LearnerError, match=r"is not kept: adapter_model\.safetensors: tensor .*lora_A.* holds NaN"):
+        with pytest.raises(
+            LearnerError, match=r"was not kept: adapter_model\.safetensors: tensor .*lora_A.* contains NaN"
+        ):
             learner.save(tmp_path / f"step0000{step}")
     learner.load(tmp_path / "step00001")
 
@@ -732,7 +734,7 @@ def test_samples_that_were_not_remembered_are_refused_after_an_update(model: Mod
     worker, samples = make_worker(make_learner(model)), make_samples()
     worker.execute(Accumulate(groups=(samples[:4],)))
     worker.execute(Update())
-    with pytest.raises(ValueError, match=r"4 samples, first \('step0/t_1', 0, 0\), follow an update"):
+    with pytest.raises(ValueError, match=r"4 samples, first \('step0/t_1', 0, 0\), come after an update"):
         worker.execute(Accumulate(groups=(samples[4:],)))
 
 

@@ -286,7 +286,7 @@ def test_what_ships_has_every_method_and_refuses_options(
     ("code", "name", "problem"),
     [
         ("class Half:\n    def start(self): ...\n    def step(self): ...\n", "Half", "methods missing: accumulate"),
-        ("Nothing = 3\n", "Nothing", "is no learner; expected a class with the methods of"),
+        ("Nothing = 3\n", "Nothing", "is not a learner; expected a class with the methods of"),
         ("", "Missing", "has no 'Missing'"),
         ("import no_such_package\n", "Any", "cannot be imported"),
     ],

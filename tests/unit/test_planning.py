@@ -278,7 +278,7 @@ def test_a_run_without_gpus_is_planned_and_never_refused_for_a_gpu(
     }
     (tmp_path / "config.json").write_text(json.dumps(small), encoding="utf-8")
     output = printed(capsys, "sandbox", f"model.path={tmp_path}", "--gpu-memory-gib", "1")
-    assert "on the CPU" in output
+    assert "CPU process" in output
     assert "not estimated" in output
     assert "available" not in output
 

@@ -188,8 +188,8 @@ async def test_what_the_program_is_told(rollouts: Rollouts, monkeypatch: pytest.
         # It is no doing of a policy that said nothing, and there is nothing to train on.
         ("ask('many words ' * 900)", EpisodeEnd.SERVER_ERROR, "exit code 1 and got no answer: .*length is 400 tokens"),
         ("os.environ['OPENAI_API_KEY'] = 'k'; ask('a')", EpisodeEnd.SERVER_ERROR, "got no answer: wrong key; expected"),
-        ("ask('a'); ask('many words ' * 900)", EpisodeEnd.RESPONSE_LIMIT, "exit code 1 after the limit"),
-        ("[ask('a') for _ in range(9)]", EpisodeEnd.TURN_LIMIT, "exit code 1 after the limit"),
+        ("ask('a'); ask('many words ' * 900)", EpisodeEnd.RESPONSE_LIMIT, "exit code 1 after it had reached a limit"),
+        ("[ask('a') for _ in range(9)]", EpisodeEnd.TURN_LIMIT, "exit code 1 after it had reached a limit"),
     ],
 )
 async def test_how_a_program_ended_counts_and_is_said(

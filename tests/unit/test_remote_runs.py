@@ -256,7 +256,7 @@ def test_two_drivers_never_have_one_run(tmp_path: Path) -> None:
         if next(beats) == 1:
             first.renew(store)
 
-    with pytest.raises(ConfigError, match=f"process {os.getpid()} on .* works on this run"):
+    with pytest.raises(ConfigError, match=f"process {os.getpid()} on .* is using this run"):
         take(store, sleep=sleep)
     first.check(store)
     # It is stopped for longer than its claim lasts: another takes over, and it finds out before it writes.
@@ -515,7 +515,7 @@ def test_somebody_elses_folder_does_not_say_where_it_is_copied(
     [
         ("s4://bucket/prefix", "cannot be opened"),
         ("s3://key:secret@bucket/prefix", "a URL must not contain a password"),
-        ("file://", "no URL"),
+        ("file://", "not a URL"),
     ],
 )
 def test_a_root_that_is_none_is_one_line(root: str, problem: str) -> None:

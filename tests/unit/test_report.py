@@ -75,7 +75,10 @@ def test_every_measured_step_has_its_groups_and_a_point_with_an_interval(tmp_pat
     assert [(step, rate) for step, rate, _, _ in hints] == [("0", "0"), ("1", "100"), ("2", "50")]
     assert all(int(low) <= int(rate) <= int(high) and low != high for _, rate, low, high in hints)
     # A word of ours is explained where it stands.
-    assert re.findall(r"<figcaption>((?:Inert|Quality)[^<]*)</figcaption>", page) == [INERT, QUALITY]
+    assert re.findall(r"<figcaption>((?:Credit of a rollout is inert|Quality)[^<]*)</figcaption>", page) == [
+        INERT,
+        QUALITY,
+    ]
     # However often it was measured, the facts name the ends.
     assert re.findall(r"<dt>(TGC [^<]*)</dt><dd[^>]*>([^<]*)</dd>", page) == [
         ("TGC on test, before and after step 2", "0% → 50%")
@@ -249,7 +252,7 @@ def test_a_run_under_way_has_a_page(tmp_path: Path) -> None:
     store.write("steps", 1, "a", rows.step_rows(1, a_trajectory(1, TASKS[0], 0)))
     (path,) = write([store.directory.path], figures=False, tables=False, out=None)
     (group,) = packed_groups(store.directory)
-    assert group.summary["state"] == "under way"
+    assert group.summary["state"] == "in progress"
     assert group.summary["rollouts"] == [[0, "finished", None, None, None, None]]
     page = path.read_text(encoding="utf-8")
     assert "nothing recorded" in page

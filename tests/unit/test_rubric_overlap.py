@@ -250,7 +250,7 @@ def test_judge_and_third_model_behind_a_real_server(
     shown = capsys.readouterr()
     assert ended.value.code == 0, shown.err
     who = f"openai/rule-judge at {server.base_url}, key in OPENAI_API_KEY"
-    assert f"8 archived prompts to {who}, paired by {who}" in shown.out
+    assert f"8 archived prompts to {who}; criteria are paired by {who}" in shown.out
     found = pq.read_table(tmp_path / "openai_rule-judge" / "overlap.parquet").to_pylist()
     row = next(row for row in found if (row["judge"], row["phase"]) == ("openai/rule-judge", "union"))
     assert (row["recall"], row["precision"], row["discriminative"]) == (1.0, 1.0, 1.0)

@@ -229,7 +229,7 @@ def test_what_is_longer_than_a_rollout_is_left_out_and_said(tmp_path: Path) -> N
     kept, said = fitting([short, long], agent)
     assert kept == [short]
     assert re.match(
-        rf"left out: 1 of 2 demonstrations are longer than .* = {most} tokens, .* {len(long.token_ids_T)}: .*: line 2$",
+        rf"left out: 1 of 2 demonstrations are longer than .* = {most} tokens; .* line 2, has {len(long.token_ids_T)}$",
         str(said),
     )
     with pytest.raises(ConfigError, match=r"^1 of 1 demonstrations are longer than .*: raise these limits, or shorten"):
@@ -428,7 +428,7 @@ def test_the_command_imitates_a_runs_best_rollouts_in_its_own_models_tokens(
     run.write_config(yaml.safe_dump({**described, "model": {"path": str(model)}}))
     config = load_config("sandbox", [f"model.path={model}"])
     command(config, run.path, tmp_path / "out", epochs=1, best=1, new=False)
-    assert re.search(r"2 of 8 rollouts, of 2 tasks\n.*out: 2 demonstrations", capsys.readouterr().out, re.DOTALL)
+    assert re.search(r"2 of 8 rollouts, from 2 tasks\n.*out: 2 demonstrations", capsys.readouterr().out, re.DOTALL)
     assert (tmp_path / "out" / "model.safetensors").is_file()
     other = build_tiny_model(tmp_path / "other")
     with pytest.raises(ConfigError, match=f"its rollouts have tokens of another model; set model.path={model}"):

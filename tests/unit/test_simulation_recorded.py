@@ -130,7 +130,7 @@ def without_syncs(made: RunDirectory) -> RunDirectory:
 @pytest.mark.parametrize(
     ("make", "problem"),
     [
-        (lambda path: timed_run(path, steps=2), "2 finished training steps; 3 are needed"),
+        (lambda path: timed_run(path, steps=2), "2 finished training steps; expected at least 3"),
         (lambda path: without_syncs(small_run(path, steps=3)), "has no sync spans"),
         (lambda path: RunDirectory.create(path, CONFIG), "0 finished training steps"),
         (

@@ -35,7 +35,9 @@ def recipe(digest: str = "d1", seed: int = 0, settings: StarterSettings | None =
 
 
 def test_without_a_world_it_says_how_to_make_one(tmp_path: Path) -> None:
-    with pytest.raises(WorldError, match="no sandbox world at .*nowhere: run `draco sandbox build --out .*nowhere`"):
+    with pytest.raises(
+        WorldError, match="no sandbox world at .*nowhere; run `draco sandbox build --out .*nowhere` first"
+    ):
         build_starter(tmp_path / "model", tmp_path / "nowhere")
     assert list(tmp_path.iterdir()) == []
 
@@ -43,7 +45,7 @@ def test_without_a_world_it_says_how_to_make_one(tmp_path: Path) -> None:
 def test_a_world_of_another_variety_is_refused(tmp_path: Path, world: Path) -> None:
     with pytest.raises(WorldError, match="has variety standard, expected hard; run .* --variety hard` first"):
         build_starter(tmp_path / "model", world, variety="hard")
-    with pytest.raises(WorldError, match="no sandbox world at .*nowhere: run .* --variety hard` first"):
+    with pytest.raises(WorldError, match="no sandbox world at .*nowhere; run .* --variety hard` first"):
         build_starter(tmp_path / "model", tmp_path / "nowhere", variety="hard")
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / RECIPE).write_text(recipe())
@@ -68,7 +70,7 @@ def test_a_folder_that_holds_something_else_is_refused(tmp_path: Path, world: Pa
     out = tmp_path / "model"
     out.mkdir()
     (out / "thesis.tex").write_text("years of work")
-    with pytest.raises(ConfigError, match="holds no starter.json: not a starter policy"):
+    with pytest.raises(ConfigError, match="has no starter.json, so it is not a starter policy"):
         build_starter(out, world)
     assert (out / "thesis.tex").read_text() == "years of work"
 

@@ -120,7 +120,9 @@ def test_a_key_not_passed_to_the_program_is_reported_before_anything_starts(monk
     monkeypatch.delenv("JUDGE_KEY", raising=False)
     keys = ["environment.options.user.api_key_env=CUSTOMER_KEY", "environment.options.judge.api_key_env=JUDGE_KEY"]
     config = tau_config("http://user/v1", *keys)
-    with pytest.raises(ConfigError, match="^agent.pass_environment: add CUSTOMER_KEY: environment.use=tau needs it"):
+    with pytest.raises(
+        ConfigError, match="^agent.pass_environment: CUSTOMER_KEY is missing; environment.use=tau needs it"
+    ):
         task_prompts(config, tau_environment(config), [])
     assert tau_environment(tau_config("http://user/v1")).agent_variables == ["TAU2_USER_API_KEY"]
     monkeypatch.setenv("JUDGE_KEY", "-")

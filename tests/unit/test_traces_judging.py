@@ -287,9 +287,9 @@ def test_two_at_a_time_are_refused_and_another_way_to_the_same_judge_is_not(tmp_
 
 
 def test_a_budget_needs_a_price_and_is_dollars() -> None:
-    with pytest.raises(ConfigError, match=r"no price of openai/a-judge is known"):
+    with pytest.raises(ConfigError, match=r"the price of openai/a-judge is unknown"):
         plan(MODEL, budget=1.0)
-    with pytest.raises(ConfigError, match=r"budget -1: expected dollars"):
+    with pytest.raises(ConfigError, match=r"budget -1: expected 0 dollars or more"):
         plan("openai/gpt-5.4", budget=-1.0)
     with pytest.raises(ConfigError, match="a reply alone may have"):
         plan("openai/gpt-5.4", context=2000)

@@ -265,7 +265,7 @@ def test_a_mapping_for_everything_else() -> None:
         ("messages: m\nmesages: n", "mesages: Extra inputs"),
         ("task_id: m", "messages: Field required"),
         ("messages: m\naction_pattern: '('", "cannot be read"),
-        ("messages: m\naction_pattern: 'a'", "needs a group"),
+        ("messages: m\naction_pattern: 'a'", "expected a group, \\( \\), around the code"),
         ("\x00", "cannot be read"),
     ],
 )
@@ -435,8 +435,8 @@ def test_files_of_no_kind_that_is_read_are_counted_aloud(tmp_path: Path, caplog:
     for name in ("a.csv", "more/b.csv", ".hidden.csv", "README"):
         (tmp_path / name).write_text("x")
     load_traces(tmp_path)
-    (line,) = (record.getMessage() for record in caplog.records if "not read" in record.getMessage())
-    assert line.endswith("not read: 2 of .csv, 1 of README")
+    (line,) = (record.getMessage() for record in caplog.records if "ignored" in record.getMessage())
+    assert line.endswith("are ignored: 2 of .csv, 1 of README")
 
 
 def test_a_pipe_in_a_folder_is_not_waited_for(tmp_path: Path) -> None:

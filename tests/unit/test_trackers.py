@@ -143,7 +143,9 @@ def test_a_tracker_that_refuses_is_one_line(
     package = ModuleType(name)
     package.init = package.start_run = refuse  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, name, package)
-    with pytest.raises(ConfigError, match=rf"^run.trackers: {name}: no way in; set {variable} or leave it out$"):
+    with pytest.raises(
+        ConfigError, match=rf"^run.trackers: {name}: no way in; set {variable}, or leave {name} out of run.trackers$"
+    ):
         open_trackers((name,), tmp_path, {})
 
 

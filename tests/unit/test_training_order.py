@@ -228,7 +228,7 @@ def test_a_group_is_solved_when_nobody_failed_anything_and_all_were_scored() -> 
 @pytest.mark.parametrize("setting", ["random", "outcome"])
 def test_without_a_judge_nothing_says_what_is_solved(setting: str) -> None:
     config = load_config("sandbox", ["train.skip_solved=2"], setting)
-    with pytest.raises(ConfigError, match=rf"train\.skip_solved: .* not algorithm\.reward={setting}"):
+    with pytest.raises(ConfigError, match=rf"train\.skip_solved: .* algorithm\.reward must be rubric, found {setting}"):
         task_order(config, NINETY)
 
 

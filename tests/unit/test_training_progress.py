@@ -53,9 +53,9 @@ async def test_an_outage_is_a_line_a_countdown_and_another_line() -> None:
         "the judge answers again: judging continues",
     ]
     assert notes == [
-        "judge away: next try in 4 s, the run stops in 59 min 50 s",
-        "judge away: next try in 3 s, the run stops in 59 min 49 s",
-        "judge away: next try in 2 s, the run stops in 59 min 48 s",
+        "judge unavailable: next try in 4 s, the run stops in 59 min 50 s",
+        "judge unavailable: next try in 3 s, the run stops in 59 min 49 s",
+        "judge unavailable: next try in 2 s, the run stops in 59 min 48 s",
         "",
     ]
 
@@ -91,10 +91,10 @@ def test_the_counts_are_summed_over_groups_and_the_line_fits_60_columns() -> Non
         assert progress.line() == "step 3/100 0:42 · generating · 9/48 rollouts · 19 judge phases · 1/8 groups"
         assert len(progress.line(60)) <= 60
         assert progress.line(60).startswith("step 3/100 0:42 · generating · 9/48")
-        progress.note("judge away: next try in 4 s")
-        assert "judge away: next try in 4 s" in progress.line(60)
-        progress.note("judge away: next try in 300 s, the run stops in 59 min 30 s")
-        assert progress.line(60).startswith("step 3/100 0:42 · judge away: next try in 300 s, ")
+        progress.note("judge unavailable: next try in 4 s")
+        assert "judge unavailable: next try in 4 s" in progress.line(60)
+        progress.note("judge unavailable: next try in 300 s, the run stops in 59 min 30 s")
+        assert progress.line(60).startswith("step 3/100 0:42 · judge unavailable: next try in 300 s, ")
     progress.note("")
     for number in range(8):
         progress.update(group("abcdefgh"[number], 6, 14, done=True))
@@ -153,7 +153,7 @@ async def test_the_line_of_a_job_log_is_printed() -> None:
     while not text.getvalue():  # noqa: ASYNC110 (the loop's own turns are what is waited for)
         await asyncio.sleep(0)
     beating.cancel()
-    assert text.getvalue() == "under way: step [1]/2 1:01 · 0/6 rollouts · 0/1 groups\n"
+    assert text.getvalue() == "in progress: step [1]/2 1:01 · 0/6 rollouts · 0/1 groups\n"
 
 
 def test_an_interrupted_run_says_so_before_it_cleans_up() -> None:

@@ -44,7 +44,7 @@ from draco_ray.traces.load import load_traces
         ("rubric author sandbox --out OUT train.steps=3", "train.steps has no effect"),
         ("tau check sandbox train.steps=3", "train.steps has no effect"),
         ("eval-set SET --out OUT train.steps=3", "train.steps has no effect"),
-        ("eval-set SET --out OUT tau_bench.trials=1", "no effect beside runs"),
+        ("eval-set SET --out OUT tau_bench.trials=1", "no effect together with runs"),
         ("train sandbox train.epochs=3", "train.epochs has no effect with train.steps=10"),
         ("train sandbox tau_bench.trials=3", "tau_bench.trials has no effect"),
     ],
@@ -148,10 +148,10 @@ def test_keys_of_tau_bench_that_a_policy_or_a_retrieval_does_not_use_are_refused
     config = load_config(None, ["tau_bench.retrieval=bm25"])
     for typed, api, said in (
         ("tau_bench.embedder.model=m", False, "with retrieval=bm25"),
-        ("tau_bench.agent.model=m", True, "beside --policy"),
+        ("tau_bench.agent.model=m", True, "together with --policy"),
         ("tau_bench.agent.api_base=http://x", False, "for a policy that is served here"),
-        ("tau_bench.server.port=1", True, "on an API model"),
-        ("agent.max_turns=3", False, "on tau-bench"),
+        ("tau_bench.server.port=1", True, "for an API model"),
+        ("agent.max_turns=3", False, "in tau-bench evaluations"),
         ("train.steps=3", False, "this command reads only"),
     ):
         with pytest.raises(ConfigError, match=said):

@@ -83,7 +83,7 @@ def test_a_share_of_failed_judge_phases_stops_the_run() -> None:
 def test_what_is_waited_for_is_named_with_its_oldest() -> None:
     now = 0.0
     pending = Pending(lambda: now)
-    assert str(pending) == "nothing known"
+    assert str(pending) == "unknown"
     with pending.of("rollout", "step3/a_1/0"):
         now = 60.0
         with pending.of("rollout", "step3/b_1/2"), pending.of("the learner's update"):
@@ -133,7 +133,7 @@ async def test_what_takes_too_long_is_ended_and_what_it_waited_for_was_asked_bef
     with pytest.raises(RunStopped, match="waiting for: the learner's update, for"):
         await in_time(step(), 0.01, late)
     assert ended == ["step"]
-    assert str(pending) == "nothing known"
+    assert str(pending) == "unknown"
 
     async def quick() -> int:
         return 7
@@ -164,14 +164,14 @@ def test_one_command_starts_continues_and_starts_again_what_never_began(
     run.part("trajectories", 1, "a").touch()
     resume_or_start(config, "sandbox")
     assert done == ["started", "started", f"continued {run.path}"]
-    with pytest.raises(ConfigError, match="which run. Set run.name"):
+    with pytest.raises(ConfigError, match="run.name is not set; set run.name"):
         resume_or_start(configured(tmp_path, None), "sandbox")
 
 
 def test_both_ways_of_continuing_at_once_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(["train", "--resume", "runs/a", "--resume-or-start"])
-    assert "not both" in capsys.readouterr().err
+    assert "--resume DIR and --resume-or-start cannot be combined" in capsys.readouterr().err
 
 
 def test_a_refused_start_does_not_keep_the_runs_name(tmp_path: Path) -> None:

@@ -400,13 +400,13 @@ async def test_workers_come_with_the_calls_and_one_that_is_not_needed_is_ended(
     # That nothing was begun is no reason to fail.
     pool.watched.close()
     await pool.open()
-    assert caplog.messages == ["workers: 0 up, 1 asked for, 0 calls in flight, 0 waiting"]
+    assert caplog.messages == ["workers: 0 up, 1 requested, 0 calls in flight, 0 waiting"]
     asked = [pool.ask() for _ in range(3)]
     await clock.pass_(ADJUST_SECONDS - 0.1)
     assert len(pool.made) == 1
     await clock.pass_(0.1)
     assert [len(worker.calls) for worker in pool.made] == [1, 1]
-    assert caplog.messages[1:] == ["workers: 1 up, 2 asked for, 1 calls in flight, 2 waiting"]
+    assert caplog.messages[1:] == ["workers: 1 up, 2 requested, 1 calls in flight, 2 waiting"]
     first, second = pool.made
     for worker in (first, second, first):
         worker.calls[-1].set_result(1)
@@ -419,7 +419,7 @@ async def test_workers_come_with_the_calls_and_one_that_is_not_needed_is_ended(
     await clock.pass_(ADJUST_SECONDS)
     assert second.looks == looks
     # Nothing came or went: nothing is said.
-    assert caplog.messages[2:] == ["workers: 1 up, 1 asked for, 0 calls in flight, 0 waiting"]
+    assert caplog.messages[2:] == ["workers: 1 up, 1 requested, 0 calls in flight, 0 waiting"]
     pool.watched.close()
     looks = first.looks
     waiting = [pool.ask() for _ in range(2)]

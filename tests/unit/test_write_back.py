@@ -121,5 +121,5 @@ def test_a_service_that_refuses_is_quoted(judged: Path, service: Service, capsys
     with pytest.raises(SystemExit, match="2"):
         main(["write-back", str(judged), "--to", "phoenix", "--url", service.url])
     error = capsys.readouterr().err
-    assert "status 404: no such project; sent so far: 0" in error
+    assert "status 404: no such project; requests sent before: 0" in error
     assert error.count("\n") == 1
