@@ -429,7 +429,7 @@ class HeldOutJudgeConfig(OtherJudgeConfig):
     @model_validator(mode="after")
     def _differs(self) -> Self:
         if not self.model and self.rubric is None:
-            raise ValueError("judge.held_out: needs another judge or another rubric; set judge.held_out.model or .rubric")
+            raise ValueError("judge.held_out: expected another judge or rubric; set judge.held_out.model or .rubric")
         return self
 
 

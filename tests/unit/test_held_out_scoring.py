@@ -227,7 +227,7 @@ async def test_a_worker_asks_the_held_out_judge_what_is_held_out(monkeypatch: py
 
 
 def test_it_is_another_judge_or_has_a_rubric_of_its_own() -> None:
-    with pytest.raises(ValidationError, match="judge.held_out: needs another judge or another rubric; set judge.held_out.model or .rubric"):
+    with pytest.raises(ValidationError, match="another judge or rubric; set judge.held_out.model or .rubric"):
         HeldOutJudgeConfig()
     both = load_config("sandbox", ["judge.self_judge.enabled=true", "judge.rule_judge.start=false"]).judge
     assert only_self(both)
