@@ -205,10 +205,7 @@ class EnvironmentConfig(Tree):
     @model_validator(mode="after")
     def _elastic(self) -> Self:
         if self.min_slots is not None and self.min_slots > self.slots:
-            raise ValueError(
-                f"environment.min_slots={self.min_slots} is more than environment.slots={self.slots}; expected at "
-                "most that"
-            )
+            raise ValueError(f"environment.min_slots={self.min_slots} is more than environment.slots={self.slots}")
         return self
 
 
@@ -270,10 +267,7 @@ class EngineConfig(Tree):
     @model_validator(mode="after")
     def _elastic(self) -> Self:
         if self.fewest > self.engines:
-            raise ValueError(
-                f"engine.min_engines={self.min_engines} is more than engine.engines={self.engines}; expected at most "
-                "that"
-            )
+            raise ValueError(f"engine.min_engines={self.min_engines} is more than engine.engines={self.engines}")
         if self.colocate and self.fewest < self.engines:
             raise ValueError(
                 f"engine.min_engines={self.min_engines}: with engine.colocate the run needs every engine, because "
@@ -576,9 +570,7 @@ class JudgeConfig(Tree):
             ("judge.self_judge.enabled", self.self_judge.enabled),
         ):
             if given:
-                raise ValueError(
-                    f"judge.local.enabled: cannot be combined with {name}, which names another judge; unset one of them"
-                )
+                raise ValueError(f"judge.local.enabled and {name} each name a judge; unset one of them")
         return self
 
 
@@ -994,7 +986,5 @@ class DracoConfig(Tree):
                 f"{0.6 * parallel:g} and learner.gpus_per_worker=0.4"
             )
         if self.train.staleness:
-            raise ValueError(
-                f"{where}engines sleep while the learner computes, so they cannot run ahead; set train.staleness=0"
-            )
+            raise ValueError(f"{where}engines that sleep cannot run ahead; set train.staleness=0")
         return self
