@@ -570,7 +570,7 @@ class JudgeConfig(Tree):
             ("judge.self_judge.enabled", self.self_judge.enabled),
         ):
             if given:
-                raise ValueError(f"judge.local.enabled and {name} each name a judge; unset one of them")
+                raise ValueError(f"judge.local.enabled: cannot be combined with {name}; unset one of them")
         return self
 
 
