@@ -42,7 +42,7 @@ from draco_ray.lab.planning.model_shape import ModelShape, model_shape
 from draco_ray.lab.planning.step_time import Assumptions, learner_flops, step_time
 from draco_ray.runs.directory import RunDirectory
 from draco_ray.sandbox.starter.tokenizer import CHAT_TEMPLATE, PADDING, TURN_END, TURN_START
-from draco_ray.training.preflight import with_checkpointing
+from draco_ray.training.sizes import with_checkpointing
 
 SECONDS = 570
 """Of everything: a borrowed machine's ten minutes, less what the table takes."""

@@ -32,7 +32,7 @@ from draco_ray.lab.planning.memory import (
 from draco_ray.lab.planning.model_shape import ModelShape, model_shape
 from draco_ray.lab.planning.step_time import Assumptions, step_time
 from draco_ray.terminal import PlainConsole
-from draco_ray.training.preflight import context_problems, with_checkpointing
+from draco_ray.training.sizes import context_problems, with_checkpointing
 
 MOMENTS = {
     "forward": "during the LM head's forward pass",

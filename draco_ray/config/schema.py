@@ -567,9 +567,7 @@ class JudgeConfig(Tree):
             ("judge.self_judge.enabled", self.self_judge.enabled),
         ):
             if given:
-                raise ValueError(
-                    f"judge.local.enabled: cannot be combined with {name}, which names another judge; unset one of them"
-                )
+                raise ValueError(f"judge.local.enabled: cannot be combined with {name}; unset one of them")
         return self
 
 

@@ -22,9 +22,9 @@ from draco_ray.training.preflight import (
     check_object_store,
     check_outlives_job,
     check_trainable,
-    context_problems,
 )
 from draco_ray.training.session import checked_model, say_cut_prompts, usable_prompts, with_environment
+from draco_ray.training.sizes import context_problems
 from draco_ray.training.trainer import EarlierTasks, TaskOrder
 
 

@@ -16,70 +16,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from safetensors import SafetensorError, safe_open
 
-from draco_ray.config.machine import memory_bytes
 from draco_ray.config.schema import DracoConfig, LearnerConfig
-from draco_ray.engine.model_config import TABLE, check_experts, check_heads, check_split, is_frozen, language_config
+from draco_ray.engine.model_config import TABLE, check_experts, check_heads, check_split, is_frozen
 from draco_ray.errors import ClusterError, ConfigError, StoreError
 from draco_ray.judging.judge_context import context_problem, model_positions
 from draco_ray.judging.local.server import served_model
 from draco_ray.judging.prompts import KEY_FILE, evidence_key
 from draco_ray.judging.reply_cache import FILE, RESTORE, check_own_disk, check_store, create_store
 from draco_ray.runs.directory import RunDirectory
-
-
-def context_problems(config: DracoConfig, positions: int | None) -> list[str]:
-    """Which lengths exceed the model's context of ``positions`` tokens (None: not known), and what to set instead."""
-    agent, problems = config.agent, []
-    tokens = agent.max_prompt_length + agent.max_response_length
-    if positions is not None and tokens > positions and "hf_overrides" not in config.engine.vllm:
-        prompt = min(agent.max_prompt_length, positions // 2)
-        shorter = f"agent.max_response_length={positions - prompt}"
-        if prompt < agent.max_prompt_length:
-            shorter = f"agent.max_prompt_length={prompt} and {shorter}"
-        problems.append(
-            f"agent.max_prompt_length + agent.max_response_length = {tokens:,} tokens, but {config.model.path} "
-            f"accepts {positions:,}; set {shorter}, or choose a model with a longer context"
-        )
-    if (problem := context_problem(config, positions)) is not None:
-        problems.append(problem)
-    return problems
-
-
-def with_checkpointing(config: DracoConfig) -> DracoConfig:
-    """The configuration with ``learner.gradient_checkpointing`` decided."""
-    if config.learner.gradient_checkpointing is not None:
-        return config
-    learner = config.learner.model_copy(update={"gradient_checkpointing": not keeps_activations(config)})
-    return config.model_copy(update={"learner": learner})
-
-
-def keeps_activations(config: DracoConfig) -> bool:
-    """Whether a learner on the CPU has memory for all activations: at most half of the memory that is free now.
-
-    The size is estimated from ``config.json`` for a dense decoder; False if the file lacks the needed sizes.
-    """
-    learner, agent = config.learner, config.agent
-    if learner.gpus_per_worker > 0:
-        return False
-    try:
-        text = language_config(json.loads((Path(config.model.path).expanduser() / "config.json").read_bytes()))
-        hidden, mlp, heads = (int(text[key]) for key in ("hidden_size", "intermediate_size", "num_attention_heads"))
-        size = int(text.get("head_dim") or hidden // heads)
-        queries, keys = heads * size, int(text.get("num_key_value_heads") or heads) * size
-        # The inputs of all linear layers, three tensors of the MLP, and what attention keeps.
-        layer = (5 * hidden + queries + mlp) + 3 * mlp + 3 * queries + 4 * keys
-        elements = int(text["num_hidden_layers"]) * layer
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, ZeroDivisionError):
-        return False
-    tokens = max(learner.micro_batch_tokens, agent.max_prompt_length + agent.max_response_length)
-    needed = learner.workers * tokens * elements * (2 if config.model.dtype == "bfloat16" else 4)
-    return needed <= min(psutil.virtual_memory().available, memory_bytes()) / 2
-
 
 SUBMITTED = "RAY_JOB_CONFIG_JSON_ENV_VAR"
 """Environment variable that Ray sets for a submitted job."""

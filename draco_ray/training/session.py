@@ -45,9 +45,10 @@ from draco_ray.runs.store_actor import start_run_store
 from draco_ray.training.advantage_computer import start_advantage_computer
 from draco_ray.training.cluster import connect, leave_ray, pending_demand, release_start_lock, unless_gone
 from draco_ray.training.held_out import BeforeAfter, JudgedBeforeAfter, Tell
-from draco_ray.training.preflight import check_judge_context, check_session, with_checkpointing
+from draco_ray.training.preflight import check_judge_context, check_session
 from draco_ray.training.progress import RunObserver, StepProgress, StepWatch, shown, watch_judge
 from draco_ray.training.resume import StartPoint
+from draco_ray.training.sizes import with_checkpointing
 from draco_ray.training.trainer import Batches, RecordedRollouts, TaskOrder, Trainer, WeightSync, engines_asleep
 from draco_ray.training.watchdog import Pending, in_time, watch_quiet
 

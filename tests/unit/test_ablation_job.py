@@ -191,7 +191,9 @@ def test_what_is_missing_is_said_and_run_and_nothing_else(
     assert not started
     # The first that is missing is trained; it fails, and the next call begins with it again.
     for _ in range(2):
-        with pytest.raises(SystemExit, match="random-seed0-steps4 failed with exit code 7; start again"):
+        with pytest.raises(
+            SystemExit, match="random-seed0-steps4 failed with exit code 7; run the job again to continue"
+        ):
             run_job(job, tmp_path, print_only=False)
     assert [command[:4] for command in started] == [["train", "sandbox", "--setting", "random"]] * 2
     asked = {"train.evaluate_before_after=true", f"train.evaluate_every={EVERY}", f"train.evaluation_runs={RUNS}"}

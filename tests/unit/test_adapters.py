@@ -131,7 +131,7 @@ def test_generations_are_kept_and_a_restarted_process_pays_for_nothing_twice(
 def test_what_a_reward_function_cannot_do_is_said_when_it_is_made(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match="budgett"):
         StepCredit("openai/m", budgett=5.0)  # type: ignore[call-arg]
-    with pytest.raises(ConfigError, match="no price of openai/m is known"):
+    with pytest.raises(ConfigError, match="the price of openai/m is unknown"):
         StepCredit("openai/m", budget=5.0)
     with pytest.raises(ConfigError, match="no judge given; expected a model"):
         StepCredit()

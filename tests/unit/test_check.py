@@ -15,9 +15,9 @@ from draco_ray.config import machine
 from draco_ray.config.load import load_config
 from draco_ray.errors import ConfigError
 from draco_ray.training.checks import machine_resources
-from draco_ray.training.preflight import context_problems
 from draco_ray.training.run import train
 from draco_ray.training.session import checked_model
+from draco_ray.training.sizes import context_problems
 from tests.support.tiny_model import build_tiny_model
 
 
@@ -57,17 +57,18 @@ def test_all_findings_come_at_once_with_keys_and_values(
     assert "set agent.max_response_length=1024" in context
     assert "does not support tools" in template
     assert "set model.chat_template, e.g. to hermes" in template
-    assert "need 98 CPUs" in cpus
-    assert "environment.slots_per_worker=48 and environment.cpus_per_worker=0 fit" in cpus
+    assert "94 of 96 rollout workers (0 GPUs and 1 CPUs each, on one node), 1 of 1 learner workers" in cpus
+    assert "do not fit into 0 GPUs and 2 CPUs on 1 nodes; add nodes, start fewer of these processes" in cpus
+    assert "environment.slots, environment.cpus_per_worker" in cpus
     assert "raise engine.kv_cache_gib to 0.1" in cache
-    assert "judge openai/none at http://127.0.0.1:9/v1: unreachable" in judge
+    assert "judge openai/none at http://127.0.0.1:9/v1: not reachable" in judge
 
 
 def test_tools_that_do_not_start_are_found(shop: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tools = tmp_path / "shop" / "tools.py"
     tools.write_text(tools.read_text() + "\n\ndef reset(task: dict) -> None:\n    raise OSError('no stock room')\n")
     (line,) = found([*shop, "model.chat_template=hermes"], capsys)
-    assert "cannot be begun" in line
+    assert "task pen: cannot be started: reset: OSError: " in line
     assert "no stock room" in line
 
 

@@ -195,7 +195,7 @@ def test_a_rollout_that_is_there_twice_is_not_counted_twice(tmp_path: Path) -> N
     measured = EvaluationDirectory.begin(tmp_path, a_plan(runs=1, tasks={"a_1": 1, "a_2": 2}))
     for task in ("a_1", "a_1"):
         measured.add("starter", a_result(task, 0, True))
-    with pytest.raises(DamagedRun, match="line 2: 'a_1', run 0 is there twice"):
+    with pytest.raises(DamagedRun, match="line 2: 'a_1', run 0 occurs twice"):
         measured.finished()
 
 

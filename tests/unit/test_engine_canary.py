@@ -78,7 +78,7 @@ def test_the_first_step_and_the_base_model_widen_the_band() -> None:
 
 
 def test_base_models_that_differ_are_told_whatever_the_first_step_said() -> None:
-    with pytest.raises(CanaryFailed, match=r"without any adapter .* differ by 0\.2100 nats .* 4 times .*model\.path"):
+    with pytest.raises(CanaryFailed, match=r"without the adapter, .* differ by 0\.2100 nats .* 4 times .*model\.path"):
         judge(BASE - 0.5, BASE - 0.5, learner_off=BASE - 0.21, first=1.0)
 
 

@@ -74,7 +74,7 @@ def test_a_root_closed_to_the_users_that_tasks_are(root: Path, closed: str, monk
     os.chmod(root / "data", 0o755)
     check_readable(root, ["abc_1"])
     (root / closed).chmod(0o700)
-    with pytest.raises(WorldError, match=rf"{closed}: closed to other users.*chmod -R a\+rX"):
+    with pytest.raises(WorldError, match=rf"{closed}: other users cannot read it.*chmod -R a\+rX"):
         check_readable(root, ["abc_1"])
 
 

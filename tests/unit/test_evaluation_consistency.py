@@ -119,5 +119,5 @@ def test_a_missing_run_is_a_failure_and_a_doubled_one_an_error() -> None:
 
 def test_measurements_of_several_seeds_are_averaged_by_task() -> None:
     assert mean_by_key([{"a": 1.0, "b": 0.0}, {"b": 1.0, "a": 1.0}]) == {"a": 1.0, "b": 0.5}
-    with pytest.raises(ValueError, match="same tasks"):
+    with pytest.raises(ValueError, match="of different tasks"):
         mean_by_key([{"a": 1.0}, {"b": 1.0}])

@@ -44,5 +44,5 @@ def test_a_budget_needs_a_price() -> None:
     judge = JudgeConfig(limits=LIMITS, prices={"known": Price(input=1.0, output=2.0)})
     check_budget(judge, "openai/known")
     check_budget(JudgeConfig(), "openai/unknown")
-    with pytest.raises(ConfigError, match="no price of openai/unknown is known"):
+    with pytest.raises(ConfigError, match="the price of openai/unknown is unknown"):
         check_budget(judge, "openai/unknown")

@@ -24,7 +24,7 @@ def test_finished_rollouts_are_read_back_and_not_asked_for_again(tmp_path: Path)
     assert again.results("starter") == results
     assert again.missing("starter") == [("a_2", 0), ("a_1", 1)]
     assert (again.finished(), again.total) == (2, 4)
-    with pytest.raises(ConfigError, match="2 of 4 rollouts are there"):
+    with pytest.raises(ConfigError, match="2 of 4 rollouts are finished"):
         again.complete_results()
 
 

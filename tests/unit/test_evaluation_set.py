@@ -47,7 +47,7 @@ def test_a_file_is_a_set_that_arguments_change(tmp_path: Path, monkeypatch: pyte
 @pytest.mark.parametrize(
     ("tree", "said"),
     [
-        ({}, "set: settings: is not there; splits: is not there"),
+        ({}, "set: settings: is missing; splits: is missing"),
         (
             {"settings": {}, "splits": []},
             "settings: dictionary should have at least 1 item after validation, not 0, found {}",

@@ -319,7 +319,7 @@ def test_rows_of_different_tasks_are_said_to_be_so(directories: list[str], tmp_p
     fewer = dict(list(TASKS.items())[:6])
     part = write_evaluation(tmp_path / "part", a_plan(tasks=fewer))
     settings = read_settings([*directories, f"part={part}"])
-    warning = "AppWorld TN: the rows were measured on different tasks (6 or 24 of them) and do not compare."
+    warning = "AppWorld TN: the rows were measured on different tasks (6 or 24 tasks) and cannot be compared."
     for name in ("main", "efficiency", "difficulty", "frontier", "consistency", "cost", "terminations"):
         assert warning in TABLES[name](settings).notes
         assert warning not in TABLES[name](read_settings(directories)).notes

@@ -49,7 +49,7 @@ def test_the_version_of_the_program_is_compared(tmp_path: Path, monkeypatch: pyt
     program(tmp_path, "echo agent 2.10.1")
     ProgramAgent.check(config, policies)
     program(tmp_path, "echo agent 3.0")
-    with pytest.raises(ConfigError, match="has version 3.0, expected 2.9 or later, before 3"):
+    with pytest.raises(ConfigError, match="has version 3.0; expected at least 2.9 and below 3"):
         ProgramAgent.check(config, policies)
     with pytest.raises(ConfigError, match="expected agent.command="):
         ProgramAgent.check(config.model_copy(update={"command": "a"}), policies)

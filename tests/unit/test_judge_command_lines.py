@@ -211,7 +211,7 @@ def test_a_configured_rule_judge_answers_by_its_own_rules(tmp_path: Path) -> Non
 def test_without_out_the_judge_is_asked_first_whether_it_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OPENAI_API_KEY", "key")
     quick = DracoConfig.model_validate({"judge": {"max_backoff_seconds": 0.01}})
-    with pytest.raises(JudgeUnavailable, match=r"openai/x at http://127.0.0.1:9/v1: unreachable after 3 attempts"):
+    with pytest.raises(JudgeUnavailable, match=r"openai/x at http://127.0.0.1:9/v1: not reachable after 3 attempts"):
         judge_sync(load_traces(TRACES), "openai/x", api_base="http://127.0.0.1:9/v1", config=quick)
     with pytest.raises(ConfigError, match="batch: no effect with complete"):
         judge_sync(load_traces(TRACES), MODEL, complete=Canned(), batch=True)

@@ -126,7 +126,7 @@ def test_the_plan_says_what_the_self_judge_takes(capsys: pytest.CaptureFixture[s
 def test_a_context_beyond_the_models_is_refused() -> None:
     key = "judge.self_judge.context_tokens"
     check_judge_context(load_config("qwen3.6-27b", [f"{key}=131072"], "self-judge"))
-    with pytest.raises(ConfigError, match=rf"{key}=300,000, but .* accepts 262,144"):
+    with pytest.raises(ConfigError, match=rf"{key}=300,000, but .* accepts only 262,144"):
         check_judge_context(load_config("qwen3.6-27b", [f"{key}=300000"], "self-judge"))
 
 
@@ -238,7 +238,7 @@ def test_each_line_about_the_context_says_what_is_too_short_by_how_much_and_what
 
     given = load_config("sandbox", [f"{key}=8000"], "self-judge")
     assert context_problem(given, 8_000) is None
-    assert context_problem(given, 7_999) == f"{key}=8,000, but {path} accepts 7,999 tokens"
+    assert context_problem(given, 7_999) == f"{key}=8,000, but {path} accepts only 7,999 tokens"
 
 
 def test_the_policy_judges_itself_only_where_a_rubric_is_judged() -> None:

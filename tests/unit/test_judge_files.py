@@ -102,7 +102,7 @@ async def test_what_is_waited_for_is_said_at_once_and_so_is_a_misnamed_reply(
     assert (await waiting).text == "right"
     wanted = str(prompt).replace(PROMPT, REPLY)
     assert caplog.messages[0] == f"1 prompt waits for a reply: read {prompt}, then write {wanted}"
-    assert caplog.messages[1].startswith(f"{prompt}{REPLY} is not read")
+    assert caplog.messages[1].startswith(f"{prompt}{REPLY} is ignored")
 
 
 def _until(seen: Callable[[], bool]) -> None:
@@ -221,14 +221,14 @@ def test_unanswered_requests_stay_booked_until_they_are_released(
                 main([*command, *more])
             return capsys.readouterr().out
 
-        assert "stay booked" not in said()
+        assert "stay reserved" not in said()
         cache = tmp_path / "judged" / "judge_cache"
         spent = read_book(cache).dollars
         # A process that was killed between sending and the reply.
         with contextlib.closing(sqlite3.connect(cache / FILE)) as connection, connection:
             connection.execute("INSERT INTO requests VALUES ('killed-1', 0.25, NULL)")
-        assert "1 request of an earlier process had no answer and may have been billed: $0.2500 stay booked" in said()
+        assert "1 request of an earlier process had no answer and may have been billed: $0.2500 stay reserved" in said()
         assert read_book(cache).dollars == pytest.approx(spent + 0.25)
         assert "$0.2500 of unanswered requests now count as not billed" in said("--release")
         assert read_book(cache).dollars == pytest.approx(spent)
-        assert "stay booked" not in said()
+        assert "stay reserved" not in said()

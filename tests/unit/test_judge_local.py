@@ -151,7 +151,7 @@ async def test_a_server_that_a_call_found_gone_gets_no_more_until_it_answers_a_l
         fleet.servers.release(lease.number, lost=True)
         others = [await fleet.servers.acquire("a") for _ in range(2)]
         assert lease.server not in [each.server for each in others]
-        said = [f"judge server {broken.number} loads again (since 0 s)"]
+        said = [f"judge server {broken.number} loads again (for 0 s)"]
         await until(lambda: fleet.servers.pending() == said)
         broken.serve(port=9999)
         waiting = await outcome(fleet.servers.acquire("c"))
@@ -285,7 +285,7 @@ async def test_servers_are_looked_at_now_and_then_and_one_that_does_not_answer_i
         await clock.pass_(0.1)
         assert (fleet.servers.up, replica.looks) == (0, 4)
         assert caplog.messages == ["judge server 0: does not answer"]
-        assert fleet.servers.pending() == ["judge server 0 does not answer (since 0 s)"]
+        assert fleet.servers.pending() == ["judge server 0 does not answer (for 0 s)"]
         # The look itself goes on, and says when it is there again.
         replica.there.set()
         await turns(50)
@@ -305,10 +305,10 @@ async def test_what_a_server_does_is_told_with_the_time_since_it_does_that(caplo
         (replica,) = fleet.replicas
         for seconds in (7, 8):
             fleet.now += seconds
-            replica.found = ServerStatus(server=None, doing=f"loads Qwen, for {seconds} s now")
+            replica.found = ServerStatus(server=None, doing=f"loads Qwen, for {seconds} s so far")
             await turns(50)
         # Since it loads, of which no more is said than of the latest look.
-        assert fleet.servers.pending() == ["judge server 0 loads Qwen, for 8 s now (since 8 s)"]
+        assert fleet.servers.pending() == ["judge server 0 loads Qwen, for 8 s so far (for 8 s)"]
         replica.serve()
         await until(lambda: fleet.servers.up)
         assert (fleet.servers.pending(), caplog.messages) == ([], [])
@@ -362,18 +362,18 @@ async def test_servers_that_are_not_needed_and_those_of_a_closed_pool_are_looked
     caplog.set_level(logging.INFO)
     Fleet().servers.close()
     async with opened(replicas=1, max_replicas=2, calls_per_replica=1) as fleet:
-        assert caplog.messages == ["judge servers: 0 up, 1 asked for"]
+        assert caplog.messages == ["judge servers: 0 of 1 are up"]
         await fleet.up(1)
         calls = [asyncio.create_task(fleet.servers.acquire()) for _ in range(2)]
         await until(lambda: len(fleet.replicas) == 2)
-        assert caplog.messages[1:] == ["judge servers: 1 up, 2 asked for"]
+        assert caplog.messages[1:] == ["judge servers: 1 of 2 are up"]
         await fleet.up(2)
         for call in calls:
             fleet.servers.release((await outcome(call)).number)
         await turns(5)
         fleet.now += 60
         await until(lambda: fleet.servers.numbers == [0])
-        assert caplog.messages[2:] == ["judge servers: 1 up, 1 asked for"]
+        assert caplog.messages[2:] == ["judge servers: 1 of 1 are up"]
         assert [replica.ended for replica in fleet.replicas] == [False, True]
         looks = fleet.replicas[1].looks
         await turns(50)
@@ -446,7 +446,7 @@ def test_one_that_does_not_load_in_time_is_given_up(tmp_path: Path, monkeypatch:
     server = VllmJudgeServer(config(start_timeout_seconds=100), "127.0.0.1", tmp_path / "server.log", lambda: now)
     server.look()
     now = 99.0
-    assert server.look().doing == "loads Qwen/Qwen3.6-27B, for 99 s now"
+    assert server.look().doing == "loads Qwen/Qwen3.6-27B, for 99 s so far"
     now = 100.0
     with pytest.raises(JudgeUnavailable, match="did not answer within judge.local.start_timeout_seconds=100"):
         server.look()

@@ -129,7 +129,7 @@ def test_the_line_of_an_outage_and_of_its_end_say_how_long(
     assert outage.pause(700.0) == Pause(reason="503 overloaded", lasted=700.0, next_try=0.0, gives_up=0.0)
     assert outage.given_up(599.9) is None
     assert outage.given_up(600.0) == (
-        "judge m: no answer for 10 min 0 s (judge.max_outage_seconds=600), the last: 503 overloaded"
+        "judge m: no answer for 10 min 0 s (judge.max_outage_seconds=600); last error: 503 overloaded"
     )
     caplog.clear()
     outage.answered(80.0)
@@ -294,7 +294,7 @@ def test_who_gives_up_says_for_how_long_nobody_answered() -> None:
     outage.failed(FailureKind.UNAVAILABLE, "503", None, 1000.0, 1000.0)
     assert outage.given_up(1599.0) is None
     said = outage.given_up(1700.0)
-    assert said == "judge: no answer for 11 min 40 s (judge.max_outage_seconds=600), the last: 503"
+    assert said == "judge: no answer for 11 min 40 s (judge.max_outage_seconds=600); last error: 503"
 
 
 def test_a_single_failure_is_no_outage_that_ends(caplog: pytest.LogCaptureFixture) -> None:

@@ -575,8 +575,8 @@ async def test_a_call_that_is_refused_ends_the_run(monkeypatch: pytest.MonkeyPat
     with pytest.raises(JudgeUnavailable) as problem:
         await scripted()
     assert str(problem.value) == (
-        "judge openai/m at http://judge: refused: no such key; check judge.model, judge.api_base and the key in "
-        "environment variable NO_SUCH_KEY, which is not set"
+        "judge openai/m at http://judge: the endpoint refused a request: no such key; check judge.model, "
+        "judge.api_base and the key in environment variable NO_SUCH_KEY, which is not set"
     )
     assert len(scripted.sent) == 1
 
@@ -587,7 +587,10 @@ async def test_a_judge_that_cannot_be_reached_ends_the_run_unless_the_pool_waits
     alone = Scripted(monkeypatch, *[unreachable()] * 3, max_outage_seconds=0)
     with pytest.raises(JudgeUnavailable) as problem:
         await alone()
-    assert str(problem.value) == "judge openai/m at http://judge: unreachable after 3 attempts: cannot connect"
+    assert (
+        str(problem.value)
+        == "judge openai/m at http://judge: not reachable after 3 attempts: cannot connect; check judge.api_base"
+    )
     assert len(alone.naps) == 2
     # There it is the pool that knows whether anybody is answered.
     pooled = Scripted(monkeypatch, unreachable(), verdict=NextAction.FAIL)

@@ -126,7 +126,7 @@ async def test_who_fails_has_no_vote_and_is_said_to_have_none() -> None:
     )
     judged = await judge.ask(Score(example_trajectory(), RUBRIC), CONTEXT)  # type: ignore[attr-defined]
     assert [int(each.verdict) for each in judged.value or ()] == [-1] * count
-    assert any(note.startswith("no vote: score of t rollout 0 failed") for note in judged.notes)
+    assert any(note.startswith("one judge gave no verdicts: score of t rollout 0 failed") for note in judged.notes)
     assert [call.model for call in judged.calls] == ["a", "b"]
     _, all_fail = panel(Scores("a", error="cut"), [Scores("b", error="gone")])
     nobody = await all_fail.ask(Score(example_trajectory(), RUBRIC), CONTEXT)  # type: ignore[attr-defined]
@@ -135,7 +135,7 @@ async def test_who_fails_has_no_vote_and_is_said_to_have_none() -> None:
     # What the failed calls have cost is in the archive as well, and nothing was left out.
     assert [call.model for call in nobody.calls] == ["a", "b"]
     assert nobody.notes == tuple(
-        f"no vote: score of t rollout 0 failed after 1 calls: {why}" for why in ("cut", "gone")
+        f"one judge gave no verdicts: score of t rollout 0 failed after 1 calls: {why}" for why in ("cut", "gone")
     )
     assert nobody.left_out == 0
     assert config.jury
@@ -261,7 +261,7 @@ async def test_a_judge_that_a_check_finds_away_is_not_asked_for_a_while() -> Non
 
 def test_a_budget_wants_a_price_of_every_judge() -> None:
     config = JudgeConfig(limits=JudgeLimits(dollars=1.0), fallbacks=(OtherJudgeConfig(model="openai/own"),))
-    with pytest.raises(ConfigError, match="no price of openai/own is known"):
+    with pytest.raises(ConfigError, match="the price of openai/own is unknown"):
         with_fallbacks(config, lambda each: Scores(each.model))
     priced = replace_jury(config)
     assert with_fallbacks(priced, lambda each: Scores(each.model)) is not None
@@ -341,7 +341,7 @@ def test_a_budget_wants_a_price_of_whoever_may_be_asked(unpriced: str) -> None:
     config = with_others(limits={"dollars": 1.0}, prices=prices)
     assert with_fallbacks(config, lambda each: Scores(each.model)) is not None
     del prices[unpriced]
-    with pytest.raises(ConfigError, match=f"no price of {unpriced} is known"):
+    with pytest.raises(ConfigError, match=f"the price of {unpriced} is unknown"):
         with_fallbacks(with_others(limits={"dollars": 1.0}, prices=prices), lambda each: Scores(each.model))
 
 

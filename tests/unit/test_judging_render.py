@@ -510,8 +510,8 @@ def test_a_prompt_with_an_unknown_placeholder_is_refused(tmp_path: Path) -> None
     with pytest.raises(ConfigError) as told:
         load_prompts(tmp_path)
     assert str(told.value) == (
-        f"prompt {path}: unknown placeholder {{{{ answer }}}}; score knows agent_prompt, agent_trajectory, "
-        "environment_facts, rubrics, task_input"
+        f"prompt {path}: unknown placeholder {{{{ answer }}}}; expected one of agent_prompt, "
+        "agent_trajectory, environment_facts, rubrics, task_input in score"
     )
 
 
@@ -521,8 +521,8 @@ def test_a_prompt_that_shows_no_trajectory_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as told:
         load_prompts(tmp_path)
     assert str(told.value) == (
-        f"prompt {path}: {{{{ agent_trajectory }}}} or {{{{ steps_summary }}}} is missing; without it the judge does "
-        "not see what to judge"
+        f"prompt {path}: placeholder {{{{ agent_trajectory }}}} or {{{{ steps_summary }}}} is missing; without it the "
+        "judge does not see what to judge"
     )
 
 

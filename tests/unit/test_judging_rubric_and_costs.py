@@ -82,7 +82,7 @@ def static(title: str = "x", **changes: object) -> dict[str, object]:
         ([static("w"), static(" ")], "criterion 2: title: String should have at least 1 character"),
         ([static(weight=2)], "criterion 1: weight: Extra inputs are not permitted"),
         ([static("w"), "x"], "criterion 2: entry: Input should be a valid dictionary or instance of _Criterion"),
-        ([static("Aa"), static("aA")], "criterion 2: the title 'aA' comes twice"),
+        ([static("Aa"), static("aA")], "criterion 2: the title 'aA' is given twice"),
     ],
 )
 def test_a_rubric_file_that_cannot_be_used_is_told(tmp_path: Path, content: object, problem: str) -> None:

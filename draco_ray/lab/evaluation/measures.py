@@ -88,7 +88,7 @@ def estimates(
     solved: dict[str, Counter[int]] = defaultdict(Counter)
     for each in evaluations:
         if (each.task_id, each.run) in seen or not 0 <= each.run < runs:
-            raise ValueError(f"task {each.task_id}: unexpected run {each.run}; expected {runs} runs")
+            raise ValueError(f"task {each.task_id}: run {each.run} occurs twice or is not one of the {runs} runs")
         seen.add((each.task_id, each.run))
         key = (each.scenario or each.task_id) if whole else each.task_id
         tasks[key].add(each.task_id)

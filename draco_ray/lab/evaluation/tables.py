@@ -380,8 +380,8 @@ def _comparison_notes(each: Comparison) -> Iterator[str]:
     if any(each.lost):
         one, other = (f"{100 * share:.1f} %" for share in each.lost)
         yield (
-            f"{each.title}: {one} and {other} rollouts were lost; interval and p cover every result they could have "
-            "had (turns: only finished rollouts)."
+            f"{each.title}: {one} and {other} of the rollouts were lost; interval and p cover every result they could "
+            "have had (turns: only finished rollouts)."
         )
     seeds = (each.one.seeds, each.other.seeds)
     if 1 in seeds and seeds != (1, 1):
