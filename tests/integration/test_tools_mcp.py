@@ -280,7 +280,7 @@ async def test_what_a_server_says_last_holds_no_secret(folder: Path, monkeypatch
         raise EnvironmentCrashed(f"MCP server desk was lost: denied to {os.environ['DESK_KEY']}")
 
     absent = environment(folder, {"command": ["sh", "-c", "echo denied to $DESK_KEY >&2; exit 3"]})
-    with pytest.raises(EnvironmentCrashed, match=f"it said: {said}"):
+    with pytest.raises(EnvironmentCrashed, match=f"its last output: {said}"):
         await asyncio.to_thread(absent.task, "a")
     desk = environment(folder, raw(folder))
     async with opened(desk) as world:
