@@ -83,7 +83,8 @@ async def test_what_is_wrong_with_a_task_is_said_in_one_line(tmp_path: Path) -> 
         assert "\n" not in str(caught.value)
         return str(caught.value)
 
-    assert "repository: .* is not a git repository, tar file or folder" in await said(ConfigError, repository="nowhere")
+    nowhere = f"repository: {tmp_path / 'nowhere'} is not a git repository, tar file or folder"
+    assert nowhere in await said(ConfigError, repository="nowhere")
     assert "git archive" in await said(EnvironmentCrashed, reference="no-such-tag")
     assert "the set-up command ended with exit code 3; its last output: no" in await said(
         EnvironmentCrashed, setup="echo no; exit 3"
