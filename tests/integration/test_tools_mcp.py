@@ -240,7 +240,9 @@ async def test_of_a_server_those_tools_are_offered_that_are_named(folder: Path) 
         assert await call(world, "linked") == "error: there is no tool 'linked'; there are embedded, structured"
     await desk.stop()
     lacking = environment(folder, {**raw(folder), "tools": ["embedded", "absent"]})
-    with pytest.raises(EnvironmentCrashed, match=r"^MCP server desk has no tool absent; it has embedded, linked, str"):
+    with pytest.raises(
+        EnvironmentCrashed, match=r"^MCP server desk has no tool absent; expected one of embedded, linked, str"
+    ):
         await asyncio.to_thread(lacking.task, "a")
 
 
