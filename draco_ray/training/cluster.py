@@ -261,7 +261,7 @@ def _wait(config: DracoConfig, console: Console | None, what: str, problem: Call
 
 
 def pending_demand() -> str:
-    """Pending resource requests of all runs on the cluster, e.g. ``no node has room for 2 x 1 CPU``.
+    """Pending resource requests of all runs on the cluster, e.g. ``no node has free resources for 2 x 1 CPU``.
 
     Returns: an empty string if no request is known to be pending, or if Ray's head does not answer.
     """

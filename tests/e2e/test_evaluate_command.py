@@ -93,16 +93,16 @@ def test_an_interrupted_evaluation_goes_on_and_appworld_agrees(sandbox_root: Pat
     kept = lines.read_bytes()
     half = draco_here("tables", str(out))
     assert half.returncode == 2
-    assert f"{finished} of 6 rollouts are there" in half.stderr
+    assert f"{finished} of 6 rollouts are finished" in half.stderr
 
     changed = draco_here(*command, "agent.max_turns=3")
     assert changed.returncode == 2
     assert changed.stderr.count("\n") == 1
-    assert "agent.max_turns was 4, this command says 3" in changed.stderr
+    assert "agent.max_turns was 4, but is 3 in this command" in changed.stderr
 
     resumed = draco(*command)
     assert resumed.returncode == 0, resumed.stdout + resumed.stderr
-    assert f"{finished} of 6 rollouts are there already" in resumed.stdout
+    assert f"{finished} of 6 rollouts are already finished" in resumed.stdout
     assert lines.read_bytes().startswith(kept)
     directory = EvaluationDirectory.open(out)
     results = directory.complete_results()["base"]
@@ -166,7 +166,7 @@ def test_an_api_model_is_measured_within_its_budget_and_through_outages(tmp_path
         command += ["judge.max_attempts=1", "environment.rollout_retries=0"]
         unpriced = draco_here(*command, "judge.limits.dollars=0.08")
         assert unpriced.returncode == 2
-        assert "no price of openai/scripted is known" in unpriced.stderr
+        assert "the price of openai/scripted is unknown" in unpriced.stderr
 
         # A call may cost 64 tokens of reply and does cost 10: a cent.
         command += ["agent.max_turn_tokens=64", "judge.prices={scripted: {input: 0.0, output: 1000.0}}"]
@@ -231,7 +231,7 @@ def test_a_set_over_splits_stops_where_too_much_is_lost_and_goes_on(tmp_path: Pa
         assert lost.returncode == 3, lost.stdout + lost.stderr
         # It stops at the first: one of two is more than two fifths.
         *_, line = lost.stderr.splitlines()
-        assert "dev: 1 of 2 rollouts were lost, more than max_lost_share=0.4 allows (the last: " in line
+        assert "dev: 1 of 2 rollouts were lost, more than max_lost_share=0.4 (the last: " in line
         assert not (out / "Scripted" / "train").exists()
         asked = len(server.requests)
         assert draco_here(*command).returncode == 3

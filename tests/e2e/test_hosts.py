@@ -106,7 +106,7 @@ def test_a_run_with_nothing_in_common_but_ray_and_an_object_store(
     logs = {log.stem: hosts_of(log) for log in (here / "logs").glob("*.jsonl")}
     assert set().union(*logs.values()) == {HEAD}
     assert [name for name in (NODE, JUDGE) if private_run(cluster.network[name], "apart")] == []
-    # A driver on another host goes on from what is in the store: already finished at step.
+    # A driver on another host goes on from what is in the store: nothing is left to do.
     again = cluster.do(*words(cluster, OWN, "apart"), root, "--resume-or-start", name=NODE)
     assert again.returncode == 0, again.stdout + again.stderr
     assert "already finished at step" in again.stdout

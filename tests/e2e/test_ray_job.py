@@ -234,4 +234,4 @@ def test_a_static_rubric_out_of_two_tasks(head: Head, sandbox_root: Path, starte
 
     again = draco_here("rubric", "author", *words)
     assert again.returncode == 2
-    assert "exists already" in again.stderr
+    assert "already exists" in again.stderr

@@ -64,7 +64,7 @@ def test_a_checkpoint_that_was_not_kept_is_said_before_anything_starts(
     run = small_run(tmp_path / "small", steps=3)
     write_checkpoint(run, 2)
     assert [checkpoint.version for checkpoint in checkpoints_before(run, [1, 3])] == [2]
-    with pytest.raises(ConfigError, match="no checkpoint after step 1, which acted in step 2"):
+    with pytest.raises(ConfigError, match="no checkpoint after step 1, which is the policy of step 2"):
         checkpoints_before(run, [2, 3])
     for options, message in (
         (["--judge", "policy"], "no checkpoint after step 1"),

@@ -169,7 +169,7 @@ async def test_a_hostile_policy_gets_nothing_out(tmp_path: Path, name: str) -> N
     attacked.set()
     seen = "".join(str(step.observation) for step in played.steps)
     assert played.ended is EpisodeEnd.CRASHED
-    assert "environment.options.disk_mib is 40" in str(played.error)
+    assert "environment.options.disk_mib=40" in str(played.error)
     assert "OPENAI_API_KEY=" in seen
     assert key not in seen
     assert "wrong key" in seen

@@ -141,7 +141,7 @@ def test_the_judge_is_told_of_functions_and_of_no_code(spotify: AppWorldFunction
 
 
 def test_what_cannot_be_used_is_one_line(sandbox_root: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"environment.options.apps: no app 'spotfy'; there are .*spotify"):
+    with pytest.raises(ConfigError, match=r"environment.options.apps: unknown app 'spotfy'; expected one of .*spotify"):
         environment(sandbox_root, apps=["spotfy"]).facts  # noqa: B018
     with pytest.raises(ConfigError, match=r"environment.options: appz: "):
         environment(sandbox_root, appz=["spotify"])

@@ -129,5 +129,5 @@ def test_a_run_goes_on_while_its_store_cannot_be_reached_and_copies_all_of_it_af
             stdout, stderr = run.communicate("\n")
         outside.kill()
     assert run.returncode == 0, stdout + stderr
-    assert ": answers again\n" in stdout
+    assert ": the store answers again\n" in stdout
     assert stdout.endswith("the same\n")

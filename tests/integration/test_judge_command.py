@@ -108,7 +108,7 @@ def test_the_budget_holds_and_a_larger_one_goes_on(tmp_path: Path) -> None:
         short = draco_here(*command(traces, out, server.base_url, "--budget", "5", *price))
         assert short.returncode == 1, short.stdout + short.stderr
         assert "budget: $" in short.stderr
-        assert f"answers so far are kept in {out}, a larger --budget goes on there" in short.stderr
+        assert f"answers so far are kept in {out}; run the command with a larger --budget to continue" in short.stderr
         assert len(short.stderr.strip().splitlines()) == 1
         assert 0 < read_book(out / "judge_cache").dollars <= 5
         whole = draco_here(*command(traces, out, server.base_url, "--budget", "900", *price))
@@ -141,7 +141,7 @@ def test_exit_codes_for_the_ci_of_an_agent(tmp_path: Path) -> None:
     [
         (("--group-by", "nowhere"), "--group-by nowhere: expected text or a number there"),
         (("--format", "otel"), "expected OTLP JSON"),
-        (("--budget", "1"), "no price of openai/rule-judge is known"),
+        (("--budget", "1"), "the price of openai/rule-judge is unknown"),
         (("--rubric", "absent.yaml"), "absent.yaml: no such file"),
         (("--mapping", "absent.yaml"), "mapping absent.yaml: cannot be read"),
     ],
@@ -164,7 +164,7 @@ def test_a_judge_that_is_not_there_is_known_at_once(tmp_path: Path) -> None:
         *command(traces, tmp_path / "out", "http://127.0.0.1:9/v1", "--set", "judge.max_backoff_seconds=0.1")
     )
     assert refused.returncode == 1
-    assert "unreachable" in refused.stderr
+    assert "not reachable after" in refused.stderr
     assert "Traceback" not in refused.stderr
 
 

@@ -123,7 +123,7 @@ async def test_what_litellm_knows_a_model_to_refuse_is_not_sent(
         named = {name: body[name] for name in body.keys() - {"model", "messages"}}
         assert named == sent
     left_out = "temperature" not in sent
-    assert caplog.text.count("takes no temperature: judge.temperature=0.1 is not sent") == int(left_out)
+    assert caplog.text.count("accepts no temperature: judge.temperature=0.1 is not sent") == int(left_out)
 
 
 async def test_an_effort_that_a_model_does_not_know_is_told_with_its_key() -> None:
@@ -320,7 +320,7 @@ async def test_an_unreachable_judge_stops_the_run_after_all_attempts(model: str)
     with ScriptedJudgeServer() as server:
         pass
     naps = Naps()
-    with pytest.raises(JudgeUnavailable, match="unreachable after 4 attempts"):
+    with pytest.raises(JudgeUnavailable, match="not reachable after 4 attempts"):
         await LiteLLMClient(config(server.base, model=model), sleep=naps)(ask())
     assert len(naps.seconds) == 3
 

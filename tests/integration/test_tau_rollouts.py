@@ -97,7 +97,7 @@ async def test_tau2s_reward_is_the_evaluators_number(machine: Path, lines: list[
     [
         # The policy's doing: a reply with nothing in it, and a chat that is longer than its context.
         ([LOOKS_UP[0], END], ASKS, EpisodeEnd.CRASHED, "must have either content or tool_calls"),
-        (LOOKS_UP, ["Hello.", "many words " * 900], EpisodeEnd.RESPONSE_LIMIT, "after the limit"),
+        (LOOKS_UP, ["Hello.", "many words " * 900], EpisodeEnd.RESPONSE_LIMIT, "after it had reached a limit"),
         # Nobody's, and nothing of the policy's to judge: what it is asked first is too long.
         (LOOKS_UP, ["many words " * 900], EpisodeEnd.SERVER_ERROR, "got no answer: This model's maximum context"),
         # The user simulator's: played again.

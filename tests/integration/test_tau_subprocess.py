@@ -151,10 +151,10 @@ def test_a_stalled_process_is_ended_and_started_again(machine: Path) -> None:
 def test_finished_episodes_are_kept_and_the_same_command_continues(machine: Path) -> None:
     out = machine / "out"
     config = configure(machine, {"crash": [1, 1]}, restarts=1)
-    with pytest.raises(TauBenchError, match="ended with exit code 9, 2 times in all; 2 of 4 episodes are kept"):
+    with pytest.raises(TauBenchError, match="ended with exit code 9, 2 times in total; 2 of 4 episodes are kept"):
         evaluate(config, out)
     kept = contents(out / "tau2" / AGENT / "simulations")
-    with pytest.raises(ConfigError, match="0 of 4 rollouts are there"):
+    with pytest.raises(ConfigError, match="0 of 4 rollouts are finished"):
         read_seeds([EvaluationDirectory.open(out)])
     assert read_seeds([evaluate(config, out)]).tgc[0].mean == 1.0
     assert kept.items() <= contents(out / "tau2" / AGENT / "simulations").items()
@@ -197,7 +197,7 @@ def test_another_evaluation_is_not_continued(machine: Path) -> None:
     config = configure(machine)
     evaluate(config, out)
     changed = config.tau_bench.model_copy(update={"seed": 7})
-    with pytest.raises(ConfigError, match="seed was 300, this command says 7"):
+    with pytest.raises(ConfigError, match="seed was 300, but is 7 in this command"):
         evaluate(config.model_copy(update={"tau_bench": changed}), out)
 
 
@@ -323,8 +323,8 @@ def test_a_killed_set_continues_without_repeating_anything(machine: Path) -> Non
     kept, begun = contents(first), starts(machine)
 
     for changed, said in (
-        (["tau_bench.seed=7"], f"evaluation {first}: seed was 300, this command says 7"),
-        (["tau_bench.trials=3"], f"evaluation {first}: runs was 2, this command says 3"),
+        (["tau_bench.seed=7"], f"evaluation {first}: seed was 300, but is 7 in this command"),
+        (["tau_bench.trials=3"], f"evaluation {first}: runs was 2, but is 3 in this command"),
     ):
         refused = draco_here(*command, *changed)
         assert refused.returncode == 2, refused.stderr

@@ -240,7 +240,9 @@ async def test_of_a_server_those_tools_are_offered_that_are_named(folder: Path) 
         assert await call(world, "linked") == "error: there is no tool 'linked'; there are embedded, structured"
     await desk.stop()
     lacking = environment(folder, {**raw(folder), "tools": ["embedded", "absent"]})
-    with pytest.raises(EnvironmentCrashed, match=r"^MCP server desk has no tool absent; it has embedded, linked, str"):
+    with pytest.raises(
+        EnvironmentCrashed, match=r"^MCP server desk has no tool absent; expected one of embedded, linked, str"
+    ):
         await asyncio.to_thread(lacking.task, "a")
 
 
@@ -280,7 +282,7 @@ async def test_what_a_server_says_last_holds_no_secret(folder: Path, monkeypatch
         raise EnvironmentCrashed(f"MCP server desk was lost: denied to {os.environ['DESK_KEY']}")
 
     absent = environment(folder, {"command": ["sh", "-c", "echo denied to $DESK_KEY >&2; exit 3"]})
-    with pytest.raises(EnvironmentCrashed, match=f"it said: {said}"):
+    with pytest.raises(EnvironmentCrashed, match=f"its last output: {said}"):
         await asyncio.to_thread(absent.task, "a")
     desk = environment(folder, raw(folder))
     async with opened(desk) as world:

@@ -185,7 +185,7 @@ async def test_the_renderer_of_a_model_in_a_folder_is_the_one_whose_tokens_are_i
 
 @IN_ORDER
 async def test_what_an_episode_lacks_ends_the_run(kinds: Any, model: Path) -> None:
-    with pytest.raises(ConfigError, match="requirements are missing: ModuleNotFoundError: No module named 'a_p"):
+    with pytest.raises(ConfigError, match="required packages are missing: ModuleNotFoundError: No module named 'a_p"):
         await playing(kinds, model).play("lacks")
 
 

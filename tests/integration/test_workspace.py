@@ -83,7 +83,8 @@ async def test_what_is_wrong_with_a_task_is_said_in_one_line(tmp_path: Path) -> 
         assert "\n" not in str(caught.value)
         return str(caught.value)
 
-    assert "repository: .* is not a git repository, tar file or folder" in await said(ConfigError, repository="nowhere")
+    nowhere = f"repository: {tmp_path / 'nowhere'} is not a git repository, tar file or folder"
+    assert nowhere in await said(ConfigError, repository="nowhere")
     assert "git archive" in await said(EnvironmentCrashed, reference="no-such-tag")
     assert "the set-up command ended with exit code 3; its last output: no" in await said(
         EnvironmentCrashed, setup="echo no; exit 3"
@@ -159,11 +160,11 @@ async def test_processes_that_were_left_end_with_the_rollout(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("script", "options", "said"),
     [
-        ("head -c 900M /dev/zero | tail", {"memory_mib": 300}, "environment.max_memory_mib is 300|memory exhausted"),
+        ("head -c 900M /dev/zero | tail", {"memory_mib": 300}, "environment.max_memory_mib=300|memory exhausted"),
         (
             "for n in 1 2 3 4 5 6; do head -c 9M /dev/zero > $n; done; sleep 60",
             {"disk_mib": 20},
-            "environment.options.disk_mib is 20",
+            "environment.options.disk_mib=20",
         ),
         ("head -c 90M /dev/zero > one && echo FIT", {"disk_mib": 20}, "File size limit|File too large"),
         ("for n in $(seq 300); do sleep 30 & done; wait", {"processes": 60}, "fork"),

@@ -105,7 +105,7 @@ async def test_no_process_of_a_container_outlives_the_rollout(tmp_path: Path, en
     else:
         played = await playing
         assert played.ended is EpisodeEnd.CRASHED
-        assert ("agent.timeout_seconds=20" if how == "limit" else "disk_mib is 20") in str(played.error)
+        assert ("agent.timeout_seconds=20" if how == "limit" else "disk_mib=20") in str(played.error)
         assert len(played.steps) == 1
     # The kernel may still be ending them.
     psutil.wait_procs(left(mark), timeout=30)
