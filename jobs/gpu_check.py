@@ -558,7 +558,7 @@ def in_a_process(part: str, model: str, options: list[str], log: Path) -> dict[s
                 printed.write(f"\nnot finished within {PART_SECONDS} s")
         # Figures measured before a failure are valid.
         figures: list[dict[str, Any]] = json.loads(out.read_text(encoding="utf-8")) if out.exists() else []
-        last_words = f"{log.read_text(encoding='utf-8').strip()[-2000:]}\n(all of it is in {log})"
+        last_words = f"{log.read_text(encoding='utf-8').strip()[-2000:]}\n(full log: {log})"
         return {"figures": figures} | ({"failed": last_words} if failed else {})
 
 

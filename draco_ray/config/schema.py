@@ -691,6 +691,8 @@ class LearnerConfig(Tree):
     take more than half of the free memory. Storing them is 20 % faster."""
     offload_activations: bool = False
     """Store in host memory the layer inputs that gradient_checkpointing keeps."""
+    compile: bool = False
+    """Compile the decoder's norms and gated MLPs with torch.compile; needs a C++ compiler on a CPU, Triton on a GPU."""
     max_failures: int = Field(3, ge=0)
     """Maximum restarts of failed workers between two checkpoints before the run stops."""
     stall_seconds: float = Field(600.0, gt=0)

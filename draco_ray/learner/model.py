@@ -48,7 +48,7 @@ from draco_ray.errors import ConfigError, LearnerError
 from draco_ray.learner.context import Context
 from draco_ray.learner.loss import token_logprobs
 from draco_ray.learner.packing import MicroBatch, TokenSequence, concatenate, token_shard
-from draco_ray.learner.pointwise import fuse
+from draco_ray.learner.pointwise import fuse, kernels
 from draco_ray.learner.segments import UnsupportedLayer, install_attention
 from draco_ray.records import Adapter, FloatArray
 from draco_ray.temp_dirs import PrivateTempDir
@@ -336,7 +336,7 @@ class AdaptedModel:
         self._offload = config.offload_activations
         self._decoder = base.get_decoder()
         self._head = base.get_output_embeddings()
-        fuse(self._decoder)
+        fuse(self._decoder, kernels(compiled=config.compile))
         use_kernels(self._decoder, device)
         quantize_base(self._decoder, config.base_precision)
         if mesh is None:

@@ -4,13 +4,15 @@ In transformers' code an RMS norm in float32 and ``silu(gate) * up`` are chains 
 intermediate. Here a norm saves its input, in the base's dtype, and one number per token, and a gated MLP its two
 projections; the rest is recomputed in the backward pass. Results and rounding are those of transformers' code. Before a
 kind of layer is replaced, its results are compared with that code; a kind that differs is left unchanged.
+
+The arithmetic is in four functions without autograd, which torch.compile compiles with ``learner.compile``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -58,11 +60,33 @@ def gated_slopes(slope: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tenso
     return gate_slope, slope * torch.nn.functional.silu(gate)
 
 
-def fuse(decoder: torch.nn.Module) -> int:
+class Kernels(NamedTuple):
+    """The four functions above, as they are or compiled."""
+
+    normed: Callable[..., tuple[Tensor, Tensor]]
+    norm_slope: Callable[..., Tensor]
+    gated: Callable[..., Tensor]
+    gated_slopes: Callable[..., tuple[Tensor, Tensor]]
+
+
+def kernels(*, compiled: bool) -> Kernels:
+    """The four functions, or compiled ones for any number of tokens, which are compiled at first use."""
+    if not compiled:
+        return Kernels(normed, norm_slope, gated, gated_slopes)
+
+    def kernel(function: Callable[..., Any]) -> Callable[..., Any]:
+        made: Callable[..., Any] = torch.compile(function, dynamic=True)
+        return made
+
+    return Kernels(kernel(normed), kernel(norm_slope), kernel(gated), kernel(gated_slopes))
+
+
+def fuse(decoder: torch.nn.Module, using: Kernels) -> int:
     """Replace the forward of a decoder's norms and gated MLPs.
 
     Args:
         decoder: not sharded yet, on any device, with its adapter, if any.
+        using: the functions.
     Returns: the number of replaced layers.
     """
     alike: dict[tuple[type, int], Callable[[Any], Callable[[Tensor], Tensor]] | None] = {}
@@ -73,7 +97,7 @@ def fuse(decoder: torch.nn.Module) -> int:
             continue
         kind = (type(module), width)
         if kind not in alike:
-            alike[kind] = _equal(module, width)
+            alike[kind] = _equal(module, width, using)
         make = alike[kind]
         if make is not None:
             module.forward = make(module)
@@ -95,15 +119,15 @@ def _eps(norm: Any) -> float | None:
 
 
 @torch.no_grad()
-def _equal(module: Any, width: int) -> Callable[[Any], Callable[[Tensor], Tensor]] | None:
+def _equal(module: Any, width: int, using: Kernels) -> Callable[[Any], Callable[[Tensor], Tensor]] | None:
     """The function that makes a forward with the same results as the layer's own code; None if there is none."""
     weight = next(module.parameters())
     drawn = torch.randn(3, width, generator=torch.Generator().manual_seed(0))
     x = drawn.to(weight.device, weight.dtype)[None]
     expected = module(x).float()
-    forms: list[Callable[[Any], Callable[[Tensor], Tensor]]] = [_mlp]
+    forms: list[Callable[[Any], Callable[[Tensor], Tensor]]] = [partial(_mlp, using=using)]
     if _eps(module) is not None:
-        forms = [partial(_norm, centred=centred) for centred in (False, True)]
+        forms = [partial(_norm, centred=centred, using=using) for centred in (False, True)]
     for make in forms:
         gap = (make(module)(x).float() - expected).abs().mean()
         if gap <= TOLERANCE * expected.abs().mean():
@@ -111,17 +135,17 @@ def _equal(module: Any, width: int) -> Callable[[Any], Callable[[Tensor], Tensor
     return None
 
 
-def _norm(norm: Any, centred: bool) -> Callable[[Tensor], Tensor]:
+def _norm(norm: Any, centred: bool, using: Kernels) -> Callable[[Tensor], Tensor]:
     def forward(hidden_states: Tensor) -> Tensor:
-        output: Tensor = _Norm.apply(hidden_states, norm.weight, _eps(norm), centred)
+        output: Tensor = _Norm.apply(hidden_states, norm.weight, _eps(norm), centred, using)
         return output
 
     return forward
 
 
-def _mlp(mlp: Any) -> Callable[[Tensor], Tensor]:
+def _mlp(mlp: Any, using: Kernels) -> Callable[[Tensor], Tensor]:
     def forward(x: Tensor) -> Tensor:
-        output: Tensor = mlp.down_proj(_Gated.apply(mlp.gate_proj(x), mlp.up_proj(x)))
+        output: Tensor = mlp.down_proj(_Gated.apply(mlp.gate_proj(x), mlp.up_proj(x), using))
         return output
 
     return forward
@@ -129,27 +153,29 @@ def _mlp(mlp: Any) -> Callable[[Tensor], Tensor]:
 
 class _Norm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, centred: bool) -> Tensor:
-        y, scale = normed(x, weight, eps, centred)
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, centred: bool, using: Kernels) -> Tensor:
+        # Detach here and below, since torch.compile would compile again for tensors that require gradients.
+        y, scale = using.normed(x.detach(), weight, eps, centred)
         ctx.save_for_backward(x, weight, scale)
-        ctx.centred = centred
+        ctx.centred, ctx.using = centred, using
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, scale = ctx.saved_tensors
-        return norm_slope(gradients[0], x, weight, scale, ctx.centred), None, None, None
+        return ctx.using.norm_slope(gradients[0], x, weight, scale, ctx.centred), None, None, None, None
 
 
 class _Gated(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+    def forward(ctx: Any, gate: Tensor, up: Tensor, using: Kernels) -> Tensor:
         ctx.save_for_backward(gate, up)
-        return gated(gate, up)
+        ctx.using = using
+        return using.gated(gate.detach(), up.detach())
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         gate, up = ctx.saved_tensors
-        return gated_slopes(gradients[0], gate, up)
+        return *ctx.using.gated_slopes(gradients[0], gate, up), None

@@ -104,7 +104,7 @@ def test_a_part_that_takes_too_long_is_given_up(
     monkeypatch.setattr(gpu_check, "PART_SECONDS", 0.01)
     log = tmp_path / "part.log"
     found = gpu_check.in_a_process("learner", "qwen2.5-32b", [], log)
-    assert found == {"figures": [], "failed": f"not finished within 0.01 s\n(see {log})"}
+    assert found == {"figures": [], "failed": f"not finished within 0.01 s\n(full log: {log})"}
 
 
 def test_what_a_part_measured_before_it_failed_is_kept(
