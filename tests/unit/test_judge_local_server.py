@@ -132,7 +132,7 @@ def test_it_loads_until_it_names_its_models_and_is_reached_with_its_own_key(
     monkeypatch.setenv("ITS_KEY", "the hosted judge's")
     assert watched.server.pid is None
     assert watched.look() == ServerStatus(server=None, doing="loads Qwen/Qwen3.6-27B")
-    assert watched.look(later=7) == ServerStatus(server=None, doing="loads Qwen/Qwen3.6-27B, for 7 s so far")
+    assert watched.look(later=7) == ServerStatus(server=None, doing="loads Qwen/Qwen3.6-27B")
     answers.loaded = True
     found = watched.look(later=1)
     assert found.doing == "serves"
@@ -177,7 +177,7 @@ def test_one_that_makes_no_token_is_asked_for_one_and_replaced_if_it_makes_none(
     assert answers.completions == [question] * 2
     assert watched.server.pid not in (None, pid)
     # The new one loads as the first did, and has its own time for that.
-    assert watched.look(later=99).doing == "loads Qwen/Qwen3.6-27B, for 99 s so far"
+    assert watched.look(later=99).doing == "loads Qwen/Qwen3.6-27B"
 
 
 def test_one_that_hangs_is_waited_for_no_longer_than_it_may_take(

@@ -205,7 +205,7 @@ class VllmJudgeServer:
             self._stall, self._failures = StallDetector(local.stall_seconds, self._clock), 0
             return self._serving()
         if seconds < local.start_timeout_seconds:
-            return ServerStatus(server=None, doing=f"loads {model}, for {seconds:.0f} s so far")
+            return ServerStatus(server=None, doing=f"loads {model}")
         self.end()
         raise JudgeUnavailable(
             f"the judge's vLLM server of {model} did not answer within judge.local.start_timeout_seconds="

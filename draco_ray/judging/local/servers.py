@@ -212,7 +212,7 @@ class JudgeServers:
 
     def _down(self, place: PooledWorker[Replica], doing: str) -> None:
         before, since = self._doing[place]
-        self._doing[place] = (doing, since if before.partition(",")[0] == doing.partition(",")[0] else self._clock())
+        self._doing[place] = (doing, since if before == doing else self._clock())
         if place.up:
             log.warning("judge server %d: %s", place.number, doing)
         self._workers.mark_down(place)
