@@ -274,7 +274,7 @@ def test_a_taken_port_is_one_line() -> None:
     [
         ({"malformed": 1.5}, "malformed"),
         ({"rate_limit": 0}, "rate_limit"),
-        ({"error": 0.6, "truncated": 0.6}, "exceed"),
+        ({"error": 0.6, "truncated": 0.6}, "is more than 1"),
     ],
 )
 def test_impossible_behaviour_is_refused(behaviour: dict[str, Any], words: str) -> None:
