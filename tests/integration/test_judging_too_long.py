@@ -211,7 +211,7 @@ def test_traces_that_a_filter_refuses_do_not_cost_the_others_their_rewards(
     assert lost == ({*flagged} if "score" in phases else set())
     assert all("content management policy" in (group.rollouts[each].error or "") for each in lost)
     assert group.error is None
-    assert any(note.startswith("union: union was asked without rollout 2, 5, which the judge refused to read") for note in group.notes)
+    assert any(note.startswith("union: union was asked without rollout 2, 5, which") for note in group.notes)
     unions = [each for each in server.requests if each["messages"][0]["content"].startswith("You edit grading")]
     assert len(unions) == 2 if "stage2" in phases else len(unions) <= 13
 
