@@ -23,7 +23,7 @@ export LITELLM_LOCAL_MODEL_COST_MAP := True
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-gpu setup-verifiers install-check lock lock-hashes lock-gpu world demo demo-real example-shop sample example-desk example-parcels example-hangman example-repairs bench bench-overlap bench-judge-plans bench-judge-throughput bench-learner bench-intervals bench-staleness gpu-check gpu-step gpu-library ablation bench-noise chaos mutate-method adapters-check frameworks-check check format docs test test-deployment test-all test-failed test-fast fuzz-replies clean release-check
+.PHONY: help setup setup-gpu setup-verifiers install-check lock lock-hashes lock-gpu world demo demo-real example-shop sample example-desk example-parcels example-hangman example-repairs bench bench-overlap bench-judge-plans bench-judge-throughput bench-learner bench-intervals bench-staleness gpu-check gpu-step gpu-library ablation bench-noise chaos mutate-method adapters-check frameworks-check check format docs test test-packages test-deployment test-all test-failed test-fast fuzz-replies clean release-check
 
 # List the targets.
 help:
@@ -322,13 +322,17 @@ PYTEST := $(VENV)/bin/python -m pytest -n $(TESTS_AT_ONCE) --dist loadfile --no-
 
 # The tests, real processes included, but for those of deployments; end to end first.
 test: setup setup-verifiers
-	$(PYTEST) -m "not deployment and not release"
+	$(PYTEST) -m "not deployment"
 
-# What `make test` leaves out (several nodes or ranks, submitted jobs, the wheel, GPUs' builds, kernels and memory), and what it skips without a browser and bubblewrap.
+# Run the tests that `make test` skips without a browser and bubblewrap (`.ci/packages` installs both).
+test-packages: setup setup-verifiers
+	$(PYTEST) -m "packages and not deployment"
+
+# Run the tests that `make test` leaves out: several nodes or ranks, submitted jobs, the wheel, GPU builds, whole runs of examples (an hour on two cores).
 test-deployment: setup setup-verifiers
-	$(PYTEST) -m "(deployment or packages) and not release"
+	$(PYTEST) -m deployment
 
-# Every test: those of deployments, and a whole run of each example (before a release).
+# Run every test, including deployment tests.
 test-all: setup setup-verifiers
 	$(PYTEST)
 

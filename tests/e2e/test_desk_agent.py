@@ -15,7 +15,7 @@ from tests.conftest import REPOSITORY
 from tests.support.command import draco
 from tests.support.desk_agent_policy import build_desk_agent_policy
 
-pytestmark = [pytest.mark.slow, pytest.mark.release]
+pytestmark = [pytest.mark.slow, pytest.mark.deployment]
 
 TASKS = """\
 def rows():

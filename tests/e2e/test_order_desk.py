@@ -12,7 +12,7 @@ from draco_ray.runs.directory import RunDirectory
 from tests.support.command import draco
 from tests.support.order_desk_policy import EXAMPLE, arguments, build_order_desk_policy
 
-pytestmark = [pytest.mark.slow, pytest.mark.release]
+pytestmark = [pytest.mark.slow, pytest.mark.deployment]
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ from tests.support.rewards import check_rubric_run
 from tests.support.scripted_policy import save_turns_policy
 from tests.support.tiny_model import tiny_tokenizer
 
-pytestmark = [pytest.mark.slow, pytest.mark.release, pytest.mark.usefixtures("verifiers")]
+pytestmark = [pytest.mark.slow, pytest.mark.deployment, pytest.mark.usefixtures("verifiers")]
 
 SHELVES = (" A", " B", " C", " D")
 

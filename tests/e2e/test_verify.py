@@ -61,6 +61,7 @@ def test_a_change_is_found_and_named(run: RunDirectory, tmp_path: Path, kind: st
     assert re.search(said, line), line
 
 
+@pytest.mark.deployment
 def test_another_number_of_cores_gives_the_same_adapters(
     run: RunDirectory, sandbox_root: Path, starter_model: Path, tmp_path: Path
 ) -> None:
