@@ -15,7 +15,7 @@ from draco_ray.runs.directory import RunDirectory
 from tests.e2e.test_training import arguments, wait_until
 from tests.support.command import draco, draco_here, start_draco
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.deployment]
 
 STEPS = 3
 KEPT = 2
