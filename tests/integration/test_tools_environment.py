@@ -195,7 +195,7 @@ async def test_what_a_tool_ends_or_hangs_is_a_failed_rollout_and_the_next_one_pl
     with pytest.raises(WorldBroken, match=r"environment desk: task a: tool end ended its process \(status 3\)"):
         async with opened(desk) as world:
             await call(world, "end")
-    with pytest.raises(WorldBroken, match=r"tool stick could not be stopped after 1.25 s"):
+    with pytest.raises(WorldBroken, match=r"tool stick could not be stopped after its time limit of 1.25 s"):
         async with opened(desk) as world:
             await call(world, "stick")
     for task, why in (("bad", "reset: KeyError: 'orders'"), ("ends", r"reset ended its process \(status 4\)")):
