@@ -248,7 +248,7 @@ def test_a_model_without_a_renderer_is_refused_before_anything_starts_where_tool
         ),
         ({"taskset": {"id": "{folder}/plain.py"}}, "harness 'bash' lets the policy run programs"),
         ({"taskset": {"id": str(TASKS), "speed": 3}}, "taskset.speed: Extra inputs are not permitted"),
-        ({"python": "/bin/false"}, "verifiers: the taskset could not be loaded .status 1"),
+        ({"python": "/bin/false"}, "verifiers: the taskset could not be loaded (status 1)"),
         ({"python": "/nowhere"}, "is not an executable file; correct environment.options.python"),
         ({"wrong": 1}, "environment.options: wrong: Extra inputs are not permitted"),
     ],
