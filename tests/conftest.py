@@ -84,10 +84,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
     return EndToEndInTwo(config, log)
 
 
-NEEDS_BUBBLEWRAP = [
-    pytest.mark.packages,
-    pytest.mark.skipif(shutil.which("bwrap") is None, reason="bwrap was not found on PATH"),
-]
+NEEDS_BUBBLEWRAP = [pytest.mark.packages, pytest.mark.skipif(shutil.which("bwrap") is None, reason="no bwrap on PATH")]
 LEVELS = [pytest.param(level, marks=NEEDS_BUBBLEWRAP if level == "bubblewrap" else ()) for level in confine.LEVELS]
 """Levels of isolation, for tests that have one as a parameter."""
 SANDBOX_WORLD = ("--seed", "7", "--scenarios", "2", "--users", "20")

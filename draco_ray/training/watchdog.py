@@ -160,7 +160,7 @@ class Watchdog:
             most = ", ".join(f"{name} {bad} of {all_}" for name, (bad, all_) in phases.items() if bad)
             raise RunStopped(
                 f"step {step}: {failed} of {asked} judge phases failed ({most}), more than watch.judge_failures="
-                f"{self._config.judge_failures:g} ; check `draco runs cost` and the judge workers' log"
+                f"{self._config.judge_failures:g}; check `draco runs cost` and the judge workers' log"
             )
 
     def check_drift(self, metrics: Mapping[str, Any], say: Callable[[str], None]) -> None:
