@@ -38,7 +38,7 @@ LOST = 0.05
 
 @dataclass(frozen=True)
 class Judge:
-    """The judge that trains, and the share of hacks at the start."""
+    """The main judge, and the share of hacks at the start."""
 
     name: str
     start: float = 0.1

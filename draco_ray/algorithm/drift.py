@@ -1,7 +1,7 @@
-"""Whether the trained judge rewards rollouts that a held-out judge fails: a sign that the policy exploits it.
+"""Whether the main judge rewards rollouts that a held-out judge fails: a sign that the policy exploits it.
 
 In a group the held-out judge scores two rollouts: the one with the highest reward and a middle one (`compared`). It may
-be stricter, coarser or noisier than the trained judge, and its pass rate may improve more slowly. As long as the two
+be stricter, coarser or noisier than the main judge, and its pass rate may improve more slowly. As long as the two
 agree on what is better, the best rollout is at least as likely as the middle one to reach any pass share h. This is the
 null hypothesis. A hack breaks it: it is among the best, and the held-out judge passes little of it.
 
@@ -11,8 +11,8 @@ grow in expectation, so that the probability that it ever reaches 1 / `LEVEL` is
 one looks and whatever the distributions. To find a hack that begins late, a part 1 / (k (k + 1)) of the capital is
 staked from step k on (arXiv 2203.03532).
 
-A judge that passes whole rollouts by mistake looks the same, and so does a held-out judge that fails the best kind. A
-hack that the held-out judge rates like a middle rollout is not seen.
+Two cases without a hack look the same: a main judge that passes whole rollouts by mistake, and a held-out judge that
+fails the best rollouts by mistake. A hack that the held-out judge rates like a middle rollout is not detected.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """A judge that is never trained on (``judge.held_out``) scores two rollouts of a share of the groups.
 
-Where it fails what the judge that trains rewards, the policy may exploit the latter (`draco_ray.algorithm.drift`). It
-sees what that judge sees and never the environment's evaluator. Its verdicts reach metrics and nothing else.
+If it fails rollouts that the main judge rewards, the policy may be exploiting the main judge
+(`draco_ray.algorithm.drift`). It sees what the main judge sees and never the environment's evaluator. Its verdicts are
+used for metrics only.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class HeldOutScores:
     """Both judges on the best and a middle rollout of a group: pass shares in [0, 1]."""
 
     trained: float
-    """Mean of the two by the judge that trains."""
+    """Mean of the two by the main judge, whose verdicts the policy is trained on."""
     best: float
     middle: float
     """By the held-out judge."""

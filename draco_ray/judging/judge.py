@@ -65,7 +65,7 @@ class Fitting:
         """``replies``: where the judge's replies are stored; None: nowhere."""
         self._config, self._prompts, self._replies = config, prompts, replies
         self.room = self._first_room = judge_room(config)
-        """Maximum length of a prompt, in tokens; None: not known."""
+        """Maximum length of a prompt, in tokens; None if it is unknown."""
         self._rate = 1 / BYTES_PER_TOKEN
         """Tokens per byte."""
 

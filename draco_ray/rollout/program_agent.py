@@ -84,7 +84,7 @@ class Harness(Tree):
 
 
 def read_harness(name: str) -> Harness:
-    """The recipe of a name or a YAML file. Raises: ConfigError."""
+    """Read a recipe by its name or from a YAML file. Raises: ConfigError."""
     path = Path(name) if name.endswith((".yaml", ".yml")) else FOLDER / f"{name}.yaml"
     try:
         return Harness.model_validate(yaml.safe_load(path.read_text(encoding="utf-8")))

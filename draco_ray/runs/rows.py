@@ -29,7 +29,7 @@ from draco_ray.runs.schema import TABLES
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Carried:
-    """What a task keeps from earlier visits."""
+    """The rubric that a task carries over from its earlier visits."""
 
     visits: int = 0
     """Number of earlier visits that had a rubric."""

@@ -14,7 +14,7 @@ from draco_ray.judging.judge_context import context_problem
 
 
 def context_problems(config: DracoConfig, positions: int | None) -> list[str]:
-    """Which lengths exceed the model's context of ``positions`` tokens (None: not known), and what to set instead."""
+    """Which lengths exceed the model's context of ``positions`` tokens (None if unknown), and what to set instead."""
     agent, problems = config.agent, []
     tokens = agent.max_prompt_length + agent.max_response_length
     if positions is not None and tokens > positions and "hf_overrides" not in config.engine.vllm:

@@ -15,4 +15,4 @@ ASKED_TO_GO = ActorDiedError(
         actor_id=SOME_ACTOR, node_death_info=NodeDeathInfo(reason=NodeDeathInfo.AUTOSCALER_DRAIN_PREEMPTED)
     )
 )
-"""The actor's node is lost as well, after a request to drain it."""
+"""An actor that died because its node was drained and then lost."""

@@ -139,7 +139,7 @@ def _rollouts(
     harmless: Collection[str],
     rubric: tuple[Fault, ...] = (),
 ) -> list[PlantedRollout]:
-    """A rollout of each script, in which every cell that is not ``harmless`` is planted."""
+    """One rollout per script; every cell that is not ``harmless`` counts as a planted fault."""
     return [
         PlantedRollout(
             task_id=task_id,
