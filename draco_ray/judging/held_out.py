@@ -69,7 +69,7 @@ class HeldOutJudge:
         Args:
             step: training step.
             context: of the group.
-            rollouts: number, trajectory and the trained judge's scoring, of each.
+            rollouts: number, trajectory and the main judge's scores, of each.
             reward: of the group.
             rubric: the group's, used if the held-out judge has none.
             phases: gets the summary of each scoring.

@@ -156,8 +156,8 @@ class LearnerWorker:
         fresh = [sample for sample in samples if _key(sample) not in self._remembered_by]
         if fresh and self._updated:
             raise ValueError(
-                f"{len(fresh)} samples, first {_key(fresh[0])}, come after an update without old log-probs from "
-                "before it, so their importance ratio is unknown"
+                f"{len(fresh)} samples (first: {_key(fresh[0])}) arrived after an update, but have no old log-probs "
+                "computed before it, so their importance ratio is unknown"
             )
         if remembered:
             self._run_remember(everything=True)

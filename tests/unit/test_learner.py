@@ -734,7 +734,7 @@ def test_samples_that_were_not_remembered_are_refused_after_an_update(model: Mod
     worker, samples = make_worker(make_learner(model)), make_samples()
     worker.execute(Accumulate(groups=(samples[:4],)))
     worker.execute(Update())
-    with pytest.raises(ValueError, match=r"4 samples, first \('step0/t_1', 0, 0\), come after an update"):
+    with pytest.raises(ValueError, match=r"4 samples \(first: \('step0/t_1', 0, 0\)\) arrived after an update"):
         worker.execute(Accumulate(groups=(samples[4:],)))
 
 
