@@ -61,10 +61,14 @@ class TasksEnvironment(Environment):
         """See `Environment`."""
         super().__init__(config, data, ground_truth=ground_truth, name=name)
         self.options = checked_options(self.options_type, config.options)
-        self.evaluates = bool(self.options.evaluator)
         self.facts = "\n".join([_HOW_AGENTS_ACT, *list_items(self.options.facts)])
-        if self.evaluates:
+        if self.options.evaluator:
             _words(self.options.evaluator)
+
+    @property
+    def evaluates(self) -> bool:  # type: ignore[override]
+        """Whether there is an evaluator."""
+        return bool(self.options.evaluator)
 
     def tasks(self, split: str) -> list[str]:
         """See `Environment`."""
@@ -102,7 +106,7 @@ class HandIn:
     async def evaluate(self) -> WorldVerdict:
         """Run the evaluator. Raises: see `World`."""
         environment, task_id = self._environment, self.task.task_id
-        if not (environment.ground_truth and environment.evaluates):
+        if not (environment.ground_truth and environment.options.evaluator):
             raise WorldError(f"task {task_id}: the environment was opened without ground truth, or has no evaluator")
         task = environment.rows.row(task_id).told(ground_truth=True)
         told = {"task": task, "output": self._output or "", "workspace": str(self._folder)}

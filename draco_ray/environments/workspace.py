@@ -39,6 +39,7 @@ from draco_ray.environments.jail.program import LAUNCH, LIFELINE, ProgramLaunch
 from draco_ray.environments.program import PASSED, Ran, passed_environment, run_program
 from draco_ray.environments.tasks import WORKSPACE as WORKSPACE_FIELD
 from draco_ray.environments.tasks import HandIn, TasksEnvironment, TasksOptions
+from draco_ray.environments.tools.rows import Row
 from draco_ray.errors import ConfigError, EnvironmentCrashed, IsolationUnavailable
 from draco_ray.records import Task
 from draco_ray.temp_dirs import PrivateTempDir
@@ -120,9 +121,23 @@ class WorkspaceEnvironment(TasksEnvironment):
     def __init__(self, config: EnvironmentConfig, data: DataConfig, *, ground_truth: bool, name: str) -> None:
         """See `Environment`."""
         super().__init__(config, data, ground_truth=ground_truth, name=name)
-        self.evaluates = self.evaluates or bool(self.workspace_options.test) or Path(self.options.tasks).is_dir()
         self.facts = f"{_FACTS}\n{self.facts}"
         self._level: str | None = None
+
+    @property
+    def evaluates(self) -> bool:  # type: ignore[override]
+        """Whether there is an evaluator, a test command, or a task with tests of its own. Raises: ConfigError."""
+        return self._for_all or any(map(_has_tests, self.rows.values()))
+
+    def difficulty(self, task_id: str) -> int | None:
+        """See `Environment`."""
+        if self.evaluates and not (self._for_all or _has_tests(self.rows.row(task_id))):
+            raise ConfigError(f"task {task_id}: no test; set its expected.test, or environment.options.test for all")
+        return super().difficulty(task_id)
+
+    @property
+    def _for_all(self) -> bool:
+        return bool(self.options.evaluator or self.workspace_options.test)
 
     @property
     def workspace_options(self) -> WorkspaceOptions:
@@ -349,8 +364,7 @@ class Workspace(HandIn):
 
     async def evaluate(self) -> WorldVerdict:
         """Run the test command, else the evaluator. Raises: see `World`."""
-        expected: Any = self._environment.rows.row(self.task.task_id).row.get("expected")
-        asked: Mapping[str, Any] = expected if isinstance(expected, dict) else {}
+        asked = _expected(self._environment.rows.row(self.task.task_id))
         if self._environment.ground_truth and asked.get("harbor"):
             return await self._harbor(Path(asked["harbor"]))
         test = str(asked.get("test") or self._options.test)
@@ -458,6 +472,15 @@ def _git(words: Sequence[str], folder: Path, *, check: bool = True) -> subproces
     if check and ran.returncode != 0:
         raise EnvironmentCrashed(f"git {' '.join(words)[:100]}: {' '.join(ran.stderr.split())[-300:]}")
     return ran
+
+
+def _expected(row: Row) -> Mapping[str, Any]:
+    expected: Any = row.row.get("expected")
+    return expected if isinstance(expected, dict) else {}
+
+
+def _has_tests(row: Row) -> bool:
+    return bool(_expected(row).get("test") or _expected(row).get("harbor"))
 
 
 def _how(ran: Ran) -> str:

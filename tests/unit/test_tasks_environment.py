@@ -55,6 +55,18 @@ async def test_a_task_has_no_ground_truth_and_a_folder_of_its_own(tmp_path: Path
         environment.task("c")
 
 
+def test_tests_of_single_tasks_are_enough_to_evaluate(tmp_path: Path) -> None:
+    rows = [{"id": "a", "instruction": "Fix.", "expected": {"test": "true"}}, {"id": "b", "instruction": "Fix."}]
+    for given, evaluates in [(rows, True), (rows[1:], False)]:
+        (tmp_path / "tasks.jsonl").write_text("\n".join(map(json.dumps, given)))
+        environment = make_environment(EnvironmentConfig(use="workspace"), DataConfig(root=tmp_path), ground_truth=True)
+        assert environment.evaluates is evaluates
+        if evaluates:
+            assert environment.difficulty("a") is None
+        with pytest.raises((ConfigError, WorldError), match="task b: no test" if evaluates else "has no evaluator"):
+            environment.difficulty("b")
+
+
 async def test_files_that_the_agent_wants_kept_outlive_the_task(tmp_path: Path) -> None:
     world = GuardedWorld(await make(tmp_path).open("a"), "tasks", 60)
     await world.keep(tmp_path / "nothing")
