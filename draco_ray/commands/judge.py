@@ -277,11 +277,11 @@ async def _say(kept: JudgingRun, meter: Meter, calls: int, console: Console) -> 
 
 
 def progress_line(meter: Meter, calls: int, seconds: float, groups: int) -> str:
-    """One line: calls so far and expected, their cost, calls under way, and the estimated time left."""
+    """One line: calls so far and expected, their cost, calls in progress, and the estimated time left."""
     asked = meter.done - meter.replayed
     left = max(calls - meter.done, 0)
     pace = "" if not asked else f", about {_duration(seconds * left / asked)} left"
-    waiting = f", {meter.under_way} under way, the oldest for {meter.oldest:.0f}s" if meter.under_way else ""
+    waiting = f", {meter.under_way} in progress, the oldest for {meter.oldest:.0f}s" if meter.under_way else ""
     failed = f", {meter.failed} failed" if meter.failed else ""
     kept = f" ({meter.replayed} from an earlier process)" if meter.replayed else ""
     return (

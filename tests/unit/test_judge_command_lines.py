@@ -48,7 +48,7 @@ async def test_the_line_moves_while_nothing_comes_back() -> None:
     slow = Meter(Slow())
     waiting = asyncio.create_task(slow(Request(messages=(Message(role="user", content="x"),))))
     await asyncio.sleep(0)
-    assert ", 1 under way, the oldest for 0s" in progress_line(slow, 10, 7200.0, 2)
+    assert ", 1 in progress, the oldest for 0s" in progress_line(slow, 10, 7200.0, 2)
     assert "in 2h00m" in progress_line(slow, 10, 7200.0, 2)
     held.set()
     await waiting
