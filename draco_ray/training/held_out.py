@@ -36,8 +36,6 @@ from draco_ray.training.progress import StepProgress
 
 if TYPE_CHECKING:
     from draco_ray.training.session import Actors
-if TYPE_CHECKING:
-    from draco_ray.training.session import Actors
 
 
 Tell = Callable[[int, Mapping[str, float]], object]
