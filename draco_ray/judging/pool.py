@@ -28,7 +28,7 @@ from draco_ray.records import Judged, Verdict
 from draco_ray.summaries import PhaseSummary
 from draco_ray.workers import monitor
 from draco_ray.workers.elastic import ElasticWorkers, PooledWorker
-from draco_ray.workers.monitor import MAX_ATTEMPTS, MonitoredWorkers, PendingCall
+from draco_ray.workers.monitor import MAX_ATTEMPTS, MonitoredWorkers, PendingCall, kept_argument
 
 log = logging.getLogger(__name__)
 
@@ -138,7 +138,8 @@ def judge_starter(
     Raises:
         ConfigError, StoreError: as `prompts_of`.
     """
-    remote, prompts = ray.remote(JudgeWorkerActor), prompts_of(config)
+    remote = ray.remote(JudgeWorkerActor)
+    kept_policy, prompts = kept_argument(policy), kept_argument(prompts_of(config))
 
     def start(name: str) -> Any:
         return remote.options(
@@ -151,7 +152,7 @@ def judge_starter(
             max_restarts=-1,
             # Retry at the same worker; if its node is gone this fails within seconds, and the pool retries elsewhere.
             max_task_retries=1,
-        ).remote(config, policy, leases, servers, replies, own_replies, prompts)
+        ).remote(config, kept_policy, leases, servers, replies, own_replies, prompts)
 
     return start
 

@@ -33,6 +33,7 @@ from draco_ray.records import EpisodeEnd, Evaluation, Termination, Trajectory
 from draco_ray.rollout.agent import Policy, RolloutRequest, agent_template, find_agent
 from draco_ray.summaries import RolloutSummary
 from draco_ray.temp_dirs import PrivateTempDir
+from draco_ray.workers.monitor import kept_argument
 
 log = logging.getLogger(__name__)
 
@@ -228,6 +229,7 @@ def rollout_starter(
     agent = agent.model_copy(update={"folder": agent.folder.resolve()})
     template = agent_template(agent.prompt, make_environment(environment, data).agent_prompt)
     slots = environment.slots_of_worker
+    kept_policies = kept_argument(policies)
 
     def start(number: int) -> Any:
         return remote.options(
@@ -239,7 +241,7 @@ def rollout_starter(
             max_task_retries=1,
         ).remote(
             f"{kind}-{number}",
-            policies,
+            kept_policies,
             agent=agent,
             environment=environment,
             data=data,

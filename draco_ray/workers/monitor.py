@@ -46,12 +46,22 @@ def restart(worker: Any) -> None:
     ray.kill(worker, no_restart=False)
 
 
+def kept_argument(value: Any) -> Any:
+    """``value`` as an argument of an actor that Ray restarts; keep the result for as long as the actor may restart.
+
+    Ray moves a large argument, such as a tokenizer, to the object store and frees it after the first start.
+    """
+    return ray.put(value) if len(ray.cloudpickle.dumps(value)) > INLINE_BYTES else value
+
+
 log = logging.getLogger(__name__)
 
 WorkerT = TypeVar("WorkerT")
 AnswerT = TypeVar("AnswerT")
 HandleT = TypeVar("HandleT")
 
+INLINE_BYTES = 50 << 10
+"""Arguments up to this size travel with a call; Ray's own limit is twice as large."""
 ADJUST_SECONDS = 1.0
 """Interval at which the number of workers is adjusted."""
 PING_SECONDS = 5.0

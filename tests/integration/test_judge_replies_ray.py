@@ -2,26 +2,33 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import ray
+from ray.exceptions import ActorUnavailableError
 
+from draco_ray.config.load import load_config
 from draco_ray.config.schema import JudgeConfig
 from draco_ray.errors import StoreError
 from draco_ray.judging.actors import NamedActor, start_replies
+from draco_ray.judging.pool import PolicyJudge, judge_starter
 from draco_ray.judging.reply_cache import ReplyCache, read_book
+from draco_ray.rollout.worker import rollout_starter
 from draco_ray.training.cluster import start_ray
 
 pytestmark = pytest.mark.slow
+NOTHING = "tests.support.rollout_autoscaling"
 
 
 @pytest.fixture(scope="module")
 def own_ray() -> Iterator[None]:
-    start_ray(num_cpus=1, include_dashboard=False, object_store_memory=80 << 20)
+    start_ray(num_cpus=1, resources={"judge": 1}, include_dashboard=False, object_store_memory=80 << 20)
     yield
     ray.shutdown()
 
@@ -51,3 +58,42 @@ def test_a_folder_that_cannot_be_used_is_one_line(own_ray: None, tmp_path: Path)
     with pytest.raises(StoreError, match="judge replies cannot be stored in .*file/replies") as refusal:
         start_replies(JudgeConfig(cache=tmp_path / "file" / "replies"), "refused")
     assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize("kind", ["judge worker", "rollout worker"])
+async def test_workers_with_a_large_tokenizer_restart(own_ray: None, tmp_path: Path, kind: str) -> None:
+    start: Callable[[Any], Any]
+    tokenizer = os.urandom(1_000_000)
+    if kind == "judge worker":
+        judge = JudgeConfig(model="openai/none", api_base="http://127.0.0.1:9/v1", cache=tmp_path)
+        start = judge_starter(judge, PolicyJudge(samplers=(), tokenizer=tokenizer, name="none"), None, "restarted")
+    else:
+        config = load_config(
+            "sandbox",
+            [
+                f"environment.use={NOTHING}:Nothing",
+                f"agent.use={NOTHING}:Waits",
+                "environment.slots=1",
+                "environment.cpus_per_worker=0",
+            ],
+        )
+        start = rollout_starter(
+            lambda agent: [tokenizer],  # type: ignore[list-item]
+            agent=config.agent,
+            environment=config.environment,
+            data=config.data,
+            ground_truth=False,
+            run_name="restarted",
+        )
+    worker = start(0)
+    await worker.up.remote()
+    # Ray frees what nobody holds within a second.
+    await asyncio.sleep(3)
+    os.kill(await worker.__ray_call__.remote(lambda self: os.getpid()), signal.SIGKILL)
+    while True:
+        try:
+            await worker.up.remote()
+        except ActorUnavailableError:
+            continue
+        break
+    ray.kill(worker)
