@@ -205,7 +205,7 @@ example-repairs: setup
 examples: setup setup-verifiers
 	$(VENV)/bin/python jobs/train_examples.py $(ARGS)
 
-# Print the numbers of docs/benchmarks.md: three seeds, overlap with a slow judge, peak memory; ARGS="--only deterministic": cost of engine.deterministic.
+# Print the numbers of docs/benchmarks.md: three seeds, overlap with a slow judge, peak memory; ARGS="--only deterministic": cost of engine.deterministic; ARGS="--only mcp": opening MCP sessions.
 bench: world
 	$(VENV)/bin/python jobs/bench.py $(ARGS)
 

@@ -1,12 +1,14 @@
 """Print the numbers of docs/benchmarks.md as Markdown: three seeds of the demo, and the overlap behind a slow judge.
 
-python jobs/bench.py [--seeds 3] [--only learning|overlap|deterministic]
+python jobs/bench.py [--seeds 3] [--only learning|overlap|deterministic|mcp]
 """
 
 from __future__ import annotations
 
+import asyncio
 import os
 import platform
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -17,6 +19,8 @@ from typing import Annotated
 import psutil
 import typer
 
+from draco_ray.config.schema import DataConfig, EnvironmentConfig
+from draco_ray.environments.base import make_environment
 from draco_ray.lab.evaluation.measures import difference, rate
 from draco_ray.runs.directory import RunDirectory
 from draco_ray.runs.evaluations import read_evaluations, scenario_goal_completion, task_goal_completion
@@ -24,6 +28,20 @@ from draco_ray.runs.evaluations import read_evaluations, scenario_goal_completio
 RUNS_PER_TASK = 2
 """Rollouts per held-out task: a TGC over 45 tasks alone is uncertain by seven points."""
 SLOW_JUDGE_SECONDS = 2.0
+MCP_SERVER = """\
+from mcp.server import MCPServer
+
+server = MCPServer("desk")
+
+
+@server.tool()
+def note(text: str) -> str:
+    \"\"\"Write a note.\"\"\"
+    return text
+
+
+server.run()
+"""
 
 
 def run(root: Path, name: str, *arguments: str) -> tuple[RunDirectory, float, str]:
@@ -113,10 +131,34 @@ def deterministic(root: Path) -> None:
     print(f"\ndeterministic sampling has {rates['true'] / rates['false']:.0%} of the usual speed")
 
 
+async def mcp(root: Path) -> None:
+    """Seconds to open and close a task whose tools are an MCP server's, over standard input and output in the jail."""
+    root.chmod(0o755)
+    server, tasks = root / "server.py", root / "tasks.jsonl"
+    server.write_text(MCP_SERVER)
+    tasks.write_text('{"id": "a", "instruction": "Write a note."}')
+    options = {"mcp": {"desk": {"command": ["python", str(server)], "reads": [str(server)]}}}
+    config = EnvironmentConfig(use="tools", options=options, start_timeout_seconds=600)
+    environment = make_environment(config, DataConfig(root=root), ground_truth=False, name="bench")
+    opened, closed = [], []
+    for _ in range(11):
+        began = time.monotonic()
+        world = await environment.open("a")
+        opened.append(time.monotonic() - began)
+        await world.close()
+        closed.append(time.monotonic() - began - opened[-1])
+    await environment.stop()
+    print("\n## Sessions of an MCP server\n")
+    print("| first open (s) | later opens, median of 10 (s) | closes, median (s) | load average |")
+    print("|---|---|---|---|")
+    later, ends = statistics.median(opened[1:]), statistics.median(closed)
+    print(f"| {opened[0]:.2f} | {later:.2f} | {ends:.2f} | {os.getloadavg()[0]:.1f} |")
+
+
 def main(
     seeds: Annotated[int, typer.Option(min=1, help="Number of seeds of the demo to train.")] = 3,
     only: Annotated[
-        str | None, typer.Option(help="learning, overlap or deterministic; the first two by default.")
+        str | None, typer.Option(help="learning, overlap, deterministic or mcp; the first two by default.")
     ] = None,
 ) -> None:
     """Run the benchmarks; takes about seven minutes a seed and three for the overlap."""
@@ -131,6 +173,8 @@ def main(
             overlap(Path(folder))
         if only == "deterministic":
             deterministic(Path(folder))
+        if only == "mcp":
+            asyncio.run(mcp(Path(folder)))
 
 
 if __name__ == "__main__":

@@ -443,6 +443,12 @@ class Workspace(HandIn):
         _git(["init", "-q", "--bare", str(self._objects)], self._own)
         self._compared("add", "-A", "--ignore-errors")
         self._compared("commit", "-q", "--allow-empty", "-m", "Start")
+        # For a repository inside the workspace that the index knows, `git add` would run `git status` in it, with hooks
+        # and settings that the agent may have written.
+        entries = self._compared("ls-files", "--stage", "-z").split("\0")
+        inner = [entry.partition("\t")[2] for entry in entries if entry.startswith("160000 ")]
+        if inner:
+            self._compared("update-index", "--force-remove", "--", *inner)
 
     def _difference(self) -> str:
         self._compared("add", "-A", "--ignore-errors")

@@ -9,38 +9,41 @@ from draco_ray.records import Verdict
 from draco_ray.sandbox.rule_judge.reading import Step
 from draco_ray.sandbox.rule_judge.simple import SimpleRule, rule_judge
 
-LONGEST = 400
-"""Characters; a small model that makes no call at all still differs in this."""
+LONGEST = 300
+"""Characters of a concise turn; a small model that makes no call at all still differs in this and in shell blocks."""
 
 
-def _judged(right: list[int], wrong: list[int]) -> tuple[Verdict, list[int]]:
-    """Passes if any step is right, which is then cited."""
-    return (Verdict.PASS, right) if right else (Verdict.FAIL, wrong)
+def _some(right: list[int], steps: Sequence[Step]) -> tuple[Verdict, list[int]]:
+    """Passes if any step is right, which is then cited; otherwise all are."""
+    return (Verdict.PASS, right) if right else (Verdict.FAIL, [step.number for step in steps])
 
 
 def acts(task: str, steps: Sequence[Step]) -> tuple[Verdict, list[int]]:
-    """Every turn runs a command."""
-    idle = [step.number for step in steps if "<tool_call>" not in step.code]
-    return _judged([] if idle else [step.number for step in steps], idle)
+    """Some turn runs a command."""
+    return _some([step.number for step in steps if "<tool_call>" in step.code], steps)
+
+
+def writes_shell(task: str, steps: Sequence[Step]) -> tuple[Verdict, list[int]]:
+    """Some turn has a block of shell."""
+    return _some([step.number for step in steps if re.search(r"```(ba)?sh\b", step.code)], steps)
 
 
 def is_concise(task: str, steps: Sequence[Step]) -> tuple[Verdict, list[int]]:
-    """No turn is longer than it may be."""
-    long = [step.number for step in steps if len(step.code) > LONGEST]
-    return _judged([] if long else [step.number for step in steps], long)
+    """Some turn is short."""
+    return _some([step.number for step in steps if len(step.code) <= LONGEST], steps)
 
 
 def looks(task: str, steps: Sequence[Step]) -> tuple[Verdict, list[int]]:
     """Some turn names the file that is to be repaired."""
     file = re.search(r"\b\w+\.py\b", task)
-    right = [step.number for step in steps if file and file[0] in step.code]
-    return _judged(right, [step.number for step in steps if step.number not in right])
+    return _some([step.number for step in steps if file and file[0] in step.code], steps)
 
 
 answer = rule_judge(
     [
-        SimpleRule(title="Acts", instruction="Every turn runs a command.", check=acts),
-        SimpleRule(title="Concise", instruction="No turn is longer than 400 characters.", check=is_concise),
+        SimpleRule(title="Acts", instruction="Some turn runs a command.", check=acts),
+        SimpleRule(title="Shell", instruction="Some turn has a block of shell.", check=writes_shell),
+        SimpleRule(title="Concise", instruction="Some turn has at most 300 characters.", check=is_concise),
         SimpleRule(title="Looks", instruction="Some turn names the file to repair.", check=looks),
     ]
 )

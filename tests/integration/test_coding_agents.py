@@ -35,6 +35,8 @@ SHELL: dict[str, Callable[[str], str]] = {
 FIX = "sed -i s/-.b/+\\ b/ add.py"
 SUBMIT = "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
 DONE = f"All done.{END}"
+PIXEL = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
+"""A PNG image."""
 
 
 def both(first: str, second: str) -> str:
@@ -193,12 +195,21 @@ async def test_a_hostile_policy_gets_nothing_out(tmp_path: Path, name: str) -> N
 )
 async def test_an_image_is_refused_in_one_line(tmp_path: Path, name: str, look: str) -> None:
     at = Workspaces(tmp_path)
-    pixel = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
-    make = SHELL[installed(name)](f"echo {pixel} | base64 -d > a.png")
+    make = SHELL[installed(name)](f"echo {PIXEL} | base64 -d > a.png")
     played = await at.play(scripted(make, look), harness=name)
     assert played.ended is EpisodeEnd.CRASHED
     assert "only texts are supported" in played.turns[-1].text
     assert len(played.steps) == 2
+
+
+async def test_opencode_sends_no_image(tmp_path: Path) -> None:
+    at, run = Workspaces(tmp_path), SHELL[installed("opencode")]
+    make, look = run(f"echo {PIXEL} | base64 -d > a.png"), call("read", filePath="/workspace/a.png")
+    sampler = scripted(make, look, DONE)
+    played = await at.play(sampler, harness="opencode")
+    assert played.ended is EpisodeEnd.FINISHED
+    said = TOKENIZER.decode(sampler.asked[-1])
+    assert "this model does not support image input" in said.rpartition("Image read successfully")[2], said[-600:]
 
 
 @pytest.mark.parametrize(
@@ -266,6 +277,31 @@ async def test_claude_code_compacts_its_history(tmp_path: Path) -> None:
     assert not any(summaries)
     assert "return a - b" in str(played.steps[1].observation)
     assert len({step.branch for step in played.steps}) > 1
+
+
+async def test_opencode_compacts_its_history(tmp_path: Path) -> None:
+    at, run = Workspaces(tmp_path), SHELL[installed("opencode")]
+    main = iter([run("ls"), run("seq 1900"), run(FIX), *[DONE] * 3])
+
+    def say(prompt: str) -> str:
+        if "You are a title generator" in prompt:
+            return f"A title{END}"
+        return f"Summary: fix add.{END}" if "anchored summary from the conversation history" in prompt else next(main)
+
+    recipe = yaml.safe_load((FOLDER / "opencode.yaml").read_text())
+    config = recipe["variables"]["OPENCODE_CONFIG_CONTENT"]
+    # Its own words take 26,000 tokens.
+    small = config.replace('{"{model}": {}}', '{"{model}": {"limit": {"context": 30000, "output": 1000}}}')
+    assert small != config
+    played = await at.play(ScriptedSampler(say), harness=changed(tmp_path, "opencode", OPENCODE_CONFIG_CONTENT=small))
+    assert played.ended is EpisodeEnd.FINISHED
+    summaries = [(branch, is_step) for branch, is_step, text in turns(played) if text.startswith("Summary")]
+    assert summaries
+    assert not any(is_step for _, is_step in summaries)
+    # What was said before the summary and what follows it are branches of their own.
+    before, after = played.steps[0].branch, played.steps[-1].branch
+    assert before < summaries[0][0] < after
+    assert {step.branch for step in played.steps} == {before, after}
 
 
 @pytest.mark.parametrize("name", ["codex", "mini-swe-agent", "opencode"])

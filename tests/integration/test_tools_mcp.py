@@ -11,11 +11,11 @@ import shutil
 import socket
 import subprocess
 import sys
-import tempfile
 from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from draco_ray.config.schema import DataConfig, EnvironmentConfig
@@ -23,9 +23,9 @@ from draco_ray.environments.base import GuardedWorld, World, make_environment
 from draco_ray.environments.tools import mcp_servers
 from draco_ray.environments.tools.environment import ToolsEnvironment
 from draco_ray.environments.tools.mcp_servers import McpSession, merged
-from draco_ray.environments.tools.options import McpServerOptions
+from draco_ray.environments.tools.options import ToolsOptions
+from draco_ray.environments.tools.process import ToolProcess
 from draco_ray.errors import ConfigError, EnvironmentCrashed, WorldBroken
-from draco_ray.temp_dirs import PREFIX
 from tests.conftest import REPOSITORY
 from tests.support.http_mcp_server import DROP, error, reply, result, serving
 
@@ -46,14 +46,12 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     os.umask(before)
 
 
-def environment(
-    folder: Path, server: dict[str, object], seconds: float = 5, start_seconds: float = 60, **options: object
-) -> ToolsEnvironment:
+def environment(folder: Path, server: dict[str, object], seconds: float = 5, **options: object) -> ToolsEnvironment:
     config = EnvironmentConfig(
         use="tools",
         options={"mcp": {"desk": server}, "secrets": ["DESK_KEY"], **options},
         cell_timeout_seconds=seconds,
-        start_timeout_seconds=start_seconds,
+        start_timeout_seconds=60,
         max_output_bytes=5000,
     )
     made = make_environment(config, DataConfig(root=folder), ground_truth=False, name="desk")
@@ -79,6 +77,11 @@ async def call(world: World, name: str, **arguments: object) -> str:
     return await world.act(json.dumps({"name": name, "arguments": arguments}))
 
 
+def jailed() -> list[psutil.Process]:
+    """The processes of jails that this process has started itself."""
+    return [each for each in psutil.Process().children() if "tools.server" in " ".join(each.cmdline())]
+
+
 @pytest.fixture
 def url() -> Iterator[str]:
     """A server of one's own, already running."""
@@ -101,7 +104,10 @@ async def test_a_command_is_started_anew_in_the_jail_for_every_rollout(folder: P
     assert "- Tool `note(text: string)`: Write a note." in desk.facts
     async with opened(desk) as world:
         assert await call(world, "note", text="hello") == "1 notes"
+    # One for functions, one for the command: they serve all rollouts.
+    assert len(before := jailed()) == 2
     async with opened(desk) as world:
+        assert jailed() == before
         assert await call(world, "note", text="hello") == "1 notes"
         assert await call(world, "leak") == "the key is [secret DESK_KEY]"
         assert "No such file" in await call(world, "reach", path="/etc/passwd")
@@ -113,7 +119,7 @@ async def test_a_command_is_started_anew_in_the_jail_for_every_rollout(folder: P
             "error: there is no tool 'absent'; there are end, fail, leak, long, note, reach, slow"
         )
     await desk.stop()
-    assert not list(Path(tempfile.gettempdir()).glob(f"{PREFIX}*/*/launch.json"))
+    assert not jailed()
 
 
 async def test_a_server_that_dies_or_hangs_costs_no_more_than_its_rollout(folder: Path) -> None:
@@ -249,18 +255,21 @@ async def test_of_a_server_those_tools_are_offered_that_are_named(folder: Path) 
 async def test_a_server_that_never_answers_is_one_line_and_leaves_nothing(folder: Path) -> None:
     unforeseen: list[object] = []
     asyncio.get_running_loop().set_exception_handler(lambda loop, told: unforeseen.append(told))
-    desk = environment(folder, raw(folder), start_seconds=10)
+    desk = environment(folder, raw(folder))
     # Tools of functions are started first, always.
     await asyncio.to_thread(desk.task, "a")
-    server = McpServerOptions.model_validate(raw(folder, "silent"))
-    session = McpSession("desk", server, desk.config.model_copy(update={"start_timeout_seconds": 2}), {}, False)
+    options = ToolsOptions.model_validate({"mcp": {"desk": raw(folder, "silent")}})
+    processes = {"desk": await ToolProcess.start(options, desk.config, {}, options.mcp["desk"])}
+    config = desk.config.model_copy(update={"start_timeout_seconds": 2})
+    session = McpSession("desk", options, config, {}, processes)
     with pytest.raises(EnvironmentCrashed, match="^MCP server desk was not ready within 2 s$"):
         await session.start()
     await session.stop()
+    await processes["desk"].kill()
     del session
     gc.collect()
     assert not unforeseen
-    assert not list(Path(tempfile.gettempdir()).glob(f"{PREFIX}*/*/launch.json"))
+    assert not jailed()
 
 
 async def test_what_cannot_be_started_is_one_line(folder: Path) -> None:
@@ -297,7 +306,7 @@ async def test_what_a_server_says_last_holds_no_secret(folder: Path, monkeypatch
 
 def session_at(url: str, seconds: float = 20) -> McpSession:
     config = EnvironmentConfig(use="tools", start_timeout_seconds=seconds, cell_timeout_seconds=seconds)
-    return McpSession("desk", McpServerOptions.model_validate({"url": url}), config, {}, False)
+    return McpSession("desk", ToolsOptions.model_validate({"mcp": {"desk": {"url": url}}}), config, {}, {})
 
 
 ODD = [

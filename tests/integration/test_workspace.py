@@ -142,6 +142,23 @@ async def test_git_of_the_host_runs_nothing_that_the_program_left(tmp_path: Path
     assert at.verdict.success
 
 
+async def test_git_of_the_host_enters_no_repository_inside_the_workspace(tmp_path: Path) -> None:
+    ran = tmp_path / "ran"
+    commit = "git -c user.name=a -c user.email=a commit -q --allow-empty -m a"
+    script = f"""
+    ask one > /dev/null
+    cp -r inner own && mv inner away && mv own inner && cd inner/.git || exit 1
+    echo "date > {ran}; echo" > evil
+    chmod 755 evil
+    cp evil hooks/post-index-change
+    git config core.fsmonitor .git/evil && echo SET
+    """
+    at = Workspaces(tmp_path, setup=f"git init -q inner && cd inner && {commit}")
+    played = await play(at, script)
+    assert "\nSET\nWhat it changed:" in printed(played)
+    assert not ran.exists()
+
+
 async def test_processes_that_were_left_end_with_the_rollout(tmp_path: Path) -> None:
     at = Workspaces(tmp_path)
     mark = str(1_000_000 + time.time_ns() % 1_000_000)

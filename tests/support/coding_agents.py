@@ -75,7 +75,7 @@ class Workspaces:
             {
                 "use": "command",
                 "thinking": False,
-                "timeout_seconds": 300,
+                "timeout_seconds": 1200,
                 "folder": self.folder,
                 "max_prompt_length": 60_000,
                 "max_response_length": 60_000,

@@ -51,6 +51,7 @@ class ToolsEnvironment(Environment):
         self._options = read_options(config.options)
         self._process: ToolProcess | None = None
         self._open: ToolWorld | None = None
+        self._mcp_processes: dict[str, ToolProcess] = {}
 
     @property
     def facts(self) -> str:  # type: ignore[override]
@@ -78,7 +79,7 @@ class ToolsEnvironment(Environment):
         if self._open is not None:
             await self._open.close()
         process = await self.begin(task_id)
-        sessions = _sessions(self._options, self.config, self._secrets)
+        sessions = _sessions(self._options, self.config, self._secrets, self._mcp_processes)
         try:
             owners = {
                 schema["function"]["name"]: session
@@ -144,8 +145,10 @@ class ToolsEnvironment(Environment):
         process, world, self._process, self._open = self._process, self._open, None, None
         if world is not None:
             await world.end_sessions()
-        if process is not None:
-            await process.kill()
+        for each in (process, *self._mcp_processes.values()):
+            if each is not None:
+                await each.kill()
+        self._mcp_processes.clear()
 
     def without_secrets(self, text: str) -> str:
         """``text`` with the values of secrets hidden, also as escaped in JSON and URLs."""
@@ -408,7 +411,8 @@ def _offers(options: ToolsOptions, config: EnvironmentConfig, secrets: Mapping[s
 
 async def _ask_offer(options: ToolsOptions, config: EnvironmentConfig, secrets: Mapping[str, str]) -> Offer:
     process = await ToolProcess.start(options, config, secrets)
-    sessions = _sessions(options, config, secrets)
+    mcp_processes: dict[str, ToolProcess] = {}
+    sessions = _sessions(options, config, secrets, mcp_processes)
     try:
         schemas = await _started(sessions)
         tools = merged(process.tools, {each.name: found for each, found in zip(sessions, schemas, strict=True)})
@@ -417,11 +421,13 @@ async def _ask_offer(options: ToolsOptions, config: EnvironmentConfig, secrets: 
         return Offer(tools=json.dumps(tools), evaluates="evaluate" in process.hooks)
     finally:
         await asyncio.gather(*(session.stop() for session in sessions))
-        await process.kill()
+        await asyncio.gather(*(each.kill() for each in (process, *mcp_processes.values())))
 
 
-def _sessions(options: ToolsOptions, config: EnvironmentConfig, secrets: Mapping[str, str]) -> list[McpSession]:
-    return [McpSession(name, each, config, secrets, options.network) for name, each in options.mcp.items()]
+def _sessions(
+    options: ToolsOptions, config: EnvironmentConfig, secrets: Mapping[str, str], processes: dict[str, ToolProcess]
+) -> list[McpSession]:
+    return [McpSession(name, options, config, secrets, processes) for name in options.mcp]
 
 
 async def _started(sessions: Sequence[McpSession]) -> list[list[dict[str, Any]]]:

@@ -7,29 +7,18 @@ import contextlib
 import functools
 import json
 import logging
-import math
-import os
-import shutil
-import sys
+import socket
 from collections.abc import AsyncIterator, Callable, Mapping
-from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from draco_ray.config.schema import EnvironmentConfig
-from draco_ray.environments.jail.confine import JailSpec
-from draco_ray.environments.jail.launch import SCRATCH_MIB, jail_command, last_line, link_package, reached_level
-from draco_ray.environments.tools.command import Launch
-from draco_ray.environments.tools.options import McpServerOptions
-from draco_ray.environments.tools.process import CODE, CPU_CALLS
+from draco_ray.environments.tools.options import ToolsOptions
+from draco_ray.environments.tools.process import ToolProcess
 from draco_ray.errors import ConfigError, EnvironmentCrashed
 from draco_ray.extras import need
-from draco_ray.temp_dirs import PrivateTempDir
 
 log = logging.getLogger(__name__)
 
-_PROGRAMS = ("/usr", "/bin", "/etc/alternatives")
-"""Host folders that commands can read, because they contain the programs that a command may start."""
 FAREWELL_SECONDS = 20.0
 """Time after which a session that does not end is abandoned. The client ends a command within 7 seconds and must not be
 cancelled meanwhile; for a server with a URL the client would wait for ever."""
@@ -45,13 +34,21 @@ class McpSession:
     """
 
     def __init__(
-        self, name: str, options: McpServerOptions, config: EnvironmentConfig, secrets: Mapping[str, str], network: bool
+        self,
+        name: str,
+        tools: ToolsOptions,
+        config: EnvironmentConfig,
+        secrets: Mapping[str, str],
+        processes: dict[str, ToolProcess],
     ) -> None:
+        """``tools``: options that have the server of that name; ``processes``: for each command the process that starts
+        it, which serves later sessions too. The owner ends them."""
         self.name = name
-        self._options = options
+        self._options = tools.mcp[name]
+        self._tools = tools
         self._config = config
         self._secrets = secrets
-        self._network = network
+        self._processes = processes
         self._jobs: asyncio.Queue[tuple[str, Mapping[str, Any], asyncio.Future[str]] | None] = asyncio.Queue()
         self._task: asyncio.Task[None] | None = None
         self._lost: str | None = None
@@ -171,7 +168,6 @@ class McpSession:
 
     @contextlib.asynccontextmanager
     async def _transport(self) -> AsyncIterator[Any]:
-        from mcp import StdioServerParameters, stdio_client
         from mcp.client.streamable_http import streamable_http_client
 
         if self._options.url is not None:
@@ -184,28 +180,23 @@ class McpSession:
             ) as http:
                 yield streamable_http_client(self._options.url, http_client=http)
             return
-        folder = PrivateTempDir()
-        directory = str(folder.path)
+        process = self._processes.get(self.name)
+        if process is None or not process.alive:
+            process = await ToolProcess.start(self._tools, self._config, self._secrets, self._options)
+            self._processes[self.name] = process
         try:
-            stderr = os.fdopen(os.open(os.path.join(directory, "stderr"), os.O_WRONLY | os.O_CREAT, 0o600), "w")
-            with stderr:
-                arguments = self._jailed(directory)
-                variables = {"PYTHONPATH": link_package(Path(directory, "program"), CODE), "LANG": "C.UTF-8"}
-                server = StdioServerParameters(
-                    command=sys.executable,
-                    args=arguments,
-                    env=variables,
-                    cwd="/",
-                    encoding_error_handler="replace",
-                )
-                try:
-                    yield stdio_client(server, errlog=stderr)
-                except BaseException as error:
-                    if isinstance(error, asyncio.CancelledError):
-                        raise
-                    raise EnvironmentCrashed(f"{_reason(error)}; its last output: {last_line(directory)}") from error
+            await process.fork()
+            yield _lines(process.channel)
+        except BaseException as error:
+            if isinstance(error, asyncio.CancelledError):
+                raise
+            raise EnvironmentCrashed(f"{_reason(error)}; its last output: {process.complaint}") from error
         finally:
-            await asyncio.to_thread(folder.remove)
+            with contextlib.suppress(EnvironmentCrashed):
+                await process.end()
+            if not process.alive:
+                del self._processes[self.name]
+                await process.kill()
 
     async def _look_away(self, request: Any) -> None:
         """Forget the last answer: later errors have another cause."""
@@ -224,38 +215,49 @@ class McpSession:
         elif response.status_code == 200 and kind not in _ANSWERS:
             self._refused = f"the server answered with {kind or 'no content type'}, expected {' or '.join(_ANSWERS)}"
 
-    def _jailed(self, directory: str) -> list[str]:
-        """Python arguments that start the command in the jail."""
-        os.chmod(directory, 0o711)
-        name, *rest = self._options.command
-        # Uses this interpreter, which has the mcp package.
-        program = sys.executable if name in ("python", "python3") else shutil.which(name)
-        launch = Launch(
-            command=[program or name, *rest],
-            variables=dict(self._secrets),
-            memory_mib=self._config.max_memory_mib,
-            cpu_seconds=math.ceil(CPU_CALLS * self._config.cell_timeout_seconds),
-        )
-        described = Path(directory, "launch.json")
-        described.touch(0o600)
-        described.write_text(json.dumps(asdict(launch)), encoding="utf-8")
-        shown = [str(described), *filter(os.path.exists, _PROGRAMS), *map(os.path.abspath, self._options.reads)]
-        if program is not None and not program.startswith(("/usr/", "/bin/")):
-            shown.append(program)
-        spec = JailSpec(
-            level=reached_level(self._config.isolation),
-            # The processes around the command must not hold its standard input open.
-            control_fd=0,
-            directory=directory,
-            data="",
-            scratch_mib=SCRATCH_MIB,
-            output_bytes=self._config.max_output_bytes,
-            module="draco_ray.environments.tools.command",
-            code=CODE,
-            shown=tuple(shown),
-            network=self._network,
-        )
-        return jail_command(spec)
+
+@contextlib.asynccontextmanager
+async def _lines(channel: socket.socket) -> AsyncIterator[tuple[Any, Any]]:
+    """The client's transport to a process that has the other end as standard input and output: one message per line."""
+    import anyio
+    from mcp.shared.message import SessionMessage
+    from mcp_types import jsonrpc_message_adapter as adapter
+
+    reader, writer = await asyncio.open_connection(sock=channel)
+    received, incoming = anyio.create_memory_object_stream[Any](0)
+    outgoing, sent = anyio.create_memory_object_stream[Any](0)
+
+    async def read() -> None:
+        rest = b""
+        async with received:
+            while part := await reader.read(1 << 16):
+                *lines, rest = (rest + part).split(b"\n")
+                for line in lines:
+                    try:
+                        message = adapter.validate_json(line.decode("utf-8", "replace"), by_name=False)
+                        await received.send(SessionMessage(message))
+                    except ValueError as error:
+                        await received.send(error)
+
+    async def write() -> None:
+        async for each in sent:
+            writer.write(_line(each.message.model_dump_json(by_alias=True, exclude_unset=True)))
+            await writer.drain()
+
+    tasks = [asyncio.create_task(read()), asyncio.create_task(write())]
+    try:
+        yield incoming, outgoing
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for stream in (received, incoming, outgoing, sent):
+            stream.close()
+        writer.transport.abort()
+
+
+def _line(text: str) -> bytes:
+    return text.encode("utf-8", "replace") + b"\n"
 
 
 def _whole(value: Any) -> bytes:

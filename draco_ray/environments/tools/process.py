@@ -8,9 +8,11 @@ import json
 import logging
 import math
 import os
+import shutil
 import signal
 import socket
 import subprocess
+import sys
 from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
@@ -19,7 +21,7 @@ from draco_ray.config.schema import EnvironmentConfig
 from draco_ray.environments.jail.confine import JailSpec
 from draco_ray.environments.jail.launch import SCRATCH_MIB, Levels, LevelUnavailable, last_line, launch, not_offered
 from draco_ray.environments.tools.functions import MAX_STATE_BYTES
-from draco_ray.environments.tools.options import ToolsOptions
+from draco_ray.environments.tools.options import McpServerOptions, ToolsOptions
 from draco_ray.environments.tools.server import Setup
 from draco_ray.errors import ConfigError, EnvironmentCrashed, IsolationUnavailable
 from draco_ray.temp_dirs import PrivateTempDir
@@ -31,6 +33,8 @@ HARD_STOP = 1.25
 CODE = ("environments/tools",)
 """Files of this package that run in a jail for tools."""
 CPU_CALLS = 60
+_PROGRAMS = ("/usr", "/bin", "/etc/alternatives")
+"""Host folders that commands can read, because they contain the programs that a command may start."""
 _STATUS_SHARE = 0.05
 """Share of a call's time limit for asking how its process ended."""
 _FAREWELL_SECONDS = 5.0
@@ -63,10 +67,17 @@ class ToolProcess:
         self.tools: list[dict[str, Any]] = []
         """Schemas of the functions."""
         self.hooks: frozenset[str] = frozenset()
+        self._runs_command = False
 
     @classmethod
-    async def start(cls, options: ToolsOptions, config: EnvironmentConfig, secrets: Mapping[str, str]) -> ToolProcess:
-        """Start a server that imports the tools files.
+    async def start(
+        cls,
+        options: ToolsOptions,
+        config: EnvironmentConfig,
+        secrets: Mapping[str, str],
+        command: McpServerOptions | None = None,
+    ) -> ToolProcess:
+        """Start a server that imports the tools files, or whose processes run the command of an MCP server.
 
         Raises: ConfigError: a file cannot be used; IsolationUnavailable: the host offers no isolation level that
             ``environment.isolation`` allows; EnvironmentCrashed: it does not start.
@@ -74,7 +85,7 @@ class ToolProcess:
         levels = Levels(config.isolation)
         for level in levels:
             try:
-                started = await cls._start(level, options, config, secrets)
+                started = await cls._start(level, options, config, secrets, command)
             except LevelUnavailable as error:
                 levels.refused(level, error)
                 continue
@@ -85,13 +96,20 @@ class ToolProcess:
 
     @classmethod
     async def _start(
-        cls, level: str, options: ToolsOptions, config: EnvironmentConfig, secrets: Mapping[str, str]
+        cls,
+        level: str,
+        options: ToolsOptions,
+        config: EnvironmentConfig,
+        secrets: Mapping[str, str],
+        command: McpServerOptions | None,
     ) -> ToolProcess:
         folder = PrivateTempDir()
         directory = str(folder.path)
         control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         control.setblocking(False)
-        files = [os.path.abspath(path) for path in options.tools]
+        files = [os.path.abspath(path) for path in options.tools] if command is None else []
+        words, programs = _words(command) if command is not None else ([], [])
+        reads = options.reads if command is None else command.reads
         spec = JailSpec(
             level=level,
             control_fd=theirs.fileno(),
@@ -101,7 +119,7 @@ class ToolProcess:
             output_bytes=config.max_output_bytes,
             module="draco_ray.environments.tools.server",
             code=CODE,
-            shown=(*files, *(os.path.abspath(path) for path in options.reads)),
+            shown=(*files, *programs, *map(os.path.abspath, reads)),
             network=options.network,
         )
         with theirs:
@@ -113,8 +131,10 @@ class ToolProcess:
             cpu_seconds=math.ceil(CPU_CALLS * config.cell_timeout_seconds),
             timeout_seconds=config.cell_timeout_seconds,
             hook_seconds=config.start_timeout_seconds,
-            programs=options.network or options.programs,
+            programs=options.network or options.programs or command is not None,
+            command=words,
         )
+        started._runs_command = command is not None
         try:
             started._send_channel()
             answer = json.loads(await started._exchange(asdict(setup), config.start_timeout_seconds))
@@ -148,7 +168,10 @@ class ToolProcess:
     async def end(self) -> None:
         """End the last forked process and all it started; the server keeps running. Raises: as `fork`."""
         seconds = self._config.start_timeout_seconds
-        if self._channel is not None and await self._order(fork=False, seconds=seconds) != -signal.SIGKILL:
+        if self._channel is None:
+            return
+        status = await self._order(fork=False, seconds=seconds)
+        if status != -signal.SIGKILL and not self._runs_command:
             # The process had already ended.
             self.irregular = True
 
@@ -177,6 +200,17 @@ class ToolProcess:
         raise EnvironmentCrashed(reason)
 
     @property
+    def channel(self) -> socket.socket:
+        """The socket that is standard input and output of the command that was forked last."""
+        assert self._channel is not None
+        return self._channel
+
+    @property
+    def complaint(self) -> str:
+        """The last line of the process's standard error."""
+        return last_line(str(self._folder.path))
+
+    @property
     def alive(self) -> bool:
         """Whether the server can run another task."""
         return not self.irregular and self._process.poll() is None
@@ -201,12 +235,13 @@ class ToolProcess:
 
     async def _order(self, *, fork: bool, seconds: float) -> int:
         """Have the server end its process and, with ``fork``, start another. Returns: the ended process's status."""
-        loop = asyncio.get_running_loop()
+        loop, previous = asyncio.get_running_loop(), self._channel
+        self._channel = None
+        if previous is not None and self._runs_command:
+            # Lets the command end by itself.
+            previous.close()
         try:
             async with asyncio.timeout(seconds):
-                if self._channel is not None:
-                    self._channel.close()
-                    self._channel = None
                 if fork:
                     self._send_channel()
                 else:
@@ -217,8 +252,11 @@ class ToolProcess:
             self.irregular = True
             if not isinstance(error, OSError | ValueError):  # TimeoutError is an OSError; no answer: ValueError.
                 raise
-            complaint = last_line(str(self._folder.path))
-            raise EnvironmentCrashed(f"the tools' server has ended: {complaint}") from None
+            raise EnvironmentCrashed(f"the tools' server has ended: {self.complaint}") from None
+        finally:
+            if previous is not None:
+                # Only now: a process that sees the end of its orders would end by itself, which `end` finds irregular.
+                previous.close()
 
     def _send_channel(self) -> None:
         self._channel, theirs = socket.socketpair()
@@ -256,3 +294,14 @@ class ToolProcess:
         if not received.startswith(number) or received.index(b"\n") + 1 < len(received):
             raise EOFError("sent unexpected output")
         return bytes(received[len(number) :])
+
+
+def _words(server: McpServerOptions) -> tuple[list[str], list[str]]:
+    """The command of an MCP server with the path of its program, and what it needs to see of the host's programs."""
+    name, *rest = server.command
+    # Uses this interpreter, which has the mcp package.
+    program = sys.executable if name in ("python", "python3") else shutil.which(name)
+    shown = list(filter(os.path.exists, _PROGRAMS))
+    if program is not None and not program.startswith(("/usr/", "/bin/")):
+        shown.append(program)
+    return [program or name, *rest], shown

@@ -30,15 +30,21 @@ ends the process at the first unexpected line.
 
 from __future__ import annotations
 
+import contextlib
+import gc
+import importlib
 import json
 import os
 import random
+import re
+import runpy
+import select
 import socket
 import sys
 import traceback
 from dataclasses import dataclass
 from io import BufferedRWPair
-from typing import Any
+from typing import Any, NoReturn
 
 from draco_ray.environments.jail import linux
 from draco_ray.environments.jail.confine import SCRATCH_FOLDERS, JailSpec, readable_in_place
@@ -48,7 +54,9 @@ from draco_ray.environments.tools.functions import Functions, UnusableTools
 from draco_ray.temp_dirs import remove_tree
 
 _PROCESSES = 64
-"""Maximum number of threads of a task's process and of processes it starts."""
+"""Maximum number of threads of a task's process and of processes it starts; commands may have four times as many."""
+_FAREWELL_SECONDS = 2.0
+"""Time for a command to end after its standard input has been closed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +74,8 @@ class Setup:
     """Time limit of ``reset``, ``end_state`` and ``evaluate``."""
     programs: bool
     """Whether tools may start programs and open sockets; no system call is refused then."""
+    command: list[str]
+    """If not empty, each forked process runs this command, with the socket as standard input and output."""
 
 
 class ToolServer:
@@ -86,6 +96,8 @@ class ToolServer:
         caretaker = linux.children_of(os.getpid())
         while True:
             order, descriptors, _, _ = socket.recv_fds(self._control, 16, 1)
+            if child and self._setup.command:
+                _wait(child)
             status = linux.end_descendants(caretaker).get(child, 0)
             if not order:
                 return
@@ -97,6 +109,8 @@ class ToolServer:
         if child := os.fork():
             os.close(descriptor)
             return child
+        if self._setup.command:
+            self._run_command(descriptor)
         status = 1
         try:
             self._control.close()
@@ -107,6 +121,30 @@ class ToolServer:
             traceback.print_exc()
         finally:
             os._exit(status)
+
+    def _run_command(self, descriptor: int) -> NoReturn:
+        """Run the command in this process, which ends with it.
+
+        A Python script is not executed anew: importing the package ``mcp`` takes seconds, and was done before the fork.
+        """
+        for standard in (0, 1):
+            os.dup2(descriptor, standard)
+        os.close(descriptor)
+        # Standard error tells of this process only.
+        os.ftruncate(2, 0)
+        os.lseek(2, 0, os.SEEK_SET)
+        self._control.close()
+        self._confine()
+        program, *arguments = self._setup.command
+        if _is_script(self._setup.command):
+            sys.argv = arguments
+            sys.path.insert(0, os.path.dirname(arguments[0]))
+            runpy.run_path(arguments[0], run_name="__main__")
+            sys.exit()
+        try:
+            os.execv(program, [program, *arguments])
+        except OSError as error:
+            sys.exit(f"{program}: {error.strerror}")
 
     def _serve(self, channel: BufferedRWPair) -> None:
         own = os.getpid()
@@ -147,7 +185,7 @@ class ToolServer:
         linux.limit(
             memory_mib=setup.memory_mib,
             # In the host's own user namespace the limit also counts all other processes of this user.
-            processes=_PROCESSES if own else _PROCESSES * 256,
+            processes=_PROCESSES * (4 if setup.command else 1) if own else _PROCESSES * 256,
             file_mib=jail.scratch_mib,
             cpu_seconds=setup.cpu_seconds,
         )
@@ -169,9 +207,32 @@ class ToolServer:
             raise OSError(f"{home} cannot be emptied")
 
 
+def _wait(child: int) -> None:
+    """Wait until a child has ended, for a short time."""
+    watched = os.pidfd_open(child)
+    select.select([watched], [], [], _FAREWELL_SECONDS)
+    os.close(watched)
+
+
 def _say(channel: BufferedRWPair, number: bytes, answer: dict[str, Any]) -> None:
     channel.write(number + b" " + json.dumps(answer).encode() + b"\n")
     channel.flush()
+
+
+def _prepare(command: list[str]) -> None:
+    """Import the package ``mcp`` before processes are forked, if the command is a Python script that imports it."""
+    if not _is_script(command):
+        return
+    with contextlib.suppress(OSError, ImportError), open(command[1], "rb") as script:
+        if re.search(rb"^\s*(from|import)\s+(fast)?mcp\b", script.read(), re.MULTILINE):
+            importlib.import_module("mcp.server")
+            # Otherwise every process would copy these objects when it ends.
+            gc.freeze()
+
+
+def _is_script(command: list[str]) -> bool:
+    """Whether a command is this Python with a script."""
+    return command[:1] == [sys.executable] and len(command) > 1 and not command[1].startswith("-")
 
 
 def main() -> None:
@@ -187,6 +248,7 @@ def main() -> None:
         number, _, order = channel.readline().partition(b" ")
         setup = Setup(**json.loads(order))
         os.environ.update(setup.secrets)
+        _prepare(setup.command)
         try:
             found = functions.load(setup.files)
         except UnusableTools as error:
