@@ -72,8 +72,9 @@ def summary(request: pytest.FixtureRequest) -> Iterator[None]:
     """At the end, print what ran with which version."""
     yield
     reporter = request.config.pluginmanager.get_plugin("terminalreporter")
-    for version in sorted(ran):
-        reporter.write_line(f"\nran with {version}: {', '.join(dict.fromkeys(ran[version]))}")
+    if reporter is not None:
+        for version in sorted(ran):
+            reporter.write_line(f"\nran with {version}: {', '.join(dict.fromkeys(ran[version]))}")
 
 
 TRAINERS = REPOSITORY / "examples" / "trainers"
@@ -251,7 +252,7 @@ def test_verls_own_trainer_is_pushed_by_our_advantages() -> None:
         values = expected([[len(turn) for turn in turns]] * 3, epsilon=1e-6)[FLIGHTS.index(flight)]
         for turn, value in zip(turns, values, strict=True):
             assert turn == pytest.approx([value] * len(turn), rel=1e-5, abs=1e-9)
-    assert {row["rank"] for row in rows} == {0, 1}
+    assert {row["rank"] for row in rows} == set(range(len(found["weights"])))
     for weights in found["weights"]:
         assert len(set(weights)) == len(weights) == 3
 

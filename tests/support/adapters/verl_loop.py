@@ -19,7 +19,7 @@ from tests.support.tiny_model import build_tiny_model, tiny_tokenizer
 from tests.support.tool_templates import QWEN25
 
 PLUGINS = REPOSITORY / "tests" / "support" / "adapters" / "plugins"
-WORKERS = int(os.environ.get("VERL_WORKERS", "2"))
+WORKERS = int(os.environ.get("VERL_WORKERS", "1"))
 """Training workers; with one the loop needs 4 GB of memory, with two 5 GB."""
 EXAMPLE = REPOSITORY / "examples" / "trainers" / "verl" / "run.sh"
 
@@ -31,7 +31,7 @@ def judged(prompt: str) -> str | Reply:
 
 
 def settings(out: Path, model: str, judge: str) -> list[str]:
-    """verl's arguments: two steps of two prompts, five runs each, over two training workers."""
+    """verl's arguments: two steps of two prompts, five runs each."""
     actor, rollout = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
     values = {
         "data.train_files": out / "prompts.parquet",

@@ -57,7 +57,7 @@ def worker(config: Any) -> Any:
             output_of(session_id), trajectory["validate"], session_id=session_id, **prompt
         )
 
-    made._run_agent_loop = run_agent_loop
+    setattr(made, "_run_agent_loop", run_agent_loop)  # noqa: B010
     return made
 
 
