@@ -19,8 +19,8 @@ from tests.support.tiny_model import build_tiny_model, tiny_tokenizer
 from tests.support.tool_templates import QWEN25
 
 PLUGINS = REPOSITORY / "tests" / "support" / "adapters" / "plugins"
-WORKERS = int(os.environ.get("VERL_WORKERS", "1"))
-"""Training workers; with one the loop needs 4 GB of memory, with two 5 GB."""
+WORKERS = 1
+"""Training workers."""
 EXAMPLE = REPOSITORY / "examples" / "trainers" / "verl" / "run.sh"
 
 
