@@ -12,7 +12,7 @@ GPU_PYTHON ?=
 # The sandbox of world, demo, ablation and bench-noise: standard, or hard (make demo WORLD=hard).
 WORLD ?= standard
 SANDBOX := $(if $(filter-out standard,$(WORLD)),sandbox-$(WORLD),sandbox)
-ADAPTERS := verifiers inspect art verl skyrl tinker openrlhf
+ADAPTERS := inspect art verl skyrl tinker openrlhf $(if $(DRACO_PRIME_RL),prime-rl)
 FRAMEWORKS := agents langgraph smolagents
 UV_COMPILE := .venv-tools/bin/uv pip compile --python-version 3.11 --no-annotate --no-header --quiet
 DRACO := $(VENV)/bin/draco
@@ -69,9 +69,12 @@ $(GPU_VENV)/.bench-ready: requirements/gpu-bench.lock $(GPU_VENV)/.ready
 	touch $@
 
 # Other trainers' packages, from the package index; some see torch, Ray and the like in the main environment.
-.venv-adapter-%/.ready: requirements/adapters/%.txt
+.venv-adapter-%/.ready: requirements/adapters/%.txt $(VENV)/.ready $(VERIFIERS_VENV)/.ready
 	test -x .venv-adapter-$*/bin/python || $(PYTHON) -m venv .venv-adapter-$*
-	.venv-adapter-$*/bin/python -m pip install --quiet --disable-pip-version-check $(if $(filter verl skyrl tinker openrlhf,$*),--no-deps) $(PIP_ARGS) -r $<
+	$(if $(filter verl prime-rl,$*),for site in $(if $(filter prime-rl,$*),$(VERIFIERS_VENV)) $(VENV); do \
+		$$site/bin/python -c "import site; print('import site; site.addsitedir(' + repr(site.getsitepackages()[0]) + ')')"; \
+		done > $$(.venv-adapter-$*/bin/python -c "import site; print(site.getsitepackages()[0])")/main.pth)
+	.venv-adapter-$*/bin/python -m pip install --quiet --disable-pip-version-check $(if $(filter-out inspect art,$*),--no-deps) $(PIP_ARGS) -r $<
 	touch $@
 
 .venv-framework-%/.ready: requirements/frameworks/%.txt
@@ -295,8 +298,8 @@ chaos: world
 mutate-method: setup
 	$(VENV)/bin/python jobs/mutate.py $(ARGS)
 
-# Test the adapters with the real TRL, verl, SkyRL, OpenRLHF, Tinker, verifiers, Inspect and ART, each in its own environment (2 GB, ten minutes).
-adapters-check: setup $(BENCH_VENV)/.ready $(ADAPTERS:%=.venv-adapter-%/.ready)
+# Test the adapters with the real TRL, verl, SkyRL, OpenRLHF, Tinker, verifiers, Inspect and ART, each in its own environment (2 GB, twenty minutes).
+adapters-check: setup setup-verifiers $(BENCH_VENV)/.ready $(ADAPTERS:%=.venv-adapter-%/.ready)
 	$(VENV)/bin/python -m pytest tests/integration/test_adapters_real.py -rs $(ARGS)
 
 # Test agents of the OpenAI Agents SDK, LangGraph and smolagents with the endpoint, each in its own environment (a minute).

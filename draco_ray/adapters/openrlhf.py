@@ -35,9 +35,12 @@ class OpenRLHFCredit(CreditJudge):
     """A judge of OpenRLHF's samples."""
 
     def install(self) -> None:
-        """Patch OpenRLHF's synchronous trainer to use step credit; call this before the trainer starts."""
+        """Patch OpenRLHF's synchronous trainer to use step credit; call this before the trainer starts.
+
+        The asynchronous trainer is refused when it is started.
+        """
         import ray
-        from openrlhf.trainer import ppo_trainer
+        from openrlhf.trainer import ppo_trainer, ppo_trainer_async
 
         credit, maker = self, ppo_trainer.RemoteExperienceMaker
         host: Any = ppo_trainer.PPOTrainer.__ray_metadata__.modified_class
@@ -50,6 +53,7 @@ class OpenRLHFCredit(CreditJudge):
                 super().__init__(*arguments, **options)
 
         ppo_trainer.PPOTrainer = ray.remote(StepCreditTrainer)
+        ppo_trainer_async.PPOTrainerAsync = _Asynchronous
 
     def experience_maker(self, base: Any) -> type:
         """Add step credit to ``base``, OpenRLHF's RemoteExperienceMaker; raises ConfigError for other settings."""
@@ -130,6 +134,17 @@ class OpenRLHFCredit(CreditJudge):
             each.returns = each.advantages.clone()
 
 
+class _Asynchronous:
+    """Stands in for OpenRLHF's asynchronous trainer, whose own process would make experience without step credit."""
+
+    @staticmethod
+    def remote(*_: Any, **__: Any) -> Any:
+        """Refuse."""
+        raise ConfigError(
+            f"openrlhf {version('openrlhf')}: --train.async_enable trains without step credit; leave it out"
+        )
+
+
 def _keys(experience: Any) -> list[TrajectoryKey]:
     """A key for each row, made from its tokens."""
     rows = zip(experience.sequences, experience.attention_mask, strict=True)
@@ -142,6 +157,11 @@ def _check(args: Any) -> None:
         raise ConfigError(
             f"openrlhf {version('openrlhf')}: --algo.advantage.estimator={estimator} computes no advantage within "
             f"a group; expected {', '.join(CORRECTIONS)}"
+        )
+    if args.algo.dynamic_filtering_enable:
+        raise ConfigError(
+            f"openrlhf {version('openrlhf')}: --algo.dynamic_filtering_enable drops groups by the agent's own scores, "
+            "before they are judged; leave it out"
         )
     if args.algo.kl.init_coef > 0 and not args.algo.kl.use_loss:
         raise ConfigError(

@@ -48,11 +48,22 @@ class SkyRLCredit(CreditJudge):
         class StepCreditTrainer(base):
             """Judges the generated trajectories, and spreads the advantages that SkyRL computes."""
 
+            def __init__(self, *arguments: Any, **options: Any) -> None:
+                super().__init__(*arguments, **options)
+                _check(self.cfg)
+
             def postprocess_generator_output(
                 self, generator_output: Any, uids: list[str], *arguments: Any, **options: Any
             ) -> Any:
-                credit.reward(generator_output, uids, self.tokenizer.decode)
-                return super().postprocess_generator_output(generator_output, uids, *arguments, **options)
+                failed = credit.reward(generator_output, uids, self.tokenizer.decode)
+                output, uids = super().postprocess_generator_output(generator_output, uids, *arguments, **options)
+                # SkyRL may have merged rows, but keeps the order of trajectories.
+                trajectories = _trajectories(len(uids), output.get("is_last_step"))
+                credit._failed = {
+                    _key(uids[rows[0]], [output["response_ids"][row] for row in rows])
+                    for rows in (trajectories[number] for number in failed)
+                }
+                return output, uids
 
             def compute_advantages_and_returns(self, data: Any) -> Any:
                 last, uids = data.metadata.get("is_last_step"), list(data.metadata["uids"])
@@ -60,10 +71,11 @@ class SkyRLCredit(CreditJudge):
                 ids = data["sequences"].cpu().numpy()[:, -mask.shape[1] :]
                 shown = data["response_mask"].cpu().numpy() != 0
                 # Put a trajectory without reward in a group of its own, so that it does not count in the baseline.
+                data.metadata["uids"] = groups = uids.copy()
                 for rows in _trajectories(len(uids), last):
                     if _key(uids[rows[0]], [ids[row][shown[row]] for row in rows]) in credit._failed:
                         for row in rows:
-                            data.metadata["uids"][row] = f"{uids[row]}, not judged: {rows[0]}"
+                            groups[row] = f"{uids[row]}, not judged: {rows[0]}"
                 data = super().compute_advantages_and_returns(data)
                 data.metadata["uids"] = uids
                 spread = credit.spread(data["advantages"].cpu().numpy(), shown, mask, ids, uids, last)
@@ -72,13 +84,15 @@ class SkyRLCredit(CreditJudge):
 
         return StepCreditTrainer
 
-    def reward(self, output: Any, uids: Sequence[str], decode: Any) -> None:
+    def reward(self, output: Any, uids: Sequence[str], decode: Any) -> list[int]:
         """Judge a generator's output, and write rewards and masks into it.
 
         Args:
             output: SkyRL's GeneratorOutput.
             uids: the prompt's id of each row.
             decode: token ids to text.
+
+        Returns: numbers of the trajectories that could not be judged.
         """
         words = functools.partial(decode, skip_special_tokens=True)
         trajectories = _trajectories(len(uids), output.get("is_last_step"))
@@ -90,16 +104,14 @@ class SkyRLCredit(CreditJudge):
             records.append({"task_id": uids[rows[0]], "messages": messages})
             tokens.append(counts)
         verdicts = self.judge_sync(keys, records, tokens)
-        self._failed = set()
         rewards = [0.0] * len(uids)
         masks = [list(mask) for mask in output["loss_masks"]]
         for rows, verdict in zip(trajectories, verdicts, strict=True):
-            if verdict.reward is None:
-                self._failed.add(_key(uids[rows[0]], [output["response_ids"][row] for row in rows]))
             for row in rows:
                 rewards[row] = verdict.reward or 0.0
                 masks[row] = [0] * len(masks[row]) if verdict.reward is None else masks[row]
         output["rewards"], output["loss_masks"] = rewards, masks
+        return [number for number, verdict in enumerate(verdicts) if verdict.reward is None]
 
     def spread(
         self, advantages: Any, shown: Any, mask: Any, ids: Any, uids: Sequence[str], last: Sequence[bool] | None
@@ -125,6 +137,25 @@ class SkyRLCredit(CreditJudge):
             spread = self.store.spread([key], [advantage], joined[None])[0].reshape(len(rows), -1)
             found[rows] = spread[:, :-1]
         return found
+
+
+def _check(config: Any) -> None:
+    """Raise ConfigError for settings with which credit would be lost or wrong."""
+    algorithm, name = config.trainer.algorithm, f"skyrl {version('skyrl')}: trainer."
+    if algorithm.advantage_estimator not in ("grpo", "rloo", "maxrl"):
+        raise ConfigError(
+            f"{name}algorithm.advantage_estimator={algorithm.advantage_estimator} computes no advantage "
+            "within a group; expected grpo, rloo or maxrl"
+        )
+    for setting, used in (
+        ("algorithm.dynamic_sampling.type", algorithm.dynamic_sampling.type),
+        ("fully_async.sample_full_batch", config.trainer.fully_async.sample_full_batch),
+    ):
+        if used:
+            raise ConfigError(
+                f"{name}{setting}={used} drops groups by the environment's rewards, before "
+                "they are judged; leave it out"
+            )
 
 
 def _key(uid: str, ids: Sequence[Any]) -> TrajectoryKey:

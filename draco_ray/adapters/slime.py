@@ -35,8 +35,18 @@ def rewards(args: Any, samples: Sequence[Any]) -> tuple[list[float], list[float]
 
     Returns: the reward and A_i of each sample; 0 if it could not be judged.
 
-    Raises: as `draco_ray.judge`; ConfigError: a rollout is split into several samples.
+    Raises: as `draco_ray.judge`; ConfigError: settings that lose credit, or a rollout split into several samples.
     """
+    if args.custom_advantage_function_path is None:
+        raise ConfigError(
+            "slime: without --custom-advantage-function-path credit would be uniform; expected "
+            "draco_ray.adapters.slime.advantages"
+        )
+    if "check_reward_nonzero_std" in (args.dynamic_sampling_filter_path or ""):
+        raise ConfigError(
+            f"slime: --dynamic-sampling-filter-path {args.dynamic_sampling_filter_path} drops groups by the "
+            "environment's rewards, before they are judged; leave it out"
+        )
     judge, words = _judge(json.dumps(_settings(args), sort_keys=True)), _decoder(args.hf_checkpoint)
     groups, keys, records, tokens = [], [], [], []
     for sample in samples:

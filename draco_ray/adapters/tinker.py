@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from draco_ray.adapters.tokens import spread_rows
-from draco_ray.adapters.verdicts import StepVerdict
+from draco_ray.adapters.tokens import sampled_runs, spread_rows
+from draco_ray.adapters.verdicts import MissingVerdict, StepVerdict
 
 
 def datum(
@@ -54,11 +54,16 @@ def step_data(data: Sequence[Any], verdict: StepVerdict) -> list[Any]:
     Args:
         data: result of ``tinker_cookbook.rl.data_processing.trajectory_to_data``: one datum, or several if the history
             was rewritten, with ``mask`` and the same advantage on all sampled tokens.
-        verdict: the trajectory's. Without citations, or if its turns do not match, the data are not changed.
+        verdict: the trajectory's. Without citations, or if judging failed, the data are not changed.
 
-    Returns: new data.
+    Returns: new data. Raises: MissingVerdict: the verdict is on another number of turns.
     """
     masks = [each.loss_fn_inputs["mask"].to_numpy() for each in data]
+    turns = sum(len(sampled_runs(mask)) for mask in masks)
+    if verdict.reward is not None and turns != len(verdict.acted):
+        raise MissingVerdict(
+            f"the data have {turns} sampled turns, the verdict {len(verdict.acted)}; expected this trajectory's verdict"
+        )
     values = np.concatenate(
         [each.loss_fn_inputs["advantages"].to_numpy()[mask != 0] for each, mask in zip(data, masks, strict=True)]
     )

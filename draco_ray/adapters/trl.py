@@ -115,10 +115,12 @@ class StepCredit(CreditJudge):
             from draco_ray.adapters.trl_async import async_trainer
 
             return async_trainer(self, base)
-        if not hasattr(base, "_generate_and_score_completions"):
+        # TRL's class whose loss is used; that of RLOOTrainer or GMPOTrainer would average the advantages of a row.
+        losses = [each for each in base.__mro__ if each.__module__.startswith("trl.") and "_compute_loss" in vars(each)]
+        if not losses or losses[0].__name__ != "GRPOTrainer" or not hasattr(base, "_generate_and_score_completions"):
             raise ConfigError(
-                f"trl {version('trl')}: {base.__name__} has no _generate_and_score_completions, where advantages are "
-                "computed; expected a GRPOTrainer or an AsyncGRPOTrainer"
+                f"trl {version('trl')}: the loss of {base.__name__} takes no per-token advantages; expected "
+                "GRPOTrainer or AsyncGRPOTrainer"
             )
         return _sync_trainer(self, base)
 

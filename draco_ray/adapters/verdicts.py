@@ -183,7 +183,7 @@ class VerdictStore:
             for each in zip(keys, self.get(keys), map(float, advantages_B), mask_BT, strict=True)
         ]
         new = self.counts - before
-        if without := {name: new[name] for name in ("failed", "stale", "missing") if new[name]}:
+        if without := {name: new[name] for name in ("failed", "stale", "missing", "cut") if new[name]}:
             log.warning("step credit: %s of %d rows keep a uniform advantage", without, len(keys))
         return np.stack(rows) if rows else np.zeros(mask_BT.shape, dtype=np.float32)
 
@@ -222,7 +222,7 @@ class VerdictStore:
         self,
         key: TrajectoryKey,
         record: Mapping[str, Any],
-        size: int,
+        size: Callable[[], int],
         judge: Callable[[list[dict[str, Any]]], Awaitable[list[StepVerdict]]],
         *,
         timeout: float = 3600.0,
@@ -235,7 +235,7 @@ class VerdictStore:
         Args:
             key: this trajectory's key; no other group may have its uid and group.
             record: input of ``judge`` for this trajectory, as JSON.
-            size: number of trajectories in the group.
+            size: number of trajectories in the group; asked again while waiting, because one may be lost.
             judge: returns one verdict for each record of a group, in order.
             timeout: seconds until the group must be complete and judged.
 
@@ -252,12 +252,12 @@ class VerdictStore:
                 verdict, rows = _verdict(connection, key, text), _waiting(connection, key)
             if verdict is not None:
                 return verdict
-            if len(rows) >= size and (rows := self._claim(key, text, size)):
+            if len(rows) >= size() and (rows := self._claim(key, text, size())):
                 await self._judge_group(key, rows, judge)
             else:
                 await asyncio.sleep(POLL_SECONDS)
         raise MissingVerdict(
-            f"group {key.uid}: {len(rows)} of {size} trajectories arrived within {timeout:.0f} s; the group is not "
+            f"group {key.uid}: {len(rows)} of {size()} trajectories arrived within {timeout:.0f} s; the group is not "
             "judged"
         )
 

@@ -2,7 +2,7 @@
 
 Two entries of verl's configuration, and the judge's:
 
-    actor_rollout_ref.rollout.agent.agent_loop_manager_class=draco_ray.adapters.verl.StepCreditManager
+    +actor_rollout_ref.rollout.agent.agent_loop_manager_class=draco_ray.adapters.verl.StepCreditManager
     algorithm.adv_estimator=draco
     +draco.model=openai/gpt-5.4 +draco.store=/data/run/verdicts.sqlite +draco.missing=error
 
@@ -60,13 +60,23 @@ class StepCreditWorker(agent_loop_tq.AgentLoopWorkerTQ.__ray_metadata__.modified
             judge["budget"] /= config.actor_rollout_ref.rollout.agent.num_workers
         self._credit = CreditJudge(**judge)
         self._sizes: dict[str, int] = {}
+        self._judged: set[tuple[str, int]] = set()
 
     async def _run_prompt(self, prompt: dict[str, Any], *arguments: Any, **options: Any) -> None:
-        self._sizes[prompt["uid"]] = prompt.get("__rollout_n__", self.config.actor_rollout_ref.rollout.n)
+        uid = prompt["uid"]
+        self._sizes[uid] = prompt.get("__rollout_n__", self.config.actor_rollout_ref.rollout.n)
         try:
             await super()._run_prompt(prompt, *arguments, **options)
         finally:
-            del self._sizes[prompt["uid"]]
+            del self._sizes[uid]
+            self._judged = {each for each in self._judged if each[0] != uid}
+
+    async def _run_agent_loop(self, *arguments: Any, uid: str, session_id: int, **options: Any) -> None:
+        try:
+            await super()._run_agent_loop(*arguments, uid=uid, session_id=session_id, **options)
+        finally:
+            # The group does not wait for a session that crashed or returned nothing.
+            self._sizes[uid] -= (uid, session_id) not in self._judged
 
     async def _agent_loop_postprocess(self, output: Any, validate: bool, **kwargs: Any) -> None:
         outputs = output if isinstance(output, list) else [output]
@@ -88,9 +98,14 @@ class StepCreditWorker(agent_loop_tq.AgentLoopWorkerTQ.__ray_metadata__.modified
             functools.partial(self.tokenizer.decode, skip_special_tokens=True),
         )
         record = {"messages": messages, "tokens": counts}
+        self._judged.add((uid, kwargs["session_id"]))
         key = TrajectoryKey(uid, "", str(kwargs["session_id"]))
         verdict = await self._credit.store.judge_in_group(
-            key, record, self._sizes[uid], functools.partial(self._judge_group, uid), timeout=self._timeout
+            key,
+            record,
+            lambda: self._sizes[uid],
+            functools.partial(self._judge_group, uid),
+            timeout=self._timeout,
         )
         # verl needs a number here; the estimator leaves out trajectories without a reward.
         outputs[0].reward_score = 0.0 if verdict.reward is None else verdict.reward

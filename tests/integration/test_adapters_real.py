@@ -5,12 +5,14 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import os
 import re
 import subprocess
 import sys
 import sysconfig
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -43,15 +45,45 @@ def run(script: str, variable: str, usual: str, **settings: str) -> Any:
     environment = {**os.environ, **settings, "PYTHONPATH": str(REPOSITORY), "LITELLM_LOCAL_MODEL_COST_MAP": "True"}
     done = subprocess.run([python, "-c", code], capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
+    ran.setdefault(version_of(variable.split("_", 1)[1].rpartition("_")[0], python), []).append(script)
     return json.loads(done.stdout.splitlines()[-1])
+
+
+ran: dict[str, list[str]] = {}
+"""Package and version -> scripts that ran with it."""
+DISTRIBUTIONS = {"ART": "openpipe-art", "INSPECT": "inspect_ai", "TINKER": "tinker-cookbook"}
+
+
+def version_of(name: str, python: Path) -> str:
+    """A package's version, or the commit of its checkout."""
+    if name in ("PRIME_RL", "SLIME"):
+        commit = subprocess.run(
+            ["git", "-C", os.environ[f"DRACO_{name}"], "rev-parse", "HEAD"], capture_output=True, text=True
+        )
+        return f"{name.lower().replace('_', '-')} {commit.stdout[:8] or '(no commit)'}"
+    folders = [str(path) for path in python.parent.parent.glob("lib/python*/site-packages")]
+    for found in importlib.metadata.distributions(name=DISTRIBUTIONS.get(name, name.lower()), path=folders):
+        return f"{found.name} {found.version}"
+    return f"{name.lower()} (unknown version)"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def summary(request: pytest.FixtureRequest) -> Iterator[None]:
+    """At the end, print what ran with which version."""
+    yield
+    reporter = request.config.pluginmanager.get_plugin("terminalreporter")
+    if reporter is not None:
+        for version in sorted(ran):
+            reporter.write_line(f"\nran with {version}: {', '.join(dict.fromkeys(ran[version]))}")
 
 
 TRAINERS = REPOSITORY / "examples" / "trainers"
 PROGRAMS = {
     "trl": ("DRACO_TRL_PYTHON", ".venv-bench"),
+    "verifiers": ("DRACO_VERIFIERS_PYTHON", ".venv-verifiers"),
     **{
         name: (f"DRACO_{name.upper()}_PYTHON", f".venv-adapter-{name}")
-        for name in ("skyrl", "openrlhf", "tinker", "art", "inspect", "verifiers")
+        for name in ("skyrl", "openrlhf", "tinker", "art", "inspect")
     },
 }
 
@@ -112,6 +144,8 @@ def test_trls_trainer_is_pushed_by_our_advantages_through_its_own_tool_loop() ->
     assert found["moved"]
     assert found["counts"] == {"spread": 6, "failed": 2}
     assert "no verdict" in found["stale"]
+    for said, name in zip(found["refused"], ("RLOOTrainer", "GMPOTrainer"), strict=True):
+        assert f"the loss of {name} takes no per-token advantages" in said
 
 
 def test_trls_trainer_judges_a_group_that_is_split_over_two_processes_as_one() -> None:
@@ -139,7 +173,7 @@ def test_trls_asynchronous_trainer_is_pushed_by_our_advantages() -> None:
 
 
 def test_traces_of_verifiers_get_rewards_and_advantages() -> None:
-    found = run("verifiers_group", "DRACO_VERIFIERS_PYTHON", ".venv-adapter-verifiers/bin/python")
+    found = run("verifiers_group", "DRACO_VERIFIERS_PYTHON", ".venv-verifiers/bin/python")
     assert found["rewards"] == [-1.0, 0.0, 1.0]
     assert found["advantages"][1] is None
     good, bad = step_advantages(verdicts=[[1], [-1]], citations=[{0: [2]}, {0: [2]}], tokens=[[3, 4, 2], [3, 4, 2]])
@@ -148,7 +182,7 @@ def test_traces_of_verifiers_get_rewards_and_advantages() -> None:
 
 
 def test_vf_eval_runs_our_environment_which_judges_in_its_finalize() -> None:
-    found = run("verifiers_eval", "DRACO_VF_EVAL_PYTHON", ".venv-adapter-verifiers/bin/python")
+    found = run("verifiers_eval", "DRACO_VERIFIERS_PYTHON", ".venv-verifiers/bin/python")
     (value,) = step_advantages(verdicts=[[1], [-1]], citations=[{0: [1]}] * 2, tokens=[[1], [1]])[0]
     assert found == {
         "The cheapest is DL9.": [{"score": 1.0, "weight": 1.0}, {"step_advantages": [pytest.approx(value)]}],
@@ -206,25 +240,50 @@ def test_verls_policy_loss_passes_our_advantages_on() -> None:
     assert "(stale)" in found["stale"]
 
 
+def test_verls_own_trainer_is_pushed_by_our_advantages() -> None:
+    found = run("verl_loop", "DRACO_VERL_PYTHON", ".venv-adapter-verl/bin/python")
+    rows = [row for row in found["rows"] if any(row["mask"])]
+    # Two steps of two groups; one run of each group crashed, for which verl pads the batch.
+    flights = [next(each for each in FLIGHTS if f"Booked {each}" in row["text"]) for row in rows]
+    assert sorted(flights) == sorted(FLIGHTS * 4)
+    assert len(found["rows"]) == 20
+    for flight, row in zip(flights, rows, strict=True):
+        turns = runs_of(row["pushed"], row["mask"])
+        values = expected([[len(turn) for turn in turns]] * 3, epsilon=1e-6)[FLIGHTS.index(flight)]
+        for turn, value in zip(turns, values, strict=True):
+            assert turn == pytest.approx([value] * len(turn), rel=1e-5, abs=1e-9)
+    assert {row["rank"] for row in rows} == set(range(len(found["weights"])))
+    for weights in found["weights"]:
+        assert len(set(weights)) == len(weights) == 3
+
+
 def test_skyrls_policy_loss_passes_our_advantages_on() -> None:
-    whole, step_wise = run("skyrl_batch", "DRACO_SKYRL_PYTHON", ".venv-adapter-skyrl/bin/python")
-    for ids, pushed, mask in zip(whole["ids"], whole["pushed"], whole["mask"], strict=True):
-        session = (next(each for each in ids if each >= 100) - 100) // 5
-        if session < 3:
-            check_pushed(runs_of(pushed, mask), session)
-        else:
-            assert not any(mask)
+    whole, step_wise, merged = run("skyrl_batch", "DRACO_SKYRL_PYTHON", ".venv-adapter-skyrl/bin/python")
+    for found in (whole, merged):
+        for uid, ids, pushed, mask in zip(*(found[name] for name in ("uids", "ids", "pushed", "mask")), strict=True):
+            session = (next(each for each in ids if each >= 100) - 100) // 5
+            # A group of which one run could be judged is not judged.
+            if session == 3 or uid == "prompt_2":
+                assert not any(mask)
+            else:
+                check_pushed(runs_of(pushed, mask), session)
     # Three rows a trajectory, in the same order, have the same values as its three turns.
     turns = [turn for row in zip(whole["pushed"], whole["mask"], strict=True) for turn in runs_of(*row) or [[]] * 3]
     rows = [
         [p for p, m in zip(*row, strict=True) if m] for row in zip(step_wise["pushed"], step_wise["mask"], strict=True)
     ]
-    assert len(turns) == len(rows) == 24
+    assert len(turns) == len(rows) == 36
     for turn, row in zip(turns, rows, strict=True):
         assert row == pytest.approx(turn, rel=1e-5)
-    assert whole["counts"] == step_wise["counts"] == {"spread": 6}
-    assert "no verdict" in whole["stale"]
-    assert "no verdict" in step_wise["stale"]
+    for found in (whole, step_wise, merged):
+        assert found["counts"] == {"spread": 6}
+        assert "no verdict" in found["stale"]
+        assert found["refused"] == [
+            "skyrl 0.3.0: trainer.algorithm.advantage_estimator=gae computes no advantage within a group; expected "
+            "grpo, rloo or maxrl",
+            "skyrl 0.3.0: trainer.algorithm.dynamic_sampling.type=filter drops groups by the environment's rewards, "
+            "before they are judged; leave it out",
+        ]
 
 
 def test_openrlhfs_policy_loss_passes_our_advantages_on() -> None:
@@ -248,7 +307,9 @@ def test_openrlhfs_policy_loss_passes_our_advantages_on() -> None:
         for turn, count in zip(runs_of(row["pushed"], row["mask"]), counts, strict=True):
             assert turn == pytest.approx([share / count] * count, rel=1e-5, abs=1e-7)
     assert "no verdict" in found["stale"]
-    assert found["refused"].startswith("openrlhf 0.11.2: --algo.advantage.estimator=gae")
+    reasons = ("--algo.advantage.estimator=gae", "--algo.dynamic_filtering_enable", "--train.async_enable")
+    for said, reason in zip(found["refused"], reasons, strict=True):
+        assert said.startswith(f"openrlhf 0.11.2: {reason}")
 
 
 def test_slimes_policy_loss_passes_our_advantages_on() -> None:
@@ -265,6 +326,8 @@ def test_slimes_policy_loss_passes_our_advantages_on() -> None:
             assert not any(row["mask"])
             assert not any(row["pushed"])
     assert "no verdict" in found["stale"]
+    assert "drops groups by the environment's rewards" in found["refused"][0]
+    assert "credit would be uniform" in found["refused"][1]
 
 
 def test_tinkers_data_hold_our_advantages() -> None:
@@ -284,8 +347,7 @@ def test_tinkers_data_hold_our_advantages() -> None:
         assert [advantage for advantage, _ in pairs] == pytest.approx(np.repeat(values, tokens).tolist(), rel=1e-5)
     assert [len(data) for data in found["cookbook"]] == [1, 2]
     plain = found["plain"]
-    # A verdict on another number of turns leaves the advantage as it is.
-    assert found["stale"]["advantages"] == plain["advantages"]
+    assert "the data have 3 sampled turns, the verdict 2" in found["stale"]
     assert {name: plain[name] for name in found["ours"]} == found["ours"]
 
 

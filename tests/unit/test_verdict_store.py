@@ -122,16 +122,17 @@ async def test_a_group_that_is_split_over_workers_is_judged_once_and_whole(tmp_p
     judge = Judge()
     stores = [VerdictStore(tmp_path / "v") for _ in range(2)]
     found = await asyncio.gather(
-        *(stores[n % 2].judge_in_group(key(str(n)), {"good": n < 2}, 4, judge, timeout=20.0) for n in range(4))
+        *(stores[n % 2].judge_in_group(key(str(n)), {"good": n < 2}, lambda: 4, judge, timeout=20.0) for n in range(4))
     )
     assert found == [GOOD, GOOD, BAD, BAD]
     assert judge.asked == [[{"good": True}, {"good": True}, {"good": False}, {"good": False}]]
     # A restarted worker with the same trajectory asks for nothing.
-    assert await stores[0].judge_in_group(key("1"), {"good": True}, 4, judge) == GOOD
+    assert await stores[0].judge_in_group(key("1"), {"good": True}, lambda: 4, judge) == GOOD
     assert len(judge.asked) == 1
     # The same names with other trajectories: a new group.
     again = [
-        stores[0].judge_in_group(key(str(n)), {"good": n == 3, "new": 1}, 4, judge, timeout=20.0) for n in range(4)
+        stores[0].judge_in_group(key(str(n)), {"good": n == 3, "new": 1}, lambda: 4, judge, timeout=20.0)
+        for n in range(4)
     ]
     assert await asyncio.gather(*again) == [BAD, BAD, BAD, GOOD]
 
@@ -147,7 +148,7 @@ async def judge(records):
 async def main(path, *samples):
     store = VerdictStore(path)
     keys = [TrajectoryKey("task", "", each) for each in samples]
-    waiting = [store.judge_in_group(key, {"n": int(key.sample)}, 4, judge, timeout=120.0) for key in keys]
+    waiting = [store.judge_in_group(key, {"n": int(key.sample)}, lambda: 4, judge, timeout=120.0) for key in keys]
     print(*(int(verdict.reward) for verdict in await asyncio.gather(*waiting)))
 
 asyncio.run(main(*sys.argv[1:]))
@@ -168,12 +169,25 @@ def test_two_processes_judge_their_common_group_once(tmp_path: Path) -> None:
 async def test_a_group_that_stays_incomplete_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store, judge = VerdictStore(tmp_path / "v"), Judge()
     with pytest.raises(MissingVerdict, match="group task: 1 of 2 trajectories"):
-        await store.judge_in_group(key("0"), {"good": True}, 2, judge, timeout=0.3)
+        await store.judge_in_group(key("0"), {"good": True}, lambda: 2, judge, timeout=0.3)
     # Its worker has gone: another trajectory does not make the group whole.
     monkeypatch.setattr(verdicts, "ALIVE_SECONDS", 0.0)
     with pytest.raises(MissingVerdict):
-        await store.judge_in_group(key("1"), {"good": True}, 2, judge, timeout=0.3)
+        await store.judge_in_group(key("1"), {"good": True}, lambda: 2, judge, timeout=0.3)
     assert not judge.asked
+
+
+async def test_a_group_does_not_wait_for_a_trajectory_that_is_lost(tmp_path: Path) -> None:
+    store, judge, sizes = VerdictStore(tmp_path / "v"), Judge(), [3]
+    waiting = [
+        asyncio.ensure_future(store.judge_in_group(key(str(n)), {"good": n < 1}, lambda: sizes[0], judge))
+        for n in range(2)
+    ]
+    await asyncio.sleep(0.1)
+    assert not judge.asked
+    sizes[0] = 2
+    assert await asyncio.gather(*waiting) == [GOOD, BAD]
+    assert len(judge.asked) == 1
 
 
 async def test_a_judge_that_fails_leaves_the_group_to_the_next_worker(tmp_path: Path) -> None:
@@ -183,5 +197,5 @@ async def test_a_judge_that_fails_leaves_the_group_to_the_next_worker(tmp_path: 
         raise RuntimeError("no connection")
 
     with pytest.raises(RuntimeError, match="no connection"):
-        await store.judge_in_group(key("0"), {"good": True}, 1, broken)
-    assert await store.judge_in_group(key("0"), {"good": True}, 1, judge) == GOOD
+        await store.judge_in_group(key("0"), {"good": True}, lambda: 1, broken)
+    assert await store.judge_in_group(key("0"), {"good": True}, lambda: 1, judge) == GOOD

@@ -69,6 +69,7 @@ def arguments(estimator: str) -> Any:
                 "algo.advantage.gamma": 1.0,
                 "algo.advantage.lambd": 1.0,
                 "algo.advantage.no_std_norm": False,
+                "algo.dynamic_filtering_enable": False,
                 "algo.kl.init_coef": 0.0,
                 "algo.kl.target": None,
                 "algo.kl.use_loss": False,
@@ -127,7 +128,7 @@ def pushed(experience: Any) -> list[Any]:
 
 def main() -> None:
     """Print for each estimator what the loss passes on; then what a stale sample leads to."""
-    from openrlhf.trainer import ppo_trainer
+    from openrlhf.trainer import ppo_trainer, ppo_trainer_async
     from openrlhf.trainer.ppo_utils import experience_maker, split_experience_batch
 
     from draco_ray.adapters.openrlhf import OpenRLHFCredit
@@ -164,12 +165,20 @@ def main() -> None:
     stale = trainer.experience_maker.make_experience(trainer.experience_maker.split_rollout_samples(samples()))
     stale[0].sequences[0, 2] += 50
     found["stale"] = refusal(trainer.experience_maker.compute_advantages_and_returns, stale)
-    try:
-        credit.experience_maker(experience_maker.RemoteExperienceMaker)(
-            None, None, None, None, None, SimpleNamespace(args=arguments("gae")), Words()
-        )
-    except ConfigError as error:
-        found["refused"] = str(error)
+    filtered = arguments("rloo")
+    filtered.algo.dynamic_filtering_enable = True
+    maker = credit.experience_maker(experience_maker.RemoteExperienceMaker)
+    found["refused"] = []
+    for make in (
+        lambda: maker(None, None, None, None, None, SimpleNamespace(args=arguments("gae")), Words()),
+        lambda: maker(None, None, None, None, None, SimpleNamespace(args=filtered), Words()),
+        # As openrlhf.cli.train_ppo_ray starts it.
+        lambda: ppo_trainer_async.PPOTrainerAsync.remote(""),
+    ):
+        try:
+            make()
+        except ConfigError as error:
+            found["refused"].append(str(error))
     emit(found)
 
 

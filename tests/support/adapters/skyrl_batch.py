@@ -35,10 +35,15 @@ def tokens(run: int) -> list[list[int]]:
 
 
 def output(step_wise: bool) -> tuple[dict[str, Any], list[str]]:
-    """Two groups whose trajectories come in any order, whole or in a row for each turn."""
-    found: dict[str, Any] = {name: [] for name in ("prompt_token_ids", "response_ids", "loss_masks", "is_last_step")}
+    """Three groups whose trajectories come in any order, whole or in a row for each turn."""
+    from skyrl.train.generators.base import TrajectoryID
+
+    names = ("prompt_token_ids", "response_ids", "loss_masks", "is_last_step", "trajectory_ids")
+    found: dict[str, Any] = {name: [] for name in names}
     uids = []
-    for run, prompt in ((3, 1), (0, 1), (2, 1), (1, 1), (2, 0), (0, 0), (3, 0), (1, 0)):
+    # In the last group one of four runs can be judged.
+    runs = ((3, 1), (0, 1), (2, 1), (1, 1), (2, 0), (0, 0), (3, 0), (1, 0), (3, 2), (1, 2), (3, 2), (3, 2))
+    for number, (run, prompt) in enumerate(runs):
         parts, start = tokens(run), [7, 8 + prompt]
         if step_wise:
             rows = [([*start, *chain(*parts[:n])], parts[n], [1] * len(parts[n])) for n in (0, 2, 4)]
@@ -49,6 +54,7 @@ def output(step_wise: bool) -> tuple[dict[str, Any], list[str]]:
             found["response_ids"].append(response)
             found["loss_masks"].append(mask)
             found["is_last_step"].append(n == len(rows) - 1)
+            found["trajectory_ids"].append(TrajectoryID(f"prompt_{prompt}", number))
             uids.append(f"prompt_{prompt}")
     if not step_wise:
         found["is_last_step"] = None
@@ -56,8 +62,33 @@ def output(step_wise: bool) -> tuple[dict[str, Any], list[str]]:
     return {**found, "rewards": [0.0] * rows_of, "stop_reasons": ["stop"] * rows_of, "rollout_logprobs": None}, uids
 
 
+def refused() -> list[str]:
+    """What is said of settings with which credit would be lost."""
+    from skyrl.train.config import SkyRLTrainConfig
+
+    from draco_ray.adapters.skyrl import SkyRLCredit
+    from draco_ray.errors import ConfigError
+
+    class Host:
+        postprocess_generator_output = compute_advantages_and_returns = None
+
+        def __init__(self, cfg: Any) -> None:
+            self.cfg = cfg
+
+    said = []
+    for estimator, sampling in (("gae", None), ("grpo", "filter")):
+        cfg = SkyRLTrainConfig()
+        cfg.trainer.algorithm.advantage_estimator = estimator
+        cfg.trainer.algorithm.dynamic_sampling.type = sampling
+        try:
+            SkyRLCredit("canned", complete=CannedOnce("")).trainer(Host)(cfg)
+        except ConfigError as error:
+            said.append(str(error))
+    return said
+
+
 def main() -> None:
-    """Print for both forms what SkyRL's policy loss passes on to each row's log-probabilities."""
+    """Print for each form what SkyRL's policy loss passes on to each row's log-probabilities."""
     import torch
     from skyrl.backends.skyrl_train.utils.ppo_utils import PolicyLossRegistry
     from skyrl.train.config import SkyRLTrainConfig
@@ -66,13 +97,14 @@ def main() -> None:
     from draco_ray.adapters.skyrl import SkyRLCredit
 
     found = []
-    for step_wise in (False, True):
+    for step_wise, merged in ((False, False), (True, False), (True, True)):
         credit = SkyRLCredit("canned", complete=CannedOnce(unscored="booked XX0"))
         trainer: Any = object.__new__(credit.trainer(RayPPOTrainer))
         trainer.cfg, trainer.tokenizer, trainer.all_metrics = SkyRLTrainConfig(), Words(), {}
         trainer.cfg.generator.step_wise_trajectories = step_wise
+        trainer.cfg.generator.merge_stepwise_output = merged
         trainer.cfg.generator.n_samples_per_prompt = 4
-        trainer.cfg.trainer.train_batch_size = trainer.cfg.trainer.policy_mini_batch_size = 2
+        trainer.cfg.trainer.train_batch_size = trainer.cfg.trainer.policy_mini_batch_size = 3
         trainer.cfg.trainer.critic.model.path = None
         trainer.dispatch = type("Dispatch", (), {"get_lcm_dp_size": lambda self: 1})()
         generated, uids = trainer.postprocess_generator_output(*output(step_wise))
@@ -98,6 +130,7 @@ def main() -> None:
         # Sampled tokens that were not judged.
         batch["sequences"][:, -mask.shape[1] :][mask != 0] += 1
         found[-1]["stale"] = refusal(trainer.compute_advantages_and_returns, batch)
+        found[-1]["refused"] = refused()
     emit(found)
 
 

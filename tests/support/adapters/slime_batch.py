@@ -55,6 +55,7 @@ def arguments(store: str) -> Any:
         custom_advantage_function_path="draco_ray.adapters.slime.advantages",
         custom_reward_post_process_path="draco_ray.adapters.slime.rewards",
         custom_pg_loss_reducer_function_path=None,
+        dynamic_sampling_filter_path=None,
         entropy_coef=0.0,
         eps_clip=0.2,
         eps_clip_high=0.2,
@@ -101,6 +102,18 @@ def trained(args: Any, rows: list[Any], advantages: list[float]) -> list[Any]:
     return [(-each * mask.sum()).tolist() for each, mask in zip(gradients, masks, strict=True)]
 
 
+def refusal_of_settings(args: Any, made: list[Any]) -> str:
+    """What is said of arguments with which credit would be lost."""
+    from draco_ray.adapters import slime as adapter
+    from draco_ray.errors import ConfigError
+
+    try:
+        adapter.rewards(args, made)
+    except ConfigError as error:
+        return str(error)
+    raise AssertionError("not refused")
+
+
 def main() -> None:
     """Print rewards, and what the loss passes on; then what a stale sample leads to."""
     from slime.utils import processing_utils
@@ -125,7 +138,11 @@ def main() -> None:
     made[1].tokens[2] += 50
     stale = refusal(trained, args, made[1:2], advantages[1:2])
     order = [FLIGHTS[(row.tokens[2] - 100) % 50 // 5] for row in made]
-    emit({"rewards": rewards, "flights": order, "rows": found, "stale": stale})
+    args.dynamic_sampling_filter_path = "slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std"
+    refused = [refusal_of_settings(args, made)]
+    args.custom_advantage_function_path = None
+    refused.append(refusal_of_settings(args, made))
+    emit({"refused": refused, "rewards": rewards, "flights": order, "rows": found, "stale": stale})
 
 
 if __name__ == "__main__":

@@ -74,10 +74,27 @@ def main() -> None:
     # A batch in which other tokens stand than those that were judged.
     count = len(credit._keys)
     found["stale"] = refusal(credit.advantages, [1.0] * count, [[1]] * count, [[0]] * count)
+    found["refused"] = refused(credit)
     if "FLIGHTS_OUT" in os.environ:
         Path(os.environ["FLIGHTS_OUT"], f"{rank}.json").write_text(json.dumps(found))
     else:
         emit(found)
+
+
+def refused(credit: Any) -> list[str]:
+    """What is said of TRL's trainers whose losses have one advantage a sequence."""
+    from trl import RLOOTrainer
+    from trl.experimental.gmpo import GMPOTrainer
+
+    from draco_ray.errors import ConfigError
+
+    said = []
+    for trainer in (RLOOTrainer, GMPOTrainer):
+        try:
+            credit.trainer(trainer)
+        except ConfigError as error:
+            said.append(str(error))
+    return said
 
 
 def split() -> None:

@@ -48,7 +48,7 @@ def worker(config: Any) -> Any:
     made = object.__new__(adapter.StepCreditWorker)
     made.config, made.tokenizer, made._timeout = config, types.SimpleNamespace(decode=text_of), 60.0
     made._credit = adapter.CreditJudge("canned", store=config.draco.store, complete=CannedOnce(unscored="booked XX0"))
-    made._sizes = {"prompt_0": 4}
+    made._sizes, made._judged = {"prompt_0": 4}, set()
     made.processor = made.reward_loop_worker_handles = None
     made.mm_processor_kwargs, made.distillation_enabled = {}, False
 
@@ -57,7 +57,7 @@ def worker(config: Any) -> Any:
             output_of(session_id), trajectory["validate"], session_id=session_id, **prompt
         )
 
-    made._run_agent_loop = run_agent_loop
+    setattr(made, "_run_agent_loop", run_agent_loop)  # noqa: B010
     return made
 
 
