@@ -15,6 +15,7 @@ learner worked and the GPU's dense bfloat16 peak. Tokens of the learner are all 
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import json
 import os
 import subprocess
@@ -48,6 +49,8 @@ SECONDS = 570
 """Of everything: a borrowed machine's ten minutes, less what the table takes."""
 GROUP, STEPS = 6, 2
 WORLD = Path(__file__).with_name("gpu_step_world.py")
+TORCHVISION_STUB = Path(__file__).resolve().parents[1] / "tests" / "support" / "torchvision_stub"
+"""vLLM's class of Qwen3.6 imports torchvision, which only the GPU lock installs; nothing here uses it."""
 PUBLISHED = """
 | system | model | tokens/s a GPU | counted | MFU | step |
 |---|---|---|---|---|---|
@@ -102,7 +105,8 @@ def overrides(folder: Path, rollouts: int, *, tiny: bool) -> list[str]:
         "ray.dashboard=false",
     ]
     if tiny:
-        return [*keys, "model.dtype=float32", "learner.micro_batch_tokens=512"]
+        # On CPUs vLLM has delta nets in bfloat16 only.
+        return [*keys, "model.dtype=bfloat16", "learner.micro_batch_tokens=512"]
     return [
         *keys,
         "engine.engines=1",
@@ -179,9 +183,14 @@ def peak_memory(*, on_gpu: bool) -> Iterator[Callable[[], float]]:
 
 def train(keys: Sequence[str], log: Path, deadline: float, *, tiny: bool) -> str | None:
     """`draco train`, ended at the deadline (of `time.monotonic`). Returns: why it failed, or None."""
+    paths = [os.environ.get("PYTHONPATH", "")]
+    if tiny and importlib.util.find_spec("torchvision") is None:
+        paths.append(str(TORCHVISION_STUB))
+    variables = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
     words = ["train", "cpu" if tiny else "qwen3.6-27b", "--setting", "random", *keys]
     with log.open("w", encoding="utf-8") as printed:
-        process = subprocess.Popen([sys.executable, "-m", "draco_ray.cli", *words], stdout=printed, stderr=printed)
+        command = [sys.executable, "-m", "draco_ray.cli", *words]
+        process = subprocess.Popen(command, stdout=printed, stderr=printed, env=variables)
         try:
             process.wait(timeout=max(1.0, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:

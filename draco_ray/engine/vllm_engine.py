@@ -460,7 +460,7 @@ class VllmEngine:
                 told = f" with engine.vllm={self._config.vllm}" if self._config.vllm else ""
                 raise EngineError(
                     f"engine {self._name}: vLLM cannot load model {self._model.path}{told}: {_first_line(error)}; "
-                    "see the engine core's error above"
+                    "the cause is in the engine's output (under Ray: worker-*.err in the session's logs)"
                 ) from error
 
     def _construct(self, cpu: bool) -> AsyncLLM:

@@ -18,7 +18,7 @@ from tests.support.tampered import KINDS, tampered
 
 pytestmark = pytest.mark.slow
 
-FLIPS = 2
+FLIPS = int(os.environ.get("DRACO_TEST_FLIPS", "2"))
 """Of each kind."""
 
 

@@ -45,7 +45,7 @@ def _secret() -> Iterator[None]:
 @pytest_asyncio.fixture(scope="module", loop_scope="module", params=LEVELS)
 async def slot(request: pytest.FixtureRequest, sandbox_root: Path, tasks: Tasks) -> AsyncIterator[AppWorldSlot]:
     level = request.param
-    config = EnvironmentConfig(isolation=level, max_memory_mib=1024)
+    config = EnvironmentConfig(isolation=level, max_memory_mib=1024, start_timeout_seconds=600)
     slot = AppWorldSlot(config, sandbox_root, load_ground_truth=True, name="isolated")
     try:
         await slot.open(tasks.next())
@@ -417,7 +417,9 @@ class TestLinks:
 class TestHang:
     async def test_is_ended_by_the_wall_clock(self, slot: AppWorldSlot, sandbox_root: Path, tasks: Tasks) -> None:
         # Of its own, so that only this test depends on a short time.
-        config = EnvironmentConfig(isolation=slot.isolation_level, max_memory_mib=1024, cell_timeout_seconds=3)
+        config = EnvironmentConfig(
+            isolation=slot.isolation_level, max_memory_mib=1024, cell_timeout_seconds=3, start_timeout_seconds=600
+        )
         slot = AppWorldSlot(config, sandbox_root, load_ground_truth=True, name="hung")
         await slot.open(tasks.next())
         output = await attack(
@@ -455,7 +457,8 @@ from tests.support.worlds import Tasks, attack, check_next_task_runs_clean
 async def main(root):
     tasks = Tasks(root)
     for level in ("landlock", "rlimits"):
-        slot = AppWorldSlot(EnvironmentConfig(isolation=level), root, load_ground_truth=True, name=level)
+        config = EnvironmentConfig(isolation=level, start_timeout_seconds=600)
+        slot = AppWorldSlot(config, root, load_ground_truth=True, name=level)
         for cell in CELLS:
             await slot.open(tasks.next())
             print(level, await attack(slot, "home = posix.environ[b'HOME'].decode() + '/'\\n" + cell), flush=True)

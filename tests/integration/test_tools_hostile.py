@@ -147,7 +147,7 @@ def environment(folder: Path, *, isolation: str = "auto", **options: object) -> 
         options={"tools": [str(folder / "run_tools.py")], **options},
         isolation=isolation,
         cell_timeout_seconds=4,
-        start_timeout_seconds=30,
+        start_timeout_seconds=600,
         max_output_bytes=5000,
     )
     made = make_environment(config, DataConfig(root=folder), ground_truth=True, name="desk")

@@ -180,6 +180,16 @@ def test_landlock_shows_one_task_without_its_ground_truth(tmp_path: Path) -> Non
     assert not {"/", "/etc", "/home", "/proc", "/tmp"} & set(shown)
 
 
+def test_packages_of_another_environment_are_shown_and_other_folders_of_the_path_are_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    packages = tmp_path / "other" / "site-packages"
+    monkeypatch.setattr(sys, "path", [*sys.path, str(packages), str(tmp_path / "repository")])
+    shown = readable_in_place(JailSpec(**jail("landlock", tmp_path).__dict__ | {"data": ""}), [])
+    assert str(packages) in shown
+    assert str(tmp_path / "repository") not in shown
+
+
 def test_bubblewrap_shuts_everything_off_and_shows_files_read_only(tmp_path: Path) -> None:
     arguments = bubblewrap_arguments(jail("bubblewrap", tmp_path))
     assert {"--unshare-user", "--unshare-pid", "--unshare-net", "--unshare-ipc", "--die-with-parent"} <= set(arguments)

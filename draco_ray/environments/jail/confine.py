@@ -402,6 +402,10 @@ def _visible(spec: JailSpec) -> list[tuple[str, str]]:
     pairs += [(f"/{name}", f"/{name}") for name in _libraries("/") if not os.path.islink(f"/{name}")]
     for prefix in (sys.base_prefix, sys.prefix, os.path.dirname(os.path.dirname(os.path.realpath(sys.executable)))):
         pairs += [(os.path.realpath(prefix), path) for path in {prefix, os.path.realpath(prefix)}]
+    # Packages of another environment, which a .pth file adds to this one.
+    for path in sys.path:
+        if path.endswith(("/site-packages", "/dist-packages")):
+            pairs.append((os.path.realpath(path), path))
     outermost: dict[str, str] = {}
     for source, target in sorted(set(pairs), key=lambda pair: (pair[1], pair[0])):
         if not any(target == shown or target.startswith(shown + "/") for shown in outermost):
