@@ -134,6 +134,7 @@ class Scene:
 
     driver: int
     judge: int
+    run: Path
     world: Path
     head: Head | None
     stack: contextlib.ExitStack
@@ -210,6 +211,16 @@ def fill_folder(scene: Scene, victims: Sequence[int]) -> None:
 def take_data(scene: Scene, victims: Sequence[int]) -> None:
     """Move the world away, until the run has ended."""
     scene.world.rename(gone(scene.world))
+
+
+def make_read_only(scene: Scene, victims: Sequence[int]) -> None:
+    """What the kernel does to a disk with errors, to the run's folder until the run has ended.
+
+    A stand-in: the disk itself stays writable, so a file that is open already can still be written.
+    """
+    for options in (["--bind", str(scene.run)], ["-o", "remount,bind,ro"]):
+        subprocess.run(["mount", *options, str(scene.run)], check=True)
+    scene.stack.callback(subprocess.run, ["umount", "--lazy", str(scene.run)], check=False)
 
 
 def gone(path: Path) -> Path:
@@ -490,14 +501,14 @@ FAULTS: dict[str, Fault] = {
     "Ray's folder full": Fault(find=of_head, strike=fill_folder, head=partial(ray_head, folder_mib=SMALL_FOLDER_MIB)),
     "data gone": Fault(find=the_driver, strike=take_data, own_world=True),
     "run store stopped": Fault(find=of_kind("RunStoreActor"), strike=stop_for_a_while, held=False),
-    "driver, first start": Fault(find=the_driver, held=False, at=in_the_first_start),
-    "engine core, first start": Fault(find=of_words("VLLM::EngineCore"), held=False, at=in_the_first_start),
-    "driver, evaluation": Fault(find=the_driver, held=False, at=in_an_evaluation, settings=EVALUATED),
-    "engine core, evaluation": Fault(
+    "driver at first start": Fault(find=the_driver, held=False, at=in_the_first_start),
+    "engine core at first start": Fault(find=of_words("VLLM::EngineCore"), held=False, at=in_the_first_start),
+    "driver in evaluation": Fault(find=the_driver, held=False, at=in_an_evaluation, settings=EVALUATED),
+    "engine core in evaluation": Fault(
         find=of_words("VLLM::EngineCore"), held=False, at=in_an_evaluation, settings=EVALUATED
     ),
-    "driver, sync": Fault(find=the_driver, held=False, at=in_a_sync, prepare=own_adapters),
-    "engine core, sync": Fault(find=of_words("VLLM::EngineCore"), held=False, at=in_a_sync, prepare=own_adapters),
+    "driver in sync": Fault(find=the_driver, held=False, at=in_a_sync, prepare=own_adapters),
+    "engine core in sync": Fault(find=of_words("VLLM::EngineCore"), held=False, at=in_a_sync, prepare=own_adapters),
     "cache's disk full": Fault(
         find=the_driver, strike=fill_cache, held=False, own_world=True, prepare=small_cache, between=empty_cache
     ),
@@ -506,12 +517,13 @@ FAULTS: dict[str, Fault] = {
     ),
     "outputs of 50 MB": Fault(find=the_driver, strike=nothing, held=False, prepare=loud_world),
     "clock set back": Fault(find=the_driver, strike=set_clock_back, held=False, own_world=True, prepare=own_clock),
-    "clock set back, driver": Fault(
+    "driver with clock set back": Fault(
         find=the_driver,
         strike=set_clock_back_and_kill,
         own_world=True,
         prepare=own_clock,
     ),
+    "run folder read-only": Fault(find=the_driver, strike=make_read_only, held=False),
     "tasks edited": Fault(find=the_driver, own_world=True, between=edit_tasks),
     "packages upgraded": Fault(find=the_driver, between=upgrade_packages),
     "another schema": Fault(find=the_driver, between=another_schema, refused=True),
@@ -571,7 +583,7 @@ def strike(name: str, root: Path, world: Path, model: Path) -> Outcome:
             head,
         )
         victims: list[int] = []
-        scene = Scene(driver=process.pid, judge=judge.pid, world=world, head=head, stack=struck)
+        scene = Scene(driver=process.pid, judge=judge.pid, run=run, world=world, head=head, stack=struck)
         try:
             moment = fault.at or in_the_last_step
             if wait(lambda: moment(run, process.pid), process):
@@ -707,7 +719,9 @@ def find(fault: str, process: subprocess.Popen[str], scene: Scene | None = None)
     ``scene`` None has nothing but the driver. Returns: none if the run ended or `LIMIT_SECONDS` passed before.
     """
     found: list[int] = []
-    known = scene or Scene(driver=process.pid, judge=0, world=Path(), head=None, stack=contextlib.ExitStack())
+    known = scene or Scene(
+        driver=process.pid, judge=0, run=Path(), world=Path(), head=None, stack=contextlib.ExitStack()
+    )
 
     def there() -> bool:
         found[:] = FAULTS[fault].find(known)
@@ -722,7 +736,7 @@ def wait(done: Callable[[], bool], process: subprocess.Popen[str]) -> bool:
     while not done():
         if process.poll() is not None or time.monotonic() > deadline:
             return False
-        time.sleep(0.01)
+        time.sleep(0.05)
     return True
 
 

@@ -299,8 +299,8 @@ class ReplyCache:
                     f"{BUSY_SECONDS:g} s; end that process and continue the run"
                 ) from None
             raise StoreError(
-                f"judge replies cannot be stored in {self._folder}: {error}; free disk space (or set judge.cache) and "
-                "continue the run"
+                f"judge replies cannot be stored in {self._folder}: {error}; free disk space there, or make it "
+                "writable (or set judge.cache), and continue the run"
             ) from None
         except sqlite3.Error as error:
             raise StoreError(f"judge replies in {self._folder / FILE} cannot be read: {error}; {RESTORE}") from None

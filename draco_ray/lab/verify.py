@@ -41,7 +41,7 @@ from draco_ray.rollout.pool import FinishedRollout, RolloutResult
 from draco_ray.rollout.worker import Evaluated, summarise
 from draco_ray.runs.checkpoints import ADAPTER, ADAPTER_CONFIG, COUNTERS, OPTIMIZER, file_digest
 from draco_ray.runs.directory import RunDirectory, check_regular
-from draco_ray.runs.manifest import FILE, line_digest, read_manifest, this_machine
+from draco_ray.runs.manifest import FILE, line_digest, other_versions, read_manifest
 from draco_ray.runs.rows import Row, carried_rubrics, step_trajectories
 from draco_ray.runs.schema import STEP_TABLES
 from draco_ray.runs.store_actor import RunStoreActor
@@ -110,11 +110,8 @@ def verify(directory: Path, *, model: Path | None, trust: bool, console: Console
     check_digests(run, manifest, dropped=config.train.keep_last is not None)
     console.print(f"{len(manifest['files'])} files of {len(steps)} steps match the digests of the manifest")
     _check_unchanged(run, config)
-    here = this_machine()
-    if others := [
-        f"{name} {old} (here {here.get(name)})" for name, old in manifest["machine"].items() if old != here.get(name)
-    ]:
-        console.print(f"this run was made on another machine, so last digits may differ: {', '.join(others)}")
+    if others := other_versions(run):
+        console.print(f"this run was made on another machine, so last digits may differ: {others}")
     asyncio.run(_recompute(run, config, steps, console))
     console.print(f"{run.path.name}: {len(steps)} steps verified in {time.monotonic() - began:.0f}s")
 

@@ -10,7 +10,7 @@ import hashlib
 import json
 import platform
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -20,7 +20,7 @@ from draco_ray.runs.checkpoints import COUNTERS, file_digest
 from draco_ray.runs.directory import STEP, RunDirectory, damaged, read_text, write_private
 
 FILE = "manifest.json"
-TEXTS = ("config.yaml", "config.before-resume-*.yaml", "run.json", "tasks.json")
+TEXTS = ("config.yaml", "config.before-resume-*.yaml", "run.json", "tasks.json", "task_prompts.json")
 """Files that a resumed run rewrites before its store starts."""
 PACKAGES = ("draco-ray", "torch", "numpy", "transformers", "peft", "vllm")
 INSTRUCTIONS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "sve")
@@ -63,7 +63,8 @@ class Manifest:
                     self._seen[name] = written
         files |= {path.name: file_digest(path)[0] for pattern in TEXTS for path in run.path.glob(pattern)}
         steps = {str(line["step"]): line_digest(line) for line in run.metrics() if line["step"] <= last}
-        _write(run, {"machine": this_machine(), "metrics": steps, "files": dict(sorted(files.items()))})
+        machine = _together(known.get("machine", {}), this_machine())
+        _write(run, {"machine": machine, "metrics": steps, "files": dict(sorted(files.items()))})
 
 
 def read_manifest(run: RunDirectory) -> dict[str, Any]:
@@ -75,9 +76,9 @@ def read_manifest(run: RunDirectory) -> dict[str, Any]:
     path = run.path / FILE
     try:
         found = json.loads(read_text(path))
-        for name in ("files", "metrics"):
+        for name in ("files", "metrics", "machine"):
             if not all(isinstance(each, str) for each in found[name].values()):
-                raise ValueError(f"{name}: expected only digests")
+                raise ValueError(f"{name}: expected only strings")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise damaged(path, error) from None
     return dict(found)
@@ -120,6 +121,24 @@ def this_machine() -> dict[str, str]:
         flags = set(re.split(r"\s+", Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")))
         found["instructions"] = " ".join(name for name in INSTRUCTIONS if name in flags)
     return found
+
+
+def other_versions(run: RunDirectory) -> str:
+    """Where finished steps were made with other versions than `this_machine` has, e.g. ``torch 2.12 (here 2.13)``.
+
+    Raises:
+        DamagedRun: the manifest cannot be read.
+    """
+    made, here = read_manifest(run)["machine"] if (run.path / FILE).exists() else {}, this_machine()
+    return ", ".join(f"{name} {old} (here {here.get(name)})" for name, old in made.items() if old != here.get(name))
+
+
+def _together(before: Mapping[str, str], here: Mapping[str, str]) -> dict[str, str]:
+    """Every version that a step of the run was made with, oldest first: ``2.12, 2.13``."""
+    return {
+        name: ", ".join(dict.fromkeys([*before.get(name, version).split(", "), version]))
+        for name, version in here.items()
+    }
 
 
 def _covered(run: RunDirectory) -> Iterator[Path]:

@@ -239,7 +239,8 @@ class RunStoreActor:
 
     def _problem(self, error: OSError) -> str:
         path = self._store.directory.path
-        return f"run directory {path} cannot be written: {error.strerror or error}; free disk space there"
+        why = error.strerror or error
+        return f"run directory {path} cannot be written: {why}; free disk space there, or make it writable"
 
 
 def _verdicts(judged: Judged[tuple[ScoredCriterion, ...]] | None) -> tuple[int, ...]:

@@ -6,6 +6,7 @@ rollouts, and the judge's replies from the durable cache; see docs/faults.md.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import os
@@ -21,6 +22,7 @@ from rich.console import Console
 from draco_ray.config.load import dump_config
 from draco_ray.config.schema import DracoConfig, LearnerConfig
 from draco_ray.errors import ConfigError, DamagedRun
+from draco_ray.records import Message
 from draco_ray.runs.checkpoints import COUNTERS, checkpoint_damage
 from draco_ray.runs.directory import RunDirectory, damaged, read_table, read_text, write_private
 from draco_ray.runs.manifest import forget_steps
@@ -52,7 +54,7 @@ FREE = (
 )
 """Keys that may change when a run is resumed, because they do not change what is computed: where the run is, how the
 same judge is reached, and what may be spent."""
-TASKS = "tasks.json"
+TASKS, PROMPTS = "tasks.json", "task_prompts.json"
 KEPT = {
     "trajectories": ("task_id", "rollout"),
     "steps": ("task_id", "rollout"),
@@ -138,6 +140,31 @@ def adopt_tasks(
     told = [{"first_step": first, "tasks": ids, "rules": asdict(by)} for first, ids, by in parts]
     write_private(run.path / TASKS, json.dumps(told))
     return _earlier(parts)
+
+
+def edited_tasks(run: RunDirectory, prompts: Mapping[str, Sequence[Message]]) -> list[str]:
+    """Tasks whose prompts differ from those that `write_prompts` has recorded; new tasks do not count.
+
+    Raises:
+        DamagedRun: the record cannot be read.
+    """
+    path = run.path / PROMPTS
+    if not path.exists():
+        return []
+    try:
+        known = dict(json.loads(read_text(path)))
+    except (ValueError, TypeError) as error:
+        raise damaged(path, error) from None
+    return [task for task, prompt in prompts.items() if known.get(task, now := _digest(prompt)) != now]
+
+
+def write_prompts(run: RunDirectory, prompts: Mapping[str, Sequence[Message]]) -> None:
+    """Record what each task asks, for `edited_tasks`. Raises: OSError."""
+    write_private(run.path / PROMPTS, json.dumps({task: _digest(prompt) for task, prompt in prompts.items()}))
+
+
+def _digest(prompt: Sequence[Message]) -> str:
+    return hashlib.sha256(json.dumps([asdict(message) for message in prompt]).encode()).hexdigest()
 
 
 def recorded_order(run: RunDirectory) -> TaskOrder:

@@ -28,12 +28,13 @@ from draco_ray.observability.logs import start_run_log, stop_run_log
 from draco_ray.records import Message
 from draco_ray.runs.directory import RunDirectory, sole_driver
 from draco_ray.runs.evaluations import read_evaluations, read_judged
+from draco_ray.runs.manifest import other_versions
 from draco_ray.runs.remote.place import Place, begun, place_at, place_of, working
 from draco_ray.terminal import PlainConsole
 from draco_ray.training.checks import CHECKS, Check, Start, check_root, findings, refuse, task_order
 from draco_ray.training.cluster import address_of, head_failure
 from draco_ray.training.preflight import check_disk, check_paid_replies, check_replies
-from draco_ray.training.resume import StartPoint, adopt_config, adopt_tasks, rewind
+from draco_ray.training.resume import StartPoint, adopt_config, adopt_tasks, edited_tasks, rewind, write_prompts
 from draco_ray.training.session import (
     TrainingSession,
     opened,
@@ -61,6 +62,7 @@ def train(config: DracoConfig, console: Console | None = None) -> Path:
             if run.config_text() != dump_config(config):
                 run.write_config(dump_config(config))
             adopt_tasks(run, prompts, order.rules, 0, console)
+            write_prompts(run, prompts)
             return _train(config, prompts, order, run, StartPoint(), console)
 
 
@@ -166,10 +168,12 @@ def _resume(
         check_disk(config, run.path)
         check_paid_replies(run, old, config)
         changes = adopt_config(run, old, config, allow_changed=allow_changed)
+        edited = edited_tasks(run, prompts)
         # Recorded rollouts lack the evaluator's verdict, so if that verdict is the reward they are played again.
-        start = rewind(run, reuse=not changes and config.algorithm.reward != "outcome")
+        start = rewind(run, reuse=not changes and not edited and config.algorithm.reward != "outcome")
         for damage in start.damaged:
             console.print(damage)
+        write_prompts(run, prompts)
         order = task_order(config, list(prompts), adopt_tasks(run, prompts, order.rules, start.step, console))
         for line in run.metrics():
             order.note(line["step"], line.get("solved_tasks") or ())
@@ -177,11 +181,18 @@ def _resume(
             console.print(f"{run.path.name}: already finished at step {start.step}")
             return run.path
         console.print(f"{run.path.name}: continues after step {start.step}")
+        if edited:
+            console.print(
+                f"training tasks: the prompts of {len(edited)} tasks have changed, first {edited[0]}; rollouts of the "
+                "interrupted step are played again"
+            )
         if start.dropped:
             console.print(
                 f"{len(start.dropped)} files of later steps are incomplete and will be written again, first "
                 f"{start.dropped[0]}; the machine was lost before they were on the disk",
             )
+        if versions := other_versions(run):
+            console.print(f"earlier steps were made with {versions}; results may differ in the last digits")
         if start.unmeasured:
             console.print(
                 f"metrics.jsonl lacks {len(start.unmeasured)} finished steps, first step {start.unmeasured[0]}; "

@@ -150,6 +150,21 @@ def test_a_small_disk_is_filled_to_the_last_byte(tmp_path: Path) -> None:
         pytest.skip(str(missing))
 
 
+def test_a_folder_is_read_only_until_the_run_has_ended(tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        try:
+            JOB.make_read_only(SimpleNamespace(run=tmp_path, stack=stack), [])
+        except (OSError, subprocess.CalledProcessError) as error:
+            pytest.skip(str(error))
+        with pytest.raises(OSError, match="Read-only file system"):
+            (tmp_path / "file").touch()
+    (tmp_path / "file").touch()
+
+
+def test_each_fault_can_be_asked_for_by_name() -> None:
+    assert not [name for name in JOB.FAULTS if "," in name]
+
+
 def test_the_clock_of_a_process_goes_back_while_it_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PYTHONPATH", raising=False)
     with ExitStack() as stack:

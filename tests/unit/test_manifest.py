@@ -12,8 +12,9 @@ import pytest
 
 from draco_ray.errors import DamagedRun
 from draco_ray.lab.verify import check_digests
+from draco_ray.runs import manifest
 from draco_ray.runs.directory import RunDirectory
-from draco_ray.runs.manifest import FILE, Manifest, forget_steps, read_manifest
+from draco_ray.runs.manifest import FILE, Manifest, forget_steps, other_versions, read_manifest
 from tests.support.small_checkpoint import small_checkpoint
 from tests.support.small_run import small_run
 
@@ -77,6 +78,16 @@ def test_what_is_missing_from_it_is_named(run: RunDirectory, section: str, entry
     del found[section][entry]
     with pytest.raises(DamagedRun, match=said):
         check_digests(run, found, dropped=False)
+
+
+def test_versions_of_all_steps_are_kept_and_compared(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert other_versions(run) == ""
+    (run.path / FILE).write_text(json.dumps(read_manifest(run) | {"machine": {"torch": "1"}}))
+    monkeypatch.setattr(manifest, "this_machine", lambda: {"torch": "2"})
+    for _ in range(2):
+        Manifest(run, time.time_ns()).update(2)
+        assert read_manifest(run)["machine"]["torch"] == "1, 2"
+    assert other_versions(run) == "torch 1, 2 (here 2)"
 
 
 def test_bytes_that_change_between_two_drivers_keep_their_digest(run: RunDirectory) -> None:

@@ -13,11 +13,12 @@ from rich.console import Console
 from draco_ray.config.load import dump_config, load_config
 from draco_ray.config.schema import DracoConfig
 from draco_ray.errors import ConfigError, DamagedRun, StoreError
+from draco_ray.records import Message
 from draco_ray.runs import rows
 from draco_ray.runs.directory import RunDirectory, sole_driver
 from draco_ray.runs.rows import read_trajectory, recorded_rollouts
 from draco_ray.runs.store import RunStore
-from draco_ray.training.resume import adopt_config, adopt_tasks, config_changes, rewind
+from draco_ray.training.resume import adopt_config, adopt_tasks, config_changes, edited_tasks, rewind, write_prompts
 from draco_ray.training.trainer import EarlierTasks, OrderRules
 from tests.support.small_checkpoint import small_checkpoint
 from tests.support.small_run import TASKS, a_call, a_trajectory, write_group
@@ -179,6 +180,29 @@ def test_tasks_that_come_and_go_are_written_down_with_the_step_they_came_at(run:
     assert adopt_tasks(run, ["e", "b"], by, 6, said) == [first, EarlierTasks(("b", "c", "d"), 6, by)]
     assert adopt_tasks(run, ["b", "c", "d"], by, 6, said) == [first]
     assert adopt_tasks(run, ["a"], by, 0, said) == []
+
+
+def test_tasks_that_ask_something_else_are_named_in_their_order(run: RunDirectory) -> None:
+    asked = {
+        task: (Message(role="system", content="Be brief."), Message(role="user", content=f"Do {task}."))
+        for task in ("b", "a", "c")
+    }
+    assert edited_tasks(run, asked) == []
+    write_prompts(run, asked)
+    assert edited_tasks(run, asked) == []
+    changed = dict(
+        asked, a=asked["a"][:1], b=(asked["b"][0], Message(role="user", content="Do b. Now.")), new=asked["a"]
+    )
+    assert edited_tasks(run, changed) == ["b", "a"]
+    write_prompts(run, changed)
+    assert edited_tasks(run, changed) == []
+
+
+@pytest.mark.parametrize("text", ["", "{", "[1]", "3", '["a"]'])
+def test_a_damaged_record_of_prompts_is_named(run: RunDirectory, text: str) -> None:
+    (run.path / "task_prompts.json").write_text(text)
+    with pytest.raises(DamagedRun, match=r"task_prompts\.json: damaged"):
+        edited_tasks(run, {"a": ()})
 
 
 def test_rules_of_choosing_are_written_down_with_the_step_they_came_at(run: RunDirectory) -> None:
