@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +62,7 @@ def test_a_folder_that_cannot_be_used_is_one_line(own_ray: None, tmp_path: Path)
 
 @pytest.mark.parametrize("kind", ["judge worker", "rollout worker"])
 async def test_workers_with_a_large_tokenizer_restart(own_ray: None, tmp_path: Path, kind: str) -> None:
-    start: Callable[[Any], Any]
+    start: Any
     tokenizer = os.urandom(1_000_000)
     if kind == "judge worker":
         judge = JudgeConfig(model="openai/none", api_base="http://127.0.0.1:9/v1", cache=tmp_path)
