@@ -441,23 +441,24 @@ class Workspace(HandIn):
 
     def _snapshot(self) -> None:
         _git(["init", "-q", "--bare", str(self._objects)], self._own)
-        self._compared("add", "-A", "--ignore-errors")
+        self._add()
         self._compared("commit", "-q", "--allow-empty", "-m", "Start")
-        # For a repository inside the workspace that the index knows, `git add` would run `git status` in it, with hooks
-        # and settings that the agent may have written.
-        entries = self._compared("ls-files", "--stage", "-z").split("\0")
-        inner = [entry.partition("\t")[2] for entry in entries if entry.startswith("160000 ")]
-        if inner:
-            self._compared("update-index", "--force-remove", "--", *inner)
+
+    def _add(self) -> None:
+        """Write the workspace to the index."""
+        # In a repository inside the workspace that the index knows, `git add` would run `git status`, with hooks and
+        # settings that the agent may have written.
+        self._compared("read-tree", "--empty")
+        self._compared("add", "-A", "--ignore-errors")
 
     def _difference(self) -> str:
-        self._compared("add", "-A", "--ignore-errors")
+        self._add()
         return self._compared("diff", "--cached", "--no-color", "--no-ext-diff", "--no-textconv", "HEAD")
 
     def _compared(self, *words: str) -> str:
         """Run git on the workspace's files, with its own folder of objects, which no program in the jail can change."""
         options = [f"--git-dir={self._objects}", f"--work-tree={self._folder}"]
-        return _git([*options, *words], self._folder, check=words[0] == "diff").stdout
+        return _git([*options, *words], self._folder, check=words[0] != "add").stdout
 
 
 def _git(words: Sequence[str], folder: Path, *, check: bool = True) -> subprocess.CompletedProcess[str]:
