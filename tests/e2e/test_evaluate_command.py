@@ -211,6 +211,7 @@ def test_an_api_model_is_measured_within_its_budget_and_through_outages(tmp_path
     assert json.loads((out / "spent.json").read_text()) == {"dollars": pytest.approx(0.04)}
 
 
+@pytest.mark.deployment
 def test_a_set_over_splits_stops_where_too_much_is_lost_and_goes_on(tmp_path: Path) -> None:
     script = [Reply(text="<code>\nprint(1 + 1)\n</code>"), Reply(text="Done.")]
     out = tmp_path / "set"

@@ -81,6 +81,7 @@ def test_outcome(sandbox_root: Path, tmp_path: Path) -> None:
     assert run.table("judge_calls").num_rows == 0
 
 
+@pytest.mark.deployment
 def test_random(order_desk_policy: Path, tmp_path: Path) -> None:
     run = one_step(order_desk_policy, tmp_path, "random")
     tasks = sorted(set(run.table("advantages").column("task_id").to_pylist()))

@@ -78,6 +78,7 @@ def test_a_checkpoint_that_was_not_kept_is_said_before_anything_starts(
 
 
 @pytest.mark.slow
+@pytest.mark.deployment
 async def test_a_real_engine_serves_the_model_and_then_its_checkpoint(tmp_path: Path) -> None:
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM

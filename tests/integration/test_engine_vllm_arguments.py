@@ -21,7 +21,7 @@ from draco_ray.learner.lora_learner import LoraLearner
 from tests.support.probes import probe_of
 from tests.support.tiny_model import VOCABULARY, build_tiny_model
 
-pytestmark = [pytest.mark.slow]
+pytestmark = [pytest.mark.slow, pytest.mark.deployment]
 
 PROMPT = [int(token) for token in np.random.default_rng(0).permutation(np.arange(3, VOCABULARY))]
 """Every token once: whatever is sampled first has followers to draft."""
