@@ -214,7 +214,7 @@ def take_data(scene: Scene, victims: Sequence[int]) -> None:
 
 
 def make_read_only(scene: Scene, victims: Sequence[int]) -> None:
-    """What the kernel does to a disk with errors, to the run's folder until the run has ended.
+    """Make the run's folder read-only until the run has ended, as the kernel does with a disk that has errors.
 
     A stand-in: the disk itself stays writable, so a file that is open already can still be written.
     """

@@ -143,7 +143,7 @@ def adopt_tasks(
 
 
 def edited_tasks(run: RunDirectory, prompts: Mapping[str, Sequence[Message]]) -> list[str]:
-    """Tasks whose prompts differ from those that `write_prompts` has recorded; new tasks do not count.
+    """Tasks whose prompts have changed since `write_prompts` recorded them; new tasks do not count.
 
     Raises:
         DamagedRun: the record cannot be read.

@@ -1,4 +1,8 @@
-"""A rule judge for repairs: it stands in for a judge model, so that the example runs without a key."""
+"""A rule judge for repairs: it stands in for a judge model, so that the example runs without a key.
+
+It does not judge repairs: the rules were written so that rollouts of a 135M-parameter model, which repairs nothing,
+differ.
+"""
 
 from __future__ import annotations
 

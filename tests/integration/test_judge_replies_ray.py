@@ -89,11 +89,13 @@ async def test_workers_with_a_large_tokenizer_restart(own_ray: None, tmp_path: P
     await worker.up.remote()
     # Ray frees what nobody holds within a second.
     await asyncio.sleep(3)
-    os.kill(await worker.__ray_call__.remote(lambda self: os.getpid()), signal.SIGKILL)
+    killed = await worker.__ray_call__.remote(lambda self: os.getpid())
+    os.kill(killed, signal.SIGKILL)
     while True:
         try:
             await worker.up.remote()
         except ActorUnavailableError:
             continue
         break
+    assert await worker.__ray_call__.remote(lambda self: os.getpid()) != killed
     ray.kill(worker)

@@ -208,7 +208,7 @@ class ToolServer:
 
 
 def _wait(child: int) -> None:
-    """Wait until a child has ended, for a short time."""
+    """Wait up to `_FAREWELL_SECONDS` for a child to end."""
     watched = os.pidfd_open(child)
     select.select([watched], [], [], _FAREWELL_SECONDS)
     os.close(watched)
@@ -231,7 +231,7 @@ def _prepare(command: list[str]) -> None:
 
 
 def _is_script(command: list[str]) -> bool:
-    """Whether a command is this Python with a script."""
+    """Whether a command runs a script with this process's own Python."""
     return command[:1] == [sys.executable] and len(command) > 1 and not command[1].startswith("-")
 
 

@@ -25,7 +25,7 @@ EXAMPLE = REPOSITORY / "examples" / "trainers" / "verl" / "run.sh"
 
 
 def judged(prompt: str) -> str | Reply:
-    """The canned judge, which cannot score runs that book XX0."""
+    """The canned judge; it fails to score rollouts that book the flight XX0."""
     failed = prompt.startswith("You grade one run") and "booked XX0" in prompt
     return Reply(status=400) if failed else canned_judge.answer(prompt)
 

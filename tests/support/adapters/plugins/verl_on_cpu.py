@@ -47,7 +47,7 @@ class NoAccelerator(PlatformBase):
         return True
 
     def current_device(self) -> Any:
-        """Verl passes this to ``Tensor.to``."""
+        """The device, which verl passes to ``Tensor.to``."""
         return torch.device("cpu")
 
     def get_device_capability(self, device_index: int = 0) -> tuple[None, None]:
@@ -99,7 +99,7 @@ batches: list[Any] = []
 
 @EngineRegistry.register(model_type="language_model", backend="fsdp2", device="cpu")
 class Engine(FSDPEngineWithLMHead):
-    """verl's FSDP engine, which tells `seen` its batch."""
+    """verl's FSDP engine; it also records its batch in `seen`."""
 
     def forward_step(self, micro_batch: Any, loss_function: Any, forward_only: bool) -> Any:
         """Keep the batch."""
