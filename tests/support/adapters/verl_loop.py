@@ -19,7 +19,7 @@ from tests.support.tiny_model import build_tiny_model, tiny_tokenizer
 from tests.support.tool_templates import QWEN25
 
 PLUGINS = REPOSITORY / "tests" / "support" / "adapters" / "plugins"
-WORKERS = 1
+WORKERS = 2
 """Training workers."""
 EXAMPLE = REPOSITORY / "examples" / "trainers" / "verl" / "run.sh"
 
@@ -46,7 +46,7 @@ def settings(out: Path, model: str, judge: str) -> list[str]:
         "+actor_rollout_ref.model.override_config.attn_implementation": "eager",
         f"{actor}.strategy": "fsdp2",
         f"{actor}.ppo_mini_batch_size": 2,
-        f"{actor}.ppo_micro_batch_size_per_gpu": 2,
+        f"{actor}.ppo_micro_batch_size_per_gpu": 10 // WORKERS,
         f"{actor}.policy_loss.loss_mode": "seen",
         f"{actor}.use_torch_compile": False,
         f"{actor}.fsdp_config.use_torch_compile": False,
@@ -57,7 +57,7 @@ def settings(out: Path, model: str, judge: str) -> list[str]:
         f"{rollout}.n": 5,
         f"{rollout}.tensor_model_parallel_size": WORKERS,
         f"{rollout}.calculate_log_probs": False,
-        f"{rollout}.log_prob_micro_batch_size_per_gpu": 2,
+        f"{rollout}.log_prob_micro_batch_size_per_gpu": 10 // WORKERS,
         f"{rollout}.agent.num_workers": 1,
         f"{rollout}.agent.default_agent_loop": "tool_agent",
         f"{rollout}.multi_turn.enable": True,
