@@ -21,6 +21,8 @@ from draco_ray.terminal import PlainConsole
 
 READ = ("seed", "data", "model", "agent", "environment", "learner")
 """Sections of the configuration that fine-tuning uses."""
+PROGRESS_SECONDS = 30.0
+"""Time between two lines of progress."""
 OF_ROLLOUTS = ("kl_coefficient", "entropy_coefficient", "importance_cap", "mask_low", "mask_high")
 """Keys of ``learner`` that only affect training with rewards."""
 
@@ -155,12 +157,16 @@ def _fitting(config: DracoConfig, samples: Sequence[Any], console: Console) -> l
 
 
 def _progress(console: Console) -> Callable[[int, int, float], None]:
-    """Print a line with the remaining time for the first update and about ten times in all."""
+    """Print a line with the remaining time for the first and last update, and every `PROGRESS_SECONDS` between."""
     began = time.monotonic()
+    printed = began
 
     def tell(done: int, total: int, loss: float) -> None:
-        if done in (1, total) or done % max(1, total // 10) == 0:
-            left = span((total - done) * (time.monotonic() - began) / done)
+        nonlocal printed
+        now = time.monotonic()
+        if done in (1, total) or now - printed >= PROGRESS_SECONDS:
+            printed = now
+            left = span((total - done) * (now - began) / done)
             console.print(f"sft: update {done}/{total}, {loss:.3f} nats per token, about {left} left")
 
     return tell

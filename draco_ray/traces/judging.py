@@ -381,7 +381,7 @@ def environment_facts(traces: Sequence[Trace]) -> str:
             f"{', '.join(called[:MOST_TOOLS])}{more}."
         )
     elif actions:
-        facts.append("The agent acts by code that is run, and its output follows.")
+        facts.append("An action of the agent is carried out, and its output follows.")
     else:
         facts.append("The agent only speaks here: no turn of these runs acts on anything.")
     others = sorted({turn.role for turn in turns if turn.role != AGENT})

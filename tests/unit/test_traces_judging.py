@@ -378,7 +378,7 @@ def test_the_facts_are_of_what_is_seen() -> None:
     assert "Tools seen here: book, search_flights." in facts
     assert "It talks with a user" in facts
     assert "complete_task" not in facts
-    assert "The agent acts by code" in environment_facts(
+    assert "An action of the agent is carried out" in environment_facts(
         load_traces(FILES / "own_format.jsonl", mapping=FILES / "own_format.yaml")[0].traces
     )
     assert "sub-agent checker" in environment_facts(load_traces(FILES / "otlp.jsonl")[0].traces)
