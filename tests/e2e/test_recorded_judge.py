@@ -1,8 +1,11 @@
-"""A frontier LLM's recorded judgement of planted faults (examples/judgements), on today's prompts and world."""
+"""A frontier LLM's recorded judgements (examples/judgements) of planted faults and of rollouts, on today's prompts."""
 
 from __future__ import annotations
 
 import csv
+import json
+from collections import defaultdict
+from itertools import permutations
 from pathlib import Path
 
 import pytest
@@ -15,15 +18,15 @@ RECORDS = REPOSITORY / "examples" / "judgements"
 WORLD = REPOSITORY / ".cache" / "sandbox"
 
 
-@pytest.fixture(scope="module", autouse=True)
+@pytest.fixture(scope="module")
 def world() -> None:
     run("sandbox", "build", "--out", str(WORLD))
 
 
-def run(*words: str) -> None:
+def run(*words: str, code: int | None = None) -> None:
     with pytest.raises(SystemExit) as ended:
         main([*words])
-    assert ended.value.code in (None, 0)
+    assert ended.value.code in ((None, 0) if code is None else (code,))
 
 
 def measured(out: Path, *words: str) -> dict[str, float]:
@@ -34,6 +37,7 @@ def measured(out: Path, *words: str) -> dict[str, float]:
         return {row["measure"]: float(row["value"]) for row in csv.DictReader(file) if row["scope"] == "all"}
 
 
+@pytest.mark.usefixtures("world")
 def test_a_recorded_frontier_judge_names_the_planted_faults(tmp_path: Path) -> None:
     found = measured(tmp_path, "--tasks", "15", "--judge", f"files:{RECORDS / 'attribution-bench'}")
     assert found["accuracy"] == 1.0
@@ -42,7 +46,23 @@ def test_a_recorded_frontier_judge_names_the_planted_faults(tmp_path: Path) -> N
     assert found["grpo_share"] < 0.2
 
 
+@pytest.mark.usefixtures("world")
 def test_the_hard_half_is_not_saturated_by_it(tmp_path: Path) -> None:
     found = measured(tmp_path, "--hard", "--tasks", "6", "--judge", f"files:{RECORDS / 'attribution-bench-hard'}")
     assert 0.5 < found["citation_precision"] < 0.9
     assert found["false_blame"] == 0.0
+
+
+def test_its_rewards_order_rollouts_of_the_shop_as_the_evaluator_does(tmp_path: Path) -> None:
+    """It saw three rollouts of each of 40 tasks, and neither their outcomes nor the expected end."""
+    # Nothing distinguishes the three rollouts of one task.
+    words = ("--replay", "--set", "judge.plan=lean", "--out", str(tmp_path / "judged"))
+    run("judge", str(RECORDS / "shop"), *words, code=4)
+    groups = defaultdict(list)
+    for line in (tmp_path / "judged" / "judged.jsonl").read_text(encoding="utf-8").splitlines():
+        row = json.loads(line)
+        groups[row["task_id"]].append((row["outcome"], row["reward"]))
+    assert (len(groups), sum(map(len, groups.values()))) == (40, 120)
+    pairs = [(a, b) for rollouts in groups.values() for a, b in permutations(rollouts, 2) if a[0] > b[0]]
+    assert len(pairs) == 44
+    assert all(right[1] > wrong[1] for right, wrong in pairs)

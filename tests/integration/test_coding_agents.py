@@ -179,7 +179,8 @@ async def test_a_hostile_policy_gets_nothing_out(tmp_path: Path, name: str) -> N
     assert at.verdict is not None
     assert not at.verdict.success
     kept = await victim
-    assert (kept.ended, kept.usage.calls, len(kept.steps)) == (EpisodeEnd.FINISHED, 2, 2)
+    titles = sum(text == "A title" for _, _, text in turns(kept))
+    assert (kept.ended, kept.usage.calls - titles, len(kept.steps)) == (EpisodeEnd.FINISHED, 2, 2)
     assert "FORGED" not in "".join(turn.text for turn in kept.turns)
     psutil.wait_procs(left(mark), timeout=30)
     assert left(mark) == []
