@@ -13,6 +13,7 @@ GPU_PYTHON ?=
 WORLD ?= standard
 SANDBOX := $(if $(filter-out standard,$(WORLD)),sandbox-$(WORLD),sandbox)
 ADAPTERS := inspect art verl skyrl tinker openrlhf $(if $(DRACO_PRIME_RL),prime-rl)
+AGENTS_PATH := $(CURDIR)/.venv-agents/bin:$(CURDIR)/.venv-agents/node_modules/.bin:$(PATH)
 FRAMEWORKS := agents langgraph smolagents
 UV_COMPILE := .venv-tools/bin/uv pip compile --python-version 3.11 --no-annotate --no-header --quiet
 DRACO := $(VENV)/bin/draco
@@ -75,6 +76,13 @@ $(GPU_VENV)/.bench-ready: requirements/gpu-bench.lock $(GPU_VENV)/.ready
 		$$site/bin/python -c "import site; print('import site; site.addsitedir(' + repr(site.getsitepackages()[0]) + ')')"; \
 		done > $$(.venv-adapter-$*/bin/python -c "import site; print(site.getsitepackages()[0])")/main.pth)
 	.venv-adapter-$*/bin/python -m pip install --quiet --disable-pip-version-check $(if $(filter-out inspect art,$*),--no-deps) $(PIP_ARGS) -r $<
+	touch $@
+
+# The coding agents with an open licence.
+.venv-agents/.ready: requirements/agents/pypi.txt requirements/agents/npm.txt
+	test -x .venv-agents/bin/python || $(PYTHON) -m venv .venv-agents
+	.venv-agents/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -r requirements/agents/pypi.txt
+	npm install --silent --no-save --prefix .venv-agents $$(cat requirements/agents/npm.txt)
 	touch $@
 
 .venv-framework-%/.ready: requirements/frameworks/%.txt
@@ -195,9 +203,8 @@ example-hangman: setup setup-verifiers
 	$(DRACO) train examples/parcels/hangman.yaml model.path=.cache/hangman/policy $(ARGS)
 
 # Train mini-swe-agent, installed in a separate environment, on toy repositories (examples/repairs): one step.
-example-repairs: export PATH := $(CURDIR)/.venv-agents/bin:$(PATH)
-example-repairs: setup
-	test -x .venv-agents/bin/mini || ($(PYTHON) -m venv .venv-agents && .venv-agents/bin/pip install --quiet mini-swe-agent==2.4.6)
+example-repairs: export PATH := $(AGENTS_PATH)
+example-repairs: setup .venv-agents/.ready
 	test -d .cache/models/smollm2-135m || $(DRACO) model fetch smollm2-135m
 	$(DRACO) train examples/repairs/repairs.yaml --resume-or-start run.name=repairs run.root=.cache/repairs $(ARGS)
 	$(DRACO) runs show .cache/repairs/repairs
@@ -327,8 +334,9 @@ PYTEST := $(VENV)/bin/python -m pytest -n $(TESTS_AT_ONCE) --dist loadfile --no-
 test: setup setup-verifiers
 	$(PYTEST) -m "not deployment"
 
-# Run the tests that `make test` skips without a browser and bubblewrap (`.ci/packages` installs both).
-test-packages: setup setup-verifiers
+# Run the tests that `make test` skips without a browser, bubblewrap (`.ci/packages` installs both) and coding agents.
+test-packages: export PATH := $(AGENTS_PATH)
+test-packages: setup setup-verifiers .venv-agents/.ready
 	$(PYTEST) -m "packages and not deployment"
 
 # Run the tests that `make test` leaves out: several nodes or ranks, submitted jobs, the wheel, GPU builds, whole runs of examples (an hour on two cores).

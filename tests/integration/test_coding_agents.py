@@ -1,7 +1,7 @@
 """The coding agents people run, as their packages install them, in workspaces, with a scripted policy.
 
-A test is skipped where its program is not on PATH: ``npm install @openai/codex opencode-ai``, ``pip install
-mini-swe-agent``; Claude Code has a licence of its own.
+A test is skipped where its program is not on PATH. `make test-packages` installs Codex, OpenCode and mini-swe-agent;
+Claude Code has a licence of its own.
 """
 
 from __future__ import annotations
@@ -72,6 +72,7 @@ def turns(played: Trajectory) -> list[tuple[int, bool, str]]:
     return [(turn.branch, turn.is_step, turn.text) for turn in played.turns if turn.role == "assistant"]
 
 
+@pytest.mark.packages
 @pytest.mark.parametrize("name", SHELL)
 async def test_an_agent_fixes_a_repository_with_parallel_calls(tmp_path: Path, name: str) -> None:
     at, run = Workspaces(tmp_path), SHELL[installed(name)]
@@ -186,6 +187,7 @@ async def test_a_hostile_policy_gets_nothing_out(tmp_path: Path, name: str) -> N
     assert left(mark) == []
 
 
+@pytest.mark.packages
 @pytest.mark.parametrize(
     ("name", "look"),
     [
@@ -248,6 +250,7 @@ async def test_codex_starts_a_sub_agent_and_is_told_when_it_has_ended(tmp_path: 
     assert at.verdict.success
 
 
+@pytest.mark.packages
 async def test_codex_compacts_its_history(tmp_path: Path) -> None:
     at, run = Workspaces(tmp_path), SHELL[installed("codex")]
     words = ("-c", "model_context_window=40000", "-c", "model_auto_compact_token_limit=15000")
