@@ -237,20 +237,22 @@ def test_written_criteria_need_a_third_model(run: RunDirectory, capsys: pytest.C
 
 
 def test_judge_and_third_model_behind_a_real_server(
-    run: RunDirectory, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    run: RunDirectory, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     words = ["replay", str(run.path), "--out", str(tmp_path)]
     for phase in ("score", *PHASES):
         words += ["--phase", phase]
     with JudgeServer() as server:
         words += ["--judge", "openai/rule-judge", "--api-base", server.base_url]
-        words += ["--pairing", "openai/rule-judge", "--pairing-api-base", server.base_url]
+        words += ["--pairing", "openai/rule-judge"]
+        monkeypatch.setenv("OPENAI_API_BASE", server.base_url)
+        monkeypatch.setenv("OPENAI_API_KEY", "none")
         with pytest.raises(SystemExit) as ended:
             main(words)
     shown = capsys.readouterr()
     assert ended.value.code == 0, shown.err
     who = f"openai/rule-judge at {server.base_url}, key in OPENAI_API_KEY"
-    assert f"8 archived prompts to {who}; criteria are paired by {who}" in shown.out
+    assert f"8 archived prompts to {who}; criteria are paired by openai/rule-judge" in shown.out
     found = pq.read_table(tmp_path / "openai_rule-judge" / "overlap.parquet").to_pylist()
     row = next(row for row in found if (row["judge"], row["phase"]) == ("openai/rule-judge", "union"))
     assert (row["recall"], row["precision"], row["discriminative"]) == (1.0, 1.0, 1.0)

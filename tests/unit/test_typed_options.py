@@ -27,7 +27,6 @@ from draco_ray.traces.load import load_traces
         ("plan --simulate RUN --setting static --assume x=1", "--setting, --assume: no effect with --simulate RUN"),
         ("replay RUN --api-base http://x", "--api-base: no effect without --judge MODEL"),
         ("replay RUN --judge a/b --rule draco", "--rule: no effect with --judge"),
-        ("replay RUN --judge a/b --pairing-api-key-env K", "--pairing-api-key-env: no effect without --pairing MODEL"),
         ("replay RUN --judge rules --api-base http://x", "judge rules: runs in this process; leave out endpoint"),
         ("attribution-bench --api-key-env K", "judge rules: runs in this process"),
         ("tables RUN --out OUT --format text", "--format: no effect with --out"),

@@ -153,9 +153,7 @@ def plan(
     rollouts: Annotated[list[int] | None, typer.Option(min=1, max=100_000)] = None,
     engines: Annotated[int | None, typer.Option(min=1, max=100_000)] = None,
     slots: Annotated[int | None, typer.Option(min=1, max=100_000)] = None,
-    judge_workers: Annotated[int | None, typer.Option(min=1, max=100_000)] = None,
     requests_per_minute: Annotated[float | None, typer.Option(min=1)] = None,
-    tokens_per_minute: Annotated[float | None, typer.Option(min=1)] = None,
     staleness: Annotated[list[int] | None, typer.Option(min=0, max=16)] = None,
     seed: Annotated[int, typer.Option(min=0)] = 0,
 ) -> None:
@@ -170,19 +168,11 @@ def plan(
         rollouts: Rollouts of a simulated step; may be repeated (default: 96, 1024, 16384).
         engines: Simulated engines (default: the run's).
         slots: Simulated environment slots (default: the run's).
-        judge_workers: Simulated judge workers (default: the run's).
         requests_per_minute: Simulated limit of judge requests per minute (default: the run's).
-        tokens_per_minute: Simulated limit of judge tokens per minute (default: the run's).
         staleness: Print throughput on 8 to 512 GPUs at this train.staleness; may be repeated.
         seed: Random seed of the simulation.
     """
-    number = {
-        "slots": slots,
-        "engines": engines,
-        "judge_workers": judge_workers,
-        "requests_per_minute": requests_per_minute,
-        "tokens_per_minute": tokens_per_minute,
-    }
+    number = {"slots": slots, "engines": engines, "requests_per_minute": requests_per_minute}
     if simulate is None:
         check_no_effect(context, "without --simulate RUN", *number, "rollouts", "compare", "staleness", "seed")
         if config is None:
