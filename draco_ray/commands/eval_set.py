@@ -29,7 +29,7 @@ from draco_ray.lab.evaluation.evaluation_set import (
 )
 from draco_ray.lab.evaluation.rendering import Shown, TableFormat
 from draco_ray.lab.evaluation.results import EvaluationDirectory, Plan
-from draco_ray.lab.evaluation.tables import check_seeds, split_title
+from draco_ray.lab.evaluation.tables import group_seeds
 from draco_ray.lab.files import check_folder
 
 
@@ -83,7 +83,7 @@ def evaluate_set(
     planned = planned_evaluations(wanted, out)
     # Check all evaluations before the first one runs.
     ready = [_prepare(each, wanted, starter, retry_errors=retry_errors, trust=trust) for each in planned]
-    _check_rows(ready)
+    group_seeds((each.planned.label, EvaluationDirectory(each.planned.out, each.plan)) for each in ready)
     unfinished = [each for each in ready if not _finished(each, retry_errors)]
     check_folder(out)
     typer.echo(f"{out}: {len(ready) - len(unfinished)} of {len(ready)} evaluations are finished")
@@ -95,15 +95,7 @@ def evaluate_set(
     directories = [str(each.out) for each in planned]
     print_tables(directories, tables=["main"], form=form, shown=show, against=against, out=None)
     typer.echo(f"all tables in all formats: {out / 'tables'}", err=True)
-    print_tables(
-        directories,
-        tables=[],
-        form=form,
-        shown=show,
-        against=against,
-        out=out / "tables",
-        quiet=True,
-    )
+    print_tables(directories, tables=[], form=form, shown=show, against=against, out=out / "tables", quiet=True)
 
 
 def read_set(file: Path, overrides: Sequence[str]) -> EvaluationSet:
@@ -139,17 +131,6 @@ def _prepare(
     ready = (_prepare_tau if planned.split == TAU else _prepare_split)(planned, told, wanted.max_lost_share, starter)
     EvaluationDirectory.find(planned.out, ready.plan)
     return ready
-
-
-def _check_rows(ready: Sequence[_Ready]) -> None:
-    """Refuse runs with the same label that are not training seeds of the same setting. Raises: ConfigError."""
-    seeds: dict[tuple[str, str], list[EvaluationDirectory]] = {}
-    for each in ready:
-        others = seeds.setdefault((each.planned.label, split_title(each.plan)), [])
-        one = EvaluationDirectory(each.planned.out, each.plan)
-        for other in others:
-            check_seeds(each.planned.label, each.planned.split, one, other)
-        others.append(one)
 
 
 def _prepare_split(planned: PlannedEvaluation, told: EvaluateOptions, max_lost_share: float, starter: Path) -> _Ready:
