@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import os
 import time
-from collections.abc import Awaitable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -43,6 +43,7 @@ from draco_ray.sandbox.world.build import MANIFEST
 from draco_ray.terminal import PlainConsole
 from draco_ray.training.cluster import connect, release_start_lock
 from draco_ray.training.session import checked_model, plain_error, say_cut_prompts, started
+from draco_ray.training.trainer import unless_lost
 from draco_ray.training.watchdog import Pending
 from draco_ray.workers.elastic import fixed_workers
 
@@ -212,7 +213,8 @@ class _Evaluator:
             await self._start()
             for checkpoint in self._policy.checkpoints:
                 if missing := self._directory.missing(checkpoint.name):
-                    await self._until_engines_fail(self._measure(checkpoint, missing))
+                    failing = [] if self._fleet is None else [self._fleet.failure()]
+                    await unless_lost(self._measure(checkpoint, missing), *failing)
         finally:
             await self._stop()
 
@@ -222,13 +224,13 @@ class _Evaluator:
             policies: EnginePolicies | ApiPolicies = self._api_policies(self._policy.api_model)
         else:
             say_cut_prompts(config, self._environment, [*self._directory.plan.tasks], self._console)
-            ranks = [rank for checkpoint in self._policy.checkpoints if (rank := lora_rank(checkpoint)) is not None]
+            adapters = [each.adapter for each in self._policy.checkpoints if each.adapter is not None]
             self._fleet = EngineFleet(
                 start_policy_engines(
                     config.engine,
                     config.model,
                     max_model_len=config.agent.max_prompt_length + config.agent.max_response_length,
-                    lora_rank=max(ranks, default=config.learner.lora_rank),
+                    lora_rank=max(map(lora_rank, adapters), default=config.learner.lora_rank),
                     seed=config.seed,
                     run_name=self._name,
                 ),
@@ -281,20 +283,6 @@ class _Evaluator:
             # Keep the handle: the actor lives as long as its handle.
             self._limiter, leases = limiter
         return ApiPolicies(client=client, priced=known_price(config.judge, model) is not None, leases=leases)
-
-    async def _until_engines_fail(self, work: Awaitable[None]) -> None:
-        """Await ``work``; raise the error if the engines fail permanently."""
-        if self._fleet is None:
-            await work
-            return
-        playing, failing = asyncio.ensure_future(work), asyncio.ensure_future(self._fleet.failure())
-        try:
-            await asyncio.wait({playing, failing}, return_when=asyncio.FIRST_COMPLETED)
-            (playing if playing.done() else failing).result()
-        finally:
-            for each in (playing, failing):
-                each.cancel()
-            await asyncio.gather(playing, failing, return_exceptions=True)
 
     async def _measure(self, checkpoint: Checkpoint, missing: Sequence[tuple[str, int]]) -> None:
         if checkpoint.adapter is not None:
