@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from draco_ray.cli import main
+from draco_ray.commands.eval_set import parse_set
 from draco_ray.commands.evaluate import EvaluateOptions, check_typed, find_policy_and_config
 from draco_ray.commands.tau import check_typed as check_tau
 from draco_ray.commands.tau import policy_and_config
@@ -15,7 +16,6 @@ from draco_ray.config.effect import check_training
 from draco_ray.config.load import load_config
 from draco_ray.errors import ConfigError
 from draco_ray.lab.analysis.judges import OWN, NamedJudge, judge_config, open_complete
-from draco_ray.lab.evaluation.evaluation_set import parse_set
 from draco_ray.traces.load import load_traces
 
 
