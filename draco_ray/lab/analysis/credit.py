@@ -69,19 +69,18 @@ def credit_by_step(run: RunDirectory) -> pa.Table:
     return pa.Table.from_pylist(rows, schema=CREDIT)
 
 
-def inert_windows(by_step: pa.Table, ends: Sequence[float] = WINDOW_ENDS) -> pa.Table:
+def inert_windows(by_step: pa.Table) -> pa.Table:
     """The inert share and the spread of step quality, averaged over the steps of each window.
 
     Args:
         by_step: `credit_by_step` of one run or several.
-        ends: ends of the windows, as ascending shares of the run's last step.
     Returns: a row per run and window. In a short run, windows without a step have no row.
     """
     rows: list[dict[str, Any]] = []
     for name, mine in grouped(by_step.to_pylist(), "run").items():
         total = max(record["training_step"] for record in mine)
         first = 1
-        for number, end in enumerate(ends, start=1):
+        for number, end in enumerate(WINDOW_ENDS, start=1):
             last = round(total * end)
             inside = [record for record in mine if first <= record["training_step"] <= last]
             if inside:

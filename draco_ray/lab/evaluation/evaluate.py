@@ -74,7 +74,6 @@ def evaluate_policy(
     api: ApiOptions | None = None,
     retry_errors: bool = False,
     max_lost_share: float = 1.0,
-    console: Console | None = None,
 ) -> SplitResult:
     """Measure a policy on a split; rollouts that an earlier call with the same arguments finished are not repeated.
 
@@ -94,7 +93,7 @@ def evaluate_policy(
         TooManyLost: more than ``max_lost_share`` are lost; finished rollouts are in ``out``.
         DracoError: engines, environments or the API fail permanently; finished rollouts are in ``out``.
     """
-    console = console or PlainConsole()
+    console = PlainConsole()
     api = api or ApiOptions()
     config, environment, plan = _prepare(policy, config, split, runs, label, api)
     directory = EvaluationDirectory.begin(out, plan)

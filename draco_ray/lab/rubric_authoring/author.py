@@ -74,16 +74,14 @@ class AuthoringSettings:
     """Minimum share of tasks on which some rollouts pass a criterion and others fail it."""
 
 
-def author_rubric(
-    config: DracoConfig, out: Path, settings: AuthoringSettings, console: Console | None = None
-) -> tuple[MeasuredCriterion, ...]:
+def author_rubric(config: DracoConfig, out: Path, settings: AuthoringSettings) -> tuple[MeasuredCriterion, ...]:
     """Author a static rubric and write it to ``out``.
 
     Returns: the kept criteria, by descending failure rate.
     Raises:
         DracoError: the job failed, with a one-line reason; finished work is in the run directory.
     """
-    console = console or PlainConsole()
+    console = PlainConsole()
     if config.algorithm.reward != "rubric":
         raise ConfigError(
             f"algorithm.reward={config.algorithm.reward}: authoring a rubric needs algorithm.reward=rubric"

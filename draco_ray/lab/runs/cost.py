@@ -7,8 +7,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-from rich.console import Console
-
 from draco_ray.judging.phases import PHASES
 from draco_ray.judging.reply_cache import read_book
 from draco_ray.lab.rows import grouped
@@ -95,13 +93,13 @@ def cost_table(costs: Mapping[str, PhaseCost], part: str = "phase") -> str:
     return "\n".join(lines)
 
 
-def show_cost(directory: Path, console: Console | None = None) -> None:
+def show_cost(directory: Path) -> None:
     """Print tokens (cached ones separately), dollars and failures by phase, then by step.
 
     Raises:
         ConfigError: if ``directory`` is not a run directory.
     """
-    console = console or PlainConsole()
+    console = PlainConsole()
     run = RunDirectory.open(directory)
     by_step = read_calls(run)
     calls = [call for step in by_step.values() for call in step]

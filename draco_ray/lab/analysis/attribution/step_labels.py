@@ -134,7 +134,7 @@ def sample(found: StepLabelFile, *, winners: bool) -> Sample:
     )
 
 
-def label_rows(found: StepLabelFile, *, seed: int = 0) -> pa.Table:
+def label_rows(found: StepLabelFile) -> pa.Table:
     """The shares of losers and winners by judge, with bootstrap intervals; by descending share of the losers."""
     losers, winners = sample(found, winners=False), sample(found, winners=True)
     rows = [
@@ -143,7 +143,7 @@ def label_rows(found: StepLabelFile, *, seed: int = 0) -> pa.Table:
             "measure": measure,
             "trajectories": len(of.uniform_N),
             "questions": of.questions,
-            **_interval(of.share_N[judge], of.question_N, seed),
+            **_interval(of.share_N[judge], of.question_N),
         }
         for judge in sorted(losers.share_N, key=lambda name: -float(np.sum(losers.share_N[name])))
         for measure, of in (("losers", losers), ("winners", winners))
@@ -200,7 +200,7 @@ def _pushes(advantage: float, labels: Sequence[StepLabels], chosen: Sequence[Lab
     return np.array(found)
 
 
-def _interval(value_N: FloatArray, question_N: IntArray, seed: int) -> dict[str, float | None]:
+def _interval(value_N: FloatArray, question_N: IntArray) -> dict[str, float | None]:
     """The mean and its percentile bootstrap interval over questions; None if there are too few."""
     if not len(value_N):
         return {"value": None, "low": None, "high": None}
@@ -208,7 +208,7 @@ def _interval(value_N: FloatArray, question_N: IntArray, seed: int) -> dict[str,
     count_Q, sum_Q = np.bincount(index_N), np.bincount(index_N, weights=value_N)
     low = high = None
     if len(count_Q) > 1:
-        drawn_DQ = np.random.default_rng(seed).integers(0, len(count_Q), (DRAWS, len(count_Q)))
+        drawn_DQ = np.random.default_rng(0).integers(0, len(count_Q), (DRAWS, len(count_Q)))
         mean_D = sum_Q[drawn_DQ].sum(axis=1) / count_Q[drawn_DQ].sum(axis=1)
         low, high = map(float, np.quantile(mean_D, [(1 - LEVEL) / 2, (1 + LEVEL) / 2]))
     return {"value": float(value_N.mean()), "low": low, "high": high}
