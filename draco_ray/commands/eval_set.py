@@ -297,14 +297,16 @@ def _prepare_split(planned: PlannedEvaluation, told: EvaluateOptions, max_lost_s
             "measures one policy by the judge"
         )
     api = ApiOptions(api_base=told.api_base, api_key_env=told.api_key_env, temperature=told.api_temperature)
+    runs = told.runs or RUNS
+    _, _, plan = plan_policy(policy, config, split=planned.split, runs=runs, label=planned.label, api=api)
     return _Ready(
         planned=planned,
-        plan=plan_policy(policy, config, split=planned.split, runs=told.runs or RUNS, label=planned.label, api=api),
+        plan=plan,
         run=lambda: evaluate_policy(
             policy,
             config,
             split=planned.split,
-            runs=told.runs or RUNS,
+            runs=runs,
             out=planned.out,
             label=planned.label,
             api=api,

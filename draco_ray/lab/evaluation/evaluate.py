@@ -71,7 +71,7 @@ def evaluate_policy(
     runs: int,
     out: Path,
     label: str | None = None,
-    api: ApiOptions | None = None,
+    api: ApiOptions = ApiOptions(),
     retry_errors: bool = False,
     max_lost_share: float = 1.0,
 ) -> SplitResult:
@@ -94,8 +94,7 @@ def evaluate_policy(
         DracoError: engines, environments or the API fail permanently; finished rollouts are in ``out``.
     """
     console = PlainConsole()
-    api = api or ApiOptions()
-    config, environment, plan = _prepare(policy, config, split, runs, label, api)
+    config, environment, plan = plan_policy(policy, config, split=split, runs=runs, label=label, api=api)
     directory = EvaluationDirectory.begin(out, plan)
     with directory.claimed():
         if retry_errors and (dropped := directory.drop_lost()):
@@ -125,20 +124,13 @@ def plan_policy(
     split: str,
     runs: int,
     label: str | None = None,
-    api: ApiOptions | None = None,
-) -> Plan:
-    """The plan of `evaluate_policy` for the same arguments.
+    api: ApiOptions = ApiOptions(),
+) -> tuple[DracoConfig, Environment, Plan]:
+    """The checked configuration, the environment and the plan of `evaluate_policy` for the same arguments.
 
     Raises:
         ConfigError: the policy or the data cannot be used.
     """
-    return _prepare(policy, config, split, runs, label, api or ApiOptions())[2]
-
-
-def _prepare(
-    policy: EvaluatedPolicy, config: DracoConfig, split: str, runs: int, label: str | None, api: ApiOptions
-) -> tuple[DracoConfig, Environment, Plan]:
-    """The checked configuration, its environment and the plan."""
     if policy.api_model is None:
         config = checked_model(config)
     else:
