@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import gc
 import io
 import sys
 from collections.abc import Sequence
@@ -63,9 +62,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if isinstance(stream, io.TextIOWrapper):
             # An ASCII or Latin-1 terminal shows question marks for other characters.
             stream.reconfigure(errors="replace")
-    if arguments is None:
-        # Collect less often: importing large packages creates almost no garbage.
-        gc.set_threshold(50_000, 20, 20)
     try:
         with naming_extras(), ended_as_interrupted():
             _commands()(arguments, prog_name="draco")

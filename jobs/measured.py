@@ -24,9 +24,10 @@ from draco_ray.config.load import load_config
 from draco_ray.config.schema import DracoConfig, Price
 from draco_ray.judging.pricing import price_of
 from draco_ray.lab.runs.cost import read_calls
-from draco_ray.records import LOST, EpisodeEnd, Evaluation, JudgeCall
+from draco_ray.records import LOST, EpisodeEnd, Evaluation
 from draco_ray.runs.directory import RunDirectory
 from draco_ray.runs.evaluations import read_evaluations
+from draco_ray.runs.rows import Row
 
 SANDBOX = "sandbox"
 REFERENCE_JUDGE = "gpt-5.4"
@@ -129,12 +130,12 @@ def of_one_policy(found: Iterable[tuple[int, Measured]], waiting: Iterable[Wante
     return possible
 
 
-def _spend(calls: Sequence[JudgeCall], price: Price) -> Spend:
+def _spend(calls: Sequence[Row], price: Price) -> Spend:
     # Replies from the cache cost nothing.
-    calls = [call for call in calls if call.requests]
-    tokens_in = sum(call.input_tokens for call in calls)
-    cached = sum(call.cached_tokens for call in calls)
-    tokens_out = sum(call.output_tokens for call in calls)
+    calls = [call for call in calls if call["requests"]]
+    tokens_in = sum(call["input_tokens"] for call in calls)
+    cached = sum(call["cached_tokens"] for call in calls)
+    tokens_out = sum(call["output_tokens"] for call in calls)
     return Spend(tokens_in + tokens_out, price_of(price, tokens_in, cached, tokens_out))
 
 

@@ -18,24 +18,16 @@ from draco_ray.judging.judge import Judge
 from draco_ray.lab.analysis.attribution.bench import judge_groups
 from draco_ray.lab.analysis.attribution.measure import RULES, measures
 from draco_ray.lab.analysis.attribution.plant import planted_groups
-from draco_ray.lab.analysis.attribution.step_labels import (
-    BEFORE_ANSWER,
-    EVERYTHING,
-    TOLERANCE,
-    calibration_rows,
-    label_rows,
-    read_step_labels,
-)
+from draco_ray.lab.analysis.attribution.step_labels import label_rows, read_step_labels, reliability_rows
 from draco_ray.lab.analysis.judges import OWN, NamedJudge, RuleComplete, asked, folder_name, judge_config, open_complete
 from draco_ray.lab.analysis.tables import write_table
 from draco_ray.lab.files import check_folder
+from draco_ray.lab.rows import grouped
 from draco_ray.sandbox.rule_judge.answering import answer
 from draco_ray.sandbox.rule_judge.noise import Noise
 
 SHOWN_BY_FAULT = ("kappa", "citation_precision", "citation_recall", "hit_at_1", "push_share")
 """Measures printed for each kind of fault."""
-SPLITS = 200
-"""Random splits of the questions with --labels."""
 ROLLOUTS = "rollouts.json"
 """File of executed rollouts in the folder of the tables; reused by the next call."""
 
@@ -112,43 +104,26 @@ def attribution_labels(path: Path, *, out: Path, console: Console) -> list[Path]
         console: where figures are printed.
 
     Raises:
-        ConfigError: not a labels file, or too few questions.
+        ConfigError: not a labels file.
     """
     check_folder(out)
     found = read_step_labels(path)
-    measured = label_rows(found)
-    calibrated, least_S = calibration_rows(found, splits=SPLITS)
+    measured, reliable = label_rows(found), reliability_rows(found)
     rows = measured.to_pylist()
-    for scope, title in (
-        (EVERYTHING, "share of the advantage that falls on bad steps"),
-        (BEFORE_ANSWER, "the same, without trajectories whose only fault is the final answer"),
-    ):
-        mine = [row for row in rows if row["scope"] == scope]
-        counts = {row["measure"]: f"{row['trajectories']} of {row['questions']} questions" for row in mine}
-        cells: dict[str, list[object]] = {}
-        for row in mine:
-            cells.setdefault(row["judge"], []).append(_with_interval(row))
-        print_table(
-            console,
-            f"{title}: losers ({counts.get('losers')}) and winners ({counts.get('winners')})",
-            ["", "losers (higher is better)", "first error found", "all on first error", "winners (lower is better)"],
-            cells,
-        )
-    heads = ("reliability", "mean_reliability", "uniform", "draco", "calibrated", "low", "within_tolerance")
-    judges = calibrated.to_pylist()
+    counts = [f"{row['measure']} ({row['trajectories']} of {row['questions']} questions)" for row in rows[:2]]
     print_table(
         console,
-        f"draco_calibrated on losers, {SPLITS} splits by question into calibration and test",
-        ["", *heads],
-        {row["judge"]: [row[head] for head in heads] for row in judges},
+        f"share of the advantage that falls on bad steps: {' and '.join(counts)}",
+        ["", "losers (higher is better)", "winners (lower is better)"],
+        {judge: [_with_interval(row) for row in mine] for judge, mine in grouped(rows, "judge").items()},
     )
-    worst, best = min(judges, key=lambda row: row["within_tolerance"]), judges[0]
-    console.print(
-        f"value of at least uniform - {TOLERANCE:g}: reached by each judge in at least "
-        f"{worst['within_tolerance']:.1%} of the splits, by all judges at once in "
-        f"{(least_S >= -TOLERANCE).mean():.1%}; best judge: {best['judge']}, {best['calibrated']:.3f}"
+    print_table(
+        console,
+        "recommended algorithm.reliability",
+        ["", "reliability"],
+        {row["judge"]: [row["reliability"]] for row in reliable.to_pylist()},
     )
-    return [*write_table(measured, out, "labels"), *write_table(calibrated, out, "calibration")]
+    return [*write_table(measured, out, "labels"), *write_table(reliable, out, "reliability")]
 
 
 def _with_interval(row: dict[str, Any]) -> str | None:

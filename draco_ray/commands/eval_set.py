@@ -1,12 +1,35 @@
-"""`draco eval-set`: runs every evaluation of a set, described by a file, and prints its tables."""
+"""`draco eval-set FILE`: several settings, each measured on several splits and benchmarks, and their tables.
+
+::
+
+    runs: 3
+    max_lost_share: 0.05
+    splits: [test_normal, test_challenge, tau-banking]
+    settings:
+      Base: {policy: Qwen/Qwen3.6-27B, config: qwen3.6-27b}
+      DRACO: {run: [runs/draco-seed0, runs/draco-seed1], last_epochs: 3}
+      GPT-5.4: litellm:openai/gpt-5.4
+    overrides: [data.root=/shared/appworld]
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated, Any
 
 import typer
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PositiveInt,
+    ValidationError,
+    model_validator,
+)
 
 from draco_ray.commands.evaluate import (
     READ,
@@ -18,19 +41,148 @@ from draco_ray.commands.evaluate import (
     print_tables,
 )
 from draco_ray.config.effect import check_effect
+from draco_ray.config.file_names import file_name
 from draco_ray.config.load import read_tree
 from draco_ray.errors import ConfigError
-from draco_ray.lab.evaluation.evaluation_set import (
-    TAU,
-    EvaluationSet,
-    PlannedEvaluation,
-    parse_set,
-    planned_evaluations,
-)
 from draco_ray.lab.evaluation.rendering import Shown, TableFormat
 from draco_ray.lab.evaluation.results import EvaluationDirectory, Plan
-from draco_ray.lab.evaluation.tables import check_seeds, split_title
+from draco_ray.lab.evaluation.tables import group_seeds
 from draco_ray.lab.files import check_folder
+
+TAU = "tau-banking"
+"""Split name of τ-bench banking; all other names are splits of the environment."""
+
+
+def _label(text: str) -> str:
+    if "=" in text:
+        raise ValueError("expected a name without =")
+    return file_name(text)
+
+
+def _listed(value: object) -> object:
+    return value if isinstance(value, list) else [value]
+
+
+def _distinct(values: tuple[str, ...]) -> tuple[str, ...]:
+    if twice := [value for value in values if values.count(value) > 1]:
+        raise ValueError(f"{twice[0]!r} is given twice")
+    return values
+
+
+Label = Annotated[str, AfterValidator(_label)]
+Split = Annotated[str, AfterValidator(file_name)]
+Words = Annotated[tuple[str, ...], BeforeValidator(_listed)]
+Paths = Annotated[tuple[Path, ...], BeforeValidator(_listed), Field(min_length=1)]
+
+
+class EvaluatedSetting(BaseModel):
+    """One row of the tables: a policy, or the runs that trained it, one per seed."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    policy: str | None = None
+    """Policy, as in ``draco evaluate --policy``."""
+    run: Paths | None = None
+    """Run directories, one for each training seed; their last epochs are measured."""
+    last_epochs: PositiveInt = 3
+    config: str | None = None
+    """Configuration, as in ``draco evaluate --config``."""
+    overrides: Words = ()
+    """``KEY=VALUE``, applied after those of the set."""
+    api_base: str | None = None
+    api_key_env: str | None = None
+    api_temperature: float | None = None
+
+    @model_validator(mode="after")
+    def _one_of_both(self) -> EvaluatedSetting:
+        if (self.policy is None) == (self.run is None):
+            raise ValueError("expected one of policy and run")
+        if self.run is None and "last_epochs" in self.model_fields_set:
+            raise ValueError("last_epochs works only with a run, not with a policy")
+        return self
+
+
+class EvaluationSet(BaseModel):
+    """Settings and splits to measure."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    settings: dict[
+        Label, Annotated[EvaluatedSetting, BeforeValidator(lambda v: {"policy": v} if isinstance(v, str) else v)]
+    ] = Field(min_length=1)
+    """Label in the tables -> setting; a plain string is short for ``policy``."""
+    splits: Annotated[tuple[Split, ...], BeforeValidator(_listed), AfterValidator(_distinct)] = Field(min_length=1)
+    """Splits of the environment, or ``tau-banking``."""
+    runs: PositiveInt | None = None
+    """Independent rollouts per task; null: 3, or ``tau_bench.trials`` for tau-banking."""
+    max_lost_share: float = Field(default=0.05, ge=0, le=1)
+    """Stop the set as soon as an evaluation has lost more than this share of its rollouts."""
+    overrides: Words = ()
+    """``KEY=VALUE`` for the configuration of every setting."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedEvaluation:
+    """One setting, or one of its runs, on one split."""
+
+    label: str
+    setting: EvaluatedSetting
+    run: Path | None
+    split: str
+    out: Path
+
+    @property
+    def title(self) -> str:
+        """Name of the evaluation in messages."""
+        return f"{self.label} on {self.split}" + (f" ({self.run.name})" if self.run else "")
+
+
+def parse_set(tree: Mapping[str, Any], source: str) -> EvaluationSet:
+    """Validate a file or arguments.
+
+    Args:
+        tree: the keys of `EvaluationSet`.
+        source: name of the file or the arguments in messages.
+
+    Raises:
+        ConfigError: one line with every mistake.
+    """
+    try:
+        return EvaluationSet.model_validate(tree)
+    except ValidationError as error:
+        raise ConfigError(f"{source}: {'; '.join(_message(problem) for problem in error.errors())}") from None
+
+
+def planned_evaluations(wanted: EvaluationSet, out: Path) -> list[PlannedEvaluation]:
+    """Every evaluation of a set, split by split, each with its own folder: ``<label>/<split>[/<run>]``.
+
+    Raises:
+        ConfigError: two evaluations would share a folder.
+    """
+    found: dict[str, PlannedEvaluation] = {}
+    for split in wanted.splits:
+        for label, setting in wanted.settings.items():
+            for run in setting.run or (None,):
+                folder = out / label / split
+                path = folder if run is None else folder / run.resolve().name
+                planned = PlannedEvaluation(label=label, setting=setting, run=run, split=split, out=path)
+                # Some file systems ignore case.
+                other = found.setdefault(str(path).casefold(), planned)
+                if other is not planned:
+                    raise ConfigError(
+                        f"{other.label} and {label} on {split} would both be stored in {path}; give the labels or the "
+                        "runs' folders different names"
+                    )
+    return list(found.values())
+
+
+def _message(problem: Mapping[str, Any]) -> str:
+    key = ".".join(str(part) for part in problem["loc"] if not str(part).startswith("function-"))
+    if problem["type"] == "missing":
+        return f"{key}: is missing"
+    what = problem["msg"].removeprefix("Value error, ")
+    found = "" if problem["type"] == "value_error" else f", found {problem['input']!r}"
+    return f"{key}: {what[:1].lower()}{what[1:]}{found}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +235,7 @@ def evaluate_set(
     planned = planned_evaluations(wanted, out)
     # Check all evaluations before the first one runs.
     ready = [_prepare(each, wanted, starter, retry_errors=retry_errors, trust=trust) for each in planned]
-    _check_rows(ready)
+    group_seeds((each.planned.label, EvaluationDirectory(each.planned.out, each.plan)) for each in ready)
     unfinished = [each for each in ready if not _finished(each, retry_errors)]
     check_folder(out)
     typer.echo(f"{out}: {len(ready) - len(unfinished)} of {len(ready)} evaluations are finished")
@@ -95,15 +247,7 @@ def evaluate_set(
     directories = [str(each.out) for each in planned]
     print_tables(directories, tables=["main"], form=form, shown=show, against=against, out=None)
     typer.echo(f"all tables in all formats: {out / 'tables'}", err=True)
-    print_tables(
-        directories,
-        tables=[],
-        form=form,
-        shown=show,
-        against=against,
-        out=out / "tables",
-        quiet=True,
-    )
+    print_tables(directories, tables=[], form=form, shown=show, against=against, out=out / "tables", quiet=True)
 
 
 def read_set(file: Path, overrides: Sequence[str]) -> EvaluationSet:
@@ -141,17 +285,6 @@ def _prepare(
     return ready
 
 
-def _check_rows(ready: Sequence[_Ready]) -> None:
-    """Refuse runs with the same label that are not training seeds of the same setting. Raises: ConfigError."""
-    seeds: dict[tuple[str, str], list[EvaluationDirectory]] = {}
-    for each in ready:
-        others = seeds.setdefault((each.planned.label, split_title(each.plan)), [])
-        one = EvaluationDirectory(each.planned.out, each.plan)
-        for other in others:
-            check_seeds(each.planned.label, each.planned.split, one, other)
-        others.append(one)
-
-
 def _prepare_split(planned: PlannedEvaluation, told: EvaluateOptions, max_lost_share: float, starter: Path) -> _Ready:
     from draco_ray.environments.base import make_environment
     from draco_ray.lab.evaluation.evaluate import ApiOptions, evaluate_policy, plan_policy
@@ -164,14 +297,16 @@ def _prepare_split(planned: PlannedEvaluation, told: EvaluateOptions, max_lost_s
             "measures one policy by the judge"
         )
     api = ApiOptions(api_base=told.api_base, api_key_env=told.api_key_env, temperature=told.api_temperature)
+    runs = told.runs or RUNS
+    _, _, plan = plan_policy(policy, config, split=planned.split, runs=runs, label=planned.label, api=api)
     return _Ready(
         planned=planned,
-        plan=plan_policy(policy, config, split=planned.split, runs=told.runs or RUNS, label=planned.label, api=api),
+        plan=plan,
         run=lambda: evaluate_policy(
             policy,
             config,
             split=planned.split,
-            runs=told.runs or RUNS,
+            runs=runs,
             out=planned.out,
             label=planned.label,
             api=api,

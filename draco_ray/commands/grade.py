@@ -10,12 +10,14 @@ import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from rich.table import Table
 
 from draco_ray.errors import ConfigError
 from draco_ray.lab.evaluation.intervals import ClusteredMean, Interval, clustered_mean, rate_difference, rate_interval
+from draco_ray.lab.rows import grouped
 from draco_ray.traces.keeping import LINES
 
 Line = Mapping[str, Any]
@@ -43,11 +45,8 @@ def read_lines(path: Path) -> list[Line]:
 
 def pass_share(lines: Iterable[Line]) -> ClusteredMean | None:
     """The mean over tasks of the mean pass share of each task's traces; None if no trace has one."""
-    by_task: dict[str, list[float]] = {}
-    for line in lines:
-        if line["pass_share"] is not None:
-            by_task.setdefault(line["task_id"], []).append(line["pass_share"])
-    means = {task: sum(shares) / len(shares) for task, shares in by_task.items()}
+    judged = grouped((line for line in lines if line["pass_share"] is not None), "task_id")
+    means = {task: fmean(line["pass_share"] for line in found) for task, found in judged.items()}
     return clustered_mean([means], lambda task: task) if means else None
 
 
@@ -75,14 +74,14 @@ def difference(lines: Sequence[Line], baseline: Sequence[Line]) -> Interval:
 
 def by_criterion(lines: Iterable[Line]) -> Table:
     """The pass share of each criterion over all traces to which it applies."""
-    counts: dict[str, list[int]] = {}
-    for line in lines:
-        for verdict in line["verdicts"]:
-            if verdict["verdict"] != "NOT_APPLICABLE":
-                counts.setdefault(verdict["title"], []).append(verdict["verdict"] == "PASS")
+    verdicts = [each for line in lines for each in line["verdicts"] if each["verdict"] != "NOT_APPLICABLE"]
+    shares = [
+        (fmean(verdict["verdict"] == "PASS" for verdict in found), title, len(found))
+        for title, found in grouped(verdicts, "title").items()
+    ]
     table = Table("criterion", "pass share", "traces")
-    for title, passed in sorted(counts.items(), key=lambda each: sum(each[1]) / len(each[1])):
-        table.add_row(title, f"{sum(passed) / len(passed):.0%}", str(len(passed)))
+    for share, title, traces in sorted(shares):
+        table.add_row(title, f"{share:.0%}", str(traces))
     return table
 
 

@@ -18,14 +18,14 @@ from draco_ray.config.effect import check_effect, judge_idle, typed_keys
 from draco_ray.config.schema import FILES, RULES, DracoConfig, JudgeConfig, JudgeLimits
 from draco_ray.errors import BudgetSpent, ConfigError, JudgeUnavailable, StoreError
 from draco_ray.judging.endpoint import introduced
+from draco_ray.judging.outage import span
 from draco_ray.judging.panel import other
 from draco_ray.judging.pricing import known_price
 from draco_ray.judging.reply_cache import FILE, read_book, release_unanswered
 from draco_ray.judging.tokens import BYTES_PER_TOKEN
-from draco_ray.lab.analysis.judges import RuleComplete, configured_rules
+from draco_ray.lab.analysis.judges import RuleComplete, configured_rules, names_judge
 from draco_ray.lab.report.page import write_report
-from draco_ray.lab.runs.cost import read_calls
-from draco_ray.lab.runs.phase_costs import cost_table, phase_costs
+from draco_ray.lab.runs.cost import cost_table, phase_costs, read_calls
 from draco_ray.terminal import counted
 from draco_ray.traces.batch import DISCOUNT
 from draco_ray.traces.estimate import PhaseEstimate, estimate
@@ -92,7 +92,7 @@ def run(wanted: JudgeArguments, console: Console) -> int:
     # The offline judge is free and has no price.
     settled = plan(
         judge,
-        config=_unlimited(wanted.config) if judge == RULES else wanted.config,
+        config=wanted.config.updated(judge={"limits": JudgeLimits()}) if judge == RULES else wanted.config,
         budget=None if judge == RULES else wanted.budget,
         api_base=wanted.api_base,
         api_key_env=wanted.api_key_env,
@@ -134,24 +134,17 @@ def run(wanted: JudgeArguments, console: Console) -> int:
         if wanted.github and totals.traces:
             grade.annotate(grade.read_lines(kept.path))
     below = _below(lines, wanted, console)
-    return _exit_code(groups, totals, below, console)
+    for line in totals.errors[:SHOWN_PROBLEMS]:
+        console.print(f"no reward: {line}")
+    return BELOW if below else PARTIAL if groups.problems or totals.failed else 0
 
 
 def _configured(config: DracoConfig) -> str | None:
     """The judge without ``--judge``; None leaves the choice to `plan`."""
-    judge = config.judge
-    if judge.self_judge.enabled or judge.rule_judge.start:
-        return None if judge.self_judge.enabled else RULES
+    if config.judge.rule_judge.start and not config.judge.self_judge.enabled:
+        return RULES
     # The schema's default is used only if the configuration names no judge.
-    return None if "model" in judge.model_fields_set else judge.model
-
-
-def _unlimited(config: DracoConfig) -> DracoConfig:
-    return config.updated(judge={"limits": JudgeLimits()})
-
-
-def _offline_judge(wanted: JudgeArguments) -> RuleComplete:
-    return RuleComplete() if wanted.judge == RULES else configured_rules(wanted.config.judge, wanted.config.seed)
+    return None if names_judge(config) else config.judge.model
 
 
 def _check_together(wanted: JudgeArguments, judge: str | None) -> None:
@@ -227,9 +220,12 @@ def _judge(kept: JudgingRun, settled: Plan, wanted: JudgeArguments, calls: int, 
                 f"{replies} is missing: judged groups are kept, but calls of the other groups are sent and paid for "
                 "again, and earlier costs do not count towards the budget"
             )
-    if not offline:
+    if offline:
+        named = wanted.judge == RULES
+        meter = Meter(RuleComplete() if named else configured_rules(wanted.config.judge, wanted.config.seed))
+    else:
         _settle_unanswered(settled.config.judge.cache or kept.directory.judge_cache, wanted, console)
-    meter = Meter(_offline_judge(wanted)) if offline else open_judge(settled)
+        meter = open_judge(settled)
     began = time.monotonic()
     try:
         asyncio.run(_with_progress(kept, settled, meter, calls, console, ray=wanted.ray))
@@ -280,13 +276,13 @@ def progress_line(meter: Meter, calls: int, seconds: float, groups: int) -> str:
     """One line: calls so far and expected, their cost, calls in progress, and the estimated time left."""
     asked = meter.done - meter.replayed
     left = max(calls - meter.done, 0)
-    pace = "" if not asked else f", about {_duration(seconds * left / asked)} left"
+    pace = "" if not asked else f", about {span(seconds * left / asked)} left"
     waiting = f", {meter.under_way} in progress, the oldest for {meter.oldest:.0f}s" if meter.under_way else ""
     failed = f", {meter.failed} failed" if meter.failed else ""
     kept = f" ({meter.replayed} from an earlier process)" if meter.replayed else ""
     return (
         f"{meter.done} of about {max(calls, meter.done)} calls{kept} for {counted(groups, 'group')} in "
-        f"{_duration(seconds)}, "
+        f"{span(seconds)}, "
         f"${meter.dollars:.4f} so far{waiting}{failed}{pace}{f'; {meter.waits_for}' if meter.waits_for else ''}"
     )
 
@@ -413,15 +409,3 @@ def _below(lines: Sequence[grade.Line], wanted: JudgeArguments, console: Console
         )
         below = below or change.high < 0
     return below
-
-
-def _exit_code(groups: Groups, totals: Totals, below: bool, console: Console) -> int:
-    for line in totals.errors[:SHOWN_PROBLEMS]:
-        console.print(f"no reward: {line}")
-    return BELOW if below else PARTIAL if groups.problems or totals.failed else 0
-
-
-def _duration(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}h{minutes:02}m" if hours else f"{minutes}m{rest:02}s" if minutes else f"{rest}s"

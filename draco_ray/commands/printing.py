@@ -8,6 +8,8 @@ import pyarrow as pa
 from rich.console import Console
 from rich.table import Table
 
+from draco_ray.lab.rows import grouped, mean
+
 
 def print_overall(console: Console, title: str, table: pa.Table, keys: Sequence[str]) -> None:
     """Print a line per measure and a column per row over all steps, headed by its phase; intervals follow the value."""
@@ -28,14 +30,12 @@ def print_overall(console: Console, title: str, table: pa.Table, keys: Sequence[
 def print_means(console: Console, title: str, table: pa.Table, key: str, left_out: Iterable[str]) -> None:
     """Print a line per measure and a column per value of ``key``, with the means over that value's rows."""
     measures = [name for name in table.column_names if name != key and name not in left_out]
-    rows = table.to_pylist()
-    values = list(dict.fromkeys(row[key] for row in rows))
-    cells: dict[str, list[object]] = {name: [] for name in measures}
-    for name in measures:
-        for value in values:
-            numbers = [float(row[name]) for row in rows if row[key] == value and row[name] is not None]
-            cells[name].append(sum(numbers) / len(numbers) if numbers else None)
-    print_table(console, title, [key, *map(str, values)], cells)
+    groups = grouped(table.to_pylist(), key)
+    cells = {
+        name: [mean(float(row[name]) for row in rows if row[name] is not None) for rows in groups.values()]
+        for name in measures
+    }
+    print_table(console, title, [key, *map(str, groups)], cells)
 
 
 def print_table(console: Console, title: str, heads: Sequence[str], cells: Mapping[str, Sequence[object]]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import pyarrow as pa
@@ -30,6 +31,7 @@ from draco_ray.lab.analysis.judges import (
     judge_config,
     open_complete,
 )
+from draco_ray.lab.analysis.pairing import third_model
 from draco_ray.lab.analysis.replay import PHASES, ArchivedCall, agreement_table, archived_calls, check_steps, replay
 from draco_ray.lab.analysis.rescoring import REPLAYS, rescore, rubric_rates
 from draco_ray.lab.analysis.rescoring import TABLE as RESCORED_TABLE
@@ -132,21 +134,21 @@ def _check_named(
         )
 
 
+@dataclass
 class _Replay:
     """Repeats a run's judge calls with another judge, prints the agreement and writes its tables."""
 
-    def __init__(
-        self, run: RunDirectory, judge: str, own: JudgeConfig, config: JudgeConfig, folder: Path, console: Console
-    ) -> None:
-        self._run = run
-        self._judge = judge
-        self._own = own
-        self._config = config
-        self._seed: int = run.setting("seed")
-        self._asked = asked(judge, config)
-        self._tables = folder / folder_name(judge)
-        self._console = console
-        self.dollars = 0.0
+    _run: RunDirectory
+    _judge: str
+    _own: JudgeConfig
+    _config: JudgeConfig
+    _folder: Path
+    _console: Console
+    dollars: float = 0.0
+
+    def __post_init__(self) -> None:
+        self._seed: int = self._run.setting("seed")
+        self._asked = asked(self._judge, self._config)
 
     def verdicts(self, calls: Sequence[ArchivedCall]) -> list[Path]:
         """Agreement of verdicts and citations, and the loss for training."""
@@ -170,7 +172,7 @@ class _Replay:
             f"sending {len(calls)} archived prompts to {self._asked}; criteria are paired by "
             f"{asked(third.model, third)}"
         )
-        model = rubric_overlap.ThirdModel(complete=open_complete(third, self._seed), config=third)
+        model = third_model(open_complete(third, self._seed), third)
         compared = self._ask(
             self._config,
             [call.training_step for call in calls],
@@ -233,7 +235,11 @@ class _Replay:
         return table
 
     def _written(self, tables: Mapping[str, pa.Table]) -> list[Path]:
-        return [path for name, table in tables.items() for path in write_table(table, self._tables, name)]
+        return [
+            path
+            for name, table in tables.items()
+            for path in write_table(table, self._folder / folder_name(self._judge), name)
+        ]
 
 
 def judges_own_config(source: str | None, *judges: NamedJudge, trust: bool) -> DracoConfig:

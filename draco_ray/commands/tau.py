@@ -90,28 +90,24 @@ def tables(
     Args:
         directories: Finished evaluations.
     """
-    from draco_ray.benchmarks.tau.results import Measured, cost_by_role_table, failure_table, read_summaries
+    from draco_ray.benchmarks.tau.results import cost_by_role_table, failure_table
     from draco_ray.lab.evaluation.rendering import render
-    from draco_ray.lab.evaluation.results import EvaluationDirectory
     from draco_ray.lab.evaluation.tables import (
         consistency_table,
         efficiency_table,
         frontier_table,
         main_table,
+        open_settings,
         read_settings,
     )
 
     settings = read_settings(directories)
-    summaries: dict[str, list[Measured]] = {}
-    for argument in directories:
-        label, separator, name = argument.partition("=")
-        if not separator or Path(argument).is_dir():
-            label, name = "", argument
-        # Directories with the same label are training seeds of one setting.
-        label = label or EvaluationDirectory.open(Path(name)).plan.label
-        summaries.setdefault(label, []).extend(read_summaries(Path(name)))
+    opened = {
+        label: [each for seeds in splits.values() for each in seeds]
+        for label, splits in open_settings(directories).items()
+    }
     printed = [table(settings) for table in (main_table, consistency_table, efficiency_table, frontier_table)]
-    printed += [cost_by_role_table(summaries), failure_table(summaries)]
+    printed += [cost_by_role_table(opened), failure_table(opened)]
     typer.echo("\n".join(render(table, form, show) for table in printed), nl=False)
 
 

@@ -59,6 +59,13 @@ def whole_file(path: Path) -> Iterator[Path]:
         temporary.unlink(missing_ok=True)
 
 
+def write_whole(path: Path, text: str) -> None:
+    """Replace a file at once, so that a reader never sees a part of it."""
+    temporary = path.with_name(f".{path.name}.unfinished")
+    temporary.write_text(text, encoding="utf-8")
+    os.replace(temporary, path)
+
+
 def csv_text(text: str) -> str:
     """A text as a CSV cell that spreadsheets do not run as a formula: an apostrophe marks it as text."""
     return f"'{text}" if text.startswith(("=", "+", "-", "@", "\t", "\r")) else text

@@ -34,6 +34,7 @@ from draco_ray.judging.pool import Judgement, ask_phase
 from draco_ray.judging.prompts import KEY_FILE
 from draco_ray.judging.reply_cache import FILE as REPLIES
 from draco_ray.judging.reply_cache import ReplyCache
+from draco_ray.lab.rows import grouped
 from draco_ray.learner.base import Accumulate, Publish, Remember, Update, UpdateMetrics
 from draco_ray.pipeline import Group, Pipeline
 from draco_ray.records import EpisodeEnd, Evaluation, Judged, TrainingSample, Trajectory
@@ -168,6 +169,8 @@ async def _recompute(run: RunDirectory, config: DracoConfig, steps: Sequence[int
     if learner is None:
         console.print("adapters are not recomputed, because engine.deterministic is false or the learner is your own")
     for step in steps:
+        if judge is not None:
+            judge.open(step)
         groups, samples = await _Step(run, config, step, judge).recompute(order.tasks(step), metrics[step])
         said = f"step {step}: {len(groups)} groups, {sum(len(group.rollouts) for group in groups)} rollouts as recorded"
         if learner is not None:
@@ -187,7 +190,8 @@ class _Step:
         """
         self._run, self._config, self._step, self._judge = run, config, step, judge
         self._played = step_trajectories(run, step)
-        self._recorded = {name: _by_task(run, name, step) for name in {each for each, _, _ in COMPARED}}
+        names = {name for name, _, _ in COMPARED}
+        self._recorded = {name: grouped(run.table(name, step).to_pylist(), "task_id") for name in names}
         self._outcomes = {
             (row["task_id"], row["rollout"]): Evaluated(evaluation=_evaluation(row))
             for row in run.table("outcomes", step).to_pylist()
@@ -239,11 +243,10 @@ class _Step:
 
     def _pipeline(self, members: Mapping[int, Trajectory], store: LocalActor) -> Pipeline:
         results = {"from_verdicts": 4, "from_evaluations": 4, "from_noise": 4}
-        rollouts, judges = PlayedRollouts(members, self._outcomes), _Judges(self._judge, self._step)
         return Pipeline(
             self._config.algorithm,
-            rollouts,  # type: ignore[arg-type]
-            judges,  # type: ignore[arg-type]
+            PlayedRollouts(members, self._outcomes),  # type: ignore[arg-type]
+            self._judge,  # type: ignore[arg-type]
             LocalActor(AdvantageComputerActor(self._config.algorithm), results),
             store,
             static_rubric=Judged(value=static_criteria(self._config)),
@@ -254,7 +257,7 @@ class _Step:
     def _compare(self, again: RunDirectory, task_id: str, *, complete: bool) -> None:
         """Compare a group's rows with recomputed ones; for an incomplete group, only rows that were recomputed."""
         for table, keys, later in COMPARED:
-            recomputed = _sorted(_by_task(again, table, self._step).get(task_id, []), keys)
+            recomputed = _sorted(grouped(again.table(table, self._step).to_pylist(), "task_id")[task_id], keys)
             recorded = _sorted(self._recorded[table].get(task_id, []), keys)
             if not complete:
                 names = [[row[key] for key in keys] for row in recomputed]
@@ -274,13 +277,6 @@ class _Step:
 
     def _differs(self, what: str) -> DamagedRun:
         return DamagedRun(f"{self._run.path}: step {self._step}, {what}")
-
-
-def _by_task(run: RunDirectory, table: str, step: int) -> dict[str, list[Row]]:
-    found: dict[str, list[Row]] = {}
-    for row in run.table(table, step).to_pylist():
-        found.setdefault(row["task_id"], []).append(row)
-    return found
 
 
 def _sorted(rows: Sequence[Row], keys: Sequence[str]) -> list[Row]:
@@ -385,24 +381,8 @@ class PlayedRollouts:
         return RolloutResult(member=FinishedRollout(rollout=rollout, summary=summarise(trajectory), **given))
 
 
-class _Judges:
-    """Stand-in for a `JudgePool` that asks the recorded judge, for one step."""
-
-    def __init__(self, judge: RecordedJudge | None, step: int) -> None:
-        """``judge``: None if the reward does not come from a judge."""
-        self._judge, self._step = judge, step
-
-    async def ask(self, phase: Phase, context: CallContext, **given: Any) -> Judgement:
-        """See `JudgePool.ask`."""
-        assert self._judge is not None
-        judge = self._judge.of(self._step, phase, context)
-        judged, summary = await ask_phase(judge, phase, context, given)
-        found: Any = judged
-        return Judgement(judged=replace(found, calls=()), archived=found, summary=summary)
-
-
 class RecordedJudge:
-    """The judge of a run, which answers from the run's archived calls."""
+    """Stand-in for a `JudgePool` that answers from a run's archived calls."""
 
     def __init__(self, run: RunDirectory, config: DracoConfig) -> None:
         """
@@ -427,15 +407,23 @@ class RecordedJudge:
         for path in cache.glob(f"{REPLIES}*"):
             shutil.copy(path, scratch.path)
         self._replies = ReplyCache(scratch.path)
-        self._calls: tuple[int, list[Row]] = (0, [])
+        self._calls: list[Row] = []
 
-    def of(self, step: int, phase: Phase, context: CallContext) -> Any:
+    def open(self, step: int) -> None:
+        """Answer from the calls of this training step."""
+        self._calls = self._run.table("judge_calls", step).to_pylist()
+
+    async def ask(self, phase: Phase, context: CallContext, **given: Any) -> Judgement:
+        """See `JudgePool.ask`."""
+        judged, summary = await ask_phase(self._judge(phase, context), phase, context, given)
+        found: Any = judged
+        return Judgement(judged=replace(found, calls=()), archived=found, summary=summary)
+
+    def _judge(self, phase: Phase, context: CallContext) -> Any:
         """The judge of one phase of a group or a rollout."""
-        if self._calls[0] != step:
-            self._calls = (step, self._run.table("judge_calls", step).to_pylist())
         mine = [
             row
-            for row in self._calls[1]
+            for row in self._calls
             if (row["task_id"], row["rollout"]) == (context.task_id, context.rollout) and row["phase"] == phase.name
         ]
         beside = {each.model for each in (*self._config.jury, *filter(None, [self._config.strong]))}

@@ -22,7 +22,7 @@ from tests.support.lost import lost_rollout
 def test_what_is_finished_is_summed_up_again_unless_too_much_is_lost(sandbox_root: Path, tmp_path: Path) -> None:
     config = load_config("sandbox", [f"data.root={sandbox_root}", "data.eval_tasks=3"])
     policy = find_policy("litellm:openai/some-model", tmp_path)
-    plan = plan_policy(policy, config, split="dev", runs=1)
+    _, _, plan = plan_policy(policy, config, split="dev", runs=1)
     directory = EvaluationDirectory.begin(tmp_path / "out", plan)
     (measurement,) = plan.measurements
     *solved, lost = plan.tasks

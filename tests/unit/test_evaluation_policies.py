@@ -72,7 +72,7 @@ def test_a_run_is_its_last_checkpoint_and_a_checkpoint_knows_its_run(tmp_path: P
     adapter = load_adapter(one.checkpoints[0])
     assert adapter.version == 2
     assert np.all(adapter.tensors["a.lora_B.weight"] == 2)
-    assert lora_rank(one.checkpoints[0]) == 4
+    assert lora_rank(run / "checkpoints" / "step00002") == 4
 
 
 @pytest.mark.parametrize("name", ["nowhere", "litellm:", "starter", "./a/b/c"])

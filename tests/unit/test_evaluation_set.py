@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-from draco_ray.commands.eval_set import evaluate_set, read_set
+from draco_ray.commands.eval_set import evaluate_set, parse_set, planned_evaluations, read_set
 from draco_ray.errors import ConfigError
-from draco_ray.lab.evaluation.evaluation_set import parse_set, planned_evaluations
 from draco_ray.lab.evaluation.rendering import Shown, TableFormat
 
 FILE = """

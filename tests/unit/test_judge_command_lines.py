@@ -33,10 +33,10 @@ def run(*words: str) -> None:
 
 async def test_the_line_moves_while_nothing_comes_back() -> None:
     meter = Meter(Canned())
-    assert progress_line(meter, 10, 1.0, 2) == "0 of about 10 calls for 2 groups in 1s, $0.0000 so far"
+    assert progress_line(meter, 10, 1.0, 2) == "0 of about 10 calls for 2 groups in 1 s, $0.0000 so far"
     await meter(Request(messages=(Message(role="user", content="x"),)))
     line = progress_line(meter, 10, 20.0, 2)
-    assert line == "1 of about 10 calls for 2 groups in 20s, $0.0100 so far, about 3m00s left"
+    assert line == "1 of about 10 calls for 2 groups in 20 s, $0.0100 so far, about 3 min 0 s left"
 
     held = asyncio.Event()
 
@@ -49,7 +49,7 @@ async def test_the_line_moves_while_nothing_comes_back() -> None:
     waiting = asyncio.create_task(slow(Request(messages=(Message(role="user", content="x"),))))
     await asyncio.sleep(0)
     assert ", 1 in progress, the oldest for 0s" in progress_line(slow, 10, 7200.0, 2)
-    assert "in 2h00m" in progress_line(slow, 10, 7200.0, 2)
+    assert "in 2 h 0 min" in progress_line(slow, 10, 7200.0, 2)
     held.set()
     await waiting
     assert slow.under_way == 0

@@ -24,7 +24,7 @@ from draco_ray.judging.judge import CallContext, Judge
 from draco_ray.judging.phases import PHASES, Credit, Phase, Score, Stage1, Stage2, Union, urgency
 from draco_ray.judging.pool import JudgeWorkerActor, phase_summary
 from draco_ray.judging.prompts import load_prompts
-from draco_ray.lab.runs.phase_costs import cost_table, phase_costs
+from draco_ray.lab.runs.cost import cost_table, phase_costs
 from draco_ray.pipeline import Group
 from draco_ray.records import Attribution, Criterion, EpisodeEnd, Judged
 from draco_ray.runs.directory import RunDirectory
@@ -111,7 +111,7 @@ async def test_the_pages_phase_is_asked_archived_counted_and_shown(
     run = RunDirectory.open(tmp_path / "run")
     assert run.table("judge_calls").column("phase").to_pylist() == ["summary", "summary"]
     assert metrics["judge"]["summary"]["requests"] == 2
-    table = cost_table(phase_costs(judged.calls)).splitlines()
+    table = cost_table(phase_costs(run.table("judge_calls").to_pylist())).splitlines()
     assert len(table) == 3
     assert table[-2].split()[:2] == ["summary", "2"]
 

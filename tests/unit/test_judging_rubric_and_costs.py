@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +13,7 @@ from draco_ray.errors import ConfigError
 from draco_ray.judging.outage import retry_after_seconds
 from draco_ray.judging.pricing import find_price, price_of
 from draco_ray.judging.prompts import load_static_rubric
-from draco_ray.lab.runs.phase_costs import PhaseCost, cost_table, phase_costs, total_cost
+from draco_ray.lab.runs.cost import PhaseCost, cost_table, phase_costs, total_cost
 from draco_ray.records import Criterion, JudgeCall
 
 TITLES = (
@@ -120,7 +120,8 @@ def test_costs_add_up_by_phase_and_replays_are_free() -> None:
         replace(CALL, requests=0, dollars=0.0),
         replace(CALL, phase="credit", dollars=0.25),
     ]
-    costs = phase_costs(calls)
+    rows = [asdict(call) for call in calls]
+    costs = phase_costs(rows)
     assert list(costs) == ["score", "credit"]
     assert costs["score"] == PhaseCost(
         calls=3,
@@ -135,7 +136,7 @@ def test_costs_add_up_by_phase_and_replays_are_free() -> None:
         estimated_dollars=0.375,
         seconds=6.0,
     )
-    assert total_cost(costs).dollars == pytest.approx(1.75)
+    assert total_cost(rows).dollars == pytest.approx(1.75)
     table = cost_table(costs).splitlines()
     assert len(table) == 1 + 2 + 2
     assert table[-2].startswith("total")

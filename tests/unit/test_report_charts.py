@@ -132,8 +132,8 @@ def test_a_long_name_stays_inside_a_heat_map_in_a_wider_font_too(name: str) -> N
     (label,) = [shape for shape in drawing.shapes if isinstance(shape, Text) and shape.anchor == "end"]
     assert label.string.endswith("…")
     assert label.x - 1.15 * text_width(label.string, label.size) >= 0
-    # Such a character is a square.
-    assert text_width("\u5b57\u3042", 8) == 16
+    # Such a character is about a square.
+    assert text_width("\u5b57\u3042", 8) == pytest.approx(16, abs=2)
 
 
 def test_what_is_solved_is_marked_and_what_was_never_asked_stays_blank() -> None:

@@ -16,7 +16,6 @@ from draco_ray.judging.judge import CallContext, Judge
 from draco_ray.judging.prompts import load_prompts, load_static_rubric
 from draco_ray.judging.reply import parse_criteria
 from draco_ray.lab.analysis.judges import RuleComplete
-from draco_ray.lab.rubric_authoring.output import rubric_table, write_rubric
 from draco_ray.lab.rubric_authoring.reduction import (
     CriterionSet,
     Reduction,
@@ -25,7 +24,7 @@ from draco_ray.lab.rubric_authoring.reduction import (
     reduction_prompt,
     reduction_template,
 )
-from draco_ray.lab.rubric_authoring.statistics import MeasuredCriterion, measure, prune
+from draco_ray.lab.rubric_authoring.statistics import MeasuredCriterion, measure, prune, rubric_table, write_rubric
 from draco_ray.records import Criterion, Message, Verdict
 from draco_ray.sandbox.rule_judge.answering import answer
 from draco_ray.sandbox.rule_judge.rules import RULES

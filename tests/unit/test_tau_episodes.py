@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from draco_ray.benchmarks.tau.results import (
-    Measured,
     cost_by_role_table,
     failure_table,
     read_episodes,
@@ -22,7 +21,7 @@ from draco_ray.benchmarks.tau.results import (
 )
 from draco_ray.config.schema import DracoConfig
 from draco_ray.errors import TauBenchError
-from draco_ray.lab.evaluation.results import Plan
+from draco_ray.lab.evaluation.results import EvaluationDirectory, Plan
 from draco_ray.lab.evaluation.setting import aggregate
 from draco_ray.records import EpisodeEnd, Usage
 
@@ -81,6 +80,19 @@ def infrastructure_error(task: str, trial: int, **fields: Any) -> dict[str, Any]
         "info": info,
     }
     return simulation(task, trial, termination_reason="infrastructure_error", **{**cut, **fields})
+
+
+def a_plan_of(tasks: list[str], trials: int) -> Plan:
+    return Plan(
+        benchmark="tau-banking",
+        split="full",
+        label="x",
+        policy="x",
+        runs=trials,
+        measurements=("x",),
+        tasks=dict.fromkeys(tasks),
+        scenarios=False,
+    )
 
 
 def write(folder: Path, simulations: list[dict[str, Any]]) -> Path:
@@ -200,17 +212,7 @@ def test_rates_are_those_of_brute_force(tmp_path: Path, trials: int) -> None:
         if solved is not None
     ]
     episodes = read_episodes(write(tmp_path / "r", records), tasks, trials)
-    plan = Plan(
-        benchmark="tau-banking",
-        split="full",
-        label="x",
-        policy="x",
-        runs=trials,
-        measurements=("x",),
-        tasks=dict.fromkeys(tasks),
-        scenarios=False,
-    )
-    result = aggregate(plan, [[[rollout_result(episode, None) for episode in episodes]]])
+    result = aggregate(a_plan_of(tasks, trials), [[[rollout_result(episode, None) for episode in episodes]]])
     for k in range(1, min(trials, 3) + 1):
         every, some = [], []
         for task in tasks:
@@ -250,7 +252,11 @@ def test_costs_by_role_at_configured_prices(tmp_path: Path) -> None:
     assert found["failures"] == {"infrastructure_error (RuntimeError)": 1, "missing": 1}
     assert (found["episodes"], found["successes"], found["infrastructure_errors"], found["missing"]) == (4, 2, 1, 1)
 
-    costs = cost_by_role_table({"DRACO": [Measured.model_validate(found)] * 2})
+    measured = EvaluationDirectory.begin(tmp_path / "out", a_plan_of(["task_001", "task_002"], trials=2))
+    for episode in episodes:
+        measured.add("x", rollout_result(episode, None))
+    measured.write_summary({"measurements": {"x": found}})
+    costs = cost_by_role_table({"DRACO": [measured] * 2})
     cells = dict(zip((column.path for column in costs.columns), costs.rows[0][1], strict=True))
     tokens, paid = cells["agent", "input tokens"], cells["user", "dollars"]
     assert tokens is not None
@@ -260,7 +266,7 @@ def test_costs_by_role_at_configured_prices(tmp_path: Path) -> None:
     total = cells["together", "dollars"]
     assert total is not None
     assert total.mean == pytest.approx(sum(dollars.values()) / 2)
-    failures = failure_table({"DRACO": [Measured.model_validate(found)]})
+    failures = failure_table({"DRACO": [measured]})
     shares = dict(zip((column.path[0] for column in failures.columns), failures.rows[0][1], strict=True))
     assert {kind: cell and cell.mean for kind, cell in shares.items()} == {
         "success": 50.0,
@@ -273,6 +279,8 @@ def test_an_unknown_price_is_no_price(tmp_path: Path) -> None:
     episodes = read_episodes(write(tmp_path / "r", [simulation("task_001", 0)]), ["task_001"], 1)
     found = summary(episodes, Usage(), "a/model-without-a-price", DracoConfig(), "unknown")
     assert found["costs"]["agent"]["dollars"] is None
-    cells = cost_by_role_table({"x": [Measured.model_validate(found)]}).rows[0][1]
+    measured = EvaluationDirectory.begin(tmp_path / "out", a_plan_of(["task_001"], trials=1))
+    measured.write_summary({"measurements": {"x": found}})
+    cells = cost_by_role_table({"x": [measured]}).rows[0][1]
     assert (cells[2], cells[-1]) == (None, None)
     assert cells[5] is not None

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from draco_ray.cli import main
+from draco_ray.commands.eval_set import parse_set
 from draco_ray.commands.evaluate import EvaluateOptions, check_typed, find_policy_and_config
 from draco_ray.commands.tau import check_typed as check_tau
 from draco_ray.commands.tau import policy_and_config
@@ -15,7 +16,6 @@ from draco_ray.config.effect import check_training
 from draco_ray.config.load import load_config
 from draco_ray.errors import ConfigError
 from draco_ray.lab.analysis.judges import OWN, NamedJudge, judge_config, open_complete
-from draco_ray.lab.evaluation.evaluation_set import parse_set
 from draco_ray.traces.load import load_traces
 
 
@@ -27,7 +27,6 @@ from draco_ray.traces.load import load_traces
         ("plan --simulate RUN --setting static --assume x=1", "--setting, --assume: no effect with --simulate RUN"),
         ("replay RUN --api-base http://x", "--api-base: no effect without --judge MODEL"),
         ("replay RUN --judge a/b --rule draco", "--rule: no effect with --judge"),
-        ("replay RUN --judge a/b --pairing-api-key-env K", "--pairing-api-key-env: no effect without --pairing MODEL"),
         ("replay RUN --judge rules --api-base http://x", "judge rules: runs in this process; leave out endpoint"),
         ("attribution-bench --api-key-env K", "judge rules: runs in this process"),
         ("tables RUN --out OUT --format text", "--format: no effect with --out"),

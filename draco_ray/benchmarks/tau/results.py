@@ -7,22 +7,20 @@ denominator here is tasks times trials, and a missing episode is a failure.
 from __future__ import annotations
 
 import json
-import os
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any
 
-from pydantic import BaseModel, Field, ValidationError, model_validator
+from pydantic import BaseModel, ValidationError
 
 from draco_ray.config.schema import DracoConfig, Price
 from draco_ray.errors import ConfigError, TauBenchError
 from draco_ray.judging.pricing import find_price, price_of
 from draco_ray.lab.evaluation.rendering import Cell, Column, Table
-from draco_ray.lab.evaluation.results import Count, OneLine, RoleCost, RolloutResult, Several, sum_known
+from draco_ray.lab.evaluation.results import EvaluationDirectory, RoleCost, RolloutResult, role_costs, sum_known
 from draco_ray.records import LOST, EpisodeEnd, Evaluation, Usage
-from draco_ray.runs.directory import damaged, read_text
 
 INFRASTRUCTURE = "infrastructure_error"
 MISSING = "missing"
@@ -30,8 +28,7 @@ ENDED_WELL = ("user_stop", "agent_stop")
 """Termination reasons that tau2 grades; any other ending is a failure."""
 TOLERANCE = 1e-6
 """A reward within this distance of 1 counts as success, as in tau2."""
-Role = Literal["agent", "user", "judge"]
-ROLES: tuple[Role, ...] = ("agent", "user", "judge")
+ROLES = ("agent", "user", "judge")
 ENDS = {
     "user_stop": EpisodeEnd.FINISHED,
     "agent_stop": EpisodeEnd.FINISHED,
@@ -236,55 +233,34 @@ def _dollars(price: Price | None, usage: Usage) -> float | None:
     return None if price is None else price_of(price, usage.input_tokens, 0, usage.output_tokens)
 
 
-class Measured(BaseModel):
-    """The fields of `summary` that the tables show."""
+def cost_by_role_table(settings: Mapping[str, Sequence[EvaluationDirectory]]) -> Table:
+    """Tokens and dollars of one pass over the tasks, by role, and dollars of all roles together.
 
-    trials: Several
-    episodes: Several
-    successes: Count
-    failures: dict[OneLine, Count]
-    costs: Annotated[dict[Role, RoleCost], Field(min_length=3)]
-
-    @model_validator(mode="after")
-    def _adds_up(self) -> Measured:
-        if self.successes + sum(self.failures.values()) != self.episodes:
-            raise ValueError(f"successes and failures do not add up to {self.episodes} episodes")
-        return self
-
-
-class _Summary(BaseModel):
-    measurements: Annotated[dict[str, Measured], Field(min_length=1)]
-
-
-def read_summaries(directory: Path) -> list[Measured]:
-    """Read the summary of every measurement of a finished evaluation.
+    Args:
+        settings: label -> evaluations, one for each training seed.
 
     Raises:
-        ConfigError: the evaluation is not finished, or not on τ-bench.
+        ConfigError: an evaluation has no costs by role.
         DamagedRun: ``summary.json`` cannot be read.
     """
-    file = directory / "summary.json"
-    if not os.path.lexists(file):
-        raise ConfigError(
-            f"{directory}: not a finished tau-bench evaluation; expected summary.json, which `draco tau run` writes"
-        )
-    try:
-        return list(_Summary.model_validate_json(read_text(file), strict=True).measurements.values())
-    except ValidationError as error:
-        raise damaged(file, error) from None
-
-
-def cost_by_role_table(summaries: Mapping[str, Sequence[Measured]]) -> Table:
-    """Tokens and dollars of one pass over the tasks, by role, and dollars of all roles together."""
-    names = (("input tokens", 0), ("output tokens", 0), ("dollars", 2))
+    names = (("input_tokens", 0), ("output_tokens", 0), ("dollars", 2))
     rows: list[tuple[str, tuple[Cell | None, ...]]] = []
-    for label, measured in summaries.items():
-        passes = sum(each.trials for each in measured)
-        values: list[float | None] = []
-        for role in ROLES:
-            costs = [each.costs[role] for each in measured]
-            values += [sum(each.input_tokens for each in costs), sum(each.output_tokens for each in costs)]
-            values.append(sum_known(each.dollars for each in costs))
+    for label, directories in settings.items():
+        measured: list[Mapping[str, RoleCost]] = []
+        for directory in directories:
+            costs = role_costs(directory)
+            if costs.keys() != set(directory.plan.measurements):
+                raise ConfigError(
+                    f"{directory.path}: not a finished tau-bench evaluation; expected costs by role in summary.json, "
+                    "which `draco tau run` writes"
+                )
+            measured += costs.values()
+        passes = sum(each.plan.runs * len(each.plan.measurements) for each in directories)
+        values = [
+            sum_known(getattr(each[role], name) if role in each else None for each in measured)
+            for role in ROLES
+            for name, _ in names
+        ]
         values.append(sum_known(values[2::3]))
         rows.append((label, tuple(None if value is None else Cell(value / passes) for value in values)))
     return Table(
@@ -292,7 +268,7 @@ def cost_by_role_table(summaries: Mapping[str, Sequence[Measured]]) -> Table:
         title="τ-bench banking: tokens and dollars of one pass over the tasks, by role",
         row_header="Setting",
         columns=(
-            *(Column((role, name), digits) for role in ROLES for name, digits in names),
+            *(Column((role, name.replace("_", " ")), digits) for role in ROLES for name, digits in names),
             Column(("together", "dollars"), 2, "low"),
         ),
         rows=tuple(rows),
@@ -300,26 +276,29 @@ def cost_by_role_table(summaries: Mapping[str, Sequence[Measured]]) -> Table:
     )
 
 
-def failure_table(summaries: Mapping[str, Sequence[Measured]]) -> Table:
+def failure_table(settings: Mapping[str, Sequence[EvaluationDirectory]]) -> Table:
     """Failures by kind, in % of all planned episodes; successes and failures add up to 100."""
-    totals: Counter[str] = Counter()
-    for each in (each for measured in summaries.values() for each in measured):
-        totals.update(each.failures)
-    kinds = [kind for kind, _ in totals.most_common()]
-    rows: list[tuple[str, tuple[Cell | None, ...]]] = []
-    for label, measured in summaries.items():
-        episodes = sum(each.episodes for each in measured)
-        counts = [sum(each.successes for each in measured)]
-        counts += [sum(each.failures.get(kind, 0) for each in measured) for kind in kinds]
-        rows.append((label, tuple(Cell(100 * count / episodes) for count in counts)))
+    counts: dict[str, Counter[str]] = {}
+    for label, directories in settings.items():
+        results = [result for each in directories for part in each.complete_results().values() for result in part]
+        counts[label] = Counter("success" if each.evaluation.success else _kind(each) for each in results)
+    kinds = [kind for kind, _ in sum(counts.values(), start=Counter[str]()).most_common() if kind != "success"]
     return Table(
         name="tau-failures",
         title="τ-bench banking: how episodes ended (% of all planned)",
         row_header="Setting",
         columns=tuple(Column((name,)) for name in ("success", *kinds)),
-        rows=tuple(rows),
+        rows=tuple(
+            (label, tuple(Cell(100 * count[kind] / count.total()) for kind in ("success", *kinds)))
+            for label, count in counts.items()
+        ),
         notes=(
             "DB, ACTION, NL_ASSERTION: episodes in which this part of the reward failed. missing: episodes without a "
             "tau2 record.",
         ),
     )
+
+
+def _kind(result: RolloutResult) -> str:
+    """How an episode failed (`Episode.failure`)."""
+    return next(iter(result.evaluation.failures), "ungraded")

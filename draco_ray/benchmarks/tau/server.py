@@ -23,7 +23,7 @@ from draco_ray.engine.child import Child, Scrubber
 from draco_ray.engine.model_directory import architectures, chat_template_text, check_model_directory, is_local
 from draco_ray.engine.vllm_engine import LORA_RANKS
 from draco_ray.errors import ConfigError, EngineError, TauBenchError
-from draco_ray.lab.evaluation.policies import API_PREFIX, EvaluatedPolicy
+from draco_ray.lab.evaluation.policies import API_PREFIX, EvaluatedPolicy, lora_rank
 from draco_ray.runs.checkpoints import ADAPTER, ADAPTER_CONFIG, check_adapter, file_digest
 
 BASE = "base"
@@ -123,9 +123,7 @@ def served_policy(name: str, model: str, adapter: Path | None = None) -> TauPoli
     if adapter is None:
         return TauPolicy(name=name, model=model)
     check_adapter(adapter)
-    rank = json.loads((adapter / ADAPTER_CONFIG).read_text(encoding="utf-8")).get("r")
-    if not isinstance(rank, int) or rank < 1:
-        raise ConfigError(f"policy {adapter}: {ADAPTER_CONFIG} has rank {rank!r}; expected a positive integer")
+    rank = lora_rank(adapter)
     return TauPolicy(name=name, model=model, adapter=adapter, rank=rank, digest=file_digest(adapter / ADAPTER)[0])
 
 

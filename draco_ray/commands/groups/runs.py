@@ -147,8 +147,6 @@ def replay(
     api_base: ApiBase = None,
     api_key_env: KeyVariable = None,
     pairing: str | None = None,
-    pairing_api_base: ApiBase = None,
-    pairing_api_key_env: KeyVariable = None,
     static_rubric: Path | None = None,
     out: Path | None = None,
     trust: Trust = False,
@@ -177,8 +175,6 @@ def replay(
         )
     else:
         check_no_effect(context, "with --judge, which repeats judge calls", "rule")
-    if pairing is None:
-        check_no_effect(context, "without --pairing MODEL", "pairing_api_base", "pairing_api_key_env")
     folder = run_folder(directory, checkpoints=judge == "policy")
     if judge is None:
         written = replay_algorithm(folder, rules=rule or None, steps=step, out=out, console=console)
@@ -186,9 +182,7 @@ def replay(
         written = replay_judge(
             folder,
             judge=NamedJudge(model=judge, api_base=api_base, api_key_env=api_key_env),
-            pairing=None
-            if pairing is None
-            else NamedJudge(model=pairing, api_base=pairing_api_base, api_key_env=pairing_api_key_env),
+            pairing=None if pairing is None else NamedJudge(model=pairing),
             phases=phase or ([] if static_rubric else [Score.name, Credit.name]),
             steps=step,
             static_rubric=static_rubric,

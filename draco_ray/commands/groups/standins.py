@@ -110,40 +110,15 @@ def starter_build(
 )
 def judge_server(
     *,
-    use: str = "sandbox",
     port: int = 8011,
     latency: float = 0.0,
-    rate_limit: float | None = None,
-    malformed: float = 0.0,
-    truncated: float = 0.0,
-    error: float = 0.0,
-    false_pass: float = 0.0,
-    false_fail: float = 0.0,
-    wrong_step: float = 0.0,
-    missed_criterion: float = 0.0,
-    require_key: bool = False,
-    seed: int = 0,
 ) -> None:
     """Serve the offline rule judge (a stand-in for a frontier judge) as an OpenAI-compatible API.
 
     Args:
-        use: Rules: sandbox, package.module:function or folder/file.py:function.
         port: Port on 127.0.0.1.
         latency: Seconds per reply.
-        rate_limit: Requests per second; further requests get 429 with Retry-After.
-        malformed: Share of replies that are not JSON.
-        truncated: Share of replies cut short.
-        error: Share of requests answered with 500.
-        false_pass: Share of FAIL verdicts turned into PASS.
-        false_fail: Share of PASS verdicts turned into FAIL.
-        wrong_step: Share of cited steps replaced by another.
-        missed_criterion: Share of criteria left out.
-        require_key: Answer 401 to requests without the key in DRACO_RULE_JUDGE_KEY.
-        seed: Random seed of the injected errors.
     """
     from draco_ray.sandbox.judge_server import serve
 
-    noise = {"false_pass": false_pass, "false_fail": false_fail, "wrong_step": wrong_step, "seed": seed}
-    noise["missed_criterion"] = missed_criterion
-    faults = {"malformed": malformed, "truncated": truncated, "error": error, "rate_limit": rate_limit}
-    serve(use=use, port=port, latency=latency, noise=noise, require_key=require_key, seed=seed, **faults)
+    serve(port=port, latency=latency)

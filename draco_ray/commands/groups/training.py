@@ -57,31 +57,29 @@ def train(
     overrides = overrides or []
     if resume is not None and resume_or_start:
         raise ConfigError("--resume DIR and --resume-or-start cannot be combined; give only one of them")
-    if resume is None:
-        if config is None:
-            raise ConfigError(f"draco train: expected a preset ({PRESETS}), a YAML file, or --resume DIR")
-        if resume_or_start:
-            from draco_ray.training.run import resume_or_start as run_on
+    if resume is None and config is None:
+        raise ConfigError(f"draco train: expected a preset ({PRESETS}), a YAML file, or --resume DIR")
+    if allow_changed_config and resume is None and not resume_or_start:
+        raise ConfigError("--allow-changed-config: works only with --resume DIR")
+    from draco_ray.training import run
 
-            loaded = load_config(config, overrides, setting, trust=trust)
-            check_training(overrides, loaded)
-            _say_how_sure(run_on(loaded, config, overrides, setting, allow_changed=allow_changed_config, trust=trust))
-            return
-        if allow_changed_config:
-            raise ConfigError("--allow-changed-config: works only with --resume DIR")
-        from draco_ray.training.run import train as run_training
-
-        loaded = load_config(config, overrides, setting, trust=trust)
-        check_training(overrides, loaded)
-        _say_how_sure(run_training(loaded))
-        return
-    if config is not None and "=" in config:
+    if resume is not None and config is not None and "=" in config:
         # With --resume, the first word is an override.
         overrides = [config, *overrides]
         config = None
-    from draco_ray.training.run import resume as resume_training
-
-    _say_how_sure(resume_training(resume, config, overrides, setting, allow_changed=allow_changed_config, trust=trust))
+    if resume is not None:
+        done = run.resume(resume, config, overrides, setting, allow_changed=allow_changed_config, trust=trust)
+    else:
+        assert config is not None
+        loaded = load_config(config, overrides, setting, trust=trust)
+        check_training(overrides, loaded)
+        if resume_or_start:
+            done = run.resume_or_start(
+                loaded, config, overrides, setting, allow_changed=allow_changed_config, trust=trust
+            )
+        else:
+            done = run.train(loaded)
+    _say_how_sure(done)
 
 
 def _say_how_sure(run: Path) -> None:
@@ -153,9 +151,7 @@ def plan(
     rollouts: Annotated[list[int] | None, typer.Option(min=1, max=100_000)] = None,
     engines: Annotated[int | None, typer.Option(min=1, max=100_000)] = None,
     slots: Annotated[int | None, typer.Option(min=1, max=100_000)] = None,
-    judge_workers: Annotated[int | None, typer.Option(min=1, max=100_000)] = None,
     requests_per_minute: Annotated[float | None, typer.Option(min=1)] = None,
-    tokens_per_minute: Annotated[float | None, typer.Option(min=1)] = None,
     staleness: Annotated[list[int] | None, typer.Option(min=0, max=16)] = None,
     seed: Annotated[int, typer.Option(min=0)] = 0,
 ) -> None:
@@ -170,19 +166,11 @@ def plan(
         rollouts: Rollouts of a simulated step; may be repeated (default: 96, 1024, 16384).
         engines: Simulated engines (default: the run's).
         slots: Simulated environment slots (default: the run's).
-        judge_workers: Simulated judge workers (default: the run's).
         requests_per_minute: Simulated limit of judge requests per minute (default: the run's).
-        tokens_per_minute: Simulated limit of judge tokens per minute (default: the run's).
         staleness: Print throughput on 8 to 512 GPUs at this train.staleness; may be repeated.
         seed: Random seed of the simulation.
     """
-    number = {
-        "slots": slots,
-        "engines": engines,
-        "judge_workers": judge_workers,
-        "requests_per_minute": requests_per_minute,
-        "tokens_per_minute": tokens_per_minute,
-    }
+    number = {"slots": slots, "engines": engines, "requests_per_minute": requests_per_minute}
     if simulate is None:
         check_no_effect(context, "without --simulate RUN", *number, "rollouts", "compare", "staleness", "seed")
         if config is None:

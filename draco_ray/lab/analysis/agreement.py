@@ -11,11 +11,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
-from draco_ray.lab.evaluation.intervals import LEVEL, Interval, bounded_limits
+from draco_ray.lab.evaluation.intervals import Interval, bounded_limits
 from draco_ray.records import BoolArray, FloatArray, IntArray, Verdict
 
 UNANSWERED = 2
@@ -100,12 +100,11 @@ def contingency(reference: IntArray, other: IntArray) -> FloatArray:
     )
 
 
-def agreement_intervals(clusters: Sequence[FloatArray], *, level: float = LEVEL) -> dict[str, tuple[float, float]]:
+def agreement_intervals(clusters: Sequence[FloatArray]) -> dict[str, tuple[float, float]]:
     """Intervals of every rate of `Agreement` over the choice of clusters, computed like `clustered_interval`.
 
     Args:
         clusters: one `contingency` table per cluster.
-        level: coverage.
     Returns: (low, high) by name in `RATES`; infinite where fewer than two clusters have a denominator.
 
     Raises:
@@ -128,14 +127,11 @@ def agreement_intervals(clusters: Sequence[FloatArray], *, level: float = LEVEL)
             [getattr(each, name) for each, many in zip(without, many_C, strict=True) if many],
             trials=float(many_C.sum()),
             bounds=(-1.0, 1.0) if name in COEFFICIENTS else (0.0, 1.0),
-            level=level,
         )
     return bounds
 
 
-def clustered_interval(
-    clusters: Mapping[str, Sequence[ItemT]], statistic: Callable[[list[ItemT]], float], *, level: float = LEVEL
-) -> Interval:
+def clustered_interval(clusters: Mapping[Any, Sequence[ItemT]], statistic: Callable[[list[ItemT]], float]) -> Interval:
     """A statistic in [0, 1] over all items, with its interval over the choice of clusters.
 
     Judgments on one task are correlated: treating them as independent would make the interval too narrow. The
@@ -155,18 +151,18 @@ def clustered_interval(
     # Leaving out the only cluster would leave no items.
     left_out = range(len(groups)) if len(groups) > 1 else ()
     without = [statistic(items[: places[index]] + items[places[index + 1] :]) for index in left_out]
-    return Interval(value, *_limits(value, without, trials=float(len(items)), level=level))
+    return Interval(value, *_limits(value, without, trials=float(len(items))))
 
 
 def _limits(
-    value: float, without: Sequence[float], *, trials: float, bounds: tuple[float, float] = (0.0, 1.0), level: float
+    value: float, without: Sequence[float], *, trials: float, bounds: tuple[float, float] = (0.0, 1.0)
 ) -> tuple[float, float]:
     """The limits of a statistic's interval, given its value without each of the clusters."""
     many = len(without)
     if many < 2 or not np.isfinite([value, *without]).all():
         return -np.inf, np.inf
     variance = (many - 1) * float(np.var(without))
-    return bounded_limits(value, variance, clusters=many, trials=trials, bounds=bounds, level=level)
+    return bounded_limits(value, variance, clusters=many, trials=trials, bounds=bounds)
 
 
 def auroc(positive: FloatArray, negative: FloatArray) -> float:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Any
 
 from draco_ray.config.schema import DracoConfig
 from draco_ray.engine.model_directory import load_tokenizer
@@ -17,38 +18,20 @@ from draco_ray.judging.completion import Completer
 from draco_ray.judging.judge_context import context_tokens
 from draco_ray.judging.self_judge import SelfJudgeClient
 from draco_ray.lab.evaluation.policies import Checkpoint, checkpoints, load_adapter, lora_rank
-from draco_ray.records import Adapter
 from draco_ray.runs.checkpoints import check_adapter
 from draco_ray.runs.directory import RunDirectory
 
 
-class AdapterEngine(Protocol):
-    """An engine that loads adapters, e.g. `draco_ray.engine.vllm_engine.VllmEngine`."""
-
-    @property
-    def policy_version(self) -> int:
-        """Policy version that new requests sample from."""
-        ...
-
-    async def load_adapter(self, adapter: Adapter) -> float:
-        """Use ``adapter`` for new requests; returns the seconds this took."""
-        ...
-
-
+@dataclass(frozen=True, slots=True)
 class CheckpointJudge:
     """The policy that acted in a training step, as a `draco_ray.judging.completion.Completer`; ask steps in order."""
 
-    def __init__(self, engine: AdapterEngine, complete: Completer, kept: Sequence[Checkpoint]) -> None:
-        """Begin with the model without an adapter, which acted in step 1.
-
-        Args:
-            engine: the engine behind ``complete``; has no adapter yet.
-            complete: answers with the policy that the engine serves.
-            kept: the run's checkpoints (`checkpoints_before`).
-        """
-        self._engine = engine
-        self._complete = complete
-        self._kept = {checkpoint.version: checkpoint for checkpoint in kept}
+    engine: Any
+    """A `VllmEngine` without an adapter: the model that acted in step 1."""
+    complete: Completer
+    """Answers with the policy that the engine serves."""
+    kept: Sequence[Checkpoint]
+    """The run's checkpoints (`checkpoints_before`)."""
 
     async def at(self, training_step: int) -> Completer:
         """The judge for that step's prompts.
@@ -57,10 +40,10 @@ class CheckpointJudge:
             DamagedRun: the adapter is damaged.
             EngineError: the engine rejects the adapter.
         """
-        version = training_step - 1
-        if version != self._engine.policy_version:
-            await self._engine.load_adapter(load_adapter(self._kept[version]))
-        return self._complete
+        if self.engine.policy_version != training_step - 1:
+            (checkpoint,) = (each for each in self.kept if each.version == training_step - 1)
+            await self.engine.load_adapter(load_adapter(checkpoint))
+        return self.complete
 
 
 def checkpoints_before(run: RunDirectory, steps: Sequence[int]) -> list[Checkpoint]:
@@ -114,7 +97,7 @@ async def open_checkpoints(
         config.engine,
         config.model,
         max_model_len=min(context_tokens(config), positions),
-        lora_rank=max([config.learner.lora_rank, *(lora_rank(checkpoint) or 0 for checkpoint in kept)]),
+        lora_rank=max([config.learner.lora_rank, *(lora_rank(run.checkpoint(each.version)) for each in kept)]),
         seed=config.seed,
         name="replay",
     )

@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 
 from draco_ray.algorithm.credit import quality_spread
-from draco_ray.lab.analysis.columns import columns
+from draco_ray.lab.rows import columns, grouped, mean
 from draco_ray.records import FloatArray
 from draco_ray.runs.directory import RunDirectory
 
@@ -51,7 +51,8 @@ def credit_by_step(run: RunDirectory) -> pa.Table:
         shares = run.table("advantages", step, ["inert", "quality"]).to_pylist()
         if not shares:
             continue
-        spreads = [(share["inert"], quality_spread(_quality(share["quality"]))) for share in shares]
+        # A missing quality becomes NaN.
+        spreads = [(share["inert"], quality_spread(np.array(share["quality"], dtype=float))) for share in shares]
         known = [(inert, spread) for inert, spread in spreads if not math.isnan(spread)]
         inert = sum(share["inert"] for share in shares)
         rows.append(
@@ -61,28 +62,25 @@ def credit_by_step(run: RunDirectory) -> pa.Table:
                 "rollouts": len(shares),
                 "inert": inert,
                 "inert_share": inert / len(shares),
-                "quality_spread": _mean([spread for _, spread in known]),
-                "quality_spread_active": _mean([spread for inert, spread in known if not inert]),
+                "quality_spread": mean([spread for _, spread in known]),
+                "quality_spread_active": mean([spread for inert, spread in known if not inert]),
             }
         )
     return pa.Table.from_pylist(rows, schema=CREDIT)
 
 
-def inert_windows(by_step: pa.Table, ends: Sequence[float] = WINDOW_ENDS) -> pa.Table:
+def inert_windows(by_step: pa.Table) -> pa.Table:
     """The inert share and the spread of step quality, averaged over the steps of each window.
 
     Args:
         by_step: `credit_by_step` of one run or several.
-        ends: ends of the windows, as ascending shares of the run's last step.
     Returns: a row per run and window. In a short run, windows without a step have no row.
     """
     rows: list[dict[str, Any]] = []
-    records = by_step.to_pylist()
-    for name in dict.fromkeys(record["run"] for record in records):
-        mine = [record for record in records if record["run"] == name]
+    for name, mine in grouped(by_step.to_pylist(), "run").items():
         total = max(record["training_step"] for record in mine)
         first = 1
-        for number, end in enumerate(ends, start=1):
+        for number, end in enumerate(WINDOW_ENDS, start=1):
             last = round(total * end)
             inside = [record for record in mine if first <= record["training_step"] <= last]
             if inside:
@@ -93,8 +91,11 @@ def inert_windows(by_step: pa.Table, ends: Sequence[float] = WINDOW_ENDS) -> pa.
                         "first_step": first,
                         "last_step": last,
                         "steps": len(inside),
-                        "inert_share": _mean([record["inert_share"] for record in inside]),
-                        **{name: _mean_of(inside, name) for name in ("quality_spread", "quality_spread_active")},
+                        "inert_share": mean([record["inert_share"] for record in inside]),
+                        **{
+                            name: mean(record[name] for record in inside if record[name] is not None)
+                            for name in ("quality_spread", "quality_spread_active")
+                        },
                     }
                 )
             first = last + 1
@@ -145,9 +146,9 @@ def _citation_row(run: RunDirectory, training_step: int | None, counts: Sequence
         "training_step": training_step,
         "steps": len(counts),
         "uncited": len(counts) - len(cited),
-        "citations_mean": _mean(cited),
+        "citations_mean": mean(cited),
         "citations_median": float(np.median(cited)) if cited else None,
-        "ten_or_more_share": _mean([float(count >= 10) for count in cited]),
+        "ten_or_more_share": mean([float(count >= 10) for count in cited]),
     }
 
 
@@ -170,15 +171,3 @@ def signs(advantages: FloatArray | float) -> FloatArray:
     """
     values = np.asarray(advantages, dtype=float)
     return np.asarray(np.where(np.abs(values) < ROUNDING, 0.0, np.sign(values)))
-
-
-def _quality(values: Sequence[float | None]) -> np.ndarray:
-    return np.array([math.nan if value is None else value for value in values], dtype=float)
-
-
-def _mean_of(records: Sequence[dict[str, Any]], name: str) -> float | None:
-    return _mean([record[name] for record in records if record[name] is not None])
-
-
-def _mean(values: Sequence[float]) -> float | None:
-    return sum(values) / len(values) if values else None

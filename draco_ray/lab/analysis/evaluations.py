@@ -10,8 +10,8 @@ from typing import Any
 import pyarrow as pa
 
 from draco_ray.errors import ConfigError, DamagedRun
-from draco_ray.lab.analysis.columns import columns
 from draco_ray.lab.evaluation.results import EvaluationDirectory, role_costs, sum_known
+from draco_ray.lab.rows import columns
 from draco_ray.records import Evaluation
 from draco_ray.runs.directory import RunDirectory
 from draco_ray.runs.evaluations import read_evaluations, scenario_goal_completion, task_goal_completion

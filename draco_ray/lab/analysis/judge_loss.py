@@ -6,7 +6,6 @@ out for both judges.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,7 @@ import pyarrow as pa
 
 from draco_ray.algorithm.rules import AdvantageRule
 from draco_ray.judging.phases import Score
-from draco_ray.lab.analysis.columns import columns
+from draco_ray.lab.rows import columns, grouped
 from draco_ray.records import FloatArray
 from draco_ray.runs.directory import RunDirectory
 
@@ -34,10 +33,7 @@ def judge_loss(run: RunDirectory, replayed: pa.Table) -> pa.Table:
     cost of the archived prompts with the other judge; ``own_dollars``: their cost in the run.
     """
     rows = []
-    by_judge: dict[str, list[dict[str, Any]]] = defaultdict(list)
-    for row in replayed.to_pylist():
-        by_judge[row["judge"]].append(row)
-    for judge, found in by_judge.items():
+    for judge, found in grouped(replayed.to_pylist(), "judge").items():
         asked = {(row["training_step"], row["task_id"], row["rollout"], row["phase"]) for row in found}
         own = run.table("judge_calls", columns=["training_step", "task_id", "rollout", "phase", "dollars"]).to_pylist()
         rows.append(
@@ -57,13 +53,11 @@ def judge_loss(run: RunDirectory, replayed: pa.Table) -> pa.Table:
 
 
 def _compared(rows: list[dict[str, Any]]) -> dict[str, float | int | None]:
-    groups: dict[tuple[int, str], dict[int, list[dict[str, Any]]]] = defaultdict(lambda: defaultdict(list))
-    for row in rows:
-        groups[row["training_step"], row["task_id"]][row["rollout"]].append(row)
     mine, theirs, kept, lost = [], [], [], []
     counted = 0
-    for members in groups.values():
-        answered = [each for each in members.values() if all(row["verdict"] is not None for row in each)]
+    for group in grouped(rows, "training_step", "task_id").values():
+        members = grouped(group, "rollout").values()
+        answered = [each for each in members if all(row["verdict"] is not None for row in each)]
         if len(answered) < 2 or len({len(each) for each in answered}) > 1:
             continue
         counted += 1

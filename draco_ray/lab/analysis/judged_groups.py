@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from draco_ray.algorithm.group import Uncalled
+from draco_ray.lab.rows import grouped
 from draco_ray.records import Attribution, CreditFallback, FloatArray, IntArray, Verdict
 from draco_ray.runs.directory import RunDirectory, damaged
 
@@ -52,12 +53,10 @@ def recorded_groups(run: RunDirectory, steps: Sequence[int] | None = None) -> It
         DamagedRun: a table cannot be read, or two tables contradict each other.
     """
     for step in run.steps() if steps is None else steps:
-        titles = _by_task(run.table("criteria", step, ["task_id", "criterion", "title"]).to_pylist())
-        verdicts = _by_task(run.table("verdicts", step, ["task_id", "rollout", "criterion", "verdict"]).to_pylist())
-        citations = _by_task(
-            run.table("citations", step, ["task_id", "rollout", "criterion", "verdict", "step"]).to_pylist()
+        titles, verdicts, citations, shares = (
+            grouped(run.table(name, step).to_pylist(), "task_id")
+            for name in ("criteria", "verdicts", "citations", "advantages")
         )
-        shares = _by_task(run.table("advantages", step).to_pylist())
         for task_id, members in sorted(shares.items()):
             if titles[task_id] and verdicts[task_id]:
                 try:
@@ -137,10 +136,3 @@ def _attributions(member: dict[str, Any], citations: list[dict[str, Any]]) -> tu
         Attribution(criterion=criterion, verdict=Verdict(verdict), steps=tuple(sorted(cited)))
         for (criterion, verdict), cited in sorted(steps.items())
     )
-
-
-def _by_task(rows: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
-    found: dict[str, list[dict[str, Any]]] = defaultdict(list)
-    for row in rows:
-        found[row["task_id"]].append(row)
-    return found

@@ -95,10 +95,6 @@ def _row(label: Label, verdict: int | None, phase: str) -> Row:
         "title": label.title,
         "reference": label.verdict,
         "verdict": verdict,
-        "reference_steps": [],
-        "steps": [],
-        "dollars": 0.0,
-        "error": None,
     }
 
 

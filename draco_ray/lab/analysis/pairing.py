@@ -6,22 +6,23 @@ neither judge always has the same position. A reply is accepted only if every in
 
 from __future__ import annotations
 
-import re
 import zlib
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from draco_ray.config.load import project_file
+from draco_ray.config.schema import JudgeConfig
 from draco_ray.errors import ReplyError
 from draco_ray.judging import render
-from draco_ray.judging.completion import Completer, Request
-from draco_ray.judging.reply import Entry, Integer, check_finish, read_entries
-from draco_ray.judging.structured import reply_schema
-from draco_ray.records import Criterion, Message
+from draco_ray.judging.build import prompts_of
+from draco_ray.judging.completion import Completer
+from draco_ray.judging.judge import Judge
+from draco_ray.judging.phases import Question
+from draco_ray.judging.reply import Entry, Integer, Parsed, read_entries
+from draco_ray.records import Criterion
 
 PROMPT = Path("prompts/pair_criteria.txt")
-_PLACEHOLDER = re.compile(r"\{\{ (first_criteria|second_criteria) \}\}")
 
 Pairs = tuple[tuple[int, int], ...]
 """(index in the first list, index in the second), both 0-based, sorted by the first."""
@@ -35,30 +36,45 @@ class _Pair(Entry):
     second: Integer
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Pairing:
-    """The third model's answer on two lists."""
+@dataclass(frozen=True, slots=True)
+class Pairing(Question[Pairs]):
+    """Which criteria of ``one`` and ``other`` are the same check; without a call if a list is empty."""
 
-    pairs: Pairs
-    dollars: float = 0.0
-    error: str | None = None
-    """Why there is no usable reply; ``pairs`` is empty then."""
+    one: Sequence[Criterion]
+    other: Sequence[Criterion]
 
+    name = "pairing"
+    template = PROMPT.name
+    placeholders = frozenset({"first_criteria", "second_criteria"})
+    required = (frozenset({"first_criteria"}), frozenset({"second_criteria"}))
+    entry = _Pair
 
-def pairing_template() -> str:
-    """The text of `PROMPT`.
+    @property
+    def swapped(self) -> bool:
+        """Whether ``other`` comes first in the prompt."""
+        one, other = (zlib.crc32(render.rubrics(each).encode()) for each in (self.one, self.other))
+        return one > other
 
-    Raises:
-        ConfigError: it is missing.
-    """
-    return project_file(PROMPT).read_text(encoding="utf-8")
+    @property
+    def identity(self) -> str:
+        """See `Question`; the prompt quotes no evidence."""
+        return self.name
 
+    def values(self, code: str) -> Mapping[str, object]:
+        """The two lists."""
+        first, second = (self.other, self.one) if self.swapped else (self.one, self.other)
+        return {"first_criteria": render.rubrics(first), "second_criteria": render.rubrics(second)}
 
-def pairing_prompt(first: Sequence[Criterion], second: Sequence[Criterion], template: str) -> str:
-    """The prompt of the third model; ``template`` is the text of `PROMPT`."""
-    values = {"first_criteria": render.rubrics(first), "second_criteria": render.rubrics(second)}
-    # Replace both in one pass, so that a placeholder inside a criterion stays text.
-    return _PLACEHOLDER.sub(lambda match: values[match[1]], template)
+    def settled(self) -> Pairs | None:
+        """No pairs, if a list is empty."""
+        return None if self.one and self.other else ()
+
+    def parse(self, text: str, config: JudgeConfig, *, last: bool) -> Parsed[Pairs]:
+        """Pairs of indices into ``one`` and ``other``."""
+        swapped = self.swapped
+        first, second = (len(self.other), len(self.one)) if swapped else (len(self.one), len(self.other))
+        pairs = parse_pairs(text, first, second)
+        return Parsed(value=tuple(sorted((b, a) for a, b in pairs)) if swapped else pairs)
 
 
 def parse_pairs(text: str, first: int, second: int) -> Pairs:
@@ -68,8 +84,6 @@ def parse_pairs(text: str, first: int, second: int) -> Pairs:
         ReplyError: not exactly one answer, an index that does not exist, or an index in two pairs.
     """
     entries = read_entries(text, _Pair).value
-    if len(entries) > min(first, second):
-        raise ReplyError(f"{len(entries)} pairs of {first} and {second} criteria; a criterion has one partner at most")
     for side, count in (("first", first), ("second", second)):
         indices = [int(getattr(entry, side)) for entry in entries]
         if beyond := [index for index in indices if not 0 <= index < count]:
@@ -79,51 +93,13 @@ def parse_pairs(text: str, first: int, second: int) -> Pairs:
     return tuple(sorted((entry.first, entry.second) for entry in entries))
 
 
-async def pair_criteria(
-    complete: Completer, one: Sequence[Criterion], other: Sequence[Criterion], template: str, reasks: int = 1
-) -> Pairing:
-    """Let ``complete`` pair the criteria of two lists; if one list is empty, no call is made.
+def third_model(complete: Completer, config: JudgeConfig) -> Judge:
+    """The judge that pairs criteria and scores merged sets.
 
-    Args:
-        complete: the third model.
-        one: the first list.
-        other: the second list.
-        template: the text of `PROMPT`.
-        reasks: how often to ask again after an unusable reply, quoting the error.
-
-    Returns: pairs of indices into ``one`` and ``other``.
     Raises:
-        JudgeUnavailable: the model answers no call at all.
+        ConfigError: a prompt is missing.
     """
-    if not one or not other:
-        return Pairing(pairs=())
-    swapped = zlib.crc32(render.rubrics(one).encode()) > zlib.crc32(render.rubrics(other).encode())
-    first, second = (other, one) if swapped else (one, other)
-    messages: tuple[Message, ...] = (Message(role="user", content=pairing_prompt(first, second, template)),)
-    requests: list[Request] = []
-    dollars = 0.0
-    error = ""
-    for _ in range(1 + reasks):
-        requests.append(Request(messages=messages, schema=reply_schema(_Pair, template)))
-        completion = await complete(requests[-1])
-        dollars += completion.dollars
-        if completion.error is not None:
-            return Pairing(pairs=(), dollars=dollars, error=completion.error)
-        try:
-            check_finish(completion.text, completion.finish_reason)
-            pairs = parse_pairs(completion.text, len(first), len(second))
-        except ReplyError as problem:
-            error = str(problem)
-            again = f"Your reply could not be used: {error}\n\nAnswer the first message again with the JSON only."
-            messages = (
-                *messages,
-                Message(role="assistant", content=completion.text or "(empty)"),
-                Message(role="user", content=again),
-            )
-            continue
-        if swapped:
-            pairs = tuple(sorted((index, partner) for partner, index in pairs))
-        return Pairing(pairs=pairs, dollars=dollars)
-    for request in requests:
-        await complete.forget(request)
-    return Pairing(pairs=(), dollars=dollars, error=error)
+    prompts = prompts_of(config)
+    templates = {**prompts.templates, Pairing.name: project_file(PROMPT).read_text(encoding="utf-8")}
+    # Use one vote, as in the paper's comparison; a scorer with several votes would be a different one.
+    return Judge(complete, replace(prompts, templates=templates), config.model_copy(update={"score_votes": 1}))

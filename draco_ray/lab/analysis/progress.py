@@ -9,10 +9,9 @@ from collections.abc import Sequence
 import pyarrow as pa
 
 from draco_ray.judging.phases import PHASES
-from draco_ray.lab.analysis.columns import columns
 from draco_ray.lab.evaluation.measures import rate
-from draco_ray.lab.runs.cost import read_calls
-from draco_ray.lab.runs.phase_costs import phase_costs
+from draco_ray.lab.rows import columns
+from draco_ray.lab.runs.cost import phase_costs, read_calls
 from draco_ray.records import Evaluation, Termination
 from draco_ray.runs.directory import RunDirectory
 from draco_ray.runs.evaluations import (
@@ -68,7 +67,7 @@ def terminations(run: RunDirectory) -> pa.Table:
     ``retried`` counts attempts that a server error ended and that were repeated, all in the row of that mode: a lost
     rollout used all its retries, a finished one those before its last attempt.
     """
-    retries = load_retries(run)
+    retries = int(run.setting("environment.rollout_retries"))
     rows = []
     for step in run.steps():
         played = run.table("trajectories", step, ["attempt", "termination"]).to_pylist()
@@ -93,11 +92,6 @@ def terminations(run: RunDirectory) -> pa.Table:
             if total
         ]
     return pa.Table.from_pylist(rows, schema=TERMINATIONS)
-
-
-def load_retries(run: RunDirectory) -> int:
-    """``environment.rollout_retries`` of a run."""
-    return int(run.setting("environment.rollout_retries"))
 
 
 def judge_cost(run: RunDirectory) -> pa.Table:

@@ -29,9 +29,10 @@ from draco_ray.lab.analysis.agreement import (
     clustered_interval,
     contingency,
 )
-from draco_ray.lab.analysis.columns import columns
+from draco_ray.lab.rows import columns, finite, grouped
 from draco_ray.records import Criterion, IntArray, Message, Verdict
 from draco_ray.runs.directory import RunDirectory
+from draco_ray.runs.rows import columns_of
 
 PHASES = (Score.name, Credit.name)
 """Phases whose replies are verdicts on given criteria, so that two judges can be compared criterion by criterion."""
@@ -89,11 +90,7 @@ def archived_calls(run: RunDirectory, steps: Sequence[int] | None, phases: Seque
     for step in run.steps() if steps is None else steps:
         rubrics: dict[str, dict[int, Criterion]] = defaultdict(dict)
         for row in run.table("criteria", step).to_pylist():
-            rubrics[row["task_id"]][row["criterion"]] = Criterion(
-                title=row["title"],
-                description=row["description"],
-                evaluator_instruction=row["evaluator_instruction"],
-            )
+            rubrics[row["task_id"]][row["criterion"]] = Criterion(**columns_of(Criterion, row))
         turns = {
             (row["task_id"], row["rollout"]): row["steps"]
             for row in run.table("trajectories", step, ["task_id", "rollout", "steps"]).to_pylist()
@@ -166,14 +163,10 @@ def agreement_table(replayed: pa.Table) -> pa.Table:
     ``citation_overlap`` is the mean Jaccard index of the cited steps, over criteria for which both judges cite steps.
     """
     rows = []
-    pairs: dict[tuple[str, str, str], list[dict[str, Any]]] = defaultdict(list)
-    for row in replayed.to_pylist():
-        pairs[row["run"], row["judge"], row["phase"]].append(row)
-    for (name, judge, phase), found in sorted(pairs.items()):
+    for (name, judge, phase), found in sorted(grouped(replayed.to_pylist(), "run", "judge", "phase").items()):
         about = {"run": name, "judge": judge, "phase": phase}
         rows.append({**about, **_compare(found), **_intervals(found)})
-        for step in sorted({row["training_step"] for row in found}):
-            mine = [row for row in found if row["training_step"] == step]
+        for step, mine in sorted(grouped(found, "training_step").items()):
             rows.append({**about, "training_step": step, **_compare(mine)})
     return pa.Table.from_pylist(rows, schema=AGREEMENT)
 
@@ -234,26 +227,20 @@ def _mean(values: Sequence[float]) -> float:
 
 def _compare(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     found: dict[str, Any] = {
-        name: _number(value) for name, value in dataclasses.asdict(agreement(*_ratings(rows))).items()
+        name: finite(value) for name, value in dataclasses.asdict(agreement(*_ratings(rows))).items()
     }
     found["always_pass"] = _mean([row["reference"] == Verdict.PASS for row in rows])
-    found["citation_overlap"] = _number(_mean(_overlaps(rows)))
+    found["citation_overlap"] = finite(_mean(_overlaps(rows)))
     return found
 
 
 def _intervals(rows: Sequence[dict[str, Any]]) -> dict[str, float | None]:
-    clusters: dict[str, list[dict[str, Any]]] = defaultdict(list)
-    for row in rows:
-        clusters[f"{row['training_step']}/{row['task_id']}"].append(row)
+    clusters = grouped(rows, "training_step", "task_id")
     bounds = agreement_intervals([contingency(*_ratings(mine)) for mine in clusters.values()])
     overlap = clustered_interval({name: _overlaps(mine) for name, mine in clusters.items()}, _mean)
     bounds = {name: bounds[name] for name in WITH_INTERVAL} | {"citation_overlap": (overlap.low, overlap.high)}
     return {
-        f"{name}_{side}": _number(bound)
+        f"{name}_{side}": finite(bound)
         for name, both in bounds.items()
         for side, bound in zip(("low", "high"), both, strict=True)
     }
-
-
-def _number(value: float) -> float | None:
-    return value if np.isfinite(value) else None

@@ -15,8 +15,8 @@ import pyarrow as pa
 
 from draco_ray.judging.judge import CallContext, Judge
 from draco_ray.judging.phases import Score
-from draco_ray.lab.analysis.columns import columns
 from draco_ray.lab.analysis.rubrics import TALLY_COLUMNS, Tally, rates, rubric_kind
+from draco_ray.lab.rows import columns
 from draco_ray.records import Criterion, Trajectory
 from draco_ray.runs.directory import RunDirectory, read_parquet
 from draco_ray.runs.rows import step_trajectories

@@ -30,17 +30,16 @@ import pyarrow as pa
 from draco_ray.algorithm.reward import surviving_criteria
 from draco_ray.config.schema import JudgeConfig
 from draco_ray.errors import ReplyError
-from draco_ray.judging.build import prompts_of
 from draco_ray.judging.completion import Completer, Request
 from draco_ray.judging.judge import CallContext, Judge
 from draco_ray.judging.phases import Rubric, Score, Stage1, Stage2, Union
 from draco_ray.judging.reply import check_finish, parse_criteria
 from draco_ray.lab.analysis.agreement import clustered_interval
-from draco_ray.lab.analysis.columns import columns
-from draco_ray.lab.analysis.pairing import Pairing, pair_criteria, pairing_template
-from draco_ray.records import Criterion, Message, Trajectory
+from draco_ray.lab.analysis.pairing import Pairing, Pairs
+from draco_ray.lab.rows import columns, finite, grouped
+from draco_ray.records import Criterion, Judged, Message, Trajectory
 from draco_ray.runs.directory import RunDirectory
-from draco_ray.runs.rows import step_trajectories
+from draco_ray.runs.rows import columns_of, step_trajectories
 
 PHASES = (Stage1.name, Stage2.name, Union.name)
 """The phases whose replies are criteria."""
@@ -81,14 +80,6 @@ class WritingCall:
     reference: Rubric
     existing: Rubric = ()
     """The stage-1 set that a stage-2 answer must not repeat."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ThirdModel:
-    """The model that pairs criteria and scores the merged sets of both judges."""
-
-    complete: Completer
-    config: JudgeConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,7 +149,7 @@ async def compare_writing(
     judge: str,
     complete: Completer,
     config: JudgeConfig,
-    third: ThirdModel,
+    third: Judge,
 ) -> pa.Table:
     """Ask another judge every archived prompt, let the third model pair the criteria; one row per comparison.
 
@@ -168,20 +159,19 @@ async def compare_writing(
         judge: name of the other judge.
         complete: the other judge.
         config: configuration of the run's own judge, for its limits on the number of criteria.
-        third: the model that pairs and scores.
+        third: the model that pairs and scores (`third_model`).
 
     Returns: `COMPARISONS`, the ceiling's included.
     Raises:
         JudgeUnavailable: the judge or the third model answers no call at all.
     """
-    template = pairing_template()
     compared = [
         *await asyncio.gather(*(_ask(judge, complete, config, call) for call in calls)),
         *_ceilings(run, calls, config),
     ]
     pairings = await asyncio.gather(
         *(
-            pair_criteria(third.complete, each.call.reference, each.other, template, third.config.reasks)
+            third.ask(Pairing(each.call.reference, each.other), CallContext(group="", task_id=each.call.task_id))
             for each in compared
         )
     )
@@ -202,17 +192,12 @@ def overlap_table(comparisons: pa.Table) -> pa.Table:
     of the group fails, ``differing`` the share on which the rollouts' verdicts differ. Intervals are 95 % intervals
     over groups.
     """
-    parts: dict[tuple[str, str, str], list[dict[str, Any]]] = defaultdict(list)
-    for row in comparisons.to_pylist():
-        parts[row["run"], row["judge"], row["phase"]].append(row)
     rows = []
-    for (name, judge, phase), found in sorted(parts.items()):
+    for (name, judge, phase), found in sorted(grouped(comparisons.to_pylist(), "run", "judge", "phase").items()):
         about = {"run": name, "judge": judge, "phase": phase}
         rows.append({**about, **_summary(found), **_intervals(found)})
-        steps: dict[int, list[dict[str, Any]]] = defaultdict(list)
-        for row in found:
-            steps[row["training_step"]].append(row)
-        rows += [{**about, "training_step": step, **_summary(mine)} for step, mine in sorted(steps.items())]
+        steps = sorted(grouped(found, "training_step").items())
+        rows += [{**about, "training_step": step, **_summary(mine)} for step, mine in steps]
     return pa.Table.from_pylist(rows, schema=OVERLAP)
 
 
@@ -266,9 +251,7 @@ def _ceilings(run: RunDirectory, calls: Sequence[WritingCall], config: JudgeConf
     return found
 
 
-async def _mark_merges(
-    run: RunDirectory, compared: Sequence[_Comparison], third: ThirdModel
-) -> dict[int, list[_Marks]]:
+async def _mark_merges(run: RunDirectory, compared: Sequence[_Comparison], third: Judge) -> dict[int, list[_Marks]]:
     """Index of a comparison of merged sets -> marks of the run's set and of the other judge's set."""
     wanted = {
         index: each
@@ -277,13 +260,10 @@ async def _mark_merges(
     }
     if not wanted:
         return {}
-    # Use one vote, as in the paper's comparison; a scorer with several votes would be a different one.
-    config = third.config.model_copy(update={"score_votes": 1})
-    scorer = Judge(third.complete, prompts_of(config), config)
     played = {step: step_trajectories(run, step) for step in {each.call.training_step for each in wanted.values()}}
     marks = await asyncio.gather(
         *(
-            _mark(scorer, rubric, played[each.call.training_step].get(each.call.task_id, []))
+            _mark(third, rubric, played[each.call.training_step].get(each.call.task_id, []))
             for each in wanted.values()
             for rubric in (each.call.reference, each.other)
         )
@@ -309,8 +289,9 @@ async def _mark(scorer: Judge, rubric: Sequence[Criterion], played: Sequence[Tra
     )
 
 
-def _row(run: str, each: _Comparison, pairing: Pairing, marks: list[_Marks] | None) -> dict[str, Any]:
-    call = each.call
+def _row(run: str, each: _Comparison, pairing: Judged[Pairs], marks: list[_Marks] | None) -> dict[str, Any]:
+    call, pairs = each.call, pairing.value or ()
+    dollars = each.dollars + sum(asked.dollars for asked in pairing.calls)
     row: dict[str, Any] = {
         "run": run,
         "judge": each.judge,
@@ -321,9 +302,9 @@ def _row(run: str, each: _Comparison, pairing: Pairing, marks: list[_Marks] | No
         "against": each.against or None,
         "reference_titles": [criterion.title for criterion in call.reference],
         "titles": [criterion.title for criterion in each.other],
-        "reference_paired": [index for index, _ in pairing.pairs],
-        "paired": [index for _, index in pairing.pairs],
-        "dollars": each.dollars + pairing.dollars + sum(mark.dollars for mark in marks or ()),
+        "reference_paired": [index for index, _ in pairs],
+        "paired": [index for _, index in pairs],
+        "dollars": dollars + sum(mark.dollars for mark in marks or ()),
         "error": each.error,
         "pairing_error": pairing.error,
     }
@@ -367,15 +348,12 @@ def _precision(rows: Sequence[dict[str, Any]]) -> float | None:
 
 
 def _intervals(rows: Sequence[dict[str, Any]]) -> dict[str, float | None]:
-    clusters: dict[str, list[dict[str, Any]]] = defaultdict(list)
-    for row in rows:
-        if row["pairing_error"] is None:
-            clusters[f"{row['training_step']}/{row['task_id']}"].append(row)
+    clusters = grouped((row for row in rows if row["pairing_error"] is None), "training_step", "task_id")
     found: dict[str, float | None] = {}
     for name, statistic in (("recall", _recall), ("precision", _precision)):
         if clusters:
             interval = clustered_interval(clusters, lambda items, of=statistic: _or_nan(of(items)))  # type: ignore[misc]
-            found |= {f"{name}_low": _finite(interval.low), f"{name}_high": _finite(interval.high)}
+            found |= {f"{name}_low": finite(interval.low), f"{name}_high": finite(interval.high)}
     return found
 
 
@@ -387,20 +365,9 @@ def _or_nan(value: float | None) -> float:
     return float("nan") if value is None else value
 
 
-def _finite(value: float) -> float | None:
-    return value if np.isfinite(value) else None
-
-
 def _stage1_sets(run: RunDirectory, step: int) -> dict[str, Rubric]:
-    found: dict[str, list[Criterion]] = defaultdict(list)
-    for row in run.table("proposals", step).to_pylist():
-        if row["source"] == Stage1.name:
-            found[row["task_id"]].append(
-                Criterion(
-                    title=row["title"],
-                    description=row["description"],
-                    evaluator_instruction=row["evaluator_instruction"],
-                    source=row["source"],
-                )
-            )
-    return {task_id: tuple(criteria) for task_id, criteria in found.items()}
+    proposed = [row for row in run.table("proposals", step).to_pylist() if row["source"] == Stage1.name]
+    return {
+        task_id: tuple(Criterion(**columns_of(Criterion, row)) for row in rows)
+        for task_id, rows in grouped(proposed, "task_id").items()
+    }

@@ -13,7 +13,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from draco_ray.lab.analysis.columns import columns
+from draco_ray.lab.rows import columns, grouped
 from draco_ray.records import Verdict
 from draco_ray.runs.directory import RunDirectory
 
@@ -149,11 +149,8 @@ def census_summary(census: pa.Table, general_from: int = GENERAL_FROM) -> pa.Tab
     Returns: four rows per run, for the scopes ``one task``, ``2 to <general_from - 1> tasks``,
         ``<general_from> or more tasks`` and ``all``.
     """
-    runs: dict[str, list[dict[str, Any]]] = defaultdict(list)
-    for row in census.to_pylist():
-        runs[row["run"]].append(row)
     rows: list[dict[str, Any]] = []
-    for name, criteria in runs.items():
+    for name, criteria in grouped(census.to_pylist(), "run").items():
         judgments = sum(row["judgments"] for row in criteria)
         scopes = {
             "one task": [row for row in criteria if row["tasks"] == 1],

@@ -7,7 +7,7 @@ spread gets one, citations are missing. The column ``no_citation`` counts such r
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -17,13 +17,10 @@ from draco_ray.algorithm.advantage import STD_EPSILON
 from draco_ray.algorithm.credit import quality_spread
 from draco_ray.algorithm.group import group_advantages
 from draco_ray.algorithm.rules import RULES, find_rule
-from draco_ray.lab.analysis.columns import columns
 from draco_ray.lab.analysis.credit import push_shares, signs
 from draco_ray.lab.analysis.judged_groups import RecordedGroup, recorded_groups
-from draco_ray.records import (
-    CreditFallback,
-    GroupAdvantages,
-)
+from draco_ray.lab.rows import columns, mean
+from draco_ray.records import CreditFallback, GroupAdvantages
 from draco_ray.runs.directory import RunDirectory
 
 RULE_TABLE = columns(
@@ -129,14 +126,9 @@ def _compare(
         "reward": float(new_reward.mean()),
         "inert_share": float(np.mean([share.inert for share in shares])),
         "no_citation": sum(share.fallback is CreditFallback.NO_CITATION and share.advantage != 0.0 for share in shares),
-        "quality_spread": _mean(spread for spread in spreads if not math.isnan(spread)),
+        "quality_spread": mean(spread for spread in spreads if not math.isnan(spread)),
         "reward_shift": float(np.abs(new_reward - reward).mean()),
         "advantage_shift": float(np.abs(new_advantage - advantage).mean()),
         "sign_flips": float((signs(new_advantage) != signs(advantage)).mean()),
-        "push_moved": _mean(share for share in moved if share is not None),
+        "push_moved": mean(share for share in moved if share is not None),
     }
-
-
-def _mean(values: Iterable[float]) -> float | None:
-    kept = list(values)
-    return math.fsum(kept) / len(kept) if kept else None

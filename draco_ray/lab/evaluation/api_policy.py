@@ -7,9 +7,8 @@ request are stored, and a repeated command starts from that sum.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +19,7 @@ from draco_ray.judging.actors import LimiterActor, LimiterClient, start_limiter
 from draco_ray.judging.completion import Completer, Completion, Request
 from draco_ray.judging.limiter import Leases, RequestResult
 from draco_ray.judging.outage import NextAction
+from draco_ray.lab.files import write_whole
 from draco_ray.records import TOOLS, Message, Usage
 from draco_ray.rollout.agent import Policy, PolicyTurn, RolloutRequest, TokenRecord
 
@@ -46,25 +46,20 @@ class ApiPolicies:
         client = LiteLLMClient(
             self.client, leases=self.leases, role="evaluated model", settings="--policy, --api-base, --api-key-env"
         )
-        return [ChatPolicy(client, agent, name=self.client.model, priced=self.priced)]
+        return [ChatPolicy(client, agent, self.client.model, self.priced)]
 
 
+@dataclass(frozen=True, slots=True)
 class ChatPolicy:
     """A chat endpoint."""
 
-    def __init__(self, complete: Completer, config: AgentConfig, *, name: str, priced: bool) -> None:
-        """Build it.
-
-        Args:
-            complete: client of the model; limits the tokens of a turn.
-            config: limits of an episode.
-            name: name of the model.
-            priced: whether the price of the model is known.
-        """
-        self.name = name
-        self._complete = complete
-        self._config = config
-        self._priced = priced
+    complete: Completer
+    """Client of the model; limits the tokens of a turn."""
+    config: AgentConfig
+    """Limits of an episode."""
+    name: str
+    priced: bool
+    """Whether the price of the model is known."""
 
     def begin(self, prompt: tuple[Message, ...], request: RolloutRequest) -> ChatConversation:
         """See `Policy`; the request's seed is not used, since endpoints do not guarantee seeds.
@@ -74,9 +69,10 @@ class ChatPolicy:
         if any(message.role == TOOLS for message in prompt):
             raise ConfigError(f"--policy {self.name}: a tool-calling agent needs a model directory, not an API model")
         vote = request.rollout * _ATTEMPTS + request.attempt
-        return ChatConversation(self._complete, self._config, prompt, vote=vote, priced=self._priced)
+        return ChatConversation(self, list(prompt), vote)
 
 
+@dataclass(slots=True)
 class ChatConversation:
     """An episode in messages, without token ids.
 
@@ -85,21 +81,16 @@ class ChatConversation:
     episode before its action is executed.
     """
 
-    def __init__(
-        self, complete: Completer, config: AgentConfig, prompt: tuple[Message, ...], *, vote: int, priced: bool
-    ) -> None:
-        self._complete = complete
-        self._config = config
-        self._messages = list(prompt)
-        self._vote = vote
-        self._priced = priced
-        self._usage = Usage()
-        self._first_input: int | None = None
-        self._text = ""
+    _policy: ChatPolicy
+    _messages: list[Message]
+    _vote: int
+    _usage: Usage = field(default_factory=Usage)
+    _first_input: int | None = None
+    _text: str = ""
 
     async def sample(self) -> PolicyTurn:
         """See `Conversation`. Raises: JudgeUnavailable if no request can succeed (key rejected, model unknown)."""
-        reply = await self._complete(Request(messages=tuple(self._messages), vote=self._vote))
+        reply = await self._policy.complete(Request(messages=tuple(self._messages), vote=self._vote))
         self._usage += self._took(reply)
         self._text = reply.text
         if reply.error is not None:
@@ -107,7 +98,7 @@ class ChatConversation:
         self._first_input = reply.input_tokens if self._first_input is None else self._first_input
         length = reply.input_tokens - self._first_input + reply.output_tokens
         # If the endpoint reports no usage, the length is unknown.
-        too_long = reply.usage_known and length >= self._config.max_response_length
+        too_long = reply.usage_known and length >= self._policy.config.max_response_length
         return PolicyTurn(text=reply.text, cut=reply.cut, too_long=too_long)
 
     def keep(self, step: int) -> tuple[int, int]:
@@ -146,7 +137,7 @@ class ChatConversation:
             input_tokens=reply.input_tokens if reply.usage_known else 0,
             cached_tokens=reply.cached_tokens,
             output_tokens=reply.output_tokens if reply.usage_known else 0,
-            dollars=reply.dollars if self._priced or reply.dollars else None,
+            dollars=reply.dollars if self._policy.priced or reply.dollars else None,
         )
 
 
@@ -169,9 +160,7 @@ class EvaluationLimiterActor(LimiterActor):
         self._keep()
 
     def _keep(self) -> None:
-        temporary = self._book.with_name(f".{self._book.name}.unfinished")
-        temporary.write_text(json.dumps({"dollars": self.limiter.spent}), encoding="utf-8")
-        os.replace(temporary, self._book)
+        write_whole(self._book, json.dumps({"dollars": self.limiter.spent}))
 
 
 def dollars_spent(book: Path) -> float:

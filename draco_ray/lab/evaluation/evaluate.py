@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import os
 import time
-from collections.abc import Awaitable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -43,6 +43,7 @@ from draco_ray.sandbox.world.build import MANIFEST
 from draco_ray.terminal import PlainConsole
 from draco_ray.training.cluster import connect, release_start_lock
 from draco_ray.training.session import checked_model, plain_error, say_cut_prompts, started
+from draco_ray.training.trainer import unless_lost
 from draco_ray.training.watchdog import Pending
 from draco_ray.workers.elastic import fixed_workers
 
@@ -70,10 +71,9 @@ def evaluate_policy(
     runs: int,
     out: Path,
     label: str | None = None,
-    api: ApiOptions | None = None,
+    api: ApiOptions = ApiOptions(),
     retry_errors: bool = False,
     max_lost_share: float = 1.0,
-    console: Console | None = None,
 ) -> SplitResult:
     """Measure a policy on a split; rollouts that an earlier call with the same arguments finished are not repeated.
 
@@ -93,9 +93,8 @@ def evaluate_policy(
         TooManyLost: more than ``max_lost_share`` are lost; finished rollouts are in ``out``.
         DracoError: engines, environments or the API fail permanently; finished rollouts are in ``out``.
     """
-    console = console or PlainConsole()
-    api = api or ApiOptions()
-    config, environment, plan = _prepare(policy, config, split, runs, label, api)
+    console = PlainConsole()
+    config, environment, plan = plan_policy(policy, config, split=split, runs=runs, label=label, api=api)
     directory = EvaluationDirectory.begin(out, plan)
     with directory.claimed():
         if retry_errors and (dropped := directory.drop_lost()):
@@ -125,20 +124,13 @@ def plan_policy(
     split: str,
     runs: int,
     label: str | None = None,
-    api: ApiOptions | None = None,
-) -> Plan:
-    """The plan of `evaluate_policy` for the same arguments.
+    api: ApiOptions = ApiOptions(),
+) -> tuple[DracoConfig, Environment, Plan]:
+    """The checked configuration, the environment and the plan of `evaluate_policy` for the same arguments.
 
     Raises:
         ConfigError: the policy or the data cannot be used.
     """
-    return _prepare(policy, config, split, runs, label, api or ApiOptions())[2]
-
-
-def _prepare(
-    policy: EvaluatedPolicy, config: DracoConfig, split: str, runs: int, label: str | None, api: ApiOptions
-) -> tuple[DracoConfig, Environment, Plan]:
-    """The checked configuration, its environment and the plan."""
     if policy.api_model is None:
         config = checked_model(config)
     else:
@@ -212,7 +204,8 @@ class _Evaluator:
             await self._start()
             for checkpoint in self._policy.checkpoints:
                 if missing := self._directory.missing(checkpoint.name):
-                    await self._until_engines_fail(self._measure(checkpoint, missing))
+                    failing = [] if self._fleet is None else [self._fleet.failure()]
+                    await unless_lost(self._measure(checkpoint, missing), *failing)
         finally:
             await self._stop()
 
@@ -222,13 +215,13 @@ class _Evaluator:
             policies: EnginePolicies | ApiPolicies = self._api_policies(self._policy.api_model)
         else:
             say_cut_prompts(config, self._environment, [*self._directory.plan.tasks], self._console)
-            ranks = [rank for checkpoint in self._policy.checkpoints if (rank := lora_rank(checkpoint)) is not None]
+            adapters = [each.adapter for each in self._policy.checkpoints if each.adapter is not None]
             self._fleet = EngineFleet(
                 start_policy_engines(
                     config.engine,
                     config.model,
                     max_model_len=config.agent.max_prompt_length + config.agent.max_response_length,
-                    lora_rank=max(ranks, default=config.learner.lora_rank),
+                    lora_rank=max(map(lora_rank, adapters), default=config.learner.lora_rank),
                     seed=config.seed,
                     run_name=self._name,
                 ),
@@ -281,20 +274,6 @@ class _Evaluator:
             # Keep the handle: the actor lives as long as its handle.
             self._limiter, leases = limiter
         return ApiPolicies(client=client, priced=known_price(config.judge, model) is not None, leases=leases)
-
-    async def _until_engines_fail(self, work: Awaitable[None]) -> None:
-        """Await ``work``; raise the error if the engines fail permanently."""
-        if self._fleet is None:
-            await work
-            return
-        playing, failing = asyncio.ensure_future(work), asyncio.ensure_future(self._fleet.failure())
-        try:
-            await asyncio.wait({playing, failing}, return_when=asyncio.FIRST_COMPLETED)
-            (playing if playing.done() else failing).result()
-        finally:
-            for each in (playing, failing):
-                each.cancel()
-            await asyncio.gather(playing, failing, return_exceptions=True)
 
     async def _measure(self, checkpoint: Checkpoint, missing: Sequence[tuple[str, int]]) -> None:
         if checkpoint.adapter is not None:

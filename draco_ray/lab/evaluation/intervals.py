@@ -185,7 +185,6 @@ def bounded_limits(
     degrees: float | None = None,
     trials: float = math.inf,
     bounds: tuple[float, float] = (0.0, 1.0),
-    level: float = LEVEL,
 ) -> tuple[float, float]:
     """Korn and Graubard's limits of an estimate that cannot leave ``bounds``.
 
@@ -196,7 +195,6 @@ def bounded_limits(
         degrees: degrees of freedom of ``variance``; None is one less than ``clusters``.
         trials: upper limit of the effective sample size.
         bounds: smallest and largest possible value.
-        level: coverage.
     """
     least, largest = bounds
     share = min(1.0, max(0.0, (estimate - least) / (largest - least)))
@@ -207,7 +205,7 @@ def bounded_limits(
     else:
         effective = min(room / variance if variance > _ROUNDING**2 else math.inf, max(trials, clusters))
         effective = effective if math.isfinite(effective) else float(clusters)
-    tail = (1 - level) / 2
+    tail = (1 - LEVEL) / 2
     student = student_quantile(clusters - 1 if degrees is None else degrees, 1 - tail)
     effective *= (NormalDist().inv_cdf(1 - tail) / student) ** 2 if room > _ROUNDING else 1.0
     events = share * effective

@@ -36,7 +36,6 @@ def judge_policy(
     runs: int,
     out: Path,
     cache: Path | None = None,
-    console: Console | None = None,
 ) -> dict[str, JudgedRates]:
     """Play a split with every checkpoint of a policy and have the judge score it; rollouts in ``out`` are reused.
 
@@ -51,7 +50,7 @@ def judge_policy(
     Returns: checkpoint -> its rates.
     Raises: ConfigError, and the errors of playing and judging; finished rollouts are kept in ``out``.
     """
-    console = console or PlainConsole()
+    console = PlainConsole()
     use = config.environment.use
     if policy.api_model is not None:
         raise ConfigError(

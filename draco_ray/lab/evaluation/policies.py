@@ -162,13 +162,11 @@ def load_adapter(checkpoint: Checkpoint) -> Adapter:
     return Adapter(version=checkpoint.version, config=_adapter_config(checkpoint.adapter), tensors=tensors)
 
 
-def lora_rank(checkpoint: Checkpoint) -> int | None:
-    """Rank of a checkpoint's adapter; None without one."""
-    if checkpoint.adapter is None:
-        return None
-    rank = _adapter_config(checkpoint.adapter).get("r")
+def lora_rank(adapter: Path) -> int:
+    """Rank of an adapter. Raises: ConfigError: it has none."""
+    rank = _adapter_config(adapter).get("r")
     if not isinstance(rank, int) or rank < 1:
-        raise ConfigError(f"adapter {checkpoint.adapter}: adapter_config.json has no rank 'r'")
+        raise ConfigError(f"adapter {adapter}: adapter_config.json has rank {rank!r}; expected a positive integer")
     return rank
 
 

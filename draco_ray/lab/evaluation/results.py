@@ -28,6 +28,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter, 
 
 from draco_ray.config.file_names import FileName, file_name
 from draco_ray.errors import ConfigError, TooManyLost
+from draco_ray.lab.files import write_whole
 from draco_ray.records import Evaluation, Trajectory, Usage
 from draco_ray.runs import rows
 from draco_ray.runs.directory import damaged, read_bytes, read_table, read_text
@@ -188,7 +189,7 @@ class EvaluationDirectory:
         try:
             (path / "results").mkdir(parents=True, exist_ok=True)
             if found is None:
-                _write_whole(path / "evaluation.json", plan.model_dump_json(indent=1))
+                write_whole(path / "evaluation.json", plan.model_dump_json(indent=1))
         except OSError as error:
             raise ConfigError(f"evaluation {path}: cannot be written: {error.filename}: {error.strerror}") from None
         return found or cls(path, plan)
@@ -254,7 +255,7 @@ class EvaluationDirectory:
         lost = len(self.lost())
         for measurement in self.plan.measurements if lost else ():
             kept = [result for result in self.results(measurement) if result.error is None]
-            _write_whole(self._file(measurement), "".join(f"{_LINE.dump_json(result).decode()}\n" for result in kept))
+            write_whole(self._file(measurement), "".join(f"{_LINE.dump_json(result).decode()}\n" for result in kept))
         return lost
 
     def lost(self) -> list[RolloutResult]:
@@ -316,7 +317,7 @@ class EvaluationDirectory:
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Replace ``summary.json``."""
-        _write_whole(self.path / "summary.json", json.dumps(summary, indent=1))
+        write_whole(self.path / "summary.json", json.dumps(summary, indent=1))
 
     def write_trajectory(self, measurement: str, trajectory: Trajectory) -> None:
         """Write a trajectory to ``tables/<table>/<measurement>/<task>-<run>.parquet``.
@@ -424,9 +425,3 @@ def protocol_differences(plans: Iterable[Plan]) -> list[str]:
 def _content(file: Path) -> bytes:
     """Bytes of a file, empty if it does not exist; raises DamagedRun if it cannot be read."""
     return read_bytes(file) if os.path.lexists(file) else b""
-
-
-def _write_whole(path: Path, text: str) -> None:
-    temporary = path.with_name(f".{path.name}.unfinished")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, path)

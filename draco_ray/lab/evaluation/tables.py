@@ -59,15 +59,23 @@ def what_was_played(plans: Iterable[Plan]) -> str:
 
 
 def read_settings(arguments: Sequence[str]) -> dict[str, dict[str, SplitResult]]:
-    """Read evaluation directories, ``DIR``, ``LABEL=DIR`` or ``BLOCK::LABEL=DIR``; equal labels form one row.
+    """Read evaluation directories (`open_settings`); a row shows the mean over its training seeds.
 
-    Directories with the same label and split are training seeds of one setting; the row shows their mean.
+    Raises: ConfigError: as `open_settings`, or an evaluation is not finished.
+    """
+    return {
+        label: {title: read_seeds(splits[title], label) for title in _in_order(splits)}
+        for label, splits in open_settings(arguments).items()
+    }
+
+
+def open_settings(arguments: Sequence[str]) -> dict[str, dict[str, list[EvaluationDirectory]]]:
+    """Label -> split title -> evaluations, from ``DIR``, ``LABEL=DIR`` or ``BLOCK::LABEL=DIR``.
 
     Raises:
-        ConfigError: a directory is no finished evaluation or is a training curve, or two directories with the same
-            label and split are not different training seeds on the same tasks.
+        ConfigError: a directory is no evaluation or is a training curve, or as `group_seeds`.
     """
-    found: dict[str, dict[str, list[EvaluationDirectory]]] = {}
+    opened = []
     for argument in arguments:
         label, separator, name = argument.partition("=")
         if not separator or Path(argument).is_dir():
@@ -78,18 +86,29 @@ def read_settings(arguments: Sequence[str]) -> dict[str, dict[str, SplitResult]]
                 f"{name}: this is a training curve, which has no mean over its checkpoints; see its curve.csv, or "
                 "measure the setting with `draco evaluate --run DIR --last-epochs 3`"
             )
-        label, title = label or directory.plan.label, split_title(directory.plan)
+        opened.append((label or directory.plan.label, directory))
+    return group_seeds(opened)
+
+
+def group_seeds(
+    labelled: Iterable[tuple[str, EvaluationDirectory]],
+) -> dict[str, dict[str, list[EvaluationDirectory]]]:
+    """Label -> split title -> evaluations; several of one label and split are training seeds of one setting.
+
+    Raises:
+        ConfigError: two of them are not different training seeds on the same tasks.
+    """
+    found: dict[str, dict[str, list[EvaluationDirectory]]] = {}
+    for label, directory in labelled:
+        title = split_title(directory.plan)
         others = found.setdefault(label, {}).setdefault(title, [])
         for other in others:
-            check_seeds(label, title, directory, other)
+            _check_seeds(label, title, directory, other)
         others.append(directory)
-    return {
-        label: {title: read_seeds(splits[title], label) for title in _in_order(splits)}
-        for label, splits in found.items()
-    }
+    return found
 
 
-def check_seeds(label: str, title: str, one: EvaluationDirectory, other: EvaluationDirectory) -> None:
+def _check_seeds(label: str, title: str, one: EvaluationDirectory, other: EvaluationDirectory) -> None:
     """Reject evaluations that are not of different training seeds of one setting. Raises: ConfigError."""
     if one.plan.weights == other.plan.weights:
         raise ConfigError(

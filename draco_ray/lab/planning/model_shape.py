@@ -20,7 +20,6 @@ from draco_ray.engine.model_config import (
     TABLE,
     build_model,
     expert_family,
-    language_config,
     linear_layers,
     matching_names,
     number_of_experts,
@@ -54,32 +53,6 @@ class ExpertsShape:
     def read(self, tokens: int) -> float:
         """Expected number of expert weights that ``tokens`` tokens use together, each routed at random."""
         return self.of_one * self.number * (1 - (1 - self.active / self.number) ** tokens)
-
-
-def experts_shape(config: Mapping[str, Any], source: str) -> ExpertsShape | None:
-    """The experts that a ``config.json`` describes; None for a dense model.
-
-    Raises: ConfigError: a mixture of experts that cannot be trained here, or a missing key.
-    """
-    family, text = expert_family(config, source), language_config(config)
-    if family is None:
-        return None
-    _, number = number_of_experts(config) or ("", 0)
-
-    def size(key: str) -> int:
-        value = text.get(key)
-        if not isinstance(value, int) or value < 1:
-            raise ConfigError(f"model config {source}: {key} is {value!r}, expected a positive whole number")
-        return value
-
-    of_one = "moe_intermediate_size" if family.startswith("qwen") else "intermediate_size"
-    return ExpertsShape(
-        hidden=size("hidden_size"),
-        number=number,
-        active=size("num_experts_per_tok"),
-        width=size(of_one),
-        shared=size("shared_expert_intermediate_size") if family == "qwen3_5_moe" else 0,
-    )
 
 
 LayerKind = Literal["full_attention", "linear_attention", "other"]
@@ -267,8 +240,9 @@ def read_shape(config: Mapping[str, Any], source: str) -> ModelShape:
 
     Raises: ConfigError: transformers builds no language model from it, or it is an unsupported mixture of experts.
     """
-    experts = experts_shape(config, source)
+    family = expert_family(config, source)
     model, text = build_model(config, source)
+    experts = None if family is None else _experts(config, text, family)
     prefix, blocks = _decoder_layers(model)
     if not len(blocks):
         raise ConfigError(f"model config {source}: the model has no list of decoder layers")
@@ -316,6 +290,17 @@ def read_shape(config: Mapping[str, Any], source: str) -> ModelShape:
         ),
         delta=delta if any(layer.kind == "linear_attention" for layer in distinct) else None,
         experts=experts,
+    )
+
+
+def _experts(config: Mapping[str, Any], text: Any, family: str) -> ExpertsShape:
+    _, number = number_of_experts(config) or ("", 0)
+    return ExpertsShape(
+        hidden=text.hidden_size,
+        number=number,
+        active=text.num_experts_per_tok,
+        width=text.moe_intermediate_size if family.startswith("qwen") else text.intermediate_size,
+        shared=text.shared_expert_intermediate_size if family == "qwen3_5_moe" else 0,
     )
 
 

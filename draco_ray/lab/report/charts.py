@@ -74,14 +74,12 @@ def line_chart(
     *,
     bounds: tuple[float, float] | None = None,
     number: Number = compact,
-    axis: str = "training step",
 ) -> Drawing:
     """Lines over training steps.
 
     Args:
         bounds: smallest and largest value of the y axis; None takes them from the data.
         number: formats a value.
-        axis: label of the x axis.
     """
     drawing = _titled(title, WIDTH, HEIGHT)
     values = [value for line in series for value in line.values if value is not None]
@@ -93,7 +91,7 @@ def line_chart(
     top = _legend(drawing, [line.name for line in series]) if len(series) > 1 else 0.0
     frame = _Frame(drawing, min(steps), max(steps), low, high, top)
     frame.y_axis(ticks, number)
-    frame.x_axis(axis)
+    frame.x_axis("training step")
     for index, line in enumerate(series):
         color = palette(index)
         intervals = dict(zip(line.steps, line.limits, strict=True)) if line.limits else {}
@@ -103,7 +101,7 @@ def line_chart(
                 drawing.add(Line(points, color, 1.6))
             radius = 2.2 if len(line.steps) <= _MOST_DOTS else 1.0
             for (x, y), (step, value) in zip(points, run, strict=True):
-                hint = f"{line.name}, {axis.split()[-1]} {step}: {number(value)}"
+                hint = f"{line.name}, step {step}: {number(value)}"
                 if (limits := intervals.get(step)) is not None:
                     low, high = limits
                     hint += f" [{number(low)}, {number(high)}]"

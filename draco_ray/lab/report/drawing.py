@@ -1,12 +1,12 @@
-"""Drawings made of shapes, in points with y downwards; their SVG, and the widths of texts."""
+"""Drawings made of shapes, in points with y downwards, and their SVG."""
 
 from __future__ import annotations
 
 import re
-import unicodedata
 from dataclasses import dataclass, field
 
 from markupsafe import Markup, escape
+from rich.cells import cell_len
 
 INK, MUTED, GRID, PAPER = "ink", "muted", "grid", "paper"
 """Colours by role, which a page in dark mode changes. Other colours are ``#rrggbb``."""
@@ -90,16 +90,6 @@ def palette(index: int) -> str:
     return PALETTE[index % len(PALETTE)]
 
 
-# Advance widths of Helvetica's printable ASCII in 1/1000 of the font size, to place centred and right-aligned text.
-_WIDTHS = [
-    *(278, 278, 355, 556, 556, 889, 667, 191, 333, 333, 389, 584, 278, 333, 278, 278),
-    *(556, 556, 556, 556, 556, 556, 556, 556, 556, 556, 278, 278, 584, 584, 584, 556),
-    *(1015, 667, 667, 722, 722, 667, 611, 778, 722, 278, 500, 667, 556, 833, 722, 778),
-    *(667, 778, 722, 667, 611, 722, 667, 944, 667, 667, 611, 278, 278, 278, 469, 556),
-    *(333, 556, 556, 500, 556, 556, 278, 556, 556, 222, 222, 500, 222, 833, 556, 556),
-    *(556, 556, 333, 500, 278, 556, 500, 722, 500, 500, 500, 334, 260, 334, 584),
-]
-_OTHER_WIDTH, _WIDE = 556, 1000
 _DIRECTION = re.compile("[\u202a-\u202e\u2066-\u2069]")
 
 
@@ -132,20 +122,12 @@ def to_image(drawing: Drawing) -> Markup:
 
 
 def text_width(string: str, size: float) -> float:
-    """Width of a text in Helvetica, in points; a Chinese, Japanese or Korean character counts as a square.
+    """Approximate width of a text, in points: that of a digit in Helvetica per letter, two for a Chinese character.
 
     >>> text_width("00", 10)
-    11.12
-    >>> text_width("\u5b57", 10)
-    10.0
+    11.2
     """
-    return sum(map(_width, string)) * size / 1000
-
-
-def _width(character: str) -> int:
-    if 32 <= ord(character) < 127:
-        return _WIDTHS[ord(character) - 32]
-    return _WIDE if unicodedata.east_asian_width(character) in "WF" else _OTHER_WIDTH
+    return 0.56 * size * cell_len(string)
 
 
 def shortened(string: str, size: float, width: float) -> str:

@@ -10,8 +10,7 @@ import base64
 import itertools
 import json
 import zlib
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from draco_ray.lab.analysis.credit import push_shares
+from draco_ray.lab.rows import grouped
 from draco_ray.runs.directory import RunDirectory
 
 _TRAJECTORY = [
@@ -31,6 +31,7 @@ _NUMBERS = [
     "error",
 ]
 
+_SHARE = ("reward", "advantage", "inert", "fallback")
 _KEPT = ("steps", "criteria", "proposals", "verdicts", "citations", "advantages", "judge_calls", "groups")
 ROWS = ("trajectories", *_KEPT)
 """Tables from which a group's data is built."""
@@ -59,8 +60,8 @@ def packed_groups(run: RunDirectory, *, tokens: bool = False) -> Iterator[Packed
     text_of = _token_texts(run) if tokens else str
     for step in run.steps():
         rows = {
-            "trajectories": by_task(run.table("trajectories", step, columns).to_pylist()),
-            **{name: by_task(run.table(name, step).to_pylist()) for name in _KEPT},
+            "trajectories": grouped(run.table("trajectories", step, columns).to_pylist(), "task_id"),
+            **{name: grouped(run.table(name, step).to_pylist(), "task_id") for name in _KEPT},
         }
         for turn in itertools.chain.from_iterable(rows["steps"].values() if tokens else ()):
             (whole,) = (each for each in rows["trajectories"][turn["task_id"]] if each["rollout"] == turn["rollout"])
@@ -119,8 +120,9 @@ def content(step: int | None, task: str, rows: dict[str, list[Row]]) -> tuple[Ro
     lines = _Lines()
     shares = {row["rollout"]: row for row in rows["advantages"]}
     trajectories = sorted(rows["trajectories"], key=lambda row: row["rollout"])
-    turns = _by_rollout(rows["steps"])
-    verdicts, citations, calls = (_by_rollout(rows[name]) for name in ("verdicts", "citations", "judge_calls"))
+    turns, verdicts, citations, calls = (
+        grouped(rows[name], "rollout") for name in ("steps", "verdicts", "citations", "judge_calls")
+    )
     criteria = sorted(rows["criteria"], key=lambda row: row["criterion"])
     state = rows["groups"][0] if rows["groups"] else {}
     prompt = trajectories[0]["prompt"] if trajectories else []
@@ -167,13 +169,10 @@ def _summary(step: int | None, task: str, rows: dict[str, list[Row]], data: Row)
         "failed_calls": sum(call["error"] is not None for call in rows["judge_calls"]),
         "dollars": _short(sum(call["dollars"] for call in rows["judge_calls"])),
         "rollouts": [
-            [rollout["rollout"], rollout["ended"], *_outcome(rollout["share"])] for rollout in data["rollouts"]
+            [each["rollout"], each["ended"], *(each["share"] and each["share"][name] for name in _SHARE)]
+            for each in data["rollouts"]
         ],
     }
-
-
-def _outcome(share: Row | None) -> list[Any]:
-    return [share and share[name] for name in ("reward", "advantage", "inert", "fallback")]
 
 
 def _turns(rows: list[Row], share: Row | None, lines: _Lines) -> list[Row]:
@@ -251,18 +250,3 @@ def _picked(row: Row, *names: str) -> Row:
 def _short(value: float | None) -> float | None:
     """The value rounded to five digits; NaN, which JSON does not have, becomes None."""
     return None if value is None or value != value else float(f"{value:.5g}")
-
-
-def by_task(rows: Sequence[Row]) -> dict[str, list[Row]]:
-    """Task -> its rows."""
-    found: dict[str, list[Row]] = defaultdict(list)
-    for row in rows:
-        found[row["task_id"]].append(row)
-    return found
-
-
-def _by_rollout(rows: list[Row]) -> dict[int | None, list[Row]]:
-    found: dict[int | None, list[Row]] = defaultdict(list)
-    for row in rows:
-        found[row["rollout"]].append(row)
-    return found

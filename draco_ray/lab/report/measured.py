@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from draco_ray.errors import ReplyError
 from draco_ray.judging.phases import Score, parse_scores
 from draco_ray.lab.analysis.evaluations import evaluation_directories, judged_directories
-from draco_ray.lab.report.groups import ROWS, PackedGroup, by_task, content, pack
+from draco_ray.lab.report.groups import ROWS, PackedGroup, content, pack
+from draco_ray.lab.rows import grouped
 from draco_ray.records import Criterion, Evaluation, Verdict
 from draco_ray.runs.directory import RunDirectory
 from draco_ray.runs.evaluations import passed_share, read_evaluations
@@ -29,12 +29,13 @@ def packed_evaluations(run: RunDirectory) -> Iterator[PackedGroup]:
     Rollouts whose trajectories were not kept are left out.
     """
     for (step, split), found in read_evaluations(run).items():
-        rows = {name: by_task(run.table(table, step).to_pylist()) for name, table in _PLAYED.items()}
+        rows = {name: grouped(run.table(table, step).to_pylist(), "task_id") for name, table in _PLAYED.items()}
         yield from _groups(_moment(step, split), step, split, _evaluated(found), rows)
     for directory in evaluation_directories(run):
         for name in directory.plan.measurements:
             played = [result.evaluation for result in directory.results(name)]
-            rows = {table: by_task(directory.trajectories(name, kept).to_pylist()) for table, kept in _PLAYED.items()}
+            tables = {table: directory.trajectories(name, kept).to_pylist() for table, kept in _PLAYED.items()}
+            rows = {table: grouped(found, "task_id") for table, found in tables.items()}
             number = re.fullmatch(r"step(\d+)", name)
             key = f"{directory.path.name} {name}"
             version = int(number[1]) if number else None
@@ -44,16 +45,14 @@ def packed_evaluations(run: RunDirectory) -> Iterator[PackedGroup]:
 def packed_judged(run: RunDirectory) -> Iterator[PackedGroup]:
     """Held-out rollouts that the judge scored, one group per measurement and task, with verdicts and replies."""
     for place, judged in (("", run), *((f"{inside.path.name} ", inside) for inside in judged_directories(run))):
-        measurements: dict[tuple[int, str], list[Row]] = defaultdict(list)
-        for row in judged.table("heldout_verdicts").to_pylist():
-            measurements[row["training_step"], row["split"]].append(row)
+        measurements = grouped(judged.table("heldout_verdicts").to_pylist(), "training_step", "split")
         for (step, split), found in sorted(measurements.items()):
-            rows = {name: by_task(judged.table(table, step).to_pylist()) for name, table in _PLAYED.items()}
-            rows["judge_calls"] = by_task(judged.table("heldout_calls", step).to_pylist())
-            for task, of_task in by_task(found).items():
+            tables = {**_PLAYED, "judge_calls": "heldout_calls"}
+            rows = {name: grouped(judged.table(table, step).to_pylist(), "task_id") for name, table in tables.items()}
+            rows |= {"criteria": grouped([], "task_id"), "verdicts": grouped([], "task_id")}
+            for task, of_task in grouped(found, "task_id").items():
                 criteria, verdicts = _verdicts(of_task, rows["judge_calls"].get(task, []))
-                rows.setdefault("criteria", {})[task] = criteria
-                rows.setdefault("verdicts", {})[task] = verdicts
+                rows["criteria"][task], rows["verdicts"][task] = criteria, verdicts
             yield from _groups(place + _moment(step, split), step, split, _judged(found), rows)
 
 

@@ -31,6 +31,7 @@ from draco_ray.lab.report.drawing import PALETTE, Drawing, to_svg, visible
 from draco_ray.lab.report.groups import pack, packed_groups
 from draco_ray.lab.report.judged_traces import criterion_rows, trace_rows
 from draco_ray.lab.report.measured import packed_evaluations, packed_judged
+from draco_ray.lab.rows import grouped
 from draco_ray.runs.directory import RunDirectory
 from draco_ray.traces.keeping import SETTING
 
@@ -143,13 +144,13 @@ def overview(run: RunDirectory) -> list[Chart]:
         return []
     metrics = run.metrics()
     steps = [line["step"] for line in metrics]
-    reward = [Series("reward", steps, [line.get("reward") for line in metrics])]
+    reward, kl = (Series(name, steps, [line.get(name) for line in metrics]) for name in ("reward", "kl"))
     credit = tidy("credit_by_step", [run]).to_pylist()
     inert, spread = (figures.by_run(credit, column) for column in ("inert_share", "quality_spread_active"))
     evaluated, judged = (tidy(name, [run]).to_pylist() for name in ("success", "judged"))
     by_criterion = tidy("criterion_pass_rates", [run]).to_pylist()
     return [
-        Chart(line_chart("Reward", reward, bounds=(-1.0, 1.0)), note=REWARD if _by_rubric(run) else ""),
+        Chart(line_chart("Reward", [reward], bounds=(-1.0, 1.0)), note=REWARD if _by_rubric(run) else ""),
         Chart(figures.pass_rate([run]), note=ceiling(run)),
         Chart(figures.terminations(tidy("terminations", [run]).to_pylist())),
         *([Chart(figures.success(evaluated), note=_intervals(evaluated, "tgc"))] if evaluated else []),
@@ -160,7 +161,8 @@ def overview(run: RunDirectory) -> list[Chart]:
         Chart(
             line_chart("Spread of step quality, rollouts with active credit", spread, bounds=(0.0, 0.5)), note=QUALITY
         ),
-        *_of_training(run),
+        Chart(line_chart("KL to the base model", [kl]), note=KL),
+        Chart(stage_seconds(tidy("stage_seconds", [run]).to_pylist())),
         Chart(
             figures.pass_rate_by_criterion(by_criterion, left_out(run), width=PAGE_WIDTH),
             wide=True,
@@ -190,13 +192,6 @@ def _of_held_out(metrics: list[Row]) -> list[Chart]:
             note=f"{DRIFT} {said}".strip(),
         ),
     ]
-
-
-def _of_training(run: RunDirectory) -> list[Chart]:
-    metrics = run.metrics()
-    kl = Series("kl", [line["step"] for line in metrics], [line.get("kl") for line in metrics])
-    seconds = tidy("stage_seconds", [run]).to_pylist()
-    return [Chart(line_chart("KL to the base model", [kl]), note=KL), Chart(stage_seconds(seconds))]
 
 
 def _intervals(rows: list[Row], column: str) -> str:
@@ -310,10 +305,7 @@ def _facts(run: RunDirectory) -> list[tuple[str, str]]:
 
 def _held_out(rows: list[Row], column: str, called: str) -> Iterator[tuple[str, str]]:
     """The first and the last measurement on each split; the chart shows all of them."""
-    splits: dict[str, list[Row]] = {}
-    for row in rows:
-        splits.setdefault(row["split"], []).append(row)
-    for split, mine in splits.items():
+    for split, mine in grouped(rows, "split").items():
         ends = [mine[0], *mine[1:][-1:]]
         said = ["–" if row[column] is None else percent(row[column]) for row in ends]
         when = " and ".join(f"after step {row['training_step']}" if row["training_step"] else "before" for row in ends)

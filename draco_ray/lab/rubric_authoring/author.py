@@ -32,7 +32,6 @@ from draco_ray.judging.judge import CallContext
 from draco_ray.judging.phases import Phase, Score, Stage1, Stage2, Union
 from draco_ray.judging.pool import Judgement
 from draco_ray.lab.files import check_file
-from draco_ray.lab.rubric_authoring.output import rubric_table, write_rubric
 from draco_ray.lab.rubric_authoring.reduction import (
     CriterionSet,
     Reduction,
@@ -41,7 +40,7 @@ from draco_ray.lab.rubric_authoring.reduction import (
     reduction_prompt,
     reduction_template,
 )
-from draco_ray.lab.rubric_authoring.statistics import MeasuredCriterion, measure, prune
+from draco_ray.lab.rubric_authoring.statistics import MeasuredCriterion, measure, prune, rubric_table, write_rubric
 from draco_ray.records import Criterion, Judged, Message, ScoredCriterion, Verdict
 from draco_ray.rollout.pool import FinishedRollout
 from draco_ray.runs.directory import RunDirectory
@@ -75,16 +74,14 @@ class AuthoringSettings:
     """Minimum share of tasks on which some rollouts pass a criterion and others fail it."""
 
 
-def author_rubric(
-    config: DracoConfig, out: Path, settings: AuthoringSettings, console: Console | None = None
-) -> tuple[MeasuredCriterion, ...]:
+def author_rubric(config: DracoConfig, out: Path, settings: AuthoringSettings) -> tuple[MeasuredCriterion, ...]:
     """Author a static rubric and write it to ``out``.
 
     Returns: the kept criteria, by descending failure rate.
     Raises:
         DracoError: the job failed, with a one-line reason; finished work is in the run directory.
     """
-    console = console or PlainConsole()
+    console = PlainConsole()
     if config.algorithm.reward != "rubric":
         raise ConfigError(
             f"algorithm.reward={config.algorithm.reward}: authoring a rubric needs algorithm.reward=rubric"
@@ -119,23 +116,18 @@ def author_rubric(
     return kept
 
 
+@dataclass
 class RubricAuthor:
     """One authoring run: its actors and its stages."""
 
-    def __init__(
-        self,
-        config: DracoConfig,
-        settings: AuthoringSettings,
-        prompts: Mapping[str, tuple[Message, ...]],
-        run: RunDirectory,
-        console: Console,
-    ) -> None:
-        self._config = config
-        self._settings = settings
-        self._prompts = prompts
-        self._run = run
-        self._console = console
-        self._progress = StepProgress(console)
+    _config: DracoConfig
+    _settings: AuthoringSettings
+    _prompts: Mapping[str, tuple[Message, ...]]
+    _run: RunDirectory
+    _console: Console
+
+    def __post_init__(self) -> None:
+        self._progress = StepProgress(self._console)
         self._template = reduction_template()
 
     async def run(self) -> tuple[tuple[MeasuredCriterion, ...], tuple[MeasuredCriterion, ...]]:

@@ -26,6 +26,7 @@ from draco_ray.config.origin import private
 from draco_ray.errors import ConfigError
 from draco_ray.lab.analysis.evaluations import evaluation_directories, judged_directories
 from draco_ray.lab.evaluation.results import EvaluationDirectory
+from draco_ray.lab.rows import finite, grouped
 from draco_ray.records import Evaluation, Trajectory, Turn, Verdict
 from draco_ray.runs.directory import RunDirectory
 from draco_ray.runs.evaluations import passed_share, read_evaluations
@@ -88,9 +89,7 @@ def _measurement_logs(run: RunDirectory) -> Iterator[Json]:
 
 def _judged_logs(run: RunDirectory, belongs_to: str) -> Iterator[Json]:
     """Held-out rollouts that the judge scored, one log per step and split."""
-    measurements: dict[tuple[int, str], list[Row]] = defaultdict(list)
-    for row in run.table("heldout_verdicts").to_pylist():
-        measurements[row["training_step"], row["split"]].append(row)
+    measurements = grouped(run.table("heldout_verdicts").to_pylist(), "training_step", "split")
     for (step, split), found in sorted(measurements.items()):
         played = _played(run.table(name, step).to_pylist() for name in TABLES)
         samples = [_judged_sample(row, played.get((row["task_id"], row["run"]))) for row in found]
@@ -337,15 +336,11 @@ def _rewards(run: RunDirectory, step: int) -> dict[tuple[str, int], Json]:
             "metadata": {
                 "verdicts": mine,
                 "advantage": row["advantage"],
-                "step_quality": [_finite(value) for value in row["quality"] or ()],
-                "step_advantage": [_finite(value) for value in row["step_advantage"] or ()],
+                "step_quality": [finite(value) for value in row["quality"] or ()],
+                "step_advantage": [finite(value) for value in row["step_advantage"] or ()],
             },
         }
     return found
-
-
-def _finite(value: float | None) -> float | None:
-    return value if value is not None and math.isfinite(value) else None
 
 
 def _error(message: str) -> Json:

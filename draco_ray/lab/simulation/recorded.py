@@ -10,6 +10,7 @@ from typing import Any
 import pyarrow.compute as pc
 
 from draco_ray.errors import ConfigError
+from draco_ray.lab.rows import grouped
 from draco_ray.pipeline import GroupState
 from draco_ray.runs.directory import RunDirectory, damaged
 from draco_ray.training.overlap import busy_seconds
@@ -198,9 +199,7 @@ def _setting(run: RunDirectory) -> Setting:
 
 def _step(run: RunDirectory, line: Row) -> Step:
     number = int(line["step"])
-    spans: dict[str, list[Row]] = defaultdict(list)
-    for span in run.table("spans", number).to_pylist():
-        spans[span["stage"]].append(span)
+    spans = grouped(run.table("spans", number).to_pylist(), "stage")
     if missing := [stage for stage in ("rollout", "learning", "sync") if not spans[stage]]:
         raise ConfigError(f"{run.path}: step {number} has no {missing[0]} spans, which record what ran when")
     seconds, after, updates = line.get("seconds"), line.get("seconds_sync"), line.get("updates") or 0
@@ -228,10 +227,8 @@ def _step(run: RunDirectory, line: Row) -> Step:
 
 def _rollouts(run: RunDirectory, step: int, spans: Sequence[Row]) -> dict[str, list[Rollout]]:
     held = {(span["task_id"], span["rollout"]): span for span in spans}
-    turns: dict[tuple[str, int], list[Row]] = defaultdict(list)
     columns = ["task_id", "rollout", "turn", "first_token", "last_token", "seconds_generating", "seconds_executing"]
-    for row in run.table("steps", step, columns).to_pylist():
-        turns[row["task_id"], row["rollout"]].append(row)
+    turns = grouped(run.table("steps", step, columns).to_pylist(), "task_id", "rollout")
     table = run.table("trajectories", step, ["task_id", "rollout", "engine", "started_at", "token_ids"])
     lengths = pc.list_value_length(table.column("token_ids")).to_pylist()
     found: dict[str, list[Rollout]] = defaultdict(list)
@@ -265,9 +262,8 @@ def _turns(rows: Iterable[Row], began: float) -> Iterable[Turn]:
 
 def _phases(run: RunDirectory, step: int, spans: Iterable[Row]) -> dict[str, dict[Key, Phase]]:
     columns = ["task_id", "rollout", "phase", "started_at", "waited_seconds", "requests", "input_tokens"]
-    calls: dict[tuple[str, str, int | None], list[Row]] = defaultdict(list)
-    for row in run.table("judge_calls", step, [*columns, "output_tokens", "dollars"]).to_pylist():
-        calls[row["task_id"], row["phase"], row["rollout"]].append(row)
+    rows = run.table("judge_calls", step, [*columns, "output_tokens", "dollars"]).to_pylist()
+    calls = grouped(rows, "task_id", "phase", "rollout")
     found: dict[str, dict[Key, Phase]] = defaultdict(dict)
     for span in spans:
         if span["task_id"] is None:

@@ -97,16 +97,11 @@ def size_of(run: RecordedRun, setting: Setting, speeds: Speeds, rollouts: int, s
         rollouts: size of the step.
         seed: random seed of the draws.
     """
-    pool = [group for step in run.steps for group in step.groups]
-    count = math.ceil(rollouts / setting.group_size)
-    draws = np.random.default_rng((seed, rollouts)).integers(len(pool), size=count)
-    groups = [pool[index] for index in draws]
-    grown = grown_setting(run, count)
-    # Keep the recorded number of updates per step, with more groups each.
-    minibatch = math.ceil(count / max(1, round(statistics.fmean(step.updates for step in run.steps))))
+    groups, minibatch = _drawn(run, setting, rollouts, seed)
+    grown = grown_setting(run, len(groups))
     as_set, as_grown = (play(groups, speeds, replace(each, minibatch=minibatch)) for each in (setting, grown))
     return Size(
-        rollouts=count * setting.group_size,
+        rollouts=len(groups) * setting.group_size,
         as_set=as_set,
         grown=grown,
         as_grown=as_grown,
@@ -114,6 +109,15 @@ def size_of(run: RecordedRun, setting: Setting, speeds: Speeds, rollouts: int, s
         gpu_hours=_gpu_hours(run, setting, as_set),
         grown_gpu_hours=_gpu_hours(run, grown, as_grown),
     )
+
+
+def _drawn(run: RecordedRun, setting: Setting, rollouts: int, seed: int) -> tuple[list[Group], int]:
+    """Groups of a step, and the number of groups per update: the recorded number of updates, with more groups each."""
+    pool = [group for step in run.steps for group in step.groups]
+    count = math.ceil(rollouts / setting.group_size)
+    draws = np.random.default_rng((seed, rollouts)).integers(len(pool), size=count)
+    minibatch = math.ceil(count / max(1, round(statistics.fmean(step.updates for step in run.steps))))
+    return [pool[index] for index in draws], minibatch
 
 
 def grown_setting(run: RecordedRun, groups: int) -> Setting:
@@ -160,14 +164,11 @@ def on_gpus(run: RecordedRun, setting: Setting, gpus: int) -> Setting:
 
 def throughput(run: RecordedRun, setting: Setting, speeds: Speeds, rollouts: int, seed: int) -> float:
     """Rollouts per hour in successive steps of at least ``rollouts`` rollouts, drawn as in `size_of`."""
-    pool = [group for step in run.steps for group in step.groups]
-    count, ahead = math.ceil(rollouts / setting.group_size), setting.staleness
-    draws = np.random.default_rng((seed, rollouts)).integers(len(pool), size=count)
-    minibatch = math.ceil(count / max(1, round(statistics.fmean(step.updates for step in run.steps))))
-    steps = [[pool[index] for index in draws]] * (2 * ahead + 4)
+    (groups, minibatch), ahead = _drawn(run, setting, rollouts, seed), setting.staleness
+    steps = [groups] * (2 * ahead + 4)
     # Leave out the first steps, of which no work was done ahead, and the last ones, beside which no later step runs.
     played = simulate(steps, speeds, replace(setting, minibatch=minibatch))[ahead + 1 : len(steps) - ahead]
-    return 3600 * count * setting.group_size / statistics.fmean(step.seconds for step in played)
+    return 3600 * len(groups) * setting.group_size / statistics.fmean(step.seconds for step in played)
 
 
 def _gpu_hours(run: RecordedRun, setting: Setting, step: SimulatedStep) -> float:

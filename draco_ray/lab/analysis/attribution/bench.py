@@ -49,29 +49,24 @@ class JudgedRollout:
         return len(self.planted.cells)
 
 
-async def judge_groups(
-    judge: Judge, groups: Sequence[Sequence[PlantedRollout]], world: Path, prompt: Path = AGENT_PROMPT
-) -> list[JudgedRollout]:
+async def judge_groups(judge: Judge, groups: Sequence[Sequence[PlantedRollout]], world: Path) -> list[JudgedRollout]:
     """Let a judge score and credit every group against its known rubric, or against a rubric that the judge writes.
 
     Args:
         judge: the judge to measure.
         groups: confirmed rollouts, one group per task.
         world: sandbox folder with the tasks' instructions.
-        prompt: template of the agent's prompt, which the judge sees.
 
     Raises:
         JudgeUnavailable: the judge cannot be reached.
     """
-    judged = await asyncio.gather(*(_judge_group(judge, group, world, prompt) for group in groups))
+    judged = await asyncio.gather(*(_judge_group(judge, group, world) for group in groups))
     return [rollout for group in judged for rollout in group]
 
 
-async def _judge_group(
-    judge: Judge, group: Sequence[PlantedRollout], world: Path, template: Path
-) -> list[JudgedRollout]:
+async def _judge_group(judge: Judge, group: Sequence[PlantedRollout], world: Path) -> list[JudgedRollout]:
     task = load_task(world, group[0].task_id)
-    prompt = render_agent_prompt(template, task)
+    prompt = render_agent_prompt(AGENT_PROMPT, task)
     played = [trajectory(rollout, index, prompt) for index, rollout in enumerate(group)]
     rubric = known_rubric(group[0].rubric, task.instruction) or await _own_rubric(judge, played)
     scored = await asyncio.gather(*(judge.ask(Score(each, rubric), _context(each)) for each in played))

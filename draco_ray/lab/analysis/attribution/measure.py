@@ -46,8 +46,8 @@ from draco_ray.lab.analysis.agreement import (
 )
 from draco_ray.lab.analysis.attribution.bench import JudgedRollout
 from draco_ray.lab.analysis.attribution.rubric import UNKNOWN, failed
-from draco_ray.lab.analysis.columns import columns
 from draco_ray.lab.analysis.credit import push_shares
+from draco_ray.lab.rows import columns, finite
 from draco_ray.records import BoolArray, FloatArray, Verdict
 from draco_ray.sandbox.world.scripts import Fault
 
@@ -256,5 +256,5 @@ def _row(
     rules: Mapping[str, float | None],
 ) -> dict[str, Any]:
     numbers = {"value": value, "low": low, "high": high, **rules}
-    finite = {name: None if number is None or not np.isfinite(number) else number for name, number in numbers.items()}
-    return {"scope": scope, "measure": measure, "observations": observations, **finite}
+    known = {name: finite(number) for name, number in numbers.items()}
+    return {"scope": scope, "measure": measure, "observations": observations, **known}
