@@ -30,7 +30,7 @@ from draco_ray.sandbox.world.scripts import SPLITS, VARIETIES
 MANIFEST = "sandbox.json"
 API_DOCS = Path("data/api_docs")
 DEFAULT_USERS = 28
-_CHECKERS = ("__main__.py", "loaded.py", "verify.py")
+_CHECKERS = ("__main__.py", "verify.py")
 """Modules that run or check a world but do not shape it."""
 
 Progress = Callable[[str], None]
