@@ -84,14 +84,10 @@ class ToolProcess:
         """
         levels = Levels(config.isolation)
         for level in levels:
-            try:
+            with levels.trying(level):
                 started = await cls._start(level, options, config, secrets, command)
-            except LevelUnavailable as error:
-                levels.refused(level, error)
-                continue
-            levels.reached(level)
-            log.info("isolation of tools: %s", level)
-            return started
+                log.info("isolation of tools: %s", level)
+                return started
         raise IsolationUnavailable(f"tools cannot be isolated: {levels}")
 
     @classmethod
