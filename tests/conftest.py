@@ -107,7 +107,7 @@ def hard_sandbox_root(sandbox_root: Path) -> Path:
 def _world(root: Path, words: tuple[str, ...], seeded_from: Path | None = None) -> Path:
     """Build a world, or leave it as it is; where it replaces a copy of another it keeps that one's API docs."""
     root.parent.mkdir(exist_ok=True)
-    build = ["-m", "draco_ray.sandbox.world", "build", "--out", str(root)]
+    build = ["-m", "draco_ray.sandbox.world", "--out", str(root)]
     with open(root.with_suffix(".lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if seeded_from is not None and not root.exists():

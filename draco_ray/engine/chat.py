@@ -54,6 +54,7 @@ class ChatTokens:
         self._special_pattern = _any_of(token.content for token in added.values() if token.special)
         # Part of the placeholders of control tokens; random so that no text can contain it.
         self._nonce = secrets.token_hex(8)
+        self._name = f"name{self._nonce}"
         self._names = {content: f"<{self._nonce}-{id_}>" for content, id_ in self._control.items()}
         self._encoder = _renamed(backend, self._names)
         # Compare the ids of all added tokens, because renaming one may change those of later ones.
@@ -65,7 +66,7 @@ class ChatTokens:
         self._end_of_call: str | None = None
         said = f"turn{self._nonce}"
         ask, turn = {"role": "user", "content": "-"}, {"role": "assistant", "content": said}
-        rest = self._render_checked([ask, turn, ask], []).rpartition(said)[2]
+        rest = self._render_checked([ask, turn, ask]).rpartition(said)[2]
         end = self._control_pattern.search(rest)
         if end is None or rest[: end.start()].strip():
             raise ConfigError(
@@ -152,21 +153,19 @@ class ChatTokens:
         Raises: ConfigError: the template refuses these messages.
         """
         hidden: list[str] = []
-        mark, name = f"turn{self._nonce}", f"name{self._nonce}"
-        turn: dict[str, Any] = {"role": "assistant", "content": "" if called else mark}
-        if called:
-            function = {"name": name, "arguments": {"x": mark}}
-            turn["tool_calls"] = [{"id": "call00001", "type": "function", "function": function}]
+        mark = f"turn{self._nonce}"
+        turn = self._call_turn(mark) if called else {"role": "assistant", "content": mark}
+        before = [{"role": "user", "content": "-"}, turn]
         told = self._hide_all(list(chat), hidden)
-        results = [
-            each | {"name": name, "tool_call_id": "call00001"} if each["role"] == "tool" else each for each in told
-        ]
-        rendered = self._render_checked([{"role": "user", "content": "-"}, turn, *results], [])
+        identity = {"name": self._name, "tool_call_id": "call00001"}
+        rendered = self._render_checked(
+            [*before, *(each | identity if each["role"] == "tool" else each for each in told)]
+        )
         # The call's arguments are followed by the text that closes the call, which was sampled, then the turn's end.
-        end = self._find_end(rendered, [{"role": "user", "content": "-"}, turn], mark)
+        end = self._find_end(rendered, before, mark)
         if end is None:
             raise ConfigError(f"the chat template of {self.tokenizer.name_or_path!r} does not end this turn")
-        self._check_late([{"role": "user", "content": "-"}, turn], mark, told)
+        self._check_late(before, mark, told)
         glue = self._encode(rendered[end.start() :], hidden)
         # If a turn ends with the token of the next role, no other token ends it.
         ends = glue[:1] if self._ends_by_role else (self.end_of_turn_id, self._control.get(END_OF_CALL))
@@ -178,7 +177,7 @@ class ChatTokens:
         """
         said = f"late{self._nonce}"
         for role in {each["role"] for each in told} - {"user", "tool", "assistant"}:
-            rendered = self._render_checked([*chat, {"role": role, "content": said}], [])
+            rendered = self._render_checked([*chat, {"role": role, "content": said}])
             if said not in rendered.rpartition(mark)[2]:
                 raise ConfigError(
                     f"the chat template of {self.tokenizer.name_or_path!r} does not support a message of role "
@@ -200,14 +199,21 @@ class ChatTokens:
         alone = self._render(chat, opened=False).rpartition(mark)[2]
         return self._control_pattern.match(rendered, start + _alike(alone, rendered[start:]))
 
-    def _render_checked(self, chat: list[dict[str, Any]], tools: list[Any]) -> str:
+    def _render_checked(
+        self, chat: list[Any], tools: list[Any] | None = None, *, opened: bool = True, what: str = "these messages"
+    ) -> str:
         try:
-            return self._render(chat, tools=tools)
+            return self._render(chat, tools, opened=opened)
         except (TemplateError, TypeError, ArithmeticError) as error:
             raise ConfigError(
-                f"the chat template of {self.tokenizer.name_or_path!r} rejects these messages: "
-                f"{' '.join(str(error).split())}"
+                f"the chat template of {self.tokenizer.name_or_path!r} rejects {what}: {' '.join(str(error).split())}"
             ) from error
+
+    def _call_turn(self, mark: str) -> dict[str, Any]:
+        """A turn with one call, of a function named `_name`, which has ``mark`` as its argument."""
+        function = {"name": self._name, "arguments": {"x": mark}}
+        call = {"id": "call00001", "type": "function", "function": function}
+        return {"role": "assistant", "content": "", "tool_calls": [call]}
 
     def written_call(self) -> str:
         """How the template writes a call of a function ``NAME``, up to the value of its argument.
@@ -215,12 +221,14 @@ class ChatTokens:
         Raises: ConfigError: the template does not show tools, or has no place for calls and results.
         """
         if self._call is None:
-            ask = [{"role": "user", "content": "-"}]
-            name, content = f"name{self._nonce}", f"content{self._nonce}"
-            rendered, chat, mark = self._render_call(("",))
+            ask: list[dict[str, Any]] = [{"role": "user", "content": "-"}]
+            mark, content = f"argument{self._nonce}", f"content{self._nonce}"
+            chat = [*ask, self._call_turn(mark)]
+            result = {"role": "tool", "content": "", "tool_call_id": "call00001", "name": self._name}
+            rendered = self._render_checked([*chat, result], what="tool results")
             head, found, _ = rendered.rpartition(mark)
             end = self._find_end(rendered, chat, mark) if found else None
-            if name not in self._render(ask, tools=[_function(name)]) or end is None:
+            if self._name not in self._render(ask, tools=[_function(self._name)]) or end is None:
                 raise ConfigError(
                     f"the chat template of {self.tokenizer.name_or_path!r} does not support tools (`tools=`, calls "
                     "and role `tool`); use a model that was trained to call tools, or set model.chat_template, e.g. to "
@@ -228,7 +236,7 @@ class ChatTokens:
                 )
             self._end_of_call = end[0]
             turn = self._render([*ask, {"role": "assistant", "content": content}]).partition(content)[0]
-            self._call = _beyond(head, turn).rpartition("</think>")[2].strip().replace(name, "NAME")
+            self._call = _beyond(head, turn).rpartition("</think>")[2].strip().replace(self._name, "NAME")
         return self._call
 
     def turn(self, message: Mapping[str, Any]) -> list[int]:
@@ -277,15 +285,11 @@ class ChatTokens:
         ask: dict[str, Any] = {"role": "user", "content": "-"}
         said = f"content{self._nonce}"
         turn = {"role": "assistant", "content": said, "tool_calls": calls}
-        try:
-            rendered = self._render([ask, turn], opened=not self._ends_by_role)
-            bare = self._render([ask, {**turn, "content": ""}], opened=not self._ends_by_role)
-        except (TemplateError, TypeError, ArithmeticError) as error:
-            raise ConfigError(
-                f"the chat template of {self.tokenizer.name_or_path!r} rejects {len(calls)} calls in a turn: {error}"
-            ) from error
-        if not content and bare.startswith(opened := self._render([ask])):
-            after = bare.removeprefix(opened)
+        opened, what = not self._ends_by_role, f"{len(calls)} calls in a turn"
+        rendered = self._render_checked([ask, turn], opened=opened, what=what)
+        bare = self._render_checked([ask, {**turn, "content": ""}], opened=opened, what=what)
+        if not content and bare.startswith(beginning := self._render([ask])):
+            after = bare.removeprefix(beginning)
         elif said in rendered:
             after = rendered.partition(said)[2]
             # Most templates separate calls from content.
@@ -298,26 +302,6 @@ class ChatTokens:
         end = self._ends_turn.search(after)
         assert end is not None, "written_call has seen it"
         return after[: end.end()]
-
-    def _render_call(self, results: Sequence[str]) -> tuple[str, list[dict[str, Any]], str]:
-        """Returns a rendered conversation in which one call is answered by all ``results``, its messages up to the
-        call, and the mark in the call's arguments.
-        """
-        mark = f"argument{self._nonce}"
-        identity = {"tool_call_id": "call00001", "name": f"name{self._nonce}"}
-        function = {"name": identity["name"], "arguments": {"x": mark}}
-        call = {"id": identity["tool_call_id"], "type": "function", "function": function}
-        chat: list[dict[str, Any]] = [
-            {"role": "user", "content": "-"},
-            {"role": "assistant", "content": "", "tool_calls": [call]},
-            *({"role": "tool", "content": result, **identity} for result in results),
-        ]
-        try:
-            return self._render(chat), chat[:2], mark
-        except (TemplateError, TypeError, ArithmeticError) as error:
-            raise ConfigError(
-                f"the chat template of {self.tokenizer.name_or_path!r} rejects tool results: {error}"
-            ) from error
 
     def _render(self, chat: list[dict[str, Any]], tools: list[Any] | None = None, *, opened: bool = True) -> str:
         """A conversation as text; ``opened``: including the beginning of the next turn."""
@@ -374,7 +358,7 @@ class ChatTokens:
             {"role": "assistant", "content": "-"},
             {"role": "user", "content": " Yes.\n"},
         ]
-        rendered = self._render_checked(chat, [])
+        rendered = self._render_checked(chat)
         probe = rendered + "".join(f" {token} b\n" for token in self.tokenizer.get_added_vocab())
         theirs = self.tokenizer(probe, add_special_tokens=False, verbose=False)["input_ids"]
         glue = self.after_messages([], False, chat[2:])

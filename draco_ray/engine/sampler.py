@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, Protocol
 
 from draco_ray.engine.tool_calls import ToolUse
@@ -92,6 +92,11 @@ class Sample:
     finish_reason: str
     """``stop`` if the end-of-turn token was sampled, ``length`` if a limit was reached."""
     policy_version: int
+
+    def cut(self, length: int) -> Sample:
+        """Its first ``length`` tokens, as a turn that ends there."""
+        ids, logprobs = self.token_ids[:length], self.logprobs[:length]
+        return replace(self, token_ids=ids, logprobs=logprobs, finish_reason="stop")
 
 
 class Sampler(Protocol):

@@ -139,7 +139,7 @@ class Environment(ABC):
 
     def termination(self, trajectory: Trajectory) -> Termination:
         """How a rollout ended; override it if agents can also submit or give up."""
-        return ended_by(trajectory) or (Termination.FINISHED if trajectory.steps else Termination.NO_ACTION)
+        return ended_by(trajectory.ended) or (Termination.FINISHED if trajectory.steps else Termination.NO_ACTION)
 
     def difficulty(self, task_id: str) -> int | None:
         """The benchmark's difficulty from 1 (easy) to 3 (hard), for tables. It may come from ground truth, so only
@@ -174,14 +174,14 @@ def list_items(facts: str) -> list[str]:
     return [line if line.startswith("- ") else f"- {line}" for line in facts.splitlines() if line]
 
 
-def ended_by(trajectory: Trajectory) -> Termination | None:
+def ended_by(ended: EpisodeEnd) -> Termination | None:
     """How a rollout was stopped; None if the agent ended it."""
     return {
         EpisodeEnd.SERVER_ERROR: Termination.SERVER_ERROR,
         EpisodeEnd.CRASHED: Termination.CRASHED,
         EpisodeEnd.RESPONSE_LIMIT: Termination.RESPONSE_LIMIT,
         EpisodeEnd.TURN_LIMIT: Termination.TURN_LIMIT,
-    }.get(trajectory.ended)
+    }.get(ended)
 
 
 def make_environment(

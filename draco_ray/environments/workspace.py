@@ -166,24 +166,24 @@ class WorkspaceEnvironment(TasksEnvironment):
                 raise kind(f"agent.container={self.container!r}: {_how(ran)}")
             self._level = "container"
         if self._level is None:
-            levels = Levels(self.config.isolation)
-            for level in levels:
+            self._level = await self._reached(workspace)
+        return self._level
+
+    async def _reached(self, workspace: Workspace) -> str:
+        levels = Levels(self.config.isolation)
+        for level in levels:
+            with levels.trying(level):
                 if level == "landlock":
-                    levels.refused(level, LevelUnavailable("it cannot limit a program's processes and network"))
-                    continue
+                    raise LevelUnavailable("it cannot limit a program's processes and network")
                 ran = await workspace.run("true", level)
                 if ran.exit_code == 0:
-                    levels.reached(level)
-                    self._level = level
                     log.info("isolation of agents: %s", level)
-                    break
+                    return level
                 why = " ".join(ran.errors.split())[-300:]
-                if not not_offered(ran.exit_code, why):
-                    raise EnvironmentCrashed(f"environment {self.name}: no program can be started in the jail: {why}")
-                levels.refused(level, LevelUnavailable(why))
-            else:
-                raise IsolationUnavailable(f"agents cannot be isolated: {levels}")
-        return self._level
+                if not_offered(ran.exit_code, why):
+                    raise LevelUnavailable(why)
+                raise EnvironmentCrashed(f"environment {self.name}: no program can be started in the jail: {why}")
+        raise IsolationUnavailable(f"agents cannot be isolated: {levels}")
 
 
 class Workspace(HandIn):

@@ -1,8 +1,10 @@
-"""Extracts the code of a turn, and truncates long outputs."""
+"""Extracts the code of a turn, truncates long outputs, and lists the results of several calls."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
+from itertools import zip_longest
 
 _OPENING = re.compile(r"<think>|<code>")
 
@@ -42,6 +44,18 @@ def cut_output(output: str, limit: int) -> str:
     if len(readable) <= limit:
         return readable
     return f"{readable[:limit]}\n[output cut: {len(readable) - limit} more characters]"
+
+
+def numbered(names: Sequence[str], results: Sequence[str]) -> str:
+    """The results of a turn's calls as one text; several are listed by number and name.
+
+    >>> numbered(["add", "sub"], ["3", "1"])
+    '(1) add: 3\\n(2) sub: 1'
+    """
+    if len(results) == 1:
+        return results[0]
+    lines = enumerate(zip_longest(names[: len(results)], results, fillvalue="tool"), start=1)
+    return "\n".join(f"({number}) {name}: {result}" for number, (name, result) in lines)
 
 
 def _after(text: str, tag: str, start: int) -> int:

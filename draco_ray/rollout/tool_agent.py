@@ -14,7 +14,7 @@ from draco_ray.environments.base import World
 from draco_ray.errors import ConfigError
 from draco_ray.records import TOOLS, Message, Task
 from draco_ray.rollout.agent import Conversation, PolicyTurn, fill_agent_prompt
-from draco_ray.rollout.code_block import cut_output
+from draco_ray.rollout.code_block import cut_output, numbered
 from draco_ray.rollout.turn_agent import Step, TurnAgent
 
 
@@ -41,7 +41,8 @@ class ToolAgent(TurnAgent):
 
         async def act(world: World) -> tuple[str, Callable[[Conversation], bool]]:
             results = [cut_output(result, self._config.max_output_characters) for result in await _results(use, world)]
-            return _observation(use, results), lambda conversation: conversation.answer(results)
+            told = numbered([call.name for call in use.calls], results)
+            return told, lambda conversation: conversation.answer(results)
 
         return Step(action=use.text, act=act)
 
@@ -54,20 +55,7 @@ async def _results(use: ToolUse, world: World) -> list[str]:
 
 async def _result(call: ToolCall, world: World) -> str:
     try:
-        action = in_json(call)
+        action = json.dumps({"name": call.name, "arguments": call.arguments})
     except RecursionError:
         return f"error: {call.name}: the arguments are nested too deeply"
     return await world.act(action)
-
-
-def in_json(call: ToolCall) -> str:
-    """A call as JSON, the form of an action in a world with tools. Raises: RecursionError."""
-    return json.dumps({"name": call.name, "arguments": call.arguments})
-
-
-def _observation(use: ToolUse, results: list[str]) -> str:
-    """The observation of a step; several results are listed by number and name."""
-    if len(results) == 1:
-        return results[0]
-    numbered = enumerate(zip(use.calls, results, strict=True), start=1)
-    return "\n".join(f"({number}) {call.name}: {result}" for number, (call, result) in numbered)

@@ -281,7 +281,7 @@ def summarise(trajectory: Trajectory) -> RolloutSummary:
         rollout=trajectory.rollout,
         attempt=trajectory.attempt,
         ended=trajectory.ended,
-        termination=trajectory.termination or ended_by(trajectory) or Termination.FINISHED,
+        termination=trajectory.termination or ended_by(trajectory.ended) or Termination.FINISHED,
         error=trajectory.error,
         turns=len(trajectory.turns),
         steps=len(trajectory.steps),

@@ -3,9 +3,9 @@
     python -P -B execute.py [--evaluate] < jobs.jsonl > results.jsonl
 
 with ``APPWORLD_ROOT`` set. A job is a line ``{"task_id": ..., "cells": [...]}`` and is answered, in order, by a line
-``{"outputs": [...], "success": ...}``: what each cell printed and, with ``--evaluate``, whether the task passes its
-tests. Every job starts from the task's initial state. The scripts are the project's own; what a policy writes runs in
-confined servers instead.
+``{"outputs": [...], "unmet": [...]}``: what each cell printed and, with ``--evaluate``, the unmet requirements of the
+task; or by ``{"error": ...}`` if the task cannot be run. Every job starts from the task's initial state. The scripts
+are the project's own; what a policy writes runs in confined servers instead.
 """
 
 from __future__ import annotations
@@ -30,12 +30,15 @@ class Rehearsal(AppWorld):
 
 
 def play(task_id: str, cells: list[str], *, evaluate: bool) -> dict[str, Any]:
-    """Execute the cells from the task's initial state; returns their outputs and whether the task succeeded."""
+    """Execute the cells from the task's initial state; returns the answer to a job."""
     kind = AppWorld if evaluate else Rehearsal
-    with kind(task_id=task_id, experiment_name=f"scripts-{os.getpid()}", load_ground_truth=evaluate) as world:
-        outputs = [world.execute(cell) for cell in cells]
-        success = bool(world.evaluate(suppress_errors=True).success) if evaluate else None
-        return {"outputs": outputs, "success": success}
+    try:
+        with kind(task_id=task_id, experiment_name=f"scripts-{os.getpid()}", load_ground_truth=evaluate) as world:
+            outputs = [world.execute(cell) for cell in cells]
+            failures = world.evaluate(suppress_errors=True).failures if evaluate else ()
+            return {"outputs": outputs, "unmet": [failure["requirement"] for failure in failures]}
+    except Exception as error:
+        return {"error": " ".join(f"{type(error).__name__}: {error}".split())[:300]}
 
 
 def main(jobs: TextIO, results: TextIO, *, evaluate: bool) -> None:

@@ -7,7 +7,7 @@ If configured so, it is slow, limits the rate or answers badly, as a provider wo
 POST /v1/chat/completions  one reply; 429 with Retry-After over the rate, 401 without the key, 404 for another model
 GET /v1/models             the one model there is
 GET /health                ``{"status": "ok"}`` once it answers
-GET /stats                 requests by phase and by outcome, the most in flight, seconds spent judging
+GET /stats                 requests by phase and by outcome, and the most in flight
 =========================  =======================================================================================
 
 Token numbers are estimates (four characters a token). Cached tokens follow the rule that providers publish: the longest
@@ -20,7 +20,6 @@ import asyncio
 import errno
 import hashlib
 import hmac
-import json
 import math
 import os
 import random
@@ -34,6 +33,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import httpx
 import uvicorn
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from starlette.applications import Starlette
@@ -137,7 +137,6 @@ class JudgeApp:
         self._outcomes: Counter[str] = Counter()
         self._in_flight = 0
         self._most_in_flight = 0
-        self._judging_seconds = 0.0
         self.asgi = Starlette(
             routes=[
                 Route("/v1/chat/completions", self._complete, methods=["POST"]),
@@ -167,7 +166,6 @@ class JudgeApp:
                 "repeated": self._repeated,
                 "in_flight": self._in_flight,
                 "most_in_flight": self._most_in_flight,
-                "judging_seconds": round(self._judging_seconds, 4),
             }
         )
 
@@ -217,13 +215,11 @@ class JudgeApp:
         # A re-ask is about the first reply's form; the first user message is still the judge's prompt.
         prompt = next((message.text for message in asked.messages if message.role == "user"), "")
         phase, text = await asyncio.to_thread(self._answer, prompt)
-        spent = time.monotonic() - clock
-        self._judging_seconds += spent
         self._phases[phase or "other"] += 1
         if phase is None and asked.response_format is not None and text == "OK":
             # The probe for JSON schema support expects an object.
             text = reply([text])
-        await asyncio.sleep(max(0.0, behaviour.latency - spent))
+        await asyncio.sleep(max(0.0, behaviour.latency - (time.monotonic() - clock)))
         draw = random.Random(f"{behaviour.seed}/{number}").random()
         finish = "stop"
         outcome = "good"
@@ -330,8 +326,9 @@ class JudgeServer:
     def __init__(self, *, key: str | None = None, **behaviour: Any) -> None:
         """Check the values. Raises: ConfigError."""
         self._behaviour = _behaviour(require_key=key is not None, **behaviour)
+        find("judge.rule_judge.use", self._behaviour.use, ANSWERS)
         self._key = key
-        self._process: subprocess.Popen[str] | None = None
+        self._process: subprocess.Popen[bytes] | None = None
         self._port = 0
 
     @property
@@ -347,35 +344,36 @@ class JudgeServer:
         return self._process.pid
 
     def __enter__(self) -> JudgeServer:
-        """Start it and wait until it answers. Raises JudgeUnavailable if it does not."""
+        """Start it and wait until it answers. Raises JudgeUnavailable if it does not, or the port is in use."""
         environment = dict(os.environ)
         if self._key is not None:
             environment[KEY_VARIABLE] = self._key
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "draco_ray.sandbox.judge_server", self._behaviour.model_dump_json()],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=environment,
-            # Ctrl-C must not reach it: the run still needs its judge while it finishes.
-            start_new_session=True,
-        )
-        assert self._process.stdout is not None
-        # Killing a process that hangs ends the wait for its output.
-        watchdog = threading.Timer(START_SECONDS, self._process.kill)
-        watchdog.start()
+        with _bind(self._behaviour.port) as listener:
+            self._port = listener.getsockname()[1]
+            self._process = subprocess.Popen(
+                [
+                    sys.executable,
+                    "-m",
+                    "draco_ray.sandbox.judge_server",
+                    str(listener.fileno()),
+                    self._behaviour.model_dump_json(),
+                ],
+                stdin=subprocess.PIPE,
+                pass_fds=[listener.fileno()],
+                env=environment,
+                # Ctrl-C must not reach it: the run still needs its judge while it finishes.
+                start_new_session=True,
+            )
         try:
-            line = self._process.stdout.readline()
-        except BaseException:
+            # The socket already listens, so this waits for the process, or fails when it ends.
+            httpx.get(f"http://{HOST}:{self._port}/health", timeout=START_SECONDS, trust_env=False)
+        except BaseException as error:
             self._stop()
-            raise
-        finally:
-            watchdog.cancel()
-        if not line.startswith("{"):
-            self._stop()
-            reason = line.strip() or f"it did not start within {START_SECONDS:g} s, or it ended"
-            raise JudgeUnavailable(reason if reason.startswith("judge server") else f"judge server: {reason}")
-        self._port = json.loads(line)["port"]
+            if not isinstance(error, httpx.TransportError):
+                raise
+            raise JudgeUnavailable(
+                f"judge server: it did not answer within {START_SECONDS:g} s, or ended; see its output above"
+            ) from error
         return self
 
     def __exit__(
@@ -393,9 +391,8 @@ class JudgeServer:
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
-        for stream in (process.stdin, process.stdout):
-            if stream is not None:
-                stream.close()
+        if process.stdin is not None:
+            process.stdin.close()
 
 
 def _behaviour(**values: Any) -> Behaviour:
@@ -432,20 +429,11 @@ def _end_with_parent() -> None:
     os._exit(0)
 
 
-def _main(settings: str) -> None:
-    """Run the child process of `JudgeServer`: print the port, or one line that says why it cannot serve."""
-    try:
-        behaviour = Behaviour.model_validate_json(settings)
-        app = JudgeApp(behaviour)
-        listener = _bind(behaviour.port)
-    except (ConfigError, JudgeUnavailable) as error:
-        print(error, flush=True)
-        sys.exit(1)
+def _main(listener: int, settings: str) -> None:
+    """Run the child process of `JudgeServer`, with its socket's descriptor and its `Behaviour` in JSON."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    # The socket is listening already, so a client may connect at once.
-    print(json.dumps({"port": listener.getsockname()[1]}), flush=True)
-    _run(app, listener)
+    _run(JudgeApp(Behaviour.model_validate_json(settings)), socket.socket(fileno=listener))
 
 
 if __name__ == "__main__":
-    _main(sys.argv[1])
+    _main(int(sys.argv[1]), sys.argv[2])

@@ -24,10 +24,17 @@ Script = tuple[str, tuple[str, ...]]
 class Executed:
     """Result of a script."""
 
-    outputs: tuple[str, ...]
+    outputs: tuple[str, ...] = ()
     """AppWorld's output of each cell, not truncated."""
-    success: bool | None
-    """Whether the task's own tests pass; None if they were not run."""
+    unmet: tuple[str, ...] = ()
+    """The requirements of the task's own tests that are not met; empty also if the tests were not run."""
+    error: str | None = None
+    """Why the task cannot be run."""
+
+    @property
+    def success(self) -> bool:
+        """Whether the task's own tests pass."""
+        return self.error is None and not self.unmet
 
 
 def run_scripts(scripts: Sequence[Script], world: Path, processes: int, *, evaluate: bool = False) -> list[Executed]:
@@ -40,8 +47,19 @@ def run_scripts(scripts: Sequence[Script], world: Path, processes: int, *, evalu
         evaluate: load the ground truth and run the tasks' tests.
 
     Raises:
-        WorldError: AppWorld's Python is missing or fails.
+        WorldError: AppWorld's Python is missing or fails, or a task cannot be run.
     """
+    done = try_scripts(scripts, world, processes, evaluate=evaluate)
+    for (task_id, _), executed in zip(scripts, done, strict=True):
+        if executed.error is not None:
+            raise WorldError(
+                f"task {task_id} cannot be run: {executed.error}; check the world with `draco sandbox verify`"
+            )
+    return done
+
+
+def try_scripts(scripts: Sequence[Script], world: Path, processes: int, *, evaluate: bool) -> list[Executed]:
+    """`run_scripts`, but a task that cannot be run is a result with an error."""
     distinct = list(dict.fromkeys(scripts))
     shares = [distinct[start::processes] for start in range(min(processes, len(distinct)))]
     with PrivateTempDir() as root, ThreadPoolExecutor(processes) as pool:
@@ -73,4 +91,4 @@ def _run(scripts: Sequence[Script], root: Path, evaluate: bool) -> list[Executed
             f"AppWorld stopped after {len(found)} of {len(scripts)} scripted rollouts: {last}; "
             "check the world with `draco sandbox verify`"
         )
-    return [Executed(tuple(each["outputs"]), each["success"]) for each in found]
+    return [Executed(tuple(each.get("outputs", ())), tuple(each.get("unmet", ())), each.get("error")) for each in found]

@@ -20,8 +20,6 @@ from draco_ray.traces.model import Summary, TraceGroup
 CHARACTERS_PER_TOKEN = 4
 CRITERIA = 10
 CRITERION_TOKENS = 150
-VERDICT_TOKENS = 30
-"""Tokens of one verdict without evidence and justification."""
 REPLY_TOKENS = {
     Stage1.name: 2000,
     Stage2.name: 800,

@@ -19,7 +19,7 @@ from draco_ray.config.schema import AgentConfig
 from draco_ray.engine.tool_calls import after_reasoning
 from draco_ray.records import GAP, PROGRAM, TOOLS, EpisodeEnd, Message, Task, Trajectory, Turn, Usage, is_step
 from draco_ray.rollout.agent import RolloutRequest
-from draco_ray.rollout.code_block import cut_output
+from draco_ray.rollout.code_block import cut_output, numbered
 from draco_ray.rollout.endpoint.token_episode import Sampled, TokenEpisode
 from draco_ray.rollout.tokens import TokenPolicy
 
@@ -252,7 +252,8 @@ def _record(turn: _Turn, branch: int, offset: int, step: bool, policy: TokenPoli
         )
     observation = None
     if step and turn.answered:
-        observation = cut_output(_told(turn.answered), config.max_output_characters)
+        names = [str(node["name"] or node["role"]) for node in turn.answered]
+        observation = cut_output(numbered(names, [*map(_text, turn.answered)]), config.max_output_characters)
     # As at the endpoint, a text that was answered may be an action.
     action = None
     if step and (turn.calls or turn.answered):
@@ -269,12 +270,6 @@ def _record(turn: _Turn, branch: int, offset: int, step: bool, policy: TokenPoli
         policy_version=turn.found.sample.policy_version,
         message=step and action is None,
     )
-
-
-def _told(nodes: Sequence[Node]) -> str:
-    if len(nodes) == 1:
-        return _text(nodes[0])
-    return "\n".join(f"({index}) {node['name'] or node['role']}: {_text(node)}" for index, node in enumerate(nodes, 1))
 
 
 def _text(node: Node) -> str:

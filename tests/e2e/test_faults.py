@@ -94,6 +94,8 @@ def struck(
                 for victim in victims:
                     os.kill(victim, signal.SIGKILL)
             if chaos.JUDGE_SERVER in faults:
+                # Its port is free once it has ended.
+                os.waitid(os.P_PID, judge.pid, os.WEXITED | os.WNOWAIT)
                 # Requests are repeated for longer than a restart takes.
                 port = int(judge.base_url.removesuffix("/v1").rsplit(":", 1)[-1])
                 stack.enter_context(JudgeServer(latency=1.0, port=port))

@@ -112,6 +112,8 @@ async def test_a_server_that_replaces_a_killed_one_knows_what_was_answered(tmp_p
             await judge.ask(Score(example_trajectory(), RUBRIC), WHERE)
         assert stats(server)["repeated"] == 1
         os.kill(server.pid, signal.SIGKILL)
+        # Its port is free once it has ended.
+        await asyncio.to_thread(os.waitid, os.P_PID, server.pid, os.WEXITED | os.WNOWAIT)
         port = int(server.base_url.removesuffix("/v1").rsplit(":", 1)[-1])
         with JudgeServer(answered=tmp_path / "answered", port=port) as replacement:
             assert replacement.base_url == server.base_url

@@ -24,7 +24,7 @@ from draco_ray.environments.tools import mcp_servers
 from draco_ray.environments.tools.environment import ToolsEnvironment
 from draco_ray.environments.tools.mcp_servers import McpSession, merged
 from draco_ray.environments.tools.options import ToolsOptions
-from draco_ray.environments.tools.process import ToolProcess
+from draco_ray.environments.tools.process import CommandProcess
 from draco_ray.errors import ConfigError, EnvironmentCrashed, WorldBroken
 from tests.conftest import REPOSITORY
 from tests.support.http_mcp_server import DROP, error, reply, result, serving
@@ -259,7 +259,7 @@ async def test_a_server_that_never_answers_is_one_line_and_leaves_nothing(folder
     # Tools of functions are started first, always.
     await asyncio.to_thread(desk.task, "a")
     options = ToolsOptions.model_validate({"mcp": {"desk": raw(folder, "silent")}})
-    processes = {"desk": await ToolProcess.start(options, desk.config, {}, options.mcp["desk"])}
+    processes = {"desk": await CommandProcess.start(options.mcp["desk"], options, desk.config, {})}
     config = desk.config.model_copy(update={"start_timeout_seconds": 2})
     session = McpSession("desk", options, config, {}, processes)
     with pytest.raises(EnvironmentCrashed, match="^MCP server desk was not ready within 2 s$"):

@@ -39,7 +39,7 @@ def sandbox_build(
         force: Rebuild an existing world.
     """
     out = out or of_variety(SANDBOX_ROOT, variety)
-    arguments = ["build", "--out", str(out.resolve()), "--seed", str(seed), "--variety", variety]
+    arguments = ["--out", str(out.resolve()), "--seed", str(seed), "--variety", variety]
     arguments += ["--scenarios", str(scenarios)] if scenarios is not None else []
     _in_appworld("draco_ray.sandbox.world", arguments + (["--force"] if force else []))
 
@@ -56,7 +56,12 @@ def sandbox_verify(
         root: The world to verify.
         jobs: Number of processes.
     """
-    _in_appworld("draco_ray.sandbox.world", ["verify", "--root", str(root.resolve()), "--jobs", str(jobs)])
+    from draco_ray.sandbox.world.verify import verify
+
+    failing = verify(root.resolve(), jobs)
+    print("verify: all tasks passed the checks" if not failing else f"verify: {len(failing)} failing tasks")
+    if failing:
+        raise typer.Exit(1)
 
 
 def _in_appworld(module: str, arguments: list[str]) -> None:

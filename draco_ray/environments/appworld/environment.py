@@ -17,7 +17,7 @@ from draco_ray.environments.appworld.data_root import (
     tasks_digest,
 )
 from draco_ray.environments.appworld.slot import AppWorldSlot
-from draco_ray.environments.base import Environment, WorldVerdict
+from draco_ray.environments.base import Environment, WorldVerdict, ended_by
 from draco_ray.records import EpisodeEnd, Task, Termination, Trajectory
 
 FAILED = "Execution failed."
@@ -34,27 +34,15 @@ def termination(ended: EpisodeEnd, steps: Iterable[tuple[str | None, str | None]
         ended: why the agent loop stopped.
         steps: (code, output) of the turns that emitted code, in order.
     """
-    if ended is EpisodeEnd.SERVER_ERROR:
-        return Termination.SERVER_ERROR
-    if ended is EpisodeEnd.CRASHED:
-        return Termination.CRASHED
+    stopped = ended_by(ended)
+    if stopped in (Termination.SERVER_ERROR, Termination.CRASHED):
+        return stopped
     cells = list(steps)
     for code, output in reversed(cells):
         status = _completion(code or "")
         if status is not None and not (output or "").lstrip().startswith(FAILED):
             return Termination.GAVE_UP if status == "fail" else Termination.SUBMITTED
-    if ended is EpisodeEnd.RESPONSE_LIMIT:
-        return Termination.RESPONSE_LIMIT
-    if ended is EpisodeEnd.TURN_LIMIT:
-        return Termination.TURN_LIMIT
-    return Termination.GAVE_UP if cells else Termination.NO_ACTION
-
-
-def termination_of(trajectory: Trajectory) -> Termination:
-    """`termination` of a whole trajectory."""
-    return termination(
-        trajectory.ended, ((turn.action, turn.observation) for turn in trajectory.turns if turn.action is not None)
-    )
+    return stopped or (Termination.GAVE_UP if cells else Termination.NO_ACTION)
 
 
 def _completion(code: str) -> str | None:
@@ -128,7 +116,9 @@ class AppWorldEnvironment(Environment):
 
     def termination(self, trajectory: Trajectory) -> Termination:
         """See `Environment`."""
-        return termination_of(trajectory)
+        return termination(
+            trajectory.ended, ((turn.action, turn.observation) for turn in trajectory.turns if turn.action is not None)
+        )
 
     def difficulty(self, task_id: str) -> int | None:
         """See `Environment`."""

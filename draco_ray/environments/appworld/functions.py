@@ -75,7 +75,7 @@ class AppWorldFunctions(AppWorldEnvironment):
             if "supervisor__complete_task" in action and "error: " not in (step.observation or ""):
                 gave_up = '"status": "fail"' in action
                 return Termination.GAVE_UP if gave_up else Termination.SUBMITTED
-        return ended_by(trajectory) or (Termination.GAVE_UP if trajectory.acted else Termination.NO_ACTION)
+        return ended_by(trajectory.ended) or (Termination.GAVE_UP if trajectory.acted else Termination.NO_ACTION)
 
     @functools.cached_property
     def _functions(self) -> Mapping[str, dict[str, Any]]:

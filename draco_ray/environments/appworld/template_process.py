@@ -182,20 +182,18 @@ def _start(key: TemplateKey, timeout_seconds: float) -> TemplateProcess:
     levels = Levels(key.isolation, key.python)
     failure: type[EnvironmentCrashed] = IsolationUnavailable
     for level in levels:
-        started_at = time.monotonic()
-        try:
-            template = TemplateProcess.start(key, level, timeout_seconds)
-        except LevelUnavailable as error:
-            levels.refused(level, error)
-            if isinstance(error, _NotLoaded):
+        with levels.trying(level):
+            started_at = time.monotonic()
+            try:
+                template = TemplateProcess.start(key, level, timeout_seconds)
+            except _NotLoaded:
                 failure = EnvironmentCrashed
-            continue
-        levels.reached(level)
-        log.info("AppWorld loaded in %.1f s; isolation: %s", time.monotonic() - started_at, level)
-        if level == "rlimits":
-            log.warning(
-                "model-written code is isolated only by rlimits: it can read the host's files and the memory of this "
-                "user's processes"
-            )
-        return template
+                raise
+            log.info("AppWorld loaded in %.1f s; isolation: %s", time.monotonic() - started_at, level)
+            if level == "rlimits":
+                log.warning(
+                    "model-written code is isolated only by rlimits: it can read the host's files and the memory of "
+                    "this user's processes"
+                )
+            return template
     raise failure(f"AppWorld cannot be started: {levels}")

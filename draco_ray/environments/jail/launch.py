@@ -37,24 +37,21 @@ class Levels:
     def __iter__(self) -> Iterator[str]:
         return iter(self._levels)
 
-    def refused(self, level: str, error: LevelUnavailable) -> None:
-        """Note why a level is unavailable."""
-        self._complaints.append(f"{level}: {error}")
-
-    def reached(self, level: str) -> None:
-        """Remember this level for later programs, if ``auto`` chose it."""
-        if self._automatic:
-            _reached[self._python] = level
+    @contextlib.contextmanager
+    def trying(self, level: str) -> Iterator[None]:
+        """Note why the level is unavailable; else remember it for later programs, if ``auto`` chose it."""
+        try:
+            yield
+        except LevelUnavailable as error:
+            self._complaints.append(f"{level}: {error}")
+        else:
+            if self._automatic:
+                _reached[self._python] = level
 
     def __str__(self) -> str:
         """The reason for each refused level, and an alternative."""
         hint = "; environment.isolation=rlimits would run it with resource limits only" if self._automatic else ""
         return "; ".join(self._complaints) + hint
-
-
-def reached_level(isolation: str) -> str:
-    """The level at which a program of this interpreter has been started in this process."""
-    return _reached[sys.executable] if isolation == "auto" else isolation
 
 
 def jail_command(spec: JailSpec) -> list[str]:

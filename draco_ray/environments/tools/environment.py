@@ -18,7 +18,7 @@ from draco_ray.environments.base import Environment, WorldVerdict, list_items
 from draco_ray.environments.tools.functions import LONGEST_ERROR
 from draco_ray.environments.tools.mcp_servers import McpSession, merged
 from draco_ray.environments.tools.options import ToolsOptions, read_options
-from draco_ray.environments.tools.process import HARD_STOP, ToolProcess
+from draco_ray.environments.tools.process import HARD_STOP, CommandProcess, FunctionProcess
 from draco_ray.environments.tools.rows import Rows, read_rows
 from draco_ray.errors import ConfigError, EnvironmentCrashed, WorldBroken, WorldError
 from draco_ray.records import Task
@@ -49,9 +49,9 @@ class ToolsEnvironment(Environment):
         """See `Environment`."""
         super().__init__(config, data, ground_truth=ground_truth, name=name)
         self._options = read_options(config.options)
-        self._process: ToolProcess | None = None
+        self._process: FunctionProcess | None = None
         self._open: ToolWorld | None = None
-        self._mcp_processes: dict[str, ToolProcess] = {}
+        self._mcp_processes: dict[str, CommandProcess] = {}
 
     @property
     def facts(self) -> str:  # type: ignore[override]
@@ -92,11 +92,11 @@ class ToolsEnvironment(Environment):
         self._open = ToolWorld(self, process, task, owners, sessions)
         return self._open
 
-    async def begin(self, task_id: str) -> ToolProcess:
+    async def begin(self, task_id: str) -> FunctionProcess:
         """Fork a process for a task and run ``reset`` in it. Raises: EnvironmentCrashed."""
         if self._process is None or not self._process.alive:
             await self.stop()
-            self._process = await ToolProcess.start(self._options, self.config, self._secrets)
+            self._process = await FunctionProcess.start(self._options, self.config, self._secrets)
         process, order = self._process, {"do": "reset", "task": self._rows.row(task_id).told(ground_truth=False)}
         try:
             await process.fork()
@@ -110,7 +110,7 @@ class ToolsEnvironment(Environment):
             raise EnvironmentCrashed(f"environment {self.name}: task {task_id}: cannot be started: {failed}")
         return process
 
-    async def evaluate(self, task_id: str, process: ToolProcess) -> WorldVerdict:
+    async def evaluate(self, task_id: str, process: FunctionProcess) -> WorldVerdict:
         """The verdict of ``evaluate`` on the world of the last forked process; that process is ended.
 
         Raises: EnvironmentCrashed; WorldError: it returned neither true nor false.
@@ -208,7 +208,7 @@ class ToolWorld:
     def __init__(
         self,
         environment: ToolsEnvironment,
-        process: ToolProcess,
+        process: FunctionProcess,
         task: Task,
         owners: Mapping[str, McpSession],
         sessions: Sequence[McpSession],
@@ -399,7 +399,7 @@ _known: dict[str, Offer] = {}
 
 
 def _offers(options: ToolsOptions, config: EnvironmentConfig, secrets: Mapping[str, str]) -> Offer:
-    """The offered tools; starts the files and servers once to ask them. Raises: as `ToolProcess.start`."""
+    """The offered tools; starts the files and servers once to ask them. Raises: as `FunctionProcess.start`."""
     files = [(str(path), path.stat().st_mtime_ns) for path in options.tools]
     key = json.dumps([options.model_dump(mode="json"), files, config.isolation, sorted(secrets)])
     if key not in _known:
@@ -410,8 +410,8 @@ def _offers(options: ToolsOptions, config: EnvironmentConfig, secrets: Mapping[s
 
 
 async def _ask_offer(options: ToolsOptions, config: EnvironmentConfig, secrets: Mapping[str, str]) -> Offer:
-    process = await ToolProcess.start(options, config, secrets)
-    mcp_processes: dict[str, ToolProcess] = {}
+    process = await FunctionProcess.start(options, config, secrets)
+    mcp_processes: dict[str, CommandProcess] = {}
     sessions = _sessions(options, config, secrets, mcp_processes)
     try:
         schemas = await _started(sessions)
@@ -425,7 +425,7 @@ async def _ask_offer(options: ToolsOptions, config: EnvironmentConfig, secrets: 
 
 
 def _sessions(
-    options: ToolsOptions, config: EnvironmentConfig, secrets: Mapping[str, str], processes: dict[str, ToolProcess]
+    options: ToolsOptions, config: EnvironmentConfig, secrets: Mapping[str, str], processes: dict[str, CommandProcess]
 ) -> list[McpSession]:
     return [McpSession(name, options, config, secrets, processes) for name in options.mcp]
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from draco_ray.config.schema import EnvironmentConfig
 from draco_ray.environments.tools.options import ToolsOptions
-from draco_ray.environments.tools.process import ToolProcess
+from draco_ray.environments.tools.process import CommandProcess
 from draco_ray.errors import ConfigError, EnvironmentCrashed
 from draco_ray.extras import need
 
@@ -39,7 +39,7 @@ class McpSession:
         tools: ToolsOptions,
         config: EnvironmentConfig,
         secrets: Mapping[str, str],
-        processes: dict[str, ToolProcess],
+        processes: dict[str, CommandProcess],
     ) -> None:
         """``tools``: options that have the server of that name; ``processes``: for each command the process that starts
         it, which serves later sessions too. The owner ends them."""
@@ -182,7 +182,7 @@ class McpSession:
             return
         process = self._processes.get(self.name)
         if process is None or not process.alive:
-            process = await ToolProcess.start(self._tools, self._config, self._secrets, self._options)
+            process = await CommandProcess.start(self._options, self._tools, self._config, self._secrets)
             self._processes[self.name] = process
         try:
             await process.fork()

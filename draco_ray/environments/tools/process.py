@@ -13,9 +13,10 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
-from typing import Any
+from pathlib import Path
+from typing import Any, Self
 
 from draco_ray.config.schema import EnvironmentConfig
 from draco_ray.environments.jail.confine import JailSpec
@@ -41,11 +42,7 @@ _FAREWELL_SECONDS = 5.0
 
 
 class ToolProcess:
-    """A running tool server and the process it forked last. Belongs to one event loop.
-
-    The process may run the policy's code, so its output is not trusted. At its first invalid line the process is ended,
-    and the server is no longer `alive`: the next task starts another server.
-    """
+    """A running tool server and the process it forked last. Belongs to one event loop."""
 
     def __init__(
         self,
@@ -64,52 +61,51 @@ class ToolProcess:
         self._number = 0
         self.irregular = False
         """Whether something went wrong, so that this server starts no other task."""
-        self.tools: list[dict[str, Any]] = []
-        """Schemas of the functions."""
-        self.hooks: frozenset[str] = frozenset()
-        self._runs_command = False
-
-    @classmethod
-    async def start(
-        cls,
-        options: ToolsOptions,
-        config: EnvironmentConfig,
-        secrets: Mapping[str, str],
-        command: McpServerOptions | None = None,
-    ) -> ToolProcess:
-        """Start a server that imports the tools files, or whose processes run the command of an MCP server.
-
-        Raises: ConfigError: a file cannot be used; IsolationUnavailable: the host offers no isolation level that
-            ``environment.isolation`` allows; EnvironmentCrashed: it does not start.
-        """
-        levels = Levels(config.isolation)
-        for level in levels:
-            try:
-                started = await cls._start(level, options, config, secrets, command)
-            except LevelUnavailable as error:
-                levels.refused(level, error)
-                continue
-            levels.reached(level)
-            log.info("isolation of tools: %s", level)
-            return started
-        raise IsolationUnavailable(f"tools cannot be isolated: {levels}")
 
     @classmethod
     async def _start(
         cls,
-        level: str,
-        options: ToolsOptions,
         config: EnvironmentConfig,
         secrets: Mapping[str, str],
-        command: McpServerOptions | None,
-    ) -> ToolProcess:
+        *,
+        shown: Iterable[str | Path],
+        network: bool,
+        programs: bool,
+        files: Iterable[str | Path] = (),
+        command: Iterable[str] = (),
+    ) -> tuple[Self, dict[str, Any]]:
+        """A started server and its answer to `Setup`; ``shown``: paths that it can see, besides ``files``.
+
+        Raises: ConfigError: a file cannot be used; IsolationUnavailable: the host offers no isolation level that
+            ``environment.isolation`` allows; EnvironmentCrashed: it does not start.
+        """
+        setup = Setup(
+            files=[*map(os.path.abspath, files)],
+            secrets=dict(secrets),
+            memory_mib=config.max_memory_mib,
+            cpu_seconds=math.ceil(CPU_CALLS * config.cell_timeout_seconds),
+            timeout_seconds=config.cell_timeout_seconds,
+            hook_seconds=config.start_timeout_seconds,
+            programs=programs,
+            command=[*command],
+        )
+        seen = (*setup.files, *map(os.path.abspath, shown))
+        levels = Levels(config.isolation)
+        for level in levels:
+            with levels.trying(level):
+                started = await cls._start_at(level, setup, config, seen, network)
+                log.info("isolation of tools: %s", level)
+                return started
+        raise IsolationUnavailable(f"tools cannot be isolated: {levels}")
+
+    @classmethod
+    async def _start_at(
+        cls, level: str, setup: Setup, config: EnvironmentConfig, shown: tuple[str, ...], network: bool
+    ) -> tuple[Self, dict[str, Any]]:
         folder = PrivateTempDir()
         directory = str(folder.path)
         control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         control.setblocking(False)
-        files = [os.path.abspath(path) for path in options.tools] if command is None else []
-        words, programs = _words(command) if command is not None else ([], [])
-        reads = options.reads if command is None else command.reads
         spec = JailSpec(
             level=level,
             control_fd=theirs.fileno(),
@@ -119,22 +115,11 @@ class ToolProcess:
             output_bytes=config.max_output_bytes,
             module="draco_ray.environments.tools.server",
             code=CODE,
-            shown=(*files, *programs, *map(os.path.abspath, reads)),
-            network=options.network,
+            shown=shown,
+            network=network,
         )
         with theirs:
             started = cls(launch(spec), folder, control, config)
-        setup = Setup(
-            files=files,
-            secrets=dict(secrets),
-            memory_mib=config.max_memory_mib,
-            cpu_seconds=math.ceil(CPU_CALLS * config.cell_timeout_seconds),
-            timeout_seconds=config.cell_timeout_seconds,
-            hook_seconds=config.start_timeout_seconds,
-            programs=options.network or options.programs or command is not None,
-            command=words,
-        )
-        started._runs_command = command is not None
         try:
             started._send_channel()
             answer = json.loads(await started._exchange(asdict(setup), config.start_timeout_seconds))
@@ -155,8 +140,7 @@ class ToolProcess:
         if "unusable" in answer:
             await started.kill()
             raise ConfigError(answer["unusable"])
-        started.tools, started.hooks = answer["tools"], frozenset(answer["hooks"])
-        return started
+        return started, answer
 
     async def fork(self) -> None:
         """End the previous process and fork one for a task or an evaluation.
@@ -165,45 +149,14 @@ class ToolProcess:
         """
         await self._order(fork=True, seconds=self._config.start_timeout_seconds)
 
-    async def end(self) -> None:
-        """End the last forked process and all it started; the server keeps running. Raises: as `fork`."""
-        seconds = self._config.start_timeout_seconds
-        if self._channel is None:
-            return
-        status = await self._order(fork=False, seconds=seconds)
-        if status != -signal.SIGKILL and not self._runs_command:
-            # The process had already ended.
-            self.irregular = True
+    async def end(self) -> int | None:
+        """End the last forked process and all it started; the server keeps running. Raises: as `fork`.
 
-    async def ask(self, order: Mapping[str, Any], what: str, timeout_seconds: float) -> dict[str, Any]:
-        """Send the last forked process an order and return its answer; ``what`` names it in messages.
-
-        Raises: EnvironmentCrashed: the process ended, wrote something else, or did not answer in time.
+        Returns: its status; None if there is none.
         """
-        with contextlib.suppress(ValueError, RecursionError):
-            if isinstance(answer := json.loads(await self.ask_unread(order, what, timeout_seconds)), dict):
-                return answer
-        raise EnvironmentCrashed(f"the reply of {what} cannot be parsed")
-
-    async def ask_unread(self, order: Mapping[str, Any], what: str, timeout_seconds: float) -> bytes:
-        """`ask` that returns the answer unparsed."""
-        try:
-            return await self._exchange(order, timeout_seconds)
-        except TimeoutError:
-            raise EnvironmentCrashed(
-                f"{what} could not be stopped after its time limit of {timeout_seconds:g} s"
-            ) from None
-        except EOFError as error:
-            reason = f"{what} {error}"
-        with contextlib.suppress(EnvironmentCrashed):
-            reason += f" (status {await self._order(fork=False, seconds=_STATUS_SHARE * timeout_seconds)})"
-        raise EnvironmentCrashed(reason)
-
-    @property
-    def channel(self) -> socket.socket:
-        """The socket that is standard input and output of the command that was forked last."""
-        assert self._channel is not None
-        return self._channel
+        if self._channel is None:
+            return None
+        return await self._order(fork=False, seconds=self._config.start_timeout_seconds)
 
     @property
     def complaint(self) -> str:
@@ -237,9 +190,6 @@ class ToolProcess:
         """Have the server end its process and, with ``fork``, start another. Returns: the ended process's status."""
         loop, previous = asyncio.get_running_loop(), self._channel
         self._channel = None
-        if previous is not None and self._runs_command:
-            # Lets the command end by itself.
-            previous.close()
         try:
             async with asyncio.timeout(seconds):
                 if fork:
@@ -255,7 +205,7 @@ class ToolProcess:
             raise EnvironmentCrashed(f"the tools' server has ended: {self.complaint}") from None
         finally:
             if previous is not None:
-                # Only now: a process that sees the end of its orders would end by itself, which `end` finds irregular.
+                # Only now: a process that sees the end of its orders would end by itself.
                 previous.close()
 
     def _send_channel(self) -> None:
@@ -294,6 +244,95 @@ class ToolProcess:
         if not received.startswith(number) or received.index(b"\n") + 1 < len(received):
             raise EOFError("sent unexpected output")
         return bytes(received[len(number) :])
+
+
+class FunctionProcess(ToolProcess):
+    """A server that has imported the tools files.
+
+    Its process may run the policy's code, so its output is not trusted. At its first invalid line the process is ended,
+    and the server is no longer `alive`: the next task starts another server.
+    """
+
+    tools: list[dict[str, Any]]
+    """Schemas of the functions."""
+    hooks: frozenset[str]
+
+    @classmethod
+    async def start(cls, options: ToolsOptions, config: EnvironmentConfig, secrets: Mapping[str, str]) -> Self:
+        """Start a server. Raises: as `_start`."""
+        programs = options.network or options.programs
+        started, answer = await cls._start(
+            config, secrets, shown=options.reads, network=options.network, programs=programs, files=options.tools
+        )
+        started.tools, started.hooks = answer["tools"], frozenset(answer["hooks"])
+        return started
+
+    async def end(self) -> int | None:
+        """See `ToolProcess`; a process that had already ended is irregular."""
+        status = await super().end()
+        self.irregular |= status not in (None, -signal.SIGKILL)
+        return status
+
+    async def ask(self, order: Mapping[str, Any], what: str, timeout_seconds: float) -> dict[str, Any]:
+        """Send the last forked process an order and return its answer; ``what`` names it in messages.
+
+        Raises: EnvironmentCrashed: the process ended, wrote something else, or did not answer in time.
+        """
+        with contextlib.suppress(ValueError, RecursionError):
+            if isinstance(answer := json.loads(await self.ask_unread(order, what, timeout_seconds)), dict):
+                return answer
+        raise EnvironmentCrashed(f"the reply of {what} cannot be parsed")
+
+    async def ask_unread(self, order: Mapping[str, Any], what: str, timeout_seconds: float) -> bytes:
+        """`ask` that returns the answer unparsed."""
+        try:
+            return await self._exchange(order, timeout_seconds)
+        except TimeoutError:
+            raise EnvironmentCrashed(
+                f"{what} could not be stopped after its time limit of {timeout_seconds:g} s"
+            ) from None
+        except EOFError as error:
+            reason = f"{what} {error}"
+        with contextlib.suppress(EnvironmentCrashed):
+            reason += f" (status {await self._order(fork=False, seconds=_STATUS_SHARE * timeout_seconds)})"
+        raise EnvironmentCrashed(reason)
+
+
+class CommandProcess(ToolProcess):
+    """A server whose processes run the command of an MCP server."""
+
+    @classmethod
+    async def start(
+        cls, command: McpServerOptions, options: ToolsOptions, config: EnvironmentConfig, secrets: Mapping[str, str]
+    ) -> Self:
+        """Start a server. Raises: as `_start`."""
+        words, programs = _words(command)
+        shown = [*programs, *map(str, command.reads)]
+        started, _ = await cls._start(
+            config, secrets, shown=shown, network=options.network, programs=True, command=words
+        )
+        return started
+
+    @property
+    def channel(self) -> socket.socket:
+        """The socket that is standard input and output of the command that was forked last."""
+        assert self._channel is not None
+        return self._channel
+
+    async def fork(self) -> None:
+        """See `ToolProcess`."""
+        self._hang_up()
+        await super().fork()
+
+    async def end(self) -> int | None:
+        """See `ToolProcess`."""
+        self._hang_up()
+        return await super().end()
+
+    def _hang_up(self) -> None:
+        """Let the command end by itself."""
+        if self._channel is not None:
+            self._channel.close()
 
 
 def _words(server: McpServerOptions) -> tuple[list[str], list[str]]:

@@ -8,14 +8,13 @@ branch are context there, so every sampled token is trained on once.
 
 from __future__ import annotations
 
-import asyncio
+import bisect
 import json
 import re
 import secrets
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import zip_longest
 from typing import Any
 
 import numpy as np
@@ -26,9 +25,10 @@ from draco_ray.engine.tool_calls import ToolCall, ToolUse, after_reasoning
 from draco_ray.errors import ConfigError
 from draco_ray.records import GAP, PROGRAM, TOOLS, EpisodeEnd, Message, Task, Trajectory, Turn, Usage, is_step
 from draco_ray.rollout.agent import RolloutRequest
-from draco_ray.rollout.code_block import cut_output
-from draco_ray.rollout.endpoint.turns import Refused, TurnReply, TurnRequest, identity, no_turn_left, room_left
-from draco_ray.rollout.tokens import TokenPolicy, turn_seed
+from draco_ray.rollout.code_block import cut_output, numbered
+from draco_ray.rollout.endpoint.asking import AskingEpisode
+from draco_ray.rollout.endpoint.turns import Refused, TurnReply, TurnRequest, identity
+from draco_ray.rollout.tokens import TokenPolicy
 
 _NO_TOOLS = "[]"
 
@@ -89,35 +89,20 @@ class _Branch:
         self.logprobs += logprobs if logprobs is not None else [0.0] * len(ids)
 
 
-class Episode:
+class Episode(AskingEpisode):
     """The requests of one agent while it does one task."""
 
-    def __init__(
-        self,
-        task: Task,
-        request: RolloutRequest,
-        policy: TokenPolicy,
-        config: AgentConfig,
-    ) -> None:
-        """Limits: ``max_turns`` turns, and ``max_prompt_length + max_response_length`` tokens per branch."""
+    def __init__(self, task: Task, request: RolloutRequest, policy: TokenPolicy, config: AgentConfig) -> None:
+        """See `AskingEpisode`; each branch is a sequence."""
+        super().__init__(request, policy, config)
         self.key = secrets.token_urlsafe(24)
-        self.name = f"{request.task_id}/{request.rollout}"
-        self.open = True
-        self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        """Done, with the policy's exception, once the policy has failed."""
-        # Mark the exception as retrieved, or asyncio would log it.
-        self.failed.add_done_callback(lambda failed: failed.cancelled() or failed.exception())
-        self.refused: EpisodeEnd | None = None
-        """The limit for which the last request was refused."""
         self.complaint: str | None = None
         """Why the last failed request got no answer."""
         self.stored: dict[str, tuple[Mapping[str, Any], ...]] = {}
         """Id of a response -> the conversation up to it, for requests that name a previous response."""
-        self._task, self._request = task, request
-        self._policy, self._chat, self._config = policy, policy.chat, config
+        self._task, self._chat = task, policy.chat
         self._branches: list[_Branch] = []
         self._turns: list[_Turn] = []
-        self._requests = 0
         self._known: set[str] = set()
         """Keys of all messages and tool lists so far."""
         self._without_stop: dict[str, str] = {}
@@ -135,9 +120,7 @@ class Episode:
 
         Raises: Refused; and whatever the policy raises.
         """
-        if self._requests >= self._config.max_turns:
-            self.refused = EpisodeEnd.TURN_LIMIT
-            raise no_turn_left(self._config)
+        self._check_turns()
         keys, began = [self._identity(message) for message in request.messages], time.monotonic()
         turn = self._longest(keys, request.tools)
         branch, ids = self._tokens(request, turn)
@@ -146,24 +129,13 @@ class Episode:
         if turn is not None and turn.answered is None:
             # Do this even if the request is refused below, because it holds the turn's results.
             turn.answered, turn.answered_at = request.messages[turn.message_count :], began
-        try:
-            room = room_left(self._config, len(ids))
-        except Refused:
-            self.refused = EpisodeEnd.RESPONSE_LIMIT
-            raise
-        self.refused = None
-        self._requests += 1
+        self._check_length(len(ids))
         branch.busy = True
         try:
-            sample, text, use = await self._sample(request, ids, room)
-        except Exception as error:
-            if not self.failed.done():
-                self.failed.set_exception(error)
-            raise
+            with self._asking():
+                sample, text, use = await self._sample(request, ids)
         finally:
             branch.busy = False
-        if not self.open:
-            raise Refused("this episode has ended", status=410, code="episode_over")
         self._keep(branch, ids, sample)
         sampled = _Turn(
             branch=branch,
@@ -193,12 +165,9 @@ class Episode:
         self._known.add(branch.messages[-1])
         return answer
 
-    async def _sample(self, request: TurnRequest, ids: list[int], room: int) -> tuple[Sample, str, ToolUse | None]:
-        """Sample a turn of at most ``room`` tokens after ``ids``. Returns: the sample, its text, and its tool calls."""
-        limits = (room, request.max_tokens, self._config.max_turn_tokens)
-        seed = turn_seed(self._request.seed, self._requests)
-        sample = await self._policy.sampler.sample(ids, max_tokens=min(each for each in limits if each), seed=seed)
-        sample = self._stopped(sample, request.stop)
+    async def _sample(self, request: TurnRequest, ids: list[int]) -> tuple[Sample, str, ToolUse | None]:
+        """Sample a turn after ``ids``. Returns: the sample, its text, and its tool calls."""
+        sample = self._stopped(await self._sampled(ids, request.max_tokens), request.stop)
         text = self._chat.text(sample.token_ids)
         if sample.finish_reason != "stop" or request.tools == _NO_TOOLS:
             return sample, text, None
@@ -311,21 +280,13 @@ class Episode:
 
     def _stopped(self, sample: Sample, stop: Sequence[str]) -> Sample:
         """The sample truncated after the token that completes the first of the agent's stop texts."""
-        if not any(each in self._chat.text(sample.token_ids) for each in stop):
-            return sample
-        low, high = 1, len(sample.token_ids)
-        while low < high:
-            middle = (low + high) // 2
-            if any(each in self._chat.text(sample.token_ids[:middle]) for each in stop):
-                high = middle
-            else:
-                low = middle + 1
-        return Sample(
-            token_ids=sample.token_ids[:low],
-            logprobs=sample.logprobs[:low],
-            finish_reason="stop",
-            policy_version=sample.policy_version,
-        )
+
+        def stopped(length: int) -> bool:
+            text = self._chat.text(sample.token_ids[:length])
+            return any(each in text for each in stop)
+
+        whole = len(sample.token_ids)
+        return sample.cut(bisect.bisect_left(range(whole), True, key=stopped)) if stopped(whole) else sample
 
     def _identity(self, message: Mapping[str, Any]) -> str:
         """`identity` of a message, ignoring the stop text that ended a turn."""
@@ -386,7 +347,9 @@ class Episode:
             action = turn.use.text if turn.use is not None else turn.text
         observation = None
         if results := [message for message in turn.answered or () if message["role"] == "tool"]:
-            observation = cut_output(_results(results, turn.use), self._config.max_output_characters)
+            names = [call.name for call in turn.use.calls] if turn.use is not None else []
+            told = numbered(names, [str(message.get("content") or "") for message in results])
+            observation = cut_output(told, self._config.max_output_characters)
         return Turn(
             text=turn.text,
             action=action,
@@ -399,16 +362,6 @@ class Episode:
             policy_version=turn.policy_version,
             message=step and action is None,
         )
-
-
-def _results(messages: Sequence[Mapping[str, Any]], use: ToolUse | None) -> str:
-    """The results of a turn's tool calls as one text."""
-    results = [str(message.get("content") or "") for message in messages]
-    if len(results) == 1:
-        return results[0]
-    names = [call.name for call in use.calls] if use is not None else []
-    numbered = enumerate(zip_longest(names[: len(results)], results, fillvalue="tool"), start=1)
-    return "\n".join(f"({number}) {name}: {result}" for number, (name, result) in numbered)
 
 
 def _context(message: Mapping[str, Any], branch: int, at: int, config: AgentConfig) -> Turn:

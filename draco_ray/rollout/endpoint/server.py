@@ -251,12 +251,12 @@ class Endpoint:
         return await self._guarded(reply)
 
     async def _models(self, request: Request) -> Response:
-        try:
+        async def reply() -> Response:
             self._episode(request)
-        except Refused as refused:
-            return _refusal(refused)
-        model = {"id": "policy", "object": "model", "created": 0, "owned_by": "draco-ray"}
-        return JSONResponse({"object": "list", "data": [model]})
+            model = {"id": "policy", "object": "model", "created": 0, "owned_by": "draco-ray"}
+            return JSONResponse({"object": "list", "data": [model]})
+
+        return await self._guarded(reply)
 
     async def _guarded(
         self, reply: Callable[[], Awaitable[Response]], turn_of: Request | None = None, dialect: _Dialect | None = None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import secrets
 import time
@@ -13,10 +12,10 @@ import numpy as np
 
 from draco_ray.config.schema import AgentConfig
 from draco_ray.engine.sampler import Sample
-from draco_ray.records import EpisodeEnd
 from draco_ray.rollout.agent import RolloutRequest
-from draco_ray.rollout.endpoint.turns import Refused, TokenRequest, no_turn_left, room_left
-from draco_ray.rollout.tokens import TokenPolicy, turn_seed
+from draco_ray.rollout.endpoint.asking import AskingEpisode
+from draco_ray.rollout.endpoint.turns import Refused, TokenRequest
+from draco_ray.rollout.tokens import TokenPolicy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,66 +26,41 @@ class Sampled:
     seconds: float
 
 
-class TokenEpisode:
-    """The requests of one client while it does one task."""
+class TokenEpisode(AskingEpisode):
+    """The requests of a client that sends whole sequences of tokens."""
 
     def __init__(self, request: RolloutRequest, policy: TokenPolicy, config: AgentConfig) -> None:
-        """Limits: ``max_turns`` turns, and ``max_prompt_length + max_response_length`` tokens per sequence."""
+        """See `AskingEpisode`."""
+        super().__init__(request, policy, config)
         self.key = f"policy-{secrets.token_urlsafe(24)}"
         """The model name in the episode's requests, which identifies it."""
-        self.open = True
-        self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        """Done, with the policy's exception, once the policy has failed."""
-        # Mark the exception as retrieved, or asyncio would log it.
-        self.failed.add_done_callback(lambda failed: failed.cancelled() or failed.exception())
-        self.refused: EpisodeEnd | None = None
-        """The limit for which the last request was refused."""
         self.started_at = time.time()
-        self._request, self._policy, self._config = request, policy, config
-        self._asked = 0
-        self._sampled: dict[bytes, Sampled] = {}
+        self._answers: dict[bytes, Sampled] = {}
 
     @property
     def turns(self) -> int:
         """Number of the policy's turns so far."""
-        return len(self._sampled)
+        return len(self._answers)
 
     async def generate(self, request: TokenRequest) -> Sample:
         """Sample a continuation of a sequence. Raises: Refused; and whatever the policy raises."""
-        if self._asked >= self._config.max_turns:
-            self.refused = EpisodeEnd.TURN_LIMIT
-            raise no_turn_left(self._config)
+        self._check_turns()
         known = len(self._policy.chat.tokenizer)
         if (highest := max(request.token_ids)) >= known:
             raise Refused(f"token_ids: {highest} is none of the {known} tokens of this model: is this its renderer?")
-        try:
-            room = room_left(self._config, len(request.token_ids))
-        except Refused:
-            self.refused = EpisodeEnd.RESPONSE_LIMIT
-            raise
-        self.refused = None
-        self._asked += 1
-        limits = (room, request.max_tokens, self._config.max_turn_tokens)
-        seed, began = turn_seed(self._request.seed, self._asked), time.monotonic()
-        try:
-            sample = await self._policy.sampler.sample(
-                request.token_ids, max_tokens=min(each for each in limits if each), seed=seed
-            )
-        except Exception as error:
-            if not self.failed.done():
-                self.failed.set_exception(error)
-            raise
-        if not self.open:
-            raise Refused("this episode has ended", status=410, code="episode_over")
+        self._check_length(len(request.token_ids))
+        began = time.monotonic()
+        with self._asking():
+            sample = await self._sampled(request.token_ids, request.max_tokens)
         sample = _stopped(sample, request.stop_token_ids)
-        self._sampled[_digest([*request.token_ids, *sample.token_ids])] = Sampled(
+        self._answers[_digest([*request.token_ids, *sample.token_ids])] = Sampled(
             sample=sample, seconds=time.monotonic() - began
         )
         return sample
 
     def find(self, token_ids: Sequence[int]) -> Sampled | None:
         """The sampled answer that ends a sequence, if the policy sampled it after exactly the tokens before it."""
-        return self._sampled.get(_digest(token_ids))
+        return self._answers.get(_digest(token_ids))
 
 
 def _digest(token_ids: Sequence[int]) -> bytes:
@@ -98,9 +72,4 @@ def _stopped(sample: Sample, stops: frozenset[int]) -> Sample:
     last = next((place for place, token in enumerate(sample.token_ids) if token in stops), None)
     if last is None or (last == len(sample.token_ids) - 1 and sample.finish_reason == "stop"):
         return sample
-    return Sample(
-        token_ids=sample.token_ids[: last + 1],
-        logprobs=sample.logprobs[: last + 1],
-        finish_reason="stop",
-        policy_version=sample.policy_version,
-    )
+    return sample.cut(last + 1)

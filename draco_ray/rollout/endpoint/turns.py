@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
-from draco_ray.config.schema import AgentConfig
 from draco_ray.engine.tool_calls import ToolCall
 
 Json: TypeAlias = dict[str, Any]
@@ -25,23 +24,6 @@ class Refused(Exception):
         super().__init__(message)
         self.status = status
         self.code = code
-
-
-def no_turn_left(config: AgentConfig) -> Refused:
-    """The refusal of an episode that has used up its turns."""
-    return Refused(f"this episode has had its agent.max_turns={config.max_turns} turns", code="turn_limit")
-
-
-def room_left(config: AgentConfig, tokens: int) -> int:
-    """Number of tokens by which a sequence of ``tokens`` tokens may grow. Raises: Refused if that is 0."""
-    most = config.max_prompt_length + config.max_response_length
-    if tokens >= most:
-        raise Refused(
-            f"This model's maximum context length is {most} tokens. However, your messages resulted in {tokens} "
-            "tokens.",
-            code="context_length_exceeded",
-        )
-    return most - tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

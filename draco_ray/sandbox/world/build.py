@@ -10,7 +10,6 @@ import hashlib
 import importlib.metadata
 import json
 import multiprocessing
-import os
 import shutil
 import signal
 import sqlite3
@@ -26,11 +25,12 @@ from typing import Any
 from draco_ray.errors import ConfigError, WorldError
 from draco_ray.sandbox.world import population, scenarios
 from draco_ray.sandbox.world.scripts import SPLITS, VARIETIES
+from draco_ray.temp_dirs import PrivateTempDir
 
 MANIFEST = "sandbox.json"
 API_DOCS = Path("data/api_docs")
 DEFAULT_USERS = 28
-_CHECKERS = ("__main__.py", "loaded.py", "verify.py")
+_CHECKERS = ("__main__.py", "verify.py")
 """Modules that run or check a world but do not shape it."""
 
 Progress = Callable[[str], None]
@@ -121,15 +121,13 @@ def build(
         raise WorldError(f"{out} has no {MANIFEST}, so it is not a sandbox; choose another folder or empty this one")
 
     out.parent.mkdir(parents=True, exist_ok=True)
-    _remove_leftovers(out)
-    aside = out.with_name(f".{out.name}.building-{os.getpid()}")
     reusable = found and not force and found.get("appworld") == wanted["appworld"]
     progress(f"sandbox: building {out}, which takes about 20 seconds")
-    try:
-        manifest = _build_in(aside, wanted, out / API_DOCS if reusable else None, progress)
-        _swap(aside, out)
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
+    with PrivateTempDir(out.parent) as folder:
+        manifest = _build_in(folder / "new", wanted, out / API_DOCS if reusable else None, progress)
+        if out.exists():
+            out.rename(folder / "old")
+        (folder / "new").rename(out)
     return manifest
 
 
@@ -195,20 +193,3 @@ def _api_docs(root: Path, there: Path | None) -> Iterator[None]:
         made = pool.submit(write_api_docs, root)
         yield
         made.result()
-
-
-def _remove_leftovers(out: Path) -> None:
-    """Remove the temporary folders of killed builds of this sandbox."""
-    for path in [*out.parent.glob(f".{out.name}.building-*"), *out.parent.glob(f".{out.name}.old-*")]:
-        pid = path.name.rsplit("-", 1)[1]
-        if pid == str(os.getpid()) or not Path(f"/proc/{pid}").exists():
-            shutil.rmtree(path, ignore_errors=True)
-
-
-def _swap(aside: Path, out: Path) -> None:
-    """Replace the old world by the new one; a half-written world is never visible."""
-    old = out.with_name(f".{out.name}.old-{os.getpid()}")
-    if out.exists():
-        out.rename(old)
-    aside.rename(out)
-    shutil.rmtree(old, ignore_errors=True)
