@@ -194,12 +194,5 @@ def load_static_rubric(path: Path) -> tuple[Criterion, ...]:
             raise ConfigError(f"static rubric {path}: criterion {number}: {field}: {problem['msg']}") from None
         if any(criterion.title.casefold() == other.title.casefold() for other in criteria):
             raise ConfigError(f"static rubric {path}: criterion {number}: the title {criterion.title!r} is given twice")
-        criteria.append(
-            Criterion(
-                title=criterion.title,
-                description=criterion.description,
-                evaluator_instruction=criterion.evaluator_instruction,
-                source="static",
-            )
-        )
+        criteria.append(Criterion(**criterion.model_dump(), source="static"))
     return tuple(criteria)

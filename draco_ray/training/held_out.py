@@ -11,7 +11,7 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import ray
 from rich.console import Console
@@ -131,15 +131,7 @@ class BeforeAfter:
         )
 
 
-class OfTask(Protocol):
-    """A held-out rollout."""
-
-    @property
-    def task_id(self) -> str:
-        """Id of the task."""
-
-
-RolloutT = TypeVar("RolloutT", bound=OfTask)
+RolloutT = TypeVar("RolloutT", Evaluation, JudgedRollout)
 
 
 def on_the_same_tasks(
