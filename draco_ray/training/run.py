@@ -35,11 +35,7 @@ from draco_ray.training.checks import CHECKS, Check, Start, check_root, findings
 from draco_ray.training.cluster import address_of, head_failure
 from draco_ray.training.preflight import check_disk, check_paid_replies, check_replies
 from draco_ray.training.resume import StartPoint, adopt_config, adopt_tasks, edited_tasks, rewind, write_prompts
-from draco_ray.training.session import (
-    TrainingSession,
-    opened,
-    training_session,
-)
+from draco_ray.training.session import TrainingSession, opened, training_session
 from draco_ray.training.trainer import TaskOrder, unless_lost
 from draco_ray.training.watchdog import PeakMemory
 
@@ -104,11 +100,11 @@ def resume_or_start(
     place = place_of(config.run, config.run.name)
     if not begun(place, (console or PlainConsole()).print):
         return train(config, console)
-    return _continue(place, source, overrides, setting, allow_changed=allow_changed, trust=trust, console=console)
+    return resume(place, source, overrides, setting, allow_changed=allow_changed, trust=trust, console=console)
 
 
 def resume(
-    directory: Path | str,
+    directory: Path | str | Place,
     source: str | None = None,
     overrides: Sequence[str] = (),
     setting: str | None = None,
@@ -120,7 +116,8 @@ def resume(
     """Continue a stopped run where it stopped, even in the middle of a step.
 
     Args:
-        directory: of the run, or the URL of its copy in an object store, which is downloaded if it is missing here.
+        directory: of the run, the URL of its copy in an object store, which is downloaded if it is missing here, or the
+            place of both.
         source: a preset or YAML file describing the same run; None: the run's stored configuration.
         overrides, setting, trust: see `draco_ray.config.load.load_config`.
         allow_changed: continue although the configuration differs from the run's.
@@ -129,23 +126,11 @@ def resume(
     Raises:
         DracoError: as `train` does; ConfigError also for a configuration that has changed.
     """
-    here = load_config(None, [each for each in overrides if each.startswith("run.local=")]).run.local
-    place = place_at(directory, here, trust=trust)
-    return _continue(place, source, overrides, setting, allow_changed=allow_changed, trust=trust, console=console)
-
-
-def _continue(
-    place: Place,
-    source: str | None,
-    overrides: Sequence[str],
-    setting: str | None,
-    *,
-    allow_changed: bool,
-    trust: bool,
-    console: Console | None,
-) -> Path:
     console = console or PlainConsole()
-    with working(place, console.print) as path:
+    if not isinstance(directory, Place):
+        here = load_config(None, [each for each in overrides if each.startswith("run.local=")]).run.local
+        directory = place_at(directory, here, trust=trust)
+    with working(directory, console.print) as path:
         run = RunDirectory.open(path.resolve())
         return _resume(run, source, overrides, setting, allow_changed=allow_changed, trust=trust, console=console)
 
