@@ -31,6 +31,7 @@ import numpy as np
 from draco_ray.config.schema import JudgeLimits
 from draco_ray.errors import BudgetSpent, JudgeUnavailable
 from draco_ray.judging.outage import FailureKind, NextAction, Outage, Pause
+from draco_ray.judging.pricing import CostBound
 
 WINDOW_SECONDS = 60.0
 ROUNDING = 1e-9
@@ -48,12 +49,9 @@ LOOK_AGAIN_SECONDS = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LeaseRequest:
-    """A request that waits to be sent, with upper bounds of its size."""
+class LeaseRequest(CostBound):
+    """A request that waits to be sent."""
 
-    input_tokens: float
-    output_tokens: float
-    dollars: float = 0.0
     kind: str = ""
     """Requests of one kind have replies of similar length."""
     rank: int = 0
@@ -349,7 +347,7 @@ class Limiter:
 
     def _affords(self, dollars: float) -> bool:
         budget = self._limits.dollars
-        if budget is None or self._within_budget(dollars):
+        if budget is None or self.spent + self.reserved + dollars <= budget:
             return True
         if self._leases and self.spent + dollars <= budget:
             return False
@@ -357,9 +355,6 @@ class Limiter:
             f"budget: ${self.spent:.4f} of judge.limits.dollars={budget:g} is spent, and the next call may cost up to "
             f"${dollars:.4f}; raise judge.limits.dollars"
         )
-
-    def _within_budget(self, dollars: float) -> bool:
-        return self._limits.dollars is None or self.spent + self.reserved + dollars <= self._limits.dollars
 
     def _expire(self, now: float) -> None:
         for number in [number for number, lease in self._leases.items() if lease.expires_at <= now]:

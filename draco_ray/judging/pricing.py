@@ -50,7 +50,7 @@ class CostBound:
 
     input_tokens: int
     output_tokens: int
-    dollars: float
+    dollars: float = 0.0
     """0 without a price."""
 
 
@@ -136,7 +136,7 @@ def most_of(price: Price | None, messages: Sequence[Message], max_tokens: int, s
     more = len(json.dumps(sent, default=str)) if sent else 0
     input_tokens = text + more + REQUEST_TOKENS
     if price is None:
-        return CostBound(input_tokens=input_tokens, output_tokens=max_tokens, dollars=0.0)
+        return CostBound(input_tokens=input_tokens, output_tokens=max_tokens)
     rates: list[Rates] = [price, *(tier for tier in price.tiers if tier.above < input_tokens)]
     # The provider decides how much of the input is cached, or written to the cache.
     inputs = [max(rate.input, rate.cached_input or 0.0, rate.cache_write or 0.0) for rate in rates]
