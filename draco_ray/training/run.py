@@ -12,7 +12,7 @@ import shlex
 import signal
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from types import FrameType
@@ -247,31 +247,19 @@ async def _run(
             training = _train_and_measure(session, start.step, last, config.train.evaluate_every)
             await unless_lost(training, session.actors.fleet.failure())
 
-    with _said_at_once(console), PeakMemory() as memory:
-        async with _head_watched(console) as head:
-            await unless_lost(work(), asyncio.shield(head))
-    used = f"{memory.peak_bytes / 2**30:.1f} GiB {'in total' if address_of(config) is None else 'of the driver'}"
-    console.print(f"done in {time.time() - started:.0f}s, peak memory {used}: {run.path}")
-    console.print(f"to see the run: draco report {shlex.quote(str(run.path))}")
-
-
-@contextlib.asynccontextmanager
-async def _head_watched(console: Console) -> AsyncIterator[asyncio.Future[None]]:
-    """A future that fails when the cluster's head is lost; the message is printed at once, before the clean-up."""
-
-    async def watch() -> None:
+    async def head_lost() -> None:
         try:
             await head_failure()
         except ClusterError as error:
+            # At once, because the clean-up may take a while.
             console.print(str(error))
             raise
 
-    watching = asyncio.ensure_future(watch())
-    try:
-        yield watching
-    finally:
-        watching.cancel()
-        await asyncio.gather(watching, return_exceptions=True)
+    with _said_at_once(console), PeakMemory() as memory:
+        await unless_lost(work(), head_lost())
+    used = f"{memory.peak_bytes / 2**30:.1f} GiB {'in total' if address_of(config) is None else 'of the driver'}"
+    console.print(f"done in {time.time() - started:.0f}s, peak memory {used}: {run.path}")
+    console.print(f"to see the run: draco report {shlex.quote(str(run.path))}")
 
 
 @contextlib.contextmanager
