@@ -211,7 +211,6 @@ class _Lease:
     asked: LeaseRequest
     use: _Use
     at: float
-    expires_at: float
     probe: bool = False
     """Whether it is the single request that probes the judge during an outage."""
 
@@ -262,7 +261,7 @@ class Limiter:
         now = clock()
         for number, dollars in (under_way or {}).items():
             asked = LeaseRequest(input_tokens=0, output_tokens=0, dollars=dollars)
-            self._leases[number] = _Lease(asked, _Use(now, 0.0), now, now + lease_seconds)
+            self._leases[number] = _Lease(asked, _Use(now, 0.0), now)
 
     @property
     def reserved(self) -> float:
@@ -300,7 +299,7 @@ class Limiter:
             alone=self.outage.failing <= {asked.call},
         )
         use = self._tokens.take(expected, now)
-        self._leases[grant.number] = _Lease(asked, use, now, now + self._lease_seconds, self.outage.down)
+        self._leases[grant.number] = _Lease(asked, use, now, self.outage.down)
         return grant
 
     def settle(self, number: str, ended: RequestResult) -> NextAction:
@@ -357,7 +356,7 @@ class Limiter:
         )
 
     def _expire(self, now: float) -> None:
-        for number in [number for number, lease in self._leases.items() if lease.expires_at <= now]:
+        for number in [each for each, lease in self._leases.items() if lease.at + self._lease_seconds <= now]:
             self.abandon(number)
 
 
