@@ -26,7 +26,7 @@ from draco_ray.judging.judge_context import QUOTED_REPLY_CHARACTERS, judge_room
 from draco_ray.judging.phases import Proposals, Question, Rubric
 from draco_ray.judging.prompts import Prompts
 from draco_ray.judging.reply import Parsed, check_finish, own_answer
-from draco_ray.judging.shortening import LENGTHS, LEVELS
+from draco_ray.judging.shortening import LENGTHS, LEVELS, cut
 from draco_ray.judging.structured import tag_of
 from draco_ray.judging.tokens import BYTES_PER_TOKEN, SHORTER, is_too_long, learned_rate, part_to_keep
 from draco_ray.records import JudgeCall, Judged, Message
@@ -347,7 +347,7 @@ class Judge:
             calls.append(_call(phase, context, archived_prompt, completion, error))
             if completion.finish_reason == "length" and not completion.text.strip():
                 break  # A retry would reason just as long.
-            quoted = _shorten(completion.text) or "(empty)"
+            quoted = cut(completion.text, QUOTED_REPLY_CHARACTERS) or "(empty)"
             reask = _reask(error)
             messages = (*messages, Message(role="assistant", content=quoted), Message(role="user", content=reask))
             archived_prompt = f"{archived_prompt}\n\n[REPLY]\n{quoted}\n\n[ASKED AGAIN]\n{reask}"
@@ -393,10 +393,3 @@ def _reask(error: str) -> str:
         f"Your reply could not be used: {error}\n\n"
         "Answer the first message again, in full and in the format it asks for, with the complete JSON only."
     )
-
-
-def _shorten(text: str) -> str:
-    if len(text) <= QUOTED_REPLY_CHARACTERS:
-        return text
-    half = QUOTED_REPLY_CHARACTERS // 2
-    return f"{text[:half]}\n[... {len(text) - 2 * half} characters left out ...]\n{text[-half:]}"
