@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -85,43 +85,36 @@ class Group:
         self.state, self.reason = GroupState.FAILED, reason
 
 
+@dataclass
 class Pipeline:
-    """Runs groups through the graph. ``keep`` stores results; ``watch`` is called at every change.
+    """Runs groups through the graph."""
 
-    ``wait`` is a context manager, entered with a kind and a name while waiting. ``static_rubric`` is a reference to the
-    fixed rubric as a `Judged`, if there is one. ``carried`` maps tasks to the rubrics they bring into the first step.
-    ``held_out`` scores some rollouts for comparison.
-    """
+    config: AlgorithmConfig
+    rollouts: RolloutPool
+    judges: JudgePool
+    advantages: Any
+    """The advantage actor."""
+    keep: Any
+    """Stores results."""
+    static_rubric: Any = None
+    """A reference to the fixed rubric as a `Judged`, if there is one."""
+    held_out: HeldOutJudge | None = None
+    """Scores some rollouts for comparison."""
+    carried: dict[str, Carried] = field(default_factory=dict)
+    """The rubric that each task carries over to its next visit."""
+    seed: int = 0
+    watch: Callable[[Group], None] = lambda group: None
+    """Called at every change of a group."""
+    wait: Wait = lambda kind, which: nullcontext()
+    """A context manager, entered with a kind and a name while waiting."""
 
-    def __init__(
-        self,
-        config: AlgorithmConfig,
-        rollouts: RolloutPool,
-        judges: JudgePool,
-        advantages: Any,
-        keep: Any,
-        *,
-        static_rubric: Any = None,
-        held_out: HeldOutJudge | None = None,
-        carried: Mapping[str, Carried] | None = None,
-        seed: int = 0,
-        watch: Callable[[Group], None] = lambda group: None,
-        wait: Wait = lambda kind, which: nullcontext(),
-    ) -> None:
-        self._config = config
-        self._cites = find_rule(config.rule, config.reliability).cites
-        self._rollouts = rollouts
-        self._judges = judges
-        self._advantages = advantages
-        self._keep = keep
-        self._static, self._held_out = static_rubric, held_out
-        self._carried, self._visits = dict(carried or {}), dict[str, asyncio.Lock]()
-        self._seed = seed
-        self._watch, self._wait = watch, wait
+    def __post_init__(self) -> None:
+        self._cites = find_rule(self.config.rule, self.config.reliability).cites
+        self._visits: dict[str, asyncio.Lock] = {}
 
     async def run(self, group: Group) -> ray.ObjectRef[Any] | None:
         """Run one group; returns a reference to its training samples, or None if it failed."""
-        if self._config.rubric_visits is None:
+        if self.config.rubric_visits is None:
             return await self._run(group)
         # With staleness a task's next visit may begin before this one has a rubric to carry over.
         async with self._visits.setdefault(group.task_id, asyncio.Lock()):
@@ -144,41 +137,40 @@ class Pipeline:
     ) -> ray.ObjectRef[Any] | None:
         """rollout ×G, and everything after it in the graph."""
         members = await gather_or_cancel(
-            self._member(group, rollout, existing) for rollout in range(self._config.group_size)
+            self._member(group, rollout, existing) for rollout in range(self.config.group_size)
         )
         played = [member for member in members if member is not None]
         group.state = GroupState.ROLLED
-        self._watch(group)
+        self.watch(group)
         if len(played) < 2:
             self._failed(
-                group, f"{len(played)} of {self._config.group_size} rollouts finished; a group needs at least 2"
+                group, f"{len(played)} of {self.config.group_size} rollouts finished; a group needs at least 2"
             )
             return None
-        if self._config.reward == "rubric":
+        if self.config.reward == "rubric":
             return await self._rubric_reward(group, [m for m, _ in played], [p for _, p in played if p], existing)
         return await self._plain_reward(group, [m for m, _ in played])
 
     def _existing(self, group: Group) -> asyncio.Task[Judgement] | Judged[Rubric] | None:
         """The criteria that proposals extend: stage1's or the rubric carried over; None if there are no proposals."""
-        carried = self._carried.get(group.task_id, Carried())
-        if not self._dynamic or carried.visits >= (self._config.rubric_visits or math.inf):
+        carried = self.carried.get(group.task_id, Carried())
+        if not self._dynamic or carried.visits >= (self.config.rubric_visits or math.inf):
             return None
-        return Judged(value=carried.rubric) if carried.rubric else asyncio.create_task(self._stage1(group))
+        if carried.rubric:
+            return Judged(value=carried.rubric)
+        return asyncio.create_task(self._ask(group, Stage1, messages=group.prompt))
 
     @property
     def _dynamic(self) -> bool:
-        return self._config.reward == "rubric" and self._config.rubric == "dynamic"
-
-    async def _stage1(self, group: Group) -> Judgement:
-        return await self._ask(group, Stage1, messages=group.prompt)
+        return self.config.reward == "rubric" and self.config.rubric == "dynamic"
 
     async def _member(
         self, group: Group, rollout: int, existing: asyncio.Task[Judgement] | Judged[Rubric] | None
     ) -> tuple[FinishedRollout, Judgement | None] | None:
         """rollout ──► stage2, without waiting for the rest of the group."""
         working_on(group.name, rollout)
-        with self._wait("rollout", f"{group.name}/{rollout}"):
-            played = await self._rollouts.run(
+        with self.wait("rollout", f"{group.name}/{rollout}"):
+            played = await self.rollouts.run(
                 group.task_id, group.name, rollout, step=group.step, priority=group.step * MOST_GROUPS + group.index
             )
         member = played.member
@@ -186,10 +178,10 @@ class Pipeline:
             return None
         group.rollouts.append(member.summary)
         # Store the rollout before judging it: a resumed run then asks the same questions and finds cached replies.
-        with self._wait("writing a rollout", f"{group.name}/{rollout}"):
-            await self._keep.trajectory.remote(group.step, member.trajectory)
-        self._watch(group)
-        if existing is None or self._config.merge_proposals:
+        with self.wait("writing a rollout", f"{group.name}/{rollout}"):
+            await self.keep.trajectory.remote(group.step, member.trajectory)
+        self.watch(group)
+        if existing is None or self.config.merge_proposals:
             return member, None
         known = existing if isinstance(existing, Judged) else (await existing).judged
         return member, await self._ask(group, Stage2, member, trajectory=member.trajectory, existing=known)
@@ -207,29 +199,29 @@ class Pipeline:
             if rubric is None:
                 return None
         elif self._dynamic:
-            rubric = Judged(value=self._carried[group.task_id].rubric)
+            rubric = Judged(value=self.carried[group.task_id].rubric)
         else:
-            rubric = self._static
+            rubric = self.static_rubric
         group.state = GroupState.MERGED
 
-        merged = self._config.merge_verdicts and self._cites
+        merged = self.config.merge_verdicts and self._cites
         scores = await gather_or_cancel(
             self._ask(group, Verdicts if merged else Score, member, trajectory=member.trajectory, rubric=rubric)
             for member in members
         )
         numbers = [member.rollout for member in members]
-        with self._wait("advantages", group.name):
-            group.reward = await self._advantages.rewards.remote(numbers, [score.judged for score in scores])
+        with self.wait("advantages", group.name):
+            group.reward = await self.advantages.rewards.remote(numbers, [score.judged for score in scores])
         if len(group.reward.scored) < 2:
             self._failed(group, f"{len(group.reward.scored)} of {len(members)} rollouts could be scored")
             return None
         group.state = GroupState.SCORED
-        self._watch(group)
-        if self._held_out is not None:
+        self.watch(group)
+        if self.held_out is not None:
             context = CallContext(group=group.name, task_id=group.task_id)
             scored = [(m.rollout, m.trajectory, score.summary) for m, score in zip(members, scores, strict=True)]
             group.held_out = asyncio.create_task(
-                self._held_out.score(group.step, context, scored, group.reward, rubric, group.phases)
+                self.held_out.score(group.step, context, scored, group.reward, rubric, group.phases)
             )
 
         credits: list[Judgement | None] | None = None
@@ -240,7 +232,7 @@ class Pipeline:
                 self._credit(group, group.reward, member, rubric, score)
                 for member, score in zip(members, scores, strict=True)
             )
-        result = self._advantages.from_verdicts.remote(
+        result = self.advantages.from_verdicts.remote(
             group.name,
             numbers,
             [member.trajectory for member in members],
@@ -262,7 +254,7 @@ class Pipeline:
         """
         stage1 = None if isinstance(existing, Judged) else await existing
         trajectories = [member.trajectory for member in members]
-        if merged := self._config.merge_proposals:
+        if merged := self.config.merge_proposals:
             known = existing if stage1 is None else stage1.judged
             proposals = [
                 await self._ask(group, Proposals, messages=group.prompt, candidates=known, trajectories=trajectories)
@@ -296,14 +288,14 @@ class Pipeline:
         """The settings without a rubric: the environment's evaluator, or random rewards."""
         numbers = [member.rollout for member in members]
         trajectories = [member.trajectory for member in members]
-        if self._config.reward == "outcome":
+        if self.config.reward == "outcome":
             evaluations = [member.evaluation for member in members]
             for number, verdict in zip(numbers, evaluations, strict=True):
-                self._keep.outcome.remote(group.step, number, verdict)
-            result = self._advantages.from_evaluations.remote(group.name, numbers, trajectories, evaluations)
+                self.keep.outcome.remote(group.step, number, verdict)
+            result = self.advantages.from_evaluations.remote(group.name, numbers, trajectories, evaluations)
         else:
-            key = (self._seed, group.step, group.index)
-            result = self._advantages.from_noise.remote(group.name, numbers, trajectories, key)
+            key = (self.seed, group.step, group.index)
+            result = self.advantages.from_noise.remote(group.name, numbers, trajectories, key)
         return await self._credited(group, None, result)
 
     async def _credit(
@@ -311,9 +303,9 @@ class Pipeline:
     ) -> Judgement | None:
         if not score.ok:
             return score  # There are no verdicts to attribute; the rollout is not in the statistics.
-        if self._config.skip_inert_credit_calls and member.rollout in reward.unanimous:
+        if self.config.skip_inert_credit_calls and member.rollout in reward.unanimous:
             return None
-        asked = reward.surviving if self._config.credit_surviving_only else None
+        asked = reward.surviving if self.config.credit_surviving_only else None
         return await self._ask(
             group,
             Credit,
@@ -326,44 +318,44 @@ class Pipeline:
 
     def _credit_matters(self, reward: RewardSummary) -> bool:
         useless = not reward.has_spread or not reward.surviving
-        return self._cites and not (useless and self._config.skip_useless_credit_calls)
+        return self._cites and not (useless and self.config.skip_useless_credit_calls)
 
     async def _credited(
         self, group: Group, rubric: ray.ObjectRef[Any] | None, result: Sequence[ray.ObjectRef[Any]]
     ) -> ray.ObjectRef[Any]:
         samples, advantages, step_tokens, summary = result
-        with self._wait("advantages", group.name):
+        with self.wait("advantages", group.name):
             group.advantage = await summary
         group.state = GroupState.CREDITED
-        if self._config.rubric_visits is not None and self._dynamic and (value := (await _value(rubric)).value):
-            visits = self._carried.get(group.task_id, Carried()).visits + 1
-            self._carried[group.task_id] = Carried(visits=visits, rubric=value)
-        self._keep.group.remote(group.step, group.task_id, rubric, advantages, step_tokens, self._row(group))
-        self._watch(group)
+        if self.config.rubric_visits is not None and self._dynamic and (value := (await _value(rubric)).value):
+            visits = self.carried.get(group.task_id, Carried()).visits + 1
+            self.carried[group.task_id] = Carried(visits=visits, rubric=value)
+        self.keep.group.remote(group.step, group.task_id, rubric, advantages, step_tokens, self._row(group))
+        self.watch(group)
         return samples
 
     async def _ask(self, group: Group, phase: Phase, member: FinishedRollout | None = None, **given: Any) -> Judgement:
         """Ask the judge about a member or the whole group, and store the reply."""
         rollout = None if member is None else member.rollout
         context = CallContext(group=group.name, task_id=group.task_id, rollout=rollout)
-        with self._wait(f"judge's {phase.name}", group.name if rollout is None else f"{group.name}/{rollout}"):
-            judgement = await self._judges.ask(phase, context, **given)
+        with self.wait(f"judge's {phase.name}", group.name if rollout is None else f"{group.name}/{rollout}"):
+            judgement = await self.judges.ask(phase, context, **given)
         group.phases.append(judgement.summary)
-        self._keep.judged.remote(group.step, group.task_id, rollout, phase.name, judgement.archived)
-        self._watch(group)
+        self.keep.judged.remote(group.step, group.task_id, rollout, phase.name, judgement.archived)
+        self.watch(group)
         return judgement
 
     def _failed(self, group: Group, reason: str) -> None:
         group.fail(reason)
-        self._keep.group.remote(group.step, group.task_id, None, None, None, self._row(group))
-        self._watch(group)
+        self.keep.group.remote(group.step, group.task_id, None, None, None, self._row(group))
+        self.watch(group)
 
     def _row(self, group: Group) -> dict[str, Any]:
         scored = len(group.reward.scored) if group.reward else len(group.rollouts)
         return {
             "state": group.state.value,
             "rollouts": len(group.rollouts),
-            "lost": self._config.group_size - len(group.rollouts),
+            "lost": self.config.group_size - len(group.rollouts),
             "unscored": len(group.rollouts) - scored,
             "credit_failures": sum(p.phase == Credit.name and p.error is not None for p in group.phases),
             "reason": group.reason,

@@ -24,11 +24,7 @@ class RolloutSummary:
     termination: Termination
     error: str | None
     turns: int
-    steps: int
-    prompt_tokens: int
     sampled_tokens: int
-    seconds_generating: float
-    seconds_executing: float
     started_at: float
     ended_at: float
     """Start and end, in Unix seconds, of the time the rollout held its environment slot."""
@@ -96,5 +92,3 @@ class AdvantageSummary:
     """Standard deviation of Q_j of each active rollout, i.e. one whose credit is not inert."""
     inert_spreads: tuple[float, ...]
     """The same for each inert rollout with a cited step."""
-    tokens: int
-    """Number of sampled tokens of the group's samples."""

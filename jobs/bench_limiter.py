@@ -119,10 +119,7 @@ async def _judge(limit: float, length: Length, seconds: float, dice: random.Rand
     async def call(phase: str, rank: int, prompt: int, bytes_per_token: float) -> None:
         grant = await line.lease(
             LeaseRequest(
-                input_tokens=prompt * bytes_per_token + 512,
-                output_tokens=MAX_TOKENS,
-                kind=phase,
-                rank=rank,
+                input_tokens=round(prompt * bytes_per_token) + 512, output_tokens=MAX_TOKENS, kind=phase, rank=rank
             )
         )
         reply = min(MAX_TOKENS, length(dice, phase, len(sent)))

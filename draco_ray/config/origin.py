@@ -95,6 +95,22 @@ def write_private(path: Path, text: str) -> None:
         os.close(folder)
 
 
+def create_once(path: Path, content: bytes) -> None:
+    """Create a private file, durably, unless it exists; the first of several processes wins. Raises: OSError."""
+    if path.exists():
+        return
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    # A link appears with the whole content, or not at all.
+    draft = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
+    with open(draft, "wb", opener=private) as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    with contextlib.suppress(FileExistsError):
+        os.link(draft, path)
+    draft.unlink()
+
+
 def private(path: str, flags: int) -> int:
     """An ``opener`` for files that only this user can read; does not follow links."""
     return os.open(path, flags | os.O_NOFOLLOW, 0o600)
@@ -107,18 +123,10 @@ def _signature(text: str, *, create: bool) -> str | None:
 
 def _key(*, create: bool) -> bytes | None:
     """This user's key; None if it does not exist or cannot be stored, so that no run counts as this user's."""
-    folder = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "draco-ray"
-    path = folder / "key"
+    path = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "draco-ray" / "key"
     with contextlib.suppress(OSError):
-        if create and not path.exists():
-            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            whole = folder / f"key.{secrets.token_hex(8)}"
-            with open(whole, "wb", opener=private) as file:
-                file.write(secrets.token_bytes(_KEY_BYTES))
-            # If several processes do this at once, the first link wins.
-            with contextlib.suppress(FileExistsError):
-                os.link(whole, path)
-            whole.unlink()
+        if create:
+            create_once(path, secrets.token_bytes(_KEY_BYTES))
         key = path.read_bytes()
         return key if len(key) == _KEY_BYTES else None
     return None

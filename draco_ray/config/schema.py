@@ -283,19 +283,7 @@ class EngineConfig(Tree):
         return arguments
 
 
-class PriceTier(Tree):
-    """Dollars per million tokens for requests with an input of more than ``above`` tokens; for all of their tokens."""
-
-    above: int = Field(ge=0)
-    input: float = Field(ge=0)
-    cached_input: float | None = Field(None, ge=0)
-    """Price of input that is read from the provider's prompt cache; null: the input price."""
-    cache_write: float | None = Field(None, ge=0)
-    """Price of input that is written to the provider's prompt cache; null: the input price."""
-    output: float = Field(ge=0)
-
-
-class Price(Tree):
+class Rates(Tree):
     """Dollars per million tokens."""
 
     input: float = Field(ge=0)
@@ -304,6 +292,17 @@ class Price(Tree):
     cache_write: float | None = Field(None, ge=0)
     """Price of input that is written to the provider's prompt cache; null: the input price."""
     output: float = Field(ge=0)
+
+
+class PriceTier(Rates):
+    """Rates of requests with an input of more than ``above`` tokens; for all of their tokens."""
+
+    above: int = Field(ge=0)
+
+
+class Price(Rates):
+    """Rates of a model."""
+
     tiers: tuple[PriceTier, ...] = ()
     """Prices of longer requests."""
 

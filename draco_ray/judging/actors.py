@@ -168,8 +168,9 @@ def start_limiter(
     actor: type[LimiterActor], config: JudgeConfig, book: Path, run_name: str
 ) -> tuple[Any, LimiterClient]:
     """Start an actor of class ``actor``, which reads the dollars spent from ``book``; see `start_judge_limiter`."""
-    handle = ray.remote(actor).options(name=_limiter_name(run_name), scheduling_strategy=beside_the_driver(), **OPTIONS)
-    return handle.remote(config, book), LimiterClient(_limiter_name(run_name))
+    name = f"JudgeLimiter@{run_name}"
+    handle = ray.remote(actor).options(name=name, scheduling_strategy=beside_the_driver(), **OPTIONS)
+    return handle.remote(config, book), LimiterClient(name)
 
 
 def start_replies(config: JudgeConfig, run_name: str) -> tuple[Any, Any] | None:
@@ -186,7 +187,3 @@ def start_replies(config: JudgeConfig, run_name: str) -> tuple[Any, Any] | None:
     name = f"JudgeReplies@{run_name}"
     handle: Any = ray.remote(RepliesActor).options(name=name, scheduling_strategy=beside_the_driver(), **OPTIONS)
     return handle.remote(config.cache), NamedActor(name)
-
-
-def _limiter_name(run_name: str) -> str:
-    return f"JudgeLimiter@{run_name}"

@@ -17,7 +17,7 @@ import random
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
 from typing import Any
 
@@ -65,14 +65,10 @@ class Call:
 
     request: Request
     asked: LeaseRequest
-    most: CostBound
-    max_tokens: int
     key: str | None
     attempts: int
     patient: bool
     """If True, failures do not count as attempts while the judge answers no call at all."""
-    timeout: float
-    """Seconds that one request may take."""
     started_at: float
     clock: float
     check: bool = False
@@ -270,18 +266,19 @@ class LiteLLMClient:
         call.requests, call.number = call.requests + 1, grant.number
         if self._cache is not None:
             try:
-                await self._cache.begin(grant.number, call.most.dollars)
+                await self._cache.begin(grant.number, call.asked.dollars)
             except BaseException:
                 await self._leases.give_back(grant.number)
                 raise
+        timeout = self._config.request_timeout_seconds
         try:
             # LiteLLM's timeout is per read on some transports; this one limits the whole request.
-            async with asyncio.timeout(call.timeout):
-                response = await self._endpoint.complete(call.request, server, call.max_tokens, call.timeout)
+            async with asyncio.timeout(timeout):
+                response = await self._endpoint.complete(call.request, server, call.asked.output_tokens, timeout)
         # OpenAIError is the base of every error LiteLLM raises for a provider.
         except (openai.OpenAIError, TimeoutError) as error:
             billed = possibly_billed(error)
-            ended = self._ended(call.most, error, billed)
+            ended = self._ended(call.asked, error, billed)
             call.note_failure(error, ended.dollars, counts=call.check and not is_busy(error))
             if self._cache is not None:
                 await self._cache.settle(grant.number, ended.dollars)
@@ -290,7 +287,7 @@ class LiteLLMClient:
             # The outcome is unknown, so the book keeps the request as unsettled.
             self._leases.abandon(grant.number)
             raise
-        usage, dollars, estimated = self._bill(response, call.most)
+        usage, dollars, estimated = self._bill(response, call.asked)
         text, finish_reason = reply_of(response.choices[0] if response.choices else None)
         completion = Completion(
             text=text,
@@ -353,30 +350,16 @@ class LiteLLMClient:
     def _call(self, request: Request, max_tokens: int, key: str | None = None) -> Call:
         sent = {**self._config.extra_body, **({"schema": request.schema} if request.schema else {})}
         most = most_of(self._price, request.messages, max_tokens, sent)
-        asked = LeaseRequest(
-            input_tokens=most.input_tokens,
-            output_tokens=most.output_tokens,
-            dollars=most.dollars,
-            kind=request.phase or "",
-            rank=urgency(request.phase),
-            call=uuid.uuid4().hex,
-        )
+        rank, name = urgency(request.phase), uuid.uuid4().hex
         return Call(
             request=request,
-            asked=asked,
-            most=most,
-            max_tokens=max_tokens,
+            asked=LeaseRequest(**asdict(most), kind=request.phase or "", rank=rank, call=name),
             key=key,
             attempts=self._config.max_attempts,
             patient=self._patient,
-            timeout=self._config.request_timeout_seconds,
             started_at=time.time(),
             clock=time.perf_counter(),
         )
-
-    def _configured_price(self) -> bool:
-        """Whether to use the configured price instead of LiteLLM's cost of a reply."""
-        return find_price(self._config.model, self._config.prices) is not None
 
     def _bill(self, response: Any, most: CostBound) -> tuple[TokenUsage, float, bool]:
         """Usage and dollars of a reply, and whether they are estimates because the reply does not state them."""
@@ -389,7 +372,8 @@ class LiteLLMClient:
                     *(self._endpoint.who(), self._endpoint.one_line(str(getattr(response, "usage", None)))),
                 )
             return TokenUsage(input_tokens=most.input_tokens, output_tokens=most.output_tokens), most.dollars, True
-        dollars = None if self._configured_price() else reported_cost(response)
+        configured = find_price(self._config.model, self._config.prices)
+        dollars = reported_cost(response) if configured is None else None
         if dollars is None and self._price is not None:
             counts = (usage.input_tokens, usage.cached_tokens, usage.output_tokens, usage.written_tokens)
             dollars = price_of(self._price, *counts)

@@ -4,10 +4,8 @@ The phases are in `draco_ray.judging.phases`. An unusable reply raises nothing: 
 the reason there is none, and all calls. Only a judge that cannot answer at all raises (`JudgeUnavailable`).
 
 A content filter, or one rollout that is too long even if truncated, must not cost the other rollouts of a group their
-rubric: a question about several rollouts is asked again without those that the judge refuses. Rollouts whose own stage2
-call failed are left out first, which takes one more call. Otherwise bisection finds the refused ones: some rollouts are
-added to the accepted ones, and split if the judge refuses them; the last accepted answer counts. One refused rollout of
-eight takes at most 6 more calls; after `MOST_CALLS` the rest is left out.
+rubric: a question about several rollouts is asked again without those whose own stage2 call failed. If the judge
+refuses that too, the rollouts are added one by one, and those with which it refuses are left out.
 """
 
 from __future__ import annotations
@@ -16,7 +14,7 @@ import asyncio
 import math
 import uuid
 from bisect import bisect_left
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -27,8 +25,8 @@ from draco_ray.judging.endpoint import shared_ends
 from draco_ray.judging.judge_context import QUOTED_REPLY_CHARACTERS, judge_room
 from draco_ray.judging.phases import Proposals, Question, Rubric
 from draco_ray.judging.prompts import Prompts
-from draco_ray.judging.reply import Entry, Parsed, check_finish, own_answer
-from draco_ray.judging.shortening import LENGTHS, LEVELS
+from draco_ray.judging.reply import Parsed, check_finish, own_answer
+from draco_ray.judging.shortening import LENGTHS, LEVELS, cut
 from draco_ray.judging.structured import tag_of
 from draco_ray.judging.tokens import BYTES_PER_TOKEN, SHORTER, is_too_long, learned_rate, part_to_keep
 from draco_ray.records import JudgeCall, Judged, Message
@@ -163,9 +161,6 @@ def _bytes(text: str) -> int:
     return len(text) if text.isascii() else len(text.encode("utf-8", "replace"))
 
 
-MOST_CALLS = 12
-"""Maximum number of further questions, each about a part of the rollouts."""
-
 Ask = Callable[[Question[ValueT]], Awaitable[Judged[ValueT]]]
 
 
@@ -188,50 +183,27 @@ async def ask_without_refused(question: Question[ValueT], whole: Judged[ValueT],
 
     Returns: the answer; ``whole`` with all calls if the judge accepts no rollout.
     """
-    search = _Search(question, ask)
-    sure = [each for each in question.members if each not in question.doubtful]
-    others = sure or question.members
-    await search.add(others, refused=len(others) == len(question.members))
-    calls = (*whole.calls, *search.calls)
-    if search.answer is None:
-        return replace(whole, calls=calls)
-    without = ", ".join(str(each) for each in question.members if each not in search.shown)
+    calls, answer, shown = [*whole.calls], whole, list[int]()
+
+    async def try_with(members: list[int]) -> bool:
+        nonlocal answer, shown
+        judged = await ask(question.only(members))
+        calls.extend(judged.calls)
+        if judged.ok:
+            answer, shown = judged, members
+        return judged.ok
+
+    sure = [each for each in question.members if each not in question.doubtful] or [*question.members]
+    if len(sure) == len(question.members) or not await try_with(sure):
+        for member in sure:
+            # All of them together were refused already.
+            if len(shown) + 1 < len(sure):
+                await try_with([*shown, member])
+    if not shown:
+        return replace(whole, calls=tuple(calls))
+    without = ", ".join(str(each) for each in question.members if each not in shown)
     note = f"{question.name} was asked without rollout {without}, which the judge refused to read: {whole.error}"
-    return replace(search.answer, calls=calls, notes=(note, *search.answer.notes))
-
-
-class _Search(Generic[ValueT]):
-    """Bisection for the rollouts that the judge accepts."""
-
-    def __init__(self, question: Question[ValueT], ask: Ask[ValueT]) -> None:
-        self._question, self._ask = question, ask
-        self._asked = 0
-        self.shown: list[int] = []
-        self.answer: Judged[ValueT] | None = None
-        self.calls: list[JudgeCall] = []
-
-    async def add(self, part: Sequence[int], *, refused: bool) -> bool:
-        """Add as many rollouts of ``part`` as possible; returns whether all were added.
-
-        Args:
-            part: rollouts.
-            refused: whether the judge has already refused the accepted rollouts together with all of these.
-        """
-        if not refused:
-            if self._asked == MOST_CALLS:
-                return False
-            judged = await self._ask(self._question.only([*self.shown, *part]))
-            self._asked += 1
-            self.calls += judged.calls
-            if judged.ok:
-                self.shown, self.answer = [*self.shown, *part], judged
-                return True
-        if len(part) < 2:
-            return False
-        half = len(part) // 2
-        first = await self.add(part[:half], refused=False)
-        await self.add(part[half:], refused=first)
-        return False
+    return replace(answer, calls=tuple(calls), notes=(note, *answer.notes))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -375,7 +347,7 @@ class Judge:
             calls.append(_call(phase, context, archived_prompt, completion, error))
             if completion.finish_reason == "length" and not completion.text.strip():
                 break  # A retry would reason just as long.
-            quoted = _shorten(completion.text) or "(empty)"
+            quoted = cut(completion.text, QUOTED_REPLY_CHARACTERS) or "(empty)"
             reask = _reask(error)
             messages = (*messages, Message(role="assistant", content=quoted), Message(role="user", content=reask))
             archived_prompt = f"{archived_prompt}\n\n[REPLY]\n{quoted}\n\n[ASKED AGAIN]\n{reask}"
@@ -409,15 +381,11 @@ def _call(phase: str, context: CallContext, prompt: str, completion: Completion,
     )
 
 
-def _answer(completion: Completion, tag: str, entry: type[Entry]) -> str:
-    check_finish(completion.text, completion.finish_reason)
-    return own_answer(completion.text, tag, entry)
-
-
 def _read(
     completion: Completion, question: Question[ValueT], tag: str, config: JudgeConfig, *, last: bool
 ) -> Parsed[ValueT]:
-    return question.parse(_answer(completion, tag, question.entry), config, last=last)
+    check_finish(completion.text, completion.finish_reason)
+    return question.parse(own_answer(completion.text, tag, question.entry), config, last=last)
 
 
 def _reask(error: str) -> str:
@@ -425,10 +393,3 @@ def _reask(error: str) -> str:
         f"Your reply could not be used: {error}\n\n"
         "Answer the first message again, in full and in the format it asks for, with the complete JSON only."
     )
-
-
-def _shorten(text: str) -> str:
-    if len(text) <= QUOTED_REPLY_CHARACTERS:
-        return text
-    half = QUOTED_REPLY_CHARACTERS // 2
-    return f"{text[:half]}\n[... {len(text) - 2 * half} characters left out ...]\n{text[-half:]}"

@@ -31,6 +31,7 @@ import numpy as np
 from draco_ray.config.schema import JudgeLimits
 from draco_ray.errors import BudgetSpent, JudgeUnavailable
 from draco_ray.judging.outage import FailureKind, NextAction, Outage, Pause
+from draco_ray.judging.pricing import CostBound
 
 WINDOW_SECONDS = 60.0
 ROUNDING = 1e-9
@@ -48,12 +49,9 @@ LOOK_AGAIN_SECONDS = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LeaseRequest:
-    """A request that waits to be sent, with upper bounds of its size."""
+class LeaseRequest(CostBound):
+    """A request that waits to be sent."""
 
-    input_tokens: float
-    output_tokens: float
-    dollars: float = 0.0
     kind: str = ""
     """Requests of one kind have replies of similar length."""
     rank: int = 0
@@ -213,7 +211,6 @@ class _Lease:
     asked: LeaseRequest
     use: _Use
     at: float
-    expires_at: float
     probe: bool = False
     """Whether it is the single request that probes the judge during an outage."""
 
@@ -264,7 +261,7 @@ class Limiter:
         now = clock()
         for number, dollars in (under_way or {}).items():
             asked = LeaseRequest(input_tokens=0, output_tokens=0, dollars=dollars)
-            self._leases[number] = _Lease(asked, _Use(now, 0.0), now, now + lease_seconds)
+            self._leases[number] = _Lease(asked, _Use(now, 0.0), now)
 
     @property
     def reserved(self) -> float:
@@ -302,7 +299,7 @@ class Limiter:
             alone=self.outage.failing <= {asked.call},
         )
         use = self._tokens.take(expected, now)
-        self._leases[grant.number] = _Lease(asked, use, now, now + self._lease_seconds, self.outage.down)
+        self._leases[grant.number] = _Lease(asked, use, now, self.outage.down)
         return grant
 
     def settle(self, number: str, ended: RequestResult) -> NextAction:
@@ -349,7 +346,7 @@ class Limiter:
 
     def _affords(self, dollars: float) -> bool:
         budget = self._limits.dollars
-        if budget is None or self._within_budget(dollars):
+        if budget is None or self.spent + self.reserved + dollars <= budget:
             return True
         if self._leases and self.spent + dollars <= budget:
             return False
@@ -358,11 +355,8 @@ class Limiter:
             f"${dollars:.4f}; raise judge.limits.dollars"
         )
 
-    def _within_budget(self, dollars: float) -> bool:
-        return self._limits.dollars is None or self.spent + self.reserved + dollars <= self._limits.dollars
-
     def _expire(self, now: float) -> None:
-        for number in [number for number, lease in self._leases.items() if lease.expires_at <= now]:
+        for number in [each for each, lease in self._leases.items() if lease.at + self._lease_seconds <= now]:
             self.abandon(number)
 
 

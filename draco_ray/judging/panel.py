@@ -133,7 +133,9 @@ class Fallbacks:
                 self._away[index] = self._clock() + AWAY_SECONDS
                 continue
             if completion.error is None or last:
-                return _dearer(completion, paid)
+                # With the possible costs of the judges before it.
+                dollars, estimated = completion.dollars + paid, completion.estimated_dollars + paid
+                return replace(completion, dollars=dollars, estimated_dollars=estimated)
             paid += completion.dollars
         raise AssertionError("the last one answers or raises")
 
@@ -157,15 +159,6 @@ class Fallbacks:
                 self._away[index] = self._clock() + AWAY_SECONDS
             else:
                 return
-
-
-def _dearer(completion: Completion, dollars: float) -> Completion:
-    """The completion with the possible costs of the judges before it added."""
-    return replace(
-        completion,
-        dollars=completion.dollars + dollars,
-        estimated_dollars=completion.estimated_dollars + dollars,
-    )
 
 
 def other(config: JudgeConfig, judge: OtherJudgeConfig) -> JudgeConfig:

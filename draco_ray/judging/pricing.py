@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from draco_ray.config.schema import FILES, JudgeConfig, Price, PriceTier
+from draco_ray.config.schema import FILES, JudgeConfig, Price, Rates
 from draco_ray.errors import ConfigError
 from draco_ray.judging.tokens import listed_model
 from draco_ray.records import Message
@@ -50,7 +50,7 @@ class CostBound:
 
     input_tokens: int
     output_tokens: int
-    dollars: float
+    dollars: float = 0.0
     """0 without a price."""
 
 
@@ -136,8 +136,8 @@ def most_of(price: Price | None, messages: Sequence[Message], max_tokens: int, s
     more = len(json.dumps(sent, default=str)) if sent else 0
     input_tokens = text + more + REQUEST_TOKENS
     if price is None:
-        return CostBound(input_tokens=input_tokens, output_tokens=max_tokens, dollars=0.0)
-    rates: list[Price | PriceTier] = [price, *(tier for tier in price.tiers if tier.above < input_tokens)]
+        return CostBound(input_tokens=input_tokens, output_tokens=max_tokens)
+    rates: list[Rates] = [price, *(tier for tier in price.tiers if tier.above < input_tokens)]
     # The provider decides how much of the input is cached, or written to the cache.
     inputs = [max(rate.input, rate.cached_input or 0.0, rate.cache_write or 0.0) for rate in rates]
     dollars = max(
@@ -212,8 +212,9 @@ def _count(holder: Any, name: str) -> int | None:
     return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else None
 
 
-def _rates(price: Price, input_tokens: int) -> Price | PriceTier:
-    return max((tier for tier in price.tiers if tier.above < input_tokens), key=lambda tier: tier.above, default=price)
+def _rates(price: Price, input_tokens: int) -> Rates:
+    tiers = [tier for tier in price.tiers if tier.above < input_tokens]
+    return max(tiers, key=lambda tier: tier.above) if tiers else price
 
 
 def _litellm_price(model: str, extra_body: Mapping[str, object]) -> Price | None:

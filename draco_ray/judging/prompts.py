@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import re
 import secrets
 from collections.abc import Mapping
@@ -15,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from draco_ray.config import plain_yaml
 from draco_ray.config.load import project_file
+from draco_ray.config.origin import create_once
 from draco_ray.errors import ConfigError, StoreError
 from draco_ray.judging.phases import PHASES, Score, Verdicts
 from draco_ray.judging.render import evidence_code
@@ -91,19 +90,9 @@ def evidence_key(folder: Path | None) -> bytes:
     """
     if folder is None:
         return _OF_PROCESS
-    new = secrets.token_hex(16)
     path = folder / KEY_FILE
     try:
-        if not path.exists():
-            folder.mkdir(parents=True, exist_ok=True)
-            # A link creates the file atomically, and the first of several judge workers wins.
-            draft = folder / f"{KEY_FILE}.{new}"
-            draft.write_text(new, encoding="ascii")
-            with draft.open("rb") as file:
-                os.fsync(file.fileno())
-            with contextlib.suppress(FileExistsError):
-                os.link(draft, path)
-            draft.unlink()
+        create_once(path, secrets.token_hex(16).encode())
         if re.fullmatch(rb"[0-9a-f]{32}", key := path.read_bytes()) is None:
             raise StoreError(f"the judge's evidence key in {path} is damaged; {RESTORE}")
         return key
@@ -194,12 +183,5 @@ def load_static_rubric(path: Path) -> tuple[Criterion, ...]:
             raise ConfigError(f"static rubric {path}: criterion {number}: {field}: {problem['msg']}") from None
         if any(criterion.title.casefold() == other.title.casefold() for other in criteria):
             raise ConfigError(f"static rubric {path}: criterion {number}: the title {criterion.title!r} is given twice")
-        criteria.append(
-            Criterion(
-                title=criterion.title,
-                description=criterion.description,
-                evaluator_instruction=criterion.evaluator_instruction,
-                source="static",
-            )
-        )
+        criteria.append(Criterion(**criterion.model_dump(), source="static"))
     return tuple(criteria)

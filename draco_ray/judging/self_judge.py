@@ -47,30 +47,39 @@ class SelfJudgeClient:
 
     async def __call__(self, request: Request) -> Completion:
         """Answer ``request``; a prompt beyond the engine's context fails this call, not the run."""
-        started_at, clock = time.time(), time.perf_counter()
+        clock = time.perf_counter()
         prompt = self._chat.prompt(request.messages)
+        began = Completion(
+            text="",
+            finish_reason="error",
+            model=self._model,
+            input_tokens=len(prompt),
+            started_at=time.time(),
+            seconds=0.0,
+        )
         index = self._in_flight.index(min(self._in_flight))
         self._in_flight[index] += 1
         try:
             sample = await self._sample(self._samplers[index], prompt, request)
         except EngineError as error:
-            return self._completion("", "error", len(prompt), 0, started_at, clock, str(error))
+            return replace(began, seconds=time.perf_counter() - clock, error=str(error))
         finally:
             self._in_flight[index] -= 1
         room, wanted = len(sample.token_ids), self._config.max_tokens
+        ended = replace(began, seconds=time.perf_counter() - clock, output_tokens=room)
         if sample.finish_reason == "length" and room < wanted:
             cut = (
                 f"a prompt of {len(prompt):,} tokens is too long: it leaves {room:,} tokens for the reply, expected "
                 f"judge.max_tokens={wanted:,}; raise judge.self_judge.context_tokens"
             )
-            return self._completion("", "error", len(prompt), room, started_at, clock, cut)
-        text = self._chat.text(sample.token_ids)
-        ended = sample.finish_reason
+            return replace(ended, error=cut)
+        text, reason = self._chat.text(sample.token_ids), sample.finish_reason
         if self._chat.opens_thinking or text.lstrip().startswith(THINK_BEGIN):
             _, closed, answer = text.partition(THINK_END)
             # Unfinished reasoning is no answer, whatever JSON it may quote.
-            text, ended = (answer.strip(), ended) if closed else (text, "length")
-        return self._completion(text, ended, len(prompt), len(sample.token_ids), started_at, clock, None)
+            text, reason = (answer.strip(), reason) if closed else (text, "length")
+        dollars = price_of(self._price, len(prompt), 0, room) if self._price else 0.0
+        return replace(ended, text=text, finish_reason=reason, dollars=dollars)
 
     async def _sample(self, sampler: Any, prompt: list[int], request: Request) -> Sample:
         """Sample the reply; with thinking the reasoning first, and then the answer under the schema."""
@@ -94,29 +103,6 @@ class SelfJudgeClient:
 
     async def check(self) -> None:
         """Do nothing: the engines are started, and checked, by the run itself."""
-
-    def _completion(
-        self,
-        text: str,
-        finish_reason: str,
-        input_tokens: int,
-        output_tokens: int,
-        started_at: float,
-        clock: float,
-        error: str | None,
-    ) -> Completion:
-        dollars = price_of(self._price, input_tokens, 0, output_tokens) if self._price and error is None else 0.0
-        return Completion(
-            text=text,
-            finish_reason=finish_reason,
-            model=self._model,
-            input_tokens=input_tokens,
-            output_tokens=output_tokens,
-            dollars=dollars,
-            started_at=started_at,
-            seconds=time.perf_counter() - clock,
-            error=error,
-        )
 
 
 def _seed(prompt: list[int], vote: int) -> int:

@@ -250,7 +250,7 @@ class _Step:
             LocalActor(AdvantageComputerActor(self._config.algorithm), results),
             store,
             static_rubric=Judged(value=static_criteria(self._config)),
-            carried=carried_rubrics(self._run, self._step) if self._config.algorithm.rubric_visits else None,
+            carried=carried_rubrics(self._run, self._step) if self._config.algorithm.rubric_visits else {},
             seed=self._config.seed,
         )
 

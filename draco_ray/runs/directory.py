@@ -25,32 +25,26 @@ import math
 import os
 import re
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from enum import Enum
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
-import yaml
-from pydantic import TypeAdapter, ValidationError
 
-from draco_ray.config import origin, plain_yaml
+from draco_ray.config import origin
 from draco_ray.config.file_names import file_name
+from draco_ray.config.load import load_config
 from draco_ray.config.origin import private
 from draco_ray.config.origin import write_private as write_private
-from draco_ray.config.schema import DracoConfig, Tree
+from draco_ray.config.schema import DracoConfig
 from draco_ray.errors import ConfigError, DamagedRun, StoreError
 from draco_ray.records import EpisodeEnd, Termination, Verdict
-from draco_ray.runs.schema import (
-    REQUIRED,
-    STEP_TABLES,
-    STRUCTURED_METRICS,
-    TABLES,
-)
+from draco_ray.runs.schema import REQUIRED, STEP_TABLES, STRUCTURED_METRICS, TABLES
 
 SUFFIX = ".arrow"
 """File extension of a part: the file of one rollout or group of an unfinished step."""
@@ -340,38 +334,21 @@ class RunDirectory:
         """The value of a dotted key in the run's configuration, or the default.
 
         Raises:
-            DamagedRun: the configuration cannot be read, or the value is invalid.
+            DamagedRun: the configuration cannot be read, or a value is invalid.
         """
         node: Any = self._config
-        branch: type[Tree] = DracoConfig
-        *sections, leaf = key.split(".")
-        for section in sections:
-            node = node.get(section) or {}
-            if not isinstance(node, Mapping):
-                raise damaged(self.path / "config.yaml", f"section {section} is not a mapping")
-            branch = branch.model_fields[section].annotation  # type: ignore[assignment]
-        field = branch.model_fields[leaf]
-        if leaf not in node:
-            return field.get_default(call_default_factory=True)
-        try:
-            # The bounds are in the field and not in the annotation.
-            kind: Any = Annotated[field.annotation, field]
-            return TypeAdapter(kind).validate_python(node[leaf])
-        except ValidationError:
-            raise damaged(
-                self.path / "config.yaml", f"key {key} has the invalid value {str(node[leaf])[:100]!r}"
-            ) from None
+        for part in key.split("."):
+            node = getattr(node, part)
+        return node
 
     @cached_property
-    def _config(self) -> Mapping[str, Any]:
+    def _config(self) -> DracoConfig:
+        self.config_text()  # Refuses an edited file.
         path = self.path / "config.yaml"
         try:
-            tree = plain_yaml.load(self.config_text())
-        except yaml.YAMLError as error:
+            return load_config(str(path), trust=True)
+        except ConfigError as error:
             raise damaged(path, error) from None
-        if not isinstance(tree, Mapping):
-            raise damaged(path, f"expected a mapping of keys, found {type(tree).__name__}")
-        return tree
 
     def metrics(self) -> list[dict[str, Any]]:
         """The metrics of every finished step, in order.

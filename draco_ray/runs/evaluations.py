@@ -110,7 +110,7 @@ def judged_rates(rollouts: Sequence[JudgedRollout]) -> JudgedRates:
     """Rates over held-out rollouts with intervals over their scenarios."""
     scored = [each for each in rollouts if each.error is None]
     return JudgedRates(
-        pass_rate=_share(scored, _passed),
+        pass_rate=_share(scored, lambda rollout: passed_share(rollout.verdicts)),
         agreement=_share(scored, _agreed),
         tasks=len({each.task_id for each in rollouts}),
         rollouts=len(rollouts),
@@ -132,10 +132,6 @@ def passed_share(verdicts: Sequence[int]) -> float | None:
     """Share of passes among the applicable verdicts on a rollout; None if no verdict applies."""
     passes, fails = (list(verdicts).count(verdict) for verdict in (Verdict.PASS, Verdict.FAIL))
     return passes / (passes + fails) if passes + fails else None
-
-
-def _passed(rollout: JudgedRollout) -> float | None:
-    return passed_share(rollout.verdicts)
 
 
 def _agreed(rollout: JudgedRollout) -> float | None:

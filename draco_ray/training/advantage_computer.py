@@ -160,7 +160,6 @@ class AdvantageComputerActor:
             fallbacks=dict(Counter(share.fallback.value for share in shares)),
             active_spreads=tuple(spread for inert, spread in spreads if not inert),
             inert_spreads=tuple(spread for inert, spread in spreads if inert),
-            tokens=sum(int(sample.loss_mask_T.sum()) for sample in samples),
         )
         tokens = {share.rollout: played[share.rollout].tokens_M.tolist() for share in shares}
         return samples, advantages, tokens, summary

@@ -11,7 +11,7 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import ray
 from rich.console import Console
@@ -42,31 +42,30 @@ Tell = Callable[[int, Mapping[str, float]], object]
 """Called with the step of the measured policy and its rates in [0, 1] by name."""
 
 
-class BeforeAfter:
-    """Evaluates the split ``data.eval_split`` if ``train.evaluate_before_after`` is on."""
+@dataclass(frozen=True)
+class HeldOutTasks:
+    """What a measurement of the split ``data.eval_split`` needs."""
 
-    def __init__(
-        self,
-        config: DracoConfig,
-        actors: Actors,
-        run: RunDirectory,
-        progress: StepProgress,
-        console: Console,
-        tell: Tell = lambda step, rates: None,
-        wait: Wait = lambda kind, which: nullcontext(),
-    ) -> None:
-        """
-        Args:
-            config: of the run.
-            actors: of the run.
-            run: where results are stored.
-            progress: shows the number of finished rollouts.
-            console: for messages.
-            tell: called after each measurement, in a thread.
-            wait: a context manager entered while waiting (`draco_ray.pipeline.Pipeline`).
-        """
-        self._config, self._actors, self._run = config, actors, run
-        self._progress, self._console, self._tell, self._wait = progress, console, tell, wait
+    config: DracoConfig
+    actors: Actors
+    run: RunDirectory
+    """Where results are stored."""
+    progress: StepProgress
+    """Shows the number of finished rollouts."""
+    console: Console
+    tell: Tell = lambda step, rates: None
+    """Called after each measurement, in a thread."""
+    wait: Wait = lambda kind, which: nullcontext()
+    """A context manager entered while waiting (`draco_ray.pipeline.Pipeline`)."""
+
+    def tasks(self) -> list[Task]:
+        """The tasks of the split that are measured."""
+        environment, data = make_environment(self.config.environment, self.config.data), self.config.data
+        return [environment.task(task) for task in environment.tasks(data.eval_split)[: data.eval_tasks]]
+
+
+class BeforeAfter(HeldOutTasks):
+    """Evaluates the split if ``train.evaluate_before_after`` is on."""
 
     async def measure(self, step: int, done: int) -> list[Evaluation] | None:
         """The evaluations of the policy after ``step``, measured or read from the run directory.
@@ -77,43 +76,40 @@ class BeforeAfter:
 
         Returns: None if evaluation is off, or if the engines have a later policy.
         """
-        if not self._config.train.evaluate_before_after:
+        if not self.config.train.evaluate_before_after:
             return None
-        if (known := read_evaluations(self._run).get((step, self._config.data.eval_split))) is not None:
+        if (known := read_evaluations(self.run).get((step, self.config.data.eval_split))) is not None:
             return known
         return await self._evaluate(step) if step >= done else None
 
     async def _evaluate(self, step: int) -> list[Evaluation]:
-        config = self._config
-        environment = make_environment(config.environment, config.data)
-        split = environment.tasks(config.data.eval_split)[: config.data.eval_tasks]
-        tasks = [environment.task(task_id) for task_id in split]
-        runs = config.train.evaluation_runs
-        workers = self._actors.evaluation_workers()
-        self._progress.start(f"evaluating {config.data.eval_split}", 0, len(tasks) * runs)
+        config = self.config
+        tasks, runs = self.tasks(), config.train.evaluation_runs
+        workers = self.actors.evaluation_workers()
+        self.progress.start(f"evaluating {config.data.eval_split}", 0, len(tasks) * runs)
         try:
-            pool = self._actors.pool(workers)
-            store = self._actors.store
+            pool = self.actors.pool(workers)
+            store = self.actors.store
             evaluations = await evaluate_tasks(
                 pool,
                 tasks,
                 runs,
                 step=step,
                 keep=lambda trajectory: store.evaluated_trajectory.remote(step, trajectory),
-                done=self._progress.advance,
-                wait=self._wait,
+                done=self.progress.advance,
+                wait=self.wait,
             )
         finally:
-            self._progress.stop()
+            self.progress.stop()
             await workers.stop()
-        with self._wait("the run store", ""):
-            await self._actors.store.evaluations.remote(step, config.data.eval_split, evaluations)
+        with self.wait("the run store", ""):
+            await self.actors.store.evaluations.remote(step, config.data.eval_split, evaluations)
         tgc, sgc = task_goal_completion(evaluations), scenario_goal_completion(evaluations)
-        with self._wait("the trackers", ""):
-            await asyncio.to_thread(self._tell, step, {"tgc": tgc, "sgc": sgc})
+        with self.wait("the trackers", ""):
+            await asyncio.to_thread(self.tell, step, {"tgc": tgc, "sgc": sgc})
         lost = sum(evaluation.lost for evaluation in evaluations)
         moment = "before" if step == 0 else f"after step {step}"
-        self._console.print(
+        self.console.print(
             f"{moment}: TGC {tgc:.1%} SGC {sgc:.1%} on {config.data.eval_split} ({len(tasks)} tasks x {runs})"
             + (f"; {lost} rollouts were lost and count as failures" if lost else "")
         )
@@ -125,21 +121,13 @@ class BeforeAfter:
         if not before or not after:
             return
         first, last = task_goal_completion(before), task_goal_completion(after)
-        self._console.print(
+        self.console.print(
             f"held-out TGC {first:.1%} -> {last:.1%} ({100 * (last - first):+.1f} points){of}, setting "
-            f"{self._config.setting}, seed {self._config.seed}"
+            f"{self.config.setting}, seed {self.config.seed}"
         )
 
 
-class OfTask(Protocol):
-    """A held-out rollout."""
-
-    @property
-    def task_id(self) -> str:
-        """Id of the task."""
-
-
-RolloutT = TypeVar("RolloutT", bound=OfTask)
+RolloutT = TypeVar("RolloutT", Evaluation, JudgedRollout)
 
 
 def on_the_same_tasks(
@@ -199,40 +187,22 @@ class ScoreAgain(Score):
         return "again"
 
 
-class JudgedBeforeAfter:
-    """Judges the split ``data.eval_split`` if ``train.evaluate_before_after`` is on."""
+@dataclass(frozen=True, kw_only=True)
+class JudgedBeforeAfter(HeldOutTasks):
+    """Judges the split if ``train.evaluate_before_after`` is on."""
 
-    def __init__(
-        self,
-        config: DracoConfig,
-        actors: Actors,
-        run: RunDirectory,
-        progress: StepProgress,
-        console: Console,
-        *,
-        prompts: Callable[[Sequence[str]], Mapping[str, tuple[Message, ...]]],
-        static: Sequence[Criterion],
-        tell: Tell = lambda step, rates: None,
-        wait: Wait = lambda kind, which: nullcontext(),
-    ) -> None:
-        """Other arguments are as for `BeforeAfter`.
-
-        Args:
-            prompts: returns the agent's prompts of tasks.
-            static: the rubric of every task; if empty, the judge writes one per task.
-        """
-        self._config, self._actors, self._run = config, actors, run
-        self._progress, self._console, self._tell, self._wait = progress, console, tell, wait
-        self._prompts, self._static = prompts, tuple(static)
+    prompts: Callable[[Sequence[str]], Mapping[str, tuple[Message, ...]]]
+    """Returns the agent's prompts of tasks."""
+    static: Sequence[Criterion]
+    """The rubric of every task; if empty, the judge writes one per task."""
 
     async def measure(self, step: int, done: int) -> list[JudgedRollout] | None:
         """The judged rollouts of the policy after ``step``; see `BeforeAfter.measure`."""
-        if not self._config.train.evaluate_before_after:
+        if not self.config.train.evaluate_before_after:
             return None
-        environment, split = make_environment(self._config.environment, self._config.data), self._config.data.eval_split
-        tasks = [environment.task(task) for task in environment.tasks(split)[: self._config.data.eval_tasks]]
-        known = read_judged(self._run).get((step, split), [])
-        wanted = {(task.task_id, run) for task in tasks for run in range(self._config.train.evaluation_runs)}
+        tasks, split = self.tasks(), self.config.data.eval_split
+        known = read_judged(self.run).get((step, split), [])
+        wanted = {(task.task_id, run) for task in tasks for run in range(self.config.train.evaluation_runs)}
         # If the run was killed while measuring, only some of the results exist.
         if step >= done and {(each.task_id, each.run) for each in known} != wanted:
             return await self._judge(step, tasks)
@@ -240,23 +210,23 @@ class JudgedBeforeAfter:
         return known or None
 
     async def _judge(self, step: int, tasks: Sequence[Task]) -> list[JudgedRollout]:
-        runs, split = self._config.train.evaluation_runs, self._config.data.eval_split
-        prompts = self._prompts([task.task_id for task in tasks])
+        runs, split = self.config.train.evaluation_runs, self.config.data.eval_split
+        prompts = self.prompts([task.task_id for task in tasks])
         # This needs no ground truth, so it uses the training workers, which are idle now.
-        pool = self._actors.pool(self._actors.workers)
-        self._progress.start(f"judging {split}", 0, len(tasks) * runs)
+        pool = self.actors.pool(self.actors.workers)
+        self.progress.start(f"judging {split}", 0, len(tasks) * runs)
         try:
             found = await asyncio.gather(
                 *(self._task(pool, step, index, task, prompts[task.task_id]) for index, task in enumerate(tasks))
             )
         finally:
-            self._progress.stop()
+            self.progress.stop()
         rollouts = [rollout for of_task in found for rollout in of_task]
         moment, rates = "before" if step == 0 else f"after step {step}", judged_rates(rollouts)
         if rates.pass_rate is not None:
-            with self._wait("the trackers", ""):
-                await asyncio.to_thread(self._tell, step, {"judged_pass_rate": rates.pass_rate.mean})
-        self._console.print(f"{moment}: on {split}: {rates}")
+            with self.wait("the trackers", ""):
+                await asyncio.to_thread(self.tell, step, {"judged_pass_rate": rates.pass_rate.mean})
+        self.console.print(f"{moment}: on {split}: {rates}")
         return rollouts
 
     async def _task(
@@ -266,19 +236,19 @@ class JudgedBeforeAfter:
         context = CallContext(group=f"heldout/{task.task_id}", task_id=task.task_id)
         rubric = asyncio.create_task(self._rubric(step, context, prompt))
         try:
-            runs = range(self._config.train.evaluation_runs)
+            runs = range(self.config.train.evaluation_runs)
             return list(await asyncio.gather(*(self._rollout(pool, step, index, task, run, rubric) for run in runs)))
         finally:
             rubric.cancel()
             await asyncio.gather(rubric, return_exceptions=True)
 
     async def _rubric(self, step: int, context: CallContext, prompt: tuple[Message, ...]) -> ray.ObjectRef[Any]:
-        if self._static:
-            static: ray.ObjectRef[Any] = ray.put(Judged(value=self._static))
+        if self.static:
+            static: ray.ObjectRef[Any] = ray.put(Judged(value=tuple(self.static)))
             return static
-        with self._wait(f"judge's {Stage1.name}", context.group):
-            written = await self._actors.judges.ask(Stage1, context, messages=prompt)
-        self._actors.store.heldout_calls.remote(step, f"{context.task_id}-stage1", written.archived)
+        with self.wait(f"judge's {Stage1.name}", context.group):
+            written = await self.actors.judges.ask(Stage1, context, messages=prompt)
+        self.actors.store.heldout_calls.remote(step, f"{context.task_id}-stage1", written.archived)
         return written.judged
 
     async def _rollout(
@@ -290,23 +260,23 @@ class JudgedBeforeAfter:
         run: int,
         writing: asyncio.Task[ray.ObjectRef[Any]],
     ) -> JudgedRollout:
-        store, split = self._actors.store, self._config.data.eval_split
+        store, split = self.actors.store, self.config.data.eval_split
         which = f"heldout{step}/{task.task_id}/{run}"
-        with self._wait("rollout", which):
+        with self.wait("rollout", which):
             played = await pool.run(task.task_id, f"heldout{step}/{task.task_id}", run, step=step, priority=index)
-        self._progress.advance()
+        self.progress.advance()
         rubric, scores = await writing, []
         if played.member is not None:
             trajectory = played.member.trajectory
             store.evaluated_trajectory.remote(step, trajectory)
             context = CallContext(group=f"heldout{step}/{task.task_id}", task_id=task.task_id, rollout=run)
             asked = (
-                self._actors.judges.ask(phase, context, trajectory=trajectory, rubric=rubric)
+                self.actors.judges.ask(phase, context, trajectory=trajectory, rubric=rubric)
                 for phase in (Score, ScoreAgain)
             )
-            with self._wait(f"judge's {Score.name}", which):
+            with self.wait(f"judge's {Score.name}", which):
                 scores = [judgement.archived for judgement in await asyncio.gather(*asked)]
-        with self._wait("writing a rollout", which):
+        with self.wait("writing a rollout", which):
             found: JudgedRollout = await store.heldout.remote(step, split, task, run, rubric, *scores)
         return found
 
@@ -316,7 +286,7 @@ class JudgedBeforeAfter:
         first, last = (judged_rates(rollouts).pass_rate for rollouts in (before, after))
         if first is None or last is None:
             return
-        self._console.print(
+        self.console.print(
             f"held-out judge's pass rate {first} -> {last}{of} (a stand-in, because there is no evaluator; intervals "
-            f"over tasks), setting {self._config.setting}, seed {self._config.seed}",
+            f"over tasks), setting {self.config.setting}, seed {self.config.seed}",
         )

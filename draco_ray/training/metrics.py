@@ -51,16 +51,13 @@ def step_metrics(step: int, groups: Sequence[Group], group_size: int) -> dict[st
     ended[Termination.SERVER_ERROR] += lost
     active = [spread for advantage in advantages for spread in advantage.active_spreads]
     inert = [spread for advantage in advantages for spread in advantage.inert_spreads]
+    summed = ("requests", "input_tokens", "cached_tokens", "output_tokens", "dollars")
     per_phase = {
         phase: {
             "phases": len(mine),
             "failed": sum(p.error is not None for p in mine),
             "prompts_cut": sum(p.prompt_cut for p in mine),
-            "requests": sum(p.requests for p in mine),
-            "input_tokens": sum(p.input_tokens for p in mine),
-            "cached_tokens": sum(p.cached_tokens for p in mine),
-            "output_tokens": sum(p.output_tokens for p in mine),
-            "dollars": sum(p.dollars for p in mine),
+            **{name: sum(getattr(p, name) for p in mine) for name in summed},
             "seconds": sum(p.ended_at - p.started_at for p in mine),
         }
         for phase in PHASES

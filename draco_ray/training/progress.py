@@ -272,8 +272,7 @@ class RunObserver:
         self._trackers = open_trackers(config.run.trackers, run, config.model_dump(mode="json"))
         self._metrics = RunMetrics(run.name)
         self._dollars = spent
-        self._sampling: asyncio.Task[None] | None = None
-        self._asking: asyncio.Task[None] | None = None
+        self._sampling: list[asyncio.Task[None]] = []
         self._seen: dict[str, tuple[int, int]] = {}
         """By group: number of its rollouts and phases that have been recorded."""
         # Also reported before the first step ends, so that alerts can detect runs without progress.
@@ -330,15 +329,15 @@ class RunObserver:
 
         Also sets the last step's gauges again, since Ray drops gauges that are not set for two report intervals.
         """
-        self._sampling = asyncio.create_task(self._sample(rollouts, judges))
+        self._sampling.append(asyncio.create_task(self._sample(rollouts, judges)))
 
     def watch_engines(self, fleet: EngineFleet) -> None:
         """Record the engines' statistics every few seconds until `close`; needs a running event loop."""
-        self._asking = asyncio.create_task(self._ask(fleet))
+        self._sampling.append(asyncio.create_task(self._ask(fleet)))
 
     def close(self) -> None:
         """Stop recording and close the trackers."""
-        for task in filter(None, (self._sampling, self._asking)):
+        for task in self._sampling:
             task.cancel()
         for tracker in self._trackers.values():
             with contextlib.suppress(Exception):

@@ -12,7 +12,7 @@ import shlex
 import signal
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from types import FrameType
@@ -35,11 +35,7 @@ from draco_ray.training.checks import CHECKS, Check, Start, check_root, findings
 from draco_ray.training.cluster import address_of, head_failure
 from draco_ray.training.preflight import check_disk, check_paid_replies, check_replies
 from draco_ray.training.resume import StartPoint, adopt_config, adopt_tasks, edited_tasks, rewind, write_prompts
-from draco_ray.training.session import (
-    TrainingSession,
-    opened,
-    training_session,
-)
+from draco_ray.training.session import TrainingSession, opened, training_session
 from draco_ray.training.trainer import TaskOrder, unless_lost
 from draco_ray.training.watchdog import PeakMemory
 
@@ -104,11 +100,11 @@ def resume_or_start(
     place = place_of(config.run, config.run.name)
     if not begun(place, (console or PlainConsole()).print):
         return train(config, console)
-    return _continue(place, source, overrides, setting, allow_changed=allow_changed, trust=trust, console=console)
+    return resume(place, source, overrides, setting, allow_changed=allow_changed, trust=trust, console=console)
 
 
 def resume(
-    directory: Path | str,
+    directory: Path | str | Place,
     source: str | None = None,
     overrides: Sequence[str] = (),
     setting: str | None = None,
@@ -120,7 +116,8 @@ def resume(
     """Continue a stopped run where it stopped, even in the middle of a step.
 
     Args:
-        directory: of the run, or the URL of its copy in an object store, which is downloaded if it is missing here.
+        directory: of the run, the URL of its copy in an object store, which is downloaded if it is missing here, or the
+            place of both.
         source: a preset or YAML file describing the same run; None: the run's stored configuration.
         overrides, setting, trust: see `draco_ray.config.load.load_config`.
         allow_changed: continue although the configuration differs from the run's.
@@ -129,23 +126,11 @@ def resume(
     Raises:
         DracoError: as `train` does; ConfigError also for a configuration that has changed.
     """
-    here = load_config(None, [each for each in overrides if each.startswith("run.local=")]).run.local
-    place = place_at(directory, here, trust=trust)
-    return _continue(place, source, overrides, setting, allow_changed=allow_changed, trust=trust, console=console)
-
-
-def _continue(
-    place: Place,
-    source: str | None,
-    overrides: Sequence[str],
-    setting: str | None,
-    *,
-    allow_changed: bool,
-    trust: bool,
-    console: Console | None,
-) -> Path:
     console = console or PlainConsole()
-    with working(place, console.print) as path:
+    if not isinstance(directory, Place):
+        here = load_config(None, [each for each in overrides if each.startswith("run.local=")]).run.local
+        directory = place_at(directory, here, trust=trust)
+    with working(directory, console.print) as path:
         run = RunDirectory.open(path.resolve())
         return _resume(run, source, overrides, setting, allow_changed=allow_changed, trust=trust, console=console)
 
@@ -262,31 +247,19 @@ async def _run(
             training = _train_and_measure(session, start.step, last, config.train.evaluate_every)
             await unless_lost(training, session.actors.fleet.failure())
 
-    with _said_at_once(console), PeakMemory() as memory:
-        async with _head_watched(console) as head:
-            await unless_lost(work(), asyncio.shield(head))
-    used = f"{memory.peak_bytes / 2**30:.1f} GiB {'in total' if address_of(config) is None else 'of the driver'}"
-    console.print(f"done in {time.time() - started:.0f}s, peak memory {used}: {run.path}")
-    console.print(f"to see the run: draco report {shlex.quote(str(run.path))}")
-
-
-@contextlib.asynccontextmanager
-async def _head_watched(console: Console) -> AsyncIterator[asyncio.Future[None]]:
-    """A future that fails when the cluster's head is lost; the message is printed at once, before the clean-up."""
-
-    async def watch() -> None:
+    async def head_lost() -> None:
         try:
             await head_failure()
         except ClusterError as error:
+            # At once, because the clean-up may take a while.
             console.print(str(error))
             raise
 
-    watching = asyncio.ensure_future(watch())
-    try:
-        yield watching
-    finally:
-        watching.cancel()
-        await asyncio.gather(watching, return_exceptions=True)
+    with _said_at_once(console), PeakMemory() as memory:
+        await unless_lost(work(), head_lost())
+    used = f"{memory.peak_bytes / 2**30:.1f} GiB {'in total' if address_of(config) is None else 'of the driver'}"
+    console.print(f"done in {time.time() - started:.0f}s, peak memory {used}: {run.path}")
+    console.print(f"to see the run: draco report {shlex.quote(str(run.path))}")
 
 
 @contextlib.contextmanager

@@ -394,13 +394,9 @@ def _rule_judge(config: DracoConfig, console: Console) -> Iterator[dict[str, str
 async def _check_judge(judge: Judge, config: DracoConfig, console: Console) -> None:
     """Check that the judge answers, within ``watch.start_seconds``."""
     pending = Pending()
-
-    async def check() -> None:
-        with pending.of("the judge's first reply"):
-            await judge.check()
-
+    checking = _awaited(judge.check(), pending, "the judge's first reply")
     # Ray is not running yet, so there are no pending resources to report.
-    await started(check(), config, pending, console, why=str)
+    await started(checking, config, pending, console, why=str)
 
 
 @contextlib.contextmanager
@@ -420,18 +416,19 @@ def one_line_errors(run: RunDirectory, console: Console, *, resumable: bool = Fa
 
     ``resumable``: print the `draco train --resume` command too.
     """
+    problem: BaseException | None
     try:
         yield
+        return
     except KeyboardInterrupt:
         console.print(f"stopped; finished results are in {run.path}")
-        _say_how_to_continue(run, console, resumable)
-        raise SystemExit(130) from None
+        problem = SystemExit(130)
     except (DracoError, ray.exceptions.RayError) as error:
-        plain = plain_error(error)
-        if plain is None:
+        if (problem := plain_error(error)) is None:
             raise
-        _say_how_to_continue(run, console, resumable)
-        raise plain from None
+    if resumable:
+        console.print(f"continue with: draco train --resume {run.path}")
+    raise problem
 
 
 def plain_error(error: BaseException) -> DracoError | None:
@@ -449,11 +446,6 @@ def plain_error(error: BaseException) -> DracoError | None:
             f"a process of this run was lost and cannot be restarted: {first}; check for lack of memory or lost nodes"
         )
     return None
-
-
-def _say_how_to_continue(run: RunDirectory, console: Console, resumable: bool) -> None:
-    if resumable:
-        console.print(f"continue with: draco train --resume {run.path}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -552,7 +544,7 @@ async def training_session(
             advantages,
             actors.store,
             static_rubric=ray.put(Judged(value=static_criteria(config))),
-            carried=carried_rubrics(run, start.step + 1) if config.algorithm.rubric_visits is not None else None,
+            carried={} if config.algorithm.rubric_visits is None else carried_rubrics(run, start.step + 1),
             held_out=None if config.judge.held_out is None else HeldOutJudge(config.judge, actors.judges, actors.store),
             seed=config.seed,
             watch=watch,
@@ -671,17 +663,14 @@ async def start_actors(actors: Actors, config: DracoConfig, console: Console) ->
 
 
 async def _start(config: DracoConfig, actors: Actors, learner: Learner, pending: Pending) -> None:
-    async def learn() -> None:
-        with pending.of("the learner's start"):
-            await learner.start()
-
+    waits_for = "the learner's start"
     if not config.engine.colocate:
-        await asyncio.gather(actors.start(pending), learn())
+        await asyncio.gather(actors.start(pending), _awaited(learner.start(), pending, waits_for))
         return
     # Start engines first: Ray gives each its own GPU, and vLLM measures how much of the GPU's memory is free.
     await actors.start(pending)
     async with engines_asleep(actors.fleet, colocate=True, pending=pending):
-        await learn()
+        await _awaited(learner.start(), pending, waits_for)
 
 
 async def _drain_within_budget(actors: Actors, seconds: float, kind: Any, error: Any, trace: Any) -> None:

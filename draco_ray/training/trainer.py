@@ -132,48 +132,34 @@ PUBLISH_ATTEMPTS = 3
 """Attempts to get the weights: the learner's worker may die before they are copied."""
 
 
+@dataclass
 class WeightSync:
     """Sends the learner's weights to every engine, and verifies that the engines use them."""
 
-    def __init__(
-        self,
-        learner: Learner,
-        fleet: EngineFleet,
-        advantages: Any,
-        *,
-        tolerance: float,
-        moved: bool,
-        first_gap: float | None = None,
-        canary: Callable[..., Awaitable[CanaryReading]] = run_canary,
-    ) -> None:
-        """
-        Args:
-            learner: the source of the weights.
-            fleet: the engines.
-            advantages: the advantage actor, which selects the probe tokens.
-            tolerance: of the canary's mean gap, nats.
-            moved: whether the weights already differ from the base model.
-            first_gap: the mean gap of the run's first step, nats; None: not measured yet.
-            canary: `draco_ray.engine.canary.run_canary`, or a fake in tests.
-        """
-        self._learner = learner
-        self._fleet = fleet
-        self._advantages = advantages
-        self._tolerance = tolerance
-        self._moved = moved
-        self._first_gap = first_gap
-        self._canary = canary
-        self.proven = False
-        """Whether the canary has measured, on idle engines, an effect of an update larger than rounding."""
+    learner: Learner
+    """The source of the weights."""
+    fleet: EngineFleet
+    advantages: Any
+    """The advantage actor, which selects the probe tokens."""
+    tolerance: float
+    """Of the canary's mean gap, nats."""
+    moved: bool
+    """Whether the weights differ from the base model."""
+    first_gap: float | None = None
+    """The mean gap of the run's first step, nats; None: not measured yet."""
+    canary: Callable[..., Awaitable[CanaryReading]] = run_canary
+    """`draco_ray.engine.canary.run_canary`, or a fake in tests."""
+    proven: bool = field(default=False, init=False)
+    """Whether the canary has measured, on idle engines, an effect of an update larger than rounding."""
 
     async def probe(self, fed: Sequence[ray.ObjectRef[Any]]) -> Probe | None:
         """The learner's log-probs of a prefix of one rollout of these groups; None if no rollout is usable."""
         for samples in fed:
-            begun = await self._advantages.probe.remote(samples, PROBE_TOKENS, PROBE_LENGTH)
+            begun = await self.advantages.probe.remote(samples, PROBE_TOKENS, PROBE_LENGTH)
             if begun is not None:
                 token_ids, compared_T = begun
-                on_T = (await self._learner.token_logprobs(token_ids))[1:]
-                off_T = (await self._learner.token_logprobs(token_ids, adapter=False))[1:]
+                on_T = (await self.learner.token_logprobs(token_ids))[1:]
+                off_T = (await self.learner.token_logprobs(token_ids, adapter=False))[1:]
                 return Probe(token_ids, compared_T, on_T, off_T)
         return None
 
@@ -192,21 +178,21 @@ class WeightSync:
             CanaryFailed: an engine serves other weights.
         """
         # A step without an update changes no weights, so no effect can be required.
-        self._moved = self._moved or updated
+        self.moved = self.moved or updated
         await self.publish(version)
         if probe is None:
             return None
-        moved, first = self._moved and quiet, self._first_gap
+        moved, first = self.moved and quiet, self.first_gap
 
         async def proof(scorer: Scorer) -> CanaryReading:
-            return await self._canary(
-                scorer, [probe], version=version, moved=moved, tolerance=self._tolerance, first=first
+            return await self.canary(
+                scorer, [probe], version=version, moved=moved, tolerance=self.tolerance, first=first
             )
 
-        readings = await self._fleet.prove(proof)
+        readings = await self.fleet.prove(proof)
         self.proven = self.proven or (moved and all(reading.live for reading in readings))
         gap = max(reading.gap_mean for reading in readings)
-        self._first_gap = gap if first is None else first
+        self.first_gap = gap if first is None else first
         return gap
 
     async def publish(self, version: int) -> None:
@@ -218,8 +204,8 @@ class WeightSync:
         for _ in range(PUBLISH_ATTEMPTS):
             try:
                 # Copied into an object owned by the driver: one owned by the worker is lost when the worker dies.
-                update = ray.put(await (await self._learner.weights(version)))
-                await self._fleet.load(update)
+                update = ray.put(await (await self.learner.weights(version)))
+                await self.fleet.load(update)
             except ray.exceptions.ObjectLostError:
                 continue
             return
@@ -418,44 +404,43 @@ class Batch:
         return [group.held_out for group in self.groups if group.held_out is not None]
 
 
+@dataclass(frozen=True)
 class RecordedRollouts:
     """Finished rollouts of an earlier process of this run, to be reused."""
 
-    def __init__(
-        self, store: Any, pool: RolloutPool, steps: frozenset[int], *, group_size: int, staleness: int, console: Console
-    ) -> None:
-        """
-        Args:
-            store: the run store's actor.
-            pool: returns recorded rollouts instead of playing new ones.
-            steps: that have recorded rollouts.
-            group_size: G.
-            staleness: versions that a rollout may be behind.
-            console: for a line on how many were reused.
-        """
-        self._store, self._pool, self._steps = store, pool, steps
-        self._group_size, self._staleness, self._console = group_size, staleness, console
+    store: Any
+    """The run store's actor."""
+    pool: RolloutPool
+    """Returns recorded rollouts instead of playing new ones."""
+    steps: frozenset[int]
+    """Steps that have recorded rollouts."""
+    group_size: int
+    staleness: int
+    """Versions that a rollout may be behind."""
+    console: Console
+    """Gets a line on how many were reused."""
 
     async def take_over(self, groups: Sequence[Group]) -> None:
         """Give the recorded rollouts of a step's groups to the pool."""
         step = groups[0].step
-        if step not in self._steps:
+        if step not in self.steps:
             return
         nothing = ray.put(None)
         by_task = {group.task_id: group.name for group in groups}
         taken = 0
-        for version in range(max(0, step - 1 - self._staleness), step):
-            for task_id, rollout in await self._store.recorded.remote(step, version):
-                if task_id in by_task and rollout < self._group_size:
-                    trajectory, summary = self._store.trajectory_again.remote(step, task_id, rollout)
+        for version in range(max(0, step - 1 - self.staleness), step):
+            for task_id, rollout in await self.store.recorded.remote(step, version):
+                if task_id in by_task and rollout < self.group_size:
+                    trajectory, summary = self.store.trajectory_again.remote(step, task_id, rollout)
                     member = FinishedRollout(
                         rollout=rollout, trajectory=trajectory, evaluation=nothing, summary=await summary
                     )
-                    self._pool.take_over(by_task[task_id], member)
+                    self.pool.take_over(by_task[task_id], member)
                     taken += 1
-        self._console.print(f"step {step}: {taken} finished rollouts are reused from the run directory")
+        self.console.print(f"step {step}: {taken} finished rollouts are reused from the run directory")
 
 
+@dataclass(frozen=True)
 class Batches:
     """Sends the tasks of each step into the pipeline.
 
@@ -464,20 +449,16 @@ class Batches:
     step always waits for its own groups: taking the first to finish would favour short ones.
     """
 
-    def __init__(
-        self,
-        prompts: Mapping[str, tuple[Message, ...]],
-        order: TaskOrder,
-        pipeline: Pipeline,
-        recorded: RecordedRollouts,
-    ) -> None:
-        self._prompts, self._order, self._pipeline, self._recorded = prompts, order, pipeline, recorded
-        self._ahead: dict[int, Batch] = {}
-        """The groups of each step that has begun."""
+    prompts: Mapping[str, tuple[Message, ...]]
+    order: TaskOrder
+    pipeline: Pipeline
+    recorded: RecordedRollouts
+    _ahead: dict[int, Batch] = field(default_factory=dict, init=False)
+    """The groups of each step that has begun."""
 
     def note(self, step: int, solved: Sequence[str]) -> None:
         """Record a finished step's solved tasks for the choice of later tasks."""
-        self._order.note(step, solved)
+        self.order.note(step, solved)
 
     @property
     def ahead(self) -> bool:
@@ -501,11 +482,11 @@ class Batches:
     async def _begin(self, step: int) -> Batch:
         """Begin a step; rollouts of earlier steps have priority."""
         groups = [
-            Group(step=step, index=index, task_id=task_id, prompt=self._prompts[task_id])
-            for index, task_id in enumerate(self._order.tasks(step))
+            Group(step=step, index=index, task_id=task_id, prompt=self.prompts[task_id])
+            for index, task_id in enumerate(self.order.tasks(step))
         ]
-        await self._recorded.take_over(groups)
-        return Batch(groups, [asyncio.create_task(self._pipeline.run(group)) for group in groups])
+        await self.recorded.take_over(groups)
+        return Batch(groups, [asyncio.create_task(self.pipeline.run(group)) for group in groups])
 
 
 log = logging.getLogger(__name__)
@@ -560,44 +541,35 @@ STOPPING_SECONDS = 60.0
 """Time for the last checkpoint to be written when the run is stopped."""
 
 
+@dataclass
 class Trainer:
     """Runs the training steps one after another."""
 
-    def __init__(
-        self,
-        config: DracoConfig,
-        *,
-        batches: Batches,
-        learner: Learner,
-        fleet: EngineFleet,
-        weights: WeightSync,
-        store: Any,
-        observer: RunObserver,
-        watch: StepWatch,
-        run: RunDirectory,
-        console: Console,
-        pending: Pending | None = None,
-    ) -> None:
-        """
-        Args:
-            config: of the run.
-            batches: the groups of each step.
-            learner: updates the weights.
-            fleet: the engines, which may share the learner's GPUs.
-            weights: sends updates to the engines.
-            store: the run store's actor.
-            observer: gets the metrics of each step.
-            watch: gets the events of each group.
-            run: where checkpoints are written.
-            console: gets a line per step.
-            pending: records what is being waited for.
-        """
-        self._config, self._console, self._run = config, console, run
-        self._batches, self._learner, self._fleet, self._weights = batches, learner, fleet, weights
-        self._store, self._observer, self._watch = store, observer, watch
-        self._pending, self._watchdog = pending or Pending(), Watchdog(config.watch)
-        self._writing: asyncio.Task[None] | None = None
-        """The checkpoint being written."""
+    config: DracoConfig
+    batches: Batches
+    """The groups of each step."""
+    learner: Learner
+    fleet: EngineFleet
+    """The engines, which may share the learner's GPUs."""
+    weights: WeightSync
+    """Sends updates to the engines."""
+    store: Any
+    """The run store's actor."""
+    observer: RunObserver
+    """Gets the metrics of each step."""
+    watch: StepWatch
+    """Gets the events of each group."""
+    run: RunDirectory
+    """Where checkpoints are written."""
+    console: Console
+    """Gets a line per step."""
+    pending: Pending = field(default_factory=Pending)
+    """Records what is being waited for."""
+    _writing: asyncio.Task[None] | None = field(default=None, init=False)
+    """The checkpoint being written."""
+
+    def __post_init__(self) -> None:
+        self._watchdog = Watchdog(self.config.watch)
 
     async def train(self, first: int, last: int, between: Callable[[int], Awaitable[None]] | None = None) -> None:
         """Train from step ``first`` to step ``last``.
@@ -609,43 +581,43 @@ class Trainer:
         Raises:
             RunStopped: by `draco_ray.training.watchdog`: too many steps without a group, or a step took too long.
         """
-        seconds = self._config.watch.step_seconds
+        seconds = self.config.watch.step_seconds
         try:
             for step in range(first, last + 1):
                 began = time.monotonic()
                 metrics = await in_time(self._step(step, last), seconds, partial(self._late, step))
-                self._console.print(step_line(metrics, last))
-                self._watchdog.check_drift(metrics, self._console.print)
+                self.console.print(step_line(metrics, last))
+                self._watchdog.check_drift(metrics, self.console.print)
                 if step == first < last:
                     left = span((last - step) * (time.monotonic() - began))
-                    self._console.print(f"{last - step} steps left, about {left} at this rate")
+                    self.console.print(f"{last - step} steps left, about {left} at this rate")
                 if between is not None:
                     await between(step)
             self._watchdog.end()
         finally:
-            await self._batches.cancel()
+            await self.batches.cancel()
             # Also do this if the run is stopped, to keep what its last step has learned.
             with contextlib.suppress(Exception):
                 await asyncio.wait_for(self._written(), STOPPING_SECONDS)
 
     def _late(self, step: int) -> RunStopped:
-        seconds = self._config.watch.step_seconds
-        return RunStopped(f"step {step} has not ended in watch.step_seconds={seconds:g}, waiting for: {self._pending}")
+        seconds = self.config.watch.step_seconds
+        return RunStopped(f"step {step} has not ended in watch.step_seconds={seconds:g}, waiting for: {self.pending}")
 
     async def _step(self, step: int, last: int) -> dict[str, Any]:
-        config, started = self._config, time.time()
-        check_disk(config, self._run.path)
+        config, started = self.config, time.time()
+        check_disk(config, self.run.path)
         if self._writing is not None and self._writing.done():
             await self._written()
-        with self._pending.of("the run store"):
-            batch = await self._batches.take(step)
-        self._watch.begin(f"step {step}/{last}", batch.groups, config.algorithm.group_size)
+        with self.pending.of("the run store"):
+            batch = await self.batches.take(step)
+        self.watch.begin(f"step {step}/{last}", batch.groups, config.algorithm.group_size)
         try:
-            if self._weights.proven:
-                with self._pending.of("the run store"):
-                    await self._batches.run_ahead(range(step + 1, min(step + config.train.staleness, last) + 1))
+            if self.weights.proven:
+                with self.pending.of("the run store"):
+                    await self.batches.run_ahead(range(step + 1, min(step + config.train.staleness, last) + 1))
             update, probe = await self._learn(batch)
-            with self._pending.of("the held-out judge"):
+            with self.pending.of("the held-out judge"):
                 scored = [found for found in await asyncio.gather(*batch.held_out) if found is not None]
         finally:
             await batch.cancel()
@@ -653,41 +625,41 @@ class Trainer:
         # Check before the checkpoint is written, so that a resumed run repeats a step without a group.
         self._watchdog.check(played, Counter(group.reason for group in batch.groups if group.reason is not None))
 
-        self._batches.note(step, played["solved_tasks"])
+        self.batches.note(step, played["solved_tasks"])
 
         learned, learned_at = update_metrics(update.updates), time.time()
         updated = learned["updates"] > 0 and learned["grad_norm"] > 0
-        with self._pending.of("sync of the adapter to the engines"):
-            gap = await self._weights.sync(step, probe, updated=updated, quiet=not self._batches.ahead)
+        with self.pending.of("sync of the adapter to the engines"):
+            gap = await self.weights.sync(step, probe, updated=updated, quiet=not self.batches.ahead)
         rest = {"learning": merged(update.busy), "sync": [(learned_at, time.time())]}
         compared = {}
         if config.judge.held_out is not None:
-            compared = held_out_metrics(scored, [line for line in self._run.metrics() if line["step"] < step])
+            compared = held_out_metrics(scored, [line for line in self.run.metrics() if line["step"] < step])
         learning = {**played, **compared, **learned, "seconds_learning": busy_seconds(update.busy), "canary_gap": gap}
         # The checkpoint marks the step as done, so its tables are written first.
-        with self._pending.of("the run store"):
-            await self._store.spans.remote(step, "spans", step_spans(batch.groups, rest))
-            await self._store.metrics.remote(step, {**learning, **_seconds(learned_at, started)})
+        with self.pending.of("the run store"):
+            await self.store.spans.remote(step, "spans", step_spans(batch.groups, rest))
+            await self.store.metrics.remote(step, {**learning, **_seconds(learned_at, started)})
         if step % config.train.checkpoint_every == 0 or step == last:
             began = time.time()
             await self._checkpoint(step)
             if step == last:
                 await self._written()
             spans = step_spans((), {"checkpoint": [(began, time.time())]})
-            with self._pending.of("the run store"):
-                await self._store.spans.remote(step, "checkpoint", spans)
+            with self.pending.of("the run store"):
+                await self.store.spans.remote(step, "checkpoint", spans)
         metrics = {**learning, **_seconds(learned_at, started)}
-        with self._pending.of("the trackers"):
+        with self.pending.of("the trackers"):
             # Run in a thread, so that a tracker's hanging server blocks neither the watchdog nor the terminal.
-            await asyncio.to_thread(self._observer.step, metrics)
-        with self._pending.of("the run store"):
-            await self._store.finish_step.remote(step, metrics)
+            await asyncio.to_thread(self.observer.step, metrics)
+        with self.pending.of("the run store"):
+            await self.store.finish_step.remote(step, metrics)
         return metrics
 
     async def _checkpoint(self, step: int) -> None:
         """Start writing the step's checkpoint, concurrently with the next step, once the previous one is on disk."""
         await self._written()
-        self._writing = asyncio.create_task(self._learner.checkpoint(self._run.checkpoint(step)))
+        self._writing = asyncio.create_task(self.learner.checkpoint(self.run.checkpoint(step)))
         # Let the task send its request first, so that the learner receives later requests after it.
         await asyncio.sleep(0)
 
@@ -695,28 +667,28 @@ class Trainer:
         """Wait until the last checkpoint is on disk, and remove those that are not kept."""
         if self._writing is None:
             return
-        with self._pending.of("the learner's checkpoint"):
+        with self.pending.of("the learner's checkpoint"):
             # Shielded: cancelling this wait must not cancel the write.
             await asyncio.shield(self._writing)
         self._writing = None
-        drop_checkpoints(self._run, self._config.train)
+        drop_checkpoints(self.run, self.config.train)
 
     async def _learn(self, batch: Batch) -> tuple[StreamedUpdate, Probe | None]:
         """Update the policy with the groups as they finish; returns the results and the canary's probe."""
         asleep = engines_asleep(
-            self._fleet, colocate=self._config.engine.colocate, after=batch.work, pending=self._pending
+            self.fleet, colocate=self.config.engine.colocate, after=batch.work, pending=self.pending
         )
         async with asleep:
             update = await streamed_update(
-                self._learner,
+                self.learner,
                 batch.work,
-                self._config.learner.minibatch_prompts,
-                self._pending,
-                in_order=self._config.engine.deterministic,
+                self.config.learner.minibatch_prompts,
+                self.pending,
+                in_order=self.config.engine.deterministic,
             )
             # Do this before engines on the same GPU wake up and take the memory that this forward pass needs.
-            with self._pending.of("the learner's log-probs for the canary"):
-                probe = await self._weights.probe(update.fed)
+            with self.pending.of("the learner's log-probs for the canary"):
+                probe = await self.weights.probe(update.fed)
         for group in batch.groups:
             if group.state is GroupState.CREDITED:
                 group.state = GroupState.TRAINED

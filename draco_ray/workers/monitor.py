@@ -187,17 +187,14 @@ class MonitoredWorkers(Generic[WorkerT]):
     ) -> asyncio.Future[AnswerT] | None:
         """Wait for a call's answer; None if its worker was abandoned or is out of reach."""
         answer = asyncio.ensure_future(sent.answer)
-        abandoned = asyncio.ensure_future(pooled.abandoned.wait())
         try:
-            await asyncio.wait({answer, abandoned}, return_when=asyncio.FIRST_COMPLETED)
+            await _answered_or_abandoned(pooled, answer)
         except asyncio.CancelledError:
             # The worker continues with the call, so the slot stays in use until the call ends.
             task = asyncio.create_task(self._release_after(pooled, answer))
             self._cancelled_calls.add(task)
             task.add_done_callback(self._cancelled_calls.discard)
             raise
-        finally:
-            abandoned.cancel()
         ended = answer.done() and not answer.cancelled()
         error = answer.exception() if ended else None
         # Do this before releasing the slot, or a retry of this call would take the slot.
@@ -246,17 +243,6 @@ class MonitoredWorkers(Generic[WorkerT]):
                 *(self.workers.up, len(self.workers.pooled), self.workers.in_flight, self.workers.waiting),
             )
 
-    async def _restart_if_abandoned(self, pooled: PooledWorker[WorkerT], answer: asyncio.Future[Any]) -> None:
-        """Wait until an unresponsive worker answers, or is abandoned and restarted."""
-        abandoned = asyncio.ensure_future(pooled.abandoned.wait())
-        try:
-            await asyncio.wait({answer, abandoned}, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            abandoned.cancel()
-        if not answer.done():
-            log.warning("worker %d does not answer and is restarted", pooled.number)
-            self._restart(pooled.worker)
-
     def _down(self, pooled: PooledWorker[WorkerT], error: WorkerUnavailable) -> None:
         if pooled.up:
             log.warning("worker %d cannot be reached: %s", pooled.number, " ".join(str(error).split())[:300])
@@ -283,7 +269,10 @@ class MonitoredWorkers(Generic[WorkerT]):
                     answered = pooled.up
                     self.workers.mark_down(pooled)
                     if answered:
-                        await self._restart_if_abandoned(pooled, answer)
+                        await _answered_or_abandoned(pooled, answer)
+                    if answered and not answer.done():
+                        log.warning("worker %d does not answer and is restarted", pooled.number)
+                        self._restart(pooled.worker)
                 await answer
             except WorkerLost as error:
                 cause = error.__cause__ or error
@@ -295,3 +284,11 @@ class MonitoredWorkers(Generic[WorkerT]):
             finally:
                 answer.cancel()
             await asyncio.sleep(self.ping_seconds)
+
+
+async def _answered_or_abandoned(pooled: PooledWorker[Any], answer: asyncio.Future[Any]) -> None:
+    abandoned = asyncio.ensure_future(pooled.abandoned.wait())
+    try:
+        await asyncio.wait({answer, abandoned}, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        abandoned.cancel()

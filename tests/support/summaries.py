@@ -18,11 +18,7 @@ def a_rollout(index: int, start: float, end: float, ended: EpisodeEnd = EpisodeE
         termination=Termination.SUBMITTED if ended is EpisodeEnd.FINISHED else Termination(ended.value),
         error=None,
         turns=4,
-        steps=3,
-        prompt_tokens=10,
         sampled_tokens=20,
-        seconds_generating=1.0,
-        seconds_executing=0.5,
         started_at=start,
         ended_at=end,
     )

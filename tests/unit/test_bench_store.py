@@ -28,7 +28,7 @@ async def test_a_group_of_the_papers_size_is_written_and_measured(
     request = RolloutRequest(task_id="t0_1", group="step1/t0_1", rollout=3, attempt=0, seed=0)
     trajectory, summary, _ = await bench.MadeRollouts().rollout(request, 0)
     store.trajectory(1, trajectory)
-    assert (len(trajectory.token_ids_T), summary.steps, trajectory.tokens_M.min() > 0) == (30_000, 40, True)
+    assert (len(trajectory.token_ids_T), summary.turns, trajectory.tokens_M.min() > 0) == (30_000, 40, True)
     judge = bench.MadeJudge()
     asked = [PHASES[name] for name in ("stage1", "stage2", "union", "score", "credit")]
     for phase in asked:

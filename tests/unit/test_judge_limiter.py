@@ -46,7 +46,7 @@ def clock() -> Clock:
 
 def asked(tokens: float, dollars: float = 0.0, kind: str = "") -> LeaseRequest:
     """A request that may write so many tokens."""
-    return LeaseRequest(input_tokens=0.0, output_tokens=tokens, dollars=dollars, kind=kind)
+    return LeaseRequest(input_tokens=0, output_tokens=int(tokens), dollars=dollars, kind=kind)
 
 
 def ended(tokens: float, dollars: float = 0.0) -> RequestResult:

@@ -11,19 +11,15 @@ from draco_ray.judging.client import Call
 from draco_ray.judging.completion import Request
 from draco_ray.judging.limiter import Grant, LeaseRequest
 from draco_ray.judging.outage import FIRST_BACKOFF_SECONDS
-from draco_ray.judging.pricing import CostBound
 
 
 def a_call(**changes: Any) -> Call:
     values: dict[str, Any] = {
         "request": Request(messages=()),
-        "asked": LeaseRequest(input_tokens=1, output_tokens=1, dollars=0.0),
-        "most": CostBound(input_tokens=1, output_tokens=1, dollars=0.0),
-        "max_tokens": 1,
+        "asked": LeaseRequest(input_tokens=1, output_tokens=1),
         "key": None,
         "attempts": 3,
         "patient": True,
-        "timeout": 1.0,
         "started_at": 0.0,
         "clock": 0.0,
     }

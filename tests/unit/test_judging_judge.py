@@ -221,11 +221,12 @@ async def test_what_a_completion_says_of_itself_is_archived_whatever_became_of_i
 
 
 async def test_what_is_asked_again_is_quoted_and_says_what_is_wanted() -> None:
-    half = QUOTED_REPLY_CHARACTERS // 2
-    whole, longer = "a" * QUOTED_REPLY_CHARACTERS, "a" * half + "b" * 1234 + "c" * half
+    head = QUOTED_REPLY_CHARACTERS * 2 // 3
+    tail = QUOTED_REPLY_CHARACTERS - head
+    whole, longer = "a" * QUOTED_REPLY_CHARACTERS, "a" * head + "b" * 1234 + "c" * tail
     for reply, quoted in (
         (whole, whole),
-        (longer, f"{'a' * half}\n[... 1234 characters left out ...]\n{'c' * half}"),
+        (longer, f"{'a' * head}\n[... 1,234 characters left out ...]\n{'c' * tail}"),
     ):
         script = Script(reply, criteria("A"))
         assert (await judge(script).ask(Stage1(PROMPT), CallContext(group="g", task_id="t_1"))).ok

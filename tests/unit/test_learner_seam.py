@@ -208,14 +208,14 @@ async def test_a_driver_killed_behind_the_checkpoint_keeps_what_the_step_has_tau
     run = RunDirectory.create(tmp_path / "run", dump_config(config))
     trainer = await trainer_of(config, Engine(config), run)
 
-    finish = trainer._store.finish_step.remote
+    finish = trainer.store.finish_step.remote
 
     def killed(step: int, metrics: Any) -> Any:
         if step == 2:
             raise Killed
         return finish(step, metrics)
 
-    trainer._store.finish_step = SimpleNamespace(remote=killed)
+    trainer.store.finish_step = SimpleNamespace(remote=killed)
     with pytest.raises(Killed):
         await trainer.train(1, 2)
     assert run.checkpoint_steps() == [1, 2]

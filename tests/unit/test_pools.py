@@ -95,11 +95,7 @@ class Worker:
                 termination=Termination.SUBMITTED,
                 error=None,
                 turns=1,
-                steps=1,
-                prompt_tokens=1,
                 sampled_tokens=1,
-                seconds_generating=0.0,
-                seconds_executing=0.0,
                 started_at=0.0,
                 ended_at=0.0,
             )

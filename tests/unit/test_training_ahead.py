@@ -253,8 +253,8 @@ async def test_a_rollout_that_takes_several_steps_is_waited_for_by_its_own(
             # Step 4 has been taken by nobody yet: its turn comes now, and it waits for this group.
             slow.set()
 
-    monkeypatch.setattr(run.trainer._batches._pipeline, "run", pipeline)
-    monkeypatch.setattr(run.trainer._weights._fleet, "load", load)
+    monkeypatch.setattr(run.trainer.batches.pipeline, "run", pipeline)
+    monkeypatch.setattr(run.trainer.weights.fleet, "load", load)
     await trained(run, monkeypatch)
     assert loads == [1, 2, 3, 4, 5]
     assert run.learned == [1, 2, 3, 4, 5]
@@ -278,7 +278,7 @@ async def test_what_runs_ahead_is_ended_with_the_run(tmp_path: Path, monkeypatch
             ended.append(group.name)
         return "samples"
 
-    monkeypatch.setattr(run.trainer._batches._pipeline, "run", pipeline)
+    monkeypatch.setattr(run.trainer.batches.pipeline, "run", pipeline)
     with pytest.raises(RunStopped, match="budget"):
         await trained(run, monkeypatch)
     assert {name.split("/")[0] for name in ended} == {"step3", "step4", "step5"}
@@ -332,7 +332,7 @@ async def test_a_step_that_does_not_end_is_given_up_and_what_it_waits_for_is_nam
         finally:
             cancelled.set()
 
-    monkeypatch.setattr(run.trainer._learner, "accumulate", hung)
+    monkeypatch.setattr(run.trainer.learner, "accumulate", hung)
     with pytest.raises(RunStopped, match=r"step 1 has not ended .*=0.2, waiting for: 3 x a group's gradients in the "):
         await trained(run, monkeypatch)
     assert cancelled.is_set()
@@ -349,8 +349,8 @@ async def test_a_step_in_which_every_group_was_dropped_is_no_finished_one(
     async def checkpoint(folder: Path) -> None:
         saved.append(folder)
 
-    monkeypatch.setattr(run.trainer._batches._pipeline, "run", dropped)
-    monkeypatch.setattr(run.trainer._learner, "checkpoint", checkpoint)
+    monkeypatch.setattr(run.trainer.batches.pipeline, "run", dropped)
+    monkeypatch.setattr(run.trainer.learner, "checkpoint", checkpoint)
     with pytest.raises(RunStopped, match="step 1: all 3 groups were dropped, .* 3 x no rubric"):
         await trained(run, monkeypatch)
     assert saved == []
@@ -370,7 +370,7 @@ async def test_a_checkpoint_is_written_beside_the_next_step_and_before_the_one_a
             await asyncio.sleep(0)
         on_disk.append(folder.name)
 
-    monkeypatch.setattr(run.trainer._learner, "checkpoint", checkpoint)
+    monkeypatch.setattr(run.trainer.learner, "checkpoint", checkpoint)
     await trained(run, monkeypatch)
     names = [f"step{step:05d}" for step in range(1, STEPS + 1)]
     # Each is asked for at the end of its step, when the one before is on disk, the last one's too when training ends.
@@ -387,7 +387,7 @@ async def test_a_checkpoint_that_cannot_be_written_stops_the_run_at_the_next_ste
     async def checkpoint(folder: Path) -> None:
         raise LearnerError("no space left on device")
 
-    monkeypatch.setattr(run.trainer._learner, "checkpoint", checkpoint)
+    monkeypatch.setattr(run.trainer.learner, "checkpoint", checkpoint)
     with pytest.raises(LearnerError, match="no space left"):
         await trained(run, monkeypatch)
     assert run.learned == [4]
@@ -405,7 +405,7 @@ async def test_a_run_that_is_stopped_keeps_the_checkpoint_that_is_being_written(
         await asyncio.sleep(0)
         on_disk.append(folder.name)
 
-    monkeypatch.setattr(run.trainer._learner, "checkpoint", checkpoint)
+    monkeypatch.setattr(run.trainer.learner, "checkpoint", checkpoint)
     stopping = asyncio.create_task(trained(run, monkeypatch))
     while run.learned != [1]:  # noqa: ASYNC110 (the loop's doing)
         await asyncio.sleep(0)
@@ -431,7 +431,7 @@ async def test_a_step_over_its_deadline_ends_the_run_and_names_what_it_waits_for
             finally:
                 ended.append(samples)
 
-    monkeypatch.setattr(run.trainer._learner, "accumulate", hang)
+    monkeypatch.setattr(run.trainer.learner, "accumulate", hang)
     with pytest.raises(
         RunStopped, match=r"^step 2 has not ended in watch.step_seconds=3600, waiting for: .*in the learn"
     ):
@@ -445,12 +445,12 @@ async def test_a_step_over_its_deadline_ends_the_run_and_names_what_it_waits_for
 @pytest.mark.parametrize(
     ("part", "method", "named"),
     [
-        ("_store", "spans", "the run store"),
-        ("_store", "metrics", "the run store"),
-        ("_store", "finish_step", "the run store"),
-        ("_learner", "token_logprobs", "the learner's log-probs for the canary"),
-        ("_learner", "step", "the learner's update"),
-        ("_fleet", "load", "sync of the adapter to the engines"),
+        ("store", "spans", "the run store"),
+        ("store", "metrics", "the run store"),
+        ("store", "finish_step", "the run store"),
+        ("learner", "token_logprobs", "the learner's log-probs for the canary"),
+        ("learner", "step", "the learner's update"),
+        ("fleet", "load", "sync of the adapter to the engines"),
     ],
 )
 async def test_whatever_a_step_waits_for_has_a_name(
@@ -463,11 +463,11 @@ async def test_whatever_a_step_waits_for_has_a_name(
         asked.set()
         await asyncio.Event().wait()
 
-    instead = remote(hang) if part == "_store" else hang
+    instead = remote(hang) if part == "store" else hang
     monkeypatch.setattr(getattr(run.trainer, part), method, instead)
     training = asyncio.create_task(trained(run, monkeypatch))
     await asked.wait()
-    assert str(run.trainer._pending).startswith(f"{named}, for ")
+    assert str(run.trainer.pending).startswith(f"{named}, for ")
     training.cancel()
     await asyncio.gather(training, return_exceptions=True)
 
@@ -482,10 +482,10 @@ async def test_a_tracker_that_hangs_holds_up_its_step_and_nothing_else(
         loop.call_soon_threadsafe(asked.set)
         assert goes_on.wait(60)
 
-    monkeypatch.setattr(run.trainer._observer, "step", hang)
+    monkeypatch.setattr(run.trainer.observer, "step", hang)
     training = asyncio.create_task(trained(run, monkeypatch))
     await asked.wait()
-    assert str(run.trainer._pending).startswith("the trackers, for ")
+    assert str(run.trainer.pending).startswith("the trackers, for ")
     assert run.learned == []
     goes_on.set()
     await training

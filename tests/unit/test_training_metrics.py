@@ -52,7 +52,6 @@ def groups() -> list[Group]:
         fallbacks={"none": 1, "no_citation": 1},
         active_spreads=(0.2,),
         inert_spreads=(0.0,),
-        tokens=40,
     )
     lost = Group(step=1, index=1, task_id="u_1", prompt=())
     lost.fail("0 of 2 rollouts finished; a group needs at least 2")
@@ -99,7 +98,7 @@ def test_settings_without_a_rubric_have_rewards_and_signal_too() -> None:
     for index, rewards in enumerate([(1.0, 0.0, 0.0), (1.0, 1.0, 1.0)]):
         group = Group(step=1, index=index, task_id=f"t_{index}", prompt=(), state=GroupState.CREDITED)
         group.advantage = AdvantageSummary(
-            rollouts=(0, 1, 2), rewards=rewards, inert=0, fallbacks={}, active_spreads=(), inert_spreads=(), tokens=9
+            rollouts=(0, 1, 2), rewards=rewards, inert=0, fallbacks={}, active_spreads=(), inert_spreads=()
         )
         groups.append(group)
     metrics = step_metrics(1, groups, group_size=3)

@@ -155,7 +155,7 @@ def test_one_command_starts_continues_and_starts_again_what_never_began(
 ) -> None:
     done: list[str] = []
     monkeypatch.setattr(run_module, "train", lambda *given: done.append("started"))
-    monkeypatch.setattr(run_module, "_continue", lambda place, *given, **more: done.append(f"continued {place.local}"))
+    monkeypatch.setattr(run_module, "resume", lambda place, *given, **more: done.append(f"continued {place.local}"))
     config = configured(tmp_path)
     resume_or_start(config, "sandbox")
     run = RunDirectory.create(tmp_path / "nightly", dump_config(config))

@@ -63,7 +63,7 @@ class _Handle:
         self.handle.__ray_terminate__.options(max_task_retries=0).remote()
 
 
-class JudgeServersActor:
+class JudgeServersActor(JudgeServers):
     """`JudgeServers` for callers in other processes."""
 
     def __init__(self, config: JudgeConfig, logs: Path, run_name: str) -> None:
@@ -84,23 +84,7 @@ class JudgeServersActor:
             return made
 
         self._handles: list[_Handle] = []
-        lease_seconds = config.request_timeout_seconds + LEASE_GRACE_SECONDS
-        self._servers = JudgeServers(start, local, lease_seconds=lease_seconds)
-        self._opened = False
-
-    async def acquire(self, group: str, rank: int) -> Lease:
-        """See `JudgeServers.acquire`."""
-        self.open()
-        return await self._servers.acquire(group, rank)
-
-    async def release(self, number: int, lost: bool) -> None:
-        """See `JudgeServers.release`."""
-        self._servers.release(number, lost=lost)
-
-    async def pending(self) -> list[str]:
-        """See `JudgeServers.pending`; the first call starts the servers."""
-        self.open()
-        return self._servers.pending()
+        super().__init__(start, local, lease_seconds=config.request_timeout_seconds + LEASE_GRACE_SECONDS)
 
     async def ready(self) -> None:
         """Return once a server answers.
@@ -108,22 +92,14 @@ class JudgeServersActor:
         Raises:
             JudgeUnavailable: none comes up.
         """
-        self.open()
-        lease = await self._servers.acquire()
-        self._servers.release(lease.number)
+        self.release((await self.acquire()).number)
 
     async def stop(self) -> None:
         """End all servers, and return when they have ended."""
-        self._servers.close()
+        self.close()
         ending = [handle.ending for handle in self._handles if handle.ending is not None]
         with suppress(RayError, TimeoutError):
             await asyncio.wait_for(asyncio.gather(*ending, return_exceptions=True), STOP_SECONDS)
-
-    def open(self) -> None:
-        """Start the pool in the actor's own event loop."""
-        if not self._opened:
-            self._opened = True
-            self._servers.open()
 
 
 class ServersClient(NamedActor):
@@ -133,7 +109,7 @@ class ServersClient(NamedActor):
     async def borrow(self, request: Request) -> AsyncIterator[Borrowed]:
         """See `Servers.borrow`."""
         waiting = self.acquire(request.group, urgency(request.phase))
-        lease: Lease = await self.borrowed(waiting, lambda lease: self.release(lease.number, False))
+        lease: Lease = await self.borrowed(waiting, lambda lease: self.release(lease.number))
         borrowed = Borrowed(lease.server)
         try:
             yield borrowed
@@ -153,5 +129,5 @@ def start_judge_servers(config: JudgeConfig, run: Path, run_name: str) -> tuple[
     options = {"name": name, "scheduling_strategy": beside_the_driver(), **OPTIONS}
     handle = actor.options(**options).remote(config, run / "logs", run_name)
     # The servers load while the rest of the run starts.
-    handle.pending.remote()
+    handle.open.remote()
     return handle, ServersClient(name)

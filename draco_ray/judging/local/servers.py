@@ -107,7 +107,9 @@ class JudgeServers:
         ]
 
     def open(self) -> None:
-        """Request the minimum number of servers; needs a running event loop, and returns at once."""
+        """Request the minimum number of servers, once; needs a running event loop, and returns at once."""
+        if self._adjusting is not None:
+            return
         self._none_since = self._clock()
         self.adjust()
         self._adjusting = asyncio.create_task(self._keep_adjusting())
@@ -120,17 +122,18 @@ class JudgeServers:
             place.worker.end()
 
     async def acquire(self, group: str = "", rank: int = 0) -> Lease:
-        """Wait for a server with a free slot, the lowest rank first.
+        """Wait for a server with a free slot, the lowest rank first; the first call opens the pool.
 
         Raises:
             JudgeUnavailable: no server comes up.
         """
+        self.open()
         place = await self._workers.acquire(rank, group)
         number = next(self._numbers)
         self._leases[number] = (place, self._clock() + self._lease_seconds)
         return Lease(number=number, server=self._servers[place])
 
-    def release(self, number: int, *, lost: bool = False) -> None:
+    def release(self, number: int, lost: bool = False) -> None:
         """End a lease; ``lost``: its server could not be reached, so it gets no further calls for now."""
         lease = self._leases.pop(number, None)
         if lease is None:

@@ -17,7 +17,7 @@ from pathlib import Path
 from draco_ray.config.schema import RunConfig
 from draco_ray.errors import ConfigError, StoreError
 from draco_ray.runs.directory import RunDirectory
-from draco_ray.runs.remote.claim import Claim, ClaimLost, take
+from draco_ray.runs.remote.claim import ClaimLost, take
 from draco_ray.runs.remote.copier import Copier, restore
 from draco_ray.runs.remote.manifest import MARKER, Manifest, Marker, latest_manifest
 from draco_ray.runs.remote.store import OPTIONS, ObjectStore, Say
@@ -176,7 +176,9 @@ def working(place: Place, say: Say, *, new: bool = False, again: str | None = No
             raise
         _copy_all(copier, store.retrying(END_SECONDS), place, again)
     finally:
-        _release(claim, store.retrying(0.0))
+        # If this fails, the claim expires.
+        with contextlib.suppress(StoreError):
+            claim.release(store.retrying(0.0))
 
 
 @contextlib.contextmanager
@@ -246,12 +248,6 @@ def _bring(store: ObjectStore, folder: Path, latest: Manifest | None) -> None:
         raise StoreError(f"{store.url}: the manifests are missing; restore one in the store")
     Marker(store.url, (found.name,)).write(unfinished)
     unfinished.rename(folder)
-
-
-def _release(claim: Claim, store: ObjectStore) -> None:
-    """Release a claim; if that fails, the claim expires."""
-    with contextlib.suppress(StoreError):
-        claim.release(store)
 
 
 def _remote_place(url: str, local: Path | None) -> Place:
