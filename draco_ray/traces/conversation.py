@@ -147,7 +147,7 @@ def role_name(role: str) -> str:
 
 
 def tool_texts(tools: object) -> tuple[str, ...]:
-    """The declared tools, in any dialect, as text: name, description, parameters."""
+    """The declared tools, in any dialect, a line each: name, description, parameters."""
     tools = decoded(tools)
     if not isinstance(tools, Iterable) or isinstance(tools, str | Mapping):
         return ()
@@ -162,7 +162,7 @@ def tool_texts(tools: object) -> tuple[str, ...]:
 
 def _tool(tool: object) -> str:
     if isinstance(tool, str):
-        return clean(tool)
+        return " ".join(clean(tool).split())
     if not isinstance(tool, Mapping):
         return clean(f"({kind(tool)})")
     about: Mapping[str, Any] = object_of(tool, "function") or object_of(tool, "toolSpec") or tool
@@ -172,4 +172,4 @@ def _tool(tool: object) -> str:
     parameters = object_of(parameters, "json") or parameters if isinstance(parameters, Mapping) else parameters
     properties = parameters.get("properties") if isinstance(parameters, Mapping) else None
     taken = compact(properties) if properties else ""
-    return clean(f"{name}: {about.get('description') or ''} {taken}".strip())
+    return " ".join(clean(f"{name}: {about.get('description') or ''} {taken}").split())

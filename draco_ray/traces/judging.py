@@ -27,17 +27,20 @@ from draco_ray.judging.phases import Credit, Proposals, Question, Score, Stage1,
 from draco_ray.judging.prompts import Prompts
 from draco_ray.records import (
     GAP,
+    TOOLS,
     Attribution,
     Criterion,
     EpisodeEnd,
     GroupAdvantages,
     JudgeCall,
     Judged,
+    Message,
     RolloutAdvantage,
     ScoredCriterion,
     Trajectory,
     Turn,
 )
+from draco_ray.traces.conversation import tool_texts
 from draco_ray.traces.entry import AGENT
 from draco_ray.traces.model import Trace, TraceGroup
 
@@ -50,6 +53,8 @@ UNKNOWN_TOKEN = -1
 """Placeholder token id, as only the number of tokens is known."""
 MOST_TOOLS = 40
 """Maximum number of tool names in the facts."""
+_TOOL = r"[A-Za-z_][\w.:-]{0,79}"
+"""A tool's name that is shown in the facts."""
 SINGLE = "a single trace: no dropout, no advantage"
 
 Phases = dict[tuple[str, int | None], Judged[Any]]
@@ -371,14 +376,16 @@ def environment_facts(traces: Sequence[Trace]) -> str:
     """
     turns = [turn for trace in traces for turn in trace.turns]
     actions = [turn.action for turn in turns if turn.action is not None]
-    called = sorted({name for action in actions for name in _called(action)})
+    called = {name for action in actions for name in _called(action)}
+    declared = {name for trace in traces for message in trace.prompt for name in _declared(message)}
     facts = ["A step is a turn of the agent that somebody or something received: an action or a message."]
-    if called:
-        more = f" and {len(called) - MOST_TOOLS} more" if len(called) > MOST_TOOLS else ""
+    if called or declared:
+        tools = sorted(called | declared)
+        more = f" and {len(tools) - MOST_TOOLS} more" if len(tools) > MOST_TOOLS else ""
         facts.append(
             "The agent acts by calling tools: several calls in a turn are made together and are one step, and what "
-            "the environment answered follows. Tools seen here: "
-            f"{', '.join(called[:MOST_TOOLS])}{more}."
+            f"the environment answered follows. Tools {'that it has' if declared else 'seen here'}: "
+            f"{', '.join(tools[:MOST_TOOLS])}{more}."
         )
     elif actions:
         facts.append("An action of the agent is carried out, and its output follows.")
@@ -397,4 +404,12 @@ def environment_facts(traces: Sequence[Trace]) -> str:
 
 def _called(action: str) -> list[str]:
     """Names of the tools that an action calls."""
-    return re.findall(r"^([A-Za-z_][\w.:-]{0,79})\((?=[{\"\[]|$|\n)", action, re.MULTILINE)
+    return re.findall(rf"^({_TOOL})\((?=[{{\"\[]|$|\n)", action, re.MULTILINE)
+
+
+def _declared(message: Message) -> list[str]:
+    """Names of the tools that a message declares: a JSON array of schemas in a run, else a line for each tool."""
+    if message.role != TOOLS:
+        return []
+    lines = tool_texts(message.content) or message.content.splitlines()
+    return [found[1] for line in lines if (found := re.match(rf"({_TOOL})(?=: |:?$)", line))]

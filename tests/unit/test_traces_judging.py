@@ -24,7 +24,7 @@ from draco_ray.runs.directory import RunDirectory, sole_driver
 from draco_ray.runs.rows import step_trajectories
 from draco_ray.traces.judging import as_trajectory, environment_facts
 from draco_ray.traces.library import judge, judge_sync, plan
-from draco_ray.traces.load import load_traces
+from draco_ray.traces.load import groups_of, load_traces
 from draco_ray.traces.model import Trace, TraceTurn
 from tests.support import canned_judge
 from tests.unit.test_traces_load import FILES, written
@@ -100,7 +100,7 @@ def test_every_prompt_tells_of_the_world_of_these_traces_and_of_no_other() -> No
     judge_sync(load_traces(FILES / "openai_chat.jsonl"), MODEL, complete=canned)
     for request in canned.asked:
         prompt = request.messages[0].content
-        assert "Tools seen here: book, search_flights." in prompt
+        assert "Tools that it has: book, search_flights." in prompt
         assert "complete_task" not in prompt
         assert "<code>" not in prompt
 
@@ -375,13 +375,30 @@ async def test_the_judge_sees_less_of_each_where_it_sees_them_together() -> None
 
 def test_the_facts_are_of_what_is_seen() -> None:
     facts = environment_facts(load_traces(FILES / "openai_chat.jsonl")[0].traces)
-    assert "Tools seen here: book, search_flights." in facts
+    assert "Tools that it has: book, search_flights." in facts
     assert "It talks with a user" in facts
     assert "complete_task" not in facts
     assert "An action of the agent is carried out" in environment_facts(
         load_traces(FILES / "own_format.jsonl", mapping=FILES / "own_format.yaml")[0].traces
     )
     assert "sub-agent checker" in environment_facts(load_traces(FILES / "otlp.jsonl")[0].traces)
+
+
+def test_the_facts_name_tools_that_nobody_called() -> None:
+    def tool(name: str) -> dict[str, object]:
+        return {"type": "function", "function": {"name": name, "description": "Do.\nArgs: none.", "parameters": {}}}
+
+    call = {"id": "1", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+    messages = [
+        {"role": "user", "content": "Refund it."},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "1", "content": "shipped"},
+    ]
+    record = {"task_id": "a", "tools": [tool("look"), tool("decline")], "messages": messages}
+    (group,) = groups_of([record])
+    assert "Tools that it has: decline, look." in environment_facts(group.traces)
+    in_run = Message(role="tools", content=json.dumps([tool("decline")]))
+    assert "Tools that it has: decline, look." in environment_facts([replace(group.traces[0], prompt=(in_run,))])
 
 
 def test_tokens_are_the_traces_own_where_it_counts_them() -> None:
