@@ -267,7 +267,7 @@ def in_the_first_start(run: Path, driver: int) -> bool:
 
 def in_an_evaluation(run: Path, driver: int) -> bool:
     """A held-out rollout of the untrained policy is on disk, and no step has begun."""
-    return any((run / "tables" / "evaluation_trajectories").glob("step00000/*.arrow"))
+    return any((run / "tables" / "evaluation_trajectories").glob("step00000/*"))
 
 
 def in_a_sync(run: Path, driver: int) -> bool:
