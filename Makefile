@@ -78,10 +78,12 @@ $(GPU_VENV)/.bench-ready: requirements/gpu-bench.lock $(GPU_VENV)/.ready
 	.venv-adapter-$*/bin/python -m pip install --quiet --disable-pip-version-check $(if $(filter-out inspect art,$*),--no-deps) $(PIP_ARGS) -r $<
 	touch $@
 
-# The coding agents with an open licence.
-.venv-agents/.ready: requirements/agents/pypi.txt requirements/agents/npm.txt
+.venv-agents/.ready: requirements/agents/pypi.txt
 	test -x .venv-agents/bin/python || $(PYTHON) -m venv .venv-agents
 	.venv-agents/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -r requirements/agents/pypi.txt
+	touch $@
+
+.venv-agents/.npm-ready: requirements/agents/npm.txt .venv-agents/.ready
 	npm install --silent --no-save --prefix .venv-agents $$(cat requirements/agents/npm.txt)
 	touch $@
 
@@ -336,7 +338,7 @@ test: setup setup-verifiers
 
 # Run the tests that `make test` skips without a browser, bubblewrap (`.ci/packages` installs both) and coding agents.
 test-packages: export PATH := $(AGENTS_PATH)
-test-packages: setup setup-verifiers .venv-agents/.ready
+test-packages: setup setup-verifiers .venv-agents/.npm-ready
 	$(PYTEST) -m "packages and not deployment"
 
 # Run the tests that `make test` leaves out: several nodes or ranks, submitted jobs, the wheel, GPU builds, whole runs of examples (an hour on two cores).

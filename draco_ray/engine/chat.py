@@ -210,7 +210,7 @@ class ChatTokens:
             ) from error
 
     def _call_turn(self, mark: str) -> dict[str, Any]:
-        """A turn with one call, of a function named `_name`, which has ``mark`` as its argument."""
+        """A turn that calls the function `_name` with the argument ``mark``."""
         function = {"name": self._name, "arguments": {"x": mark}}
         call = {"id": "call00001", "type": "function", "function": function}
         return {"role": "assistant", "content": "", "tool_calls": [call]}
