@@ -341,7 +341,7 @@ test-packages: export PATH := $(AGENTS_PATH)
 test-packages: setup setup-verifiers .venv-agents/.npm-ready
 	$(PYTEST) -m "packages and not deployment"
 
-# Run the tests that `make test` leaves out: several nodes or ranks, submitted jobs, the wheel, GPU builds, whole runs of examples (an hour on two cores).
+# Run the tests that `make test` leaves out: several nodes or ranks, submitted jobs, the wheel, GPU builds, whole runs of settings and examples (two hours on two cores).
 test-deployment: setup setup-verifiers
 	$(PYTEST) -m deployment
 

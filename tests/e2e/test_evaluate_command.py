@@ -129,6 +129,7 @@ def test_an_interrupted_evaluation_goes_on_and_appworld_agrees(sandbox_root: Pat
     assert "6 of 6 rollouts are already finished" in again.stdout
 
 
+@pytest.mark.deployment
 def test_checkpoints_of_a_run_are_measured_with_their_adapters(
     tmp_path: Path,
 ) -> None:

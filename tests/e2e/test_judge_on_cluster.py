@@ -12,7 +12,7 @@ from draco_ray.sandbox.judge_server import MODEL_NAME, JudgeServer
 from tests.support.chat_traces import chat_traces
 from tests.support.command import draco, draco_here
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("joined_ray")]
+pytestmark = [pytest.mark.slow, pytest.mark.deployment, pytest.mark.usefixtures("joined_ray")]
 
 
 def lines(out: Path) -> list[dict[str, Any]]:

@@ -16,7 +16,7 @@ import pytest
 from draco_ray.runs.directory import RunDirectory
 from tests.support.command import draco_here
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.deployment]
 
 
 @pytest.fixture(scope="module")

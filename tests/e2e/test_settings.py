@@ -28,7 +28,7 @@ from tests.support.rewards import check_given_rewards, check_rubric_run, voted
 from tests.support.scripted_policy import THOUGHT, save_turns_policy
 from tests.support.tiny_model import tiny_tokenizer
 
-pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("joined_ray")]
+pytestmark = [pytest.mark.slow, pytest.mark.deployment, pytest.mark.usefixtures("joined_ray")]
 
 PROMPTS = 2
 SEED = 3
@@ -81,7 +81,6 @@ def test_outcome(sandbox_root: Path, tmp_path: Path) -> None:
     assert run.table("judge_calls").num_rows == 0
 
 
-@pytest.mark.deployment
 def test_random(order_desk_policy: Path, tmp_path: Path) -> None:
     run = one_step(order_desk_policy, tmp_path, "random")
     tasks = sorted(set(run.table("advantages").column("task_id").to_pylist()))
@@ -121,7 +120,6 @@ def test_self_judge(scripted_policy: Path, tmp_path: Path) -> None:
     assert recorded == voted(run, votes=3)
 
 
-@pytest.mark.deployment
 def test_a_judge_that_is_served_on_the_cluster(sandbox_root: Path, scripted_policy: Path, tmp_path: Path) -> None:
     """The policy here calls AppWorld's APIs as functions."""
     config = tmp_path / "functions.yaml"

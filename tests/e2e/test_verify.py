@@ -16,7 +16,7 @@ from tests.e2e.test_training import arguments
 from tests.support.command import draco, draco_here
 from tests.support.tampered import KINDS, tampered
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.deployment]
 
 FLIPS = int(os.environ.get("DRACO_TEST_FLIPS", "2"))
 """Of each kind."""
@@ -61,7 +61,6 @@ def test_a_change_is_found_and_named(run: RunDirectory, tmp_path: Path, kind: st
     assert re.search(said, line), line
 
 
-@pytest.mark.deployment
 def test_another_number_of_cores_gives_the_same_adapters(
     run: RunDirectory, sandbox_root: Path, starter_model: Path, tmp_path: Path
 ) -> None:

@@ -138,7 +138,10 @@ def a_group(rollouts: Sequence[Sample], prompts: Sequence[list[int]]) -> list[Tr
     return made
 
 
-@pytest.mark.parametrize("architecture", [qwen2, qwen3_5, qwen3_moe, qwen3_5_moe])
+@pytest.mark.parametrize(
+    "architecture",
+    [qwen2, qwen3_5, *(pytest.param(moe, marks=pytest.mark.deployment) for moe in (qwen3_moe, qwen3_5_moe))],
+)
 async def test_engine_and_learner_agree_in_bfloat16_with_an_adapter_on_all_linear_layers(
     architecture: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,7 +14,7 @@ import pytest
 from tests.conftest import REPOSITORY
 from tests.support.command import draco
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.deployment]
 
 EXAMPLES = REPOSITORY / "examples"
 TASKSETS = """

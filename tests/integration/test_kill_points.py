@@ -12,7 +12,7 @@ import pytest
 
 from tests.conftest import REPOSITORY
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.deployment]
 CALLS = 4
 """Of an undisturbed run: three tasks, one of them asked twice."""
 

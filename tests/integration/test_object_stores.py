@@ -137,6 +137,7 @@ def test_a_store_that_fails_now_and_then_loses_nothing(s3: tuple[str, Faults], t
     assert all("\n" not in line for line in said)
 
 
+@pytest.mark.deployment
 def test_a_store_that_is_gone_at_the_end_loses_nothing_here(
     s3: tuple[str, Faults], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -63,6 +63,7 @@ def roots(sandbox_root: Path, hard_sandbox_root: Path, tmp_path_factory: pytest.
     return {"standard": root, "hard": hard_sandbox_root}
 
 
+@pytest.mark.deployment
 def test_a_world_in_place_of_another_is_to_the_byte_what_the_same_seed_gives(
     roots: dict[str, Path], sandbox_root: Path
 ) -> None:
@@ -262,6 +263,7 @@ def _family(root: Path, task_id: str, plays: dict[Any, tuple[list[str], Any]]) -
     )
 
 
+@pytest.mark.deployment
 @pytest.mark.parametrize("variety", VARIETIES)
 def test_every_family_is_done_by_its_reference_and_by_no_fatal_fault(
     played: dict[str, dict[str, Family]], variety: str
@@ -280,6 +282,7 @@ def test_every_family_is_done_by_its_reference_and_by_no_fatal_fault(
         assert {fault: each.success for fault, each in family.faulty.items()} == expected, name
 
 
+@pytest.mark.deployment
 def test_a_change_too_many_fails_a_task_that_is_otherwise_solved(played: dict[str, dict[str, Family]]) -> None:
     everything = {**played["standard"], **played["hard"]}
     for name, broken in EXTRA.items():
@@ -289,6 +292,7 @@ def test_a_change_too_many_fails_a_task_that_is_otherwise_solved(played: dict[st
         ]
 
 
+@pytest.mark.deployment
 @pytest.mark.parametrize("variety", VARIETIES)
 def test_the_rule_judges_rewards_follow_success(played: dict[str, dict[str, Family]], variety: str) -> None:
     better = pairs = 0

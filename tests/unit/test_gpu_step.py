@@ -39,6 +39,7 @@ def test_options_that_make_no_sense_end_it(job: ModuleType, options: dict[str, o
         job.main(**options)
 
 
+@pytest.mark.deployment
 def test_as_many_layers_are_built_as_the_plan_finds_room_for(job: ModuleType, tmp_path: Path) -> None:
     config = job.configured(job.overrides(tmp_path, 24, tiny=False), tiny=False)
     assert config.engine.colocate

@@ -72,6 +72,7 @@ def test_else_the_default_build_comes_with_all_it_requires_and_its_size_is_said_
     assert "2.7 GB to download" in said
 
 
+@pytest.mark.deployment
 def test_pip_itself_takes_the_cpu_build_of_a_folder_before_the_other_one_of_an_index(tmp_path: Path) -> None:
     folder, index = tmp_path / "wheels", tmp_path / "index" / "torch"
     folder.mkdir()

@@ -114,8 +114,9 @@ def test_a_request_larger_than_the_limit_goes_alone(clock: Clock) -> None:
 
 
 @settings(deadline=None, max_examples=50)
-@given(st.lists(st.tuples(st.integers(1, 400), st.integers(0, 400), st.floats(0, 30)), max_size=60))
+@given(st.lists(st.tuples(st.integers(1, 400), st.integers(0, 400), st.floats(0, 30)), max_size=LEARNED_AFTER))
 def test_in_no_minute_more_than_the_limits(requests: list[tuple[int, int, float]]) -> None:
+    """While every request counts with its maximum; afterwards one may be larger than predicted."""
     clock = Clock()
     limiter = Limiter(JudgeLimits(requests_per_minute=5, tokens_per_minute=1000), clock=clock)
     sent: list[tuple[float, int]] = []
@@ -125,7 +126,7 @@ def test_in_no_minute_more_than_the_limits(requests: list[tuple[int, int, float]
             number, wait = lease(limiter, most)
             if number:
                 break
-            assert 0 < wait <= WINDOW_SECONDS
+            assert 0 < wait <= WINDOW_SECONDS + 1e-6
             clock.now += wait
         used = min(used, most)
         sent.append((clock.now, used))

