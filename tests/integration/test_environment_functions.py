@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +94,7 @@ async def test_a_rollout_of_the_tool_calling_agent_is_evaluated(sandbox_root: Pa
     assert "account_name" in (played.steps[0].observation or "")
     assert not (played.steps[1].observation or "").startswith("error")
     assert spotify.termination(played) is Termination.SUBMITTED
+    assert spotify.termination(replace(played, ended=EpisodeEnd.CRASHED)) is Termination.CRASHED
     # The tools are in the prompt, those of other apps and what marks AppWorld's data are not.
     tools = next(message.content for message in played.prompt if message.role == "tools")
     assert "spotify__login" in tools

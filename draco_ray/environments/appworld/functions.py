@@ -70,12 +70,15 @@ class AppWorldFunctions(AppWorldEnvironment):
 
     def termination(self, trajectory: Trajectory) -> Termination:
         """See `Environment`."""
+        stopped = ended_by(trajectory.ended)
+        if stopped in (Termination.SERVER_ERROR, Termination.CRASHED):
+            return stopped
         for step in reversed(trajectory.steps):
             action = step.action or ""
             if "supervisor__complete_task" in action and "error: " not in (step.observation or ""):
                 gave_up = '"status": "fail"' in action
                 return Termination.GAVE_UP if gave_up else Termination.SUBMITTED
-        return ended_by(trajectory.ended) or (Termination.GAVE_UP if trajectory.acted else Termination.NO_ACTION)
+        return stopped or (Termination.GAVE_UP if trajectory.acted else Termination.NO_ACTION)
 
     @functools.cached_property
     def _functions(self) -> Mapping[str, dict[str, Any]]:
