@@ -239,11 +239,11 @@ async def _run(
     console: Console,
 ) -> None:
     """Start the actors, train, and report before and after."""
-    started, last = time.time(), _steps(config, order)
+    started, last = time.monotonic(), _steps(config, order)
 
     async def work() -> None:
         async with training_session(config, prompts, order, run, start, console) as session:
-            console.print(f"actors ready in {time.time() - started:.0f}s")
+            console.print(f"actors ready in {time.monotonic() - started:.0f}s")
             training = _train_and_measure(session, start.step, last, config.train.evaluate_every)
             await unless_lost(training, session.actors.fleet.failure())
 
@@ -258,7 +258,7 @@ async def _run(
     with _said_at_once(console), PeakMemory() as memory:
         await unless_lost(work(), head_lost())
     used = f"{memory.peak_bytes / 2**30:.1f} GiB {'in total' if address_of(config) is None else 'of the driver'}"
-    console.print(f"done in {time.time() - started:.0f}s, peak memory {used}: {run.path}")
+    console.print(f"done in {time.monotonic() - started:.0f}s, peak memory {used}: {run.path}")
     console.print(f"to see the run: draco report {shlex.quote(str(run.path))}")
 
 

@@ -605,7 +605,7 @@ class Trainer:
         return RunStopped(f"step {step} has not ended in watch.step_seconds={seconds:g}, waiting for: {self.pending}")
 
     async def _step(self, step: int, last: int) -> dict[str, Any]:
-        config, started = self.config, time.time()
+        config, started = self.config, time.monotonic()
         check_disk(config, self.run.path)
         if self._writing is not None and self._writing.done():
             await self._written()
@@ -628,6 +628,7 @@ class Trainer:
         self.batches.note(step, played["solved_tasks"])
 
         learned, learned_at = update_metrics(update.updates), time.time()
+        update_ended = time.monotonic()
         updated = learned["updates"] > 0 and learned["grad_norm"] > 0
         with self.pending.of("sync of the adapter to the engines"):
             gap = await self.weights.sync(step, probe, updated=updated, quiet=not self.batches.ahead)
@@ -639,7 +640,7 @@ class Trainer:
         # The checkpoint marks the step as done, so its tables are written first.
         with self.pending.of("the run store"):
             await self.store.spans.remote(step, "spans", step_spans(batch.groups, rest))
-            await self.store.metrics.remote(step, {**learning, **_seconds(learned_at, started)})
+            await self.store.metrics.remote(step, {**learning, **_seconds(update_ended, started)})
         if step % config.train.checkpoint_every == 0 or step == last:
             began = time.time()
             await self._checkpoint(step)
@@ -648,7 +649,7 @@ class Trainer:
             spans = step_spans((), {"checkpoint": [(began, time.time())]})
             with self.pending.of("the run store"):
                 await self.store.spans.remote(step, "checkpoint", spans)
-        metrics = {**learning, **_seconds(learned_at, started)}
+        metrics = {**learning, **_seconds(update_ended, started)}
         with self.pending.of("the trackers"):
             # Run in a thread, so that a tracker's hanging server blocks neither the watchdog nor the terminal.
             await asyncio.to_thread(self.observer.step, metrics)
@@ -695,7 +696,7 @@ class Trainer:
         return update, probe
 
 
-def _seconds(learned_at: float, started: float) -> dict[str, float]:
-    """Seconds since the update, and since the step began."""
-    now = time.time()
-    return {"seconds_sync": now - learned_at, "seconds": now - started}
+def _seconds(update_ended: float, started: float) -> dict[str, float]:
+    """Seconds since the update, and since the step began, by monotonic times."""
+    now = time.monotonic()
+    return {"seconds_sync": now - update_ended, "seconds": now - started}
