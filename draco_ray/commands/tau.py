@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from draco_ray.benchmarks.tau.config import TauBenchConfig
 from draco_ray.commands.groups.options import Commands, Overrides, Trust
 from draco_ray.lab.evaluation.rendering import Shown, TableFormat
 
@@ -74,7 +75,7 @@ def check(
     from draco_ray.config.load import load_config
 
     check_effect("draco tau check", overrides or [], ("tau_bench",), {})
-    found = find_tau2(load_config(config, overrides or [], trust=trust).tau_bench)
+    found = find_tau2(TauBenchConfig.of(load_config(config, overrides or [], trust=trust)))
     typer.echo(f"tau2-bench {found.version}, commit {found.commit[:12]}, {len(found.tasks)} tasks, {found.python}")
 
 
@@ -121,7 +122,8 @@ def policy_and_config(options: EvaluateOptions, starter: Path) -> tuple[Evaluate
 
     policy, config = find_policy_and_config(options, starter)
     check_api_options(options, policy)
-    agent = config.tau_bench.agent
+    tau_bench = TauBenchConfig.of(config)
+    agent = tau_bench.agent
     if policy.api_model is not None:
         told = {
             "api_base": options.api_base,
@@ -129,9 +131,8 @@ def policy_and_config(options: EvaluateOptions, starter: Path) -> tuple[Evaluate
             "temperature": options.api_temperature,
         }
         agent = agent.model_copy(update={name: value for name, value in told.items() if value is not None})
-    trials = options.runs or config.tau_bench.trials
-    tau_bench = config.tau_bench.model_copy(update={"trials": trials, "agent": agent})
-    return policy, config.model_copy(update={"tau_bench": tau_bench})
+    trials = options.runs or tau_bench.trials
+    return policy, config.updated(tau_bench={"trials": trials, "agent": agent})
 
 
 def check_typed(overrides: Sequence[str], config: DracoConfig, api: Sequence[bool]) -> None:
@@ -148,7 +149,7 @@ def check_typed(overrides: Sequence[str], config: DracoConfig, api: Sequence[boo
     idle = dict.fromkeys(("judge", "agent", "data"), "in tau-bench evaluations")
     idle |= dict.fromkeys(("judge.prices", "agent.thinking", "data.root"), "")
     idle["tau_bench.agent.model"] = "together with --policy"
-    if (retrieval := config.tau_bench.retrieval) not in DENSE_RETRIEVAL:
+    if (retrieval := TauBenchConfig.of(config).retrieval) not in DENSE_RETRIEVAL:
         idle |= dict.fromkeys(("tau_bench.embedder", "tau_bench.embeddings_cache"), f"with retrieval={retrieval}")
     if all(api):
         served = ("model", "engine", "agent.thinking", "tau_bench.server")

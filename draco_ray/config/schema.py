@@ -12,11 +12,13 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+from pydantic.functional_serializers import SerializeAsAny
 from pydantic_core import PydanticCustomError
 
 from draco_ray.config.file_names import FileName
 from draco_ray.config.plans import with_plan
 from draco_ray.config.vllm_arguments import argument_problem
+from draco_ray.registry import find
 
 CONFIRMED: dict[str, Any] = {"confirmed": ""}
 """Marks a key that starts a program, sends an API key or prompts somewhere, weakens the jail or names a place to write:
@@ -785,100 +787,6 @@ class WatchConfig(Tree):
     """Time limit for engines, judge and learner to start, including that for autoscaled nodes."""
 
 
-class TauModelConfig(Tree):
-    """A model that tau2 calls through LiteLLM."""
-
-    model: str = Field("openai/gpt-5.4", json_schema_extra=CONFIRMED_URL)
-    """LiteLLM model name with provider prefix."""
-    api_base: str | None = Field(None, json_schema_extra=CONFIRMED)
-    """Endpoint; null: the provider's own. For agent and user simulator, only with openai/ and hosted_vllm/ models."""
-    api_key_env: str | None = Field(None, json_schema_extra=CONFIRMED)
-    """Environment variable with the key; null: ``<PROVIDER>_API_KEY``. For providers other than openai/ and
-    hosted_vllm/ it must have LiteLLM's name."""
-    temperature: float | None = Field(0.0, ge=0)
-    """Temperature of sampling; null: not sent."""
-
-
-class TauEmbedderConfig(Tree):
-    """The embedding model behind dense retrieval (alltools-qwen)."""
-
-    model: str = "qwen/qwen3-embedding-8b"
-    """The model's name at the endpoint."""
-    api_base: str = Field("https://openrouter.ai/api/v1", json_schema_extra=CONFIRMED)
-    """Endpoint of the embedding model."""
-    api_key_env: str = Field("OPENROUTER_API_KEY", json_schema_extra=CONFIRMED)
-    """Environment variable with its key."""
-
-
-class TauServerConfig(Tree):
-    """vLLM's OpenAI-compatible server for the policy; GPUs, memory and sequences are those of `engine`."""
-
-    port: int | None = Field(None, ge=1, le=65535)
-    """Port on 127.0.0.1; null: a free one."""
-    max_model_len: int = Field(131072, ge=1024)
-    """Maximum tokens of prompt and reply (appendix "Serving configuration")."""
-    native_context: int | None = Field(None, ge=1024)
-    """Tokens the model was trained for; YaRN extends it to max_model_len. null reads a local model's config.json."""
-    tool_call_parser: str | None = None
-    """vLLM's tool parser; null: derived for Qwen models."""
-    reasoning_parser: str | None = None
-    """vLLM's reasoning parser; null: derived for Qwen models."""
-    start_timeout_seconds: float = Field(1800.0, gt=0)
-    """Time limit for the server to load the model."""
-
-
-class TauBenchConfig(Tree):
-    """τ-bench banking, run by tau2-bench in an environment of its own (docs/tau_bench.md)."""
-
-    tau2_python: str | None = Field(None, json_schema_extra=CONFIRMED)
-    """Python that can import tau2; null: TAU2_PYTHON, else .venv/bin/python of tau2_home."""
-    tau2_home: Path | None = Field(None, json_schema_extra=CONFIRMED)
-    """Checkout of tau2-bench, for its data; null: TAU2_HOME."""
-    tau2_version: str = "1.0.1"
-    """Required version of tau2; grading differs between versions."""
-    retrieval: Literal[
-        "alltools-qwen",
-        "qwen_embeddings",
-        "qwen_embeddings_grep",
-        "terminal_use",
-        "bm25",
-        "bm25_grep",
-        "grep_only",
-        "full_kb",
-        "golden_retrieval",
-        "no_knowledge",
-    ] = "alltools-qwen"
-    """tau2's retrieval configuration; the default is the paper's all-tools setting with Qwen embeddings."""
-    tasks: tuple[str, ...] | None = None
-    """Only these task ids, for a trial; null: the full split of 97, as in the paper's figures."""
-    trials: int = Field(3, ge=1)
-    """Episodes per task: the n of pass^k."""
-    max_turns: int = Field(100, ge=1)
-    """Maximum agent turns; tau2 counts two steps per turn."""
-    seed: int = Field(300, ge=0, lt=2**32)
-    """Random seed of tau2's episodes."""
-    concurrency: int = Field(8, ge=1)
-    """Maximum number of concurrent episodes."""
-    episode_retries: int = Field(3, ge=0)
-    """Retries of an episode that ended in an exception."""
-    episode_timeout_seconds: float | None = Field(None, gt=0)
-    """Time limit of an episode; it then fails."""
-    stall_timeout_seconds: float = Field(3600.0, gt=0)
-    """Time without a finished episode after which tau2's process is restarted."""
-    restarts: int = Field(3, ge=0)
-    """Maximum restarts of tau2's process after it died or stalled; finished episodes are kept."""
-    embeddings_cache: Path = Field(Path(".cache/tau2_embeddings"), json_schema_extra=CONFIRMED)
-    """Folder of the documents' embeddings."""
-    agent: TauModelConfig = TauModelConfig()
-    """The policy if it is an API model; for a policy served here only the temperature is used."""
-    user: TauModelConfig = TauModelConfig()
-    """The user simulator."""
-    judge: TauModelConfig = TauModelConfig()
-    """Judge of natural-language assertions, which decide one task."""
-    embedder: TauEmbedderConfig = TauEmbedderConfig()
-    server: TauServerConfig = TauServerConfig()
-
-
 StoreUrl = Annotated[str, Field(pattern=r"^[a-z][a-z0-9+.-]*://")]
 """A place in an object store."""
 
@@ -917,6 +825,11 @@ class RayConfig(Tree):
     """Start the dashboard of a Ray started here."""
 
 
+def _outside(path: str) -> Any:
+    """A section of a part outside the core; its class is imported when a configuration is built."""
+    return Field(default_factory=lambda: find("config", path, {})())
+
+
 class DracoConfig(Tree):
     """Everything a run needs to know."""
 
@@ -934,7 +847,7 @@ class DracoConfig(Tree):
     learner: LearnerConfig = LearnerConfig()
     train: TrainConfig = TrainConfig()
     watch: WatchConfig = WatchConfig()
-    tau_bench: TauBenchConfig = TauBenchConfig()
+    tau_bench: SerializeAsAny[Tree] = _outside("draco_ray.benchmarks.tau.config:TauBenchConfig")
     run: RunConfig = RunConfig()
     ray: RayConfig = RayConfig()
 
@@ -943,6 +856,12 @@ class DracoConfig(Tree):
         validated."""
         changed = {name: getattr(self, name).model_copy(update=dict(values)) for name, values in sections.items()}
         return self.model_copy(update=changed)
+
+    @field_validator("tau_bench", mode="before")
+    @classmethod
+    def _of_its_class(cls, given: object, info: ValidationInfo) -> object:
+        default = cls.model_fields[str(info.field_name)].get_default(call_default_factory=True)
+        return type(default).model_validate(given)
 
     @model_validator(mode="before")
     @classmethod

@@ -12,6 +12,7 @@ from typing import Any
 import psutil
 import pytest
 
+from draco_ray.benchmarks.tau.config import TauBenchConfig
 from draco_ray.benchmarks.tau.evaluate import evaluate_tau
 from draco_ray.benchmarks.tau.server import api_policy
 from draco_ray.benchmarks.tau.tau2_process import RUNNER, find_tau2
@@ -196,7 +197,7 @@ def test_another_evaluation_is_not_continued(machine: Path) -> None:
     out = machine / "out"
     config = configure(machine)
     evaluate(config, out)
-    changed = config.tau_bench.model_copy(update={"seed": 7})
+    changed = TauBenchConfig.of(config).model_copy(update={"seed": 7})
     with pytest.raises(ConfigError, match="seed was 300, but is 7 in this command"):
         evaluate(config.model_copy(update={"tau_bench": changed}), out)
 
@@ -216,7 +217,7 @@ def test_nothing_is_run_if_a_patched_part_of_tau2_is_missing(machine: Path) -> N
 
 def refusal(machine: Path, **tau: Any) -> str:
     with pytest.raises(ConfigError) as raised:
-        find_tau2(configure(machine, **tau).tau_bench)
+        find_tau2(TauBenchConfig.of(configure(machine, **tau)))
     assert "\n" not in str(raised.value)
     return str(raised.value)
 
@@ -254,7 +255,7 @@ def test_a_checkout_of_other_tasks_is_refused(machine: Path) -> None:
     config = configure(machine)
     next((machine / "home").rglob("task_*.json")).unlink()
     with pytest.raises(ConfigError, match="96 tasks in .*; expected the 97"):
-        find_tau2(config.tau_bench)
+        find_tau2(TauBenchConfig.of(config))
 
 
 def test_missing_shell_programs_are_named(machine: Path) -> None:
@@ -266,7 +267,7 @@ def overrides(config: DracoConfig) -> list[str]:
     """The words of a command with the machine's settings, one task."""
     words = [
         f"tau_bench.{name}={value}"
-        for name, value in config.tau_bench.model_dump().items()
+        for name, value in TauBenchConfig.of(config).model_dump().items()
         if name in ("tau2_python", "tau2_home", "trials", "embeddings_cache")
     ]
     return [*words, f"tau_bench.tasks=[{TASKS[0]}]", "tau_bench.judge.api_key_env=TAU_JUDGE_KEY"]

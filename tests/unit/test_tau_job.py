@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from draco_ray.benchmarks.tau.config import TauBenchConfig
 from draco_ray.benchmarks.tau.evaluate import sent_temperatures, task_ids
 from draco_ray.benchmarks.tau.server import (
     ServedPolicy,
@@ -41,8 +42,8 @@ SERVED = ServedPolicy("hosted_vllm/policy", "http://127.0.0.1:8123/v1", "server-
 POLICY = TauPolicy(name="step00100", model="Qwen/Qwen3.6-27B", adapter=Path("adapter"), rank=16)
 
 
-def config(**tau: Any) -> DracoConfig:
-    return DracoConfig.model_validate({"tau_bench": tau})
+def config(**tau: Any) -> TauBenchConfig:
+    return TauBenchConfig.model_validate(tau)
 
 
 @pytest.fixture
@@ -75,7 +76,7 @@ def adapter_directory(folder: Path, rank: Any = 16) -> Path:
 
 
 def test_the_job_holds_the_papers_numbers_and_no_key(tau2: Tau2, tmp_path: Path) -> None:
-    job = tau2_job(config().tau_bench, POLICY, SERVED, tmp_path, tasks=tau2.tasks, unreadable=["secret"])
+    job = tau2_job(config(), POLICY, SERVED, tmp_path, tasks=tau2.tasks, unreadable=["secret"])
     assert (job["trials"], job["max_steps"], job["seed"]) == (3, 200, 300)
     assert job["retrieval"] == "alltools-qwen"
     assert job["agent"] == {"model": "hosted_vllm/policy", "args": {"temperature": 0.0}}
@@ -98,7 +99,7 @@ def test_the_job_holds_the_papers_numbers_and_no_key(tau2: Tau2, tmp_path: Path)
 def test_a_temperature_the_model_refuses_is_not_recorded(
     model: str, temperature: float | None, told: dict[str, float], caplog: pytest.LogCaptureFixture
 ) -> None:
-    tau_bench = config().tau_bench
+    tau_bench = config()
     asked = tau_bench.user.model_copy(update={"model": model, "temperature": temperature})
     assert sampling(asked) == sampling(tau_bench.user.model_copy(update={"temperature": temperature}), model)
     assert sampling(asked) == told
@@ -115,7 +116,7 @@ def test_a_temperature_the_model_refuses_is_not_recorded(
 def test_keys_and_endpoints_are_in_the_environment(tau2: Tau2, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OPENAI_BASE_URL", "http://elsewhere")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "not for tau2")
-    tau = config(user={"api_base": "http://user/v1"}).tau_bench
+    tau = config(user={"api_base": "http://user/v1"})
     environment = tau2_environment(tau, tau2.home, POLICY, SERVED, KEYS, tmp_path)
     assert environment["OPENAI_API_KEY"] == KEYS["user simulator"]
     assert environment["OPENAI_API_BASE"] == "http://user/v1"
@@ -131,7 +132,7 @@ def test_keys_and_endpoints_are_in_the_environment(tau2: Tau2, tmp_path: Path, m
 
 def test_an_api_policy_brings_its_own_key(tau2: Tau2, tmp_path: Path) -> None:
     policy = find_policy("litellm:anthropic/claude", DracoConfig())
-    tau = config(agent={"api_key_env": "ANTHROPIC_API_KEY"}).tau_bench
+    tau = config(agent={"api_key_env": "ANTHROPIC_API_KEY"})
     environment = tau2_environment(tau, tau2.home, policy, None, {**KEYS, "agent": "sk-agent-0"}, tmp_path)
     assert environment["ANTHROPIC_API_KEY"] == "sk-agent-0"
     assert "HOSTED_VLLM_API_KEY" not in environment
@@ -141,11 +142,11 @@ def test_an_api_policy_brings_its_own_key(tau2: Tau2, tmp_path: Path) -> None:
 def test_one_variable_cannot_serve_two_roles(tau2: Tau2, tmp_path: Path) -> None:
     policy = find_policy("litellm:openai/gpt", DracoConfig())
     with pytest.raises(ConfigError, match="agent and user simulator need different OPENAI_API_KEY"):
-        tau2_environment(config().tau_bench, tau2.home, policy, None, {**KEYS, "agent": "another"}, tmp_path)
+        tau2_environment(config(), tau2.home, policy, None, {**KEYS, "agent": "another"}, tmp_path)
 
 
 def test_an_endpoint_that_cannot_be_set_is_refused(tau2: Tau2, tmp_path: Path) -> None:
-    tau = config(user={"model": "anthropic/claude", "api_base": "http://here"}).tau_bench
+    tau = config(user={"model": "anthropic/claude", "api_base": "http://here"})
     with pytest.raises(ConfigError, match="tau_bench.user.api_base: cannot be set for provider 'anthropic'"):
         tau2_environment(tau, tau2.home, POLICY, SERVED, KEYS, tmp_path)
 
@@ -153,7 +154,7 @@ def test_an_endpoint_that_cannot_be_set_is_refused(tau2: Tau2, tmp_path: Path) -
 def test_a_missing_key_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("USER_KEY", "x")
     monkeypatch.setenv("EMPTY_KEY", "")
-    tau = config(user={"api_key_env": "USER_KEY"}, judge={"api_key_env": "EMPTY_KEY"}).tau_bench
+    tau = config(user={"api_key_env": "USER_KEY"}, judge={"api_key_env": "EMPTY_KEY"})
     with pytest.raises(ConfigError, match="judge: no API key found; set environment variable EMPTY_KEY"):
         read_keys(tau, POLICY)
 
@@ -161,20 +162,20 @@ def test_a_missing_key_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_only_dense_retrieval_needs_the_embedders_key(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OPENROUTER_API_KEY", raising=False)
     monkeypatch.setenv("OPENAI_API_KEY", "x")
-    assert read_keys(config(retrieval="bm25").tau_bench, POLICY).keys() == {"user simulator", "judge"}
+    assert read_keys(config(retrieval="bm25"), POLICY).keys() == {"user simulator", "judge"}
     with pytest.raises(ConfigError, match="embedder: no API key found; .* OPENROUTER_API_KEY"):
-        read_keys(config().tau_bench, POLICY)
+        read_keys(config(), POLICY)
 
 
 def test_a_task_that_does_not_exist_is_refused(tau2: Tau2) -> None:
-    assert task_ids(config(tasks=["task_002"]).tau_bench, tau2) == ("task_002",)
+    assert task_ids(config(tasks=["task_002"]), tau2) == ("task_002",)
     with pytest.raises(ConfigError, match="'task_999' is not a task"):
-        task_ids(config(tasks=["task_999"]).tau_bench, tau2)
+        task_ids(config(tasks=["task_999"]), tau2)
 
 
 def test_embeddings_of_another_model_are_kept_apart(tmp_path: Path) -> None:
     folders = {
-        tau2_job(config(embedder=each).tau_bench, POLICY, SERVED, tmp_path, tasks=[], unreadable=[])["embeddings_cache"]
+        tau2_job(config(embedder=each), POLICY, SERVED, tmp_path, tasks=[], unreadable=[])["embeddings_cache"]
         for each in ({}, {"model": "other"}, {"api_base": "http://other/v1"})
     }
     assert len(folders) == 3
@@ -222,7 +223,7 @@ def test_an_unknown_tool_format_is_refused_unless_it_is_named() -> None:
     policy = TauPolicy(name="base", model="some/Model-7B")
     with pytest.raises(ConfigError, match="the tool-call format of some/Model-7B is unknown"):
         serve_command(DracoConfig(), policy, 8123, None)
-    words = serve_command(config(server={"tool_call_parser": "llama3_json"}), policy, 8123, None)
+    words = serve_command(load_config(None, ["tau_bench.server.tool_call_parser=llama3_json"]), policy, 8123, None)
     assert value_after(words, "--tool-call-parser") == "llama3_json"
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from draco_ray.benchmarks.tau.config import TauBenchConfig
 from draco_ray.cli import main
 from draco_ray.commands.eval_set import parse_set
 from draco_ray.commands.evaluate import EvaluateOptions, check_typed, find_policy_and_config
@@ -101,7 +102,7 @@ def options(policy: str, *overrides: str, **changes: object) -> EvaluateOptions:
 
 def test_trials_that_were_typed_are_played(tmp_path: Path) -> None:
     def trials(*words: str, runs: int | None = None) -> int:
-        return policy_and_config(options("litellm:a/b", *words, runs=runs), tmp_path)[1].tau_bench.trials
+        return TauBenchConfig.of(policy_and_config(options("litellm:a/b", *words, runs=runs), tmp_path)[1]).trials
 
     assert (trials(), trials("tau_bench.trials=1"), trials(runs=2)) == (3, 1, 2)
 

@@ -22,6 +22,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
+from draco_ray.benchmarks.tau.config import Tau2Config, TauModelConfig
 from draco_ray.benchmarks.tau.results import ENDED_WELL, Episode, read_records
 from draco_ray.benchmarks.tau.tau2_process import (
     DOMAINS,
@@ -36,7 +37,7 @@ from draco_ray.benchmarks.tau.tau2_process import (
     sampling,
     settings_of,
 )
-from draco_ray.config.schema import DataConfig, EnvironmentConfig, TauModelConfig, Tree
+from draco_ray.config.schema import DataConfig, EnvironmentConfig
 from draco_ray.engine.child import Scrubber
 from draco_ray.environments.base import Environment, WorldVerdict, checked_options
 from draco_ray.environments.program import MARK
@@ -64,17 +65,11 @@ class _Model(TauModelConfig):
     api_key_env: str = "TAU2_USER_API_KEY"
 
 
-class TauOptions(Tree):
+class TauOptions(Tau2Config):
     """``environment.options`` of ``environment.use: tau``."""
 
     domain: Literal["retail", "airline", "telecom"]
     """tau2's domain; banking is only evaluated (docs/tau_bench.md)."""
-    tau2_python: str | None = None
-    """Python that can import tau2; null: TAU2_PYTHON, else .venv/bin/python of tau2_home."""
-    tau2_home: Path | None = None
-    """Checkout of tau2-bench, for its data; null: TAU2_HOME."""
-    tau2_version: str = "1.0.1"
-    """Required version; tasks and grading differ between versions."""
     user: _Model = _Model()
     """The user simulator. ``agent.pass_environment`` must also name the environment variable of its key."""
     judge: _Model = _Model()

@@ -21,6 +21,7 @@ from typing import Any
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from draco_ray.benchmarks.tau.config import TauBenchConfig
 from draco_ray.benchmarks.tau.results import (
     INFRASTRUCTURE,
     MISSING,
@@ -42,7 +43,7 @@ from draco_ray.benchmarks.tau.tau2_process import (
     tau2_environment,
     tau2_job,
 )
-from draco_ray.config.schema import DracoConfig, TauBenchConfig
+from draco_ray.config.schema import DracoConfig
 from draco_ray.engine.child import Scrubber
 from draco_ray.errors import ConfigError
 from draco_ray.judging.pricing import find_price
@@ -89,7 +90,7 @@ def evaluate_tau(
         SystemExit: 130 after Ctrl-C, with one line about the finished episodes.
     """
     tau2, plan = plan_tau(config, policies, label)
-    tasks, trials = tuple(plan.tasks), config.tau_bench.trials
+    tasks, trials = tuple(plan.tasks), TauBenchConfig.of(config).trials
     directory = EvaluationDirectory.begin(out, plan)
     rerun = {MISSING, INFRASTRUCTURE} if retry_errors else {MISSING}
     found: dict[str, dict[str, Any]] = {}
@@ -124,7 +125,7 @@ def plan_tau(config: DracoConfig, policies: Sequence[TauPolicy], label: str | No
     Raises:
         ConfigError: a requirement is missing.
     """
-    tau = config.tau_bench
+    tau = TauBenchConfig.of(config)
     names = tuple(policy.name for policy in policies)
     if len(set(names)) < len(names):
         raise ConfigError(f"policies {', '.join(names)}: expected different names")
@@ -192,7 +193,7 @@ def sent_temperatures(config: TauBenchConfig, policies: Sequence[TauPolicy]) -> 
 
 
 def _run(config: DracoConfig, policy: TauPolicy, tau2: Tau2, tasks: Sequence[str], folder: Path, out: Path) -> None:
-    tau = config.tau_bench
+    tau = TauBenchConfig.of(config)
     keys = read_keys(tau, policy)
     with ExitStack() as stack:
         tmp = stack.enter_context(PrivateTempDir())

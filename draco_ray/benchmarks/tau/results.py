@@ -15,6 +15,7 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
+from draco_ray.benchmarks.tau.config import TauBenchConfig
 from draco_ray.config.schema import DracoConfig, Price
 from draco_ray.errors import ConfigError, TauBenchError
 from draco_ray.judging.pricing import find_price, price_of
@@ -202,7 +203,7 @@ def summary(
         policy_model: model name for the price.
         commit: commit of tau2-bench, which determines the grading.
     """
-    tau = config.tau_bench
+    tau = TauBenchConfig.of(config)
     used = {
         "agent": (policy_model, sum((episode.usage("assistant") for episode in episodes), start=Usage())),
         "user": (tau.user.model, sum((episode.usage("user") for episode in episodes), start=Usage())),

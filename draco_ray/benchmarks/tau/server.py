@@ -16,6 +16,7 @@ import httpx
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
+from draco_ray.benchmarks.tau.config import TauBenchConfig, TauServerConfig
 from draco_ray.config.schema import DracoConfig
 from draco_ray.engine import openai_server
 from draco_ray.engine.adapter_files import engine_tensor_name
@@ -176,7 +177,7 @@ def serve_command(config: DracoConfig, policy: TauPolicy, port: int, adapter: Pa
     Raises:
         ConfigError: vLLM's tool parser for this model is neither known nor configured.
     """
-    server = config.tau_bench.server
+    server = TauBenchConfig.of(config).server
     description = _description(policy.model)
     tool_parser, reasoning_parser = _parsers(policy.model, description)
     tool_parser = server.tool_call_parser or tool_parser
@@ -199,7 +200,7 @@ def serve_command(config: DracoConfig, policy: TauPolicy, port: int, adapter: Pa
         words += ["--default-chat-template-kwargs", json.dumps({"enable_thinking": config.agent.thinking})]
         if config.agent.thinking:
             words += ["--reasoning-parser", reasoning_parser]
-    if (overrides := _long_context(config, description)) is not None:
+    if (overrides := _long_context(server, description)) is not None:
         words += ["--hf-overrides", json.dumps(overrides)]
     if adapter is not None:
         rank = next((rank for rank in LORA_RANKS if rank >= policy.rank), LORA_RANKS[-1])
@@ -223,7 +224,7 @@ def served(
         ConfigError: the port is taken, or see `serve_command`.
         TauBenchError: the server ended or did not answer in time, or the adapter has no effect.
     """
-    port = free_port(config.tau_bench.server.port)
+    port = free_port(TauBenchConfig.of(config).server.port)
     adapter = write_served_adapter(policy, folder / "adapter") if policy.adapter is not None else None
     command = serve_command(config, policy, port, adapter)
     key = secrets.token_urlsafe(24)
@@ -231,7 +232,7 @@ def served(
     child = Child(command, environment, log, Scrubber([key]), temporary=openai_server.SOCKETS)
     try:
         base = f"http://{HOST}:{port}"
-        _wait(child, base, key, config.tau_bench.server.start_timeout_seconds, log)
+        _wait(child, base, key, TauBenchConfig.of(config).server.start_timeout_seconds, log)
         # In an untrained adapter all lora_B factors are zero, so it has no effect to check.
         if adapter and any(np.any(values) for name, values in load_file(adapter / ADAPTER).items() if "lora_B" in name):
             check_adapter_is_live(base, key, policy.name)
@@ -308,9 +309,8 @@ def _parsers(model: str, description: Mapping[str, Any]) -> tuple[str | None, st
     return None, None
 
 
-def _long_context(config: DracoConfig, description: Mapping[str, Any]) -> dict[str, Any] | None:
+def _long_context(server: TauServerConfig, description: Mapping[str, Any]) -> dict[str, Any] | None:
     """YaRN parameters if the context is longer than the model's own (appendix "Serving configuration")."""
-    server = config.tau_bench.server
     native = server.native_context or description.get("max_position_embeddings")
     if native is None or native >= server.max_model_len:
         return None

@@ -13,12 +13,13 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
+from draco_ray.benchmarks.tau.config import DenseRetrieval, TauBenchConfig, TauModelConfig
 from draco_ray.benchmarks.tau.results import simulation_files
 from draco_ray.benchmarks.tau.server import ServedPolicy, TauPolicy
 from draco_ray.benchmarks.tau.tau2_runner import REFUSED
-from draco_ray.config.schema import TauBenchConfig, TauModelConfig, provider_key
+from draco_ray.config.schema import provider_key
 from draco_ray.engine.child import Child, Scrubber
 from draco_ray.errors import ConfigError, TauBenchError
 from draco_ray.judging.tokens import refused_parameters
@@ -37,7 +38,7 @@ TESTED_COMMIT = "a2c0247"
 CHECK_SECONDS = 300.0
 POLL_SECONDS = 0.2
 SHELL_RETRIEVAL = ("alltools-qwen", "terminal_use")
-DENSE_RETRIEVAL = ("alltools-qwen", "qwen_embeddings", "qwen_embeddings_grep")
+DENSE_RETRIEVAL = get_args(DenseRetrieval)
 SHELL_PROGRAMS = ("srt", "rg", "bwrap", "socat") if sys.platform.startswith("linux") else ("srt", "rg")
 STEPS_PER_TURN = 2
 """tau2's max_steps counts the messages of both sides."""
@@ -284,15 +285,11 @@ def tau2_job(
     # Use one cache folder per model and endpoint, since tau2's own cache key ignores them.
     embedder = hashlib.sha256(f"{config.embedder.model} {config.embedder.api_base}".encode()).hexdigest()[:16]
     return {
+        **config.model_dump(include={"retrieval", "trials", "seed", "concurrency"}),
+        **config.model_dump(include={"episode_retries", "episode_timeout_seconds"}),
         "domain": BANKING,
-        "retrieval": config.retrieval,
         "tasks": list(tasks),
-        "trials": config.trials,
         "max_steps": STEPS_PER_TURN * config.max_turns,
-        "seed": config.seed,
-        "concurrency": config.concurrency,
-        "episode_retries": config.episode_retries,
-        "episode_timeout_seconds": config.episode_timeout_seconds,
         "agent": {"model": agent, "args": sampling(config.agent, agent)},
         "user": {"model": config.user.model, "args": sampling(config.user)},
         "judge": judge_job(config.judge),
