@@ -13,10 +13,12 @@ import tempfile
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
+import psutil
 import pytest
 
 from draco_ray.judging.prompts import load_static_rubric
@@ -57,6 +59,7 @@ class Head:
 
     environment: dict[str, str]
     """Of whoever submits."""
+    pid: int
 
     def names(self, kind: str) -> set[str]:
         """Names of the ``actors`` or ``tasks`` that the dashboard lists, those of ended jobs included."""
@@ -96,8 +99,15 @@ class Head:
 
 @pytest.fixture(scope="module")
 def head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Head]:
+    with started(tmp_path_factory.mktemp("head")) as started_head:
+        yield started_head
+
+
+@contextmanager
+def started(files: Path) -> Iterator[Head]:
+    """A head whose token and log lie in the folder ``files``."""
     # Ray's sockets lie in its folder, and the path of a socket must be short.
-    folder, files = Path(tempfile.mkdtemp(prefix="ray")), tmp_path_factory.mktemp("head")
+    folder = Path(tempfile.mkdtemp(prefix="ray"))
     token, log = files / "token", files / "head.log"
     token.write_text(secrets.token_hex(32))
     gcs, dashboard = free_port(), free_port()
@@ -127,7 +137,7 @@ def head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Head]:
     )
     try:
         wait_for(dashboard, process, log)
-        yield Head(environment)
+        yield Head(environment, process.pid)
     finally:
         process.terminate()
         process.wait()
@@ -150,6 +160,15 @@ def test_training(head: Head, sandbox_root: Path, scripted_policy: Path, tmp_pat
     assert len(check_rubric_run(run, credit=True)) == PROMPTS
 
 
+def wait_for_rollout(head: Head, run: Path) -> None:
+    """Until the run of the job of the same name has finished one."""
+    while not any((run / "tables" / "trajectories").glob("step*/*.arrow")):
+        status = head.job("status", run.name)
+        assert "failed" not in status, head.job("logs", run.name)
+        assert "succeeded" not in status, head.job("logs", run.name)
+        time.sleep(0.2)
+
+
 def test_a_job_that_is_stopped_says_how_to_continue_and_does(
     head: Head, sandbox_root: Path, scripted_policy: Path, tmp_path: Path
 ) -> None:
@@ -158,17 +177,30 @@ def test_a_job_that_is_stopped_says_how_to_continue_and_does(
     submitted = head.submit("train", *words, "train.evaluate_before_after=false", *SHORT, unwaited="stopped")
     assert submitted.returncode == 0, submitted.stdout + submitted.stderr
     run = tmp_path / "stopped"
-    while not any((run / "tables" / "trajectories").glob("step*/*.arrow")):
-        status = head.job("status", "stopped")
-        assert "failed" not in status, head.job("logs", "stopped")
-        assert "succeeded" not in status, head.job("logs", "stopped")
-        time.sleep(0.2)
+    wait_for_rollout(head, run)
     head.job("stop", "stopped")
     assert "was stopped" in head.job("status", "stopped")
     assert f"stopping; continue with: draco train --resume {run}" in head.job("logs", "stopped")
     resumed = head.submit("train", "--resume", str(run))
     assert resumed.returncode == 0, resumed.stdout + resumed.stderr
     assert [line["step"] for line in RunDirectory.open(run).metrics()] == [1, 2]
+
+
+def test_a_job_whose_head_dies_leaves_no_driver_and_continues_on_another(
+    head: Head, sandbox_root: Path, scripted_policy: Path, tmp_path: Path
+) -> None:
+    words = arguments(sandbox_root, scripted_policy, tmp_path, "orphan")[1:]
+    with started(tmp_path) as dying:
+        dying.submit("train", *words, "train.evaluate_before_after=false", *SHORT, unwaited="orphan")
+        wait_for_rollout(dying, tmp_path / "orphan")
+        children = psutil.Process(dying.pid).children(recursive=True)
+        (gcs,) = (child for child in children if child.name() == "gcs_server")
+        (driver,) = (child for child in children if "run.name=orphan" in child.cmdline())
+        gcs.kill()
+        driver.wait(timeout=600)
+    resumed = head.submit("train", "--resume", str(tmp_path / "orphan"))
+    assert resumed.returncode == 0, resumed.stdout + resumed.stderr
+    assert [line["step"] for line in RunDirectory.open(tmp_path / "orphan").metrics()] == [1, 2]
 
 
 def test_a_job_whose_run_would_go_with_it_is_refused(head: Head, sandbox_root: Path, tmp_path: Path) -> None:
