@@ -9,15 +9,61 @@ from collections.abc import Sequence
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 from typer.main import get_command
 
 from draco_ray import __version__
 from draco_ray.commands.groups import evaluation, runs, standins, traces, training
-from draco_ray.errors import DracoError
+from draco_ray.errors import ConfigError, DracoError
 from draco_ray.extras import naming_extras
 from draco_ray.interruption import ended_as_interrupted
+from draco_ray.registry import find, installed
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+
+class _Commands(TyperGroup):
+    """The commands of this package, and those of installed packages, which are looked up only when needed."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        names = super().list_commands(ctx)
+        for name in sorted(installed("commands").keys() - {*names}):
+            try:
+                self.get_command(ctx, name)
+                names.append(name)
+            except ConfigError as error:
+                typer.echo(_line(error), err=True)
+        return names
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        command = super().get_command(ctx, cmd_name)
+        return _of_package(cmd_name) if command is None and cmd_name in installed("commands") else command
+
+
+def _of_package(name: str) -> Any:
+    """The command that an installed package registers. Raises: ConfigError: it cannot be loaded."""
+    part, own = find("commands", name, {}), typer.Typer(add_completion=False)
+    # With a callback, Typer makes a group even of one command.
+    own.callback()(lambda: None)
+    try:
+        if isinstance(part, typer.Typer):
+            own.add_typer(part, name=name, rich_help_panel="Installed packages")
+        else:
+            own.command(name, rich_help_panel="Installed packages")(part)
+        group: Any = get_command(own)
+        return group.get_command(None, name)
+    except Exception as error:
+        raise ConfigError(
+            f"commands={name!r}: expected a Typer app or a function as Typer takes it: {type(error).__name__}: {error}"
+        ) from error
+
+
+def _line(error: DracoError) -> str:
+    """The error in one line, even if its message contains line breaks or control characters."""
+    from draco_ray.terminal import plain
+
+    return f"draco: {plain(' '.join(str(error).splitlines()))}"
+
+
+app = typer.Typer(cls=_Commands, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 for _panel, _group in {
     "Training": training.app,
     "Traces of other agents": traces.app,
@@ -66,10 +112,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         with naming_extras(), ended_as_interrupted():
             _commands()(arguments, prog_name="draco")
     except DracoError as error:
-        from draco_ray.terminal import plain
-
-        # Print one line, even if the message contains line breaks or control characters.
-        print(f"draco: {plain(' '.join(str(error).splitlines()))}", file=sys.stderr)
+        print(_line(error), file=sys.stderr)
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
         # Typer handles it inside a command.

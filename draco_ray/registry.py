@@ -1,7 +1,7 @@
 """Finds parts by name, for configuration keys such as ``algorithm.rule``.
 
-A name is a built-in one, ``package.module:attribute``, or ``folder/file.py:attribute`` for a file that is not
-installed. Built-in parts are registered as such paths, so they are only imported when needed.
+A name is a built-in one, one that an installed package registers as an entry point, ``package.module:attribute``, or
+``folder/file.py:attribute`` for a file that is not installed. Parts are only imported when needed.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import importlib
 import importlib.util
 import sys
 from collections.abc import Mapping
+from importlib.metadata import entry_points
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -23,8 +24,9 @@ def find(key: str, name: str, built_in: Mapping[str, str]) -> Any:
     """The part called ``name``.
 
     Args:
-        key: the configuration key, for messages.
-        name: a built-in name, ``package.module:attribute``, or ``folder/file.py:attribute``.
+        key: the configuration key; packages register parts for it in the entry-point group ``draco_ray.<key>``.
+        name: a built-in name, one of an installed package, ``package.module:attribute``, or
+            ``folder/file.py:attribute``.
         built_in: names of built-in parts -> their paths.
 
     Raises:
@@ -33,13 +35,14 @@ def find(key: str, name: str, built_in: Mapping[str, str]) -> Any:
     >>> find("algorithm.rule", "statistics:mean", {})([1, 3])
     2
     """
-    path = built_in.get(name, name)
-    module_name, colon, attribute = path.rpartition(":")
+    # Built-in parts are paths, not entry points, because Ray ships this package's folder without installed metadata.
+    known = built_in if name in built_in or ":" in name else {**installed(key), **built_in}
+    module_name, colon, attribute = known.get(name, name).rpartition(":")
     if not colon:
-        near = difflib.get_close_matches(name, built_in, n=1)
+        near = difflib.get_close_matches(name, known, n=1)
         hint = f" (did you mean {near[0]!r}?)" if near else ""
         raise ConfigError(
-            f"{key}={name!r}: unknown{hint}; expected {', '.join(sorted(built_in))}, or your own as "
+            f"{key}={name!r}: unknown{hint}; expected {', '.join(sorted(known))}, or your own as "
             "package.module:attribute or folder/file.py:attribute"
         )
     try:
@@ -54,6 +57,11 @@ def find(key: str, name: str, built_in: Mapping[str, str]) -> Any:
         return getattr(module, attribute)
     except AttributeError:
         raise ConfigError(f"{key}={name!r}: {module_name} has no {attribute!r}") from None
+
+
+def installed(key: str) -> dict[str, str]:
+    """Names that installed packages register for a key -> paths; of equal names the first on the import path counts."""
+    return {each.name: f"{each.module}:{each.attr}" for each in reversed(entry_points(group=f"draco_ray.{key}"))}
 
 
 def _file(path: Path) -> ModuleType:

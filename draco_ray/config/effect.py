@@ -9,6 +9,7 @@ from draco_ray.config.keys import dotted_keys
 from draco_ray.config.load import parse_override
 from draco_ray.config.schema import DracoConfig
 from draco_ray.errors import ConfigError
+from draco_ray.registry import installed
 
 
 def typed_keys(overrides: Iterable[str]) -> list[str]:
@@ -80,7 +81,8 @@ def judge_idle(config: DracoConfig) -> dict[str, str]:
     idle["judge.held_out"] = "except in training with algorithm.reward=rubric"
     if judge.examples is None:
         idle["judge.max_examples"] = "without judge.examples"
-    if config.algorithm.rule != "draco_calibrated" and ":" not in config.algorithm.rule:
+    rule = config.algorithm.rule
+    if rule != "draco_calibrated" and ":" not in rule and rule not in installed("algorithm.rule"):
         idle["algorithm.reliability"] = "without algorithm.rule=draco_calibrated"
     return idle
 

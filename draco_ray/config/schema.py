@@ -24,7 +24,7 @@ CONFIRMED: dict[str, Any] = {"confirmed": ""}
 """Marks a key that starts a program, sends an API key or prompts somewhere, weakens the jail or names a place to write:
 from another user's run directory it is accepted only if confirmed (`draco_ray.config.load`)."""
 CONFIRMED_PATH: dict[str, Any] = {"confirmed": ":"}
-"""Marks a key whose value names the user's code if it contains a colon, and a built-in part otherwise."""
+"""Marks a key whose value names the user's code if it contains a colon, and else a part of an installed package."""
 CONFIRMED_URL: dict[str, Any] = {"confirmed": "://"}
 """Marks a model's name: for LiteLLM some names contain the address to which prompts and the key are sent."""
 
