@@ -270,9 +270,8 @@ def json_text(entries: list[dict[str, object]]) -> str:
 
 def _unseen(text: str) -> list[str]:
     """Invisible and control characters of a text, except tabs and line breaks."""
-    return [
-        sign for sign in set(text) - set("\t\n\r") if unicodedata.category(sign) in ("Cc", "Cf", "Co", "Cn", "Zl", "Zp")
-    ]
+    unprintable = [sign for sign in set(text) - set("\t\n\r") if not sign.isprintable()]
+    return [sign for sign in unprintable if unicodedata.category(sign) in ("Cc", "Cf", "Co", "Cn", "Zl", "Zp")]
 
 
 def _number(sign: str) -> str:

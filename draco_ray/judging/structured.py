@@ -7,6 +7,7 @@ Providers write fields in the schema's order, so the schema has the order of the
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import logging
 import re
@@ -40,14 +41,13 @@ def reply_schema(
         most: maximum number; None: any.
         cases: further constraints by field, such as a maximum; an entry satisfies one of the cases.
     """
-    known = entry.model_json_schema()["properties"]
+    known = _fields(entry)
     place = {name: match.start() for name in known if (match := re.search(rf'"{name}"\s*:', template))}
     names = sorted(
         (name for name in known if name in place or name not in entry.if_asked),
         key=lambda name: place.get(name, len(template)),
     )
-    kinds = {name: _plain(known[name]) for name in names}
-    items = [_object({name: kinds[name] | dict(case.get(name, {})) for name in names}) for case in cases]
+    items = [_object({name: known[name] | dict(case.get(name, {})) for name in names}) for case in cases]
     array = {"type": "array", "items": items[0] if len(items) == 1 else {"anyOf": items}, "minItems": least}
     return _object({TAG: {"type": "string"}, ENTRIES: array if most is None else array | {"maxItems": most}})
 
@@ -63,6 +63,12 @@ def tag_of(prompt: str) -> str:
     """The tag at the end of a prompt; empty if there is none."""
     found = re.search(rf'"{TAG}": "([0-9]{{6}})"[^"]*\Z', prompt)
     return found[1] if found else ""
+
+
+@functools.cache
+def _fields(entry: type[Entry]) -> dict[str, JsonSchema]:
+    """The JSON schema of each field; pydantic takes milliseconds to make it."""
+    return {name: _plain(kind) for name, kind in entry.model_json_schema()["properties"].items()}
 
 
 def _plain(kind: Mapping[str, Any]) -> JsonSchema:

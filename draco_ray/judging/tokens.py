@@ -26,7 +26,8 @@ def quiet_litellm() -> Any:
         os.environ.setdefault(name, "True")
     import litellm
 
-    if "LITELLM_LOG" not in os.environ:
+    # Setting a level is slow: it clears the caches of all loggers.
+    if "LITELLM_LOG" not in os.environ and litellm.verbose_logger.level != logging.CRITICAL:
         # Errors are also raised, and reported in our own words.
         litellm.verbose_logger.setLevel(logging.CRITICAL)
     # LiteLLM would ask huggingface.co for a model's context length.
