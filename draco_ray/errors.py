@@ -120,3 +120,8 @@ class CanaryFailed(DracoError):
 
 class TauBenchError(DracoError):
     """tau2-bench cannot be run as configured, its process failed for good, or its result files cannot be read."""
+
+
+def one_line(error: BaseException) -> str:
+    """An error's message in one line of at most 300 characters, or its type if it has none."""
+    return " ".join(str(error).split())[:300] or type(error).__name__

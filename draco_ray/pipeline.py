@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -37,6 +37,7 @@ from draco_ray.records import Judged, Message
 from draco_ray.rollout.pool import FinishedRollout, RolloutPool
 from draco_ray.runs.rows import Carried
 from draco_ray.summaries import AdvantageSummary, PhaseSummary, RewardSummary, RolloutSummary
+from draco_ray.workers.tasks import gather_or_cancel
 
 MOST_GROUPS = 1_000_000
 """Number of priority values per step: every group of a step comes before those of the next step."""
@@ -366,14 +367,3 @@ async def _value(judged: Any) -> Judged[Any]:
     """A phase's result, given directly or as a reference."""
     found: Judged[Any] = judged if isinstance(judged, Judged) else await judged
     return found
-
-
-async def gather_or_cancel(work: Iterable[Awaitable[Any]]) -> list[Any]:
-    """Like asyncio.gather, but the first error cancels the rest."""
-    tasks = [asyncio.ensure_future(item) for item in work]
-    try:
-        return list(await asyncio.gather(*tasks))
-    except BaseException:
-        for task in tasks:
-            task.cancel()
-        raise

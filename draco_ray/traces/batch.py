@@ -104,10 +104,6 @@ class BatchClient(LiteLLMClient):
         price = known_price(self._config, self._config.model)
         return None if price is None else _cheaper(price)
 
-    def _configured_price(self) -> bool:
-        """Use the discounted price if known, since LiteLLM's cost of a reply ignores the batch discount."""
-        return self._price is not None
-
 
 class BatchEndpoint(Endpoint):
     """The model behind its provider's batch API."""

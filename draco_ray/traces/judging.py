@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import re
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -43,6 +43,7 @@ from draco_ray.records import (
 from draco_ray.traces.conversation import tool_texts
 from draco_ray.traces.entry import AGENT
 from draco_ray.traces.model import Trace, TraceGroup
+from draco_ray.workers.tasks import gather_or_cancel
 
 if TYPE_CHECKING:
     from draco_ray.judging.reply_cache import ReplyCache
@@ -217,7 +218,7 @@ class TraceJudge:
             state.phases[Proposals.name, None] = await judge.ask(question, context)
             proposals.append(state.phases[Proposals.name, None])
         else:
-            proposals += await together(stage2(each) for each in state.trajectories)
+            proposals += await gather_or_cancel(stage2(each) for each in state.trajectories)
         if not any(each.ok for each in proposals):
             state.reason = f"no rubric: {stage1.error}"
             return False
@@ -253,7 +254,7 @@ class TraceJudge:
             if judged.error is not None:
                 state.errors[trajectory.rollout] = judged.error
 
-        await together(score(each) for each in state.trajectories)
+        await gather_or_cancel(score(each) for each in state.trajectories)
         scored = [each for each in state.trajectories if state.verdicts(each.rollout) is not None]
         if not scored or (len(scored) < 2 and not state.single):
             state.reason = f"{len(scored)} of {len(state.traces)} traces could be scored"
@@ -280,7 +281,7 @@ class TraceJudge:
             state.phases[Credit.name, trajectory.rollout] = judged
             return judged.value if judged.ok else None
 
-        attributions = await together(credit(each, bool(m)) for each, m in zip(scored, mixed_G, strict=True))
+        attributions = await gather_or_cancel(credit(each, bool(m)) for each, m in zip(scored, mixed_G, strict=True))
         state.advantages = group_advantages(
             state.group.task_id,
             verdict_GK,
@@ -310,19 +311,7 @@ async def judge_groups(
         for index, group in waiting:
             await keep(await judge.judge(index, group))
 
-    await together(work() for _ in range(at_once))
-
-
-async def together(work: Iterable[Coroutine[Any, Any, ResultT]]) -> list[ResultT]:
-    """Like `asyncio.gather`, but the first error cancels the rest and is raised after they have ended."""
-    tasks = [asyncio.ensure_future(each) for each in work]
-    try:
-        return list(await asyncio.gather(*tasks))
-    except BaseException:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        raise
+    await gather_or_cancel(work() for _ in range(at_once))
 
 
 def _context(trajectory: Trajectory) -> CallContext:

@@ -27,7 +27,7 @@ from rich.console import Console
 
 from draco_ray.config.machine import thread_environment
 from draco_ray.config.schema import DracoConfig
-from draco_ray.errors import ClusterError, ConfigError
+from draco_ray.errors import ClusterError, ConfigError, one_line
 from draco_ray.interruption import handler_kept
 from draco_ray.judging.outage import span
 from draco_ray.placement import beside_the_driver
@@ -494,7 +494,7 @@ def _one_line(error: BaseException) -> str:
     log = DASHBOARD_LOG.search(str(error))
     if log:
         return f"Ray's dashboard did not start; see {log[0]}, or set ray.dashboard=false"
-    return " ".join(str(error).split())[:300] or type(error).__name__
+    return one_line(error)
 
 
 def _forwarded() -> dict[str, Any]:

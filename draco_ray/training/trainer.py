@@ -41,7 +41,7 @@ from draco_ray.engine.fleet import EngineFleet
 from draco_ray.errors import ClusterError, ConfigError, RunStopped
 from draco_ray.judging.outage import span
 from draco_ray.learner.base import GroupLearner, Learner, UpdateMetrics
-from draco_ray.pipeline import Group, GroupState, Pipeline, gather_or_cancel
+from draco_ray.pipeline import Group, GroupState, Pipeline
 from draco_ray.records import Message
 from draco_ray.rollout.pool import FinishedRollout, RolloutPool
 from draco_ray.runs.directory import RunDirectory
@@ -50,6 +50,7 @@ from draco_ray.training.overlap import Interval, busy_seconds, merged
 from draco_ray.training.preflight import check_disk
 from draco_ray.training.progress import RunObserver, StepWatch, step_line
 from draco_ray.training.watchdog import Pending, Watchdog, in_time
+from draco_ray.workers.tasks import gather_or_cancel
 
 
 @dataclass(slots=True)

@@ -26,8 +26,8 @@ from draco_ray.environments.appworld.saved_world import UnusableWorld, read_save
 from draco_ray.environments.appworld.slot import AppWorldSlot
 from draco_ray.errors import ConfigError
 from draco_ray.lab.evaluation.results import EvaluationDirectory
-from draco_ray.pipeline import gather_or_cancel
 from draco_ray.records import Evaluation
+from draco_ray.workers.tasks import gather_or_cancel
 
 DATASET = "evaluated"
 """Dataset name to pass to AppWorld."""

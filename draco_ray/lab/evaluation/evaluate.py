@@ -34,7 +34,6 @@ from draco_ray.lab.evaluation.appworld import AppWorldOutputs
 from draco_ray.lab.evaluation.policies import Checkpoint, EvaluatedPolicy, deciding_settings, load_adapter, lora_rank
 from draco_ray.lab.evaluation.results import EvaluationDirectory, Plan, RolloutResult
 from draco_ray.lab.evaluation.setting import SplitResult, aggregate
-from draco_ray.pipeline import gather_or_cancel
 from draco_ray.records import Trajectory, Usage, lost_evaluation
 from draco_ray.rollout.pool import RolloutPool, RolloutWorkers
 from draco_ray.rollout.tokens import EnginePolicies
@@ -46,6 +45,7 @@ from draco_ray.training.session import checked_model, plain_error, say_cut_promp
 from draco_ray.training.trainer import unless_lost
 from draco_ray.training.watchdog import Pending
 from draco_ray.workers.elastic import fixed_workers
+from draco_ray.workers.tasks import gather_or_cancel
 
 APPWORLD = "appworld"
 """The benchmark for which rollouts are also written in the layout of its own tools."""
@@ -300,7 +300,7 @@ class _Evaluator:
                 solved, played = solved + result.evaluation.success, played + 1
                 progress.update(bar, advance=1, description=f"{title}, {solved} of {played} solved")
 
-            await gather_or_cancel([one(task, run, index) for index, (task, run) in enumerate(missing)])
+            await gather_or_cancel(one(task, run, index) for index, (task, run) in enumerate(missing))
         results = self._directory.results(checkpoint.name)
         rate = sum(result.evaluation.success for result in results) / len(results)
         self._console.print(f"{checkpoint.name}: TGC {rate:.1%} ({len(plan.tasks)} tasks x {plan.runs})")

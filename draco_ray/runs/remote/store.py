@@ -17,7 +17,7 @@ from urllib.parse import quote
 from pyarrow import ArrowException, ArrowInvalid, fs
 
 from draco_ray.config.origin import private
-from draco_ray.errors import ConfigError, StoreError
+from draco_ray.errors import ConfigError, StoreError, one_line
 
 CHUNK = 8 * 2**20
 """Bytes read or written at a time."""
@@ -57,7 +57,7 @@ class ObjectStore:
             self._files, self._base = _file_system(url)
         except (OSError, ValueError, ArrowException) as error:
             raise ConfigError(
-                f"{url}: cannot be opened: {_one_line(error)}; expected s3://BUCKET/PREFIX, gs://BUCKET/PREFIX, "
+                f"{url}: cannot be opened: {one_line(error)}; expected s3://BUCKET/PREFIX, gs://BUCKET/PREFIX, "
                 "abfss://CONTAINER@ACCOUNT.dfs.core.windows.net/PREFIX or file:///FOLDER"
             ) from None
         self.url = url
@@ -151,11 +151,11 @@ class ObjectStore:
             except (OSError, ArrowException) as error:
                 left = end - time.monotonic()
                 if _is_refusal(error) or left <= 0 or stopped.is_set():
-                    raise StoreError(f"{self.url}: cannot be used: {_one_line(error)}") from None
+                    raise StoreError(f"{self.url}: cannot be used: {one_line(error)}") from None
                 if not self._away:
                     self._away = True
                     meanwhile = "" if self._stopped is None else ", the run continues in its local folder"
-                    self.say(f"{self.url}: {_one_line(error)}; trying again{meanwhile}")
+                    self.say(f"{self.url}: {one_line(error)}; trying again{meanwhile}")
                 stopped.wait(min(wait, left))
                 wait = min(2 * wait, LONGEST_WAIT)
             else:
@@ -191,7 +191,3 @@ def _file_system(url: str) -> tuple[fs.FileSystem, str]:
 def _is_refusal(error: BaseException) -> bool:
     """Whether a retry would get the same answer."""
     return isinstance(error, ArrowInvalid) or REFUSED.search(str(error)) is not None
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:300] or type(error).__name__
