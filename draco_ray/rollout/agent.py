@@ -16,7 +16,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from draco_ray.config.load import project_file
 from draco_ray.config.schema import AgentConfig
@@ -102,6 +102,11 @@ class RolloutRequest:
     """Index in the group; in an evaluation, the run."""
     attempt: int
     seed: int
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """The fields by which `Trajectory` names its rollout."""
+        return {name: getattr(self, name) for name in ("task_id", "group", "rollout", "attempt")}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

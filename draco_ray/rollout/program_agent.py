@@ -169,7 +169,7 @@ class ProgramAgent:
         """
         task = world.task
         prompt = self.prompt(task)
-        episode = Episode(task, request, self._policy, self._config)
+        episode = Episode(request, self._policy, self._config)
         tools = WorldTools(world, self._config) if task.tools else None
         workspace: Workspace | None = getattr(world, "workspace", None)
         if self._harness is not None and workspace is None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -61,8 +62,45 @@ class TokenPolicy:
         return TokenConversation(self.sampler, self.chat, self._config, tokens, request.seed, read_calls)
 
 
+@dataclass(kw_only=True, eq=False)
+class TokenSequence:
+    """A sequence of tokens: four append-only lists of the same length."""
+
+    ids: list[int] = field(default_factory=list)
+    sampled: list[bool] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    steps: list[int] = field(default_factory=list)
+
+    def add(self, ids: Sequence[int], logprobs: Sequence[float] | None = None, step: int = GAP) -> tuple[int, int]:
+        """Append tokens; ``logprobs``: those of sampled tokens, None for context.
+
+        Returns: the positions of the first token and after the last one.
+        """
+        first = len(self.ids)
+        self.ids += ids
+        self.sampled += [logprobs is not None] * len(ids)
+        self.logprobs += [0.0] * len(ids) if logprobs is None else logprobs
+        self.steps += [step] * len(ids)
+        return first, len(self.ids)
+
+
+def joined(sequences: Sequence[TokenSequence]) -> dict[str, Any]:
+    """The fields of `Trajectory` for sequences that follow each other."""
+    return {
+        "token_ids_T": np.array([token for each in sequences for token in each.ids], dtype=np.int32),
+        "sampled_T": np.array([flag for each in sequences for flag in each.sampled], dtype=np.bool_),
+        "logprob_T": np.array([value for each in sequences for value in each.logprobs], dtype=np.float32),
+        "step_T": np.array([step for each in sequences for step in each.steps], dtype=np.int32),
+    }
+
+
+def beginnings(sequences: Sequence[TokenSequence]) -> list[int]:
+    """The position of each sequence's first token in `joined`."""
+    return [0, *itertools.accumulate(len(each.ids) for each in sequences)][: len(sequences)]
+
+
 class TokenConversation:
-    """The tokens of an episode: four append-only lists of the same length."""
+    """The tokens of an episode."""
 
     def __init__(
         self,
@@ -83,11 +121,8 @@ class TokenConversation:
         self._config = config
         self._seed = seed
         self._prompt_length = len(prompt)
-        self._ids: list[int] = []
-        self._sampled: list[bool] = []
-        self._logprobs: list[float] = []
-        self._steps: list[int] = []
-        self._add(prompt, False, [0.0] * len(prompt), GAP)
+        self._tokens = TokenSequence()
+        self._tokens.add(prompt)
         self._read_calls = read_calls
         self._turn: Sample | None = None
         self._thinking = chat.opens_thinking
@@ -98,7 +133,7 @@ class TokenConversation:
         """See `Conversation`. Raises: EngineError."""
         room = self._config.max_response_length - self._response_length
         self._turn = sample = await self._sampler.sample(
-            list(self._ids),
+            list(self._tokens.ids),
             max_tokens=min(self._config.max_turn_tokens or room, room),
             seed=turn_seed(self._seed, len(self._spans)),
         )
@@ -113,9 +148,7 @@ class TokenConversation:
     def keep(self, step: int) -> tuple[int, int]:
         """See `Conversation`."""
         assert self._turn is not None
-        first = len(self._ids)
-        self._add(self._turn.token_ids, True, self._turn.logprobs, step)
-        self._spans.append((first, len(self._ids)))
+        self._spans.append(self._tokens.add(self._turn.token_ids, self._turn.logprobs, step))
         return self._spans[-1]
 
     def tell(self, observation: str) -> bool:
@@ -131,7 +164,7 @@ class TokenConversation:
     def _append(self, glue: list[int]) -> bool:
         if self._response_length + len(glue) >= self._config.max_response_length:
             return False
-        self._add(glue, False, [0.0] * len(glue), GAP)
+        self._tokens.add(glue)
         return True
 
     def books(self) -> TokenRecord:
@@ -144,13 +177,10 @@ class TokenConversation:
             calls=len(self._spans),
             input_tokens=sum(first for first, _ in self._spans),
             cached_tokens=sum(last for _, last in self._spans[:-1]),
-            output_tokens=sum(self._sampled),
+            output_tokens=sum(self._tokens.sampled),
         )
         return TokenRecord(
-            token_ids_T=np.array(self._ids, dtype=np.int32),
-            sampled_T=np.array(self._sampled, dtype=np.bool_),
-            logprob_T=np.array(self._logprobs, dtype=np.float32),
-            step_T=np.array(self._steps, dtype=np.int32),
+            **joined([self._tokens]),
             prompt_length=self._prompt_length,
             policy_version=self._policy_version or 0,
             usage=usage,
@@ -159,13 +189,7 @@ class TokenConversation:
     @property
     def _response_length(self) -> int:
         """Number of tokens after the prompt."""
-        return len(self._ids) - self._prompt_length
-
-    def _add(self, ids: Sequence[int], sampled: bool, logprobs: Sequence[float], step: int) -> None:
-        self._ids += ids
-        self._sampled += [sampled] * len(ids)
-        self._logprobs += logprobs
-        self._steps += [step] * len(ids)
+        return len(self._tokens.ids) - self._prompt_length
 
 
 def turn_seed(seed: int, turn: int) -> int:

@@ -98,10 +98,7 @@ class TurnAgent(ABC):
                 ended = EpisodeEnd.RESPONSE_LIMIT
         books = conversation.books()
         return Trajectory(
-            task_id=world.task.task_id,
-            group=request.group,
-            rollout=request.rollout,
-            attempt=request.attempt,
+            **request.identity,
             policy_version=books.policy_version,
             prompt=prompt,
             turns=tuple(turns),

@@ -74,7 +74,6 @@ class VerifiersAgent:
         trajectory = trajectory_of(
             played["traces"],
             episode,
-            task=world.task,
             request=request,
             policy=self._policy,
             config=self._config,

@@ -13,15 +13,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-
 from draco_ray.config.schema import AgentConfig
 from draco_ray.engine.tool_calls import after_reasoning
-from draco_ray.records import GAP, PROGRAM, TOOLS, EpisodeEnd, Message, Task, Trajectory, Turn, Usage, is_step
+from draco_ray.records import PROGRAM, TOOLS, EpisodeEnd, Message, Trajectory, Turn, Usage, is_step
 from draco_ray.rollout.agent import RolloutRequest
 from draco_ray.rollout.code_block import cut_output, numbered
 from draco_ray.rollout.endpoint.token_episode import Sampled, TokenEpisode
-from draco_ray.rollout.tokens import TokenPolicy
+from draco_ray.rollout.tokens import TokenPolicy, TokenSequence, beginnings, joined
 
 Node = Mapping[str, Any]
 Place = tuple[int, int]
@@ -29,12 +27,9 @@ Place = tuple[int, int]
 
 
 @dataclass(eq=False, kw_only=True)
-class _Branch:
-    """A token sequence with append-only lists."""
+class _Branch(TokenSequence):
+    """The tokens of a path through a trace."""
 
-    ids: list[int] = field(default_factory=list)
-    sampled: list[bool] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
     end: Place | None = None
     """Position of the branch's last turn."""
 
@@ -63,7 +58,6 @@ def trajectory_of(
     traces: Sequence[Mapping[str, Any]],
     episode: TokenEpisode,
     *,
-    task: Task,
     request: RolloutRequest,
     policy: TokenPolicy,
     config: AgentConfig,
@@ -79,15 +73,14 @@ def trajectory_of(
     graph = _Graph(traces, episode, policy, prompt)
     for place in graph.in_time():
         graph.add(place)
-    offsets = dict(zip(graph.branches, np.cumsum([0, *(len(each.ids) for each in graph.branches)]), strict=False))
-    step_T = np.full(sum(len(branch.ids) for branch in graph.branches), GAP, dtype=np.int32)
+    offsets = dict(zip(graph.branches, beginnings(graph.branches), strict=True))
     turns: list[Turn] = []
     steps = 0
     for turn in graph.turns:
-        offset = int(offsets[turn.branch]) if turn.branch is not None else 0
+        offset = offsets[turn.branch] if turn.branch is not None else 0
         step = graph.is_step(turn, config)
-        if step:
-            step_T[offset + turn.first : offset + turn.last] = steps
+        if step and turn.branch is not None:
+            turn.branch.steps[turn.first : turn.last] = [steps] * (turn.last - turn.first)
             steps += 1
         number = graph.branches.index(turn.branch) if turn.branch is not None else 0
         turns.append(_record(turn, number, offset, step, policy, config))
@@ -95,17 +88,11 @@ def trajectory_of(
     said = [turn.found for turn in graph.turns if turn.found is not None]
     first = next((turn.first for turn in graph.turns if turn.found is not None), 0)
     return Trajectory(
-        task_id=task.task_id,
-        group=request.group,
-        rollout=request.rollout,
-        attempt=request.attempt,
+        **request.identity,
         policy_version=min((each.sample.policy_version for each in said), default=0),
         prompt=prompt,
         turns=tuple(turns),
-        token_ids_T=np.array([token for branch in graph.branches for token in branch.ids], dtype=np.int32),
-        sampled_T=np.array([flag for branch in graph.branches for flag in branch.sampled], dtype=np.bool_),
-        logprob_T=np.array([value for branch in graph.branches for value in branch.logprobs], dtype=np.float32),
-        step_T=step_T,
+        **joined(graph.branches),
         prompt_length=first,
         ended=ended,
         started_at=episode.started_at,
@@ -117,7 +104,7 @@ def trajectory_of(
             input_tokens=sum(turn.first for turn in graph.turns if turn.found is not None),
             output_tokens=sum(len(each.sample.token_ids) for each in said),
         ),
-        branches=tuple(map(int, offsets.values())) or (0,),
+        branches=tuple(offsets.values()) or (0,),
     )
 
 
@@ -169,14 +156,11 @@ class _Graph:
             self._own[before].answered_seconds = node["at"] - found.seconds - self._node(before)["at"]
             self._shown.update(since[:-1])
         count = len(found.sample.token_ids)
-        context = ids[len(branch.ids) : len(ids) - count]
-        branch.ids += [*context, *found.sample.token_ids]
-        branch.sampled += [False] * len(context) + [True] * count
-        branch.logprobs += [0.0] * len(context) + found.sample.logprobs
+        branch.add(ids[len(branch.ids) : len(ids) - count])
+        first, last = branch.add(found.sample.token_ids, found.sample.logprobs)
         branch.end = place
-        last = len(branch.ids)
         text = self._policy.chat.text(found.sample.token_ids)
-        turn = _Turn(branch=branch, first=last - count, last=last, text=text, found=found)
+        turn = _Turn(branch=branch, first=first, last=last, text=text, found=found)
         turn.received, turn.calls = str(node["text"]), bool(node["calls"])
         self._own[place] = turn
         self._shown.add(place)

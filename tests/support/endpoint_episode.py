@@ -115,7 +115,7 @@ async def served(
     """A served episode whose policy says ``lines``; ``overrides`` are of `AgentConfig`."""
     config = AgentConfig.model_validate({"thinking": False, **overrides})
     sampler, endpoint = ScriptedSampler(lines), Endpoint()
-    episode = Episode(TASK, REQUEST, TokenPolicy(sampler, chat, config), config)
+    episode = Episode(REQUEST, TokenPolicy(sampler, chat, config), config)
     try:
         async with endpoint.serving(episode) as base_url:
             at = Served(episode, sampler, base_url, endpoint)

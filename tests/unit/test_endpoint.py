@@ -18,7 +18,7 @@ from draco_ray.engine.chat import ChatTokens
 from draco_ray.errors import EngineError
 from draco_ray.judging import render
 from draco_ray.records import TOOLS, EpisodeEnd
-from tests.support.endpoint_episode import CHAT, END, TASK, TOKENIZER, TOOL, Served, call, encoded, served
+from tests.support.endpoint_episode import CHAT, END, TOKENIZER, TOOL, Served, call, encoded, served
 from tests.support.tool_templates import TEMPLATES, tool_tokenizer
 
 ASK: list[dict[str, Any]] = [
@@ -616,7 +616,7 @@ async def test_hundreds_of_episodes_are_served_side_by_side() -> None:
             from tests.support.endpoint_episode import REQUEST
 
             config = at.episode._config
-            episode = Episode(TASK, REQUEST, TokenPolicy(at.sampler, CHAT, config), config)
+            episode = Episode(REQUEST, TokenPolicy(at.sampler, CHAT, config), config)
             async with at.endpoint.serving(episode) as base_url:
                 mine = Served(episode, at.sampler, base_url, at.endpoint)
                 body = json.dumps({"messages": [{"role": "user", "content": f"Number {number}"}]})

@@ -16,7 +16,7 @@ from draco_ray.records import EpisodeEnd, Trajectory
 from draco_ray.rollout.endpoint.episode import Episode
 from draco_ray.rollout.endpoint.turns import TurnRequest
 from draco_ray.rollout.tokens import TokenPolicy
-from tests.support.endpoint_episode import CHAT, END, REQUEST, TASK, ScriptedSampler, check_books
+from tests.support.endpoint_episode import CHAT, END, REQUEST, ScriptedSampler, check_books
 
 Message = dict[str, Any]
 
@@ -39,7 +39,7 @@ async def play(script: list[tuple[int, int, bool, list[str], bool]], said: list[
     config = AgentConfig(thinking=False, max_turns=100)
     replies = iter(said * 100)
     sampler = ScriptedSampler(lambda prompt: next(replies) + END)
-    episode = Episode(TASK, REQUEST, TokenPolicy(sampler, CHAT, config), config)
+    episode = Episode(REQUEST, TokenPolicy(sampler, CHAT, config), config)
     conversations: list[list[Message]] = [[]]
     waiting: list[asyncio.Task[None]] = []
 

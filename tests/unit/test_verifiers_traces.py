@@ -21,7 +21,7 @@ from draco_ray.rollout.endpoint.turns import TokenRequest
 from draco_ray.rollout.tokens import TokenPolicy
 from draco_ray.verifiers.agent import VerifiersAgent, _end
 from draco_ray.verifiers.traces import trajectory_of
-from tests.support.endpoint_episode import CHAT, END, REQUEST, TASK, ScriptedSampler, encoded
+from tests.support.endpoint_episode import CHAT, END, REQUEST, ScriptedSampler, encoded
 from tests.unit.test_program_agent import HandIn
 
 PROMPT = (Message(role="user", content="Do it."),)
@@ -81,7 +81,6 @@ class Traced:
         played = trajectory_of(
             self.traces,
             self.episode,
-            task=TASK,
             request=REQUEST,
             policy=self.policy,
             config=self.config,

@@ -17,18 +17,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-
 from draco_ray.config.schema import AgentConfig
 from draco_ray.engine.sampler import Sample
 from draco_ray.engine.tool_calls import ToolCall, ToolUse, after_reasoning
 from draco_ray.errors import ConfigError
-from draco_ray.records import GAP, PROGRAM, TOOLS, EpisodeEnd, Message, Task, Trajectory, Turn, Usage, is_step
+from draco_ray.records import PROGRAM, TOOLS, EpisodeEnd, Message, Trajectory, Turn, Usage, is_step
 from draco_ray.rollout.agent import RolloutRequest
 from draco_ray.rollout.code_block import cut_output, numbered
 from draco_ray.rollout.endpoint.asking import AskingEpisode
 from draco_ray.rollout.endpoint.turns import Refused, TurnReply, TurnRequest, identity
-from draco_ray.rollout.tokens import TokenPolicy
+from draco_ray.rollout.tokens import TokenPolicy, TokenSequence, beginnings, joined
 
 _NO_TOOLS = "[]"
 
@@ -69,30 +67,21 @@ class _Turn:
 
 
 @dataclass(kw_only=True, eq=False)
-class _Branch:
-    """One token sequence; its token lists are append-only."""
+class _Branch(TokenSequence):
+    """The tokens of a conversation."""
 
     tools: str
-    ids: list[int] = field(default_factory=list)
-    sampled: list[bool] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
     messages: list[str] = field(default_factory=list)
     """The keys (`identity`) of the messages that the branch's tokens encode."""
     turns: list[_Turn] = field(default_factory=list)
     busy: bool = False
     """Whether a request that continues this branch is in progress."""
 
-    def add(self, ids: Sequence[int], logprobs: Sequence[float] | None) -> None:
-        """Append tokens: sampled ones with their log-probs, context with None."""
-        self.ids += ids
-        self.sampled += [logprobs is not None] * len(ids)
-        self.logprobs += logprobs if logprobs is not None else [0.0] * len(ids)
-
 
 class Episode(AskingEpisode):
     """The requests of one agent while it does one task."""
 
-    def __init__(self, task: Task, request: RolloutRequest, policy: TokenPolicy, config: AgentConfig) -> None:
+    def __init__(self, request: RolloutRequest, policy: TokenPolicy, config: AgentConfig) -> None:
         """See `AskingEpisode`; each branch is a sequence."""
         super().__init__(request, policy, config)
         self.key = secrets.token_urlsafe(24)
@@ -100,7 +89,7 @@ class Episode(AskingEpisode):
         """Why the last failed request got no answer."""
         self.stored: dict[str, tuple[Mapping[str, Any], ...]] = {}
         """Id of a response -> the conversation up to it, for requests that name a previous response."""
-        self._task, self._chat = task, policy.chat
+        self._chat = policy.chat
         self._branches: list[_Branch] = []
         self._turns: list[_Turn] = []
         self._known: set[str] = set()
@@ -188,18 +177,15 @@ class Episode(AskingEpisode):
             closing: text of the last turn, about the agent's program; may be empty.
         """
         self.open = False
-        offsets = dict(
-            zip(self._branches, np.cumsum([0, *(len(each.ids) for each in self._branches)]).tolist(), strict=False)
-        )
+        offsets = dict(zip(self._branches, beginnings(self._branches), strict=True))
         turns: list[Turn] = []
         steps = 0
-        step_T = np.full(sum(len(branch.ids) for branch in self._branches), GAP, dtype=np.int32)
         for turn in self._turns:
             number, offset = self._branches.index(turn.branch), offsets[turn.branch]
             turns += [_context(each, number, offset + turn.start, self._config) for each in turn.opening]
             step = self._is_step(turn)
             if step:
-                step_T[offset + turn.start : offset + turn.end] = steps
+                turn.branch.steps[turn.start : turn.end] = [steps] * len(turn.ids)
                 steps += 1
             turns.append(self._record(turn, number, offset, step))
             spoken = [message for message in turn.answered or () if message["role"] != "tool"]
@@ -213,17 +199,11 @@ class Episode(AskingEpisode):
             output_tokens=sum(len(turn.ids) for turn in self._turns),
         )
         return Trajectory(
-            task_id=self._task.task_id,
-            group=self._request.group,
-            rollout=self._request.rollout,
-            attempt=self._request.attempt,
+            **self._request.identity,
             policy_version=min((turn.policy_version for turn in self._turns), default=0),
             prompt=prompt,
             turns=tuple(turns),
-            token_ids_T=np.array([token for branch in self._branches for token in branch.ids], dtype=np.int32),
-            sampled_T=np.array([flag for branch in self._branches for flag in branch.sampled], dtype=np.bool_),
-            logprob_T=np.array([value for branch in self._branches for value in branch.logprobs], dtype=np.float32),
-            step_T=step_T,
+            **joined(self._branches),
             prompt_length=self._turns[0].start if self._turns else 0,
             ended=ended,
             started_at=self._started_at,
@@ -275,7 +255,7 @@ class Episode(AskingEpisode):
     def _keep(self, branch: _Branch, ids: Sequence[int], sample: Sample) -> None:
         if not branch.turns:
             self._branches.append(branch)
-        branch.add(ids[len(branch.ids) :], None)
+        branch.add(ids[len(branch.ids) :])
         branch.add(sample.token_ids, sample.logprobs)
 
     def _stopped(self, sample: Sample, stop: Sequence[str]) -> Sample:
