@@ -67,21 +67,26 @@ HEAD_ATTEMPTS = 3
 ADAPTERS, CACHE, CLOCK, BALLAST = "adapters", "replies", "clock", "ballast"
 """Names in the folder of the runs."""
 SMALL_CACHE_MIB = 64
+SPARE_GIB, MEMORY_LIMIT = 8, "RAY_memory_usage_threshold"
 SMALL_RAY_STORE_MIB = 150
 LOUD = """
 from draco_ray.environments.appworld.environment import AppWorldEnvironment
 
 
+class LoudWorld:
+    def __init__(self, world):
+        self._world = world
+
+    def __getattr__(self, name):
+        return getattr(self._world, name)
+
+    async def act(self, action):
+        return await self._world.act("print('x' * 50_000_000)\\n" + action)
+
+
 class LoudEnvironment(AppWorldEnvironment):
     async def open(self, task_id):
-        world = await super().open(task_id)
-        quiet = world.act
-
-        async def act(action):
-            return await quiet("print('x' * 50_000_000)\\n" + action)
-
-        object.__setattr__(world, "act", act)
-        return world
+        return LoudWorld(await super().open(task_id))
 """
 OWN_CLOCK = """
 import os, time
@@ -221,6 +226,27 @@ def make_read_only(scene: Scene, victims: Sequence[int]) -> None:
     for options in (["--bind", str(scene.run)], ["-o", "remount,bind,ro"]):
         subprocess.run(["mount", *options, str(scene.run)], check=True)
     scene.stack.callback(subprocess.run, ["umount", "--lazy", str(scene.run)], check=False)
+
+
+def little_memory(root: Path, stack: contextlib.ExitStack) -> Sequence[str]:
+    """Ray kills its workers when `SPARE_GIB` more than now are in use, not when the machine is full."""
+    memory = psutil.virtual_memory()
+    threshold = (memory.total - memory.available + (SPARE_GIB << 30)) / memory.total
+    os.environ[MEMORY_LIMIT] = str(threshold)
+    stack.callback(os.environ.pop, MEMORY_LIMIT)
+    return ()
+
+
+def fill_memory(scene: Scene, victims: Sequence[int]) -> None:
+    """Take memory until Ray has killed one of the run's workers, then give it back."""
+    # Idle workers of Ray end by themselves.
+    working = set(processes(scene.driver, "ray::")) - set(processes(scene.driver, "ray::IDLE"))
+    kept = list[bytes]()
+    while all(map(psutil.pid_exists, working)):
+        if len(kept) == SPARE_GIB:
+            raise RuntimeError(f"Ray has killed no worker with {SPARE_GIB} GiB more in use")
+        kept.append(b"x" * (1 << 30))
+        time.sleep(0.5)
 
 
 def gone(path: Path) -> Path:
@@ -524,6 +550,7 @@ FAULTS: dict[str, Fault] = {
         prepare=own_clock,
     ),
     "run folder read-only": Fault(find=the_driver, strike=make_read_only, held=False),
+    "memory full": Fault(find=the_driver, strike=fill_memory, held=False, prepare=little_memory),
     "tasks edited": Fault(find=the_driver, own_world=True, between=edit_tasks),
     "packages upgraded": Fault(find=the_driver, between=upgrade_packages),
     "another schema": Fault(find=the_driver, between=another_schema, refused=True),
