@@ -34,7 +34,7 @@ class Key:
 
 def subtree(field: FieldInfo) -> type[Tree] | None:
     """The part of the configuration below a field; None if the field is a leaf."""
-    # Only the default has the class of a section outside the core.
+    # A section outside the core is declared as a Tree; its default value has the section's own class.
     annotation = type(field.get_default(call_default_factory=True)) if field.annotation is Tree else field.annotation
     return annotation if isinstance(annotation, type) and issubclass(annotation, Tree) else None
 

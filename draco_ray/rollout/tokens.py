@@ -72,7 +72,7 @@ class TokenSequence:
     steps: list[int] = field(default_factory=list)
 
     def add(self, ids: Sequence[int], logprobs: Sequence[float] | None = None, step: int = GAP) -> tuple[int, int]:
-        """Append tokens; ``logprobs``: those of sampled tokens, None for context.
+        """Append sampled tokens with their ``logprobs``, or context without.
 
         Returns: the positions of the first token and after the last one.
         """
@@ -85,7 +85,7 @@ class TokenSequence:
 
 
 def joined(sequences: Sequence[TokenSequence]) -> dict[str, Any]:
-    """The fields of `Trajectory` for sequences that follow each other."""
+    """The token arrays of a `Trajectory` that consists of these sequences, one after another."""
     return {
         "token_ids_T": np.array([token for each in sequences for token in each.ids], dtype=np.int32),
         "sampled_T": np.array([flag for each in sequences for flag in each.sampled], dtype=np.bool_),

@@ -698,6 +698,6 @@ class Trainer:
 
 
 def _seconds(update_ended: float, started: float) -> dict[str, float]:
-    """Seconds since the update, and since the step began, by monotonic times."""
+    """Seconds since the update and since the step began; both arguments are times of the monotonic clock."""
     now = time.monotonic()
     return {"seconds_sync": now - update_ended, "seconds": now - started}

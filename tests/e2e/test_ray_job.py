@@ -161,7 +161,7 @@ def test_training(head: Head, sandbox_root: Path, scripted_policy: Path, tmp_pat
 
 
 def wait_for_rollout(head: Head, run: Path) -> None:
-    """Until the run of the job of the same name has finished one."""
+    """Wait until the run, which has its job's name, has finished a rollout."""
     while not any((run / "tables" / "trajectories").glob("step*/*.arrow")):
         status = head.job("status", run.name)
         assert "failed" not in status, head.job("logs", run.name)

@@ -40,6 +40,8 @@ POLL_SECONDS = 0.2
 SHELL_RETRIEVAL = ("alltools-qwen", "terminal_use")
 DENSE_RETRIEVAL = get_args(DenseRetrieval)
 SHELL_PROGRAMS = ("srt", "rg", "bwrap", "socat") if sys.platform.startswith("linux") else ("srt", "rg")
+COPIED = {"retrieval", "trials", "seed", "concurrency", "episode_retries", "episode_timeout_seconds"}
+"""Keys of the configuration that a job has under the same names."""
 STEPS_PER_TURN = 2
 """tau2's max_steps counts the messages of both sides."""
 JUDGE_KEY, EMBEDDER_KEY = "DRACO_TAU_JUDGE_KEY", "DRACO_TAU_EMBEDDER_KEY"
@@ -285,8 +287,7 @@ def tau2_job(
     # Use one cache folder per model and endpoint, since tau2's own cache key ignores them.
     embedder = hashlib.sha256(f"{config.embedder.model} {config.embedder.api_base}".encode()).hexdigest()[:16]
     return {
-        **config.model_dump(include={"retrieval", "trials", "seed", "concurrency"}),
-        **config.model_dump(include={"episode_retries", "episode_timeout_seconds"}),
+        **config.model_dump(include=COPIED),
         "domain": BANKING,
         "tasks": list(tasks),
         "max_steps": STEPS_PER_TURN * config.max_turns,
