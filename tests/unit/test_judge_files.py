@@ -135,6 +135,49 @@ async def test_a_record_without_a_reply_is_an_error_and_waits_for_nobody(tmp_pat
     assert [path.name for path in tmp_path.iterdir()] == ["recorded"]
 
 
+async def test_a_record_whose_prompt_has_no_reply_is_an_error_too_and_its_replies_stay(tmp_path: Path) -> None:
+    judge = FileJudge(tmp_path, "files:d")
+    await replied(judge, request(), tmp_path, "{}")
+    (tmp_path / "recorded").write_text("somebody, some day")
+    await judge.forget(request())
+    assert (await judge(request())).text == "{}"
+    next(tmp_path.glob(f"*{REPLY}")).unlink()
+    with pytest.raises(StoreError, match="no recorded reply"):
+        await judge(request())
+
+
+async def test_what_an_interrupted_process_and_people_leave_in_the_directory_costs_no_prompt(tmp_path: Path) -> None:
+    judge = FileJudge(tmp_path, "files:d")
+    await replied(judge, request(), tmp_path, "nonsense")
+    # Only replies were copied, one of them is refused, and a process ended between a schema and its prompt.
+    next(tmp_path.glob(f"*{PROMPT}")).unlink()
+    await judge.forget(request())
+    (tmp_path / "1.txt").write_text("notes")
+    assert (await replied(judge, request(), tmp_path, "better")).text == "better"
+
+
+async def test_a_reply_that_is_no_text_is_named(tmp_path: Path) -> None:
+    await replied(FileJudge(tmp_path, "files:d"), request(), tmp_path, "{}")
+    (reply,) = tmp_path.glob(f"*{REPLY}")
+    reply.write_bytes("{}".encode("utf-16"))
+    with pytest.raises(StoreError, match=rf"{reply.name}: 'utf-8' codec can't decode .*; expected UTF-8"):
+        await FileJudge(tmp_path, "files:d")(request())
+
+
+async def test_two_processes_may_refuse_one_reply(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    judge = FileJudge(tmp_path, "files:d")
+    await replied(judge, request(), tmp_path, "nonsense")
+    rename = Path.rename
+
+    def second(path: Path, target: str) -> None:
+        rename(path, target)
+        rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", second)
+    await judge.forget(request())
+    assert [path.read_text() for path in tmp_path.glob("*.refused")] == ["nonsense"]
+
+
 async def test_a_conversation_shows_who_said_what(tmp_path: Path) -> None:
     messages = (*request().messages, Message(role="assistant", content="?"), Message(role="user", content="Again."))
     await replied(FileJudge(tmp_path, "files:d"), Request(messages=messages), tmp_path, "{}")
