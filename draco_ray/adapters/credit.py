@@ -73,27 +73,36 @@ def trajectory_key(prompt: Any, completion: Any) -> TrajectoryKey:
 
 
 def conversation_of_tokens(
-    prompt: str | Sequence[Mapping[str, Any]], token_ids: Sequence[int], mask: ArrayLike, decode: Callable[[Any], str]
+    prompt: str | Sequence[Mapping[str, Any]],
+    token_ids: Sequence[int],
+    mask: ArrayLike,
+    decode: Callable[[Any], str],
+    prompt_ids: Sequence[int] = (),
 ) -> tuple[list[dict[str, Any]], list[int]]:
     """Rebuild a conversation from its tokens, for trainers that keep no messages.
 
-    Each run of sampled tokens is a turn of the agent; the tokens between two runs are the environment's answer.
+    Each run of sampled tokens is a turn of the agent; the tokens between two runs are the environment's answer. If the
+    text before a turn opens its reasoning, the turn begins with ``<think>``.
 
     Args:
         prompt: text, or messages.
         token_ids: (T,) of the response.
         mask: (T,) 1 where the policy sampled the token.
         decode: token ids to text, without special tokens.
+        prompt_ids: tokens of the prompt, if ``prompt`` is messages.
 
     Returns: messages, and the number of sampled tokens of each turn.
     """
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [dict(each) for each in prompt]
+    before = prompt if isinstance(prompt, str) else decode(list(prompt_ids))
     end = 0
     counts: list[int] = []
     for begin, stop in sampled_runs(np.asarray(mask)[: len(token_ids)]):
         if counts and begin > end:
-            messages.append({"role": "user", "content": decode(list(token_ids[end:begin]))})
-        messages.append({"role": "assistant", "content": decode(list(token_ids[begin:stop]))})
+            before = decode(list(token_ids[end:begin]))
+            messages.append({"role": "user", "content": before})
+        opens = "<think>" if before.rstrip().endswith("<think>") else ""
+        messages.append({"role": "assistant", "content": opens + decode(list(token_ids[begin:stop]))})
         counts.append(stop - begin)
         end = stop
     return messages, counts

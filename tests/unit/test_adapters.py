@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import doctest
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,11 +12,13 @@ import pytest
 from draco_ray.adapters import tokens
 from draco_ray.adapters.art import draco_score_group
 from draco_ray.adapters.conversations import judge_conversations
+from draco_ray.adapters.credit import conversation_of_tokens
 from draco_ray.adapters.tokens import sampled_runs, token_advantages
 from draco_ray.adapters.trl import StepCredit
 from draco_ray.adapters.verdicts import MissingVerdict
 from draco_ray.config.schema import DracoConfig
 from draco_ray.errors import BudgetSpent, ConfigError, TraceError
+from draco_ray.traces.load import groups_of
 from tests.support import canned_judge
 from tests.support.adapters import ASK, Canned, said
 from tests.support.scripted_judge_server import ScriptedJudgeServer
@@ -52,6 +55,18 @@ def test_without_steps_citations_or_the_same_turns_it_stays_uniform(
     quality: list[float | None], acted: tuple[bool, ...]
 ) -> None:
     assert token_advantages(0.5, quality, acted, MASK).tolist() == [0.5 * each for each in MASK]
+
+
+def test_a_turn_that_is_cut_in_reasoning_that_the_template_opened_is_no_step() -> None:
+    words = ["Book it.", "<think>", "look</think>search", "found", "<think>", "hm"]
+    decode: Any = lambda ids: " ".join(words[each] for each in ids)  # noqa: E731
+    counts = [1, 1]
+    for prompt, ids in (("Book it. <think>\n", ()), ([{"role": "user", "content": "Book it."}], (0, 1))):
+        messages, found = conversation_of_tokens(prompt, range(2, 6), [1, 0, 0, 1], decode, ids)
+        assert found == counts
+        assert [each["content"] for each in messages[1:]] == ["<think>look</think>search", "found <think>", "<think>hm"]
+        (trace,) = groups_of([{"messages": messages}])[0].traces
+        assert [turn.is_step for turn in trace.turns] == [True, False, False]
 
 
 def test_a_reward_function_as_trl_calls_it() -> None:
