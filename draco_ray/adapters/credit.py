@@ -35,9 +35,9 @@ class CreditJudge:
             missing: see `VerdictStore`.
             options: options of `draco_ray.judge`: budget (of all calls together), rubric, api_base, out, ...
 
-        Raises: see `Judging` and `VerdictStore`.
+        Raises: see `Judging`, `Judging.by_papers_rule` and `VerdictStore`.
         """
-        self._judging = Judging(model, **options)
+        self._judging = Judging(model, **options).by_papers_rule()
         self.store = store if isinstance(store, VerdictStore) else VerdictStore(store, missing=missing)
 
     async def verdicts(

@@ -150,3 +150,8 @@ def test_what_a_reward_function_cannot_do_is_said_when_it_is_made(tmp_path: Path
         StepCredit("openai/m", budget=5.0)
     with pytest.raises(ConfigError, match="no judge given; expected a model"):
         StepCredit()
+    calibrated = {"algorithm": {"rule": "draco_calibrated", "reliability": 0.3}}
+    with pytest.raises(ConfigError, match="rule=draco_calibrated: adapters spread advantages by the paper's rule"):
+        StepCredit("openai/m", config=calibrated)
+    for rule in ({"rule": "no_dropout"}, {"rule": "grpo"}, {"rule": "draco_calibrated", "reliability": 0.0}):
+        StepCredit("openai/m", config={"algorithm": rule})

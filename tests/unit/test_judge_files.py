@@ -16,9 +16,11 @@ import pytest
 from draco_ray import judge_sync, load_traces
 from draco_ray.cli import main
 from draco_ray.commands.grade import annotate
+from draco_ray.config.schema import JudgeConfig
 from draco_ray.errors import StoreError
 from draco_ray.judging.completion import Completion, Request
 from draco_ray.judging.file_judge import PROMPT, REPLY, SCHEMA, FileJudge
+from draco_ray.judging.panel import other
 from draco_ray.judging.reply_cache import FILE, read_book
 from draco_ray.records import Message
 from tests.conftest import REPOSITORY
@@ -108,6 +110,14 @@ async def test_what_is_waited_for_is_said_at_once_and_so_is_a_misnamed_reply(
 def _until(seen: Callable[[], bool]) -> None:
     while not seen():
         time.sleep(0.05)
+
+
+def test_other_judges_directories_are_the_same_ones_in_a_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = Path.cwd()
+    config = JudgeConfig.model_validate({"jury": [{"model": "files:a"}], "held_out": {"model": "files:b"}})
+    monkeypatch.chdir("/")
+    assert config.held_out is not None
+    assert [other(config, each).files for each in (*config.jury, config.held_out)] == [here / "a", here / "b"]
 
 
 def test_a_dry_run_through_files_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
