@@ -14,6 +14,7 @@ from numpy.typing import ArrayLike
 from draco_ray.adapters.conversations import Judging
 from draco_ray.adapters.tokens import sampled_runs
 from draco_ray.adapters.verdicts import Missing, StepVerdict, TrajectoryKey, VerdictStore, digest
+from draco_ray.traces.entry import AGENT, EARLIER
 from draco_ray.traces.library import JudgeOptions
 
 
@@ -72,6 +73,12 @@ def trajectory_key(prompt: Any, completion: Any) -> TrajectoryKey:
     return TrajectoryKey(digest(repr(prompt)), "", digest(list(completion)))
 
 
+def prompt_messages(prompt: str | Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """A prompt as messages, of which none is the policy's: earlier assistants' get the role `EARLIER`."""
+    given = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else map(dict, prompt)
+    return [{**each, "role": EARLIER} if each.get("role") == AGENT else each for each in given]
+
+
 def conversation_of_tokens(
     prompt: str | Sequence[Mapping[str, Any]],
     token_ids: Sequence[int],
@@ -93,7 +100,7 @@ def conversation_of_tokens(
 
     Returns: messages, and the number of sampled tokens of each turn.
     """
-    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [dict(each) for each in prompt]
+    messages = prompt_messages(prompt)
     before = prompt if isinstance(prompt, str) else decode(list(prompt_ids))
     end = 0
     counts: list[int] = []

@@ -74,7 +74,8 @@ def assemble(
         code: pattern whose first group is the code in a turn without tool calls; None: no turn runs code.
     """
     first = next((index for index, entry in enumerate(entries) if entry.role == AGENT), len(entries))
-    prompt = [Message(role=role_name(entry.role), content=entry.text) for entry in entries[:first] if entry.text]
+    told = [(entry.role, "\n".join(filter(None, [entry.text, *map(str, entry.calls)]))) for entry in entries[:first]]
+    prompt = [Message(role=role_name(role), content=content) for role, content in told if content]
     if tools:
         prompt.append(Message(role="tools", content="\n".join(tools)))
     notes: list[str] = []

@@ -11,6 +11,8 @@ from typing import Any
 from draco_ray.traces.model import clean
 
 AGENT = "assistant"
+EARLIER = "earlier assistant"
+"""Role of an agent's messages in a prompt: the policy did not sample them."""
 MAX_SHOWN = 2_000
 """Maximum length of a part of an unknown kind, in characters."""
 MIN_ENCODED = 200

@@ -92,6 +92,25 @@ def test_a_reward_function_as_trl_calls_it() -> None:
     assert plain.advantages([1.0, -1.0], np.array([MASK, MASK]))[0].tolist() == MASK
 
 
+def test_an_assistants_messages_in_the_prompt_are_not_the_policys() -> None:
+    prompt = [{"role": "user", "content": "Hello."}, *said("DL9")[:2], {"role": "user", "content": ASK}]
+    for whole in (False, True):
+        canned = Canned()
+        credit = StepCredit("canned", complete=canned)
+        completions = [said("DL9"), said("UA1")]
+        messages = [[*prompt, *each] for each in completions] if whole else None
+        assert credit([prompt] * 2, completions, messages=messages) == [1.0, -1.0]
+        spread = credit.advantages([0.7, -0.7], np.array([MASK, MASK]))
+        assert credit.store.counts == {"spread": 2}
+        assert len(set(spread[1][np.array(MASK) != 0])) == 3
+    messages, _ = conversation_of_tokens(prompt, [1], [1], lambda _: "Done.")
+    trace = groups_of([{"messages": messages}])[0].traces[0]
+    assert [turn.text for turn in trace.judged_steps] == ["Done."]
+    told = [(each.role, each.content) for each in trace.prompt]
+    assert ("earlier assistant", 'I search.\nsearch({"to": "SFO"})') in told
+    assert told[-1] == ("user", ASK)
+
+
 async def test_conversations_keep_their_order_whatever_their_groups() -> None:
     records = [
         {"task_id": task, "messages": [{"role": "user", "content": ASK}, *said(flight)]}

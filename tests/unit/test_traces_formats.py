@@ -843,6 +843,23 @@ def test_reasoning_is_nothing_that_anybody_receives(
     assert (turn.action, turn.message) == (action, message)
 
 
+def test_an_assistants_messages_before_the_sampled_ones_are_no_steps(tmp_path: Path) -> None:
+    shots = [{"role": "user", "content": "And now?"}, {"role": "assistant", "content": "Nothing."}]
+    old = {"prompt": [*shots, USER], "completion": [CALLING, ANSWER, LAST]}
+    nodes = [
+        {
+            "parent": place - 1 if place else None,
+            "message": message,
+            "sampled": place > 2 and message["role"] == "assistant",
+        }
+        for place, message in enumerate([*shots, USER, CALLING, ANSWER, LAST])
+    ]
+    for record in (old, {"task": {"data": {"id": "t"}}, "nodes": nodes}):
+        trace = read(tmp_path, [record])[0].traces[0]
+        assert ("earlier assistant", "Nothing.") in [(each.role, each.content) for each in trace.prompt]
+        assert [turn.text for turn in trace.judged_steps] == [f'{SAID}\n\nfind_room({{"day": "Fri"}})', DONE]
+
+
 def test_a_log_whose_histories_leave_hidden_reasoning_out_is_one_conversation(tmp_path: Path) -> None:
     asks = {"role": "assistant", "content": [typed("redacted_thinking", data="x"), typed("text", text=SAID)]}
     again = [USER, {"role": "assistant", "content": [typed("text", text=SAID)]}, USER]
