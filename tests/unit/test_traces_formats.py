@@ -844,7 +844,7 @@ def test_reasoning_is_nothing_that_anybody_receives(
 
 
 def test_an_assistants_messages_before_the_sampled_ones_are_no_steps(tmp_path: Path) -> None:
-    shots = [{"role": "user", "content": "And now?"}, {"role": "assistant", "content": "Nothing."}]
+    shots: list[dict[str, Any]] = [{"role": "user", "content": "Hm?"}, {"role": "assistant", "content": "Nothing."}]
     old = {"prompt": [*shots, USER], "completion": [CALLING, ANSWER, LAST]}
     nodes = [
         {
