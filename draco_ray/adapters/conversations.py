@@ -7,8 +7,10 @@ import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any, Self, Unpack
 
+from draco_ray.algorithm.rules import AdvantageRule, find_rule
+from draco_ray.errors import ConfigError
 from draco_ray.traces.library import JudgeOptions, Meter, judge, open_judge, plan
 from draco_ray.traces.load import groups_of, place_of
 from draco_ray.traces.results import JudgedTrace
@@ -72,6 +74,20 @@ class Judging:
         self._plan = plan(model, **arguments)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._meter, self._spent = Meter(), 0.0
+
+    def by_papers_rule(self) -> Self:
+        """The same judging, for an adapter that spreads advantages itself and knows only the paper's rule.
+
+        Raises: ConfigError: ``algorithm.rule`` spreads them in another way.
+        """
+        algorithm = self._plan.config.algorithm
+        rule = find_rule(algorithm.rule, algorithm.reliability)
+        if rule.cites and type(rule).spread is not AdvantageRule.spread:
+            raise ConfigError(
+                f"algorithm.rule={algorithm.rule}: adapters spread advantages by the paper's rule; expected draco, or "
+                "grpo for no step credit"
+            )
+        return self
 
     async def __call__(self, records: Sequence[Mapping[str, Any]]) -> list[JudgedConversation | None]:
         """See `judge_conversations`."""

@@ -14,6 +14,7 @@ from numpy.typing import ArrayLike
 from draco_ray.adapters.conversations import Judging
 from draco_ray.adapters.tokens import sampled_runs
 from draco_ray.adapters.verdicts import Missing, StepVerdict, TrajectoryKey, VerdictStore, digest
+from draco_ray.traces.entry import AGENT, EARLIER
 from draco_ray.traces.library import JudgeOptions
 
 
@@ -35,9 +36,9 @@ class CreditJudge:
             missing: see `VerdictStore`.
             options: options of `draco_ray.judge`: budget (of all calls together), rubric, api_base, out, ...
 
-        Raises: see `Judging` and `VerdictStore`.
+        Raises: see `Judging`, `Judging.by_papers_rule` and `VerdictStore`.
         """
-        self._judging = Judging(model, **options)
+        self._judging = Judging(model, **options).by_papers_rule()
         self.store = store if isinstance(store, VerdictStore) else VerdictStore(store, missing=missing)
 
     async def verdicts(
@@ -72,28 +73,43 @@ def trajectory_key(prompt: Any, completion: Any) -> TrajectoryKey:
     return TrajectoryKey(digest(repr(prompt)), "", digest(list(completion)))
 
 
+def prompt_messages(prompt: str | Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """A prompt as messages, of which none is the policy's: earlier assistants' get the role `EARLIER`."""
+    given = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else map(dict, prompt)
+    return [{**each, "role": EARLIER} if each.get("role") == AGENT else each for each in given]
+
+
 def conversation_of_tokens(
-    prompt: str | Sequence[Mapping[str, Any]], token_ids: Sequence[int], mask: ArrayLike, decode: Callable[[Any], str]
+    prompt: str | Sequence[Mapping[str, Any]],
+    token_ids: Sequence[int],
+    mask: ArrayLike,
+    decode: Callable[[Any], str],
+    prompt_ids: Sequence[int] = (),
 ) -> tuple[list[dict[str, Any]], list[int]]:
     """Rebuild a conversation from its tokens, for trainers that keep no messages.
 
-    Each run of sampled tokens is a turn of the agent; the tokens between two runs are the environment's answer.
+    Each run of sampled tokens is a turn of the agent; the tokens between two runs are the environment's answer. If the
+    text before a turn opens its reasoning, the turn begins with ``<think>``.
 
     Args:
         prompt: text, or messages.
         token_ids: (T,) of the response.
         mask: (T,) 1 where the policy sampled the token.
         decode: token ids to text, without special tokens.
+        prompt_ids: tokens of the prompt, if ``prompt`` is messages.
 
     Returns: messages, and the number of sampled tokens of each turn.
     """
-    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [dict(each) for each in prompt]
+    messages = prompt_messages(prompt)
+    before = prompt if isinstance(prompt, str) else decode(list(prompt_ids))
     end = 0
     counts: list[int] = []
     for begin, stop in sampled_runs(np.asarray(mask)[: len(token_ids)]):
         if counts and begin > end:
-            messages.append({"role": "user", "content": decode(list(token_ids[end:begin]))})
-        messages.append({"role": "assistant", "content": decode(list(token_ids[begin:stop]))})
+            before = decode(list(token_ids[end:begin]))
+            messages.append({"role": "user", "content": before})
+        opens = "<think>" if before.rstrip().endswith("<think>") else ""
+        messages.append({"role": "assistant", "content": opens + decode(list(token_ids[begin:stop]))})
         counts.append(stop - begin)
         end = stop
     return messages, counts

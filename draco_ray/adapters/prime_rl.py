@@ -31,7 +31,7 @@ class StepCreditAlgorithm(GRPOAlgorithm):
 
     def __init__(self, config: Any, policy_pool: Any) -> None:
         super().__init__(config, policy_pool)
-        self._judging = Judging(**config.kwargs)
+        self._judging = Judging(**config.kwargs).by_papers_rule()
 
     async def score_group(self, episodes: list[Any]) -> None:
         """Judge a group, let GRPO score it, and spread each trace's advantage."""

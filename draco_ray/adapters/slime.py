@@ -50,8 +50,9 @@ def rewards(args: Any, samples: Sequence[Any]) -> tuple[list[float], list[float]
     judge, words = _judge(json.dumps(_settings(args), sort_keys=True)), _decoder(args.hf_checkpoint)
     groups, keys, records, tokens = [], [], [], []
     for sample in samples:
-        ids = list(sample.tokens)[len(sample.tokens) - sample.response_length :]
-        messages, counts = conversation_of_tokens(sample.prompt, ids, sample.loss_mask or [1] * len(ids), words)
+        first = len(sample.tokens) - sample.response_length
+        asked, ids = list(sample.tokens)[:first], list(sample.tokens)[first:]
+        messages, counts = conversation_of_tokens(sample.prompt, ids, sample.loss_mask or [1] * len(ids), words, asked)
         groups.append(str(sample.group_index))
         keys.append(_key(sample.tokens))
         records.append({"task_id": groups[-1], "messages": messages})

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from draco_ray.adapters.credit import CreditJudge, trajectory_key
+from draco_ray.adapters.credit import CreditJudge, prompt_messages, trajectory_key
 from draco_ray.adapters.verdicts import StepVerdict, TrajectoryKey, digest
 from draco_ray.errors import ConfigError
 from draco_ray.records import FloatArray
@@ -54,7 +54,7 @@ class StepCredit(CreditJudge):
             messages: whole conversations, if ``rollout_func`` returns them; used instead of ``completions``.
         """
         records = [
-            {"task_id": repr(prompt), "messages": [*_messages(prompt, "user"), *_messages(said, "assistant")]}
+            {"task_id": repr(prompt), "messages": [*prompt_messages(prompt), *_after(prompt, said)]}
             for prompt, said in zip(prompts, messages or completions, strict=True)
         ]
         names = completion_ids or [record["messages"] for record in records]
@@ -145,5 +145,9 @@ def _sync_trainer(credit: StepCredit, base: Any) -> type:
     return StepCreditTrainer
 
 
-def _messages(said: Any, role: str) -> list[Any]:
-    return [{"role": role, "content": said}] if isinstance(said, str) else list(said)
+def _after(prompt: Any, said: Any) -> list[Any]:
+    """The messages of a completion, or of a whole conversation after its prompt."""
+    if isinstance(said, str):
+        return [{"role": "assistant", "content": said}]
+    given = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+    return list(said[len(given) :] if list(said[: len(given)]) == given else said)

@@ -34,9 +34,9 @@ async def score_group(traces: Sequence[Any], model: str | Judging, **options: An
 
     Returns: one result per trace; None if a trace could not be judged, in which case it gets no reward.
 
-    Raises: as `draco_ray.judge`.
+    Raises: as `draco_ray.judge` and `Judging.by_papers_rule`.
     """
-    judging = model if isinstance(model, Judging) else Judging(model, **options)
+    judging = (model if isinstance(model, Judging) else Judging(model, **options)).by_papers_rule()
     judged = await judge_traces(traces, judging)
     scored = [(trace, each) for trace, each in zip(traces, judged, strict=True) if each is not None]
     advantages = group_advantages_G(np.array([each.trace.reward for _, each in scored], dtype=float)) if scored else ()

@@ -96,6 +96,7 @@ class StepCreditWorker(agent_loop_tq.AgentLoopWorkerTQ.__ray_metadata__.modified
             outputs[0].response_ids,
             outputs[0].response_mask,
             functools.partial(self.tokenizer.decode, skip_special_tokens=True),
+            outputs[0].prompt_ids,
         )
         record = {"messages": messages, "tokens": counts}
         self._judged.add((uid, kwargs["session_id"]))

@@ -317,6 +317,14 @@ FILES = "files:"
 """Prefix of a judge that answers through files in a directory (`draco_ray.judging.file_judge`)."""
 
 
+def _with_absolute_path(model: str) -> str:
+    # Judge workers run in other directories.
+    return f"{FILES}{Path(model.removeprefix(FILES)).absolute()}" if model.startswith(FILES) else model
+
+
+Model = Annotated[str, AfterValidator(_with_absolute_path)]
+
+
 def provider_key(model: str) -> str:
     """The environment variable that holds the key of a model's provider.
 
@@ -410,7 +418,7 @@ class JudgeLimits(Tree):
 class OtherJudgeConfig(Tree):
     """An additional judge; other settings are those of the main judge."""
 
-    model: str
+    model: Model
     """LiteLLM model name with provider prefix."""
     api_base: str | None = None
     api_key_env: str | None = None
@@ -420,7 +428,7 @@ class OtherJudgeConfig(Tree):
 class HeldOutJudgeConfig(OtherJudgeConfig):
     """A judge that scores two rollouts of a share of the groups and is never trained on (docs/faults.md)."""
 
-    model: str = ""
+    model: Model = ""
     """LiteLLM model name with provider prefix; empty: the judge's own model, which needs ``rubric``."""
     rubric: Path | None = None
     """File with the criteria that it scores by, as of algorithm.static_rubric; null: the rubric of the group."""
@@ -442,7 +450,7 @@ class JudgeConfig(Tree):
     local: LocalJudgeConfig = LocalJudgeConfig()
     limits: JudgeLimits = JudgeLimits()
 
-    model: str = Field("openai/gpt-5.4", json_schema_extra=CONFIRMED_URL)
+    model: Model = Field("openai/gpt-5.4", json_schema_extra=CONFIRMED_URL)
     """LiteLLM model name with provider prefix; or files:DIR, a directory to which prompts are written as numbered files
     and in which replies are awaited."""
     plan: Literal["paper", "default", "lean"] = "default"
@@ -547,11 +555,17 @@ class JudgeConfig(Tree):
         """Directory of a judge that answers through files; None for any other judge."""
         return Path(self.model.removeprefix(FILES)).absolute() if self.model.startswith(FILES) else None
 
-    @field_validator("model")
-    @classmethod
-    def _absolute(cls, model: str) -> str:
-        # The path has to be absolute, because judge workers run in other directories.
-        return f"{FILES}{Path(model.removeprefix(FILES)).absolute()}" if model.startswith(FILES) else model
+    @model_validator(mode="after")
+    def _held_out(self) -> Self:
+        other, elsewhere = self.held_out, self.self_judge.enabled or self.rule_judge.start
+        if other is None or other.rubric is not None or elsewhere:
+            return self
+        if (other.model, other.api_base) == (self.model, self.api_base):
+            raise ValueError(
+                f"judge.held_out: {other.model} is the judge itself, whose replies it would get; expected another "
+                "judge or rubric; set judge.held_out.model or .rubric"
+            )
+        return self
 
     @model_validator(mode="after")
     def _local(self) -> Self:

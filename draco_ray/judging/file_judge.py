@@ -8,6 +8,7 @@ even without the prompts. The same question has the same file in every run, so a
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import fcntl
 import hashlib
 import json
@@ -50,8 +51,10 @@ class FileJudge:
         try:
             name, answered = await asyncio.to_thread(self._write, request)
             text = await self._reply(name)
-        except (OSError, UnicodeDecodeError) as error:
+        except OSError as error:
             raise StoreError(f"judge {self._model}: {error}") from None
+        except UnicodeDecodeError as error:
+            raise StoreError(f"judge {self._model}: {name}{REPLY}: {error}; expected UTF-8") from None
         return Completion(
             text=text,
             finish_reason="stop",
@@ -63,9 +66,15 @@ class FileJudge:
         )
 
     async def forget(self, request: Request) -> None:
-        """Rename an unusable reply to ``.reply.txt.refused``: the same question then waits for another one."""
+        """Rename an unusable reply to ``.reply.txt.refused``: the same question then waits for another one.
+
+        A recording stays as it is.
+        """
         for reply in self._directory.glob(f"*-{_key(request)}{REPLY}"):
-            reply.rename(f"{reply}.refused")
+            # Another process may have renamed it.
+            with contextlib.suppress(FileNotFoundError):
+                if not self._recorded:
+                    reply.rename(f"{reply}.refused")
 
     async def check(self) -> None:
         """Do nothing: a reply may take any time."""
@@ -76,9 +85,11 @@ class FileJudge:
         Returns: their name, and whether the reply already exists.
         """
         key = _key(request)
-        if there := self._found(key):
-            return there, (self._directory / f"{there}{REPLY}").exists()
-        if (self._directory / RECORDED).exists():
+        there = self._found(key)
+        answered = there is not None and (self._directory / f"{there}{REPLY}").exists()
+        if there and (answered or not self._recorded):
+            return there, answered
+        if self._recorded:
             raise StoreError(
                 f"judge {self._model}: no recorded reply to this {request.phase} prompt, because traces or prompts "
                 f"have changed; to write the prompt and wait for a reply, remove {self._directory / RECORDED}"
@@ -88,8 +99,8 @@ class FileJudge:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if there := self._found(key):
                 return there, False
-            numbers = [int(path.name.partition("-")[0]) for path in self._directory.glob("[0-9]*.txt")]
-            number = max(numbers, default=0) + 1
+            numbers = [path.name.partition("-")[0] for path in self._directory.glob("[0-9]*.txt")]
+            number = max((int(each) for each in numbers if each.isdecimal()), default=0) + 1
             name = f"{number:04d}-{request.phase or 'question'}-{key}"
             if request.schema is not None:
                 schema = json.dumps(request.schema, ensure_ascii=False, indent=1)
@@ -103,7 +114,12 @@ class FileJudge:
 
     def _found(self, key: str) -> str | None:
         """Name of the prompt or reply with a key; None if there is none."""
-        return next((path.name.partition(".")[0] for path in self._directory.glob(f"[0-9]*-{key}.*")), None)
+        found = (path for ending in (REPLY, PROMPT) for path in self._directory.glob(f"[0-9]*-{key}{ending}"))
+        return next((path.name.partition(".")[0] for path in found), None)
+
+    @property
+    def _recorded(self) -> bool:
+        return (self._directory / RECORDED).exists()
 
     async def _reply(self, name: str) -> str:
         path, size = self._directory / f"{name}{REPLY}", 0

@@ -6,17 +6,15 @@ conversation, the call continues this conversation.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from draco_ray.traces.entry import AGENT, Entry
+from draco_ray.traces.entry import AGENT, Entry, spoken
 
 SIDE_CALL = "side call"
 """Role of model outputs outside the agent's conversation: a title, a guard's verdict, a summary."""
 SUB_AGENT = "sub-agent"
 """Prefix of the role of a sub-agent."""
-_THOUGHT = re.compile(r"<think>.*?</think>", re.DOTALL)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -165,4 +163,4 @@ def _same(one: Entry, other: Entry) -> bool:
 def _key(entry: Entry) -> object:
     """Key to recognize a repeated turn of the agent: its calls, or else its text without reasoning, which requests
     often omit."""
-    return tuple(map(str, entry.calls)) or _THOUGHT.sub("", entry.text).strip()
+    return tuple(map(str, entry.calls)) or spoken(entry.text).strip()

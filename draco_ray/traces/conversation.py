@@ -12,12 +12,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from draco_ray.records import Message, is_step
-from draco_ray.traces.entry import AGENT, Call, Entry, compact, decoded, kind, object_of
+from draco_ray.traces.entry import AGENT, Call, Entry, compact, decoded, kind, object_of, spoken
 from draco_ray.traces.model import TraceTurn, clean
 
 CODE = re.compile(r"<code>\n?(.*?)</code>", re.DOTALL)
 """How code agents mark code to run, unless a mapping says otherwise."""
-_THOUGHT = re.compile(r"<think>.*?(?:</think>|\Z)", re.DOTALL)
 NO_TASK = "(the trace does not say what was asked of the agent)"
 
 
@@ -45,7 +44,7 @@ class _Turn:
             action=action,
             observation=self._observation(),
             tokens=self.tokens,
-            message=action is None and self.role == AGENT and is_step(acts=False, message=_THOUGHT.sub("", self.said)),
+            message=action is None and self.role == AGENT and is_step(acts=False, message=spoken(self.said)),
         )
 
     def _observation(self) -> str | None:
@@ -75,7 +74,8 @@ def assemble(
         code: pattern whose first group is the code in a turn without tool calls; None: no turn runs code.
     """
     first = next((index for index, entry in enumerate(entries) if entry.role == AGENT), len(entries))
-    prompt = [Message(role=role_name(entry.role), content=entry.text) for entry in entries[:first] if entry.text]
+    told = [(entry.role, "\n".join(filter(None, [entry.text, *map(str, entry.calls)]))) for entry in entries[:first]]
+    prompt = [Message(role=role_name(role), content=content) for role, content in told if content]
     if tools:
         prompt.append(Message(role="tools", content="\n".join(tools)))
     notes: list[str] = []
@@ -116,8 +116,8 @@ def _add(turns: list[_Turn], entry: Entry, code: re.Pattern[str] | None, notes: 
         last.calls += entry.calls
         last.tokens = entry.tokens or last.tokens
     else:
-        found = None if code is None or entry.calls or entry.code else [*code.finditer(entry.text)]
-        block = found[-1][1].strip("\r\n") if found else entry.code
+        found = None if code is None or entry.calls or entry.code else code.search(spoken(entry.text))
+        block = found[1].strip("\r\n") if found else entry.code
         turns.append(_Turn(AGENT, entry.text, entry.tokens, entry.calls, block or None, entry.item))
 
 

@@ -11,10 +11,13 @@ from typing import Any
 from draco_ray.traces.model import clean
 
 AGENT = "assistant"
+EARLIER = "earlier assistant"
+"""Role of an agent's messages in a prompt: the policy did not sample them."""
 MAX_SHOWN = 2_000
 """Maximum length of a part of an unknown kind, in characters."""
 MIN_ENCODED = 200
 """Minimum length of text that counts as base64 or ciphertext, in characters."""
+_THOUGHT = re.compile(r"<think>.*?(?:</think>|\Z)", re.DOTALL)
 _ENCODED = re.compile(r"[A-Za-z0-9+/_=-]+")
 _SIGNATURES = ("iVBOR", "/9j/", "R0lGOD", "JVBERi", "UklGR", "UEsDB", "H4sI")
 """First characters of PNG, JPEG, GIF, PDF, WebP or WAV, ZIP and gzip in base64."""
@@ -136,6 +139,16 @@ def thinking(text: str) -> str:
     """Reasoning in ``<think>`` tags; empty text stays empty."""
     text = clean(text).strip()
     return text if not text or text.startswith("<think>") else f"<think>{text}</think>"
+
+
+def spoken(text: str) -> str:
+    """A turn's text without its reasoning, which a chat template may have opened before the turn.
+
+    >>> spoken("<think>a</think> b"), spoken("a</think> b"), spoken("<think>a")
+    (' b', ' b', '')
+    """
+    opened, closed, rest = text.partition("</think>")
+    return _THOUGHT.sub("", rest if closed and "<think>" not in opened else text)
 
 
 def kind(value: object) -> str:

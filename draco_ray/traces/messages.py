@@ -194,7 +194,7 @@ def _message(role: str, message: Mapping[str, Any]) -> Iterator[Entry]:
         )
         return
     invoked = [each for each in message.get("toolInvocations") or () if isinstance(each, Mapping)]
-    pieces = [*parts(content), *(e for each in invoked if not message.get("parts") for e in part(_invocation(each)))]
+    pieces = [*_steps(content), *(e for each in invoked if not message.get("parts") for e in part(_invocation(each)))]
     inside = [call for piece in pieces for call in piece.calls]
     # Calls in the content are often repeated in another field.
     calls = [call for call in _calls(message) if not any(_same_call(call, each) for each in inside)]
@@ -214,6 +214,27 @@ def _message(role: str, message: Mapping[str, Any]) -> Iterator[Entry]:
     refusal = text_of(message, "refusal")
     after = [Entry(role="", text=f"[refusal] {refusal}")] if refusal else []
     yield from _turns([*thought, *pieces, *after, *(Entry(role="", calls=(call,)) for call in calls)], _tokens(message))
+
+
+def _steps(content: object) -> Iterator[Entry]:
+    """The parts of a content. In a step that the AI SDK marks, parallel calls, each with its result, come first."""
+    steps: list[list[Any]] = [[]]
+    for each in content if isinstance(content, list) else ():
+        if isinstance(each, Mapping) and each.get("type") == "step-start":
+            steps.append([])
+        else:
+            steps[-1].append(each)
+    if len(steps) == 1:
+        yield from parts(content)
+        return
+    for step in steps:
+        found: list[Entry] = []
+        for piece in parts(step):
+            place = len(found)
+            while piece.calls and place and found[place - 1].role == "tool":
+                place -= 1
+            found.insert(place, piece)
+        yield from found
 
 
 def _same_call(one: Call, other: Call) -> bool:

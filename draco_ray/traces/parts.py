@@ -33,7 +33,7 @@ from draco_ray.traces.entry import (
 )
 from draco_ray.traces.model import clean
 
-HIDDEN = "[thinking that the provider does not show]"
+HIDDEN = "<think>[thinking that the provider does not show]</think>"
 MARKERS = ("step-start", "step-finish", "finish-step", "snapshot", "ghost_snapshot", "cachePoint")
 """Types of parts and items without content."""
 MEDIA = ("image", "audio", "video", "document", "file", "blob", "uri", "screenshot")

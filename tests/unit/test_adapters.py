@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import doctest
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,11 +12,13 @@ import pytest
 from draco_ray.adapters import tokens
 from draco_ray.adapters.art import draco_score_group
 from draco_ray.adapters.conversations import judge_conversations
+from draco_ray.adapters.credit import conversation_of_tokens
 from draco_ray.adapters.tokens import sampled_runs, token_advantages
 from draco_ray.adapters.trl import StepCredit
 from draco_ray.adapters.verdicts import MissingVerdict
 from draco_ray.config.schema import DracoConfig
 from draco_ray.errors import BudgetSpent, ConfigError, TraceError
+from draco_ray.traces.load import groups_of
 from tests.support import canned_judge
 from tests.support.adapters import ASK, Canned, said
 from tests.support.scripted_judge_server import ScriptedJudgeServer
@@ -54,6 +57,18 @@ def test_without_steps_citations_or_the_same_turns_it_stays_uniform(
     assert token_advantages(0.5, quality, acted, MASK).tolist() == [0.5 * each for each in MASK]
 
 
+def test_a_turn_that_is_cut_in_reasoning_that_the_template_opened_is_no_step() -> None:
+    words = ["Book it.", "<think>", "look</think>search", "found", "<think>", "hm"]
+    decode: Any = lambda ids: " ".join(words[each] for each in ids)  # noqa: E731
+    counts = [1, 1]
+    for prompt, ids in (("Book it. <think>\n", ()), ([{"role": "user", "content": "Book it."}], (0, 1))):
+        messages, found = conversation_of_tokens(prompt, range(2, 6), [1, 0, 0, 1], decode, ids)
+        assert found == counts
+        assert [each["content"] for each in messages[1:]] == ["<think>look</think>search", "found <think>", "<think>hm"]
+        (trace,) = groups_of([{"messages": messages}])[0].traces
+        assert [turn.is_step for turn in trace.turns] == [True, False, False]
+
+
 def test_a_reward_function_as_trl_calls_it() -> None:
     credit = StepCredit("canned", complete=Canned())
     rewards = credit(prompts=[ASK, ASK], completions=[said("DL9"), said("UA1")], completion_ids=[[1], [2]], step=3)
@@ -75,6 +90,25 @@ def test_a_reward_function_as_trl_calls_it() -> None:
     plain = StepCredit("canned", complete=Canned())
     assert plain(prompts=[ASK, ASK], completions=["It is DL9.", "It is UA1."]) == [1.0, -1.0]
     assert plain.advantages([1.0, -1.0], np.array([MASK, MASK]))[0].tolist() == MASK
+
+
+def test_an_assistants_messages_in_the_prompt_are_not_the_policys() -> None:
+    prompt = [{"role": "user", "content": "Hello."}, *said("DL9")[:2], {"role": "user", "content": ASK}]
+    for whole in (False, True):
+        canned = Canned()
+        credit = StepCredit("canned", complete=canned)
+        completions = [said("DL9"), said("UA1")]
+        messages = [[*prompt, *each] for each in completions] if whole else None
+        assert credit([prompt] * 2, completions, messages=messages) == [1.0, -1.0]
+        spread = credit.advantages([0.7, -0.7], np.array([MASK, MASK]))
+        assert credit.store.counts == {"spread": 2}
+        assert len(set(spread[1][np.array(MASK) != 0])) == 3
+    rebuilt, _ = conversation_of_tokens(prompt, [1], [1], lambda _: "Done.")
+    trace = groups_of([{"messages": rebuilt}])[0].traces[0]
+    assert [turn.text for turn in trace.judged_steps] == ["Done."]
+    told = [(each.role, each.content) for each in trace.prompt]
+    assert ("earlier assistant", 'I search.\nsearch({"to": "SFO"})') in told
+    assert told[-1] == ("user", ASK)
 
 
 async def test_conversations_keep_their_order_whatever_their_groups() -> None:
@@ -135,3 +169,8 @@ def test_what_a_reward_function_cannot_do_is_said_when_it_is_made(tmp_path: Path
         StepCredit("openai/m", budget=5.0)
     with pytest.raises(ConfigError, match="no judge given; expected a model"):
         StepCredit()
+    calibrated = {"algorithm": {"rule": "draco_calibrated", "reliability": 0.3}}
+    with pytest.raises(ConfigError, match="rule=draco_calibrated: adapters spread advantages by the paper's rule"):
+        StepCredit("openai/m", config=calibrated)
+    for rule in ({"rule": "no_dropout"}, {"rule": "grpo"}, {"rule": "draco_calibrated", "reliability": 0.0}):
+        StepCredit("openai/m", config={"algorithm": rule})

@@ -229,6 +229,14 @@ async def test_a_worker_asks_the_held_out_judge_what_is_held_out(monkeypatch: py
 def test_it_is_another_judge_or_has_a_rubric_of_its_own() -> None:
     with pytest.raises(ValidationError, match="another judge or rubric; set judge.held_out.model or .rubric"):
         HeldOutJudgeConfig()
+    same: dict[str, Any] = {"model": "openai/m", "held_out": {"model": "openai/m"}}
+    with pytest.raises(
+        ValidationError, match="judge.held_out: openai/m is the judge itself, whose replies it would get"
+    ):
+        JudgeConfig.model_validate(same)
+    for other in ({"api_base": "http://other/v1"}, {"self_judge": {"enabled": True}}, {"rule_judge": {"start": True}}):
+        JudgeConfig.model_validate(same | other)
+    JudgeConfig.model_validate(same | {"held_out": {**same["held_out"], "rubric": "rubric.yaml"}})
     both = load_config("sandbox", ["judge.self_judge.enabled=true", "judge.rule_judge.start=false"]).judge
     assert only_self(both)
     assert not only_self(both.model_copy(update={"held_out": HeldOutJudgeConfig(model="openai/other")}))

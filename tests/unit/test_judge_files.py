@@ -16,9 +16,11 @@ import pytest
 from draco_ray import judge_sync, load_traces
 from draco_ray.cli import main
 from draco_ray.commands.grade import annotate
+from draco_ray.config.schema import JudgeConfig
 from draco_ray.errors import StoreError
 from draco_ray.judging.completion import Completion, Request
 from draco_ray.judging.file_judge import PROMPT, REPLY, SCHEMA, FileJudge
+from draco_ray.judging.panel import other
 from draco_ray.judging.reply_cache import FILE, read_book
 from draco_ray.records import Message
 from tests.conftest import REPOSITORY
@@ -110,6 +112,14 @@ def _until(seen: Callable[[], bool]) -> None:
         time.sleep(0.05)
 
 
+def test_other_judges_directories_are_the_same_ones_in_a_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = Path.cwd()
+    config = JudgeConfig.model_validate({"jury": [{"model": "files:a"}], "held_out": {"model": "files:b"}})
+    monkeypatch.chdir("/")
+    assert config.held_out is not None
+    assert [other(config, each).files for each in (*config.jury, config.held_out)] == [here / "a", here / "b"]
+
+
 def test_a_dry_run_through_files_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "answers"
     with pytest.raises(SystemExit, match="0"):
@@ -133,6 +143,49 @@ async def test_a_record_without_a_reply_is_an_error_and_waits_for_nobody(tmp_pat
     ):
         await FileJudge(tmp_path, "files:d")(request())
     assert [path.name for path in tmp_path.iterdir()] == ["recorded"]
+
+
+async def test_a_record_whose_prompt_has_no_reply_is_an_error_too_and_its_replies_stay(tmp_path: Path) -> None:
+    judge = FileJudge(tmp_path, "files:d")
+    await replied(judge, request(), tmp_path, "{}")
+    (tmp_path / "recorded").write_text("somebody, some day")
+    await judge.forget(request())
+    assert (await judge(request())).text == "{}"
+    next(tmp_path.glob(f"*{REPLY}")).unlink()
+    with pytest.raises(StoreError, match="no recorded reply"):
+        await judge(request())
+
+
+async def test_what_an_interrupted_process_and_people_leave_in_the_directory_costs_no_prompt(tmp_path: Path) -> None:
+    judge = FileJudge(tmp_path, "files:d")
+    await replied(judge, request(), tmp_path, "nonsense")
+    # Only replies were copied, one of them is refused, and a process ended between a schema and its prompt.
+    next(tmp_path.glob(f"*{PROMPT}")).unlink()
+    await judge.forget(request())
+    (tmp_path / "1.txt").write_text("notes")
+    assert (await replied(judge, request(), tmp_path, "better")).text == "better"
+
+
+async def test_a_reply_that_is_no_text_is_named(tmp_path: Path) -> None:
+    await replied(FileJudge(tmp_path, "files:d"), request(), tmp_path, "{}")
+    (reply,) = tmp_path.glob(f"*{REPLY}")
+    reply.write_bytes("{}".encode("utf-16"))
+    with pytest.raises(StoreError, match=rf"{reply.name}: 'utf-8' codec can't decode .*; expected UTF-8"):
+        await FileJudge(tmp_path, "files:d")(request())
+
+
+async def test_two_processes_may_refuse_one_reply(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    judge = FileJudge(tmp_path, "files:d")
+    await replied(judge, request(), tmp_path, "nonsense")
+    rename = Path.rename
+
+    def second(path: Path, target: str) -> None:
+        rename(path, target)
+        rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", second)
+    await judge.forget(request())
+    assert [path.read_text() for path in tmp_path.glob("*.refused")] == ["nonsense"]
 
 
 async def test_a_conversation_shows_who_said_what(tmp_path: Path) -> None:

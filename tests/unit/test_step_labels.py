@@ -138,7 +138,15 @@ def test_the_command_prints_and_writes_both_tables(tmp_path: Path, capsys: pytes
     [
         ("nothing", "not JSON"),
         ({"judges": {}}, "has no judges"),
-        ({"judges": {"a": [[1]]}}, "judge 'a': expected one label for every step of every trajectory"),
+        (
+            {"judges": {"a": [[1]]}},
+            "judge 'a': expected one label for every step of every trajectory, found trajectory 0",
+        ),
+        ({"judges": {"a": made_up()["judges"]["guess"][:47]}}, "every trajectory, found 47 trajectories for 48"),
+        (
+            {"judges": {"last step": made_up()["judges"]["guess"]}},
+            "judge 'last step': the table has a row of this name",
+        ),
         ({"judges": {"a": [[2]]}}, "judges.a.0.0: Input should be -1, 0 or 1"),
         ({"trajectories": [{"q": 1, "human": []}]}, "trajectories.0.final: Field required"),
         ({"trajectories": [trajectory(0, [])]}, "a trajectory has no steps"),

@@ -752,6 +752,122 @@ def test_evidence_under_another_name_changes_the_trace_or_is_said(name: str, tmp
     assert [place[-2:] for place in silent if place[-2:] not in twice] == []
 
 
+def event(number: int, name: str, **metadata: Any) -> list[dict[str, Any]]:
+    """A call and its result as OpenHands' events."""
+    about = {"tool_call_metadata": {"tool_call_id": f"c{number}", **metadata}}
+    action = {"id": number, "source": "agent", "action": name, "args": {"thought": SAID if number == 1 else ""}}
+    result = {"id": 10 + number, "source": "environment", "observation": name, "content": f"{name} done"}
+    return [{**action, **about}, {**result, **about}]
+
+
+def sdk_event(number: int, name: str) -> list[dict[str, Any]]:
+    """The same as events of OpenHands' SDK."""
+    called = {"tool_name": name, "tool_call_id": f"c{number}"}
+    action = {"tool_call": {"id": f"c{number}", "name": name, "arguments": "{}"}, "llm_response_id": f"r{number // 3}"}
+    thought = [typed("text", text=SAID)] if number == 1 else []
+    return [
+        {"id": f"a{number}", "kind": "ActionEvent", "source": "agent", "thought": thought, **called, **action},
+        {
+            "id": f"o{number}",
+            "kind": "ObservationEvent",
+            "source": "environment",
+            **called,
+            "observation": f"{name} done",
+        },
+    ]
+
+
+def page_call(number: int, name: str) -> dict[str, Any]:
+    return typed(f"tool-{name}", toolCallId=f"c{number}", state="output-available", input={}, output=f"{name} done")
+
+
+PARALLEL: dict[str, list[Any]] = {
+    "openhands": [
+        {"id": 0, "source": "user", "action": "message", "args": {"content": ASKED}},
+        *event(1, "find_room", model_response={"id": "r0"}),
+        *event(2, "find_lunch", model_response={"id": "r0"}),
+        *event(3, "book", model_response={"id": "r1"}),
+        {"id": 9, "source": "agent", "action": "finish", "args": {"final_thought": DONE}},
+    ],
+    "openhands sdk": [
+        {"id": "a", "kind": "MessageEvent", "source": "user", "llm_message": USER},
+        *(
+            each
+            for number, name in enumerate(("find_room", "find_lunch", "book"), 1)
+            for each in sdk_event(number, name)
+        ),
+        {"id": "e", "kind": "MessageEvent", "source": "agent", "llm_message": LAST},
+    ],
+    "ai sdk page": [
+        {"role": "user", "parts": [typed("text", text=ASKED)]},
+        {
+            "role": "assistant",
+            "parts": [
+                *(typed("step-start"), typed("text", text=SAID), page_call(1, "find_room"), page_call(2, "find_lunch")),
+                *(typed("step-start"), page_call(3, "book"), typed("step-start"), typed("text", text=DONE)),
+            ],
+        },
+    ],
+}
+
+
+@pytest.mark.parametrize("name", PARALLEL)
+def test_parallel_calls_are_one_step_where_each_is_logged_with_its_result(name: str, tmp_path: Path) -> None:
+    trace = read(tmp_path, [PARALLEL[name]])[0].traces[0]
+    assert [turn.action for turn in trace.turns] == ["find_room({})\nfind_lunch({})", "book({})", None]
+    assert [turn.text for turn in trace.turns[::2]] == [f"{SAID}\n\nfind_room({{}})\nfind_lunch({{}})", DONE]
+    results = "(result 1 of 2, find_room)\nfind_room done\n\n(result 2 of 2, find_lunch)\nfind_lunch done"
+    assert [turn.observation for turn in trace.turns] == [results, "book done", None]
+    assert len(trace.judged_steps) == 3
+
+
+@pytest.mark.parametrize(
+    ("said", "action", "message"),
+    [
+        ([typed("redacted_thinking", data="x")], None, False),
+        ([typed("redacted_thinking", data="x"), typed("text", text=DONE)], None, True),
+        ("Which room?</think>\n\n", None, False),
+        (f"Which room?</think>\n\n{DONE}", None, True),
+        ("<think>Perhaps <code>find_room()</code></think>", None, False),
+        (
+            "<think>Perhaps <code>look()</code></think><code>find_room()</code>, then <code>x</code>",
+            "find_room()",
+            False,
+        ),
+    ],
+)
+def test_reasoning_is_nothing_that_anybody_receives(
+    said: Any, action: str | None, message: bool, tmp_path: Path
+) -> None:
+    (turn,) = read(tmp_path, [{"messages": [USER, {"role": "assistant", "content": said}]}])[0].traces[0].turns
+    assert (turn.action, turn.message) == (action, message)
+
+
+def test_an_assistants_messages_before_the_sampled_ones_are_no_steps(tmp_path: Path) -> None:
+    shots: list[dict[str, Any]] = [{"role": "user", "content": "Hm?"}, {"role": "assistant", "content": "Nothing."}]
+    old = {"prompt": [*shots, USER], "completion": [CALLING, ANSWER, LAST]}
+    nodes = [
+        {
+            "parent": place - 1 if place else None,
+            "message": message,
+            "sampled": place > 2 and message["role"] == "assistant",
+        }
+        for place, message in enumerate([*shots, USER, CALLING, ANSWER, LAST])
+    ]
+    for record in (old, {"task": {"data": {"id": "t"}}, "nodes": nodes}):
+        trace = read(tmp_path, [record])[0].traces[0]
+        assert ("earlier assistant", "Nothing.") in [(each.role, each.content) for each in trace.prompt]
+        assert [turn.text for turn in trace.judged_steps] == [f'{SAID}\n\nfind_room({{"day": "Fri"}})', DONE]
+
+
+def test_a_log_whose_histories_leave_hidden_reasoning_out_is_one_conversation(tmp_path: Path) -> None:
+    asks = {"role": "assistant", "content": [typed("redacted_thinking", data="x"), typed("text", text=SAID)]}
+    again = [USER, {"role": "assistant", "content": [typed("text", text=SAID)]}, USER]
+    calls = [{"request": {"messages": each}, "response": asks} for each in ([USER], again)]
+    (trace,) = read(tmp_path, calls)[0].traces
+    assert [turn.is_step for turn in trace.turns] == [True, False, True]
+
+
 def test_claude_codes_sub_agents_and_rewound_prompts(tmp_path: Path) -> None:
     lines = [
         claude(1, "user", "Delete everything."),

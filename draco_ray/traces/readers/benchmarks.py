@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from draco_ray.records import EpisodeEnd
-from draco_ray.traces.entry import AGENT, BadTrace, Entry, kind
+from draco_ray.traces.entry import AGENT, EARLIER, BadTrace, Entry, kind
 from draco_ray.traces.formats import Reading, Record, build, field, number, path_value, reads
 from draco_ray.traces.messages import entries
 from draco_ray.traces.model import Trace, clean, identifier
@@ -162,7 +163,10 @@ def read_verifiers(record: Any, reading: Reading) -> Iterator[Trace]:
         environment, example = field(record, "task"), field(record, "example_id")
         own = f"{environment}/{example}" if isinstance(environment, str) and example is not None else ""
         yield build(
-            [*entries(record["prompt"], "prompt message"), *entries(record["completion"], "completion message")],
+            [
+                *map(_earlier, entries(record["prompt"], "prompt message")),
+                *entries(record["completion"], "completion message"),
+            ],
             record,
             reading,
             task_id=identifier(own),
@@ -217,12 +221,18 @@ def _walk(nodes: list[Mapping[str, Any]]) -> list[Entry]:
         path.add(at)
         at = nodes[at].get("parent")
     found: list[Entry] = []
+    stated = any(node.get("sampled") for node in nodes)
     for index, node in enumerate(nodes):
         if index in path:
-            found += entries([node.get("message")], f"node {index}")
+            said = entries([node.get("message")], f"node {index}")
+            found += map(_earlier, said) if stated and not node.get("sampled") else said
         elif node.get("sampled"):
             found += other_agent(entries([node.get("message")], f"node {index}"), "agent on another branch")
     return found
+
+
+def _earlier(entry: Entry) -> Entry:
+    return replace(entry, role=EARLIER) if entry.role == AGENT else entry
 
 
 def other_agent(said: Sequence[Entry], name: str) -> list[Entry]:

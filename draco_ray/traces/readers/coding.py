@@ -257,7 +257,20 @@ def openhands_session(record: Any, file: str) -> str | None:
 def read_openhands(record: Any, reading: Reading) -> Iterator[Trace]:
     """The trace of a list of events. Raises: BadTrace if the agent does nothing in it."""
     events = record if isinstance(record, list) else record["history"]
-    said = [entry for event in events if isinstance(event, Mapping) for entry in _event(event)]
+    said: list[Entry] = []
+    first: dict[str, int] = {}
+    for event in events:
+        for entry in _event(event) if isinstance(event, Mapping) else ():
+            response = _response(event) if entry.calls else ""
+            if response in first:
+                # Parallel calls have an event each.
+                turn = said[first[response]]
+                text = "\n".join(filter(None, [turn.text, entry.text]))
+                said[first[response]] = replace(turn, text=text, calls=turn.calls + entry.calls)
+                continue
+            if response:
+                first[response] = len(said)
+            said.append(entry)
     about = {} if isinstance(record, list) else record
     yield build(
         said,
@@ -297,6 +310,11 @@ def _event(event: Mapping[str, Any]) -> Iterator[Entry]:
     elif "observation" in event and event["observation"] not in ("agent_state_changed", "null", "recall"):
         text = plain(event.get("content") or event.get("message"))
         yield Entry(role="tool", text=text, call_id=call_id or str(event.get("cause", "")))
+
+
+def _response(event: Mapping[str, Any]) -> str:
+    """Id of the model's response that an action is part of; empty if the event does not state it."""
+    return str(event.get("llm_response_id") or path_value(event, "tool_call_metadata.model_response.id") or "")
 
 
 def _id(event: Mapping[str, Any]) -> str:

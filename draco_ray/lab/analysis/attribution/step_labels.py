@@ -100,9 +100,18 @@ def read_step_labels(path: Path) -> StepLabelFile:
     if not all(steps):
         raise ConfigError(f"--labels {path}: a trajectory has no steps")
     for judge, labels in found.judges.items():
-        if [len(each) for each in labels] != steps:
+        if judge in (PEOPLE, UNIFORM, LAST_STEP):
             raise ConfigError(
-                f"--labels {path}: judge {judge!r}: expected one label for every step of every trajectory"
+                f"--labels {path}: judge {judge!r}: the table has a row of this name; expected another name"
+            )
+        given = [len(each) for each in labels]
+        if given != steps:
+            wrong = (
+                f"trajectory {n} has {g} for {s}" for n, (g, s) in enumerate(zip(given, steps, strict=False)) if g != s
+            )
+            raise ConfigError(
+                f"--labels {path}: judge {judge!r}: expected one label for every step of every trajectory, found "
+                f"{next(wrong, f'{len(given)} trajectories for {len(steps)}')}"
             )
     if not found.judges:
         raise ConfigError(f"--labels {path}: has no judges")
