@@ -235,7 +235,7 @@ def _check_plan(config: DracoConfig, layers: Sequence[_Layer]) -> None:
     ]
     if other and min(set_by.values()) >= 0:
         raise ConfigError(
-            f"judge.plan={config.judge.plan} has no effect, because all keys of a plan are set where it is added; "
+            f"judge.plan={config.judge.plan} has no effect, because the file sets every key of a plan; "
             f"set also {' '.join(other)}"
         )
 
