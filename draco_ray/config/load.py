@@ -13,7 +13,7 @@ import errno
 import functools
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from draco_ray.config import plain_yaml
 from draco_ray.config.keys import dotted_keys, subtree
 from draco_ray.config.machine import cpu_values
 from draco_ray.config.origin import changed, is_ours, is_run_directory
+from draco_ray.config.plans import PLANS
 from draco_ray.config.schema import DracoConfig, Tree
 from draco_ray.errors import ConfigError
 
@@ -87,12 +88,14 @@ def load_config(
     tree: dict[str, Any] = {}
     for layer in layers:
         _merge(tree, layer.tree)
-    _check_keys(tree)
+    if unknown := list(_unknown_keys(tree)):
+        raise ConfigError("; ".join(unknown))
     try:
         config = DracoConfig.model_validate(tree)
     except ValidationError as error:
         raise ConfigError("; ".join(_describe(problem) for problem in error.errors())) from None
     _check_one_judge(config, layers, typed)
+    _check_plan(config, layers)
     if not trust:
         _refuse_foreign(config, layers)
     return config
@@ -211,20 +214,41 @@ def _node(tree: Mapping[str, Any], key: str) -> Any:
     return node
 
 
+def _last(layers: Sequence[_Layer], key: str) -> int:
+    """Index of the last layer that sets a key; -1: none."""
+    return max((place for place, each in enumerate(layers) if _node(each.tree, key) is not _ABSENT), default=-1)
+
+
+def _check_plan(config: DracoConfig, layers: Sequence[_Layer]) -> None:
+    """Refuse a ``judge.plan`` over a file, such as a run's, that sets all its keys: a plan sets only missing keys."""
+    values = {
+        f"{section}.{key}": PLANS[config.judge.plan].get(section, {}).get(key, _leaf(DracoConfig(), f"{section}.{key}"))
+        for plan in PLANS.values()
+        for section, keys in plan.items()
+        for key in keys
+    }
+    set_by = {key: _last(layers, key) for key in values}
+    other = [
+        f"{key}={plain_yaml.dump(value).split()[0]}"
+        for key, value in values.items()
+        if _leaf(config, key) != value and set_by[key] < _last(layers, "judge.plan")
+    ]
+    if other and min(set_by.values()) >= 0:
+        raise ConfigError(
+            f"judge.plan={config.judge.plan} has no effect, because the file sets every key of a plan; "
+            f"set also {' '.join(other)}"
+        )
+
+
 def _check_one_judge(config: DracoConfig, layers: Sequence[_Layer], typed: Mapping[str, Any]) -> None:
     """Refuse a judge model, set later or on the command line, that a switch like ``judge.rule_judge.start`` overrides.
 
     One file may set both, because `draco config` prints every key.
     """
-
-    def last(key: str) -> int:
-        """Index of the last layer that sets a key; -1: none."""
-        return max((place for place, each in enumerate(layers) if _node(each.tree, key) is not _ABSENT), default=-1)
-
     switches = {"judge.rule_judge.start": config.judge.rule_judge, "judge.self_judge.enabled": config.judge.self_judge}
     for switch in (name for name, part in switches.items() if getattr(part, name.rpartition(".")[2])):
         for key in ("judge.model", "judge.api_base", "judge.api_key_env"):
-            if last(key) > last(switch) or _node(typed, key) is not _ABSENT:
+            if _last(layers, key) > _last(layers, switch) or _node(typed, key) is not _ABSENT:
                 raise ConfigError(
                     f"{key}={_leaf(config, key)} has no effect with {switch}=true; set {switch}=false or leave {key} "
                     "out"
@@ -363,15 +387,16 @@ def confirmed_keys(model: type[Tree] = DracoConfig, prefix: str = "") -> tuple[t
     return tuple(keys)
 
 
-def _check_keys(tree: Mapping[str, Any], model: type[Tree] = DracoConfig, prefix: str = "") -> None:
+def _unknown_keys(tree: Mapping[str, Any], model: type[Tree] = DracoConfig, prefix: str = "") -> Iterator[str]:
+    """A message for each unknown key, and for each section that is not a mapping."""
     for key, value in tree.items():
         if key not in model.model_fields:
-            raise ConfigError(f"unknown config key {prefix}{key}{_nearest_key(prefix, key)}")
-        below = subtree(model.model_fields[key])
-        if below is not None and not isinstance(value, Mapping):
-            raise ConfigError(f"config key {prefix}{key}: this is a section; expected keys below it, found {value!r}")
-        if below is not None:
-            _check_keys(value, below, f"{prefix}{key}.")
+            yield f"unknown config key {prefix}{key}{_nearest_key(prefix, key)}"
+        elif (below := subtree(model.model_fields[key])) is not None:
+            if isinstance(value, Mapping):
+                yield from _unknown_keys(value, below, f"{prefix}{key}.")
+            else:
+                yield f"config key {prefix}{key}: this is a section; expected keys below it, found {value!r}"
 
 
 def _nearest_key(prefix: str, key: str) -> str:

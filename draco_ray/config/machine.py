@@ -45,9 +45,13 @@ def has_bfloat16() -> bool:
 def thread_environment(cpus: float) -> dict[str, str]:
     """Environment variables for a process that computes on ``cpus`` cores, at least one.
 
-    Its threads sleep while waiting for each other; spinning is ten times slower on a busy machine.
+    Unless OMP_WAIT_POLICY is set, its threads sleep while waiting for each other; spinning is ten times slower on a
+    busy machine.
     """
-    return {"OMP_NUM_THREADS": str(max(1, int(cpus))), "OMP_WAIT_POLICY": "PASSIVE"}
+    return {
+        "OMP_NUM_THREADS": str(max(1, int(cpus))),
+        "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "PASSIVE"),
+    }
 
 
 def set_threads(cpus: float) -> None:

@@ -8,6 +8,8 @@ import re
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError, safe_open
+
 from draco_ray.errors import ConfigError, EngineError
 
 TEMPLATES = Path(__file__).with_name("templates")
@@ -43,11 +45,15 @@ def chat_template_text(value: str) -> str:
     shipped = sorted(file.stem for file in TEMPLATES.glob("*.jinja"))
     file = TEMPLATES / f"{value}.jinja" if value in shipped else Path(value).expanduser()
     try:
-        return file.read_text(encoding="utf-8")
+        # utf-8-sig: some editors begin a file with a byte order mark.
+        text = file.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
             f"model.chat_template={value!r}: expected one of {', '.join(shipped)}, or a file that can be read: {error}"
         ) from None
+    if "{{" not in text and "{%" not in text:
+        raise ConfigError(f"model.chat_template={value!r}: contains no {{{{ or {{%; expected a Jinja template")
+    return text
 
 
 def _load(path: str) -> Any:
@@ -61,7 +67,10 @@ def _load(path: str) -> Any:
         from transformers import AutoTokenizer
 
         return AutoTokenizer.from_pretrained(path)
-    except (OSError, ValueError) as error:
+    except ModuleNotFoundError:
+        raise
+    except Exception as error:
+        # Damaged files make the libraries raise KeyError, TypeError or a bare Exception.
         said = " ".join(str(error).split())[:300]
         where = "in this directory" if Path(path).is_dir() else "no such directory, and from the model hub"
         raise EngineError(
@@ -126,6 +135,7 @@ def _check_architecture(directory: Path, config: dict[str, Any]) -> None:
 
 
 def _check_weights(directory: Path) -> None:
+    _check_files(directory)
     for index in WEIGHT_INDICES:
         if (directory / index).is_file():
             shards = set(_read_json(directory, index, "an index of weight files").get("weight_map", {}).values())
@@ -141,6 +151,18 @@ def _check_weights(directory: Path) -> None:
             f"model {directory}: no weights found; expected model.safetensors or shards with an index; copy or "
             "download the model again"
         )
+
+
+def _check_files(directory: Path) -> None:
+    for file in sorted(directory.glob("*.safetensors")):
+        try:
+            with safe_open(file, "numpy"):
+                pass
+        except (OSError, SafetensorError) as error:
+            raise EngineError(
+                f"model {directory}: {file.name} is not a complete file of weights ({error}); download it again, with "
+                "git lfs if it is in a git repository"
+            ) from None
 
 
 def _check_tokenizer(directory: Path, *, needs_template: bool) -> None:

@@ -53,10 +53,14 @@ def agent_template(chosen: Path | None, own: Path | str) -> str:
         chosen: ``agent.prompt``.
         own: used if ``agent.prompt`` is null: `draco_ray.environments.base.Environment.agent_prompt`.
 
-    Raises: ConfigError: the template is missing, or has no placeholder for the task.
+    Raises: ConfigError: the template is missing, cannot be read, or has no placeholder for the task.
     """
     source = own if chosen is None else chosen
-    template = source if isinstance(source, str) else find_prompt(source).read_text(encoding="utf-8")
+    try:
+        # utf-8-sig: some editors begin a file with a byte order mark.
+        template = source if isinstance(source, str) else find_prompt(source).read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"agent prompt {str(source)!r} cannot be read: {error}") from None
     if "{task_description}" not in template:
         name = repr(str(source)) if isinstance(source, Path) else "of the environment"
         raise ConfigError(

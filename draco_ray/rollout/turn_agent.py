@@ -11,7 +11,7 @@ from typing import ClassVar, Literal
 from draco_ray.config.schema import AgentConfig
 from draco_ray.engine.tool_calls import after_reasoning
 from draco_ray.environments.base import World
-from draco_ray.errors import EnvironmentCrashed
+from draco_ray.errors import ConfigError, EnvironmentCrashed
 from draco_ray.records import GAP, EpisodeEnd, Message, Task, Trajectory, Turn, is_step
 from draco_ray.rollout.agent import Conversation, Policy, PolicyTurn, RolloutRequest, end_of, fill_agent_prompt
 from draco_ray.rollout.code_block import cut_output, extract_code
@@ -126,6 +126,12 @@ class CodeAgent(TurnAgent):
     """AppWorld's Simplified ReAct Code Agent; an action is the content of the turn's code block."""
 
     closing_turn = "gap"
+
+    def prompt(self, task: Task) -> tuple[Message, ...]:
+        """See `Agent`. Raises: ConfigError: the task has tools, which this agent cannot call."""
+        if task.tools:
+            raise ConfigError(f"agent.use=code: task {task.task_id!r} has tools; set agent.use=tool_calling")
+        return super().prompt(task)
 
     def step(self, said: PolicyTurn) -> Step | None:
         """See `TurnAgent`."""

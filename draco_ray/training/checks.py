@@ -15,6 +15,7 @@ from draco_ray.errors import ConfigError, DracoError
 from draco_ray.judging.judge_context import model_positions
 from draco_ray.learner.base import find_learner
 from draco_ray.records import Message
+from draco_ray.rollout.agent import agent_template, find_agent
 from draco_ray.training.cluster import LOCAL_JUDGE_SLOTS, address_of, check_resources
 from draco_ray.training.preflight import (
     cached_config,
@@ -23,7 +24,7 @@ from draco_ray.training.preflight import (
     check_outlives_job,
     check_trainable,
 )
-from draco_ray.training.session import checked_model, say_cut_prompts, usable_prompts, with_environment
+from draco_ray.training.session import chat_tokens, checked_model, say_cut_prompts, usable_prompts, with_environment
 from draco_ray.training.sizes import context_problems
 from draco_ray.training.trainer import EarlierTasks, TaskOrder
 
@@ -65,6 +66,14 @@ def check_environment(start: Start) -> None:
     start.config, start.environment = config, environment
 
 
+def check_agent(start: Start) -> None:
+    """Check that the agent exists, and the template of its prompt."""
+    agent = start.config.agent
+    find_agent(agent.use)
+    if agent.prompt is not None:
+        agent_template(agent.prompt, "")
+
+
 def check_model(start: Start) -> None:
     """Check that the model exists and can be trained and sharded as configured."""
     config = start.config = checked_model(start.config)
@@ -84,7 +93,13 @@ def check_context(start: Start) -> None:
 def check_prompts(start: Start) -> None:
     """Check that the chat template can render the tasks, and that enough of them are short enough."""
     config, environment = start.config, start.environment
-    if environment is None or not start.has_model:
+    if not start.has_model:
+        return
+    if environment is None:
+        # Without tasks the template alone can be checked.
+        chat = chat_tokens(config)
+        if config.agent.use == "tool_calling":
+            chat.written_call()
         return
     prompts = usable_prompts(config, environment, start.console, config.train.prompts_per_step)
     if config.train.evaluate_before_after:
@@ -120,7 +135,7 @@ def check_root(start: Start) -> None:
     if isinstance(root, str):
         return
     folder = next(each for each in (root.absolute(), *root.absolute().parents) if each.exists())
-    if not os.access(folder, os.W_OK):
+    if not folder.is_dir() or not os.access(folder, os.W_OK):
         raise ConfigError(f"run.root={root}: {folder} cannot be written; set run.root to a folder this user owns")
     check_disk(start.config, folder)
 
@@ -128,6 +143,7 @@ def check_root(start: Start) -> None:
 CHECKS: tuple[Check, ...] = (
     check_parts,
     check_environment,
+    check_agent,
     check_model,
     check_context,
     check_prompts,
@@ -137,14 +153,14 @@ CHECKS: tuple[Check, ...] = (
 
 
 def findings(start: Start, checks: Sequence[Check]) -> list[DracoError]:
-    """Run the checks and return all findings."""
-    found: list[DracoError] = []
+    """Run the checks and return all findings, each once."""
+    found: dict[str, DracoError] = {}
     for check in checks:
         try:
             check(start)
         except DracoError as error:
-            found.append(error)
-    return found
+            found.setdefault(str(error), error)
+    return list(found.values())
 
 
 def refuse(found: Sequence[DracoError]) -> None:

@@ -17,7 +17,7 @@ from rich.console import Console
 from draco_ray.config.schema import DracoConfig, LearnerConfig
 from draco_ray.engine.actor import EngineClient, start_policy_engines
 from draco_ray.engine.fleet import EngineFleet
-from draco_ray.engine.model_directory import chat_template_text, check_model_directory, load_tokenizer
+from draco_ray.engine.model_directory import chat_template_text, check_model_directory, is_local, load_tokenizer
 from draco_ray.environments.base import Environment, find_environment, make_environment
 from draco_ray.environments.tools.rows import check_id
 from draco_ray.errors import BudgetSpent, ClusterError, ConfigError, DracoError, RunStopped
@@ -204,8 +204,8 @@ def checked_model(config: DracoConfig) -> DracoConfig:
     model, changed = config.model, {}
     check_model_directory(model.path, model.chat_template)
     # Workers may have another working directory.
-    if Path(model.path).is_dir():
-        changed["path"] = str(Path(model.path).resolve())
+    if is_local(model.path):
+        changed["path"] = str(Path(model.path).expanduser().resolve())
     if model.chat_template is not None:
         changed["chat_template"] = chat_template_text(model.chat_template)
     return with_checkpointing(config.updated(model=changed))
@@ -244,6 +244,13 @@ def resolve_config(config: DracoConfig) -> tuple[DracoConfig, Environment]:
     return checked_model(config), environment
 
 
+def chat_tokens(config: DracoConfig) -> ChatTokens:
+    """The model's chat template. Raises: ConfigError: it cannot be used."""
+    from draco_ray.engine.chat import ChatTokens
+
+    return ChatTokens(load_tokenizer(config.model.path, config.model.chat_template), thinking=config.agent.thinking)
+
+
 def task_prompts(
     config: DracoConfig, environment: Environment, tasks: Sequence[str]
 ) -> tuple[dict[str, tuple[Message, ...]], ChatTokens]:
@@ -252,15 +259,13 @@ def task_prompts(
     Raises:
         ConfigError, WorldError: a task or the agent's prompt cannot be used.
     """
-    from draco_ray.engine.chat import ChatTokens
-
     missing = [name for name in environment.agent_variables if name not in config.agent.pass_environment]
     if missing:
         raise ConfigError(
             f"agent.pass_environment: {', '.join(missing)} is missing; environment.use={config.environment.use} needs "
             "it in the agent's program, so add it to agent.pass_environment"
         )
-    chat = ChatTokens(load_tokenizer(config.model.path, config.model.chat_template), thinking=config.agent.thinking)
+    chat = chat_tokens(config)
     environment.check_model(config.model.path)
     template = agent_template(config.agent.prompt, environment.agent_prompt)
     # The agent only makes prompts here; nothing is sampled.

@@ -104,6 +104,11 @@ def test_a_missing_or_useless_template_is_one_clear_line(tmp_path: Path) -> None
     (tmp_path / "empty.txt").write_text("Hello.")
     with pytest.raises(ConfigError, match="has no {task_description}"):
         render_agent_prompt(tmp_path / "empty.txt", TASK)
+    (tmp_path / "latin.txt").write_bytes("Grüße {task_description}".encode("latin-1"))
+    with pytest.raises(ConfigError, match=r"agent prompt .*latin.txt' cannot be read: 'utf-8' codec"):
+        render_agent_prompt(tmp_path / "latin.txt", TASK)
+    (tmp_path / "marked.txt").write_text("\ufeff{task_description}", encoding="utf-8")
+    assert render_agent_prompt(tmp_path / "marked.txt", TASK)[0].content == TASK.instruction
 
 
 @pytest.mark.parametrize("name", ["agent_think", "agent_no_think", "agent_starter"])

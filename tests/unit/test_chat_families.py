@@ -231,5 +231,10 @@ def test_a_chat_template_can_be_a_shipped_one_a_file_or_its_text(tmp_path: Path)
     file = tmp_path / "mine.jinja"
     file.write_text(GLM, encoding="utf-8")
     assert load_tokenizer(str(tmp_path), str(file)).chat_template == GLM == chat_template_text(GLM)
+    file.write_text("\ufeff" + GLM, encoding="utf-8")
+    assert chat_template_text(str(file)) == GLM
+    file.write_text("", encoding="utf-8")
+    with pytest.raises(ConfigError, match="mine.jinja': contains no {{ or {%; expected a Jinja template"):
+        chat_template_text(str(file))
     with pytest.raises(ConfigError, match="model.chat_template='mine': expected one of hermes, or a file"):
         chat_template_text("mine")

@@ -87,6 +87,44 @@ def test_a_missing_model_hides_nothing_else(shop: list[str], capsys: pytest.Capt
     assert [word for line, word in zip(lines, ("algorithm.rule", "none", "/nowhere"), strict=True) if word in line]
 
 
+def test_a_missing_file_of_tools_hides_neither_prompt_nor_template(
+    shop: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("tools.py", "prompt.txt"):
+        (tmp_path / "shop" / name).unlink()
+    tools, prompt, template = found(shop, capsys)
+    assert f"file {tmp_path}/shop/tools.py does not exist" in tools
+    assert f"agent prompt '{tmp_path}/shop/prompt.txt' does not exist" in prompt
+    assert "does not support tools" in template
+
+
+def test_a_finding_of_two_checks_is_listed_once(shop: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    judge = ["judge.rule_judge.start=false", "judge.self_judge={enabled: true, context_tokens: 9000}"]
+    lines = found([*shop, "model.chat_template=hermes", *judge], capsys)
+    assert len([line for line in lines if "context_tokens=9,000, but" in line]) == 1
+
+
+def test_an_agent_that_cannot_call_the_tools_is_found(shop: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    (line,) = found([*shop, "agent.use=code"], capsys)
+    assert "agent.use=code: task 'pen' has tools; set agent.use=tool_calling" in line
+
+
+def test_a_folder_for_runs_that_is_a_file_is_found(
+    shop: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    (line,) = found([*shop, "model.chat_template=hermes", f"run.root={tmp_path}/file/runs"], capsys)
+    assert f"{tmp_path}/file cannot be written; set run.root" in line
+
+
+def test_a_model_may_be_named_from_the_home(
+    shop: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert found([*shop, "model.path=~/model", "model.chat_template=hermes"], capsys) == []
+    assert checked_model(load_config("cpu", ["model.path=~/model"])).model.path == str(tmp_path / "model")
+
+
 def test_a_run_stops_at_the_same_findings(shop: list[str], tmp_path: Path) -> None:
     config = load_config(shop[0], [*shop[1:], "engine.cpus_per_engine=500", "agent.max_response_length=4000"])
     with pytest.raises(ConfigError, match=r"^3 problems prevent this run: \(1\) agent.max_prompt.* \(3\) .* CPUs"):
@@ -123,6 +161,13 @@ def test_the_preset_cpu_fits_this_machine(tmp_path: Path, monkeypatch: pytest.Mo
     config = load_config("cpu")
     assert config.environment.slots == config.train.prompts_per_step * config.algorithm.group_size
     assert machine_resources(config)["GPU"] == 0
+
+
+def test_threads_sleep_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    assert machine.thread_environment(2.5) == {"OMP_NUM_THREADS": "2", "OMP_WAIT_POLICY": "PASSIVE"}
+    monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
+    assert machine.thread_environment(0.5) == {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "ACTIVE"}
 
 
 def test_activations_are_kept_where_memory_allows_it(tmp_path: Path) -> None:

@@ -106,6 +106,16 @@ def test_a_mistake_is_one_line_that_names_the_key(override: str, expected: str) 
     assert "\n" not in str(caught.value)
 
 
+def test_all_unknown_keys_are_named_at_once() -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config({"modle": {"path": "x"}, "agent": {"promt": "x", "max_turn": 3}, "judge": "lean"})
+    assert str(caught.value) == (
+        "unknown config key modle; did you mean model?; unknown config key agent.promt; did you mean agent.prompt?; "
+        "unknown config key agent.max_turn; did you mean agent.max_turns?; config key judge: this is a section; "
+        "expected keys below it, found 'lean'"
+    )
+
+
 @pytest.mark.parametrize(
     ("source", "setting", "expected"),
     [

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from draco_ray.engine.model_directory import architectures, check_model_directory, is_local
+from draco_ray.engine.model_directory import architectures, check_model_directory, is_local, load_tokenizer
 from draco_ray.errors import EngineError
 from tests.support.tiny_model import build_tiny_model
 
@@ -89,6 +89,21 @@ def test_an_index_whose_shards_are_not_all_there(model: Path) -> None:
     assert "1 of 2 weight files are missing, first model-2-of-2.safetensors" in problem(model)
     rewrite(model / "model.safetensors.index.json", weight_map={"a": "model.safetensors"})
     check_model_directory(model)
+
+
+def test_weights_that_were_not_downloaded_completely(model: Path) -> None:
+    weights = model / "model.safetensors"
+    whole = weights.read_bytes()
+    for content in (b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 269060552\n", whole[:-1], b""):
+        weights.write_bytes(content)
+        assert "model.safetensors is not a complete file of weights" in problem(model)
+
+
+@pytest.mark.parametrize("content", ["{}", "{", "[]"])
+def test_a_tokenizer_that_cannot_be_read(model: Path, content: str) -> None:
+    (model / "tokenizer.json").write_text(content)
+    with pytest.raises(EngineError, match="in this directory no tokenizer could be loaded"):
+        load_tokenizer(str(model))
 
 
 def test_no_tokenizer(model: Path) -> None:

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from draco_ray.config.load import load_config
+from draco_ray.config.load import dump_config, load_config
 from draco_ray.config.schema import DracoConfig, JudgeConfig
-from draco_ray.errors import ReplyError
+from draco_ray.errors import ConfigError, ReplyError
 from draco_ray.judging.example import PROMPT, RUBRIC, example_trajectory
 from draco_ray.judging.judge import CallContext, Judge
 from draco_ray.judging.phases import Credit, Proposals, Score, Stage1, Stage2, Verdicts
@@ -42,6 +42,21 @@ def test_a_plan_sets_only_keys_that_are_not_set() -> None:
     assert paper.algorithm.credit_surviving_only
     assert load_config("sandbox", ["judge.plan=default"]) == load_config("sandbox")
     assert DracoConfig(judge=JudgeConfig(plan="lean")).algorithm.merge_verdicts
+
+
+def test_a_plan_over_a_configuration_that_sets_all_its_keys_is_refused(tmp_path: Path) -> None:
+    file, child = tmp_path / "dumped.yaml", tmp_path / "child.yaml"
+    file.write_text(dump_config(load_config("sandbox")))
+    child.write_text("extends: ./dumped.yaml\njudge: {plan: paper}\n")
+    keys = ["algorithm.merge_proposals=true", "algorithm.merge_verdicts=true", "algorithm.rubric_visits=2"]
+    assert load_config(str(file), ["judge.plan=default"]) == load_config("sandbox")
+    assert load_config(str(file), ["judge.plan=lean", *keys]) == load_config("sandbox", ["judge.plan=lean"])
+    with pytest.raises(ConfigError, match=f"judge.plan=lean has no effect, .*; set also {' '.join(keys[1:])}$"):
+        load_config(str(file), ["judge.plan=lean", keys[0]])
+    with pytest.raises(ConfigError, match="judge.plan=paper has no effect, .*; set also judge.stage1_across_epochs=f"):
+        load_config(str(child))
+    file.write_text("extends: sandbox\njudge: {plan: lean}\nalgorithm: {merge_verdicts: false}\n")
+    assert not load_config(str(file), ["judge.plan=default"]).algorithm.merge_proposals
 
 
 @pytest.mark.parametrize("prompts", SETS)

@@ -83,6 +83,21 @@ def test_unknown_models_and_existing_folders_are_refused(tmp_path: Path) -> None
         fetch("smollm2-135m", tmp_path, print)
 
 
+def test_what_is_missing_for_the_conversion_is_said_before_the_download(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ModuleNotFoundError, match="No module named 'torch'"):
+        fetch("smollm2-135m", tmp_path / "new", print)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="file/new: cannot be written: Not a directory"):
+        fetch("smollm2-135m", tmp_path / "file" / "new", print)
+
+
 def test_the_hermes_template_has_tools_calls_and_results() -> None:
     tokenizer = chat_tokenizer(chat_template_text("hermes"))
     chat = ChatTokens(tokenizer, thinking=False)

@@ -240,6 +240,17 @@ def _no_network(*given: object, **named: object) -> None:
     raise OSError("We couldn't connect.\nCheck your connection.")
 
 
+def test_threads_are_those_of_the_environment_else_the_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[float] = []
+    monkeypatch.setattr("draco_ray.commands.sft.set_threads", asked.append)
+    monkeypatch.setattr("draco_ray.commands.sft.cores", lambda: 7)
+    for given in ("3", "4,2", ""):
+        monkeypatch.setenv("OMP_NUM_THREADS", given)
+        with pytest.raises(ConfigError, match="already exists"):
+            command(load_config("sandbox"), tmp_path, Path(__file__), epochs=1, best=1, new=False)
+    assert asked == [3, 7, 7]
+
+
 def test_the_command_writes_a_model_of_what_fits(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -198,6 +198,15 @@ def test_tools_that_cannot_be_used_are_named(tmp_path: Path, source: str, says: 
     assert "\n" not in str(refused.value)
 
 
+def test_all_tools_that_cannot_be_used_are_named_at_once(tmp_path: Path) -> None:
+    file = tmp_path / "bad_tools.py"
+    file.write_text("def f(x: int): pass\ndef g(x):\n    'G.'\ndef h(x: int):\n    'H.'\ndef end_state(): pass\n")
+    with pytest.raises(
+        UnusableTools, match="tool f has no docstring.*; .*tool g: parameter x has.*; .*end_state needs"
+    ):
+        load([str(file)])
+
+
 def test_a_function_behind_a_decorator_is_a_tool(tmp_path: Path) -> None:
     file = tmp_path / "cached_tools.py"
     file.write_text("import functools\n@functools.cache\ndef f(x: int) -> int:\n    'F.'\n    return x\n")

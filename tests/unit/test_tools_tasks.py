@@ -112,6 +112,8 @@ def test_options_that_cannot_be_used_are_named(tmp_path: Path) -> None:
     ):
         with pytest.raises(ConfigError, match=says):
             read_options(options)
+    with pytest.raises(ConfigError, match=f"file {tmp_path}/a.py, {tmp_path}/b does not exist"):
+        read_options({"tools": [str(tmp_path / "a.py")], "reads": [str(tmp_path / "b")]})
 
 
 def test_a_path_in_a_file_may_be_relative_to_the_file(tmp_path: Path) -> None:

@@ -73,9 +73,9 @@ class Functions:
 def load(files: Iterable[str]) -> Functions:
     """Import tools files: tools are the functions in a file's list ``TOOLS``, or else all its public functions.
 
-    Raises: UnusableTools.
+    Raises: UnusableTools: names every unusable tool.
     """
-    found = Functions()
+    found, problems = Functions(), list[str]()
     files = list(files)
     for path in map(Path, files):
         # Reload: this process may have imported an older version.
@@ -92,15 +92,21 @@ def load(files: Iterable[str]) -> Functions:
         for function in _functions(file, module):
             name = function.__name__
             if name in found.tools:
-                raise UnusableTools(f"{file}: tool {name} is defined twice; rename one")
-            found.schemas.append(_schema(file, function))
-            found.tools[name] = validate_call(function)
+                problems.append(f"{file}: tool {name} is defined twice; rename one")
+                continue
+            try:
+                found.schemas.append(_schema(file, function))
+                found.tools[name] = validate_call(function)
+            except UnusableTools as error:
+                problems.append(str(error))
     for hook, other in (("evaluate", "end_state"), ("end_state", "evaluate")):
         if hook in found.hooks and other not in found.hooks:
-            raise UnusableTools(
+            problems.append(
                 f"{files[0]}: {hook} needs {other}, because evaluate(task, state) runs in a separate process that "
                 "cannot see the tools' data; it gets the result of end_state() as state"
             )
+    if problems:
+        raise UnusableTools("; ".join(problems))
     return found
 
 

@@ -71,7 +71,6 @@ def read_options(given: dict[str, Any]) -> ToolsOptions:
                 f"environment.options: {str(path)!r} is a relative path; give an absolute path, or in a configuration "
                 "file begin it with ./, which means the file's folder"
             )
-    for path in (*options.tools, *options.reads, *servers):
-        if not path.exists():
-            raise ConfigError(f"environment.options: file {path} does not exist")
+    if missing := [str(path) for path in (*options.tools, *options.reads, *servers) if not path.exists()]:
+        raise ConfigError(f"environment.options: file {', '.join(missing)} does not exist")
     return options
