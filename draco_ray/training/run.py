@@ -34,7 +34,15 @@ from draco_ray.terminal import PlainConsole
 from draco_ray.training.checks import CHECKS, Check, Start, check_root, findings, refuse, task_order
 from draco_ray.training.cluster import address_of, head_failure
 from draco_ray.training.preflight import check_disk, check_paid_replies, check_replies
-from draco_ray.training.resume import StartPoint, adopt_config, adopt_tasks, edited_tasks, rewind, write_prompts
+from draco_ray.training.resume import (
+    StartPoint,
+    adopt_config,
+    adopt_tasks,
+    allowed_changes,
+    edited_tasks,
+    rewind,
+    write_prompts,
+)
 from draco_ray.training.session import TrainingSession, opened, training_session
 from draco_ray.training.trainer import TaskOrder, unless_lost
 from draco_ray.training.watchdog import PeakMemory
@@ -152,10 +160,12 @@ def _resume(
     with sole_driver(run):
         check_disk(config, run.path)
         check_paid_replies(run, old, config)
-        changes = adopt_config(run, old, config, allow_changed=allow_changed)
+        changes = allowed_changes(run, old, config, allow_changed=allow_changed)
         edited = edited_tasks(run, prompts)
         # Recorded rollouts lack the evaluator's verdict, so if that verdict is the reward they are played again.
-        start = rewind(run, reuse=not changes and not edited and config.algorithm.reward != "outcome")
+        reuse = not changes and not edited and config.algorithm.reward != "outcome"
+        start = rewind(run, reuse=reuse, learner=config.learner.use)
+        adopt_config(run, config)
         for damage in start.damaged:
             console.print(damage)
         write_prompts(run, prompts)
