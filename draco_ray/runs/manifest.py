@@ -87,6 +87,22 @@ def read_manifest(run: RunDirectory) -> dict[str, Any]:
     return dict(found)
 
 
+def absent_tables(run: RunDirectory) -> str:
+    """Says how many table files of finished steps are missing; empty if none are, or if there is no manifest.
+
+    Raises:
+        DamagedRun: the manifest cannot be read.
+    """
+    files = read_manifest(run)["files"] if (run.path / FILE).exists() else ()
+    absent = [name for name in files if name.startswith("tables/") and not (run.path / name).exists()]
+    return (
+        f"{len(absent)} files of finished steps are missing, first {run.path / absent[0]}; restore them, otherwise "
+        "their rows are left out everywhere"
+        if absent
+        else ""
+    )
+
+
 def forget_steps(run: RunDirectory, last: int) -> None:
     """Remove the steps after ``last``, which will be repeated, from the manifest.
 

@@ -55,6 +55,8 @@ FREE = (
 """Keys that may change when a run is resumed, because they do not change what is computed: where the run is, how the
 same judge is reached, and what may be spent."""
 TASKS, PROMPTS = "tasks.json", "task_prompts.json"
+HELD_OUT = ""
+"""Key of the held-out tasks in `PROMPTS`; no task has this id."""
 KEPT = {
     "trajectories": ("task_id", "rollout"),
     "steps": ("task_id", "rollout"),
@@ -154,19 +156,29 @@ def edited_tasks(run: RunDirectory, prompts: Mapping[str, Sequence[Message]]) ->
     Raises:
         DamagedRun: the record cannot be read.
     """
-    path = run.path / PROMPTS
-    if not path.exists():
-        return []
-    try:
-        known = dict(json.loads(read_text(path)))
-    except (ValueError, TypeError, RecursionError) as error:
-        raise damaged(path, error) from None
+    known = _recorded_digests(run)
     return [task for task, prompt in prompts.items() if known.get(task, now := _digest(prompt)) != now]
 
 
-def write_prompts(run: RunDirectory, prompts: Mapping[str, Sequence[Message]]) -> None:
-    """Record what each task asks, for `edited_tasks`. Raises: OSError."""
-    write_private(run.path / PROMPTS, json.dumps({task: _digest(prompt) for task, prompt in prompts.items()}))
+def edited_held_out(run: RunDirectory, digest: str | None) -> bool:
+    """Whether `write_prompts` recorded another digest of the held-out tasks. Raises: as `edited_tasks`."""
+    return digest is not None and _recorded_digests(run).get(HELD_OUT, digest) != digest
+
+
+def write_prompts(run: RunDirectory, prompts: Mapping[str, Sequence[Message]], held_out: str | None = None) -> None:
+    """Record what each task asks, and a digest of the held-out tasks. Raises: OSError."""
+    digests = {task: _digest(prompt) for task, prompt in prompts.items()}
+    write_private(run.path / PROMPTS, json.dumps(digests if held_out is None else {HELD_OUT: held_out, **digests}))
+
+
+def _recorded_digests(run: RunDirectory) -> dict[str, Any]:
+    path = run.path / PROMPTS
+    if not path.exists():
+        return {}
+    try:
+        return dict(json.loads(read_text(path)))
+    except (ValueError, TypeError, RecursionError) as error:
+        raise damaged(path, error) from None
 
 
 def _digest(prompt: Sequence[Message]) -> str:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import errno
 import io
+import json
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,6 +21,7 @@ from draco_ray.judging.reply_cache import create_store
 from draco_ray.records import Message
 from draco_ray.runs import rows
 from draco_ray.runs.directory import RunDirectory, sole_driver
+from draco_ray.runs.manifest import Manifest
 from draco_ray.runs.rows import read_trajectory, recorded_rollouts
 from draco_ray.runs.store import RunStore
 from draco_ray.training import run as driver
@@ -191,7 +194,8 @@ class Resumed:
 
     def __init__(self, run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
         self._run, self.start = run, StartPoint()
-        run.write_config(dump_config(DracoConfig().updated(train={"prompts_per_step": len(TASKS)})))
+        train = {"prompts_per_step": len(TASKS), "evaluate_before_after": False}
+        run.write_config(dump_config(DracoConfig().updated(train=train)))
         monkeypatch.setattr(driver, "_checked", lambda config, console, checks: (config, PROMPTS, _order()))
         monkeypatch.setattr(driver, "_train", self._train)
         evidence_key(run.judge_cache)
@@ -231,6 +235,42 @@ def test_a_change_is_named_after_a_resume_that_damage_has_stopped(
     assert "changed: algorithm.group_size (6 -> 4)" in resumed("algorithm.group_size=4")
     assert (resumed.start.step, resumed.start.recorded) == (1, frozenset())
     assert load_config(str(run.path)).algorithm.group_size == 4
+
+
+def test_what_a_resumed_run_lacks_is_named_once(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    resumed = Resumed(run, monkeypatch)
+    assert resumed() == ["run: continues after step 0"]
+    write_step(run, 1, finished=True)
+    small_checkpoint(run.checkpoint(1))
+    Manifest(run, time.time_ns()).update(1)
+    assert resumed() == ["run: continues after step 1"]
+    names = ("tasks.json", "task_prompts.json", "manifest.json")
+    for name in (*names, "tables/judge_calls/step00001.parquet"):
+        (run.path / name).rename(run.path / "aside")
+        said = resumed()
+        assert [line for line in said if name in line] == said[1:]
+        assert len(said) == 2
+        (run.path / "aside").rename(run.path / name)
+        assert resumed() == ["run: continues after step 1"]
+
+
+def test_held_out_tasks_of_which_something_else_is_expected_are_named_once(
+    run: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def expect(what: str) -> None:
+        row = {"id": "t", "instruction": "Do it.", "split": "dev", "expected": what}
+        (tmp_path / "tasks.jsonl").write_text(json.dumps(row) + "\n")
+
+    resumed, line = Resumed(run, monkeypatch), "changed: the held-out tasks of dev, or what is expected of them"
+    keys = {"environment.use": "tasks", "data.root": tmp_path, "data.eval_split": "dev"}
+    changes = [*(f"{key}={value}" for key, value in keys.items()), "train.evaluate_before_after=true"]
+    expect("3")
+    resumed(*changes)
+    assert resumed() == ["run: continues after step 0"]
+    expect("4")
+    (_, said) = resumed()
+    assert said.startswith(line)
+    assert resumed() == ["run: continues after step 0"]
 
 
 def test_a_changed_configuration_is_refused_by_name(run: RunDirectory) -> None:
@@ -296,7 +336,7 @@ def test_tasks_that_ask_something_else_are_named_in_their_order(run: RunDirector
     assert edited_tasks(run, changed) == []
 
 
-@pytest.mark.parametrize("text", ["", "{", "[1]", "3", '["a"]'])
+@pytest.mark.parametrize("text", ["", "{", "[1]", "3", '["a"]', "[" * 100_000])
 def test_a_damaged_record_of_prompts_is_named(run: RunDirectory, text: str) -> None:
     (run.path / "task_prompts.json").write_text(text)
     with pytest.raises(DamagedRun, match=r"task_prompts\.json: damaged"):
