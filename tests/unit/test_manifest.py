@@ -10,8 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from draco_ray.errors import DamagedRun
-from draco_ray.lab.verify import check_digests
+from draco_ray.config.schema import DracoConfig
+from draco_ray.errors import DamagedRun, StoreError
+from draco_ray.judging.prompts import evidence_key
+from draco_ray.lab.verify import RecordedJudge, _Relearner, check_digests
 from draco_ray.runs import manifest
 from draco_ray.runs.directory import RunDirectory
 from draco_ray.runs.manifest import FILE, Manifest, forget_steps, other_versions, read_manifest
@@ -171,6 +173,49 @@ def test_it_covers_the_folders_of_another_learners_checkpoint(run: RunDirectory)
     (run.checkpoint(3) / "shards" / "0" / "weights").write_text("w")
     Manifest(run, time.time_ns()).update(2)
     assert "checkpoints/step00003/shards/0/weights" in read_manifest(run)["files"]
+
+
+class Again:
+    """A stand-in for the learner: what it recomputes is the sound checkpoint of step 1."""
+
+    def snapshot(self) -> Again:
+        return self
+
+    def write(self, folder: Path) -> None:
+        small_checkpoint(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("adapter_model.safetensors", None, "step00001/adapter_model.safetensors: it is missing"),
+        ("adapter_model.safetensors", "", "step00001/adapter_model.safetensors: differs from the recomputed file"),
+        ("adapter_config.json", "{", "step00001/adapter_config.json: its SHA-256 differs"),
+        ("learner.json", "{", "step00001/learner.json: Expecting property name"),
+    ],
+)
+def test_a_checkpoint_that_the_manifest_no_longer_knows_is_compared_all_the_same(
+    run: RunDirectory, name: str, text: str | None, said: str
+) -> None:
+    compared = object.__new__(_Relearner)
+    compared._run, compared._learner = run, Again()  # type: ignore[assignment]
+    assert "byte by byte" in compared._compare(1)
+    path = run.checkpoint(1) / name
+    path.unlink() if text is None else path.write_text(text)
+    with pytest.raises(DamagedRun, match=said):
+        compared._compare(1)
+
+
+@pytest.mark.parametrize("damage", ["folder", "empty", "garbage"])
+def test_replies_that_cannot_be_read_are_named_where_they_are(run: RunDirectory, damage: str) -> None:
+    evidence_key(run.judge_cache)
+    path = run.judge_cache / "replies.sqlite"
+    if damage == "folder":
+        path.mkdir()
+    else:
+        path.write_text("" if damage == "empty" else "garbage" * 99)
+    with pytest.raises(StoreError, match=f"judge replies in {path} .*; restore the file"):
+        RecordedJudge(run, DracoConfig())
 
 
 def _flip(path: Path) -> None:
