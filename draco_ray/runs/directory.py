@@ -372,9 +372,11 @@ class RunDirectory:
         if rest or not lines:
             raise damaged(self.metrics_file, f"line {len(lines) + 1} is incomplete" if rest else "it is empty")
         read = [self._metrics_line(number, line) for number, line in enumerate(lines, 1) if line.strip()]
-        for one, other in pairwise(sorted(line["step"] for line in read)):
-            if one == other:
-                raise damaged(self.metrics_file, f"step {one} occurs twice")
+        # Whoever has put lines of a copy back may have put them at the end.
+        read.sort(key=lambda line: line["step"])
+        for one, other in pairwise(read):
+            if one["step"] == other["step"]:
+                raise damaged(self.metrics_file, f"step {one['step']} occurs twice")
         return read
 
     def _metrics_line(self, number: int, text: str) -> dict[str, Any]:

@@ -396,4 +396,4 @@ def test_a_step_that_is_twice_in_the_metrics_is_not_shown_twice(tmp_path: Path) 
     with pytest.raises(DamagedRun, match=r"metrics\.jsonl: damaged: step 0 occurs twice"):
         run.metrics()
     run.metrics_file.write_text('{"step": 1}\n{"step": 0}\n', encoding="utf-8")
-    assert [line["step"] for line in run.metrics()] == [1, 0]
+    assert [line["step"] for line in run.metrics()] == [0, 1]
