@@ -493,3 +493,18 @@ def sole_driver(run: RunDirectory) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
+
+
+def unwritable(run: Path, error: OSError) -> StoreError:
+    """The error for a write that fails."""
+    why = error.strerror or error
+    return StoreError(f"run directory {run} cannot be written: {why}; free disk space there, or make it writable")
+
+
+@contextlib.contextmanager
+def said_plainly(run: Path) -> Iterator[None]:
+    """Report a write that fails in one line. Raises: StoreError."""
+    try:
+        yield
+    except OSError as error:
+        raise unwritable(run, error) from None

@@ -27,7 +27,7 @@ from draco_ray.environments.base import make_environment
 from draco_ray.errors import ClusterError, ConfigError
 from draco_ray.observability.logs import start_run_log, stop_run_log
 from draco_ray.records import Message
-from draco_ray.runs.directory import RunDirectory, sole_driver
+from draco_ray.runs.directory import RunDirectory, said_plainly, sole_driver
 from draco_ray.runs.evaluations import read_evaluations, read_judged
 from draco_ray.runs.manifest import FILE as MANIFEST
 from draco_ray.runs.manifest import absent_tables, other_versions
@@ -67,11 +67,13 @@ def train(config: DracoConfig, console: Console | None = None) -> Path:
         run = _directory(path, config)
         where = f"environment {config.environment.use}, {len(prompts)} training tasks"
         console.print(f"{name}: setting {config.setting}, model {config.model.path}, {where}")
+        held_out = _held_out(config)
         with sole_driver(run):
-            if run.config_text() != dump_config(config):
-                run.write_config(dump_config(config))
-            adopt_tasks(run, prompts, order.rules, 0, console)
-            write_prompts(run, prompts, _held_out(config))
+            with said_plainly(run.path):
+                if run.config_text() != dump_config(config):
+                    run.write_config(dump_config(config))
+                adopt_tasks(run, prompts, order.rules, 0, console)
+                write_prompts(run, prompts, held_out)
             return _train(config, prompts, order, run, StartPoint(), console)
 
 
@@ -162,21 +164,24 @@ def _resume(
     config = load_config(source or str(run.path), overrides, setting, trust=trust)
     check_training(overrides, config)
     config, prompts, order = _checked(config, console, CHECKS)
+    held_out = _held_out(config)
     with sole_driver(run):
-        check_disk(config, run.path)
-        check_paid_replies(run, old, config)
-        changes = allowed_changes(run, old, config, allow_changed=allow_changed)
-        edited, held_out = edited_tasks(run, prompts), _held_out(config)
-        other_held_out = edited_held_out(run, held_out)
-        lost = [] if run.untouched else [name for name in (TASKS, PROMPTS, MANIFEST) if not (run.path / name).exists()]
-        # Recorded rollouts lack the evaluator's verdict, so if that verdict is the reward they are played again.
-        reuse = not changes and not edited and config.algorithm.reward != "outcome"
-        start = rewind(run, reuse=reuse, learner=config.learner.use)
-        adopt_config(run, config)
-        for damage in start.damaged:
-            console.print(damage)
-        write_prompts(run, prompts, held_out)
-        order = task_order(config, list(prompts), adopt_tasks(run, prompts, order.rules, start.step, console))
+        with said_plainly(run.path):
+            check_disk(config, run.path)
+            check_paid_replies(run, old, config)
+            changes = allowed_changes(run, old, config, allow_changed=allow_changed)
+            edited, other_held_out = edited_tasks(run, prompts), edited_held_out(run, held_out)
+            lost = (
+                [] if run.untouched else [name for name in (TASKS, PROMPTS, MANIFEST) if not (run.path / name).exists()]
+            )
+            # Recorded rollouts lack the evaluator's verdict, so if that verdict is the reward they are played again.
+            reuse = not changes and not edited and config.algorithm.reward != "outcome"
+            start = rewind(run, reuse=reuse, learner=config.learner.use)
+            for damage in start.damaged:
+                console.print(damage)
+            adopt_config(run, config)
+            write_prompts(run, prompts, held_out)
+            order = task_order(config, list(prompts), adopt_tasks(run, prompts, order.rules, start.step, console))
         for line in run.metrics():
             order.note(line["step"], line.get("solved_tasks") or ())
         if start.step >= _steps(config, order) and _measured(run, config, start.step):

@@ -6,6 +6,7 @@ import errno
 import io
 import json
 import os
+import resource
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -235,6 +236,24 @@ def test_a_change_is_named_after_a_resume_that_damage_has_stopped(
     assert "changed: algorithm.group_size (6 -> 4)" in resumed("algorithm.group_size=4")
     assert (resumed.start.step, resumed.start.recorded) == (1, frozenset())
     assert load_config(str(run.path)).algorithm.group_size == 4
+
+
+def test_a_resume_that_cannot_write_is_one_line_and_may_be_repeated(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A quota is not seen in the disk's free space."""
+    resumed = Resumed(run, monkeypatch)
+    write_step(run, 1, finished=True)
+    small_checkpoint(run.checkpoint(1))
+    resumed()
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10, hard))
+    try:
+        with pytest.raises(StoreError, match=rf"run directory {run.path} cannot be written: File too large; free disk"):
+            resumed("seed=7")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert "changed: seed (0 -> 7)" in resumed("seed=7")
 
 
 def test_what_a_resumed_run_lacks_is_named_once(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
