@@ -225,7 +225,8 @@ def test_a_run_that_is_killed_while_it_is_created_does_not_use_up_its_name(tmp_p
 
 
 def test_a_run_that_is_killed_while_its_configuration_changes_is_no_edited_run(tmp_path: Path) -> None:
-    run, found, killed = RunDirectory.create(tmp_path / "run", "seed: 0\n"), [], True
+    run, killed = RunDirectory.create(tmp_path / "run", "seed: 0\n"), True
+    found: list[str] = []
     while killed:
         run.write_config("seed: 0\n")
         with contextlib.suppress(Killed), killed_after(len(found)):

@@ -154,6 +154,8 @@ def test_a_tracker_that_fails_is_left_out_and_the_others_go_on(tmp_path: Path, m
         def step(self, step: int, scalars: Any) -> None:
             raise OSError("the server is away")
 
+        def close(self) -> None: ...
+
     package = WandB()
     monkeypatch.setitem(sys.modules, "wandb", package)
     observer = RunObserver.__new__(RunObserver)
