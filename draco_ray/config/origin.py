@@ -21,12 +21,17 @@ FILE = "run.json"
 _KEY_BYTES = 32
 
 
-def write_origin(run: Path, config_yaml: str) -> None:
-    """Write ``run.json``: the schema version, the configuration's digest, and this user's signature of it."""
+def write_origin(run: Path, *configs: str) -> None:
+    """Write ``run.json``: the schema version, the configuration's digest, and this user's signature of it.
+
+    While a configuration is replaced, ``configs`` are the old and the new one, and ``run.json`` has both digests and
+    signatures.
+    """
+    signatures = [_signature(each, create=True) for each in configs]
     origin: dict[str, Any] = {
         "schema_version": SCHEMA_VERSION,
-        "config_sha256": _digest(config_yaml),
-        "signature": _signature(config_yaml, create=True),
+        "config_sha256": " ".join(map(_digest, configs)),
+        "signature": " ".join(filter(None, signatures)) or None,
     }
     write_private(run / FILE, json.dumps(origin) + "\n")
 
@@ -42,14 +47,14 @@ def is_run_directory(path: Path) -> bool:
 def is_ours(run: Path, config_yaml: str) -> bool:
     """Whether the run directory has this user's signature of this configuration."""
     found, mine = _written(run, "signature"), _signature(config_yaml, create=False)
-    return mine is not None and found is not None and hmac.compare_digest(found.encode(), mine.encode())
+    return mine is not None and any(hmac.compare_digest(each.encode(), mine.encode()) for each in (found or "").split())
 
 
 def changed(run: Path, config_yaml: str) -> str | None:
     """A message if a run's configuration is not what the run wrote; None if it is unchanged, or if that is unknown."""
     if not config_yaml.strip():
         return "the file is empty; restore it from a copy"
-    if (known := _written(run, "config_sha256")) is None or known == _digest(config_yaml):
+    if (known := _written(run, "config_sha256")) is None or _digest(config_yaml) in known.split():
         return None
     return "undo the edit; to change settings use `draco train --resume DIR KEY=VALUE --allow-changed-config`"
 

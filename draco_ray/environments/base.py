@@ -151,9 +151,13 @@ class Environment(ABC):
             raise WorldError(f"environment {self.name} has no evaluator, so task {task_id} cannot be evaluated")
         return None
 
+    def expected(self, task_id: str) -> str:
+        """Ground truth of a task as text, for `digest`; empty if it has none here."""
+        return ""
+
     def digest(self, tasks: Sequence[str]) -> str:
-        """A digest of the tasks, to detect different tasks with the same ids."""
-        texts = "\0".join(repr(self.task(task_id)) for task_id in tasks)
+        """A digest of the tasks and of `expected`, to detect different tasks with the same ids."""
+        texts = "\0".join(f"{self.task(task_id)!r}{self.expected(task_id)}" for task_id in tasks)
         return hashlib.sha256(texts.encode("utf-8", "replace")).hexdigest()[:16]
 
 

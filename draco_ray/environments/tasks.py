@@ -78,6 +78,10 @@ class TasksEnvironment(Environment):
         """See `Environment`."""
         return self.rows.row(task_id).task("")
 
+    def expected(self, task_id: str) -> str:
+        """See `Environment`."""
+        return self.rows.row(task_id).expected
+
     async def open(self, task_id: str) -> HandIn:
         """See `Environment`."""
         return HandIn(self, self.task(task_id))

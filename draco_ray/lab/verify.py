@@ -33,14 +33,14 @@ from draco_ray.judging.phases import Phase
 from draco_ray.judging.pool import Judgement, ask_phase
 from draco_ray.judging.prompts import KEY_FILE
 from draco_ray.judging.reply_cache import FILE as REPLIES
-from draco_ray.judging.reply_cache import ReplyCache
+from draco_ray.judging.reply_cache import RESTORE, ReplyCache
 from draco_ray.lab.rows import grouped
 from draco_ray.learner.base import Accumulate, Publish, Remember, Update, UpdateMetrics
 from draco_ray.pipeline import Group, Pipeline
 from draco_ray.records import EpisodeEnd, Evaluation, Judged, TrainingSample, Trajectory
 from draco_ray.rollout.pool import FinishedRollout, RolloutResult
 from draco_ray.rollout.worker import Evaluated, summarise
-from draco_ray.runs.checkpoints import ADAPTER, ADAPTER_CONFIG, COUNTERS, OPTIMIZER, file_digest
+from draco_ray.runs.checkpoints import ADAPTER, ADAPTER_CONFIG, COUNTERS, OPTIMIZER, checkpoint_damage, file_digest
 from draco_ray.runs.directory import RunDirectory, check_regular
 from draco_ray.runs.manifest import FILE, line_digest, other_versions, read_manifest
 from draco_ray.runs.rows import Row, carried_rubrics, step_trajectories
@@ -392,6 +392,7 @@ class RecordedJudge:
 
         Raises:
             DamagedRun: the key file of the judge's prompts is missing.
+            StoreError: the judge's replies cannot be read.
         """
         cache = config.judge.cache or run.judge_cache
         if not (key := (config.judge.files or cache) / KEY_FILE).is_file():
@@ -404,9 +405,14 @@ class RecordedJudge:
         self._run, self._config = run, judge
         # Prompt truncation lengths are stored with the replies. Open a copy: opening the store writes to it.
         scratch = PrivateTempDir()
-        for path in cache.glob(f"{REPLIES}*"):
-            shutil.copy(path, scratch.path)
-        self._replies = ReplyCache(scratch.path)
+        try:
+            for path in cache.glob(f"{REPLIES}*"):
+                shutil.copy(path, scratch.path)
+            self._replies = ReplyCache(scratch.path)
+        except OSError as error:
+            raise StoreError(f"judge replies in {cache / REPLIES} cannot be read: {error}; {RESTORE}") from None
+        except StoreError as error:
+            raise StoreError(str(error).replace(str(scratch.path), str(cache))) from None
         self._calls: list[Row] = []
 
     def open(self, step: int) -> None:
@@ -551,8 +557,10 @@ class _Relearner:
             made = scratch / recorded.name
             self._learner.snapshot().write(made)
             for name in (ADAPTER, OPTIMIZER):
-                if file_digest(recorded / name)[0] != file_digest(made / name)[0]:
+                if (recorded / name).is_file() and file_digest(recorded / name)[0] != file_digest(made / name)[0]:
                     raise DamagedRun(f"{recorded / name}: {_tensor_difference(recorded / name, made / name)}")
+            if (damage := checkpoint_damage(recorded)) is not None:
+                raise DamagedRun(f"{recorded}/{damage}")
             for name in (ADAPTER_CONFIG, COUNTERS):
                 old, new = (json.loads((folder / name).read_text()) for folder in (recorded, made))
                 for key in sorted((old.keys() | new.keys()) - LOCAL_KEYS):

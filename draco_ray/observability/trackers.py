@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from draco_ray.config.origin import write_private
 from draco_ray.errors import ConfigError
 
 
@@ -108,7 +109,7 @@ class MLflow:
                 self._package.start_run(run_id=self._run_id)
             else:
                 self._run_id = self._package.start_run(run_name=run.name).info.run_id
-                known.write_text(self._run_id, encoding="ascii")
+                write_private(known, self._run_id)
             self._package.log_dict(dict(config), "config.yaml", run_id=self._run_id)
         except Exception as error:
             raise ConfigError(

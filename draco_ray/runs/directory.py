@@ -24,6 +24,8 @@ import json
 import math
 import os
 import re
+import shutil
+import tempfile
 import zlib
 from collections.abc import Iterator, Sequence
 from enum import Enum
@@ -231,24 +233,31 @@ class RunDirectory:
         Raises:
             ConfigError: if ``path`` exists already, or cannot be written.
         """
-        run = cls(path)
+        draft: Path | None = None
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.mkdir(mode=0o700)
-            run.write_config(config_yaml)
-        except FileExistsError:
-            if not path.is_dir():
-                raise ConfigError(
-                    f"run directory {path} cannot be created, because a file has this name; set run.root"
-                ) from None
-            raise ConfigError(f"run directory {path} already exists; choose another run.name") from None
+            if os.path.lexists(path):
+                raise FileExistsError
+            # The directory appears with its configuration, so that a start that is killed here keeps no name.
+            draft = Path(tempfile.mkdtemp(prefix=".new-run-", dir=path.parent))
+            cls(draft).write_config(config_yaml)
+            draft.rename(path)
         except OSError as error:
-            raise ConfigError(f"run directory {path} cannot be created: {error.strerror}; set run.root") from None
-        return run
+            if draft is not None:
+                shutil.rmtree(draft, ignore_errors=True)
+            if path.is_dir():
+                raise ConfigError(f"run directory {path} already exists; choose another run.name") from None
+            why = "because a file has this name" if isinstance(error, FileExistsError) else error.strerror
+            raise ConfigError(f"run directory {path} cannot be created: {why}; set run.root") from None
+        return cls(path)
 
     def write_config(self, config_yaml: str) -> None:
-        """Write the run's configuration and mark it as this user's."""
-        write_private(self.path / "config.yaml", config_yaml)
+        """Write the run's configuration and mark it as this user's. Raises: OSError."""
+        path = self.path / "config.yaml"
+        if path.exists():
+            # A kill between two of these writes leaves a configuration that run.json knows.
+            origin.write_origin(self.path, read_text(path), config_yaml)
+        write_private(path, config_yaml)
         origin.write_origin(self.path, config_yaml)
         for known in ("_config", "ours", "schema_version"):
             self.__dict__.pop(known, None)
@@ -363,9 +372,11 @@ class RunDirectory:
         if rest or not lines:
             raise damaged(self.metrics_file, f"line {len(lines) + 1} is incomplete" if rest else "it is empty")
         read = [self._metrics_line(number, line) for number, line in enumerate(lines, 1) if line.strip()]
-        for one, other in pairwise(sorted(line["step"] for line in read)):
-            if one == other:
-                raise damaged(self.metrics_file, f"step {one} occurs twice")
+        # Whoever has put lines of a copy back may have put them at the end.
+        read.sort(key=lambda line: line["step"])
+        for one, other in pairwise(read):
+            if one["step"] == other["step"]:
+                raise damaged(self.metrics_file, f"step {one['step']} occurs twice")
         return read
 
     def _metrics_line(self, number: int, text: str) -> dict[str, Any]:
@@ -482,3 +493,18 @@ def sole_driver(run: RunDirectory) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
+
+
+def unwritable(run: Path, error: OSError) -> StoreError:
+    """The error for a write that fails."""
+    why = error.strerror or error
+    return StoreError(f"run directory {run} cannot be written: {why}; free disk space there, or make it writable")
+
+
+@contextlib.contextmanager
+def said_plainly(run: Path) -> Iterator[None]:
+    """Report a write that fails in one line. Raises: StoreError."""
+    try:
+        yield
+    except OSError as error:
+        raise unwritable(run, error) from None

@@ -1,7 +1,8 @@
 """``manifest.json``: SHA-256 digests of a run directory's files of finished steps.
 
-The run store updates it after every step. A file keeps its first digest unless this run writes the file again, so bytes
-that change on disk between a stop and a resume do not get a new digest. `draco verify` compares files and digests.
+The run store updates it after every step. A file keeps its first digest unless this run writes the file again, and a
+metrics line always, so what changes on disk between a stop and a resume does not get a new digest. `draco verify`
+compares files and digests.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from draco_ray.runs.checkpoints import COUNTERS, file_digest
 from draco_ray.runs.directory import STEP, RunDirectory, damaged, read_text, write_private
 
 FILE = "manifest.json"
-TEXTS = ("config.yaml", "config.before-resume-*.yaml", "run.json", "tasks.json", "task_prompts.json")
+TEXTS = ("config.yaml", "run.json", "tasks.json", "task_prompts.json")
 """Files that a resumed run rewrites before its store starts."""
 PACKAGES = ("draco-ray", "torch", "numpy", "transformers", "peft", "vllm")
 INSTRUCTIONS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "sve")
@@ -51,7 +52,7 @@ class Manifest:
             DamagedRun: the manifest of an earlier process cannot be read.
         """
         run = self._run
-        known = read_manifest(run) if (run.path / FILE).exists() else {"files": {}}
+        known = read_manifest(run) if (run.path / FILE).exists() else {"files": {}, "metrics": {}}
         files: dict[str, str] = known["files"]
         for path in _covered(run):
             name = str(path.relative_to(run.path))
@@ -61,10 +62,10 @@ class Manifest:
                 if name not in files or (written > self._began_ns and self._seen.get(name) != written):
                     files |= _digests(run, path)
                     self._seen[name] = written
-        files |= {path.name: file_digest(path)[0] for pattern in TEXTS for path in run.path.glob(pattern)}
+        files |= {name: file_digest(run.path / name)[0] for name in TEXTS if (run.path / name).exists()}
         steps = {str(line["step"]): line_digest(line) for line in run.metrics() if line["step"] <= last}
         machine = _together(known.get("machine", {}), this_machine())
-        _write(run, {"machine": machine, "metrics": steps, "files": dict(sorted(files.items()))})
+        _write(run, {"machine": machine, "metrics": steps | known["metrics"], "files": dict(sorted(files.items()))})
 
 
 def read_manifest(run: RunDirectory) -> dict[str, Any]:
@@ -79,9 +80,27 @@ def read_manifest(run: RunDirectory) -> dict[str, Any]:
         for name in ("files", "metrics", "machine"):
             if not all(isinstance(each, str) for each in found[name].values()):
                 raise ValueError(f"{name}: expected only strings")
+        if strange := [step for step in found["metrics"] if not (step.isascii() and step.isdigit())]:
+            raise ValueError(f"metrics: expected step numbers, found {strange[0][:50]!r}")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise damaged(path, error) from None
     return dict(found)
+
+
+def absent_tables(run: RunDirectory) -> str:
+    """Says how many table files of finished steps are missing; empty if none are, or if there is no manifest.
+
+    Raises:
+        DamagedRun: the manifest cannot be read.
+    """
+    files = read_manifest(run)["files"] if (run.path / FILE).exists() else ()
+    absent = [name for name in files if name.startswith("tables/") and not (run.path / name).exists()]
+    return (
+        f"{len(absent)} files of finished steps are missing, first {run.path / absent[0]}; restore them, otherwise "
+        "their rows are left out everywhere"
+        if absent
+        else ""
+    )
 
 
 def forget_steps(run: RunDirectory, last: int) -> None:
@@ -142,13 +161,19 @@ def _together(before: Mapping[str, str], here: Mapping[str, str]) -> dict[str, s
 
 
 def _covered(run: RunDirectory) -> Iterator[Path]:
-    """Files that do not change once written: tables, checkpoints, and the key of the judge's prompts."""
+    """Files that do not change once written: tables, checkpoints, earlier configurations, the judge prompts' key."""
     yield from run.tables.glob("*/step*.parquet")
     yield from run.tables.glob("*/step*/*.parquet")
     for step in run.checkpoint_steps():
         counters = run.checkpoint(step) / COUNTERS
-        yield from [counters] if counters.exists() else run.checkpoint(step).iterdir()
+        yield from [counters] if counters.exists() else _files(run.checkpoint(step))
+    yield from run.path.glob("config.before-resume-*.yaml")
     yield from run.judge_cache.glob("evidence_key")
+
+
+def _files(checkpoint: Path) -> list[Path]:
+    """The files of a checkpoint; a learner of the user's own may write folders."""
+    return [path for path in checkpoint.rglob("*") if path.is_file()]
 
 
 def _digests(run: RunDirectory, path: Path) -> dict[str, str]:
@@ -161,7 +186,7 @@ def _digests(run: RunDirectory, path: Path) -> dict[str, str]:
             found |= {path.with_name(name): str(digest) for name, digest in digests.items()}
         except (ValueError, KeyError, TypeError, AttributeError):
             # The counters are from another kind of learner.
-            found |= {each: file_digest(each)[0] for each in path.parent.iterdir() if each.is_file()}
+            found |= {each: file_digest(each)[0] for each in _files(path.parent)}
     return {str(each.relative_to(run.path)): digest for each, digest in found.items()}
 
 

@@ -25,7 +25,7 @@ from draco_ray.records import (
 )
 from draco_ray.rollout.worker import Evaluated, summarise
 from draco_ray.runs import rows
-from draco_ray.runs.directory import RunDirectory
+from draco_ray.runs.directory import RunDirectory, unwritable
 from draco_ray.runs.manifest import Manifest
 from draco_ray.runs.rows import Row, read_trajectory, recorded_rollouts
 from draco_ray.runs.schema import STEP_TABLES
@@ -238,9 +238,7 @@ class RunStoreActor:
         raise StoreError(self._failure) from None
 
     def _problem(self, error: OSError) -> str:
-        path = self._store.directory.path
-        why = error.strerror or error
-        return f"run directory {path} cannot be written: {why}; free disk space there, or make it writable"
+        return str(unwritable(self._store.directory.path, error))
 
 
 def _verdicts(judged: Judged[tuple[ScoredCriterion, ...]] | None) -> tuple[int, ...]:

@@ -24,7 +24,7 @@ from draco_ray.config.schema import DracoConfig, LearnerConfig
 from draco_ray.errors import ConfigError, DamagedRun
 from draco_ray.records import Message
 from draco_ray.runs.checkpoints import COUNTERS, checkpoint_damage
-from draco_ray.runs.directory import RunDirectory, damaged, read_table, read_text, write_private
+from draco_ray.runs.directory import RunDirectory, damaged, read_bytes, read_table, read_text, write_private
 from draco_ray.runs.manifest import forget_steps
 from draco_ray.runs.schema import STEP_TABLES, TABLES
 from draco_ray.runs.store import RunStore
@@ -55,6 +55,8 @@ FREE = (
 """Keys that may change when a run is resumed, because they do not change what is computed: where the run is, how the
 same judge is reached, and what may be spent."""
 TASKS, PROMPTS = "tasks.json", "task_prompts.json"
+HELD_OUT = ""
+"""Key of the held-out tasks in `PROMPTS`; no task has this id."""
 KEPT = {
     "trajectories": ("task_id", "rollout"),
     "steps": ("task_id", "rollout"),
@@ -94,12 +96,11 @@ def config_changes(old: DracoConfig, new: DracoConfig) -> list[str]:
     ]
 
 
-def adopt_config(run: RunDirectory, old: DracoConfig, new: DracoConfig, *, allow_changed: bool) -> list[str]:
-    """Make ``new`` the configuration of the run; if it differs, keep the old one beside it.
+def allowed_changes(run: RunDirectory, old: DracoConfig, new: DracoConfig, *, allow_changed: bool) -> list[str]:
+    """What `config_changes` finds.
 
-    Returns: what changed.
     Raises:
-        ConfigError: something changed and ``allow_changed`` is off.
+        ConfigError: it finds something and ``allow_changed`` is off.
     """
     changes = config_changes(old, new)
     if changes and not allow_changed:
@@ -107,12 +108,19 @@ def adopt_config(run: RunDirectory, old: DracoConfig, new: DracoConfig, *, allow
             f"--resume {run.path}: the configuration has changed: {'; '.join(changes)}; undo these changes, or add "
             "--allow-changed-config"
         )
+    return changes
+
+
+def adopt_config(run: RunDirectory, new: DracoConfig) -> None:
+    """Make ``new`` the configuration of the run; if it differs, keep the old one beside it.
+
+    Call this after `rewind`: if that fails, the next attempt must find the same changes.
+    """
     text = dump_config(new)
     if text != run.config_text():
         copies = len(list(run.path.glob("config.before-resume-*.yaml")))
         write_private(run.path / f"config.before-resume-{copies + 1}.yaml", run.config_text())
         run.write_config(text)
-    return changes
 
 
 def adopt_tasks(
@@ -148,19 +156,29 @@ def edited_tasks(run: RunDirectory, prompts: Mapping[str, Sequence[Message]]) ->
     Raises:
         DamagedRun: the record cannot be read.
     """
-    path = run.path / PROMPTS
-    if not path.exists():
-        return []
-    try:
-        known = dict(json.loads(read_text(path)))
-    except (ValueError, TypeError) as error:
-        raise damaged(path, error) from None
+    known = _recorded_digests(run)
     return [task for task, prompt in prompts.items() if known.get(task, now := _digest(prompt)) != now]
 
 
-def write_prompts(run: RunDirectory, prompts: Mapping[str, Sequence[Message]]) -> None:
-    """Record what each task asks, for `edited_tasks`. Raises: OSError."""
-    write_private(run.path / PROMPTS, json.dumps({task: _digest(prompt) for task, prompt in prompts.items()}))
+def edited_held_out(run: RunDirectory, digest: str | None) -> bool:
+    """Whether `write_prompts` recorded another digest of the held-out tasks. Raises: as `edited_tasks`."""
+    return digest is not None and _recorded_digests(run).get(HELD_OUT, digest) != digest
+
+
+def write_prompts(run: RunDirectory, prompts: Mapping[str, Sequence[Message]], held_out: str | None = None) -> None:
+    """Record what each task asks, and a digest of the held-out tasks. Raises: OSError."""
+    digests = {task: _digest(prompt) for task, prompt in prompts.items()}
+    write_private(run.path / PROMPTS, json.dumps(digests if held_out is None else {HELD_OUT: held_out, **digests}))
+
+
+def _recorded_digests(run: RunDirectory) -> dict[str, Any]:
+    path = run.path / PROMPTS
+    if not path.exists():
+        return {}
+    try:
+        return dict(json.loads(read_text(path)))
+    except (ValueError, TypeError, RecursionError) as error:
+        raise damaged(path, error) from None
 
 
 def _digest(prompt: Sequence[Message]) -> str:
@@ -192,7 +210,7 @@ def _task_parts(run: RunDirectory) -> list[tuple[int, list[str], OrderRules]]:
             (int(part["first_step"]), [str(task) for task in part["tasks"]], _rules(part["rules"]))
             for part in json.loads(read_text(path))
         ]
-    except (ValueError, TypeError, KeyError) as error:
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise damaged(path, f"{type(error).__name__} {error}") from None
 
 
@@ -207,21 +225,18 @@ def _rules(written: Mapping[str, Any]) -> OrderRules:
     return OrderRules(**numbers)
 
 
-def rewind(run: RunDirectory, *, reuse: bool) -> StartPoint:
+def rewind(run: RunDirectory, *, reuse: bool, learner: str | None = None) -> StartPoint:
     """Rewind a run directory to its newest sound checkpoint, keeping finished rollouts and paid replies of later steps.
 
     Args:
+        run: the run directory.
         reuse: whether rollouts of later steps match the configuration and are kept.
+        learner: ``learner.use`` from now on; None: the run's.
 
     Raises:
-        DamagedRun: it has checkpoints, but all are damaged.
+        DamagedRun: it has checkpoints, but all are damaged; or another file cannot be read.
     """
-    step, damage = _newest_sound(run)
-    damaged = tuple(
-        f"checkpoint {run.checkpoint(later)} is damaged: {found}; {run.checkpoint(step).name} is used instead, and the "
-        f"damaged one is moved to {_moved_aside(run.checkpoint(later))}"
-        for later, found in damage.items()
-    )
+    step, damage = _newest_sound(run, learner or run.setting("learner.use"))
     forget_steps(run, step)
     metrics = run.metrics()
     done = [line for line in metrics if line["step"] <= step]
@@ -235,6 +250,12 @@ def rewind(run: RunDirectory, *, reuse: bool) -> StartPoint:
         path.unlink()
     for again in later:
         _reopen(run, again, reuse=reuse)
+    # Last: if something above fails, the next attempt must find this damage, too.
+    damaged = tuple(
+        f"checkpoint {run.checkpoint(later)} is damaged: {found}; {run.checkpoint(step).name} is used instead, and the "
+        f"damaged one is moved to {_moved_aside(run.checkpoint(later))}"
+        for later, found in damage.items()
+    )
     return StartPoint(
         step=step,
         checkpoint=run.checkpoint(step) if step else None,
@@ -247,10 +268,10 @@ def rewind(run: RunDirectory, *, reuse: bool) -> StartPoint:
     )
 
 
-def _newest_sound(run: RunDirectory) -> tuple[int, dict[int, str]]:
+def _newest_sound(run: RunDirectory, learner: str) -> tuple[int, dict[int, str]]:
     """The step of the newest sound checkpoint, and the damage of later ones. Raises: DamagedRun: all are damaged."""
     damage: dict[int, str] = {}
-    ships = run.setting("learner.use") == LearnerConfig().use
+    ships = learner == LearnerConfig().use
     for step in reversed(run.checkpoint_steps()):
         folder = run.checkpoint(step)
         # A user's own learner may write checkpoints in another format.
@@ -276,9 +297,11 @@ def _moved_aside(folder: Path) -> str:
 
 
 def _unreadable(run: RunDirectory, step: int) -> Iterator[Path]:
-    """Table parts of an unfinished step that cannot be read."""
+    """Table parts of an unfinished step that were not written whole. Raises: DamagedRun: the disk does not read one."""
     for table in STEP_TABLES:
         for path in run.parts(table, step):
+            # A file that the disk or its permissions withhold may be whole, so it must not be deleted.
+            read_bytes(path)
             try:
                 read_table(path, table)
             except DamagedRun:

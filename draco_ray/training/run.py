@@ -23,18 +23,31 @@ from rich.console import Console
 from draco_ray.config.effect import check_training
 from draco_ray.config.load import dump_config, load_config
 from draco_ray.config.schema import DracoConfig
+from draco_ray.environments.base import make_environment
 from draco_ray.errors import ClusterError, ConfigError
 from draco_ray.observability.logs import start_run_log, stop_run_log
 from draco_ray.records import Message
-from draco_ray.runs.directory import RunDirectory, sole_driver
+from draco_ray.runs.directory import RunDirectory, said_plainly, sole_driver
 from draco_ray.runs.evaluations import read_evaluations, read_judged
-from draco_ray.runs.manifest import other_versions
+from draco_ray.runs.manifest import FILE as MANIFEST
+from draco_ray.runs.manifest import absent_tables, other_versions
 from draco_ray.runs.remote.place import Place, begun, place_at, place_of, working
 from draco_ray.terminal import PlainConsole
 from draco_ray.training.checks import CHECKS, Check, Start, check_root, findings, refuse, task_order
 from draco_ray.training.cluster import address_of, head_failure
 from draco_ray.training.preflight import check_disk, check_paid_replies, check_replies
-from draco_ray.training.resume import StartPoint, adopt_config, adopt_tasks, edited_tasks, rewind, write_prompts
+from draco_ray.training.resume import (
+    PROMPTS,
+    TASKS,
+    StartPoint,
+    adopt_config,
+    adopt_tasks,
+    allowed_changes,
+    edited_held_out,
+    edited_tasks,
+    rewind,
+    write_prompts,
+)
 from draco_ray.training.session import TrainingSession, opened, training_session
 from draco_ray.training.trainer import TaskOrder, unless_lost
 from draco_ray.training.watchdog import PeakMemory
@@ -54,11 +67,13 @@ def train(config: DracoConfig, console: Console | None = None) -> Path:
         run = _directory(path, config)
         where = f"environment {config.environment.use}, {len(prompts)} training tasks"
         console.print(f"{name}: setting {config.setting}, model {config.model.path}, {where}")
+        held_out = _held_out(config)
         with sole_driver(run):
-            if run.config_text() != dump_config(config):
-                run.write_config(dump_config(config))
-            adopt_tasks(run, prompts, order.rules, 0, console)
-            write_prompts(run, prompts)
+            with said_plainly(run.path):
+                if run.config_text() != dump_config(config):
+                    run.write_config(dump_config(config))
+                adopt_tasks(run, prompts, order.rules, 0, console)
+                write_prompts(run, prompts, held_out)
             return _train(config, prompts, order, run, StartPoint(), console)
 
 
@@ -149,17 +164,24 @@ def _resume(
     config = load_config(source or str(run.path), overrides, setting, trust=trust)
     check_training(overrides, config)
     config, prompts, order = _checked(config, console, CHECKS)
+    held_out = _held_out(config)
     with sole_driver(run):
-        check_disk(config, run.path)
-        check_paid_replies(run, old, config)
-        changes = adopt_config(run, old, config, allow_changed=allow_changed)
-        edited = edited_tasks(run, prompts)
-        # Recorded rollouts lack the evaluator's verdict, so if that verdict is the reward they are played again.
-        start = rewind(run, reuse=not changes and not edited and config.algorithm.reward != "outcome")
-        for damage in start.damaged:
-            console.print(damage)
-        write_prompts(run, prompts)
-        order = task_order(config, list(prompts), adopt_tasks(run, prompts, order.rules, start.step, console))
+        with said_plainly(run.path):
+            check_disk(config, run.path)
+            check_paid_replies(run, old, config)
+            changes = allowed_changes(run, old, config, allow_changed=allow_changed)
+            edited, other_held_out = edited_tasks(run, prompts), edited_held_out(run, held_out)
+            lost = (
+                [] if run.untouched else [name for name in (TASKS, PROMPTS, MANIFEST) if not (run.path / name).exists()]
+            )
+            # Recorded rollouts lack the evaluator's verdict, so if that verdict is the reward they are played again.
+            reuse = not changes and not edited and config.algorithm.reward != "outcome"
+            start = rewind(run, reuse=reuse, learner=config.learner.use)
+            for damage in start.damaged:
+                console.print(damage)
+            adopt_config(run, config)
+            write_prompts(run, prompts, held_out)
+            order = task_order(config, list(prompts), adopt_tasks(run, prompts, order.rules, start.step, console))
         for line in run.metrics():
             order.note(line["step"], line.get("solved_tasks") or ())
         if start.step >= _steps(config, order) and _measured(run, config, start.step):
@@ -175,6 +197,18 @@ def _resume(
             console.print(
                 f"{len(start.dropped)} files of later steps are incomplete and will be written again, first "
                 f"{start.dropped[0]}; the machine was lost before they were on the disk",
+            )
+        if lost:
+            console.print(
+                f"missing in {run.path}: {', '.join(lost)}; restore them, otherwise edited tasks and changed files of "
+                "earlier steps are not noticed"
+            )
+        if absent := absent_tables(run):
+            console.print(absent)
+        if other_held_out:
+            console.print(
+                f"changed: the held-out tasks of {config.data.eval_split}, or what is expected of them; evaluations "
+                "before and after this are not comparable"
             )
         if versions := other_versions(run):
             console.print(f"earlier steps were made with {versions}; results may differ in the last digits")
@@ -197,6 +231,14 @@ def _checked(
     assert start.prompts is not None
     assert start.order is not None
     return start.config, start.prompts, start.order
+
+
+def _held_out(config: DracoConfig) -> str | None:
+    """A digest of the held-out tasks and of what is expected of them; None if they are not measured."""
+    if not config.train.evaluate_before_after:
+        return None
+    environment = make_environment(config.environment, config.data)
+    return environment.digest(environment.tasks(config.data.eval_split)[: config.data.eval_tasks])
 
 
 def _steps(config: DracoConfig, order: TaskOrder) -> int:

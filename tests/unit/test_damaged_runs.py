@@ -19,6 +19,7 @@ from draco_ray.errors import DamagedRun, DracoError
 from draco_ray.records import EpisodeEnd, Evaluation
 from draco_ray.runs import rows
 from draco_ray.runs.directory import RunDirectory, sole_driver, write_part
+from draco_ray.runs.manifest import Manifest
 from draco_ray.runs.schema import REQUIRED, TABLES
 from draco_ray.runs.store import RunStore
 from draco_ray.training.resume import rewind
@@ -190,6 +191,20 @@ def test_a_damaged_table(whole: Path, tmp_path: Path, capsys: pytest.CaptureFixt
     [truncated, another_kind, garbage][sorted(ALL_TABLES).index(name) % 3](file)
     needs = {command for command, (_, needed) in COMMANDS.items() if name in needed}
     check(run, file, needs, capsys, tmp_path, needs | {"show"})
+
+
+def test_a_missing_table_of_a_finished_step_is_named(
+    whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = RunDirectory(shutil.copytree(whole, tmp_path / "run"))
+    Manifest(run, 0).update(2)
+    file = run.tables / "judge_calls" / "step00001.parquet"
+    assert attempt(["runs", "cost", "RUN"], run.path, tmp_path, capsys) == (0, [])
+    file.unlink()
+    code, (line,) = attempt(["runs", "cost", "RUN"], run.path, tmp_path, capsys)
+    assert (code, line.partition(";")[0]) == (0, f"1 files of finished steps are missing, first {file}")
+    (run.path / "manifest.json").write_text("")
+    assert attempt(["runs", "cost", "RUN"], run.path, tmp_path, capsys) == (0, [])
 
 
 @pytest.mark.parametrize("damage", OF_TABLES, ids=lambda damage: damage.__name__)
@@ -381,4 +396,4 @@ def test_a_step_that_is_twice_in_the_metrics_is_not_shown_twice(tmp_path: Path) 
     with pytest.raises(DamagedRun, match=r"metrics\.jsonl: damaged: step 0 occurs twice"):
         run.metrics()
     run.metrics_file.write_text('{"step": 1}\n{"step": 0}\n', encoding="utf-8")
-    assert [line["step"] for line in run.metrics()] == [1, 0]
+    assert [line["step"] for line in run.metrics()] == [0, 1]

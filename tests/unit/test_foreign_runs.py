@@ -177,9 +177,8 @@ def test_a_run_of_ones_own_is_resumed_as_it_is_also_elsewhere(tmp_path: Path) ->
     assert load_config(str(run)).environment.isolation == "rlimits"
     moved = Path(shutil.move(run, tmp_path / "elsewhere"))
     assert load_config(str(moved)).judge.api_base == NAMED["judge.api_base"]
-    old = load_config(str(moved))
     new = load_config(str(moved), ["judge.api_base=http://127.0.0.1:8011/v1"])
-    adopt_config(RunDirectory.open(moved), old, new, allow_changed=True)
+    adopt_config(RunDirectory.open(moved), new)
     assert load_config(str(moved)) == new
 
 

@@ -10,8 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from draco_ray.errors import DamagedRun
-from draco_ray.lab.verify import check_digests
+from draco_ray.config.schema import DracoConfig
+from draco_ray.errors import DamagedRun, StoreError
+from draco_ray.judging.prompts import evidence_key
+from draco_ray.lab.verify import RecordedJudge, _Relearner, check_digests
 from draco_ray.runs import manifest
 from draco_ray.runs.directory import RunDirectory
 from draco_ray.runs.manifest import FILE, Manifest, forget_steps, other_versions, read_manifest
@@ -99,6 +101,26 @@ def test_bytes_that_change_between_two_drivers_keep_their_digest(run: RunDirecto
         check_digests(run, read_manifest(run), dropped=False)
 
 
+def test_a_metrics_line_or_an_earlier_configuration_that_changes_between_two_drivers_is_named(
+    run: RunDirectory,
+) -> None:
+    earlier = run.path / "config.before-resume-1.yaml"
+    earlier.write_text("seed: 1\n")
+    Manifest(run, time.time_ns()).update(2)
+    lines = run.metrics_file.read_text()
+    run.metrics_file.write_text(lines.replace('"kl": 0.001', '"kl": 0.009'))
+    Manifest(run, time.time_ns()).update(2)
+    with pytest.raises(DamagedRun, match=r"metrics\.jsonl: the line of step 1 differs"):
+        check_digests(run, read_manifest(run), dropped=False)
+    run.metrics_file.write_text(lines)
+    check_digests(run, read_manifest(run), dropped=False)
+    earlier.write_text("seed: 2\n")
+    os.utime(earlier, ns=(1, 1))
+    Manifest(run, time.time_ns()).update(2)
+    with pytest.raises(DamagedRun, match="config.before-resume-1.yaml: its SHA-256"):
+        check_digests(run, read_manifest(run), dropped=False)
+
+
 def test_steps_that_are_done_again_get_new_digests(run: RunDirectory) -> None:
     forget_steps(run, 1)
     found = read_manifest(run)
@@ -124,7 +146,13 @@ def test_dropped_checkpoints_are_no_damage_where_the_run_drops_them(run: RunDire
         check_digests(run, read_manifest(run), dropped=False)
 
 
-@pytest.mark.parametrize("text", ["", "{}", "[]", '{"files": {"a": 1}, "metrics": {}}', '{"files": 3, "metrics": {}}'])
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "{}", "[]", '{"files": {"a": 1}, "metrics": {}}', '{"files": 3, "metrics": {}}'),
+        '{"files": {}, "metrics": {"q": "0"}, "machine": {}}',
+    ],
+)
 def test_a_damaged_manifest_is_named(run: RunDirectory, text: str) -> None:
     (run.path / FILE).write_text(text)
     with pytest.raises(DamagedRun, match=FILE):
@@ -138,6 +166,56 @@ def test_a_manifest_survives_another_learners_counters(run: RunDirectory) -> Non
     Manifest(run, time.time_ns()).update(2)
     names = {Path(name).name for name in read_manifest(run)["files"] if name.startswith("checkpoints/step00002")}
     assert names == {path.name for path in run.checkpoint(2).iterdir()}
+
+
+def test_it_covers_the_folders_of_another_learners_checkpoint(run: RunDirectory) -> None:
+    (run.checkpoint(3) / "shards" / "0").mkdir(parents=True)
+    (run.checkpoint(3) / "shards" / "0" / "weights").write_text("w")
+    Manifest(run, time.time_ns()).update(2)
+    assert "checkpoints/step00003/shards/0/weights" in read_manifest(run)["files"]
+
+
+class Again:
+    """A stand-in for the learner: what it recomputes is the sound checkpoint of step 1."""
+
+    def snapshot(self) -> Again:
+        return self
+
+    def write(self, folder: Path) -> None:
+        small_checkpoint(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("adapter_model.safetensors", None, "step00001/adapter_model.safetensors: it is missing"),
+        ("adapter_model.safetensors", "", "step00001/adapter_model.safetensors: differs from the recomputed file"),
+        ("adapter_config.json", "{", "step00001/adapter_config.json: its SHA-256 differs"),
+        ("learner.json", "{", "step00001/learner.json: Expecting property name"),
+    ],
+)
+def test_a_checkpoint_that_the_manifest_no_longer_knows_is_compared_all_the_same(
+    run: RunDirectory, name: str, text: str | None, said: str
+) -> None:
+    compared = object.__new__(_Relearner)
+    compared._run, compared._learner = run, Again()  # type: ignore[assignment]
+    assert "byte by byte" in compared._compare(1)
+    path = run.checkpoint(1) / name
+    path.unlink() if text is None else path.write_text(text)
+    with pytest.raises(DamagedRun, match=said):
+        compared._compare(1)
+
+
+@pytest.mark.parametrize("damage", ["folder", "empty", "garbage"])
+def test_replies_that_cannot_be_read_are_named_where_they_are(run: RunDirectory, damage: str) -> None:
+    evidence_key(run.judge_cache)
+    path = run.judge_cache / "replies.sqlite"
+    if damage == "folder":
+        path.mkdir()
+    else:
+        path.write_text("" if damage == "empty" else "garbage" * 99)
+    with pytest.raises(StoreError, match=f"judge replies in {path} .*; restore the file"):
+        RecordedJudge(run, DracoConfig())
 
 
 def _flip(path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import os
 import shutil
 import tracemalloc
@@ -206,6 +208,40 @@ def test_an_existing_run_is_not_overwritten(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="already exists; choose another run.name"):
         RunDirectory.create(tmp_path / "run", "seed: 1\n")
     assert RunDirectory.open(tmp_path / "run").config_text() == "seed: 0\n"
+
+
+def test_a_run_that_is_killed_while_it_is_created_does_not_use_up_its_name(tmp_path: Path) -> None:
+    for changes in itertools.count():
+        path, killed = tmp_path / str(changes), True
+        with contextlib.suppress(Killed), killed_after(changes):
+            RunDirectory.create(path, "seed: 0\n")
+            killed = False
+        assert path.exists() != killed
+        if not killed:
+            break
+        RunDirectory.create(path, "seed: 1\n")
+        assert RunDirectory.open(path).config_text() == "seed: 1\n"
+    assert changes > 4
+
+
+def test_a_run_that_is_killed_while_its_configuration_changes_is_no_edited_run(tmp_path: Path) -> None:
+    run, killed = RunDirectory.create(tmp_path / "run", "seed: 0\n"), True
+    found: list[str] = []
+    while killed:
+        run.write_config("seed: 0\n")
+        with contextlib.suppress(Killed), killed_after(len(found)):
+            run.write_config("seed: 1\n")
+            killed = False
+        again = RunDirectory.open(run.path)
+        assert again.ours
+        found.append(again.config_text())
+    assert found == sorted(found)
+    assert found.count("seed: 0\n") > 2
+    assert found.count("seed: 1\n") > 2
+    (run.path / "config.yaml").write_text("seed: 2\n")
+    with pytest.raises(DamagedRun, match="undo the edit"):
+        RunDirectory.open(run.path).config_text()
+    assert not RunDirectory.open(run.path).ours
 
 
 def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:

@@ -149,6 +149,23 @@ def test_a_tracker_that_refuses_is_one_line(
         open_trackers((name,), tmp_path, {})
 
 
+def test_a_tracker_that_fails_is_left_out_and_the_others_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Broken:
+        def step(self, step: int, scalars: Any) -> None:
+            raise OSError("the server is away")
+
+        def close(self) -> None: ...
+
+    package = WandB()
+    monkeypatch.setitem(sys.modules, "wandb", package)
+    observer = RunObserver.__new__(RunObserver)
+    observer._trackers = {"mlflow": Broken(), **open_trackers(("wandb",), tmp_path, {})}
+    observer.held_out(1, {"tgc": 0.5})
+    observer.held_out(2, {"tgc": 1.0})
+    assert [*observer._trackers] == ["wandb"]
+    assert package.logged == [(1, {"held_out/tgc": 0.5}), (2, {"held_out/tgc": 1.0})]
+
+
 async def test_what_is_measured_between_steps_is_a_curve_in_the_trackers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import errno
 import io
+import json
 import os
+import resource
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,13 +17,26 @@ from rich.console import Console
 from draco_ray.config.load import dump_config, load_config
 from draco_ray.config.schema import DracoConfig
 from draco_ray.errors import ConfigError, DamagedRun, StoreError
+from draco_ray.judging.prompts import evidence_key
+from draco_ray.judging.reply_cache import create_store
 from draco_ray.records import Message
 from draco_ray.runs import rows
 from draco_ray.runs.directory import RunDirectory, sole_driver
+from draco_ray.runs.manifest import Manifest
 from draco_ray.runs.rows import read_trajectory, recorded_rollouts
 from draco_ray.runs.store import RunStore
-from draco_ray.training.resume import adopt_config, adopt_tasks, config_changes, edited_tasks, rewind, write_prompts
-from draco_ray.training.trainer import EarlierTasks, OrderRules
+from draco_ray.training import run as driver
+from draco_ray.training.resume import (
+    StartPoint,
+    adopt_config,
+    adopt_tasks,
+    allowed_changes,
+    config_changes,
+    edited_tasks,
+    rewind,
+    write_prompts,
+)
+from draco_ray.training.trainer import EarlierTasks, OrderRules, TaskOrder
 from tests.support.small_checkpoint import small_checkpoint
 from tests.support.small_run import TASKS, a_call, a_trajectory, write_group
 
@@ -27,6 +44,17 @@ from tests.support.small_run import TASKS, a_call, a_trajectory, write_group
 @pytest.fixture
 def run(tmp_path: Path) -> RunDirectory:
     return RunDirectory.create(tmp_path / "run", dump_config(DracoConfig()))
+
+
+def to_folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+def to_loop(path: Path) -> None:
+    """Unreadable, whoever reads."""
+    path.unlink()
+    path.symlink_to(path.name)
 
 
 def write_step(run: RunDirectory, step: int, *, finished: bool) -> None:
@@ -137,15 +165,143 @@ def test_files_that_a_lost_machine_left_empty_are_made_again(run: RunDirectory) 
         run.table("steps", 1)
 
 
+@pytest.mark.parametrize("harm", [to_folder, to_loop])
+def test_a_part_that_the_disk_does_not_read_is_named_and_kept(run: RunDirectory, harm: Callable[[Path], None]) -> None:
+    """It may be whole: a disk that fails, or files of another user."""
+    write_step(run, 1, finished=False)
+    path = run.part("judge_calls", 1, f"{TASKS[0]}-stage1")
+    harm(path)
+    with pytest.raises(DamagedRun, match=rf"{path}: damaged: "):
+        rewind(run, reuse=True)
+    assert os.path.lexists(path)
+
+
+def test_a_damaged_checkpoint_is_named_after_a_resume_that_another_damage_has_stopped(run: RunDirectory) -> None:
+    for step in (1, 2):
+        write_step(run, step, finished=True)
+        small_checkpoint(run.checkpoint(step))
+    (run.checkpoint(2) / "learner.json").write_text("")
+    lines = run.metrics_file.read_text()
+    run.metrics_file.write_text("")
+    with pytest.raises(DamagedRun, match=r"metrics\.jsonl"):
+        rewind(run, reuse=True)
+    run.metrics_file.write_text(lines)
+    (said,) = rewind(run, reuse=True).damaged
+    assert f"checkpoint {run.checkpoint(2)} is damaged: learner.json" in said
+
+
+class Resumed:
+    """Resumes a run up to where Ray would be started, and keeps what was said and found."""
+
+    def __init__(self, run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._run, self.start = run, StartPoint()
+        train = {"prompts_per_step": len(TASKS), "evaluate_before_after": False}
+        run.write_config(dump_config(DracoConfig().updated(train=train)))
+        monkeypatch.setattr(driver, "_checked", lambda config, console, checks: (config, PROMPTS, _order()))
+        monkeypatch.setattr(driver, "_train", self._train)
+        evidence_key(run.judge_cache)
+        create_store(run.judge_cache)
+
+    def __call__(self, *overrides: str) -> list[str]:
+        said = Console(record=True, file=io.StringIO(), width=500)
+        driver.resume(self._run.path, None, overrides, allow_changed=True, console=said)
+        return said.export_text().splitlines()
+
+    def _train(
+        self, config: object, prompts: object, order: object, run: object, start: StartPoint, at: object
+    ) -> None:
+        self.start = start
+
+
+PROMPTS = {task: (Message(role="user", content=f"Do {task}."),) for task in TASKS}
+
+
+def _order() -> TaskOrder:
+    return TaskOrder(TASKS, 2, 0)
+
+
+def test_a_change_is_named_after_a_resume_that_damage_has_stopped(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rollouts of the earlier configuration would else be reused with the new one."""
+    resumed = Resumed(run, monkeypatch)
+    write_step(run, 1, finished=True)
+    small_checkpoint(run.checkpoint(1))
+    write_step(run, 2, finished=False)
+    lines = run.metrics_file.read_text()
+    run.metrics_file.write_text("")
+    with pytest.raises(DamagedRun, match=r"metrics\.jsonl"):
+        resumed("algorithm.group_size=4")
+    run.metrics_file.write_text(lines)
+    assert "changed: algorithm.group_size (6 -> 4)" in resumed("algorithm.group_size=4")
+    assert (resumed.start.step, resumed.start.recorded) == (1, frozenset())
+    assert load_config(str(run.path)).algorithm.group_size == 4
+
+
+def test_a_resume_that_cannot_write_is_one_line_and_may_be_repeated(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A quota is not seen in the disk's free space."""
+    resumed = Resumed(run, monkeypatch)
+    write_step(run, 1, finished=True)
+    small_checkpoint(run.checkpoint(1))
+    resumed()
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10, hard))
+    try:
+        with pytest.raises(StoreError, match=rf"run directory {run.path} cannot be written: File too large; free disk"):
+            resumed("seed=7")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert "changed: seed (0 -> 7)" in resumed("seed=7")
+
+
+def test_what_a_resumed_run_lacks_is_named_once(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    resumed = Resumed(run, monkeypatch)
+    assert resumed() == ["run: continues after step 0"]
+    write_step(run, 1, finished=True)
+    small_checkpoint(run.checkpoint(1))
+    Manifest(run, time.time_ns()).update(1)
+    assert resumed() == ["run: continues after step 1"]
+    names = ("tasks.json", "task_prompts.json", "manifest.json")
+    for name in (*names, "tables/judge_calls/step00001.parquet"):
+        (run.path / name).rename(run.path / "aside")
+        said = resumed()
+        assert [line for line in said if name in line] == said[1:]
+        assert len(said) == 2
+        (run.path / "aside").rename(run.path / name)
+        assert resumed() == ["run: continues after step 1"]
+
+
+def test_held_out_tasks_of_which_something_else_is_expected_are_named_once(
+    run: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def expect(what: str) -> None:
+        row = {"id": "t", "instruction": "Do it.", "split": "dev", "expected": what}
+        (tmp_path / "tasks.jsonl").write_text(json.dumps(row) + "\n")
+
+    resumed, line = Resumed(run, monkeypatch), "changed: the held-out tasks of dev, or what is expected of them"
+    keys = {"environment.use": "tasks", "data.root": tmp_path, "data.eval_split": "dev"}
+    changes = [*(f"{key}={value}" for key, value in keys.items()), "train.evaluate_before_after=true"]
+    expect("3")
+    resumed(*changes)
+    assert resumed() == ["run: continues after step 0"]
+    expect("4")
+    (_, said) = resumed()
+    assert said.startswith(line)
+    assert resumed() == ["run: continues after step 0"]
+
+
 def test_a_changed_configuration_is_refused_by_name(run: RunDirectory) -> None:
     old = DracoConfig()
     new = load_config(None, ["learner.learning_rate=1e-4", "algorithm.group_size=8"])
     with pytest.raises(ConfigError) as refusal:
-        adopt_config(run, old, new, allow_changed=False)
+        allowed_changes(run, old, new, allow_changed=False)
     assert "algorithm.group_size (6 -> 8); learner.learning_rate (5e-05 -> 0.0001)" in str(refusal.value)
     assert "--allow-changed-config" in str(refusal.value)
+    assert len(allowed_changes(run, old, new, allow_changed=True)) == 2
     assert load_config(str(run.path)) == old
-    assert len(adopt_config(run, old, new, allow_changed=True)) == 2
+    adopt_config(run, new)
     assert load_config(str(run.path)) == new
     assert load_config(str(run.path / "config.before-resume-1.yaml")) == old
 
@@ -159,7 +315,8 @@ def test_where_it_runs_and_what_it_may_spend_may_change(run: RunDirectory) -> No
         *("learner.max_failures=9", "learner.stall_seconds=60", "learner.hang_seconds=60"),
     ]
     assert config_changes(DracoConfig(), load_config(None, patience)) == []
-    assert adopt_config(run, DracoConfig(), new, allow_changed=False) == []
+    assert allowed_changes(run, DracoConfig(), new, allow_changed=False) == []
+    adopt_config(run, new)
     assert load_config(str(run.path)).judge.limits.dollars == 5
 
 
@@ -198,7 +355,7 @@ def test_tasks_that_ask_something_else_are_named_in_their_order(run: RunDirector
     assert edited_tasks(run, changed) == []
 
 
-@pytest.mark.parametrize("text", ["", "{", "[1]", "3", '["a"]'])
+@pytest.mark.parametrize("text", ["", "{", "[1]", "3", '["a"]', "[" * 100_000])
 def test_a_damaged_record_of_prompts_is_named(run: RunDirectory, text: str) -> None:
     (run.path / "task_prompts.json").write_text(text)
     with pytest.raises(DamagedRun, match=r"task_prompts\.json: damaged"):

@@ -7,13 +7,14 @@ import dataclasses
 import inspect
 import re
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import typer
 
 from draco_ray.config.load import setting_names
-from draco_ray.errors import ConfigError
+from draco_ray.errors import ConfigError, DamagedRun
 from draco_ray.judging.phases import PHASES
 
 OptionsT = TypeVar("OptionsT")
@@ -108,7 +109,14 @@ def parse_phase(name: str) -> str:
 
 
 def run_folder(given: str, *, checkpoints: bool = False) -> Path:
-    """The local folder of a run; ``given`` is a folder or a URL."""
+    """The local folder of a run; ``given`` is a folder or a URL. Prints how many of its table files are missing."""
+    from draco_ray.runs.directory import RunDirectory
+    from draco_ray.runs.manifest import absent_tables
     from draco_ray.runs.remote.place import readable
 
-    return readable(given, checkpoints=checkpoints, say=lambda line: typer.echo(line, err=True))
+    folder = readable(given, checkpoints=checkpoints, say=lambda line: typer.echo(line, err=True))
+    # What is wrong with a manifest is said by `draco verify`.
+    with suppress(DamagedRun, OSError):
+        if absent := absent_tables(RunDirectory(folder)):
+            typer.echo(absent, err=True)
+    return folder

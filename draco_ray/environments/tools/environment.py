@@ -73,6 +73,10 @@ class ToolsEnvironment(Environment):
         """See `Environment`."""
         return self._rows.row(task_id).task(self._offer.tools)
 
+    def expected(self, task_id: str) -> str:
+        """See `Environment`."""
+        return self._rows.row(task_id).expected
+
     async def open(self, task_id: str) -> ToolWorld:
         """See `Environment`."""
         task = self.task(task_id)

@@ -45,6 +45,11 @@ class Row:
             tools=tools,
         )
 
+    @property
+    def expected(self) -> str:
+        """``expected`` as JSON; empty if there is none."""
+        return json.dumps(self.row["expected"], sort_keys=True) if "expected" in self.row else ""
+
     def told(self, *, ground_truth: bool) -> dict[str, Any]:
         """The row for ``reset``; with ``ground_truth`` the row for ``evaluate``, which includes ``expected``."""
         return {name: value for name, value in self.row.items() if ground_truth or name != "expected"}
