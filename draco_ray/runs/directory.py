@@ -24,8 +24,8 @@ import json
 import math
 import os
 import re
+import secrets
 import shutil
-import tempfile
 import zlib
 from collections.abc import Iterator, Sequence
 from enum import Enum
@@ -239,7 +239,8 @@ class RunDirectory:
             if os.path.lexists(path):
                 raise FileExistsError
             # The directory appears with its configuration, so that a start that is killed here keeps no name.
-            draft = Path(tempfile.mkdtemp(prefix=".new-run-", dir=path.parent))
+            draft = path.with_name(f".new-run-{secrets.token_hex(8)}")
+            draft.mkdir(mode=0o700)
             cls(draft).write_config(config_yaml)
             draft.rename(path)
         except OSError as error:
