@@ -378,7 +378,7 @@ def engine_memory(config: DracoConfig, shape: ModelShape, gpu: int, reserved: in
 def batched_tokens(config: DracoConfig, gpu: int, length: int) -> int:
     """Tokens per vLLM forward pass; ``gpu``: bytes of the GPU, ``length``: tokens of the longest sequence."""
     if config.engine.gpus_per_engine == 0:
-        return max(8192, length)
+        return max(2048, length)
     given = config.engine.vllm.get("max_num_batched_tokens")
     return given if isinstance(given, int) else max(n for least, n in BATCHED_TOKENS.items() if gpu >= least * GIB)
 
