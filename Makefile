@@ -159,11 +159,13 @@ demo: world
 	$(DRACO) train $(SANDBOX) $(ARGS)
 
 # Train a real small language model (examples/library): fetch it, fine-tune on demonstrations, then train and evaluate the settings; continues after an interruption (ARGS="--seeds 1 --settings draco").
-demo-real: setup
+demo-real: .cache/library/policy
+	$(VENV)/bin/python jobs/ablation.py --preset examples/library/environment.yaml --settings "draco no-credit outcome" --every 15 --runs-per-task 1 --root .cache/library/runs $(ARGS) model.path=.cache/library/policy
+
+.cache/library/policy: | setup
 	test -d .cache/models/smollm2-135m || $(DRACO) model fetch smollm2-135m
 	mkdir -p .cache/library && $(VENV)/bin/python examples/library/demonstrations.py .cache/library
-	test -d .cache/library/policy || $(DRACO) sft examples/library/environment.yaml .cache/library/demonstrations.jsonl --epochs 2 --out .cache/library/policy learner.minibatch_prompts=16
-	$(VENV)/bin/python jobs/ablation.py --preset examples/library/environment.yaml --settings "draco no-credit outcome" --every 10 --runs-per-task 1 --root .cache/library/runs $(ARGS) model.path=.cache/library/policy
+	$(DRACO) sft examples/library/environment.yaml .cache/library/demonstrations.jsonl --epochs 1 --out $@ learner.minibatch_prompts=8
 
 # Train an agent with your own tools (examples/shop): fine-tune a policy on demonstrations, then train with DRACO (ten minutes).
 example-shop: setup
@@ -172,15 +174,13 @@ example-shop: setup
 	$(DRACO) sft examples/shop/environment.yaml .cache/shop/demonstrations.jsonl --new --epochs 8 --out .cache/shop/policy
 	$(DRACO) train examples/shop/environment.yaml model.path=.cache/shop/policy $(ARGS)
 
-# Train the shop's agent for four steps; write docs/sample/report.html and the notebook's output from that run.
-sample: setup
-	rm -rf .cache/sample && mkdir -p .cache/sample
-	$(VENV)/bin/python examples/shop/demonstrations.py .cache/sample
-	$(DRACO) sft examples/shop/environment.yaml .cache/sample/demonstrations.jsonl --new --epochs 6 --out .cache/sample/policy
-	$(DRACO) train examples/shop/environment.yaml model.path=.cache/sample/policy train.steps=4 train.prompts_per_step=4 \
-		learner.minibatch_prompts=4 data.eval_tasks=8 train.evaluate_every=2 run.root=.cache/sample/runs run.name=shop
-	$(VENV)/bin/python jobs/sample_page.py .cache/sample/runs/shop
-	$(VENV)/bin/python jobs/notebook.py .cache/sample/runs/shop
+# Train the library's agent for four steps; write docs/sample/report.html and the notebook's output from that run.
+sample: .cache/library/policy
+	rm -rf .cache/sample
+	$(DRACO) train examples/library/environment.yaml model.path=.cache/library/policy train.steps=4 data.eval_tasks=16 \
+		train.evaluate_every=2 run.root=.cache/sample run.name=library
+	$(VENV)/bin/python jobs/sample_page.py .cache/sample/library
+	$(VENV)/bin/python jobs/notebook.py .cache/sample/library
 
 # Train an agent on OpenAI's SDK through its endpoint (examples/desk_agent): fine-tune a policy on demonstrations, then train with DRACO.
 example-desk: setup

@@ -68,6 +68,7 @@ def training_words(policy: Path, *, tiny: bool) -> list[str]:
         f"learner.lora_rank={RANK}",
         f"learner.learning_rate={LEARNING_RATE}",
         "train.evaluate_before_after=false",
+        "train.staleness=0",
         "ray.dashboard=false",
     ]
     if tiny:

@@ -1,4 +1,4 @@
-"""Write docs/sample/report.html from a run of examples/shop: the page of a run, for a reader who has installed nothing.
+"""Write docs/sample/report.html from a run of examples/library: a run's page for a reader without an installation.
 
     python jobs/sample_page.py RUN [--out docs/sample/report.html]
 
@@ -22,7 +22,7 @@ from draco_ray.lab.report.groups import unpack
 from draco_ray.lab.report.page import write_report
 from draco_ray.runs.directory import RunDirectory
 
-NAME = "shop"
+NAME = "library"
 """Name of the run on its page."""
 COPIED = ("metrics.jsonl", "tables", "evaluations")
 _PATH = re.compile(r"(?<![\w./<])/(?:home|root|tmp|work|mnt|opt|usr|var|data|Users|dev/shm)/[\w./-]+")
@@ -46,7 +46,7 @@ def write_sample(run: RunDirectory, out: Path) -> None:
         ConfigError: it is a run of another environment, or its page would name a place of this machine.
     """
     if run.setting("environment.use") != "tools":
-        raise ConfigError(f"{run.path}: a run of {run.setting('environment.use')}; expected a run of examples/shop")
+        raise ConfigError(f"{run.path}: a run of {run.setting('environment.use')}; expected a run of examples/library")
     with tempfile.TemporaryDirectory() as folder:
         neutral = RunDirectory.create(Path(folder) / NAME, without_places(run.config_text()))
         for name in COPIED:

@@ -29,19 +29,35 @@ BOOKS = (
     "Red Lanterns",
 )
 FINES = (0.50, 1.20, 2.75, 4.00, 5.00, 6.30, 8.00, 12.50)
-KINDS = ("one", "two", "all", "fine", "one and fine")
+KINDS = ("one", "fine", "one and fine")
 WORDS = {
     "train": {
-        "one": ("Please renew {0}.", "I would like to keep {0} for longer. Can you renew it?", "Renew {0}, please."),
-        "two": ("Please renew {0} and {1}.", "Can you renew {0} and {1} for me?", "Renew both {0} and {1}, please."),
-        "all": ("Please renew all my books.", "Can you renew everything that I have borrowed?"),
-        "fine": ("Please cancel my fine.", "Can you waive my fine?", "I do not want to pay the fine. Please drop it."),
-        "one and fine": ("Please renew {0} and cancel my fine.", "Can you waive my fine and renew {0}?"),
+        "one": (
+            "Please renew {0}.",
+            "I would like to keep {0} for longer. Can you renew it?",
+            "May I keep {0} for two more weeks?",
+            "I need {0} a while longer, please extend it.",
+            "{0} is a slow read. Could I have it for three more weeks?",
+            "Would you extend my loan of {0}?",
+        ),
+        "fine": (
+            "Please cancel my fine.",
+            "Can you waive my fine?",
+            "I do not want to pay the fine. Please drop it.",
+            "Somebody put a charge on my account. Please take it off.",
+            "I owe the library money. Can you cancel that?",
+            "Is there a way not to pay this charge?",
+        ),
+        "one and fine": (
+            "Please renew {0} and cancel my fine.",
+            "Can you waive my fine and renew {0}?",
+            "May I keep {0} for longer? And please drop the charge.",
+            "I owe you something, please cancel it, and extend {0}.",
+            "Extend my loan of {0} and take off the fine.",
+        ),
     },
     "dev": {
         "one": ("I have not finished {0} yet. Two more weeks would help.", "Could {0} stay with me a little longer?"),
-        "two": ("I am still reading {0}, and {1} too. May I keep them?", "Extend {0} and also {1} if you can."),
-        "all": ("Give me two more weeks for every book that I took home.", "Extend all of my loans, please."),
         "fine": ("There is a charge on my card. Is it possible to remove it?", "Could you forgive what I owe you?"),
         "one and fine": ("Let me keep {0}, and please forget about what I owe.", "Remove my charge and extend {0}."),
     },
@@ -56,7 +72,7 @@ def task(number: int, split: str, kind: str, words: str, group: str, rng: random
         {"book": book, "overdue": int(rng.random() < 0.25), "holds": rng.choice((0, 0, 0, 2))}
         for book in rng.sample(BOOKS, 3)
     ]
-    asked = [loan["book"] for loan in loans][: {"one": 1, "two": 2, "all": 3, "fine": 0, "one and fine": 1}[kind]]
+    asked = [loan["book"] for loan in loans][: 0 if kind == "fine" else 1]
     fine = rng.choice(FINES)
     allowed = [loan["book"] for loan in loans if loan["book"] in asked and not loan["overdue"] and not loan["holds"]]
     wants_waiver = "fine" in kind
@@ -131,7 +147,7 @@ def _turn(name: str, arguments: dict[str, str]) -> list[dict[str, Any]]:
 def main(folder: Path) -> None:
     """Write both files."""
     rng = random.Random(0)
-    shown = tasks("shown", 240, 1, rng)
+    shown = tasks("shown", 480, 1, rng)
     rows = [*tasks("train", 80, 1, rng), *tasks("dev", 25, 4, rng), *shown]
     demonstrations = [demonstration(each, rng) for each in shown]
     for name, lines in (("tasks", rows), ("demonstrations", demonstrations)):

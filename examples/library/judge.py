@@ -14,7 +14,6 @@ _LOAN = re.compile(r"^(.+): (overdue|on time), (\d+) holds$", re.MULTILINE)
 _FINE = re.compile(r"unpaid fine ([\d.]+) dollars")
 _WANTS_BOOKS = re.compile(r"\b(renew|keep|extend|longer|weeks)\b", re.IGNORECASE)
 _WANTS_FINE = re.compile(r"\b(fine|charge|owe)\b", re.IGNORECASE)
-_ALL = re.compile(r"\b(all|every|everything)\b")
 LARGEST_FINE = 5.0
 ACTS = ("renew", "waive_fine", "refuse")
 """Every request ends in at least one of these calls."""
@@ -66,7 +65,7 @@ def keeps_the_rules(task: str, steps: Sequence[Step]) -> tuple[Verdict, list[int
     for step in steps:
         for name, about in _calls(step):
             if act := {"renew": about, "waive_fine": "the fine"}.get(name):
-                asked = _WANTS_FINE.search(task) if name == "waive_fine" else act in task or _ALL.search(task)
+                asked = _WANTS_FINE.search(task) if name == "waive_fine" else act in task
                 (right if asked and allowed.get(act) else wrong).append(step.number)
         output = step.output or ""
         allowed |= {book: state == "on time" and holds == "0" for book, state, holds in _LOAN.findall(output)}
@@ -80,7 +79,7 @@ def keeps_the_rules(task: str, steps: Sequence[Step]) -> tuple[Verdict, list[int
 def refuses_the_rest(task: str, steps: Sequence[Step]) -> tuple[Verdict, list[int]]:
     """Refuse is called where something that was shown is against the rules and was not done, and only there."""
     outputs = "\n".join(step.output or "" for step in steps)
-    asked = [book for book, _, _ in _LOAN.findall(outputs) if book in task or _ALL.search(task)]
+    asked = [book for book, _, _ in _LOAN.findall(outputs) if book in task]
     blocked = [
         book for book, state, holds in _LOAN.findall(outputs) if book in asked and (state == "overdue" or holds != "0")
     ]
@@ -97,11 +96,8 @@ def refuses_the_rest(task: str, steps: Sequence[Step]) -> tuple[Verdict, list[in
 def does_all(task: str, steps: Sequence[Step]) -> tuple[Verdict, list[int]]:
     """Everything that was asked for and seen to be allowed is done."""
     outputs = "\n".join(step.output or "" for step in steps)
-    everything = _ALL.search(task)
     wanted = {
-        book
-        for book, state, holds in _LOAN.findall(outputs)
-        if state == "on time" and holds == "0" and (book in task or everything)
+        book for book, state, holds in _LOAN.findall(outputs) if state == "on time" and holds == "0" and book in task
     }
     if _WANTS_FINE.search(task):
         wanted |= {"the fine" for fine in _FINE.findall(outputs) if float(fine) <= LARGEST_FINE}

@@ -89,11 +89,12 @@ def end_state() -> dict[str, list]:
 
 
 def evaluate(task: dict, state: dict) -> dict[str, bool]:
-    """Whether exactly what the policy allows was done, and a refusal told where something was not."""
-    expected = task["expected"]
-    refused = any(what == "refuse" for what, _ in state["log"])
-    waived = any(what == "waive_fine" for what, _ in state["log"])
+    """Whether exactly what the rules allow was done, after a look, and a refusal told where something was not."""
+    expected, calls = task["expected"], [what for what, _ in state["log"]]
+    refused, waived = "refuse" in calls, "waive_fine" in calls
+    looks = {"renew": "list_loans", "waive_fine": "show_member"}
     return {
+        "looked": all(looks[what] in calls[:at] for at, what in enumerate(calls) if what in looks),
         "renewals": state["renewed"] == sorted(expected["renew"]),
         "fine": waived == expected["waive"],
         "refusal": refused == expected["refuse"],

@@ -70,7 +70,7 @@ def test_looking_without_acting_passes_nothing_about_results(example: Any) -> No
 
 
 def test_the_judge_agrees_with_the_evaluator_on_clerks_of_mixed_care(example: Any) -> None:
-    """A run that the evaluator passes fails at most the look before acting; one that it fails fails some criterion."""
+    """A run fails some criterion exactly if the evaluator fails it."""
     judge, tools, demonstrations = example
     rng = random.Random(1)
     seen = {True: 0, False: 0}
@@ -79,8 +79,5 @@ def test_the_judge_agrees_with_the_evaluator_on_clerks_of_mixed_care(example: An
         success = all(tools.evaluate(task, tools.end_state()).values())
         seen[success] += 1
         failed = {check for check, verdict in verdicts(judge, task, messages).items() if verdict is Verdict.FAIL}
-        if not success:
-            assert failed, task["id"]
-        elif "looks_first" not in failed:
-            assert not failed, task["id"]
+        assert bool(failed) != success, task["id"]
     assert min(seen.values()) > 50

@@ -31,7 +31,7 @@ def test_the_sample_is_small_and_names_no_place_of_a_machine() -> None:
     assert isinstance(index, dict)
     assert {group["split"] for group in index["groups"] if "split" in group} == {"dev"}
     assert {group["step"] for group in index["groups"] if "split" not in group} == {1, 2, 3, 4}
-    # Its tools are the shop's, not AppWorld's apps.
+    # Its tools are the library's, not AppWorld's apps.
     assert "apis." not in str(packed(page))
 
 
@@ -50,5 +50,5 @@ def test_places_are_found_wherever_they_stand_and_taken_out_of_a_configuration(t
 
 
 def test_a_run_of_appworlds_world_is_no_sample(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="expected a run of examples/shop"):
+    with pytest.raises(ConfigError, match="expected a run of examples/library"):
         JOB.write_sample(RunDirectory.open(small_run(tmp_path / "run").path), tmp_path / "page.html")
