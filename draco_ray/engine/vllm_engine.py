@@ -526,8 +526,8 @@ class VllmEngine:
                 "block_size": 32,
                 "kv_cache_memory_bytes": int((config.kv_cache_gib or CPU_KV_CACHE_GIB) * GIB),
                 # With chunked prefill vLLM 0.32 rewinds the generator of a seeded request, which CPU generators cannot
-                # do: the engine core dies. Without it, a batch must hold the longest prompt. Prompts of one batch cannot
-                # share a prefix; those of the next batch find it in the cache.
+                # do: the engine core dies. Without it, a batch must hold the longest prompt. Prompts of one batch
+                # cannot share a prefix; those of the next batch find it in the cache.
                 "enable_chunked_prefill": False,
                 "max_num_batched_tokens": max(2048, self._max_model_len),
             }
