@@ -1,6 +1,8 @@
 """Write docs/sample/report.html from a run of examples/library: a run's page for a reader without an installation.
 
-    python jobs/sample_page.py RUN [--out docs/sample/report.html]
+    python jobs/sample_page.py RUN [--steps 4] [--out docs/sample/report.html]
+
+The page is that of the run after so many steps.
 
 The page names no place of the machine that made it: the configuration's paths are those of the repository, and a page
 in which another absolute path is left is refused.
@@ -9,6 +11,7 @@ in which another absolute path is left is refused.
 from __future__ import annotations
 
 import argparse
+import json
 import re
 import shutil
 import socket
@@ -33,14 +36,15 @@ def main() -> None:
     """Read the command line and write the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path)
+    parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--out", type=Path, default=Path("docs/sample/report.html"))
     arguments = parser.parse_args()
-    write_sample(RunDirectory.open(arguments.run.resolve()), arguments.out)
+    write_sample(RunDirectory.open(arguments.run.resolve()), arguments.out, arguments.steps)
     print(f"{arguments.out}: {arguments.out.stat().st_size / 1024:.0f} KiB")
 
 
-def write_sample(run: RunDirectory, out: Path) -> None:
-    """Write the page of a run of an environment that is entirely this project's.
+def write_sample(run: RunDirectory, out: Path, steps: int = 4) -> None:
+    """Write the page of the first steps of a run of an environment that is entirely this project's.
 
     Raises:
         ConfigError: it is a run of another environment, or its page would name a place of this machine.
@@ -54,12 +58,23 @@ def write_sample(run: RunDirectory, out: Path) -> None:
                 shutil.copytree(run.path / name, neutral.path / name)
             elif (run.path / name).exists():
                 shutil.copy(run.path / name, neutral.path / name)
+        _cut(neutral, steps)
         page = Path(folder) / "report.html"
         write_report(neutral, page, tokens=True)
         if left := sorted(set(places(page.read_text(encoding="utf-8")))):
             raise ConfigError(f"{run.path}: its page would name {', '.join(left[:5])}")
         out.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(page, out)
+
+
+def _cut(run: RunDirectory, steps: int) -> None:
+    """Remove what came after so many steps."""
+    lines = (run.path / "metrics.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
+    kept = [line for line in lines if json.loads(line)["step"] <= steps]
+    (run.path / "metrics.jsonl").write_text("".join(kept), encoding="utf-8")
+    for path in sorted(run.path.rglob("step*")):
+        if (number := re.match(r"step(\d+)", path.name)) and int(number[1]) > steps:
+            shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
 
 
 def without_places(config: str) -> str:
