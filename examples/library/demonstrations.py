@@ -28,7 +28,7 @@ BOOKS = (
     "The Quiet Map",
     "Red Lanterns",
 )
-FINES = (0.50, 1.20, 2.75, 4.00, 5.00, 6.30, 8.00, 12.50)
+FINES = (0.50, 1.20, 2.75, 3.30, 4.00, 5.00, 6.30, 12.50)
 KINDS = ("one", "fine", "one and fine")
 WORDS = {
     "train": {
@@ -69,7 +69,7 @@ FAULTS = {"hasty": 0.25, "lenient": 0.15, "forgetful": 0.15, "silent": 0.3}
 def task(number: int, split: str, kind: str, words: str, group: str, rng: random.Random) -> dict[str, Any]:
     """One member's request, with the world in which it is made and what the rules allow."""
     loans = [
-        {"book": book, "overdue": int(rng.random() < 0.25), "holds": rng.choice((0, 0, 0, 2))}
+        {"book": book, "overdue": int(rng.random() < 0.1), "holds": rng.choice((0, 0, 0, 0, 0, 2))}
         for book in rng.sample(BOOKS, 3)
     ]
     asked = [loan["book"] for loan in loans][: 0 if kind == "fine" else 1]
