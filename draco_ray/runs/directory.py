@@ -373,7 +373,7 @@ class RunDirectory:
         if rest or not lines:
             raise damaged(self.metrics_file, f"line {len(lines) + 1} is incomplete" if rest else "it is empty")
         read = [self._metrics_line(number, line) for number, line in enumerate(lines, 1) if line.strip()]
-        # Whoever has put lines of a copy back may have put them at the end.
+        # Lines that were restored from a copy may be at the end.
         read.sort(key=lambda line: line["step"])
         for one, other in pairwise(read):
             if one["step"] == other["step"]:
@@ -503,8 +503,8 @@ def unwritable(run: Path, error: OSError) -> StoreError:
 
 
 @contextlib.contextmanager
-def said_plainly(run: Path) -> Iterator[None]:
-    """Report a write that fails in one line. Raises: StoreError."""
+def write_errors(run: Path) -> Iterator[None]:
+    """Turn an OSError of a write into a `StoreError` of one line."""
     try:
         yield
     except OSError as error:

@@ -27,7 +27,7 @@ from draco_ray.environments.base import make_environment
 from draco_ray.errors import ClusterError, ConfigError
 from draco_ray.observability.logs import start_run_log, stop_run_log
 from draco_ray.records import Message
-from draco_ray.runs.directory import RunDirectory, said_plainly, sole_driver
+from draco_ray.runs.directory import RunDirectory, sole_driver, write_errors
 from draco_ray.runs.evaluations import read_evaluations, read_judged
 from draco_ray.runs.manifest import FILE as MANIFEST
 from draco_ray.runs.manifest import absent_tables, other_versions
@@ -69,7 +69,7 @@ def train(config: DracoConfig, console: Console | None = None) -> Path:
         console.print(f"{name}: setting {config.setting}, model {config.model.path}, {where}")
         held_out = _held_out(config)
         with sole_driver(run):
-            with said_plainly(run.path):
+            with write_errors(run.path):
                 if run.config_text() != dump_config(config):
                     run.write_config(dump_config(config))
                 adopt_tasks(run, prompts, order.rules, 0, console)
@@ -166,7 +166,7 @@ def _resume(
     config, prompts, order = _checked(config, console, CHECKS)
     held_out = _held_out(config)
     with sole_driver(run):
-        with said_plainly(run.path):
+        with write_errors(run.path):
             check_disk(config, run.path)
             check_paid_replies(run, old, config)
             changes = allowed_changes(run, old, config, allow_changed=allow_changed)

@@ -70,7 +70,7 @@ def test_looking_without_acting_passes_nothing_about_results(example: Any) -> No
 
 
 def test_the_judge_agrees_with_the_evaluator_on_clerks_of_mixed_care(example: Any) -> None:
-    """A run fails some criterion exactly if the evaluator fails it."""
+    """A run fails a criterion if and only if the evaluator fails it."""
     judge, tools, demonstrations = example
     rng = random.Random(1)
     seen = {True: 0, False: 0}

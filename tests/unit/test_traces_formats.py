@@ -761,7 +761,7 @@ def event(number: int, name: str, **metadata: Any) -> list[dict[str, Any]]:
 
 
 def sdk_event(number: int, name: str) -> list[dict[str, Any]]:
-    """The same as events of OpenHands' SDK."""
+    """The same conversation, as events of the OpenHands SDK."""
     called = {"tool_name": name, "tool_call_id": f"c{number}"}
     action = {"tool_call": {"id": f"c{number}", "name": name, "arguments": "{}"}, "llm_response_id": f"r{number // 3}"}
     thought = [typed("text", text=SAID)] if number == 1 else []
