@@ -11,6 +11,8 @@ from rich.console import Console
 from draco_ray.commands.plan import host_bytes, memory_problems
 from draco_ray.config.machine import memory_bytes
 from draco_ray.config.schema import DracoConfig
+from draco_ray.engine.tool_calls import ToolCallReader
+from draco_ray.engine.vllm_engine import check_argument_names
 from draco_ray.environments.base import Environment, make_environment
 from draco_ray.errors import ConfigError, DracoError, EnvironmentCrashed
 from draco_ray.lab.planning.memory import GIB
@@ -19,7 +21,7 @@ from draco_ray.lab.planning.step_time import Assumptions
 from draco_ray.terminal import PlainConsole, counted
 from draco_ray.training.checks import CHECKS, Start, check_root, findings
 from draco_ray.training.cluster import address_of
-from draco_ray.training.session import open_judge
+from draco_ray.training.session import chat_tokens, open_judge
 
 JUDGE_SECONDS = 60.0
 """Time that the judge has for its first answer, unless ``watch.start_seconds`` is set."""
@@ -32,7 +34,8 @@ def check(config: DracoConfig, console: Console | None = None) -> None:
     """
     console = console or PlainConsole()
     start = Start(config, console)
-    found = findings(start, (*CHECKS, check_root, check_memory, check_world, check_judge))
+    checks = (check_root, check_engine_arguments, check_tool_parser, check_memory, check_world, check_judge)
+    found = findings(start, (*CHECKS, *checks))
     for number, error in enumerate(found, start=1):
         console.print(f"{number}. {error}")
     if (address := address_of(config)) is not None:
@@ -43,6 +46,19 @@ def check(config: DracoConfig, console: Console | None = None) -> None:
     if found:
         raise ConfigError(f"{counted(len(found), 'finding')} would stop this run")
     console.print(f"ready to run: {len(start.prompts or ())} training tasks, model {start.config.model.path}")
+
+
+def check_engine_arguments(start: Start) -> None:
+    """Check the names in ``engine.vllm``, which only vLLM knows; importing it takes seconds."""
+    if start.config.engine.vllm:
+        check_argument_names(start.config.engine.vllm)
+
+
+def check_tool_parser(start: Start) -> None:
+    """Check that vLLM has ``agent.tool_parser``, and that it works with the model's tokenizer."""
+    config = start.config
+    if config.agent.tool_parser is not None and start.has_model:
+        ToolCallReader(chat_tokens(config), config.agent.tool_parser)
 
 
 def check_memory(start: Start) -> None:

@@ -12,7 +12,7 @@ import itertools
 import os
 import shutil
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +27,7 @@ from draco_ray.engine.chat import ChatTokens
 from draco_ray.engine.model_config import engine_targets
 from draco_ray.engine.model_directory import architectures, check_model_directory, is_local, load_tokenizer
 from draco_ray.engine.sampler import EngineStatistics, Sample, collector
-from draco_ray.errors import EngineError
+from draco_ray.errors import ConfigError, EngineError
 from draco_ray.extras import naming_extras
 from draco_ray.records import Adapter, WeightUpdate
 
@@ -468,7 +468,10 @@ class VllmEngine:
         from vllm.usage.usage_lib import UsageContext
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        self._check_arguments([field.name for field in dataclasses.fields(AsyncEngineArgs)])
+        try:
+            check_argument_names(self._config.vllm)
+        except ConfigError as error:
+            raise EngineError(f"engine {self._name}: {error}") from None
         # A deep copy, because vLLM changes nested values.
         engine_args = AsyncEngineArgs(**self._arguments(cpu) | copy.deepcopy(self._config.vllm))
         if cpu and engine_args.create_model_config().is_hybrid:
@@ -481,14 +484,6 @@ class VllmEngine:
         # Use only this logger, because vLLM's own loggers print.
         loggers = [collector(self.statistics)]
         return AsyncLLM.from_vllm_config(vllm_config, stat_loggers=loggers, disable_log_stats=True)
-
-    def _check_arguments(self, known: Sequence[str]) -> None:
-        """Refuse unknown names in ``engine.vllm``. Raises: EngineError."""
-        for name in self._config.vllm:
-            if name not in known:
-                close = difflib.get_close_matches(name, known, n=3)
-                hint = f"did you mean {' or '.join(close)}?" if close else "see vLLM's AsyncEngineArgs for all names"
-                raise EngineError(f"engine {self._name}: engine.vllm.{name}: vLLM has no such argument; {hint}")
 
     def _arguments(self, cpu: bool) -> dict[str, Any]:
         """vLLM's arguments, without those of ``engine.vllm``."""
@@ -549,6 +544,18 @@ class VllmEngine:
                 f"engine {self._name}: the installed vLLM runs on GPU, but engine.gpus_per_engine is 0; "
                 "set it to the number of GPUs per engine, or install the 'cpu' extra"
             )
+
+
+def check_argument_names(arguments: Iterable[str]) -> None:
+    """Check that vLLM knows the names in ``engine.vllm``. Raises: ConfigError."""
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    known = [field.name for field in dataclasses.fields(AsyncEngineArgs)]
+    for name in arguments:
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=3)
+            hint = f"did you mean {' or '.join(close)}?" if close else "see vLLM's AsyncEngineArgs for all names"
+            raise ConfigError(f"engine.vllm.{name}: vLLM has no such argument; {hint}")
 
 
 def vllm_environment(config: EngineConfig, model: ModelConfig) -> dict[str, str]:

@@ -177,3 +177,10 @@ def test_activations_are_kept_where_memory_allows_it(tmp_path: Path) -> None:
         assert checked_model(config).learner.gradient_checkpointing is checkpointing
     config = load_config("cpu", [f"model.path={model}", "learner.gpus_per_worker=1"])
     assert checked_model(config).learner.gradient_checkpointing is True
+
+
+def test_names_that_only_vllm_knows_are_found(shop: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    words = [*shop, "model.chat_template=hermes", "engine.vllm={kv_cache_dtyp: fp8}", "agent.tool_parser=hermess"]
+    argument, parser = found(words, capsys)
+    assert "engine.vllm.kv_cache_dtyp: vLLM has no such argument; did you mean kv_cache_dtype" in argument
+    assert "agent.tool_parser='hermess': unknown; expected one of" in parser

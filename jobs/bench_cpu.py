@@ -1,0 +1,227 @@
+"""CPU seconds of a demo step by part, beside the least that its work takes, and the cores that an idle run takes.
+
+python jobs/bench_cpu.py [--only step|idle] [--seconds 60]
+
+The floor of a step is its AppWorld cells executed again by AppWorld alone, in one process that has it loaded, and its
+token sequences computed three times by the same model in PyTorch on one thread: forward once for sampling, forward and
+backward once for learning. An idle run waits for a judge that does not answer; beside it Ray alone waits for nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Annotated
+
+import psutil
+import typer
+
+from draco_ray.runs.directory import RunDirectory
+
+TRAIN = (sys.executable, "-m", "draco_ray.cli", "train", "sandbox", "train.evaluate_before_after=false")
+STEPS = 3
+"""Steps of the measured run; the last is the one printed, since the first ones compile and import."""
+PARTS = {
+    "EngineActor": "engine",
+    "EngineCore": "engine",
+    "LoraLearner": "learner",
+    "RayTrainWorker": "learner",
+    "TrainController": "learner",
+    "RolloutWorkerActor": "rollout workers",
+    "world_template": "AppWorld",
+    "JudgeWorkerActor": "judge workers",
+    "rule_judge": "rule judge (a stand-in)",
+    "raylet": "Ray",
+    "gcs_server": "Ray",
+    "dashboard": "Ray",
+    "runtime_env": "Ray",
+    "log_monitor": "Ray",
+}
+"""Words of a command line -> part; every process belongs to the part of the nearest of its ancestors that has one."""
+BARE_RAY = "import ray, sys, time; ray.init(address='local', num_cpus=2, log_to_driver=False); time.sleep(1e6)"
+REPLAY = """\
+import json, sys, time
+from appworld import AppWorld, update_root
+
+OPTIONS = {"experiment_name": "bench", "load_ground_truth": False, "raise_on_unsafe_syntax": False}
+root, found = sys.argv[1], json.load(sys.stdin)
+update_root(root)
+with AppWorld(task_id=found[0][0], **OPTIONS):
+    pass
+began = time.process_time()
+for task_id, cells in found:
+    with AppWorld(task_id=task_id, **OPTIONS) as world:
+        for cell in cells:
+            world.execute(cell)
+print(time.process_time() - began)
+"""
+
+
+def part_of(process: psutil.Process, parent: str) -> str:
+    """The part of a process, or its parent's where its command line names none."""
+    words = " ".join(process.cmdline())
+    return next((part for word, part in PARTS.items() if word in words), parent)
+
+
+def cpu_seconds(root: psutil.Process) -> dict[int, tuple[str, float]]:
+    """Process id -> (part, CPU seconds of it and of its children that ended), for all below ``root``."""
+    found: dict[int, tuple[str, float]] = {}
+
+    def visit(process: psutil.Process, parent: str) -> None:
+        try:
+            part = part_of(process, parent)
+            found[process.pid] = part, sum(process.cpu_times()[:4])
+            for child in process.children():
+                visit(child, part)
+        except psutil.Error:
+            return
+
+    visit(root, "driver")
+    return found
+
+
+def spent(root: psutil.Process, seconds: float, counts: dict[int, tuple[str, float]]) -> Iterator[dict[str, float]]:
+    """Every ``seconds`` the CPU seconds by part since the last time; a process that ended counts with its parent."""
+    while True:
+        time.sleep(seconds)
+        now = cpu_seconds(root)
+        by_part: dict[str, float] = defaultdict(float)
+        for pid, (part, used) in now.items():
+            by_part[part] += used - counts.get(pid, (part, 0.0))[1]
+        # What an ended process had used before is in its parent's count now, if the parent waited for it.
+        for pid, (part, used) in counts.items():
+            if pid not in now:
+                by_part[part] -= used
+        counts.clear()
+        counts.update(now)
+        yield by_part
+
+
+def steps(run: Path) -> int:
+    """Steps that the run has finished."""
+    metrics = run / "metrics.jsonl"
+    return len(metrics.read_text().splitlines()) if metrics.exists() else 0
+
+
+def stop(process: psutil.Popen) -> None:
+    """End a process that this one started, and wait for it."""
+    process.terminate()
+    process.wait(timeout=120)
+
+
+def step(root: Path) -> None:
+    """Print the CPU seconds of the last of `STEPS` steps by part, and of its floor."""
+    run = root / "step"
+    command = [*TRAIN, f"train.steps={STEPS}", f"run.root={root}", "run.name=step"]
+    process = psutil.Popen(command, stdout=subprocess.DEVNULL)
+    parts: dict[str, float] = defaultdict(float)
+    counts: dict[int, tuple[str, float]] = {}
+    for slice_ in spent(process, 0.5, counts):
+        if process.poll() is not None or steps(run) == STEPS:
+            break
+        if steps(run) == STEPS - 1:
+            for part, seconds in slice_.items():
+                parts[part] += seconds
+    if process.wait():
+        sys.exit(f"bench_cpu: {' '.join(command)} failed with exit code {process.returncode}")
+    directory = RunDirectory.open(run)
+    sequences = directory.table("trajectories", STEPS, ["token_ids"])["token_ids"].to_pylist()
+    floor = {"AppWorld alone": appworld_alone(directory), "arithmetic alone": arithmetic(directory, sequences)}
+    whole, least, rollouts = sum(parts.values()), sum(floor.values()), len(sequences)
+    print(f"\n## CPU seconds of step {STEPS}, {rollouts} rollouts\n\n| part | CPU s | a rollout |\n|---|---|---|")
+    for part, seconds in sorted(parts.items(), key=lambda item: -item[1]):
+        print(f"| {part} | {seconds:.1f} | {seconds / rollouts:.2f} |")
+    print(f"| all | {whole:.1f} | {whole / rollouts:.2f} |")
+    for part, seconds in floor.items():
+        print(f"| {part} | {seconds:.1f} | {seconds / rollouts:.2f} |")
+    print(f"\nstep / floor: {whole / least:.1f}")
+
+
+def appworld_alone(run: RunDirectory) -> float:
+    """CPU seconds of the last step's cells in AppWorld, without a jail, slots or HTTP."""
+    columns = ["task_id", "rollout", "turn", "action"]
+    cells: dict[tuple[str, int], list[str]] = defaultdict(list)
+    for row in sorted(run.table("steps", STEPS, columns).to_pylist(), key=lambda row: row["turn"]):
+        if row["action"]:
+            cells[row["task_id"], row["rollout"]].append(row["action"])
+    done = subprocess.run(
+        [
+            os.environ.get("DRACO_APPWORLD_PYTHON", ".venv-appworld/bin/python"),
+            "-c",
+            REPLAY,
+            str(run.setting("data.root")),
+        ],
+        input=json.dumps([(task_id, of_one) for (task_id, _), of_one in cells.items()]),
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    return float(done.stdout.split()[-1])
+
+
+def arithmetic(run: RunDirectory, sequences: Sequence[Sequence[int]]) -> float:
+    """CPU seconds of the least computing for these token sequences: two passes forward and one backward, one thread."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    torch.set_num_threads(1)
+    model = AutoModelForCausalLM.from_pretrained(run.setting("model.path"))
+    began = time.process_time()
+    for tokens in sequences:
+        batch = torch.tensor([tokens])
+        with torch.no_grad():
+            model(batch)
+        model(batch, labels=batch).loss.backward()
+    return time.process_time() - began
+
+
+def idle(root: Path, seconds: float) -> None:
+    """Print the cores that Ray alone takes, and those of a run whose judge has not answered for a while."""
+    bare = psutil.Popen([sys.executable, "-c", BARE_RAY], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    of_ray = while_idle(bare, seconds)
+    questions = root / "questions"
+    questions.mkdir()
+    command = [*TRAIN, f"judge.model=files:{questions}", "judge.rule_judge.start=false", f"run.root={root}"]
+    run = psutil.Popen([*command, "run.name=idle", "train.prompts_per_step=1"], stdout=subprocess.DEVNULL)
+    while not list(questions.glob("*")):
+        if run.poll() is not None:
+            sys.exit(f"bench_cpu: {' '.join(command)} ended with exit code {run.returncode} before it asked its judge")
+        time.sleep(1)
+    of_run = while_idle(run, seconds)
+    print(f"\n## Cores of an idle run, over {seconds:.0f} s\n\n| part | Ray alone | run |\n|---|---|---|")
+    for part in sorted(of_run.keys() | of_ray.keys()):
+        print(f"| {part} | {of_ray.get(part, 0):.3f} | {of_run.get(part, 0):.3f} |")
+    print(f"| all | {sum(of_ray.values()):.3f} | {sum(of_run.values()):.3f} |")
+
+
+def while_idle(process: psutil.Popen, seconds: float) -> dict[str, float]:
+    """Cores by part over ``seconds``, after as long again in which what was started settles; ends the process."""
+    counts: dict[int, tuple[str, float]] = {}
+    slices = spent(process, seconds, counts)
+    next(slices)
+    found = {part: used / seconds for part, used in next(slices).items()}
+    stop(process)
+    return found
+
+
+def main(
+    only: Annotated[str | None, typer.Option(help="step or idle; both by default.")] = None,
+    seconds: Annotated[float, typer.Option(min=5, help="How long idle processes are watched.")] = 60.0,
+) -> None:
+    """Run the benchmark: about ten minutes."""
+    with tempfile.TemporaryDirectory() as folder:
+        if only in (None, "step"):
+            step(Path(folder))
+        if only in (None, "idle"):
+            idle(Path(folder), seconds)
+
+
+if __name__ == "__main__":
+    typer.run(main)
