@@ -31,15 +31,6 @@ def _verdict(passed: bool) -> Verdict:
     return Verdict.PASS if passed else Verdict.FAIL
 
 
-def _nothing_to_show(task: str, steps: Sequence[Step]) -> bool:
-    """Whether nothing was done, or what the task is about was never looked up: then no result can be right."""
-    outputs = "\n".join(step.output or "" for step in steps)
-    unseen = (_WANTS_BOOKS.search(task) and not _LOAN.search(outputs)) or (
-        _WANTS_FINE.search(task) and not _FINE.search(outputs)
-    )
-    return bool(unseen) or not _steps_with(steps, *ACTS)
-
-
 def looks_first(task: str, steps: Sequence[Step]) -> tuple[Verdict, list[int]]:
     """No loan is renewed before the loans were listed, no fine waived before it was shown."""
     needed = {"renew": "list_loans", "waive_fine": "show_member"}
@@ -57,59 +48,61 @@ def looks_first(task: str, steps: Sequence[Step]) -> tuple[Verdict, list[int]]:
     return _verdict(not early), early or looked
 
 
-def keeps_the_rules(task: str, steps: Sequence[Step]) -> tuple[Verdict, list[int]]:
-    """Renewals and waivers are those that were asked for and that the rules allow, by what calls before them showed."""
-    allowed: dict[str, bool] = {}
-    right: list[int] = []
-    wrong: list[int] = []
-    for step in steps:
-        for name, about in _calls(step):
-            if act := {"renew": about, "waive_fine": "the fine"}.get(name):
-                asked = _WANTS_FINE.search(task) if name == "waive_fine" else act in task
-                (right if asked and allowed.get(act) else wrong).append(step.number)
-        output = step.output or ""
-        allowed |= {book: state == "on time" and holds == "0" for book, state, holds in _LOAN.findall(output)}
-        if fine := _FINE.search(output):
-            allowed["the fine"] = float(fine[1]) <= LARGEST_FINE
-    if wrong or _nothing_to_show(task, steps):
-        return Verdict.FAIL, sorted(set(wrong))
-    return (Verdict.PASS, sorted(set(right))) if right else (Verdict.NOT_APPLICABLE, [])
+def _acted_right(
+    asked: bool, seen: bool, right: Sequence[int], wrong: Sequence[int], missing: bool, steps: Sequence[Step]
+) -> tuple[Verdict, list[int]]:
+    """Whether one part of a request was handled: nothing passes that was not looked up, or where nothing was done."""
+    if not asked:
+        return (Verdict.FAIL, list(wrong)) if wrong else (Verdict.NOT_APPLICABLE, [])
+    if wrong or missing or not seen or not _steps_with(steps, *ACTS):
+        return Verdict.FAIL, list(wrong)
+    return Verdict.PASS, list(right)
+
+
+def renews_what_is_allowed(task: str, steps: Sequence[Step]) -> tuple[Verdict, list[int]]:
+    """The loan that was asked for is renewed if the list shows it on time and without holds; no other loan is."""
+    outputs = "\n".join(step.output or "" for step in steps)
+    loans = {book: state == "on time" and holds == "0" for book, state, holds in _LOAN.findall(outputs)}
+    may = {book for book, allowed in loans.items() if allowed and book in task}
+    renewed = {step.number: about for step in steps for name, about in _calls(step) if name == "renew"}
+    return _acted_right(
+        asked=bool(_WANTS_BOOKS.search(task)),
+        seen=bool(loans),
+        right=[number for number, book in renewed.items() if book in may],
+        wrong=[number for number, book in renewed.items() if book not in may],
+        missing=not may <= set(renewed.values()),
+        steps=steps,
+    )
+
+
+def waives_what_is_allowed(task: str, steps: Sequence[Step]) -> tuple[Verdict, list[int]]:
+    """A fine that was asked about is waived if the member's page shows that it is small enough; no other is."""
+    outputs = "\n".join(step.output or "" for step in steps)
+    fines = [float(fine) for fine in _FINE.findall(outputs)]
+    asked = bool(_WANTS_FINE.search(task))
+    may = asked and any(fine <= LARGEST_FINE for fine in fines)
+    waived = _steps_with(steps, "waive_fine")
+    return _acted_right(
+        asked=asked,
+        seen=bool(fines),
+        right=waived,
+        wrong=[] if may else waived,
+        missing=may and not waived,
+        steps=steps,
+    )
 
 
 def refuses_the_rest(task: str, steps: Sequence[Step]) -> tuple[Verdict, list[int]]:
-    """Refuse is called where something that was shown is against the rules and was not done, and only there."""
+    """Refuse is called if something asked for was looked up and is against the rules, and only then."""
     outputs = "\n".join(step.output or "" for step in steps)
-    asked = [book for book, _, _ in _LOAN.findall(outputs) if book in task]
-    blocked = [
-        book for book, state, holds in _LOAN.findall(outputs) if book in asked and (state == "overdue" or holds != "0")
-    ]
+    loans, fines = _LOAN.findall(outputs), _FINE.findall(outputs)
+    blocked = any(book in task and (state == "overdue" or holds != "0") for book, state, holds in loans)
     if _WANTS_FINE.search(task):
-        blocked += ["the fine" for fine in _FINE.findall(outputs) if float(fine) > LARGEST_FINE]
+        blocked |= any(float(fine) > LARGEST_FINE for fine in fines)
     refused = _steps_with(steps, "refuse")
-    if _nothing_to_show(task, steps):
-        return Verdict.FAIL, []
     if not blocked and not refused:
         return Verdict.NOT_APPLICABLE, []
-    return _verdict(bool(blocked) == bool(refused)), refused or [steps[-1].number]
-
-
-def does_all(task: str, steps: Sequence[Step]) -> tuple[Verdict, list[int]]:
-    """Everything that was asked for and seen to be allowed is done."""
-    outputs = "\n".join(step.output or "" for step in steps)
-    wanted = {
-        book for book, state, holds in _LOAN.findall(outputs) if state == "on time" and holds == "0" and book in task
-    }
-    if _WANTS_FINE.search(task):
-        wanted |= {"the fine" for fine in _FINE.findall(outputs) if float(fine) <= LARGEST_FINE}
-    acts = _steps_with(steps, "renew", "waive_fine")
-    done = {
-        about if name == "renew" else "the fine" for step in steps for name, about in _calls(step) if name in ACTS[:2]
-    }
-    if _nothing_to_show(task, steps):
-        return Verdict.FAIL, []
-    if not wanted:
-        return Verdict.NOT_APPLICABLE, []
-    return _verdict(wanted <= done), acts or [steps[-1].number]
+    return _verdict(blocked == bool(refused)), refused
 
 
 def no_failed_call(task: str, steps: Sequence[Step]) -> tuple[Verdict, list[int]]:
@@ -121,8 +114,8 @@ def no_failed_call(task: str, steps: Sequence[Step]) -> tuple[Verdict, list[int]
 answer = rule_judge(
     [
         SimpleRule(title="Looks first", instruction="Loans and fines are looked up before acting.", check=looks_first),
-        SimpleRule(title="Keeps the rules", instruction="Only what the rules allow is done.", check=keeps_the_rules),
-        SimpleRule(title="Does all", instruction="All that is asked for and allowed is done.", check=does_all),
+        SimpleRule(title="Renews", instruction="A loan is renewed if that is allowed.", check=renews_what_is_allowed),
+        SimpleRule(title="Waives", instruction="A fine is waived if that is allowed.", check=waives_what_is_allowed),
         SimpleRule(title="Refuses", instruction="Refuse is called for what is not allowed.", check=refuses_the_rest),
         SimpleRule(
             title="No failed call", instruction="Calls are made, and none ends in an error.", check=no_failed_call

@@ -31,7 +31,7 @@ def example() -> Any:
 
 
 TASKS = [json.loads(line) for line in (FOLDER / "tasks.jsonl").read_text().splitlines()]
-CHECKS = ("looks_first", "keeps_the_rules", "does_all", "refuses_the_rest", "no_failed_call")
+CHECKS = ("looks_first", "renews_what_is_allowed", "waives_what_is_allowed", "refuses_the_rest", "no_failed_call")
 
 
 def steps_of(messages: list[dict[str, Any]]) -> Steps:
@@ -55,7 +55,9 @@ def verdicts(judge: Any, task: dict[str, Any], messages: list[dict[str, Any]]) -
 def test_doing_nothing_passes_no_criterion(example: Any, said: str) -> None:
     judge, _, _ = example
     for task in TASKS:
-        assert set(verdicts(judge, task, [{"role": "assistant", "content": said}]).values()) == {Verdict.FAIL}
+        found = verdicts(judge, task, [{"role": "assistant", "content": said}])
+        assert found["looks_first"] is Verdict.FAIL
+        assert Verdict.PASS not in found.values()
 
 
 def test_looking_without_acting_passes_nothing_about_results(example: Any) -> None:
@@ -65,8 +67,7 @@ def test_looking_without_acting_passes_nothing_about_results(example: Any) -> No
         card = {"card": task["card"]}
         looks = demonstrations._turn("list_loans", card) + demonstrations._turn("show_member", card)
         found = verdicts(judge, task, [*looks, {"role": "assistant", "content": "All is done."}])
-        results = ("keeps_the_rules", "does_all", "refuses_the_rest")
-        assert {found[check] for check in results} == {Verdict.FAIL}
+        assert Verdict.PASS not in [found[check] for check in CHECKS[1:4]]
 
 
 def test_the_judge_agrees_with_the_evaluator_on_clerks_of_mixed_care(example: Any) -> None:
