@@ -31,7 +31,7 @@ def _verdict(passed: bool) -> Verdict:
     return Verdict.PASS if passed else Verdict.FAIL
 
 
-def looks_first(task: str, steps: Sequence[Step]) -> tuple[Verdict, list[int]]:
+def looks_first(task: str, steps: Sequence[Step]) -> tuple[Verdict, Sequence[int]]:
     """No loan is renewed before the loans were listed, no fine waived before it was shown."""
     needed = {"renew": "list_loans", "waive_fine": "show_member"}
     seen: set[str] = set()
@@ -48,26 +48,26 @@ def looks_first(task: str, steps: Sequence[Step]) -> tuple[Verdict, list[int]]:
     return _verdict(not early), early or looked
 
 
-def _acted_right(
-    asked: bool, seen: bool, right: Sequence[int], wrong: Sequence[int], missing: bool, steps: Sequence[Step]
-) -> tuple[Verdict, list[int]]:
+def _part(
+    asked: bool, looks: Sequence[int], right: Sequence[int], wrong: Sequence[int], missing: bool, steps: Sequence[Step]
+) -> tuple[Verdict, Sequence[int]]:
     """Whether one part of a request was handled: nothing passes that was not looked up, or where nothing was done."""
     if not asked:
-        return (Verdict.FAIL, list(wrong)) if wrong else (Verdict.NOT_APPLICABLE, [])
-    if wrong or missing or not seen or not _steps_with(steps, *ACTS):
-        return Verdict.FAIL, list(wrong)
-    return Verdict.PASS, list(right)
+        return (Verdict.FAIL, wrong) if wrong else (Verdict.NOT_APPLICABLE, [])
+    if wrong or missing or not looks or not _steps_with(steps, *ACTS):
+        return Verdict.FAIL, wrong or _steps_with(steps, "refuse")
+    return Verdict.PASS, right or looks
 
 
-def renews_what_is_allowed(task: str, steps: Sequence[Step]) -> tuple[Verdict, list[int]]:
+def renews_what_is_allowed(task: str, steps: Sequence[Step]) -> tuple[Verdict, Sequence[int]]:
     """The loan that was asked for is renewed if the list shows it on time and without holds; no other loan is."""
     outputs = "\n".join(step.output or "" for step in steps)
     loans = {book: state == "on time" and holds == "0" for book, state, holds in _LOAN.findall(outputs)}
     may = {book for book, allowed in loans.items() if allowed and book in task}
     renewed = {step.number: about for step in steps for name, about in _calls(step) if name == "renew"}
-    return _acted_right(
+    return _part(
         asked=bool(_WANTS_BOOKS.search(task)),
-        seen=bool(loans),
+        looks=[step.number for step in steps if _LOAN.search(step.output or "")],
         right=[number for number, book in renewed.items() if book in may],
         wrong=[number for number, book in renewed.items() if book not in may],
         missing=not may <= set(renewed.values()),
@@ -75,16 +75,16 @@ def renews_what_is_allowed(task: str, steps: Sequence[Step]) -> tuple[Verdict, l
     )
 
 
-def waives_what_is_allowed(task: str, steps: Sequence[Step]) -> tuple[Verdict, list[int]]:
+def waives_what_is_allowed(task: str, steps: Sequence[Step]) -> tuple[Verdict, Sequence[int]]:
     """A fine that was asked about is waived if the member's page shows that it is small enough; no other is."""
     outputs = "\n".join(step.output or "" for step in steps)
     fines = [float(fine) for fine in _FINE.findall(outputs)]
     asked = bool(_WANTS_FINE.search(task))
     may = asked and any(fine <= LARGEST_FINE for fine in fines)
     waived = _steps_with(steps, "waive_fine")
-    return _acted_right(
+    return _part(
         asked=asked,
-        seen=bool(fines),
+        looks=[step.number for step in steps if _FINE.search(step.output or "")],
         right=waived,
         wrong=[] if may else waived,
         missing=may and not waived,
@@ -92,7 +92,7 @@ def waives_what_is_allowed(task: str, steps: Sequence[Step]) -> tuple[Verdict, l
     )
 
 
-def refuses_the_rest(task: str, steps: Sequence[Step]) -> tuple[Verdict, list[int]]:
+def refuses_the_rest(task: str, steps: Sequence[Step]) -> tuple[Verdict, Sequence[int]]:
     """Refuse is called if something asked for was looked up and is against the rules, and only then."""
     outputs = "\n".join(step.output or "" for step in steps)
     loans, fines = _LOAN.findall(outputs), _FINE.findall(outputs)
@@ -105,10 +105,20 @@ def refuses_the_rest(task: str, steps: Sequence[Step]) -> tuple[Verdict, list[in
     return _verdict(blocked == bool(refused)), refused
 
 
-def no_failed_call(task: str, steps: Sequence[Step]) -> tuple[Verdict, list[int]]:
-    """Calls are made, and none ends in an error."""
-    failed = [step.number for step in steps if "error:" in (step.output or "")]
-    return _verdict(not failed and any(map(_calls, steps))), failed
+def no_useless_call(task: str, steps: Sequence[Step]) -> tuple[Verdict, Sequence[int]]:
+    """Calls are made; none ends in an error, and none is made twice."""
+    useless = [step.number for step in steps if "error:" in (step.output or "")]
+    made: set[tuple[str, str]] = set()
+    for step in steps:
+        calls = {(name, "" if name == "refuse" else about) for name, about in _calls(step)}
+        useless += [step.number] if calls & made else []
+        made |= calls
+    return _verdict(not useless and bool(made)), useless
+
+
+def closes(task: str, steps: Sequence[Step]) -> tuple[Verdict, Sequence[int]]:
+    """After the calls the member is told what was done."""
+    return _verdict(len(steps) > 1 and steps[-1].message), [steps[-1].number]
 
 
 answer = rule_judge(
@@ -118,7 +128,8 @@ answer = rule_judge(
         SimpleRule(title="Waives", instruction="A fine is waived if that is allowed.", check=waives_what_is_allowed),
         SimpleRule(title="Refuses", instruction="Refuse is called for what is not allowed.", check=refuses_the_rest),
         SimpleRule(
-            title="No failed call", instruction="Calls are made, and none ends in an error.", check=no_failed_call
+            title="No useless call", instruction="No call ends in an error or is repeated.", check=no_useless_call
         ),
+        SimpleRule(title="Closes", instruction="The last message says what was done.", check=closes),
     ]
 )

@@ -31,7 +31,14 @@ def example() -> Any:
 
 
 TASKS = [json.loads(line) for line in (FOLDER / "tasks.jsonl").read_text().splitlines()]
-CHECKS = ("looks_first", "renews_what_is_allowed", "waives_what_is_allowed", "refuses_the_rest", "no_failed_call")
+CHECKS = (
+    "looks_first",
+    "renews_what_is_allowed",
+    "waives_what_is_allowed",
+    "refuses_the_rest",
+    "no_useless_call",
+    "closes",
+)
 
 
 def steps_of(messages: list[dict[str, Any]]) -> Steps:
