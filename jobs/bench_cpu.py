@@ -29,20 +29,20 @@ TRAIN = (sys.executable, "-m", "draco_ray.cli", "train", "sandbox", "train.evalu
 STEPS = 3
 """Steps of the measured run; the last is the one printed, since the first ones compile and import."""
 PARTS = {
-    "EngineActor": "engine",
-    "EngineCore": "engine",
-    "LoraLearner": "learner",
-    "RayTrainWorker": "learner",
-    "TrainController": "learner",
-    "RolloutWorkerActor": "rollout workers",
     "world_template": "AppWorld",
+    "jail.confine": "AppWorld",
+    "PolicyEngineActor": "engine",
+    "EngineCore": "engine",
+    "TrainController": "learner",
+    "RayTrainWorker": "learner",
+    "RolloutWorkerActor": "rollout workers",
     "JudgeWorkerActor": "judge workers",
-    "rule_judge": "rule judge (a stand-in)",
-    "raylet": "Ray",
-    "gcs_server": "Ray",
-    "dashboard": "Ray",
-    "runtime_env": "Ray",
-    "log_monitor": "Ray",
+    "judge_server": "rule judge (a stand-in)",
+    **dict.fromkeys(
+        ("LimiterActor", "RepliesActor", "AdvantageComputerActor", "RunStoreActor", "CommandLog", "LearnerTrainer"),
+        "other actors",
+    ),
+    "site-packages/ray/": "Ray",
 }
 """Words of a command line -> part; every process belongs to the part of the nearest of its ancestors that has one."""
 BARE_RAY = "import ray, sys, time; ray.init(address='local', num_cpus=2, log_to_driver=False); time.sleep(1e6)"
