@@ -20,7 +20,7 @@ from draco_ray.judging.actors import start_judge_limiter, start_replies
 from draco_ray.judging.judge import CallContext
 from draco_ray.judging.local.actor import start_judge_servers
 from draco_ray.judging.phases import Question
-from draco_ray.judging.pool import JudgePool, PolicyJudge, judge_starter
+from draco_ray.judging.pool import JudgePool, judge_starter
 from draco_ray.records import Judged
 from draco_ray.traces.judging import environment_facts
 from draco_ray.traces.keeping import JudgingRun
@@ -107,12 +107,11 @@ async def pooled(config: DracoConfig, kept: JudgingRun, meter: Meter) -> AsyncIt
         leases = None if limiter is None else limiter[1]
         local = start_judge_servers(config.judge, kept.path, name)
         servers = None if local is None else local[1]
-        nobody = PolicyJudge(samplers=(), tokenizer=None, name="none")
         judge = _told(config.judge, kept)
         # Keep the handle: the actor ends with it.
         kept_replies = start_replies(judge, name)
         replies = None if kept_replies is None else kept_replies[1]
-        starter = judge_starter(judge, nobody, leases, name, servers, replies, own_replies=True)
+        starter = judge_starter(judge, None, leases, name, servers, replies, own_replies=True)
         pool = JudgePool(starter, config.judge)
         pool.open()
         saying = None if local is None else asyncio.create_task(_say_what_loads(local[0], meter))

@@ -49,7 +49,7 @@ class JudgeWorkerActor:
     def __init__(
         self,
         config: JudgeConfig,
-        policy: PolicyJudge,
+        policy: PolicyJudge | None,
         leases: Leases | None,
         servers: Servers | None,
         replies: ReplyCache | None,
@@ -61,7 +61,7 @@ class JudgeWorkerActor:
         start_run_log()
         self._judge: Judge = (
             build_self_judge(config, policy.samplers, policy.tokenizer, policy.name, prompts)
-            if config.self_judge.enabled
+            if config.self_judge.enabled and policy is not None
             else build_judge(config, leases, servers, replies=replies, own_replies=own_replies, prompts=prompts)
         )
         self._held_out = self._judge
@@ -122,7 +122,7 @@ async def _value(given: Any) -> Any:
 
 def judge_starter(
     config: JudgeConfig,
-    policy: PolicyJudge,
+    policy: PolicyJudge | None,
     leases: Leases | None,
     run_name: str,
     servers: Servers | None = None,

@@ -112,7 +112,9 @@ class Actors:
         self._servers = start_judge_servers(judge, run.path, name) if judged else None
         self._replies = start_replies(judge, name) if judged else None
         self._tokenizer = load_tokenizer(config.model.path, config.model.chat_template)
-        policy = PolicyJudge(samplers=self.clients, tokenizer=self._tokenizer, name=Path(config.model.path).name)
+        policy = None
+        if judge.self_judge.enabled:
+            policy = PolicyJudge(samplers=self.clients, tokenizer=self._tokenizer, name=Path(config.model.path).name)
         leases = None if self._limiter is None else self._limiter[1]
         servers = None if self._servers is None else self._servers[1]
         replies = None if self._replies is None else self._replies[1]

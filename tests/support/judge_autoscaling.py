@@ -17,7 +17,7 @@ from draco_ray.config.schema import JudgeConfig
 from draco_ray.judging.example import RUBRIC
 from draco_ray.judging.judge import CallContext
 from draco_ray.judging.phases import Stage1
-from draco_ray.judging.pool import Judgement, JudgePool, PolicyJudge, judge_starter
+from draco_ray.judging.pool import Judgement, JudgePool, judge_starter
 from draco_ray.lab.rubric_authoring.reduction import Reduction
 from draco_ray.records import Message
 from draco_ray.sandbox.judge_server import MODEL_NAME, JudgeServer
@@ -35,9 +35,7 @@ IDLE_SECONDS = 2.0
 
 async def grow_and_shrink(config: JudgeConfig) -> dict[str, Any]:
     """Many calls at once, then a worker that falls silent, then nothing."""
-    pool = JudgePool(
-        judge_starter(config, PolicyJudge(samplers=(), tokenizer=None, name="none"), None, "autoscaling"), config
-    )
+    pool = JudgePool(judge_starter(config, None, None, "autoscaling"), config)
     pool.open()
     await pool.ready()
     seen: dict[str, Any] = {"up_at_first": pool.up, **await with_more_calls_than_room(pool)}

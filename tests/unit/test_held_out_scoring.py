@@ -20,7 +20,7 @@ from draco_ray.judging.example import RUBRIC, example_trajectory
 from draco_ray.judging.held_out import HeldOutJudge, HeldOutScores, pass_share
 from draco_ray.judging.judge import CallContext
 from draco_ray.judging.phases import Score, Union
-from draco_ray.judging.pool import JudgeWorkerActor, PolicyJudge, phase_summary
+from draco_ray.judging.pool import JudgeWorkerActor, phase_summary
 from draco_ray.judging.prompts import load_prompts
 from draco_ray.lab.report.page import _of_held_out
 from draco_ray.pipeline import Group, Pipeline
@@ -215,8 +215,7 @@ async def test_a_worker_asks_the_held_out_judge_what_is_held_out(monkeypatch: py
             "rule_judge": {"start": True},
         }
     )
-    nobody = PolicyJudge(samplers=(), tokenizer=None, name="")
-    worker = JudgeWorkerActor(config, nobody, None, None, None, True, load_prompts(config.prompts, b"key"))
+    worker = JudgeWorkerActor(config, None, None, None, None, True, load_prompts(config.prompts, b"key"))
     await worker.check()
     assert sorted(asked) == ["check openai/m at None", "check openai/m at http://other/v1"]
     ask: Any = worker.ask
