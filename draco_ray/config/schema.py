@@ -183,9 +183,8 @@ class EnvironmentConfig(Tree):
     max_output_bytes: int = Field(1_000_000, ge=1000)
     """Maximum output of a cell; further output is discarded as it is printed."""
     recycle_after_tasks: int = Field(50, ge=1)
-    """Number of tasks after which a server process is replaced."""
-    recycle_above_mib: int = Field(900, ge=256)
-    """Resident memory above which a server process is replaced after its task."""
+    """Number of episodes of a slot after which the server of verifiers is replaced; AppWorld has a new one for every
+    task."""
     rollout_retries: int = Field(1, ge=0)
     """Retries of a rollout after server errors before the group continues without it."""
 

@@ -1,4 +1,4 @@
-"""A slot's life: episodes, evaluation, blindness, crashes, recycling, and what is left of it afterwards."""
+"""A slot's life: episodes, evaluation, blindness, crashes, and what is left of it afterwards."""
 
 from __future__ import annotations
 
@@ -212,10 +212,6 @@ async def test_a_dead_server_is_replaced(slot: AppWorldSlot, tasks: Tasks) -> No
         await slot.execute("print(1)")
     assert slot.pid is None
     await check_next_task_runs_clean(slot, tasks)
-    # Between tasks nobody sees it die, and the next one does not suffer for it.
-    await slot.close_task()
-    psutil.Process(slot.pid).kill()
-    await check_next_task_runs_clean(slot, tasks)
 
 
 async def test_a_dead_template_is_replaced(slot: AppWorldSlot, tasks: Tasks) -> None:
@@ -239,28 +235,14 @@ async def test_a_cancelled_cell_ends_its_server(slot: AppWorldSlot, tasks: Tasks
     await check_next_task_runs_clean(slot, tasks)
 
 
-async def test_a_server_is_recycled_after_its_share_of_tasks(root: Path, tasks: Tasks) -> None:
-    config = EnvironmentConfig(recycle_after_tasks=2)
-    slot = AppWorldSlot(config, root, load_ground_truth=False, name="recycled")
-    seen = []
-    for _ in range(5):
-        await slot.open(tasks.next())
-        seen.append(slot.pid)
-    await slot.stop()
-    assert seen[0] == seen[1] != seen[2] == seen[3] != seen[4]
-
-
-async def test_a_server_is_recycled_when_it_has_grown(root: Path, tasks: Tasks) -> None:
-    slot = AppWorldSlot(EnvironmentConfig(recycle_above_mib=800), root, load_ground_truth=False, name="growing")
+async def test_nothing_of_a_task_runs_during_the_next_one_or_the_evaluation(slot: AppWorldSlot, tasks: Tasks) -> None:
     await slot.open(tasks.next())
-    first, usual = slot.pid, slot.memory_mib
-    assert 50 < usual < 800
-    await slot.execute("kept = 'x' * (600 << 20)")
-    assert slot.memory_mib > usual + 500
+    first = processes_of(slot)
     await slot.open(tasks.next())
-    assert slot.pid != first
-    assert slot.memory_mib < 800
-    await slot.stop()
+    second = processes_of(slot)
+    assert not any(process.is_running() for process in first)
+    await slot.evaluate()
+    assert not any(process.is_running() for process in second)
 
 
 async def test_slots_share_what_is_loaded_and_nothing_else(slot: AppWorldSlot, root: Path, tasks: Tasks) -> None:

@@ -13,7 +13,6 @@ import struct
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
-from http.cookiejar import CookieJar, DefaultCookiePolicy
 from typing import Any
 
 import httpx
@@ -36,6 +35,7 @@ _MOST_FILES = 20_000
 _CPU_CELLS = 60
 """Number of cells that may use their whole time limit before the process exceeds its CPU time."""
 _WATCH_SECONDS = 0.25
+_FAREWELL_SECONDS = 5.0
 _GONE_SECONDS = 10.0
 _LONGEST_ANSWER = MAX_EVALUATION_BYTES + (1 << 20)
 """Maximum bytes of a line on the control socket."""
@@ -43,7 +43,7 @@ _CREDENTIALS = struct.Struct("3i")
 
 
 class _Directory:
-    """A slot's private folder, held open for a short socket path: Unix sockets allow at most 107 bytes."""
+    """A server's private folder, held open for a short socket path: Unix sockets allow at most 107 bytes."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -77,6 +77,7 @@ class ServerProcess:
         process: psutil.Process,
         reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
+        max_memory_mib: float,
     ) -> None:
         self.level = template.level
         self._tasks_can_fork = not template.system_calls_refused
@@ -89,13 +90,13 @@ class ServerProcess:
         self._answers: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
         self._exited: asyncio.Future[Ending] = asyncio.get_running_loop().create_future()
         self._listening = asyncio.ensure_future(self._listen())
+        self.ending = asyncio.ensure_future(self._watch(max_memory_mib))
+        """How the task's process has ended, once it has."""
         self._http = httpx.AsyncClient(
             transport=httpx.AsyncHTTPTransport(
                 uds=directory.socket_path, verify=False, limits=httpx.Limits(max_keepalive_connections=0)
             ),
             base_url="http://world",
-            # Do not reuse a connection for the next task's process.
-            cookies=CookieJar(DefaultCookiePolicy(allowed_domains=())),
             timeout=None,
             trust_env=False,
         )
@@ -126,7 +127,7 @@ class ServerProcess:
                 _fork(template, spec, their_control, directory.socket_path)
             pid = await _hello(control, config.start_timeout_seconds)
             streams = await asyncio.open_connection(sock=control, limit=_LONGEST_ANSWER)
-            return cls(template, directory, psutil.Process(pid), *streams)
+            return cls(template, directory, psutil.Process(pid), *streams, config.max_memory_mib)
         except (OSError, EOFError, psutil.Error, TimeoutError) as error:
             control.close()
             reason = f"{type(error).__name__}: {error}; {last_line(directory.path)}"
@@ -142,13 +143,13 @@ class ServerProcess:
         """Id of the outermost process."""
         return self._process.pid
 
-    async def order(self, do: str, task_id: str, files: Mapping[str, str] | None = None) -> dict[str, Any]:
+    async def order(self, do: str, task_id: str, files: Mapping[str, str]) -> dict[str, Any]:
         """Send the server an order; ``files``: a saved world's files. Raises: EOFError: the server ended."""
-        self._members = None
-        order = {"do": do, "task_id": task_id} | ({} if files is None else {"files": dict(files)})
-        self._writer.write(json.dumps(order).encode() + b"\n")
+        self._writer.write(json.dumps({"do": do, "task_id": task_id, "files": dict(files)}).encode() + b"\n")
         await self._writer.drain()
         answer = await self._answers.get()
+        # A task's process exists from now on.
+        self._members = None
         if answer is None:
             raise EOFError
         return answer
@@ -169,7 +170,7 @@ class ServerProcess:
             raise ValueError("the reply is not a JSON object")
         return response.status_code, answer
 
-    async def watch(self, max_memory_mib: float) -> Ending:
+    async def _watch(self, max_memory_mib: float) -> Ending:
         """Wait until the task's process ends, or end it if it exceeds its limits, also between cells."""
         while True:
             done, _ = await asyncio.wait({self._exited}, timeout=_WATCH_SECONDS)
@@ -185,7 +186,9 @@ class ServerProcess:
             elif not _small(self._directory.path):
                 reason = f"it wrote more than {SCRATCH_MIB} MiB or {_MOST_FILES} files, or files that cannot be counted"
             if reason is not None:
-                self._kill_tree()
+                for process in self._tree():
+                    with contextlib.suppress(psutil.Error):
+                        process.kill()
                 return Ending(reason, own=True)
 
     def usage(self) -> tuple[float, int]:
@@ -207,21 +210,20 @@ class ServerProcess:
     async def kill(self) -> None:
         """End the server and all its descendants, and remove its folder."""
         self._listening.cancel()
-        tree = self._kill_tree()
-        self._writer.close()
+        self.ending.cancel()
+        await asyncio.gather(self.ending, return_exceptions=True)
+        tree = self._tree()
+        # At the end of its orders the server kills all that it started, and ends.
+        self._writer.transport.abort()
         await self._http.aclose()
         await asyncio.to_thread(self._clean_up, tree)
 
-    def _kill_tree(self) -> list[psutil.Process]:
-        # In a process namespace, killing the second process ends all others; elsewhere each must be killed.
-        tree = self._tree()
-        for process in tree:
+    def _clean_up(self, tree: list[psutil.Process]) -> None:
+        _, left = psutil.wait_procs(tree, timeout=_FAREWELL_SECONDS)
+        for process in left:
             with contextlib.suppress(psutil.Error):
                 process.kill()
-        return tree
-
-    def _clean_up(self, tree: list[psutil.Process]) -> None:
-        psutil.wait_procs(tree, timeout=_GONE_SECONDS)
+        psutil.wait_procs(left, timeout=_GONE_SECONDS)
         self._directory.remove()
 
     def _tree(self) -> list[psutil.Process]:
@@ -244,9 +246,6 @@ class ServerProcess:
         if message["event"] == "exited":
             self._end(Ending(f"the task's process died (status {message['status']})", own=not message["killed"]))
             return
-        if self._exited.done():
-            # The end reported before this answer was that of the previous task.
-            self._exited = asyncio.get_running_loop().create_future()
         self._answers.put_nowait(message)
 
     def _end(self, ending: Ending) -> None:
@@ -302,9 +301,6 @@ def _small(directory: str) -> bool:
                         return False
                     if entry.is_dir(follow_symlinks=False):
                         folders.append(entry.path)
-        except FileNotFoundError:
-            # The server cleared the folder meanwhile.
-            continue
         except OSError:
             return False
     return True

@@ -1,6 +1,6 @@
-"""An environment slot: an AppWorld server in a jail, and its client, which plays one task at a time.
+"""An environment slot: the client of a server in a jail that plays one task.
 
-    slot ──control socket──► world server (has AppWorld loaded, runs no model code)
+    slot ──control socket──► world server (has AppWorld loaded, runs no model code; a new one for every task)
       └────HTTP, unix socket──► its fork for the current task (AppWorld's own application, model code)
 
 The HTTP side is `appworld.serve.environment:app`. Every request has its own connection, because the clock is frozen
@@ -10,10 +10,10 @@ inside a task and the server would reset idle connections.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import math
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NoReturn
 
 import httpx
@@ -46,7 +46,7 @@ def soft_cell_timeout(config: EnvironmentConfig) -> int:
 
 
 class AppWorldSlot:
-    """An AppWorld server in which tasks are played one after another.
+    """Plays tasks one after another, each in a new AppWorld server.
 
     Not for concurrent use; belongs to one event loop.
     """
@@ -76,8 +76,6 @@ class AppWorldSlot:
         self._server: ServerProcess | None = None
         self._task: Task | None = None
         self._over = False
-        self._tasks_played = 0
-        self._watch: asyncio.Task[Ending] | None = None
 
     @property
     def task(self) -> Task:
@@ -96,28 +94,33 @@ class AppWorldSlot:
         """``namespaces``, ``bubblewrap``, ``landlock`` or ``rlimits``; None if there is no server."""
         return self._server.level if self._server else None
 
-    @property
-    def memory_mib(self) -> float:
-        """Resident memory in MiB of the slot's processes except the outermost one. Shared pages count for each."""
-        return self._server.usage()[0] if self._server else 0.0
-
     async def open(self, task_id: str) -> Task:
-        """Begin a task in a new process; an open task is closed first.
+        """Begin a task in a new server; an open task is closed first.
 
         Returns: the task, read from its specs.
         Raises: WorldError: there is no such task; EnvironmentCrashed: the server cannot be started.
         """
         task = load_task(self._root, task_id)
         await self.close_task()
-        if self._server is not None:
-            try:
-                await self._begin(task)
-                return task
-            except EnvironmentCrashed:
-                # An old server may be damaged by earlier tasks; try a new one.
-                pass
-        self._server = await self._start()
-        await self._begin(task)
+        await self._start()
+        await self._order("task", task_id)
+        answer = await self._request(
+            "/initialize",
+            {
+                "task_id": task_id,
+                "experiment_name": EXPERIMENT,
+                # Only the evaluator, a separate process, loads ground truth.
+                "load_ground_truth": False,
+                "timeout_seconds": soft_cell_timeout(self._config),
+            },
+            task_id,
+            self._config.start_timeout_seconds,
+            own=False,
+        )
+        if not isinstance(answer, dict) or answer.get("instruction") != task.instruction:
+            await self._crash(task_id, "the server opened a different task than requested", own=False)
+        self._task = task
+        self._over = False
         return task
 
     async def execute(self, code: str) -> str:
@@ -155,7 +158,10 @@ class AppWorldSlot:
         if not self._load_ground_truth:
             raise WorldError(f"environment {self._name} was started without ground truth and cannot evaluate {task_id}")
         self._over = True
-        return await self._evaluate(task_id, None)
+        answer = await self._order("save", task_id)
+        if "saved" not in answer:
+            return await self._no_verdict(task_id, answer)
+        return await self._evaluate(task_id, answer["saved"])
 
     async def evaluate_saved(self, task_id: str, files: Mapping[str, str]) -> WorldVerdict:
         """AppWorld's evaluation of a saved world of any task; an open task is closed.
@@ -165,20 +171,15 @@ class AppWorldSlot:
         Raises: as `evaluate`.
         """
         load_task(self._root, task_id)
-        await self.close_task()
-        if self._server is None:
-            self._server = await self._start()
+        self._task = None
         return await self._evaluate(task_id, files)
 
-    async def _evaluate(self, task_id: str, files: Mapping[str, str] | None) -> WorldVerdict:
+    async def _evaluate(self, task_id: str, files: Mapping[str, str]) -> WorldVerdict:
+        await self._end_server()
+        await self._start()
         answer = await self._order("evaluate", task_id, files)
-        if "killed" in answer:
-            await self._crash(task_id, answer["killed"], own=False)
-        if "error" in answer:
-            raise WorldError(f"task {task_id} cannot be evaluated: {answer['error']}")
         if "verdict" not in answer:
-            unusable = f"the saved world cannot be evaluated: {one_line(answer.get('unusable'))}"
-            return _failed(unusable, answer.get("tests", 0), answer.get("difficulty"))
+            return await self._no_verdict(task_id, answer)
         verdict = answer["verdict"]
         return WorldVerdict(
             success=bool(verdict["success"]),
@@ -187,65 +188,38 @@ class AppWorldSlot:
             difficulty=verdict["difficulty"],
             failures=tuple(failure["requirement"] for failure in verdict["failures"]),
             # ``dbs/<app>.jsonl`` and ``logs/...``; their statements have been checked.
-            saved=dict(answer["saved"]),
+            saved=dict(files),
         )
 
+    async def _no_verdict(self, task_id: str, answer: Mapping[str, Any]) -> WorldVerdict:
+        if "killed" in answer:
+            await self._crash(task_id, answer["killed"], own=False)
+        if "error" in answer:
+            raise WorldError(f"task {task_id} cannot be evaluated: {answer['error']}")
+        unusable = f"the saved world cannot be evaluated: {one_line(answer.get('unusable'))}"
+        tests, difficulty = answer.get("tests", 0), answer.get("difficulty")
+        return WorldVerdict(success=False, total_tests=tests, difficulty=difficulty, failures=(unusable,))
+
     async def close_task(self) -> None:
-        """End the open task's process, and the server too if it reached its maximum number of tasks or memory.
-
-        Never raises: a server that fails is killed.
-        """
-        task, self._task = self._task, None
-        await self._stop_watching()
-        if self._server is None or task is None:
-            return
-        too_large = self._server.usage()[0] > self._config.recycle_above_mib
-        if too_large or self._tasks_played >= self._config.recycle_after_tasks:
-            await self._end_server()
-            return
-        with contextlib.suppress(EnvironmentCrashed):
-            await self._order("clear", task.task_id)
-
-    async def stop(self) -> None:
-        """End the server and everything in it. The slot can be used again."""
+        """End the open task's server and everything in it."""
         self._task = None
         await self._end_server()
+
+    async def stop(self) -> None:
+        """End the open task, and the template unless other slots use it. The slot can be used again."""
+        await self.close_task()
         if self._template is not None:
             self._template = None
             await asyncio.to_thread(release_template, self._key)
 
-    async def _begin(self, task: Task) -> None:
-        server = self._server
-        assert server is not None
-        await self._order("task", task.task_id)
-        self._watch = asyncio.ensure_future(server.watch(self._config.max_memory_mib))
-        answer = await self._request(
-            "/initialize",
-            {
-                "task_id": task.task_id,
-                "experiment_name": EXPERIMENT,
-                # Only the evaluator, a separate process, loads ground truth.
-                "load_ground_truth": False,
-                "timeout_seconds": soft_cell_timeout(self._config),
-            },
-            task.task_id,
-            self._config.start_timeout_seconds,
-            own=False,
-        )
-        if not isinstance(answer, dict) or answer.get("instruction") != task.instruction:
-            await self._crash(task.task_id, "the server opened a different task than requested", own=False)
-        self._task = task
-        self._over = False
-        self._tasks_played += 1
-
-    async def _start(self) -> ServerProcess:
+    async def _start(self) -> None:
         try:
             if self._template is not None and not self._template.alive:
                 self._template = None
                 await asyncio.to_thread(release_template, self._key)
             if self._template is None:
                 self._template = await self._acquire()
-            return await ServerProcess.start(self._template, self._config, evaluate=self._load_ground_truth)
+            self._server = await ServerProcess.start(self._template, self._config, evaluate=self._load_ground_truth)
         except EnvironmentCrashed as error:
             raise type(error)(f"environment {self._name}: {error}") from error
 
@@ -266,19 +240,11 @@ class AppWorldSlot:
 
     async def _end_server(self) -> None:
         server, self._server = self._server, None
-        self._tasks_played = 0
-        await self._stop_watching()
         if server is not None:
             await server.kill()
 
-    async def _stop_watching(self) -> None:
-        watch, self._watch = self._watch, None
-        if watch is not None:
-            watch.cancel()
-            await asyncio.gather(watch, return_exceptions=True)
-
-    async def _order(self, do: str, task_id: str, files: Mapping[str, str] | None = None) -> dict[str, Any]:
-        server, watch = self._server, self._watch
+    async def _order(self, do: str, task_id: str, files: Mapping[str, str] = MappingProxyType({})) -> dict[str, Any]:
+        server = self._server
         if server is None:
             raise EnvironmentCrashed(f"environment {self._name}: task {task_id}: the server has ended")
         try:
@@ -288,8 +254,8 @@ class AppWorldSlot:
             reason = f"the server did not answer {do!r} within {self._config.start_timeout_seconds:g} s"
             await self._crash(task_id, reason, own=False)
         except (OSError, ValueError, EOFError):
-            if watch is not None and watch.done() and watch.result().own:
-                await self._crash(task_id, watch.result().reason, own=True)
+            if server.ending.done() and server.ending.result().own:
+                await self._crash(task_id, server.ending.result().reason, own=True)
             await self._crash(task_id, f"the server died: {server.complaint()}", own=False)
         except asyncio.CancelledError:
             await self._end_server()
@@ -302,9 +268,10 @@ class AppWorldSlot:
             own: whether this runs the policy's code, which is then responsible for what the process does and for its
                 end, unless it was ended from outside.
         """
-        server, watch = self._server, self._watch
-        if server is None or watch is None:
+        server = self._server
+        if server is None:
             raise EnvironmentCrashed(f"environment {self._name}: task {task_id}: the server has ended")
+        watch = server.ending
         request = asyncio.ensure_future(server.post(path, body, 6 * self._config.max_output_bytes + (1 << 20)))
         ending = Ending(f"{path} took longer than {seconds:g} s", own)
         try:
@@ -336,10 +303,6 @@ class AppWorldSlot:
         await self._end_server()
         kind = WorldBroken if own else EnvironmentCrashed
         raise kind(f"environment {self._name}: task {task_id}: {one_line(reason)}")
-
-
-def _failed(failure: str, tests: int, difficulty: int | None) -> WorldVerdict:
-    return WorldVerdict(success=False, passed_tests=0, total_tests=tests, difficulty=difficulty, failures=(failure,))
 
 
 def one_line(said: object) -> str:

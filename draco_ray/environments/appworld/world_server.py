@@ -1,21 +1,21 @@
-"""The process behind a slot: forks a new process for every task, ends it, and runs the evaluation.
+"""The process behind a task or an evaluation: forks the process that does it, and ends with everything it forked.
 
 It is forked from a `world_template`, so AppWorld is already loaded. It never runs model-written code itself: the task's
-process does. That process serves AppWorld's HTTP application on the slot's socket, and is killed with everything it
-started when the task is over. So nothing a task leaves behind (patched modules, threads, files, memory) reaches the
-next task, and a task begins within 0.2 s.
+process does. That process serves AppWorld's HTTP application on the slot's socket. Every task and every evaluation has
+a server of its own, with scratch of its own, so nothing a task leaves behind (patched modules, threads, files, memory)
+reaches the next one.
 
 The slot communicates with it over a socket, one JSON object per line:
 
-    slot   {"do": "task", "task_id": ...}        end the current task, fork a process for this one
-           {"do": "evaluate", "task_id": ...}    end the task's process, run AppWorld's evaluator on what it saved,
-                                                 or on the files of a saved world under "files"
-           {"do": "clear"}                       end the task's process
+    slot   {"do": "task", "task_id": ...}        fork the task's process
+           {"do": "save", "task_id": ...}        end that process and read the world that it saved
+           {"do": "evaluate", "task_id": ..., "files": ...}
+                                                 run AppWorld's evaluator on a saved world
     server {"event": "forked"}                   the server exists
-           {"event": "done"}                     a "task" or "clear" is done
+           {"event": "done", ...}                the answer to an order: for "save" the files under "saved", for
+                                                 "evaluate" AppWorld's verdict, or why there is none (`engine.judge`)
            {"event": "exited", "status": ..., "killed": ...}
                                                  the task's process ended; whether it was killed from outside
-           {"event": "evaluated", ...}           AppWorld's verdict, or why there is none (`engine.judge`)
 
 End of file on that socket ends the server: it cannot outlive its slot.
 """
@@ -39,7 +39,6 @@ from draco_ray.environments.appworld.saved_world import MAX_SAVED_BYTES, Unusabl
 from draco_ray.environments.jail import linux
 from draco_ray.environments.jail.confine import SHOWN_OF_A_TASK, JailSpec, readable_in_place
 from draco_ray.environments.jail.system_calls import refuse_system_calls
-from draco_ray.temp_dirs import remove_tree
 
 MAX_EVALUATION_BYTES = 6 * MAX_SAVED_BYTES + (8 << 20)
 """Maximum size of an evaluation's answer, saved files included. JSON may need six bytes to encode one."""
@@ -47,10 +46,10 @@ MAX_EVALUATION_BYTES = 6 * MAX_SAVED_BYTES + (8 << 20)
 
 @dataclass(frozen=True)
 class SlotSpec:
-    """Settings of a slot's server."""
+    """Settings of a server."""
 
     directory: str
-    """The slot's private folder on the host."""
+    """The server's private folder on the host."""
     evaluate: bool
     """Whether AppWorld's evaluator, which reads ground truth, may run."""
     memory_mib: int
@@ -72,7 +71,7 @@ class SlotSpec:
 
 
 class WorldServer:
-    """Forks and ends tasks' processes as ordered by the slot."""
+    """Forks and ends processes as ordered by the slot."""
 
     def __init__(
         self,
@@ -131,14 +130,17 @@ class WorldServer:
         self._control.sendall(json.dumps(message).encode() + b"\n")
 
     def _obey(self, order: dict[str, Any]) -> None:
-        self._end_task()
-        if order["do"] == "evaluate":
-            self._say(event="evaluated", **self._evaluate(order["task_id"], order.get("files")))
-            return
-        self._clear_scratch()
+        task_id, answer = order["task_id"], dict[str, Any]()
         if order["do"] == "task":
-            self._start_task(order["task_id"])
-        self._say(event="done")
+            self._start_task(task_id)
+        elif order["do"] == "save":
+            self._end_task()
+            answer = self._ask(lambda tell: _tell_saved(task_id, tell), [])
+        elif self._slot.evaluate:
+            answer = self._ask(lambda tell: judge(task_id, order["files"], tell), [task_id])
+        else:
+            answer = {"error": "this slot was started without ground truth"}
+        self._say(event="done", **answer)
 
     def _start_task(self, task_id: str) -> None:
         self._task_pid = os.fork()
@@ -185,19 +187,6 @@ class WorldServer:
         refuse_system_calls(may_remove=self._scratch_is_mounted)
         if self._jail.level == "landlock":
             linux.reach_only(readable=readable_in_place(self._jail, tasks), writable=(*self._scratch, os.devnull))
-
-    def _evaluate(self, task_id: str, files: dict[str, str] | None) -> dict[str, Any]:
-        """Run AppWorld's evaluator in a process without any trace of the model's code."""
-        if not self._slot.evaluate:
-            return {"error": "this slot was started without ground truth"}
-        if files is None:
-            answer = self._ask(lambda tell: _tell_saved(task_id, tell), [])
-            if "saved" not in answer:
-                return answer
-            files = answer["saved"]
-        self._clear_scratch()
-        answer = self._ask(lambda tell: judge(task_id, files, tell), [task_id])
-        return {**answer, "saved": files} if "verdict" in answer else answer
 
     def _ask(self, work: Callable[[Callable[[dict[str, Any]], None]], None], tasks: list[str]) -> dict[str, Any]:
         """Read or evaluate a saved world in a separate confined process.
@@ -252,14 +241,6 @@ class WorldServer:
     def _end_task(self) -> None:
         self._task_pid = None
         linux.end_descendants()
-
-    def _clear_scratch(self) -> None:
-        for folder in self._scratch:
-            if self._scratch_is_mounted:
-                linux.unmount(folder)
-                linux.mount_tmpfs(folder, self._slot.scratch_mib, 0o1777)
-            elif os.listdir(folder) and not remove_tree(folder, itself=False, uid=self._task_uid):
-                raise OSError(f"{folder} cannot be emptied")
 
 
 def show_only(task_id: str, tasks: str) -> None:
