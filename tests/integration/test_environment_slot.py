@@ -60,10 +60,11 @@ async def slot(root: Path, tasks: Tasks) -> AsyncIterator[AppWorldSlot]:
     slot = AppWorldSlot(EnvironmentConfig(), root, load_ground_truth=True, name="usual")
     yield slot
     await slot.open(tasks.next())
-    everything = [*processes_of(slot), template_of(slot)]
+    processes, template = processes_of(slot), template_of(slot)
     await slot.stop()
-    # With the last slot goes what they share.
-    assert psutil.wait_procs(everything, timeout=600)[1] == []
+    assert psutil.wait_procs(processes, timeout=600)[1] == []
+    # What slots share is there for the next one.
+    assert template.is_running()
 
 
 def template_of(slot: AppWorldSlot) -> psutil.Process:
@@ -96,7 +97,7 @@ async def test_an_episode(slot: AppWorldSlot, tasks: Tasks) -> None:
     assert verdict.failures == ()
     with pytest.raises(RuntimeError, match="has already been evaluated"):
         await slot.execute("print(1)")
-    await slot.close_task()
+    await slot.stop()
     with pytest.raises(RuntimeError, match="no task is open"):
         _ = slot.task
 
@@ -188,7 +189,7 @@ async def test_an_agent_that_ends_its_own_world_has_failed(slot: AppWorldSlot, t
     assert "crashed" in evaluation.failures[0]
     with pytest.raises(EnvironmentCrashed, match="the server has ended"):
         await slot.execute("print(1)")
-    await slot.close_task()
+    await slot.stop()
     await check_next_task_runs_clean(slot, tasks)
 
 
@@ -219,7 +220,7 @@ async def test_a_dead_template_is_replaced(slot: AppWorldSlot, tasks: Tasks) -> 
     template = template_of(slot)
     template.kill()
     assert psutil.wait_procs([template], timeout=600)[1] == []
-    await slot.close_task()
+    await slot.stop()
     await check_next_task_runs_clean(slot, tasks)
 
 

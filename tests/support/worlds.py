@@ -12,8 +12,8 @@ from pathlib import Path
 import psutil
 
 from draco_ray.config.schema import EnvironmentConfig
+from draco_ray.environments.appworld import template_process
 from draco_ray.environments.appworld.slot import AppWorldSlot
-from draco_ray.environments.appworld.template_process import acquire_template, release_template
 from draco_ray.environments.base import WorldVerdict
 from draco_ray.errors import EnvironmentCrashed
 from draco_ray.sandbox.world.scripts import families
@@ -70,11 +70,11 @@ def files(root: Path) -> dict[Path, bytes]:
 
 @contextmanager
 def appworld_loaded(config: EnvironmentConfig, root: Path) -> Iterator[None]:
-    """AppWorld stays loaded for all slots of this process with that configuration, one after the other."""
+    """AppWorld is loaded, however long that takes, for all slots of this process with that configuration."""
     key = AppWorldSlot(config, root, load_ground_truth=True, name="loads")._key
-    acquire_template(key, LOAD_SECONDS)
+    template_process.shared_template(key, LOAD_SECONDS)
     yield
-    release_template(key)
+    template_process._templates.pop(key).kill()
 
 
 async def play(slot: AppWorldSlot, tasks: Tasks) -> WorldVerdict:

@@ -12,8 +12,7 @@ import pytest
 from draco_ray.environments.appworld import template_process
 from draco_ray.environments.appworld.template_process import (
     TemplateKey,
-    acquire_template,
-    release_template,
+    shared_template,
 )
 from draco_ray.environments.jail import launch
 from draco_ray.environments.jail.confine import LEVELS, JailSpec, bubblewrap_arguments, readable_in_place, spare_uids
@@ -224,7 +223,7 @@ def starts(monkeypatch: pytest.MonkeyPatch) -> dict[str, Exception | None]:
 
     monkeypatch.setattr(template_process.TemplateProcess, "start", staticmethod(start))
     monkeypatch.setattr(launch, "_reached", {})
-    monkeypatch.setattr(template_process, "_shares", {})
+    monkeypatch.setattr(template_process, "_templates", {})
     return outcomes
 
 
@@ -233,65 +232,61 @@ def key(isolation: str = "auto", python: str = "/python") -> TemplateKey:
 
 
 def test_auto_takes_the_strongest_level_there_is(starts: dict[str, Exception | None]) -> None:
-    assert acquire_template(key(), 1).level == "namespaces"
+    assert shared_template(key(), 1).level == "namespaces"
     starts["namespaces"] = LevelUnavailable("no")
     starts["bubblewrap"] = LevelUnavailable("no")
-    assert acquire_template(key(python="/other"), 1).level == "landlock"
+    assert shared_template(key(python="/other"), 1).level == "landlock"
     # It is remembered: the levels in front are not tried again.
     starts["namespaces"] = None
-    release_template(key(python="/other"))
-    assert acquire_template(key(python="/other"), 1).level == "landlock"
+    shared_template(key(python="/other"), 1).kill()
+    assert shared_template(key(python="/other"), 1).level == "landlock"
 
 
 def test_a_level_asked_for_by_name_is_not_what_auto_takes_later(starts: dict[str, Exception | None]) -> None:
-    assert acquire_template(key("rlimits"), 1).level == "rlimits"
-    assert acquire_template(key(), 1).level == "namespaces"
+    assert shared_template(key("rlimits"), 1).level == "rlimits"
+    assert shared_template(key(), 1).level == "namespaces"
 
 
 def test_a_level_asked_for_by_name_is_never_replaced(starts: dict[str, Exception | None]) -> None:
     starts["namespaces"] = LevelUnavailable("not allowed here")
     with pytest.raises(EnvironmentCrashed, match="AppWorld cannot be started: namespaces: not allowed here"):
-        acquire_template(key("namespaces"), 1)
+        shared_template(key("namespaces"), 1)
 
 
 def test_an_accident_does_not_weaken_the_isolation(starts: dict[str, Exception | None]) -> None:
     starts["namespaces"] = EnvironmentCrashed("AppWorld was not loaded within 1 s")
     with pytest.raises(EnvironmentCrashed, match="was not loaded"):
-        acquire_template(key(), 1)
+        shared_template(key(), 1)
     starts["namespaces"] = None
-    assert acquire_template(key(), 1).level == "namespaces"
+    assert shared_template(key(), 1).level == "namespaces"
 
 
 def test_auto_does_not_take_limits_alone(starts: dict[str, Exception | None]) -> None:
     for level in LEVELS[:-1]:
         starts[level] = LevelUnavailable(f"no {level}")
     with pytest.raises(IsolationUnavailable, match=r"no landlock; environment\.isolation=rlimits would"):
-        acquire_template(key(), 1)
+        shared_template(key(), 1)
     assert next(iter(starts)) == "rlimits"  # never tried
 
 
 def test_a_warning_says_when_nothing_but_limits_is_left(
     starts: dict[str, Exception | None], caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert acquire_template(key("rlimits"), 1).level == "rlimits"
+    assert shared_template(key("rlimits"), 1).level == "rlimits"
     (warning,) = [record.message for record in caplog.records if record.levelname == "WARNING"]
     assert "the host's files" in warning
 
 
-def test_a_template_is_shared_until_its_last_user_leaves(starts: dict[str, Exception | None]) -> None:
-    first = acquire_template(key(), 1)
-    assert acquire_template(key(), 1) is first
-    release_template(key())
-    assert first.alive
-    release_template(key())
-    assert not first.alive
-    assert acquire_template(key(), 1) is not first
+def test_a_template_is_shared(starts: dict[str, Exception | None]) -> None:
+    first = shared_template(key(), 1)
+    assert shared_template(key(), 1) is first
+    assert shared_template(key(python="/other"), 1) is not first
 
 
 def test_a_dead_template_is_replaced(starts: dict[str, Exception | None]) -> None:
-    first = acquire_template(key(), 1)
+    first = shared_template(key(), 1)
     first.kill()
-    second = acquire_template(key(), 1)
+    second = shared_template(key(), 1)
     assert second is not first
     assert second.alive
 

@@ -146,4 +146,4 @@ class AppWorld:
 
     async def close(self) -> None:
         """End the task's process."""
-        await self.slot.close_task()
+        await self.slot.stop()

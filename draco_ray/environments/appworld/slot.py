@@ -23,12 +23,7 @@ from draco_ray.environments.appworld.data_root import check_data_root, load_task
 from draco_ray.environments.appworld.engine import EXPERIMENT, cut_with_mark, plain_text
 from draco_ray.environments.appworld.interpreter import appworld_python
 from draco_ray.environments.appworld.server_process import Ending, ServerProcess
-from draco_ray.environments.appworld.template_process import (
-    TemplateKey,
-    TemplateProcess,
-    acquire_template,
-    release_template,
-)
+from draco_ray.environments.appworld.template_process import TemplateKey, shared_template
 from draco_ray.environments.base import WorldVerdict
 from draco_ray.errors import EnvironmentCrashed, WorldBroken, WorldError
 from draco_ray.records import Task
@@ -72,7 +67,6 @@ class AppWorldSlot:
             data=self._root / "data",
             output_bytes=config.max_output_bytes,
         )
-        self._template: TemplateProcess | None = None
         self._server: ServerProcess | None = None
         self._task: Task | None = None
         self._over = False
@@ -101,7 +95,7 @@ class AppWorldSlot:
         Raises: WorldError: there is no such task; EnvironmentCrashed: the server cannot be started.
         """
         task = load_task(self._root, task_id)
-        await self.close_task()
+        await self.stop()
         await self._start()
         await self._order("task", task_id)
         answer = await self._request(
@@ -200,43 +194,17 @@ class AppWorldSlot:
         tests, difficulty = answer.get("tests", 0), answer.get("difficulty")
         return WorldVerdict(success=False, total_tests=tests, difficulty=difficulty, failures=(unusable,))
 
-    async def close_task(self) -> None:
-        """End the open task's server and everything in it."""
+    async def stop(self) -> None:
+        """End the open task's server and everything in it. The slot can be used again."""
         self._task = None
         await self._end_server()
 
-    async def stop(self) -> None:
-        """End the open task, and the template unless other slots use it. The slot can be used again."""
-        await self.close_task()
-        if self._template is not None:
-            self._template = None
-            await asyncio.to_thread(release_template, self._key)
-
     async def _start(self) -> None:
         try:
-            if self._template is not None and not self._template.alive:
-                self._template = None
-                await asyncio.to_thread(release_template, self._key)
-            if self._template is None:
-                self._template = await self._acquire()
-            self._server = await ServerProcess.start(self._template, self._config, evaluate=self._load_ground_truth)
+            template = await asyncio.to_thread(shared_template, self._key, self._config.start_timeout_seconds)
+            self._server = await ServerProcess.start(template, self._config, evaluate=self._load_ground_truth)
         except EnvironmentCrashed as error:
             raise type(error)(f"environment {self._name}: {error}") from error
-
-    async def _acquire(self) -> TemplateProcess:
-        starting = asyncio.ensure_future(
-            asyncio.to_thread(acquire_template, self._key, self._config.start_timeout_seconds)
-        )
-        try:
-            return await asyncio.shield(starting)
-        except asyncio.CancelledError:
-            # The thread cannot be cancelled, so release its template when it is done.
-            starting.add_done_callback(self._give_back)
-            raise
-
-    def _give_back(self, starting: asyncio.Future[TemplateProcess]) -> None:
-        if not starting.cancelled() and starting.exception() is None:
-            release_template(self._key)
 
     async def _end_server(self) -> None:
         server, self._server = self._server, None

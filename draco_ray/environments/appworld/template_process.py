@@ -1,7 +1,7 @@
 """The host's side of a `world_template`: starts it in the strongest available jail and shares it among slots.
 
 All slots of a process with the same interpreter, isolation, data root and output limit fork from one template, so
-AppWorld is loaded once. The template starts with the first slot that needs it and ends with the last.
+AppWorld is loaded once. The template starts with the first slot that needs it and ends with this process.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import socket
 import subprocess
 import threading
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from draco_ray.environments.jail.confine import JailSpec
@@ -39,17 +39,9 @@ class TemplateKey:
     output_bytes: int
 
 
-@dataclass(slots=True)
-class _Share:
-    """A shared template; the lock makes other slots wait while the first one starts it."""
-
-    lock: threading.Lock = field(default_factory=threading.Lock)
-    template: TemplateProcess | None = None
-    users: int = 0
-
-
-_shares: dict[TemplateKey, _Share] = {}
-_shares_lock = threading.Lock()
+_templates: dict[TemplateKey, TemplateProcess] = {}
+_starting = threading.Lock()
+"""Other slots wait while the first one starts a template."""
 
 
 class _NotLoaded(LevelUnavailable):
@@ -141,41 +133,19 @@ class TemplateProcess:
         self._folder.remove()
 
 
-def acquire_template(key: TemplateKey, timeout_seconds: float) -> TemplateProcess:
-    """The template of ``key``; starts it if necessary and blocks until it is ready.
+def shared_template(key: TemplateKey, timeout_seconds: float) -> TemplateProcess:
+    """This process's template of ``key``; starts it if there is none or it has died, and blocks until it is ready.
 
-    Release it with `release_template`; acquiring again replaces a template that has died.
     Raises: IsolationUnavailable: the host offers no level that ``key`` allows; EnvironmentCrashed: it was killed or
         takes too long.
     """
-    with _shares_lock:
-        share = _shares.setdefault(key, _Share())
-        share.users += 1
-    try:
-        with share.lock:
-            if share.template is not None and not share.template.alive:
-                share.template.kill()
-                share.template = None
-            if share.template is None:
-                share.template = _start(key, timeout_seconds)
-            return share.template
-    except BaseException:
-        release_template(key)
-        raise
-
-
-def release_template(key: TemplateKey) -> None:
-    """Release a template; the last release ends it."""
-    with _shares_lock:
-        share = _shares[key]
-        share.users -= 1
-        if share.users:
-            return
-        del _shares[key]
-    with share.lock:
-        if share.template is not None:
-            share.template.kill()
-            share.template = None
+    with _starting:
+        template = _templates.get(key)
+        if template is None or not template.alive:
+            if template is not None:
+                template.kill()
+            template = _templates[key] = _start(key, timeout_seconds)
+        return template
 
 
 def _start(key: TemplateKey, timeout_seconds: float) -> TemplateProcess:
