@@ -209,35 +209,20 @@ class JudgePool:
         """
         self._start = start
         self._config = config
-        self._workers: ElasticWorkers[Any] = ElasticWorkers(
+        self.workers: ElasticWorkers[Any] = ElasticWorkers(
             lambda number: start(f"JudgeWorker-{number}"),
             slots=config.concurrency_per_worker,
             min_workers=config.workers,
             max_workers=config.max_workers,
             idle_seconds=config.idle_seconds,
         )
-        self._watched = MonitoredWorkers(self._workers, up=monitor.up, end=ray.kill, restart=monitor.restart)
+        self._watched = MonitoredWorkers(self.workers, up=monitor.up, end=ray.kill, restart=monitor.restart)
         self._union: PooledWorker[Any] | None = None
 
     @property
     def in_flight(self) -> int:
         """Number of phases in flight."""
-        return self._workers.in_flight + (self._union.calls if self._union is not None else 0)
-
-    @property
-    def waiting(self) -> int:
-        """Number of phases that wait for a free slot."""
-        return self._workers.waiting
-
-    @property
-    def up(self) -> int:
-        """Number of workers that answer."""
-        return self._workers.up
-
-    @property
-    def wanted(self) -> int:
-        """Number of workers that all phases would need, within the bounds."""
-        return self._workers.wanted
+        return self.workers.in_flight + (self._union.calls if self._union is not None else 0)
 
     def open(self) -> None:
         """Request the minimum number of workers and the union actor; needs a running event loop, returns at once."""
@@ -256,7 +241,7 @@ class JudgePool:
         seconds = self._config.start_timeout_seconds
         try:
             async with asyncio.timeout(seconds):
-                place = await self._workers.acquire()
+                place = await self.workers.acquire()
         except TimeoutError:
             raise ClusterError(
                 f"no judge worker started within judge.start_timeout_seconds={seconds:g}; each needs one unit of the "
@@ -265,7 +250,7 @@ class JudgePool:
         try:
             await place.worker.check.remote()
         finally:
-            self._workers.release(place)
+            self.workers.release(place)
 
     def close(self) -> None:
         """Stop monitoring and scaling; the actors end with the run."""

@@ -126,7 +126,7 @@ class RolloutPool:
             retries: additional attempts after a server error.
             seed: of the run; seeds of rollouts are derived from it.
         """
-        self._workers = workers
+        self.workers = workers
         self._policies = policies
         self._retries = retries
         self._seed = seed
@@ -156,16 +156,6 @@ class RolloutPool:
         self.lost += 1
         return RolloutResult(member=None, attempts=self._retries + 1, usage=usage, error=error)
 
-    @property
-    def waiting(self) -> int:
-        """Number of rollouts waiting for a slot."""
-        return self._workers.elastic.waiting
-
-    @property
-    def in_flight(self) -> int:
-        """Number of rollouts holding a slot."""
-        return self._workers.elastic.in_flight
-
     async def _try(self, request: RolloutRequest, priority: int) -> FinishedRollout | None:
         """Play one attempt; None if its worker was lost."""
         asked: list[ray.ObjectRef[Any]] = []
@@ -179,7 +169,7 @@ class RolloutPool:
             return PendingCall((trajectory, evaluation), monitor.answer(summary), partial(ray.cancel, summary))
 
         try:
-            found = await self._workers.watched.call(send, rank=priority, attempts=1, ok=_has_played)
+            found = await self.workers.watched.call(send, rank=priority, attempts=1, ok=_has_played)
         except asyncio.CancelledError:
             for call in asked:
                 ray.cancel(call)

@@ -345,12 +345,12 @@ class RunObserver:
 
     async def _sample(self, rollouts: RolloutPool, judges: JudgePool) -> None:
         while True:
-            self._metrics.set(catalogue.ROLLOUTS_WAITING, rollouts.waiting)
-            self._metrics.set(catalogue.ROLLOUTS_IN_FLIGHT, rollouts.in_flight)
+            self._metrics.set(catalogue.ROLLOUTS_WAITING, rollouts.workers.elastic.waiting)
+            self._metrics.set(catalogue.ROLLOUTS_IN_FLIGHT, rollouts.workers.elastic.in_flight)
             self._metrics.set(catalogue.JUDGE_IN_FLIGHT, judges.in_flight)
-            self._metrics.set(catalogue.JUDGE_WAITING, judges.waiting)
-            self._metrics.set(catalogue.JUDGE_WORKERS_UP, judges.up)
-            self._metrics.set(catalogue.JUDGE_WORKERS_WANTED, judges.wanted)
+            self._metrics.set(catalogue.JUDGE_WAITING, judges.workers.waiting)
+            self._metrics.set(catalogue.JUDGE_WORKERS_UP, judges.workers.up)
+            self._metrics.set(catalogue.JUDGE_WORKERS_WANTED, judges.workers.wanted)
             self._metrics.set(catalogue.RUN_DOLLARS, self._dollars)
             self._metrics.step(self._last_step)
             await asyncio.sleep(SAMPLE_SECONDS)

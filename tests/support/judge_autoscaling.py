@@ -38,12 +38,12 @@ async def grow_and_shrink(config: JudgeConfig) -> dict[str, Any]:
     pool = JudgePool(judge_starter(config, None, None, "autoscaling"), config)
     pool.open()
     await pool.ready()
-    seen: dict[str, Any] = {"up_at_first": pool.up, **await with_more_calls_than_room(pool)}
+    seen: dict[str, Any] = {"up_at_first": pool.workers.up, **await with_more_calls_than_room(pool)}
     seen |= await with_a_silent_worker(pool)
-    pool._workers._idle_seconds = IDLE_SECONDS
-    await until(lambda: pool.up == 1 and len(added_nodes()) == 1)
+    pool.workers._idle_seconds = IDLE_SECONDS
+    await until(lambda: pool.workers.up == 1 and len(added_nodes()) == 1)
     pool.close()
-    return seen | {"up_at_last": pool.up, "nodes_at_last": len(added_nodes())}
+    return seen | {"up_at_last": pool.workers.up, "nodes_at_last": len(added_nodes())}
 
 
 async def with_more_calls_than_room(pool: JudgePool) -> dict[str, Any]:
@@ -58,9 +58,9 @@ async def with_more_calls_than_room(pool: JudgePool) -> dict[str, Any]:
 
     asking = [asyncio.create_task(keep_asking()) for _ in range(ASKERS)]
     merging = asyncio.create_task(merge(pool))
-    places = pool._workers.pooled
-    await until(lambda: pool.up == MOST and all(place.calls for place in places))
-    most, nodes, busy = pool.up, added_nodes(), [place for place in places if place.calls]
+    places = pool.workers.pooled
+    await until(lambda: pool.workers.up == MOST and all(place.calls for place in places))
+    most, nodes, busy = pool.workers.up, added_nodes(), [place for place in places if place.calls]
     enough.set()
     await asyncio.gather(*asking)
     summaries = [judgement.summary for judgement in answered]
@@ -82,7 +82,7 @@ async def with_more_calls_than_room(pool: JudgePool) -> dict[str, Any]:
 async def with_a_silent_worker(pool: JudgePool) -> dict[str, Any]:
     """As many calls as the workers hold, one of which is stopped under them: neither dead nor alive."""
     pool._watched.timeout_seconds, pool._watched.ping_seconds = 10.0, 0.2
-    place = pool._workers.pooled[0]
+    place = pool.workers.pooled[0]
     process = await place.worker.__ray_call__.remote(_process_id)
     calls = [asyncio.create_task(ask(pool, -1 - number)) for number in range(2 * MOST)]
     await until(lambda: place.calls == 2)
@@ -91,7 +91,7 @@ async def with_a_silent_worker(pool: JudgePool) -> dict[str, Any]:
     try:
         async with asyncio.timeout(PATIENCE_SECONDS):
             answered = await asyncio.gather(*calls)
-        await until(lambda: pool.up == MOST)
+        await until(lambda: pool.workers.up == MOST)
     finally:
         # It is gone by then, unless something is wrong.
         with contextlib.suppress(ProcessLookupError):
@@ -99,7 +99,7 @@ async def with_a_silent_worker(pool: JudgePool) -> dict[str, Any]:
     return {
         "held_by_the_silent": held,
         "answered_elsewhere": sum(call.ok for call in answered),
-        "up_again": pool.up,
+        "up_again": pool.workers.up,
         "in_a_new_process": await place.worker.__ray_call__.remote(_process_id) != process,
     }
 

@@ -41,6 +41,13 @@ class Queue:
 
     waiting, in_flight, up, wanted = 3, 5, 2, 4
 
+    @property
+    def workers(self) -> Queue:
+        """Itself."""
+        return self
+
+    elastic = workers
+
 
 class Engines:
     """What engines say of themselves: one that has just been started anew, and one that is not there."""

@@ -89,7 +89,11 @@ async def grow_and_shrink(workers: RolloutWorkers, again: RolloutWorkers, folder
         for rollout in range(ROLLOUTS)
     ]
     await until(lambda: len(list(folder.glob("*.0"))) == SLOTS)
-    seen |= {"most_up": workers.elastic.up, "waiting": pool.waiting, "nodes": len(before := added_nodes())}
+    seen |= {
+        "most_up": workers.elastic.up,
+        "waiting": pool.workers.elastic.waiting,
+        "nodes": len(before := added_nodes()),
+    }
     # The last that came is on one of the nodes; its rollout is played by whoever comes.
     process = int((folder / f"{SLOTS - 1}.0").read_text())
     lose_node(process)

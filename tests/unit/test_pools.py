@@ -149,11 +149,11 @@ async def test_an_episode_goes_to_the_engine_with_the_fewest_and_stays_there() -
     playing += [play(pool, rollout) for rollout in (4, 5)]
     await until(lambda: len(worker.engine) == 6)
     assert [worker.engine[rollout] for rollout in (4, 5)] == [1, 1]
-    assert pool.in_flight == 4
+    assert pool.workers.elastic.in_flight == 4
     for rollout in (0, 2, 4, 5):
         worker.finish(rollout)
     await asyncio.gather(*playing)
-    assert pool.in_flight == 0
+    assert pool.workers.elastic.in_flight == 0
 
 
 async def test_no_more_rollouts_run_than_there_are_slots_and_the_first_of_the_step_come_first() -> None:
@@ -162,13 +162,13 @@ async def test_no_more_rollouts_run_than_there_are_slots_and_the_first_of_the_st
     pool = Crew(made, slots=3, each=2).pool()
     playing = [play(pool, rollout) for rollout in (9, 2, 1, 4, 3)]
     await until(lambda: sum(len(worker.ends) for worker in made) == 3)
-    assert pool.waiting == 2
+    assert pool.workers.elastic.waiting == 2
     assert {rollout for worker in made for rollout in worker.ends} == {1, 2, 3}
     for rollout in (1, 2, 3, 4, 9):
         await until(lambda: any(rollout in worker.ends for worker in made))  # noqa: B023
         next(worker for worker in made if rollout in worker.ends).finish(rollout)
     await asyncio.gather(*playing)
-    assert (pool.waiting, pool.in_flight) == (0, 0)
+    assert (pool.workers.elastic.waiting, pool.workers.elastic.in_flight) == (0, 0)
 
 
 async def test_workers_come_with_the_rollouts_that_wait_and_go_when_they_are_idle() -> None:
@@ -178,15 +178,15 @@ async def test_workers_come_with_the_rollouts_that_wait_and_go_when_they_are_idl
     assert len(crew.workers.elastic.pooled) == 1
     playing = [play(pool, rollout) for rollout in range(7)]
     await until(lambda: len(made[0].ends) == 2)
-    assert pool.waiting == 5
+    assert pool.workers.elastic.waiting == 5
     crew.workers.watched._adjust()
     # Two more: with six slots there are all that there may be.
     await until(lambda: [len(worker.ends) for worker in made] == [2, 2, 2, 0])
-    assert (pool.in_flight, pool.waiting) == (6, 1)
+    assert (pool.workers.elastic.in_flight, pool.workers.elastic.waiting) == (6, 1)
     for worker in made[1:3]:
         for rollout in list(worker.ends):
             worker.finish(rollout)
-    await until(lambda: pool.in_flight == 3 and len(made[1].ends) == 3)
+    await until(lambda: pool.workers.elastic.in_flight == 3 and len(made[1].ends) == 3)
     crew.workers.watched._adjust()
     # The one that waited has the place of one that ended; its worker is needed, the other is not.
     await until(lambda: [worker.killed for worker in made] == [False, False, True, False])
@@ -333,7 +333,7 @@ async def test_a_rollout_that_nobody_waits_for_is_taken_back_and_keeps_its_slot_
     await until(lambda: 0 in worker.ends)
     playing.cancel()
     await asyncio.gather(playing, return_exceptions=True)
-    assert (cancelled, pool.in_flight, pool.waiting) == ([worker.ends[0]], 1, 1)
+    assert (cancelled, pool.workers.elastic.in_flight, pool.workers.elastic.waiting) == ([worker.ends[0]], 1, 1)
     worker.ends[0].cancel()
     await until(lambda: 1 in worker.ends)
     worker.finish(1)

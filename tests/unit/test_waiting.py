@@ -102,7 +102,9 @@ async def test_a_run_in_whose_first_step_nothing_happens_has_a_step_that_stands_
     steps: asyncio.Queue[Any] = asyncio.Queue()
     metrics = SimpleNamespace(set=lambda *_: None, step=steps.put_nowait)
     monkeypatch.setattr(progress, "RunMetrics", lambda name: metrics)
-    pools: Any = SimpleNamespace(waiting=0, in_flight=0, up=0, wanted=0)
+    workers: Any = SimpleNamespace(waiting=0, in_flight=0, up=0, wanted=0)
+    workers.elastic = workers
+    pools: Any = SimpleNamespace(in_flight=0, workers=workers)
     watching = progress.RunObserver(load_config("sandbox", ["run.trackers=[]"]), tmp_path, done=3)
     watching.watch_pools(pools, pools)
     assert await steps.get() == {"step": 3}
