@@ -38,7 +38,7 @@ async def attacked(sandbox_root: Path) -> AsyncIterator[AppWorldSlot]:
     config = EnvironmentConfig(max_memory_mib=1024, max_output_bytes=OUTPUT_BYTES)
     slot = AppWorldSlot(config, sandbox_root, load_ground_truth=True, name="attacked")
     yield slot
-    await slot.stop()
+    await slot.close()
 
 
 @pytest_asyncio.fixture(loop_scope="module")
@@ -81,7 +81,7 @@ class TestOutput:
         assert "still here" in output
 
     async def test_the_cut_is_marked(self, opened: AppWorldSlot) -> None:
-        output = await opened.execute(f"print('é' * {OUTPUT_BYTES})")
+        output = await opened.act(f"print('é' * {OUTPUT_BYTES})")
         assert output == "é" * (OUTPUT_BYTES // 2) + f"\n[output cut at {OUTPUT_BYTES} bytes]\n"
 
 
@@ -95,7 +95,7 @@ async def test_an_endless_loop_is_interrupted_and_its_world_survives(
     assert "Execution timed out after 2 seconds." in output
     assert output.endswith("still here 5\n")
     await check_next_task_runs_clean(slot, tasks)
-    await slot.stop()
+    await slot.close()
 
 
 class TestEnds:
@@ -122,7 +122,7 @@ class TestEnds:
         gone = psutil.wait_procs(processes_of(opened)[-1:], timeout=600)[0]
         assert len(gone) == 1
         with pytest.raises(EnvironmentCrashed, match=r"the task's process died \(status 7\)"):
-            await opened.execute("print('never')")
+            await opened.act("print('never')")
 
     @pytest.mark.parametrize(
         "code",
@@ -268,7 +268,7 @@ async def test_any_answer_is_a_failed_rollout_and_no_more(attacked: AppWorldSlot
     )
     assert "failed" not in said
     with pytest.raises(WorldBroken) as broken:
-        await attacked.execute("print(1)")
+        await attacked.act("print(1)")
     assert str(broken.value).isprintable()
     assert len(str(broken.value)) < 1000
 
@@ -328,11 +328,11 @@ async def test_who_ended_a_process_decides_whose_doing_it_was(attacked: AppWorld
     await attacked.open(tasks.next())
     processes_of(attacked)[-1].kill()
     with pytest.raises(EnvironmentCrashed, match=r"died \(status -9\)") as lost:
-        await attacked.execute("while True: pass")
+        await attacked.act("while True: pass")
     assert not isinstance(lost.value, WorldBroken)
     await attacked.open(tasks.next())
     with pytest.raises(WorldBroken, match=r"died \(status 1\)"):
-        await attacked.execute("json.codecs.builtins.__import__('posix')._exit(1)")
+        await attacked.act("json.codecs.builtins.__import__('posix')._exit(1)")
 
 
 async def test_tampering_with_appworld(slot: AppWorldSlot) -> None:

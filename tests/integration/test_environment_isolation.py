@@ -56,7 +56,7 @@ async def slot(request: pytest.FixtureRequest, sandbox_root: Path, tasks: Tasks)
     assert slot.isolation_level == level
     yield slot
     processes = processes_of(slot)
-    await slot.stop()
+    await slot.close()
     assert psutil.wait_procs(processes, timeout=600)[1] == []
 
 
@@ -437,7 +437,7 @@ class TestHang:
         assert f"CRASHED environment hung: task {slot.task.task_id}: /execute took longer than 3 s" in output
         assert slot.pid is None
         await check_next_task_runs_clean(slot, tasks)
-        await slot.stop()
+        await slot.close()
 
 
 @pytest.mark.usefixtures("slot")
@@ -463,7 +463,7 @@ async def main(root):
             await slot.open(tasks.next())
             print(level, await attack(slot, "home = posix.environ[b'HOME'].decode() + '/'\\n" + cell), flush=True)
         await check_next_task_runs_clean(slot, tasks)
-        await slot.stop()
+        await slot.close()
 
 CELLS = [
     "file = posix.open(home + 'x', 65, 0o600)\\nattempt('unlink', lambda: posix.unlink(home + 'x'))"

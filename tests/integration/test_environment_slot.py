@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import shutil
 import signal
@@ -19,7 +20,6 @@ from draco_ray.config.schema import AgentConfig, EnvironmentConfig
 from draco_ray.engine.chat import ChatTokens
 from draco_ray.engine.sampler import Sample
 from draco_ray.environments.appworld.data_root import load_split
-from draco_ray.environments.appworld.environment import AppWorld
 from draco_ray.environments.appworld.slot import AppWorldSlot
 from draco_ray.errors import EnvironmentCrashed, WorldError
 from draco_ray.records import EpisodeEnd, Trajectory
@@ -61,7 +61,7 @@ async def slot(root: Path, tasks: Tasks) -> AsyncIterator[AppWorldSlot]:
     yield slot
     await slot.open(tasks.next())
     processes, template = processes_of(slot), template_of(slot)
-    await slot.stop()
+    await slot.close()
     assert psutil.wait_procs(processes, timeout=600)[1] == []
     # What slots share is there for the next one.
     assert template.is_running()
@@ -76,28 +76,27 @@ def template_of(slot: AppWorldSlot) -> psutil.Process:
 
 async def test_an_episode(slot: AppWorldSlot, tasks: Tasks) -> None:
     task_id = tasks.next()
-    task = await slot.open(task_id)
-    assert slot.task == task
+    task = (await slot.open(task_id)).task
     assert task.task_id == task_id
-    assert await slot.execute("task = apis.supervisor.show_active_task()\nprint(task['instruction'])") == (
+    assert await slot.act("task = apis.supervisor.show_active_task()\nprint(task['instruction'])") == (
         task.instruction + "\n"
     )
     # State is kept between cells, and silence has a message of AppWorld's.
-    assert await slot.execute("numbers = [1, 2]") == "Execution successful."
-    assert await slot.execute("numbers.append(3)\nprint(sum(numbers))") == "6\n"
-    error = await slot.execute("print(1)\nmissing")
+    assert await slot.act("numbers = [1, 2]") == "Execution successful."
+    assert await slot.act("numbers.append(3)\nprint(sum(numbers))") == "6\n"
+    error = await slot.act("print(1)\nmissing")
     assert error.startswith("Execution failed. Traceback:")
     assert "NameError" in error
     for cell in tasks.solution(task_id):
-        assert "Execution failed" not in await slot.execute(cell)
+        assert "Execution failed" not in await slot.act(cell)
     verdict = await slot.evaluate()
     assert verdict.success
     assert verdict.passed_tests == verdict.total_tests > 0
     assert verdict.difficulty in (1, 2, 3)
     assert verdict.failures == ()
     with pytest.raises(RuntimeError, match="has already been evaluated"):
-        await slot.execute("print(1)")
-    await slot.stop()
+        await slot.act("print(1)")
+    await slot.close()
     with pytest.raises(RuntimeError, match="no task is open"):
         _ = slot.task
 
@@ -113,12 +112,12 @@ async def test_a_task_begins_anew_whenever_it_is_opened(slot: AppWorldSlot, task
     task_id = tasks.next()
     for _ in range(2):
         await slot.open(task_id)
-        assert await slot.execute("print('kept' in globals())") == "False\n"
+        assert await slot.act("print('kept' in globals())") == "False\n"
         assert not (await slot.evaluate()).success
         await slot.open(task_id)
-        await slot.execute("kept = 1")
+        await slot.act("kept = 1")
         for cell in tasks.solution(task_id):
-            await slot.execute(cell)
+            await slot.act(cell)
         assert (await slot.evaluate()).success
 
 
@@ -133,11 +132,11 @@ async def test_an_outcome_blind_slot_works_where_there_is_no_ground_truth(root: 
     blind = AppWorldSlot(EnvironmentConfig(), root, load_ground_truth=False, name="blind")
     seeing = AppWorldSlot(EnvironmentConfig(), root, load_ground_truth=True, name="seeing")
     try:
-        task = await blind.open(task_id)
-        told = await blind.execute("print(apis.supervisor.show_active_task()['instruction'])")
+        task = (await blind.open(task_id)).task
+        told = await blind.act("print(apis.supervisor.show_active_task()['instruction'])")
         assert told == task.instruction + "\n"
         for cell in tasks.solution(task_id):
-            assert "Execution failed" not in await blind.execute(cell)
+            assert "Execution failed" not in await blind.act(cell)
         with pytest.raises(WorldError, match="blind was started without ground truth and cannot evaluate"):
             await blind.evaluate()
         # The server refuses too, should the slot ever ask.
@@ -147,8 +146,8 @@ async def test_an_outcome_blind_slot_works_where_there_is_no_ground_truth(root: 
         with pytest.raises(WorldError, match="cannot be evaluated"):
             await seeing.evaluate()
     finally:
-        await blind.stop()
-        await seeing.stop()
+        await blind.close()
+        await seeing.close()
 
 
 class ScriptedSampler(ReadsCalls):
@@ -169,7 +168,7 @@ async def run_agent(slot: AppWorldSlot, *lines: str) -> Trajectory:
     policy = TokenPolicy(ScriptedSampler(*lines), ChatTokens(chat_tokenizer(QWEN3), thinking=False), config)
     agent = CodeAgent(policy, config, agent_template(config.prompt, ""))
     request = RolloutRequest(task_id=slot.task.task_id, group="step0/x", rollout=2, attempt=0, seed=1)
-    return await agent.run(AppWorld(slot=slot, task=slot.task), request)
+    return await agent.run(slot, request)
 
 
 async def test_an_agent_that_ends_its_own_world_has_failed(slot: AppWorldSlot, tasks: Tasks) -> None:
@@ -182,14 +181,14 @@ async def test_an_agent_that_ends_its_own_world_has_failed(slot: AppWorldSlot, t
     assert trajectory.error is not None
     assert "the task's process died (status 9)" in trajectory.error
     assert [turn.observation for turn in trajectory.turns] == ["5\n", None]
-    evaluation = (await evaluate(AppWorld(slot=slot, task=slot.task), trajectory)).evaluation
+    evaluation = (await evaluate(slot, trajectory)).evaluation
     assert not evaluation.success
     assert evaluation.run == 2
     assert evaluation.ended is EpisodeEnd.CRASHED
     assert "crashed" in evaluation.failures[0]
     with pytest.raises(EnvironmentCrashed, match="the server has ended"):
-        await slot.execute("print(1)")
-    await slot.stop()
+        await slot.act("print(1)")
+    await slot.close()
     await check_next_task_runs_clean(slot, tasks)
 
 
@@ -199,7 +198,7 @@ async def test_an_agent_that_finishes_is_evaluated(slot: AppWorldSlot, tasks: Ta
     cells = [f"<code>{cell}</code>" for cell in tasks.solution(task_id)]
     trajectory = await run_agent(slot, *cells, "Done.")
     assert trajectory.ended is EpisodeEnd.FINISHED
-    evaluation = (await evaluate(AppWorld(slot=slot, task=slot.task), trajectory)).evaluation
+    evaluation = (await evaluate(slot, trajectory)).evaluation
     assert evaluation.success
     assert evaluation.turns == len(cells) + 1
 
@@ -208,9 +207,11 @@ async def test_a_dead_server_is_replaced(slot: AppWorldSlot, tasks: Tasks) -> No
     await slot.open(tasks.next())
     outermost, *inner = processes_of(slot)
     for process in (outermost, *inner):
-        process.kill()
+        # The inner ones end with the outermost.
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
     with pytest.raises(EnvironmentCrashed):
-        await slot.execute("print(1)")
+        await slot.act("print(1)")
     assert slot.pid is None
     await check_next_task_runs_clean(slot, tasks)
 
@@ -220,14 +221,14 @@ async def test_a_dead_template_is_replaced(slot: AppWorldSlot, tasks: Tasks) -> 
     template = template_of(slot)
     template.kill()
     assert psutil.wait_procs([template], timeout=600)[1] == []
-    await slot.stop()
+    await slot.close()
     await check_next_task_runs_clean(slot, tasks)
 
 
 async def test_a_cancelled_cell_ends_its_server(slot: AppWorldSlot, tasks: Tasks) -> None:
     await slot.open(tasks.next())
     processes = processes_of(slot)
-    cell = asyncio.ensure_future(slot.execute("while True: pass"))
+    cell = asyncio.ensure_future(slot.act("while True: pass"))
     await asyncio.sleep(0.3)
     cell.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -260,7 +261,7 @@ async def test_slots_share_what_is_loaded_and_nothing_else(slot: AppWorldSlot, r
     assert all(verdict.success for verdict in verdicts)
     processes = [*processes_of(others[0]), *processes_of(others[1])]
     assert len(processes) >= 3
-    await asyncio.gather(*(other.stop() for other in others))
+    await asyncio.gather(*(other.close() for other in others))
     assert psutil.wait_procs(processes, timeout=600)[1] == []
     assert template.is_running()
     assert (await play(slot, tasks)).success
@@ -276,7 +277,6 @@ from pathlib import Path
 import psutil
 from draco_ray.config.schema import EnvironmentConfig
 from draco_ray.environments.appworld.data_root import load_split
-from draco_ray.environments.appworld.environment import AppWorld
 from draco_ray.environments.appworld.slot import AppWorldSlot
 from tests.support.worlds import PRELUDE, Tasks
 
@@ -284,10 +284,10 @@ async def hang(isolation):
     root = Path({str(sandbox_root)!r})
     slot = AppWorldSlot(EnvironmentConfig(isolation=isolation), root, load_ground_truth=False, name="orphan")
     await slot.open(Tasks(root).next())
-    await slot.execute(PRELUDE)
-    await slot.execute("for number in range(1, 32): number not in (9, 19) and signal.signal(number, signal.SIG_IGN)")
+    await slot.act(PRELUDE)
+    await slot.act("for number in range(1, 32): number not in (9, 19) and signal.signal(number, signal.SIG_IGN)")
     print("ready", flush=True)
-    await slot.execute("while True:\\n    try:\\n        while True: pass\\n    except BaseException: pass")
+    await slot.act("while True:\\n    try:\\n        while True: pass\\n    except BaseException: pass")
 
 async def main():
     await asyncio.gather(hang("auto"), hang("rlimits"))
@@ -316,6 +316,6 @@ asyncio.run(main())
 
 async def test_no_port_is_opened(slot: AppWorldSlot, tasks: Tasks) -> None:
     await slot.open(tasks.next())
-    await slot.execute("print(1)")
+    await slot.act("print(1)")
     for process in processes_of(slot):
         assert process.net_connections("inet") == []

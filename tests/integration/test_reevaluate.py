@@ -45,12 +45,12 @@ def evaluation(sandbox_root: Path, tmp_path_factory: pytest.TempPathFactory) -> 
         try:
             await slot.open(solved)
             for cell in tasks.solution(solved):
-                await slot.execute(cell)
+                await slot.act(cell)
             verdict = await slot.evaluate()
             assert verdict.success
             return dict(verdict.saved)
         finally:
-            await slot.stop()
+            await slot.close()
 
     outputs.write("starter", 0, solved, asyncio.run(play()))
     outputs.write("starter", 0, lost, {})

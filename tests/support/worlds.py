@@ -82,7 +82,7 @@ async def play(slot: AppWorldSlot, tasks: Tasks) -> WorldVerdict:
     task_id = tasks.next()
     await slot.open(task_id)
     for cell in tasks.solution(task_id):
-        output = await slot.execute(cell)
+        output = await slot.act(cell)
         assert "Execution failed" not in output, output
     return await slot.evaluate()
 
@@ -91,10 +91,10 @@ async def attack(slot: AppWorldSlot, *cells: str) -> str:
     """Run hostile cells in the open task. Returns what they printed, and how the world was lost if it was."""
     outputs = []
     # The guard is passed, or the rest would show nothing.
-    assert await slot.execute(PRELUDE) == "Execution successful."
+    assert await slot.act(PRELUDE) == "Execution successful."
     for cell in cells:
         try:
-            outputs.append(await slot.execute(textwrap.dedent(cell)))
+            outputs.append(await slot.act(textwrap.dedent(cell)))
         except EnvironmentCrashed as error:
             outputs.append(f"CRASHED {error}")
             break
@@ -105,10 +105,10 @@ async def check_next_task_runs_clean(slot: AppWorldSlot, tasks: Tasks) -> None:
     """Another task on the same slot knows nothing of the last one, and AppWorld's evaluator passes it."""
     task_id = tasks.next()
     await slot.open(task_id)
-    assert await slot.execute("print('posix' in globals())") == "False\n"
+    assert await slot.act("print('posix' in globals())") == "False\n"
     assert len(processes_of(slot)) <= 3
     for cell in tasks.solution(task_id):
-        output = await slot.execute(cell)
+        output = await slot.act(cell)
         assert "Execution failed" not in output, output
     verdict = await slot.evaluate()
     assert verdict.success, verdict.failures

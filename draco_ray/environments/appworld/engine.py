@@ -26,7 +26,10 @@ _CUT = "\n[output cut at {limit} bytes]\n"
 
 
 class BoundedText(io.StringIO):
-    """Captured standard output that keeps the first ``limit`` bytes and discards the rest."""
+    """Captured standard output that keeps the first ``limit`` bytes and discards the rest.
+
+    It can be saved, tokenized and sent: lone surrogates are escaped (`plain_text`).
+    """
 
     def __init__(self, limit: int) -> None:
         super().__init__()
@@ -38,21 +41,13 @@ class BoundedText(io.StringIO):
         """Keep what fits in the limit. Returns the full length of ``text``, so that the writer does not see the cut."""
         if not self._is_cut:
             # At most `left` characters fit, so a huge text is cut before encoding.
-            kept = cut_to_bytes(text[: self._left + 1], self._left)
-            self._left -= len(kept.encode("utf-8", "surrogatepass"))
+            plain = plain_text(text[: self._left + 1])
+            kept = cut_to_bytes(plain, self._left)
+            self._left -= len(kept.encode())
             super().write(kept)
-            if len(kept) < len(text):
+            if len(kept) < len(plain):
                 self._is_cut = True
                 super().write(_CUT.format(limit=self._limit))
-        return len(text)
-
-
-class CapturedText(BoundedText):
-    """`BoundedText` that can be saved, tokenized and sent: lone surrogates are escaped (`plain_text`)."""
-
-    def write(self, text: str) -> int:
-        """See `BoundedText.write`."""
-        super().write(plain_text(text[: self._limit + 1]))
         return len(text)
 
 
@@ -114,7 +109,7 @@ def prepare(output_bytes: int) -> None:
     ApiDocCollection.load(load_apps=tuple(get_all_apps(skip_admin=True)), include_response_schemas=True)
 
     capture: Any = importlib.import_module("IPython.utils.capture")
-    capture.StringIO = functools.partial(CapturedText, output_bytes)
+    capture.StringIO = functools.partial(BoundedText, output_bytes)
     # IPython copies a file with its mode into each task's profile; `system_calls` refuses changing modes.
     shutil.copymode = lambda source, target, **options: None
     environment: Any = importlib.import_module("appworld.environment")

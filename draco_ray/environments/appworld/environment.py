@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
@@ -17,7 +16,7 @@ from draco_ray.environments.appworld.data_root import (
     tasks_digest,
 )
 from draco_ray.environments.appworld.slot import AppWorldSlot
-from draco_ray.environments.base import Environment, WorldVerdict, ended_by
+from draco_ray.environments.base import Environment, World, ended_by
 from draco_ray.records import EpisodeEnd, Task, Termination, Trajectory
 
 FAILED = "Execution failed."
@@ -103,16 +102,16 @@ class AppWorldEnvironment(Environment):
         """See `Environment`."""
         return load_task(self.data.root, task_id)
 
-    async def open(self, task_id: str) -> AppWorld:
+    async def open(self, task_id: str) -> World:
         """See `Environment`."""
         if self._slot is None:
             self._slot = AppWorldSlot(self.config, self.data.root, load_ground_truth=self.ground_truth, name=self.name)
-        return AppWorld(slot=self._slot, task=await self._slot.open(task_id))
+        return await self._slot.open(task_id)
 
     async def stop(self) -> None:
         """See `Environment`."""
         if self._slot is not None:
-            await self._slot.stop()
+            await self._slot.close()
 
     def termination(self, trajectory: Trajectory) -> Termination:
         """See `Environment`."""
@@ -127,23 +126,3 @@ class AppWorldEnvironment(Environment):
     def digest(self, tasks: Sequence[str]) -> str:
         """See `Environment`."""
         return tasks_digest(self.data.root, tasks)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AppWorld:
-    """The open task of a slot; see `World`."""
-
-    slot: AppWorldSlot
-    task: Task
-
-    async def act(self, action: str) -> str:
-        """Run a code cell and return its output."""
-        return await self.slot.execute(action)
-
-    async def evaluate(self) -> WorldVerdict:
-        """AppWorld's own tests."""
-        return await self.slot.evaluate()
-
-    async def close(self) -> None:
-        """End the task's process."""
-        await self.slot.stop()

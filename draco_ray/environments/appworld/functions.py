@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from draco_ray.config.schema import DataConfig, EnvironmentConfig, Tree
-from draco_ray.environments.appworld.environment import FAILED, AppWorld, AppWorldEnvironment
+from draco_ray.environments.appworld.environment import FAILED, AppWorldEnvironment
 from draco_ray.environments.base import World, WorldVerdict, checked_options, ended_by
 from draco_ray.environments.tools.environment import described
 from draco_ray.errors import ConfigError, WorldError
@@ -63,7 +63,7 @@ class AppWorldFunctions(AppWorldEnvironment):
         """See `Environment`."""
         return replace(super().task(task_id), tools=json.dumps(list(self._functions.values())))
 
-    async def open(self, task_id: str) -> World:  # type: ignore[override]
+    async def open(self, task_id: str) -> World:
         """See `Environment`."""
         world = await super().open(task_id)
         return FunctionWorld(world, replace(world.task, tools=self.task(task_id).tools), self._functions)
@@ -104,7 +104,7 @@ class AppWorldFunctions(AppWorldEnvironment):
 class FunctionWorld:
     """An open task whose actions are calls."""
 
-    def __init__(self, world: AppWorld, task: Task, functions: Mapping[str, Any]) -> None:
+    def __init__(self, world: World, task: Task, functions: Mapping[str, Any]) -> None:
         self._world, self.task, self._functions = world, task, functions
 
     async def act(self, action: str) -> str:

@@ -12,7 +12,7 @@ import socket
 import struct
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import httpx
@@ -20,16 +20,14 @@ import psutil
 
 from draco_ray.config.schema import EnvironmentConfig
 from draco_ray.environments.appworld.template_process import TemplateProcess
-from draco_ray.environments.appworld.world_server import MAX_EVALUATION_BYTES, SlotSpec
+from draco_ray.environments.appworld.world_server import MAX_EVALUATION_BYTES, MOST_PROCESSES, SlotSpec
 from draco_ray.environments.jail.launch import SCRATCH_MIB, last_line
 from draco_ray.errors import EnvironmentCrashed
 from draco_ray.temp_dirs import remove_tree
 
 log = logging.getLogger(__name__)
 
-_PROCESSES = 64
-"""Maximum number of processes and threads of a task; AppWorld itself needs a few threads."""
-_MOST_PROCESSES = 2 * _PROCESSES
+_MOST_PROCESSES = 2 * MOST_PROCESSES
 """Maximum number counted from outside, for hosts that do not enforce the limit above (root in a container)."""
 _MOST_FILES = 20_000
 _CPU_CELLS = 60
@@ -81,8 +79,6 @@ class ServerProcess:
     ) -> None:
         self.level = template.level
         self._tasks_can_fork = not template.system_calls_refused
-        self._members: list[psutil.Process] | None = None
-        """Cached processes below the outermost one, if they cannot have changed."""
         self._directory = directory
         self._process = process
         self._reader = reader
@@ -112,8 +108,6 @@ class ServerProcess:
             directory=directory.path,
             evaluate=evaluate,
             memory_mib=config.max_memory_mib,
-            processes=_PROCESSES,
-            scratch_mib=SCRATCH_MIB,
             cpu_seconds=math.ceil(_CPU_CELLS * config.cell_timeout_seconds),
             # An evaluation usually takes a second or two; the slot waits twice as long as this limit.
             evaluate_cpu_seconds=math.ceil(config.start_timeout_seconds / 2),
@@ -148,8 +142,6 @@ class ServerProcess:
         self._writer.write(json.dumps({"do": do, "task_id": task_id, "files": dict(files)}).encode() + b"\n")
         await self._writer.drain()
         answer = await self._answers.get()
-        # A task's process exists from now on.
-        self._members = None
         if answer is None:
             raise EOFError
         return answer
@@ -176,7 +168,9 @@ class ServerProcess:
             done, _ = await asyncio.wait({self._exited}, timeout=_WATCH_SECONDS)
             if done:
                 return self._exited.result()
-            memory, processes = self.usage()
+            # Finding children is slow: it reads every process of the machine. A process that cannot start others is
+            # kept within its memory by its own limit.
+            memory, processes = self._usage() if self._tasks_can_fork else (0.0, 0)
             reason = None
             if memory > max_memory_mib:
                 reason = f"its processes used {memory:.0f} MiB, more than environment.max_memory_mib={max_memory_mib}"
@@ -186,18 +180,13 @@ class ServerProcess:
             elif not _small(self._directory.path):
                 reason = f"it wrote more than {SCRATCH_MIB} MiB or {_MOST_FILES} files, or files that cannot be counted"
             if reason is not None:
-                for process in self._tree():
-                    with contextlib.suppress(psutil.Error):
-                        process.kill()
+                self._kill_tree()
                 return Ending(reason, own=True)
 
-    def usage(self) -> tuple[float, int]:
+    def _usage(self) -> tuple[float, int]:
         """(resident MiB, number) of all processes below the outermost one, which only waits."""
-        if self._members is None or self._tasks_can_fork:
-            # Finding children is slow: it reads every process of the machine.
-            self._members = self._tree()[1:]
         memory, count = 0, 0
-        for process in self._members:
+        for process in self._tree()[1:]:
             with contextlib.suppress(psutil.Error):
                 memory += process.memory_info().rss
                 count += 1
@@ -212,19 +201,25 @@ class ServerProcess:
         self._listening.cancel()
         self.ending.cancel()
         await asyncio.gather(self.ending, return_exceptions=True)
-        tree = self._tree()
-        # At the end of its orders the server kills all that it started, and ends.
+        # At the end of its orders the server kills all that it started, and then ends.
         self._writer.transport.abort()
         await self._http.aclose()
-        await asyncio.to_thread(self._clean_up, tree)
+        await asyncio.to_thread(self._clean_up)
 
-    def _clean_up(self, tree: list[psutil.Process]) -> None:
-        _, left = psutil.wait_procs(tree, timeout=_FAREWELL_SECONDS)
-        for process in left:
+    def _clean_up(self) -> None:
+        try:
+            self._process.wait(_FAREWELL_SECONDS)
+        except psutil.TimeoutExpired:
+            psutil.wait_procs(self._kill_tree(), timeout=_GONE_SECONDS)
+        self._directory.remove()
+
+    def _kill_tree(self) -> list[psutil.Process]:
+        # In a process namespace, killing the second process ends all others; elsewhere each must be killed.
+        tree = self._tree()
+        for process in tree:
             with contextlib.suppress(psutil.Error):
                 process.kill()
-        psutil.wait_procs(left, timeout=_GONE_SECONDS)
-        self._directory.remove()
+        return tree
 
     def _tree(self) -> list[psutil.Process]:
         try:
@@ -257,7 +252,7 @@ def _fork(template: TemplateProcess, spec: SlotSpec, control: socket.socket, soc
     with socket.socket(socket.AF_UNIX) as listener, open(os.path.join(spec.directory, "stderr"), "wb") as stderr:
         listener.bind(socket_path)
         listener.listen(16)
-        template.fork(spec.to_json(), control, listener, stderr.fileno())
+        template.fork(json.dumps(asdict(spec)), control, listener, stderr.fileno())
 
 
 async def _hello(control: socket.socket, timeout_seconds: float) -> int:

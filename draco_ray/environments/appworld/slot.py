@@ -1,4 +1,4 @@
-"""An environment slot: the client of a server in a jail that plays one task.
+"""An environment slot: the client of a server in a jail that plays one task, which is also the task's world.
 
     slot ──control socket──► world server (has AppWorld loaded, runs no model code; a new one for every task)
       └────HTTP, unix socket──► its fork for the current task (AppWorld's own application, model code)
@@ -41,7 +41,7 @@ def soft_cell_timeout(config: EnvironmentConfig) -> int:
 
 
 class AppWorldSlot:
-    """Plays tasks one after another, each in a new AppWorld server.
+    """Plays tasks one after another, each in a new AppWorld server; the `World` of the open task.
 
     Not for concurrent use; belongs to one event loop.
     """
@@ -88,14 +88,14 @@ class AppWorldSlot:
         """``namespaces``, ``bubblewrap``, ``landlock`` or ``rlimits``; None if there is no server."""
         return self._server.level if self._server else None
 
-    async def open(self, task_id: str) -> Task:
+    async def open(self, task_id: str) -> AppWorldSlot:
         """Begin a task in a new server; an open task is closed first.
 
-        Returns: the task, read from its specs.
+        Returns: itself.
         Raises: WorldError: there is no such task; EnvironmentCrashed: the server cannot be started.
         """
         task = load_task(self._root, task_id)
-        await self.stop()
+        await self.close()
         await self._start()
         await self._order("task", task_id)
         answer = await self._request(
@@ -115,9 +115,9 @@ class AppWorldSlot:
             await self._crash(task_id, "the server opened a different task than requested", own=False)
         self._task = task
         self._over = False
-        return task
+        return self
 
-    async def execute(self, code: str) -> str:
+    async def act(self, action: str) -> str:
         """Run a cell of model-written code in the open task.
 
         Returns: its output or AppWorld's error message; at most ``max_output_bytes`` and a mark.
@@ -131,7 +131,7 @@ class AppWorldSlot:
                 f"environment {self._name}: task {task_id} has already been evaluated, so no more code can be run"
             )
         # Source code must not have lone surrogates, but text copied from an API's result may.
-        code = code.encode("utf-8", "replace").decode("utf-8")
+        code = action.encode("utf-8", "replace").decode("utf-8")
         output = await self._request(
             "/execute", {"task_id": task_id, "code": code}, task_id, self._config.cell_timeout_seconds, own=True
         )
@@ -194,7 +194,7 @@ class AppWorldSlot:
         tests, difficulty = answer.get("tests", 0), answer.get("difficulty")
         return WorldVerdict(success=False, total_tests=tests, difficulty=difficulty, failures=(unusable,))
 
-    async def stop(self) -> None:
+    async def close(self) -> None:
         """End the open task's server and everything in it. The slot can be used again."""
         self._task = None
         await self._end_server()

@@ -31,7 +31,7 @@ import socket
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import IO, Any
 
 from draco_ray.environments.appworld.engine import judge, saved_folder, serve
@@ -40,6 +40,8 @@ from draco_ray.environments.jail import linux
 from draco_ray.environments.jail.confine import SHOWN_OF_A_TASK, JailSpec, readable_in_place
 from draco_ray.environments.jail.system_calls import refuse_system_calls
 
+MOST_PROCESSES = 64
+"""Maximum number of processes and threads of a task; AppWorld itself needs a few threads."""
 MAX_EVALUATION_BYTES = 6 * MAX_SAVED_BYTES + (8 << 20)
 """Maximum size of an evaluation's answer, saved files included. JSON may need six bytes to encode one."""
 
@@ -53,21 +55,10 @@ class SlotSpec:
     evaluate: bool
     """Whether AppWorld's evaluator, which reads ground truth, may run."""
     memory_mib: int
-    processes: int
-    scratch_mib: int
     cpu_seconds: int
     """CPU time limit of a task's process."""
     evaluate_cpu_seconds: int
     """CPU time limit of an evaluation."""
-
-    def to_json(self) -> str:
-        """One line of JSON."""
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> SlotSpec:
-        """Inverse of `to_json`."""
-        return cls(**json.loads(text))
 
 
 class WorldServer:
@@ -170,15 +161,14 @@ class WorldServer:
     def _confine(self, tasks: list[str], cpu_seconds: int) -> None:
         """Drop all privileges but access to the visible files. ``tasks``: readable parts of the tasks' folder, if
         Landlock restricts access."""
-        spec = self._slot
-        processes = spec.processes
+        processes = MOST_PROCESSES
         if self._task_uid is None and not self._jail.mounts:
             # In the host's user namespace the limit counts all processes of this user: add those that run already.
             processes += _processes_of(os.getuid())
         linux.limit(
-            memory_mib=spec.memory_mib,
+            memory_mib=self._slot.memory_mib,
             processes=processes,
-            file_mib=spec.scratch_mib,
+            file_mib=self._jail.scratch_mib,
             cpu_seconds=cpu_seconds,
         )
         linux.drop_privileges(self._task_uid)

@@ -55,7 +55,7 @@ class WorldTemplate:
             if not order:
                 return
             if os.fork() == 0:
-                self._serve(SlotSpec.from_json(order.decode()), *descriptors)
+                self._serve(SlotSpec(**json.loads(order)), *descriptors)
             for descriptor in descriptors:
                 os.close(descriptor)
 
@@ -70,7 +70,7 @@ class WorldTemplate:
             linux.close_to_inspection()
             control, listener = socket.socket(fileno=control_fd), socket.socket(fileno=listen_fd)
             if self._spec.mounts:
-                enter_own_namespaces(slot.scratch_mib)
+                enter_own_namespaces(self._spec.scratch_mib)
                 control.sendall(b'{"event": "forked"}\n')
                 child = os.fork()
                 if child:
@@ -85,7 +85,7 @@ class WorldTemplate:
                 linux.adopt_orphans()
                 world, home = make_world(slot.directory, self._spec.data)
                 scratch = (home, os.path.join(world, "experiments"))
-                is_mounted = mount_scratch(scratch, slot.scratch_mib)
+                is_mounted = mount_scratch(scratch, self._spec.scratch_mib)
                 os.environ.update(environment(world, home, os.environ["PYTHONPATH"]))
                 tempfile.tempdir = None
                 os.chdir(world)

@@ -127,5 +127,5 @@ async def reevaluate(directory: EvaluationDirectory, config: DracoConfig) -> lis
     try:
         done: list[Reevaluated] = await gather_or_cancel(again(*each) for each in recorded)
     finally:
-        await asyncio.gather(*(slot.stop() for slot in slots))
+        await asyncio.gather(*(slot.close() for slot in slots))
     return sorted(done, key=lambda each: (plan.measurements.index(each.measurement), each.run, each.task_id))
