@@ -436,6 +436,17 @@ def one_line_errors(run: RunDirectory, console: Console, *, resumable: bool = Fa
     raise problem
 
 
+@contextlib.contextmanager
+def plain_errors() -> Iterator[None]:
+    """Raise the one-line error behind an error of an actor, if there is one."""
+    try:
+        yield
+    except ray.exceptions.RayError as error:
+        if (plain := plain_error(error)) is None:
+            raise
+        raise plain from None
+
+
 def plain_error(error: BaseException) -> DracoError | None:
     """The one-line error behind an error of an actor; None if the error is unexpected, that is, a bug."""
     while isinstance(error, ray.exceptions.RayTaskError):
