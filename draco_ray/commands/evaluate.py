@@ -33,6 +33,7 @@ from draco_ray.lab.evaluation.tables import (
     what_was_played,
 )
 from draco_ray.lab.files import check_folder
+from draco_ray.runs.evaluations import scenario_goal_completion, task_goal_completion
 
 RUNS = 3
 READ = ("seed", "data", "model", "agent", "environment", "engine", "learner", "judge", "algorithm", "watch", "ray")
@@ -132,19 +133,15 @@ def reevaluate(path: Path, config: str | None, overrides: Sequence[str]) -> bool
         )
     default = "sandbox" if directory.plan.generated else None
     worlds = asyncio.run(evaluate_again(directory, load_config(config or default, overrides)))
-    for measurement, run in dict.fromkeys((world.measurement, world.run) for world in worlds):
-        mine = [world for world in worlds if (world.measurement, world.run) == (measurement, run)]
-        scenarios: dict[str, bool] = {}
-        for world in mine:
-            scenario = world.task_id.rpartition("_")[0]
-            scenarios[scenario] = scenarios.get(scenario, True) and world.success
-        tgc, sgc = (100 * sum(solved) / len(solved) for solved in ([w.success for w in mine], scenarios.values()))
+    for measurement, run in dict.fromkeys((name, now.run) for name, _, now in worlds):
+        mine = [now for name, _, now in worlds if (name, now.run) == (measurement, run)]
+        tgc, sgc = 100 * task_goal_completion(mine), 100 * scenario_goal_completion(mine)
         typer.echo(f"{measurement}-run{run + 1}: TGC {tgc:.1f} %, SGC {sgc:.1f} % ({len(mine)} tasks)")
-    differing = [world for world in worlds if world.success != world.recorded]
-    for world in differing:
-        said = "; ".join(world.failures) or "now every test passes"
-        recorded = "solved" if world.recorded else "failed"
-        typer.echo(f"{world.measurement}-run{world.run + 1} {world.task_id}: recorded as {recorded}, but {said}")
+    differing = [(name, now) for name, recorded, now in worlds if now.success != recorded.success]
+    for measurement, now in differing:
+        said = "; ".join(now.failures) or "now every test passes"
+        recorded = "failed" if now.success else "solved"
+        typer.echo(f"{measurement}-run{now.run + 1} {now.task_id}: recorded as {recorded}, but {said}")
     typer.echo(
         f"{len(worlds) - len(differing)} of {len(worlds)} verdicts equal the recorded ones in {path / 'results'}"
     )
