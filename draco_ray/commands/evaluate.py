@@ -280,21 +280,13 @@ def find_policy_and_config(options: EvaluateOptions, starter: Path) -> tuple[Eva
     if options.train_curve:
         policy = every_checkpoint(options.run, options.every or 1)
         return policy, _config(options, policy)
-    policy = last_epochs(options.run, options.last_epochs or 3, _steps_per_epoch(_training_config(options)))
+    from draco_ray.runs.directory import RunDirectory
+    from draco_ray.training.resume import recorded_order
+
+    run = RunDirectory.open(options.run.resolve())
+    # The length of an epoch depends on the run's tasks, which it has recorded.
+    policy = last_epochs(options.run, options.last_epochs or 3, recorded_order(run).steps_per_epoch)
     return policy, _config(options, policy)
-
-
-def _training_config(options: EvaluateOptions) -> DracoConfig:
-    """The run's own configuration, because the length of an epoch depends on the run's tasks.
-
-    A run that was copied to another machine may name a data root and a model that are missing here; then those of the
-    evaluation are used.
-    """
-    own = load_config(str(options.run), trust=True)
-    moved = ["data.root"] * (not own.data.root.is_dir())
-    moved += ["model.path"] * (Path(own.model.path).is_absolute() and not Path(own.model.path).is_dir())
-    kept = [each for each in options.overrides if {*moved} & {*typed_keys([each])}]
-    return load_config(str(options.run), kept, trust=True)
 
 
 def _config(options: EvaluateOptions, policy: EvaluatedPolicy) -> DracoConfig:
@@ -302,16 +294,6 @@ def _config(options: EvaluateOptions, policy: EvaluatedPolicy) -> DracoConfig:
     if policy.model is None or "model.path" in typed_keys(options.overrides):
         return config
     return config.updated(model={"path": policy.model})
-
-
-def _steps_per_epoch(config: DracoConfig) -> int:
-    from draco_ray.environments.base import make_environment
-    from draco_ray.terminal import PlainConsole
-    from draco_ray.training.session import usable_prompts
-    from draco_ray.training.trainer import TaskOrder
-
-    prompts = usable_prompts(config, make_environment(config.environment, config.data), PlainConsole(quiet=True))
-    return TaskOrder(list(prompts), config.train.prompts_per_step, config.seed).steps_per_epoch
 
 
 def _default_out(options: EvaluateOptions, policy: EvaluatedPolicy, environment: str, split: str) -> Path:
