@@ -27,13 +27,12 @@ from draco_ray.errors import ConfigError
 from draco_ray.lab.analysis.credit import push_shares
 from draco_ray.lab.rows import table_of
 from draco_ray.records import Attribution, BoolArray, FloatArray, IntArray, Verdict
+from draco_ray.runs.evaluations import mean_share
 from draco_ray.runs.rows import Row
 
 Label = Literal[-1, 0, 1]
 StepLabels = Sequence[Label | None]
 LEVEL = 0.95
-DRAWS = 2000
-"""Number of bootstrap resamples."""
 PEOPLE, UNIFORM, LAST_STEP = "people's own labels", "uniform GRPO", "last step"
 """Baseline rows: people's labels under the same rule, no step credit, and all of the push on the last step."""
 VERDICTS: dict[Label | None, tuple[Verdict, ...]] = {
@@ -147,13 +146,9 @@ def label_rows(found: StepLabelFile) -> Iterator[Row]:
     losers, winners = sample(found, winners=False), sample(found, winners=True)
     for judge in sorted(losers.share_N, key=lambda name: -float(np.sum(losers.share_N[name]))):
         for measure, of in (("losers", losers), ("winners", winners)):
-            yield {
-                "judge": judge,
-                "measure": measure,
-                "trajectories": len(of.uniform_N),
-                "questions": of.questions,
-                **_interval(of.share_N[judge], of.question_N),
-            }
+            about = {"judge": judge, "measure": measure, "trajectories": len(of.uniform_N), "questions": of.questions}
+            share = mean_share(of.share_N[judge], of.question_N)
+            yield about | ({} if share is None else {"value": share.mean, "low": share.low, "high": share.high})
 
 
 def reliability(gain_N: FloatArray, question_N: IntArray) -> float:
@@ -202,17 +197,3 @@ def _pushes(advantage: float, labels: Sequence[StepLabels], chosen: Sequence[Lab
         )
         found.append(float(pushed_M[each.bad_M].sum()))
     return np.array(found)
-
-
-def _interval(value_N: FloatArray, question_N: IntArray) -> dict[str, float | None]:
-    """The mean and its percentile bootstrap interval over questions; None if there are too few."""
-    if not len(value_N):
-        return {"value": None, "low": None, "high": None}
-    index_N = np.unique(question_N, return_inverse=True)[1]
-    count_Q, sum_Q = np.bincount(index_N), np.bincount(index_N, weights=value_N)
-    low = high = None
-    if len(count_Q) > 1:
-        drawn_DQ = np.random.default_rng(0).integers(0, len(count_Q), (DRAWS, len(count_Q)))
-        mean_D = sum_Q[drawn_DQ].sum(axis=1) / count_Q[drawn_DQ].sum(axis=1)
-        low, high = map(float, np.quantile(mean_D, [(1 - LEVEL) / 2, (1 + LEVEL) / 2]))
-    return {"value": float(value_N.mean()), "low": low, "high": high}
