@@ -44,7 +44,7 @@ def table_of(
         @functools.wraps(rows_of)
         def collected(*given: ParametersT.args, **named: ParametersT.kwargs) -> pa.Table:
             about = {"run": given[0].path.name} if isinstance(given[0], RunDirectory) else {}
-            return pa.Table.from_pylist([about | row for row in rows_of(*given, **named)], schema=schema)
+            return pa.Table.from_pylist([{**about, **row} for row in rows_of(*given, **named)], schema=schema)
 
         return collected
 
