@@ -145,27 +145,12 @@ def resume(
     if not isinstance(directory, Place):
         here = load_config(None, [each for each in overrides if each.startswith("run.local=")]).run.local
         directory = place_at(directory, here, trust=trust)
-    with working(directory, console.print) as path:
-        run = RunDirectory.open(path.resolve())
-        return _resume(run, source, overrides, setting, allow_changed=allow_changed, trust=trust, console=console)
-
-
-def _resume(
-    run: RunDirectory,
-    source: str | None,
-    overrides: Sequence[str],
-    setting: str | None,
-    *,
-    allow_changed: bool,
-    trust: bool,
-    console: Console,
-) -> Path:
-    old = load_config(str(run.path), trust=True)
-    config = load_config(source or str(run.path), overrides, setting, trust=trust)
-    check_training(overrides, config)
-    config, prompts, order = _checked(config, console, CHECKS)
-    held_out = _held_out(config)
-    with sole_driver(run):
+    with working(directory, console.print) as path, sole_driver(run := RunDirectory.open(path.resolve())):
+        old = load_config(str(run.path), trust=True)
+        config = load_config(source or str(run.path), overrides, setting, trust=trust)
+        check_training(overrides, config)
+        config, prompts, order = _checked(config, console, CHECKS)
+        held_out = _held_out(config)
         with write_errors(run.path):
             check_disk(config, run.path)
             check_paid_replies(run, old, config)
