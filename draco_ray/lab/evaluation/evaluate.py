@@ -256,9 +256,7 @@ class _Evaluator:
         client = config.judge.model_copy(
             update={
                 "model": model,
-                "api_base": api.api_base,
-                "api_key_env": api.api_key_env,
-                "temperature": api.temperature,
+                **asdict(api),
                 "max_tokens": turn_tokens(model, config.agent),
                 "extra_body": {},
                 "reasoning_effort": None,
