@@ -152,7 +152,7 @@ def parse_set(tree: Mapping[str, Any], source: str) -> EvaluationSet:
         raise ConfigError(f"{source}: {'; '.join(_message(problem) for problem in error.errors())}") from None
 
 
-def planned_evaluations(wanted: EvaluationSet, out: Path, **options: bool) -> list[PlannedEvaluation]:
+def planned_evaluations(wanted: EvaluationSet, out: Path, **options: Any) -> list[PlannedEvaluation]:
     """Every evaluation of a set, split by split, each with its own folder: ``<label>/<split>[/<run>]``.
 
     Args:
