@@ -162,7 +162,7 @@ def resume(
             # Recorded rollouts lack the evaluator's verdict, so if that verdict is the reward they are played again.
             reuse = not changes and not edited and config.algorithm.reward != "outcome"
             start = rewind(run, reuse=reuse, learner=config.learner.use)
-            for damage in start.damaged:
+            for damage in start.damage:
                 console.print(damage)
             adopt_config(run, config)
             write_prompts(run, prompts, held_out)
@@ -178,11 +178,6 @@ def resume(
                 f"training tasks: the prompts of {len(edited)} tasks have changed, first {edited[0]}; rollouts of the "
                 "interrupted step are played again"
             )
-        if start.dropped:
-            console.print(
-                f"{len(start.dropped)} files of later steps are incomplete and will be written again, first "
-                f"{start.dropped[0]}; the machine was lost before they were on the disk",
-            )
         if lost:
             console.print(
                 f"missing in {run.path}: {', '.join(lost)}; restore them, otherwise edited tasks and changed files of "
@@ -197,11 +192,6 @@ def resume(
             )
         if versions := other_versions(run):
             console.print(f"earlier steps were made with {versions}; results may differ in the last digits")
-        if start.unmeasured:
-            console.print(
-                f"metrics.jsonl lacks {len(start.unmeasured)} finished steps, first step {start.unmeasured[0]}; "
-                "restore the file, otherwise tasks are chosen without the results of these steps"
-            )
         for change in changes:
             console.print(f"changed: {change}")
         return _train(config, prompts, order, run, start, console)
