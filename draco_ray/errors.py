@@ -122,6 +122,12 @@ class TauBenchError(DracoError):
     """tau2-bench cannot be run as configured, its process failed for good, or its result files cannot be read."""
 
 
+def first_line(error: object) -> str:
+    """The first line with text in the message of an error, or of the one that Ray passes on in it; else its type."""
+    text = str(getattr(error, "cause", None) or error)
+    return next((line.strip() for line in text.splitlines() if line.strip()), type(error).__name__)
+
+
 def one_line(error: BaseException) -> str:
     """An error's message in one line of at most 300 characters, or its type if it has none."""
     return " ".join(str(error).split())[:300] or type(error).__name__

@@ -23,7 +23,7 @@ from scipy.special import expit, stdtrit
 
 from draco_ray.lab.analysis.agreement import RATINGS, agreement, agreement_intervals, contingency
 from draco_ray.lab.evaluation.intervals import ClusteredMean, clustered_mean, rate_difference, rate_interval
-from draco_ray.lab.evaluation.measures import pass_hat_k, scenario_of
+from draco_ray.lab.evaluation.measures import pass_hat_k
 from draco_ray.records import BoolArray, FloatArray, IntArray
 
 SCENARIOS = (15, 56, 139)
@@ -239,7 +239,9 @@ def mean_of(value_GST: FloatArray, design: Design) -> ClusteredMean:
     _, scenarios, tasks = value_GST.shape
     names = [f"{scenario}_{task}" for scenario in range(scenarios) for task in range(tasks)]
     by_seed = [dict(zip(names, value_ST.ravel().tolist(), strict=True)) for value_ST in value_GST]
-    return clustered_mean(by_seed, scenario_of, trials=value_GST.size * RUNS * design.checkpoints)
+    return clustered_mean(
+        by_seed, lambda task: task.rsplit("_", 1)[0], trials=value_GST.size * RUNS * design.checkpoints
+    )
 
 
 def heading(title: str, methods: Sequence[str], clusters: str = "scenarios") -> None:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -122,12 +123,10 @@ class EvaluationSet(BaseModel):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PlannedEvaluation:
+class PlannedEvaluation(EvaluateOptions):
     """One setting, or one of its runs, on one split."""
 
     label: str
-    setting: EvaluatedSetting
-    run: Path | None
     split: str
     out: Path
 
@@ -153,8 +152,13 @@ def parse_set(tree: Mapping[str, Any], source: str) -> EvaluationSet:
         raise ConfigError(f"{source}: {'; '.join(_message(problem) for problem in error.errors())}") from None
 
 
-def planned_evaluations(wanted: EvaluationSet, out: Path) -> list[PlannedEvaluation]:
+def planned_evaluations(wanted: EvaluationSet, out: Path, **options: Any) -> list[PlannedEvaluation]:
     """Every evaluation of a set, split by split, each with its own folder: ``<label>/<split>[/<run>]``.
+
+    Args:
+        wanted: the set.
+        out: the set's folder.
+        options: ``retry_errors`` and ``trust``, for every evaluation.
 
     Raises:
         ConfigError: two evaluations would share a folder.
@@ -165,7 +169,17 @@ def planned_evaluations(wanted: EvaluationSet, out: Path) -> list[PlannedEvaluat
             for run in setting.run or (None,):
                 folder = out / label / split
                 path = folder if run is None else folder / run.resolve().name
-                planned = PlannedEvaluation(label=label, setting=setting, run=run, split=split, out=path)
+                planned = PlannedEvaluation(
+                    **setting.model_dump(exclude={"run", "last_epochs", "overrides"}),
+                    run=run,
+                    last_epochs=None if run is None else setting.last_epochs,
+                    split=split,
+                    runs=wanted.runs,
+                    overrides=(*wanted.overrides, *setting.overrides),
+                    out=path,
+                    label=label,
+                    **options,
+                )
                 # Some file systems ignore case.
                 other = found.setdefault(str(path).casefold(), planned)
                 if other is not planned:
@@ -232,9 +246,9 @@ def evaluate_set(
     typed = [*wanted.overrides, *(words for each in wanted.settings.values() for words in each.overrides)]
     idle = {"tau_bench.trials": "together with runs"} if wanted.runs is not None else {}
     check_effect("draco eval-set", typed, (*READ, "setting", "tau_bench"), idle)
-    planned = planned_evaluations(wanted, out)
+    planned = planned_evaluations(wanted, out, retry_errors=retry_errors, trust=trust)
     # Check all evaluations before the first one runs.
-    ready = [_prepare(each, wanted, starter, retry_errors=retry_errors, trust=trust) for each in planned]
+    ready = [_prepare(each, wanted.max_lost_share, starter) for each in planned]
     group_seeds((each.planned.label, EvaluationDirectory(each.planned.out, each.plan)) for each in ready)
     unfinished = [each for each in ready if not _finished(each, retry_errors)]
     check_folder(out)
@@ -258,85 +272,42 @@ def read_set(file: Path, overrides: Sequence[str]) -> EvaluationSet:
     return parse_set(tree, f"eval-set {file}")
 
 
-def _prepare(
-    planned: PlannedEvaluation, wanted: EvaluationSet, starter: Path, *, retry_errors: bool, trust: bool
-) -> _Ready:
+def _prepare(planned: PlannedEvaluation, max_lost_share: float, starter: Path) -> _Ready:
     """Check one evaluation. Raises ConfigError if it cannot run, or its folder holds a different evaluation."""
-    setting = planned.setting
-    told = EvaluateOptions(
-        policy=setting.policy,
-        run=planned.run,
-        last_epochs=None if planned.run is None else setting.last_epochs,
-        split=planned.split,
-        runs=wanted.runs,
-        config=setting.config,
-        overrides=(*wanted.overrides, *setting.overrides),
-        out=planned.out,
-        label=planned.label,
-        api_base=setting.api_base,
-        api_key_env=setting.api_key_env,
-        api_temperature=setting.api_temperature,
-        retry_errors=retry_errors,
-        trust=trust,
-    )
-    check_options(told)
-    ready = (_prepare_tau if planned.split == TAU else _prepare_split)(planned, told, wanted.max_lost_share, starter)
-    EvaluationDirectory.find(planned.out, ready.plan)
-    return ready
+    check_options(planned)
+    plan, run = (_prepare_tau if planned.split == TAU else _prepare_split)(planned, starter)
+    EvaluationDirectory.find(planned.out, plan)
+    told = {"label": planned.label, "retry_errors": planned.retry_errors, "max_lost_share": max_lost_share}
+    return _Ready(planned=planned, plan=plan, run=partial(run, out=planned.out, **told))
 
 
-def _prepare_split(planned: PlannedEvaluation, told: EvaluateOptions, max_lost_share: float, starter: Path) -> _Ready:
+def _prepare_split(planned: PlannedEvaluation, starter: Path) -> tuple[Plan, Callable[..., object]]:
     from draco_ray.environments.base import make_environment
     from draco_ray.lab.evaluation.evaluate import ApiOptions, evaluate_policy, plan_policy
 
-    policy, config = find_policy_and_config(told, starter)
-    check_api_options(told, policy)
+    policy, config = find_policy_and_config(planned, starter)
+    check_api_options(planned, policy)
     if not make_environment(config.environment, config.data).evaluates:
         raise ConfigError(
             f"{planned.title}: the environment {config.environment.use} has no evaluator; use `draco evaluate`, which "
             "measures one policy by the judge"
         )
-    api = ApiOptions(api_base=told.api_base, api_key_env=told.api_key_env, temperature=told.api_temperature)
-    runs = told.runs or RUNS
-    _, _, plan = plan_policy(policy, config, split=planned.split, runs=runs, label=planned.label, api=api)
-    return _Ready(
-        planned=planned,
-        plan=plan,
-        run=lambda: evaluate_policy(
-            policy,
-            config,
-            split=planned.split,
-            runs=runs,
-            out=planned.out,
-            label=planned.label,
-            api=api,
-            retry_errors=told.retry_errors,
-            max_lost_share=max_lost_share,
-        ),
-    )
+    api = ApiOptions(api_base=planned.api_base, api_key_env=planned.api_key_env, temperature=planned.api_temperature)
+    split, runs = planned.split, planned.runs or RUNS
+    _, _, plan = plan_policy(policy, config, split=split, runs=runs, label=planned.label, api=api)
+    return plan, partial(evaluate_policy, policy, config, split=split, runs=runs, api=api)
 
 
-def _prepare_tau(planned: PlannedEvaluation, told: EvaluateOptions, max_lost_share: float, starter: Path) -> _Ready:
+def _prepare_tau(planned: PlannedEvaluation, starter: Path) -> tuple[Plan, Callable[..., object]]:
     from draco_ray.benchmarks.tau.evaluate import evaluate_tau, plan_tau
     from draco_ray.benchmarks.tau.server import tau_policies
     from draco_ray.commands.tau import log_messages, policy_and_config
 
     log_messages()
-    policy, config = policy_and_config(told, starter)
+    policy, config = policy_and_config(planned, starter)
     policies = tau_policies(policy, config)
     _, plan = plan_tau(config, policies, planned.label)
-    return _Ready(
-        planned=planned,
-        plan=plan,
-        run=lambda: evaluate_tau(
-            config,
-            policies,
-            planned.out,
-            label=planned.label,
-            retry_errors=told.retry_errors,
-            max_lost_share=max_lost_share,
-        ),
-    )
+    return plan, partial(evaluate_tau, config, policies)
 
 
 def _finished(ready: _Ready, retry_errors: bool) -> bool:

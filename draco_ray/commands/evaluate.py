@@ -33,6 +33,7 @@ from draco_ray.lab.evaluation.tables import (
     what_was_played,
 )
 from draco_ray.lab.files import check_folder
+from draco_ray.runs.evaluations import scenario_goal_completion, task_goal_completion
 
 RUNS = 3
 READ = ("seed", "data", "model", "agent", "environment", "engine", "learner", "judge", "algorithm", "watch", "ray")
@@ -132,19 +133,15 @@ def reevaluate(path: Path, config: str | None, overrides: Sequence[str]) -> bool
         )
     default = "sandbox" if directory.plan.generated else None
     worlds = asyncio.run(evaluate_again(directory, load_config(config or default, overrides)))
-    for measurement, run in dict.fromkeys((world.measurement, world.run) for world in worlds):
-        mine = [world for world in worlds if (world.measurement, world.run) == (measurement, run)]
-        scenarios: dict[str, bool] = {}
-        for world in mine:
-            scenario = world.task_id.rpartition("_")[0]
-            scenarios[scenario] = scenarios.get(scenario, True) and world.success
-        tgc, sgc = (100 * sum(solved) / len(solved) for solved in ([w.success for w in mine], scenarios.values()))
+    for measurement, run in dict.fromkeys((name, now.run) for name, _, now in worlds):
+        mine = [now for name, _, now in worlds if (name, now.run) == (measurement, run)]
+        tgc, sgc = 100 * task_goal_completion(mine), 100 * scenario_goal_completion(mine)
         typer.echo(f"{measurement}-run{run + 1}: TGC {tgc:.1f} %, SGC {sgc:.1f} % ({len(mine)} tasks)")
-    differing = [world for world in worlds if world.success != world.recorded]
-    for world in differing:
-        said = "; ".join(world.failures) or "now every test passes"
-        recorded = "solved" if world.recorded else "failed"
-        typer.echo(f"{world.measurement}-run{world.run + 1} {world.task_id}: recorded as {recorded}, but {said}")
+    differing = [(name, now) for name, recorded, now in worlds if now.success != recorded.success]
+    for measurement, now in differing:
+        said = "; ".join(now.failures) or "now every test passes"
+        recorded = "failed" if now.success else "solved"
+        typer.echo(f"{measurement}-run{now.run + 1} {now.task_id}: recorded as {recorded}, but {said}")
     typer.echo(
         f"{len(worlds) - len(differing)} of {len(worlds)} verdicts equal the recorded ones in {path / 'results'}"
     )
@@ -283,21 +280,13 @@ def find_policy_and_config(options: EvaluateOptions, starter: Path) -> tuple[Eva
     if options.train_curve:
         policy = every_checkpoint(options.run, options.every or 1)
         return policy, _config(options, policy)
-    policy = last_epochs(options.run, options.last_epochs or 3, _steps_per_epoch(_training_config(options)))
+    from draco_ray.runs.directory import RunDirectory
+    from draco_ray.training.resume import recorded_order
+
+    run = RunDirectory.open(options.run.resolve())
+    # The length of an epoch depends on the run's tasks, which it has recorded.
+    policy = last_epochs(options.run, options.last_epochs or 3, recorded_order(run).steps_per_epoch)
     return policy, _config(options, policy)
-
-
-def _training_config(options: EvaluateOptions) -> DracoConfig:
-    """The run's own configuration, because the length of an epoch depends on the run's tasks.
-
-    A run that was copied to another machine may name a data root and a model that are missing here; then those of the
-    evaluation are used.
-    """
-    own = load_config(str(options.run), trust=True)
-    moved = ["data.root"] * (not own.data.root.is_dir())
-    moved += ["model.path"] * (Path(own.model.path).is_absolute() and not Path(own.model.path).is_dir())
-    kept = [each for each in options.overrides if {*moved} & {*typed_keys([each])}]
-    return load_config(str(options.run), kept, trust=True)
 
 
 def _config(options: EvaluateOptions, policy: EvaluatedPolicy) -> DracoConfig:
@@ -305,16 +294,6 @@ def _config(options: EvaluateOptions, policy: EvaluatedPolicy) -> DracoConfig:
     if policy.model is None or "model.path" in typed_keys(options.overrides):
         return config
     return config.updated(model={"path": policy.model})
-
-
-def _steps_per_epoch(config: DracoConfig) -> int:
-    from draco_ray.environments.base import make_environment
-    from draco_ray.terminal import PlainConsole
-    from draco_ray.training.session import usable_prompts
-    from draco_ray.training.trainer import TaskOrder
-
-    prompts = usable_prompts(config, make_environment(config.environment, config.data), PlainConsole(quiet=True))
-    return TaskOrder(list(prompts), config.train.prompts_per_step, config.seed).steps_per_epoch
 
 
 def _default_out(options: EvaluateOptions, policy: EvaluatedPolicy, environment: str, split: str) -> Path:

@@ -26,7 +26,7 @@ from draco_ray.traces.judging import environment_facts
 from draco_ray.traces.keeping import JudgingRun
 from draco_ray.traces.library import Meter
 from draco_ray.training.cluster import release_start_lock
-from draco_ray.training.session import plain_error, ray_session
+from draco_ray.training.session import plain_errors, ray_session
 
 ValueT = TypeVar("ValueT")
 
@@ -56,14 +56,9 @@ class PooledJudge:
 
     async def _ask(self, question: Question[ValueT], context: CallContext) -> Judged[ValueT]:
         given = {field.name: getattr(question, field.name) for field in dataclasses.fields(question)}  # type: ignore[arg-type]
-        try:
+        with plain_errors():
             judgement = await self._pool.ask(type(question), context, **given)
             judged: Judged[ValueT] = await judgement.archived
-        except ray.exceptions.RayError as error:
-            plain = plain_error(error)
-            if plain is None:
-                raise
-            raise plain from None
         self._meter.done += judgement.summary.calls
         self._meter.dollars += judgement.summary.dollars
         self._meter.failed += judgement.summary.error is not None
@@ -116,13 +111,10 @@ async def pooled(config: DracoConfig, kept: JudgingRun, meter: Meter) -> AsyncIt
         pool.open()
         saying = None if local is None else asyncio.create_task(_say_what_loads(local[0], meter))
         try:
-            await pool.ready()
-            release_start_lock()
-            yield PooledJudge(pool, meter)
-        except ray.exceptions.RayError as error:
-            if (plain := plain_error(error)) is None:
-                raise
-            raise plain from None
+            with plain_errors():
+                await pool.ready()
+                release_start_lock()
+                yield PooledJudge(pool, meter)
         finally:
             pool.close()
             if local is not None and saying is not None:

@@ -25,7 +25,7 @@ from draco_ray.config import plain_yaml
 from draco_ray.config.keys import dotted_keys, subtree
 from draco_ray.config.machine import cpu_values
 from draco_ray.config.origin import changed, is_ours, is_run_directory
-from draco_ray.config.plans import PLANS
+from draco_ray.config.plans import with_plan
 from draco_ray.config.schema import DracoConfig, Tree
 from draco_ray.errors import ConfigError
 
@@ -87,7 +87,7 @@ def load_config(
     layers.append(_Layer(typed))
     tree: dict[str, Any] = {}
     for layer in layers:
-        _merge(tree, layer.tree)
+        _merge(tree, with_plan(layer.tree))
     if unknown := list(_unknown_keys(tree)):
         raise ConfigError("; ".join(unknown))
     try:
@@ -95,7 +95,6 @@ def load_config(
     except ValidationError as error:
         raise ConfigError("; ".join(_describe(problem) for problem in error.errors())) from None
     _check_one_judge(config, layers, typed)
-    _check_plan(config, layers)
     if not trust:
         _refuse_foreign(config, layers)
     return config
@@ -217,27 +216,6 @@ def _node(tree: Mapping[str, Any], key: str) -> Any:
 def _last(layers: Sequence[_Layer], key: str) -> int:
     """Index of the last layer that sets a key; -1: none."""
     return max((place for place, each in enumerate(layers) if _node(each.tree, key) is not _ABSENT), default=-1)
-
-
-def _check_plan(config: DracoConfig, layers: Sequence[_Layer]) -> None:
-    """Refuse a ``judge.plan`` over a file, such as a run's, that sets all its keys: a plan sets only missing keys."""
-    values = {
-        f"{section}.{key}": PLANS[config.judge.plan].get(section, {}).get(key, _leaf(DracoConfig(), f"{section}.{key}"))
-        for plan in PLANS.values()
-        for section, keys in plan.items()
-        for key in keys
-    }
-    set_by = {key: _last(layers, key) for key in values}
-    other = [
-        f"{key}={plain_yaml.dump(value).split()[0]}"
-        for key, value in values.items()
-        if _leaf(config, key) != value and set_by[key] < _last(layers, "judge.plan")
-    ]
-    if other and min(set_by.values()) >= 0:
-        raise ConfigError(
-            f"judge.plan={config.judge.plan} has no effect, because the file sets every key of a plan; "
-            f"set also {' '.join(other)}"
-        )
 
 
 def _check_one_judge(config: DracoConfig, layers: Sequence[_Layer], typed: Mapping[str, Any]) -> None:

@@ -36,7 +36,7 @@ from draco_ray.engine.chat import ChatTokens
 from draco_ray.engine.model_directory import load_tokenizer
 from draco_ray.engine.sampler import EngineStatistics, Sample
 from draco_ray.engine.tool_calls import ToolCallReader, ToolUse
-from draco_ray.errors import ConfigError, EngineAway, EngineError
+from draco_ray.errors import ConfigError, EngineAway, EngineError, first_line
 from draco_ray.observability.logs import start_run_log
 from draco_ray.records import WeightUpdate
 
@@ -431,12 +431,6 @@ async def _serves(engine: Any) -> bool:
         ray.cancel(asked)
         return False
     return found.serves
-
-
-def first_line(error: BaseException) -> str:
-    """First line of the message of an error's cause, or of the error."""
-    cause = getattr(error, "cause", None)
-    return next(iter(str(cause or error).strip().splitlines()), type(error).__name__)
 
 
 def _actor_name(index: int, run_name: str) -> str:

@@ -17,10 +17,10 @@ import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from draco_ray.config.schema import EngineConfig
-from draco_ray.engine.actor import MAX_CALLS, EngineProcess, first_line
+from draco_ray.engine.actor import MAX_CALLS, EngineProcess
 from draco_ray.engine.canary import Scorer
 from draco_ray.engine.sampler import EngineStatistics
-from draco_ray.errors import EngineAway, EngineError
+from draco_ray.errors import EngineAway, EngineError, first_line
 from draco_ray.workers.elastic import ElasticWorkers, PooledWorker
 from draco_ray.workers.monitor import MonitoredWorkers, WorkerLost, WorkerUnavailable, is_temporary
 

@@ -27,7 +27,7 @@ from draco_ray.engine.chat import ChatTokens
 from draco_ray.engine.model_config import engine_targets
 from draco_ray.engine.model_directory import architectures, check_model_directory, is_local, load_tokenizer
 from draco_ray.engine.sampler import EngineStatistics, Sample, collector
-from draco_ray.errors import ConfigError, EngineError
+from draco_ray.errors import ConfigError, EngineError, first_line
 from draco_ray.extras import naming_extras
 from draco_ray.records import Adapter, WeightUpdate
 
@@ -640,6 +640,4 @@ def _end_of_turn_ids(model: ModelConfig) -> list[int]:
 
 
 def _first_line(error: BaseException) -> str:
-    """The first non-empty line of an error's message, or else its type."""
-    text = error.errors()[0]["msg"] if isinstance(error, ValidationError) else str(error)
-    return next((line.strip() for line in text.splitlines() if line.strip()), type(error).__name__)
+    return first_line(error.errors()[0]["msg"] if isinstance(error, ValidationError) else error)

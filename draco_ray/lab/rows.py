@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from operator import itemgetter
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import pyarrow as pa
 
+from draco_ray.runs.directory import RunDirectory
+
 RowT = TypeVar("RowT", bound=Mapping[str, Any])
+ParametersT = ParamSpec("ParametersT")
 
 
 def columns(*groups: str) -> pa.Schema:
@@ -25,6 +29,26 @@ def columns(*groups: str) -> pa.Schema:
         each = pa.type_for_alias(kind.removesuffix("[]"))
         fields += [(name, pa.list_(each) if kind.endswith("[]") else each) for name in names.split()]
     return pa.schema(fields)
+
+
+def table_of(
+    *groups: str,
+) -> Callable[[Callable[ParametersT, Iterable[Mapping[str, Any]]]], Callable[ParametersT, pa.Table]]:
+    """Collect the rows that the decorated function yields into a table with these `columns`.
+
+    A column without a value is null; ``run`` is the name of the run directory that the function reads.
+    """
+    schema = columns(*groups)
+
+    def decorated(rows_of: Callable[ParametersT, Iterable[Mapping[str, Any]]]) -> Callable[ParametersT, pa.Table]:
+        @functools.wraps(rows_of)
+        def collected(*given: ParametersT.args, **named: ParametersT.kwargs) -> pa.Table:
+            about = {"run": given[0].path.name} if isinstance(given[0], RunDirectory) else {}
+            return pa.Table.from_pylist([{**about, **row} for row in rows_of(*given, **named)], schema=schema)
+
+        return collected
+
+    return decorated
 
 
 def grouped(rows: Iterable[RowT], *columns: str) -> defaultdict[Any, list[RowT]]:

@@ -44,7 +44,7 @@ from transformers.utils import logging as transformers_logging
 from draco_ray.config.schema import LearnerConfig, ModelConfig
 from draco_ray.engine.adapter_files import engine_tensor_name
 from draco_ray.engine.model_config import check_experts, check_heads, lora_target
-from draco_ray.errors import ConfigError, LearnerError
+from draco_ray.errors import ConfigError, LearnerError, first_line
 from draco_ray.learner.context import Context
 from draco_ray.learner.loss import token_logprobs
 from draco_ray.learner.packing import MicroBatch, TokenSequence, concatenate, token_shard
@@ -516,9 +516,8 @@ def _load_base(model: ModelConfig) -> Any:
                 setattr(text, noise, 0.0)
         return AutoModelForCausalLM.from_pretrained(model.path, config=config, dtype=getattr(torch, model.dtype))
     except (OSError, ValueError, KeyError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ConfigError(
-            f"model {model.path}: cannot be loaded ({reason}); expected a model directory or a hub name"
+            f"model {model.path}: cannot be loaded ({first_line(error)}); expected a model directory or a hub name"
         ) from error
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from draco_ray.config.origin import write_private
-from draco_ray.errors import ConfigError
+from draco_ray.errors import ConfigError, first_line
 
 
 class Tracker(Protocol):
@@ -84,7 +84,7 @@ class WandB:
             self._run = package.init(name=run.name, dir=str(run), config=dict(config), resume="allow", id=run.name)
         except Exception as error:
             raise ConfigError(
-                f"run.trackers: wandb: {_first_line(error)}; set WANDB_API_KEY, or leave wandb out of run.trackers"
+                f"run.trackers: wandb: {first_line(error)}; set WANDB_API_KEY, or leave wandb out of run.trackers"
             ) from None
 
     def step(self, step: int, scalars: Mapping[str, float]) -> None:
@@ -113,7 +113,7 @@ class MLflow:
             self._package.log_dict(dict(config), "config.yaml", run_id=self._run_id)
         except Exception as error:
             raise ConfigError(
-                f"run.trackers: mlflow: {_first_line(error)}; set MLFLOW_TRACKING_URI, or leave mlflow out of "
+                f"run.trackers: mlflow: {first_line(error)}; set MLFLOW_TRACKING_URI, or leave mlflow out of "
                 "run.trackers"
             ) from None
 
@@ -139,7 +139,3 @@ def _package(module: str, extra: str) -> Any:
             f"run.trackers names {extra}, but the package {module} is not installed: pip install 'draco-ray[{extra}]', "
             "or leave it out of run.trackers"
         ) from None
-
-
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).splitlines()), type(error).__name__)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from draco_ray.records import EpisodeEnd, Evaluation, JudgedRollout, Termination, Verdict
+from draco_ray.records import EpisodeEnd, Evaluation, FloatArray, IntArray, JudgedRollout, Termination, Verdict
 from draco_ray.runs.directory import RunDirectory
 from draco_ray.runs.rows import columns_of, scenario_of
 
@@ -34,12 +34,6 @@ def scenario_goal_completion(evaluations: Iterable[Evaluation]) -> float:
     for evaluation in evaluations:
         scenarios[evaluation.scenario or evaluation.task_id, evaluation.run].append(evaluation.success)
     return sum(all(outcomes) for outcomes in scenarios.values()) / len(scenarios) if scenarios else 0.0
-
-
-def missing(evaluations: Sequence[Evaluation], tasks: Iterable[str], runs: int) -> list[tuple[str, int]]:
-    """Requested (task, run) pairs without an evaluation; they count as failures wherever rates are shown."""
-    seen = {(evaluation.task_id, evaluation.run) for evaluation in evaluations}
-    return [(task, run) for task in tasks for run in range(runs) if (task, run) not in seen]
 
 
 def read_evaluations(run: RunDirectory) -> dict[tuple[int, str], list[Evaluation]]:
@@ -141,18 +135,25 @@ def _agreed(rollout: JudgedRollout) -> float | None:
 
 
 def _share(rollouts: Iterable[JudgedRollout], value_of: Callable[[JudgedRollout], float | None]) -> Share | None:
-    clusters: dict[str, list[float]] = defaultdict(list)
-    for rollout in rollouts:
-        if (value := value_of(rollout)) is not None:
-            clusters[rollout.scenario or rollout.task_id].append(value)
-    if not clusters:
+    clusters: dict[str, int] = {}
+    found = [
+        (value, clusters.setdefault(rollout.scenario or rollout.task_id, len(clusters)))
+        for rollout in rollouts
+        if (value := value_of(rollout)) is not None
+    ]
+    return mean_share(np.array([value for value, _ in found]), np.array([cluster for _, cluster in found]))
+
+
+def mean_share(value_N: FloatArray, cluster_N: IntArray) -> Share | None:
+    """The mean of values, and its percentile bootstrap interval over their clusters; None without a value."""
+    if not len(value_N):
         return None
-    sums_C = np.array([sum(values) for values in clusters.values()])
-    counts_C = np.array([len(values) for values in clusters.values()])
+    index_N = np.unique(cluster_N, return_inverse=True)[1]
+    sums_C, counts_C = np.bincount(index_N, weights=value_N), np.bincount(index_N)
     mean = float(sums_C.sum() / counts_C.sum())
-    if len(clusters) < 2:
+    if len(counts_C) < 2:
         return Share(mean, None, None)
-    drawn = np.random.default_rng(0).integers(0, len(clusters), (DRAWS, len(clusters)))
+    drawn = np.random.default_rng(0).integers(0, len(counts_C), (DRAWS, len(counts_C)))
     means = sums_C[drawn].sum(axis=1) / counts_C[drawn].sum(axis=1)
     low, high = np.quantile(means, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
     return Share(mean, float(low), float(high))

@@ -64,12 +64,12 @@ def has_autoscaler() -> bool:
     return any(not node.ray_node_type_name.startswith(ANONYMOUS_TYPE) for node in nodes)
 
 
-def bundles(config: DracoConfig, *, judges: bool = True) -> dict[str, list[Bundle]]:
+def bundles(config: DracoConfig) -> dict[str, list[Bundle]]:
     """Resources that the processes of a starting run need, by kind; kinds that need nothing are left out."""
     engine, learner, environment, local = config.engine, config.learner, config.environment, config.judge.local
     # The evaluation's workers run beside those that train.
     rollouts = (2 if config.train.evaluate_before_after else 1) * environment.min_workers
-    served = local.replicas if local.enabled and judges and config.algorithm.reward == "rubric" else 0
+    served = local.replicas if local.enabled and config.algorithm.reward == "rubric" else 0
     needed: dict[str, list[Bundle]] = {
         "engines": [(engine.gpus_per_engine, engine.cpus_per_engine)] * engine.fewest,
         "learner workers": [(learner.gpus_per_worker, learner.cpus_per_worker)] * learner.workers,
@@ -107,19 +107,18 @@ def _describe(needed: Mapping[str, Sequence[Bundle]], missing: Mapping[str, int]
     return f"{', '.join(parts)} do not fit into {gpus_free:g} GPUs and {cpus_free:g} CPUs on {len(nodes)} nodes"
 
 
-def check_resources(config: DracoConfig, nodes: Sequence[Resources], *, judges: bool = True) -> None:
+def check_resources(config: DracoConfig, nodes: Sequence[Resources]) -> None:
     """Check that the nodes of a cluster without an autoscaler would have room for a run if they were idle.
 
     Args:
         config: of the run.
         nodes: all resources of each node.
-        judges: whether judge workers are started if the setting uses a rubric.
 
     Raises:
         ConfigError: the cluster is too small.
     """
     offered, workers = sum(node.get("judge", 0) for node in nodes), config.judge.workers
-    if judges and config.algorithm.reward == "rubric" and offered < workers + 1:
+    if config.algorithm.reward == "rubric" and offered < workers + 1:
         raise ConfigError(
             f"the Ray cluster has {offered:g} units of the custom resource 'judge' and no autoscaler, but "
             f"judge.workers={workers} and the union's worker need {workers + 1}; start a node with "
@@ -131,7 +130,7 @@ def check_resources(config: DracoConfig, nodes: Sequence[Resources], *, judges: 
             f"engine.tensor_parallel={engine.tensor_parallel}, but no node of the Ray cluster has more than "
             f"{largest:g} GPUs: lower it, or add a larger node"
         )
-    needed = bundles(config, judges=judges)
+    needed = bundles(config)
     if missing := unplaced(needed, nodes):
         cpus, served = sum(node.get("CPU", 0) for node in nodes), len(needed.get("judge servers", ()))
         on_cpus = not config.engine.gpus_per_engine and not config.learner.gpus_per_worker
@@ -205,7 +204,6 @@ def wait_for_room(
     config: DracoConfig,
     console: Console | None,
     *,
-    judges: bool = True,
     autoscaled: bool = False,
     free: Callable[[], Sequence[Resources]] | None = None,
     request: Callable[[Sequence[Mapping[str, float]]], object] | None = None,
@@ -217,7 +215,6 @@ def wait_for_room(
     Args:
         config: of the run.
         console: shows what the run waits for; None: nothing is shown.
-        judges: see `check_resources`.
         autoscaled: whether the cluster has an autoscaler.
         free: free resources of each node; None asks Ray.
         request: requests bundles from the autoscaler; None asks Ray.
@@ -227,7 +224,7 @@ def wait_for_room(
     """
     free = free or _free
     request = request or (lambda wanted: request_resources(bundles=[dict(each) for each in wanted]))
-    needed, requested = bundles(config, judges=judges), False
+    needed, requested = bundles(config), False
 
     def problem() -> str:
         nonlocal requested
@@ -404,12 +401,11 @@ def address_of(config: DracoConfig) -> str | None:
     return config.ray.address or os.environ.get("RAY_ADDRESS") or None
 
 
-def connect(config: DracoConfig, *, judges: bool = True, console: Console | None = None) -> dict[str, Any]:
+def connect(config: DracoConfig, *, console: Console | None = None) -> dict[str, Any]:
     """Join the cluster of ``ray.address`` or RAY_ADDRESS, or start Ray on this machine.
 
     Args:
         config: of the run.
-        judges: whether the run has judge workers.
         console: shows what the run waits for while other runs use the cluster or nodes are still being added.
 
     On a shared cluster no other run starts until `draco_ray.training.cluster.release_start_lock` is called or this
@@ -468,10 +464,10 @@ def connect(config: DracoConfig, *, judges: bool = True, console: Console | None
         ) from None
     autoscaled = has_autoscaler()
     if not autoscaled:
-        check_resources(config, [node["Resources"] for node in ray.nodes() if node["Alive"]], judges=judges)
+        check_resources(config, [node["Resources"] for node in ray.nodes() if node["Alive"]])
     if address:
         wait_for_start_lock(config, console)
-        wait_for_room(config, console, judges=judges, autoscaled=autoscaled)
+        wait_for_room(config, console, autoscaled=autoscaled)
     return dict(ray.cluster_resources())
 
 

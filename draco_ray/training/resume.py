@@ -76,12 +76,8 @@ class StartPoint:
     """Whether the adapter differs from the base model."""
     recorded: frozenset[int] = frozenset()
     """Later steps whose finished rollouts are reused."""
-    damaged: tuple[str, ...] = ()
-    """What is wrong with each damaged later checkpoint and where it was moved, one line each."""
-    dropped: tuple[Path, ...] = ()
-    """Unreadable table files of later steps: the machine was lost before they were fully on disk."""
-    unmeasured: tuple[int, ...] = ()
-    """Finished steps without a line in ``metrics.jsonl``."""
+    damage: tuple[str, ...] = ()
+    """What was damaged or missing in the run directory and what became of it, one line each."""
     first_gap: float | None = None
     """The canary's mean gap, in nats, of the first step that has one."""
 
@@ -245,25 +241,33 @@ def rewind(run: RunDirectory, *, reuse: bool, learner: str | None = None) -> Sta
     elif len(done) < len(metrics):
         write_private(run.metrics_file, "".join(json.dumps(line) + "\n" for line in done))
     later = [found for found in run.steps() if found > step]
-    dropped = tuple(path for again in later for path in _unreadable(run, again))
+    dropped = [path for again in later for path in _unreadable(run, again)]
     for path in dropped:
         path.unlink()
     for again in later:
         _reopen(run, again, reuse=reuse)
     # Last: if something above fails, the next attempt must find this damage, too.
-    damaged = tuple(
+    said = [
         f"checkpoint {run.checkpoint(later)} is damaged: {found}; {run.checkpoint(step).name} is used instead, and the "
         f"damaged one is moved to {_moved_aside(run.checkpoint(later))}"
         for later, found in damage.items()
-    )
+    ]
+    if dropped:
+        said.append(
+            f"{len(dropped)} files of later steps are incomplete and will be written again, first {dropped[0]}; the "
+            "machine was lost before they were on the disk"
+        )
+    if unmeasured := sorted({*range(1, step + 1)} - {line["step"] for line in done}):
+        said.append(
+            f"metrics.jsonl lacks {len(unmeasured)} finished steps, first step {unmeasured[0]}; restore the file, "
+            "otherwise tasks are chosen without the results of these steps"
+        )
     return StartPoint(
         step=step,
         checkpoint=run.checkpoint(step) if step else None,
         moved=any((line.get("updates") or 0) > 0 and (line.get("grad_norm") or 0) > 0 for line in done),
         recorded=frozenset(later) if reuse else frozenset(),
-        damaged=damaged,
-        dropped=dropped,
-        unmeasured=tuple(sorted({*range(1, step + 1)} - {line["step"] for line in done})),
+        damage=tuple(said),
         first_gap=next((gap for line in done if (gap := line.get("canary_gap")) is not None), None),
     )
 

@@ -145,27 +145,12 @@ def resume(
     if not isinstance(directory, Place):
         here = load_config(None, [each for each in overrides if each.startswith("run.local=")]).run.local
         directory = place_at(directory, here, trust=trust)
-    with working(directory, console.print) as path:
-        run = RunDirectory.open(path.resolve())
-        return _resume(run, source, overrides, setting, allow_changed=allow_changed, trust=trust, console=console)
-
-
-def _resume(
-    run: RunDirectory,
-    source: str | None,
-    overrides: Sequence[str],
-    setting: str | None,
-    *,
-    allow_changed: bool,
-    trust: bool,
-    console: Console,
-) -> Path:
-    old = load_config(str(run.path), trust=True)
-    config = load_config(source or str(run.path), overrides, setting, trust=trust)
-    check_training(overrides, config)
-    config, prompts, order = _checked(config, console, CHECKS)
-    held_out = _held_out(config)
-    with sole_driver(run):
+    with working(directory, console.print) as path, sole_driver(run := RunDirectory.open(path.resolve())):
+        old = load_config(str(run.path), trust=True)
+        config = load_config(source or str(run.path), overrides, setting, trust=trust)
+        check_training(overrides, config)
+        config, prompts, order = _checked(config, console, CHECKS)
+        held_out = _held_out(config)
         with write_errors(run.path):
             check_disk(config, run.path)
             check_paid_replies(run, old, config)
@@ -177,7 +162,7 @@ def _resume(
             # Recorded rollouts lack the evaluator's verdict, so if that verdict is the reward they are played again.
             reuse = not changes and not edited and config.algorithm.reward != "outcome"
             start = rewind(run, reuse=reuse, learner=config.learner.use)
-            for damage in start.damaged:
+            for damage in start.damage:
                 console.print(damage)
             adopt_config(run, config)
             write_prompts(run, prompts, held_out)
@@ -193,11 +178,6 @@ def _resume(
                 f"training tasks: the prompts of {len(edited)} tasks have changed, first {edited[0]}; rollouts of the "
                 "interrupted step are played again"
             )
-        if start.dropped:
-            console.print(
-                f"{len(start.dropped)} files of later steps are incomplete and will be written again, first "
-                f"{start.dropped[0]}; the machine was lost before they were on the disk",
-            )
         if lost:
             console.print(
                 f"missing in {run.path}: {', '.join(lost)}; restore them, otherwise edited tasks and changed files of "
@@ -212,11 +192,6 @@ def _resume(
             )
         if versions := other_versions(run):
             console.print(f"earlier steps were made with {versions}; results may differ in the last digits")
-        if start.unmeasured:
-            console.print(
-                f"metrics.jsonl lacks {len(start.unmeasured)} finished steps, first step {start.unmeasured[0]}; "
-                "restore the file, otherwise tasks are chosen without the results of these steps"
-            )
         for change in changes:
             console.print(f"changed: {change}")
         return _train(config, prompts, order, run, start, console)

@@ -122,7 +122,7 @@ def main() -> None:
             *("engine.max_failures=0", "environment.cpus_per_worker=0", "learner.cpus_per_worker=0"),
         ],
     )
-    connect(config, judges=False)
+    connect(config.updated(algorithm={"reward": "outcome"}))
     actor.PolicyEngineActor = StandInEngineActor  # type: ignore[misc]
     engines = start_policy_engines(config.engine, config.model, max_model_len=100, lora_rank=8, seed=0, run_name=RUN)
     fleet = EngineFleet(engines, config.engine)

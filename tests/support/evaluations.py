@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from draco_ray.lab.evaluation.measures import scenario_of
 from draco_ray.lab.evaluation.results import EvaluationDirectory, Plan, RolloutResult
 from draco_ray.records import EpisodeEnd, Evaluation, Termination, Usage
 
@@ -16,6 +15,11 @@ SCENARIOS = "abcdefgh"
 TASKS: dict[str, int | None] = {
     f"{scenario}_{number}": 1 + place % 3 for place, scenario in enumerate(SCENARIOS) for number in (1, 2, 3)
 }
+
+
+def scenario_of(task_id: str) -> str:
+    """The scenario of an AppWorld task id, ``<scenario>_<1..3>``."""
+    return task_id.rsplit("_", 1)[0]
 
 
 def a_plan(**changes: Any) -> Plan:

@@ -127,7 +127,7 @@ def main(folder: Path) -> None:
             *("engine.cpus_per_engine=0", "learner.cpus_per_worker=0"),
         ],
     )
-    connect(config, judges=False)
+    connect(config.updated(algorithm={"reward": "outcome"}))
     start = rollout_starter(
         lambda agent: [folder / "go"],  # type: ignore[list-item]
         agent=config.agent,

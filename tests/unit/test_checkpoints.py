@@ -115,12 +115,12 @@ def test_a_run_goes_on_from_the_newest_sound_checkpoint_and_says_so(
         return
     assert (start.step, start.checkpoint) == (2, run.checkpoint(2))
     assert [line["step"] for line in run.metrics()] == [1, 2]
-    (line,) = start.damaged
+    (line,) = start.damage
     assert "\n" not in line
     assert line.startswith(f"checkpoint {folder} is damaged: {name}: ")
     assert line.endswith("; step00002 is used instead, and the damaged one is moved to .step00003.damaged-1")
     assert (run.checkpoints / ".step00003.damaged-1").is_dir()
-    assert rewind(run, reuse=True).damaged == ()
+    assert rewind(run, reuse=True).damage == ()
 
 
 @pytest.mark.parametrize("name", FILES)

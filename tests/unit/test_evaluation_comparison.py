@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from draco_ray.lab.evaluation.measures import difference, holm, permutation_p_value, rate, scenario_of, turns
+from draco_ray.lab.evaluation.measures import difference, holm, permutation_p_value, rate, turns
 from draco_ray.records import LOST, EpisodeEnd, Evaluation
+from tests.support.evaluations import scenario_of
 
 
 def brute_p_value(differences: dict[str, float]) -> float:

@@ -10,9 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from draco_ray.lab.evaluation.measures import estimates, mean_by_key, pass_at_k, pass_hat_k, scenario_of
+from draco_ray.lab.evaluation.measures import estimates, mean_by_key, pass_at_k, pass_hat_k
 from draco_ray.records import EpisodeEnd, Evaluation
 from draco_ray.runs.evaluations import scenario_goal_completion, task_goal_completion
+from tests.support.evaluations import scenario_of
 
 RUNS = 3
 fuzz = settings(max_examples=50, deadline=None)

@@ -20,7 +20,7 @@ from draco_ray.lab.evaluation.intervals import (
     satterthwaite,
     student_p_value,
 )
-from draco_ray.lab.evaluation.measures import scenario_of
+from tests.support.evaluations import scenario_of
 from tests.support.jobs import load_job
 
 fuzz = settings(deadline=None)

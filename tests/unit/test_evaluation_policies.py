@@ -7,13 +7,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from rich.console import Console
 from safetensors.numpy import save_file
 
 from draco_ray.cli import main
 from draco_ray.commands.evaluate import EvaluateOptions, find_policy_and_config
 from draco_ray.config.load import dump_config, load_config
-from draco_ray.environments.appworld.data_root import load_split
-from draco_ray.errors import ConfigError
+from draco_ray.errors import ConfigError, DamagedRun
 from draco_ray.lab.evaluation.policies import (
     deciding_settings,
     every_checkpoint,
@@ -24,8 +24,8 @@ from draco_ray.lab.evaluation.policies import (
 )
 from draco_ray.runs.directory import RunDirectory
 from draco_ray.terminal import plain
-from draco_ray.training.trainer import TaskOrder
-from tests.support.tiny_model import build_tiny_model
+from draco_ray.training.resume import adopt_tasks
+from draco_ray.training.trainer import OrderRules, TaskOrder
 
 
 def a_run(path: Path, steps: list[int]) -> Path:
@@ -105,16 +105,14 @@ def test_the_papers_checkpoints_end_epochs_of_90_tasks(tmp_path: Path, steps: in
     assert [checkpoint.version for checkpoint in last_epochs(run, 3, per_epoch).checkpoints] == ends
 
 
-def test_a_run_from_another_machine_is_evaluated_with_the_data_root_it_is_given(
-    tmp_path: Path, sandbox_root: Path
-) -> None:
-    model = build_tiny_model(tmp_path / "model")
+def test_a_run_from_another_machine_is_evaluated_with_the_data_root_it_is_given(tmp_path: Path) -> None:
     run = tmp_path / "run"
     elsewhere = [f"data.root={tmp_path / 'gone'}", f"model.path={tmp_path / 'gone'}", "train.prompts_per_step=5"]
-    RunDirectory.create(run, dump_config(load_config("sandbox", elsewhere)))
-    tasks = len(load_split(sandbox_root, "train"))
+    made = RunDirectory.create(run, dump_config(load_config("sandbox", elsewhere)))
+    tasks = [f"task_{number}" for number in range(17)]
+    adopt_tasks(made, tasks, OrderRules(per_step=5, seed=0), 0, Console())
     for epoch in (1, 2):
-        an_adapter(run / "checkpoints" / f"step{epoch * (tasks // 5):05d}", epoch)
+        an_adapter(run / "checkpoints" / f"step{epoch * 3:05d}", epoch)
     options = EvaluateOptions(
         policy=None,
         run=run,
@@ -125,7 +123,7 @@ def test_a_run_from_another_machine_is_evaluated_with_the_data_root_it_is_given(
         runs=1,
         config=None,
         # Another size of steps than the run's would be another length of epochs.
-        overrides=[f"data.root={sandbox_root}", f"model.path={model}", "train.prompts_per_step=2"],
+        overrides=[f"data.root={tmp_path}", f"model.path={tmp_path}", "train.prompts_per_step=2"],
         out=None,
         label=None,
         api_base=None,
@@ -133,8 +131,11 @@ def test_a_run_from_another_machine_is_evaluated_with_the_data_root_it_is_given(
         api_temperature=None,
     )
     policy, config = find_policy_and_config(options, tmp_path)
-    assert [checkpoint.version for checkpoint in policy.checkpoints] == [tasks // 5, 2 * (tasks // 5)]
-    assert config.data.root == sandbox_root
+    assert [checkpoint.version for checkpoint in policy.checkpoints] == [3, 6]
+    assert config.data.root == tmp_path
+    (run / "tasks.json").unlink()
+    with pytest.raises(DamagedRun, match="tasks.json: damaged: it is missing"):
+        find_policy_and_config(options, tmp_path)
 
 
 def test_the_curve_begins_untrained_and_ends_with_the_last(tmp_path: Path) -> None:

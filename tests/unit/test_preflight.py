@@ -71,7 +71,7 @@ def test_no_judge_resource_says_how_to_offer_one(paper: DracoConfig) -> None:
 def test_judge_slots_are_needed_only_where_a_rubric_is_used(paper: DracoConfig) -> None:
     assert "judge.workers=2 and the union's worker need 3" in refusal(paper, BIG | {"judge": 2.0})
     # What evaluation asks.
-    check_resources(paper, [BIG | {"judge": 0.0}], judges=False)
+    check_resources(paper.updated(algorithm={"reward": "outcome"}), [BIG | {"judge": 0.0}])
     for setting in ("outcome", "random"):
         check_resources(load_config("qwen3.6-27b", setting=setting), [BIG | {"judge": 0.0}])
 

@@ -118,12 +118,14 @@ def test_steps_without_a_metrics_line_are_named(run: RunDirectory) -> None:
     for step in (1, 2, 3):
         write_step(run, step, finished=True)
         small_checkpoint(run.checkpoint(step))
-    assert rewind(run, reuse=True).unmeasured == ()
+    assert rewind(run, reuse=True).damage == ()
     lines = run.metrics_file.read_text().splitlines(keepends=True)
     run.metrics_file.write_text(lines[0])
-    assert rewind(run, reuse=True).unmeasured == (2, 3)
+    (said,) = rewind(run, reuse=True).damage
+    assert said.startswith("metrics.jsonl lacks 2 finished steps, first step 2; restore the file")
     run.metrics_file.unlink()
-    assert rewind(run, reuse=True).unmeasured == (1, 2, 3)
+    (said,) = rewind(run, reuse=True).damage
+    assert "lacks 3 finished steps, first step 1;" in said
 
 
 def test_rewind_twice_is_rewind_once(run: RunDirectory) -> None:
@@ -156,9 +158,11 @@ def test_files_that_a_lost_machine_left_empty_are_made_again(run: RunDirectory) 
     cut[1].write_bytes(cut[1].read_bytes()[:-9])
     cut[2].write_bytes(b"\0" * cut[2].stat().st_size)
     start = rewind(run, reuse=True)
-    assert set(start.dropped) == set(cut)
+    (said,) = start.damage
+    assert "3 files of later steps are incomplete and will be written again" in said
+    assert not any(path.exists() for path in cut)
     assert set(recorded_rollouts(run, 2, 1)) == {(t, r) for t in TASKS for r in (0, 1)} - {(TASKS[0], 1)}
-    assert rewind(run, reuse=True).dropped == ()
+    assert rewind(run, reuse=True).damage == ()
     whole = run.tables / "steps" / "step00001.parquet"
     whole.write_bytes(b"")
     with pytest.raises(DamagedRun, match=r"step00001\.parquet: damaged"):
@@ -186,7 +190,7 @@ def test_a_damaged_checkpoint_is_named_after_a_resume_that_another_damage_has_st
     with pytest.raises(DamagedRun, match=r"metrics\.jsonl"):
         rewind(run, reuse=True)
     run.metrics_file.write_text(lines)
-    (said,) = rewind(run, reuse=True).damaged
+    (said,) = rewind(run, reuse=True).damage
     assert f"checkpoint {run.checkpoint(2)} is damaged: learner.json" in said
 
 

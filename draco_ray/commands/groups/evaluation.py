@@ -116,17 +116,7 @@ def eval_set(
     """
     from draco_ray.commands.eval_set import evaluate_set
 
-    evaluate_set(
-        file,
-        overrides or [],
-        out=out,
-        against=against,
-        form=form,
-        show=show,
-        retry_errors=retry_errors,
-        trust=trust,
-        starter=STARTER_MODEL,
-    )
+    options_of(evaluate_set, locals(), overrides=overrides or [], starter=STARTER_MODEL)
 
 
 @app.command(epilog="Try:  draco reevaluate evaluations/starter-appworld-dev data.root=.cache/sandbox")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import inspect
 import re
 from collections.abc import Callable, Mapping
@@ -17,7 +16,7 @@ from draco_ray.config.load import setting_names
 from draco_ray.errors import ConfigError, DamagedRun
 from draco_ray.judging.phases import PHASES
 
-OptionsT = TypeVar("OptionsT")
+ResultT = TypeVar("ResultT")
 CommandT = TypeVar("CommandT", bound=Callable[..., Any])
 SANDBOX_ROOT = Path(".cache/sandbox")
 STARTER_MODEL = Path(".cache/starter")
@@ -84,10 +83,10 @@ def of_variety(path: Path, variety: str) -> Path:
     return path if variety == "standard" else path.with_name(f"{path.name}-{variety}")
 
 
-def options_of(kind: type[OptionsT], options: Mapping[str, Any], **others: Any) -> OptionsT:
-    """A dataclass of options from a command's `locals()` and ``others``, by field name."""
-    names = {field.name for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
-    return kind(**{name: value for name, value in options.items() if name in names} | others)
+def options_of(made: Callable[..., ResultT], options: Mapping[str, Any], **others: Any) -> ResultT:
+    """Call a function, or make a dataclass, with ``others`` and those of a command's `locals()` that it takes."""
+    names = inspect.signature(made).parameters
+    return made(**{name: value for name, value in options.items() if name in names} | others)
 
 
 def check_no_effect(context: typer.Context, why: str, *names: str) -> None:

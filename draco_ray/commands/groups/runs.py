@@ -15,6 +15,7 @@ from draco_ray.commands.groups.options import (
     RunArgument,
     Trust,
     check_no_effect,
+    options_of,
     parse_phase,
     run_folder,
 )
@@ -108,8 +109,7 @@ def report(
 
     if tokens and (figures or tables):
         raise ConfigError("--tokens: works only for the page; leave out --figures and --tables")
-    directories_here = [run_folder(each) for each in directories]
-    for path in write(directories_here, figures=figures, tables=tables, tokens=tokens, out=out):
+    for path in options_of(write, locals(), directories=[run_folder(each) for each in directories]):
         typer.echo(path)
 
 
@@ -179,16 +179,14 @@ def replay(
     if judge is None:
         written = replay_algorithm(folder, rules=rule or None, steps=step, out=out, console=console)
     else:
-        written = replay_judge(
-            folder,
+        written = options_of(
+            replay_judge,
+            locals(),
+            directory=folder,
             judge=NamedJudge(model=judge, api_base=api_base, api_key_env=api_key_env),
             pairing=None if pairing is None else NamedJudge(model=pairing),
             phases=phase or ([] if static_rubric else [Score.name, Credit.name]),
             steps=step,
-            static_rubric=static_rubric,
-            out=out,
-            console=console,
-            trust=trust,
         )
     for path in written:
         typer.echo(path)
@@ -262,18 +260,6 @@ def attribution_bench(
         return
     if judge is None:
         judge = "own" if config is not None and names_judge(load_config(config, trust=True)) else "rules"
-    written = run_bench(
-        judge=NamedJudge(model=judge, api_base=api_base, api_key_env=api_key_env),
-        world=world,
-        split=split,
-        tasks=tasks,
-        hard=hard,
-        processes=processes,
-        config=config,
-        out=out,
-        console=PlainConsole(width=120),
-        wrong_step=wrong_step,
-        trust=trust,
-    )
-    for path in written:
+    named = NamedJudge(model=judge, api_base=api_base, api_key_env=api_key_env)
+    for path in options_of(run_bench, locals(), judge=named, console=PlainConsole(width=120)):
         typer.echo(path)

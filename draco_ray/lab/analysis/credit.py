@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import pyarrow as pa
 
 from draco_ray.algorithm.credit import quality_spread
-from draco_ray.lab.rows import columns, grouped, mean
+from draco_ray.lab.rows import grouped, mean, table_of
 from draco_ray.records import FloatArray
 from draco_ray.runs.directory import RunDirectory
+from draco_ray.runs.rows import Row
 
 WINDOW_ENDS = (0.10, 0.25, 0.50, 0.75, 1.0)
 """Ends of the five windows, as shares of the run: 100 steps give 1-10, 11-25, 26-50, 51-75, 76-100. The paper states
@@ -22,31 +22,19 @@ the first and the last window; the three between are our choice."""
 ROUNDING = 1e-9
 """Absolute advantages below this count as 0; real ones are of the order of 1."""
 
-CREDIT = columns(
+
+@table_of(
     "string: run",
     "int64: training_step rollouts inert",
     "float64: inert_share quality_spread quality_spread_active",
 )
-WINDOWS = columns(
-    "string: run",
-    "int64: window first_step last_step steps",
-    "float64: inert_share quality_spread quality_spread_active",
-)
-CITATIONS = columns(
-    "string: run",
-    "int64: training_step steps uncited",
-    "float64: citations_mean citations_median ten_or_more_share",
-)
-
-
-def credit_by_step(run: RunDirectory) -> pa.Table:
+def credit_by_step(run: RunDirectory) -> Iterator[Row]:
     """One row per training step: the rollouts with advantages, how many of them are inert, and the spread of Q_j.
 
     ``quality_spread_active`` is the paper's measure: the standard deviation of a rollout's step qualities
     (`draco_ray.algorithm.credit.quality_spread`), averaged over rollouts on which credit is not inert.
     ``quality_spread`` averages over all rollouts with a cited step. Null if there is no such rollout.
     """
-    rows = []
     for step in run.steps():
         shares = run.table("advantages", step, ["inert", "quality"]).to_pylist()
         if not shares:
@@ -55,28 +43,28 @@ def credit_by_step(run: RunDirectory) -> pa.Table:
         spreads = [(share["inert"], quality_spread(np.array(share["quality"], dtype=float))) for share in shares]
         known = [(inert, spread) for inert, spread in spreads if not math.isnan(spread)]
         inert = sum(share["inert"] for share in shares)
-        rows.append(
-            {
-                "run": run.path.name,
-                "training_step": step,
-                "rollouts": len(shares),
-                "inert": inert,
-                "inert_share": inert / len(shares),
-                "quality_spread": mean([spread for _, spread in known]),
-                "quality_spread_active": mean([spread for inert, spread in known if not inert]),
-            }
-        )
-    return pa.Table.from_pylist(rows, schema=CREDIT)
+        yield {
+            "training_step": step,
+            "rollouts": len(shares),
+            "inert": inert,
+            "inert_share": inert / len(shares),
+            "quality_spread": mean([spread for _, spread in known]),
+            "quality_spread_active": mean([spread for inert, spread in known if not inert]),
+        }
 
 
-def inert_windows(by_step: pa.Table) -> pa.Table:
+@table_of(
+    "string: run",
+    "int64: window first_step last_step steps",
+    "float64: inert_share quality_spread quality_spread_active",
+)
+def inert_windows(by_step: pa.Table) -> Iterator[Row]:
     """The inert share and the spread of step quality, averaged over the steps of each window.
 
     Args:
         by_step: `credit_by_step` of one run or several.
     Returns: a row per run and window. In a short run, windows without a step have no row.
     """
-    rows: list[dict[str, Any]] = []
     for name, mine in grouped(by_step.to_pylist(), "run").items():
         total = max(record["training_step"] for record in mine)
         first = 1
@@ -84,40 +72,39 @@ def inert_windows(by_step: pa.Table) -> pa.Table:
             last = round(total * end)
             inside = [record for record in mine if first <= record["training_step"] <= last]
             if inside:
-                rows.append(
-                    {
-                        "run": name,
-                        "window": number,
-                        "first_step": first,
-                        "last_step": last,
-                        "steps": len(inside),
-                        "inert_share": mean([record["inert_share"] for record in inside]),
-                        **{
-                            name: mean(record[name] for record in inside if record[name] is not None)
-                            for name in ("quality_spread", "quality_spread_active")
-                        },
-                    }
-                )
+                yield {
+                    "run": name,
+                    "window": number,
+                    "first_step": first,
+                    "last_step": last,
+                    "steps": len(inside),
+                    **{
+                        name: mean(record[name] for record in inside if record[name] is not None)
+                        for name in ("inert_share", "quality_spread", "quality_spread_active")
+                    },
+                }
             first = last + 1
-    return pa.Table.from_pylist(rows, schema=WINDOWS)
 
 
-def citations_a_step(run: RunDirectory) -> pa.Table:
+@table_of(
+    "string: run",
+    "int64: training_step steps uncited",
+    "float64: citations_mean citations_median ten_or_more_share",
+)
+def citations_a_step(run: RunDirectory) -> Iterator[Row]:
     """How many surviving criteria cite a step (appendix "Significance of each term"): a row per training step.
 
     Only rollouts whose credit call named steps are counted. Mean, median and the share of ten or more are over cited
     steps; ``uncited`` counts the other steps. The last row, without a training step, covers the whole run.
     """
     whole: list[int] = []
-    rows = []
     for step in run.steps():
         counts = _citation_counts(run, step)
         if counts:
-            rows.append(_citation_row(run, step, counts))
+            yield _citation_row(step, counts)
             whole += counts
     if whole:
-        rows.append(_citation_row(run, None, whole))
-    return pa.Table.from_pylist(rows, schema=CITATIONS)
+        yield _citation_row(None, whole)
 
 
 def _citation_counts(run: RunDirectory, training_step: int) -> list[int]:
@@ -139,10 +126,9 @@ def _citation_counts(run: RunDirectory, training_step: int) -> list[int]:
     return counts
 
 
-def _citation_row(run: RunDirectory, training_step: int | None, counts: Sequence[int]) -> dict[str, Any]:
+def _citation_row(training_step: int | None, counts: Sequence[int]) -> Row:
     cited = [count for count in counts if count]
     return {
-        "run": run.path.name,
         "training_step": training_step,
         "steps": len(counts),
         "uncited": len(counts) - len(cited),

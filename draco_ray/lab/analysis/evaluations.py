@@ -5,34 +5,48 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Iterator, Sequence
-from typing import Any
-
-import pyarrow as pa
 
 from draco_ray.errors import ConfigError, DamagedRun
 from draco_ray.lab.evaluation.results import EvaluationDirectory, role_costs, sum_known
-from draco_ray.lab.rows import columns
+from draco_ray.lab.rows import table_of
 from draco_ray.records import Evaluation
 from draco_ray.runs.directory import RunDirectory
 from draco_ray.runs.evaluations import read_evaluations, scenario_goal_completion, task_goal_completion
+from draco_ray.runs.rows import Row
 
 TRAINING = "training"
 """Name of the evaluations made during training (train.evaluate_before_after)."""
 
-EVALUATIONS = columns(
+
+@table_of(
     "string: run evaluation split",
     "int64: training_step tasks runs lost",
     "float64: tgc sgc dollars_per_pass tokens_per_pass",
 )
-
-
-def evaluations(run: RunDirectory) -> pa.Table:
+def evaluations(run: RunDirectory) -> Iterator[Row]:
     """One row per finished measurement: TGC, SGC, and the cost of one pass over the tasks if it is known.
 
     Cost is known for evaluation directories only: input and output tokens, and dollars if the model has a price.
     Unfinished measurements are left out, since their rates would cover other tasks.
     """
-    return pa.Table.from_pylist(list(_rows(run)), schema=EVALUATIONS)
+    for (step, split), found in read_evaluations(run).items():
+        about: Row = {"evaluation": TRAINING, "split": split, "training_step": step}
+        yield about | _rates(found, scenarios=True)
+    for directory in evaluation_directories(run):
+        plan, roles = directory.plan, role_costs(directory)
+        for name in plan.measurements:
+            if directory.missing(name) or not (results := directory.results(name)):
+                continue
+            number = re.fullmatch(r"step(\d+)", name)
+            about = {"evaluation": directory.path.name, "split": plan.split}
+            about |= {"training_step": int(number[1]) if number else None}
+            rates = _rates([result.evaluation for result in results], scenarios=plan.scenarios)
+            # If a conversation has several roles, its cost is the sum over all of them.
+            costs = list(roles[name].values()) if name in roles else [result.usage for result in results]
+            dollars = sum_known(each.dollars for each in costs)
+            tokens = sum(each.input_tokens + each.output_tokens for each in costs)
+            rates["dollars_per_pass"] = None if dollars is None else dollars / rates["runs"]
+            yield about | rates | {"tokens_per_pass": tokens / rates["runs"]}
 
 
 def evaluation_directories(run: RunDirectory) -> Iterator[EvaluationDirectory]:
@@ -52,28 +66,7 @@ def judged_directories(run: RunDirectory) -> Iterator[RunDirectory]:
             yield RunDirectory.open(file.parent)
 
 
-def _rows(run: RunDirectory) -> Iterator[dict[str, Any]]:
-    for (step, split), found in read_evaluations(run).items():
-        about: dict[str, Any] = {"run": run.path.name, "evaluation": TRAINING, "split": split, "training_step": step}
-        yield about | _rates(found, scenarios=True)
-    for directory in evaluation_directories(run):
-        plan, roles = directory.plan, role_costs(directory)
-        for name in plan.measurements:
-            if directory.missing(name) or not (results := directory.results(name)):
-                continue
-            number = re.fullmatch(r"step(\d+)", name)
-            about = {"run": run.path.name, "evaluation": directory.path.name, "split": plan.split}
-            about |= {"training_step": int(number[1]) if number else None}
-            rates = _rates([result.evaluation for result in results], scenarios=plan.scenarios)
-            # If a conversation has several roles, its cost is the sum over all of them.
-            costs = list(roles[name].values()) if name in roles else [result.usage for result in results]
-            dollars = sum_known(each.dollars for each in costs)
-            tokens = sum(each.input_tokens + each.output_tokens for each in costs)
-            rates["dollars_per_pass"] = None if dollars is None else dollars / rates["runs"]
-            yield about | rates | {"tokens_per_pass": tokens / rates["runs"]}
-
-
-def _rates(found: Sequence[Evaluation], *, scenarios: bool) -> dict[str, Any]:
+def _rates(found: Sequence[Evaluation], *, scenarios: bool) -> Row:
     return {
         "tasks": len({each.task_id for each in found}),
         "runs": max(each.run for each in found) + 1,

@@ -6,25 +6,25 @@ out for both judges.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator
 
 import numpy as np
 import pyarrow as pa
 
 from draco_ray.algorithm.rules import AdvantageRule
 from draco_ray.judging.phases import Score
-from draco_ray.lab.rows import columns, grouped
+from draco_ray.lab.rows import grouped, table_of
 from draco_ray.records import FloatArray
 from draco_ray.runs.directory import RunDirectory
+from draco_ray.runs.rows import Row
 
-LOSS = columns(
+
+@table_of(
     "string: run judge",
     "int64: groups rollouts",
     "float64: advantage_correlation sign_flips best_kept signal_lost dollars own_dollars",
 )
-
-
-def judge_loss(run: RunDirectory, replayed: pa.Table) -> pa.Table:
+def judge_loss(run: RunDirectory, replayed: pa.Table) -> Iterator[Row]:
     """A row for each judge of ``replayed`` (`draco_ray.lab.analysis.replay.REPLAYED`).
 
     ``advantage_correlation``: correlation of A_i between the two judges. ``sign_flips``: share of rollouts whose
@@ -32,27 +32,22 @@ def judge_loss(run: RunDirectory, replayed: pa.Table) -> pa.Table:
     stays a best one, ``signal_lost`` the share in which the other judge gives all rollouts the same A_i. ``dollars``:
     cost of the archived prompts with the other judge; ``own_dollars``: their cost in the run.
     """
-    rows = []
     for judge, found in grouped(replayed.to_pylist(), "judge").items():
         asked = {(row["training_step"], row["task_id"], row["rollout"], row["phase"]) for row in found}
         own = run.table("judge_calls", columns=["training_step", "task_id", "rollout", "phase", "dollars"]).to_pylist()
-        rows.append(
-            {
-                "run": run.path.name,
-                "judge": judge,
-                **_compared([row for row in found if row["phase"] == Score.name]),
-                "dollars": sum(row["dollars"] for row in found),
-                "own_dollars": sum(
-                    call["dollars"]
-                    for call in own
-                    if (call["training_step"], call["task_id"], call["rollout"], call["phase"]) in asked
-                ),
-            }
-        )
-    return pa.Table.from_pylist(rows, schema=LOSS)
+        yield {
+            "judge": judge,
+            **_compared([row for row in found if row["phase"] == Score.name]),
+            "dollars": sum(row["dollars"] for row in found),
+            "own_dollars": sum(
+                call["dollars"]
+                for call in own
+                if (call["training_step"], call["task_id"], call["rollout"], call["phase"]) in asked
+            ),
+        }
 
 
-def _compared(rows: list[dict[str, Any]]) -> dict[str, float | int | None]:
+def _compared(rows: list[Row]) -> dict[str, float | int | None]:
     mine, theirs, kept, lost = [], [], [], []
     counted = 0
     for group in grouped(rows, "training_step", "task_id").values():
@@ -79,7 +74,7 @@ def _compared(rows: list[dict[str, Any]]) -> dict[str, float | int | None]:
     }
 
 
-def _advantages(members: list[list[dict[str, Any]]], column: str) -> FloatArray:
+def _advantages(members: list[list[Row]], column: str) -> FloatArray:
     """A_i of a group from one judge's verdicts."""
     rule = AdvantageRule()
     ordered = [sorted(each, key=lambda row: int(row["criterion"])) for each in members]

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Sequence
-
-import pyarrow as pa
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 
 from draco_ray.judging.phases import PHASES
 from draco_ray.lab.evaluation.measures import rate
-from draco_ray.lab.rows import columns
+from draco_ray.lab.rows import table_of
 from draco_ray.lab.runs.cost import phase_costs, read_calls
 from draco_ray.records import Evaluation, Termination
 from draco_ray.runs.directory import RunDirectory
@@ -24,7 +23,8 @@ from draco_ray.runs.evaluations import (
 from draco_ray.runs.rows import Row
 from draco_ray.training.overlap import seconds_together
 
-TERMINATIONS = columns(
+
+@table_of(
     "string: run",
     "int64: training_step",
     "string: ended",
@@ -32,43 +32,13 @@ TERMINATIONS = columns(
     "float64: share",
     "int64: retried",
 )
-JUDGE_COST = columns(
-    "string: run",
-    "int64: training_step",
-    "string: phase",
-    "int64: calls replayed requests failures input_tokens cached_tokens output_tokens",
-    "float64: dollars",
-)
-SUCCESS = columns(
-    "string: run",
-    "int64: training_step",
-    "string: split",
-    "int64: rollouts lost",
-    "float64: tgc tgc_low tgc_high sgc",
-)
-JUDGED = columns(
-    "string: run",
-    "int64: training_step",
-    "string: split",
-    "int64: tasks rollouts unscored",
-    "float64: pass_rate pass_rate_low pass_rate_high agreement",
-)
-SECONDS = columns(
-    "string: run",
-    "int64: training_step",
-    "string: stage",
-    "float64: seconds",
-)
-
-
-def terminations(run: RunDirectory) -> pa.Table:
+def terminations(run: RunDirectory) -> Iterator[Row]:
     """One row per training step and termination mode; ``share`` is of the step's rollouts, lost ones included.
 
     ``retried`` counts attempts that a server error ended and that were repeated, all in the row of that mode: a lost
     rollout used all its retries, a finished one those before its last attempt.
     """
     retries = int(run.setting("environment.rollout_retries"))
-    rows = []
     for step in run.steps():
         played = run.table("trajectories", step, ["attempt", "termination"]).to_pylist()
         ended = Counter(row["termination"] for row in played)
@@ -79,53 +49,54 @@ def terminations(run: RunDirectory) -> pa.Table:
         ended[Termination.SERVER_ERROR] += lost
         retried = sum(row["attempt"] for row in played) + lost * retries
         total = ended.total()
-        rows += [
-            {
-                "run": run.path.name,
+        for mode in Termination.shown(map(Termination, +ended)) if total else ():
+            yield {
                 "training_step": step,
                 "ended": mode.value,
                 "rollouts": ended[mode.value],
                 "share": ended[mode.value] / total,
                 "retried": retried if mode is Termination.SERVER_ERROR else 0,
             }
-            for mode in Termination.shown(map(Termination, +ended))
-            if total
-        ]
-    return pa.Table.from_pylist(rows, schema=TERMINATIONS)
 
 
-def judge_cost(run: RunDirectory) -> pa.Table:
+@table_of(
+    "string: run",
+    "int64: training_step",
+    "string: phase",
+    "int64: calls replayed requests failures input_tokens cached_tokens output_tokens",
+    "float64: dollars",
+)
+def judge_cost(run: RunDirectory) -> Iterator[Row]:
     """One row per training step and judge phase; replies from the durable cache (``replayed``) are free."""
-    rows = []
     for step, calls in read_calls(run).items():
         for phase, cost in phase_costs(calls).items():
-            counts = {name: getattr(cost, name) for name in JUDGE_COST.names[3:]}
-            rows.append({"run": run.path.name, "training_step": step, "phase": phase, **counts})
-    return pa.Table.from_pylist(rows, schema=JUDGE_COST)
+            yield {"training_step": step, "phase": phase, **asdict(cost)}
 
 
-def success(run: RunDirectory) -> pa.Table:
+@table_of(
+    "string: run",
+    "int64: training_step",
+    "string: split",
+    "int64: rollouts lost",
+    "float64: tgc tgc_low tgc_high sgc",
+)
+def success(run: RunDirectory) -> Iterator[Row]:
     """One row per evaluation: TGC and SGC in [0, 1]. Lost rollouts count as failures; step 0 is the untrained policy.
 
     TGC has a 95 % interval over scenarios that covers any outcome of lost rollouts; null if there is one scenario.
     """
-    rows = []
     for (step, split), evaluations in read_evaluations(run).items():
         low, high = _tgc_limits(evaluations)
-        rows.append(
-            {
-                "run": run.path.name,
-                "training_step": step,
-                "split": split,
-                "rollouts": len(evaluations),
-                "lost": sum(evaluation.lost for evaluation in evaluations),
-                "tgc": task_goal_completion(evaluations),
-                "tgc_low": low,
-                "tgc_high": high,
-                "sgc": scenario_goal_completion(evaluations),
-            }
-        )
-    return pa.Table.from_pylist(rows, schema=SUCCESS)
+        yield {
+            "training_step": step,
+            "split": split,
+            "rollouts": len(evaluations),
+            "lost": sum(evaluation.lost for evaluation in evaluations),
+            "tgc": task_goal_completion(evaluations),
+            "tgc_low": low,
+            "tgc_high": high,
+            "sgc": scenario_goal_completion(evaluations),
+        }
 
 
 def _tgc_limits(evaluations: Sequence[Evaluation]) -> tuple[float, float] | tuple[None, None]:
@@ -134,29 +105,31 @@ def _tgc_limits(evaluations: Sequence[Evaluation]) -> tuple[float, float] | tupl
     return (found.low, found.high) if math.isfinite(found.low) else (None, None)
 
 
-def judged(run: RunDirectory) -> pa.Table:
+@table_of(
+    "string: run",
+    "int64: training_step",
+    "string: split",
+    "int64: tasks rollouts unscored",
+    "float64: pass_rate pass_rate_low pass_rate_high agreement",
+)
+def judged(run: RunDirectory) -> Iterator[Row]:
     """One row per measurement by the judge, for environments without an evaluator: pass rate with a 95 % interval.
 
     ``agreement`` is how often two scoring calls give the same verdict; step 0 is the untrained policy.
     """
-    rows = []
     for (step, split), rollouts in read_judged(run).items():
         found = judged_rates(rollouts)
-        rows.append(
-            {
-                "run": run.path.name,
-                "training_step": step,
-                "split": split,
-                "tasks": found.tasks,
-                "rollouts": found.rollouts,
-                "unscored": found.unscored,
-                "pass_rate": found.pass_rate and found.pass_rate.mean,
-                "pass_rate_low": found.pass_rate and found.pass_rate.low,
-                "pass_rate_high": found.pass_rate and found.pass_rate.high,
-                "agreement": found.agreement and found.agreement.mean,
-            }
-        )
-    return pa.Table.from_pylist(rows, schema=JUDGED)
+        yield {
+            "training_step": step,
+            "split": split,
+            "tasks": found.tasks,
+            "rollouts": found.rollouts,
+            "unscored": found.unscored,
+            "pass_rate": found.pass_rate and found.pass_rate.mean,
+            "pass_rate_low": found.pass_rate and found.pass_rate.low,
+            "pass_rate_high": found.pass_rate and found.pass_rate.high,
+            "agreement": found.agreement and found.agreement.mean,
+        }
 
 
 STAGES = (
@@ -172,21 +145,23 @@ STAGES = (
 """Stages of `stage_seconds`, in order; some combinations of stages that overlap are stages of their own."""
 
 
-def stage_seconds(run: RunDirectory) -> pa.Table:
+@table_of(
+    "string: run",
+    "int64: training_step",
+    "string: stage",
+    "float64: seconds",
+)
+def stage_seconds(run: RunDirectory) -> Iterator[Row]:
     """Wall time of each finished step by stage; a step's rows add up to its time, with no second counted twice.
 
     Returns: a row per step and stage of `STAGES`. Work that was done ahead, before its step began, counts as ``other``
         in the step during which it was done.
     """
-    rows = []
     for line in run.metrics():
         step = int(line["step"])
         spans = run.table("spans", step, ["stage", "started_at", "ended_at"]).to_pylist()
-        seconds = _of_step(spans, line)
-        rows += [
-            {"run": run.path.name, "training_step": step, "stage": stage, "seconds": seconds[stage]} for stage in STAGES
-        ]
-    return pa.Table.from_pylist(rows, schema=SECONDS)
+        for stage, seconds in _of_step(spans, line).items():
+            yield {"training_step": step, "stage": stage, "seconds": seconds}
 
 
 def _of_step(spans: Sequence[Row], line: Row) -> dict[str, float]:

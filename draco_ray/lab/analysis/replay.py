@@ -9,9 +9,8 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -29,10 +28,10 @@ from draco_ray.lab.analysis.agreement import (
     clustered_interval,
     contingency,
 )
-from draco_ray.lab.rows import columns, finite, grouped
+from draco_ray.lab.rows import columns, finite, grouped, table_of
 from draco_ray.records import Criterion, IntArray, Message, Verdict
 from draco_ray.runs.directory import RunDirectory
-from draco_ray.runs.rows import columns_of
+from draco_ray.runs.rows import Row, columns_of
 
 PHASES = (Score.name, Credit.name)
 """Phases whose replies are verdicts on given criteria, so that two judges can be compared criterion by criterion."""
@@ -52,13 +51,6 @@ REPLAYED = columns(
     "int64[]: reference_steps steps",
     "float64: dollars",
     "string: error",
-)
-AGREEMENT = columns(
-    "string: run judge phase",
-    "int64: training_step",
-    f"int64: {' '.join(COUNTS)}",
-    f"float64: {' '.join(RATES)} always_pass citation_overlap",
-    *(f"float64: {name}_low {name}_high" for name in (*WITH_INTERVAL, "citation_overlap")),
 )
 
 
@@ -156,19 +148,24 @@ async def replay(run: RunDirectory, complete: Completer, calls: Sequence[Archive
     return pa.Table.from_pylist(rows, schema=REPLAYED)
 
 
-def agreement_table(replayed: pa.Table) -> pa.Table:
+@table_of(
+    "string: run judge phase",
+    "int64: training_step",
+    f"int64: {' '.join(COUNTS)}",
+    f"float64: {' '.join(RATES)} always_pass citation_overlap",
+    *(f"float64: {name}_low {name}_high" for name in (*WITH_INTERVAL, "citation_overlap")),
+)
+def agreement_table(replayed: pa.Table) -> Iterator[Row]:
     """Agreement by phase: a row over all steps (null ``training_step``) with intervals, then a row per step.
 
     Intervals are 95 % intervals over groups. ``always_pass`` is the agreement of a judge that passes everything.
     ``citation_overlap`` is the mean Jaccard index of the cited steps, over criteria for which both judges cite steps.
     """
-    rows = []
     for (name, judge, phase), found in sorted(grouped(replayed.to_pylist(), "run", "judge", "phase").items()):
         about = {"run": name, "judge": judge, "phase": phase}
-        rows.append({**about, **_compare(found), **_intervals(found)})
+        yield {**about, **_compare(found), **_intervals(found)}
         for step, mine in sorted(grouped(found, "training_step").items()):
-            rows.append({**about, "training_step": step, **_compare(mine)})
-    return pa.Table.from_pylist(rows, schema=AGREEMENT)
+            yield {**about, "training_step": step, **_compare(mine)}
 
 
 def check_steps(run: RunDirectory, steps: Sequence[int]) -> None:
@@ -178,7 +175,7 @@ def check_steps(run: RunDirectory, steps: Sequence[int]) -> None:
         raise ConfigError(f"{run.path}: no training step {unknown[0]}; expected {known[0]} to {known[-1]}")
 
 
-def _answers(rows: list[dict[str, Any]]) -> dict[tuple[str, int], dict[int, tuple[Verdict, list[int]]]]:
+def _answers(rows: list[Row]) -> dict[tuple[str, int], dict[int, tuple[Verdict, list[int]]]]:
     found: dict[tuple[str, int], dict[int, tuple[Verdict, list[int]]]] = defaultdict(dict)
     for row in rows:
         answer = found[row["task_id"], row["rollout"]].setdefault(row["criterion"], (Verdict(row["verdict"]), []))
@@ -207,7 +204,7 @@ async def _ask(
     return verdicts, [attribution.steps for attribution in attributions], completion.dollars, None
 
 
-def _ratings(rows: Sequence[dict[str, Any]]) -> tuple[IntArray, IntArray]:
+def _ratings(rows: Sequence[Row]) -> tuple[IntArray, IntArray]:
     """The ratings of the reference and of the other judge."""
     return (
         np.array([row["reference"] for row in rows]),
@@ -215,7 +212,7 @@ def _ratings(rows: Sequence[dict[str, Any]]) -> tuple[IntArray, IntArray]:
     )
 
 
-def _overlaps(rows: Sequence[dict[str, Any]]) -> list[float]:
+def _overlaps(rows: Sequence[Row]) -> list[float]:
     """Jaccard indices of the cited steps, one per criterion for which both judges cite steps."""
     both = [(set(row["steps"] or ()), set(row["reference_steps"] or ())) for row in rows]
     return [len(mine & theirs) / len(mine | theirs) for mine, theirs in both if mine and theirs]
@@ -225,16 +222,14 @@ def _mean(values: Sequence[float]) -> float:
     return float(np.mean(values)) if values else float("nan")
 
 
-def _compare(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {
-        name: finite(value) for name, value in dataclasses.asdict(agreement(*_ratings(rows))).items()
-    }
+def _compare(rows: Sequence[Row]) -> Row:
+    found: Row = {name: finite(value) for name, value in dataclasses.asdict(agreement(*_ratings(rows))).items()}
     found["always_pass"] = _mean([row["reference"] == Verdict.PASS for row in rows])
     found["citation_overlap"] = finite(_mean(_overlaps(rows)))
     return found
 
 
-def _intervals(rows: Sequence[dict[str, Any]]) -> dict[str, float | None]:
+def _intervals(rows: Sequence[Row]) -> dict[str, float | None]:
     clusters = grouped(rows, "training_step", "task_id")
     bounds = agreement_intervals([contingency(*_ratings(mine)) for mine in clusters.values()])
     overlap = clustered_interval({name: _overlaps(mine) for name, mine in clusters.items()}, _mean)

@@ -8,18 +8,17 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, defaultdict
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import pyarrow as pa
 
 from draco_ray.judging.judge import CallContext, Judge
 from draco_ray.judging.phases import Score
 from draco_ray.lab.analysis.rubrics import TALLY_COLUMNS, Tally, rates, rubric_kind
-from draco_ray.lab.rows import columns
+from draco_ray.lab.rows import columns, table_of
 from draco_ray.records import Criterion, Trajectory
 from draco_ray.runs.directory import RunDirectory, read_parquet
-from draco_ray.runs.rows import step_trajectories
+from draco_ray.runs.rows import Row, step_trajectories
 
 REPLAYS = "replay"
 """Folder in a run to which `draco replay` writes its tables, with one subfolder per judge."""
@@ -34,7 +33,6 @@ RESCORED = columns(
     "float64: dollars",
     "string: error",
 )
-RUBRIC_RATES = columns("string: run rubric scored_by", "int64: training_step rollouts", *TALLY_COLUMNS)
 RUN = "the run"
 """Value of ``scored_by`` for the verdicts that the run was trained on."""
 
@@ -54,7 +52,7 @@ async def rescore(
     Raises:
         JudgeUnavailable: the judge answers no call at all.
     """
-    rows: list[dict[str, Any]] = []
+    rows: list[Row] = []
     # Load one step at a time: the trajectories of a whole run may not fit in memory.
     for step in run.steps() if steps is None else steps:
         played = [each for group in step_trajectories(run, step).values() for each in group]
@@ -84,7 +82,8 @@ def rescored(run: RunDirectory) -> pa.Table:
     return pa.concat_tables([RESCORED.empty_table(), *(read_parquet(file, RESCORED) for file in files)])
 
 
-def rubric_rates(run: RunDirectory, again: pa.Table | None = None) -> pa.Table:
+@table_of("string: run rubric scored_by", "int64: training_step rollouts", *TALLY_COLUMNS)
+def rubric_rates(run: RunDirectory, again: pa.Table | None = None) -> Iterator[Row]:
     """Pass, fail and N/A rates by rubric: the run's own (dynamic or static), and the static one used for rescoring.
 
     Args:
@@ -98,7 +97,7 @@ def rubric_rates(run: RunDirectory, again: pa.Table | None = None) -> pa.Table:
     tallies: dict[tuple[str, str], dict[int, Tally]] = defaultdict(lambda: defaultdict(Counter))
     rollouts: dict[tuple[str, str], dict[int, set[tuple[str, int]]]] = defaultdict(lambda: defaultdict(set))
 
-    def count(key: tuple[str, str], row: dict[str, Any]) -> None:
+    def count(key: tuple[str, str], row: Row) -> None:
         tallies[key][row["training_step"]][row["verdict"]] += 1
         rollouts[key][row["training_step"]].add((row["task_id"], row["rollout"]))
 
@@ -111,15 +110,13 @@ def rubric_rates(run: RunDirectory, again: pa.Table | None = None) -> pa.Table:
     for row in again.select([*columns, "judge"]).to_pylist():
         if row["verdict"] is not None:
             count(("static", row["judge"]), row)
-    rows = []
     for (rubric, scored_by), steps in tallies.items():
-        about = {"run": run.path.name, "rubric": rubric, "scored_by": scored_by}
+        about = {"rubric": rubric, "scored_by": scored_by}
         played = rollouts[rubric, scored_by]
         total = sum(steps.values(), start=Counter[int]())
-        rows.append({**about, "rollouts": sum(map(len, played.values())), **rates(total)})
+        yield {**about, "rollouts": sum(map(len, played.values())), **rates(total)}
         for step, tally in sorted(steps.items()):
-            rows.append({**about, "training_step": step, "rollouts": len(played[step]), **rates(tally)})
-    return pa.Table.from_pylist(rows, schema=RUBRIC_RATES)
+            yield {**about, "training_step": step, "rollouts": len(played[step]), **rates(tally)}
 
 
 async def _score(

@@ -20,9 +20,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -36,10 +35,10 @@ from draco_ray.judging.phases import Rubric, Score, Stage1, Stage2, Union
 from draco_ray.judging.reply import check_finish, parse_criteria
 from draco_ray.lab.analysis.agreement import clustered_interval
 from draco_ray.lab.analysis.pairing import Pairing, Pairs
-from draco_ray.lab.rows import columns, finite, grouped
+from draco_ray.lab.rows import columns, finite, grouped, table_of
 from draco_ray.records import Criterion, Judged, Message, Trajectory
 from draco_ray.runs.directory import RunDirectory
-from draco_ray.runs.rows import columns_of, step_trajectories
+from draco_ray.runs.rows import Row, columns_of, step_trajectories
 
 PHASES = (Stage1.name, Stage2.name, Union.name)
 """The phases whose replies are criteria."""
@@ -58,12 +57,6 @@ COMPARISONS = columns(
     f"int64: scored {_SHARES}",
     "float64: dollars",
     "string: error pairing_error",
-)
-OVERLAP = columns(
-    "string: run judge phase",
-    "int64: training_step comparisons",
-    f"float64: unanswered unpaired recall precision reference_criteria criteria {_SHARES}",
-    "float64: recall_low recall_high precision_low precision_high",
 )
 
 
@@ -183,7 +176,13 @@ async def compare_writing(
     return pa.Table.from_pylist(rows, schema=COMPARISONS)
 
 
-def overlap_table(comparisons: pa.Table) -> pa.Table:
+@table_of(
+    "string: run judge phase",
+    "int64: training_step comparisons",
+    f"float64: unanswered unpaired recall precision reference_criteria criteria {_SHARES}",
+    "float64: recall_low recall_high precision_low precision_high",
+)
+def overlap_table(comparisons: pa.Table) -> Iterator[Row]:
     """Overlap by judge and phase: a row over all steps (null ``training_step``) with intervals, then a row per step.
 
     ``comparisons`` is their number; ``unanswered`` is the share for which the judge gave no usable reply,
@@ -192,13 +191,11 @@ def overlap_table(comparisons: pa.Table) -> pa.Table:
     of the group fails, ``differing`` the share on which the rollouts' verdicts differ. Intervals are 95 % intervals
     over groups.
     """
-    rows = []
     for (name, judge, phase), found in sorted(grouped(comparisons.to_pylist(), "run", "judge", "phase").items()):
         about = {"run": name, "judge": judge, "phase": phase}
-        rows.append({**about, **_summary(found), **_intervals(found)})
-        steps = sorted(grouped(found, "training_step").items())
-        rows += [{**about, "training_step": step, **_summary(mine)} for step, mine in steps]
-    return pa.Table.from_pylist(rows, schema=OVERLAP)
+        yield {**about, **_summary(found), **_intervals(found)}
+        for step, mine in sorted(grouped(found, "training_step").items()):
+            yield {**about, "training_step": step, **_summary(mine)}
 
 
 async def _ask(judge: str, complete: Completer, config: JudgeConfig, call: WritingCall) -> _Comparison:
@@ -289,10 +286,10 @@ async def _mark(scorer: Judge, rubric: Sequence[Criterion], played: Sequence[Tra
     )
 
 
-def _row(run: str, each: _Comparison, pairing: Judged[Pairs], marks: list[_Marks] | None) -> dict[str, Any]:
+def _row(run: str, each: _Comparison, pairing: Judged[Pairs], marks: list[_Marks] | None) -> Row:
     call, pairs = each.call, pairing.value or ()
     dollars = each.dollars + sum(asked.dollars for asked in pairing.calls)
-    row: dict[str, Any] = {
+    row: Row = {
         "run": run,
         "judge": each.judge,
         "phase": call.phase,
@@ -316,7 +313,7 @@ def _row(run: str, each: _Comparison, pairing: Judged[Pairs], marks: list[_Marks
     return row
 
 
-def _summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def _summary(rows: Sequence[Row]) -> Row:
     paired = [row for row in rows if row["pairing_error"] is None]
     answered = [row for row in paired if row["error"] is None]
     marked = [row for row in rows if row["scored"] is not None]
@@ -339,15 +336,15 @@ def _summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def _recall(rows: Sequence[dict[str, Any]]) -> float | None:
+def _recall(rows: Sequence[Row]) -> float | None:
     return _ratio(sum(len(row["paired"]) for row in rows), sum(len(row["reference_titles"]) for row in rows))
 
 
-def _precision(rows: Sequence[dict[str, Any]]) -> float | None:
+def _precision(rows: Sequence[Row]) -> float | None:
     return _ratio(sum(len(row["paired"]) for row in rows), sum(len(row["titles"]) for row in rows))
 
 
-def _intervals(rows: Sequence[dict[str, Any]]) -> dict[str, float | None]:
+def _intervals(rows: Sequence[Row]) -> dict[str, float | None]:
     clusters = grouped((row for row in rows if row["pairing_error"] is None), "training_step", "task_id")
     found: dict[str, float | None] = {}
     for name, statistic in (("recall", _recall), ("precision", _precision)):

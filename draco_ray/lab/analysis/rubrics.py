@@ -7,15 +7,16 @@ steps.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import pyarrow as pa
 
-from draco_ray.lab.rows import columns, grouped
+from draco_ray.lab.rows import grouped, table_of
 from draco_ray.records import Verdict
 from draco_ray.runs.directory import RunDirectory
+from draco_ray.runs.rows import Row
 
 GENERAL_FROM = 10
 """Number of tasks a criterion must be written for to count as task-general, as in the paper."""
@@ -51,12 +52,6 @@ class _Criterion:
 
 TALLY_COLUMNS = ("int64: judgments passed failed not_applicable", "float64: pass_rate fail_rate na_rate")
 """Columns of `rates`."""
-PASS_RATES = columns("string: run", "int64: training_step", *TALLY_COLUMNS)
-CRITERION_PASS_RATES = columns("string: run", "int64: training_step", "string: title", *TALLY_COLUMNS)
-CENSUS = columns("string: run rubric title", "int64: tasks groups survived", *TALLY_COLUMNS)
-CENSUS_SUMMARY = columns(
-    "string: run rubric scope", "int64: criteria", "float64: criteria_share judgment_share", *TALLY_COLUMNS
-)
 
 
 def title_key(title: str) -> str:
@@ -68,17 +63,19 @@ def title_key(title: str) -> str:
     return " ".join(title.casefold().split())
 
 
-def pass_rates(run: RunDirectory) -> pa.Table:
+@table_of("string: run", "int64: training_step", *TALLY_COLUMNS)
+def pass_rates(run: RunDirectory) -> Iterator[Row]:
     """One row per training step: all scoring verdicts of the step, including those on dropped criteria."""
     steps: dict[int, Tally] = defaultdict(Counter)
     verdicts = run.table("verdicts", columns=["training_step", "verdict"])
     for row in verdicts.to_pylist():
         steps[row["training_step"]][row["verdict"]] += 1
-    rows = [{"run": run.path.name, "training_step": step, **rates(tally)} for step, tally in sorted(steps.items())]
-    return pa.Table.from_pylist(rows, schema=PASS_RATES)
+    for step, tally in sorted(steps.items()):
+        yield {"training_step": step, **rates(tally)}
 
 
-def criterion_pass_rates(run: RunDirectory) -> pa.Table:
+@table_of("string: run", "int64: training_step", "string: title", *TALLY_COLUMNS)
+def criterion_pass_rates(run: RunDirectory) -> Iterator[Row]:
     """One row per (training step, criterion title): its scoring verdicts in that step."""
     tallies: dict[tuple[int, str], Tally] = defaultdict(Counter)
     titles: dict[str, str] = {}
@@ -86,11 +83,8 @@ def criterion_pass_rates(run: RunDirectory) -> pa.Table:
         for title, _, verdict in _judgments(run, step):
             titles.setdefault(title_key(title), title)
             tallies[step, title_key(title)][verdict] += 1
-    rows = [
-        {"run": run.path.name, "training_step": step, "title": titles[key], **rates(tally)}
-        for (step, key), tally in sorted(tallies.items())
-    ]
-    return pa.Table.from_pylist(rows, schema=CRITERION_PASS_RATES)
+    for (step, key), tally in sorted(tallies.items()):
+        yield {"training_step": step, "title": titles[key], **rates(tally)}
 
 
 def left_out(run: RunDirectory) -> set[tuple[int, str]]:
@@ -108,7 +102,8 @@ def left_out(run: RunDirectory) -> set[tuple[int, str]]:
     return proposed - kept
 
 
-def criteria_census(run: RunDirectory) -> pa.Table:
+@table_of("string: run rubric title", "int64: tasks groups survived", *TALLY_COLUMNS)
+def criteria_census(run: RunDirectory) -> Iterator[Row]:
     """One row per criterion of the run, most judged first.
 
     ``tasks``: number of tasks it was written for. ``groups``: number of rubrics that contained it. ``survived``: number
@@ -125,9 +120,8 @@ def criteria_census(run: RunDirectory) -> pa.Table:
         for title, _, verdict in _judgments(run, step):
             found[title_key(title)].tally[verdict] += 1
     rubric = rubric_kind(run)
-    rows = [
-        {
-            "run": run.path.name,
+    for criterion in sorted(found.values(), key=lambda c: (-c.tally.total(), c.title)):
+        yield {
             "rubric": rubric,
             "title": criterion.title,
             "tasks": len(criterion.tasks),
@@ -135,12 +129,10 @@ def criteria_census(run: RunDirectory) -> pa.Table:
             "survived": criterion.survived,
             **rates(criterion.tally),
         }
-        for criterion in sorted(found.values(), key=lambda c: (-c.tally.total(), c.title))
-    ]
-    return pa.Table.from_pylist(rows, schema=CENSUS)
 
 
-def census_summary(census: pa.Table, general_from: int = GENERAL_FROM) -> pa.Table:
+@table_of("string: run rubric scope", "int64: criteria", "float64: criteria_share judgment_share", *TALLY_COLUMNS)
+def census_summary(census: pa.Table, general_from: int = GENERAL_FROM) -> Iterator[Row]:
     """Share of task-specific and of general criteria, and how often each kind fails or does not apply.
 
     Args:
@@ -149,7 +141,6 @@ def census_summary(census: pa.Table, general_from: int = GENERAL_FROM) -> pa.Tab
     Returns: four rows per run, for the scopes ``one task``, ``2 to <general_from - 1> tasks``,
         ``<general_from> or more tasks`` and ``all``.
     """
-    rows: list[dict[str, Any]] = []
     for name, criteria in grouped(census.to_pylist(), "run").items():
         judgments = sum(row["judgments"] for row in criteria)
         scopes = {
@@ -160,18 +151,15 @@ def census_summary(census: pa.Table, general_from: int = GENERAL_FROM) -> pa.Tab
         }
         for scope, members in scopes.items():
             tally: Tally = Counter({verdict: sum(row[name] for row in members) for verdict, name in COUNTED.items()})
-            rows.append(
-                {
-                    "run": name,
-                    "rubric": criteria[0]["rubric"],
-                    "scope": scope,
-                    "criteria": len(members),
-                    "criteria_share": len(members) / len(criteria),
-                    "judgment_share": tally.total() / judgments if judgments else None,
-                    **rates(tally),
-                }
-            )
-    return pa.Table.from_pylist(rows, schema=CENSUS_SUMMARY)
+            yield {
+                "run": name,
+                "rubric": criteria[0]["rubric"],
+                "scope": scope,
+                "criteria": len(members),
+                "criteria_share": len(members) / len(criteria),
+                "judgment_share": tally.total() / judgments if judgments else None,
+                **rates(tally),
+            }
 
 
 def rubric_kind(run: RunDirectory) -> str:

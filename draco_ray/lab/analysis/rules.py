@@ -7,11 +7,9 @@ spread gets one, citations are missing. The column ``no_citation`` counts such r
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import numpy as np
-import pyarrow as pa
 
 from draco_ray.algorithm.advantage import STD_EPSILON
 from draco_ray.algorithm.credit import quality_spread
@@ -19,19 +17,10 @@ from draco_ray.algorithm.group import group_advantages
 from draco_ray.algorithm.rules import RULES, find_rule
 from draco_ray.lab.analysis.credit import push_shares, signs
 from draco_ray.lab.analysis.judged_groups import RecordedGroup, recorded_groups
-from draco_ray.lab.rows import columns, mean
+from draco_ray.lab.rows import mean, table_of
 from draco_ray.records import CreditFallback, GroupAdvantages
 from draco_ray.runs.directory import RunDirectory
-
-RULE_TABLE = columns(
-    "string: run",
-    "int64: training_step",
-    "string: rule",
-    "int64: groups groups_with_signal rollouts criteria surviving",
-    "float64: reward inert_share",
-    "int64: no_citation",
-    "float64: quality_spread reward_shift advantage_shift sign_flips push_moved",
-)
+from draco_ray.runs.rows import Row
 
 
 def replayed(
@@ -56,13 +45,22 @@ def replayed(
     )
 
 
+@table_of(
+    "string: run",
+    "int64: training_step",
+    "string: rule",
+    "int64: groups groups_with_signal rollouts criteria surviving",
+    "float64: reward inert_share",
+    "int64: no_citation",
+    "float64: quality_spread reward_shift advantage_shift sign_flips push_moved",
+)
 def replay_rules(
     run: RunDirectory,
     rules: Sequence[str] | None = None,
     steps: Sequence[int] | None = None,
     *,
     std_epsilon: float = STD_EPSILON,
-) -> pa.Table:
+) -> Iterator[Row]:
     """One row per training step and rule, compared with what the run recorded.
 
     ``reward_shift`` and ``advantage_shift`` are mean absolute differences of R and A. ``sign_flips`` is the share of
@@ -74,15 +72,10 @@ def replay_rules(
     reliability = run.setting("algorithm.reliability")
     if rules is None:
         rules = [rule for rule in RULES if rule != "draco_calibrated" or reliability is not None]
-    rows = []
     for step in run.steps() if steps is None else steps:
         groups = list(recorded_groups(run, [step]))
-        if groups:
-            rows += [
-                {"run": run.path.name, "training_step": step, **_compare(groups, rule, std_epsilon, reliability)}
-                for rule in rules
-            ]
-    return pa.Table.from_pylist(rows, schema=RULE_TABLE)
+        for rule in rules if groups else ():
+            yield {"training_step": step, **_compare(groups, rule, std_epsilon, reliability)}
 
 
 def moved_push(before: Sequence[float], after: Sequence[float], tokens: Sequence[int]) -> float | None:
@@ -97,9 +90,7 @@ def moved_push(before: Sequence[float], after: Sequence[float], tokens: Sequence
     return 0.5 * math.fsum(abs(a - b) for a, b in zip(old, new, strict=True))
 
 
-def _compare(
-    groups: Sequence[RecordedGroup], rule: str, std_epsilon: float, reliability: float | None
-) -> dict[str, Any]:
+def _compare(groups: Sequence[RecordedGroup], rule: str, std_epsilon: float, reliability: float | None) -> Row:
     results = [replayed(group, rule, std_epsilon=std_epsilon, reliability=reliability) for group in groups]
     shares = [share for result in results for share in result.rollouts]
     reward = np.concatenate([group.reward_G for group in groups])

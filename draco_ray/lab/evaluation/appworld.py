@@ -17,7 +17,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 
 from draco_ray.config.schema import DracoConfig
@@ -69,24 +69,12 @@ class AppWorldOutputs:
             (folder / name).write_bytes(text.encode())
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Reevaluated:
-    """The recorded and the repeated verdict on a rollout."""
-
-    measurement: str
-    run: int
-    task_id: str
-    recorded: bool
-    """Whether the rollout succeeded according to its result."""
-    success: bool
-    failures: tuple[str, ...]
-
-
-async def reevaluate(directory: EvaluationDirectory, config: DracoConfig) -> list[Reevaluated]:
+async def reevaluate(directory: EvaluationDirectory, config: DracoConfig) -> list[tuple[str, Evaluation, Evaluation]]:
     """Evaluate the saved world of every rollout, `environment.slots` at a time but at most one per CPU.
 
     Args:
         config: ``data.root`` and ``environment.*`` are used; no settings are read from the directory.
+    Returns: measurement, recorded evaluation, and the evaluation now.
     Raises:
         ConfigError: ``data.root`` contains another world than the evaluated one, or the directory cannot be used.
         WorldError: the world or AppWorld's Python cannot be used.
@@ -105,27 +93,20 @@ async def reevaluate(directory: EvaluationDirectory, config: DracoConfig) -> lis
     for slot in slots:
         free.put_nowait(slot)
 
-    async def again(measurement: str, result: Evaluation) -> Reevaluated:
+    async def again(measurement: str, result: Evaluation) -> tuple[str, Evaluation, Evaluation]:
         folder = outputs_folder(directory.path / "appworld", measurement, result.run) / result.task_id
         slot = await free.get()
         try:
             verdict = await slot.evaluate_saved(result.task_id, read_saved(str(folder)))
-            success, failures = verdict.success, verdict.failures
+            now = replace(result, success=verdict.success, failures=verdict.failures)
         except UnusableWorld as error:
-            success, failures = False, (f"the saved world cannot be evaluated: {error}",)
+            now = replace(result, success=False, failures=(f"the saved world cannot be evaluated: {error}",))
         finally:
             free.put_nowait(slot)
-        return Reevaluated(
-            measurement=measurement,
-            run=result.run,
-            task_id=result.task_id,
-            recorded=result.success,
-            success=success,
-            failures=failures,
-        )
+        return measurement, result, now
 
     try:
-        done: list[Reevaluated] = await gather_or_cancel(again(*each) for each in recorded)
+        done: list[tuple[str, Evaluation, Evaluation]] = await gather_or_cancel(again(*each) for each in recorded)
     finally:
         await asyncio.gather(*(slot.close() for slot in slots))
-    return sorted(done, key=lambda each: (plan.measurements.index(each.measurement), each.run, each.task_id))
+    return sorted(done, key=lambda each: (plan.measurements.index(each[0]), each[1].run, each[1].task_id))

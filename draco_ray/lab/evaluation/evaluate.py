@@ -25,7 +25,7 @@ from draco_ray.engine.canary import Scorer
 from draco_ray.engine.fleet import EngineFleet
 from draco_ray.engine.model_directory import load_tokenizer
 from draco_ray.environments.base import Environment, make_environment
-from draco_ray.errors import BudgetSpent, CanaryFailed, ConfigError, JudgeUnavailable
+from draco_ray.errors import BudgetSpent, CanaryFailed, JudgeUnavailable
 from draco_ray.judging.endpoint import introduced
 from draco_ray.judging.pricing import check_budget, find_price, known_price, price_of
 from draco_ray.judging.tokens import model_limit
@@ -40,8 +40,8 @@ from draco_ray.rollout.tokens import EnginePolicies
 from draco_ray.rollout.worker import EPISODES, Evaluated, rollout_starter
 from draco_ray.sandbox.world.build import MANIFEST
 from draco_ray.terminal import PlainConsole
-from draco_ray.training.cluster import connect, release_start_lock
-from draco_ray.training.session import checked_model, plain_error, say_cut_prompts, started
+from draco_ray.training.cluster import release_start_lock
+from draco_ray.training.session import checked_model, plain_error, ray_session, say_cut_prompts, started
 from draco_ray.training.trainer import unless_lost
 from draco_ray.training.watchdog import Pending
 from draco_ray.workers.elastic import fixed_workers
@@ -104,7 +104,7 @@ def evaluate_policy(
         directory.check_lost(max_lost_share)
         if found < directory.total:
             evaluator = _Evaluator(config, policy, api, directory, environment, console, max_lost_share)
-            with _stopped_plainly(directory, console), _ray(config, policy, console):
+            with _stopped_plainly(directory, console), ray_session(_needed(config, policy), console):
                 asyncio.run(evaluator.run())
     if lost := directory.lost():
         console.print(
@@ -256,9 +256,7 @@ class _Evaluator:
         client = config.judge.model_copy(
             update={
                 "model": model,
-                "api_base": api.api_base,
-                "api_key_env": api.api_key_env,
-                "temperature": api.temperature,
+                **asdict(api),
                 "max_tokens": turn_tokens(model, config.agent),
                 "extra_body": {},
                 "reasoning_effort": None,
@@ -362,27 +360,15 @@ def turn_tokens(model: str, agent: AgentConfig) -> int:
     return min(most, model_limit(model, "max_output_tokens") or most)
 
 
-@contextlib.contextmanager
-def _ray(config: DracoConfig, policy: EvaluatedPolicy, console: Console) -> Iterator[None]:
-    """Run Ray during the block, with resources for engines and slots but no learner and no judge."""
-    learner = config.learner.model_copy(update={"gpus_per_worker": 0.0, "cpus_per_worker": 0.0})
-    train = config.train.model_copy(update={"evaluate_before_after": False})
-    engine = config.engine
-    if policy.api_model is not None:
-        engine = engine.model_copy(update={"gpus_per_engine": 0.0, "cpus_per_engine": 0.0})
-    needed = {"learner": learner, "engine": engine, "train": train}
-    resources = connect(config.model_copy(update=needed), judges=False, console=console)
-    try:
-        environment = config.environment
-        wanted = environment.min_workers * environment.cpus_per_worker + engine.fewest * engine.cpus_per_engine
-        if wanted > resources.get("CPU", 0):
-            raise ConfigError(
-                f"environment.slots={environment.slots} and the engines need {wanted:g} CPUs, but the Ray cluster has "
-                f"{resources.get('CPU', 0):g}; lower environment.slots, or raise environment.slots_per_worker"
-            )
-        yield
-    finally:
-        ray.shutdown()
+def _needed(config: DracoConfig, policy: EvaluatedPolicy) -> DracoConfig:
+    """What Ray must have room for: engines and slots, but no learner and no judge."""
+    engine = {} if policy.api_model is None else {"gpus_per_engine": 0.0, "cpus_per_engine": 0.0}
+    return config.updated(
+        algorithm={"reward": "outcome"},
+        engine=engine,
+        learner={"gpus_per_worker": 0.0, "cpus_per_worker": 0.0},
+        train={"evaluate_before_after": False},
+    )
 
 
 @contextlib.contextmanager

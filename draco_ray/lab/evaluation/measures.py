@@ -99,11 +99,6 @@ def estimates(
     }
 
 
-def scenario_of(task_id: str) -> str:
-    """The scenario of an AppWorld task id, ``<scenario>_<1..3>``."""
-    return task_id.rsplit("_", 1)[0]
-
-
 def mean_by_key(measurements: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Average several measurements of the same tasks or scenarios, e.g. of several seeds or checkpoints.
 

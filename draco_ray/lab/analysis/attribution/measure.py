@@ -31,10 +31,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import numpy as np
-import pyarrow as pa
 
 from draco_ray.lab.analysis.agreement import (
     UNANSWERED,
@@ -47,24 +45,25 @@ from draco_ray.lab.analysis.agreement import (
 from draco_ray.lab.analysis.attribution.bench import JudgedRollout
 from draco_ray.lab.analysis.attribution.rubric import UNKNOWN, failed
 from draco_ray.lab.analysis.credit import push_shares
-from draco_ray.lab.rows import columns, finite
+from draco_ray.lab.rows import finite, table_of
 from draco_ray.records import BoolArray, FloatArray, Verdict
+from draco_ray.runs.rows import Row
 from draco_ray.sandbox.world.scripts import Fault
 
 RULES = ("chance", "last_step", "first_failed")
 """Baselines that choose a step without a judge."""
-MEASURES = columns(
-    "string: judge scope measure",
-    "int64: observations",
-    "float64: value low high",
-    f"float64: {' '.join(RULES)}",
-)
 Observation = tuple[float, float, float, float]
 """The judge's value and the value of each of `RULES`; NaN if a rule has none."""
 _NONE = float("nan")
 
 
-def measures(judged: Sequence[JudgedRollout], judge: str) -> pa.Table:
+@table_of(
+    "string: judge scope measure",
+    "int64: observations",
+    "float64: value low high",
+    f"float64: {' '.join(RULES)}",
+)
+def measures(judged: Sequence[JudgedRollout], judge: str) -> list[Row]:
     """Every measure over all rollouts, then by kind of fault, with 95 % intervals over tasks."""
     rows = [*_verdict_rows("all", _judgments(judged, None))]
     rows += _step_rows("all", [rollout for rollout in judged if rollout.planted.faults])
@@ -73,7 +72,7 @@ def measures(judged: Sequence[JudgedRollout], judge: str) -> pa.Table:
         rows += _verdict_rows(fault.value, _judgments(judged, fault))
     for scope in [*Fault, "one fault", "late fault", "two faults"]:
         rows += _step_rows(scope, [rollout for rollout in judged if rollout.planted.scope == scope])
-    return pa.Table.from_pylist([{"judge": judge, **row} for row in rows], schema=MEASURES)
+    return [{"judge": judge, **row} for row in rows]
 
 
 def cited(rollout: JudgedRollout) -> set[int]:
@@ -196,7 +195,7 @@ def _judgments(judged: Sequence[JudgedRollout], about: Fault | None) -> dict[str
     return dict(found)
 
 
-def _verdict_rows(scope: str, judgments: dict[str, list[tuple[int, int]]]) -> list[dict[str, Any]]:
+def _verdict_rows(scope: str, judgments: dict[str, list[tuple[int, int]]]) -> list[Row]:
     if not judgments:
         return []
     found = agreement(*np.array([pair for pairs in judgments.values() for pair in pairs]).T)
@@ -215,7 +214,7 @@ def _verdict_rows(scope: str, judgments: dict[str, list[tuple[int, int]]]) -> li
     ]
 
 
-def _step_rows(scope: str, rollouts: Sequence[JudgedRollout]) -> list[dict[str, Any]]:
+def _step_rows(scope: str, rollouts: Sequence[JudgedRollout]) -> list[Row]:
     rows = []
     for name, observe in STEP_MEASURES.items():
         clusters: dict[str, list[Observation]] = defaultdict(list)
@@ -227,7 +226,7 @@ def _step_rows(scope: str, rollouts: Sequence[JudgedRollout]) -> list[dict[str, 
     return rows
 
 
-def _blame_rows(judged: Sequence[JudgedRollout]) -> list[dict[str, Any]]:
+def _blame_rows(judged: Sequence[JudgedRollout]) -> list[Row]:
     clusters: dict[str, list[Observation]] = defaultdict(list)
     for rollout in judged:
         if not rollout.planted.faults and rollout.verdict_K is not None:
@@ -238,7 +237,7 @@ def _blame_rows(judged: Sequence[JudgedRollout]) -> list[dict[str, Any]]:
     return [_mean_row("all", "false_blame", clusters)] if clusters else []
 
 
-def _mean_row(scope: str, measure: str, clusters: dict[str, list[Observation]]) -> dict[str, Any]:
+def _mean_row(scope: str, measure: str, clusters: dict[str, list[Observation]]) -> Row:
     values = {task_id: [observation[0] for observation in found] for task_id, found in clusters.items()}
     interval = clustered_interval(values, lambda items: float(np.mean(items)))
     observed = np.array([observation for found in clusters.values() for observation in found])
@@ -254,7 +253,7 @@ def _row(
     low: float,
     high: float,
     rules: Mapping[str, float | None],
-) -> dict[str, Any]:
+) -> Row:
     numbers = {"value": value, "low": low, "high": high, **rules}
     known = {name: finite(number) for name, number in numbers.items()}
     return {"scope": scope, "measure": measure, "observations": observations, **known}

@@ -13,27 +13,26 @@ measure is the bad steps' share of the push in trajectories with both bad and ot
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
-import pyarrow as pa
 from pydantic import BaseModel, ValidationError
 
 from draco_ray.algorithm.credit import step_advantages, step_quality
 from draco_ray.algorithm.distributions import student_quantile
 from draco_ray.errors import ConfigError
 from draco_ray.lab.analysis.credit import push_shares
-from draco_ray.lab.rows import columns
+from draco_ray.lab.rows import table_of
 from draco_ray.records import Attribution, BoolArray, FloatArray, IntArray, Verdict
+from draco_ray.runs.evaluations import mean_share
+from draco_ray.runs.rows import Row
 
 Label = Literal[-1, 0, 1]
 StepLabels = Sequence[Label | None]
 LEVEL = 0.95
-DRAWS = 2000
-"""Number of bootstrap resamples."""
 PEOPLE, UNIFORM, LAST_STEP = "people's own labels", "uniform GRPO", "last step"
 """Baseline rows: people's labels under the same rule, no step credit, and all of the push on the last step."""
 VERDICTS: dict[Label | None, tuple[Verdict, ...]] = {
@@ -42,8 +41,6 @@ VERDICTS: dict[Label | None, tuple[Verdict, ...]] = {
     0: (Verdict.PASS, Verdict.FAIL),
     None: (),
 }
-LABELS = columns("string: judge measure", "int64: trajectories questions", "float64: value low high")
-RELIABILITY = columns("string: judge", "float64: reliability")
 
 
 class LabelledTrajectory(BaseModel):
@@ -143,21 +140,15 @@ def sample(found: StepLabelFile, *, winners: bool) -> Sample:
     )
 
 
-def label_rows(found: StepLabelFile) -> pa.Table:
+@table_of("string: judge measure", "int64: trajectories questions", "float64: value low high")
+def label_rows(found: StepLabelFile) -> Iterator[Row]:
     """The shares of losers and winners by judge, with bootstrap intervals; by descending share of the losers."""
     losers, winners = sample(found, winners=False), sample(found, winners=True)
-    rows = [
-        {
-            "judge": judge,
-            "measure": measure,
-            "trajectories": len(of.uniform_N),
-            "questions": of.questions,
-            **_interval(of.share_N[judge], of.question_N),
-        }
-        for judge in sorted(losers.share_N, key=lambda name: -float(np.sum(losers.share_N[name])))
-        for measure, of in (("losers", losers), ("winners", winners))
-    ]
-    return pa.Table.from_pylist(rows, schema=LABELS)
+    for judge in sorted(losers.share_N, key=lambda name: -float(np.sum(losers.share_N[name]))):
+        for measure, of in (("losers", losers), ("winners", winners)):
+            about = {"judge": judge, "measure": measure, "trajectories": len(of.uniform_N), "questions": of.questions}
+            share = mean_share(of.share_N[judge], of.question_N)
+            yield about | ({} if share is None else {"value": share.mean, "low": share.low, "high": share.high})
 
 
 def reliability(gain_N: FloatArray, question_N: IntArray) -> float:
@@ -179,16 +170,15 @@ def reliability(gain_N: FloatArray, question_N: IntArray) -> float:
     return max(0.0, 1.0 - variance * student_quantile(many - 1, LEVEL) ** 2 / gain**2)
 
 
-def reliability_rows(found: StepLabelFile) -> pa.Table:
+@table_of("string: judge", "float64: reliability")
+def reliability_rows(found: StepLabelFile) -> Iterator[Row]:
     """The recommended reliability of every judge, highest first."""
     losers = sample(found, winners=False)
     trusted = {
         judge: reliability(losers.share_N[judge] - losers.uniform_N, losers.question_N) for judge in found.judges
     }
-    rows = [
-        {"judge": judge, "reliability": trusted[judge]} for judge in sorted(trusted, key=lambda name: -trusted[name])
-    ]
-    return pa.Table.from_pylist(rows, schema=RELIABILITY)
+    for judge in sorted(trusted, key=lambda name: -trusted[name]):
+        yield {"judge": judge, "reliability": trusted[judge]}
 
 
 def _pushes(advantage: float, labels: Sequence[StepLabels], chosen: Sequence[LabelledTrajectory]) -> FloatArray:
@@ -207,17 +197,3 @@ def _pushes(advantage: float, labels: Sequence[StepLabels], chosen: Sequence[Lab
         )
         found.append(float(pushed_M[each.bad_M].sum()))
     return np.array(found)
-
-
-def _interval(value_N: FloatArray, question_N: IntArray) -> dict[str, float | None]:
-    """The mean and its percentile bootstrap interval over questions; None if there are too few."""
-    if not len(value_N):
-        return {"value": None, "low": None, "high": None}
-    index_N = np.unique(question_N, return_inverse=True)[1]
-    count_Q, sum_Q = np.bincount(index_N), np.bincount(index_N, weights=value_N)
-    low = high = None
-    if len(count_Q) > 1:
-        drawn_DQ = np.random.default_rng(0).integers(0, len(count_Q), (DRAWS, len(count_Q)))
-        mean_D = sum_Q[drawn_DQ].sum(axis=1) / count_Q[drawn_DQ].sum(axis=1)
-        low, high = map(float, np.quantile(mean_D, [(1 - LEVEL) / 2, (1 + LEVEL) / 2]))
-    return {"value": float(value_N.mean()), "low": low, "high": high}
