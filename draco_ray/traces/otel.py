@@ -500,6 +500,9 @@ def _choices(span: Span) -> list[Entry]:
 
 
 def _of_ai_sdk(attributes: Mapping[str, Any]) -> list[Entry]:
+    # The span around a conversation's calls repeats the last answer, without the messages.
+    if "ai.prompt.messages" not in attributes:
+        return []
     text, calls = attributes.get("ai.response.text"), _json(attributes.get("ai.response.toolCalls"))
     return entries([{"role": AGENT, "content": text, "tool_calls": calls or ()}]) if text or calls else []
 

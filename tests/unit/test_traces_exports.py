@@ -267,23 +267,26 @@ MORE_SPANS: dict[str, Json] = {
     ),
     "Vercel's AI SDK": spans_of(
         [
-            {
-                "attributes": {
-                    "ai.prompt.messages": json.dumps(asked),
-                    "ai.response.text": said.get("content", ""),
-                    "ai.response.toolCalls": json.dumps(
-                        [
-                            {
-                                "toolCallId": c["id"],
-                                "toolName": c["function"]["name"],
-                                "input": c["function"]["arguments"],
-                            }
-                            for c in said.get("tool_calls", ())
-                        ]
-                    ),
+            {"attributes": {"ai.prompt": json.dumps({"prompt": "Book JFK to SFO."}), "ai.response.text": "Done."}},
+            *[
+                {
+                    "attributes": {
+                        "ai.prompt.messages": json.dumps(asked),
+                        "ai.response.text": said.get("content", ""),
+                        "ai.response.toolCalls": json.dumps(
+                            [
+                                {
+                                    "toolCallId": c["id"],
+                                    "toolName": c["function"]["name"],
+                                    "input": c["function"]["arguments"],
+                                }
+                                for c in said.get("tool_calls", ())
+                            ]
+                        ),
+                    }
                 }
-            }
-            for asked, said in TURNS
+                for asked, said in TURNS
+            ],
         ]
     ),
     "LangChain's list of one conversation": spans_of(
