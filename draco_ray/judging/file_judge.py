@@ -144,8 +144,10 @@ class FileJudge:
         self._announced |= self._waiting
         first = self._directory / min(self._waiting)
         log.warning("%s: read %s%s, then write %s%s", _count(len(self._waiting)), first, PROMPT, first, REPLY)
-        for stray in self._directory.glob(f"*{PROMPT}{REPLY}"):
-            log.warning("%s is ignored; name the reply with the ending %s instead of %s", stray, REPLY, PROMPT)
+        for name in sorted(self._waiting):
+            for stray in self._directory.glob(f"{name}*"):
+                if stray.name.removeprefix(name) not in (PROMPT, SCHEMA, REPLY, f"{REPLY}.refused"):
+                    log.warning("%s is ignored; the reply is read from %s%s", stray, name, REPLY)
 
 
 def _count(prompts: int) -> str:

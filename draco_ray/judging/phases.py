@@ -424,8 +424,7 @@ def parse_scores(
     scores, notes = [], [*parsed.notes, *aligned]
     for index, entry in enumerate(entries):
         verdict = Verdict(entry.score)
-        if (other := entry.second_verdict(verdict)) is not None and not last:
-            raise ReplyError(f"rubric_index {index}: score {entry.score} and {other} contradict each other")
+        notes += entry.contradictions(verdict, last=last)
         steps = None
         if num_steps is not None and isinstance(entry, VerdictsEntry):
             steps, problems = cited_steps(entry.relevant_steps, verdict, num_steps, f"rubric_index {index}", last=last)
@@ -573,8 +572,7 @@ def parse_attributions(
     attributions = []
     for criterion, entry in enumerate(entries):
         verdict = Verdict[entry.verdict]
-        if (other := entry.second_verdict(verdict)) is not None and not last:
-            raise ReplyError(f"rubric_index {criterion}: verdict {entry.verdict} and {other} contradict each other")
+        notes += entry.contradictions(verdict, last=last)
         steps, problems = cited_steps(entry.relevant_steps, verdict, num_steps, f"rubric_index {criterion}", last=last)
         notes += problems
         attributions.append(

@@ -4,17 +4,19 @@ The answer is the object with the request's tag, whatever else the reply contain
 last complete JSON value that satisfies the schema is the answer; text around it is ignored. The judge is asked again
 in four cases: no such value; another one with a different content; a further answer after it that does not satisfy the
 schema; and similar JSON around or after it that does not parse, since a value inside broken JSON may be a quotation of
-the rollout. A truncated reply is always refused. Nothing is repaired.
+the rollout. A truncated reply is always refused. Nothing is repaired but what can have one meaning: a trailing comma,
+and a backslash that escapes nothing.
 
 On the last attempt a complete answer counts even if a broken one follows it, with a note.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Generic, Literal, TypeVar
 
@@ -82,6 +84,13 @@ def _integer(value: object) -> object:
     return str(value) if isinstance(value, bool) else value
 
 
+def _remark(value: object) -> object:
+    """A text that decides nothing: other JSON counts as its text, and null as none."""
+    if isinstance(value, int | dict) or (isinstance(value, list) and not all(isinstance(each, str) for each in value)):
+        return json.dumps(value, ensure_ascii=False)
+    return "" if value is None else value
+
+
 def _verdict_name(value: object) -> object:
     name = re.sub(r"\W+", "_", value.strip().upper()) if isinstance(value, str) else value
     return "NOT_APPLICABLE" if name in ("N_A", "NA") else name
@@ -89,7 +98,7 @@ def _verdict_name(value: object) -> object:
 
 Title = Annotated[str, _text(MAX_TITLE_CHARACTERS)]
 Text = Annotated[str, _text(MAX_TEXT_CHARACTERS)]
-Remark = Annotated[Text, BeforeValidator(lambda value: "" if value is None else value)]
+Remark = Annotated[Text, BeforeValidator(_remark)]
 Texts = Annotated[list[Text], BeforeValidator(lambda value: [value] if isinstance(value, str) else value or [])]
 VerdictName = Annotated[Literal["PASS", "FAIL", "NOT_APPLICABLE"], BeforeValidator(_verdict_name)]
 Integer = Annotated[int, BeforeValidator(_integer), Field(strict=True)]
@@ -144,14 +153,21 @@ class RubricEntry(Entry):
         """See `Entry`: whether the object names its criterion."""
         return not value.keys().isdisjoint(("rubric_index", "rubric_title"))
 
-    def second_verdict(self, own: Verdict) -> str | None:
-        """A further field with a verdict that differs from ``own``, such as ``"final_score": -1``; None without one."""
+    def contradictions(self, own: Verdict, *, last: bool) -> list[str]:
+        """Notes about further fields with a verdict that differs from ``own``, such as ``"final_score": -1``.
+
+        Raises:
+            ReplyError: there is one, unless ``last``.
+        """
+        found = []
         for name, value in (self.model_extra or {}).items():
             if "score" in name.lower() or "verdict" in name.lower():
                 said = Verdict.__members__.get(str(_verdict_name(value)), _integer(value))
                 if said in tuple(Verdict) and said != own:
-                    return f"{name[:60]} {str(value)[:60]}"
-        return None
+                    found.append(f"verdict {own.name} and {name[:60]} {str(value)[:60]} contradict each other")
+        if found and not last:
+            raise ReplyError(f"{self.rubric_title[:80]!r}: {found[0]}")
+        return found
 
 
 def check_finish(text: str, finish_reason: str) -> None:
@@ -178,11 +194,12 @@ def own_answer(text: str, tag: str, kind: type[Entry]) -> str:
     Raises:
         ReplyError: the answer has the tag of another request, or several different answers have this request's.
     """
-    objects = [each for value in _scan(text, kind)[0] for each in _objects(value)]
+    objects = [each for value in _scan(text, kind)[0] for each, _ in _walk(value, kind) if isinstance(each, dict)]
     tagged = [each for each in objects if re.fullmatch("[0-9]{6}", str(each.get(TAG)))]
-    own = [each for each in tagged if each[TAG] == tag]
+    own = [each for each in tagged if str(each[TAG]) == tag]
     if tagged and not own:
         raise ReplyError(f"the reply has {TAG} {tagged[-1][TAG]}, that of another request; this request has {tag}")
+    own = [each for each in own if len(each) > 1]
     if any(each != own[-1] for each in own):
         raise ReplyError("the reply holds several different answers; give exactly one")
     return json.dumps(own[-1]) if own else text
@@ -209,7 +226,7 @@ def read_entries(
     answers: list[tuple[int, list[EntryT]]] = []
     parts: list[EntryT] = []
     problem = reason = ""
-    found = [(place, part) for place, value in enumerate(values) for part in _parts(value, kind)]
+    found = [(place, part) for place, value in enumerate(values) for part, is_part in _walk(value, kind) if is_part]
     for place, value in found:
         single = isinstance(value, dict)
         listed = [value] if single else value
@@ -293,6 +310,7 @@ def align(entries: Sequence[RubricEntryT], rubric: Sequence[Criterion]) -> tuple
     """The entry of each criterion, in the rubric's order, and notes.
 
     An entry belongs to its ``rubric_index``, else to the criterion of its title, else to the only criterion left.
+    Indices 1 .. K with the titles that belong to them are counted from 1.
 
     Raises:
         ReplyError: a criterion has no entry or two, or an index comes with another criterion's title.
@@ -302,14 +320,17 @@ def align(entries: Sequence[RubricEntryT], rubric: Sequence[Criterion]) -> tuple
     wanted = f"answer exactly one entry for each of these, with rubric_index and rubric_title: {wanted}"
     found: dict[int, RubricEntryT] = {}
     nameless: list[RubricEntryT] = []
+    said = {(entry.rubric_index, _normal(entry.rubric_title)) for entry in entries}
+    first = 1 if said == set(enumerate(titles, start=1)) else 0
     for place, entry in enumerate(entries):
         named = [index for index, title in enumerate(titles) if title == _normal(entry.rubric_title)]
-        target = entry.rubric_index
-        if target is None and not named:
+        if entry.rubric_index is not None:
+            target = entry.rubric_index - first
+        elif named:
+            target = place if place in named else named[0]
+        else:
             nameless.append(entry)
             continue
-        if target is None:
-            target = place if place in named else named[0]
         if not 0 <= target < len(rubric):
             raise ReplyError(f"rubric_index {target} does not exist; {wanted}")
         if named and target not in named:
@@ -329,16 +350,10 @@ def _scan(text: str, kind: type[Entry]) -> tuple[list[Any], list[str], str]:
     """The complete JSON values of a text (None for one inside reasoning), the texts before, between and after them, and
     the last parsing error."""
 
-    def pairs(found: list[tuple[str, Any]]) -> dict[str, Any]:
-        if len(dict(found)) < len(found) and any(key == ENTRIES or key in kind.model_fields for key, _ in found):
-            raise ReplyError("a key comes twice in one object; write every key once")
-        return dict(found)
-
-    def whole(token: str) -> object:
-        return token if token == "-0" else int(token)
-
-    # Not strict: line breaks inside strings are unambiguous.
-    decoder = json.JSONDecoder(strict=False, parse_int=whole, parse_float=str, object_pairs_hook=pairs)
+    decoder = _decoder(kind)
+    # A backslash that begins no escape of JSON (`\d`, `\'`) stands for itself, and a trailing comma for nothing.
+    text = re.sub(r'\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4})|\\', lambda match: match[0] if len(match[0]) > 1 else r"\\", text)
+    text = re.sub(r",(?=\s*+[\]}])", "", text)
     values: list[Any] = []
     gaps: list[str] = []
     broken, begin, position, failed = "", 0, 0, 0
@@ -364,21 +379,39 @@ def _scan(text: str, kind: type[Entry]) -> tuple[list[Any], list[str], str]:
     return [value if place >= reasoned else None for place, value in enumerate(values)], gaps, broken
 
 
-def _objects(value: Any) -> list[dict[str, Any]]:
-    """An object and its direct children that are objects, such as the arguments of a function call in text."""
-    each = [value, *value.values()] if isinstance(value, dict) else []
-    return [part for part in each if isinstance(part, dict)]
+def _decoder(kind: type[Entry]) -> json.JSONDecoder:
+    def pairs(found: list[tuple[str, Any]]) -> dict[str, Any]:
+        if len(dict(found)) < len(found) and any(
+            key in (ENTRIES, *kind.model_fields) or isinstance(each, dict | list) for key, each in found
+        ):
+            raise ReplyError("a key comes twice in one object; write every key once")
+        return dict(found)
+
+    def whole(token: str) -> object:
+        return token if token == "-0" else int(token)
+
+    # Not strict: line breaks inside strings are unambiguous.
+    return json.JSONDecoder(strict=False, parse_int=whole, parse_float=str, object_pairs_hook=pairs)
 
 
-def _parts(value: Any, kind: type[Entry]) -> list[Any]:
-    """Possible answers in a JSON value: an entry, an array of objects, or such arrays in `_objects`."""
-    if isinstance(value, dict) and kind.decided(value):
-        return [value]
-    objects = [each for each in _objects(value) if not kind.decided(each)] or [{ENTRIES: value}]
-    arrays = [
-        part for each in objects for name, part in each.items() if isinstance(part, list) and (part or name == ENTRIES)
-    ]
-    return [part for part in arrays if all(isinstance(each, dict) for each in part)]
+def _walk(value: Any, kind: type[Entry]) -> Iterator[tuple[Any, bool]]:
+    """The values in a JSON value, in their order, and whether each may be an answer or part of one: an entry, an array
+    of objects of which one is an entry, or an empty array of entries. What such a value holds is left out.
+
+    Some models write the array of entries as a string of JSON, which is then read."""
+    left = [(ENTRIES, value)]
+    while left:
+        name, each = left.pop()
+        if name == ENTRIES and isinstance(each, str):
+            with contextlib.suppress(ValueError, RecursionError):
+                each = _decoder(kind).decode(each)
+        objects = each if isinstance(each, list) else [each]
+        is_part = all(isinstance(part, dict) for part in objects) and any(map(kind.decided, objects))
+        is_part = is_part or (each == [] and name == ENTRIES)
+        yield each, is_part
+        if not is_part and isinstance(each, dict | list):
+            inner = each.items() if isinstance(each, dict) else [("", part) for part in each]
+            left += reversed([*inner])
 
 
 def _opened(text: str) -> int:

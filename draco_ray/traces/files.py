@@ -296,15 +296,20 @@ def _several(document: Any, where: str) -> Iterator[Found]:
     known = recognised(document) is not None
     if isinstance(document, dict) and not known:
         lists = ((key, value) for key, value in document.items() if isinstance(value, list) and value)
-        name = next((key for key, value in lists if all(recognised(each) for each in value[:3])), None)
+        name = next((key for key, value in lists if all(recognised(_row(each)) for each in value[:3])), None)
         document, where = (document, where) if name is None else (document[name], f"{where}.{name}")
     if isinstance(document, list) and not known:
         for place, record in enumerate(document, 1):
-            yield Found(f"{where}[{place}]", record)
+            yield Found(f"{where}[{place}]", _row(record))
         if not document:
             yield Found(where, problem="is an empty list")
         return
     yield Found(where, document)
+
+
+def _row(record: Any) -> Any:
+    """The record in a row of Hugging Face's dataset viewer."""
+    return record["row"] if isinstance(record, dict) and {"row_idx", "row"} <= record.keys() else record
 
 
 def loads(content: bytes) -> Any:

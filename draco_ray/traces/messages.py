@@ -8,6 +8,7 @@ LangChain          ``type: human | ai | tool``, also below ``data``, and in Lang
 AutoGen            ``source`` and ``type: TextMessage | ToolCallRequestEvent | ToolCallExecutionEvent | ...``
 ShareGPT           ``from: human | gpt`` and ``value``
 smolagents         roles ``tool-call`` and ``tool-response``
+Letta              ``message_type: user_message | tool_call_message | tool_return_message | ...``
 Gemini CLI         ``type: user | gemini``, ``toolCalls`` with their ``result``, ``thoughts``
 Vercel AI SDK      ``parts`` of its user interface, ``toolInvocations``
 =================  =====================================================================================================
@@ -64,6 +65,8 @@ def entries(messages: object, where: str = "message") -> list[Entry]:
         messages = templated(messages) or [{"role": "user", "content": messages}]
     if not isinstance(messages, Sequence):
         raise BadTrace(f"expected a list of {where}s, found {kind(messages)}")
+    if any(isinstance(each, Mapping) and each.get("name") in USER_PROXIES for each in messages):
+        messages = [_of_proxy(each) for each in messages]
     found: list[Entry] = []
     for number, message in enumerate(messages, 1):
         try:
@@ -124,6 +127,8 @@ def message_entries(value: object) -> list[Entry]:
     if not isinstance(value, Mapping):
         raise BadTrace(f"expected an object with a role, found {kind(value)}")
     message = _unwrapped(value)
+    if isinstance(message.get("tool_responses"), list):
+        return entries(message["tool_responses"], "result")
     if message.get("object") == "response":
         return entries(message["output"], "item")
     if message.get("kind") in ("request", "response") and "parts" in message:
@@ -131,6 +136,8 @@ def message_entries(value: object) -> list[Entry]:
     if "author" in message and not message.get("content"):
         # An event of Google's ADK without content.
         return []
+    if (said := text_of(message, "message_type")) and "role" not in message:
+        return [replace(each, item=True) for each in _letta(said.removesuffix("_message"), message)]
     if (converted := _gemini_cli(message)) is not None:
         message = converted
     if (converted := _langchain(message)) is not None:
@@ -272,7 +279,7 @@ def _thoughts(message: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _role(role: str, message: Mapping[str, Any]) -> str:
-    if message.get("name") in USER_PROXIES:
+    if message.get("name") in USER_PROXIES and role != "tool":
         return "user"
     role = role.strip().casefold().removeprefix("messagerole.").replace("_", "-")
     if role in AGENT_ROLES:
@@ -284,6 +291,12 @@ def _role(role: str, message: Mapping[str, Any]) -> str:
     name = message.get("name")
     named = f"{role} {name}" if isinstance(name, str) and name and role not in ("user", "tool-call") else role
     return "user" if role == "human" else named
+
+
+def _of_proxy(message: Any) -> Any:
+    """A message in a history of AutoGen's first versions, in which the agents have the role ``user``."""
+    named = isinstance(message, Mapping) and message.get("role") == "user" and message.get("name")
+    return {**message, "role": AGENT} if named else message
 
 
 def _item(item: Mapping[str, Any]) -> Iterator[Entry]:
@@ -385,6 +398,19 @@ def _gemini_cli(message: Mapping[str, Any]) -> dict[str, Any] | None:
     said = message["content"] if isinstance(message["content"], list) else [message["content"]]
     content = [*thoughts, *filter(None, said), *({"functionCall": each} for each in called), *results]
     return {"role": GEMINI_CLI[message["type"]], "content": content}
+
+
+def _letta(type_: str, message: Mapping[str, Any]) -> Iterator[Entry]:
+    """A message of Letta."""
+    failed = {"error": message.get("status") == "error"}
+    forms: dict[str, tuple[str, dict[str, Any]]] = {
+        "reasoning": (AGENT, {"reasoning": message.get("reasoning")}),
+        "tool_call": (AGENT, {"tool_calls": [message.get("tool_call")]}),
+        "approval_request": (AGENT, {"tool_calls": [message.get("tool_call")]}),
+        "tool_return": ("tool", {**message, **failed, "content": message.get("tool_return")}),
+    }
+    role, form = forms.get(type_, (_role(type_, {}), {"content": message.get("content")}))
+    yield from _message(role, form)
 
 
 def _sharegpt(who: str, value: object) -> Iterator[Entry]:

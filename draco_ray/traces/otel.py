@@ -12,6 +12,7 @@ GenAI, current           ``gen_ai.input.messages``, ``gen_ai.output.messages``, 
 GenAI, earlier           events ``gen_ai.user.message``, ``gen_ai.assistant.message``, ..., ``gen_ai.choice``
 OpenLLMetry              ``gen_ai.prompt.0.role``, ``gen_ai.completion.0.content``, ...
 OpenInference (Phoenix)  ``llm.input_messages.0.message.role``, ...; else ``input.value``, ``output.value``
+Vercel AI SDK            ``ai.prompt.messages``, ``ai.response.text``, ``ai.response.toolCalls``
 Langfuse, MLflow         ``langfuse.observation.input``, ``mlflow.spanInputs``, ...
 =======================  ===========================================================================================
 
@@ -42,6 +43,7 @@ CALL_SPANS = ("chat", "text_completion", "generate_content", "llm", "generation"
 AGENT_SPANS = ("invoke_agent", "agent")
 INPUTS = (
     "gen_ai.input.messages",
+    "ai.prompt.messages",
     "langfuse.observation.input",
     "mlflow.spanInputs",
     "input.value",
@@ -59,7 +61,9 @@ OUTPUT_TOKENS = ("gen_ai.usage.output_tokens", "gen_ai.usage.completion_tokens",
 TASK_ATTRIBUTES = ("draco.task_id", "gen_ai.task.id", "task_id", "langfuse.trace.metadata.task_id", "metadata.task_id")
 
 
-OTLP = ("resourceSpans", "resource_spans", "batches", "scopeSpans", "scope_spans")
+LOGS = ("resourceLogs", "scopeLogs", "logRecords")
+"""OTLP's lists of events, which have the fields of a span."""
+OTLP = ("resourceSpans", "resource_spans", "batches", "scopeSpans", "scope_spans", *LOGS)
 HOLDERS = (*OTLP, "spans", "observations", "data", "traces", "trace")
 """Fields of exports that contain spans."""
 MAX_DEPTH = 8
@@ -184,7 +188,7 @@ def _span(span: object) -> Span:
         "id": str(span.get("spanId") or span.get("span_id") or path_value(context, "span_id") or ""),
         "parent": str(span.get("parentSpanId") or span.get("parent_span_id") or span.get("parent_id") or ""),
         "name": str(span.get("name", "")),
-        "at": _time(span.get("startTimeUnixNano", span.get("start_time_unix_nano", span.get("start_time")))),
+        "at": _time(first_of(span, "startTimeUnixNano", "start_time_unix_nano", "start_time", "timeUnixNano")),
         "attributes": attributes,
         "events": [event for event in events if event[0].startswith("gen_ai.")],
     }
@@ -403,7 +407,7 @@ def _said(span: Span, of_agents: bool) -> tuple[list[Entry], list[Entry]] | None
     attributes = span["attributes"]
     if _kind(span) not in ("", *(AGENT_SPANS if of_agents else CALL_SPANS)):
         return None
-    outputs = _messages(attributes, OUTPUTS, FLAT_OUTPUTS, AGENT) or _choices(span)
+    outputs = _messages(attributes, OUTPUTS, FLAT_OUTPUTS, AGENT) or _choices(span) or _of_ai_sdk(attributes)
     if not outputs:
         return None
     inputs = _messages(attributes, INPUTS, FLAT_INPUTS, "user") or _earlier(span)
@@ -442,6 +446,8 @@ def _messages(attributes: Mapping[str, Any], names: tuple[str, ...], flat: tuple
         if isinstance(value, Mapping):
             value = [value]
         if isinstance(value, list) and value:
+            # LangChain's callbacks have a list of conversations, of which there is one.
+            value = value[0] if isinstance(path_value(value, "0.0"), Mapping) else value
             unwrapped = [each.get("message", each) if isinstance(each, Mapping) else each for each in value]
             return entries([e if isinstance(e, Mapping) else {"role": role, "content": e} for e in unwrapped])
         if isinstance(value, str) and value:
@@ -473,7 +479,9 @@ def _earlier(span: Span) -> list[Entry]:
     found: list[Entry] = []
     for name, attributes in span["events"]:
         role = name.removeprefix("gen_ai.").removesuffix(".message")
-        if name.endswith(".message"):
+        if name == "gen_ai.content.prompt":
+            found += _messages(attributes, ("gen_ai.prompt",), (), "user")
+        elif name.endswith(".message"):
             content = attributes.get("content", attributes.get("gen_ai.prompt"))
             calls = _json(attributes.get("tool_calls")) or []
             found += entries([{**attributes, "role": role, "content": _json(content), "tool_calls": calls}])
@@ -482,11 +490,21 @@ def _earlier(span: Span) -> list[Entry]:
 
 def _choices(span: Span) -> list[Entry]:
     for name, attributes in span["events"]:
+        if name == "gen_ai.content.completion":
+            return _messages(attributes, ("gen_ai.completion",), (), AGENT)
         if name == "gen_ai.choice":
             message = _json(attributes.get("message")) or attributes
             message = message if isinstance(message, Mapping) else {"content": message}
             return entries([{**message, "role": AGENT}])
     return []
+
+
+def _of_ai_sdk(attributes: Mapping[str, Any]) -> list[Entry]:
+    # The span around a conversation's calls repeats the last answer, without the messages.
+    if "ai.prompt.messages" not in attributes:
+        return []
+    text, calls = attributes.get("ai.response.text"), _json(attributes.get("ai.response.toolCalls"))
+    return entries([{"role": AGENT, "content": text, "tool_calls": calls or ()}]) if text or calls else []
 
 
 def _json(value: object) -> Any:

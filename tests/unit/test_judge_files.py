@@ -104,7 +104,7 @@ async def test_what_is_waited_for_is_said_at_once_and_so_is_a_misnamed_reply(
     assert (await waiting).text == "right"
     wanted = str(prompt).replace(PROMPT, REPLY)
     assert caplog.messages[0] == f"1 prompt waits for a reply: read {prompt}, then write {wanted}"
-    assert caplog.messages[1].startswith(f"{prompt}{REPLY} is ignored")
+    assert caplog.messages[1].startswith(f"{prompt}{REPLY} is ignored; the reply is read from")
 
 
 def _until(seen: Callable[[], bool]) -> None:

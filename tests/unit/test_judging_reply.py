@@ -13,13 +13,24 @@ from hypothesis import strategies as st
 from draco_ray.config.schema import JudgeConfig
 from draco_ray.errors import ReplyError
 from draco_ray.judging.example import PROMPT, RUBRIC, SCORES, example_trajectory
-from draco_ray.judging.phases import Credit, Question, Score, Stage1, Stage2, Union, parse_attributions, parse_scores
+from draco_ray.judging.phases import (
+    Credit,
+    Question,
+    Score,
+    ScoreEntry,
+    Stage1,
+    Stage2,
+    Union,
+    parse_attributions,
+    parse_scores,
+)
 from draco_ray.judging.prompts import load_prompts
 from draco_ray.judging.reply import (
     MAX_REPLY_CHARACTERS,
     MAX_TEXT_CHARACTERS,
     CriterionEntry,
     check_finish,
+    own_answer,
     parse_criteria,
     read_entries,
 )
@@ -86,6 +97,40 @@ def test_a_wrapper_of_another_name_objects_in_a_row_and_one_object_are_read() ->
     assert parse_scores(json.dumps(score(0, -1)), THREE[:1]).value[0].verdict is Verdict.FAIL
 
 
+TAGGED = {"request_tag": "123456", "entries": WHOLE}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        json.dumps(TAGGED | {"request_tag": 123456}),
+        json.dumps(TAGGED | {"entries": json.dumps(WHOLE)}),
+        json.dumps({"data": {"result": TAGGED}}),
+        f"<![CDATA[{json.dumps(TAGGED)}]]>",
+        "\n".join(map(json.dumps, [{"request_tag": "123456"}, *WHOLE])),
+        json.dumps({"entries": {str(index): entry for index, entry in enumerate(WHOLE)}}),
+        json.dumps([{"entry": entry} for entry in WHOLE]),
+        json.dumps([WHOLE]),
+        json.dumps(TAGGED).replace("}]", "},\n]").replace("1}", "1,}"),
+        json.dumps(TAGGED).replace('"e"', r'"re.match(\'\d+\', \$x) \\n"'),
+        json.dumps([score(index, each["score"], evidence=[{"step": 2}]) for index, each in enumerate(WHOLE)]),
+        json.dumps([entry | {"rubric_index": place} for place, entry in enumerate(WHOLE, start=1)]),
+    ],
+)
+def test_an_answer_in_another_form_is_read(text: str) -> None:
+    assert verdicts(own_answer(text, "123456", ScoreEntry)) == [1, -1, 0]
+
+
+def test_a_backslash_that_escapes_nothing_stands_for_itself() -> None:
+    text = json.dumps([score(0, evidence="E")]).replace('"E"', r'"\d \\ \" \u0041"')
+    assert parse_scores(text, THREE[:1]).value[0].evidence == '\\d \\ " A'
+
+
+def test_a_contradiction_on_the_last_attempt_is_noted() -> None:
+    parsed = parse_scores(json.dumps([score(0, -1, verdict="PASS")]), THREE[:1], last=True)
+    assert parsed.notes == ("verdict FAIL and verdict PASS contradict each other",)
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -106,6 +151,8 @@ def test_a_wrapper_of_another_name_objects_in_a_row_and_one_object_are_read() ->
         (ANSWER + "\nCorrection: " + json.dumps(score(0, -1)), "several different answers"),
         (json.dumps({"draft": WHOLE, "final": [score(0, -1), *WHOLE[1:]]}), "several different answers"),
         (ANSWER[:-1] + ', "entries": []}', "a key comes twice"),
+        (json.dumps({"0": score(0), "1": score(0, -1)}).replace('"1":', '"0":'), "a key comes twice"),
+        (json.dumps([each | {"rubric_index": index} for index, each in enumerate(WHOLE[:2], start=1)]), "2 entries"),
         (json.dumps(score(0, -1)) + "\n" + ANSWER, "several different answers"),
         (ANSWER + '\n[{\n  "rubric_i', "another one that cannot be used"),
         (ANSWER + '\nCorrection: [{"rubric_index": 0, "score": ', "another one that cannot be used"),

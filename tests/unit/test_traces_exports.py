@@ -232,6 +232,102 @@ def test_what_tools_export_is_one_conversation_with_its_counted_tokens(name: str
         assert trace.task_id == "flights"
 
 
+def spans_of(attributes: Sequence[Json]) -> Json:
+    spans = [
+        {"traceId": "t", "spanId": str(n), "startTimeUnixNano": str(n), **each} for n, each in enumerate(attributes)
+    ]
+    return {"resourceSpans": [{"scopeSpans": [{"spans": spans}]}]}
+
+
+def typed(message: Json) -> Json:
+    """A message of LangChain."""
+    calls = [
+        {"name": c["function"]["name"], "args": json.loads(c["function"]["arguments"]), "id": c["id"]}
+        for c in message.get("tool_calls", ())
+    ]
+    kinds = {"user": "human", "assistant": "ai"}
+    kept = {key: message[key] for key in ("tool_call_id",) if key in message}
+    kind = kinds.get(message["role"], message["role"])
+    return {"type": kind, "content": message.get("content") or "", "tool_calls": calls, **kept}
+
+
+PARTS = {"gen_ai.operation.name": "chat"}
+MORE_SPANS: dict[str, Json] = {
+    "events of 2024": spans_of(
+        [
+            {
+                "attributes": PARTS,
+                "events": [
+                    {"name": "gen_ai.content.prompt", "attributes": {"gen_ai.prompt": json.dumps(asked)}},
+                    {"name": "gen_ai.content.completion", "attributes": {"gen_ai.completion": json.dumps([said])}},
+                ],
+            }
+            for asked, said in TURNS
+        ]
+    ),
+    "Vercel's AI SDK": spans_of(
+        [
+            {"attributes": {"ai.prompt": json.dumps({"prompt": "Book JFK to SFO."}), "ai.response.text": "Done."}},
+            *[
+                {
+                    "attributes": {
+                        "ai.prompt.messages": json.dumps(asked),
+                        "ai.response.text": said.get("content", ""),
+                        "ai.response.toolCalls": json.dumps(
+                            [
+                                {
+                                    "toolCallId": c["id"],
+                                    "toolName": c["function"]["name"],
+                                    "input": c["function"]["arguments"],
+                                }
+                                for c in said.get("tool_calls", ())
+                            ]
+                        ),
+                    }
+                }
+                for asked, said in TURNS
+            ],
+        ]
+    ),
+    "LangChain's list of one conversation": spans_of(
+        [
+            {
+                "attributes": {
+                    "mlflow.spanInputs": json.dumps([[typed(message) for message in asked]]),
+                    "mlflow.spanOutputs": json.dumps({"generations": [[{"message": typed(said)}]]}),
+                }
+            }
+            for asked, said in TURNS
+        ]
+    ),
+    "OTLP logs": {
+        "resourceLogs": [
+            {
+                "scopeLogs": [
+                    {
+                        "logRecords": [
+                            {
+                                "traceId": "t",
+                                "spanId": str(number),
+                                "timeUnixNano": str(number),
+                                "attributes": {"gen_ai.input.messages": asked, "gen_ai.output.messages": [said]},
+                            }
+                            for number, (asked, said) in reversed([*enumerate(TURNS)])
+                        ]
+                    }
+                ]
+            }
+        ]
+    },
+}
+
+
+@pytest.mark.parametrize("name", sorted(MORE_SPANS))
+def test_messages_in_other_attributes_and_events(name: str) -> None:
+    ((trace,),) = (group.traces for group in groups_of([MORE_SPANS[name]]))
+    same(trace, [None] * 3)
+
+
 @pytest.mark.parametrize("name", sorted(MLFLOW))
 def test_what_mlflow_exports(name: str) -> None:
     ((trace,),) = (group.traces for group in groups_of(MLFLOW[name]))
@@ -246,6 +342,26 @@ def test_a_list_of_records_that_say_their_type_is_no_conversation(tmp_path: Path
     assert [len(group) for group in load_traces(typed)] == [2]
 
 
+def letta(message: Json) -> Json:
+    """A message as Letta's API returns it."""
+    if "tool_calls" in message:
+        (called,) = message["tool_calls"]
+        return {"message_type": "tool_call_message", "tool_call": {**called["function"], "tool_call_id": called["id"]}}
+    if message["role"] == "tool":
+        returned = {"tool_return": message["content"], "tool_call_id": message["tool_call_id"], "status": "success"}
+        return {"message_type": "tool_return_message", **returned}
+    return {"message_type": f"{message['role']}_message", "content": message["content"]}
+
+
+def autogen(message: Json) -> Json:
+    """A message in the history of AutoGen's user proxy, whose own role is ``assistant``."""
+    if message["role"] == "tool":
+        return {**message, "name": "user_proxy", "tool_responses": [message]}
+    if message["role"] == "user":
+        return {**message, "role": "assistant", "name": "user_proxy"}
+    return {**message, "role": "user" if message is CHAT[-1] else message["role"], "name": "booker"}
+
+
 LOGS = {
     "chat": {"request": {"messages": CHAT[:-1]}, "response": {"choices": [{"message": CHAT[-1]}]}},
     "a trace without its spans": {**OF_TRACE, "input": CHAT[:-1], "output": CHAT[-1]},
@@ -254,6 +370,15 @@ LOGS = {
         "request": {"instructions": "You book.", "input": CHAT[1:-1]},
         "response": {"output": [{"type": "message", "role": "assistant", "content": "Done."}]},
     },
+    "Ollama, with the answer as message": {"messages": CHAT[:-1], "message": CHAT[-1]},
+    "several choices, of which the first counts": {
+        "messages": CHAT[:-1],
+        "choices": [{"message": CHAT[-1]}, {"message": {"role": "assistant", "content": "Or not."}}],
+    },
+    "rows of Hugging Face": {"features": [], "rows": [{"row_idx": 0, "row": {"messages": CHAT}}]},
+    "a column of conversations": {"id": ["a"], "messages": [CHAT]},
+    "Letta": {"messages": [letta(message) for message in CHAT]},
+    "AutoGen 0.2": {"chat_history": [autogen(message) for message in CHAT]},
 }
 
 

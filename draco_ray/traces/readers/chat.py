@@ -42,6 +42,7 @@ REPLIES = (
     "completion",
     "output",
     "outputs",
+    "message",
     "choices",
     "candidates",
     "generations",
@@ -112,7 +113,13 @@ def _history_name(request: Mapping[str, Any]) -> str | None:
     fields = dict(request)
     known = (name for name in HISTORIES if name in fields and _is_history(decoded(fields[name]), name))
     others = (name for name, value in fields.items() if _is_dialogue(value))
-    return next(known, None) or ("messages" if "messages" in fields else next(others, None))
+    columns = _is_conversations(fields.get("messages"))
+    return next(known, None) or ("messages" if "messages" in fields and not columns else next(others, None))
+
+
+def _is_conversations(value: object) -> bool:
+    """Whether the value is a list of conversations, such as a column of a table."""
+    return isinstance(value, list) and bool(value) and all(map(is_messages, value[:3]))
 
 
 def _reply(record: Mapping[str, Any], request: Mapping[str, Any], history: str) -> Any:
@@ -120,8 +127,11 @@ def _reply(record: Mapping[str, Any], request: Mapping[str, Any], history: str) 
     for path in REPLIES:
         if path != history:
             value = path_value(record, path) or path_value(request, path)
+            if path == "message" and not is_message(value):
+                continue
             if value and (path != "steps" or path_value(value, "0.finishReason")):
-                return whole(value)
+                # Of several choices, the first is the answer.
+                return whole({path: value} if path in ("choices", "candidates", "generations") else value)
     return None
 
 
@@ -157,7 +167,7 @@ def is_message(value: object) -> bool:
     autogen = "source" in value and ("content" in value or str(value.get("type")).endswith(AUTOGEN))
     if "role" in value or ("from" in value and "value" in value) or autogen or is_wrapped(value):
         return True
-    if value.get("type") in GEMINI_CLI and "content" in value:
+    if (value.get("type") in GEMINI_CLI and "content" in value) or str(value.get("message_type")).endswith("_message"):
         return True
     choice = isinstance(value.get("message"), Mapping) and ("finish_reason" in value or "index" in value)
     return choice or _is_langchain(value) or bool(ITEM.fullmatch(str(value.get("type"))))
