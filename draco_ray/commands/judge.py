@@ -120,7 +120,7 @@ def run(wanted: JudgeArguments, console: Console) -> int:
         own=settled.rubric is None,
     )
     console.print(_asked(settled.config.judge))
-    console.print(_estimated(guessed, batch=wanted.batch, free=settled.config.judge.files is not None))
+    console.print(_estimated(guessed, settled.config.judge, batch=wanted.batch))
     if judge == RULES:
         console.print(
             "the offline judge is a stand-in whose rules fit only the sandbox's tasks; its verdicts on other traces "
@@ -358,17 +358,19 @@ def _asked(judge: JudgeConfig) -> str:
     return f"judge: {where}{''.join(others)}"
 
 
-def _estimated(phases: Mapping[str, PhaseEstimate], *, batch: bool, free: bool) -> str:
+def _estimated(phases: Mapping[str, PhaseEstimate], judge: JudgeConfig, *, batch: bool) -> str:
     total = sum(phases.values(), start=PhaseEstimate(dollars=0.0))
     share = DISCOUNT if batch else 1.0
     money = "price unknown" if total.dollars is None else f"about ${share * total.dollars:.2f}"
     parts = ", ".join(f"{phase} {each.calls}" for phase, each in phases.items() if each.calls)
-    if free:
+    if judge.files is not None:
         return f"about {total.calls} prompts ({parts}), {total.input_tokens:,} tokens to read"
+    beside = " and without jury and strong judge" if judge.jury or judge.strong else ""
+    enough = "" if batch or beside or not total.budget else f"; --budget {total.budget:.2f} should be enough"
     return (
         f"about {total.calls} calls ({parts}), {total.input_tokens:,} tokens in, "
         f"{total.output_tokens:,} out, {money}{' in batches' if batch else ''}, without savings by the provider's "
-        "prompt cache" + (f"; --budget {total.budget:.2f} should be enough" if total.budget and not batch else "")
+        f"prompt cache{beside}{enough}"
     )
 
 
