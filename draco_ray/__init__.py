@@ -38,6 +38,7 @@ its third step responsible for one of them, and its first step for the one that 
 """
 
 from importlib import import_module
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -111,5 +112,6 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """The public names, imported or not."""
-    return sorted({*globals(), *__all__})
+    """The public names, imported or not; without those that need Ray where it is missing, as ``help`` imports all."""
+    missing = {"resume", "train"} if find_spec("ray") is None else set()
+    return sorted({*globals(), *__all__} - missing)

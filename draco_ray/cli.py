@@ -114,6 +114,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except DracoError as error:
         print(_line(error), file=sys.stderr)
         sys.exit(error.exit_code)
+    except PermissionError as error:
+        print(_line(ConfigError(f"{error.filename}: permission denied; check the owner of this path")), file=sys.stderr)
+        sys.exit(ConfigError.exit_code)
     except KeyboardInterrupt:
         # Typer handles it inside a command.
         sys.exit(130)

@@ -53,7 +53,10 @@ def step_advantages(
     >>> good.round(2), bad.round(2)
     (array([0.71, 0.71]), array([-0.  , -0.71, -1.41]))
     """
-    verdict_GK = np.asarray(verdicts)
+    try:
+        verdict_GK = np.asarray(verdicts)
+    except ValueError:
+        raise ValueError("rows of verdicts differ in length; expected a verdict per criterion in each") from None
     if verdict_GK.dtype == np.bool_:
         raise ValueError("verdicts are booleans: expected +1 (pass), -1 (fail) or 0 (not applicable)")
     if verdict_GK.size == 0 and len(tokens):

@@ -110,7 +110,7 @@ def attribution_labels(path: Path, *, out: Path, console: Console) -> list[Path]
     found = read_step_labels(path)
     measured, reliable = label_rows(found), reliability_rows(found)
     rows = measured.to_pylist()
-    counts = [f"{row['measure']} ({row['trajectories']} of {row['questions']} questions)" for row in rows[:2]]
+    counts = [f"{row['trajectories']} {row['measure']} ({row['questions']} questions)" for row in rows[:2]]
     print_table(
         console,
         f"share of the advantage that falls on bad steps: {' and '.join(counts)}",

@@ -8,7 +8,7 @@ from __future__ import annotations
 import html
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -18,13 +18,14 @@ from rich.table import Table
 from draco_ray.errors import ConfigError
 from draco_ray.lab.evaluation.intervals import ClusteredMean, Interval, clustered_mean, rate_difference, rate_interval
 from draco_ray.lab.rows import grouped
+from draco_ray.terminal import counted
 from draco_ray.traces.keeping import LINES
 
 Line = Mapping[str, Any]
 
 
-def read_lines(path: Path) -> list[Line]:
-    """The lines of a ``judged.jsonl``, or of the one in a folder.
+def read_lines(path: Path, named: str = "--baseline") -> list[Line]:
+    """The lines of a ``judged.jsonl``, or of the one in a folder; ``named`` is the argument that errors name.
 
     Raises:
         ConfigError: the file cannot be read, or has other content.
@@ -33,12 +34,12 @@ def read_lines(path: Path) -> list[Line]:
     try:
         lines = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
     except (OSError, ValueError) as error:
-        raise ConfigError(f"--baseline {file}: cannot be read: {' '.join(str(error).split())}") from None
+        raise ConfigError(f"{named} {file}: cannot be read: {' '.join(str(error).split())}") from None
     if not lines or not all(
         isinstance(line, dict) and {"task_id", "pass_share", "verdicts"} <= line.keys() for line in lines
     ):
         raise ConfigError(
-            f"--baseline {file}: expected the {LINES} that an earlier draco judge wrote, one judged trace per line"
+            f"{named} {file}: expected the {LINES} that an earlier draco judge wrote, one judged trace per line"
         )
     return lines
 
@@ -50,18 +51,31 @@ def pass_share(lines: Iterable[Line]) -> ClusteredMean | None:
     return clustered_mean([means], lambda task: task) if means else None
 
 
+def titles(lines: Iterable[Line]) -> set[str]:
+    """Titles of the criteria that the lines have verdicts on."""
+    return {each["title"] for line in lines for each in line["verdicts"]}
+
+
+def check_rubric(rubric: Set[str], baseline: Iterable[Line]) -> None:
+    """Compare the titles of a rubric with those of the baseline.
+
+    Raises:
+        ConfigError: the baseline was judged by another rubric.
+    """
+    if other := sorted(rubric ^ titles(baseline)):
+        raise ConfigError(
+            f"--baseline: was judged by another rubric (criteria in only one of them: {', '.join(other[:3])}); use the "
+            "same --rubric"
+        )
+
+
 def difference(lines: Sequence[Line], baseline: Sequence[Line]) -> Interval:
     """The difference of the pass shares over the tasks that both have, with its 95 % interval.
 
     Raises:
         ConfigError: there is no such task, or they were judged by different rubrics.
     """
-    titles = [{each["title"] for line in side for each in line["verdicts"]} for side in (lines, baseline)]
-    if titles[0] != titles[1]:
-        other = ", ".join(sorted(titles[0] ^ titles[1])[:3])
-        raise ConfigError(
-            f"--baseline: was judged by another rubric (criteria in only one of them: {other}); use the same --rubric"
-        )
+    check_rubric(titles(lines), baseline)
     tasks = [{line["task_id"] for line in side if line["pass_share"] is not None} for side in (lines, baseline)]
     shared = tasks[0] & tasks[1]
     one, other_ = (pass_share(line for line in side if line["task_id"] in shared) for side in (lines, baseline))
@@ -89,7 +103,7 @@ def described(share: ClusteredMean) -> str:
     """A pass share with its interval, in words."""
     interval = rate_interval(share)
     limits = "" if share.clusters < 2 else f" [{interval.low:.1%}, {interval.high:.1%}]"
-    return f"{share.mean:.1%}{limits} over {share.clusters} tasks"
+    return f"{share.mean:.1%}{limits} over {counted(share.clusters, 'task')}"
 
 
 def annotate(lines: Sequence[Line]) -> None:

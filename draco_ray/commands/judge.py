@@ -103,6 +103,9 @@ def run(wanted: JudgeArguments, console: Console) -> int:
         batch=wanted.batch,
         ray=wanted.ray,
     )
+    baseline = None if wanted.baseline is None else grade.read_lines(wanted.baseline)
+    if baseline is not None:
+        grade.check_rubric({each.title for each in settled.rubric or ()}, baseline)
     judge = settled.config.judge.model
     check_effect("--set", wanted.typed, READ, _idle(settled, wanted))
     groups = load_traces([*wanted.paths], wanted.format, wanted.group_by, wanted.mapping)
@@ -117,7 +120,7 @@ def run(wanted: JudgeArguments, console: Console) -> int:
         own=settled.rubric is None,
     )
     console.print(_asked(settled.config.judge))
-    console.print(_estimated(guessed, batch=wanted.batch, free=settled.config.judge.files is not None))
+    console.print(_estimated(guessed, settled.config.judge, batch=wanted.batch))
     if judge == RULES:
         console.print(
             "the offline judge is a stand-in whose rules fit only the sandbox's tasks; its verdicts on other traces "
@@ -128,12 +131,12 @@ def run(wanted: JudgeArguments, console: Console) -> int:
         return PARTIAL if groups.problems else 0
     with JudgingRun.open(wanted.out, settled.config, groups) as kept:
         calls = sum(each.calls for each in guessed.values())
-        totals = _judge(kept, settled, wanted, calls, console)
+        totals = _judge(kept, settled, wanted, calls, len(groups), console)
         _summary(kept, totals, console)
         lines = grade.read_lines(kept.path) if settled.rubric is not None and totals.traces else []
         if wanted.github and totals.traces:
             grade.annotate(grade.read_lines(kept.path))
-    below = _below(lines, wanted, console)
+    below = _below(lines, baseline, wanted, console)
     for line in totals.errors[:SHOWN_PROBLEMS]:
         console.print(f"no reward: {line}")
     return BELOW if below else PARTIAL if groups.problems or totals.failed else 0
@@ -210,10 +213,13 @@ def _settle_unanswered(cache: Path, wanted: JudgeArguments, console: Console) ->
         )
 
 
-def _judge(kept: JudgingRun, settled: Plan, wanted: JudgeArguments, calls: int, console: Console) -> Totals:
+def _judge(
+    kept: JudgingRun, settled: Plan, wanted: JudgeArguments, calls: int, groups: int, console: Console
+) -> Totals:
     offline = settled.config.judge.model == RULES
-    if done := len([*kept.results()]):
-        console.print(f"{counted(done, 'group')} already judged, {len(kept.pending())} left")
+    if any(kept.results()):
+        left = len(kept.pending())
+        console.print(f"{counted(groups - left, 'group')} already judged, {left} left")
         replies = (settled.config.judge.cache or kept.directory.judge_cache) / FILE
         if not offline and not replies.exists():
             console.print(
@@ -352,17 +358,19 @@ def _asked(judge: JudgeConfig) -> str:
     return f"judge: {where}{''.join(others)}"
 
 
-def _estimated(phases: Mapping[str, PhaseEstimate], *, batch: bool, free: bool) -> str:
+def _estimated(phases: Mapping[str, PhaseEstimate], judge: JudgeConfig, *, batch: bool) -> str:
     total = sum(phases.values(), start=PhaseEstimate(dollars=0.0))
     share = DISCOUNT if batch else 1.0
     money = "price unknown" if total.dollars is None else f"about ${share * total.dollars:.2f}"
     parts = ", ".join(f"{phase} {each.calls}" for phase, each in phases.items() if each.calls)
-    if free:
+    if judge.files is not None:
         return f"about {total.calls} prompts ({parts}), {total.input_tokens:,} tokens to read"
+    beside = " and without jury and strong judge" if judge.jury or judge.strong else ""
+    enough = "" if batch or beside or not total.budget else f"; --budget {total.budget:.2f} should be enough"
     return (
         f"about {total.calls} calls ({parts}), {total.input_tokens:,} tokens in, "
         f"{total.output_tokens:,} out, {money}{' in batches' if batch else ''}, without savings by the provider's "
-        "prompt cache" + (f"; --budget {total.budget:.2f} should be enough" if total.budget and not batch else "")
+        f"prompt cache{beside}{enough}"
     )
 
 
@@ -387,7 +395,9 @@ def _summary(kept: JudgingRun, totals: Totals, console: Console) -> None:
     )
 
 
-def _below(lines: Sequence[grade.Line], wanted: JudgeArguments, console: Console) -> bool:
+def _below(
+    lines: Sequence[grade.Line], baseline: Sequence[grade.Line] | None, wanted: JudgeArguments, console: Console
+) -> bool:
     """Print the grades under a pinned rubric. Returns whether they are below the threshold or the baseline."""
     share = grade.pass_share(lines)
     if share is None:
@@ -401,11 +411,10 @@ def _below(lines: Sequence[grade.Line], wanted: JudgeArguments, console: Console
     if wanted.fail_under is not None and share.mean < wanted.fail_under:
         console.print(f"pass share {share.mean:.1%} is below --fail-under {wanted.fail_under:g}")
         below = True
-    if wanted.baseline is not None:
-        change = grade.difference(lines, grade.read_lines(wanted.baseline))
-        console.print(
-            f"change from the baseline: {100 * change.mean:+.1f} [{100 * change.low:+.1f}, {100 * change.high:+.1f}] "
-            "percentage points"
-        )
+    if baseline is not None:
+        change = grade.difference(lines, baseline)
+        one = "no interval, since there is one task"
+        limits = one if math.isinf(change.low) else f"[{100 * change.low:+.1f}, {100 * change.high:+.1f}]"
+        console.print(f"change from the baseline: {100 * change.mean:+.1f} percentage points, {limits}")
         below = below or change.high < 0
     return below

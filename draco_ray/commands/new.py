@@ -20,9 +20,9 @@ def new_environment(folder: Path) -> list[Path]:
 
     Returns: its files. Raises: ConfigError: the folder is not empty, or cannot be written.
     """
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ConfigError(f"{folder}: is not empty; choose another folder")
     try:
+        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+            raise ConfigError(f"{folder}: is not an empty folder; choose another one")
         folder.mkdir(parents=True, exist_ok=True)
         files = [path for path in sorted(TEMPLATE.iterdir()) if path.is_file()]
         written = [Path(shutil.copyfile(path, folder / path.name)) for path in files]

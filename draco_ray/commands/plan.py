@@ -31,7 +31,7 @@ from draco_ray.lab.planning.memory import (
 )
 from draco_ray.lab.planning.model_shape import ModelShape, model_shape
 from draco_ray.lab.planning.step_time import Assumptions, step_time
-from draco_ray.terminal import PlainConsole
+from draco_ray.terminal import PlainConsole, counted
 from draco_ray.training.sizes import context_problems, with_checkpointing
 
 MOMENTS = {
@@ -254,7 +254,7 @@ def _print_model(console: Console, config: DracoConfig, shape: ModelShape) -> No
     learner = config.learner
     adapter = shape.adapter_parameters(learner.lora_target, learner.lora_rank)
     linear = shape.count("linear_attention")
-    mixers = f"({linear} gated delta-net)" if linear else ""
+    mixers = f" ({linear} gated delta-net)" if linear else ""
     experts, active = shape.experts, ""
     if experts is not None:
         active = f", {shape.active_parameters:,} of them active ({experts.active} of {experts.number} experts),"
@@ -271,7 +271,7 @@ def _print_learner(
     where = "GPU" if room is not None else "CPU process"
     held = f"1/{learner.workers} of the base model" if is_sharded(config) else "the whole base model"
     console.print(
-        f"\nlearner: {learner.workers} workers, each with {held}; per {where}, "
+        f"\nlearner: {counted(learner.workers, 'worker')}, each with {held}; per {where}, "
         f"{memory.tokens:,} tokens in the largest micro-batch"
     )
     if learner.context_parallel > 1:

@@ -15,6 +15,7 @@ from rich.console import Console
 
 from draco_ray.commands.grade import Line, read_lines
 from draco_ray.errors import ConfigError
+from draco_ray.terminal import counted
 
 SHARE = "pass share"
 VALUES = {"PASS": 1.0, "FAIL": 0.0}
@@ -114,7 +115,7 @@ def write_back(judged: Path, target: str, url: str, console: Console) -> None:
     """
     if target not in TARGETS:
         raise ConfigError(f"--to {target}: expected one of {', '.join(TARGETS)}")
-    lines, sent = read_lines(judged), 0
+    lines, sent = read_lines(judged, "draco write-back"), 0
     with httpx.Client(base_url=url, timeout=30.0, **_key(target)) as client:
         for path, body in TARGETS[target](lines):
             try:
@@ -129,7 +130,8 @@ def write_back(judged: Path, target: str, url: str, console: Console) -> None:
                     f"{target} at {url}{path}: status {reply.status_code}: {said}; requests sent before: {sent}"
                 )
             sent += 1
-    console.print(f"{len([*scores(lines)])} scores of {len(lines)} traces written to {target} in {sent} requests")
+    written = f"{counted(len([*scores(lines)]), 'score')} of {counted(len(lines), 'trace')}"
+    console.print(f"{written} written to {target} in {counted(sent, 'request')}")
 
 
 def _key(target: str) -> dict[str, Any]:

@@ -81,7 +81,7 @@ def _load(path: str) -> Any:
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 WEIGHT_INDICES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
-HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
+HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 
 
 def check_model_directory(path: str | Path, chat_template: str | None = None) -> None:

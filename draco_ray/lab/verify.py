@@ -104,8 +104,8 @@ def verify(directory: Path, *, model: Path | None, trust: bool, console: Console
         config = config.updated(model={"path": str(model.resolve())})
     if not (run.path / FILE).exists() or not (manifest := read_manifest(run))["metrics"]:
         raise ConfigError(
-            f"{run.path}: no step in {FILE}; either no step was finished, or an earlier version of draco-ray wrote "
-            "this run"
+            f"{run.path}: no step in {FILE}; expected a training run with a finished step (draco judge writes no "
+            "digests, nor did earlier versions)"
         )
     steps = sorted(int(step) for step in manifest["metrics"])
     check_digests(run, manifest, dropped=config.train.keep_last is not None)

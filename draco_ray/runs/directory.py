@@ -212,6 +212,8 @@ class RunDirectory:
             DamagedRun: its schema has another version, or its ``run.json`` cannot be read.
         """
         try:
+            if path.is_dir() and not os.access(path, os.X_OK):
+                raise ConfigError(f"{path}: permission denied; a run directory is private to the user who made it")
             if not path.is_dir() or not os.path.lexists(path / "config.yaml"):
                 raise ConfigError(f"{path}: not a run directory (it has no config.yaml)")
         except OSError as error:

@@ -68,8 +68,11 @@ def trace_files(paths: Sequence[Path], other: Counter[str] | None = None) -> lis
 
 
 def is_run(path: Path) -> bool:
-    """Whether the path is a draco-ray run directory."""
-    return path.is_dir() and (path / "config.yaml").is_file() and (path / "tables").is_dir()
+    """Whether the path is a draco-ray run directory; False if it may not be looked into."""
+    try:
+        return path.is_dir() and (path / "config.yaml").is_file() and (path / "tables").is_dir()
+    except PermissionError:
+        return False
 
 
 def _below(folder: Path, other: Counter[str]) -> list[Path]:
@@ -77,9 +80,14 @@ def _below(folder: Path, other: Counter[str]) -> list[Path]:
         # A run directory with results of earlier judging is read only if it is named explicitly.
         return [] if (folder / INDEX).is_file() else [folder]
     found: list[Path] = []
-    # The simulations of τ-bench's directory format are read with the results.json beside them.
-    tau2 = (folder / "results.json").is_file()
-    for path in sorted(folder.iterdir()):
+    try:
+        inside = sorted(folder.iterdir())
+        # The simulations of τ-bench's directory format are read with the results.json beside them.
+        tau2 = (folder / "results.json").is_file()
+    except PermissionError:
+        # Reading it reports it.
+        return [folder]
+    for path in inside:
         if path.name.startswith(".") or (path.is_symlink() and path.is_dir()):
             continue
         if path.is_dir():

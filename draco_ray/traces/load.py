@@ -220,7 +220,7 @@ class _Loader:
         self.taken[trace_id] = self.taken.get(trace_id, 0) + 1
         notes = trace.notes
         if self.taken[trace_id] > 1:
-            notes = (*notes, f"the id {trace_id} occurs more than once")
+            notes = (*notes, f"the id {trace_id} occurs more than once; a suffix tells the traces apart")
             trace_id = f"{trace_id}#{self.taken[trace_id]}"
         trace = replace(trace, trace_id=trace_id, task_id=self._task_id(trace, trace_id), notes=notes)
         summary = Summary(
@@ -324,7 +324,10 @@ def load_traces(
     for line in loader.problems[:SHOWN_PROBLEMS]:
         log.warning("%s", line)
     if not loader.members:
-        reason = loader.problems[0] if loader.problems else "no .json, .jsonl or .eval file and no run directory in it"
+        nothing = f"none of the files has one in the format {format}"
+        if not files:
+            nothing = "no .json, .jsonl or .eval file and no run directory in it"
+        reason = loader.problems[0] if loader.problems else nothing
         more = f" (and {len(loader.problems) - 1} more)" if len(loader.problems) > 1 else ""
         raise TraceError(f"no trace found in {', '.join(map(str, paths))}: {reason}{more}")
     groups = loader.groups()

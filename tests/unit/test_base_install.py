@@ -63,6 +63,11 @@ def test_the_public_api_is_there_and_documented() -> None:
         _ = draco_ray.trian
 
 
+def test_help_lists_nothing_that_the_base_install_cannot_import(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(draco_ray, "find_spec", lambda _: None)
+    assert {*draco_ray.__all__} - {*dir(draco_ray)} == {"resume", "train"}
+
+
 def test_its_examples_are_true() -> None:
     results = doctest.testmod(draco_ray)
     assert results.attempted > 0

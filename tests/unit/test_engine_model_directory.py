@@ -52,7 +52,7 @@ def test_a_hub_name_is_left_to_the_hub() -> None:
     assert architectures("Qwen/Qwen2.5-32B-Instruct") == ()
 
 
-@pytest.mark.parametrize("path", ["/nowhere/at/all", ".cache/no-such-model", "./model", "a/b/c"])
+@pytest.mark.parametrize("path", ["/nowhere/at/all", ".cache/no-such-model", "./model", "a/b/c", "DIR"])
 def test_a_path_that_is_not_there(path: str) -> None:
     assert "no such directory; set model.path" in problem(path)
 

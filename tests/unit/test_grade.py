@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from draco_ray.cli import main
 from draco_ray.commands.grade import by_criterion, difference, pass_share, read_lines
 from draco_ray.errors import ConfigError
 
+TRACES = Path(__file__).parents[2] / "examples" / "traces"
 TITLES = ("Looks first", "Tells the truth")
 
 
@@ -51,6 +53,20 @@ def test_a_worse_judgement_is_below_its_baseline() -> None:
     change = difference(bad, good)
     assert (change.mean, change.high < 0) == (-0.75, True)
     assert difference(good, [*good, line("only there", "FAIL", "FAIL")]).mean == 0.0
+
+
+def test_a_baseline_that_cannot_be_used_is_said_before_anything_is_judged(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "judged.jsonl").write_text(json.dumps(line("a", "PASS", "PASS")) + "\n", encoding="utf-8")
+    for baseline, said in (("nowhere.jsonl", "cannot be read"), ("judged.jsonl", "judged by another rubric")):
+        words = ["judge", str(TRACES), "--judge", "rules", "--rubric", "static", "--out", str(tmp_path / "out")]
+        with pytest.raises(SystemExit):
+            main([*words, "--baseline", str(tmp_path / baseline)])
+        printed = capsys.readouterr()
+        assert said in printed.err
+        assert printed.out == ""
+    assert not (tmp_path / "out").exists()
 
 
 def test_what_cannot_be_compared_is_refused(tmp_path: Path) -> None:

@@ -127,7 +127,7 @@ def test_the_command_prints_and_writes_both_tables(tmp_path: Path, capsys: pytes
         main(["attribution-bench", "--labels", str(tmp_path / "labels.json"), "--out", str(tmp_path)])
     assert ended.value.code == 0
     printed = capsys.readouterr().out
-    for expected in ("24 of 24 questions", "opposite", "uniform GRPO", "last step", "reliability"):
+    for expected in ("24 losers (24 questions)", "opposite", "uniform GRPO", "last step", "reliability"):
         assert expected in printed
     assert pq.read_table(tmp_path / "reliability.parquet").num_rows == 3
     assert pq.read_table(tmp_path / "labels.parquet").num_rows == 2 * 6

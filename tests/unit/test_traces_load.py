@@ -6,11 +6,13 @@ solver that plays a script; verifiers 0.4.0 from its own `Trace`), the others by
 
 from __future__ import annotations
 
+import errno
 import gzip
 import importlib.util
 import json
 import os
 import shutil
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -290,7 +292,7 @@ def test_groups_by_what_names_the_task_else_by_prompt_or_none(tmp_path: Path) ->
 def test_an_id_that_comes_twice_is_told_apart_and_said(tmp_path: Path) -> None:
     (group,) = load_traces(written(tmp_path / "a.jsonl", chat(id="x"), chat(id="x"), chat(id="y")))
     assert [summary.trace_id for summary in group.summaries] == ["x", "x#2", "y"]
-    assert group.summaries[1].notes == ("the id x occurs more than once",)
+    assert group.summaries[1].notes == ("the id x occurs more than once; a suffix tells the traces apart",)
 
 
 def test_equal_ids_of_different_tasks_are_different_tasks(tmp_path: Path) -> None:
@@ -448,11 +450,33 @@ def test_a_pipe_in_a_folder_is_not_waited_for(tmp_path: Path) -> None:
     }
 
 
+def test_a_folder_that_may_not_be_read_is_a_problem_and_the_others_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mine.jsonl").write_bytes((FILES / "openai_chat.jsonl").read_bytes())
+    (tmp_path / "theirs").mkdir()
+    listed = Path.iterdir
+
+    def refused(self: Path) -> Iterator[Path]:
+        # Permissions do not bind the root user, who may run this.
+        if self.name == "theirs":
+            raise PermissionError(errno.EACCES, "Permission denied")
+        return listed(self)
+
+    monkeypatch.setattr(Path, "iterdir", refused)
+    groups = load_traces(tmp_path)
+    assert groups
+    (said,) = groups.problems
+    assert said.startswith(f"{tmp_path / 'theirs'}: cannot be read")
+
+
 def test_nothing_to_read_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(TraceError, match="no such file or folder"):
         load_traces(tmp_path / "absent")
     with pytest.raises(TraceError, match=r"no .json, .jsonl or .eval file and no run directory in it"):
         load_traces(tmp_path)
+    with pytest.raises(TraceError, match="none of the files has one in the format claude-code"):
+        load_traces(FILES / "openai_chat.jsonl", format="claude-code")
     with pytest.raises(ConfigError, match="format 'chat': unknown; expected one of auto, inspect"):
         load_traces(tmp_path, format="chat")
     with pytest.raises(TraceError, match="expected a run directory"):

@@ -83,8 +83,9 @@ def runs_inspect(
         out: Folder for the logs.
     """
     from draco_ray.lab.runs.inspect_logs import write_logs
+    from draco_ray.terminal import counted
 
-    typer.echo(f"{out}: {len(write_logs(run_folder(directory), out))} logs")
+    typer.echo(f"{out}: {counted(len(write_logs(run_folder(directory), out)), 'log')}")
 
 
 @app.command(epilog="Try:  draco report runs/NAME      draco report runs/A runs/B --figures --out figures")

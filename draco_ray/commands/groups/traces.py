@@ -48,7 +48,7 @@ def judge(
     not be read or judged.
 
     Args:
-        paths: Trace files, folders, or run directories or their URLs.
+        paths: Trace files, folders, or run directories (or their URLs).
         judge: A LiteLLM model, files:DIR, or rules (offline) (default: the configuration's, openai/gpt-5.4).
         out: Run directory for the results, or its URL; an unfinished one is continued.
         format: Format of the files (docs/judge-traces.md), or auto.

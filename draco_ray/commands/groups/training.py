@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import textwrap
 from pathlib import Path
 from typing import Annotated
@@ -272,9 +273,9 @@ def new_environment(
 
     for path in write(folder):
         typer.echo(path)
-    typer.echo(
-        f"\npython -m pytest {folder}\ndraco check {folder}/environment.yaml model.path=DIR judge.model=openai/gpt-5.4"
-    )
+    typed = shlex.quote(str(folder / "environment.yaml"))
+    typer.echo(f"\npython -m pytest {shlex.quote(str(folder))}")
+    typer.echo(f"draco check {typed} model.path=DIR judge.model=openai/gpt-5.4")
 
 
 @prompts.command(name="import")

@@ -33,7 +33,7 @@ COLUMNS = {
     "judge_hidden_share": "{:.0%}",
     "seconds": "{:.0f}",
 }
-"""Metrics shown, under their names in metrics.jsonl."""
+"""Metrics shown, by their names in metrics.jsonl."""
 
 
 def show(directory: Path, console: Console | None = None, *, checkpoints: Sequence[int] | None = None) -> None:
@@ -54,7 +54,8 @@ def show(directory: Path, console: Console | None = None, *, checkpoints: Sequen
     metrics = run.metrics()
     table = Table(box=None, pad_edge=False)
     for column in COLUMNS:
-        table.add_column(column, justify="right")
+        # A word a line, so that the table fits into 80 columns.
+        table.add_column(column.replace("_", "\n"), justify="right")
     for line in metrics:
         try:
             table.add_row(*(_cell(line.get(column), form) for column, form in COLUMNS.items()))
