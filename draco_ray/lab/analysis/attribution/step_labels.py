@@ -92,7 +92,8 @@ def read_step_labels(path: Path) -> StepLabelFile:
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"])) or "the file"
-        raise ConfigError(f"--labels {path}: {where}: {first['msg']}") from None
+        keys = ", ".join(StepLabelFile.model_fields)
+        raise ConfigError(f"--labels {path}: {where}: {first['msg']}; expected an object with {keys}") from None
     steps = [len(each.human) for each in found.trajectories]
     if not all(steps):
         raise ConfigError(f"--labels {path}: a trajectory has no steps")
