@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from draco_ray.lab.evaluation.measures import scenario_of
 from draco_ray.lab.evaluation.results import RolloutResult
 from draco_ray.records import Task, Usage, lost_evaluation
+from tests.support.evaluations import scenario_of
 
 
 def lost_rollout(task_id: str, run: int, usage: Usage, *, seconds: float, attempts: int, error: str) -> RolloutResult:
