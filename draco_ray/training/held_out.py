@@ -191,6 +191,8 @@ class ScoreAgain(Score):
 class JudgedBeforeAfter(HeldOutTasks):
     """Judges the split if ``train.evaluate_before_after`` is on."""
 
+    prompts: Callable[[Sequence[str]], Mapping[str, tuple[Message, ...]]]
+    """Returns the agent's prompts of tasks."""
     static: Sequence[Criterion]
     """The rubric of every task; if empty, the judge writes one per task."""
 
@@ -209,10 +211,7 @@ class JudgedBeforeAfter(HeldOutTasks):
 
     async def _judge(self, step: int, tasks: Sequence[Task]) -> list[JudgedRollout]:
         runs, split = self.config.train.evaluation_runs, self.config.data.eval_split
-        from draco_ray.training.session import task_prompts
-
-        environment = make_environment(self.config.environment, self.config.data)
-        prompts, _ = task_prompts(self.config, environment, [task.task_id for task in tasks])
+        prompts = self.prompts([task.task_id for task in tasks])
         # This needs no ground truth, so it uses the training workers, which are idle now.
         pool = self.actors.pool(self.actors.workers)
         self.progress.start(f"judging {split}", 0, len(tasks) * runs)

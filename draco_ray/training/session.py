@@ -31,7 +31,7 @@ from draco_ray.judging.outage import Pause
 from draco_ray.judging.pool import JudgePool, PolicyJudge, judge_starter
 from draco_ray.judging.prompts import load_static_rubric
 from draco_ray.learner.base import Learner, find_learner
-from draco_ray.pipeline import Pipeline
+from draco_ray.pipeline import Pipeline, Wait
 from draco_ray.records import Criterion, Judged, Message
 from draco_ray.registry import find
 from draco_ray.rollout.agent import agent_template, find_agent
@@ -44,7 +44,7 @@ from draco_ray.runs.rows import carried_rubrics
 from draco_ray.runs.store_actor import start_run_store
 from draco_ray.training.advantage_computer import start_advantage_computer
 from draco_ray.training.cluster import connect, leave_ray, pending_demand, release_start_lock, unless_gone
-from draco_ray.training.held_out import BeforeAfter, JudgedBeforeAfter
+from draco_ray.training.held_out import BeforeAfter, JudgedBeforeAfter, Tell
 from draco_ray.training.preflight import check_judge_context, check_session
 from draco_ray.training.progress import RunObserver, StepProgress, StepWatch, shown, watch_judge
 from draco_ray.training.resume import StartPoint
@@ -593,10 +593,31 @@ async def training_session(
         )
         # Pushed last, so that it runs first at the end.
         parts.callback(progress.start, "ending")
-        about = (config, actors, run, progress, console, observer.held_out, pending.of)
-        evaluates = make_environment(config.environment, config.data).evaluates
-        measuring = BeforeAfter(*about) if evaluates else JudgedBeforeAfter(*about, static=static_criteria(config))
+        measuring = _before_after(config, actors, run, progress, console, observer.held_out, pending.of)
         yield TrainingSession(actors, trainer, measuring, pending, config.watch.step_seconds)
+
+
+def _before_after(
+    config: DracoConfig,
+    actors: Actors,
+    run: RunDirectory,
+    progress: StepProgress,
+    console: Console,
+    tell: Tell,
+    wait: Wait,
+) -> BeforeAfter | JudgedBeforeAfter:
+    """Measures held-out tasks: by the environment's evaluator, or by the judge if there is none."""
+    environment = make_environment(config.environment, config.data)
+    if environment.evaluates:
+        return BeforeAfter(config, actors, run, progress, console, tell, wait)
+
+    def prompts(tasks: Sequence[str]) -> dict[str, tuple[Message, ...]]:
+        return task_prompts(config, environment, tasks)[0]
+
+    static = static_criteria(config)
+    return JudgedBeforeAfter(
+        config, actors, run, progress, console, prompts=prompts, static=static, tell=tell, wait=wait
+    )
 
 
 def spent_dollars(run: RunDirectory) -> float:

@@ -24,7 +24,7 @@ def about(said: StringIO) -> tuple[Any, ...]:
 
 def test_a_rate_before_and_after_is_that_of_the_tasks_that_were_played_both_times() -> None:
     said = StringIO()
-    judged = JudgedBeforeAfter(*about(said), static=())
+    judged = JudgedBeforeAfter(*about(said), prompts=lambda tasks: {}, static=())
     evaluated = BeforeAfter(*about(said))
     before, after = {"a": True, "b": False}, {"b": True, "c": False, "d": False}
 
@@ -58,7 +58,7 @@ async def test_what_was_judged_of_a_policy_that_is_gone_stays_when_other_tasks_a
     environment = SimpleNamespace(tasks=lambda split: ["b"], task=lambda name: SimpleNamespace(task_id=name))
     monkeypatch.setattr(held_out, "make_environment", lambda *_: environment)
     monkeypatch.setattr(JudgedBeforeAfter, "_judge", asked)
-    judged = JudgedBeforeAfter(*about(StringIO()), static=())
+    judged = JudgedBeforeAfter(*about(StringIO()), prompts=lambda tasks: {}, static=())
     split = load_config("sandbox").data.eval_split
     monkeypatch.setattr(held_out, "read_judged", lambda run: {(0, split): old})
     assert await judged.measure(0, 3) == old

@@ -17,7 +17,7 @@ from draco_ray.errors import ConfigError
 from draco_ray.observability.trackers import open_trackers, scalars
 from draco_ray.records import Evaluation, JudgedRollout
 from draco_ray.runs.directory import RunDirectory
-from draco_ray.training import held_out, session
+from draco_ray.training import held_out
 from draco_ray.training.held_out import BeforeAfter, JudgedBeforeAfter
 from draco_ray.training.progress import RunObserver, StepProgress
 from tests.support.evaluations import a_result
@@ -182,8 +182,8 @@ async def test_what_is_measured_between_steps_is_a_curve_in_the_trackers(
     monkeypatch.setattr(held_out, "evaluate_tasks", played)
     monkeypatch.setattr(JudgedBeforeAfter, "_task", scored)
     environment = SimpleNamespace(tasks=lambda split: ["a_1", "a_2"], task=lambda name: SimpleNamespace(task_id=name))
-    monkeypatch.setattr(held_out, "make_environment", lambda *_: environment)
-    monkeypatch.setattr(session, "task_prompts", lambda *given: (dict.fromkeys(given[2], ()), None))
+    for module in (held_out,):
+        monkeypatch.setattr(module, "make_environment", lambda *_: environment)
     config = load_config("sandbox")
     run, console = RunDirectory.create(tmp_path / "run", ""), Console(quiet=True)
     # Not through its constructor, whose gauges are Ray's.
@@ -195,5 +195,8 @@ async def test_what_is_measured_between_steps_is_a_curve_in_the_trackers(
     )
     about = (config, actors, run, StepProgress(console), console)
     await BeforeAfter(*about, observer.held_out).measure(4, 4)
-    await JudgedBeforeAfter(*about, observer.held_out, static=()).measure(6, 6)
+    judged = JudgedBeforeAfter(
+        *about, prompts=lambda tasks: dict.fromkeys(tasks, ()), static=(), tell=observer.held_out
+    )
+    await judged.measure(6, 6)
     assert package.logged == [(4, {"held_out/tgc": 0.5, "held_out/sgc": 0.0}), (6, {"held_out/judged_pass_rate": 0.75})]

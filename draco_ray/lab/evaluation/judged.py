@@ -15,6 +15,7 @@ from rich.console import Console
 
 from draco_ray.config.load import dump_config, load_config
 from draco_ray.config.schema import DracoConfig
+from draco_ray.environments.base import Environment
 from draco_ray.errors import ConfigError
 from draco_ray.lab.evaluation.policies import EvaluatedPolicy, load_adapter
 from draco_ray.runs.directory import RunDirectory, sole_driver
@@ -24,7 +25,7 @@ from draco_ray.training.cluster import release_start_lock
 from draco_ray.training.held_out import JudgedBeforeAfter
 from draco_ray.training.progress import StepProgress
 from draco_ray.training.resume import config_changes
-from draco_ray.training.session import Actors, opened, resolve_config, start_actors, static_criteria
+from draco_ray.training.session import Actors, opened, resolve_config, start_actors, static_criteria, task_prompts
 
 
 def judge_policy(
@@ -62,11 +63,11 @@ def judge_policy(
             "them"
         )
     measured = {"evaluate_before_after": True, "evaluation_runs": runs}
-    config, _ = resolve_config(config.updated(data={"eval_split": split}, train=measured))
+    config, environment = resolve_config(config.updated(data={"eval_split": split}, train=measured))
     run = _directory(out, config)
     console.print(f"environment.use={use} has no evaluator: the judge's pass rate is reported instead")
     with sole_driver(run), opened(config, run, console, cache=cache) as final:
-        rates = asyncio.run(_judge(policy, final, run, console))
+        rates = asyncio.run(_judge(policy, final, environment, run, console))
     numbers = {name: asdict(found) for name, found in rates.items()}
     summary = {
         "measure": "judge's pass rate (a stand-in, because there is no evaluator)",
@@ -87,10 +88,18 @@ def _directory(path: Path, config: DracoConfig) -> RunDirectory:
 
 
 async def _judge(
-    policy: EvaluatedPolicy, config: DracoConfig, run: RunDirectory, console: Console
+    policy: EvaluatedPolicy, config: DracoConfig, environment: Environment, run: RunDirectory, console: Console
 ) -> dict[str, JudgedRates]:
     actors, progress = Actors(config, run), StepProgress(console)
-    measured = JudgedBeforeAfter(config, actors, run, progress, console, static=static_criteria(config))
+    measured = JudgedBeforeAfter(
+        config,
+        actors,
+        run,
+        progress,
+        console,
+        prompts=lambda tasks: task_prompts(config, environment, tasks)[0],
+        static=static_criteria(config),
+    )
     rates = {}
     try:
         await start_actors(actors, config, console)
