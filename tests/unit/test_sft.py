@@ -267,9 +267,9 @@ def test_the_command_writes_a_model_of_what_fits(
     assert f"{tmp_path}/out: 1 demonstrations, 1 epochs" in said
     assert (tmp_path / "out" / "model.safetensors").is_file()
     monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", _no_network)
-    with pytest.raises(EngineError, match=r"^model nowhere: no such directory, and from the model hub no token"):
+    with pytest.raises(EngineError, match=r"^model no/where: no such directory, and from the model hub no token"):
         command(
-            load_config("sandbox", [*words, "model.path=nowhere"]), shown, tmp_path / "x", epochs=1, best=1, new=False
+            load_config("sandbox", [*words, "model.path=no/where"]), shown, tmp_path / "x", epochs=1, best=1, new=False
         )
     # A mixture of experts is refused as before training, and nothing is left of it.
     described = json.loads((Path(model) / "config.json").read_text())
