@@ -18,12 +18,12 @@ import pytest_asyncio
 from draco_ray.config.schema import AgentConfig, DataConfig, EnvironmentConfig
 from draco_ray.engine.tool_calls import ToolCall, ToolUse
 from draco_ray.environments.base import GuardedWorld, WorldVerdict, make_environment
-from draco_ray.environments.jail.confine import LEVELS
 from draco_ray.environments.tools.environment import ToolsEnvironment
 from draco_ray.errors import EnvironmentCrashed, IsolationUnavailable, WorldBroken
 from draco_ray.records import EpisodeEnd, Message, Usage
 from draco_ray.rollout.agent import PolicyTurn, RolloutRequest, TokenRecord
 from draco_ray.rollout.worker import RolloutWorkerActor
+from tests.conftest import LEVELS
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
 
