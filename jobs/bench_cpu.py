@@ -4,7 +4,8 @@ python jobs/bench_cpu.py [--only step|idle] [--seconds 60]
 
 The floor of a step is its AppWorld cells executed again by AppWorld alone, in one process that has it loaded, and its
 token sequences computed three times by the same model in PyTorch on one thread: forward once for sampling, forward and
-backward once for learning. An idle run waits for a judge that does not answer; beside it Ray alone waits for nothing.
+backward once for learning. AppWorld's part is what the machine was busy beyond the other parts, since its processes end
+with their tasks: nothing else may run. An idle run waits for a judge that does not answer, Ray alone for nothing.
 """
 
 from __future__ import annotations
@@ -71,13 +72,13 @@ def part_of(process: psutil.Process, parent: str) -> str:
 
 
 def cpu_seconds(root: psutil.Process) -> dict[int, tuple[str, float]]:
-    """Process id -> (part, CPU seconds of it and of its children that ended), for all below ``root``."""
+    """Process id -> (part, its CPU seconds), for all below ``root``."""
     found: dict[int, tuple[str, float]] = {}
 
     def visit(process: psutil.Process, parent: str) -> None:
         try:
             part = part_of(process, parent)
-            found[process.pid] = part, sum(process.cpu_times()[:4])
+            found[process.pid] = part, sum(process.cpu_times()[:2])
             for child in process.children():
                 visit(child, part)
         except psutil.Error:
@@ -87,20 +88,16 @@ def cpu_seconds(root: psutil.Process) -> dict[int, tuple[str, float]]:
     return found
 
 
-def spent(root: psutil.Process, seconds: float, counts: dict[int, tuple[str, float]]) -> Iterator[dict[str, float]]:
-    """Every ``seconds`` the CPU seconds by part since the last time; a process that ended counts with its parent."""
+def spent(root: psutil.Process, seconds: float) -> Iterator[dict[str, float]]:
+    """Every ``seconds`` the CPU seconds by part since the last time; those of processes that ended are left out."""
+    before: dict[int, tuple[str, float]] = {}
     while True:
         time.sleep(seconds)
         now = cpu_seconds(root)
         by_part: dict[str, float] = defaultdict(float)
         for pid, (part, used) in now.items():
-            by_part[part] += used - counts.get(pid, (part, 0.0))[1]
-        # What an ended process had used before is in its parent's count now, if the parent waited for it.
-        for pid, (part, used) in counts.items():
-            if pid not in now:
-                by_part[part] -= used
-        counts.clear()
-        counts.update(now)
+            by_part[part] += used - before.get(pid, (part, 0.0))[1]
+        before = now
         yield by_part
 
 
@@ -108,6 +105,12 @@ def steps(run: Path) -> int:
     """Steps that the run has finished."""
     metrics = run / "metrics.jsonl"
     return len(metrics.read_text().splitlines()) if metrics.exists() else 0
+
+
+def machine_seconds() -> float:
+    """CPU seconds that this machine has been busy, without those of this process."""
+    times = psutil.cpu_times()
+    return float(times.user + times.nice + times.system) - time.process_time()
 
 
 def stop(process: psutil.Popen) -> None:
@@ -122,13 +125,15 @@ def step(root: Path) -> None:
     command = [*TRAIN, f"train.steps={STEPS}", f"run.root={root}", "run.name=step"]
     process = psutil.Popen(command, stdout=subprocess.DEVNULL)
     parts: dict[str, float] = defaultdict(float)
-    counts: dict[int, tuple[str, float]] = {}
-    for slice_ in spent(process, 0.5, counts):
+    busy = machine_seconds()
+    for slice_ in spent(process, 0.5):
+        before, busy = busy, machine_seconds()
         if process.poll() is not None or steps(run) == STEPS:
             break
         if steps(run) == STEPS - 1:
             for part, seconds in slice_.items():
                 parts[part] += seconds
+            parts["AppWorld"] += busy - before - sum(slice_.values())
     if process.wait():
         sys.exit(f"bench_cpu: {' '.join(command)} failed with exit code {process.returncode}")
     directory = RunDirectory.open(run)
@@ -202,10 +207,10 @@ def idle(root: Path, seconds: float) -> None:
 
 
 def while_idle(process: psutil.Popen, seconds: float) -> dict[str, float]:
-    """Cores by part over ``seconds``, after as long again in which what was started settles; ends the process."""
-    counts: dict[int, tuple[str, float]] = {}
-    slices = spent(process, seconds, counts)
-    next(slices)
+    """Cores by part over ``seconds``, after three times as long in which rollouts end; then ends the process."""
+    slices = spent(process, seconds)
+    for _ in range(3):
+        next(slices)
     found = {part: used / seconds for part, used in next(slices).items()}
     stop(process)
     return found

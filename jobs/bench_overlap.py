@@ -238,7 +238,8 @@ class Bench:
         self._config = config
         self._prompts = prompts
         self._run = run
-        self._tasks = TaskOrder(list(prompts), config.train.prompts_per_step, config.seed).tasks(1)
+        per_step = min(config.train.prompts_per_step, len(prompts))
+        self._tasks = TaskOrder(list(prompts), per_step, config.seed).tasks(1)
 
     async def measure(self, cells: Sequence[Cell], repeats: int, *, barriers: bool) -> None:
         """Print each cell's step as it is trained and, with ``barriers``, phase by phase."""
@@ -266,10 +267,12 @@ class Bench:
             ray.kill(engine)
 
     async def _step(self, cell: Cell, *, barriers: bool) -> Measured:
-        groups = [
-            Group(step=1, index=index, task_id=task_id, prompt=self._prompts[task_id])
-            for index, task_id in enumerate(self._tasks[: cell.prompts])
-        ]
+        # If a cell has more prompts than the world has tasks, tasks come again as those of a later step.
+        groups = []
+        for index in range(cell.prompts):
+            again, place = divmod(index, len(self._tasks))
+            task_id = self._tasks[place]
+            groups.append(Group(step=1 + again, index=index, task_id=task_id, prompt=self._prompts[task_id]))
         rollouts: Any = self._actors.pool(self._actors.workers)
         judges: Any = self._actors.judges
         if barriers:
