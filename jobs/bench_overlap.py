@@ -358,7 +358,7 @@ def main(
         f"load average {os.getloadavg()[0]:.1f} at the start\n\n"
         f"{GROUP} rollouts a prompt on {SLOTS} slots. Seconds.\n\n"
         "| cell | prompts | updates | generation : judging : learning | step | bound | step / bound | phase by phase | "
-        "gain | learned before the last rollout ended | longest path | machinery |\n|{'---|' * 12}",
+        f"gain | learned before the last rollout ended | longest path | machinery |\n|{'---|' * 12}",
         flush=True,
     )
     with tempfile.TemporaryDirectory() as folder:
