@@ -115,6 +115,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(_line(error), file=sys.stderr)
         sys.exit(error.exit_code)
     except PermissionError as error:
+        if error.filename is None:
+            raise
         print(_line(ConfigError(f"{error.filename}: permission denied; check the owner of this path")), file=sys.stderr)
         sys.exit(ConfigError.exit_code)
     except KeyboardInterrupt:
