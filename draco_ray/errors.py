@@ -123,7 +123,7 @@ class TauBenchError(DracoError):
 
 
 def first_line(error: object) -> str:
-    """The first line with text in the message of an error, or of the one that Ray passes on in it; else its type."""
+    """First non-empty line of an error's message, or its type; for an error wrapped by Ray, of the cause's message."""
     text = str(getattr(error, "cause", None) or error)
     return next((line.strip() for line in text.splitlines() if line.strip()), type(error).__name__)
 

@@ -45,7 +45,7 @@ PARTS = {
     ),
     "site-packages/ray/": "Ray",
 }
-"""Words of a command line -> part; every process belongs to the part of the nearest of its ancestors that has one."""
+"""Text in a process's command line -> its part of the run. A process without any of these counts with its parent."""
 BARE_RAY = "import ray, sys, time; ray.init(address='local', num_cpus=2, log_to_driver=False); time.sleep(1e6)"
 REPLAY = """\
 import json, sys, time
@@ -102,7 +102,7 @@ def spent(root: psutil.Process, seconds: float) -> Iterator[dict[str, float]]:
 
 
 def steps(run: Path) -> int:
-    """Steps that the run has finished."""
+    """The number of finished steps of the run."""
     metrics = run / "metrics.jsonl"
     return len(metrics.read_text().splitlines()) if metrics.exists() else 0
 
@@ -120,7 +120,7 @@ def stop(process: psutil.Popen) -> None:
 
 
 def step(root: Path) -> None:
-    """Print the CPU seconds of the last of `STEPS` steps by part, and of its floor."""
+    """Train `STEPS` steps; print the CPU seconds of the last one by part, and its floor."""
     run = root / "step"
     command = [*TRAIN, f"train.steps={STEPS}", f"run.root={root}", "run.name=step"]
     process = psutil.Popen(command, stdout=subprocess.DEVNULL)
@@ -207,7 +207,7 @@ def idle(root: Path, seconds: float) -> None:
 
 
 def while_idle(process: psutil.Popen, seconds: float) -> dict[str, float]:
-    """Cores by part over ``seconds``, after three times as long in which rollouts end; then ends the process."""
+    """Mean number of busy cores by part over ``seconds``, measured once the rollouts have ended; stops the process."""
     slices = spent(process, seconds)
     for _ in range(3):
         next(slices)

@@ -77,7 +77,7 @@ class StartPoint:
     recorded: frozenset[int] = frozenset()
     """Later steps whose finished rollouts are reused."""
     damage: tuple[str, ...] = ()
-    """What was damaged or missing in the run directory and what became of it, one line each."""
+    """One line for each file of the run directory that was damaged or missing, with what was done about it."""
     first_gap: float | None = None
     """The canary's mean gap, in nats, of the first step that has one."""
 

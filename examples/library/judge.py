@@ -64,13 +64,13 @@ def renews_what_is_allowed(task: str, steps: Sequence[Step]) -> tuple[Verdict, S
     outputs = "\n".join(step.output or "" for step in steps)
     loans = {book: state == "on time" and holds == "0" for book, state, holds in _LOAN.findall(outputs)}
     may = {book for book, allowed in loans.items() if allowed and book in task}
-    renewed = {step.number: about for step in steps for name, about in _calls(step) if name == "renew"}
+    renewed = [(step.number, about) for step in steps for name, about in _calls(step) if name == "renew"]
     return _part(
         asked=bool(_WANTS_BOOKS.search(task)),
         looks=[step.number for step in steps if _LOAN.search(step.output or "")],
-        right=[number for number, book in renewed.items() if book in may],
-        wrong=[number for number, book in renewed.items() if book not in may],
-        missing=not may <= set(renewed.values()),
+        right=[number for number, book in renewed if book in may],
+        wrong=[number for number, book in renewed if book not in may],
+        missing=not may <= {book for _, book in renewed},
         steps=steps,
     )
 
@@ -117,7 +117,7 @@ def no_useless_call(task: str, steps: Sequence[Step]) -> tuple[Verdict, Sequence
 
 
 def closes(task: str, steps: Sequence[Step]) -> tuple[Verdict, Sequence[int]]:
-    """After the calls the member is told what was done."""
+    """The run ends with a message to the member, after at least one call."""
     return _verdict(len(steps) > 1 and steps[-1].message), [steps[-1].number]
 
 

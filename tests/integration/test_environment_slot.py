@@ -63,7 +63,7 @@ async def slot(root: Path, tasks: Tasks) -> AsyncIterator[AppWorldSlot]:
     processes, template = processes_of(slot), template_of(slot)
     await slot.close()
     assert psutil.wait_procs(processes, timeout=600)[1] == []
-    # What slots share is there for the next one.
+    # The shared template is still running for the next slot.
     assert template.is_running()
 
 
