@@ -160,7 +160,7 @@ demo: world
 
 # Train a real small language model (examples/library): fetch it, fine-tune on demonstrations, then train and evaluate the settings; continues after an interruption (ARGS="--seeds 1 --settings draco").
 demo-real: .cache/library/policy
-	$(VENV)/bin/python jobs/ablation.py --preset examples/library/environment.yaml --settings "draco no-credit outcome" --every 10 --runs-per-task 1 --root .cache/library/runs $(ARGS) model.path=.cache/library/policy
+	$(VENV)/bin/python jobs/ablation.py --preset examples/library/environment.yaml --settings "draco no-credit outcome" --every 6 --runs-per-task 1 --root .cache/library/runs $(ARGS) model.path=.cache/library/policy
 
 .cache/library/policy: | setup
 	test -d .cache/models/smollm2-135m || $(DRACO) model fetch smollm2-135m
@@ -176,7 +176,7 @@ example-shop: setup
 
 # Train the library's agent (half an hour); write docs/sample/report.html from its first four steps and the notebook's output from all.
 sample: .cache/library/policy
-	$(DRACO) train examples/library/environment.yaml --resume-or-start model.path=.cache/library/policy train.evaluate_every=10 \
+	$(DRACO) train examples/library/environment.yaml --resume-or-start model.path=.cache/library/policy train.evaluate_every=6 \
 		run.root=.cache/library/runs run.name=sample
 	$(VENV)/bin/python jobs/sample_page.py .cache/library/runs/sample
 	$(VENV)/bin/python jobs/notebook.py .cache/library/runs/sample

@@ -15,16 +15,14 @@ from draco_ray.runs.directory import RunDirectory
 from draco_ray.runs.evaluations import read_evaluations
 
 TASKS = Path(__file__).parents[1] / "examples" / "library" / "tasks.jsonl"
-KINDS = ("renewal", "fine", "both", "against the rules")
+KINDS = ("renewal", "fine", "against the rules")
 
 
 def kind(task: dict[str, Any]) -> str:
     """What is asked for, or that a part of it is against the rules."""
     if task["expected"]["refuse"]:
         return "against the rules"
-    return (
-        "both" if task["asked"]["renew"] and task["asked"]["waive"] else "fine" if task["asked"]["waive"] else "renewal"
-    )
+    return "fine" if task["asked"]["waive"] else "renewal"
 
 
 def main(run: Path) -> None:

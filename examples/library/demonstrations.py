@@ -29,10 +29,10 @@ BOOKS = (
     "Red Lanterns",
 )
 FINES = (0.50, 1.20, 2.75, 3.30, 4.00, 5.00, 6.30, 12.50)
-KINDS = ("one", "fine", "one and fine")
+KINDS = ("renewal", "fine")
 WORDS = {
     "train": {
-        "one": (
+        "renewal": (
             "Please renew {0}.",
             "I would like to keep {0} for longer. Can you renew it?",
             "May I keep {0} for two more weeks?",
@@ -48,22 +48,17 @@ WORDS = {
             "I owe the library money. Can you cancel that?",
             "Is there a way not to pay this charge?",
         ),
-        "one and fine": (
-            "Please renew {0} and cancel my fine.",
-            "Can you waive my fine and renew {0}?",
-            "May I keep {0} for longer? And please drop the charge.",
-            "I owe you something, please cancel it, and extend {0}.",
-            "Extend my loan of {0} and take off the fine.",
-        ),
     },
     "dev": {
-        "one": ("I have not finished {0} yet. Two more weeks would help.", "Could {0} stay with me a little longer?"),
+        "renewal": (
+            "I have not finished {0} yet. Two more weeks would help.",
+            "Could {0} stay with me a little longer?",
+        ),
         "fine": ("There is a charge on my card. Is it possible to remove it?", "Could you forgive what I owe you?"),
-        "one and fine": ("Let me keep {0}, and please forget about what I owe.", "Remove my charge and extend {0}."),
     },
 }
-FAULTS = {"hasty": 0.25, "lenient": 0.15, "forgetful": 0.15, "silent": 0.3}
-"""Chances that a clerk acts without looking, ignores the rules, leaves out a part, does not say what was refused."""
+FAULTS = {"hasty": 0.5, "lenient": 0.1, "silent": 0.3}
+"""Chances that a clerk acts without looking, ignores the rules, does not say what was refused."""
 
 
 def task(number: int, split: str, kind: str, words: str, group: str, rng: random.Random) -> dict[str, Any]:
@@ -72,10 +67,10 @@ def task(number: int, split: str, kind: str, words: str, group: str, rng: random
         {"book": book, "overdue": int(rng.random() < 0.1), "holds": rng.choice((0, 0, 0, 0, 0, 2))}
         for book in rng.sample(BOOKS, 3)
     ]
-    asked = [loan["book"] for loan in loans][: 0 if kind == "fine" else 1]
+    asked = [] if kind == "fine" else [loan["book"] for loan in loans][:1]
     fine = rng.choice(FINES)
     allowed = [loan["book"] for loan in loans if loan["book"] in asked and not loan["overdue"] and not loan["holds"]]
-    wants_waiver = "fine" in kind
+    wants_waiver = kind == "fine"
     waive = wants_waiver and fine <= 5
     return {
         "id": f"{split}-{number:03d}",
@@ -122,8 +117,6 @@ def demonstration(asked: dict[str, Any], rng: random.Random) -> dict[str, Any]:
     renewals = wishes["renew"] if careless else right["renew"]
     waives = wishes["waive"] if careless else right["waive"]
     acts = [("renew", {"book": book}) for book in renewals] + ([("waive_fine", {"card": card})] if waives else [])
-    if "forgetful" in faults and len(acts) > 1:
-        acts.pop()
     for act in acts:
         messages += _turn(*act)
     if right["refuse"] and not careless and "silent" not in faults:
@@ -147,8 +140,8 @@ def _turn(name: str, arguments: dict[str, str]) -> list[dict[str, Any]]:
 def main(folder: Path) -> None:
     """Write both files."""
     rng = random.Random(0)
-    shown = tasks("shown", 480, 1, rng)
-    rows = [*tasks("train", 80, 1, rng), *tasks("dev", 25, 4, rng), *shown]
+    held_out, training, shown = tasks("dev", 25, 4, rng), tasks("train", 80, 1, rng), tasks("shown", 400, 1, rng)
+    rows = [*held_out, *training, *shown]
     demonstrations = [demonstration(each, rng) for each in shown]
     for name, lines in (("tasks", rows), ("demonstrations", demonstrations)):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")

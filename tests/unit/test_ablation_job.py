@@ -447,4 +447,4 @@ def test_a_configuration_of_ones_own_has_its_own_runs_and_begins_from_the_named_
     (command,) = started
     assert command[:4] == ["train", preset, "--setting", "outcome"]
     assert {f"model.path={policy}", f"run.root={tmp_path / 'runs' / 'ablation-library'}"} <= set(command)
-    assert command[-1] == "run.name=outcome-library-seed0-steps20"
+    assert command[-1] == "run.name=outcome-library-seed0-steps12"
