@@ -39,7 +39,7 @@ EXAMPLE = Path("examples/library/environment.yaml")
 SMOLLM = Path(".cache/models/smollm2-135m")
 SIDES = ("draco", "outcome", "trl")
 """Two settings of ours, and TRL."""
-GROUP, PROMPTS, RANK, LEARNING_RATE = 8, 8, 16, 2e-5
+GROUP, PROMPTS, RANK, LEARNING_RATE = 8, 8, 16, 2e-4
 TURNS, TURN_TOKENS = 8, 96
 RUNS_A_TASK = 2
 
@@ -88,7 +88,7 @@ def make_policy(root: Path, *, tiny: bool) -> Path:
         elif not SMOLLM.is_dir():
             sys.exit(f"gpu-library: {SMOLLM} does not exist; fetch it with `draco model fetch smollm2-135m`")
         else:
-            draco(*words, "--epochs", "2", f"model.path={SMOLLM}")
+            draco(*words, "--epochs", "1", "learner.minibatch_prompts=8", f"model.path={SMOLLM}")
     return policy
 
 

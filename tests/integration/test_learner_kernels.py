@@ -40,7 +40,8 @@ def computed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 def test_a_learner_on_a_gpu_computes_with_them_and_one_on_a_cpu_does_not(computed: dict[str, Any]) -> None:
     assert computed["asked_on_cpu"] == 0
-    assert computed["asked"]["rule"] == computed["asked"]["convolution"] > 0
+    # The check of packing has two segments of one token, which transformers computes without the chunked rule.
+    assert computed["asked"]["rule"] == computed["asked"]["convolution"] - 2 > 0
 
 
 def test_a_row_of_segments_is_what_transformers_own_code_makes_of_it(computed: dict[str, Any]) -> None:
