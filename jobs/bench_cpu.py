@@ -108,7 +108,7 @@ def steps(run: Path) -> int:
 
 
 def machine_seconds() -> float:
-    """CPU seconds that this machine has been busy, without those of this process."""
+    """CPU seconds used on this machine by all other processes since it started."""
     times = psutil.cpu_times()
     return float(times.user + times.nice + times.system) - time.process_time()
 

@@ -267,7 +267,7 @@ class Bench:
             ray.kill(engine)
 
     async def _step(self, cell: Cell, *, barriers: bool) -> Measured:
-        # If a cell has more prompts than the world has tasks, tasks come again as those of a later step.
+        # Where a cell has more prompts than the world has tasks, tasks repeat under the number of a later step.
         groups = []
         for index in range(cell.prompts):
             again, place = divmod(index, len(self._tasks))

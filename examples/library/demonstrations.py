@@ -58,7 +58,7 @@ WORDS = {
     },
 }
 FAULTS = {"hasty": 0.5, "lenient": 0.1, "silent": 0.3}
-"""Chances that a clerk acts without looking, ignores the rules, does not say what was refused."""
+"""Probabilities that a clerk acts without looking, ignores the rules, or does not call refuse."""
 
 
 def task(number: int, split: str, kind: str, words: str, group: str, rng: random.Random) -> dict[str, Any]:
