@@ -247,6 +247,11 @@ bench-intervals: setup
 bench-hacks: setup
 	$(VENV)/bin/python jobs/bench_hacks.py $(ARGS)
 
+# Train in the sandbox with judges that have a hole and print when the held-out judge flags it, and false alarms, e.g. make bench-hacks-sandbox ARGS="--clean 2" (a night).
+.PHONY: bench-hacks-sandbox
+bench-hacks-sandbox: world
+	$(VENV)/bin/python jobs/bench_hacks_sandbox.py $(ARGS)
+
 # Simulate how much of a token limit the judge's limiter uses, and whether it exceeds the limit (ten minutes).
 .PHONY: bench-limiter
 bench-limiter: setup

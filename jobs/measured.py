@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 import platform
+import signal
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -182,13 +183,22 @@ class Wanted:
         if (root / self.name / "config.yaml").is_file():
             command += ["--resume", str(root / self.name)]
         print(f"draco {' '.join(command)}", file=sys.stderr, flush=True)
-        process = subprocess.run([sys.executable, "-m", "draco_ray.cli", *command], stdout=sys.stderr, check=False)
-        if process.returncode:
-            sys.exit(f"{self.name} failed with exit code {process.returncode}; run the job again to continue")
+        if code := wait_for([sys.executable, "-m", "draco_ray.cli", *command]):
+            sys.exit(f"{self.name} failed with exit code {code}; run the job again to continue")
         run = RunDirectory.open(root / self.name)
         measured = measure(run, {step: found for (step, _), found in read_evaluations(run).items()})
         write(folder / f"{self.name}.jsonl", self.words, measured)
         return measured
+
+
+def wait_for(command: Sequence[str]) -> int:
+    """Run a command, pass a SIGTERM on to it, and return its exit code: a run must not outlive its job."""
+    process = subprocess.Popen(command, stdout=sys.stderr)
+    before = signal.signal(signal.SIGTERM, lambda *_: process.terminate())
+    try:
+        return process.wait()
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def default_steps(preset: str) -> int:

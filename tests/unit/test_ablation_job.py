@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import csv
+import os
 import re
-import subprocess
+import signal
+import sys
+import threading
+import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -31,15 +35,15 @@ def job() -> Any:
 
 
 @pytest.fixture
-def started(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+def started(job: Any, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     """The commands that were run; each fails."""
     found: list[list[str]] = []
 
-    def run(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
+    def run(command: list[str]) -> int:
         found.append(command[3:])
-        return subprocess.CompletedProcess(command, 7)
+        return 7
 
-    monkeypatch.setattr(subprocess, "run", run)
+    monkeypatch.setattr(sys.modules["measured"], "wait_for", run)
     return found
 
 
@@ -206,11 +210,11 @@ def test_a_run_is_continued_and_what_it_measured_is_kept(
     run = trained_run(tmp_path, "draco-seed0-steps4", {0: 0, 2: 1, 4: 3}, 200_000)
     started: list[list[str]] = []
 
-    def finish(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
+    def finish(command: list[str]) -> int:
         started.append(command[3:])
-        return subprocess.CompletedProcess(command, 0)
+        return 0
 
-    monkeypatch.setattr(subprocess, "run", finish)
+    monkeypatch.setattr(sys.modules["measured"], "wait_for", finish)
     for _ in range(2):
         run_job(job, tmp_path, settings="draco", seeds=1, print_only=False)
         printed = sections(capsys.readouterr().out)
@@ -222,6 +226,19 @@ def test_a_run_is_continued_and_what_it_measured_is_kept(
         ]
     (command,) = started
     assert command[-2:] == ["--resume", str(run.path)]
+
+
+def test_a_job_that_is_ended_ends_its_run(job: Any, tmp_path: Path) -> None:
+    began = tmp_path / "began"
+
+    def end() -> None:
+        while not began.exists():
+            time.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=end, daemon=True).start()
+    assert job.wait_for(["sh", "-c", f"trap 'exit 5' TERM; touch {began}; while :; do sleep 0.05; done"]) == 5
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
 def test_other_words_are_another_run(job: Any, tmp_path: Path) -> None:

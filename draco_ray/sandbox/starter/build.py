@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import importlib.metadata
+import inspect
 import json
 import random
 import time
@@ -40,6 +41,7 @@ RECIPE = "starter.json"
 PRESETS = {"standard": "sandbox", "hard": "sandbox-hard"}
 """Variety of the world -> preset of its starter policy; the demonstrations use the agent of this preset."""
 PACKAGE = Path(__file__).resolve().parents[2]
+Edit = Callable[[list[demo.Demonstration]], list[demo.Demonstration]]
 SOURCES = (
     "sandbox/starter",
     "sandbox/world/scripts.py",
@@ -60,6 +62,7 @@ def build_starter(
     seed: int = 0,
     settings: StarterSettings | None = None,
     variety: str | None = None,
+    edit: Edit | None = None,
     progress: bool = False,
 ) -> Path:
     """Make the starter policy in ``out``, a Hugging Face model directory; returns at once if the same one is there.
@@ -71,6 +74,7 @@ def build_starter(
             settings give equal weights on the same kind of machine.
         settings: the recipe; None: the default recipe for the world's variety.
         variety: required variety of the world; None accepts any.
+        edit: changes the demonstrations before they are executed.
         progress: print what is being done.
     Returns: ``out``.
     Raises: WorldError if ``world`` is no such sandbox or AppWorld fails; ConfigError if ``out`` holds something else;
@@ -83,7 +87,7 @@ def build_starter(
     manifest = _sandbox(world, variety)
     settings = settings or default_settings(manifest["variety"])
     agent = load_config(PRESETS[manifest["variety"]]).agent
-    recipe = _recipe(manifest, agent, settings, seed)
+    recipe = _recipe(manifest, agent, settings, seed, edit)
     if (out / RECIPE).is_file():
         if (out / RECIPE).read_text(encoding="utf-8") == recipe:
             console.print(f"starter: {out} is up to date")
@@ -100,7 +104,7 @@ def build_starter(
         def say(what: str) -> None:
             console.print(f"starter: {what} [{time.monotonic() - started:.0f} s]")
 
-        _build(made, world, manifest, agent, settings, seed, say)
+        _build(made, world, manifest, agent, settings, seed, edit, say)
         (made / RECIPE).write_text(recipe, encoding="utf-8")
         if out.exists():
             out.rename(old)
@@ -121,7 +125,9 @@ def _sandbox(world: Path, variety: str | None) -> dict[str, Any]:
     return manifest
 
 
-def _recipe(manifest: dict[str, Any], agent: AgentConfig, settings: StarterSettings, seed: int) -> str:
+def _recipe(
+    manifest: dict[str, Any], agent: AgentConfig, settings: StarterSettings, seed: int, edit: Edit | None = None
+) -> str:
     """Everything that determines the weights, as text to store and compare."""
     recipe = {
         "seed": seed,
@@ -131,6 +137,8 @@ def _recipe(manifest: dict[str, Any], agent: AgentConfig, settings: StarterSetti
         "source": _source_digest(agent),
         "packages": {name: importlib.metadata.version(name) for name in ("torch", "transformers", "tokenizers")},
     }
+    if edit is not None:
+        recipe["edit"] = hashlib.sha256(Path(inspect.getfile(edit)).read_bytes()).hexdigest()[:16]
     return json.dumps(recipe, indent=1) + "\n"
 
 
@@ -148,6 +156,7 @@ def _build(
     agent: AgentConfig,
     settings: StarterSettings,
     seed: int,
+    edit: Edit | None,
     say: Callable[[str], None],
 ) -> None:
     """Write a complete model directory."""
@@ -162,6 +171,7 @@ def _build(
 
     tasks = _tasks(world, manifest, settings.split)
     drawn = demo.draw(tasks, settings.variants, settings.fault_rates, seed)
+    drawn = drawn if edit is None else edit(drawn)
     say(f"executing {len(drawn)} demonstrations of {len(tasks)} tasks in AppWorld")
     played = demo.execute(drawn, world, settings.processes)
 
