@@ -1,11 +1,12 @@
-"""CPU seconds of a demo step by part, beside the least that its work takes, and the cores that an idle run takes.
+"""CPU seconds of a step by part, beside the least that its work takes, and the cores that an idle run takes.
 
-python jobs/bench_cpu.py [--only step|idle] [--seconds 60]
+python jobs/bench_cpu.py [KEY=VALUE ...] [--preset sandbox] [--only step|idle] [--seconds 60]
 
-The floor of a step is its AppWorld cells executed again by AppWorld alone, in one process that has it loaded, and its
-token sequences computed three times by the same model in PyTorch on one thread: forward once for sampling, forward and
-backward once for learning. AppWorld's part is what the machine was busy beyond the other parts, since its processes end
-with their tasks: nothing else may run. An idle run waits for a judge that does not answer, Ray alone for nothing.
+The floor of a step is, with AppWorld, its cells executed again by AppWorld alone, in one process that has it loaded,
+and its token sequences computed three times by the same model in PyTorch on one thread: forward once for sampling,
+forward and backward once for learning. The environment's part is what the machine was busy beyond the other parts,
+since its processes end with their tasks: nothing else may run. An idle run waits for a judge that does not answer, Ray
+alone for nothing.
 """
 
 from __future__ import annotations
@@ -26,12 +27,13 @@ import typer
 
 from draco_ray.runs.directory import RunDirectory
 
-TRAIN = (sys.executable, "-m", "draco_ray.cli", "train", "sandbox", "train.evaluate_before_after=false")
+TRAIN = (sys.executable, "-m", "draco_ray.cli", "train")
 STEPS = 3
 """Steps of the measured run; the last is the one printed, since the first ones compile and import."""
 PARTS = {
-    "world_template": "AppWorld",
-    "jail.confine": "AppWorld",
+    "world_template": "environment",
+    "jail.confine": "environment",
+    "environments.tools.server": "environment",
     "PolicyEngineActor": "engine",
     "EngineCore": "engine",
     "TrainController": "learner",
@@ -119,10 +121,10 @@ def stop(process: psutil.Popen) -> None:
     process.wait(timeout=120)
 
 
-def step(root: Path) -> None:
+def step(root: Path, config: Sequence[str]) -> None:
     """Train `STEPS` steps; print the CPU seconds of the last one by part, and its floor."""
     run = root / "step"
-    command = [*TRAIN, f"train.steps={STEPS}", f"run.root={root}", "run.name=step"]
+    command = [*TRAIN, *config, f"train.steps={STEPS}", f"run.root={root}", "run.name=step"]
     process = psutil.Popen(command, stdout=subprocess.DEVNULL)
     parts: dict[str, float] = defaultdict(float)
     busy = machine_seconds()
@@ -133,12 +135,14 @@ def step(root: Path) -> None:
         if steps(run) == STEPS - 1:
             for part, seconds in slice_.items():
                 parts[part] += seconds
-            parts["AppWorld"] += busy - before - sum(slice_.values())
+            parts["environment"] += busy - before - sum(slice_.values())
     if process.wait():
         sys.exit(f"bench_cpu: {' '.join(command)} failed with exit code {process.returncode}")
     directory = RunDirectory.open(run)
     sequences = directory.table("trajectories", STEPS, ["token_ids"])["token_ids"].to_pylist()
-    floor = {"AppWorld alone": appworld_alone(directory), "arithmetic alone": arithmetic(directory, sequences)}
+    floor = {"arithmetic alone": arithmetic(directory, sequences)}
+    if directory.setting("environment.use") == "appworld":
+        floor["AppWorld alone"] = appworld_alone(directory)
     whole, least, rollouts = sum(parts.values()), sum(floor.values()), len(sequences)
     print(f"\n## CPU seconds of step {STEPS}, {rollouts} rollouts\n\n| part | CPU s | a rollout |\n|---|---|---|")
     for part, seconds in sorted(parts.items(), key=lambda item: -item[1]):
@@ -187,13 +191,13 @@ def arithmetic(run: RunDirectory, sequences: Sequence[Sequence[int]]) -> float:
     return time.process_time() - began
 
 
-def idle(root: Path, seconds: float) -> None:
+def idle(root: Path, seconds: float, config: Sequence[str]) -> None:
     """Print the cores that Ray alone takes, and those of a run whose judge has not answered for a while."""
     bare = psutil.Popen([sys.executable, "-c", BARE_RAY], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     of_ray = while_idle(bare, seconds)
     questions = root / "questions"
     questions.mkdir()
-    command = [*TRAIN, f"judge.model=files:{questions}", "judge.rule_judge.start=false", f"run.root={root}"]
+    command = [*TRAIN, *config, f"judge.model=files:{questions}", "judge.rule_judge.start=false", f"run.root={root}"]
     run = psutil.Popen([*command, "run.name=idle", "train.prompts_per_step=1"], stdout=subprocess.DEVNULL)
     while not list(questions.glob("*")):
         if run.poll() is not None:
@@ -217,15 +221,18 @@ def while_idle(process: psutil.Popen, seconds: float) -> dict[str, float]:
 
 
 def main(
+    overrides: Annotated[list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Configuration keys.")] = None,
+    preset: Annotated[str, typer.Option(help="A preset or a YAML file.")] = "sandbox",
     only: Annotated[str | None, typer.Option(help="step or idle; both by default.")] = None,
     seconds: Annotated[float, typer.Option(min=5, help="How long idle processes are watched.")] = 60.0,
 ) -> None:
     """Run the benchmark: about ten minutes."""
+    config = [preset, "train.evaluate_before_after=false", *(overrides or ())]
     with tempfile.TemporaryDirectory() as folder:
         if only in (None, "step"):
-            step(Path(folder))
+            step(Path(folder), config)
         if only in (None, "idle"):
-            idle(Path(folder), seconds)
+            idle(Path(folder), seconds, config)
 
 
 if __name__ == "__main__":
