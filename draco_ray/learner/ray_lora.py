@@ -62,6 +62,9 @@ class RayLoraLearner:
         self._seed = seed
         self._resume_from = str(resume_from.resolve()) if resume_from is not None else None
         self._log: Any = None
+        self._unsent: dict[type[Accumulate | Remember], tuple[list[Any], asyncio.Task[None]]] = {}
+        """Groups that wait for the workers, and the task that sends them."""
+        self._sending = asyncio.Lock()
         self._fit: Any = None
         self._watch: asyncio.Task[None] | None = None
 
@@ -93,11 +96,11 @@ class RayLoraLearner:
 
     async def accumulate(self, group: ray.ObjectRef[Any]) -> None:
         """Add the gradients of one group's samples."""
-        await self._submit(Accumulate(groups=(group,)))
+        await self._submit_together(Accumulate, group)
 
     async def remember_old_logprobs(self, group: ray.ObjectRef[Any]) -> None:
         """Store log-probs of a later minibatch's group, computed with the weights at the step's start."""
-        await self._submit(Remember(groups=(group,)))
+        await self._submit_together(Remember, group)
 
     async def step(self) -> UpdateMetrics:
         """One optimizer update from everything accumulated."""
@@ -134,6 +137,20 @@ class RayLoraLearner:
         ray.kill(self._log)
         await asyncio.wait([self._watch], timeout=PATIENCE_SECONDS)
         self._log = None
+
+    async def _submit_together(self, command: type[Accumulate | Remember], group: ray.ObjectRef[Any]) -> None:
+        """Submit a group with those that wait while the workers are busy, to share micro-batches and prefixes."""
+        if command not in self._unsent:
+            groups: list[Any] = []
+            self._unsent[command] = groups, asyncio.create_task(self._send(command, groups))
+        groups, sent = self._unsent[command]
+        groups.append(group)
+        await asyncio.shield(sent)
+
+    async def _send(self, command: type[Accumulate | Remember], groups: list[Any]) -> None:
+        async with self._sending:
+            del self._unsent[command]
+            await self._submit(command(groups=tuple(groups)))
 
     async def _submit(self, command: Command) -> Any:
         try:
