@@ -2,9 +2,9 @@
 
 python jobs/bench_cpu.py [KEY=VALUE ...] [--preset sandbox] [--only step|idle] [--seconds 60]
 
-The floor of a step is, with AppWorld, its cells executed again by AppWorld alone, in one process that has it loaded,
-and its token sequences computed three times by the same model in PyTorch on one thread: forward once for sampling,
-forward and backward once for learning. The environment's part is what the machine was busy beyond the other parts,
+The floor of a step with AppWorld is its cells executed again by AppWorld alone, in one process that has it loaded, and
+its token sequences computed three times by the same model in PyTorch on one thread: forward once for sampling, forward
+and backward once for learning. The environment's part is what the machine was busy beyond the other parts,
 since its processes end with their tasks: nothing else may run. An idle run waits for a judge that does not answer, Ray
 alone for nothing.
 """
@@ -28,8 +28,9 @@ import typer
 from draco_ray.runs.directory import RunDirectory
 
 TRAIN = (sys.executable, "-m", "draco_ray.cli", "train")
-STEPS = 3
-"""Steps of the measured run; the last is the one printed, since the first ones compile and import."""
+STEPS, STEP = 4, 3
+"""Steps of the measured run, and the one printed: the first ones compile and import, and while the last is learned
+nothing is generated ahead."""
 PARTS = {
     "world_template": "environment",
     "jail.confine": "environment",
@@ -122,7 +123,7 @@ def stop(process: psutil.Popen) -> None:
 
 
 def step(root: Path, config: Sequence[str]) -> None:
-    """Train `STEPS` steps; print the CPU seconds of the last one by part, and its floor."""
+    """Train `STEPS` steps; print the CPU seconds of `STEP` by part and, with AppWorld, its floor."""
     run = root / "step"
     command = [*TRAIN, *config, f"train.steps={STEPS}", f"run.root={root}", "run.name=step"]
     process = psutil.Popen(command, stdout=subprocess.DEVNULL)
@@ -130,34 +131,34 @@ def step(root: Path, config: Sequence[str]) -> None:
     busy = machine_seconds()
     for slice_ in spent(process, 0.5):
         before, busy = busy, machine_seconds()
-        if process.poll() is not None or steps(run) == STEPS:
+        if process.poll() is not None or steps(run) >= STEP:
             break
-        if steps(run) == STEPS - 1:
+        if steps(run) == STEP - 1:
             for part, seconds in slice_.items():
                 parts[part] += seconds
             parts["environment"] += busy - before - sum(slice_.values())
     if process.wait():
         sys.exit(f"bench_cpu: {' '.join(command)} failed with exit code {process.returncode}")
     directory = RunDirectory.open(run)
-    sequences = directory.table("trajectories", STEPS, ["token_ids"])["token_ids"].to_pylist()
-    floor = {"arithmetic alone": arithmetic(directory, sequences)}
-    if directory.setting("environment.use") == "appworld":
-        floor["AppWorld alone"] = appworld_alone(directory)
-    whole, least, rollouts = sum(parts.values()), sum(floor.values()), len(sequences)
-    print(f"\n## CPU seconds of step {STEPS}, {rollouts} rollouts\n\n| part | CPU s | a rollout |\n|---|---|---|")
+    sequences = directory.table("trajectories", STEP, ["token_ids"])["token_ids"].to_pylist()
+    whole, rollouts = sum(parts.values()), len(sequences)
+    print(f"\n## CPU seconds of step {STEP}, {rollouts} rollouts\n\n| part | CPU s | a rollout |\n|---|---|---|")
     for part, seconds in sorted(parts.items(), key=lambda item: -item[1]):
         print(f"| {part} | {seconds:.1f} | {seconds / rollouts:.2f} |")
-    print(f"| all | {whole:.1f} | {whole / rollouts:.2f} |")
+    print(f"| all | {whole:.1f} | {whole / rollouts:.2f} |", flush=True)
+    if directory.setting("environment.use") != "appworld":
+        return
+    floor = {"AppWorld alone": appworld_alone(directory), "arithmetic alone": arithmetic(directory, sequences)}
     for part, seconds in floor.items():
         print(f"| {part} | {seconds:.1f} | {seconds / rollouts:.2f} |")
-    print(f"\nstep / floor: {whole / least:.1f}")
+    print(f"\nstep / floor: {whole / sum(floor.values()):.1f}")
 
 
 def appworld_alone(run: RunDirectory) -> float:
     """CPU seconds of the last step's cells in AppWorld, without a jail, slots or HTTP."""
     columns = ["task_id", "rollout", "turn", "action"]
     cells: dict[tuple[str, int], list[str]] = defaultdict(list)
-    for row in sorted(run.table("steps", STEPS, columns).to_pylist(), key=lambda row: row["turn"]):
+    for row in sorted(run.table("steps", STEP, columns).to_pylist(), key=lambda row: row["turn"]):
         if row["action"]:
             cells[row["task_id"], row["rollout"]].append(row["action"])
     done = subprocess.run(
