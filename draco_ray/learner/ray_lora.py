@@ -145,7 +145,7 @@ class RayLoraLearner:
             self._unsent[command] = groups, asyncio.create_task(self._send(command, groups))
         groups, sent = self._unsent[command]
         groups.append(group)
-        await asyncio.shield(sent)
+        await sent
 
     async def _send(self, command: type[Accumulate | Remember], groups: list[Any]) -> None:
         async with self._sending:
