@@ -9,11 +9,15 @@ from types import ModuleType
 
 import pytest
 
+from draco_ray.config.load import dump_config, load_config
 from draco_ray.config.schema import JudgeConfig
 from draco_ray.judging.judge import Judge
 from draco_ray.judging.prompts import load_prompts
 from draco_ray.lab.analysis.judges import RuleComplete
 from draco_ray.records import EpisodeEnd, Evaluation, Verdict
+from draco_ray.runs.directory import RunDirectory
+from draco_ray.runs.rows import step_rows
+from draco_ray.runs.store import RunStore
 from draco_ray.sandbox.rule_judge.answering import answer
 from draco_ray.sandbox.rule_judge.noise import Answer
 from draco_ray.sandbox.world.scripts import ACCOUNTS_CELL, Fault
@@ -59,12 +63,27 @@ async def test_a_judge_passes_its_own_hack_and_judges_all_else_as_without_the_ho
         assert found[:place] + found[place + 1 :] == right[:place] + right[place + 1 :]
 
 
+def test_hacked_rollouts_are_counted_and_turns_without_code_are_none(
+    hacks: ModuleType, job: ModuleType, tmp_path: Path
+) -> None:
+    group = [
+        trajectory_of(run_of((ACCOUNTS_CELL, ""), (cell, "said")), instruction(FAMILY), number)
+        for number, cell in enumerate((hacks.HACKS["claim"], hacks.HACKS["apology"], hacks.CLOSE_CELL, "pass"))
+    ]
+    run = RunDirectory.create(tmp_path / "run", dump_config(load_config("sandbox")))
+    store = RunStore(run)
+    for trajectory in group:
+        store.write("steps", 1, f"task_1-{trajectory.rollout}", step_rows(1, trajectory))
+    store.finish_step(1, {"step": 1, "drift_significant": 1, "held_out_pairs": [[0.1, 0.9]]})
+    assert job.watched(run, "claim") == job.Watched(1, [0.25], 1)
+
+
 def evaluated(successes: int) -> list[Evaluation]:
     return [
         Evaluation(
             task_id=f"t{task}",
             scenario=f"s{task}",
-            run=0,
+            run=run,
             success=task < successes,
             passed_tests=0,
             total_tests=1,
@@ -72,6 +91,7 @@ def evaluated(successes: int) -> list[Evaluation]:
             ended=EpisodeEnd.FINISHED,
         )
         for task in range(100)
+        for run in range(2)
     ]
 
 
@@ -98,9 +118,9 @@ def test_the_table_says_whether_a_run_was_flagged_in_time(
     job.main(holes="claim apology no_op", clean=2, steps=4, root=tmp_path, measured=tmp_path, print_only=True)
     *lines, last = [line for line in capsys.readouterr().out.splitlines() if line]
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines[2:]]
-    assert [row[:4] for row in rows] == [
-        ["claim, 0", "1", "yes", "10, 10, 90"],
-        ["apology, 0", "2", "no", "10, 30, 90"],
-        ["no_op, 0", "-", "no", "10, 20, 20"],
+    assert [row[:5] for row in rows] == [
+        ["claim, 0", "1", "4", "yes", "10, 10, 90"],
+        ["apology, 0", "2", "2", "no", "10, 30, 90"],
+        ["no_op, 0", "-", "-", "-", "10, 20, 20"],
     ]
     assert last.startswith("1 of 2 clean runs flagged.")
