@@ -10,6 +10,8 @@ from rich.console import Console
 
 from draco_ray.algorithm.rules import find_rule
 from draco_ray.config.schema import DracoConfig, LearnerConfig
+from draco_ray.engine.tool_calls import ToolCallReader
+from draco_ray.engine.vllm_engine import check_argument_names
 from draco_ray.environments.base import Environment
 from draco_ray.errors import ConfigError, DracoError
 from draco_ray.judging.judge_context import model_positions
@@ -108,6 +110,19 @@ def check_prompts(start: Start) -> None:
     start.prompts, start.order = prompts, task_order(config, list(prompts))
 
 
+def check_engine_arguments(start: Start) -> None:
+    """Check the names in ``engine.vllm``, which only vLLM knows; importing it takes seconds."""
+    if start.config.engine.vllm:
+        check_argument_names(start.config.engine.vllm)
+
+
+def check_tool_parser(start: Start) -> None:
+    """Check that vLLM has ``agent.tool_parser``, and that it works with the model's tokenizer."""
+    config = start.config
+    if config.agent.tool_parser is not None and start.has_model:
+        ToolCallReader(chat_tokens(config), config.agent.tool_parser)
+
+
 def check_machine(start: Start) -> None:
     """Check CPUs, GPUs and object store if Ray is started here; a cluster is checked after joining it."""
     config = start.config
@@ -147,6 +162,8 @@ CHECKS: tuple[Check, ...] = (
     check_model,
     check_context,
     check_prompts,
+    check_engine_arguments,
+    check_tool_parser,
     check_machine,
 )
 """The checks of every run; later ones use results of earlier ones."""

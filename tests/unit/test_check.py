@@ -14,7 +14,7 @@ from draco_ray.commands.new import new_environment
 from draco_ray.config import machine
 from draco_ray.config.load import load_config
 from draco_ray.errors import ConfigError
-from draco_ray.training.checks import machine_resources
+from draco_ray.training.checks import Start, machine_resources
 from draco_ray.training.run import train
 from draco_ray.training.session import checked_model
 from draco_ray.training.sizes import context_problems
@@ -130,6 +130,32 @@ def test_a_run_stops_at_the_same_findings(shop: list[str], tmp_path: Path) -> No
     with pytest.raises(ConfigError, match=r"^3 problems prevent this run: \(1\) agent.max_prompt.* \(3\) .* CPUs"):
         train(config, Console(quiet=True))
     assert not (tmp_path / "runs").exists()
+
+
+def test_a_run_that_cannot_fit_into_memory_is_not_started(
+    shop: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [*shop, "model.chat_template=hermes", "engine.kv_cache_gib=1000000", "agent.tool_parser=hermess"]
+    for more in ([], ["--resume-or-start", "run.name=one"]):
+        with pytest.raises(SystemExit, match="2"):
+            main(["train", *words, *more])
+        said = capsys.readouterr().err
+        assert "2 problems prevent this run: (1) agent.tool_parser='hermess': unknown" in said
+        assert "of memory, but this machine has" in said
+    assert not (tmp_path / "runs").exists()
+
+
+def test_the_memory_of_other_learners_and_of_clusters_is_not_estimated(
+    shop: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = [*shop[1:], "engine.kv_cache_gib=1000000"]
+    start = Start(load_config(shop[0], words), Console(quiet=True), has_model=True)
+    with pytest.raises(ConfigError, match="of memory, but this machine has"):
+        command.check_memory(start)
+    other = load_config(shop[0], [*words, "learner.use=double"])
+    command.check_memory(Start(other, Console(quiet=True), has_model=True))
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    command.check_memory(start)
 
 
 def test_memory_that_the_machine_does_not_have_is_found(
