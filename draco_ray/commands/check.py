@@ -10,8 +10,7 @@ import sys
 import psutil
 from rich.console import Console
 
-from draco_ray.commands.plan import host_bytes, memory_problems
-from draco_ray.config.machine import memory_bytes
+from draco_ray.commands.plan import host_bytes, host_problems, memory_problems
 from draco_ray.config.schema import DracoConfig, LearnerConfig
 from draco_ray.environments.base import Environment, make_environment
 from draco_ray.errors import ConfigError, DracoError, EnvironmentCrashed
@@ -20,8 +19,8 @@ from draco_ray.lab.planning.model_shape import model_shape
 from draco_ray.lab.planning.step_time import Assumptions
 from draco_ray.terminal import PlainConsole, counted
 from draco_ray.training.checks import CHECKS, Start, check_root, findings
-from draco_ray.training.cluster import address_of
 from draco_ray.training.session import open_judge
+from draco_ray.training.sizes import address_of
 
 JUDGE_SECONDS = 60.0
 """Time that the judge has for its first answer, unless ``watch.start_seconds`` is set."""
@@ -63,16 +62,10 @@ def check_memory(start: Start) -> None:
         gpu = _gpu_bytes()
         if not gpu:
             return  # The check of resources reports it.
-    problems = memory_problems(config, shape, gpu, int(Assumptions().reserved_gib * GIB))
-    needed, total, free = host_bytes(config, shape), memory_bytes(), psutil.virtual_memory().available
-    if needed > total:
-        problems.append(
-            f"engines, learner and Ray may need {needed / GIB:.1f} GiB of memory, but this machine has "
-            f"{total / GIB:.1f} GiB: set learner.gradient_checkpointing=true, or lower engine.kv_cache_gib, "
-            "learner.micro_batch_tokens or "
-            "agent.max_response_length"
-        )
-    elif needed > free:
+    short = host_problems(config, shape)
+    problems = memory_problems(config, shape, gpu, int(Assumptions().reserved_gib * GIB)) + short
+    needed, free = host_bytes(config, shape), psutil.virtual_memory().available
+    if not short and needed > free:
         start.console.print(
             f"warning: engines, learner and Ray may need {needed / GIB:.1f} GiB of memory, but only {free / GIB:.1f} "
             "GiB are free"

@@ -18,7 +18,7 @@ from draco_ray.judging.judge_context import model_positions
 from draco_ray.learner.base import find_learner
 from draco_ray.records import Message
 from draco_ray.rollout.agent import agent_template, find_agent
-from draco_ray.training.cluster import LOCAL_JUDGE_SLOTS, address_of, check_resources
+from draco_ray.training.cluster import LOCAL_JUDGE_SLOTS, check_resources
 from draco_ray.training.preflight import (
     cached_config,
     check_disk,
@@ -27,7 +27,7 @@ from draco_ray.training.preflight import (
     check_trainable,
 )
 from draco_ray.training.session import chat_tokens, checked_model, say_cut_prompts, usable_prompts, with_environment
-from draco_ray.training.sizes import context_problems
+from draco_ray.training.sizes import address_of, context_problems
 from draco_ray.training.trainer import EarlierTasks, TaskOrder
 
 

@@ -34,7 +34,7 @@ from draco_ray.runs.manifest import absent_tables, other_versions
 from draco_ray.runs.remote.place import Place, begun, place_at, place_of, working
 from draco_ray.terminal import PlainConsole
 from draco_ray.training.checks import CHECKS, Check, Start, check_root, findings, refuse, task_order
-from draco_ray.training.cluster import address_of, head_failure
+from draco_ray.training.cluster import head_failure
 from draco_ray.training.preflight import check_disk, check_paid_replies, check_replies
 from draco_ray.training.resume import (
     PROMPTS,
@@ -49,6 +49,7 @@ from draco_ray.training.resume import (
     write_prompts,
 )
 from draco_ray.training.session import TrainingSession, opened, training_session
+from draco_ray.training.sizes import address_of
 from draco_ray.training.trainer import TaskOrder, unless_lost
 from draco_ray.training.watchdog import PeakMemory
 
