@@ -10,11 +10,12 @@ from rich.console import Console
 
 from draco_ray.cli import main
 from draco_ray.commands import check as command
+from draco_ray.commands import new
 from draco_ray.commands.new import new_environment
 from draco_ray.config import machine
 from draco_ray.config.load import load_config
 from draco_ray.errors import ConfigError
-from draco_ray.training.checks import Start, machine_resources
+from draco_ray.training.checks import Start, check_machine, machine_resources
 from draco_ray.training.run import train
 from draco_ray.training.session import checked_model
 from draco_ray.training.sizes import context_problems
@@ -187,6 +188,21 @@ def test_the_preset_cpu_fits_this_machine(tmp_path: Path, monkeypatch: pytest.Mo
     config = load_config("cpu")
     assert config.environment.slots == config.train.prompts_per_step * config.algorithm.group_size
     assert machine_resources(config)["GPU"] == 0
+
+
+@pytest.mark.parametrize("count", [2, 4, 16])
+def test_a_new_environment_asks_for_no_more_than_the_machine_has(
+    count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine, "cores", lambda: count)
+    monkeypatch.setattr(new, "cores", lambda: count)
+    monkeypatch.setattr(new, "has_gpu", lambda: False)
+    monkeypatch.setattr("os.cpu_count", lambda: count)
+    new_environment(tmp_path / "shop")
+    source = str(tmp_path / "shop" / "environment.yaml")
+    check_machine(Start(load_config(source, ["model.path=x"]), Console(quiet=True)))
+    with pytest.raises(ConfigError, match="CPUs"):
+        check_machine(Start(load_config(source, [f"engine.cpus_per_engine={count}"]), Console(quiet=True)))
 
 
 def test_threads_sleep_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
