@@ -24,7 +24,7 @@ export LITELLM_LOCAL_MODEL_COST_MAP := True
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-gpu setup-verifiers install-check lock lock-hashes lock-gpu world demo demo-real example-shop sample example-desk example-parcels example-hangman example-repairs bench bench-overlap bench-judge-plans bench-judge-throughput bench-learner bench-intervals bench-staleness gpu-check gpu-step gpu-library ablation bench-noise chaos mutate-method adapters-check frameworks-check check format docs test test-packages test-deployment test-all test-failed test-fast fuzz-replies clean release-check
+.PHONY: help setup setup-gpu setup-verifiers install-check lock lock-hashes lock-gpu world demo demo-real demo-real-seeds example-shop sample example-desk example-parcels example-hangman example-repairs bench bench-overlap bench-judge-plans bench-judge-throughput bench-learner bench-intervals bench-staleness gpu-check gpu-step gpu-library ablation bench-noise chaos mutate-method adapters-check frameworks-check check format docs test test-packages test-deployment test-all test-failed test-fast fuzz-replies clean release-check
 
 # List the targets.
 help:
@@ -158,9 +158,13 @@ world: setup
 demo: world
 	$(DRACO) train $(SANDBOX) $(ARGS)
 
-# Train a real small language model (examples/library): fetch it, fine-tune on demonstrations, then train and evaluate the settings; continues after an interruption (ARGS="--seeds 1 --settings draco").
-demo-real: .cache/library/policy
-	$(VENV)/bin/python jobs/ablation.py --preset examples/library/environment.yaml --settings "draco no-credit outcome" --every 6 --runs-per-task 1 --root .cache/library/runs $(ARGS) model.path=.cache/library/policy
+# Train a real small language model (examples/library): fetch it, fine-tune on demonstrations, train and evaluate one run, write its page (half an hour, and the evaluations).
+demo-real: LIBRARY := --settings draco --seeds 1
+# The same for six seeds of draco, no-credit and outcome; continues after an interruption (half an hour a run: nights).
+demo-real-seeds: LIBRARY := --settings "draco no-credit outcome" --seeds 6
+demo-real demo-real-seeds: .cache/library/policy
+	$(VENV)/bin/python jobs/ablation.py --preset examples/library/environment.yaml $(LIBRARY) --every 6 --runs-per-task 1 --root .cache/library/runs $(ARGS) model.path=.cache/library/policy
+	for run in $$(ls -d .cache/library/runs/draco-library-seed*); do $(DRACO) report $$run || exit 1; done
 
 .cache/library/policy: | setup
 	test -d .cache/models/smollm2-135m || $(DRACO) model fetch smollm2-135m

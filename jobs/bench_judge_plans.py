@@ -4,6 +4,8 @@ python jobs/bench_judge_plans.py [--plans "paper lean"] [--seeds 3] [--first-see
                                  [--measured DIR] [--print-only]
 python jobs/bench_judge_plans.py --rejudge RUN [--visits 4] [--groups 8] [--judge files:DIR] [--out FILE.json]
 
+Beside the table: seconds of a step as a multiple of its critical path, since merged questions wait for the group.
+
 Goes on where it was stopped; what was measured of a run is a small file in --measured. The rule judge answers merged
 questions as well as single ones: the tables show plumbing and cost, not how well an LLM answers them.
 
@@ -27,11 +29,13 @@ from typing import Annotated, Any
 import typer
 from ablation import percent
 from bench_noise import after_training, before_training, difference
+from critical_path import LearnerTask, critical_path
 from measured import REFERENCE_JUDGE, SANDBOX, Measured, Spend, Wanted, default_steps, of_one_policy
 
 from draco_ray.config.load import load_config
 from draco_ray.config.plans import PLANS
 from draco_ray.config.schema import FILES, AlgorithmConfig, DracoConfig, JudgeConfig
+from draco_ray.errors import DracoError
 from draco_ray.judging.build import prompts_of
 from draco_ray.judging.completion import Completer, Completion, Request
 from draco_ray.judging.file_judge import FileJudge
@@ -40,6 +44,7 @@ from draco_ray.judging.phases import Phase
 from draco_ray.judging.pool import Judgement, ask_phase
 from draco_ray.judging.pricing import price_of
 from draco_ray.lab.analysis.judges import configured_rules
+from draco_ray.lab.simulation.recorded import read_run
 from draco_ray.lab.verify import LocalActor, PlayedRollouts
 from draco_ray.pipeline import Group, Pipeline
 from draco_ray.records import Judged, Trajectory
@@ -81,6 +86,58 @@ def print_table(found: Mapping[Cell, Measured], plans: Sequence[str], runs: int)
         f"rule judge's server ({CHARACTERS_PER_TOKEN} characters each), dollars at {REFERENCE_JUDGE}'s prices."
     )
     sys.stdout.flush()
+
+
+def step_over_bound(run: RunDirectory) -> float:
+    """Seconds of a run's steps after the first, as a multiple of their critical paths (`critical_path.py`).
+
+    The run recorded when the learner was busy, not with which group: its time is divided by the groups' tokens, with
+    nothing for the updates, so that the path is no longer than it was.
+
+    Raises: ConfigError: see `read_run`.
+    """
+    recorded, seconds, bound = read_run(run), 0.0, 0.0
+    for step in recorded.steps:
+        groups, tokens = [], []
+        for index, each in enumerate(each for each in step.groups if not each.failed):
+            group = Group(step=step.number, index=index, task_id=str(index), prompt=())
+            rollouts: list[Any] = [
+                SimpleNamespace(rollout=rollout.number, started_at=rollout.began, ended_at=rollout.ended)
+                for rollout in each.rollouts
+            ]
+            phases: list[Any] = [
+                SimpleNamespace(phase=kind, rollout=rollout, started_at=0.0, ended_at=phase.seconds)
+                for (kind, rollout), phase in each.phases.items()
+            ]
+            group.rollouts, group.phases = rollouts, phases
+            groups.append(group)
+            tokens.append(sum(rollout.tokens for rollout in each.rollouts))
+        if not groups:
+            continue
+        size = recorded.setting.minibatch or len(groups)
+        work = [("accumulate", group, float(count)) for group, count in zip(groups, tokens, strict=True)]
+        work += [("remember", group, recorded.remember_share * count) for _, group, count in work[size:]]
+        pace = sum(ended - began for began, ended in step.learning) / sum(part for *_, part in work)
+        learned = [
+            LearnerTask(kind=kind, group=group.name, started_at=0, ended_at=part * pace) for kind, group, part in work
+        ]
+        learned += [LearnerTask(kind="update", group="", started_at=0, ended_at=0) for _ in groups[::size]]
+        seconds += step.seconds - step.tail
+        bound += critical_path(groups, learned, slots=recorded.setting.slots, minibatch_prompts=size).seconds
+    return seconds / bound
+
+
+def print_bounds(runs: Mapping[str, Sequence[Path]]) -> None:
+    """A line a plan: how long its steps took as a multiple of their critical paths, in the runs that are here."""
+    for plan, folders in runs.items():
+        try:
+            found = [step_over_bound(RunDirectory.open(each)) for each in folders if (each / "config.yaml").is_file()]
+        except DracoError as error:
+            print(f"{plan}: step / critical path unknown: {error}")
+            continue
+        if found:
+            shown = ", ".join(f"{each:.2f}" for each in found)
+            print(f"{plan}: step / critical path {shown} (the learner's time divided by tokens)")
 
 
 def with_plan(config: DracoConfig, plan: str) -> DracoConfig:
@@ -313,6 +370,7 @@ def main(
     measured, last = measured or root / "measured", steps or default_steps(preset)
     found: dict[Cell, Measured] = {}
     waiting: dict[Cell, Wanted] = {}
+    names: dict[Cell, str] = {}
     for seed in range(first_seed, first_seed + seeds):
         for plan in chosen:
             words, label = (f"judge.plan={plan}", *(overrides or ())), f"-{plan}"
@@ -326,6 +384,7 @@ def main(
                 overrides=words,
                 label=label,
             )
+            names[plan, seed] = wanted.name
             if known := wanted.known(measured):
                 found[plan, seed] = known
             else:
@@ -333,11 +392,16 @@ def main(
     possible = of_one_policy(
         [(seed, each) for (_, seed), each in found.items()], [] if print_only else waiting.values()
     )
-    print_table(found, chosen, 1)
+
+    def print_all() -> None:
+        print_table(found, chosen, 1)
+        print_bounds({plan: [root / names[cell] for cell in found if cell[0] == plan] for plan in chosen})
+
+    print_all()
     for cell, wanted in waiting.items():
         if wanted in possible:
             found[cell] = wanted.make(root, measured)
-            print_table(found, chosen, 1)
+            print_all()
 
 
 if __name__ == "__main__":

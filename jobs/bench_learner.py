@@ -1,6 +1,6 @@
-"""One GRPO update of our learner against one of TRL's GRPO trainer: tokens a second, peak memory, and the same numbers.
+"""One GRPO update of our learner against TRL's and a loop by hand: tokens a second, peak memory, and the same numbers.
 
-python jobs/bench_learner.py [--trl-python PYTHON] [--repeats 3] [--shapes "27b small"] [--cells "ragged equal"]
+python jobs/bench_learner.py [--trl-python PYTHON] [--repeats 3] [--shapes "27b smollm2"] [--cells "ragged equal"]
                              [--device cuda]
 
 Every side gets the same random model, the same LoRA adapter with values that differ from the base model, the same
@@ -14,6 +14,9 @@ TRL pads to the longest sequence of a generation batch. It plays twice: with one
 one a group, which pads least. Its Liger kernels are Triton's and do not run on a CPU; with ``--device cuda`` it plays a
 third time with them, everything is in bfloat16, memory is the GPU's, and a side that fails is named and left out
 (`make bench-learner-gpu`).
+
+The packed PEFT loop is what one writes by hand instead of using a trainer (`peft_side`): PEFT and a transformers model,
+sequences packed into rows without padding, and logits of the sampled tokens only.
 """
 
 from __future__ import annotations
@@ -72,6 +75,16 @@ SHAPES = {
         "num_key_value_heads": 2,
         "head_dim": 64,
     },
+    # SmolLM2-135M's sizes.
+    "smollm2": {
+        "vocab_size": 49152,
+        "hidden_size": 576,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "head_dim": 64,
+    },
     # The first's layers at their real width, an eighth of them and of the words: for a GPU.
     "27b-layers": {
         "vocab_size": 31040,
@@ -84,13 +97,14 @@ SHAPES = {
     },
 }
 """Of the random models."""
-ON_CPU = ("27b", "small"), ("ragged", "equal")
+ON_CPU = ("27b", "small", "smollm2"), ("ragged", "equal")
 """Default shapes and cells on a CPU with two cores."""
 FIRST_WORDS = 128
 """Token ids of the rollouts are below: each model has so many."""
 RANK, ALPHA, LEARNING_RATE, KL, SEED = 16, 32, 5e-5, 0.01, 0
 SIDES = {
     "draco": "draco-ray",
+    "peft": "packed PEFT loop",
     "trl": "TRL",
     "trl_grouped": "TRL, padded by group",
     "trl_liger": "TRL, padded by group, Liger",
@@ -403,6 +417,84 @@ def trl_side(
     return update, tensors
 
 
+def packed(rollouts: Sequence[Rollout]) -> list[list[Rollout]]:
+    """Rows of rollouts, in order, each with as many as fit into the tokens of the longest one."""
+    longest = max(len(rollout.token_ids) for rollout in rollouts)
+    rows: list[list[Rollout]] = [[]]
+    for rollout in rollouts:
+        if sum(len(each.token_ids) for each in rows[-1]) + len(rollout.token_ids) > longest:
+            rows.append([])
+        rows[-1].append(rollout)
+    return rows
+
+
+def row_logprobs(model: Any, row: Sequence[Rollout], device: str) -> Any:
+    """Log-probs of the sampled tokens of rollouts in one row."""
+    import torch
+
+    lengths = [len(rollout.token_ids) for rollout in row]
+    tokens_T = torch.tensor([token for rollout in row for token in rollout.token_ids], device=device)
+    position_T = torch.cat([torch.arange(length) for length in lengths]).to(device)
+    rollout_T = torch.repeat_interleave(torch.arange(len(row)), torch.tensor(lengths)).to(device)
+    # Each token sees its own rollout up to itself.
+    mask_TT = (rollout_T[:, None] == rollout_T[None, :]).tril()
+    target_V = torch.tensor([flag for rollout in row for flag in rollout.sampled], device=device).nonzero()[:, 0]
+    logits_VW = model(
+        input_ids=tokens_T[None],
+        attention_mask=mask_TT[None, None],
+        position_ids=position_T[None],
+        logits_to_keep=target_V - 1,
+        use_cache=False,
+    ).logits[0]
+    chosen_V = logits_VW.gather(1, tokens_T[target_V][:, None])[:, 0]
+    return chosen_V.float() - logits_VW.float().logsumexp(1)
+
+
+def peft_side(folder: Path, rollouts: Sequence[Rollout], device: str = "cpu") -> tuple[Update, dict[str, Any]]:
+    """One update of a hand-written loop; returns its cost and the adapter after it.
+
+    As on the other sides: the reference is the model without the adapter, the current policy is the old one, the loss
+    is the mean over all sampled tokens, and activations are checkpointed.
+    """
+    import torch
+    from peft import LoraConfig, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
+    from safetensors.torch import load_file
+    from transformers import AutoModelForCausalLM
+
+    base = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=getattr(torch, dtype_on(device))).to(device)
+    base.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    lora = LoraConfig(r=RANK, lora_alpha=ALPHA, lora_dropout=0.0, target_modules="all-linear", task_type="CAUSAL_LM")
+    model: Any = get_peft_model(base, lora)
+    set_peft_model_state_dict(model, load_file(folder / "adapter.safetensors"))
+    model.train()
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=LEARNING_RATE, weight_decay=0.01)
+    tokens, total = sum(sum(rollout.sampled) for rollout in rollouts), 0.0
+    before = mark(device)
+    for row in packed(rollouts):
+        advantages = [rollout.advantage for rollout in row for sampled in rollout.sampled if sampled]
+        advantage_V = torch.tensor(advantages, device=device)
+        with torch.no_grad(), model.disable_adapter():
+            reference_V = row_logprobs(model, row, device)
+        logprob_V = row_logprobs(model, row, device)
+        # On the policy that sampled, clipping the ratio changes nothing.
+        ratio_V = (logprob_V - logprob_V.detach()).exp()
+        difference_V = reference_V - logprob_V
+        kl_V = difference_V.exp() - difference_V - 1
+        loss = (KL * kl_V - advantage_V * ratio_V).sum() / tokens
+        loss.backward()
+        total += loss.item()
+    norm = torch.nn.utils.clip_grad_norm_(trained, 1.0)
+    optimizer.step()
+    update = Update(
+        **cost(before, device),
+        computed_tokens=sum(len(rollout.token_ids) for rollout in rollouts),
+        loss=total,
+        grad_norm=float(norm),
+    )
+    return update, {name: tensor.float().cpu().numpy() for name, tensor in get_peft_model_state_dict(model).items()}
+
+
 def run_side(side: str, cell: str, folder: Path, batch: int, out: Path, device: str) -> None:
     """In a process of its own: one update, its cost as JSON, and the adapter it led to."""
     import torch
@@ -411,6 +503,8 @@ def run_side(side: str, cell: str, folder: Path, batch: int, out: Path, device: 
     rollouts = workload(CELLS[cell])
     if side == "draco":
         update, tensors = draco_side(folder, rollouts, device)
+    elif side == "peft":
+        update, tensors = peft_side(folder, rollouts, device)
     else:
         update, tensors = trl_side(
             folder, rollouts, batch, grouped=side != "trl", device=device, liger=side == "trl_liger"
@@ -434,7 +528,7 @@ def cosine(left: np.ndarray[Any, Any], right: np.ndarray[Any, Any]) -> float:
 
 
 def table(title: str, cell: str, updates: dict[str, list[Update]]) -> str:
-    """All sides, and our share of each of TRL's: medians over the repetitions."""
+    """All sides, and our share of each other one's: medians over the repetitions."""
     rollouts = workload(CELLS[cell])
     tokens = sum(len(rollout.token_ids) for rollout in rollouts)
     rows: list[tuple[str, Callable[[Update], float], str]] = [

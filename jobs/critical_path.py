@@ -7,9 +7,11 @@ are part of it) and starts the moment that everything it needs is there. It need
 rollout         an environment slot. Rollouts take slots in the order in which they were recorded to start, each the
                 one that is free first: ``slots`` of them run at a time
 stage1          nothing
-stage2          its rollout and its group's stage1
-union           every stage2 of its group
+stage2          its rollout and its group's stage1, if there is one
+proposals       (in place of stage2) every rollout of its group, and its stage1
+union           every stage2 of its group, or its proposals
 score           its group's union
+verdicts        (in place of score and credit) as score
 credit          every score of its group (which criteria survive is known only then)
 accumulate      every score and credit of its group; the learner. Of a later minibatch also the update before it
 remember        (old log-probs of a later minibatch) as accumulate; the learner
@@ -28,7 +30,7 @@ import heapq
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from draco_ray.judging.phases import Credit, Score, Stage1, Stage2, Union
+from draco_ray.judging.phases import Credit, Proposals, Score, Stage1, Stage2, Union, Verdicts
 from draco_ray.pipeline import Group
 
 
@@ -121,12 +123,15 @@ def _judged(group: Group, played: Mapping[tuple[str, int], Task]) -> list[Task]:
     def judge(phase: str, after: Mapping[int, Sequence[Task]]) -> list[Task]:
         return [Task(phase, phases[phase, number], after[number]) for number in numbers if (phase, number) in phases]
 
-    done: list[Task] = list(rollouts.values())
-    if (Stage1.name, None) in phases:
-        stage1 = Task(Stage1.name, phases[Stage1.name, None])
-        done = judge(Stage2.name, {number: (rollout, stage1) for number, rollout in rollouts.items()})
+    stage1 = [Task(Stage1.name, phases[Stage1.name, None])] if (Stage1.name, None) in phases else []
+    done: list[Task] = [*rollouts.values(), *stage1]
+    if (Proposals.name, None) in phases:
+        done = [Task(Proposals.name, phases[Proposals.name, None], done)]
+    else:
+        done = judge(Stage2.name, {number: (rollout, *stage1) for number, rollout in rollouts.items()}) or done
+    if (Union.name, None) in phases:
         done = [Task(Union.name, phases[Union.name, None], done)]
-    scores = judge(Score.name, dict.fromkeys(numbers, done))
+    scores = judge(Score.name, dict.fromkeys(numbers, done)) or judge(Verdicts.name, dict.fromkeys(numbers, done))
     credits = judge(Credit.name, dict.fromkeys(numbers, scores))
     return credits or scores or done
 

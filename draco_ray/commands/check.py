@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import subprocess
+import sys
 
 import psutil
 from rich.console import Console
 
-from draco_ray.commands.plan import host_bytes, memory_problems
-from draco_ray.config.machine import memory_bytes
-from draco_ray.config.schema import DracoConfig
-from draco_ray.engine.tool_calls import ToolCallReader
-from draco_ray.engine.vllm_engine import check_argument_names
+from draco_ray.commands.plan import host_bytes, host_problems, memory_problems
+from draco_ray.config.schema import DracoConfig, LearnerConfig
 from draco_ray.environments.base import Environment, make_environment
 from draco_ray.errors import ConfigError, DracoError, EnvironmentCrashed
 from draco_ray.lab.planning.memory import GIB
@@ -20,8 +19,8 @@ from draco_ray.lab.planning.model_shape import model_shape
 from draco_ray.lab.planning.step_time import Assumptions
 from draco_ray.terminal import PlainConsole, counted
 from draco_ray.training.checks import CHECKS, Start, check_root, findings
-from draco_ray.training.cluster import address_of
-from draco_ray.training.session import chat_tokens, open_judge
+from draco_ray.training.session import open_judge
+from draco_ray.training.sizes import address_of
 
 JUDGE_SECONDS = 60.0
 """Time that the judge has for its first answer, unless ``watch.start_seconds`` is set."""
@@ -34,8 +33,7 @@ def check(config: DracoConfig, console: Console | None = None) -> None:
     """
     console = console or PlainConsole()
     start = Start(config, console)
-    checks = (check_root, check_engine_arguments, check_tool_parser, check_memory, check_world, check_judge)
-    found = findings(start, (*CHECKS, *checks))
+    found = findings(start, (*CHECKS, check_root, check_memory, check_world, check_judge))
     for number, error in enumerate(found, start=1):
         console.print(f"{number}. {error}")
     if (address := address_of(config)) is not None:
@@ -48,23 +46,11 @@ def check(config: DracoConfig, console: Console | None = None) -> None:
     console.print(f"ready to run: {len(start.prompts or ())} training tasks, model {start.config.model.path}")
 
 
-def check_engine_arguments(start: Start) -> None:
-    """Check the names in ``engine.vllm``, which only vLLM knows; importing it takes seconds."""
-    if start.config.engine.vllm:
-        check_argument_names(start.config.engine.vllm)
-
-
-def check_tool_parser(start: Start) -> None:
-    """Check that vLLM has ``agent.tool_parser``, and that it works with the model's tokenizer."""
-    config = start.config
-    if config.agent.tool_parser is not None and start.has_model:
-        ToolCallReader(chat_tokens(config), config.agent.tool_parser)
-
-
 def check_memory(start: Start) -> None:
     """Check that learner, engines and Ray fit into the memory of the GPUs or of this machine."""
     config = start.config
-    if not start.has_model or address_of(config) is not None:
+    # How much memory somebody else's learner needs is not known.
+    if not start.has_model or address_of(config) is not None or config.learner.use != LearnerConfig().use:
         return
     try:
         shape = model_shape(config.model.path)
@@ -73,27 +59,26 @@ def check_memory(start: Start) -> None:
         return
     gpu = 0
     if config.learner.gpus_per_worker > 0 or config.engine.gpus_per_engine > 0:
-        import torch
-
-        if not torch.cuda.is_available():
+        gpu = _gpu_bytes()
+        if not gpu:
             return  # The check of resources reports it.
-        gpu = torch.cuda.get_device_properties(0).total_memory
-    problems = memory_problems(config, shape, gpu, int(Assumptions().reserved_gib * GIB))
-    needed, total, free = host_bytes(config, shape), memory_bytes(), psutil.virtual_memory().available
-    if needed > total:
-        problems.append(
-            f"engines, learner and Ray may need {needed / GIB:.1f} GiB of memory, but this machine has "
-            f"{total / GIB:.1f} GiB: set learner.gradient_checkpointing=true, or lower engine.kv_cache_gib, "
-            "learner.micro_batch_tokens or "
-            "agent.max_response_length"
-        )
-    elif needed > free:
+    short = host_problems(config, shape)
+    problems = memory_problems(config, shape, gpu, int(Assumptions().reserved_gib * GIB)) + short
+    needed, free = host_bytes(config, shape), psutil.virtual_memory().available
+    if not short and needed > free:
         start.console.print(
             f"warning: engines, learner and Ray may need {needed / GIB:.1f} GiB of memory, but only {free / GIB:.1f} "
             "GiB are free"
         )
     if problems:
         raise ConfigError("; ".join(problems))
+
+
+def _gpu_bytes() -> int:
+    """Memory of the first GPU, 0 without one; asked in a process of its own, since CUDA keeps memory until its end."""
+    code = "import torch; print(torch.cuda.is_available() and torch.cuda.get_device_properties(0).total_memory)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return int(done.stdout.replace("False", "0"))
 
 
 def check_world(start: Start) -> None:

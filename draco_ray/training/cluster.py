@@ -32,6 +32,7 @@ from draco_ray.interruption import handler_kept
 from draco_ray.judging.outage import span
 from draco_ray.placement import beside_the_driver
 from draco_ray.training.preflight import SUBMITTED
+from draco_ray.training.sizes import address_of
 
 log = logging.getLogger(__name__)
 
@@ -394,11 +395,6 @@ LATE = "timed out during startup"
 """Text in Ray's error for a node that did not start in time."""
 DASHBOARD_LOG = re.compile(r"[^\s']+/dashboard\.(?:log|err)")
 """Path of the log that Ray's error quotes when its dashboard does not start."""
-
-
-def address_of(config: DracoConfig) -> str | None:
-    """Return the address of the cluster to join; None: this process starts Ray itself."""
-    return config.ray.address or os.environ.get("RAY_ADDRESS") or None
 
 
 def connect(config: DracoConfig, *, console: Console | None = None) -> dict[str, Any]:

@@ -34,7 +34,7 @@ from draco_ray.runs.manifest import absent_tables, other_versions
 from draco_ray.runs.remote.place import Place, begun, place_at, place_of, working
 from draco_ray.terminal import PlainConsole
 from draco_ray.training.checks import CHECKS, Check, Start, check_root, findings, refuse, task_order
-from draco_ray.training.cluster import address_of, head_failure
+from draco_ray.training.cluster import head_failure
 from draco_ray.training.preflight import check_disk, check_paid_replies, check_replies
 from draco_ray.training.resume import (
     PROMPTS,
@@ -49,19 +49,25 @@ from draco_ray.training.resume import (
     write_prompts,
 )
 from draco_ray.training.session import TrainingSession, opened, training_session
+from draco_ray.training.sizes import address_of
 from draco_ray.training.trainer import TaskOrder, unless_lost
 from draco_ray.training.watchdog import PeakMemory
 
 
-def train(config: DracoConfig, console: Console | None = None) -> Path:
+def train(config: DracoConfig, console: Console | None = None, checks: Sequence[Check] = ()) -> Path:
     """Run a whole training run.
+
+    Args:
+        config: of the run.
+        console: shows its progress.
+        checks: further checks before it starts; a run that has begun is continued without them.
 
     Returns: the run directory.
     Raises:
         DracoError: one line; everything finished before the error is in the run directory.
     """
     console = console or PlainConsole()
-    config, prompts, order = _checked(config, console, (*CHECKS, check_root))
+    config, prompts, order = _checked(config, console, (*CHECKS, check_root, *checks))
     name = config.run.name or name_of(config.setting, datetime.now())
     with working(place_of(config.run, name), console.print, new=True) as path:
         run = _directory(path, config)
@@ -98,11 +104,13 @@ def resume_or_start(
     allow_changed: bool = False,
     trust: bool = False,
     console: Console | None = None,
+    checks: Sequence[Check] = (),
 ) -> Path:
     """Continue the run of ``run.name`` if it has begun, else start it: one command that can be repeated.
 
     Args:
         config: the result of ``source``, ``overrides`` and ``setting``; the other arguments are those of `resume`.
+        checks: see `train`.
 
     Returns: the run directory.
     Raises:
@@ -114,7 +122,7 @@ def resume_or_start(
         )
     place = place_of(config.run, config.run.name)
     if not begun(place, (console or PlainConsole()).print):
-        return train(config, console)
+        return train(config, console, checks)
     return resume(place, source, overrides, setting, allow_changed=allow_changed, trust=trust, console=console)
 
 

@@ -1,8 +1,9 @@
-"""Checks of the model's context length and this machine's memory, without Ray, for `draco plan`."""
+"""Checks of the model's context length and this machine's memory that need no Ray, for `draco plan`."""
 
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import psutil
@@ -11,6 +12,11 @@ from draco_ray.config.machine import memory_bytes
 from draco_ray.config.schema import DracoConfig
 from draco_ray.engine.model_config import language_config
 from draco_ray.judging.judge_context import context_problem
+
+
+def address_of(config: DracoConfig) -> str | None:
+    """Return the address of the cluster to join; None: this process starts Ray itself."""
+    return config.ray.address or os.environ.get("RAY_ADDRESS") or None
 
 
 def context_problems(config: DracoConfig, positions: int | None) -> list[str]:

@@ -55,6 +55,17 @@ def test_one_group_is_a_chain_of_its_slowest_members() -> None:
     assert sum(bound.by_stage.values()) == pytest.approx(bound.seconds)
 
 
+def test_merged_questions_wait_for_the_whole_group() -> None:
+    tasks = learned(("accumulate", 0, 6), ("update", 0, 1))
+    merged: dict[str, float | Sequence[float]] = {"stage1": 2.0, "proposals": 8.0, "union": 1.0, "verdicts": (3, 5)}
+    first = a_group(0, [(0, 10), (0, 4)], merged)
+    assert critical_path([first], tasks, slots=2, minibatch_prompts=1).seconds == pytest.approx(10 + 8 + 1 + 5 + 6 + 1)
+    again = a_group(0, [(0, 10), (0, 4)], {"proposals": 8.0, "verdicts": (3, 5)})
+    assert critical_path([again], tasks, slots=2, minibatch_prompts=1).seconds == pytest.approx(10 + 8 + 5 + 6 + 1)
+    last = a_group(0, [(0, 10), (0, 4)], {"verdicts": (3, 5)})
+    assert critical_path([last], tasks, slots=2, minibatch_prompts=1).seconds == pytest.approx(10 + 5 + 6 + 1)
+
+
 def test_a_group_without_credit_or_rubric_calls() -> None:
     unspread = a_group(0, [(0, 1), (0, 1)], judged(stage2=(1, 1), score=(1, 1)))
     tasks = learned(("accumulate", 0, 1), ("update", 0, 1))

@@ -25,6 +25,7 @@ from draco_ray.sandbox.world.scripts import families
 from draco_ray.training.advantage_computer import AdvantageComputerActor
 from tests.support.jobs import load_job
 from tests.support.rule_judge_runs import instruction, scripted_run, trajectory_of
+from tests.support.timed_run import timed_run
 
 GROUP = 3
 
@@ -59,6 +60,16 @@ def test_lean_asks_less_at_every_visit_and_orders_rollouts_alike(
     assert lean[8] != "0 of 0"
     out = json.loads((tmp_path / "out.json").read_text())
     assert len(out["lean"]) == len(out["paper"]) == 6
+
+
+def test_steps_are_compared_with_their_critical_paths(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = timed_run(tmp_path / "timed").path
+    short = timed_run(tmp_path / "short", steps=2).path
+    load_job("bench_judge_plans").print_bounds({"paper": [run, tmp_path / "elsewhere"], "lean": [short]})
+    paper, lean = capsys.readouterr().out.splitlines()
+    # All but the second before the first rollout and a part of the update is on the path.
+    assert re.match(r"paper: step / critical path 1\.0[1-9] ", paper)
+    assert "lean: step / critical path unknown: " in lean
 
 
 async def test_the_prompts_of_both_plans_are_files_that_somebody_answers(

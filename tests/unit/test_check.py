@@ -10,11 +10,12 @@ from rich.console import Console
 
 from draco_ray.cli import main
 from draco_ray.commands import check as command
+from draco_ray.commands import new
 from draco_ray.commands.new import new_environment
 from draco_ray.config import machine
 from draco_ray.config.load import load_config
 from draco_ray.errors import ConfigError
-from draco_ray.training.checks import machine_resources
+from draco_ray.training.checks import Start, check_machine, machine_resources
 from draco_ray.training.run import train
 from draco_ray.training.session import checked_model
 from draco_ray.training.sizes import context_problems
@@ -132,6 +133,32 @@ def test_a_run_stops_at_the_same_findings(shop: list[str], tmp_path: Path) -> No
     assert not (tmp_path / "runs").exists()
 
 
+def test_a_run_that_cannot_fit_into_memory_is_not_started(
+    shop: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [*shop, "model.chat_template=hermes", "engine.kv_cache_gib=1000000", "agent.tool_parser=hermess"]
+    for more in ([], ["--resume-or-start", "run.name=one"]):
+        with pytest.raises(SystemExit, match="2"):
+            main(["train", *words, *more])
+        said = capsys.readouterr().err
+        assert "2 problems prevent this run: (1) agent.tool_parser='hermess': unknown" in said
+        assert "of memory, but this machine has" in said
+    assert not (tmp_path / "runs").exists()
+
+
+def test_the_memory_of_other_learners_and_of_clusters_is_not_estimated(
+    shop: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = [*shop[1:], "engine.kv_cache_gib=1000000"]
+    start = Start(load_config(shop[0], words), Console(quiet=True), has_model=True)
+    with pytest.raises(ConfigError, match="of memory, but this machine has"):
+        command.check_memory(start)
+    other = load_config(shop[0], [*words, "learner.use=double"])
+    command.check_memory(Start(other, Console(quiet=True), has_model=True))
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    command.check_memory(start)
+
+
 def test_memory_that_the_machine_does_not_have_is_found(
     shop: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -161,6 +188,21 @@ def test_the_preset_cpu_fits_this_machine(tmp_path: Path, monkeypatch: pytest.Mo
     config = load_config("cpu")
     assert config.environment.slots == config.train.prompts_per_step * config.algorithm.group_size
     assert machine_resources(config)["GPU"] == 0
+
+
+@pytest.mark.parametrize("count", [2, 4, 16])
+def test_a_new_environment_asks_for_no_more_than_the_machine_has(
+    count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine, "cores", lambda: count)
+    monkeypatch.setattr(new, "cores", lambda: count)
+    monkeypatch.setattr(new, "has_gpu", lambda: False)
+    monkeypatch.setattr("os.cpu_count", lambda: count)
+    new_environment(tmp_path / "shop")
+    source = str(tmp_path / "shop" / "environment.yaml")
+    check_machine(Start(load_config(source, ["model.path=x"]), Console(quiet=True)))
+    with pytest.raises(ConfigError, match="CPUs"):
+        check_machine(Start(load_config(source, [f"engine.cpus_per_engine={count}"]), Console(quiet=True)))
 
 
 def test_threads_sleep_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -56,7 +56,7 @@ def test_the_head_is_a_twentieth_of_a_pass_in_one_shape_and_half_of_it_in_the_ot
     assert 0.4 < shares["small"] < 0.6
 
 
-def test_our_side_updates_the_adapter_it_was_given(bench: ModuleType, tmp_path: Path) -> None:
+def test_our_side_updates_the_adapter_it_was_given_as_a_loop_by_hand_does(bench: ModuleType, tmp_path: Path) -> None:
     torch.set_num_threads(1)
     small = {
         "vocab_size": 128,
@@ -76,7 +76,12 @@ def test_our_side_updates_the_adapter_it_was_given(bench: ModuleType, tmp_path: 
     assert tokens - (bench.GROUP - 1) * bench.PROMPT_TOKENS <= update.computed_tokens < tokens
     assert update.grad_norm > 0
     assert update.peak_mib >= update.loaded_mib > 0
-    np.savez(tmp_path / "cell-draco-0.npz", **tensors)
+    other, theirs = bench.peft_side(tmp_path, rollouts)
+    assert other.computed_tokens == tokens
+    assert (other.loss, other.grad_norm) == pytest.approx((update.loss, update.grad_norm), rel=1e-3)
+    for name, values in (("draco", tensors), ("peft", theirs)):
+        np.savez(tmp_path / f"cell-{name}-0.npz", **values)
+    assert "packed PEFT loop: loss" in bench.agreement("cell", {"draco": [update], "peft": [other]}, tmp_path)
     step = bench.moved(tmp_path / "cell-draco-0.npz", tmp_path / "adapter.safetensors")
     assert 0 < np.abs(step).max() <= 1.1 * bench.LEARNING_RATE
     assert bench.cosine(step, 2 * step) == pytest.approx(1)
@@ -93,6 +98,9 @@ def test_the_table_shows_medians_beside_each_other(bench: ModuleType) -> None:
     text = bench.table("27b", "equal", {"draco": ours, "trl": theirs, "trl_grouped": grouped})
     assert "| seconds | 2.0 | 4.0 | 2.5 | 0.50 | 0.80 |" in text
     assert "| of it above the loaded model, MiB | 50 | 200 | 10 | 0.25 | 5.00 |" in text
+    text = bench.table("smollm2", "equal", {"draco": ours, "peft": grouped, "trl": theirs})
+    assert "| | draco-ray | packed PEFT loop | TRL | draco-ray / packed PEFT loop | draco-ray / TRL |" in text
+    assert "| seconds | 2.0 | 2.5 | 4.0 | 0.80 | 0.50 |" in text
 
 
 def test_a_side_that_a_gpu_alone_has_is_left_out_where_it_did_not_play(bench: ModuleType) -> None:

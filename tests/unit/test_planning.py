@@ -281,6 +281,9 @@ def test_a_run_without_gpus_is_planned_and_never_refused_for_a_gpu(
     assert "CPU process" in output
     assert "not estimated" in output
     assert "available" not in output
+    words = ("sandbox", f"model.path={tmp_path}", "engine.kv_cache_gib=1000000")
+    assert "of memory, but this machine has" in refused(capsys, *words)
+    assert "not estimated" in printed(capsys, *words, "ray.address=10.0.0.1:6379")
 
 
 def test_the_largest_micro_batch_is_the_budget_or_one_longest_sequence() -> None:

@@ -62,6 +62,7 @@ def train(
         raise ConfigError(f"draco train: expected a preset ({PRESETS}), a YAML file, or --resume DIR")
     if allow_changed_config and resume is None and not resume_or_start:
         raise ConfigError("--allow-changed-config: works only with --resume DIR")
+    from draco_ray.commands.check import check_memory
     from draco_ray.training import run
 
     if resume is not None and config is not None and "=" in config:
@@ -76,10 +77,16 @@ def train(
         check_training(overrides, loaded)
         if resume_or_start:
             done = run.resume_or_start(
-                loaded, config, overrides, setting, allow_changed=allow_changed_config, trust=trust
+                loaded,
+                config,
+                overrides,
+                setting,
+                allow_changed=allow_changed_config,
+                trust=trust,
+                checks=[check_memory],
             )
         else:
-            done = run.train(loaded)
+            done = run.train(loaded, checks=[check_memory])
     _say_how_sure(done)
 
 
