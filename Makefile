@@ -239,8 +239,12 @@ bench-learner: $(BENCH_VENV)/.ready
 
 # Compare one learner update with TRL's on one GPU, at the layer widths of Qwen3.6-27B, also with TRL's Liger kernels.
 .PHONY: bench-learner-gpu
-bench-learner-gpu: $(GPU_VENV)/.bench-ready
-	$(GPU_VENV)/bin/python jobs/bench_learner.py --trl-python $(GPU_VENV)/bin/python --device cuda --shapes 27b-layers --repeats 1 $(ARGS)
+bench-learner-gpu:
+	@if nvidia-smi --list-gpus 2> /dev/null | grep -q .; then \
+		$(if $(GPU_PYTHON),true,$(MAKE) $(GPU_VENV)/.bench-ready) && \
+		PYTHONPATH=$(CURDIR) $(or $(GPU_PYTHON),$(GPU_VENV)/bin/python) jobs/bench_learner.py \
+			--trl-python $(or $(GPU_PYTHON),$(GPU_VENV)/bin/python) --device cuda --shapes 27b-layers --repeats 1 $(ARGS); \
+	else echo "bench-learner-gpu: skipped: no GPU"; fi
 
 # Simulate how often the 95 % intervals of evaluations contain the true value, compared with other methods (some minutes).
 bench-intervals: setup
@@ -266,6 +270,12 @@ bench-limiter: setup
 image-check: setup
 	$(VENV)/bin/python jobs/image_check.py $(ARGS)
 
+# Compiled kernels of the GPU targets; take this folder along to another machine of the same GPU.
+GPU_TARGETS := gpu-check gpu-step gpu-library bench-learner-gpu
+$(GPU_TARGETS): export TRITON_CACHE_DIR ?= $(CURDIR)/.cache/gpu/triton
+$(GPU_TARGETS): export TORCHINDUCTOR_CACHE_DIR ?= $(CURDIR)/.cache/gpu/inductor
+$(GPU_TARGETS): export VLLM_CACHE_ROOT ?= $(CURDIR)/.cache/gpu/vllm
+
 # Check layers of the paper's models at real size on one GPU: agreement, speed, memory, e.g. make gpu-check ARGS="--parts learner".
 gpu-check:
 	@if nvidia-smi --list-gpus 2> /dev/null | grep -q .; then \
@@ -280,7 +290,7 @@ gpu-step:
 		PYTHONPATH=$(CURDIR) $(or $(GPU_PYTHON),$(GPU_VENV)/bin/python) jobs/gpu_step.py $(ARGS); \
 	else echo "gpu-step: skipped: no GPU"; fi
 
-# Train SmolLM2-135M on examples/library with draco train and with TRL, on one GPU; on CPUs: make gpu-library ARGS=--tiny GPU_PYTHON=.venv-bench/bin/python.
+# Train SmolLM2-135M on examples/library with draco train and with TRL, on one GPU, ten minutes a call; on CPUs: make gpu-library ARGS=--tiny GPU_PYTHON=.venv-bench/bin/python.
 gpu-library:
 	@if [ -n "$(findstring --tiny,$(ARGS))" ] || nvidia-smi --list-gpus 2> /dev/null | grep -q .; then \
 		$(if $(GPU_PYTHON),true,$(MAKE) $(GPU_VENV)/.bench-ready) && \

@@ -12,8 +12,8 @@ adapters after the update are compared, so that the faster side cannot be faster
 
 TRL pads to the longest sequence of a generation batch. It plays twice: with one generation batch, its default, and with
 one a group, which pads least. Its Liger kernels are Triton's and do not run on a CPU; with ``--device cuda`` it plays a
-third time with them, everything is in bfloat16, memory is the GPU's, and a side that fails is named and left out
-(`make bench-learner-gpu`).
+third time with them, everything is in bfloat16, memory is the GPU's, a side that fails is named and left out, and the
+medians are added to gpu_check.py's result file (`make bench-learner-gpu`). Without a GPU it then says so and ends well.
 
 The packed PEFT loop is what one writes by hand instead of using a trainer (`peft_side`): PEFT and a transformers model,
 sequences packed into rows without padding, and logits of the sampled tokens only.
@@ -582,6 +582,22 @@ def agreement(cell: str, updates: dict[str, list[Update]], folder: Path, *, exac
     return "\n".join(lines)
 
 
+def keep_medians(out: Path, shape: str, cell: str, updates: dict[str, list[Update]], failed: Sequence[str]) -> None:
+    """Add a cell's medians, and why sides are missing, to the result file of gpu_check.py."""
+    import gpu_check
+
+    tokens, figures = sum(len(rollout.token_ids) for rollout in workload(CELLS[cell])), []
+    for side, each in updates.items():
+        speed = tokens / statistics.median(update.seconds for update in each)
+        peak = statistics.median(update.peak_mib for update in each) / 1024
+        figures.append(gpu_check.Figure(name=f"{SIDES[side]}: update", value=speed, unit="tokens/s"))
+        figures.append(gpu_check.Figure(name=f"{SIDES[side]}: peak memory", value=peak, unit="GiB"))
+    found = {"figures": [asdict(figure) for figure in figures], "machine": gpu_check.machine("cuda")}
+    gpu_check.keep(
+        out, f"update beside TRL, {shape}, {cell}", found | ({"skipped": "; ".join(failed)} if failed else {})
+    )
+
+
 def main(
     trl_python: Annotated[Path, typer.Option(help="Python that can import TRL and draco_ray.")] = Path(
         ".venv-bench/bin/python"
@@ -592,6 +608,9 @@ def main(
     threads: Annotated[int, typer.Option(min=1, help="Threads per side.")] = os.cpu_count() or 1,
     trl_batch: Annotated[int, typer.Option(min=1, help="Sequences per forward pass of TRL.")] = 1,
     device: Annotated[str, typer.Option(help="Device: cpu, or cuda for one GPU.")] = "cpu",
+    kept: Annotated[Path, typer.Option(help="Result file of --device cuda, shared with gpu_check.py.")] = Path(
+        "runs/gpu_check.json"
+    ),
     side: Annotated[str | None, typer.Option(hidden=True)] = None,
     folder: Annotated[Path | None, typer.Option(hidden=True)] = None,
     out: Annotated[Path | None, typer.Option(hidden=True)] = None,
@@ -604,6 +623,12 @@ def main(
     if side is not None and folder is not None and out is not None:
         run_side(side, cells, folder, trl_batch, out, device)
         return
+    if device == "cuda":
+        from gpu_check import why_skipped
+
+        if (reason := why_skipped()) is not None:
+            print(f"bench-learner: skipped: {reason}")
+            return
     if shutil.which(trl_python) is None:
         sys.exit(f"bench-learner: no {trl_python}; run `make bench-learner` to set it up, or give another Python")
     memory = psutil.virtual_memory().total / 2**30
@@ -625,6 +650,7 @@ def main(
             build_adapter(scratch / "model", scratch / "adapter.safetensors", dtype_on(device))
             for cell in cells.split():
                 updates: dict[str, list[Update]] = {}
+                failed: list[str] = []
                 for repeat in range(repeats):
                     for name in SIDES if device == "cuda" else [side for side in SIDES if side != GPU_ONLY]:
                         result = scratch / f"{cell}-{name}-{repeat}.json"
@@ -635,13 +661,16 @@ def main(
                         if done.returncode:
                             if device == "cpu" or name == "draco":
                                 sys.exit(f"bench-learner: the side {name} failed:\n{done.stderr[-3000:]}")
-                            print(f"{SIDES[name]}, {cell}: failed: {done.stderr.strip()[-300:]}", flush=True)
+                            failed.append(f"{SIDES[name]}, {cell}: failed: {done.stderr.strip()[-300:]}")
+                            print(failed[-1], flush=True)
                             continue
                         updates.setdefault(name, []).append(Update(**json.loads(result.read_text(encoding="utf-8"))))
                 print(
                     f"\n{table(shape, cell, updates)}\n\n{agreement(cell, updates, scratch, exact=device == 'cpu')}",
                     flush=True,
                 )
+                if device == "cuda":
+                    keep_medians(kept, shape, cell, updates, failed)
 
 
 if __name__ == "__main__":

@@ -152,6 +152,32 @@ def listed_gpus() -> list[str]:
     return done.stdout.splitlines() if done.returncode == 0 else []
 
 
+def in_time(process: subprocess.Popen[Any], deadline: float) -> bool:
+    """Wait for a process up to the deadline (of `time.monotonic`), then end it as Ctrl-C does.
+
+    Returns: whether it ended by itself.
+    """
+    try:
+        process.wait(timeout=max(1.0, deadline - time.monotonic()))
+    except subprocess.TimeoutExpired:
+        process.terminate()
+        try:
+            process.wait(timeout=20)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        return False
+    return True
+
+
+def keep(out: Path, key: str, found: dict[str, Any]) -> None:
+    """Write what was found under ``key`` into the result file; other parts stay."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    result: dict[str, Any] = json.loads(out.read_text(encoding="utf-8")) if out.exists() else {"parts": {}}
+    result["parts"][key] = found
+    out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+
+
 def missing(part: str) -> list[str]:
     """Packages that a part needs and that are not installed."""
     return [package for package in PARTS[part] if importlib.util.find_spec(package) is None]

@@ -1,6 +1,6 @@
 """SmolLM2-135M on the tasks of examples/library, by `draco train` and by TRL's GRPO trainer on the same GPU.
 
-python jobs/gpu_library.py [--seeds 5] [--steps 20] [--root runs/gpu_library] [--tiny]
+python jobs/gpu_library.py [--seeds 5] [--steps 20] [--root runs/gpu_library] [--out runs/gpu_check.json] [--tiny]
 
 Both sides begin from one policy (`draco sft` on the example's demonstrations) and get the same tools, prompts, group
 size, tasks a step, adapter and learning rate; `draco evaluate` plays the same held-out tasks with what they end with.
@@ -8,9 +8,10 @@ Ours trains in the setting `outcome`, so that both have the reward that the exam
 setting `draco`, whose judge is the example's rules: a stand-in for a judge model. TRL calls the tools through its
 `environment_factory` and generates with vLLM in its colocated mode. Steps an hour leave out start and first step.
 
-It goes on where it was stopped, and prints its table after each run from what there is. Without a CUDA GPU it says so
-and ends well. ``--tiny`` does the same on the CPU with a tiny model made from the demonstrations, without vLLM on TRL's
-side. It needs `make demo-real`'s model, and a Python with TRL beside this package.
+It goes on where it was stopped, and prints its table after each run from what there is; so it does after ten minutes,
+when it ends and the next call goes on. Its figures are also added to gpu_check.py's result file. Without a CUDA GPU it
+says so and ends well. ``--tiny`` does the same on the CPU, for as long as it takes, with a tiny model made from the
+demonstrations, without vLLM on TRL's side. It needs `make demo-real`'s model and a Python with TRL and this package.
 """
 
 from __future__ import annotations
@@ -19,17 +20,20 @@ import functools
 import importlib.util
 import inspect
 import json
+import math
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Annotated, Any
 
 import gpu_check
 import typer
+from gpu_check import Figure
 
 from draco_ray.lab.evaluation.intervals import ClusteredMean, clustered_mean, rate_difference, rate_interval
 from draco_ray.lab.evaluation.results import EvaluationDirectory
@@ -42,11 +46,24 @@ SIDES = ("draco", "outcome", "trl")
 GROUP, PROMPTS, RANK, LEARNING_RATE = 8, 8, 16, 2e-4
 TURNS, TURN_TOKENS = 8, 96
 RUNS_A_TASK = 2
+SECONDS = 570
+"""Of a call: a borrowed machine's ten minutes, less what the table takes."""
 
 
-def draco(*words: str) -> None:
-    """Run a command of ours; one that fails ends the program with a line."""
-    if (code := subprocess.run([sys.executable, "-m", "draco_ray.cli", *words], check=False).returncode) != 0:
+class OutOfTime(Exception):
+    """The time of this call is over."""
+
+
+def run(command: Sequence[str], deadline: float) -> int:
+    """Run a command, up to the deadline of `time.monotonic`. Returns: its exit code. Raises: OutOfTime."""
+    if time.monotonic() >= deadline or not gpu_check.in_time(process := subprocess.Popen(command), deadline):
+        raise OutOfTime
+    return process.returncode
+
+
+def draco(deadline: float, *words: str) -> None:
+    """Run a command of ours; one that fails ends the program with a line. Raises: OutOfTime."""
+    if (code := run([sys.executable, "-m", "draco_ray.cli", *words], deadline)) != 0:
         sys.exit(f"gpu-library: draco {words[0]} failed with exit code {code}; run the job again to continue")
 
 
@@ -77,36 +94,38 @@ def training_words(policy: Path, *, tiny: bool) -> list[str]:
     return [*keys, *gpu, f"engine.max_num_seqs={size['prompts'] * size['group']}", "model.dtype=bfloat16"]
 
 
-def make_policy(root: Path, *, tiny: bool) -> Path:
+def make_policy(root: Path, deadline: float, *, tiny: bool) -> Path:
     """The policy that every run begins from."""
     policy = root / "policy"
     if not policy.is_dir():
         subprocess.run([sys.executable, "examples/library/demonstrations.py", str(root)], check=True)
         words = ["sft", str(EXAMPLE), str(root / "demonstrations.jsonl"), "--out", str(policy)]
         if tiny:
-            draco(*words, "--new", "--epochs", "1")
+            draco(deadline, *words, "--new", "--epochs", "1")
         elif not SMOLLM.is_dir():
             sys.exit(f"gpu-library: {SMOLLM} does not exist; fetch it with `draco model fetch smollm2-135m`")
         else:
-            draco(*words, "--epochs", "1", "learner.minibatch_prompts=8", f"model.path={SMOLLM}")
+            draco(deadline, *words, "--epochs", "1", "learner.minibatch_prompts=8", f"model.path={SMOLLM}")
     return policy
 
 
-def evaluate(policy: Path, out: Path, *, tiny: bool) -> None:
+def evaluate(policy: Path, out: Path, deadline: float, *, tiny: bool) -> None:
     """Play the held-out tasks, unless that was done."""
     if not (out / "done").exists():
         few = ["data.eval_tasks=2"] if tiny else []
         where = [] if tiny else ["engine.gpus_per_engine=1"]
         words = ["evaluate", "--policy", str(policy), "--config", str(EXAMPLE), "--split", "dev", "--out", str(out)]
-        draco(*words, "--runs", "1" if tiny else str(RUNS_A_TASK), *few, *where, "ray.dashboard=false")
+        draco(deadline, *words, "--runs", "1" if tiny else str(RUNS_A_TASK), *few, *where, "ray.dashboard=false")
         (out / "done").touch()
 
 
-def train_ours(side: str, seed: int, steps: int, policy: Path, folder: Path, *, tiny: bool) -> float | None:
+def train_ours(
+    side: str, seed: int, steps: int, policy: Path, folder: Path, deadline: float, *, tiny: bool
+) -> float | None:
     """Returns: steps an hour, None where there was only one."""
     keys = [*training_words(policy, tiny=tiny), f"train.steps={steps}", f"seed={seed}"]
     where = ["--resume-or-start", f"run.root={folder.parent}", f"run.name={folder.name}"]
-    draco("train", str(EXAMPLE), "--setting", side, *where, *keys)
+    draco(deadline, "train", str(EXAMPLE), "--setting", side, *where, *keys)
     seconds = [line["seconds"] for line in RunDirectory.open(folder).metrics()[1:]]
     return 3600 / statistics.fmean(seconds) if seconds else None
 
@@ -243,27 +262,106 @@ def success(evaluations: Sequence[Path]) -> ClusteredMean:
     return clustered_mean(seeds, scenarios.__getitem__, trials=trials)
 
 
-def table(root: Path) -> str:
-    """What there is, as Markdown."""
-    lines = ["| side | seeds | steps | held-out before | after | gain, points | steps an hour |", f"|{'---|' * 7}"]
+@dataclass(frozen=True)
+class Result:
+    """What one side's finished seeds have reached."""
+
+    side: str
+    seeds: int
+    steps: int
+    before: ClusteredMean
+    after: ClusteredMean
+    hourly: float | None
+    """Steps an hour, mean over seeds; None: nobody made two steps."""
+
+
+def results(root: Path) -> list[Result]:
+    """Of every side that has finished a seed."""
+    made = []
     for side in SIDES:
-        done = sorted(path for path in root.glob(f"{side}-*.json"))
-        if not done:
+        if not (done := sorted(root.glob(f"{side}-*.json"))):
             continue
         found = [json.loads(path.read_text(encoding="utf-8")) for path in done]
-        after = success([root / f"evaluated-{path.stem}" for path in done])
-        before = success([root / "evaluated-policy"] * len(done))
-        gain = rate_difference(after, before)
         hourly = [each["steps_an_hour"] for each in found if each["steps_an_hour"]]
-        cells = [side, str(len(done)), str(found[0]["steps"])]
+        made.append(
+            Result(
+                side,
+                seeds=len(done),
+                steps=found[0]["steps"],
+                before=success([root / "evaluated-policy"] * len(done)),
+                after=success([root / f"evaluated-{path.stem}" for path in done]),
+                hourly=statistics.fmean(hourly) if hourly else None,
+            )
+        )
+    return made
+
+
+def table(found: Sequence[Result]) -> str:
+    """What there is, as Markdown."""
+    lines = ["| side | seeds | steps | held-out before | after | gain, points | steps an hour |", f"|{'---|' * 7}"]
+    for each in found:
+        gain = rate_difference(each.after, each.before)
+        cells = [each.side, str(each.seeds), str(each.steps)]
         cells += [
-            f"{100 * each.mean:.1f} [{100 * each.low:.1f}, {100 * each.high:.1f}]"
-            for each in map(rate_interval, (before, after))
+            f"{100 * rate.mean:.1f} [{100 * rate.low:.1f}, {100 * rate.high:.1f}]"
+            for rate in map(rate_interval, (each.before, each.after))
         ]
         cells += [f"{100 * gain.mean:+.1f} [{100 * gain.low:+.1f}, {100 * gain.high:+.1f}]"]
-        cells += [f"{statistics.fmean(hourly):.0f}" if hourly else "-"]
+        cells += [f"{each.hourly:.0f}" if each.hourly else "-"]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def figures(found: Sequence[Result]) -> list[Figure]:
+    """The same for the result file."""
+    made = []
+    for each in found:
+        gain = rate_difference(each.after, each.before)
+        made += [
+            Figure(name=f"{each.side}: seeds of {each.steps} steps", value=each.seeds, unit=""),
+            Figure(name=f"{each.side}: held-out success", value=100 * rate_interval(each.after).mean, unit="%"),
+            Figure(name=f"{each.side}: gain", value=100 * gain.mean, unit="points"),
+        ]
+        if each.hourly:
+            made.append(Figure(name=f"{each.side}: steps an hour", value=each.hourly, unit=""))
+    return made
+
+
+def report(root: Path, out: Path, *, tiny: bool) -> None:
+    """Keep what there is, and print it."""
+    found = results(root)
+    kept = {
+        "figures": [asdict(each) for each in figures(found)],
+        "machine": gpu_check.machine("cpu" if tiny else "cuda"),
+    }
+    gpu_check.keep(out, "library, smollm2-135m" + (", toy size" if tiny else ""), kept)
+    print(f"\n{table(found)}\n", flush=True)
+
+
+def measure(
+    seeds: int, steps: int, sides: Sequence[str], root: Path, out: Path, deadline: float, *, tiny: bool
+) -> None:
+    """Train and evaluate what is missing. Raises: OutOfTime."""
+    policy = make_policy(root.resolve(), deadline, tiny=tiny)
+    evaluate(policy, root / "evaluated-policy", deadline, tiny=tiny)
+    for seed in range(seeds):
+        for side in sides:
+            folder, kept = root.resolve() / f"{side}-{seed}", root / f"{side}-{seed}.json"
+            if kept.exists():
+                continue
+            if side == "trl":
+                # In a process of its own, which gives the GPU back.
+                options = ["--steps", str(steps), "--root", str(root), *(["--tiny"] if tiny else [])]
+                if run([sys.executable, __file__, "--trl", str(seed), *options], deadline):
+                    sys.exit(f"gpu-library: TRL failed with seed {seed}; see its output above")
+                said = json.loads((root / f"trl-{seed}.part").read_text())
+            else:
+                hourly = train_ours(side, seed, steps, policy, folder, deadline, tiny=tiny)
+                said = {"steps": steps, "steps_an_hour": hourly}
+            trained = folder / "policy" if side == "trl" else folder
+            evaluate(trained, root / f"evaluated-{side}-{seed}", deadline, tiny=tiny)
+            kept.write_text(json.dumps(said))
+            report(root, out, tiny=tiny)
 
 
 def main(
@@ -271,6 +369,7 @@ def main(
     steps: Annotated[int, typer.Option(min=1, help="Training steps per run.")] = 20,
     sides: Annotated[str, typer.Option(help=f"Choices: {' '.join(SIDES)}.")] = " ".join(SIDES),
     root: Annotated[Path, typer.Option(help="Folder of all results.")] = Path("runs/gpu_library"),
+    out: Annotated[Path, typer.Option(help="Result file, shared with gpu_check.py.")] = Path("runs/gpu_check.json"),
     tiny: Annotated[bool, typer.Option("--tiny", help="A tiny model on the CPU, one seed of one step.")] = False,
     trl: Annotated[str | None, typer.Option(hidden=True)] = None,
 ) -> None:
@@ -285,29 +384,15 @@ def main(
     if trl is None and "trl" in sides.split() and importlib.util.find_spec("trl") is None:
         sys.exit("gpu-library: TRL is not installed for this Python; set it up with `make gpu-library`")
     root.mkdir(parents=True, exist_ok=True)
-    policy = make_policy(root.resolve(), tiny=tiny)
     if trl is not None:
-        hourly = train_trl(int(trl), steps, policy, root / f"trl-{trl}", tiny=tiny)
+        hourly = train_trl(int(trl), steps, root.resolve() / "policy", root / f"trl-{trl}", tiny=tiny)
         (root / f"trl-{trl}.part").write_text(json.dumps({"steps": steps, "steps_an_hour": hourly}))
         return
-    evaluate(policy, root / "evaluated-policy", tiny=tiny)
-    for seed in range(seeds):
-        for side in sides.split():
-            folder, kept = root.resolve() / f"{side}-{seed}", root / f"{side}-{seed}.json"
-            if kept.exists():
-                continue
-            if side == "trl":
-                # In a process of its own, which gives the GPU back.
-                options = ["--steps", str(steps), "--root", str(root), *(["--tiny"] if tiny else [])]
-                command = [sys.executable, __file__, "--trl", str(seed), *options]
-                if subprocess.run(command, check=False).returncode:
-                    sys.exit(f"gpu-library: TRL failed with seed {seed}; see its output above")
-                said = json.loads((root / f"trl-{seed}.part").read_text())
-            else:
-                said = {"steps": steps, "steps_an_hour": train_ours(side, seed, steps, policy, folder, tiny=tiny)}
-            evaluate(folder / "policy" if side == "trl" else folder, root / f"evaluated-{side}-{seed}", tiny=tiny)
-            kept.write_text(json.dumps(said))
-            print(f"\n{table(root)}\n", flush=True)
+    try:
+        measure(seeds, steps, sides.split(), root, out, math.inf if tiny else time.monotonic() + SECONDS, tiny=tiny)
+    except OutOfTime:
+        report(root, out, tiny=tiny)
+        print(f"gpu-library: stopped after {SECONDS} s; the same command goes on from here")
 
 
 if __name__ == "__main__":

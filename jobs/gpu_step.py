@@ -51,13 +51,23 @@ GROUP, STEPS = 6, 2
 WORLD = Path(__file__).with_name("gpu_step_world.py")
 TORCHVISION_STUB = Path(__file__).resolve().parents[1] / "tests" / "support" / "torchvision_stub"
 """vLLM's class of Qwen3.6 imports torchvision, which only the GPU lock installs; nothing here uses it."""
+LEAST_MFU = 40
+"""Target of the learner, in %."""
+MOST_OFF = {"step": 15, "peak": 10}
+"""First word of a figure's name -> target of the plan's distance from it, in %."""
 PUBLISHED = """
 | system | model | tokens/s a GPU | counted | MFU | step |
 |---|---|---|---|---|---|
-| prime-rl, its benchmark file | Qwen3-30B-A3B, LoRA | 4,100 | tokens of the trainer, by its seconds | 15 % | |
-| NeMo RL, its performance summary | see there | 1,102 | tokens of a step, by its seconds, all GPUs | | 192 s |
+| [prime-rl](https://github.com/PrimeIntellect-ai/prime-rl/tree/main/benchmarks/baselines), 2026-02-07, 8 H100 | \
+Qwen3-30B-A3B, LoRA | 4,100 | tokens of the trainer, by its seconds | 15 % | |
+| [NeMo RL](https://docs.nvidia.com/nemo/rl/0.6.0/about/performance-summary.html) 0.6, 32 H100 | Qwen3-30B-A3B | \
+1,102 | tokens of a step, by its seconds, all GPUs | | 192 s |
 """
-"""Published figures, not ours: other models, lengths and GPUs, so only the definitions can be compared."""
+"""Published figures, not ours: other models, lengths and GPUs, so only the definitions can be compared.
+
+prime-rl's is its file `benchmark-8xh100-Qwen--Qwen3-30B-A3B-Instruct-2507-rl-16-8gpu-...-16384-cp1-ep1.json`: 32,529
+tokens/s of 8 GPUs.
+"""
 LAYERS_AT_A_TIME = 4
 """Of Qwen3.6: three delta nets and a layer of attention."""
 
@@ -140,6 +150,23 @@ def layers_that_fit(config: DracoConfig, model: str, gpu: int, folder: Path) -> 
     return 0
 
 
+def targets(found: Sequence[dict[str, Any]]) -> list[str]:
+    """A line for each target that the figures can be held against; on a CPU there is none."""
+    lines = []
+
+    def say(what: str, target: str, *, met: bool) -> None:
+        lines.append(f"{what} %, target {target} %: {'met' if met else 'missed'}")
+
+    for each in found:
+        name, value, plan = each["name"], each["value"], each["plan"]
+        if name == "learner: MFU":
+            say(f"{name} {value:.1f}", f"at least {LEAST_MFU}", met=value >= LEAST_MFU)
+        elif plan is not None and (most := MOST_OFF.get(name.split()[0])) is not None:
+            off = 100 * (plan / value - 1)
+            say(f"plan of {name} {off:+.1f}", f"within {most}", met=abs(off) <= most)
+    return lines
+
+
 def comparison(found: Sequence[dict[str, Any]], model: str) -> str:
     """Published figures, with our line in each of their two definitions."""
     ours = {each["name"]: each["value"] for each in found}
@@ -191,15 +218,7 @@ def train(keys: Sequence[str], log: Path, deadline: float, *, tiny: bool) -> str
     with log.open("w", encoding="utf-8") as printed:
         command = [sys.executable, "-m", "draco_ray.cli", *words]
         process = subprocess.Popen(command, stdout=printed, stderr=printed, env=variables)
-        try:
-            process.wait(timeout=max(1.0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            process.terminate()
-            try:
-                process.wait(timeout=20)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+        if not gpu_check.in_time(process, deadline):
             return f"not finished in time; see {log}"
     if process.returncode == 0:
         return None
@@ -316,11 +335,10 @@ def main(
     found = measured(model, layers, rollouts, log, tiny=tiny) | {
         "machine": gpu_check.machine("cpu" if tiny else "cuda")
     }
-    result: dict[str, Any] = json.loads(out.read_text(encoding="utf-8")) if out.exists() else {"parts": {}}
-    result["parts"][key] = found
-    out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    gpu_check.keep(out, key, found)
     print(gpu_check.table({"parts": {key: found}}))
     if any(each["name"] == "learning: tokens" for each in found.get("figures", ())):
+        print("\n".join(["", *targets(found["figures"])]))
         print(comparison(found["figures"], model))
     if "failed" in found:
         sys.exit("gpu-step: failed")

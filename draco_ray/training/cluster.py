@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -41,8 +41,8 @@ Bundle = tuple[float, float]
 Resources = Mapping[str, float]
 CHECK_SECONDS = 5.0
 """Interval between two checks of the free resources."""
-LOG_SECONDS = 60.0
-"""Interval between two lines on what the run waits for."""
+SLOW_SECONDS, LOG_SECONDS = 10.0, 60.0
+"""Seconds before the first line on what the run waits for, if it can be quick, and between two lines."""
 ROUNDING = 1e-6
 """Tolerance of comparisons: Ray counts resources in ten-thousandths, and sums of floats are off by less than this."""
 STATUS_TIMEOUT_SECONDS = 5
@@ -402,7 +402,7 @@ def connect(config: DracoConfig, *, console: Console | None = None) -> dict[str,
 
     Args:
         config: of the run.
-        console: shows what the run waits for while other runs use the cluster or nodes are still being added.
+        console: shows what the run waits for: Ray's start, other runs that use the cluster, nodes that are being added.
 
     On a shared cluster no other run starts until `draco_ray.training.cluster.release_start_lock` is called or this
     process ends.
@@ -421,7 +421,8 @@ def connect(config: DracoConfig, *, console: Console | None = None) -> dict[str,
     os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", "600")
     address = address_of(config)
     try:
-        with handler_kept(signal.SIGTERM):
+        doing = f"joining the Ray cluster at {address}" if address else "starting Ray"
+        with handler_kept(signal.SIGTERM), _said_if_slow(doing, console):
             if address:
                 ray.init(address=address, runtime_env=_forwarded(), log_to_driver=False, logging_level=logging.ERROR)
             else:
@@ -436,6 +437,7 @@ def connect(config: DracoConfig, *, console: Console | None = None) -> dict[str,
                 os.environ.setdefault("RAY_worker_niceness", "0")
                 store = config.ray.object_store_mib
                 start_ray(
+                    console,
                     num_cpus=max(os.cpu_count() or 1, 2),
                     resources={"judge": LOCAL_JUDGE_SLOTS},
                     object_store_memory=None if store is None else store << 20,
@@ -467,8 +469,37 @@ def connect(config: DracoConfig, *, console: Console | None = None) -> dict[str,
     return dict(ray.cluster_resources())
 
 
-def start_ray(**options: Any) -> None:
-    """Start Ray on this machine with ``options`` of `ray.init`; retry if a busy machine misses Ray's time limit."""
+@contextlib.contextmanager
+def _said_if_slow(what: str, console: Console | None) -> Iterator[None]:
+    """Print a line after `SLOW_SECONDS`, then one each `LOG_SECONDS`, in a thread, because Ray's calls block this one.
+
+    A terminal has a live line instead.
+    """
+    if console is None or console.is_terminal:
+        yield
+        return
+    began, ended = time.monotonic(), threading.Event()
+
+    def say() -> None:
+        wait = SLOW_SECONDS
+        while not ended.wait(wait):
+            console.print(f"{what}, for {span(time.monotonic() - began)}")
+            wait = LOG_SECONDS
+
+    thread = threading.Thread(target=say, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+def start_ray(console: Console | None = None, **options: Any) -> None:
+    """Start Ray on this machine with ``options`` of `ray.init`; retry if a busy machine misses Ray's time limit.
+
+    ``console`` gets a line for each further attempt.
+    """
     os.environ.setdefault("RAY_gcs_server_port_wait_time_s", GCS_SECONDS)
     for attempt in range(START_ATTEMPTS):
         try:
@@ -480,6 +511,8 @@ def start_ray(**options: Any) -> None:
             if LATE not in str(error) or attempt + 1 == START_ATTEMPTS:
                 raise
             ray.shutdown()
+            if console is not None:
+                console.print(f"Ray {LATE}; attempt {attempt + 2} of {START_ATTEMPTS}")
 
 
 def _one_line(error: BaseException) -> str:

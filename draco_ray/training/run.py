@@ -69,7 +69,8 @@ def train(config: DracoConfig, console: Console | None = None, checks: Sequence[
     console = console or PlainConsole()
     config, prompts, order = _checked(config, console, (*CHECKS, check_root, *checks))
     name = config.run.name or name_of(config.setting, datetime.now())
-    with working(place_of(config.run, name), console.print, new=True) as path:
+    place = place_of(config.run, name)
+    with working(place, console.print, new=True) as path:
         run = _directory(path, config)
         where = f"environment {config.environment.use}, {len(prompts)} training tasks"
         console.print(f"{name}: setting {config.setting}, model {config.model.path}, {where}")
@@ -80,7 +81,7 @@ def train(config: DracoConfig, console: Console | None = None, checks: Sequence[
                     run.write_config(dump_config(config))
                 adopt_tasks(run, prompts, order.rules, 0, console)
                 write_prompts(run, prompts, held_out)
-            return _train(config, prompts, order, run, StartPoint(), console)
+            return _train(config, prompts, order, run, StartPoint(), console, place.url)
 
 
 def name_of(setting: str, begins: datetime) -> str:
@@ -202,7 +203,7 @@ def resume(
             console.print(f"earlier steps were made with {versions}; results may differ in the last digits")
         for change in changes:
             console.print(f"changed: {change}")
-        return _train(config, prompts, order, run, start, console)
+        return _train(config, prompts, order, run, start, console, directory.url)
 
 
 def _checked(
@@ -242,13 +243,15 @@ def _train(
     run: RunDirectory,
     start: StartPoint,
     console: Console,
+    url: str | None = None,
 ) -> Path:
     # The log and the trackers must be running before the first remote call.
     check_disk(config, run.path)
     check_replies(config, run.path)
     start_run_log(run.path)
     try:
-        with opened(config, run, console, resumable=True) as final:
+        # The URL works on other hosts, too.
+        with opened(config, run, console, again=url or str(run.path)) as final:
             asyncio.run(_run(final, prompts, order, run, start, console))
     finally:
         stop_run_log()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import shlex
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -321,7 +322,7 @@ def say_cut_prompts(config: DracoConfig, environment: Environment, tasks: Sequen
 
 @contextlib.contextmanager
 def opened(
-    config: DracoConfig, run: RunDirectory, console: Console, *, cache: Path | None = None, resumable: bool = False
+    config: DracoConfig, run: RunDirectory, console: Console, *, cache: Path | None = None, again: str | None = None
 ) -> Iterator[DracoConfig]:
     """Run the judge's server and Ray during the block; errors are raised as by `one_line_errors`.
 
@@ -330,14 +331,15 @@ def opened(
         run: the run directory.
         console: for messages.
         cache: folder of the judge's replies if ``judge.cache`` is null; None: a folder in the run directory.
-        resumable: whether `draco train --resume` can continue the run.
+        again: folder or URL with which `draco train --resume` continues the run; None: it cannot be continued.
 
     Yields: the configuration completed with the judge's endpoint and cache.
     Raises: as `open_judge` and `ray_session`.
     """
+    continued = "" if again is None else f"continue with: draco train --resume {shlex.quote(again)}"
     with (
-        one_line_errors(run, console, resumable=resumable),
-        ended_as_interrupted(f"stopping; continue with: draco train --resume {run.path}" if resumable else ""),
+        one_line_errors(run, console, continued),
+        ended_as_interrupted(continued and f"stopping; {continued}"),
         open_judge(config, console, cache or run.judge_cache) as final,
         ray_session(final, console),
     ):
@@ -418,10 +420,10 @@ def ray_session(config: DracoConfig, console: Console | None = None) -> Iterator
 
 
 @contextlib.contextmanager
-def one_line_errors(run: RunDirectory, console: Console, *, resumable: bool = False) -> Iterator[None]:
+def one_line_errors(run: RunDirectory, console: Console, continued: str = "") -> Iterator[None]:
     """Turn known errors of actors into one line and an interrupt into SystemExit; print the run directory.
 
-    ``resumable``: print the `draco train --resume` command too.
+    ``continued``: the line that says how to continue the run, printed if not empty.
     """
     problem: BaseException | None
     try:
@@ -433,8 +435,8 @@ def one_line_errors(run: RunDirectory, console: Console, *, resumable: bool = Fa
     except (DracoError, ray.exceptions.RayError) as error:
         if (problem := plain_error(error)) is None:
             raise
-    if resumable:
-        console.print(f"continue with: draco train --resume {run.path}")
+    if continued:
+        console.print(continued)
     raise problem
 
 

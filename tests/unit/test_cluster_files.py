@@ -118,7 +118,7 @@ class KubeRayPod(Strict):
     containers: list[KubeRayContainer]
     volumes: list[dict[str, Any]]
     tolerations: list[dict[str, str]] = []
-    terminationGracePeriodSeconds: int = 30
+    terminationGracePeriodSeconds: int | None = None
 
 
 class KubeRayTemplate(Strict):
@@ -280,6 +280,17 @@ def _refuse_unknown_fields(schema: Any) -> None:
             schema.setdefault("additionalProperties", False)
         for entry in schema.values():
             _refuse_unknown_fields(entry)
+
+
+def test_a_stopped_run_has_two_minutes_to_tidy_up_and_copy_wherever_its_driver_is() -> None:
+    """`ray job stop` kills after three seconds where the head lacks this variable, and Kubernetes after thirty."""
+    waits = "RAY_JOB_STOP_WAIT_TIME_S"
+    assert f" {waits}=120 " in loaded("aws.yaml")["head_start_ray_commands"][-1]
+    assert environment(last_stage(DOCKERFILE), "/usr/bin")[waits] == "120"
+    for cluster in (kuberay_cluster(), kuberay_job().rayClusterSpec):
+        head = cluster.headGroupSpec.template.spec
+        assert {"name": waits, "value": "120"} in head.containers[0].env
+        assert head.terminationGracePeriodSeconds == 120
 
 
 # The image.

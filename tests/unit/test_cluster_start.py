@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import sys
+import time
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import ray
+from rich.console import Console
 
 from draco_ray.config.load import load_config
 from draco_ray.errors import ClusterError, ConfigError
+from draco_ray.training import cluster
 from draco_ray.training.cluster import START_ATTEMPTS, connect, start_ray
 
 
@@ -28,13 +32,47 @@ def test_a_node_that_starts_late_is_started_again_and_one_that_never_starts_is_n
             raise Exception("The current node timed out during startup. This could happen because")
 
     monkeypatch.setattr(ray, "init", init)
-    start_ray()
+    text = io.StringIO()
+    start_ray(Console(file=text))
     assert len(started) == START_ATTEMPTS
+    assert text.getvalue().splitlines() == [
+        "Ray timed out during startup; attempt 2 of 3",
+        "Ray timed out during startup; attempt 3 of 3",
+    ]
     failures = START_ATTEMPTS
     started.clear()
     with patch.dict(os.environ), pytest.raises(ClusterError, match="Ray does not start on this machine"):
         connect(load_config("sandbox"))
     assert len(started) == START_ATTEMPTS
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [([], "starting Ray, for "), (["ray.address=a:1"], "joining the Ray cluster at a:1, for ")],
+)
+def test_a_job_log_says_that_ray_takes_long_to_start_and_that_it_still_does(
+    monkeypatch: pytest.MonkeyPatch, words: list[str], said: str
+) -> None:
+    text = io.StringIO()
+
+    def init(**given: Any) -> None:
+        while text.getvalue().count("\n") < 2:
+            time.sleep(0.01)
+        raise Exception("no")
+
+    monkeypatch.setattr(ray, "init", init)
+    monkeypatch.setattr(cluster, "SLOW_SECONDS", 0.0)
+    monkeypatch.setattr(cluster, "LOG_SECONDS", 0.01)
+    with patch.dict(os.environ), pytest.raises(ClusterError, match="no"):
+        connect(load_config("sandbox", words), console=Console(file=text, width=200))
+    assert all(line.startswith(said) for line in text.getvalue().splitlines())
+    # Whoever answers at once is not spoken of, and a terminal has a live line.
+    monkeypatch.setattr(cluster, "SLOW_SECONDS", 60.0)
+    monkeypatch.setattr(ray, "init", lambda **given: sys.exit(1))
+    for console in (Console(file=(quiet := io.StringIO())), Console(file=quiet, force_terminal=True)):
+        with patch.dict(os.environ), pytest.raises(KeyboardInterrupt):
+            connect(load_config("sandbox", words), console=console)
+    assert not quiet.getvalue()
 
 
 def test_sigterm_that_ray_answers_while_it_starts_interrupts(monkeypatch: pytest.MonkeyPatch) -> None:

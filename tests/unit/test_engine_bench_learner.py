@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import json
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -12,7 +14,7 @@ import torch
 from safetensors.numpy import save_file
 
 from draco_ray.lab.planning.model_shape import model_shape, read_shape
-from tests.support.jobs import load_job
+from tests.support.jobs import JOBS, load_job
 
 
 @pytest.fixture(scope="module")
@@ -144,6 +146,25 @@ def test_sides_that_computed_different_updates_end_it(bench: ModuleType, tmp_pat
         bench.agreement("cell", alike, tmp_path)
     # In bfloat16 nothing can be concluded from it, but it is said.
     assert "or another update)" in bench.agreement("cell", alike, tmp_path, exact=False)
+
+
+def test_medians_of_a_gpu_and_sides_that_failed_are_kept_beside_its_other_checks(
+    bench: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(JOBS))
+    gpu_check = importlib.import_module("gpu_check")
+    monkeypatch.setattr(gpu_check, "machine", lambda device: f"a {device}")
+    update = bench.Update(
+        seconds=2.0, cpu_seconds=1.0, loaded_mib=1.0, peak_mib=2048.0, computed_tokens=1, loss=0.5, grad_norm=1.0
+    )
+    bench.keep_medians(
+        tmp_path / "r.json", "27b-layers", "ragged", {"draco": [update]}, ["TRL, ragged: failed: memory"]
+    )
+    table = gpu_check.table(json.loads((tmp_path / "r.json").read_text()))
+    assert "### update beside TRL, 27b-layers, ragged: a cuda" in table
+    assert "skipped: TRL, ragged: failed: memory" in table
+    assert "| draco-ray: update | 3,568 tokens/s |" in table
+    assert "| draco-ray: peak memory | 2 GiB |" in table
 
 
 def test_an_unknown_cell_and_a_missing_environment_are_one_clear_line(bench: ModuleType, tmp_path: Path) -> None:

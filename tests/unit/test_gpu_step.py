@@ -61,6 +61,21 @@ def test_every_word_of_the_tokenizer_is_one_token_and_back(job: ModuleType, tmp_
     assert tokenizer.eos_token_id == 1
 
 
+def test_figures_are_held_against_the_targets_where_there_is_a_plan(job: ModuleType) -> None:
+    found = [
+        {"name": "step 2", "value": 100.0, "plan": 116.0},
+        {"name": "step: tokens", "value": 1500.0, "plan": 1.0},
+        {"name": "peak memory", "value": 100.0, "plan": 91.0},
+        {"name": "learner: MFU", "value": 39.9, "plan": 40.0},
+    ]
+    assert job.targets(found) == [
+        "plan of step 2 +16.0 %, target within 15 %: missed",
+        "plan of peak memory -9.0 %, target within 10 %: met",
+        "learner: MFU 39.9 %, target at least 40 %: missed",
+    ]
+    assert job.targets([{"name": "step 2", "value": 100.0, "plan": None}]) == []
+
+
 def test_our_lines_are_in_both_published_definitions(job: ModuleType) -> None:
     found = [
         {"name": "step 2", "value": 120.0},

@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import io
+import os
 import signal
 import threading
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 from rich.console import Console
 
 from draco_ray import cli
+from draco_ray.config.load import load_config
 from draco_ray.interruption import ended_as_interrupted, handler_kept
+from draco_ray.training import run as driver
+from draco_ray.training import session
 from draco_ray.training.run import _said_at_once
+from draco_ray.training.trainer import TaskOrder
 
 
 # A shell starts what a script runs behind it with SIGINT ignored.
@@ -40,6 +49,36 @@ def test_what_is_said_is_said_before_anything_is_tidied_up(capfd: pytest.Capture
     with pytest.raises(KeyboardInterrupt), ended_as_interrupted("continue with: draco train --resume runs/a"):
         work()
     assert before == ["continue with: draco train --resume runs/a\n"]
+
+
+def test_a_stopped_run_with_a_copy_names_the_url_and_another_host_continues_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    async def stopped(*_: Any) -> None:
+        signal.raise_signal(signal.SIGTERM)
+        await asyncio.sleep(60)
+
+    tasks = [f"t_{number}" for number in range(8)]
+    monkeypatch.setattr(driver, "_run", stopped)
+    monkeypatch.setattr(
+        driver, "_checked", lambda config, *_: (config, dict.fromkeys(tasks, ()), TaskOrder(tasks, 8, 0))
+    )
+    monkeypatch.setattr(driver, "_held_out", lambda config: None)
+    monkeypatch.setattr(session, "open_judge", lambda config, *_: contextlib.nullcontext(config))
+    monkeypatch.setattr(session, "ray_session", lambda *_: contextlib.nullcontext())
+    url = f"file://{tmp_path}/our store/first"
+    config = load_config("sandbox", [f"run.root=file://{tmp_path}/our store", "run.name=first"])
+    for host, begin in (
+        ("one", lambda: driver.train(config)),
+        ("two", lambda: driver.resume(url, trust=True)),
+    ):
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / host))
+        with patch.dict(os.environ), pytest.raises(SystemExit):
+            begin()
+        said = capfd.readouterr().out.splitlines()
+        assert f"stopping; continue with: draco train --resume '{url}'" in said
+        assert f"continue with: draco train --resume '{url}'" in said
+    assert f"restoring {url}" in said
 
 
 def test_sigterm_cancels_what_runs_in_an_event_loop() -> None:

@@ -212,7 +212,7 @@ class Resumed:
         return said.export_text().splitlines()
 
     def _train(
-        self, config: object, prompts: object, order: object, run: object, start: StartPoint, at: object
+        self, config: object, prompts: object, order: object, run: object, start: StartPoint, at: object, url: object
     ) -> None:
         self.start = start
 
