@@ -14,10 +14,10 @@ measure is the bad steps' share of the push in trajectories with both bad and ot
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 from pydantic import BaseModel, ValidationError
@@ -213,6 +213,32 @@ def reliability(gain_N: FloatArray, question_N: IntArray) -> float:
     off_Q = np.bincount(index_N, weights=gain_N - gain)
     variance = float(off_Q @ off_Q) * many / (many - 1) / len(gain_N) ** 2
     return max(0.0, 1.0 - variance * student_quantile(many - 1, LEVEL) ** 2 / gain**2)
+
+
+class Cited(NamedTuple):
+    """Steps cited for a verdict, and those that are right."""
+
+    cited: Collection[int]
+    right: Collection[int]
+    steps: int
+    """Number of steps of the rollout."""
+    group: object
+
+
+def citation_reliability(citations: Sequence[Cited]) -> float | None:
+    """`reliability` over groups of one citation or more; None without any.
+
+    A citation gains the right steps' share of what it cites, less their share of the rollout, as steps of equal length
+    take the push. A rollout's citations are not weighed against each other.
+
+    >>> found = citation_reliability([Cited([2], [2], 4, 1), Cited([3], [3], 5, 2), Cited([1, 3], [1], 8, 3)])
+    >>> round(found, 2)
+    0.63
+    """
+    if not citations:
+        return None
+    gain_N = np.array([len({*c.cited} & {*c.right}) / len(c.cited) - len(c.right) / c.steps for c in citations])
+    return reliability(gain_N, np.unique([repr(c.group) for c in citations], return_inverse=True)[1])
 
 
 @table_of("string: judge", "float64: reliability uniform draco calibrated low shrunk within_tolerance")
