@@ -66,10 +66,10 @@ class Termination(StrEnum):
 
     @classmethod
     def shown(cls, used: Iterable[Termination]) -> list[Termination]:
-        """The modes to list in a table of these rollouts: AppWorld's, `FINISHED`, or both if both occur."""
+        """The modes to list in a table of these rollouts; words of one kind of agent only if one of them occurs."""
         occur = set(used)
-        unused = ({cls.SUBMITTED, cls.GAVE_UP} if cls.FINISHED in occur else {cls.FINISHED}) - occur
-        return [mode for mode in cls if mode not in unused]
+        kinds = ({cls.SUBMITTED, cls.GAVE_UP}, {cls.FINISHED})
+        return [mode for mode in cls if all(mode not in kind or kind & occur for kind in kinds)]
 
 
 class Verdict(IntEnum):

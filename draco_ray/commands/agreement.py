@@ -10,7 +10,7 @@ from rich.console import Console
 
 from draco_ray.commands.printing import print_overall
 from draco_ray.judging.labels import Label, last_words, read_labels, taken_back
-from draco_ray.lab.analysis.labels import against_people, between_people, citations
+from draco_ray.lab.analysis.labels import against_people, between_people, citations, labelled_reliability
 from draco_ray.lab.analysis.tables import write_table
 from draco_ray.lab.evaluation.intervals import Interval
 from draco_ray.lab.files import check_folder
@@ -72,6 +72,11 @@ def _print_citations(labels: Sequence[Label], console: Console) -> None:
             f"mean Jaccard index of the cited and the correct steps: {_share(found.overlap)} ({found.corrected} "
             "citations corrected)"
         )
+    trusted = labelled_reliability(labels)
+    if trusted is None:
+        console.print("no recommended algorithm.reliability: the labels do not tell rollout_steps; export them again")
+    else:
+        console.print(f"recommended algorithm.reliability for this judge: {trusted:.3f}")
 
 
 def _share(found: Interval) -> str:

@@ -18,7 +18,13 @@ from draco_ray.judging.judge import Judge
 from draco_ray.lab.analysis.attribution.bench import judge_groups
 from draco_ray.lab.analysis.attribution.measure import RULES, measures
 from draco_ray.lab.analysis.attribution.plant import planted_groups
-from draco_ray.lab.analysis.attribution.step_labels import label_rows, read_step_labels, reliability_rows
+from draco_ray.lab.analysis.attribution.step_labels import (
+    BEFORE_ANSWER,
+    EVERYTHING,
+    calibration_rows,
+    label_rows,
+    read_step_labels,
+)
 from draco_ray.lab.analysis.judges import OWN, NamedJudge, RuleComplete, asked, folder_name, judge_config, open_complete
 from draco_ray.lab.analysis.tables import write_table
 from draco_ray.lab.files import check_folder
@@ -28,6 +34,9 @@ from draco_ray.sandbox.rule_judge.noise import Noise
 
 SHOWN_BY_FAULT = ("kappa", "citation_precision", "citation_recall", "hit_at_1", "push_share")
 """Measures printed for each kind of fault."""
+SPLITS = 200
+"""Random splits of the questions with --labels."""
+CALIBRATION = ("reliability", "uniform", "draco", "calibrated", "low", "shrunk", "within_tolerance")
 ROLLOUTS = "rollouts.json"
 """File of executed rollouts in the folder of the tables; reused by the next call."""
 
@@ -108,22 +117,28 @@ def attribution_labels(path: Path, *, out: Path, console: Console) -> list[Path]
     """
     check_folder(out)
     found = read_step_labels(path)
-    measured, reliable = label_rows(found), reliability_rows(found)
-    rows = measured.to_pylist()
-    counts = [f"{row['trajectories']} {row['measure']} ({row['questions']} questions)" for row in rows[:2]]
+    measured, calibrated = label_rows(found), calibration_rows(found, splits=SPLITS)
+    scopes = grouped(measured.to_pylist(), "scope")
+    for scope, title in (
+        (EVERYTHING, "share of the advantage that falls on bad steps"),
+        (BEFORE_ANSWER, "the same without trajectories whose only bad step is the final answer"),
+    ):
+        judges = grouped(scopes[scope], "judge")
+        losers, *_, winners = next(iter(judges.values()))
+        counts = [f"{row['trajectories']} {row['measure']} ({row['questions']} questions)" for row in (losers, winners)]
+        print_table(
+            console,
+            f"{title}: {' and '.join(counts)}",
+            ["", "losers (higher is better)", "first error found", "all on first error", "winners (lower is better)"],
+            {judge: [_with_interval(row) for row in rows] for judge, rows in judges.items()},
+        )
     print_table(
         console,
-        f"share of the advantage that falls on bad steps: {' and '.join(counts)}",
-        ["", "losers (higher is better)", "winners (lower is better)"],
-        {judge: [_with_interval(row) for row in mine] for judge, mine in grouped(rows, "judge").items()},
+        f"recommended algorithm.reliability; {SPLITS} splits by question: measured on one half, used on the other",
+        ["", *CALIBRATION],
+        {row["judge"]: [row[head] for head in CALIBRATION] for row in calibrated.to_pylist()},
     )
-    print_table(
-        console,
-        "recommended algorithm.reliability",
-        ["", "reliability"],
-        {row["judge"]: [row["reliability"]] for row in reliable.to_pylist()},
-    )
-    return [*write_table(measured, out, "labels"), *write_table(reliable, out, "reliability")]
+    return [*write_table(measured, out, "labels"), *write_table(calibrated, out, "reliability")]
 
 
 def _with_interval(row: dict[str, Any]) -> str | None:

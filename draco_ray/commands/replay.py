@@ -32,7 +32,15 @@ from draco_ray.lab.analysis.judges import (
     open_complete,
 )
 from draco_ray.lab.analysis.pairing import third_model
-from draco_ray.lab.analysis.replay import PHASES, ArchivedCall, agreement_table, archived_calls, check_steps, replay
+from draco_ray.lab.analysis.replay import (
+    PHASES,
+    ArchivedCall,
+    agreement_table,
+    archived_calls,
+    check_steps,
+    repeated_reliability,
+    replay,
+)
 from draco_ray.lab.analysis.rescoring import REPLAYS, rescore, rubric_rates
 from draco_ray.lab.analysis.rescoring import TABLE as RESCORED_TABLE
 from draco_ray.lab.analysis.rules import replay_rules
@@ -162,6 +170,12 @@ class _Replay:
         )
         agreed = agreement_table(replayed)
         print_overall(self._console, "agreement with the run's own judge", agreed, ("run", "judge", "phase"))
+        if (trusted := repeated_reliability(replayed)) is not None:
+            limit = " (an upper limit: a mistake that it repeats counts as right)" if self._judge == OWN else ""
+            self._console.print(
+                f"algorithm.reliability of the run's citations, if those of {self._judge} are right: "
+                f"{trusted:.3f}{limit}"
+            )
         lost = judge_loss(self._run, replayed)
         _print_loss(self._console, lost)
         return self._written({"judge_loss": lost, "agreement": agreed, "replayed": replayed})

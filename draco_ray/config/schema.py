@@ -602,7 +602,7 @@ class AlgorithmConfig(Tree):
     folder/file.py:Class."""
     reliability: float | None = Field(None, ge=0, le=1)
     """For draco_calibrated: share of the advantage that follows the judge's citations; the rest is spread evenly. 1 is
-    the paper's rule, 0 is uniform GRPO; `draco attribution-bench --labels` recommends a value for a judge."""
+    the paper's rule, 0 is uniform GRPO; `draco agreement` and `draco attribution-bench --labels` recommend a value."""
     std_epsilon: float = Field(1e-6, ge=0)
     """Added to the group's standard deviation (verl)."""
     skip_useless_credit_calls: bool = True

@@ -58,6 +58,8 @@ class Label(BaseModel):
     """Whether the cited steps are right; None: not labelled."""
     steps: tuple[int, ...] | None = Field(None, strict=False)
     """The right steps, if the person names them."""
+    rollout_steps: int | None = Field(None, ge=1, le=MOST)
+    """Number of steps of the rollout."""
     note: str = ""
     """The person's comment."""
     by: str = ""

@@ -19,6 +19,7 @@ from draco_ray.records import PROGRAM, TOOLS, EpisodeEnd, Message, Trajectory, T
 from draco_ray.rollout.agent import RolloutRequest
 from draco_ray.rollout.code_block import cut_output, numbered
 from draco_ray.rollout.endpoint.token_episode import Sampled, TokenEpisode
+from draco_ray.rollout.endpoint.turns import is_side_call
 from draco_ray.rollout.tokens import TokenPolicy, TokenSequence, beginnings, joined
 
 Node = Mapping[str, Any]
@@ -45,6 +46,8 @@ class _Turn:
     role: str = "assistant"
     found: Sampled | None = None
     """The recorded sample; only for turns of the policy."""
+    told: Sequence[str] = ()
+    """The system and user messages before it; only for turns of the policy."""
     received: str = ""
     """The text that the harness received; only for turns of the policy."""
     calls: bool = False
@@ -162,13 +165,14 @@ class _Graph:
         text = self._policy.chat.text(found.sample.token_ids)
         turn = _Turn(branch=branch, first=first, last=last, text=text, found=found)
         turn.received, turn.calls = str(node["text"]), bool(node["calls"])
+        turn.told = [str(each["text"]) for each in map(self._node, way[:-1]) if each["role"] in ("system", "user")]
         self._own[place] = turn
         self._shown.add(place)
         self.turns.append(turn)
 
     def is_step(self, turn: _Turn, config: AgentConfig) -> bool:
         """Whether a turn is a step of the policy; call it once all turns are added."""
-        if turn.found is None:
+        if turn.found is None or is_side_call(config.side_calls, turn.told):
             return False
         last = next(each for each in reversed(self.turns) if each.found is not None)
         message = "" if turn is last and config.closing_turn == "gap" else turn.received

@@ -15,7 +15,15 @@ from draco_ray.judging.completion import Completion, Request
 from draco_ray.judging.phases import Credit, Score
 from draco_ray.judging.prompts import load_prompts
 from draco_ray.lab.analysis.judges import NamedJudge, RuleComplete, judge_config
-from draco_ray.lab.analysis.replay import PHASES, REPLAYED, WITH_INTERVAL, agreement_table, archived_calls, replay
+from draco_ray.lab.analysis.replay import (
+    PHASES,
+    REPLAYED,
+    WITH_INTERVAL,
+    agreement_table,
+    archived_calls,
+    repeated_reliability,
+    replay,
+)
 from draco_ray.records import Attribution, Criterion, JudgeCall, ScoredCriterion, Verdict
 from draco_ray.runs import rows
 from draco_ray.runs.directory import RunDirectory
@@ -145,6 +153,22 @@ async def test_every_measure_of_two_groups_has_an_interval(run: RunDirectory) ->
         assert high - low > 0.1, name
 
 
+def test_citations_that_another_judge_repeats_are_reliable() -> None:
+    def table(*repeated: list[int]) -> pa.Table:
+        row = {"training_step": 1, "reference_steps": [2], "rollout_steps": 4, "error": None}
+        rows = [{**row, "task_id": f"t{n}_1", "steps": steps} for n, steps in enumerate(repeated)]
+        # What was not answered, and a scoring call, which cites nothing, say nothing.
+        more = [
+            {**row, "task_id": "t9_1", "steps": [], "error": "no"},
+            {**row, "task_id": "t9_1", "reference_steps": []},
+        ]
+        return pa.Table.from_pylist([*rows, *more], schema=REPLAYED)
+
+    assert repeated_reliability(table([2], [2], [2])) == 1.0
+    assert repeated_reliability(table([3], [3], [1])) == 0.0
+    assert repeated_reliability(table()) is None
+
+
 @pytest.mark.parametrize("judge", [Scripted("I cannot say."), Scripted("", error="prompt too long")])
 async def test_a_useless_reply_leaves_every_criterion_unanswered(run: RunDirectory, judge: Scripted) -> None:
     table = await replay(run, judge, archived_calls(run, [1], PHASES), "other")
@@ -160,13 +184,16 @@ def test_the_rule_judge_is_asked_about_just_what_the_prompt_asked(
     with pytest.raises(SystemExit) as ended:
         main(["replay", str(run.path), "--judge", "rules", "--out", str(tmp_path)])
     assert ended.value.code == 0
-    assert "4 archived prompts to rules" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "4 archived prompts to rules" in printed
     table = pq.read_table(tmp_path / "rules" / "replayed.parquet").to_pylist()
     scored = [(row["reference"], row["verdict"]) for row in table if row["phase"] == "score"]
     assert scored == [(1, 1), (1, 1), (-1, -1), (-1, 1)]
     credited = [row for row in table if row["phase"] == "credit"]
     assert [row["criterion"] for row in credited] == [0, 0]
     assert credited[1]["steps"] == [4]
+    # Of one group nothing is known.
+    assert "algorithm.reliability of the run's citations, if those of rules are right: 0.000" in printed
     agreed = {row["phase"]: row for row in pq.read_table(tmp_path / "rules" / "agreement.parquet").to_pylist()}
     assert agreed["score"]["agreement"] == 0.75
     assert agreed["score"]["false_pass"] == 0.5

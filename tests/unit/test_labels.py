@@ -18,7 +18,7 @@ from draco_ray.judging.build import prompts_of
 from draco_ray.judging.endpoint import shared_ends
 from draco_ray.judging.labels import Label, corrected, examples_of, examples_text, load_labels, taken_back
 from draco_ray.judging.phases import Score, Stage1
-from draco_ray.lab.analysis.labels import against_people, between_people, citations
+from draco_ray.lab.analysis.labels import against_people, between_people, citations, labelled_reliability
 from draco_ray.records import JudgeCall, ScoredCriterion, Verdict
 from draco_ray.runs import rows
 from draco_ray.runs.directory import RunDirectory
@@ -206,6 +206,28 @@ def test_citations_have_a_share_and_an_overlap() -> None:
     assert found.overlap is not None
     assert found.overlap.mean == pytest.approx((1 + 0.5 + 1) / 3)
     assert citations(labels_of((1, 1))) is None
+
+
+def test_citations_recommend_a_reliability() -> None:
+    def labels(*said: tuple[bool, tuple[int, ...] | None]) -> list[Label]:
+        return [
+            Label(**a_label(citation=right, steps=steps, cited=(1, 2), rollout_steps=8, task_id=f"t{number}_1"))
+            for number, (right, steps) in enumerate(said)
+        ]
+
+    right, corrected, wrong = (True, None), (False, (1,)), (False, None)
+    assert labelled_reliability(labels(right, right, right)) == 1.0
+    # Gains 3/4 and 1/2 - 1/8: mean 0.5625, standard error 0.1875; Student's 95 % quantile of 1 degree is 6.31.
+    assert labelled_reliability(labels(right, corrected)) == 0.0
+    many = labelled_reliability(labels(*[right, corrected] * 10))
+    assert many is not None
+    assert 0.9 < many < 1.0
+    # A wrong citation without the right steps is not left out: it counts against the judge.
+    fewer = labelled_reliability(labels(*[right, corrected] * 10, wrong))
+    assert fewer is not None
+    assert fewer < many
+    assert labelled_reliability(labels(wrong, wrong)) == 0.0
+    assert labelled_reliability([Label(**a_label(citation=True, cited=(1,)))]) is None
 
 
 def test_corrected_verdicts_stand_before_the_scoring_prompt_only(tmp_path: Path) -> None:

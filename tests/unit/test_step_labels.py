@@ -14,18 +14,20 @@ from draco_ray.algorithm.rules import find_rule
 from draco_ray.cli import main
 from draco_ray.errors import ConfigError
 from draco_ray.lab.analysis.attribution.step_labels import (
+    BEFORE_ANSWER,
+    EVERY_JUDGE,
     UNIFORM,
     StepLabelFile,
+    calibration_rows,
     label_rows,
     read_step_labels,
     reliability,
-    reliability_rows,
     sample,
 )
 
 
 def trajectory(question: int, human: list[int], final: int = -1) -> dict[str, Any]:
-    return {"q": question, "human": human, "final": final}
+    return {"q": question, "human": human, "final": final, "call": [True] * (len(human) - 1) + [False]}
 
 
 def made_up(questions: int = 24) -> dict[str, Any]:
@@ -69,7 +71,17 @@ def test_trajectories_without_bad_or_without_other_steps_are_left_out() -> None:
     given = {"trajectories": trajectories, "judges": {"a": [each["human"] for each in trajectories]}}
     found = StepLabelFile.model_validate(given)
     assert len(sample(found, winners=False).uniform_N) == 2
+    assert sample(found, winners=False, scope=BEFORE_ANSWER).uniform_N.tolist() == pytest.approx([2 / 3])
     assert not len(sample(found, winners=True).uniform_N)
+
+
+def test_first_errors_and_all_of_the_push_on_them() -> None:
+    trajectories = [trajectory(question, [1, -1, -1]) for question in range(3)]
+    given = {"trajectories": trajectories, "judges": {"a": [[1, -1, 1], [1, 1, -1], [1, 1, 1]]}}
+    found = sample(StepLabelFile.model_validate(given), winners=False)
+    assert found.first_error_N["a"].tolist() == [1.0, 0.0, 0.0]
+    assert found.first_push_N["a"].tolist() == pytest.approx([1.0, 1.0, 2 / 3])
+    assert found.first_error_N[UNIFORM].tolist() == pytest.approx([1 / 3] * 3)
 
 
 def test_intervals_are_over_questions() -> None:
@@ -102,13 +114,23 @@ def test_reliability_is_zero_unless_the_gain_stands_out() -> None:
 
 
 def test_only_a_judge_that_beats_uniform_is_trusted() -> None:
-    rows = {
-        row["judge"]: row["reliability"]
-        for row in reliability_rows(StepLabelFile.model_validate(made_up())).to_pylist()
-    }
-    assert rows["right"] > 0.9
-    assert rows["opposite"] == 0.0
-    assert rows["guess"] < 0.5
+    table = calibration_rows(StepLabelFile.model_validate(made_up()), splits=50)
+    rows = {row["judge"]: row for row in table.to_pylist()}
+    assert rows["right"]["reliability"] > 0.9
+    assert rows["opposite"]["reliability"] == 0.0
+    assert rows["guess"]["reliability"] < 0.5
+    # On other questions the opposite judge is shrunk to uniform.
+    assert rows["right"]["calibrated"] > rows["right"]["uniform"] + 0.2
+    assert rows["opposite"]["draco"] < rows["opposite"]["uniform"] - 0.2
+    assert rows["opposite"]["shrunk"] == 1.0
+    assert rows["opposite"]["calibrated"] == pytest.approx(rows["opposite"]["uniform"])
+    assert all(row["within_tolerance"] >= 0.95 for row in rows.values())
+    assert rows[EVERY_JUDGE]["within_tolerance"] <= min(row["within_tolerance"] for row in rows.values())
+
+
+def test_three_questions_are_too_few_to_split() -> None:
+    rows = calibration_rows(StepLabelFile.model_validate(made_up(3)), splits=50).to_pylist()
+    assert [(row["judge"], row["uniform"]) for row in rows] == [("right", None), ("opposite", None), ("guess", None)]
 
 
 def test_the_share_of_a_calibrated_rule_is_the_mix_of_both_shares() -> None:
@@ -127,10 +149,10 @@ def test_the_command_prints_and_writes_both_tables(tmp_path: Path, capsys: pytes
         main(["attribution-bench", "--labels", str(tmp_path / "labels.json"), "--out", str(tmp_path)])
     assert ended.value.code == 0
     printed = capsys.readouterr().out
-    for expected in ("24 losers (24 questions)", "opposite", "uniform GRPO", "last step", "reliability"):
+    for expected in ("24 losers (24 questions)", "opposite", "uniform GRPO", "last step", "200 splits by question"):
         assert expected in printed
-    assert pq.read_table(tmp_path / "reliability.parquet").num_rows == 3
-    assert pq.read_table(tmp_path / "labels.parquet").num_rows == 2 * 6
+    assert pq.read_table(tmp_path / "reliability.parquet").num_rows == 3 + 1
+    assert pq.read_table(tmp_path / "labels.parquet").num_rows == 2 * 4 * 6
 
 
 @pytest.mark.parametrize(
@@ -149,7 +171,11 @@ def test_the_command_prints_and_writes_both_tables(tmp_path: Path, capsys: pytes
         ),
         ({"judges": {"a": [[2]]}}, "judges.a.0.0: Input should be -1, 0 or 1"),
         ({"trajectories": [{"q": 1, "human": []}]}, "trajectories.0.final: Field required"),
-        ({"trajectories": [trajectory(0, [])]}, "a trajectory has no steps"),
+        ({"trajectories": [{"q": 0, "human": [], "final": 1}]}, "a trajectory has no steps"),
+        (
+            {"trajectories": [trajectory(0, [1]) | {"call": [True, True]}]},
+            "human and call of a trajectory have different",
+        ),
     ],
 )
 def test_what_is_no_labels_file_is_one_line(change: Any, message: str, tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from draco_ray.learner.base import UpdateMetrics
 from draco_ray.pipeline import Group, GroupState
-from draco_ray.records import EpisodeEnd
+from draco_ray.records import EpisodeEnd, Termination
 from draco_ray.summaries import AdvantageSummary, RewardSummary
 from draco_ray.training.metrics import step_metrics, step_spans, update_metrics
 from draco_ray.training.progress import step_line
@@ -56,6 +56,16 @@ def groups() -> list[Group]:
     lost = Group(step=1, index=1, task_id="u_1", prompt=())
     lost.fail("0 of 2 rollouts finished; a group needs at least 2")
     return [good, lost]
+
+
+def test_words_of_a_kind_of_agent_are_shown_if_one_of_them_occurs() -> None:
+    common = ["no_action", "response_limit", "turn_limit", "crashed", "server_error"]
+    # Which agent it was that always reached the limit is not known.
+    assert Termination.shown([Termination.TURN_LIMIT]) == common
+    assert Termination.shown([]) == common
+    assert Termination.shown([Termination.GAVE_UP]) == ["submitted", "gave_up", *common]
+    assert Termination.shown([Termination.FINISHED]) == [*common, "finished"]
+    assert Termination.shown([Termination.FINISHED, Termination.SUBMITTED]) == list(Termination)
 
 
 def test_a_step_counts_what_its_groups_report(groups: list[Group]) -> None:

@@ -30,8 +30,8 @@ PROMPT = (Message(role="user", content="Do it."),)
 class Traced:
     """An episode whose traces are written as verifiers would write them, its policy a script's."""
 
-    def __init__(self) -> None:
-        self.config = AgentConfig(thinking=False, max_turns=1000)
+    def __init__(self, **settings: Any) -> None:
+        self.config = AgentConfig(thinking=False, max_turns=1000, **settings)
         self.sampler = ScriptedSampler(lambda prompt: f"turn {len(self.sampler.asked)}.{END}")
         self.policy = TokenPolicy(self.sampler, CHAT, self.config)
         self.episode = TokenEpisode(REQUEST, self.policy, self.config)
@@ -148,6 +148,19 @@ async def test_who_is_not_trained_is_no_turn_of_the_policys() -> None:
     assert roles[:2] == ["judge", "assistant"]
     assert "player" in roles
     assert all(turn.first_token == turn.last_token for turn in played.turns if turn.role != "assistant")
+
+
+async def test_requests_that_a_rule_names_are_side_calls() -> None:
+    at = Traced(side_calls=("^Name this", "^Summarise"))
+    title, work = at.trace(), at.trace()
+    named = at.says(title, at.says(title, None, "system", "Name this conversation."), "user", "Do it.")
+    await at.policy_says(title, named)
+    first = await at.policy_says(work, at.says(work, None, "user", "Do it."))
+    summary = await at.policy_says(work, at.says(work, first, "user", "Summarise."))
+    await at.policy_says(work, at.says(work, summary, "user", "Go on."))
+    played = at.trajectory()
+    assert [step.text for step in played.steps] == ["turn 2.", "turn 4."]
+    assert int(played.sampled_T.sum()) == sum(map(len, at.sampler.sampled))
 
 
 async def test_tools_stand_once_before_the_first_turn() -> None:

@@ -13,6 +13,7 @@ import pyarrow as pa
 
 from draco_ray.judging.labels import Label
 from draco_ray.lab.analysis.agreement import clustered_interval
+from draco_ray.lab.analysis.attribution.step_labels import Cited, citation_reliability
 from draco_ray.lab.analysis.replay import REPLAYED, agreement_table
 from draco_ray.lab.evaluation.intervals import Interval
 
@@ -78,6 +79,28 @@ def citations(labels: Sequence[Label]) -> Citations | None:
     )
 
 
+def labelled_reliability(labels: Sequence[Label]) -> float | None:
+    """Recommended `algorithm.reliability` (`citation_reliability`); None if no label tells the rollout's steps.
+
+    If a person calls a citation wrong and names no steps, as many others are taken to be right.
+    """
+    return citation_reliability(
+        [
+            # No step is negative.
+            Cited(each.cited, _right(each, otherwise=[-step for step in each.cited]), each.rollout_steps, each.group)
+            for each in labels
+            if each.citation is not None and each.cited and each.rollout_steps
+        ]
+    )
+
+
+def _right(label: Label, *, otherwise: Sequence[int] = ()) -> Sequence[int]:
+    """The right steps by a label; ``otherwise`` if it does not name them."""
+    if label.citation:
+        return label.cited
+    return otherwise if label.steps is None else label.steps
+
+
 def _of_verdicts(labels: Sequence[Label]) -> list[Label]:
     return [label for label in labels if label.verdict is not None]
 
@@ -104,5 +127,5 @@ def _table(rows: Sequence[Row]) -> pa.Table:
 
 def _overlap(labels: Sequence[Label]) -> float:
     """Mean Jaccard index of cited steps and right steps; two empty sets have index 1."""
-    pairs = [(set(label.cited), set(label.cited if label.citation else label.steps or ())) for label in labels]
+    pairs = [(set(label.cited), set(_right(label))) for label in labels]
     return float(np.mean([len(a & b) / len(a | b) if a | b else 1.0 for a, b in pairs])) if pairs else float("nan")

@@ -28,6 +28,7 @@ from draco_ray.lab.analysis.agreement import (
     clustered_interval,
     contingency,
 )
+from draco_ray.lab.analysis.attribution.step_labels import Cited, citation_reliability
 from draco_ray.lab.rows import columns, finite, grouped, table_of
 from draco_ray.records import Criterion, IntArray, Message, Verdict
 from draco_ray.runs.directory import RunDirectory
@@ -47,7 +48,7 @@ REPLAYED = columns(
     "string: phase",
     "int64: criterion",
     "string: title",
-    "int64: reference verdict",
+    "int64: reference verdict rollout_steps",
     "int64[]: reference_steps steps",
     "float64: dollars",
     "string: error",
@@ -137,6 +138,7 @@ async def replay(run: RunDirectory, complete: Completer, calls: Sequence[Archive
             "title": call.rubric[index].title,
             "reference": int(call.reference[index]),
             "verdict": None if error else int(verdicts[index]),
+            "rollout_steps": call.steps,
             "reference_steps": call.cited[index],
             "steps": [] if error else cited[index],
             "dollars": dollars / len(call.criteria),
@@ -166,6 +168,20 @@ def agreement_table(replayed: pa.Table) -> Iterator[Row]:
         yield {**about, **_compare(found), **_intervals(found)}
         for step, mine in sorted(grouped(found, "training_step").items()):
             yield {**about, "training_step": step, **_compare(mine)}
+
+
+def repeated_reliability(replayed: pa.Table) -> float | None:
+    """`citation_reliability` of the run's citations if the other judge's were right; None if no step is cited.
+
+    Against the run's own judge it is an upper limit: a judge that repeats a mistake counts as right.
+    """
+    return citation_reliability(
+        [
+            Cited(row["reference_steps"], row["steps"], row["rollout_steps"], (row["training_step"], row["task_id"]))
+            for row in replayed.to_pylist()
+            if row["reference_steps"] and row["error"] is None
+        ]
+    )
 
 
 def check_steps(run: RunDirectory, steps: Sequence[int]) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import bisect
 import json
-import re
 import secrets
 import time
 from collections.abc import Mapping, Sequence
@@ -25,7 +24,7 @@ from draco_ray.records import PROGRAM, TOOLS, EpisodeEnd, Message, Trajectory, T
 from draco_ray.rollout.agent import RolloutRequest
 from draco_ray.rollout.code_block import cut_output, numbered
 from draco_ray.rollout.endpoint.asking import AskingEpisode
-from draco_ray.rollout.endpoint.turns import Refused, TurnReply, TurnRequest, identity
+from draco_ray.rollout.endpoint.turns import Refused, TurnReply, TurnRequest, identity, is_side_call
 from draco_ray.rollout.tokens import TokenPolicy, TokenSequence, beginnings, joined
 
 _NO_TOOLS = "[]"
@@ -307,9 +306,8 @@ class Episode(AskingEpisode):
         return [*tools, *counted, *new]
 
     def _is_side_call(self, messages: Sequence[Mapping[str, Any]]) -> bool:
-        """Whether a rule of ``agent.side_calls`` matches the first or the last of the system and user messages."""
         told = [str(each["content"]) for each in messages if each["role"] in ("system", "user")]
-        return any(re.search(rule, text) for rule in self._config.side_calls for text in (*told[:1], *told[-1:]))
+        return is_side_call(self._config.side_calls, told)
 
     def _is_step(self, turn: _Turn) -> bool:
         """Whether a turn is a step that gets credit. The program has received every turn; side calls are gaps."""

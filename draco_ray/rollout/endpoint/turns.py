@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -95,6 +96,11 @@ class TurnReply:
 def arguments_json(call: ToolCall) -> str:
     """The arguments of a call as OpenAI's APIs send them."""
     return json.dumps(dict(call.arguments), ensure_ascii=False)
+
+
+def is_side_call(rules: Iterable[str], told: Sequence[str]) -> bool:
+    """Whether one of ``agent.side_calls`` matches the first or the last of the system and user messages."""
+    return any(re.search(rule, text) for rule in rules for text in (*told[:1], *told[-1:]))
 
 
 def identity(message: Mapping[str, Any]) -> str:

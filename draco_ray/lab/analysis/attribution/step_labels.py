@@ -1,8 +1,9 @@
 """Judges' step labels against people's: the share of the push that the credit rule puts on steps people call bad.
 
 A labels file is JSON and holds no text: ``trajectories``, each with its question ``q``, people's label of every step
-(``human``: 1 right, 0 neutral, -1 wrong) and whether the task was solved (``final``: 1 or -1); and ``judges``, a map
-from name to the labels of every trajectory in the same order, with null for a step without a label.
+(``human``: 1 right, 0 neutral, -1 wrong), whether the task was solved (``final``: 1 or -1) and, if known, which steps
+call a tool (``call``); and ``judges``, a map from name to the labels of every trajectory in the same order, with null
+for a step without a label.
 
 The paper's rule sees each label as citations of its step: 1 is a pass, -1 a fail, 0 a pass and a fail (Q 1/2); a step
 without a label is uncited. Every step counts as one token, so that the push does not depend on a step's length. The
@@ -13,10 +14,10 @@ measure is the bad steps' share of the push in trajectories with both bad and ot
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 from pydantic import BaseModel, ValidationError
@@ -33,6 +34,11 @@ from draco_ray.runs.rows import Row
 Label = Literal[-1, 0, 1]
 StepLabels = Sequence[Label | None]
 LEVEL = 0.95
+TOLERANCE = 0.02
+"""How far below uniform GRPO the share of a calibrated judge may be."""
+EVERYTHING, BEFORE_ANSWER = "all", "before the answer"
+"""Scopes; the second leaves out trajectories whose only bad step is the final answer."""
+EVERY_JUDGE = "all judges at once"
 PEOPLE, UNIFORM, LAST_STEP = "people's own labels", "uniform GRPO", "last step"
 """Baseline rows: people's labels under the same rule, no step credit, and all of the push on the last step."""
 VERDICTS: dict[Label | None, tuple[Verdict, ...]] = {
@@ -47,14 +53,21 @@ class LabelledTrajectory(BaseModel):
     """One trajectory, without its text."""
 
     q: int | str
-    """Question; trajectories of the same question are resampled together."""
+    """Question; trajectories of the same question are resampled and split together."""
     human: list[Label]
     final: Literal[-1, 1]
+    call: list[bool] | None = None
 
     @property
     def bad_M(self) -> BoolArray:
         """Steps that people call wrong."""
         return np.array(self.human) == -1
+
+    @property
+    def before_answer(self) -> bool:
+        """Whether a step before the final answer (a last step without a tool call) is bad."""
+        acts = self.call is not None and self.call[-1]
+        return bool(self.bad_M[: None if acts else -1].any())
 
 
 class StepLabelFile(BaseModel):
@@ -74,6 +87,10 @@ class Sample:
     """Share of the push on bad steps without step credit."""
     share_N: Mapping[str, FloatArray]
     """The same share under the paper's rule, by judge (and for the baseline rows)."""
+    first_push_N: Mapping[str, FloatArray]
+    """The same share if a loser's push falls on the first step that the judge calls bad; without one, uniform."""
+    first_error_N: Mapping[str, FloatArray]
+    """Whether the first step that the judge calls bad is people's first; by chance for `UNIFORM`."""
 
     @property
     def questions(self) -> int:
@@ -97,8 +114,10 @@ def read_step_labels(path: Path) -> StepLabelFile:
     steps = [len(each.human) for each in found.trajectories]
     if not all(steps):
         raise ConfigError(f"--labels {path}: a trajectory has no steps")
+    if any(each.call is not None and len(each.call) != len(each.human) for each in found.trajectories):
+        raise ConfigError(f"--labels {path}: human and call of a trajectory have different numbers of steps")
     for judge, labels in found.judges.items():
-        if judge in (PEOPLE, UNIFORM, LAST_STEP):
+        if judge in (PEOPLE, UNIFORM, LAST_STEP, EVERY_JUDGE):
             raise ConfigError(
                 f"--labels {path}: judge {judge!r}: the table has a row of this name; expected another name"
             )
@@ -116,12 +135,15 @@ def read_step_labels(path: Path) -> StepLabelFile:
     return found
 
 
-def sample(found: StepLabelFile, *, winners: bool) -> Sample:
-    """The push on bad steps, for the winners or the losers."""
+def sample(found: StepLabelFile, *, winners: bool, scope: str = EVERYTHING) -> Sample:
+    """The push on bad steps, for the winners or the losers of a scope."""
     kept = [
         index
         for index, each in enumerate(found.trajectories)
-        if (each.final == 1) is winners and each.bad_M.any() and not each.bad_M.all()
+        if (each.final == 1) is winners
+        and each.bad_M.any()
+        and not each.bad_M.all()
+        and (scope == EVERYTHING or each.before_answer)
     ]
     chosen = [found.trajectories[index] for index in kept]
     advantage = 1.0 if winners else -1.0
@@ -130,6 +152,9 @@ def sample(found: StepLabelFile, *, winners: bool) -> Sample:
     }
     labels[PEOPLE] = [each.human for each in chosen]
     uniform_N = np.array([each.bad_M.mean() for each in chosen])
+    first_N = [_first(each.human) for each in chosen]
+    firsts = {judge: [_first(own) for own in given] for judge, given in labels.items()}
+    firsts[LAST_STEP] = [len(each.human) - 1 for each in chosen]
     return Sample(
         question_N=np.unique([str(each.q) for each in chosen], return_inverse=True)[1],
         uniform_N=uniform_N,
@@ -138,18 +163,37 @@ def sample(found: StepLabelFile, *, winners: bool) -> Sample:
             LAST_STEP: np.array([float(each.bad_M[-1]) for each in chosen]),
             **{judge: _pushes(advantage, given, chosen) for judge, given in labels.items()},
         },
+        first_push_N={UNIFORM: uniform_N}
+        | {
+            judge: np.array(
+                [e.bad_M.mean() if n is None else e.bad_M[n] for n, e in zip(own, chosen, strict=True)], float
+            )
+            for judge, own in firsts.items()
+        },
+        first_error_N={UNIFORM: np.array([1 / len(each.human) for each in chosen])}
+        | {
+            judge: np.array([a == b for a, b in zip(own, first_N, strict=True)], float) for judge, own in firsts.items()
+        },
     )
 
 
-@table_of("string: judge measure", "int64: trajectories questions", "float64: value low high")
+@table_of("string: scope judge measure", "int64: trajectories questions", "float64: value low high")
 def label_rows(found: StepLabelFile) -> Iterator[Row]:
-    """The shares of losers and winners by judge, with bootstrap intervals; by descending share of the losers."""
-    losers, winners = sample(found, winners=False), sample(found, winners=True)
-    for judge in sorted(losers.share_N, key=lambda name: -float(np.sum(losers.share_N[name]))):
-        for measure, of in (("losers", losers), ("winners", winners)):
-            about = {"judge": judge, "measure": measure, "trajectories": len(of.uniform_N), "questions": of.questions}
-            share = mean_share(of.share_N[judge], of.question_N)
-            yield about | ({} if share is None else {"value": share.mean, "low": share.low, "high": share.high})
+    """Every measure by scope and judge, with bootstrap intervals; judges by descending share of the losers."""
+    for scope in (EVERYTHING, BEFORE_ANSWER):
+        losers, winners = (sample(found, winners=won, scope=scope) for won in (False, True))
+        measures = {
+            "losers": (losers, losers.share_N),
+            "first_error": (losers, losers.first_error_N),
+            "first_push": (losers, losers.first_push_N),
+            "winners": (winners, winners.share_N),
+        }
+        for judge in sorted(losers.share_N, key=lambda name: -float(np.sum(losers.share_N[name]))):
+            for measure, (of, values) in measures.items():
+                about: Row = {"scope": scope, "judge": judge, "measure": measure}
+                about |= {"trajectories": len(of.uniform_N), "questions": of.questions}
+                share = mean_share(values[judge], of.question_N)
+                yield about | ({} if share is None else {"value": share.mean, "low": share.low, "high": share.high})
 
 
 def reliability(gain_N: FloatArray, question_N: IntArray) -> float:
@@ -171,15 +215,77 @@ def reliability(gain_N: FloatArray, question_N: IntArray) -> float:
     return max(0.0, 1.0 - variance * student_quantile(many - 1, LEVEL) ** 2 / gain**2)
 
 
-@table_of("string: judge", "float64: reliability")
-def reliability_rows(found: StepLabelFile) -> Iterator[Row]:
-    """The recommended reliability of every judge, highest first."""
+class Cited(NamedTuple):
+    """Steps cited for a verdict, and those that are right."""
+
+    cited: Collection[int]
+    right: Collection[int]
+    steps: int
+    """Number of steps of the rollout."""
+    group: object
+
+
+def citation_reliability(citations: Sequence[Cited]) -> float | None:
+    """`reliability` over groups of one citation or more; None without any.
+
+    A citation gains the right steps' share of what it cites, less their share of the rollout, as steps of equal length
+    take the push. A rollout's citations are not weighed against each other.
+
+    >>> found = citation_reliability([Cited([2], [2], 4, 1), Cited([3], [3], 5, 2), Cited([1, 3], [1], 8, 3)])
+    >>> round(found, 2)
+    0.63
+    """
+    if not citations:
+        return None
+    gain_N = np.array([len({*c.cited} & {*c.right}) / len(c.cited) - len(c.right) / c.steps for c in citations])
+    return reliability(gain_N, np.unique([repr(c.group) for c in citations], return_inverse=True)[1])
+
+
+@table_of("string: judge", "float64: reliability uniform draco calibrated low shrunk within_tolerance")
+def calibration_rows(found: StepLabelFile, *, splits: int, seed: int = 0) -> Iterator[Row]:
+    """The recommended reliability of every judge, highest first, and what such a value does on other questions.
+
+    A split divides the losers' questions at random: the reliability measured on one half is applied to the other. The
+    calibrated share is the mix of both rules' shares, because both push as much in all. ``uniform``, ``draco``,
+    ``calibrated`` and ``shrunk`` (1 - reliability) are means over splits, ``low`` is the 5th percentile of
+    ``calibrated``, and ``within_tolerance`` the share of splits in which it is at least ``uniform`` - `TOLERANCE`;
+    for `EVERY_JUDGE`, for all of them. They are null with fewer than four questions.
+    """
     losers = sample(found, winners=False)
-    trusted = {
-        judge: reliability(losers.share_N[judge] - losers.uniform_N, losers.question_N) for judge in found.judges
-    }
+    gains = {judge: losers.share_N[judge] - losers.uniform_N for judge in found.judges}
+    trusted = {judge: reliability(gain_N, losers.question_N) for judge, gain_N in gains.items()}
+    random = np.random.default_rng(seed)
+    halves = [
+        np.isin(losers.question_N, random.permutation(losers.questions)[: losers.questions // 2])
+        for _ in range(splits if losers.questions >= 4 else 0)
+    ]
+    uniform_S = np.array([losers.uniform_N[~half_N].mean() for half_N in halves])
+    within_S = np.ones(len(halves), dtype=np.bool_)
     for judge in sorted(trusted, key=lambda name: -trusted[name]):
-        yield {"judge": judge, "reliability": trusted[judge]}
+        row: Row = {"judge": judge, "reliability": trusted[judge]}
+        if halves:
+            gain_N = gains[judge]
+            trusted_S = np.array([reliability(gain_N[half_N], losers.question_N[half_N]) for half_N in halves])
+            gain_S = np.array([gain_N[~half_N].mean() for half_N in halves])
+            calibrated_S = uniform_S + trusted_S * gain_S
+            good_S = calibrated_S >= uniform_S - TOLERANCE
+            within_S &= good_S
+            row |= {
+                "uniform": uniform_S.mean(),
+                "draco": (uniform_S + gain_S).mean(),
+                "calibrated": calibrated_S.mean(),
+                "low": np.quantile(calibrated_S, 1 - LEVEL),
+                "shrunk": 1 - trusted_S.mean(),
+                "within_tolerance": good_S.mean(),
+            }
+        yield row
+    if halves:
+        yield {"judge": EVERY_JUDGE, "within_tolerance": within_S.mean()}
+
+
+def _first(labels: StepLabels) -> int | None:
+    """The first step labelled bad, 0-based; None if there is none."""
+    return next((step for step, label in enumerate(labels) if label == -1), None)
 
 
 def _pushes(advantage: float, labels: Sequence[StepLabels], chosen: Sequence[LabelledTrajectory]) -> FloatArray:

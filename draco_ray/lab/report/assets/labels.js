@@ -44,6 +44,7 @@ function labelForm(group, data, rollout, at) {
     run: index.run, run_id: index.id, training_step: group.step, task_id: group.task, rollout: rollout.rollout, criterion: at,
     title: criterion.title, description: criterion.description, evaluator_instruction: criterion.evaluator_instruction, task: group.asked,
     judge: judged, evidence: evidence || "", justification: justification || "", verdict: null, cited: credit ? credit.steps : [], citation: null, steps: null,
+    rollout_steps: rollout.turns.filter((turn) => turn.step !== null).length,
     note: "", by: labels.by, drawn: labels.drawn.has(key) };
 
   function change(values) {
