@@ -1,5 +1,8 @@
 """What asynchronous training gains and costs: steps an hour and held-out gain at each `train.staleness`, over seeds.
 
+`train.staleness` is an upper limit: where the engine is the slowest part, hardly a rollout is sampled ahead. The table
+says how many versions the rollouts were behind; with a slow judge (judge.rule_judge.latency=20) they are.
+
 python jobs/bench_staleness.py [KEY=VALUE ...] [--staleness "0 1 2 4"] [--seeds 3] [--steps 6] [--root DIR]
                                [--measured DIR] [--print-only]
 
@@ -16,7 +19,7 @@ import statistics
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from ablation import percent
@@ -50,20 +53,30 @@ def speed_file(folder: Path, of: Wanted) -> Path:
 
 
 def keep_speed(root: Path, folder: Path, of: Wanted) -> None:
-    """Write the steps an hour of a run, its first step left out, and the machine's load at the end."""
-    seconds = [line["seconds"] for line in RunDirectory.open(root / of.name).metrics()[1:]]
+    """Write the steps an hour of a run, its first step left out, how old its rollouts were, and the machine's load."""
+    run = RunDirectory.open(root / of.name)
+    seconds = [line["seconds"] for line in run.metrics()[1:]]
     if seconds:
-        said = {"steps_an_hour": 3600 / statistics.fmean(seconds), "load": os.getloadavg()[1]}
+        said = {"steps_an_hour": 3600 / statistics.fmean(seconds), "behind": behind(run), "load": os.getloadavg()[1]}
         speed_file(folder, of).write_text(f"{json.dumps(said)}\n", encoding="utf-8")
 
 
-def table(found: Mapping[Cell, Measured], speeds: Mapping[Cell, float], runs_per_task: int) -> str:
+def behind(run: RunDirectory) -> list[int]:
+    """By how many versions the policy of each trained rollout was behind the learner's at the step's beginning."""
+    return [
+        line["step"] - 1 - row["policy_version"]
+        for line in run.metrics()
+        for row in run.table("trajectories", line["step"], ["policy_version"]).to_pylist()
+    ]
+
+
+def table(found: Mapping[Cell, Measured], speeds: Mapping[Cell, Mapping[str, Any]], runs_per_task: int) -> str:
     """A line a staleness, as Markdown; "-" where nothing was measured."""
     lines = [
         "| staleness | seeds | held-out TGC | gain | difference of the gain to staleness 0, same seeds | steps per "
-        "hour |"
+        "hour | versions behind, mean (most) |"
     ]
-    lines.append(f"|{'---|' * 6}")
+    lines.append(f"|{'---|' * 7}")
     for staleness in sorted({each for each, _ in found}):
         here = {seed: run for (of, seed), run in found.items() if of == staleness}
         at_once = {seed: run for (of, seed), run in found.items() if of == 0}
@@ -72,10 +85,12 @@ def table(found: Mapping[Cell, Measured], speeds: Mapping[Cell, float], runs_per
         shared = sorted(here.keys() & at_once.keys()) if staleness else []
         sides = (after_training([side[seed] for seed in shared], runs_per_task) for side in (here, at_once))
         less = percent(difference(*sides), "+") if shared else "-"
-        hourly = [speeds[staleness, seed] for seed in here if (staleness, seed) in speeds]
-        rate = f"{statistics.fmean(hourly):.1f}" if hourly else "-"
+        known = [speeds[staleness, seed] for seed in here if (staleness, seed) in speeds]
+        rate = f"{statistics.fmean(each['steps_an_hour'] for each in known):.1f}" if known else "-"
+        versions = [version for each in known for version in each["behind"]]
+        age = f"{statistics.fmean(versions):.2f} ({max(versions)})" if versions else "-"
         ended = percent(after_training(runs, runs_per_task).interval())
-        lines.append(f"| {staleness} | {len(here)} | {ended} | {percent(gain, '+')} | {less} | {rate} |")
+        lines.append(f"| {staleness} | {len(here)} | {ended} | {percent(gain, '+')} | {less} | {rate} | {age} |")
     return "\n".join(lines)
 
 
@@ -114,7 +129,7 @@ def main(
 
     def show() -> None:
         files = {cell: speed_file(folder, cells[cell]) for cell in found}
-        speeds = {cell: json.loads(file.read_text())["steps_an_hour"] for cell, file in files.items() if file.exists()}
+        speeds = {cell: json.loads(file.read_text()) for cell, file in files.items() if file.exists()}
         print(f"\n{table(found, speeds, runs_per_task)}", flush=True)
 
     if found:

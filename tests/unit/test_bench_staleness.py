@@ -45,10 +45,11 @@ def test_finished_runs_make_the_table_and_unfinished_ones_are_left_out(
             policy="policy",
         )
         measured.write(tmp_path / f"{of.name}.jsonl", of.words, made)
-        job.speed_file(tmp_path, of).write_text(json.dumps({"steps_an_hour": hourly}))  # type: ignore[attr-defined]
+        job.speed_file(tmp_path, of).write_text(json.dumps({"steps_an_hour": hourly, "behind": [0, 0, 0, staleness]}))  # type: ignore[attr-defined]
     job.main(steps=4, measured=tmp_path, print_only=True)  # type: ignore[attr-defined]
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in capsys.readouterr().out.splitlines() if line]
     assert [(row[0], row[1], row[5]) for row in rows[2:]] == [("0", "1", "40.0"), ("2", "1", "70.0")]
+    assert [row[6] for row in rows[2:]] == ["0.00 (0)", "0.50 (2)"]
     assert rows[2][3].startswith("+40.0")
     assert rows[2][4] == "-"
     assert rows[3][4].startswith("-20.0")
