@@ -94,15 +94,13 @@ def _print_throughput(
         f"\nrollouts per hour by GPUs and staleness, with {rollouts:,} rollouts per step; GPUs are divided as in the "
         "run; slots, judge workers and judge limits grow with the engines"
     )
-    table = Table(box=None, pad_edge=False)
-    for name in ("GPUs", "engines", *(f"staleness {ahead}" for ahead in staleness)):
-        table.add_column(name, justify="right")
+    # A row is printed as soon as it is known: large ones take minutes.
+    console.print("  ".join(("GPUs", "engines", *(f"staleness {ahead:<2}" for ahead in staleness))))
     for gpus in GPUS:
         setting = on_gpus(run, replace(run.setting, **changed), gpus)
         with console.status(f"simulating {gpus} GPUs"):
             rates = [throughput(run, replace(setting, staleness=n), speeds, rollouts, seed) for n in staleness]
-        table.add_row(str(gpus), str(setting.engines), *(f"{rate:,.0f}" for rate in rates))
-    console.print(table)
+        console.print("  ".join((f"{gpus:4}", f"{setting.engines:7}", *(f"{rate:12,.0f}" for rate in rates))))
 
 
 def _column(size: Size) -> dict[str, str]:
