@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 
 from rich.console import Console
 
@@ -111,15 +112,18 @@ def check_prompts(start: Start) -> None:
 
 
 def check_engine_arguments(start: Start) -> None:
-    """Check the names in ``engine.vllm``, which only vLLM knows; importing it takes seconds."""
-    if start.config.engine.vllm:
+    """Check the names in ``engine.vllm``, which only vLLM knows; importing it takes seconds.
+
+    The engines check them where the driver's node has no vLLM.
+    """
+    if start.config.engine.vllm and find_spec("vllm") is not None:
         check_argument_names(start.config.engine.vllm)
 
 
 def check_tool_parser(start: Start) -> None:
-    """Check that vLLM has ``agent.tool_parser``, and that it works with the model's tokenizer."""
+    """Check that vLLM has ``agent.tool_parser``, and that it works with the model's tokenizer, as above."""
     config = start.config
-    if config.agent.tool_parser is not None and start.has_model:
+    if config.agent.tool_parser is not None and start.has_model and find_spec("vllm") is not None:
         ToolCallReader(chat_tokens(config), config.agent.tool_parser)
 
 
