@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -38,13 +39,13 @@ def log() -> Log:
 
 
 @pytest.fixture
-def learner(log: Log, tmp_path: Path) -> RayLoraLearner:
-    made = RayLoraLearner(ModelConfig(path="model"), LearnerConfig(), run=tmp_path, seed=0)
+def learner(log: Log, tmp_path: Path) -> Any:
+    made: Any = RayLoraLearner(ModelConfig(path="model"), LearnerConfig(), run=tmp_path, seed=0)
     made._log = SimpleNamespace(submit=SimpleNamespace(remote=log.submit))
     return made
 
 
-async def test_each_group_is_sent_once_and_those_that_wait_are_sent_together(log: Log, learner: RayLoraLearner) -> None:
+async def test_each_group_is_sent_once_and_those_that_wait_are_sent_together(log: Log, learner: Any) -> None:
     first = asyncio.create_task(learner.accumulate("a"))
     await settle()
     others = [asyncio.create_task(learner.accumulate(each)) for each in "bc"]
@@ -69,7 +70,7 @@ async def test_each_group_is_sent_once_and_those_that_wait_are_sent_together(log
     await step
 
 
-async def test_groups_that_come_at_the_same_time_are_one_command(log: Log, learner: RayLoraLearner) -> None:
+async def test_groups_that_come_at_the_same_time_are_one_command(log: Log, learner: Any) -> None:
     calls = [asyncio.create_task(learner.accumulate(each)) for each in "abc"]
     await settle()
     assert log.commands == [Accumulate(groups=("a", "b", "c"))]
@@ -77,9 +78,7 @@ async def test_groups_that_come_at_the_same_time_are_one_command(log: Log, learn
     await asyncio.gather(*calls)
 
 
-async def test_a_failure_reaches_every_caller_and_later_groups_are_still_sent(
-    log: Log, learner: RayLoraLearner
-) -> None:
+async def test_a_failure_reaches_every_caller_and_later_groups_are_still_sent(log: Log, learner: Any) -> None:
     calls = [asyncio.create_task(learner.accumulate(each)) for each in "ac"]
     await settle()
     log.done[0].set_exception(LearnerError("lost"))
