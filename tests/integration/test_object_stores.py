@@ -172,7 +172,7 @@ def test_a_training_run_is_in_the_store_goes_on_from_there_and_is_read_there(
         return config, dict.fromkeys(TASKS, ()), task_order(config, TASKS)
 
     def played(
-        config: DracoConfig, prompts: object, order: object, run: RunDirectory, start: Any, console: Any
+        config: DracoConfig, prompts: object, order: object, run: RunDirectory, start: Any, console: Any, url: str
     ) -> Path:
         step = start.step + 1
         steps.append(step)

@@ -236,9 +236,10 @@ def test_a_job_that_is_ended_ends_its_run(job: Any, tmp_path: Path) -> None:
             time.sleep(0.05)
         os.kill(os.getpid(), signal.SIGTERM)
 
+    before = signal.getsignal(signal.SIGTERM)
     threading.Thread(target=end, daemon=True).start()
     assert job.wait_for(["sh", "-c", f"trap 'exit 5' TERM; touch {began}; while :; do sleep 0.05; done"]) == 5
-    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
 def test_other_words_are_another_run(job: Any, tmp_path: Path) -> None:
