@@ -164,7 +164,7 @@ demo-real: LIBRARY := --settings draco --seeds 1
 demo-real-seeds: LIBRARY := --settings "draco no-credit outcome" --seeds 6
 demo-real demo-real-seeds: .cache/library/policy
 	$(VENV)/bin/python jobs/ablation.py --preset examples/library/environment.yaml $(LIBRARY) --every 6 --runs-per-task 1 --root .cache/library/runs $(ARGS) model.path=.cache/library/policy
-	for run in $$(ls -d .cache/library/runs/draco-library-seed*); do $(DRACO) report $$run || exit 1; done
+	for run in .cache/library/runs/draco-library-seed*; do if [ -f $$run/metrics.jsonl ]; then $(DRACO) report $$run || exit 1; fi; done
 
 .cache/library/policy: | setup
 	test -d .cache/models/smollm2-135m || $(DRACO) model fetch smollm2-135m

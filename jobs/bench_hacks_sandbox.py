@@ -59,7 +59,8 @@ class Watched:
 def wanted(hole: str, seed: int, steps: int, policy: Path, overrides: tuple[str, ...]) -> Wanted:
     """The run of a cell."""
     held_out = (f"model=openai/{MODEL_NAME}", f"api_base=http://127.0.0.1:{PORT}/v1", f"api_key_env={KEY}", "share=1")
-    use = () if hole == CLEAN else (f"judge.rule_judge.use={Path(__file__).parent / 'hacks.py'}:{hole}",)
+    # Relative paths, so that figures measured elsewhere are recognised.
+    use = () if hole == CLEAN else (f"judge.rule_judge.use=jobs/hacks.py:{hole}",)
     return Wanted(
         preset=SANDBOX,
         setting="draco",
@@ -143,10 +144,10 @@ def main(
     print_only: Annotated[bool, typer.Option("--print-only", help="Only print the figures of finished runs.")] = False,
 ) -> None:
     """Train all, runs with a hole first, and print the tables after each run."""
+    policy, world = root / "starter", Path(load_config(SANDBOX).data.root)
     root = root.resolve()
     folder = measured or root / "measured"
     folder.mkdir(parents=True, exist_ok=True)
-    policy, world = root / "starter", Path(load_config(SANDBOX).data.root)
     runs = [(hole, seed) for seed in range(seeds) for hole in holes.split()] + [(CLEAN, seed) for seed in range(clean)]
     cells = {cell: wanted(*cell, steps, policy, tuple(overrides or ())) for cell in runs}
     found: dict[Cell, tuple[Measured, Watched]] = {}

@@ -89,7 +89,7 @@ def print_table(found: Mapping[Cell, Measured], plans: Sequence[str], runs: int)
 
 
 def step_over_bound(run: RunDirectory) -> float:
-    """Seconds of a run's steps after the first, as a multiple of their critical paths (`critical_path.py`).
+    """Duration of a run's steps, without the first, divided by their critical paths' (`critical_path.py`).
 
     The run recorded when the learner was busy, not with which group: its time is divided by the groups' tokens, with
     nothing for the updates, so that the path is no longer than it was.
@@ -128,7 +128,7 @@ def step_over_bound(run: RunDirectory) -> float:
 
 
 def print_bounds(runs: Mapping[str, Sequence[Path]]) -> None:
-    """A line a plan: how long its steps took as a multiple of their critical paths, in the runs that are here."""
+    """Print a line for each plan: `step_over_bound` of its runs that are in this folder."""
     for plan, folders in runs.items():
         try:
             found = [step_over_bound(RunDirectory.open(each)) for each in folders if (each / "config.yaml").is_file()]

@@ -436,7 +436,7 @@ def row_logprobs(model: Any, row: Sequence[Rollout], device: str) -> Any:
     tokens_T = torch.tensor([token for rollout in row for token in rollout.token_ids], device=device)
     position_T = torch.cat([torch.arange(length) for length in lengths]).to(device)
     rollout_T = torch.repeat_interleave(torch.arange(len(row)), torch.tensor(lengths)).to(device)
-    # Each token sees its own rollout up to itself.
+    # Causal attention within each rollout.
     mask_TT = (rollout_T[:, None] == rollout_T[None, :]).tril()
     target_V = torch.tensor([flag for rollout in row for flag in rollout.sampled], device=device).nonzero()[:, 0]
     logits_VW = model(

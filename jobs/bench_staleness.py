@@ -87,7 +87,7 @@ def table(found: Mapping[Cell, Measured], speeds: Mapping[Cell, Mapping[str, Any
         less = percent(difference(*sides), "+") if shared else "-"
         known = [speeds[staleness, seed] for seed in here if (staleness, seed) in speeds]
         rate = f"{statistics.fmean(each['steps_an_hour'] for each in known):.1f}" if known else "-"
-        versions = [version for each in known for version in each["behind"]]
+        versions = [version for each in known for version in each.get("behind", ())]
         age = f"{statistics.fmean(versions):.2f} ({max(versions)})" if versions else "-"
         ended = percent(after_training(runs, runs_per_task).interval())
         lines.append(f"| {staleness} | {len(here)} | {ended} | {percent(gain, '+')} | {less} | {rate} | {age} |")

@@ -272,7 +272,7 @@ class Result:
     before: ClusteredMean
     after: ClusteredMean
     hourly: float | None
-    """Steps an hour, mean over seeds; None: nobody made two steps."""
+    """Steps an hour, mean over seeds; None if no run has two steps."""
 
 
 def results(root: Path) -> list[Result]:

@@ -35,7 +35,7 @@ from draco_ray.sandbox.rule_judge.noise import Noise
 SHOWN_BY_FAULT = ("kappa", "citation_precision", "citation_recall", "hit_at_1", "push_share")
 """Measures printed for each kind of fault."""
 SPLITS = 200
-"""Random splits of the questions with --labels."""
+"""With --labels: number of random splits of the questions."""
 CALIBRATION = ("reliability", "uniform", "draco", "calibrated", "low", "shrunk", "within_tolerance")
 ROLLOUTS = "rollouts.json"
 """File of executed rollouts in the folder of the tables; reused by the next call."""

@@ -355,7 +355,7 @@ def test_terminations_are_the_modes_of_the_paper_and_unknown_where_one_was_not_r
     file.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
     table = TABLES["terminations"](read_settings([old]))
     cells = {column.path[-1]: cell for column, cell in zip(table.columns, table.rows[0][1], strict=True)}
-    # Which words are its agent's is not known either.
+    # Its kind of agent is not known either.
     assert {name for name, cell in cells.items() if cell is None} == {mode.replace("_", " ") for mode in own[2:]}
     assert "Termination modes were not recorded: old on AppWorld TN." in table.notes
 

@@ -65,7 +65,7 @@ class LabelledTrajectory(BaseModel):
 
     @property
     def before_answer(self) -> bool:
-        """Whether a step before the final answer (a last step without a tool call) is bad."""
+        """Whether any step but the final answer is bad; the final answer is a last step without a tool call."""
         acts = self.call is not None and self.call[-1]
         return bool(self.bad_M[: None if acts else -1].any())
 
