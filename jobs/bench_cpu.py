@@ -49,7 +49,16 @@ PARTS = {
     "site-packages/ray/": "Ray",
 }
 """Text in a process's command line -> its part of the run. A process without any of these counts with its parent."""
-BARE_RAY = "import ray, sys, time; ray.init(address='local', num_cpus=2, log_to_driver=False); time.sleep(1e6)"
+BARE_RAY = """\
+import ray, sys, time
+
+class Idle:
+    pass
+
+ray.init(address="local", num_cpus=2, log_to_driver=False)
+actors = [ray.remote(num_cpus=0)(Idle).remote() for _ in range(int(sys.argv[1]))]
+time.sleep(1e6)
+"""
 REPLAY = """\
 import json, sys, time
 from appworld import AppWorld, update_root
@@ -193,9 +202,7 @@ def arithmetic(run: RunDirectory, sequences: Sequence[Sequence[int]]) -> float:
 
 
 def idle(root: Path, seconds: float, config: Sequence[str]) -> None:
-    """Print the cores that Ray alone takes, and those of a run whose judge has not answered for a while."""
-    bare = psutil.Popen([sys.executable, "-c", BARE_RAY], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    of_ray = while_idle(bare, seconds)
+    """Print the cores that a run takes whose judge has not answered for a while, and those of Ray alone."""
     questions = root / "questions"
     questions.mkdir()
     command = [*TRAIN, *config, f"judge.model=files:{questions}", "judge.rule_judge.start=false", f"run.root={root}"]
@@ -204,11 +211,21 @@ def idle(root: Path, seconds: float, config: Sequence[str]) -> None:
         if run.poll() is not None:
             sys.exit(f"bench_cpu: {' '.join(command)} ended with exit code {run.returncode} before it asked its judge")
         time.sleep(1)
+    actors = sum(" ".join(each.cmdline()).startswith("ray::") for each in run.children(recursive=True))
     of_run = while_idle(run, seconds)
-    print(f"\n## Cores of an idle run, over {seconds:.0f} s\n\n| part | Ray alone | run |\n|---|---|---|")
-    for part in sorted(of_run.keys() | of_ray.keys()):
-        print(f"| {part} | {of_ray.get(part, 0):.3f} | {of_run.get(part, 0):.3f} |")
-    print(f"| all | {sum(of_ray.values()):.3f} | {sum(of_run.values()):.3f} |")
+    alone, with_actors = (while_idle(bare_ray(number), seconds) for number in (0, actors))
+    print(f"\n## Cores of an idle run, over {seconds:.0f} s\n")
+    print(f"| part | Ray alone | Ray with {actors} idle actors | run |\n|---|---|---|---|")
+    columns = (alone, with_actors, of_run)
+    for part in sorted(set().union(*columns)):
+        print(f"| {part} | {' | '.join(f'{column.get(part, 0):.3f}' for column in columns)} |")
+    print(f"| all | {' | '.join(f'{sum(column.values()):.3f}' for column in columns)} |")
+
+
+def bare_ray(actors: int) -> psutil.Popen:
+    """Start Ray with so many idle actors, each a process, as those of a run are."""
+    command = [sys.executable, "-c", BARE_RAY, str(actors)]
+    return psutil.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
 
 def while_idle(process: psutil.Popen, seconds: float) -> dict[str, float]:
