@@ -297,7 +297,7 @@ gpu-library:
 		PYTHONPATH=$(CURDIR) $(or $(GPU_PYTHON),$(GPU_VENV)/bin/python) jobs/gpu_library.py $(ARGS); \
 	else echo "gpu-library: skipped: no GPU"; fi
 
-# Measure steps per hour and held-out gain at each train.staleness, over seeds, e.g. make bench-staleness ARGS="--steps 6 --seeds 1 judge.rule_judge.latency=20" (nights).
+# Measure steps per hour and held-out gain at each train.staleness, over seeds, e.g. make bench-staleness ARGS="--steps 6 --seeds 1 judge.rule_judge.latency_seconds=20" (nights).
 bench-staleness: world
 	$(VENV)/bin/python jobs/bench_staleness.py $(ARGS)
 

@@ -1,7 +1,7 @@
 """What asynchronous training gains and costs: steps an hour and held-out gain at each `train.staleness`, over seeds.
 
 `train.staleness` is an upper limit: where the engine is the slowest part, hardly a rollout is sampled ahead. The table
-says how many versions the rollouts were behind; with a slow judge (judge.rule_judge.latency=20) they are.
+says how many versions the rollouts were behind; with a slow judge (judge.rule_judge.latency_seconds=20) they are.
 
 python jobs/bench_staleness.py [KEY=VALUE ...] [--staleness "0 1 2 4"] [--seeds 3] [--steps 6] [--root DIR]
                                [--measured DIR] [--print-only]
