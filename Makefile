@@ -305,7 +305,7 @@ bench-staleness: world
 ablation: world
 	$(VENV)/bin/python jobs/ablation.py --preset $(SANDBOX) $(ARGS)
 
-# Train with a judge that has known error rates and print the remaining gain, e.g. make bench-noise ARGS="--seeds 1" (a night).
+# Train with a judge that has known error rates, or those of a real judge, and print the remaining gain, e.g. make bench-noise ARGS="--seeds 1" (a night).
 bench-noise: world
 	$(VENV)/bin/python jobs/bench_noise.py --preset $(SANDBOX) $(ARGS)
 
