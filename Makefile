@@ -297,7 +297,7 @@ gpu-library:
 		PYTHONPATH=$(CURDIR) $(or $(GPU_PYTHON),$(GPU_VENV)/bin/python) jobs/gpu_library.py $(ARGS); \
 	else echo "gpu-library: skipped: no GPU"; fi
 
-# Measure steps per hour and held-out gain at each train.staleness, over seeds, e.g. make bench-staleness ARGS="--steps 6 --seeds 1 judge.rule_judge.latency=20" (nights).
+# Measure steps per hour and held-out gain at each train.staleness, over seeds, e.g. make bench-staleness ARGS="--steps 6 --seeds 1 judge.rule_judge.latency_seconds=20" (nights).
 bench-staleness: world
 	$(VENV)/bin/python jobs/bench_staleness.py $(ARGS)
 
@@ -305,7 +305,7 @@ bench-staleness: world
 ablation: world
 	$(VENV)/bin/python jobs/ablation.py --preset $(SANDBOX) $(ARGS)
 
-# Train with a judge that has known error rates and print the remaining gain, e.g. make bench-noise ARGS="--seeds 1" (a night).
+# Train with a judge that has known error rates, or those of a real judge, and print the remaining gain, e.g. make bench-noise ARGS="--seeds 1" (a night).
 bench-noise: world
 	$(VENV)/bin/python jobs/bench_noise.py --preset $(SANDBOX) $(ARGS)
 

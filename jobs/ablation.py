@@ -25,8 +25,9 @@ from pathlib import Path
 from statistics import fmean
 from typing import Annotated
 
+import options
 import typer
-from measured import REFERENCE_JUDGE, Measured, Spend, Wanted, default_steps, of_one_policy, of_preset
+from measured import REFERENCE_JUDGE, Measured, Spend, Wanted, default_steps, of_preset, run_all
 
 from draco_ray.lab.evaluation.intervals import Interval
 from draco_ray.lab.evaluation.measures import (
@@ -215,55 +216,45 @@ def print_all(runs: Runs, root: Path, runs_per_task: int) -> None:
 
 
 def main(
-    steps: Annotated[
-        int | None, typer.Option(min=1, help="Training steps of every run (default: the preset's).")
-    ] = None,
-    seeds: Annotated[int, typer.Option(min=1, help="Seeds per setting.")] = 5,
-    first_seed: Annotated[int, typer.Option(min=0, help="First seed.")] = 0,
+    steps: options.Steps = None,
+    seeds: options.Seeds = 5,
+    first_seed: options.FirstSeed = 0,
     settings: Annotated[str, typer.Option(help="Settings to train, separated by spaces.")] = SETTINGS,
     every: Annotated[
         int, typer.Option(min=1, help="Training steps between two evaluations; the first is before training.")
     ] = 2,
-    runs_per_task: Annotated[int, typer.Option(min=1, help="Evaluation rollouts per task: n of pass^k.")] = 3,
+    runs_per_task: options.RunsPerTask = 3,
     preset: Annotated[
         str, typer.Option(help="A preset of a sandbox, or a YAML file; it must use the rule judge.")
     ] = "sandbox",
-    root: Annotated[Path | None, typer.Option(help="Folder of the runs; interrupted runs in it are continued.")] = None,
-    measured: Annotated[
-        Path | None, typer.Option(help="Folder with one file of figures per finished run (default: ROOT/measured).")
-    ] = None,
-    print_only: Annotated[bool, typer.Option("--print-only", help="Only print the figures of finished runs.")] = False,
-    overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Further configuration keys for every run.")
-    ] = None,
+    root: options.Root = None,
+    measured: options.Figures = None,
+    print_only: options.PrintOnly = False,
+    overrides: options.Overrides = None,
 ) -> None:
     """Train and evaluate all, the first seed of every setting first; print tables and curves after each run."""
     root = (root or Path(f"runs/ablation{of_preset(preset)}")).resolve()
-    last, measured = steps or default_steps(preset), measured or root / "measured"
-    found: dict[str, dict[int, Measured]] = {name: {} for name in settings.split()}
-    waiting: list[Wanted] = []
-    for seed in range(first_seed, first_seed + seeds):
-        for name in found:
-            wanted = Wanted(
-                preset=preset,
-                setting=name,
-                seed=seed,
-                steps=last,
-                every=every,
-                runs_per_task=runs_per_task,
-                overrides=tuple(overrides or ()),
-            )
-            if known := wanted.known(measured):
-                found[name][seed] = known
-            else:
-                waiting.append(wanted)
-    everything = [each for of_setting in found.values() for each in of_setting.items()]
-    waiting = of_one_policy(everything, [] if print_only else waiting)
-    measured.mkdir(parents=True, exist_ok=True)
-    print_all(found, measured, runs_per_task)
-    for wanted in waiting:
-        found[wanted.setting][wanted.seed] = wanted.make(root, measured)
-        print_all(found, measured, runs_per_task)
+    last, folder = steps or default_steps(preset), measured or root / "measured"
+    names = settings.split()
+    cells = {
+        (name, seed): Wanted(
+            preset=preset,
+            setting=name,
+            seed=seed,
+            steps=last,
+            every=every,
+            runs_per_task=runs_per_task,
+            overrides=tuple(overrides or ()),
+        )
+        for seed in range(first_seed, first_seed + seeds)
+        for name in names
+    }
+
+    def show(found: Mapping[tuple[str, int], Measured]) -> None:
+        runs = {name: {seed: run for (of, seed), run in found.items() if of == name} for name in names}
+        print_all(runs, folder, runs_per_task)
+
+    run_all(cells, root, folder, show, print_only=print_only)
 
 
 if __name__ == "__main__":

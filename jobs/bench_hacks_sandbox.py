@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
 
+import options
 import typer
 from ablation import percent
 from hacks import HACKS, is_hacked, with_hacks
@@ -128,22 +129,17 @@ def _explanation() -> str:
 
 
 def main(
-    overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Configuration keys for every run.")
-    ] = None,
+    overrides: options.Overrides = None,
     holes: Annotated[str, typer.Option(help="Holes of the judge, separated by spaces.")] = " ".join(HACKS),
     clean: Annotated[int, typer.Option(min=0, help="Clean runs, of further seeds.")] = 20,
-    seeds: Annotated[int, typer.Option(min=1, help="Seeds per hole.")] = 1,
+    seeds: options.Seeds = 1,
     steps: Annotated[int, typer.Option(min=2, help="Training steps of every run.")] = 20,
-    root: Annotated[Path, typer.Option(help="Folder of the runs; interrupted runs in it are continued.")] = Path(
-        "runs/hacks"
-    ),
-    measured: Annotated[
-        Path | None, typer.Option(help="Folder of the figures of finished runs (default: ROOT/measured).")
-    ] = None,
-    print_only: Annotated[bool, typer.Option("--print-only", help="Only print the figures of finished runs.")] = False,
+    root: options.Root = None,
+    measured: options.Figures = None,
+    print_only: options.PrintOnly = False,
 ) -> None:
     """Train all, runs with a hole first, and print the tables after each run."""
+    root = root or Path("runs/hacks")
     policy, world = root / "starter", Path(load_config(SANDBOX).data.root)
     root = root.resolve()
     folder = measured or root / "measured"

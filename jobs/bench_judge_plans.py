@@ -26,11 +26,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Annotated, Any
 
+import options
 import typer
 from ablation import percent
 from bench_noise import after_training, before_training, difference
 from critical_path import LearnerTask, critical_path
-from measured import REFERENCE_JUDGE, SANDBOX, Measured, Spend, Wanted, default_steps, of_one_policy
+from measured import REFERENCE_JUDGE, SANDBOX, Measured, Spend, Wanted, default_steps, run_all
 
 from draco_ray.config.load import load_config
 from draco_ray.config.plans import PLANS
@@ -335,17 +336,13 @@ def agreement(first: Rejudged, other: Rejudged) -> str:
 
 def main(
     plans: Annotated[str, typer.Option(help="Plans to compare, separated by spaces.")] = "paper lean",
-    seeds: Annotated[int, typer.Option(min=1, help="Seeds per plan.")] = 3,
-    first_seed: Annotated[int, typer.Option(min=0, help="First seed.")] = 0,
-    steps: Annotated[
-        int | None, typer.Option(min=1, help="Training steps of every run (default: the preset's).")
-    ] = None,
+    seeds: options.Seeds = 3,
+    first_seed: options.FirstSeed = 0,
+    steps: options.Steps = None,
     preset: Annotated[str, typer.Option(help="Sandbox to train in.")] = SANDBOX,
-    root: Annotated[Path | None, typer.Option(help="Folder of the runs; interrupted runs in it are continued.")] = None,
-    measured: Annotated[
-        Path | None, typer.Option(help="Folder of the figures of finished runs (default: ROOT/measured).")
-    ] = None,
-    print_only: Annotated[bool, typer.Option("--print-only", help="Only print the figures of finished runs.")] = False,
+    root: options.Root = None,
+    measured: options.Figures = None,
+    print_only: options.PrintOnly = False,
     rejudge: Annotated[
         Path | None, typer.Option(help="Instead of training, judge groups of this run under each plan.")
     ] = None,
@@ -355,9 +352,7 @@ def main(
     out: Annotated[
         Path | None, typer.Option(help="With --rejudge: file to write rewards and step advantages to.")
     ] = None,
-    overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Configuration keys for every run.")
-    ] = None,
+    overrides: options.Overrides = None,
 ) -> None:
     """Train a seed under every plan, then the next, and print the table after each run; or judge recorded groups."""
     chosen = plans.split()
@@ -366,42 +361,27 @@ def main(
     if rejudge is not None:
         compare(rejudge, chosen, visits, groups, judge, out)
         return
-    root = (root or Path("runs/plans")).resolve()
-    measured, last = measured or root / "measured", steps or default_steps(preset)
-    found: dict[Cell, Measured] = {}
-    waiting: dict[Cell, Wanted] = {}
-    names: dict[Cell, str] = {}
-    for seed in range(first_seed, first_seed + seeds):
-        for plan in chosen:
-            words, label = (f"judge.plan={plan}", *(overrides or ())), f"-{plan}"
-            wanted = Wanted(
-                preset=preset,
-                setting="draco",
-                seed=seed,
-                steps=last,
-                every=None,
-                runs_per_task=1,
-                overrides=words,
-                label=label,
-            )
-            names[plan, seed] = wanted.name
-            if known := wanted.known(measured):
-                found[plan, seed] = known
-            else:
-                waiting[plan, seed] = wanted
-    possible = of_one_policy(
-        [(seed, each) for (_, seed), each in found.items()], [] if print_only else waiting.values()
-    )
+    root, last = (root or Path("runs/plans")).resolve(), steps or default_steps(preset)
+    cells = {
+        (plan, seed): Wanted(
+            preset=preset,
+            setting="draco",
+            seed=seed,
+            steps=last,
+            every=None,
+            runs_per_task=1,
+            overrides=(f"judge.plan={plan}", *(overrides or ())),
+            label=f"-{plan}",
+        )
+        for seed in range(first_seed, first_seed + seeds)
+        for plan in chosen
+    }
 
-    def print_all() -> None:
+    def show(found: Mapping[Cell, Measured]) -> None:
         print_table(found, chosen, 1)
-        print_bounds({plan: [root / names[cell] for cell in found if cell[0] == plan] for plan in chosen})
+        print_bounds({plan: [root / cells[cell].name for cell in found if cell[0] == plan] for plan in chosen})
 
-    print_all()
-    for cell, wanted in waiting.items():
-        if wanted in possible:
-            found[cell] = wanted.make(root, measured)
-            print_all()
+    run_all(cells, root, measured or root / "measured", show, print_only=print_only)
 
 
 if __name__ == "__main__":

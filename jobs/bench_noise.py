@@ -2,11 +2,14 @@
 
 python jobs/bench_noise.py [--settings "draco no-credit"] [--noises "none,wrong step 40%"] [--seeds 3]
                            [--first-seed 0] [--steps 10] [--root DIR] [--measured DIR] [--print-only]
+python jobs/bench_noise.py --settings "draco calibrated no-credit" --seeds 6
+                           --noises "none,GPT-5.2-Thinking,Qwen3-30B-Thinking,Llama-3.3-70B"
 
-Every kind of error alone, in growing shares, and the shares of the paper's self-judge. A night's work on two cores: it
-goes on where it was stopped, and after each run prints its table from what there is, which is also `noise.csv` and
-`noise.png` in --measured; what was measured of a run is a small file there, and a run whose file is there is not run
-again. `--print-only` runs nothing.
+Every kind of error alone, in growing shares, and the shares of real judges: of the paper's self-judge, and of a strong,
+a medium and a weak one, under which the setting `calibrated` is the paper's rule mixed with no credit by the judge's
+reliability. A night's work on two cores: it goes on where it was stopped, and after each run prints its table from what
+there is, which is also `noise.csv` and `noise.png` in --measured; what was measured of a run is a small file there, and
+a run whose file is there is not run again. `--print-only` runs nothing.
 """
 
 from __future__ import annotations
@@ -18,9 +21,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
+import options
 import typer
 from ablation import percent
-from measured import SANDBOX, Measured, Wanted, default_steps, of_one_policy
+from measured import SANDBOX, Measured, Wanted, default_steps, run_all
 
 from draco_ray.algorithm.rules import find_rule
 from draco_ray.config.load import load_config
@@ -35,8 +39,16 @@ NOISES: dict[str, Mapping[str, float]] = {
     **{f"false fail {share:.0%}": {"false_fail": share} for share in (0.1, 0.3, 0.6)},
     **{f"wrong step {share:.0%}": {"wrong_step": share} for share in (0.2, 0.4, 1.0)},
     **{f"missed criterion {share:.0%}": {"missed_criterion": share} for share in (0.3, 0.6)},
+    # `draco attribution-bench --labels FILE` prints these and the reliabilities, with the labels of AgentProcessBench
+    # (arXiv 2603.14465; GPT-5.2-Thinking (medium), Qwen3-30B-A3B-Thinking-2507, Llama-3.3-70B-Instruct).
+    "GPT-5.2-Thinking": {"false_pass": 0.423, "false_fail": 0.048, "wrong_step": 0.047},
+    "Qwen3-30B-Thinking": {"false_pass": 0.615, "false_fail": 0.110, "wrong_step": 0.135},
+    "Llama-3.3-70B": {"false_pass": 0.904, "false_fail": 0.021, "wrong_step": 0.286},
 }
 """What is wrong, by name; the second is what the paper's self-judge got wrong of the frontier judge's verdicts."""
+RELIABILITY = {"none": 1.0, "GPT-5.2-Thinking": 0.970, "Qwen3-30B-Thinking": 0.778, "Llama-3.3-70B": 0.0}
+"""`algorithm.reliability` of a judge, for the setting `CALIBRATED`: error-free, strong, medium and weak."""
+CALIBRATED = "calibrated"
 AGAINST = "Against an error-free judge"
 Cell = tuple[str, str, int]
 """(noise, setting, seed)."""
@@ -54,6 +66,23 @@ def label(noise: Mapping[str, float]) -> str:
     '-false_pass0.3'
     """
     return "".join(f"-{name}{share:g}" for name, share in noise.items())
+
+
+def rule_words(setting: str, noise: str) -> tuple[str, tuple[str, ...], str]:
+    """A setting under a judge: the ablation's setting, further overrides, and their part of the run's name.
+
+    >>> rule_words("calibrated", "Qwen3-30B-Thinking")
+    ('draco', ('algorithm.rule=draco_calibrated', 'algorithm.reliability=0.778'), '-calibrated0.778')
+    >>> rule_words("calibrated", "Llama-3.3-70B")  # the same rule as without credit, so the same run
+    ('no-credit', (), '')
+    """
+    if setting != CALIBRATED:
+        return setting, (), ""
+    trusted = RELIABILITY[noise]
+    if trusted in (0.0, 1.0):
+        return "draco" if trusted else "no-credit", (), ""
+    overrides = ("algorithm.rule=draco_calibrated", f"algorithm.reliability={trusted:g}")
+    return "draco", overrides, f"-{CALIBRATED}{trusted:g}"
 
 
 def noticed(noise: Mapping[str, float], preset: str, setting: str) -> Mapping[str, float]:
@@ -108,7 +137,7 @@ def of_setting(found: Mapping[Cell, Measured], noise: str, setting: str) -> dict
 
 
 def print_table(found: Mapping[Cell, Measured], noises: list[str], settings: list[str], runs: int) -> list[Left]:
-    """What is left of the gain, and the first setting's TGC less the second's, as Markdown. Returns the former."""
+    """What is left of the gain, and each setting's TGC less the last's, as Markdown. Returns the former."""
     lines = what_is_left(found, noises, settings, runs)
     print(f"\n| Judge | Setting | Seeds | TGC | Gain | Kept | {AGAINST} |\n|{'---|' * 7}")
     for each in lines:
@@ -120,11 +149,11 @@ def print_table(found: Mapping[Cell, Measured], noises: list[str], settings: lis
     missing = [f"{noise} ({setting})" for noise in noises for setting in settings if (noise, setting) not in run]
     if missing:
         print(f"\nNot run yet: {', '.join(missing)}.")
-    if len(settings) > 1:
-        first, second = settings[:2]
-        print(f"\n| Judge | {first} - {second} | Seeds |\n|---|---|---|")
+    *others, last = settings
+    for setting in others:
+        print(f"\n| Judge | {setting} - {last} | Seeds |\n|---|---|---|")
         for noise in noises:
-            one, other = of_setting(found, noise, first), of_setting(found, noise, second)
+            one, other = of_setting(found, noise, setting), of_setting(found, noise, last)
             if both := sorted(one.keys() & other.keys()):
                 sides = (after_training([side[seed] for seed in both], runs) for side in (one, other))
                 print(f"| {noise} | {percent(difference(*sides), '+')} | {len(both)} |")
@@ -182,63 +211,55 @@ def difference(first: Measure, second: Measure) -> Interval:
 def main(
     settings: Annotated[str, typer.Option(help="Settings to train, separated by spaces.")] = "draco no-credit",
     noises: Annotated[str, typer.Option(help="Names of judges to train with, separated by commas.")] = ",".join(NOISES),
-    seeds: Annotated[int, typer.Option(min=1, help="Seeds per judge and setting.")] = 3,
-    first_seed: Annotated[int, typer.Option(min=0, help="First seed.")] = 0,
-    steps: Annotated[
-        int | None, typer.Option(min=1, help="Training steps of every run (default: the preset's).")
-    ] = None,
-    runs_per_task: Annotated[int, typer.Option(min=1, help="Evaluation rollouts per task.")] = 1,
+    seeds: options.Seeds = 3,
+    first_seed: options.FirstSeed = 0,
+    steps: options.Steps = None,
+    runs_per_task: options.RunsPerTask = 1,
     preset: Annotated[Literal["sandbox", "sandbox-hard"], typer.Option(help="Sandbox to train in.")] = "sandbox",
-    root: Annotated[Path | None, typer.Option(help="Folder of the runs; interrupted runs in it are continued.")] = None,
-    measured: Annotated[
-        Path | None, typer.Option(help="Folder with one file of figures per finished run (default: ROOT/measured).")
-    ] = None,
-    print_only: Annotated[bool, typer.Option("--print-only", help="Only print the figures of finished runs.")] = False,
-    overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Further configuration keys for every run.")
-    ] = None,
+    root: options.Root = None,
+    measured: options.Figures = None,
+    print_only: options.PrintOnly = False,
+    overrides: options.Overrides = None,
 ) -> None:
     """Train all, the first seed of everything first, and print the table after each run."""
     root, names = (root or Path(f"runs/noise{preset.removeprefix(SANDBOX)}")).resolve(), settings.split()
-    last, measured = steps or default_steps(preset), measured or root / "measured"
+    last, folder = steps or default_steps(preset), measured or root / "measured"
     chosen = noises.split(",")
     if unknown := [each for each in chosen if each not in NOISES]:
         sys.exit(f"bench-noise: unknown judge {unknown[0]!r}; expected some of {', '.join(NOISES)}")
-    found: dict[Cell, Measured] = {}
-    waiting: dict[Cell, Wanted] = {}
-    for seed in range(first_seed, first_seed + seeds):
-        for noise in chosen:
-            for name in names:
-                errors = noticed(NOISES[noise], preset, name)
-                wanted = Wanted(
-                    preset=preset,
-                    setting=name,
-                    seed=seed,
-                    steps=last,
-                    every=None,
-                    runs_per_task=runs_per_task,
-                    overrides=(*words(errors), *(overrides or ())),
-                    label=label(errors),
-                )
-                if known := wanted.known(measured):
-                    found[noise, name, seed] = known
-                else:
-                    waiting[noise, name, seed] = wanted
-    known_runs = [(seed, measured) for (_, _, seed), measured in found.items()]
-    possible = of_one_policy(known_runs, [] if print_only else waiting.values())
-    measured.mkdir(parents=True, exist_ok=True)
-    write_plot(measured, print_table(found, chosen, names, runs_per_task))
-    for cell, wanted in waiting.items():
-        if wanted not in possible:
-            continue
-        # Several noises of which it notices nothing are one run.
-        found[cell] = wanted.known(measured) or wanted.make(root, measured)
-        write_plot(measured, print_table(found, chosen, names, runs_per_task))
+    if CALIBRATED in names and (unknown := [each for each in chosen if each not in RELIABILITY]):
+        sys.exit(
+            f"bench-noise: setting {CALIBRATED}: judge {unknown[0]!r} has no measured reliability; set --noises to "
+            f"some of {', '.join(RELIABILITY)}"
+        )
+
+    def wanted(noise: str, name: str, seed: int) -> Wanted:
+        setting, rule, rule_label = rule_words(name, noise)
+        errors = noticed(NOISES[noise], preset, setting)
+        return Wanted(
+            preset=preset,
+            setting=setting,
+            seed=seed,
+            steps=last,
+            every=None,
+            runs_per_task=runs_per_task,
+            overrides=(*rule, *words(errors), *(overrides or ())),
+            label=rule_label + label(errors),
+        )
+
+    def show(found: Mapping[Cell, Measured]) -> None:
+        write_plot(folder, print_table(found, chosen, names, runs_per_task))
+
+    seed_range = range(first_seed, first_seed + seeds)
+    cells = {
+        (noise, name, seed): wanted(noise, name, seed) for seed in seed_range for noise in chosen for name in names
+    }
+    run_all(cells, root, folder, show, print_only=print_only)
     print(
         "\nIn %, with 95 % intervals over scenarios and, from two seeds on, training seeds; differences are paired by "
         "task. Kept: share of the gain under an error-free judge, over common seeds. The judge is the offline rule "
         "judge with errors in these shares of its verdicts, citations or criteria; nothing else changes. Plot: "
-        f"{measured / 'noise.csv'}, {measured / 'noise.png'}"
+        f"{folder / 'noise.csv'}, {folder / 'noise.png'}"
     )
 
 

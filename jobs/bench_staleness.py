@@ -1,7 +1,7 @@
 """What asynchronous training gains and costs: steps an hour and held-out gain at each `train.staleness`, over seeds.
 
 `train.staleness` is an upper limit: where the engine is the slowest part, hardly a rollout is sampled ahead. The table
-says how many versions the rollouts were behind; with a slow judge (judge.rule_judge.latency=20) they are.
+says how many versions the rollouts were behind; with a slow judge (judge.rule_judge.latency_seconds=20) they are.
 
 python jobs/bench_staleness.py [KEY=VALUE ...] [--staleness "0 1 2 4"] [--seeds 3] [--steps 6] [--root DIR]
                                [--measured DIR] [--print-only]
@@ -21,10 +21,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
+import options
 import typer
 from ablation import percent
 from bench_noise import after_training, before_training, difference
-from measured import SANDBOX, Measured, Wanted, default_steps, of_one_policy
+from measured import SANDBOX, Measured, Wanted, default_steps, run_all
 
 from draco_ray.runs.directory import RunDirectory
 
@@ -95,52 +96,35 @@ def table(found: Mapping[Cell, Measured], speeds: Mapping[Cell, Mapping[str, Any
 
 
 def main(
-    overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Configuration keys for every run.")
-    ] = None,
+    overrides: options.Overrides = None,
     staleness: Annotated[str, typer.Option(help="Of train.staleness.")] = "0 1 2 4",
-    seeds: Annotated[int, typer.Option(min=1, help="Seeds per staleness.")] = 3,
-    first_seed: Annotated[int, typer.Option(min=0, help="First seed.")] = 0,
+    seeds: options.Seeds = 3,
+    first_seed: options.FirstSeed = 0,
     steps: Annotated[
         int | None, typer.Option(min=2, help="Training steps of every run (default: the preset's).")
     ] = None,
-    runs_per_task: Annotated[int, typer.Option(min=1, help="Evaluation rollouts per task.")] = 1,
-    root: Annotated[Path, typer.Option(help="Folder of the runs; interrupted runs in it are continued.")] = Path(
-        "runs/staleness"
-    ),
-    measured: Annotated[
-        Path | None, typer.Option(help="Folder of the figures of finished runs (default: ROOT/measured).")
-    ] = None,
-    print_only: Annotated[bool, typer.Option("--print-only", help="Only print the figures of finished runs.")] = False,
+    runs_per_task: options.RunsPerTask = 1,
+    root: options.Root = None,
+    measured: options.Figures = None,
+    print_only: options.PrintOnly = False,
 ) -> None:
     """Train all, the first seed of everything first, and print the table after each run."""
-    root, last = root.resolve(), steps or default_steps(SANDBOX)
+    root, last = (root or Path("runs/staleness")).resolve(), steps or default_steps(SANDBOX)
     folder = measured or root / "measured"
-    folder.mkdir(parents=True, exist_ok=True)
-    values = [int(each) for each in staleness.split()]
     cells = {
         (ahead, seed): wanted(ahead, seed, last, runs_per_task, tuple(overrides or ()))
         for seed in range(first_seed, first_seed + seeds)
-        for ahead in values
+        for ahead in map(int, staleness.split())
     }
-    found = {cell: known for cell, of in cells.items() if (known := of.known(folder)) is not None}
-    waiting = {} if print_only else {cell: of for cell, of in cells.items() if cell not in found}
-    possible = of_one_policy([(seed, run) for (_, seed), run in found.items()], waiting.values())
 
-    def show() -> None:
+    def show(found: Mapping[Cell, Measured]) -> None:
+        if print_only and not found:
+            sys.exit(f"bench-staleness: {folder} has no measurements yet; train a run first")
         files = {cell: speed_file(folder, cells[cell]) for cell in found}
         speeds = {cell: json.loads(file.read_text()) for cell, file in files.items() if file.exists()}
         print(f"\n{table(found, speeds, runs_per_task)}", flush=True)
 
-    if found:
-        show()
-    elif not possible:
-        sys.exit(f"bench-staleness: {folder} has no measurements yet; train a run first")
-    for cell, of in waiting.items():
-        if of in possible:
-            found[cell] = of.make(root, folder)
-            keep_speed(root, folder, of)
-            show()
+    run_all(cells, root, folder, show, print_only=print_only, made=lambda run: keep_speed(root, folder, run))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Runs of the sandbox for the tables of ablation and noise bench, and what these need of them: a small file a run.
+"""Runs of the sandbox for the tables of ablation and benches, and what these need of them: a small file a run.
 
 A night's work need not be one night of one machine: figures that were measured before, or elsewhere, count as runs of
 one's own where they lie in the folder, and what is missing is run. All runs of a seed begin from one starter policy,
@@ -14,12 +14,12 @@ import platform
 import signal
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from draco_ray.config.load import load_config
 from draco_ray.config.schema import DracoConfig, Price
@@ -33,6 +33,8 @@ from draco_ray.runs.rows import Row
 SANDBOX = "sandbox"
 REFERENCE_JUDGE = "gpt-5.4"
 """The rule judge costs nothing: its tokens are priced as those of the paper's judge."""
+CellT = TypeVar("CellT")
+"""What a table calls a run, its seed included."""
 
 
 @dataclass(frozen=True)
@@ -189,6 +191,33 @@ class Wanted:
         measured = measure(run, {step: found for (step, _), found in read_evaluations(run).items()})
         write(folder / f"{self.name}.jsonl", self.words, measured)
         return measured
+
+
+def run_all(
+    cells: Mapping[CellT, Wanted],
+    root: Path,
+    folder: Path,
+    show: Callable[[dict[CellT, Measured]], None],
+    *,
+    print_only: bool,
+    made: Callable[[Wanted], None] = lambda run: None,
+) -> None:
+    """Show what is in ``folder``; make the missing runs in ``root``, in order, and show all again after each.
+
+    Cells with equal runs share one. ``made`` is called with each run that was made, before it is shown.
+    """
+    found = {cell: known for cell, run in cells.items() if (known := run.known(folder)) is not None}
+    missing = {} if print_only else {cell: run for cell, run in cells.items() if cell not in found}
+    possible = of_one_policy([(cells[cell].seed, known) for cell, known in found.items()], missing.values())
+    folder.mkdir(parents=True, exist_ok=True)
+    show(found)
+    for cell, run in missing.items():
+        if run in possible:
+            if (known := run.known(folder)) is None:
+                known = run.make(root, folder)
+                made(run)
+            found[cell] = known
+            show(found)
 
 
 def wait_for(command: Sequence[str]) -> int:

@@ -20,6 +20,7 @@ from draco_ray.lab.analysis.attribution.measure import RULES, measures
 from draco_ray.lab.analysis.attribution.plant import planted_groups
 from draco_ray.lab.analysis.attribution.step_labels import (
     BEFORE_ANSWER,
+    EVERY_JUDGE,
     EVERYTHING,
     calibration_rows,
     label_rows,
@@ -37,6 +38,7 @@ SHOWN_BY_FAULT = ("kappa", "citation_precision", "citation_recall", "hit_at_1", 
 SPLITS = 200
 """With --labels: number of random splits of the questions."""
 CALIBRATION = ("reliability", "uniform", "draco", "calibrated", "low", "shrunk", "within_tolerance")
+ERRORS = ("false_pass", "false_fail", "wrong_step")
 ROLLOUTS = "rollouts.json"
 """File of executed rollouts in the folder of the tables; reused by the next call."""
 
@@ -137,6 +139,12 @@ def attribution_labels(path: Path, *, out: Path, console: Console) -> list[Path]
         f"recommended algorithm.reliability; {SPLITS} splits by question: measured on one half, used on the other",
         ["", *CALIBRATION],
         {row["judge"]: [row[head] for head in CALIBRATION] for row in calibrated.to_pylist()},
+    )
+    print_table(
+        console,
+        f"errors over {len(found.trajectories)} trajectories, in terms of judge.rule_judge",
+        ["", *ERRORS],
+        {row["judge"]: [row[head] for head in ERRORS] for row in calibrated.to_pylist() if row["judge"] != EVERY_JUDGE},
     )
     return [*write_table(measured, out, "labels"), *write_table(calibrated, out, "reliability")]
 

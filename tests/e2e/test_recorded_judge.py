@@ -29,12 +29,18 @@ def run(*words: str) -> None:
     assert ended.value.code in (None, 0)
 
 
-def measured(out: Path, *words: str) -> dict[str, float]:
-    """The bench's measures over all planted faults, by name."""
+def measured(out: Path, *words: str) -> dict[str | tuple[str, str], float]:
+    """The bench's measures over all planted faults, by name; with ``low`` and ``high``, the ends of their intervals."""
+    before = set(out.glob("*/measures.csv"))
     run("attribution-bench", "--world", str(WORLD), "--out", str(out), *words)
-    (table,) = out.glob("*/measures.csv")
+    (table,) = set(out.glob("*/measures.csv")) - before
+    found: dict[str | tuple[str, str], float] = {}
     with table.open(encoding="utf-8", newline="") as file:
-        return {row["measure"]: float(row["value"]) for row in csv.DictReader(file) if row["scope"] == "all"}
+        for row in csv.DictReader(file):
+            if row["scope"] == "all":
+                found[row["measure"]] = float(row["value"])
+                found |= {(row["measure"], end): float(row[end]) for end in ("low", "high")}
+    return found
 
 
 @pytest.mark.usefixtures("world")
@@ -47,10 +53,13 @@ def test_a_recorded_frontier_judge_names_the_planted_faults(tmp_path: Path) -> N
 
 
 @pytest.mark.usefixtures("world")
-def test_the_hard_half_is_not_saturated_by_it(tmp_path: Path) -> None:
-    found = measured(tmp_path, "--hard", "--tasks", "6", "--judge", f"files:{RECORDS / 'attribution-bench-hard'}")
-    assert 0.5 < found["citation_precision"] < 0.9
-    assert found["false_blame"] == 0.0
+def test_the_hard_half_tells_it_from_a_judge_that_knows_the_faults(tmp_path: Path) -> None:
+    hard = ("--hard", "--tasks", "14", "--judge")
+    found = measured(tmp_path, *hard, f"files:{RECORDS / 'attribution-bench-hard'}")
+    assert found["citation_precision"] < 0.7
+    assert found["false_blame"] > 0.4
+    rules = measured(tmp_path, *hard, "rules")
+    assert found["push_share", "high"] < rules["push_share", "low"]
 
 
 def test_its_rewards_order_rollouts_of_the_shop_as_the_evaluator_does(tmp_path: Path) -> None:

@@ -453,6 +453,48 @@ def test_noise_with_and_without_credit(
         noise.main(**words, noises="none,nonsense", print_only=True)
 
 
+def test_rules_under_real_judges_share_the_runs_that_are_the_same(
+    job: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    noise = load_job("bench_noise")
+    made: list[Any] = []
+
+    def make(run: Any, root: Path, folder: Path) -> Any:
+        made.append(run)
+        figures = {0: evaluations(0), STEPS: evaluations(3 if run.setting == "draco" else 1)}
+        measured = job.Measured(figures, dict.fromkeys(figures, job.Spend(tokens=len(made))), "policy")
+        job.write(folder / f"{run.name}.jsonl", run.words, measured)
+        return measured
+
+    monkeypatch.setattr(sys.modules["measured"].Wanted, "make", make)
+    judges = [name for name in noise.RELIABILITY if name != "none"]
+    words: dict[str, Any] = {"settings": "draco calibrated no-credit", "seeds": 1, "steps": STEPS, "root": tmp_path}
+    noise.main(**words, noises=",".join(["none", *judges]), runs_per_task=RUNS)
+    # Complete trust is the paper's rule, none is no credit; no other setting shares a run.
+    assert [run.name.removesuffix("-seed0-steps4").split("-false_pass")[0] for run in made] == [
+        *("draco", "no-credit"),
+        *("draco", "draco-calibrated0.97", "no-credit"),
+        *("draco", "draco-calibrated0.778", "no-credit"),
+        *("draco", "no-credit"),
+    ]
+    assert len({run.name for run in made}) == len(made)
+    for run in made:
+        config = load_config("sandbox", run.overrides, setting=run.setting)
+        assert (config.algorithm.reliability is not None) == ("calibrated" in run.name)
+        # Without credit, no judge is asked for steps.
+        errors = config.judge.rule_judge
+        assert (errors.wrong_step > 0) == (errors.false_pass > 0 and run.setting == "draco")
+    gains, *less = capsys.readouterr().out.rpartition("| Judge | Setting |")[2].split("| Judge | ")
+    rows = [line.strip("| ").split(" | ") for line in gains.splitlines()[2:] if line]
+    assert [row[1] for row in rows] == ["draco", "calibrated", "no-credit"] * 4
+    as_draco = [row[4].startswith("+50.0") for row in rows]
+    assert as_draco == [True, True, False] * 3 + [True, False, False]
+    assert [table.partition(" | ")[0] for table in less] == ["draco - no-credit", "calibrated - no-credit"]
+    assert f"| {judges[-1]} | +0.0 [" in less[1]
+    with pytest.raises(SystemExit, match="setting calibrated: judge 'false pass 10%' has no measured reliability; set"):
+        noise.main(**words, noises="none,false pass 10%", print_only=True)
+
+
 def test_a_configuration_of_ones_own_has_its_own_runs_and_begins_from_the_named_policy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, started: list[list[str]]
 ) -> None:

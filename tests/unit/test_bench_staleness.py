@@ -55,6 +55,30 @@ def test_finished_runs_make_the_table_and_unfinished_ones_are_left_out(
     assert rows[3][4].startswith("-20.0")
 
 
+def test_a_run_that_is_made_has_its_speed_kept_before_it_is_shown(
+    job: object, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured = __import__("measured")
+    kept = []
+
+    def make(of: object, root: Path, folder: Path) -> object:
+        figures = {0: evaluated(4), 4: evaluated(8)}
+        made = measured.Measured(figures, dict.fromkeys(figures, measured.Spend()), "policy")
+        measured.write(folder / f"{of.name}.jsonl", of.words, made)  # type: ignore[attr-defined]
+        return made
+
+    def keep_speed(root: Path, folder: Path, of: object) -> None:
+        kept.append(of.name)  # type: ignore[attr-defined]
+        job.speed_file(folder, of).write_text('{"steps_an_hour": 12.5}')  # type: ignore[attr-defined]
+
+    monkeypatch.setattr(measured.Wanted, "make", make)
+    monkeypatch.setattr(job, "keep_speed", keep_speed)
+    for shown in (1 + 2, 2):
+        job.main(steps=4, seeds=1, staleness="0 2", root=tmp_path, overrides=["engine.engines=2"])  # type: ignore[attr-defined]
+        assert capsys.readouterr().out.count("| 12.5 | - |") == shown
+    assert kept == ["draco-seed0-steps4", "draco-staleness2-seed0-steps4"]
+
+
 def test_without_any_run_it_says_where_it_looked(job: object, tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match="has no measurements yet"):
         job.main(measured=tmp_path, print_only=True)  # type: ignore[attr-defined]

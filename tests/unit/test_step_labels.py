@@ -19,6 +19,7 @@ from draco_ray.lab.analysis.attribution.step_labels import (
     UNIFORM,
     StepLabelFile,
     calibration_rows,
+    error_rates,
     label_rows,
     read_step_labels,
     reliability,
@@ -128,6 +129,23 @@ def test_only_a_judge_that_beats_uniform_is_trusted() -> None:
     assert rows[EVERY_JUDGE]["within_tolerance"] <= min(row["within_tolerance"] for row in rows.values())
 
 
+def test_a_mistake_is_one_error_of_verdict_or_of_step() -> None:
+    people = [[1, -1, 1], [1, -1, -1], [-1, 1], [0, 1], [1, 1, 1], [1, -1]]
+    # A fault called neutral, one of two steps misplaced, a wrong place, none, a false alarm, and a step left out.
+    judge = [[1, 0, 1], [-1, -1, 0], [1, -1], [0, 0], [1, -1, -1], [-1, None]]
+    given = {"trajectories": [trajectory(0, human) for human in people], "judges": {"a": judge, "b": people}}
+    found = StepLabelFile.model_validate(given)
+    assert error_rates(found, "a") == pytest.approx({"false_pass": 1 / 3, "false_fail": 1 / 2, "wrong_step": 2 / 3})
+    assert error_rates(found, "b") == {"false_pass": 0.0, "false_fail": 0.0, "wrong_step": 0.0}
+
+
+def test_an_error_that_nothing_could_show_is_null() -> None:
+    given = {"trajectories": [trajectory(0, [1, -1])], "judges": {"a": [[1, 1]], "b": [[None, None]]}}
+    found = StepLabelFile.model_validate(given)
+    assert error_rates(found, "a") == {"false_pass": 1.0, "false_fail": None, "wrong_step": None}
+    assert set(error_rates(found, "b").values()) == {None}
+
+
 def test_three_questions_are_too_few_to_split() -> None:
     rows = calibration_rows(StepLabelFile.model_validate(made_up(3)), splits=50).to_pylist()
     assert [(row["judge"], row["uniform"]) for row in rows] == [("right", None), ("opposite", None), ("guess", None)]
@@ -149,9 +167,18 @@ def test_the_command_prints_and_writes_both_tables(tmp_path: Path, capsys: pytes
         main(["attribution-bench", "--labels", str(tmp_path / "labels.json"), "--out", str(tmp_path)])
     assert ended.value.code == 0
     printed = capsys.readouterr().out
-    for expected in ("24 losers (24 questions)", "opposite", "uniform GRPO", "last step", "200 splits by question"):
+    for expected in (
+        "24 losers (24 questions)",
+        "opposite",
+        "uniform GRPO",
+        "last step",
+        "200 splits by question",
+        "wrong_step",
+    ):
         assert expected in printed
-    assert pq.read_table(tmp_path / "reliability.parquet").num_rows == 3 + 1
+    judges = {row["judge"]: row for row in pq.read_table(tmp_path / "reliability.parquet").to_pylist()}
+    assert len(judges) == 3 + 1
+    assert (judges["right"]["false_pass"], judges[EVERY_JUDGE]["false_pass"]) == (0.0, None)
     assert pq.read_table(tmp_path / "labels.parquet").num_rows == 2 * 4 * 6
 
 

@@ -26,7 +26,7 @@ from draco_ray.algorithm.credit import step_advantages, step_quality
 from draco_ray.algorithm.distributions import student_quantile
 from draco_ray.errors import ConfigError
 from draco_ray.lab.analysis.credit import push_shares
-from draco_ray.lab.rows import table_of
+from draco_ray.lab.rows import mean, table_of
 from draco_ray.records import Attribution, BoolArray, FloatArray, IntArray, Verdict
 from draco_ray.runs.evaluations import mean_share
 from draco_ray.runs.rows import Row
@@ -241,7 +241,37 @@ def citation_reliability(citations: Sequence[Cited]) -> float | None:
     return reliability(gain_N, np.unique([repr(c.group) for c in citations], return_inverse=True)[1])
 
 
-@table_of("string: judge", "float64: reliability uniform draco calibrated low shrunk within_tolerance")
+def error_rates(found: StepLabelFile, judge: str) -> Row:
+    """A judge's errors against people, as `draco_ray.sandbox.rule_judge.noise.Noise` makes them, over all trajectories.
+
+    There a verdict is about a whole rollout and is flipped on its own; cited steps are replaced on their own. So the
+    verdict here is about a trajectory, FAIL if a step of it is labelled -1:
+
+    - ``false_pass``: share of the trajectories that people fail in which the judge labels no step -1;
+    - ``false_fail``: share of the trajectories that people pass in which the judge labels a step -1;
+    - ``wrong_step``: of the steps that the judge labels -1 in trajectories that people fail, the share that people do
+      not label -1.
+
+    A misplaced -1 counts once; with verdicts by step it would be a false pass, a false fail and a wrong step.
+    Trajectories with a step that the judge did not label are left out. None: a share of nothing.
+    """
+    pairs = [
+        (each.bad_M, np.array(given) == -1)
+        for each, given in zip(found.trajectories, found.judges[judge], strict=True)
+        if None not in given
+    ]
+    failed = [(bad_M, blamed_M) for bad_M, blamed_M in pairs if bad_M.any()]
+    return {
+        "false_pass": mean(float(not blamed_M.any()) for _, blamed_M in failed),
+        "false_fail": mean(float(blamed_M.any()) for bad_M, blamed_M in pairs if not bad_M.any()),
+        "wrong_step": mean(float(not bad) for bad_M, blamed_M in failed for bad in bad_M[blamed_M]),
+    }
+
+
+@table_of(
+    "string: judge",
+    "float64: reliability uniform draco calibrated low shrunk within_tolerance false_pass false_fail wrong_step",
+)
 def calibration_rows(found: StepLabelFile, *, splits: int, seed: int = 0) -> Iterator[Row]:
     """The recommended reliability of every judge, highest first, and what such a value does on other questions.
 
@@ -249,7 +279,7 @@ def calibration_rows(found: StepLabelFile, *, splits: int, seed: int = 0) -> Ite
     calibrated share is the mix of both rules' shares, because both push as much in all. ``uniform``, ``draco``,
     ``calibrated`` and ``shrunk`` (1 - reliability) are means over splits, ``low`` is the 5th percentile of
     ``calibrated``, and ``within_tolerance`` the share of splits in which it is at least ``uniform`` - `TOLERANCE`;
-    for `EVERY_JUDGE`, for all of them. They are null with fewer than four questions.
+    for `EVERY_JUDGE`, for all of them. They are null with fewer than four questions. Errors: see `error_rates`.
     """
     losers = sample(found, winners=False)
     gains = {judge: losers.share_N[judge] - losers.uniform_N for judge in found.judges}
@@ -262,7 +292,7 @@ def calibration_rows(found: StepLabelFile, *, splits: int, seed: int = 0) -> Ite
     uniform_S = np.array([losers.uniform_N[~half_N].mean() for half_N in halves])
     within_S = np.ones(len(halves), dtype=np.bool_)
     for judge in sorted(trusted, key=lambda name: -trusted[name]):
-        row: Row = {"judge": judge, "reliability": trusted[judge]}
+        row: Row = {"judge": judge, "reliability": trusted[judge], **error_rates(found, judge)}
         if halves:
             gain_N = gains[judge]
             trusted_S = np.array([reliability(gain_N[half_N], losers.question_N[half_N]) for half_N in halves])
