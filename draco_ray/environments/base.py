@@ -174,8 +174,12 @@ def checked_options(kind: type[OptionsT], given: Mapping[str, Any]) -> OptionsT:
 
 
 def list_items(facts: str) -> list[str]:
-    """The lines of ``environment.options.facts`` as list items."""
-    return [line if line.startswith("- ") else f"- {line}" for line in facts.splitlines() if line]
+    """The lines of ``environment.options.facts`` as list items; an indented line continues the one before.
+
+    >>> list_items("- One, which is\\n  long.\\nTwo.")
+    ['- One, which is', '  long.', '- Two.']
+    """
+    return [line if line.startswith(("- ", " ")) else f"- {line}" for line in facts.splitlines() if line]
 
 
 def ended_by(ended: EpisodeEnd) -> Termination | None:
