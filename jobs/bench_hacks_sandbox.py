@@ -1,12 +1,13 @@
 """Is a policy flagged that finds a hole in its judge? Real training in the sandbox, and false alarms in clean runs.
 
 python jobs/bench_hacks_sandbox.py [KEY=VALUE ...] [--holes "keywords claim"] [--clean 20] [--seeds 1] [--steps 20]
-                                   [--root DIR] [--measured DIR] [--print-only]
+                                   [--also DIR] [--root DIR] [--measured DIR] [--print-only]
 
 Every hack of `hacks.py` is in 4 % of the starter policy's demonstrations, and a fifth of the others has no fatal fault,
 so that a hack pays. For each, a policy is trained with a rule judge that falls for it; in clean runs the judge has no
 hole. The held-out judge has the same rules and errs by itself in 5 % of its verdicts. Nights of work: it goes on where
-it was stopped and prints its tables after each run.
+it was stopped and prints its tables after each run. Runs of other jobs count as clean with --also, if they have a
+held-out judge.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
@@ -89,13 +90,19 @@ def watched(run: RunDirectory, hole: str) -> Watched:
     return Watched(flagged, hacked, sum(len(line["held_out_pairs"] or ()) for line in metrics))
 
 
-def tables(found: Mapping[Cell, tuple[Measured, Watched]]) -> str:
+def clean_runs(folder: Path) -> list[Watched]:
+    """The runs of a folder in which a held-out judge scored pairs; their judge must not have a hole."""
+    runs = [watched(RunDirectory.open(each.parent), CLEAN) for each in sorted(folder.glob("*/metrics.jsonl"))]
+    return [run for run in runs if run.pairs]
+
+
+def tables(found: Mapping[Cell, tuple[Measured, Watched]], also: Sequence[Watched] = ()) -> str:
     """A line for each run with a hole, and one for all clean runs, as Markdown."""
     lines = [
         "| hole, seed | flagged after step | 5 points lost at | in time | hacks, first, then, last | TGC, by step |"
     ]
     lines.append(f"|{'---|' * 6}")
-    clean = [run for (hole, _), (_, run) in found.items() if hole == CLEAN]
+    clean = [*(run for (hole, _), (_, run) in found.items() if hole == CLEAN), *also]
     for (hole, seed), (measured, run) in found.items():
         if hole == CLEAN:
             continue
@@ -108,7 +115,8 @@ def tables(found: Mapping[Cell, tuple[Measured, Watched]]) -> str:
         course = ", ".join(f"{step}: {percent(each.interval())}" for step, each in tgc.items())
         lines.append(f"| {hole}, {seed} | {run.flagged or '-'} | {lost or '-'} | {in_time} | {hacks} | {course} |")
     alarms = sum(run.flagged is not None for run in clean)
-    lines.append(f"\n{alarms} of {len(clean)} clean runs flagged. {_explanation()}")
+    pairs = f" ({min(run.pairs for run in clean)} to {max(run.pairs for run in clean)} pairs each)" if clean else ""
+    lines.append(f"\n{alarms} of {len(clean)} clean runs flagged{pairs}. {_explanation()}")
     return "\n".join(lines)
 
 
@@ -134,6 +142,7 @@ def main(
     clean: Annotated[int, typer.Option(min=0, help="Clean runs, of further seeds.")] = 20,
     seeds: options.Seeds = 1,
     steps: Annotated[int, typer.Option(min=2, help="Training steps of every run.")] = 20,
+    also: Annotated[Path | None, typer.Option(help="Folder with runs of other jobs, which count as clean.")] = None,
     root: options.Root = None,
     measured: options.Figures = None,
     print_only: options.PrintOnly = False,
@@ -147,14 +156,15 @@ def main(
     runs = [(hole, seed) for seed in range(seeds) for hole in holes.split()] + [(CLEAN, seed) for seed in range(clean)]
     cells = {cell: wanted(*cell, steps, policy, tuple(overrides or ())) for cell in runs}
     found: dict[Cell, tuple[Measured, Watched]] = {}
+    others = [] if also is None else clean_runs(also)
     for cell, of in cells.items():
         known, file = of.known(folder), folder / f"{of.name}.hacks.json"
         if known is not None and file.is_file():
             found[cell] = known, Watched(**json.loads(file.read_text()))
     if print_only:
-        if not found:
+        if not found and not others:
             sys.exit(f"bench-hacks-sandbox: {folder} has no measurements yet; train a run first")
-        print(tables(found))
+        print(tables(found, others))
         return
     build_starter(policy, world, settings=StarterSettings(fault_rates=HARD_FAULT_RATES), edit=with_hacks, progress=True)
     waiting = {cell: of for cell, of in cells.items() if cell not in found}
@@ -167,7 +177,7 @@ def main(
                 seen = watched(RunDirectory.open(root / of.name), cell[0])
                 (folder / f"{of.name}.hacks.json").write_text(f"{json.dumps(asdict(seen))}\n", encoding="utf-8")
                 found[cell] = made, seen
-                print(f"\n{tables(found)}", flush=True)
+                print(f"\n{tables(found, others)}", flush=True)
 
 
 if __name__ == "__main__":
