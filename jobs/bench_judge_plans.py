@@ -318,8 +318,8 @@ def shown(done: Rejudged) -> list[dict[str, Any]]:
 
 
 def agreement(first: Rejudged, other: Rejudged) -> str:
-    """``17 of 20`` pairs of rollouts that are ordered alike."""
-    alike = pairs = 0
+    """``17 of 20, 2 tied``: pairs of rollouts that are ordered alike, and those that the second rewards equally."""
+    alike = tied = pairs = 0
     for key, advantages in first.advantages.items():
         theirs = other.advantages.get(key)
         if advantages is None or theirs is None:
@@ -329,9 +329,11 @@ def agreement(first: Rejudged, other: Rejudged) -> str:
         for at, one in enumerate(known):
             for two in known[at + 1 :]:
                 if one.reward != two.reward:
+                    gap = rewards[one.rollout] - rewards[two.rollout]
                     pairs += 1
-                    alike += (rewards[one.rollout] - rewards[two.rollout]) * (one.reward - two.reward) > 0
-    return f"{alike} of {pairs}"
+                    alike += gap * (one.reward - two.reward) > 0
+                    tied += gap == 0
+    return f"{alike} of {pairs}, {tied} tied"
 
 
 def main(
