@@ -23,13 +23,15 @@ from draco_ray.traces.entry import BadTrace, decoded
 from draco_ray.traces.templates import templated
 
 LINES = (".jsonl", ".ndjson", ".jsonlines")
-DOCUMENTS = (".json", ".traj")
+DOCUMENTS = (".json", ".traj", ".har")
 TEXTS = (".chatml", ".txt")
 INSPECT = (".eval",)
 PACKED = (".parquet", ".zip")
 COMPRESSED = (".gz", ".zst")
 MAGIC = {b"PAR1": ".parquet", b"PK\x03\x04": ".zip", b"\x1f\x8b": ".gz", b"\x28\xb5\x2f\xfd": ".zst"}
 """First bytes of a file -> its kind, independent of its name."""
+STREAMED = (b"data:", b"event:")
+"""First bytes of server-sent events."""
 MAX_LINE, MAX_DOCUMENT = 2**28, 2**30
 """Maximum length of a line, and of a document, in bytes."""
 MAX_RATIO, FREE = 300, 2**26
@@ -255,7 +257,7 @@ def _document(content: bytes, where: str, inside: str | None) -> Iterator[Found]
                 if line.strip():
                     yield from _line(line, f"{where}:{number}")
         else:
-            yield from _values(where, content if inside is None else b"", problem)
+            yield from _values(where, b"" if inside is not None or content.startswith(STREAMED) else content, problem)
         return
     if inside is not None:
         document = path_value(document, inside)
@@ -303,6 +305,8 @@ def _several(document: Any, where: str) -> Iterator[Found]:
 
     known = recognised(document) is not None
     if isinstance(document, dict) and not known:
+        # An HTTP archive of a proxy or browser has its entries in a log.
+        document = document["log"] if document.keys() == {"log"} and isinstance(document["log"], dict) else document
         lists = ((key, value) for key, value in document.items() if isinstance(value, list) and value)
         name = next((key for key, value in lists if all(recognised(_row(each)) for each in value[:3])), None)
         document, where = (document, where) if name is None else (document[name], f"{where}.{name}")
@@ -329,6 +333,10 @@ def loads(content: bytes) -> Any:
     try:
         return json.loads(content.decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:
+        if content.startswith(STREAMED):
+            raise BadTrace(
+                'found server-sent events without a request; write both into one object: "request", "response"'
+            ) from None
         raise _not_json(error) from None
 
 
