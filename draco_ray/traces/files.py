@@ -302,8 +302,13 @@ _BETWEEN = re.compile(r"[\s,]*")
 def _several(document: Any, where: str) -> Iterator[Found]:
     """The records of a list, or of a list within an object of unknown format; otherwise the document is one record."""
     from draco_ray.traces.readers import recognised
+    from draco_ray.traces.readers.chat import HISTORIES, is_messages
 
     known = recognised(document) is not None
+    several = isinstance(document, dict) and len(document) > 1 and not document.keys() & {*HISTORIES}
+    if several and all(map(is_messages, document.values())):
+        # Conversations by name.
+        document, known = list(document.values()), False
     if isinstance(document, dict) and not known:
         # An HTTP archive of a proxy or browser has its entries in a log.
         document = document["log"] if document.keys() == {"log"} and isinstance(document["log"], dict) else document

@@ -76,7 +76,7 @@ def part(each: Mapping[str, Any]) -> Iterator[Entry]:
         }
     if not type_:
         yield from _typeless(each)
-    elif type_ in ("text", "input_text", "output_text", "refusal", "summary_text"):
+    elif type_ in ("text", "input_text", "output_text", "refusal", "summary_text", "reasoning_text"):
         said = next((each[name] for name in ("text", "content", "refusal") if each.get(name) is not None), None)
         said = said.get("value", said) if isinstance(said, Mapping) else said
         yield Entry(role="", text=("[refusal] " if type_ == "refusal" else "") + plain(said))

@@ -1328,6 +1328,20 @@ def test_requests_whose_answers_failed_or_were_not_logged_are_no_further_traces(
         assert [[turn.text for turn in trace.turns][-1] for group in groups for trace in group.traces] == [DONE]
 
 
+def test_a_log_whose_histories_lose_their_beginning_is_one_conversation(tmp_path: Path) -> None:
+    again = {"role": "assistant", "content": "Once more.", "tool_calls": [{**CALL, "id": "c2"}]}
+    histories = [[USER], [USER, CALLING, ANSWER], [again, {**ANSWER, "tool_call_id": "c2"}]]
+    replies = (CALLING, again, LAST)
+    log = [{"request": {"messages": h}, "response": reply} for h, reply in zip(histories, replies, strict=True)]
+    (trace,) = (trace for group in read(tmp_path, log) for trace in group.traces)
+    assert [turn.observation for turn in trace.turns] == [RESULT, RESULT, None]
+
+
+def test_conversations_by_name_are_a_trace_each(tmp_path: Path) -> None:
+    groups = read(tmp_path, [{"chosen": [USER, LAST], "rejected": [USER, {**LAST, "content": "No."}]}])
+    assert [trace.turns[0].text for group in groups for trace in group.traces] == [DONE, "No."]
+
+
 def test_an_answer_that_cannot_be_read_is_said(tmp_path: Path) -> None:
     stream = [{"messageStart": {"role": "assistant"}}, {"contentBlockDelta": {"delta": {"text": "Room"}}}]
     with pytest.raises(TraceError, match="the model's answer is a list of an unknown form"):

@@ -249,9 +249,11 @@ def read(record: Any, reading: Reading) -> Iterator[Trace]:
             logged.append((where, each))
         except UNREADABLE as problem:
             reading.unreadable(where, problem)
-    # Files with one call each have no order, so sort by length: later requests are longer.
-    order = sorted(range(len(calls)), key=lambda n: 0 if any(c.follows for c in calls) else len(calls[n].inputs))
-    found = [(sorted(order[n] for n in thread.calls), thread) for thread in threads([calls[n] for n in order])]
+    # Files with one call each have no order, but later requests are longer. The order that joins more calls is right.
+    orders = (list(range(len(calls))), sorted(range(len(calls)), key=lambda n: len(calls[n].inputs)))
+    joined = [(order, threads([calls[n] for n in order])) for order in orders]
+    order, threads_ = min(joined, key=lambda each: len(each[1]))
+    found = [(sorted(order[n] for n in thread.calls), thread) for thread in threads_]
     for own, thread in sorted(found, key=lambda each: each[0]):
         where = logged[own[0]][0]
         try:
