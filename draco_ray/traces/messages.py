@@ -26,7 +26,7 @@ from typing import Any
 
 from draco_ray.traces.entry import AGENT, BadTrace, Call, Entry, decoded, kind, object_of, shown, text_of, thinking
 from draco_ray.traces.model import clean
-from draco_ray.traces.parts import HIDDEN, part, parts, plain
+from draco_ray.traces.parts import HIDDEN, part, parts, plain, stored
 from draco_ray.traces.streams import whole
 from draco_ray.traces.templates import tagged, templated
 
@@ -171,7 +171,7 @@ def is_wrapped(value: Any) -> bool:
 
 def _unwrapped(message: Mapping[str, Any]) -> Mapping[str, Any]:
     """The message without the wrapping of a framework."""
-    if isinstance(message.get("message"), Mapping) and "role" not in message:
+    if isinstance(message.get("message"), Mapping) and message.get("role") is None:
         # A choice of an API response, as stored by ART.
         return object_of(message, "message")
     if isinstance(message.get("content"), Mapping) and "parts" in message["content"]:
@@ -195,6 +195,8 @@ def _pydantic(each: Mapping[str, Any]) -> list[Entry]:
 def _message(role: str, message: Mapping[str, Any]) -> Iterator[Entry]:
     held = [message[name] for name in _CONTENTS if message.get(name) is not None]
     content = next((each for each in held if not _is_empty(each)), held[-1] if held else None)
+    if role != "tool" or _holds_results(stored(content)):
+        content = stored(content)
     if role == "tool-call":
         yield Entry(role=AGENT, calls=tuple(_smolagents(plain(content))), item=True)
         return

@@ -22,6 +22,7 @@ from draco_ray.traces.entry import (
     Call,
     Entry,
     compact,
+    decoded,
     first_of,
     kind,
     object_of,
@@ -153,7 +154,7 @@ def _call(each: Mapping[str, Any], type_: str) -> Call:
 def _result(each: Mapping[str, Any], type_: str) -> Entry:
     names = ("content", "response", "result", "output", "error", type_)
     said = next((each[name] for name in names if each.get(name) is not None), None)
-    if isinstance(said, Mapping) and said.keys() == {"type", "value"}:
+    if isinstance(said, Mapping) and {"type", "value"} <= said.keys():
         # The AI SDK's output of a tool: json, text, error-json, error-text, content.
         type_, said = f"{type_} {said['type']}", said["value"]
     failed = each.get("is_error") or each.get("isError") or each.get("status") == "error" or "error" in type_
@@ -224,7 +225,24 @@ def _is_part(each: Mapping[str, Any]) -> bool:
 def _shown_part(each: Mapping[str, Any]) -> str:
     """A part of a result: text and media as in `part`, other kinds as complete JSON."""
     found = list(part(each))
-    known = bool(found) and not any(
-        entry.calls or entry.text.startswith((f"[{each.get('type')}: {{", "[part: {")) for entry in found
-    )
+    known = is_known(each) and not any(entry.calls for entry in found)
     return "\n".join(entry.text for entry in found) if known else compact(each)
+
+
+def is_known(each: Mapping[str, Any]) -> bool:
+    """Whether `part` knows the kind of a part."""
+    found = list(part(each))
+    return bool(found) and not any(entry.text.startswith((f"[{each.get('type')}: {{", "[part: {")) for entry in found)
+
+
+def stored(content: object) -> object:
+    """Parts that a database keeps as JSON text, as parts; other text, which may be a model's answer, stays as it is."""
+    value = decoded(content, "[")
+    if not isinstance(value, list) or not all(isinstance(each, Mapping) for each in value):
+        return content
+    known = all(
+        ("type" in each or len(each) == 1) and (is_known(each) or each.get("type") in MARKERS) for each in value
+    )
+    said = [entry for each in value for entry in part(each)] if known else []
+    telling = any("text" in each for each in value) or any(entry.calls or entry.role for entry in said)
+    return value if known and telling else content

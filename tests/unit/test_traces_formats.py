@@ -1386,3 +1386,36 @@ def test_a_code_agents_call_of_its_interpreter_is_the_code_before_it(tmp_path: P
     ]
     (trace,) = read(tmp_path, [[USER, *said, LAST]])[0].traces
     assert [(turn.action, turn.observation) for turn in trace.turns] == [("find_room()", RESULT), (None, None)]
+
+
+def test_parts_that_a_database_keeps_as_text_are_parts_and_a_models_json_stays(tmp_path: Path) -> None:
+    parts_ = [
+        [typed("text", text=SAID), typed("tool_use", id="c", name="find_room", input=ARGUMENTS)],
+        [typed("tool_result", tool_use_id="c", content=RESULT)],
+    ]
+    said = [
+        {"role": role, "content": json.dumps(each)} for role, each in zip(("assistant", "user"), parts_, strict=True)
+    ]
+    answers = ['[{"type": "file", "name": "a.txt"}]', '[{"text": "Paris", "label": "LOC"}]', "[]"]
+    for answer in answers:
+        (trace,) = read(tmp_path, [[USER, *said, {"role": "assistant", "content": answer}]])[0].traces
+        assert [(turn.action, turn.observation) for turn in trace.turns] == [
+            ('find_room({"day": "Fri"})', RESULT),
+            (None, None),
+        ]
+        assert trace.turns[-1].text == answer
+
+
+def test_fields_that_tables_fill_with_null_change_nothing(tmp_path: Path) -> None:
+    def filled(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: filled(each) for key, each in value.items()}
+        if not isinstance(value, list):
+            return value
+        rows = [filled(each) for each in value]
+        keys = sorted({key for row in rows if isinstance(row, dict) for key in row})
+        return [{**dict.fromkeys(keys), **row} if isinstance(row, dict) else row for row in rows]
+
+    for name, document in DOCUMENTS.items():
+        (trace,), (table,) = (read(tmp_path, [each])[0].traces for each in (document, filled(document)))
+        assert (name, table.prompt, table.turns) == (name, trace.prompt, trace.turns)

@@ -459,13 +459,13 @@ def read_smolagents(record: Any, reading: Reading) -> Iterator[Trace]:
     """The trace of an agent's memory. Raises: BadTrace if the agent does nothing in it."""
     said: list[Entry] = []
     steps = record if isinstance(record, list) else record["steps"]
-    if not any("system_prompt" in step for step in steps):
+    if not any(step.get("system_prompt") for step in steps):
         asked: Any = next((step["model_input_messages"] for step in steps if step.get("model_input_messages")), [])
         said += [each for each in entries(asked) if each.role == "system"]
     for step in steps:
-        if "step_number" not in step:
+        if step.get("step_number") is None:
             told = (("system", "system_prompt"), ("user", "task"), (AGENT, "plan"))
-            said += [Entry(role=role, text=plain(step[name])) for role, name in told if name in step]
+            said += [Entry(role=role, text=plain(step[name])) for role, name in told if step.get(name)]
             continue
         text = "\n".join(each.text for each in parts(step.get("model_output")))
         code = text_of(step, "code_action")
