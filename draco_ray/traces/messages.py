@@ -226,7 +226,8 @@ def _message(role: str, message: Mapping[str, Any]) -> Iterator[Entry]:
         if text or calls or not results:
             yield Entry(role=role, text=text, calls=tuple(calls))
         return
-    thought = [Entry(role="", text=text) for text in _thoughts(message)]
+    # Reasoning in the content is often repeated, too.
+    thought = [Entry(role="", text=t) for t in _thoughts(message) if not any(t in piece.text for piece in pieces)]
     refusal = text_of(message, "refusal")
     after = [Entry(role="", text=f"[refusal] {refusal}")] if refusal else []
     yield from _turns([*thought, *pieces, *after, *(Entry(role="", calls=(call,)) for call in calls)], _tokens(message))

@@ -1291,6 +1291,9 @@ def test_text_of_the_ai_sdk_4_follows_the_calls_of_its_message_unless_one_is_ope
     assert trace.turns[1].observation == "r3"
     (trace,) = read(tmp_path, [[USER, {**LAST, "toolInvocations": [invoked(1, 0)]}]])[0].traces
     assert [turn.text for turn in trace.turns] == [f"{DONE}\n\ntool1({{}})"]
+    twice = {**LAST, "reasoning": "Hm.", "parts": [typed("text", text=SAID), typed("reasoning", reasoning="Hm.")]}
+    (trace,) = read(tmp_path, [[USER, twice]])[0].traces
+    assert trace.turns[0].text == f"{SAID}\n<think>Hm.</think>"
     refused = typed("tool-book", toolCallId="c", state="output-denied", input={}, approval={"reason": "not today"})
     (trace,) = read(tmp_path, [[USER, {"role": "assistant", "parts": [refused, typed("text", text=DONE)]}]])[0].traces
     assert [(turn.text, turn.observation) for turn in trace.turns] == [("book({})", "[error] not today"), (DONE, None)]
