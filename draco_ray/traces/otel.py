@@ -68,10 +68,7 @@ HOLDERS = (*OTLP, "spans", "observations", "data", "traces", "trace")
 """Fields of exports that contain spans."""
 MAX_DEPTH = 8
 KINDS = (
-    "gen_ai.operation.name",
-    "openinference.span.kind",
-    "langfuse.observation.type",
-    "mlflow.spanType",
+    *("gen_ai.operation.name", "openinference.span.kind", "langfuse.observation.type", "mlflow.spanType"),
     "traceloop.span.kind",
 )
 """Attributes with the kind of a span."""

@@ -668,16 +668,16 @@ def shown(number: int, role: str, content: dict[str, Any], **more: Any) -> dict[
     return {"id": str(number), "parent": str(number - 1), "children": [str(number + 1)], "message": message}
 
 
+ROOMS = {"role": "tool", "name": "find_room"}
 TREE = [
     {"id": "0", "message": None, "parent": None, "children": ["1"]},
     shown(1, "user", {"content_type": "text", "parts": [ASKED]}),
     shown(2, "assistant", {"content_type": "thoughts", "thoughts": [{"summary": "", "content": SAID}]}),
     shown(3, "assistant", {"content_type": "code", "text": TEXT}, recipient="find_room"),
-    shown(
-        4, "tool", {"content_type": "execution_output", "text": RESULT}, author={"role": "tool", "name": "find_room"}
-    ),
-    shown(5, "assistant", {"content_type": "text", "parts": [DONE]}),
-    {**shown(6, "assistant", {"content_type": "text", "parts": ["It was another answer."]}), "parent": "1"},
+    shown(4, "tool", {"content_type": "text", "parts": [""]}, author=ROOMS),
+    shown(5, "tool", {"content_type": "execution_output", "text": RESULT}, author=ROOMS),
+    shown(6, "assistant", {"content_type": "text", "parts": [DONE]}),
+    {**shown(7, "assistant", {"content_type": "text", "parts": ["It was another answer."]}), "parent": "1"},
 ]
 
 
@@ -717,7 +717,7 @@ def jaeger(number: int, messages: list[Any], reply: dict[str, Any]) -> dict[str,
 
 
 DOCUMENTS |= {
-    "chatgpt": {"id": "c", "title": "Room", "mapping": {each["id"]: each for each in TREE}, "current_node": "5"},
+    "chatgpt": {"id": "c", "title": "Room", "mapping": {each["id"]: each for each in TREE}, "current_node": "6"},
     "claude.ai": {
         "uuid": "c",
         "chat_messages": [
@@ -845,7 +845,7 @@ REPEATED: dict[str, tuple[tuple[Any, ...], ...]] = {
     "ollama, streamed": ((0, "response"), (1, "request", "messages", 1)),
     "jaeger": ((0, "data", 0, "spans", 1, "tags"),),
     "cursor": ((3,),),
-    "chatgpt": ((0, "mapping", "4", "message", "author", "name"),),
+    "chatgpt": ((0, "mapping", "4"), (0, "mapping", "5", "message", "author", "name")),
     "claude.ai": ((0, "chat_messages", 2, "content", 2, "name"),),
     "autogen, an agent's state": ((0, "llm_context", "messages", 2, "content", 0, "name"),),
 }

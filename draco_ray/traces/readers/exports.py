@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -29,14 +29,13 @@ def read(record: Any, reading: Reading) -> Iterator[Trace]:
     """The trace of the branch that was shown last. Raises: BadTrace if the assistant says nothing in it."""
     if "mapping" in record:
         nodes = _branch(record["mapping"], record["current_node"], "parent")
-        messages = [_of_chatgpt(node["message"]) for node in nodes if node.get("message")]
+        messages = _joined(_of_chatgpt(node["message"]) for node in nodes if node.get("message"))
     else:
         said = {str(each["uuid"]): each for each in record["chat_messages"]}
         last = record.get("current_leaf_message_uuid") or next(reversed(said), "")
         linked = any(each.get("parent_message_uuid") for each in said.values())
-        messages = [
-            _of_claude(each) for each in (_branch(said, last, "parent_message_uuid") if linked else said.values())
-        ]
+        nodes = _branch(said, last, "parent_message_uuid") if linked else list(said.values())
+        messages = [_of_claude(each) for each in nodes]
     # Reasoning and the call that follows it are messages of their own.
     yield build([replace(each, item=True) for each in entries(messages)], record, reading)
 
@@ -59,10 +58,21 @@ def _of_chatgpt(message: Mapping[str, Any]) -> dict[str, Any]:
         said = [{"type": "reasoning", "text": text_of(each, "content")} for each in content["thoughts"]]
     elif type_ == "reasoning_recap":
         said = [{"type": "reasoning", "text": said}]
+    text = "\n".join(each.text for each in parts(said))
     if author["role"] == AGENT and tool not in ("", "all"):
-        arguments = "\n".join(each.text for each in parts(said))
-        return {"role": AGENT, "tool_calls": [{"name": tool, "arguments": arguments}]}
-    return {"role": author["role"], "content": said, "name": author.get("name")}
+        return {"role": AGENT, "tool_calls": [{"name": tool, "arguments": text}]}
+    return {"role": author["role"], "content": text, "name": author.get("name")}
+
+
+def _joined(messages: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The messages, with those of a tool that follow each other as one: they answer the same call."""
+    found: list[dict[str, Any]] = []
+    for message in messages:
+        if found and message["role"] == found[-1]["role"] == "tool":
+            found[-1]["content"] = f"{found[-1]['content']}\n{message['content']}".strip()
+        else:
+            found.append(message)
+    return found
 
 
 def _of_claude(message: Mapping[str, Any]) -> dict[str, Any]:
