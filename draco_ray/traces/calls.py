@@ -43,6 +43,8 @@ class Thread:
     entries: list[Entry] = field(default_factory=list)
     calls: list[int] = field(default_factory=list)
     """Indices into the list of calls."""
+    beside: bool = False
+    """Whether it is about another conversation's answer."""
 
 
 def threads(calls: Sequence[ModelCall]) -> list[Thread]:
@@ -64,9 +66,13 @@ def threads(calls: Sequence[ModelCall]) -> list[Thread]:
                 thread = Thread(entries=thread.entries[:length])
         else:
             keys = {None, *(_key(entry) for entry in inputs if entry.role == AGENT)}
-            near = [thread for key in keys for thread in ending.get(key, ())]
+            near = {id(thread): thread for key in keys for thread in ending.get(key, ())}.values()
             matches = [(match, thread) for thread in near if (match := _continued(thread.entries, inputs))]
             (_, new), thread = max(matches, key=lambda each: each[0][0], default=((0, 0), Thread()))
+            repeats = bool(thread.entries) and thread.entries[-1].role == AGENT and new == len(inputs)
+            if repeats and call.system != calls[thread.calls[0]].system:
+                # Another instruction about the last answer, such as to suggest questions, does not continue it.
+                new, thread = 0, Thread(beside=True)
             inputs = inputs[new:]
         if not thread.calls:
             found.append(thread)
@@ -123,7 +129,12 @@ def continues(known: Sequence[Entry], inputs: Sequence[Entry]) -> bool:
 
 
 def _longest(found: Sequence[Thread]) -> Thread:
-    return max(found, key=lambda thread: (len(thread.calls), len(thread.entries)))
+    def weight(thread: Thread) -> tuple[int, ...]:
+        # Of single calls, a title's or a guard's output is shorter than an agent's.
+        said = [entry for entry in thread.entries if entry.role != "system"]
+        return not thread.beside, len(thread.calls), len(said), len(said[-1].calls), len(said[-1].text)
+
+    return max(found, key=weight)
 
 
 def _continued(known: Sequence[Entry], inputs: Sequence[Entry]) -> tuple[int, int] | None:

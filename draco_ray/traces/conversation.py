@@ -111,6 +111,9 @@ def _add(turns: list[_Turn], entry: Entry, code: re.Pattern[str] | None, notes: 
         elif entry.text or entry.calls:
             said = "\n".join([*filter(None, [entry.text]), *map(str, entry.calls)])
             turns.append(_Turn(role_name(entry.role), said, None))
+    elif last is not None and last.code is not None and [call.arguments for call in entry.calls] == [last.code]:
+        # smolagents repeats the code as a call of the interpreter.
+        return
     elif last is not None and last.role == AGENT and _one_turn(last, entry):
         last.said = "\n".join(filter(None, [last.said, entry.text]))
         last.calls += entry.calls

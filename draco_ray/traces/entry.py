@@ -18,7 +18,8 @@ MAX_SHOWN = 2_000
 MIN_ENCODED = 200
 """Minimum length of text that counts as base64 or ciphertext, in characters."""
 _THOUGHT = re.compile(r"<think>.*?(?:</think>|\Z)", re.DOTALL)
-_ENCODED = re.compile(r"[A-Za-z0-9+/_=-]+")
+_ENCODED = re.compile(rf"(?:data:([\w.+-]+/[\w.+-]+)[\w;=.+-]*,)?([A-Za-z0-9+/_=-]{{{MIN_ENCODED},}})")
+"""The start of a data URL, and text that may be base64."""
 _SIGNATURES = ("iVBOR", "/9j/", "R0lGOD", "JVBERi", "UklGR", "UEsDB", "H4sI")
 """First characters of PNG, JPEG, GIF, PDF, WebP or WAV, ZIP and gzip in base64."""
 _CIPHERTEXT = ("encrypted_content", "signature", "thoughtSignature", "thought_signature")
@@ -86,12 +87,7 @@ def shown(value: object) -> str:
 def without_encoded(value: object) -> object:
     """A JSON value with base64 and ciphertext replaced by a description."""
     if isinstance(value, str):
-        head, _, data = value.partition(",") if value.startswith("data:") else ("", "", value)
-        if len(data) < MIN_ENCODED or not _ENCODED.fullmatch(start := data[:4096]):
-            return value
-        mixed = len(set(start)) > 24 and all(re.search(each, start) for each in ("[a-z]", "[A-Z]", "[0-9]"))
-        known = head or mixed or start.startswith(_SIGNATURES)
-        return f"[{head[5:].partition(';')[0] or 'base64'}, {size(data)}]" if known else value
+        return _ENCODED.sub(_described, value)
     if isinstance(value, Mapping):
         return {
             key: f"[ciphertext, {size(each)}]"
@@ -100,6 +96,15 @@ def without_encoded(value: object) -> object:
             for key, each in value.items()
         }
     return [without_encoded(each) for each in value] if isinstance(value, list | tuple) else value
+
+
+def _described(found: re.Match[str]) -> str:
+    """What takes the place of encoded text; other text stays as it is."""
+    head, data = found.groups()
+    start = data[:4096]
+    mixed = len(set(start)) > 24 and all(re.search(each, start) for each in ("[a-z]", "[A-Z]", "[0-9]"))
+    known = head or mixed or start.startswith(_SIGNATURES)
+    return f"[{head or 'base64'}, {size(data)}]" if known else found[0]
 
 
 def size(base64: str) -> str:

@@ -23,13 +23,15 @@ from draco_ray.traces.entry import BadTrace, decoded
 from draco_ray.traces.templates import templated
 
 LINES = (".jsonl", ".ndjson", ".jsonlines")
-DOCUMENTS = (".json", ".traj")
+DOCUMENTS = (".json", ".traj", ".har")
 TEXTS = (".chatml", ".txt")
 INSPECT = (".eval",)
 PACKED = (".parquet", ".zip")
 COMPRESSED = (".gz", ".zst")
 MAGIC = {b"PAR1": ".parquet", b"PK\x03\x04": ".zip", b"\x1f\x8b": ".gz", b"\x28\xb5\x2f\xfd": ".zst"}
 """First bytes of a file -> its kind, independent of its name."""
+STREAMED = (b"data:", b"event:")
+"""First bytes of server-sent events."""
 MAX_LINE, MAX_DOCUMENT = 2**28, 2**30
 """Maximum length of a line, and of a document, in bytes."""
 MAX_RATIO, FREE = 300, 2**26
@@ -255,7 +257,7 @@ def _document(content: bytes, where: str, inside: str | None) -> Iterator[Found]
                 if line.strip():
                     yield from _line(line, f"{where}:{number}")
         else:
-            yield from _values(where, content if inside is None else b"", problem)
+            yield from _values(where, b"" if inside is not None or content.startswith(STREAMED) else content, problem)
         return
     if inside is not None:
         document = path_value(document, inside)
@@ -300,9 +302,16 @@ _BETWEEN = re.compile(r"[\s,]*")
 def _several(document: Any, where: str) -> Iterator[Found]:
     """The records of a list, or of a list within an object of unknown format; otherwise the document is one record."""
     from draco_ray.traces.readers import recognised
+    from draco_ray.traces.readers.chat import HISTORIES, is_messages
 
     known = recognised(document) is not None
+    several = isinstance(document, dict) and len(document) > 1 and not document.keys() & {*HISTORIES}
+    if several and all(map(is_messages, document.values())):
+        # Conversations by name.
+        document, known = list(document.values()), False
     if isinstance(document, dict) and not known:
+        # An HTTP archive of a proxy or browser has its entries in a log.
+        document = document["log"] if document.keys() == {"log"} and isinstance(document["log"], dict) else document
         lists = ((key, value) for key, value in document.items() if isinstance(value, list) and value)
         name = next((key for key, value in lists if all(recognised(_row(each)) for each in value[:3])), None)
         document, where = (document, where) if name is None else (document[name], f"{where}.{name}")
@@ -329,6 +338,10 @@ def loads(content: bytes) -> Any:
     try:
         return json.loads(content.decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:
+        if content.startswith(STREAMED):
+            raise BadTrace(
+                'found server-sent events without a request; write both into one object: "request", "response"'
+            ) from None
         raise _not_json(error) from None
 
 

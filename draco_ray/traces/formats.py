@@ -118,7 +118,8 @@ def named(record: object, names: Sequence[str]) -> str:
     for holder in holders:
         for name in names:
             value = holder.get(name) if isinstance(holder, Mapping) else None
-            if isinstance(value, str | int) and not isinstance(value, bool) and str(value).strip():
+            known = isinstance(value, str | int | float) and not isinstance(value, bool) and value == value
+            if known and str(value).strip():
                 return identifier(value)
     return ""
 

@@ -5,7 +5,7 @@ OpenAI chat        ``role``, ``content`` (text or parts), ``tool_calls``, ``role
 OpenAI Responses   items: ``message``, ``reasoning``, ``function_call``, ``function_call_output``, ...
 Inspect            OpenAI's form with ``function`` and ``arguments`` flat in a tool call, ``reasoning`` parts, ``error``
 LangChain          ``type: human | ai | tool``, also below ``data``, and in LangChain's own serialisation
-AutoGen            ``source`` and ``type: TextMessage | ToolCallRequestEvent | ToolCallExecutionEvent | ...``
+AutoGen            ``source`` and ``type: TextMessage | ToolCallRequestEvent | AssistantMessage | ...``
 ShareGPT           ``from: human | gpt`` and ``value``
 smolagents         roles ``tool-call`` and ``tool-response``
 Letta              ``message_type: user_message | tool_call_message | tool_return_message | ...``
@@ -24,9 +24,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from draco_ray.traces.entry import AGENT, BadTrace, Call, Entry, kind, object_of, shown, text_of, thinking
+from draco_ray.traces.entry import AGENT, BadTrace, Call, Entry, decoded, kind, object_of, shown, text_of, thinking
 from draco_ray.traces.model import clean
-from draco_ray.traces.parts import HIDDEN, part, parts, plain
+from draco_ray.traces.parts import HIDDEN, part, parts, plain, stored
 from draco_ray.traces.streams import whole
 from draco_ray.traces.templates import tagged, templated
 
@@ -50,7 +50,7 @@ AUTOGEN = ("Message", "Event")
 _RESULTS = ("result", "results", "outputs", "output")
 _CONTAINERS = ("message", "output", "messages", "body", "response", "outputBodyJson", "body_raw")
 """Fields of a response that may contain the answer."""
-_CONTENTS = ("content", "blocks", "text", "system_prompt")
+_CONTENTS = ("parts", "content", "blocks", "text", "system_prompt")
 """Fields of a message that may contain its text."""
 _REPLY_KEYS = ("role", "content", "tool_calls", "toolCalls", "text", "choices", "candidates", "output", "message")
 
@@ -67,6 +67,9 @@ def entries(messages: object, where: str = "message") -> list[Entry]:
         raise BadTrace(f"expected a list of {where}s, found {kind(messages)}")
     if any(isinstance(each, Mapping) and each.get("name") in USER_PROXIES for each in messages):
         messages = [_of_proxy(each) for each in messages]
+    if messages and all(isinstance(each, Mapping) and each.get("object") == "thread.message" for each in messages):
+        # OpenAI's Assistants list the latest message first.
+        messages = sorted(messages, key=lambda each: each["created_at"])
     found: list[Entry] = []
     for number, message in enumerate(messages, 1):
         try:
@@ -142,11 +145,14 @@ def message_entries(value: object) -> list[Entry]:
         message = converted
     if (converted := _langchain(message)) is not None:
         message = converted
-    elif "source" in message and str(message.get("type")).endswith(AUTOGEN):
+    elif is_autogen(message):
         return list(_autogen(message))
     elif "from" in message and "value" in message:
         return list(_sharegpt(str(message["from"]), message["value"]))
     role = message.get("role")
+    if role is None and isinstance(message.get("parts"), list):
+        # In Gemini's requests the user's role may be left out.
+        role = "user"
     if role is None and isinstance(message.get("type"), str):
         return [replace(each, item=True) for each in _item(message)]
     if not isinstance(role, str) or not role.strip():
@@ -165,7 +171,7 @@ def is_wrapped(value: Any) -> bool:
 
 def _unwrapped(message: Mapping[str, Any]) -> Mapping[str, Any]:
     """The message without the wrapping of a framework."""
-    if isinstance(message.get("message"), Mapping) and "role" not in message:
+    if isinstance(message.get("message"), Mapping) and message.get("role") is None:
         # A choice of an API response, as stored by ART.
         return object_of(message, "message")
     if isinstance(message.get("content"), Mapping) and "parts" in message["content"]:
@@ -178,7 +184,7 @@ def _unwrapped(message: Mapping[str, Any]) -> Mapping[str, Any]:
 def _pydantic(each: Mapping[str, Any]) -> list[Entry]:
     """A part of a message of Pydantic AI."""
     kind_ = str(each.get("part_kind"))
-    if kind_ in ("tool-return", "retry-prompt"):
+    if kind_.endswith("tool-return") or kind_ == "retry-prompt":
         error = {"error": kind_ == "retry-prompt"}
         return list(_message("tool" if each.get("tool_name") else "user", {**each, **error}))
     role = {"system-prompt": "system", "user-prompt": "user"}.get(kind_, AGENT)
@@ -187,7 +193,10 @@ def _pydantic(each: Mapping[str, Any]) -> list[Entry]:
 
 
 def _message(role: str, message: Mapping[str, Any]) -> Iterator[Entry]:
-    content = message.get("parts") or next((message[name] for name in _CONTENTS if message.get(name) is not None), None)
+    held = [message[name] for name in _CONTENTS if message.get(name) is not None]
+    content = next((each for each in held if not _is_empty(each)), held[-1] if held else None)
+    if role != "tool" or _holds_results(stored(content)):
+        content = stored(content)
     if role == "tool-call":
         yield Entry(role=AGENT, calls=tuple(_smolagents(plain(content))), item=True)
         return
@@ -201,7 +210,7 @@ def _message(role: str, message: Mapping[str, Any]) -> Iterator[Entry]:
         )
         return
     invoked = [each for each in message.get("toolInvocations") or () if isinstance(each, Mapping)]
-    pieces = [*_steps(content), *(e for each in invoked if not message.get("parts") for e in part(_invocation(each)))]
+    pieces = list(_steps(content if message.get("parts") or not invoked else _invoked(invoked, content)))
     inside = [call for piece in pieces for call in piece.calls]
     # Calls in the content are often repeated in another field.
     calls = [call for call in _calls(message) if not any(_same_call(call, each) for each in inside)]
@@ -217,10 +226,17 @@ def _message(role: str, message: Mapping[str, Any]) -> Iterator[Entry]:
         if text or calls or not results:
             yield Entry(role=role, text=text, calls=tuple(calls))
         return
-    thought = [Entry(role="", text=text) for text in _thoughts(message)]
+    # Reasoning in the content is often repeated, too.
+    thought = [Entry(role="", text=t) for t in _thoughts(message) if not any(t in piece.text for piece in pieces)]
     refusal = text_of(message, "refusal")
     after = [Entry(role="", text=f"[refusal] {refusal}")] if refusal else []
     yield from _turns([*thought, *pieces, *after, *(Entry(role="", calls=(call,)) for call in calls)], _tokens(message))
+
+
+def _is_empty(content: object) -> bool:
+    """Whether a content is empty text or has only parts of empty text; another field may contain the text."""
+    found = content if isinstance(content, list) else [content]
+    return all((each.get("text") if isinstance(each, Mapping) else each) == "" for each in found)
 
 
 def _steps(content: object) -> Iterator[Entry]:
@@ -319,7 +335,7 @@ def _item(item: Mapping[str, Any]) -> Iterator[Entry]:
             yield Entry(role="tool", text=plain(results), call_id=call_id)
     else:
         for each in part(item):
-            yield replace(each, role=each.role or AGENT)
+            yield replace(each, role=each.role or ("system" if type_ == "mcp_list_tools" else AGENT))
 
 
 def _langchain(message: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -356,9 +372,17 @@ def _langchain(message: Mapping[str, Any]) -> dict[str, Any] | None:
     }
 
 
+def is_autogen(message: Mapping[str, Any]) -> bool:
+    """Whether the value is a message or event of AutoGen; a model's results have no source."""
+    return str(message.get("type")).endswith(AUTOGEN) and (
+        "source" in message or isinstance(message.get("content"), list)
+    )
+
+
 def _autogen(message: Mapping[str, Any]) -> Iterator[Entry]:
     """An AutoGen message; every source except the user counts as the agent, since a team acts as one."""
-    type_, source, content = str(message["type"]), str(message["source"]), message.get("content")
+    type_, source, content = str(message["type"]), str(message.get("source")), message.get("content")
+    held = content if isinstance(content, list) and all(isinstance(each, Mapping) for each in content) else []
     role = "user" if source.casefold() in ("user", "user_proxy", "human") else AGENT
     usage = message.get("models_usage")
     tokens = usage.get("completion_tokens") if isinstance(usage, Mapping) else None
@@ -369,12 +393,11 @@ def _autogen(message: Mapping[str, Any]) -> Iterator[Entry]:
         result = object_of(message, "result")
         failed: dict[str, Any] = {"error": f"exit code {result['exit_code']}"} if result.get("exit_code") else {}
         yield Entry(role="tool", text=_marked(plain(result.get("output")), failed))
-    elif type_ == "ToolCallRequestEvent" and isinstance(content, list):
-        yield Entry(role=AGENT, calls=tuple(_calls({"tool_calls": content})), tokens=tokens or None)
-    elif type_ == "ToolCallExecutionEvent" and isinstance(content, list):
-        for each in content:
-            if not isinstance(each, Mapping):
-                raise BadTrace(f"expected a tool's result as an object, found {kind(each)}")
+    elif held and all("arguments" in each for each in held):
+        thought = thinking(text_of(message, "thought"))
+        yield Entry(role=AGENT, text=thought, calls=tuple(_calls({"tool_calls": held})), tokens=tokens or None)
+    elif held and all("call_id" in each for each in held):
+        for each in held:
             yield from _message("tool", {**each, "error": bool(each.get("is_error"))})
     elif type_ == "ThoughtEvent":
         yield Entry(role=AGENT, text=thinking(plain(content)), item=True)
@@ -432,8 +455,16 @@ def _smolagents(text: str) -> Iterator[Call]:
         yield Call(name="tool", arguments=text)
 
 
-def _invocation(each: Mapping[str, Any]) -> Mapping[str, Any]:
-    return {"type": "tool-invocation", "toolInvocation": each}
+def _invoked(invoked: Sequence[Mapping[str, Any]], content: object) -> list[Any]:
+    """The calls of a message of the AI SDK 4 as parts, in steps. Its text comes last, unless a call has no result."""
+    found: list[Any] = []
+    for before, each in zip([{}, *invoked], invoked, strict=False):
+        if not found or each.get("step") != before.get("step"):
+            found.append({"type": "step-start"})
+        found.append({"type": "tool-invocation", "toolInvocation": each})
+    text = content if isinstance(content, list) else [content or ""]
+    finished = all("result" in each for each in invoked)
+    return [*found, {"type": "step-start"}, *text] if finished else [*text, *found]
 
 
 def _holds_results(content: object) -> bool:
@@ -444,7 +475,7 @@ def _holds_results(content: object) -> bool:
 
 
 def _calls(message: Mapping[str, Any]) -> Iterator[Call]:
-    calls = message.get("tool_calls") or message.get("toolCalls") or ()
+    calls = decoded(message.get("tool_calls")) or message.get("toolCalls") or ()
     if isinstance(calls, Mapping | str) or not isinstance(calls, Sequence):
         raise BadTrace(f'expected "tool_calls" as a list, found {kind(calls)}')
     older = message.get("function_call")
@@ -457,7 +488,7 @@ def _calls(message: Mapping[str, Any]) -> Iterator[Call]:
                 raise BadTrace(f"expected a tool call as an object, found the text {call[:60]!r}") from None
         if not isinstance(call, Mapping):
             raise BadTrace(f"expected a tool call as an object, found {kind(call)}")
-        function = call.get("function", call.get("custom", call))
+        function = decoded(call.get("function", call.get("custom", call)))
         if isinstance(function, str):
             function = {"name": function, "arguments": call.get("arguments")}
         name = (

@@ -18,9 +18,9 @@ Langfuse, MLflow         ``langfuse.observation.input``, ``mlflow.spanInputs``, 
 
 If no later input repeats a tool's result, it is taken from an ``execute_tool`` span.
 
-Spans are in OTLP's lists (``resourceSpans``, Tempo's ``batches``), in ``data.spans`` (MLflow), in ``data`` (Phoenix's
-API), in ``observations`` (Langfuse), or each is a record. Rows of Phoenix's table and observations of Langfuse have
-other field names and are converted to spans.
+Spans are in OTLP's lists (``resourceSpans``, Tempo's ``batches``), in ``data.spans`` (MLflow, Jaeger), in ``data``
+(Phoenix's API), in ``observations`` (Langfuse), or each is a record. Rows of Phoenix's table and observations of
+Langfuse have other field names and are converted to spans.
 """
 
 from __future__ import annotations
@@ -67,9 +67,14 @@ OTLP = ("resourceSpans", "resource_spans", "batches", "scopeSpans", "scope_spans
 HOLDERS = (*OTLP, "spans", "observations", "data", "traces", "trace")
 """Fields of exports that contain spans."""
 MAX_DEPTH = 8
-KINDS = ("gen_ai.operation.name", "openinference.span.kind", "langfuse.observation.type", "mlflow.spanType")
+KINDS = (
+    *("gen_ai.operation.name", "openinference.span.kind", "langfuse.observation.type", "mlflow.spanType"),
+    "traceloop.span.kind",
+)
 """Attributes with the kind of a span."""
-TOOL_RESULTS = ("gen_ai.tool.call.result", "langfuse.observation.output", "mlflow.spanOutputs", "output.value")
+TOOL_CALL_IDS = ("gen_ai.tool.call.id", "tool_call.id", "ai.toolCall.id")
+TOOL_NAMES = ("gen_ai.tool.name", "tool.name", "ai.toolCall.name", "traceloop.entity.name")
+TOOL_RESULTS = ("gen_ai.tool.call.result", *OUTPUTS[1:], "ai.toolCall.result", "traceloop.entity.output")
 
 
 def recognises(record: object) -> bool:
@@ -86,7 +91,7 @@ def _is_span(record: object) -> bool:
     if not isinstance(record, Mapping):
         return False
     own = "attributes" in record and any(name in record for name in ("spanId", "span_id", "context", "traceId"))
-    return own or "context.span_id" in record or _is_row(record)
+    return own or "context.span_id" in record or {"traceID", "tags"} <= record.keys() or _is_row(record)
 
 
 def _is_row(record: Mapping[str, Any]) -> bool:
@@ -170,25 +175,25 @@ def _span(span: object) -> Span:
     if not isinstance(span, Mapping):
         raise BadTrace(f"expected a span as an object, found {kind(span)}")
     span = _renamed(span)
-    attributes = _attributes(span.get("attributes"))
+    attributes = _attributes(span.get("attributes", span.get("tags")))
     # Logfire writes the events as an attribute.
     written = _json(attributes.get("events"))
     events = [(str(field(each, "event.name")), each) for each in written] if isinstance(written, list) else []
-    events += [
-        (str(event.get("name", "")), _attributes(event.get("attributes")))
-        for event in span.get("events") or ()
-        if isinstance(event, Mapping)
-    ]
+    for event in span.get("events") or span.get("logs") or ():
+        more = _attributes(first_of(event, "attributes", "fields")) if isinstance(event, Mapping) else {}
+        events.append((str(field(event, "name") or more.get("event", "")), more))
     for name, more in events:
         if name == "gen_ai.client.inference.operation.details":
             attributes = more | attributes
-    context = span.get("context") if isinstance(span.get("context"), Mapping) else {}
+    parents = ("parentSpanId", "parent_span_id", "parent_id")
+    times = ("startTimeUnixNano", "start_time_unix_nano", "start_time", "timeUnixNano", "startTime")
     return {
-        "trace": str(span.get("traceId") or span.get("trace_id") or path_value(context, "trace_id") or ""),
-        "id": str(span.get("spanId") or span.get("span_id") or path_value(context, "span_id") or ""),
-        "parent": str(span.get("parentSpanId") or span.get("parent_span_id") or span.get("parent_id") or ""),
-        "name": str(span.get("name", "")),
-        "at": _time(first_of(span, "startTimeUnixNano", "start_time_unix_nano", "start_time", "timeUnixNano")),
+        "trace": str(first_of(span, "traceId", "trace_id", "traceID") or path_value(span, "context.trace_id") or ""),
+        "id": str(first_of(span, "spanId", "span_id", "spanID") or path_value(span, "context.span_id") or ""),
+        # Jaeger refers to the parent.
+        "parent": str(first_of(span, *parents) or path_value(span, "references.0.spanID") or ""),
+        "name": str(first_of(span, "name", "operationName") or ""),
+        "at": _time(first_of(span, *times)),
         "attributes": attributes,
         "events": [event for event in events if event[0].startswith("gen_ai.")],
     }
@@ -197,14 +202,15 @@ def _span(span: object) -> Span:
 def _time(value: object) -> str:
     """A time as sortable text: nanoseconds since 1970, padded; other text stays as it is."""
     text = str(value or "")
-    if not text.isdigit():
+    whole, point, rest = text.partition(".")
+    if not whole.isdigit():
         try:
             at = datetime.fromisoformat(text)
         except ValueError:
             return text
         at = at if at.tzinfo else at.replace(tzinfo=UTC)
-        text = str((at - datetime(1970, 1, 1, tzinfo=UTC)) // timedelta(microseconds=1) * 1000)
-    return text.zfill(24)
+        whole, point, rest = str((at - datetime(1970, 1, 1, tzinfo=UTC)) // timedelta(microseconds=1) * 1000), "", ""
+    return f"{whole.zfill(24)}{point}{rest}"
 
 
 def _attributes(attributes: object) -> dict[str, Any]:
@@ -536,9 +542,9 @@ def _with_results(known: list[Entry], of_trace: list[Span]) -> list[Entry]:
 def _tool_result(span: Span) -> Entry | None:
     """The result in a tool span; None for other spans, or without a result."""
     attributes = span["attributes"]
-    if "tool" not in _kind(span) and not attributes.get("gen_ai.tool.call.id"):
+    call_id = str(first_of(attributes, *TOOL_CALL_IDS) or "")
+    if "tool" not in _kind(span) and not call_id:
         return None
-    value = next((attributes[name] for name in TOOL_RESULTS if attributes.get(name) is not None), None)
-    name = str(attributes.get("gen_ai.tool.name") or attributes.get("tool.name") or span["name"])
-    call_id = str(attributes.get("gen_ai.tool.call.id") or attributes.get("tool_call.id") or "")
+    value = _json(first_of(attributes, *TOOL_RESULTS))
+    name = str(first_of(attributes, *TOOL_NAMES) or span["name"])
     return None if value is None else Entry(role="tool", text=plain(value), name=name, call_id=call_id)

@@ -22,6 +22,7 @@ from draco_ray.traces.entry import (
     Call,
     Entry,
     compact,
+    decoded,
     first_of,
     kind,
     object_of,
@@ -46,13 +47,13 @@ def parts(content: object) -> Iterator[Entry]:
         BadTrace: the content is neither text nor a list of parts.
     """
     if isinstance(content, str):
-        yield Entry(role="", text=clean(content))
+        yield Entry(role="", text=plain(content))
     elif isinstance(content, Mapping):
         yield from part(content)
     elif isinstance(content, Sequence):
         for each in content:
             if isinstance(each, str):
-                yield Entry(role="", text=clean(each))
+                yield Entry(role="", text=plain(each))
             elif isinstance(each, Mapping):
                 yield from part(each)
             else:
@@ -76,8 +77,9 @@ def part(each: Mapping[str, Any]) -> Iterator[Entry]:
         }
     if not type_:
         yield from _typeless(each)
-    elif type_ in ("text", "input_text", "output_text", "refusal", "summary_text"):
+    elif type_ in ("text", "input_text", "output_text", "refusal", "summary_text", "reasoning_text"):
         said = next((each[name] for name in ("text", "content", "refusal") if each.get(name) is not None), None)
+        said = said.get("value", said) if isinstance(said, Mapping) else said
         yield Entry(role="", text=("[refusal] " if type_ == "refusal" else "") + plain(said))
     elif type_ in ("thinking", "reasoning", "reasoning.text", "reasoning.summary"):
         names = ("summary",) if each.get("redacted") else ("thinking", "reasoning", "text", "content", "summary")
@@ -129,7 +131,7 @@ def _typeless(each: Mapping[str, Any]) -> Iterator[Entry]:
         inner = thought.get("reasoningText", thought) if isinstance(thought, Mapping) else thought
         yield Entry(role="", text=thinking(inner if isinstance(inner, str) else text_of(inner, "text")) or HIDDEN)
     elif isinstance(each.get("text"), str):
-        yield Entry(role="", text=thinking(each["text"]) if each.get("thought") is True else clean(each["text"]))
+        yield Entry(role="", text=thinking(each["text"]) if each.get("thought") is True else plain(each["text"]))
     elif isinstance(each.get("json"), Mapping | list):
         yield Entry(role="", text=compact(each["json"]))
     elif (medium := first_of(each, "inlineData", "inline_data", "fileData", "file_data")) is not None:
@@ -152,13 +154,15 @@ def _call(each: Mapping[str, Any], type_: str) -> Call:
 def _result(each: Mapping[str, Any], type_: str) -> Entry:
     names = ("content", "response", "result", "output", "error", type_)
     said = next((each[name] for name in names if each.get(name) is not None), None)
-    if isinstance(said, Mapping) and said.keys() == {"type", "value"}:
+    if isinstance(said, Mapping) and {"type", "value"} <= said.keys():
         # The AI SDK's output of a tool: json, text, error-json, error-text, content.
         type_, said = f"{type_} {said['type']}", said["value"]
     failed = each.get("is_error") or each.get("isError") or each.get("status") == "error" or "error" in type_
+    # Gemini has media of a result beside it.
+    texts = [plain(said), *(medium.text for medium in parts(each.get("parts")))]
     return Entry(
         role="tool",
-        text=("[error] " if failed else "") + plain(said),
+        text=("[error] " if failed else "") + "\n".join(texts),
         call_id=text_of(
             {**object_of(each, "origin"), **each}, "tool_use_id", "toolUseId", "toolCallId", "tool_call_id", "id"
         ),
@@ -172,6 +176,8 @@ def _call_and_result(each: Mapping[str, Any], type_: str) -> Iterator[Entry]:
     yield Entry(role="", calls=(_call({**each, **named}, type_),))
     outcome = {name: each[name] for name in ("output", "result") if each.get(name) is not None}
     failed = each.get("errorText") or each.get("error")
+    if each.get("state") == "output-denied":
+        failed = text_of(object_of(each, "approval"), "reason") or "Tool execution denied."
     if outcome or failed is not None:
         error = {"output": failed, "is_error": True} if failed else {}
         yield _result({"toolCallId": each.get("toolCallId"), **named, **outcome, **error}, "tool")
@@ -212,13 +218,31 @@ def plain(value: object) -> str:
 
 
 def _is_part(each: Mapping[str, Any]) -> bool:
-    return isinstance(each.get("type"), str) or each.keys() <= {"text", "json", "image", "document", "video"}
+    named = isinstance(each.get("type", each.get("block_type")), str)
+    return named or each.keys() <= {"text", "json", "image", "document", "video"}
 
 
 def _shown_part(each: Mapping[str, Any]) -> str:
     """A part of a result: text and media as in `part`, other kinds as complete JSON."""
     found = list(part(each))
-    known = bool(found) and not any(
-        entry.calls or entry.text.startswith((f"[{each.get('type')}: {{", "[part: {")) for entry in found
-    )
+    known = is_known(each) and not any(entry.calls for entry in found)
     return "\n".join(entry.text for entry in found) if known else compact(each)
+
+
+def is_known(each: Mapping[str, Any]) -> bool:
+    """Whether `part` knows the kind of a part."""
+    found = list(part(each))
+    return bool(found) and not any(entry.text.startswith((f"[{each.get('type')}: {{", "[part: {")) for entry in found)
+
+
+def stored(content: object) -> object:
+    """Parts that a database keeps as JSON text, as parts; other text, which may be a model's answer, stays as it is."""
+    value = decoded(content, "[")
+    if not isinstance(value, list) or not all(isinstance(each, Mapping) for each in value):
+        return content
+    known = all(
+        ("type" in each or len(each) == 1) and (is_known(each) or each.get("type") in MARKERS) for each in value
+    )
+    said = [entry for each in value for entry in part(each)] if known else []
+    telling = any("text" in each for each in value) or any(entry.calls or entry.role for entry in said)
+    return value if known and telling else content

@@ -328,6 +328,46 @@ def test_messages_in_other_attributes_and_events(name: str) -> None:
     same(trace, [None] * 3)
 
 
+@pytest.mark.parametrize(
+    "tool",
+    [
+        {"traceloop.span.kind": "tool", "traceloop.entity.name": "search", "traceloop.entity.output": "DL9"},
+        {
+            "ai.operationId": "ai.toolCall",
+            "ai.toolCall.name": "search",
+            "ai.toolCall.id": "c1",
+            "ai.toolCall.result": '"DL9"',
+        },
+    ],
+)
+def test_a_result_that_only_the_span_of_a_tool_has(tool: Json) -> None:
+    said = {f"gen_ai.{way}.messages": json.dumps(each) for way, each in (("input", CHAT[:2]), ("output", [CHAT[2]]))}
+    ((trace,),) = (group.traces for group in groups_of([spans_of([{"attributes": said}, {"attributes": tool}])]))
+    assert trace.steps[0].observation == "DL9"
+
+
+def test_calls_beside_the_agents_are_side_calls_also_where_it_makes_one_call_or_they_follow_its_last() -> None:
+    def chat(asked: Sequence[Json], said: str) -> Json:
+        messages = {"input": asked, "output": [{"role": "assistant", "content": said}]}
+        return {"attributes": {f"gen_ai.{way}.messages": json.dumps(each) for way, each in messages.items()}}
+
+    def system(text: str) -> list[Json]:
+        return [{"role": "system", "content": text}, CHAT[1]]
+
+    agent = chat(CHAT[:2], "Done, on DL9.")
+    for beside in (
+        [chat(system("Write a title."), "Flight"), agent],
+        [
+            agent,
+            chat([*system("Suggest a question."), {"role": "assistant", "content": "Done, on DL9."}], "Which seat?"),
+        ],
+    ):
+        ((trace,),) = (group.traces for group in groups_of([spans_of(beside)]))
+        assert [message.content for message in trace.prompt] == ["You book.", "Book JFK to SFO."]
+        assert [turn.role for turn in trace.turns] == ["assistant", "side call"]
+        assert trace.turns[0].text == "Done, on DL9."
+
+
 @pytest.mark.parametrize("name", sorted(MLFLOW))
 def test_what_mlflow_exports(name: str) -> None:
     ((trace,),) = (group.traces for group in groups_of(MLFLOW[name]))

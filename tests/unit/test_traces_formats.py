@@ -660,6 +660,144 @@ LINES |= {
         },
     ],
 }
+
+
+def shown(number: int, role: str, content: dict[str, Any], **more: Any) -> dict[str, Any]:
+    """A node of a tree that ChatGPT exports."""
+    message = {"author": {"role": role, "name": None}, "content": content, "recipient": "all", **more}
+    return {"id": str(number), "parent": str(number - 1), "children": [str(number + 1)], "message": message}
+
+
+ROOMS = {"role": "tool", "name": "find_room"}
+TREE = [
+    {"id": "0", "message": None, "parent": None, "children": ["1"]},
+    shown(1, "user", {"content_type": "text", "parts": [ASKED]}),
+    shown(2, "assistant", {"content_type": "thoughts", "thoughts": [{"summary": "", "content": SAID}]}),
+    shown(3, "assistant", {"content_type": "code", "text": TEXT}, recipient="find_room"),
+    shown(4, "tool", {"content_type": "text", "parts": [""]}, author=ROOMS),
+    shown(5, "tool", {"content_type": "execution_output", "text": RESULT}, author=ROOMS),
+    shown(6, "assistant", {"content_type": "text", "parts": [DONE]}),
+    {**shown(7, "assistant", {"content_type": "text", "parts": ["It was another answer."]}), "parent": "1"},
+]
+
+
+def said_in_app(number: int, sender: str, *content: dict[str, Any], **more: Any) -> dict[str, Any]:
+    """A message in an export of Claude.ai."""
+    ids = {"uuid": str(number), "parent_message_uuid": str(number - 1)}
+    return {**ids, "sender": sender, "text": "", "content": list(content), "attachments": [], "files": [], **more}
+
+
+def exchange(messages: list[Any], reply: str) -> dict[str, Any]:
+    """An entry of an HTTP archive."""
+    request = {
+        "method": "POST",
+        "postData": {"mimeType": "application/json", "text": json.dumps({"messages": messages})},
+    }
+    return {
+        "request": request,
+        "response": {"status": 200, "content": {"mimeType": "text/event-stream", "text": reply}},
+    }
+
+
+def jaeger(number: int, messages: list[Any], reply: dict[str, Any]) -> dict[str, Any]:
+    """A span as Jaeger exports it."""
+    tags = {"gen_ai.input.messages": messages, "gen_ai.output.messages": [reply], "gen_ai.operation.name": "chat"}
+    return {
+        "traceID": "t",
+        "spanID": str(number),
+        "operationName": "chat",
+        "references": [{"refType": "CHILD_OF", "traceID": "t", "spanID": "root"}],
+        "startTime": 1_700_000_000_000_000 + number,
+        "tags": [
+            {"key": key, "type": "string", "value": each if isinstance(each, str) else json.dumps(each)}
+            for key, each in tags.items()
+        ],
+        "logs": [],
+    }
+
+
+DOCUMENTS |= {
+    "chatgpt": {"id": "c", "title": "Room", "mapping": {each["id"]: each for each in TREE}, "current_node": "6"},
+    "claude.ai": {
+        "uuid": "c",
+        "chat_messages": [
+            said_in_app(1, "human", typed("text", text=ASKED)),
+            {**said_in_app(5, "assistant", typed("text", text="It was another answer.")), "parent_message_uuid": "1"},
+            said_in_app(
+                2,
+                "assistant",
+                typed("text", text=SAID),
+                typed("tool_use", name="find_room", input=ARGUMENTS),
+                typed("tool_result", name="find_room", content=[typed("text", text=RESULT)]),
+            ),
+            said_in_app(3, "assistant", text=DONE),
+        ],
+    },
+    "open webui": {"id": "c", "chat": {"title": "Room", "messages": [USER, CALLING, ANSWER, LAST]}},
+    "gemini, requests that leave the user's role out": {
+        "contents": [
+            {"parts": [{"text": ASKED}]},
+            {"role": "model", "parts": [{"text": SAID}, {"functionCall": {"name": "find_room", "args": ARGUMENTS}}]},
+            {"parts": [{"functionResponse": {"name": "find_room", "response": {"result": RESULT}}}]},
+            {"role": "model", "parts": [{"text": DONE}]},
+        ]
+    },
+    "autogen, an agent's state": {
+        "type": "AssistantAgentState",
+        "llm_context": {
+            "messages": [
+                typed("UserMessage", content=ASKED, source="user"),
+                typed(
+                    "AssistantMessage",
+                    content=[{"id": "c1", "name": "find_room", "arguments": TEXT}],
+                    thought=SAID,
+                    source="booker",
+                ),
+                typed(
+                    "FunctionExecutionResultMessage",
+                    content=[{"content": RESULT, "name": "find_room", "call_id": "c1", "is_error": False}],
+                ),
+                typed("AssistantMessage", content=DONE, source="booker"),
+            ]
+        },
+    },
+    "dspy": {
+        "messages": [USER, CALLING, ANSWER],
+        "response": "ModelResponse(id='1')",
+        "outputs": [DONE],
+    },
+    "http archive": {
+        "log": {
+            "entries": [
+                exchange([USER], json.dumps({"choices": [{"message": CALLING}]})),
+                exchange(
+                    [USER, CALLING, ANSWER],
+                    f"data: {json.dumps({'choices': [{'delta': {'content': DONE}}]})}\n\ndata: [DONE]\n",
+                ),
+            ]
+        }
+    },
+    "jaeger": {
+        "data": [{"traceID": "t", "spans": [jaeger(2, [USER, CALLING, ANSWER], LAST), jaeger(1, [USER], CALLING)]}]
+    },
+    "tool calls as one text": {"messages": [USER, {**CALLING, "tool_calls": json.dumps([CALL])}, ANSWER, LAST]},
+}
+LINES["cursor"] = [
+    {"type": "system", "subtype": "init", "session_id": "s"},
+    typed("user", session_id="s", message={"role": "user", "content": [typed("text", text=ASKED)]}),
+    typed("assistant", session_id="s", message={"role": "assistant", "content": [typed("text", text=SAID)]}),
+    *(
+        typed(
+            "tool_call",
+            subtype=state,
+            call_id="c1",
+            session_id="s",
+            tool_call={"find_roomToolCall": {"args": ARGUMENTS, **result}},
+        )
+        for state, result in (("started", {}), ("completed", {"result": {"success": {"content": RESULT}}}))
+    ),
+    typed("assistant", session_id="s", message={"role": "assistant", "content": [typed("text", text=DONE)]}),
+]
 EVERY = {**{name: [each] for name, each in DOCUMENTS.items()}, **LINES}
 
 
@@ -705,6 +843,11 @@ REPEATED: dict[str, tuple[tuple[Any, ...], ...]] = {
     "responses, streamed": ((0, "response", 1), (0, "response", 2)),
     "anthropic, streamed": ((0, "response"), (1, "request", "body", "messages", 1)),
     "ollama, streamed": ((0, "response"), (1, "request", "messages", 1)),
+    "jaeger": ((0, "data", 0, "spans", 1, "tags"),),
+    "cursor": ((3,),),
+    "chatgpt": ((0, "mapping", "4"), (0, "mapping", "5", "message", "author", "name")),
+    "claude.ai": ((0, "chat_messages", 2, "content", 2, "name"),),
+    "autogen, an agent's state": ((0, "llm_context", "messages", 2, "content", 0, "name"),),
 }
 """Places whose text stands in the record once more: in the content, in the next request, at the end of a stream."""
 
@@ -733,7 +876,7 @@ def test_evidence_under_another_name_changes_the_trace_or_is_said(name: str, tmp
         found = (
             isinstance(moved, list)
             and isinstance(moved[0], dict)
-            and bool({"role", "messages_and_choices", "author", "info"} & set(moved[0]))
+            and bool({"role", "messages_and_choices", "author", "info", "parts", "request", "traceID"} & set(moved[0]))
         )
         found = found or any(place[: len(each)] == each for each in REPEATED.get(name, ()))
         if same and not found and not (groups.problems or groups.warnings or trace.notes):
@@ -1135,3 +1278,147 @@ def test_files_that_are_packed_or_without_end(tmp_path: Path) -> None:
             load_traces(tmp_path / name)
     with pytest.raises(TraceError, match="not a file or a folder"):
         load_traces("/dev/zero")
+
+
+def test_text_of_the_ai_sdk_4_follows_the_calls_of_its_message_unless_one_is_open(tmp_path: Path) -> None:
+    def invoked(number: int, step: int, **result: Any) -> dict[str, Any]:
+        named = {"toolCallId": f"c{number}", "toolName": f"tool{number}", "args": {}, "step": step}
+        return {**named, "state": "result" if result else "call", **result}
+
+    calls = [invoked(1, 0, result="r1"), invoked(2, 0, result="r2"), invoked(3, 1, result="r3")]
+    (trace,) = read(tmp_path, [[USER, {**LAST, "toolInvocations": calls}]])[0].traces
+    assert [turn.text for turn in trace.turns] == ["tool1({})\ntool2({})", "tool3({})", DONE]
+    assert trace.turns[1].observation == "r3"
+    (trace,) = read(tmp_path, [[USER, {**LAST, "toolInvocations": [invoked(1, 0)]}]])[0].traces
+    assert [turn.text for turn in trace.turns] == [f"{DONE}\n\ntool1({{}})"]
+    twice = {**LAST, "reasoning": "Hm.", "parts": [typed("text", text=SAID), typed("reasoning", reasoning="Hm.")]}
+    (trace,) = read(tmp_path, [[USER, twice]])[0].traces
+    assert trace.turns[0].text == f"{SAID}\n<think>Hm.</think>"
+    refused = typed("tool-book", toolCallId="c", state="output-denied", input={}, approval={"reason": "not today"})
+    (trace,) = read(tmp_path, [[USER, {"role": "assistant", "parts": [refused, typed("text", text=DONE)]}]])[0].traces
+    assert [(turn.text, turn.observation) for turn in trace.turns] == [("book({})", "[error] not today"), (DONE, None)]
+
+
+def test_instructions_and_the_providers_own_results_of_pydantic_ai(tmp_path: Path) -> None:
+    said = [
+        {"kind": "request", "instructions": "Be brief.", "parts": [{"part_kind": "user-prompt", "content": ASKED}]},
+        {
+            "kind": "response",
+            "parts": [
+                {"part_kind": "builtin-tool-call", "tool_name": "search", "args": {}, "tool_call_id": "c"},
+                {"part_kind": "builtin-tool-return", "tool_name": "search", "content": RESULT, "tool_call_id": "c"},
+                {"part_kind": "text", "content": DONE},
+            ],
+        },
+    ]
+    (trace,) = read(tmp_path, [said])[0].traces
+    assert [(each.role, each.content) for each in trace.prompt] == [("system", "Be brief."), ("user", ASKED)]
+    assert [(turn.text, turn.observation) for turn in trace.turns] == [("search({})", RESULT), (DONE, None)]
+
+
+def test_requests_whose_answers_failed_or_were_not_logged_are_no_further_traces(tmp_path: Path) -> None:
+    histories = [[USER], [USER, CALLING, ANSWER]]
+    answered = [
+        {"request": {"messages": each}, "response": reply}
+        for each, reply in zip(histories, (CALLING, LAST), strict=True)
+    ]
+    failed = {"request": {"messages": histories[1]}, "response": None}
+    for log in (
+        [answered[0], failed, answered[1]],
+        [{"request": {"messages": each}} for each in (*histories, [*histories[1], LAST])],
+    ):
+        groups = read(tmp_path, log)
+        assert [[turn.text for turn in trace.turns][-1] for group in groups for trace in group.traces] == [DONE]
+
+
+def test_a_log_whose_histories_lose_their_beginning_is_one_conversation(tmp_path: Path) -> None:
+    again = {"role": "assistant", "content": "Once more.", "tool_calls": [{**CALL, "id": "c2"}]}
+    histories = [[USER], [USER, CALLING, ANSWER], [again, {**ANSWER, "tool_call_id": "c2"}]]
+    replies = (CALLING, again, LAST)
+    log = [{"request": {"messages": h}, "response": reply} for h, reply in zip(histories, replies, strict=True)]
+    (trace,) = (trace for group in read(tmp_path, log) for trace in group.traces)
+    assert [turn.observation for turn in trace.turns] == [RESULT, RESULT, None]
+
+
+def test_conversations_by_name_are_a_trace_each(tmp_path: Path) -> None:
+    groups = read(tmp_path, [{"chosen": [USER, LAST], "rejected": [USER, {**LAST, "content": "No."}]}])
+    assert [trace.turns[0].text for group in groups for trace in group.traces] == [DONE, "No."]
+
+
+def test_an_answer_that_cannot_be_read_is_said(tmp_path: Path) -> None:
+    stream = [{"messageStart": {"role": "assistant"}}, {"contentBlockDelta": {"delta": {"text": "Room"}}}]
+    with pytest.raises(TraceError, match="the model's answer is a list of an unknown form"):
+        read(tmp_path, [{"messages": [USER], "response": stream}])
+    (tmp_path / "traces.json").write_text('data: {"choices": []}\n\n', encoding="utf-8")
+    with pytest.raises(TraceError, match='server-sent events without a request; write both into one object: "request"'):
+        load_traces(tmp_path / "traces.json")
+    (trace,) = read(tmp_path, [{"messages": [USER, CALLING, ANSWER], "unheard_of": "Done."}])[0].traces
+    assert trace.notes == ("the trace ends without an answer of the agent",)
+
+
+def test_base64_within_a_text_is_described(tmp_path: Path) -> None:
+    data = "iVBORw0KGgo" + "AbC1" * 200
+    results = [f"![a](data:image/png;base64,{data}) end", json.dumps({"image": data, "n": 1})]
+    said = [each for result in results for each in (CALLING, {**ANSWER, "content": result})]
+    (trace,) = read(tmp_path, [[USER, *said, {**LAST, "content": f"{DONE} {results[0]}"}]])[0].traces
+    assert [turn.observation for turn in trace.steps] == [
+        "![a]([image/png, 608 bytes]) end",
+        '{"image": "[base64, 608 bytes]", "n": 1}',
+    ]
+    assert trace.turns[-1].text == f"{DONE} ![a]([image/png, 608 bytes]) end"
+
+
+def test_messages_of_assistants_are_sorted_and_answers_alone_are_no_codex_session(tmp_path: Path) -> None:
+    thread = [
+        {"object": "thread.message", "created_at": at, "role": role, "content": [typed("text", text={"value": said})]}
+        for at, role, said in ((2, "assistant", DONE), (1, "user", ASKED))
+    ]
+    (trace,) = read(tmp_path, [{"object": "list", "data": thread}])[0].traces
+    assert (trace.prompt[0].content, trace.turns[0].text) == (ASKED, DONE)
+    answer = typed("message", id="m", role="assistant", model="x", content=[typed("text", text=DONE)])
+    (trace,) = read(tmp_path, [USER, answer])[0].traces
+    assert (trace.format, trace.prompt[0].content, trace.turns[0].text) == ("openai-chat", ASKED, DONE)
+
+
+def test_a_code_agents_call_of_its_interpreter_is_the_code_before_it(tmp_path: Path) -> None:
+    called = [{"id": "c", "type": "function", "function": {"name": "python_interpreter", "arguments": "find_room()"}}]
+    said = [
+        {"role": "assistant", "content": f"{SAID}\n<code>\nfind_room()\n</code>"},
+        {"role": "tool-call", "content": f"Calling tools:\n{called}"},
+        {"role": "tool-response", "content": f"Observation:\n{RESULT}"},
+    ]
+    (trace,) = read(tmp_path, [[USER, *said, LAST]])[0].traces
+    assert [(turn.action, turn.observation) for turn in trace.turns] == [("find_room()", RESULT), (None, None)]
+
+
+def test_parts_that_a_database_keeps_as_text_are_parts_and_a_models_json_stays(tmp_path: Path) -> None:
+    parts_ = [
+        [typed("text", text=SAID), typed("tool_use", id="c", name="find_room", input=ARGUMENTS)],
+        [typed("tool_result", tool_use_id="c", content=RESULT)],
+    ]
+    said = [
+        {"role": role, "content": json.dumps(each)} for role, each in zip(("assistant", "user"), parts_, strict=True)
+    ]
+    answers = ['[{"type": "file", "name": "a.txt"}]', '[{"text": "Paris", "label": "LOC"}]', "[]"]
+    for answer in answers:
+        (trace,) = read(tmp_path, [[USER, *said, {"role": "assistant", "content": answer}]])[0].traces
+        assert [(turn.action, turn.observation) for turn in trace.turns] == [
+            ('find_room({"day": "Fri"})', RESULT),
+            (None, None),
+        ]
+        assert trace.turns[-1].text == answer
+
+
+def test_fields_that_tables_fill_with_null_change_nothing(tmp_path: Path) -> None:
+    def filled(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: filled(each) for key, each in value.items()}
+        if not isinstance(value, list):
+            return value
+        rows = [filled(each) for each in value]
+        keys = sorted({key for row in rows if isinstance(row, dict) for key in row})
+        return [{**dict.fromkeys(keys), **row} if isinstance(row, dict) else row for row in rows]
+
+    for name, document in DOCUMENTS.items():
+        (trace,), (table,) = (read(tmp_path, [each])[0].traces for each in (document, filled(document)))
+        assert (name, table.prompt, table.turns) == (name, trace.prompt, trace.turns)

@@ -7,13 +7,13 @@ import contextlib
 from draco_ray.traces import otel
 from draco_ray.traces.entry import UNREADABLE
 from draco_ray.traces.formats import READERS, Format
-from draco_ray.traces.readers import benchmarks, chat, coding, langsmith
+from draco_ray.traces.readers import benchmarks, chat, coding, exports, langsmith
 
-MODULES = (benchmarks, chat, coding, langsmith, otel)
+MODULES = (benchmarks, chat, coding, exports, langsmith, otel)
 """Modules that declare readers; importing them fills `READERS`."""
 ORDER = (
     *("inspect", "tau2", "verifiers", "langsmith", "claude-code", "codex", "atif", "swe-agent", "mini-swe-agent"),
-    *("smolagents", "openhands", "otel", *chat.MESSAGES),
+    *("smolagents", "openhands", "chat-export", "otel", *chat.MESSAGES),
 )
 FORMATS: dict[str, Format] = {name: READERS[name] for name in ORDER}
 

@@ -10,16 +10,19 @@ from typing import Any, NamedTuple
 
 from draco_ray.records import EpisodeEnd
 from draco_ray.traces.calls import ModelCall, threads
-from draco_ray.traces.entry import AGENT, UNREADABLE, Entry, decoded
+from draco_ray.traces.entry import AGENT, UNREADABLE, BadTrace, Entry, decoded, shown, text_of
 from draco_ray.traces.formats import Gathered, Reading, build, field, number, path_value, reads
-from draco_ray.traces.messages import AGENT_ROLES, AUTOGEN, GEMINI_CLI, LANGCHAIN, entries, is_wrapped, reply_entries
+from draco_ray.traces.messages import AGENT_ROLES, GEMINI_CLI, LANGCHAIN, entries, is_autogen, is_wrapped, reply_entries
 from draco_ray.traces.model import Trace, clean
 from draco_ray.traces.streams import whole
 from draco_ray.traces.templates import templated
 
 ITEM = re.compile(r"message|reasoning|item_reference|compaction|mcp_\w+|\w+_call|\w+_output")
 """Item types of OpenAI's Responses API."""
-REQUESTS = ("request.body", "request", "request_body", "body", "params", "input.inputBodyJson", "values", "")
+REQUESTS = (
+    *("request.body", "request.postData.text", "request", "request_body", "body", "params", "input.inputBodyJson"),
+    *("values", "chat", ""),
+)
 """Possible paths of the request, or of a state with messages, in a record; the empty path is the record itself."""
 HISTORIES = (
     "messages",
@@ -33,15 +36,17 @@ HISTORIES = (
     "automatic_function_calling_history",
     "trajectory",
     "text",
+    "llm_context",
 )
 """Fields of a record or request that may contain its messages."""
 REPLIES = (
+    "outputs",
+    "response.content.text",
     "response",
     "response_body",
     "result.message",
     "completion",
     "output",
-    "outputs",
     "message",
     "choices",
     "candidates",
@@ -102,7 +107,7 @@ def _parts(record: object) -> _Parts | None:
     called = field(reply, "automatic_function_calling_history")
     return _Parts(
         request=request,
-        history=called or (history.get("messages", history) if isinstance(history, Mapping) else history),
+        history=called or (history.get("messages", [history]) if isinstance(history, Mapping) else history),
         reply=reply,
     )
 
@@ -137,9 +142,9 @@ def _reply(record: Mapping[str, Any], request: Mapping[str, Any], history: str) 
 
 def _is_history(value: object, name: str) -> bool:
     if isinstance(value, Mapping):
-        value = value.get("messages")
+        value = value.get("messages", [value])
     if isinstance(value, str):
-        return name in ("input", "prompt") or (name == "text" and bool(templated(value)))
+        return name in ("input", "prompt", "contents") or (name == "text" and bool(templated(value)))
     return is_messages(value)
 
 
@@ -164,8 +169,10 @@ def is_message(value: object) -> bool:
     """Whether the value is a chat message or an item, in any dialect."""
     if not isinstance(value, Mapping):
         return False
-    autogen = "source" in value and ("content" in value or str(value.get("type")).endswith(AUTOGEN))
+    autogen = is_autogen(value) or {"source", "content"} <= value.keys()
     if "role" in value or ("from" in value and "value" in value) or autogen or is_wrapped(value):
+        return True
+    if isinstance(value.get("parts"), list):
         return True
     if (value.get("type") in GEMINI_CLI and "content" in value) or str(value.get("message_type")).endswith("_message"):
         return True
@@ -223,7 +230,9 @@ def session(record: Any, file: str) -> str | None:
     if (thread := next(filter(None, threads_), None)) is not None:
         return str(thread)
     known = _parts(record)
-    whole_ = known is None or (known.reply is None and known.history != [record])
+    # A request whose answer was not logged is repeated by later ones.
+    logged = known is not None and any(field(record, name) is known.request for name in ("request", "body"))
+    whole_ = known is None or (known.reply is None and known.history != [record] and not logged)
     return None if whole_ else file
 
 
@@ -240,9 +249,11 @@ def read(record: Any, reading: Reading) -> Iterator[Trace]:
             logged.append((where, each))
         except UNREADABLE as problem:
             reading.unreadable(where, problem)
-    # Files with one call each have no order, so sort by length: later requests are longer.
-    order = sorted(range(len(calls)), key=lambda n: 0 if any(c.follows for c in calls) else len(calls[n].inputs))
-    found = [(sorted(order[n] for n in thread.calls), thread) for thread in threads([calls[n] for n in order])]
+    # Files with one call each have no order, but later requests are longer. The order that joins more calls is right.
+    orders = (list(range(len(calls))), sorted(range(len(calls)), key=lambda n: len(calls[n].inputs)))
+    joined = [(order, threads([calls[n] for n in order])) for order in orders]
+    order, threads_ = min(joined, key=lambda each: len(each[1]))
+    found = [(sorted(order[n] for n in thread.calls), thread) for thread in threads_]
     for own, thread in sorted(found, key=lambda each: each[0]):
         where = logged[own[0]][0]
         try:
@@ -272,7 +283,7 @@ def _answered(records: Gathered) -> list[tuple[str, Any]]:
 def _trace(record: Any, said: Sequence[Entry], reading: Reading) -> Trace:
     known = _parts(record) or _Parts(request=record, history=[], reply=record)
     stopped = path_value(record, "incomplete_details.reason") == "max_output_tokens"
-    return build(
+    trace = build(
         said,
         record,
         reading,
@@ -280,11 +291,14 @@ def _trace(record: Any, said: Sequence[Entry], reading: Reading) -> Trace:
         outcome=number(field(record, "reward")),
         ended=EpisodeEnd.RESPONSE_LIMIT if stopped else None,
     )
+    unanswered = ("the trace ends without an answer of the agent",) if trace.ended is EpisodeEnd.UNSTATED else ()
+    return replace(trace, notes=(*trace.notes, *unanswered))
 
 
 def _told(record: Any, known: _Parts, paths: Sequence[str]) -> Any:
     """The value at the first of these paths that exists in the request, the record or the response."""
-    holders = (known.request, record, known.reply)
+    first = known.history[0] if is_messages(known.history) else None
+    holders = (known.request, record, known.reply, first)
     return next((value for path in paths for each in holders if (value := path_value(each, path))), None)
 
 
@@ -311,10 +325,15 @@ def _call(record: Any) -> ModelCall:
         # The prompt may end within the agent's message.
         inputs = inputs[:-1] if inputs and inputs[-1].role == AGENT else inputs
         answered = entries(history + reply)[len(inputs) :]
+    asked = text_of(record, "instruction") if isinstance(record, Mapping) else ""
+    if asked and not any(asked in each.text for each in inputs):
+        inputs = [Entry(role="user", text=asked), *inputs]
     if (told := _told(record, known, SYSTEM)) is not None:
         content = told.get("parts", told) if isinstance(told, Mapping) else told
         inputs = entries([{"role": "system", "content": content}]) + inputs
     outputs = entries(reply) if isinstance(reply, list) and _types(reply) & LANGCHAIN.keys() else answered
+    if isinstance(reply, list) and reply and not outputs and not (inputs and inputs[-1].role == AGENT):
+        raise BadTrace(f"the model's answer is a list of an unknown form: {shown(reply)[:200]}")
     outputs = [*_intermediate(record), *outputs]
     # Some logs repeat the history before the answer.
     if len(outputs) >= len(inputs) > 0 and outputs[: len(inputs)] == inputs:

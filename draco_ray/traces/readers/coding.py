@@ -57,6 +57,8 @@ def read_claude_code(lines: Any, reading: Reading) -> Iterator[Trace]:
     said: list[Entry] = []
     for line in _one_line_a_message(_without_rewound(lines)):
         message = line.get("message")
+        if line.get("type") == "tool_call" and line.get("subtype") == "completed":
+            said += entries([_of_cursor(line)])
         if not isinstance(message, Mapping):
             continue
         of_line = [replace(each, item=True) if each.role == AGENT else each for each in entries([message])]
@@ -78,6 +80,14 @@ def read_claude_code(lines: Any, reading: Reading) -> Iterator[Trace]:
         trace_id=identifier(claude_code_session(first, "")),
         tools=next((line["tools"] for line in lines if line.get("subtype") == "init" and "tools" in line), None),
     )
+
+
+def _of_cursor(line: Mapping[str, Any]) -> dict[str, Any]:
+    """A call with its result, as Cursor's agent prints it among lines of this form, as a message."""
+    key, call = next(iter(line["tool_call"].items()))
+    named = {"toolCallId": text_of(line, "call_id"), "toolName": text_of(call, "name") or key.removesuffix("ToolCall")}
+    asked = first_of(call, "args", "arguments")
+    return {"role": AGENT, "content": [{**named, "type": "dynamic-tool", "input": asked, "output": call.get("result")}]}
 
 
 def _in_order(lines: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
@@ -164,7 +174,7 @@ def is_codex(record: object) -> bool:
     if record.get("type") in CODEX_LINES:
         return isinstance(record.get("payload"), Mapping)
     first = {"id", "timestamp", "instructions"} <= record.keys() or record.get("record_type") == "state"
-    item = record.get("type") in CODEX_ITEMS and not {"messages", "uuid", "source"} & record.keys()
+    item = record.get("type") in CODEX_ITEMS and not {"messages", "uuid", "source", "model"} & record.keys()
     return first or item or record.get("type") in (*EXEC_LINES, EXEC_ITEM)
 
 
@@ -449,13 +459,13 @@ def read_smolagents(record: Any, reading: Reading) -> Iterator[Trace]:
     """The trace of an agent's memory. Raises: BadTrace if the agent does nothing in it."""
     said: list[Entry] = []
     steps = record if isinstance(record, list) else record["steps"]
-    if not any("system_prompt" in step for step in steps):
+    if not any(step.get("system_prompt") for step in steps):
         asked: Any = next((step["model_input_messages"] for step in steps if step.get("model_input_messages")), [])
         said += [each for each in entries(asked) if each.role == "system"]
     for step in steps:
-        if "step_number" not in step:
+        if step.get("step_number") is None:
             told = (("system", "system_prompt"), ("user", "task"), (AGENT, "plan"))
-            said += [Entry(role=role, text=plain(step[name])) for role, name in told if name in step]
+            said += [Entry(role=role, text=plain(step[name])) for role, name in told if step.get(name)]
             continue
         text = "\n".join(each.text for each in parts(step.get("model_output")))
         code = text_of(step, "code_action")
