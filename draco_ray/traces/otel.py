@@ -104,18 +104,16 @@ def _is_row(record: Mapping[str, Any]) -> bool:
     )
 
 
-def spans(record: Any) -> Iterator[Span]:
+def spans(record: Any) -> list[Span]:
     """The spans of an export, in a common form: flat attributes, names as in OTLP.
 
     Raises:
-        BadTrace: the export contains something other than spans.
+        BadTrace: the export contains no spans, or something other than spans; then none of it is used, since a trace
+            without some of its spans would be misread.
     """
-    empty = True
-    for span in _below(record):
-        empty = False
-        yield _span(span)
-    if empty:
+    if not (found := [_span(each) for each in _below(record)]):
         raise BadTrace("it contains no spans")
+    return found
 
 
 def _below(node: object, name: str = "", depth: int = 0) -> Iterator[object]:
