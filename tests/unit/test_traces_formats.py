@@ -1317,16 +1317,17 @@ def test_instructions_and_the_providers_own_results_of_pydantic_ai(tmp_path: Pat
 
 
 def test_requests_whose_answers_failed_or_were_not_logged_are_no_further_traces(tmp_path: Path) -> None:
-    histories = [[USER], [USER, CALLING, ANSWER]]
+    histories: list[list[Any]] = [[USER], [USER, CALLING, ANSWER]]
     answered = [
         {"request": {"messages": each}, "response": reply}
         for each, reply in zip(histories, (CALLING, LAST), strict=True)
     ]
     failed = {"request": {"messages": histories[1]}, "response": None}
-    for log in (
+    logs: list[list[dict[str, Any]]] = [
         [answered[0], failed, answered[1]],
-        [{"request": {"messages": each}} for each in (*histories, [*histories[1], LAST])],
-    ):
+        [{"request": {"messages": each}} for each in [*histories, [*histories[1], LAST]]],
+    ]
+    for log in logs:
         groups = read(tmp_path, log)
         assert [[turn.text for turn in trace.turns][-1] for group in groups for trace in group.traces] == [DONE]
 
