@@ -26,6 +26,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Annotated, Any
 
+import numpy as np
 import options
 import typer
 from ablation import percent
@@ -280,14 +281,15 @@ def compare(run: Path, plans: Sequence[str], visits: int, most: int, judge: str,
     found = dict(zip(plans, asyncio.run(all_of_them()), strict=True))
     print(f"\n{len(groups)} groups of {config.algorithm.group_size} rollouts of {run.name}, {visits} visits each\n")
     columns = ["Plan", "Calls", "Tokens", "$", f"/ {plans[0]}", *(f"visit {n}" for n in range(1, visits + 1))]
-    print(f"| {' | '.join([*columns, f'Pairs ordered as under {plans[0]}'])} |\n|{'---|' * (6 + visits)}")
+    columns += [f"Pairs ordered as under {plans[0]}", "Correlation of step advantages"]
+    print(f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}")
     total = {
         plan: [sum(each.spent[n].values(), start=Spend()) for n in range(1, visits + 1)] for plan, each in found.items()
     }
     base = sum(each.tokens for each in total[plans[0]])
     for plan, each in found.items():
         spent = sum(total[plan], start=Spend())
-        alike = agreement(found[plans[0]], each)
+        alike = f"{agreement(found[plans[0]], each)} | {correlation(found[plans[0]], each):.2f}"
         shares = " | ".join(
             f"{of.tokens / max(1, first.tokens):.2f}" for of, first in zip(total[plan], total[plans[0]], strict=True)
         )
@@ -295,7 +297,8 @@ def compare(run: Path, plans: Sequence[str], visits: int, most: int, judge: str,
         print(f"| {plan} | {cost} | {shares} | {alike} |")
     print(
         "\nVisits: tokens as a share of the first plan's at that visit. Pairs: of the pairs of rollouts that the "
-        "first plan rewards differently, the share that this plan orders in the same way."
+        "first plan rewards differently, the share that this plan orders in the same way. Correlation: with the first "
+        "plan's step advantages, over the same steps."
     )
     if out is not None:
         out.write_text(json.dumps({plan: shown(each) for plan, each in found.items()}, indent=1), encoding="utf-8")
@@ -334,6 +337,20 @@ def agreement(first: Rejudged, other: Rejudged) -> str:
                     alike += gap * (one.reward - two.reward) > 0
                     tied += gap == 0
     return f"{alike} of {pairs}, {tied} tied"
+
+
+def correlation(first: Rejudged, other: Rejudged) -> float:
+    """Correlation of the step advantages of the rollouts that both plans judged."""
+    ours: list[float] = []
+    theirs: list[float] = []
+    for key, advantages in first.advantages.items():
+        judged = other.advantages.get(key)
+        steps = {each.rollout: each.step_advantage_M.tolist() for each in judged.rollouts} if judged else {}
+        for each in advantages.rollouts if advantages else ():
+            if each.rollout in steps:
+                ours += each.step_advantage_M.tolist()
+                theirs += steps[each.rollout]
+    return float(np.corrcoef(ours, theirs)[0, 1])
 
 
 def main(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 from collections import defaultdict
 from itertools import permutations
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 
 from draco_ray.cli import main
 from tests.conftest import REPOSITORY
+from tests.support.jobs import load_job
 
 pytestmark = [pytest.mark.slow, pytest.mark.deployment]
 RECORDS = REPOSITORY / "examples" / "judgements"
@@ -73,3 +75,15 @@ def test_its_rewards_order_rollouts_of_the_shop_as_the_evaluator_does(tmp_path: 
     pairs = [(a, b) for rollouts in groups.values() for a, b in permutations(rollouts, 2) if a[0] > b[0]]
     assert len(pairs) == 44
     assert all(right[1] > wrong[1] for right, wrong in pairs)
+
+
+def test_fewer_calls_order_rollouts_as_the_papers_do(capsys: pytest.CaptureFixture[str]) -> None:
+    """It judged 15 groups of a small language model's rollouts under each plan, and never turned a pair around."""
+    folder = RECORDS / "plans"
+    load_job("bench_judge_plans").compare(
+        folder / "run", ["paper", "default", "lean"], visits=1, most=15, judge=f"files:{folder}", out=None
+    )
+    rows = re.findall(r"^\| (\w+) .* (\d+) of 101, (\d+) tied \| ([\d.]+) \|$", capsys.readouterr().out, re.MULTILINE)
+    found = {plan: (int(alike), int(tied)) for plan, alike, tied, _ in rows}
+    assert found == {"paper": (101, 0), "default": (101, 0), "lean": (93, 8)}
+    assert min(float(correlation) for *_, correlation in rows) > 0.9
