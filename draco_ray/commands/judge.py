@@ -154,7 +154,7 @@ def _check_together(wanted: JudgeArguments, judge: str | None) -> None:
     """Refuse options that contradict each other or have no effect on the judge. Raises: ConfigError."""
     if wanted.ray and (wanted.batch or judge == RULES):
         raise ConfigError("--ray: cannot be combined with --batch or with the offline judge, which needs no cluster")
-    sent = {"--api-base": wanted.api_base, "--api-key-env": wanted.api_key_env}
+    sent: dict[str, object] = {"--api-base": wanted.api_base, "--api-key-env": wanted.api_key_env}
     sent |= {"--batch": wanted.batch, "--release": wanted.release}
     local = judge is not None and (judge == RULES or judge.startswith(FILES))
     if local and (given := [name for name, value in sent.items() if value]):

@@ -831,7 +831,7 @@ class RunConfig(Tree):
 class RayConfig(Tree):
     """How to find Ray."""
 
-    address: str | None = Field(None, json_schema_extra=CONFIRMED)
+    address: Filled | None = Field(None, json_schema_extra=CONFIRMED)
     """Address of the cluster; null: RAY_ADDRESS, else a new Ray on this machine."""
     object_store_mib: int | None = Field(None, ge=80)
     """Size of the object store of a Ray started here."""

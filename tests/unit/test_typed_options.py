@@ -74,9 +74,12 @@ def test_an_option_without_an_effect_is_refused(
             "key judge.api_base: string should",
         ),
         (["judge", "traces", "--judge", "rules", "--out", "x", "--release"], "--release: no effect with --judge rules"),
+        (["evaluate", "--policy", "litellm:a/b", "--api-temperature", "nan"], "Invalid value for '--api-temperature'"),
+        (["sandbox", "build", "--scenarios", "0"], "Invalid value for '--scenarios'"),
+        (["config", "sandbox", "ray.address=''"], "key ray.address: string should"),
     ],
 )
-def test_an_empty_value_as_from_an_unset_variable_is_refused(
+def test_an_empty_value_as_from_an_unset_variable_or_one_beyond_its_range_is_refused(
     words: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit, match="2"):
