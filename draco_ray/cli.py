@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import io
+import os
+import re
 import sys
 from collections.abc import Sequence
 from typing import Annotated, Any
@@ -54,6 +56,20 @@ def _of_package(name: str) -> Any:
         raise ConfigError(
             f"commands={name!r}: expected a Typer app or a function as Typer takes it: {type(error).__name__}: {error}"
         ) from error
+
+
+def _typed(words: Sequence[str]) -> list[str]:
+    """The words of a command line, with the home directory for ``--option=~/``, which shells leave.
+
+    Raises:
+        ConfigError: a word or an option's value is empty; an empty path would be the working directory, and an empty
+            judge or endpoint the provider's.
+    """
+    for place, word in enumerate(words):
+        if not word or re.fullmatch("--[a-z-]+=", word):
+            before = f"after {words[place - 1]} " if place and not word else ""
+            raise ConfigError(f"{word or 'an argument'} {before}is empty; set the shell variable that it comes from")
+    return [re.sub("^--[a-z-]+=~(?=/)", lambda match: match[0][:-1] + os.path.expanduser("~"), word) for word in words]
 
 
 def _line(error: DracoError) -> str:
@@ -110,7 +126,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             stream.reconfigure(errors="replace")
     try:
         with naming_extras(), ended_as_interrupted():
-            _commands()(arguments, prog_name="draco")
+            _commands()(_typed(sys.argv[1:] if arguments is None else arguments), prog_name="draco")
     except DracoError as error:
         print(_line(error), file=sys.stderr)
         sys.exit(error.exit_code)

@@ -86,7 +86,7 @@ def run(wanted: JudgeArguments, console: Console) -> int:
         raise ConfigError(
             "draco judge: expected --out DIR, the folder for the results (or --dry-run, which writes nothing)"
         )
-    judge = wanted.judge or _configured(wanted.config)
+    judge = _configured(wanted.config) if wanted.judge is None else wanted.judge
     _check_together(wanted, judge)
     # Check the arguments before reading any trace.
     # The offline judge is free and has no price.
@@ -154,7 +154,8 @@ def _check_together(wanted: JudgeArguments, judge: str | None) -> None:
     """Refuse options that contradict each other or have no effect on the judge. Raises: ConfigError."""
     if wanted.ray and (wanted.batch or judge == RULES):
         raise ConfigError("--ray: cannot be combined with --batch or with the offline judge, which needs no cluster")
-    sent = {"--api-base": wanted.api_base, "--api-key-env": wanted.api_key_env, "--batch": wanted.batch}
+    sent: dict[str, object] = {"--api-base": wanted.api_base, "--api-key-env": wanted.api_key_env}
+    sent |= {"--batch": wanted.batch, "--release": wanted.release}
     local = judge is not None and (judge == RULES or judge.startswith(FILES))
     if local and (given := [name for name, value in sent.items() if value]):
         raise ConfigError(f"{given[0]}: no effect with --judge {judge}, because no request is sent")

@@ -1,8 +1,8 @@
 """Builds a `DracoConfig` from a preset or YAML file, a setting, and ``key=value`` overrides, of which later ones win.
 
 A file may extend another with ``extends: NAME``, or several, of which later ones win. In a file, a text that begins
-with ``./`` is a path relative to the file. Every mistake is reported in one line with the key, the value found, the
-value expected, and the most similar key.
+with ``./`` is a path relative to the file; one with ``~/``, wherever it is set, is in the home directory. Every mistake
+is reported in one line with the key, the value found, the value expected, and the most similar key.
 """
 
 from __future__ import annotations
@@ -88,6 +88,7 @@ def load_config(
     tree: dict[str, Any] = {}
     for layer in layers:
         _merge(tree, with_plan(layer.tree))
+    tree = _with_paths(tree, "~/", Path(os.path.expanduser("~")))
     if unknown := list(_unknown_keys(tree)):
         raise ConfigError("; ".join(unknown))
     try:
@@ -106,7 +107,7 @@ def read_tree(path: Path) -> dict[str, Any]:
     Raises:
         ConfigError: it cannot be read, or is not a mapping.
     """
-    return _from_folder(_parse(_read_text(path), path), path.parent.resolve())
+    return _with_paths(_parse(_read_text(path), path), "./", path.parent.resolve())
 
 
 def preset_names() -> list[str]:
@@ -146,7 +147,7 @@ def _read(source: str, children: tuple[Path, ...] = (), *, named_by_theirs: bool
         ring = " -> ".join(str(each) for each in (*children[children.index(real) :], real))
         raise ConfigError(f"config {path}: extends itself ({ring}); remove one `extends`")
     text = _read_text(path)
-    tree = _from_folder(_parse(text, path), path.parent.resolve())
+    tree = _with_paths(_parse(text, path), "./", path.parent.resolve())
     parents = tree.pop("extends", None) or []
     if path.parent == PRESETS:
         tree.pop("argument", None)
@@ -180,13 +181,13 @@ def _argument(source: str) -> tuple[str, dict[str, Any]]:
     return name, _nested(key, str(Path.cwd() / value) if value.startswith("./") else value)
 
 
-def _from_folder(node: Any, folder: Path) -> Any:
-    """``node`` with every text that begins with ``./`` turned into a path in ``folder``."""
+def _with_paths(node: Any, begin: str, folder: Path) -> Any:
+    """``node`` with every text that begins with ``begin`` turned into a path in ``folder``."""
     if isinstance(node, dict):
-        return {key: _from_folder(value, folder) for key, value in node.items()}
+        return {key: _with_paths(value, begin, folder) for key, value in node.items()}
     if isinstance(node, list):
-        return [_from_folder(value, folder) for value in node]
-    return str(folder / node) if isinstance(node, str) and node.startswith("./") else node
+        return [_with_paths(value, begin, folder) for value in node]
+    return str(folder / node.removeprefix(begin)) if isinstance(node, str) and node.startswith(begin) else node
 
 
 def _source_file(source: str) -> Path:
@@ -325,8 +326,10 @@ def _check_values(node: Any, where: str) -> None:
 def parse_override(text: str) -> dict[str, Any]:
     """The configuration tree that one ``KEY=VALUE`` sets. Raises: ConfigError."""
     key, separator, value = text.partition("=")
-    if not separator or not key.strip():
-        raise ConfigError(f"override {text!r}: expected key=value, e.g. learner.learning_rate=1e-4")
+    if not separator or not key.strip() or not value.strip():
+        raise ConfigError(
+            f"override {text!r}: expected key=value, e.g. learner.learning_rate=1e-4 or data.eval_tasks=null"
+        )
     try:
         leaf = plain_yaml.load(value)
         _check_values(leaf, f"key {key}")

@@ -322,6 +322,8 @@ def _with_absolute_path(model: str) -> str:
 
 
 Model = Annotated[str, AfterValidator(_with_absolute_path)]
+Filled = Annotated[str, Field(min_length=1)]
+"""A text that is not empty."""
 
 
 def provider_key(model: str) -> str:
@@ -419,8 +421,8 @@ class OtherJudgeConfig(Tree):
 
     model: Model
     """LiteLLM model name with provider prefix."""
-    api_base: str | None = None
-    api_key_env: str | None = None
+    api_base: Filled | None = None
+    api_key_env: Filled | None = None
     """Environment variable with the key; null: ``<PROVIDER>_API_KEY``."""
 
 
@@ -449,16 +451,16 @@ class JudgeConfig(Tree):
     local: LocalJudgeConfig = LocalJudgeConfig()
     limits: JudgeLimits = JudgeLimits()
 
-    model: Model = Field("openai/gpt-5.4", json_schema_extra=CONFIRMED_URL)
+    model: Model = Field("openai/gpt-5.4", min_length=1, json_schema_extra=CONFIRMED_URL)
     """LiteLLM model name with provider prefix; or files:DIR, a directory to which prompts are written as numbered files
     and in which replies are awaited."""
     plan: Literal["paper", "default", "lean"] = "default"
     """What is asked of the judge: paper (20 calls for a group of 6), default (without calls that change little), lean
     (9 calls, 6 at later visits: algorithm.merge_proposals, merge_verdicts and rubric_visits). A plan sets only keys
     that are not set anywhere else; a run's own config.yaml sets them all."""
-    api_base: str | None = Field(None, json_schema_extra=CONFIRMED)
+    api_base: Filled | None = Field(None, json_schema_extra=CONFIRMED)
     """Endpoint; null: the provider's."""
-    api_key_env: str | None = Field(None, json_schema_extra=CONFIRMED)
+    api_key_env: Filled | None = Field(None, json_schema_extra=CONFIRMED)
     """Environment variable with the key; null: ``<PROVIDER>_API_KEY``. The key itself never appears in a configuration,
     log or command line."""
     temperature: float | None = Field(0.1, ge=0)
@@ -480,9 +482,8 @@ class JudgeConfig(Tree):
     """Mark the prefix shared by a group's prompts for the provider's prompt cache: ``cache_control`` for Anthropic's
     models, ``prompt_cache_key`` for OpenAI's. auto: on unless ``api_base`` is set."""
     structured_output: bool = True
-    """Request replies in a JSON schema if the model supports it according to LiteLLM, and, if ``api_base`` is set,
-    until the endpoint refuses. A model served without a reasoning parser, which thinks in its reply, cannot think
-    then."""
+    """Request replies in a JSON schema until the endpoint refuses one. A model served without a reasoning parser, which
+    thinks in its reply, cannot think then."""
     jury: tuple[OtherJudgeConfig, ...] = Field((), json_schema_extra=CONFIRMED)
     """Additional judges that score every rollout: the majority verdict counts; without a majority, the main judge's."""
     strong: OtherJudgeConfig | None = Field(None, json_schema_extra=CONFIRMED)
@@ -830,7 +831,7 @@ class RunConfig(Tree):
 class RayConfig(Tree):
     """How to find Ray."""
 
-    address: str | None = Field(None, json_schema_extra=CONFIRMED)
+    address: Filled | None = Field(None, json_schema_extra=CONFIRMED)
     """Address of the cluster; null: RAY_ADDRESS, else a new Ray on this machine."""
     object_store_mib: int | None = Field(None, ge=80)
     """Size of the object store of a Ray started here."""

@@ -4,8 +4,9 @@ The phases are in `draco_ray.judging.phases`. An unusable reply raises nothing: 
 the reason there is none, and all calls. Only a judge that cannot answer at all raises (`JudgeUnavailable`).
 
 A content filter, or one rollout that is too long even if truncated, must not cost the other rollouts of a group their
-rubric: a question about several rollouts is asked again without those whose own stage2 call failed. If the judge
-refuses that too, the rollouts are added one by one, and those with which it refuses are left out.
+rubric: a question about several rollouts that has no usable answer is asked again without those whose own stage2 call
+failed. If the judge refused the question, and refuses that too, the rollouts are added one by one, and those with which
+it refuses are left out.
 """
 
 from __future__ import annotations
@@ -173,6 +174,11 @@ def is_refused(judged: Judged[ValueT]) -> bool:
     return last.finish_reason in ("content_filter", "refusal") or (last.finish_reason == "error" and not last.reply)
 
 
+def is_unusable(judged: Judged[ValueT]) -> bool:
+    """Whether the judge replied, but not usably: a refusal in plain words, nothing, half an answer, another one's."""
+    return not judged.ok and bool(judged.calls) and judged.calls[-1].finish_reason not in ("error", "unavailable")
+
+
 async def ask_without_refused(question: Question[ValueT], whole: Judged[ValueT], ask: Ask[ValueT]) -> Judged[ValueT]:
     """The answer about as many of the question's rollouts as the judge accepts, with a note about the others.
 
@@ -194,7 +200,7 @@ async def ask_without_refused(question: Question[ValueT], whole: Judged[ValueT],
         return judged.ok
 
     sure = [each for each in question.members if each not in question.doubtful] or [*question.members]
-    if len(sure) == len(question.members) or not await try_with(sure):
+    if (len(sure) == len(question.members) or not await try_with(sure)) and is_refused(whole):
         for member in sure:
             # All of them together were refused already.
             if len(shown) + 1 < len(sure):
@@ -261,7 +267,8 @@ class Judge:
 
     async def _ask_members(self, question: Question[ValueT], context: CallContext) -> Judged[ValueT]:
         judged = await self._ask_fitting(question, context)
-        if len(question.members) < 2 or not is_refused(judged):
+        doubted = question.doubtful and is_unusable(judged)
+        if len(question.members) < 2 or not (is_refused(judged) or doubted):
             return judged
         return await ask_without_refused(question, judged, lambda some: self._ask_fitting(some, context))
 

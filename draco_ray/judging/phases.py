@@ -313,7 +313,12 @@ class Union(GroupQuestion):
         return parse_criteria(text, limit=config.max_union_criteria, source=self.name, last=last)
 
 
-Steps = Annotated[list[Integer], BeforeValidator(lambda value: [] if value is None else value)]
+def _steps(value: object) -> object:
+    """A list of steps, also from one step, from "1, 2", and from null."""
+    return value if isinstance(value, list) else [] if value is None else str(value).split(",")
+
+
+Steps = Annotated[list[Integer], BeforeValidator(_steps)]
 
 
 class ScoreEntry(RubricEntry):

@@ -4,8 +4,8 @@ The answer is the object with the request's tag, whatever else the reply contain
 last complete JSON value that satisfies the schema is the answer; text around it is ignored. The judge is asked again
 in four cases: no such value; another one with a different content; a further answer after it that does not satisfy the
 schema; and similar JSON around or after it that does not parse, since a value inside broken JSON may be a quotation of
-the rollout. A truncated reply is always refused. Nothing is repaired but what can have one meaning: a trailing comma,
-and a backslash that escapes nothing.
+the rollout. A truncated reply is always refused. Nothing is repaired but what can have one meaning: comments, trailing
+commas, odd spaces, ``+1``, and a backslash that escapes nothing.
 
 On the last attempt a complete answer counts even if a broken one follows it, with a note.
 """
@@ -34,8 +34,9 @@ MAX_BROKEN = 1_000
 """Maximum number of places that look like JSON and do not parse; bounds the parsing time."""
 
 THINK_BEGIN, THINK_END = "<think>", "</think>"
-_THINK_END = re.compile("</think>|\u25c1/think\u25b7")
-"""End of the reasoning; the second form is Kimi's."""
+_THINK = re.compile(r"\s*+(?:<think(?:ing)?>|\u25c1think\u25b7)")
+_THINK_END = re.compile("</think(?:ing)?>|\u25c1/think\u25b7")
+"""End of the reasoning; the last form is Kimi's."""
 ENTRIES = "entries"
 """Key of the answer's list."""
 TAG = "request_tag"
@@ -50,6 +51,9 @@ _ENDED = {
 }
 _BEGIN = re.compile(r"\[\s*+[{\]]|\{\s*+[\"}]")
 """Start of an array of objects or an object; ``[3]`` in prose is a citation."""
+_TRAILING = re.compile(r",(?=\s*+[\]}])")
+_IGNORED = re.compile(r"\s+|(?://|#)[^\n]*+|/\*.{0,300}?\*/|(?<![0-9])\+(?=[0-9])", re.DOTALL)
+"""Text between tokens that JSON forbids and that means nothing: comments, other spaces, a plus sign."""
 EntryT = TypeVar("EntryT", bound="Entry")
 RubricEntryT = TypeVar("RubricEntryT", bound="RubricEntry")
 ValueT = TypeVar("ValueT")
@@ -92,14 +96,14 @@ def _remark(value: object) -> object:
 
 
 def _verdict_name(value: object) -> object:
-    name = re.sub(r"\W+", "_", value.strip().upper()) if isinstance(value, str) else value
+    name = re.sub(r"\W+", "_", value.strip(" \t\n*_`").upper()) if isinstance(value, str) else value
     return "NOT_APPLICABLE" if name in ("N_A", "NA") else name
 
 
 Title = Annotated[str, _text(MAX_TITLE_CHARACTERS)]
 Text = Annotated[str, _text(MAX_TEXT_CHARACTERS)]
 Remark = Annotated[Text, BeforeValidator(_remark)]
-Texts = Annotated[list[Text], BeforeValidator(lambda value: [value] if isinstance(value, str) else value or [])]
+Texts = Annotated[list[Remark], BeforeValidator(lambda value: [value] if isinstance(value, str) else value or [])]
 VerdictName = Annotated[Literal["PASS", "FAIL", "NOT_APPLICABLE"], BeforeValidator(_verdict_name)]
 Integer = Annotated[int, BeforeValidator(_integer), Field(strict=True)]
 ScoreValue = Annotated[Literal[-1, 0, 1], BeforeValidator(_integer)]
@@ -200,6 +204,8 @@ def own_answer(text: str, tag: str, kind: type[Entry]) -> str:
     if tagged and not own:
         raise ReplyError(f"the reply has {TAG} {tagged[-1][TAG]}, that of another request; this request has {tag}")
     own = [each for each in own if len(each) > 1]
+    if own and all(map(kind.complete, own)):
+        return json.dumps(own)  # Each entry has the tag.
     if any(each != own[-1] for each in own):
         raise ReplyError("the reply holds several different answers; give exactly one")
     return json.dumps(own[-1]) if own else text
@@ -230,7 +236,7 @@ def read_entries(
     for place, value in found:
         single = isinstance(value, dict)
         listed = [value] if single else value
-        if (single and not kind.complete(value)) or (values[place] == [] and not (ends_alone and len(found) == 1)):
+        if values[place] == [] and not (ends_alone and len(found) == 1 and place == len(values) - 1):
             continue
         try:
             entries = [_entry(kind, each, f"entry {number}, ") for number, each in enumerate(listed)]
@@ -353,28 +359,37 @@ def _scan(text: str, kind: type[Entry]) -> tuple[list[Any], list[str], str]:
     decoder = _decoder(kind)
     # A backslash that begins no escape of JSON (`\d`, `\'`) stands for itself, and a trailing comma for nothing.
     text = re.sub(r'\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4})|\\', lambda match: match[0] if len(match[0]) > 1 else r"\\", text)
-    text = re.sub(r",(?=\s*+[\]}])", "", text)
+    text = _TRAILING.sub("", text)
     values: list[Any] = []
     gaps: list[str] = []
     broken, begin, position, failed = "", 0, 0, 0
-    while match := _BEGIN.search(text, position):
+    plain = text
+    while match := _BEGIN.search(plain, position):
         try:
-            value, end = decoder.raw_decode(text, match.start())
+            value, end = decoder.raw_decode(plain, match.start())
         except ReplyError:
             raise
         except (ValueError, RecursionError) as error:
-            position, failed = match.start() + 1, failed + 1
-            broken = f"JSON that does not parse: {str(error)[:100]}"
+            ignored = _IGNORED.match(plain, getattr(error, "pos", len(plain)))
+            # Parsing begins again without the ignored text, so a long text may have less of it.
+            failed += 1 + len(text) // 20_000 if ignored else 1
             if failed > MAX_BROKEN:
                 raise ReplyError("the reply holds too much JSON that does not parse") from None
+            if ignored:
+                begun = plain[match.start() : ignored.start()] + plain[ignored.end() :]
+                plain = plain[: match.start()] + _TRAILING.sub("", begun)
+                continue
+            plain, position = text, match.start() + 1
+            broken = f"JSON that does not parse: {str(error)[:100]}"
             continue
+        text = plain
         values.append(value)
         gaps.append(text[begin : match.start()])
         begin = position = end
     gaps.append(text[begin:])
     # Reasoning ends at the last tag outside JSON; a tag inside is a quotation.
     reasoned = max((place for place, gap in enumerate(gaps) if _THINK_END.search(gap)), default=-1)
-    if reasoned < 0 and text.lstrip().startswith(THINK_BEGIN):
+    if reasoned < 0 and _THINK.match(text):
         raise ReplyError("the reply is reasoning that no answer follows")
     return [value if place >= reasoned else None for place, value in enumerate(values)], gaps, broken
 
@@ -398,15 +413,15 @@ def _walk(value: Any, kind: type[Entry]) -> Iterator[tuple[Any, bool]]:
     """The values in a JSON value, in their order, and whether each may be an answer or part of one: an entry, an array
     of objects of which one is an entry, or an empty array of entries. What such a value holds is left out.
 
-    Some models write the array of entries as a string of JSON, which is then read."""
+    Some models write the answer or its entries as a string of JSON, which is then read."""
     left = [(ENTRIES, value)]
     while left:
         name, each = left.pop()
-        if name == ENTRIES and isinstance(each, str):
+        if name != TAG and isinstance(each, str) and each.lstrip().startswith(("{", "[")):
             with contextlib.suppress(ValueError, RecursionError):
                 each = _decoder(kind).decode(each)
-        objects = each if isinstance(each, list) else [each]
-        is_part = all(isinstance(part, dict) for part in objects) and any(map(kind.decided, objects))
+        objects, meant = (each, kind.decided) if isinstance(each, list) else ([each], kind.complete)
+        is_part = all(isinstance(part, dict) for part in objects) and any(map(meant, objects))
         is_part = is_part or (each == [] and name == ENTRIES)
         yield each, is_part
         if not is_part and isinstance(each, dict | list):

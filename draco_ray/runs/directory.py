@@ -237,6 +237,10 @@ class RunDirectory:
         """
         draft: Path | None = None
         try:
+            str(path.absolute()).encode()
+        except UnicodeEncodeError:
+            raise ConfigError(f"run directory {path}: expected a name in UTF-8, which tables need") from None
+        try:
             path.parent.mkdir(parents=True, exist_ok=True)
             if os.path.lexists(path):
                 raise FileExistsError

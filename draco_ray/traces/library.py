@@ -107,12 +107,13 @@ def plan(
             configured judge exists only during training.
     """
     base = config if isinstance(config, DracoConfig) else load_config(_source(config))
-    model = model or _configured_model(base.judge)
-    told = {"api_base": api_base, "api_key_env": api_key_env, "context_tokens": context}
+    model = _configured_model(base.judge) if model is None else model
+    told = {"model": model, "api_base": api_base, "api_key_env": api_key_env, "context_tokens": context}
+    told = {name: value for name, value in told.items() if value is not None}
+    checked = load_config({"judge": told}).judge
     judge = base.judge.model_copy(
         update={
-            **{name: value for name, value in told.items() if value is not None},
-            "model": JudgeConfig(model=model).model,
+            **{name: getattr(checked, name) for name in told},
             "rule_judge": RuleJudgeConfig(),
             "self_judge": SelfJudgeConfig(),
             "limits": base.judge.limits if budget is None else _budget(base.judge.limits, budget),

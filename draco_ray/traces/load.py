@@ -222,7 +222,10 @@ class _Loader:
         if self.taken[trace_id] > 1:
             notes = (*notes, f"the id {trace_id} occurs more than once; a suffix tells the traces apart")
             trace_id = f"{trace_id}#{self.taken[trace_id]}"
-        trace = replace(trace, trace_id=trace_id, task_id=self._task_id(trace, trace_id), notes=notes)
+        # A file's name need not be UTF-8.
+        source, task_id = clean(trace.source), self._task_id(trace, trace_id)
+        trace = replace(trace, trace_id=trace_id, task_id=task_id, source=source, notes=notes)
+        place = self.spool.put(TRACE.dump_json(trace))
         summary = Summary(
             trace_id=trace_id,
             format=trace.format,
@@ -234,7 +237,7 @@ class _Loader:
             outcome=trace.outcome,
             notes=notes,
         )
-        self.members.setdefault(trace.task_id, []).append((summary, self.spool.put(TRACE.dump_json(trace))))
+        self.members.setdefault(trace.task_id, []).append((summary, place))
 
     def _task_id(self, trace: Trace, trace_id: str) -> str:
         """The group id of a trace. A trace without a task gets its own group; equal ids of different tasks get a

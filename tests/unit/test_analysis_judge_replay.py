@@ -212,3 +212,13 @@ def test_another_model_takes_nothing_of_the_old_endpoint() -> None:
     other = judge_config(offline, NamedJudge(model="anthropic/new"), None)
     assert (other.model, other.api_base, other.key_variable) == ("anthropic/new", None, "ANTHROPIC_API_KEY")
     assert (other.temperature, other.extra_body, other.rule_judge.start) == (0.3, {}, False)
+
+
+def test_the_same_model_is_asked_at_the_configured_endpoint() -> None:
+    private = JudgeConfig(model="openai/p", api_base="http://x/v1", api_key_env="K")
+    for asked, found in (
+        (NamedJudge(model="openai/p"), "http://x/v1"),
+        (NamedJudge(model="openai/p", api_base="http://y/v1"), "http://y/v1"),
+    ):
+        settled = judge_config(private, asked, None)
+        assert (settled.api_base, settled.key_variable) == (found, "K")

@@ -213,6 +213,9 @@ def test_without_out_the_judge_is_asked_first_whether_it_answers(monkeypatch: py
     quick = DracoConfig.model_validate({"judge": {"max_backoff_seconds": 0.01}})
     with pytest.raises(JudgeUnavailable, match=r"openai/x at http://127.0.0.1:9/v1: not reachable after 3 attempts"):
         judge_sync(load_traces(TRACES), "openai/x", api_base="http://127.0.0.1:9/v1", config=quick)
+    for model, base in (("", None), ("openai/x", "")):
+        with pytest.raises(ConfigError, match="string should have at least 1 character"):
+            judge_sync(load_traces(TRACES), model, api_base=base)
     with pytest.raises(ConfigError, match="batch: no effect with complete"):
         judge_sync(load_traces(TRACES), MODEL, complete=Canned(), batch=True)
 

@@ -130,7 +130,7 @@ def test_a_prompt_set_without_the_new_template_is_refused_by_name(summary: Any, 
         import_prompts(source, tmp_path / "out")
 
 
-@pytest.mark.parametrize("name", ["summary", "", "SCORE"])
+@pytest.mark.parametrize("name", ["summary", " ", "SCORE"])
 def test_an_unknown_phase_on_the_command_line_is_named_with_those_that_are(
     name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

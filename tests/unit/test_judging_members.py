@@ -131,16 +131,33 @@ async def test_a_refusal_may_also_be_a_reply(refusal: Completion) -> None:
     "failure",
     [
         completion("", finish_reason="unavailable", error="no answer within 600 s"),
-        completion("no JSON at all"),
-        completion("[", finish_reason="length"),
         completion("half", finish_reason="error"),
     ],
 )
-async def test_what_is_no_refusal_starts_no_search(failure: Completion) -> None:
+async def test_a_judge_that_did_not_answer_is_not_asked_without_anyone(failure: Completion) -> None:
     complete = Filter({3}, failure)
-    judged = await asked(complete, union(4, doubtful=[3]))
-    assert not judged.ok
+    assert not (await asked(complete, union(4, doubtful=[3]))).ok
     assert len(complete.shown) == 1
+
+
+@pytest.mark.parametrize(
+    "failure",
+    [
+        completion("I'm sorry, I can't help with that."),
+        completion(""),
+        completion("[", finish_reason="length"),
+        completion("look()", finish_reason="tool_calls"),
+        completion('{"request_tag": "000000", "entries": []}'),
+    ],
+)
+async def test_what_is_no_refusal_costs_one_more_question_where_a_rollout_is_in_doubt(failure: Completion) -> None:
+    complete = Filter({3}, failure)
+    assert (await asked(complete, union(4, doubtful=[3]))).ok
+    assert complete.shown == [[0, 1, 2, 3], [0, 1, 2]]
+    for doubtful in ([], [2], [0, 1, 2, 3]):
+        complete = Filter({3}, failure)
+        assert not (await asked(complete, union(4, doubtful=doubtful))).ok
+        assert len(complete.shown) == 1 + (doubtful == [2])
 
 
 async def test_a_spent_budget_ends_the_search() -> None:

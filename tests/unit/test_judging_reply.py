@@ -80,6 +80,7 @@ def verdicts(text: str, *, last: bool = False) -> list[int]:
         "Here is my evaluation [1]:\n\n@\n\nSummary: 3 of 4 passed. Criterion 3 was borderline.\n\nBest regards",
         '<think>maybe [{"score": 1}] or {"rubric_index": 0, "score": -1, no</think>\n@',
         "The first one fails, so no pass.</think>@",
+        f"<thinking>{ANSWER.replace('-1', '1')}</thinking>\n@",
         "@\n@",
         '{"evaluations": [1]} and then @',
         'Each entry is {"rubric_index": ..., "score": ...} as asked.\n@\nDone.',
@@ -112,6 +113,13 @@ TAGGED = {"request_tag": "123456", "entries": WHOLE}
         json.dumps([{"entry": entry} for entry in WHOLE]),
         json.dumps([WHOLE]),
         json.dumps(TAGGED).replace("}]", "},\n]").replace("1}", "1,}"),
+        json.dumps({"name": "answer", "arguments": json.dumps(TAGGED)}),
+        json.dumps({"score": 1, "rubric": "total"} | TAGGED),
+        "\n".join(json.dumps({"request_tag": "123456"} | entry) for entry in WHOLE),
+        json.dumps(TAGGED, indent=1)
+        .replace("-1", '-1, // not [{"score": 1}], see /* it')
+        .replace(": 1\n", ": +1 # yes\n"),
+        json.dumps(TAGGED, indent=1).replace(" ", "\u00a0"),
         json.dumps(TAGGED).replace('"e"', r'"re.match(\'\d+\', \$x) \\n"'),
         json.dumps([score(index, each["score"], evidence=[{"step": 2}]) for index, each in enumerate(WHOLE)]),
         json.dumps([entry | {"rubric_index": place} for place, entry in enumerate(WHOLE, start=1)]),
@@ -136,6 +144,9 @@ def test_a_contradiction_on_the_last_attempt_is_noted() -> None:
     [
         ("I think that it passes.", "no JSON object with 'entries'"),
         ("<think>it passes " + ANSWER, "reasoning that no answer follows"),
+        ("<thinking>it passes " + ANSWER, "reasoning that no answer follows"),
+        (f"<thinking>it passes {ANSWER}</thinking> Done.", "no JSON object"),
+        (ANSWER.replace(": 1}", ": 0+1}"), "does not parse"),
         (json.dumps(WHOLE[:2]), "2 entries, expected 3"),
         (json.dumps([*WHOLE, WHOLE[2]]), "4 entries, expected 3"),
         (json.dumps([*WHOLE[:2], WHOLE[1]]), "rubric_index 1 is answered twice"),
@@ -239,6 +250,8 @@ def test_citations_are_ascending_and_unique_and_none_for_what_does_not_apply() -
         [attribution(0, "fail", [3, 1, 3]), attribution(1, "N/A", [2]), attribution(2, "not applicable", None)]
     )
     assert [each.steps for each in parse_attributions(reply, THREE, 4).value] == [(1, 3), (), ()]
+    reply = json.dumps([attribution(0, "**FAIL**", 3), attribution(1, steps="1, 2"), attribution(2, steps="4")])
+    assert [each.steps for each in parse_attributions(reply, THREE, 4).value] == [(3,), (1, 2), (4,)]
 
 
 @pytest.mark.parametrize(
@@ -248,6 +261,8 @@ def test_citations_are_ascending_and_unique_and_none_for_what_does_not_apply() -
         (attribution(0, "PASS", [5]), "step 5 does not exist; steps are 1 to 4"),
         (attribution(0, "PASS", []), "must cite at least one step"),
         (attribution(0, "PASS", ["step 1"]), "field relevant_steps"),
+        (attribution(0, "PASS", "1-3"), "field relevant_steps"),
+        (attribution(0, "PASS", True), "field relevant_steps"),
     ],
 )
 def test_citations_that_are_asked_again(entry: dict[str, object], message: str) -> None:
@@ -283,8 +298,15 @@ def test_nothing_to_add_is_an_answer_where_it_is_one(text: str) -> None:
     assert parse_criteria(text, limit=5, source="stage2/1").value == ()
     with pytest.raises(ReplyError, match="0 criteria, expected at least 1"):
         parse_criteria(text, limit=5, source="stage1", least=1)
-    with pytest.raises(ReplyError, match="no JSON object"):
-        parse_criteria("It returned [] in step 2 and went on.", limit=5, source="stage2/1")
+    for quoted in ("It returned [] in step 2 and went on.", "It returned [] and {}."):
+        with pytest.raises(ReplyError, match="no JSON object"):
+            parse_criteria(quoted, limit=5, source="stage2/1")
+
+
+def test_references_that_are_objects_are_kept_as_text_and_a_title_beside_the_list_is_no_criterion() -> None:
+    listed = [criterion("A", grounding_references=[{"rule": 3}])]
+    parsed = parse_criteria(json.dumps({"title": "A rubric", "criteria": listed}), limit=5, source="stage1", least=1)
+    assert [each.title for each in parsed.value] == ["A"]
 
 
 def test_texts_can_be_stored_and_are_truncated() -> None:

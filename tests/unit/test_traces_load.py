@@ -23,6 +23,7 @@ from hypothesis import strategies as st
 
 from draco_ray.errors import ConfigError, TraceError
 from draco_ray.records import EpisodeEnd
+from draco_ray.runs.directory import RunDirectory
 from draco_ray.traces.load import Groups, load_traces
 from draco_ray.traces.model import Trace
 from tests.conftest import REPOSITORY
@@ -310,6 +311,15 @@ def test_what_an_earlier_judging_left_is_no_further_trace(tmp_path: Path) -> Non
     (run.path / "traces.jsonl").write_text("", encoding="utf-8")
     assert [group.summaries[0].trace_id for group in load_traces(tmp_path)] == ["1"]
     assert load_traces(run.path)[0].summaries[0].format == "run"
+
+
+def test_a_name_that_is_not_utf8_costs_no_trace_but_no_run_is_written_there(tmp_path: Path) -> None:
+    folder = tmp_path / os.fsdecode(b"\xff")
+    folder.mkdir()
+    (group,) = load_traces(written(folder / os.fsdecode(b"t\xff.jsonl"), chat(id="1")))
+    assert group.traces[0].source.endswith("t\\udcff.jsonl:1")
+    with pytest.raises(ConfigError, match="expected a name in UTF-8"):
+        RunDirectory.create(folder / "run", "seed: 0\n")
 
 
 BAD = {

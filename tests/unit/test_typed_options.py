@@ -63,6 +63,41 @@ def test_an_option_without_an_effect_is_refused(
 
 
 @pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["judge", "traces", "--judge", ""], "an argument after --judge is empty"),
+        (["judge", "traces", "--api-base="], "--api-base= is empty"),
+        (["judge", "", "--judge", "rules"], "an argument after judge is empty"),
+        (["config", "sandbox", "judge.api_base="], "override 'judge.api_base=': expected key=value"),
+        (
+            ["config", "sandbox", "judge.rule_judge.start=false", "judge.api_base=''"],
+            "key judge.api_base: string should",
+        ),
+        (["judge", "traces", "--judge", "rules", "--out", "x", "--release"], "--release: no effect with --judge rules"),
+        (["evaluate", "--policy", "litellm:a/b", "--api-temperature", "nan"], "Invalid value for '--api-temperature'"),
+        (["sandbox", "build", "--scenarios", "0"], "Invalid value for '--scenarios'"),
+        (["config", "sandbox", "ray.address=''"], "key ray.address: string should"),
+    ],
+)
+def test_an_empty_value_as_from_an_unset_variable_or_one_beyond_its_range_is_refused(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(words)
+    assert said in capsys.readouterr().err
+
+
+def test_the_home_directory_is_found_after_an_equals_sign(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert load_config({"run": {"root": "~/runs"}}, ["judge.cache=~/c"]).run.root == tmp_path / "runs"
+    with pytest.raises(SystemExit, match="2"):
+        main(["judge", "examples/traces", "--judge", "rules", "--rubric=~/none.yaml", "--dry-run"])
+    assert f"{tmp_path}/none.yaml" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
     ("key", "reason"),
     [
         ("algorithm.static_rubric=r.yaml", "without algorithm.rubric=static"),

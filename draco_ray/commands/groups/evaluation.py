@@ -47,7 +47,7 @@ def evaluate(
     label: str | None = None,
     api_base: ApiBase = None,
     api_key_env: KeyVariable = None,
-    api_temperature: float | None = None,
+    api_temperature: Annotated[float | None, typer.Option(min=0)] = None,
     retry_errors: bool = False,
     trust: Trust = False,
 ) -> None:

@@ -26,8 +26,8 @@ def sandbox_build(
     *,
     variety: Variety = "standard",
     out: Path | None = None,
-    seed: int = 0,
-    scenarios: int | None = None,
+    seed: Annotated[int, typer.Option(min=0)] = 0,
+    scenarios: Annotated[int | None, typer.Option(min=1)] = None,
     force: bool = False,
 ) -> None:
     """Build a complete AppWorld data root with AppWorld's own models and factories.
@@ -87,7 +87,7 @@ def starter_build(
     variety: Literal["standard", "hard"] | None = None,
     world: Path | None = None,
     out: Path | None = None,
-    seed: int = 0,
+    seed: Annotated[int, typer.Option(min=0)] = 0,
 ) -> None:
     """Train the starter policy on good and faulty scripted rollouts; an existing one is kept.
 
@@ -115,8 +115,8 @@ def starter_build(
 )
 def judge_server(
     *,
-    port: int = 8011,
-    latency: float = 0.0,
+    port: Annotated[int, typer.Option(min=0, max=65535)] = 8011,
+    latency: Annotated[float, typer.Option(min=0)] = 0.0,
 ) -> None:
     """Serve the offline rule judge (a stand-in for a frontier judge) as an OpenAI-compatible API.
 

@@ -89,7 +89,8 @@ class NamedJudge:
 
 
 def judge_config(config: JudgeConfig, judge: NamedJudge, cache: Path | None) -> JudgeConfig:
-    """``config`` with another judge: keeps prompts, sampling, attempts and prices; replaces endpoint and extra body.
+    """``config`` with another judge: keeps prompts, sampling, attempts and prices, and for the same model endpoint, key
+    and extra body.
 
     Args:
         config: the judge configuration to change.
@@ -102,12 +103,13 @@ def judge_config(config: JudgeConfig, judge: NamedJudge, cache: Path | None) -> 
     model = judge.model
     if model == OWN:
         return _own(config, judge, cache)
+    kept = config if model == config.model else JudgeConfig()
     return config.model_copy(
         update={
             "model": model,
-            "api_base": judge.api_base,
-            "api_key_env": judge.api_key_env,
-            "extra_body": {} if model != config.model else config.extra_body,
+            "api_base": judge.api_base or kept.api_base,
+            "api_key_env": judge.api_key_env or kept.api_key_env,
+            "extra_body": kept.extra_body,
             "rule_judge": RuleJudgeConfig(),
             "self_judge": SelfJudgeConfig(),
             "local": LocalJudgeConfig(),
