@@ -4,8 +4,8 @@ The answer is the object with the request's tag, whatever else the reply contain
 last complete JSON value that satisfies the schema is the answer; text around it is ignored. The judge is asked again
 in four cases: no such value; another one with a different content; a further answer after it that does not satisfy the
 schema; and similar JSON around or after it that does not parse, since a value inside broken JSON may be a quotation of
-the rollout. A truncated reply is always refused. Nothing is repaired but what can have one meaning: comments, trailing
-commas, odd spaces, ``+1``, and a backslash that escapes nothing.
+the rollout. A truncated reply is always refused. Nothing is repaired but what can have one meaning: a trailing comma,
+and a backslash that escapes nothing.
 
 On the last attempt a complete answer counts even if a broken one follows it, with a note.
 """
@@ -51,9 +51,6 @@ _ENDED = {
 }
 _BEGIN = re.compile(r"\[\s*+[{\]]|\{\s*+[\"}]")
 """Start of an array of objects or an object; ``[3]`` in prose is a citation."""
-_TRAILING = re.compile(r",(?=\s*+[\]}])")
-_IGNORED = re.compile(r"\s+|(?://|#)[^\n]*+|/\*.{0,300}?\*/|(?<![0-9])\+(?=[0-9])", re.DOTALL)
-"""Text between tokens that JSON forbids and that means nothing: comments, other spaces, a plus sign."""
 EntryT = TypeVar("EntryT", bound="Entry")
 RubricEntryT = TypeVar("RubricEntryT", bound="RubricEntry")
 ValueT = TypeVar("ValueT")
@@ -359,30 +356,21 @@ def _scan(text: str, kind: type[Entry]) -> tuple[list[Any], list[str], str]:
     decoder = _decoder(kind)
     # A backslash that begins no escape of JSON (`\d`, `\'`) stands for itself, and a trailing comma for nothing.
     text = re.sub(r'\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4})|\\', lambda match: match[0] if len(match[0]) > 1 else r"\\", text)
-    text = _TRAILING.sub("", text)
+    text = re.sub(r",(?=\s*+[\]}])", "", text)
     values: list[Any] = []
     gaps: list[str] = []
     broken, begin, position, failed = "", 0, 0, 0
-    plain = text
-    while match := _BEGIN.search(plain, position):
+    while match := _BEGIN.search(text, position):
         try:
-            value, end = decoder.raw_decode(plain, match.start())
+            value, end = decoder.raw_decode(text, match.start())
         except ReplyError:
             raise
         except (ValueError, RecursionError) as error:
-            ignored = _IGNORED.match(plain, getattr(error, "pos", len(plain)))
-            # Parsing begins again without the ignored text, so a long text may have less of it.
-            failed += 1 + len(text) // 20_000 if ignored else 1
+            position, failed = match.start() + 1, failed + 1
+            broken = f"JSON that does not parse: {str(error)[:100]}"
             if failed > MAX_BROKEN:
                 raise ReplyError("the reply holds too much JSON that does not parse") from None
-            if ignored:
-                begun = plain[match.start() : ignored.start()] + plain[ignored.end() :]
-                plain = plain[: match.start()] + _TRAILING.sub("", begun)
-                continue
-            plain, position = text, match.start() + 1
-            broken = f"JSON that does not parse: {str(error)[:100]}"
             continue
-        text = plain
         values.append(value)
         gaps.append(text[begin : match.start()])
         begin = position = end
