@@ -113,6 +113,8 @@ def spans(record: Any) -> list[Span]:
     """
     if not (found := [_span(each) for each in _below(record)]):
         raise BadTrace("it contains no spans")
+    if not all(span["trace"] or span["id"] or span["attributes"] for span in found):
+        raise BadTrace("expected spans, found an object without ids and attributes")
     return found
 
 
