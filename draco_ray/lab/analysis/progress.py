@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
 
 from draco_ray.judging.phases import PHASES
 from draco_ray.lab.evaluation.measures import rate
@@ -70,7 +69,7 @@ def judge_cost(run: RunDirectory) -> Iterator[Row]:
     """One row per training step and judge phase; replies from the durable cache (``replayed``) are free."""
     for step, calls in read_calls(run).items():
         for phase, cost in phase_costs(calls).items():
-            yield {"training_step": step, "phase": phase, **asdict(cost)}
+            yield {"training_step": step, "phase": phase, **cost}
 
 
 @table_of(
