@@ -35,6 +35,7 @@ from draco_ray.judging.phases import Rubric, Score, Stage1, Stage2, Union
 from draco_ray.judging.reply import check_finish, parse_criteria
 from draco_ray.lab.analysis.agreement import clustered_interval
 from draco_ray.lab.analysis.pairing import Pairing, Pairs
+from draco_ray.lab.analysis.replay import first_prompt, phase_calls
 from draco_ray.lab.rows import columns, finite, grouped, table_of
 from draco_ray.records import Criterion, Judged, Message, Trajectory
 from draco_ray.runs.directory import RunDirectory
@@ -109,18 +110,12 @@ def writing_calls(
     """
     found = []
     for step in run.steps() if steps is None else steps:
-        prompts: dict[tuple[str, str, int | None], str] = {}
-        replies: dict[tuple[str, str, int | None], str] = {}
-        columns = ["task_id", "rollout", "phase", "prompt", "reply", "error"]
-        for call in run.table("judge_calls", step, columns).to_pylist():
-            if call["phase"] in phases:
-                key = (call["phase"], call["task_id"], call["rollout"])
-                prompts[key] = min(prompts.get(key, call["prompt"]), call["prompt"], key=len)
-                if call["error"] is None:
-                    replies[key] = call["reply"]
         proposed = _stage1_sets(run, step) if Stage2.name in phases else {}
-        for key in sorted(replies, key=lambda key: (key[0], key[1], -1 if key[2] is None else key[2])):
+        calls = grouped(phase_calls(run, step, phases), "phase", "task_id", "rollout")
+        for key in sorted(calls, key=lambda key: (key[0], key[1], -1 if key[2] is None else key[2])):
             phase, task_id, rollout = key
+            if not (replies := [call["reply"] for call in calls[key] if call["error"] is None]):
+                continue
             existing = proposed.get(task_id, ()) if phase == Stage2.name else ()
             found.append(
                 WritingCall(
@@ -128,8 +123,8 @@ def writing_calls(
                     task_id=task_id,
                     rollout=rollout,
                     phase=phase,
-                    prompt=prompts[key],
-                    reference=_parsed(replies[key], phase, existing, config),
+                    prompt=first_prompt(calls[key]),
+                    reference=_parsed(replies[-1], phase, existing, config),
                     existing=existing,
                 )
             )
