@@ -205,12 +205,12 @@ def _used(counts: FloatArray) -> BoolArray:
 
 
 def _ratio(part: float, whole: float) -> float:
+    """NaN without a denominator."""
     return float(part / whole) if whole else float("nan")
 
 
 def _chance(table: FloatArray) -> float:
-    total = table.sum()
-    return float((table.sum(axis=0) * table.sum(axis=1)).sum() / total**2) if total else float("nan")
+    return _ratio((table.sum(axis=0) * table.sum(axis=1)).sum(), table.sum() ** 2)
 
 
 def _gwet_chance(table: FloatArray, used: BoolArray) -> float:
@@ -223,18 +223,12 @@ def _gwet_chance(table: FloatArray, used: BoolArray) -> float:
 
 def _corrected(table: FloatArray, chance: float) -> float:
     # If only one rating occurs, agreement by chance is certain and the coefficient is undefined.
-    if np.isnan(chance) or chance == 1.0:
-        return float("nan")
-    return (float(np.trace(table) / table.sum()) - chance) / (1 - chance)
+    return _ratio(_ratio(np.trace(table), table.sum()) - chance, 1 - chance)
 
 
 def _alpha(table: FloatArray) -> float:
     """Nominal alpha of two graders without gaps: 1 - observed / expected disagreement."""
     values = table + table.T
     total = values.sum()
-    margin = values.sum(axis=0)
-    expected = total**2 - (margin**2).sum()
-    if not total or not expected:
-        return float("nan")
-    observed = total - np.trace(values)
-    return float(1 - (total - 1) * observed / expected)
+    expected = total**2 - (values.sum(axis=0) ** 2).sum()
+    return 1 - _ratio((total - 1) * (total - np.trace(values)), expected)

@@ -6,7 +6,6 @@ import itertools
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -16,8 +15,8 @@ from draco_ray.lab.analysis.agreement import clustered_interval
 from draco_ray.lab.analysis.attribution.step_labels import Cited, citation_reliability
 from draco_ray.lab.analysis.replay import REPLAYED, agreement_table
 from draco_ray.lab.evaluation.intervals import Interval
+from draco_ray.runs.rows import Row
 
-Row = dict[str, Any]
 PEOPLE = "labels"
 """Value of the column ``run`` in tables of labels, which may come from several runs."""
 

@@ -46,6 +46,9 @@ PHASES = (Stage1.name, Stage2.name, Union.name)
 CEILING = "ceiling"
 """Value of the column ``judge`` in rows that compare the run's own judge with itself."""
 
+_SIDES = ("reference_", "")
+"""Prefixes of the columns about the run's criteria and about the other judge's."""
+_SHARED = ("discriminative", "differing")
 _SHARES = "reference_discriminative discriminative reference_differing differing"
 COMPARISONS = columns(
     "string: run judge phase",
@@ -85,19 +88,6 @@ class _Comparison:
     other: Rubric
     dollars: float = 0.0
     error: str | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Marks:
-    """Counts of one scorer's verdicts on a group's rollouts, for one set of criteria."""
-
-    failed: int
-    """Number of criteria that at least one rollout fails."""
-    differing: int
-    """Number of criteria on which the rollouts' verdicts differ."""
-    scored: int
-    """Number of rollouts with verdicts."""
-    dollars: float
 
 
 def writing_calls(
@@ -243,7 +233,7 @@ def _ceilings(run: RunDirectory, calls: Sequence[WritingCall], config: JudgeConf
     return found
 
 
-async def _mark_merges(run: RunDirectory, compared: Sequence[_Comparison], third: Judge) -> dict[int, list[_Marks]]:
+async def _mark_merges(run: RunDirectory, compared: Sequence[_Comparison], third: Judge) -> dict[int, list[Row]]:
     """Index of a comparison of merged sets -> marks of the run's set and of the other judge's set."""
     wanted = {
         index: each
@@ -263,7 +253,8 @@ async def _mark_merges(run: RunDirectory, compared: Sequence[_Comparison], third
     return {index: marks[2 * place : 2 * place + 2] for place, index in enumerate(wanted)}
 
 
-async def _mark(scorer: Judge, rubric: Sequence[Criterion], played: Sequence[Trajectory]) -> _Marks:
+async def _mark(scorer: Judge, rubric: Sequence[Criterion], played: Sequence[Trajectory]) -> Row:
+    """Numbers of criteria that some rollout fails and on which verdicts differ, and of rollouts with verdicts."""
     judged = await asyncio.gather(
         *(
             scorer.ask(Score(each, rubric), CallContext(group=each.group, task_id=each.task_id, rollout=each.rollout))
@@ -273,15 +264,15 @@ async def _mark(scorer: Judge, rubric: Sequence[Criterion], played: Sequence[Tra
     dollars = sum(call.dollars for each in judged for call in each.calls)
     scores = [each.value for each in judged if each.value is not None]
     verdict_GK = np.array([[int(score.verdict) for score in row] for row in scores]).reshape(len(scores), len(rubric))
-    return _Marks(
-        failed=int(surviving_criteria(verdict_GK).sum()) if len(scores) else 0,
-        differing=int((verdict_GK != verdict_GK[:1]).any(axis=0).sum()),
-        scored=len(scores),
-        dollars=dollars,
-    )
+    return {
+        "discriminative": int(surviving_criteria(verdict_GK).sum()) if len(scores) else 0,
+        "differing": int((verdict_GK != verdict_GK[:1]).any(axis=0).sum()),
+        "scored": len(scores),
+        "dollars": dollars,
+    }
 
 
-def _row(run: str, each: _Comparison, pairing: Judged[Pairs], marks: list[_Marks] | None) -> Row:
+def _row(run: str, each: _Comparison, pairing: Judged[Pairs], marks: list[Row] | None) -> Row:
     call, pairs = each.call, pairing.value or ()
     dollars = each.dollars + sum(asked.dollars for asked in pairing.calls)
     row: Row = {
@@ -296,15 +287,14 @@ def _row(run: str, each: _Comparison, pairing: Judged[Pairs], marks: list[_Marks
         "titles": [criterion.title for criterion in each.other],
         "reference_paired": [index for index, _ in pairs],
         "paired": [index for _, index in pairs],
-        "dollars": dollars + sum(mark.dollars for mark in marks or ()),
+        "dollars": dollars + sum(mark["dollars"] for mark in marks or ()),
         "error": each.error,
         "pairing_error": pairing.error,
     }
-    if marks and all(mark.scored for mark in marks):
-        reference, other = marks
-        row |= {"scored": min(reference.scored, other.scored)}
-        row |= {"reference_discriminative": reference.failed, "reference_differing": reference.differing}
-        row |= {"discriminative": other.failed, "differing": other.differing}
+    if marks and all(mark["scored"] for mark in marks):
+        row["scored"] = min(mark["scored"] for mark in marks)
+        for side, mark in zip(_SIDES, marks, strict=True):
+            row |= {f"{side}{name}": mark[name] for name in _SHARED}
     return row
 
 
@@ -312,12 +302,12 @@ def _summary(rows: Sequence[Row]) -> Row:
     paired = [row for row in rows if row["pairing_error"] is None]
     answered = [row for row in paired if row["error"] is None]
     marked = [row for row in rows if row["scored"] is not None]
-    criteria = {"reference_": sum(len(row["reference_titles"]) for row in marked)}
-    criteria[""] = sum(len(row["titles"]) for row in marked)
     shares = {
-        f"{side}{name}": _ratio(sum(row[f"{side}{name}"] for row in marked), criteria[side])
-        for side in ("reference_", "")
-        for name in ("discriminative", "differing")
+        f"{side}{name}": _ratio(
+            sum(row[f"{side}{name}"] for row in marked), sum(len(row[f"{side}titles"]) for row in marked)
+        )
+        for side in _SIDES
+        for name in _SHARED
     }
     return {
         "comparisons": len(rows),

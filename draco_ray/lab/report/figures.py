@@ -15,11 +15,10 @@ from draco_ray.lab.report.charts import WIDTH, Series, heat_map, line_chart, per
 from draco_ray.lab.report.drawing import Drawing, to_image
 from draco_ray.records import Termination
 from draco_ray.runs.directory import RunDirectory
+from draco_ray.runs.rows import Row
 
 MOST_CRITERIA = 24
 """Maximum number of criteria in the per-criterion figure, which shows those judged most often."""
-
-Row = dict[str, Any]
 
 
 def figures(runs: Sequence[RunDirectory]) -> dict[str, Drawing]:
