@@ -36,7 +36,8 @@ def table_of(
 ) -> Callable[[Callable[ParametersT, Iterable[Mapping[str, Any]]]], Callable[ParametersT, pa.Table]]:
     """Collect the rows that the decorated function yields into a table with these `columns`.
 
-    A column without a value is null; ``run`` is the name of the run directory that the function reads.
+    A column without a value is null, as are infinite numbers and NaN; ``run`` is the name of the run directory that the
+    function reads.
     """
     schema = columns(*groups)
 
@@ -44,7 +45,11 @@ def table_of(
         @functools.wraps(rows_of)
         def collected(*given: ParametersT.args, **named: ParametersT.kwargs) -> pa.Table:
             about = {"run": given[0].path.name} if isinstance(given[0], RunDirectory) else {}
-            return pa.Table.from_pylist([{**about, **row} for row in rows_of(*given, **named)], schema=schema)
+            rows = [
+                about | {name: finite(cell) if isinstance(cell, float) else cell for name, cell in row.items()}
+                for row in rows_of(*given, **named)
+            ]
+            return pa.Table.from_pylist(rows, schema=schema)
 
         return collected
 

@@ -187,15 +187,15 @@ def _compare(counts: FloatArray, used: BoolArray) -> Agreement:
         judgments=int(total),
         passes=int(rows[_PASS]),
         fails=int(rows[_FAIL]),
-        unanswered=_ratio(counts[:, -1].sum(), total),
-        agreement=_ratio(agreed.sum(), total),
+        unanswered=ratio(counts[:, -1].sum(), total),
+        agreement=ratio(agreed.sum(), total),
         chance=chance,
         kappa=_corrected(table, chance),
         alpha=_alpha(table),
         ac1=_corrected(table, _gwet_chance(table, used)),
         balanced_accuracy=float(np.mean(repeated)) if repeated else float("nan"),
-        false_pass=_ratio(counts[_FAIL, _PASS], rows[_FAIL]),
-        false_fail=_ratio(counts[_PASS, _FAIL], rows[_PASS]),
+        false_pass=ratio(counts[_FAIL, _PASS], rows[_FAIL]),
+        false_fail=ratio(counts[_PASS, _FAIL], rows[_PASS]),
     )
 
 
@@ -204,13 +204,13 @@ def _used(counts: FloatArray) -> BoolArray:
     return np.asarray(counts[:, :-1].sum(axis=0) + counts[:, :-1].sum(axis=1) > 0)
 
 
-def _ratio(part: float, whole: float) -> float:
-    """NaN without a denominator."""
+def ratio(part: float, whole: float) -> float:
+    """``part / whole``; NaN if ``whole`` is 0."""
     return float(part / whole) if whole else float("nan")
 
 
 def _chance(table: FloatArray) -> float:
-    return _ratio((table.sum(axis=0) * table.sum(axis=1)).sum(), table.sum() ** 2)
+    return ratio((table.sum(axis=0) * table.sum(axis=1)).sum(), table.sum() ** 2)
 
 
 def _gwet_chance(table: FloatArray, used: BoolArray) -> float:
@@ -223,7 +223,7 @@ def _gwet_chance(table: FloatArray, used: BoolArray) -> float:
 
 def _corrected(table: FloatArray, chance: float) -> float:
     # If only one rating occurs, agreement by chance is certain and the coefficient is undefined.
-    return _ratio(_ratio(np.trace(table), table.sum()) - chance, 1 - chance)
+    return ratio(ratio(np.trace(table), table.sum()) - chance, 1 - chance)
 
 
 def _alpha(table: FloatArray) -> float:
@@ -231,4 +231,4 @@ def _alpha(table: FloatArray) -> float:
     values = table + table.T
     total = values.sum()
     expected = total**2 - (values.sum(axis=0) ** 2).sum()
-    return 1 - _ratio((total - 1) * (total - np.trace(values)), expected)
+    return 1 - ratio((total - 1) * (total - np.trace(values)), expected)

@@ -29,7 +29,7 @@ from draco_ray.lab.analysis.agreement import (
     contingency,
 )
 from draco_ray.lab.analysis.attribution.step_labels import Cited, citation_reliability
-from draco_ray.lab.rows import columns, finite, grouped, table_of
+from draco_ray.lab.rows import columns, grouped, table_of
 from draco_ray.records import Criterion, IntArray, Message, Verdict
 from draco_ray.runs.directory import RunDirectory
 from draco_ray.runs.rows import Row, columns_of
@@ -236,19 +236,16 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def _compare(rows: Sequence[Row]) -> Row:
-    found: Row = {name: finite(value) for name, value in dataclasses.asdict(agreement(*_ratings(rows))).items()}
+    found: Row = dataclasses.asdict(agreement(*_ratings(rows)))
     found["always_pass"] = _mean([row["reference"] == Verdict.PASS for row in rows])
-    found["citation_overlap"] = finite(_mean(_overlaps(rows)))
-    return found
+    return found | {"citation_overlap": _mean(_overlaps(rows))}
 
 
-def _intervals(rows: Sequence[Row]) -> dict[str, float | None]:
+def _intervals(rows: Sequence[Row]) -> dict[str, float]:
     clusters = grouped(rows, "training_step", "task_id")
     bounds = agreement_intervals([contingency(*_ratings(mine)) for mine in clusters.values()])
     overlap = clustered_interval({name: _overlaps(mine) for name, mine in clusters.items()}, _mean)
     bounds = {name: bounds[name] for name in WITH_INTERVAL} | {"citation_overlap": (overlap.low, overlap.high)}
     return {
-        f"{name}_{side}": finite(bound)
-        for name, both in bounds.items()
-        for side, bound in zip(("low", "high"), both, strict=True)
+        f"{name}_{side}": both[place] for name, both in bounds.items() for place, side in enumerate(("low", "high"))
     }

@@ -33,10 +33,10 @@ from draco_ray.judging.completion import Completer, Request
 from draco_ray.judging.judge import CallContext, Judge
 from draco_ray.judging.phases import Rubric, Score, Stage1, Stage2, Union
 from draco_ray.judging.reply import check_finish, parse_criteria
-from draco_ray.lab.analysis.agreement import clustered_interval
+from draco_ray.lab.analysis.agreement import clustered_interval, ratio
 from draco_ray.lab.analysis.pairing import Pairing, Pairs
 from draco_ray.lab.analysis.replay import first_prompt, phase_calls
-from draco_ray.lab.rows import columns, finite, grouped, table_of
+from draco_ray.lab.rows import columns, grouped, table_of
 from draco_ray.records import Criterion, Judged, Message, Trajectory
 from draco_ray.runs.directory import RunDirectory
 from draco_ray.runs.rows import Row, columns_of, step_trajectories
@@ -303,7 +303,7 @@ def _summary(rows: Sequence[Row]) -> Row:
     answered = [row for row in paired if row["error"] is None]
     marked = [row for row in rows if row["scored"] is not None]
     shares = {
-        f"{side}{name}": _ratio(
+        f"{side}{name}": ratio(
             sum(row[f"{side}{name}"] for row in marked), sum(len(row[f"{side}titles"]) for row in marked)
         )
         for side in _SIDES
@@ -311,40 +311,31 @@ def _summary(rows: Sequence[Row]) -> Row:
     }
     return {
         "comparisons": len(rows),
-        "unanswered": _ratio(sum(row["error"] is not None for row in rows), len(rows)),
-        "unpaired": _ratio(len(rows) - len(paired), len(rows)),
+        "unanswered": ratio(sum(row["error"] is not None for row in rows), len(rows)),
+        "unpaired": ratio(len(rows) - len(paired), len(rows)),
         "recall": _recall(paired),
         "precision": _precision(paired),
-        "reference_criteria": _ratio(sum(len(row["reference_titles"]) for row in answered), len(answered)),
-        "criteria": _ratio(sum(len(row["titles"]) for row in answered), len(answered)),
+        "reference_criteria": ratio(sum(len(row["reference_titles"]) for row in answered), len(answered)),
+        "criteria": ratio(sum(len(row["titles"]) for row in answered), len(answered)),
         **shares,
     }
 
 
-def _recall(rows: Sequence[Row]) -> float | None:
-    return _ratio(sum(len(row["paired"]) for row in rows), sum(len(row["reference_titles"]) for row in rows))
+def _recall(rows: Sequence[Row]) -> float:
+    return ratio(sum(len(row["paired"]) for row in rows), sum(len(row["reference_titles"]) for row in rows))
 
 
-def _precision(rows: Sequence[Row]) -> float | None:
-    return _ratio(sum(len(row["paired"]) for row in rows), sum(len(row["titles"]) for row in rows))
+def _precision(rows: Sequence[Row]) -> float:
+    return ratio(sum(len(row["paired"]) for row in rows), sum(len(row["titles"]) for row in rows))
 
 
-def _intervals(rows: Sequence[Row]) -> dict[str, float | None]:
+def _intervals(rows: Sequence[Row]) -> dict[str, float]:
     clusters = grouped((row for row in rows if row["pairing_error"] is None), "training_step", "task_id")
-    found: dict[str, float | None] = {}
-    for name, statistic in (("recall", _recall), ("precision", _precision)):
-        if clusters:
-            interval = clustered_interval(clusters, lambda items, of=statistic: _or_nan(of(items)))  # type: ignore[misc]
-            found |= {f"{name}_low": finite(interval.low), f"{name}_high": finite(interval.high)}
-    return found
-
-
-def _ratio(part: int, whole: int) -> float | None:
-    return part / whole if whole else None
-
-
-def _or_nan(value: float | None) -> float:
-    return float("nan") if value is None else value
+    if not clusters:
+        return {}
+    recall, precision = (clustered_interval(clusters, statistic) for statistic in (_recall, _precision))
+    limits = {"recall_low": recall.low, "recall_high": recall.high}
+    return limits | {"precision_low": precision.low, "precision_high": precision.high}
 
 
 def _stage1_sets(run: RunDirectory, step: int) -> dict[str, Rubric]:

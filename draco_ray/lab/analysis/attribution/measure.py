@@ -30,7 +30,7 @@ if no step gets credit, ``hit_at_1`` and ``blame_auroc`` are at chance.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -45,7 +45,7 @@ from draco_ray.lab.analysis.agreement import (
 from draco_ray.lab.analysis.attribution.bench import JudgedRollout
 from draco_ray.lab.analysis.attribution.rubric import UNKNOWN, failed
 from draco_ray.lab.analysis.credit import push_shares
-from draco_ray.lab.rows import finite, table_of
+from draco_ray.lab.rows import table_of
 from draco_ray.records import BoolArray, FloatArray, Verdict
 from draco_ray.runs.rows import Row
 from draco_ray.sandbox.world.scripts import Fault
@@ -209,7 +209,15 @@ def _verdict_rows(scope: str, judgments: dict[str, list[tuple[int, int]]]) -> li
         "unanswered": ("unanswered", None),
     }
     return [
-        _row(scope, measure, found.judgments, getattr(found, name), *bounds[name], {"chance": by_chance})
+        {
+            "scope": scope,
+            "measure": measure,
+            "observations": found.judgments,
+            "value": getattr(found, name),
+            "low": bounds[name][0],
+            "high": bounds[name][1],
+            "chance": by_chance,
+        }
         for measure, (name, by_chance) in wanted.items()
     ]
 
@@ -241,19 +249,6 @@ def _mean_row(scope: str, measure: str, clusters: dict[str, list[Observation]]) 
     values = {task_id: [observation[0] for observation in found] for task_id, found in clusters.items()}
     interval = clustered_interval(values, lambda items: float(np.mean(items)))
     observed = np.array([observation for found in clusters.values() for observation in found])
-    rules = dict(zip(RULES, observed[:, 1:].mean(axis=0).tolist(), strict=True))
-    return _row(scope, measure, sum(map(len, clusters.values())), interval.mean, interval.low, interval.high, rules)
-
-
-def _row(
-    scope: str,
-    measure: str,
-    observations: int,
-    value: float,
-    low: float,
-    high: float,
-    rules: Mapping[str, float | None],
-) -> Row:
-    numbers = {"value": value, "low": low, "high": high, **rules}
-    known = {name: finite(number) for name, number in numbers.items()}
-    return {"scope": scope, "measure": measure, "observations": observations, **known}
+    about = {"scope": scope, "measure": measure, "observations": len(observed)}
+    about |= {"value": interval.mean, "low": interval.low, "high": interval.high}
+    return about | dict(zip(RULES, observed[:, 1:].mean(axis=0).tolist(), strict=True))
