@@ -49,16 +49,13 @@ class PooledJudge:
         """
         number = next(self._meter.numbers)
         self._meter.begun[number] = time.monotonic()
+        given = {field.name: getattr(question, field.name) for field in dataclasses.fields(question)}  # type: ignore[arg-type]
         try:
-            return await self._ask(question, context)
+            with plain_errors():
+                judgement = await self._pool.ask(type(question), context, **given)
+                judged: Judged[ValueT] = await judgement.archived
         finally:
             del self._meter.begun[number]
-
-    async def _ask(self, question: Question[ValueT], context: CallContext) -> Judged[ValueT]:
-        given = {field.name: getattr(question, field.name) for field in dataclasses.fields(question)}  # type: ignore[arg-type]
-        with plain_errors():
-            judgement = await self._pool.ask(type(question), context, **given)
-            judged: Judged[ValueT] = await judgement.archived
         self._meter.done += judgement.summary.calls
         self._meter.dollars += judgement.summary.dollars
         self._meter.failed += judgement.summary.error is not None

@@ -13,6 +13,7 @@ import pyarrow as pa
 
 from draco_ray.runs.directory import RunDirectory
 
+ItemT = TypeVar("ItemT")
 RowT = TypeVar("RowT", bound=Mapping[str, Any])
 ParametersT = ParamSpec("ParametersT")
 
@@ -62,10 +63,14 @@ def grouped(rows: Iterable[RowT], *columns: str) -> defaultdict[Any, list[RowT]]
     >>> dict(grouped([{"task": "a", "step": 1}, {"task": "b", "step": 1}], "step"))
     {1: [{'task': 'a', 'step': 1}, {'task': 'b', 'step': 1}]}
     """
-    found: defaultdict[Any, list[RowT]] = defaultdict(list)
-    key = itemgetter(*columns)
-    for row in rows:
-        found[key(row)].append(row)
+    return grouped_by(rows, itemgetter(*columns))
+
+
+def grouped_by(items: Iterable[ItemT], key: Callable[[ItemT], Any]) -> defaultdict[Any, list[ItemT]]:
+    """Items by their key, in the order of the first of each."""
+    found: defaultdict[Any, list[ItemT]] = defaultdict(list)
+    for item in items:
+        found[key(item)].append(item)
     return found
 
 

@@ -36,7 +36,7 @@ from draco_ray.judging.reply import check_finish, parse_criteria
 from draco_ray.lab.analysis.agreement import clustered_interval, ratio
 from draco_ray.lab.analysis.pairing import Pairing, Pairs
 from draco_ray.lab.analysis.replay import first_prompt, phase_calls
-from draco_ray.lab.rows import columns, grouped, table_of
+from draco_ray.lab.rows import columns, grouped, grouped_by, table_of
 from draco_ray.records import Criterion, Judged, Message, Trajectory
 from draco_ray.runs.directory import RunDirectory
 from draco_ray.runs.rows import Row, columns_of, step_trajectories
@@ -209,11 +209,8 @@ def _parsed(text: str, phase: str, existing: Rubric, config: JudgeConfig) -> Rub
 def _ceilings(run: RunDirectory, calls: Sequence[WritingCall], config: JudgeConfig) -> list[_Comparison]:
     """The run's judge against itself: a group's first two rollouts, and a task's union with the task's next one."""
     found = []
-    groups: dict[tuple[int, str], list[WritingCall]] = defaultdict(list)
-    for call in calls:
-        if call.phase == Stage2.name:
-            groups[call.training_step, call.task_id].append(call)
-    for members in groups.values():
+    second_stage = [call for call in calls if call.phase == Stage2.name]
+    for members in grouped_by(second_stage, lambda call: (call.training_step, call.task_id)).values():
         if len(members) > 1:
             first, second = members[:2]
             found.append(
