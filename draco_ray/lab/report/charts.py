@@ -254,9 +254,7 @@ def heat(share: float) -> str:
 class _Frame:
     """The axes of a chart, which map data to points. ``legend`` is the height of the legend below the title."""
 
-    def __init__(
-        self, drawing: Drawing, first: float, last: float, low: float, high: float, legend: float = 0.0
-    ) -> None:
+    def __init__(self, drawing: Drawing, first: float, last: float, low: float, high: float, legend: float) -> None:
         self.drawing = drawing
         self.first, self.last, self.low, self.high = first, last, low, high
         self.left, self.right = _LEFT, drawing.width - _RIGHT

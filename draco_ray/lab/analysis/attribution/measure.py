@@ -200,25 +200,18 @@ def _verdict_rows(scope: str, judgments: dict[str, list[tuple[int, int]]]) -> li
         return []
     found = agreement(*np.array([pair for pairs in judgments.values() for pair in pairs]).T)
     bounds = agreement_intervals([contingency(*np.array(pairs).T) for pairs in judgments.values()])
-    wanted = {
-        "accuracy": ("agreement", found.chance),
-        "kappa": ("kappa", 0.0),
-        "balanced_accuracy": ("balanced_accuracy", 0.5),
-        "false_pass": ("false_pass", None),
-        "false_fail": ("false_fail", None),
-        "unanswered": ("unanswered", None),
-    }
+    chance = {"agreement": found.chance, "kappa": 0.0, "balanced_accuracy": 0.5}
     return [
         {
             "scope": scope,
-            "measure": measure,
+            "measure": "accuracy" if name == "agreement" else name,
             "observations": found.judgments,
             "value": getattr(found, name),
             "low": bounds[name][0],
             "high": bounds[name][1],
-            "chance": by_chance,
+            "chance": chance.get(name),
         }
-        for measure, (name, by_chance) in wanted.items()
+        for name in (*chance, "false_pass", "false_fail", "unanswered")
     ]
 
 
