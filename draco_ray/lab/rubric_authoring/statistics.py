@@ -113,11 +113,8 @@ def write_rubric(path: Path, kept: Sequence[MeasuredCriterion], provenance: str)
 def rubric_table(kept: Sequence[MeasuredCriterion], pruned: Sequence[MeasuredCriterion]) -> Table:
     """Title, failure rate, applicability and discrimination, by descending failure rate; pruned criteria last."""
     table = Table(box=None, pad_edge=False)
-    table.add_column("#", justify="right")
-    table.add_column("title")
-    for name in ("failed", "applicable", "discriminates"):
-        table.add_column(name, justify="right")
-    table.add_column("")
+    for name in ("#", "title", "failed", "applicable", "discriminates", ""):
+        table.add_column(name, justify="left" if name in ("title", "") else "right")
     for number, each in enumerate((*kept, *pruned), start=1):
         stays = number <= len(kept)
         table.add_row(
