@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -89,6 +89,11 @@ class _Comparison:
     dollars: float = 0.0
     error: str | None = None
 
+    @property
+    def merged(self) -> bool:
+        """Whether it compares usable merged sets of two judges, on which rollouts are scored."""
+        return self.call.phase == Union.name and not self.against and self.error is None
+
 
 def writing_calls(
     run: RunDirectory, steps: Sequence[int] | None, phases: Sequence[str], config: JudgeConfig
@@ -153,11 +158,10 @@ async def compare_writing(
             for each in compared
         )
     )
-    marks = await _mark_merges(run, compared, third)
-    rows = [
-        _row(run.path.name, each, pairing, marks.get(index))
-        for index, (each, pairing) in enumerate(zip(compared, pairings, strict=True))
-    ]
+    merged = {each.call.training_step for each in compared if each.merged}
+    played = {step: step_trajectories(run, step) for step in merged}
+    marks = await asyncio.gather(*(_marks(each, played, third) for each in compared))
+    rows = [_row(run.path.name, *each) for each in zip(compared, pairings, marks, strict=True)]
     return pa.Table.from_pylist(rows, schema=COMPARISONS)
 
 
@@ -230,24 +234,14 @@ def _ceilings(run: RunDirectory, calls: Sequence[WritingCall], config: JudgeConf
     return found
 
 
-async def _mark_merges(run: RunDirectory, compared: Sequence[_Comparison], third: Judge) -> dict[int, list[Row]]:
-    """Index of a comparison of merged sets -> marks of the run's set and of the other judge's set."""
-    wanted = {
-        index: each
-        for index, each in enumerate(compared)
-        if each.call.phase == Union.name and not each.against and each.error is None
-    }
-    if not wanted:
-        return {}
-    played = {step: step_trajectories(run, step) for step in {each.call.training_step for each in wanted.values()}}
-    marks = await asyncio.gather(
-        *(
-            _mark(third, rubric, played[each.call.training_step].get(each.call.task_id, []))
-            for each in wanted.values()
-            for rubric in (each.call.reference, each.other)
-        )
-    )
-    return {index: marks[2 * place : 2 * place + 2] for place, index in enumerate(wanted)}
+async def _marks(
+    each: _Comparison, played: Mapping[int, Mapping[str, Sequence[Trajectory]]], third: Judge
+) -> list[Row]:
+    """Marks of the run's merged set and of the other judge's; none for any other comparison."""
+    if not each.merged:
+        return []
+    rollouts = played[each.call.training_step].get(each.call.task_id, [])
+    return await asyncio.gather(*(_mark(third, rubric, rollouts) for rubric in (each.call.reference, each.other)))
 
 
 async def _mark(scorer: Judge, rubric: Sequence[Criterion], played: Sequence[Trajectory]) -> Row:
@@ -269,7 +263,7 @@ async def _mark(scorer: Judge, rubric: Sequence[Criterion], played: Sequence[Tra
     }
 
 
-def _row(run: str, each: _Comparison, pairing: Judged[Pairs], marks: list[Row] | None) -> Row:
+def _row(run: str, each: _Comparison, pairing: Judged[Pairs], marks: list[Row]) -> Row:
     call, pairs = each.call, pairing.value or ()
     dollars = each.dollars + sum(asked.dollars for asked in pairing.calls)
     row: Row = {
@@ -284,7 +278,7 @@ def _row(run: str, each: _Comparison, pairing: Judged[Pairs], marks: list[Row] |
         "titles": [criterion.title for criterion in each.other],
         "reference_paired": [index for index, _ in pairs],
         "paired": [index for _, index in pairs],
-        "dollars": dollars + sum(mark["dollars"] for mark in marks or ()),
+        "dollars": dollars + sum(mark["dollars"] for mark in marks),
         "error": each.error,
         "pairing_error": pairing.error,
     }

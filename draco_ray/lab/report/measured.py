@@ -16,7 +16,8 @@ from draco_ray.runs.directory import RunDirectory
 from draco_ray.runs.evaluations import passed_share, read_evaluations
 from draco_ray.runs.rows import Row
 
-TRAJECTORIES, STEPS = "evaluation_trajectories", "evaluation_steps"
+_PLAYED = {"trajectories": "evaluation_trajectories", "steps": "evaluation_steps"}
+"""Table of training -> the same of evaluated rollouts."""
 
 Outcomes = Mapping[tuple[str, int], Row]
 """(task, rollout) -> outcome on the page; ``success`` is true, false, or the share of verdicts that pass."""
@@ -48,12 +49,9 @@ def packed_judged(run: RunDirectory) -> Iterator[PackedGroup]:
             rows = {name: grouped(judged.table(table, step).to_pylist(), "task_id") for name, table in tables.items()}
             rows |= {"criteria": grouped([], "task_id"), "verdicts": grouped([], "task_id")}
             for task, of_task in grouped(found, "task_id").items():
-                criteria, verdicts = _verdicts(of_task, rows["judge_calls"].get(task, []))
-                rows["criteria"][task], rows["verdicts"][task] = criteria, verdicts
+                calls = rows["judge_calls"].get(task, [])
+                rows["criteria"][task], rows["verdicts"][task] = _verdicts(of_task, calls)
             yield from _groups(place + _moment(step, split), step, split, _judged(found), rows)
-
-
-_PLAYED = {"trajectories": TRAJECTORIES, "steps": STEPS}
 
 
 def _moment(step: int, split: str) -> str:

@@ -204,7 +204,7 @@ class RubricAuthor:
             trajectories=[each.trajectory for each in members],
         )
         judged: Judged[tuple[Criterion, ...]] = await union.judged
-        row = {"state": "merged" if union.ok else "failed", "rollouts": len(members), "unscored": 0}
+        row: dict[str, Any] = {"state": "merged" if union.ok else "failed", "rollouts": len(members), "unscored": 0}
         row |= {"lost": self._settings.rollouts - len(members), "credit_failures": 0, "reason": union.summary.error}
         self._actors.store.group.remote(PROPOSING, task_id, union.judged, None, None, row)
         if judged.value is None:

@@ -95,12 +95,7 @@ def write_rubric(path: Path, kept: Sequence[MeasuredCriterion], provenance: str)
     """Write the criteria in their order, each below a comment with its figures; ``provenance`` is one line."""
     parts = [f"# {' '.join(provenance.split())}\n"]
     for each in kept:
-        criterion = each.criterion
-        entry = {
-            "title": criterion.title,
-            "description": criterion.description,
-            "evaluator_instruction": criterion.evaluator_instruction,
-        }
+        entry = {name: getattr(each.criterion, name) for name in ("title", "description", "evaluator_instruction")}
         figures = (
             f"failed {each.failure_rate:.1%} of {each.passed + each.failed} applicable rollouts of {each.rollouts}"
             f" ({each.applicability:.1%}), told apart the rollouts of {each.discriminated} of {each.tasks} tasks"
