@@ -283,10 +283,5 @@ def _print_loss(console: Console, table: pa.Table) -> None:
     """Print how much of the training signal is lost, one line per measure, if both judges have scored a group."""
     for row in table.to_pylist():
         if row["groups"]:
-            names = [name for name in table.column_names if name not in ("run", "judge")]
-            print_table(
-                console,
-                "effect on training if this judge replaced the run's own",
-                ["", row["judge"]],
-                {n: [row[n]] for n in names},
-            )
+            cells = {name: [cell] for name, cell in row.items() if name not in ("run", "judge")}
+            print_table(console, "effect on training if this judge replaced the run's own", ["", row["judge"]], cells)
