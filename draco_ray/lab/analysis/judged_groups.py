@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -112,12 +111,11 @@ def _attributions(member: Row, citations: Sequence[Row]) -> tuple[Attribution, .
     if not citations:
         # With algorithm.skip_inert_credit_calls, rollouts with unanimous verdicts get credit without a call.
         return Uncalled.UNANIMOUS if True in (member["cited"] or ()) else ()
-    steps: dict[tuple[int, int], list[int]] = defaultdict(list)
-    for citation in citations:
-        cited = steps[citation["criterion"], citation["verdict"]]
-        if citation["step"] is not None:
-            cited.append(citation["step"])
     return tuple(
-        Attribution(criterion=criterion, verdict=Verdict(verdict), steps=tuple(sorted(cited)))
-        for (criterion, verdict), cited in sorted(steps.items())
+        Attribution(
+            criterion=criterion,
+            verdict=Verdict(verdict),
+            steps=tuple(sorted(row["step"] for row in cited if row["step"] is not None)),
+        )
+        for (criterion, verdict), cited in sorted(grouped(citations, "criterion", "verdict").items())
     )
