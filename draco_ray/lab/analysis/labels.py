@@ -40,7 +40,8 @@ def against_people(labels: Sequence[Label]) -> pa.Table:
 
     A verdict that two people labelled counts twice. Intervals are over groups.
     """
-    return agreement_table(_table([_row(label, label.judge, "verdicts") for label in _of_verdicts(labels)]))
+    rows = [_row(label, label.judge, "verdicts") for label in _of_verdicts(labels)]
+    return agreement_table(pa.Table.from_pylist(rows, schema=REPLAYED))
 
 
 def between_people(labels: Sequence[Label]) -> pa.Table:
@@ -53,7 +54,7 @@ def between_people(labels: Sequence[Label]) -> pa.Table:
         pair = f"{one or '-'} / {other or '-'}"
         both = sorted(said[one].keys() & said[other].keys(), key=repr)
         rows += [_row(said[one][judgment], said[other][judgment].verdict, pair) for judgment in both]
-    return agreement_table(_table(rows))
+    return agreement_table(pa.Table.from_pylist(rows, schema=REPLAYED))
 
 
 def citations(labels: Sequence[Label]) -> Citations | None:
@@ -117,10 +118,6 @@ def _row(label: Label, verdict: int | None, phase: str) -> Row:
         "reference": label.verdict,
         "verdict": verdict,
     }
-
-
-def _table(rows: Sequence[Row]) -> pa.Table:
-    return pa.Table.from_pylist(list(rows), schema=REPLAYED)
 
 
 def _overlap(labels: Sequence[Label]) -> float:
