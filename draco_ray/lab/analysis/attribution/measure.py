@@ -31,6 +31,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from operator import itemgetter
 
 import numpy as np
 
@@ -45,7 +46,7 @@ from draco_ray.lab.analysis.agreement import (
 from draco_ray.lab.analysis.attribution.bench import JudgedRollout
 from draco_ray.lab.analysis.attribution.rubric import UNKNOWN, failed
 from draco_ray.lab.analysis.credit import push_shares
-from draco_ray.lab.rows import table_of
+from draco_ray.lab.rows import grouped_by, table_of
 from draco_ray.records import BoolArray, FloatArray, Verdict
 from draco_ray.runs.rows import Row
 from draco_ray.sandbox.world.scripts import Fault
@@ -218,30 +219,29 @@ def _verdict_rows(scope: str, judgments: dict[str, list[tuple[int, int]]]) -> li
 def _step_rows(scope: str, rollouts: Sequence[JudgedRollout]) -> list[Row]:
     rows = []
     for name, observe in STEP_MEASURES.items():
-        clusters: dict[str, list[Observation]] = defaultdict(list)
-        for rollout in rollouts:
-            if rollout.planted.planted and (observation := observe(rollout)) is not None:
-                clusters[rollout.planted.task_id].append(observation)
-        if clusters:
-            rows.append(_mean_row(scope, name, clusters))
+        observed = [(each.planted.task_id, observe(each)) for each in rollouts if each.planted.planted]
+        rows += _mean_rows(scope, name, [(task_id, found) for task_id, found in observed if found is not None])
     return rows
 
 
 def _blame_rows(judged: Sequence[JudgedRollout]) -> list[Row]:
-    clusters: dict[str, list[Observation]] = defaultdict(list)
+    observed = []
     for rollout in judged:
         if not rollout.planted.faults and rollout.verdict_K is not None:
             # Criteria without a known verdict do not count.
             known = rollout.truth_K == 1 if rollout.planted.rubric else True
             blamed = float(((rollout.verdict_K == Verdict.FAIL) & known).any())
-            clusters[rollout.planted.task_id].append((blamed, _NONE, _NONE, _NONE))
-    return [_mean_row("all", "false_blame", clusters)] if clusters else []
+            observed.append((rollout.planted.task_id, (blamed, _NONE, _NONE, _NONE)))
+    return _mean_rows("all", "false_blame", observed)
 
 
-def _mean_row(scope: str, measure: str, clusters: dict[str, list[Observation]]) -> Row:
-    values = {task_id: [observation[0] for observation in found] for task_id, found in clusters.items()}
-    interval = clustered_interval(values, lambda items: float(np.mean(items)))
-    observed = np.array([observation for found in clusters.values() for observation in found])
-    about = {"scope": scope, "measure": measure, "observations": len(observed)}
+def _mean_rows(scope: str, measure: str, observations: Sequence[tuple[str, Observation]]) -> list[Row]:
+    """The row of a measure, from the task and the value of each observation; none without observations."""
+    if not observations:
+        return []
+    clusters = grouped_by(observations, itemgetter(0))
+    interval = clustered_interval(clusters, lambda items: float(np.mean([found[0] for _, found in items])))
+    observed = np.array([found for _, found in observations])
+    about: Row = {"scope": scope, "measure": measure, "observations": len(observed)}
     about |= {"value": interval.mean, "low": interval.low, "high": interval.high}
-    return about | dict(zip(RULES, observed[:, 1:].mean(axis=0).tolist(), strict=True))
+    return [about | dict(zip(RULES, observed[:, 1:].mean(axis=0).tolist(), strict=True))]
