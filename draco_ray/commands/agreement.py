@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
 from rich.console import Console
 
-from draco_ray.commands.printing import print_overall
+from draco_ray.commands.printing import print_overall, with_interval
 from draco_ray.judging.labels import Label, last_words, read_labels, taken_back
 from draco_ray.lab.analysis.labels import against_people, between_people, citations, labelled_reliability
 from draco_ray.lab.analysis.tables import write_table
 from draco_ray.lab.evaluation.intervals import Interval
 from draco_ray.lab.files import check_folder
+from draco_ray.lab.rows import finite
 from draco_ray.terminal import counted
 
 KEYS = ("run", "judge", "citation_overlap", "unanswered")
@@ -80,4 +80,4 @@ def _print_citations(labels: Sequence[Label], console: Console) -> None:
 
 
 def _share(found: Interval) -> str:
-    return f"{found.mean:.3f}" + (f" [{found.low:.3f}, {found.high:.3f}]" if np.isfinite(found.low) else "")
+    return with_interval(found.mean, finite(found.low), finite(found.high))

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 from rich.console import Console
 
-from draco_ray.commands.printing import print_table
+from draco_ray.commands.printing import print_table, with_interval
 from draco_ray.commands.replay import judges_own_config
 from draco_ray.config.schema import RULES as RULE_JUDGE
 from draco_ray.errors import ConfigError, WorldError
@@ -132,7 +131,10 @@ def attribution_labels(path: Path, *, out: Path, console: Console) -> list[Path]
             console,
             f"{title}: {' and '.join(counts)}",
             ["", "losers (higher is better)", "first error found", "all on first error", "winners (lower is better)"],
-            {judge: [_with_interval(row) for row in rows] for judge, rows in judges.items()},
+            {
+                judge: [with_interval(row["value"], row["low"], row["high"]) for row in rows]
+                for judge, rows in judges.items()
+            },
         )
     print_table(
         console,
@@ -149,25 +151,12 @@ def attribution_labels(path: Path, *, out: Path, console: Console) -> list[Path]
     return [*write_table(measured, out, "labels"), *write_table(calibrated, out, "reliability")]
 
 
-def _with_interval(row: dict[str, Any]) -> str | None:
-    if row["value"] is None:
-        return None
-    return f"{row['value']:.3f}" + ("" if row["low"] is None else f" [{row['low']:.3f}, {row['high']:.3f}]")
-
-
 def _print(console: Console, found: pa.Table) -> None:
     rows = found.to_pylist()
     heads = ("observations", "value", "low", "high", *RULES)
-    whole = [row for row in rows if row["scope"] == "all"]
-    print_table(
-        console,
-        "all planted faults",
-        ["", *heads],
-        {row["measure"]: [row[head] for head in heads] for row in whole},
-    )
-    cells: dict[str, list[object]] = {}
-    for row in rows:
-        if row["measure"] in SHOWN_BY_FAULT and row["scope"] != "all":
-            of_fault = cells.setdefault(row["scope"], [None] * len(SHOWN_BY_FAULT))
-            of_fault[SHOWN_BY_FAULT.index(row["measure"])] = row["value"]
+    whole = {row["measure"]: [row[head] for head in heads] for row in rows if row["scope"] == "all"}
+    print_table(console, "all planted faults", ["", *heads], whole)
+    shown = grouped((row for row in rows if row["measure"] in SHOWN_BY_FAULT and row["scope"] != "all"), "scope")
+    values = {scope: {row["measure"]: row["value"] for row in of_fault} for scope, of_fault in shown.items()}
+    cells = {scope: [found.get(name) for name in SHOWN_BY_FAULT] for scope, found in values.items()}
     print_table(console, "by fault", ["", *SHOWN_BY_FAULT], cells)

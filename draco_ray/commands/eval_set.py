@@ -200,15 +200,6 @@ def _message(problem: Mapping[str, Any]) -> str:
     return f"{key}: {what[:1].lower()}{what[1:]}{found}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Ready:
-    """An evaluation that has been checked and can be run."""
-
-    planned: PlannedEvaluation
-    plan: Plan
-    run: Callable[[], object]
-
-
 def evaluate_set(
     file: Path,
     overrides: Sequence[str],
@@ -249,16 +240,16 @@ def evaluate_set(
     check_effect("draco eval-set", typed, (*READ, "setting", "tau_bench"), idle)
     planned = planned_evaluations(wanted, out, retry_errors=retry_errors, trust=trust)
     # Check all evaluations before the first one runs.
-    ready = [_prepare(each, wanted.max_lost_share, starter) for each in planned]
-    group_seeds((each.planned.label, EvaluationDirectory(each.planned.out, each.plan)) for each in ready)
-    unfinished = [each for each in ready if not _finished(each, retry_errors)]
+    ready = {each: _prepare(each, wanted.max_lost_share, starter) for each in planned}
+    group_seeds((each.label, EvaluationDirectory(each.out, plan)) for each, (plan, _) in ready.items())
+    unfinished = {each for each, (plan, _) in ready.items() if not _finished(each, plan)}
     check_folder(out)
     typer.echo(f"{out}: {len(ready) - len(unfinished)} of {len(ready)} evaluations are finished")
-    for number, each in enumerate(ready, start=1):
+    for number, (each, (_, run)) in enumerate(ready.items(), start=1):
         if each in unfinished:
-            typer.echo(f"{number} of {len(ready)}: {each.planned.title}, results in {each.planned.out}")
-            each.run()
-        EvaluationDirectory.open(each.planned.out).check_lost(wanted.max_lost_share)
+            typer.echo(f"{number} of {len(ready)}: {each.title}, results in {each.out}")
+            run()
+        EvaluationDirectory.open(each.out).check_lost(wanted.max_lost_share)
     directories = [str(each.out) for each in planned]
     print_tables(directories, tables=["main"], form=form, shown=show, against=against, out=None)
     typer.echo(f"all tables in all formats: {out / 'tables'}", err=True)
@@ -273,13 +264,17 @@ def read_set(file: Path, overrides: Sequence[str]) -> EvaluationSet:
     return parse_set(tree, f"eval-set {file}")
 
 
-def _prepare(planned: PlannedEvaluation, max_lost_share: float, starter: Path) -> _Ready:
-    """Check one evaluation. Raises ConfigError if it cannot run, or its folder holds a different evaluation."""
+def _prepare(planned: PlannedEvaluation, max_lost_share: float, starter: Path) -> tuple[Plan, Callable[[], object]]:
+    """Check one evaluation; returns its plan and the function that runs it.
+
+    Raises:
+        ConfigError: it cannot run, or its folder holds a different evaluation.
+    """
     check_options(planned)
     plan, run = (_prepare_tau if planned.split == TAU else _prepare_split)(planned, starter)
     EvaluationDirectory.find(planned.out, plan)
     told = {"label": planned.label, "retry_errors": planned.retry_errors, "max_lost_share": max_lost_share}
-    return _Ready(planned=planned, plan=plan, run=partial(run, out=planned.out, **told))
+    return plan, partial(run, out=planned.out, **told)
 
 
 def _prepare_split(planned: PlannedEvaluation, starter: Path) -> tuple[Plan, Callable[..., object]]:
@@ -311,8 +306,8 @@ def _prepare_tau(planned: PlannedEvaluation, starter: Path) -> tuple[Plan, Calla
     return plan, partial(evaluate_tau, config, policies)
 
 
-def _finished(ready: _Ready, retry_errors: bool) -> bool:
-    directory = EvaluationDirectory.find(ready.planned.out, ready.plan)
+def _finished(planned: PlannedEvaluation, plan: Plan) -> bool:
+    directory = EvaluationDirectory.find(planned.out, plan)
     if directory is None or not (directory.path / "summary.json").is_file():
         return False
-    return directory.finished() == directory.total and not (retry_errors and directory.lost())
+    return directory.finished() == directory.total and not (planned.retry_errors and directory.lost())

@@ -49,16 +49,13 @@ class PooledJudge:
         """
         number = next(self._meter.numbers)
         self._meter.begun[number] = time.monotonic()
+        given = {field.name: getattr(question, field.name) for field in dataclasses.fields(question)}  # type: ignore[arg-type]
         try:
-            return await self._ask(question, context)
+            with plain_errors():
+                judgement = await self._pool.ask(type(question), context, **given)
+                judged: Judged[ValueT] = await judgement.archived
         finally:
             del self._meter.begun[number]
-
-    async def _ask(self, question: Question[ValueT], context: CallContext) -> Judged[ValueT]:
-        given = {field.name: getattr(question, field.name) for field in dataclasses.fields(question)}  # type: ignore[arg-type]
-        with plain_errors():
-            judgement = await self._pool.ask(type(question), context, **given)
-            judged: Judged[ValueT] = await judgement.archived
         self._meter.done += judgement.summary.calls
         self._meter.dollars += judgement.summary.dollars
         self._meter.failed += judgement.summary.error is not None
@@ -98,18 +95,15 @@ async def pooled(config: DracoConfig, kept: JudgingRun, meter: Meter) -> AsyncIt
     )
     with ray_session(judges_only):
         name = f"judge-{kept.path.name}"
-        limiter = start_judge_limiter(config.judge, kept.path, name)
-        leases = None if limiter is None else limiter[1]
-        local = start_judge_servers(config.judge, kept.path, name)
-        servers = None if local is None else local[1]
+        # Keep the handles: an actor ends with its handle.
+        _limiter, leases = start_judge_limiter(config.judge, kept.path, name) or (None, None)
+        local, servers = start_judge_servers(config.judge, kept.path, name) or (None, None)
         judge = _told(config.judge, kept)
-        # Keep the handle: the actor ends with it.
-        kept_replies = start_replies(judge, name)
-        replies = None if kept_replies is None else kept_replies[1]
+        _replies, replies = start_replies(judge, name) or (None, None)
         starter = judge_starter(judge, None, leases, name, servers, replies, own_replies=True)
         pool = JudgePool(starter, config.judge)
         pool.open()
-        saying = None if local is None else asyncio.create_task(_say_what_loads(local[0], meter))
+        saying = None if local is None else asyncio.create_task(_say_what_loads(local, meter))
         try:
             with plain_errors():
                 await pool.ready()
@@ -120,4 +114,4 @@ async def pooled(config: DracoConfig, kept: JudgingRun, meter: Meter) -> AsyncIt
             if local is not None and saying is not None:
                 saying.cancel()
                 with suppress(ray.exceptions.RayError):
-                    await local[0].stop.remote()
+                    await local.stop.remote()

@@ -2,40 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import pyarrow as pa
 from rich.console import Console
 from rich.table import Table
 
-from draco_ray.lab.rows import grouped, mean
 
+def print_overall(console: Console, title: str, table: pa.Table, left_out: Sequence[str], head: str = "phase") -> None:
+    """Print a line per measure and a column per row over all steps; intervals follow the value.
 
-def print_overall(console: Console, title: str, table: pa.Table, keys: Sequence[str]) -> None:
-    """Print a line per measure and a column per row over all steps, headed by its phase; intervals follow the value."""
+    Args:
+        left_out: columns without a line.
+        head: the column that heads each row.
+    """
     overall = [row for row in table.to_pylist() if row["training_step"] is None]
-    bounded = {name.removesuffix("_low") for name in table.column_names if name.endswith("_low")}
-    bounds = {f"{name}_{side}" for name in bounded for side in ("low", "high")}
-    names = [name for name in table.column_names if name not in (*keys, "phase", "training_step", *bounds)]
-    heads = [row["phase"] for row in overall]
-
-    def shown(row: Mapping[str, object], name: str) -> object:
-        if name not in bounded or row[f"{name}_low"] is None:
-            return row[name]
-        return f"{_written(row[name])} [{_written(row[f'{name}_low'])}, {_written(row[f'{name}_high'])}]"
-
-    print_table(console, title, ["phase", *heads], {name: [shown(row, name) for row in overall] for name in names})
-
-
-def print_means(console: Console, title: str, table: pa.Table, key: str, left_out: Iterable[str]) -> None:
-    """Print a line per measure and a column per value of ``key``, with the means over that value's rows."""
-    measures = [name for name in table.column_names if name != key and name not in left_out]
-    groups = grouped(table.to_pylist(), key)
+    hidden = (*left_out, head, "training_step")
+    names = [name for name in table.column_names if name not in hidden and not name.endswith(("_low", "_high"))]
     cells = {
-        name: [mean(float(row[name]) for row in rows if row[name] is not None) for rows in groups.values()]
-        for name in measures
+        name: [with_interval(row[name], row.get(f"{name}_low"), row.get(f"{name}_high")) for row in overall]
+        for name in names
     }
-    print_table(console, title, [key, *map(str, groups)], cells)
+    print_table(console, title, [head, *(row[head] for row in overall)], cells)
+
+
+def with_interval(value: object, low: float | None, high: float | None) -> str:
+    """A cell's text; the limits follow the value if they are known."""
+    return _written(value) + ("" if low is None else f" [{_written(low)}, {_written(high)}]")
 
 
 def print_table(console: Console, title: str, heads: Sequence[str], cells: Mapping[str, Sequence[object]]) -> None:

@@ -11,7 +11,7 @@ import pyarrow as pa
 from rich.console import Console
 
 from draco_ray.algorithm.rules import find_rule
-from draco_ray.commands.printing import print_means, print_overall, print_table
+from draco_ray.commands.printing import print_overall, print_table
 from draco_ray.config.load import load_config
 from draco_ray.config.schema import RULES, DracoConfig, JudgeConfig
 from draco_ray.errors import ConfigError
@@ -46,6 +46,7 @@ from draco_ray.lab.analysis.rescoring import TABLE as RESCORED_TABLE
 from draco_ray.lab.analysis.rules import replay_rules
 from draco_ray.lab.analysis.tables import write_table
 from draco_ray.lab.files import check_folder
+from draco_ray.lab.rows import grouped, mean
 from draco_ray.records import Criterion
 from draco_ray.runs.directory import RunDirectory
 
@@ -69,7 +70,13 @@ def replay_algorithm(
             f"{directory}: the run has no group with verdicts and advantages; only runs with algorithm.reward=rubric "
             "can be replayed"
         )
-    print_means(console, "advantage rules, means over steps", table, "rule", ("run", "training_step"))
+    by_rule = grouped(table.to_pylist(), "rule")
+    measures = [name for name in table.column_names if name not in ("run", "training_step", "rule")]
+    means = {
+        name: [mean(row[name] for row in rows if row[name] is not None) for rows in by_rule.values()]
+        for name in measures
+    }
+    print_table(console, "advantage rules, means over steps", ["rule", *by_rule], means)
     return write_table(table, folder, "rules")
 
 
@@ -216,14 +223,7 @@ class _Replay:
             lambda complete, mine: rescore(self._run, mine, rubric, Judge(complete, prompts, scorer), self._judge),
         )
         rates = rubric_rates(self._run, again)
-        overall = [row for row in rates.to_pylist() if row["training_step"] is None]
-        names = [name for name in rates.column_names if name not in ("run", "training_step", "rubric")]
-        print_table(
-            self._console,
-            "the same rollouts against a static rubric",
-            ["rubric", *(row["rubric"] for row in overall)],
-            {name: [row[name] for row in overall] for name in names},
-        )
+        print_overall(self._console, "the same rollouts against a static rubric", rates, ("run",), head="rubric")
         return self._written({"rubric_rates": rates, RESCORED_TABLE: again})
 
     def _ask(
@@ -283,10 +283,5 @@ def _print_loss(console: Console, table: pa.Table) -> None:
     """Print how much of the training signal is lost, one line per measure, if both judges have scored a group."""
     for row in table.to_pylist():
         if row["groups"]:
-            names = [name for name in table.column_names if name not in ("run", "judge")]
-            print_table(
-                console,
-                "effect on training if this judge replaced the run's own",
-                ["", row["judge"]],
-                {n: [row[n]] for n in names},
-            )
+            cells = {name: [cell] for name, cell in row.items() if name not in ("run", "judge")}
+            print_table(console, "effect on training if this judge replaced the run's own", ["", row["judge"]], cells)

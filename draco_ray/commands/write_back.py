@@ -8,7 +8,7 @@ import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 from rich.console import Console
@@ -20,20 +20,18 @@ from draco_ray.terminal import counted
 SHARE = "pass share"
 VALUES = {"PASS": 1.0, "FAIL": 0.0}
 BATCH = 200
-"""Maximum number of annotations in one request."""
-Request = tuple[str, dict[str, Any]]
-"""Path and JSON body."""
+"""Maximum number of records in one request."""
+Score = dict[str, Any]
 
 
-def scores(lines: Sequence[Line]) -> Iterator[dict[str, Any]]:
+def scores(lines: Sequence[Line]) -> Iterator[Score]:
     """Trace, name, value, label and explanation of each verdict that applies, and of each trace's pass share."""
     for line in lines:
         trace = line["trace_id"] or line["task_id"]
         if line["pass_share"] is not None:
             yield {"trace": trace, "name": SHARE, "value": line["pass_share"], "label": None, "why": ""}
         for verdict in line["verdicts"] or ():
-            label = verdict["verdict"]
-            if (value := VALUES.get(label)) is not None:
+            if (value := VALUES.get(verdict["verdict"])) is not None:
                 steps = f" (step {', '.join(map(str, verdict['steps']))})" if verdict["steps"] else ""
                 why = (verdict["explanation"] or verdict["justification"]) + steps
                 yield {
@@ -45,59 +43,61 @@ def scores(lines: Sequence[Line]) -> Iterator[dict[str, Any]]:
                 }
 
 
-def langfuse(lines: Sequence[Line]) -> Iterator[Request]:
-    """One request per score; writing the same judgement again replaces its scores."""
-    for each in scores(lines):
-        number = hashlib.sha256(f"{each['trace']}\n{each['name']}".encode()).hexdigest()[:32]
-        body = {"id": number, "traceId": each["trace"], "name": each["name"], "value": each["value"]}
-        yield "/api/public/scores", body | {"dataType": "NUMERIC", "comment": each["why"]}
+def langfuse(score: Score) -> dict[str, Any]:
+    """A score; writing the same judgement again replaces it."""
+    number = hashlib.sha256(f"{score['trace']}\n{score['name']}".encode()).hexdigest()[:32]
+    body = {"id": number, "traceId": score["trace"], "name": score["name"], "value": score["value"]}
+    return body | {"dataType": "NUMERIC", "comment": score["why"]}
 
 
-def phoenix(lines: Sequence[Line]) -> Iterator[Request]:
-    """Annotations of traces, at most `BATCH` per request."""
-    data = [
-        {
-            "trace_id": each["trace"],
-            "name": each["name"],
-            "annotator_kind": "LLM",
-            "identifier": "draco",
-            "result": {"label": each["label"], "score": each["value"], "explanation": each["why"]},
-        }
-        for each in scores(lines)
-    ]
-    for start in range(0, len(data), BATCH):
-        yield "/v1/trace_annotations", {"data": data[start : start + BATCH]}
+def phoenix(score: Score) -> dict[str, Any]:
+    """An annotation of a trace."""
+    return {
+        "trace_id": score["trace"],
+        "name": score["name"],
+        "annotator_kind": "LLM",
+        "identifier": "draco",
+        "result": {"label": score["label"], "score": score["value"], "explanation": score["why"]},
+    }
 
 
-def otlp(lines: Sequence[Line]) -> Iterator[Request]:
-    """OpenTelemetry's events ``gen_ai.evaluation.result``, linked to a trace if its id is OpenTelemetry's."""
-    records = []
-    for each in scores(lines):
-        said = {
-            "gen_ai.evaluation.name": {"stringValue": each["name"]},
-            "gen_ai.evaluation.score.value": {"doubleValue": each["value"]},
-            "gen_ai.evaluation.score.label": {"stringValue": (each["label"] or "").lower()},
-            "gen_ai.evaluation.explanation": {"stringValue": each["why"]},
-            "draco.trace_id": {"stringValue": each["trace"]},
-        }
-        record: dict[str, Any] = {
-            "timeUnixNano": str(time.time_ns()),
-            "eventName": "gen_ai.evaluation.result",
-            "attributes": [{"key": key, "value": value} for key, value in said.items()],
-        }
-        if re.fullmatch("[0-9a-f]{32}", each["trace"]):
-            record["traceId"] = each["trace"]
-        records.append(record)
+def otlp(score: Score) -> dict[str, Any]:
+    """OpenTelemetry's event ``gen_ai.evaluation.result``, linked to a trace if its id is OpenTelemetry's."""
+    said = {
+        "gen_ai.evaluation.name": {"stringValue": score["name"]},
+        "gen_ai.evaluation.score.value": {"doubleValue": score["value"]},
+        "gen_ai.evaluation.score.label": {"stringValue": (score["label"] or "").lower()},
+        "gen_ai.evaluation.explanation": {"stringValue": score["why"]},
+        "draco.trace_id": {"stringValue": score["trace"]},
+    }
+    record: dict[str, Any] = {
+        "timeUnixNano": str(time.time_ns()),
+        "eventName": "gen_ai.evaluation.result",
+        "attributes": [{"key": key, "value": value} for key, value in said.items()],
+    }
+    return record | ({"traceId": score["trace"]} if re.fullmatch("[0-9a-f]{32}", score["trace"]) else {})
+
+
+def _logs(records: list[dict[str, Any]]) -> dict[str, Any]:
     resource = {"attributes": [{"key": "service.name", "value": {"stringValue": "draco-ray"}}]}
-    for start in range(0, len(records), BATCH):
-        part = [{"scope": {"name": "draco_ray"}, "logRecords": records[start : start + BATCH]}]
-        yield "/v1/logs", {"resourceLogs": [{"resource": resource, "scopeLogs": part}]}
+    scoped = [{"scope": {"name": "draco_ray"}, "logRecords": records}]
+    return {"resourceLogs": [{"resource": resource, "scopeLogs": scoped}]}
 
 
-TARGETS: dict[str, Callable[[Sequence[Line]], Iterator[Request]]] = {
-    "langfuse": langfuse,
-    "phoenix": phoenix,
-    "otlp": otlp,
+class Target(NamedTuple):
+    """An API that takes scores."""
+
+    path: str
+    record: Callable[[Score], dict[str, Any]]
+    body: Callable[[list[dict[str, Any]]], dict[str, Any]]
+    """The body of a request with these records."""
+    batch: int = BATCH
+
+
+TARGETS = {
+    "langfuse": Target("/api/public/scores", langfuse, lambda records: records[0], batch=1),
+    "phoenix": Target("/v1/trace_annotations", phoenix, lambda records: {"data": records}),
+    "otlp": Target("/v1/logs", otlp, _logs),
 }
 
 
@@ -116,10 +116,12 @@ def write_back(judged: Path, target: str, url: str, console: Console) -> None:
     if target not in TARGETS:
         raise ConfigError(f"--to {target}: expected one of {', '.join(TARGETS)}")
     lines, sent = read_lines(judged, "draco write-back"), 0
+    path, record, body, batch = TARGETS[target]
+    records = list(map(record, scores(lines)))
     with httpx.Client(base_url=url, timeout=30.0, **_key(target)) as client:
-        for path, body in TARGETS[target](lines):
+        for start in range(0, len(records), batch):
             try:
-                reply = client.post(path, json=body)
+                reply = client.post(path, json=body(records[start : start + batch]))
             except httpx.HTTPError as error:
                 raise ConfigError(
                     f"{target} at {url}: {type(error).__name__}: {error}; requests sent before: {sent}"
@@ -130,7 +132,7 @@ def write_back(judged: Path, target: str, url: str, console: Console) -> None:
                     f"{target} at {url}{path}: status {reply.status_code}: {said}; requests sent before: {sent}"
                 )
             sent += 1
-    written = f"{counted(len([*scores(lines)]), 'score')} of {counted(len(lines), 'trace')}"
+    written = f"{counted(len(records), 'score')} of {counted(len(lines), 'trace')}"
     console.print(f"{written} written to {target} in {counted(sent, 'request')}")
 
 

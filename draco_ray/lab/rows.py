@@ -13,6 +13,7 @@ import pyarrow as pa
 
 from draco_ray.runs.directory import RunDirectory
 
+ItemT = TypeVar("ItemT")
 RowT = TypeVar("RowT", bound=Mapping[str, Any])
 ParametersT = ParamSpec("ParametersT")
 
@@ -36,7 +37,8 @@ def table_of(
 ) -> Callable[[Callable[ParametersT, Iterable[Mapping[str, Any]]]], Callable[ParametersT, pa.Table]]:
     """Collect the rows that the decorated function yields into a table with these `columns`.
 
-    A column without a value is null; ``run`` is the name of the run directory that the function reads.
+    A column without a value is null, as are infinite numbers and NaN; ``run`` is the name of the run directory that the
+    function reads.
     """
     schema = columns(*groups)
 
@@ -44,7 +46,11 @@ def table_of(
         @functools.wraps(rows_of)
         def collected(*given: ParametersT.args, **named: ParametersT.kwargs) -> pa.Table:
             about = {"run": given[0].path.name} if isinstance(given[0], RunDirectory) else {}
-            return pa.Table.from_pylist([{**about, **row} for row in rows_of(*given, **named)], schema=schema)
+            rows = [
+                about | {name: finite(cell) if isinstance(cell, float) else cell for name, cell in row.items()}
+                for row in rows_of(*given, **named)
+            ]
+            return pa.Table.from_pylist(rows, schema=schema)
 
         return collected
 
@@ -57,10 +63,14 @@ def grouped(rows: Iterable[RowT], *columns: str) -> defaultdict[Any, list[RowT]]
     >>> dict(grouped([{"task": "a", "step": 1}, {"task": "b", "step": 1}], "step"))
     {1: [{'task': 'a', 'step': 1}, {'task': 'b', 'step': 1}]}
     """
-    found: defaultdict[Any, list[RowT]] = defaultdict(list)
-    key = itemgetter(*columns)
-    for row in rows:
-        found[key(row)].append(row)
+    return grouped_by(rows, itemgetter(*columns))
+
+
+def grouped_by(items: Iterable[ItemT], key: Callable[[ItemT], Any]) -> defaultdict[Any, list[ItemT]]:
+    """Items by their key, in the order of the first of each."""
+    found: defaultdict[Any, list[ItemT]] = defaultdict(list)
+    for item in items:
+        found[key(item)].append(item)
     return found
 
 

@@ -15,8 +15,10 @@ import shutil
 import time
 from collections.abc import Awaitable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import zip_longest
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -323,7 +325,7 @@ class LocalActor:
         self._calls: list[asyncio.Future[Any]] = []
 
     def __getattr__(self, name: str) -> Any:
-        return _Method(getattr(self._target, name), self._results.get(name, 1), self._calls)
+        return SimpleNamespace(remote=partial(self._remote, getattr(self._target, name), self._results.get(name, 1)))
 
     async def done(self) -> None:
         """Wait for all calls. Raises: StoreError: a write failed; other errors are raised where results are awaited."""
@@ -331,28 +333,24 @@ class LocalActor:
             if isinstance(each, StoreError):
                 raise each
 
-
-class _Method:
-    def __init__(self, method: Any, results: int, calls: list[asyncio.Future[Any]]) -> None:
-        self._method, self._results, self._calls = method, results, calls
-
-    def remote(self, *given: Any) -> Any:
-        call = asyncio.ensure_future(self._call(given))
+    def _remote(self, method: Any, results: int, *given: Any) -> Any:
+        call = asyncio.ensure_future(_called(method, given))
         self._calls.append(call)
-        if self._results == 1:
+        if results == 1:
             return call
-        found = [asyncio.ensure_future(_nth(call, index)) for index in range(self._results)]
+        found = [asyncio.ensure_future(_nth(call, index)) for index in range(results)]
         for each in found:
             # Only the first error is raised; asyncio would log the others at length.
             each.add_done_callback(lambda done: done.cancelled() or done.exception())
         return found
 
-    async def _call(self, given: Sequence[Any]) -> Any:
-        given = [await each if isinstance(each, asyncio.Future) else each for each in given]
-        if not asyncio.iscoroutinefunction(self._method):
-            return self._method(*given)
-        # List arguments of async methods contain references or numbers.
-        return await self._method(*(list(map(_reference, each)) if isinstance(each, list) else each for each in given))
+
+async def _called(method: Any, given: Sequence[Any]) -> Any:
+    given = [await each if isinstance(each, asyncio.Future) else each for each in given]
+    if not asyncio.iscoroutinefunction(method):
+        return method(*given)
+    # List arguments of async methods contain references or numbers.
+    return await method(*(list(map(_reference, each)) if isinstance(each, list) else each for each in given))
 
 
 def _reference(value: Any) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 from rich.console import Console
@@ -12,7 +13,7 @@ from rich.console import Console
 from draco_ray.lab.analysis.evaluations import evaluations
 from draco_ray.lab.analysis.progress import success
 from draco_ray.lab.evaluation.results import EvaluationDirectory
-from draco_ray.lab.report.drawing import Dot, Drawing
+from draco_ray.lab.report.drawing import Drawing, to_svg
 from draco_ray.lab.report.figures import figures
 from draco_ray.lab.runs.show import show
 from draco_ray.records import Usage
@@ -103,7 +104,7 @@ def test_what_was_lost_in_an_evaluation_is_said(tmp_path: Path) -> None:
 
 
 def hints(drawing: Drawing) -> list[str]:
-    return [shape.hint for shape in drawing.shapes if isinstance(shape, Dot)]
+    return [dot.findtext("title", "") for dot in ElementTree.fromstring(to_svg(drawing)).iter("circle")]
 
 
 def test_figures_of_evaluations_say_what_the_tables_say(run: RunDirectory) -> None:

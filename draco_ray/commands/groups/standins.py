@@ -38,10 +38,24 @@ def sandbox_build(
         scenarios: At most N scenarios per split.
         force: Rebuild an existing world.
     """
+    from draco_ray.environments.appworld.interpreter import appworld_python
+    from draco_ray.environments.jail import linux
+    from draco_ray.environments.jail.launch import link_package
+
     out = out or of_variety(SANDBOX_ROOT, variety)
     arguments = ["--out", str(out.resolve()), "--seed", str(seed), "--variety", variety]
     arguments += ["--scenarios", str(scenarios)] if scenarios is not None else []
-    _in_appworld("draco_ray.sandbox.world", arguments + (["--force"] if force else []))
+    arguments += ["--force"] if force else []
+    with PrivateTempDir() as folder:
+        environment = {**os.environ, "PYTHONPATH": link_package(folder / "program"), "PYTHONUNBUFFERED": "1"}
+        result = subprocess.run(
+            [appworld_python(None), "-P", "-m", "draco_ray.sandbox.world", *arguments],
+            env=environment,
+            check=False,
+            preexec_fn=linux.die_with_parent,
+        )
+    if result.returncode:
+        raise typer.Exit(result.returncode)
 
 
 @sandbox.command(name="verify")
@@ -62,23 +76,6 @@ def sandbox_verify(
     print("verify: all tasks passed the checks" if not failing else f"verify: {len(failing)} failing tasks")
     if failing:
         raise typer.Exit(1)
-
-
-def _in_appworld(module: str, arguments: list[str]) -> None:
-    from draco_ray.environments.appworld.interpreter import appworld_python
-    from draco_ray.environments.jail import linux
-    from draco_ray.environments.jail.launch import link_package
-
-    with PrivateTempDir() as folder:
-        environment = {**os.environ, "PYTHONPATH": link_package(folder / "program"), "PYTHONUNBUFFERED": "1"}
-        result = subprocess.run(
-            [appworld_python(None), "-P", "-m", module, *arguments],
-            env=environment,
-            check=False,
-            preexec_fn=linux.die_with_parent,
-        )
-    if result.returncode:
-        raise typer.Exit(result.returncode)
 
 
 @starter.command(name="build")

@@ -187,15 +187,15 @@ def _compare(counts: FloatArray, used: BoolArray) -> Agreement:
         judgments=int(total),
         passes=int(rows[_PASS]),
         fails=int(rows[_FAIL]),
-        unanswered=_ratio(counts[:, -1].sum(), total),
-        agreement=_ratio(agreed.sum(), total),
+        unanswered=ratio(counts[:, -1].sum(), total),
+        agreement=ratio(agreed.sum(), total),
         chance=chance,
         kappa=_corrected(table, chance),
         alpha=_alpha(table),
         ac1=_corrected(table, _gwet_chance(table, used)),
         balanced_accuracy=float(np.mean(repeated)) if repeated else float("nan"),
-        false_pass=_ratio(counts[_FAIL, _PASS], rows[_FAIL]),
-        false_fail=_ratio(counts[_PASS, _FAIL], rows[_PASS]),
+        false_pass=ratio(counts[_FAIL, _PASS], rows[_FAIL]),
+        false_fail=ratio(counts[_PASS, _FAIL], rows[_PASS]),
     )
 
 
@@ -204,13 +204,13 @@ def _used(counts: FloatArray) -> BoolArray:
     return np.asarray(counts[:, :-1].sum(axis=0) + counts[:, :-1].sum(axis=1) > 0)
 
 
-def _ratio(part: float, whole: float) -> float:
+def ratio(part: float, whole: float) -> float:
+    """``part / whole``; NaN if ``whole`` is 0."""
     return float(part / whole) if whole else float("nan")
 
 
 def _chance(table: FloatArray) -> float:
-    total = table.sum()
-    return float((table.sum(axis=0) * table.sum(axis=1)).sum() / total**2) if total else float("nan")
+    return ratio((table.sum(axis=0) * table.sum(axis=1)).sum(), table.sum() ** 2)
 
 
 def _gwet_chance(table: FloatArray, used: BoolArray) -> float:
@@ -223,18 +223,12 @@ def _gwet_chance(table: FloatArray, used: BoolArray) -> float:
 
 def _corrected(table: FloatArray, chance: float) -> float:
     # If only one rating occurs, agreement by chance is certain and the coefficient is undefined.
-    if np.isnan(chance) or chance == 1.0:
-        return float("nan")
-    return (float(np.trace(table) / table.sum()) - chance) / (1 - chance)
+    return ratio(ratio(np.trace(table), table.sum()) - chance, 1 - chance)
 
 
 def _alpha(table: FloatArray) -> float:
     """Nominal alpha of two graders without gaps: 1 - observed / expected disagreement."""
     values = table + table.T
     total = values.sum()
-    margin = values.sum(axis=0)
-    expected = total**2 - (margin**2).sum()
-    if not total or not expected:
-        return float("nan")
-    observed = total - np.trace(values)
-    return float(1 - (total - 1) * observed / expected)
+    expected = total**2 - (values.sum(axis=0) ** 2).sum()
+    return 1 - ratio((total - 1) * (total - np.trace(values)), expected)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import re
 from collections.abc import Iterator, Sequence
 
 from draco_ray.errors import ConfigError, DamagedRun
+from draco_ray.lab.evaluation.policies import step_of
 from draco_ray.lab.evaluation.results import EvaluationDirectory, role_costs, sum_known
 from draco_ray.lab.rows import table_of
 from draco_ray.records import Evaluation
@@ -37,9 +37,7 @@ def evaluations(run: RunDirectory) -> Iterator[Row]:
         for name in plan.measurements:
             if directory.missing(name) or not (results := directory.results(name)):
                 continue
-            number = re.fullmatch(r"step(\d+)", name)
-            about = {"evaluation": directory.path.name, "split": plan.split}
-            about |= {"training_step": int(number[1]) if number else None}
+            about = {"evaluation": directory.path.name, "split": plan.split, "training_step": step_of(name)}
             rates = _rates([result.evaluation for result in results], scenarios=plan.scenarios)
             # If a conversation has several roles, its cost is the sum over all of them.
             costs = list(roles[name].values()) if name in roles else [result.usage for result in results]

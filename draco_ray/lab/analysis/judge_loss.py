@@ -7,6 +7,7 @@ out for both judges.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from operator import itemgetter
 
 import numpy as np
 import pyarrow as pa
@@ -17,6 +18,9 @@ from draco_ray.lab.rows import grouped, table_of
 from draco_ray.records import FloatArray
 from draco_ray.runs.directory import RunDirectory
 from draco_ray.runs.rows import Row
+
+_CALL = ("training_step", "task_id", "rollout", "phase")
+"""Columns that identify a call and its repetitions."""
 
 
 @table_of(
@@ -33,17 +37,13 @@ def judge_loss(run: RunDirectory, replayed: pa.Table) -> Iterator[Row]:
     cost of the archived prompts with the other judge; ``own_dollars``: their cost in the run.
     """
     for judge, found in grouped(replayed.to_pylist(), "judge").items():
-        asked = {(row["training_step"], row["task_id"], row["rollout"], row["phase"]) for row in found}
-        own = run.table("judge_calls", columns=["training_step", "task_id", "rollout", "phase", "dollars"]).to_pylist()
+        asked = set(map(itemgetter(*_CALL), found))
+        own = run.table("judge_calls", columns=[*_CALL, "dollars"]).to_pylist()
         yield {
             "judge": judge,
             **_compared([row for row in found if row["phase"] == Score.name]),
             "dollars": sum(row["dollars"] for row in found),
-            "own_dollars": sum(
-                call["dollars"]
-                for call in own
-                if (call["training_step"], call["task_id"], call["rollout"], call["phase"]) in asked
-            ),
+            "own_dollars": sum(call["dollars"] for call in own if itemgetter(*_CALL)(call) in asked),
         }
 
 

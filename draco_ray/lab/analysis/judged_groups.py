@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -13,6 +11,9 @@ from draco_ray.algorithm.group import Uncalled
 from draco_ray.lab.rows import grouped
 from draco_ray.records import Attribution, CreditFallback, FloatArray, IntArray, Verdict
 from draco_ray.runs.directory import RunDirectory, damaged
+from draco_ray.runs.rows import Row
+
+TABLES = ("criteria", "verdicts", "citations", "advantages")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,27 +54,21 @@ def recorded_groups(run: RunDirectory, steps: Sequence[int] | None = None) -> It
         DamagedRun: a table cannot be read, or two tables contradict each other.
     """
     for step in run.steps() if steps is None else steps:
-        titles, verdicts, citations, shares = (
-            grouped(run.table(name, step).to_pylist(), "task_id")
-            for name in ("criteria", "verdicts", "citations", "advantages")
-        )
-        for task_id, members in sorted(shares.items()):
-            if titles[task_id] and verdicts[task_id]:
+        tables = {name: grouped(run.table(name, step).to_pylist(), "task_id") for name in TABLES}
+        for task_id in sorted(tables["advantages"]):
+            rows = {name: table[task_id] for name, table in tables.items()}
+            if rows["criteria"] and rows["verdicts"]:
                 try:
-                    _check(members, len(titles[task_id]), verdicts[task_id], citations[task_id])
+                    _check(rows)
                 except ValueError as error:
                     raise damaged(run.tables, f"rows of step {step}, task {task_id}: {error}") from None
-                yield _group(step, task_id, members, titles[task_id], verdicts[task_id], citations[task_id])
+                yield _group(step, task_id, rows)
 
 
-def _check(
-    members: Sequence[dict[str, Any]],
-    criteria: int,
-    verdicts: Sequence[dict[str, Any]],
-    citations: Sequence[dict[str, Any]],
-) -> None:
+def _check(rows: Mapping[str, Sequence[Row]]) -> None:
     """Reject rows about a criterion or a step that does not exist. Raises: ValueError."""
-    for row in (*verdicts, *citations):
+    criteria, members, citations = len(rows["criteria"]), rows["advantages"], rows["citations"]
+    for row in (*rows["verdicts"], *citations):
         if not 0 <= row["criterion"] < criteria:
             raise ValueError(f"criterion {row['criterion']} does not exist; the rubric has {criteria}")
     steps = {member["rollout"]: len(member["step_tokens"]) for member in members}
@@ -87,33 +82,22 @@ def _check(
             raise ValueError(f"rollout {member['rollout']} has advantages for other steps than its own")
 
 
-def _group(
-    step: int,
-    task_id: str,
-    members: list[dict[str, Any]],
-    titles: list[dict[str, Any]],
-    verdicts: list[dict[str, Any]],
-    citations: list[dict[str, Any]],
-) -> RecordedGroup:
-    members = sorted(members, key=lambda member: int(member["rollout"]))
+def _group(step: int, task_id: str, rows: Mapping[str, Sequence[Row]]) -> RecordedGroup:
+    members = sorted(rows["advantages"], key=lambda member: int(member["rollout"]))
+    criteria = sorted(rows["criteria"], key=lambda criterion: int(criterion["criterion"]))
+    citations = grouped(rows["citations"], "rollout")
     row = {member["rollout"]: index for index, member in enumerate(members)}
-    verdict_GK = np.zeros((len(members), len(titles)), dtype=np.int8)
-    for verdict in verdicts:
+    verdict_GK = np.zeros((len(members), len(criteria)), dtype=np.int8)
+    for verdict in rows["verdicts"]:
         if verdict["rollout"] in row:
             verdict_GK[row[verdict["rollout"]], verdict["criterion"]] = verdict["verdict"]
     return RecordedGroup(
         training_step=step,
         task_id=task_id,
         rollouts=tuple(row),
-        titles=tuple(entry["title"] for entry in sorted(titles, key=lambda entry: int(entry["criterion"]))),
+        titles=tuple(criterion["title"] for criterion in criteria),
         verdict_GK=verdict_GK,
-        attributions=tuple(
-            _attributions(
-                member,
-                [citation for citation in citations if citation["rollout"] == member["rollout"]],
-            )
-            for member in members
-        ),
+        attributions=tuple(_attributions(member, citations[member["rollout"]]) for member in members),
         tokens_GM=tuple(np.array(member["step_tokens"], dtype=np.int64) for member in members),
         reward_G=np.array([member["reward"] for member in members], dtype=float),
         advantage_G=np.array([member["advantage"] for member in members], dtype=float),
@@ -121,18 +105,17 @@ def _group(
     )
 
 
-def _attributions(member: dict[str, Any], citations: list[dict[str, Any]]) -> tuple[Attribution, ...] | Uncalled | None:
+def _attributions(member: Row, citations: Sequence[Row]) -> tuple[Attribution, ...] | Uncalled | None:
     if member["fallback"] == CreditFallback.CREDIT_CALL_FAILED:
         return None
     if not citations:
         # With algorithm.skip_inert_credit_calls, rollouts with unanimous verdicts get credit without a call.
         return Uncalled.UNANIMOUS if True in (member["cited"] or ()) else ()
-    steps: dict[tuple[int, int], list[int]] = defaultdict(list)
-    for citation in citations:
-        cited = steps[citation["criterion"], citation["verdict"]]
-        if citation["step"] is not None:
-            cited.append(citation["step"])
     return tuple(
-        Attribution(criterion=criterion, verdict=Verdict(verdict), steps=tuple(sorted(cited)))
-        for (criterion, verdict), cited in sorted(steps.items())
+        Attribution(
+            criterion=criterion,
+            verdict=Verdict(verdict),
+            steps=tuple(sorted(row["step"] for row in cited if row["step"] is not None)),
+        )
+        for (criterion, verdict), cited in sorted(grouped(citations, "criterion", "verdict").items())
     )

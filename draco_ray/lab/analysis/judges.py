@@ -34,18 +34,7 @@ class RuleComplete:
     async def __call__(self, request: Request) -> Completion:
         """Answer the request's first message; the rules ignore later messages."""
         _, text = self._rules(request.messages[0].content)
-        return Completion(
-            text=text,
-            finish_reason="stop",
-            model=RULES,
-            input_tokens=0,
-            cached_tokens=0,
-            output_tokens=0,
-            dollars=0.0,
-            started_at=0.0,
-            seconds=0.0,
-            requests=1,
-        )
+        return Completion(text=text, finish_reason="stop", model=RULES, started_at=0.0, seconds=0.0)
 
     async def forget(self, request: Request) -> None:
         """Do nothing: no answer is kept."""

@@ -6,7 +6,6 @@ import itertools
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -16,8 +15,9 @@ from draco_ray.lab.analysis.agreement import clustered_interval
 from draco_ray.lab.analysis.attribution.step_labels import Cited, citation_reliability
 from draco_ray.lab.analysis.replay import REPLAYED, agreement_table
 from draco_ray.lab.evaluation.intervals import Interval
+from draco_ray.lab.rows import grouped_by
+from draco_ray.runs.rows import Row
 
-Row = dict[str, Any]
 PEOPLE = "labels"
 """Value of the column ``run`` in tables of labels, which may come from several runs."""
 
@@ -40,7 +40,8 @@ def against_people(labels: Sequence[Label]) -> pa.Table:
 
     A verdict that two people labelled counts twice. Intervals are over groups.
     """
-    return agreement_table(_table([_row(label, label.judge, "verdicts") for label in _of_verdicts(labels)]))
+    rows = [_row(label, label.judge, "verdicts") for label in _of_verdicts(labels)]
+    return agreement_table(pa.Table.from_pylist(rows, schema=REPLAYED))
 
 
 def between_people(labels: Sequence[Label]) -> pa.Table:
@@ -53,7 +54,7 @@ def between_people(labels: Sequence[Label]) -> pa.Table:
         pair = f"{one or '-'} / {other or '-'}"
         both = sorted(said[one].keys() & said[other].keys(), key=repr)
         rows += [_row(said[one][judgment], said[other][judgment].verdict, pair) for judgment in both]
-    return agreement_table(_table(rows))
+    return agreement_table(pa.Table.from_pylist(rows, schema=REPLAYED))
 
 
 def citations(labels: Sequence[Label]) -> Citations | None:
@@ -61,9 +62,7 @@ def citations(labels: Sequence[Label]) -> Citations | None:
     mine = [label for label in labels if label.citation is not None]
     if not mine:
         return None
-    groups: dict[str, list[Label]] = defaultdict(list)
-    for label in mine:
-        groups[repr(label.group)].append(label)
+    groups = grouped_by(mine, lambda label: repr(label.group))
 
     def right(found: Sequence[Label]) -> float:
         return float(np.mean([bool(label.citation) for label in found])) if found else float("nan")
@@ -119,10 +118,6 @@ def _row(label: Label, verdict: int | None, phase: str) -> Row:
         "reference": label.verdict,
         "verdict": verdict,
     }
-
-
-def _table(rows: Sequence[Row]) -> pa.Table:
-    return pa.Table.from_pylist(list(rows), schema=REPLAYED)
 
 
 def _overlap(labels: Sequence[Label]) -> float:

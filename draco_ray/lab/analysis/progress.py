@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
 
 from draco_ray.judging.phases import PHASES
 from draco_ray.lab.evaluation.measures import rate
 from draco_ray.lab.rows import table_of
 from draco_ray.lab.runs.cost import phase_costs, read_calls
-from draco_ray.records import Evaluation, Termination
+from draco_ray.records import Termination
 from draco_ray.runs.directory import RunDirectory
 from draco_ray.runs.evaluations import (
     judged_rates,
@@ -70,7 +68,7 @@ def judge_cost(run: RunDirectory) -> Iterator[Row]:
     """One row per training step and judge phase; replies from the durable cache (``replayed``) are free."""
     for step, calls in read_calls(run).items():
         for phase, cost in phase_costs(calls).items():
-            yield {"training_step": step, "phase": phase, **asdict(cost)}
+            yield {"training_step": step, "phase": phase, **cost}
 
 
 @table_of(
@@ -86,23 +84,18 @@ def success(run: RunDirectory) -> Iterator[Row]:
     TGC has a 95 % interval over scenarios that covers any outcome of lost rollouts; null if there is one scenario.
     """
     for (step, split), evaluations in read_evaluations(run).items():
-        low, high = _tgc_limits(evaluations)
+        runs = max(Counter(each.task_id for each in evaluations).values())
+        interval = rate([[evaluations]], runs, scenarios=True).interval()
         yield {
             "training_step": step,
             "split": split,
             "rollouts": len(evaluations),
             "lost": sum(evaluation.lost for evaluation in evaluations),
             "tgc": task_goal_completion(evaluations),
-            "tgc_low": low,
-            "tgc_high": high,
+            "tgc_low": interval.low,
+            "tgc_high": interval.high,
             "sgc": scenario_goal_completion(evaluations),
         }
-
-
-def _tgc_limits(evaluations: Sequence[Evaluation]) -> tuple[float, float] | tuple[None, None]:
-    runs = max(Counter(each.task_id for each in evaluations).values())
-    found = rate([[evaluations]], runs, scenarios=True).interval()
-    return (found.low, found.high) if math.isfinite(found.low) else (None, None)
 
 
 @table_of(

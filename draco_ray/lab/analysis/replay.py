@@ -29,7 +29,7 @@ from draco_ray.lab.analysis.agreement import (
     contingency,
 )
 from draco_ray.lab.analysis.attribution.step_labels import Cited, citation_reliability
-from draco_ray.lab.rows import columns, finite, grouped, table_of
+from draco_ray.lab.rows import columns, grouped, table_of
 from draco_ray.records import Criterion, IntArray, Message, Verdict
 from draco_ray.runs.directory import RunDirectory
 from draco_ray.runs.rows import Row, columns_of
@@ -60,18 +60,14 @@ class ArchivedCall:
     """An archived prompt with the verdicts and citations that the run took from its answer."""
 
     training_step: int
-    task_id: str
-    rollout: int
     phase: str
     prompt: str
     steps: int
     """M, the number of steps of the rollout."""
-    criteria: tuple[int, ...]
-    """Indices into the group's rubric, in the order of the prompt."""
     rubric: tuple[Criterion, ...]
-    reference: tuple[Verdict, ...]
-    cited: tuple[tuple[int, ...], ...]
-    """Cited steps per criterion, 1-based; empty for the scoring phase."""
+    """The criteria of the prompt, in its order."""
+    reference: tuple[Row, ...]
+    """For each of them the columns of `REPLAYED` that do not depend on the other judge."""
 
 
 def archived_calls(run: RunDirectory, steps: Sequence[int] | None, phases: Sequence[str]) -> list[ArchivedCall]:
@@ -92,31 +88,40 @@ def archived_calls(run: RunDirectory, steps: Sequence[int] | None, phases: Seque
             Score.name: _answers(run.table("verdicts", step).to_pylist()),
             Credit.name: _answers(run.table("citations", step).to_pylist()),
         }
-        prompts: dict[tuple[str, str, int], str] = {}
-        calls = run.table("judge_calls", step, ["task_id", "rollout", "phase", "prompt"]).to_pylist()
-        for call in calls:
-            if call["phase"] in phases and call["rollout"] is not None:
-                key = (call["phase"], call["task_id"], call["rollout"])
-                # The prompt of a retry contains the first prompt, so the shortest is the first.
-                prompts[key] = min(prompts.get(key, call["prompt"]), call["prompt"], key=len)
-        for (phase, task_id, rollout), prompt in sorted(prompts.items()):
-            verdicts = answers[phase].get((task_id, rollout), {})
-            if verdicts and set(verdicts) <= set(rubrics[task_id]):
+        calls = [call for call in phase_calls(run, step, phases) if call["rollout"] is not None]
+        for (phase, task_id, rollout), asked in sorted(grouped(calls, "phase", "task_id", "rollout").items()):
+            verdicts, rubric = sorted(answers[phase].get((task_id, rollout), {}).items()), rubrics[task_id]
+            if verdicts and all(index in rubric for index, _ in verdicts):
+                about: Row = {"training_step": step, "task_id": task_id, "rollout": rollout, "phase": phase}
+                about["rollout_steps"] = made = turns.get((task_id, rollout), 0)
+                reference = [
+                    about
+                    | {"criterion": index, "title": rubric[index].title}
+                    | {"reference": int(verdict), "reference_steps": sorted(cited)}
+                    for index, (verdict, cited) in verdicts
+                ]
                 found.append(
                     ArchivedCall(
                         training_step=step,
-                        task_id=task_id,
-                        rollout=rollout,
                         phase=phase,
-                        prompt=prompt,
-                        steps=turns.get((task_id, rollout), 0),
-                        criteria=tuple(sorted(verdicts)),
-                        rubric=tuple(rubrics[task_id][index] for index in sorted(verdicts)),
-                        reference=tuple(verdicts[index][0] for index in sorted(verdicts)),
-                        cited=tuple(tuple(sorted(verdicts[index][1])) for index in sorted(verdicts)),
+                        prompt=first_prompt(asked),
+                        steps=made,
+                        rubric=tuple(rubric[index] for index, _ in verdicts),
+                        reference=tuple(reference),
                     )
                 )
     return found
+
+
+def phase_calls(run: RunDirectory, step: int, phases: Sequence[str]) -> list[Row]:
+    """The archived calls of these phases in a training step."""
+    columns = ["task_id", "rollout", "phase", "prompt", "reply", "error"]
+    return [call for call in run.table("judge_calls", step, columns).to_pylist() if call["phase"] in phases]
+
+
+def first_prompt(calls: Sequence[Row]) -> str:
+    """The first prompt of a call and its retries: the shortest, as the prompt of a retry contains the first."""
+    return min((str(call["prompt"]) for call in calls), key=len)
 
 
 async def replay(run: RunDirectory, complete: Completer, calls: Sequence[ArchivedCall], judge: str) -> pa.Table:
@@ -130,22 +135,14 @@ async def replay(run: RunDirectory, complete: Completer, calls: Sequence[Archive
         {
             "run": run.path.name,
             "judge": judge,
-            "training_step": call.training_step,
-            "task_id": call.task_id,
-            "rollout": call.rollout,
-            "phase": call.phase,
-            "criterion": criterion,
-            "title": call.rubric[index].title,
-            "reference": int(call.reference[index]),
+            **row,
             "verdict": None if error else int(verdicts[index]),
-            "rollout_steps": call.steps,
-            "reference_steps": call.cited[index],
             "steps": [] if error else cited[index],
-            "dollars": dollars / len(call.criteria),
+            "dollars": dollars / len(call.reference),
             "error": error,
         }
         for call, (verdicts, cited, dollars, error) in zip(calls, answered, strict=True)
-        for index, criterion in enumerate(call.criteria)
+        for index, row in enumerate(call.reference)
     ]
     return pa.Table.from_pylist(rows, schema=REPLAYED)
 
@@ -239,19 +236,16 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def _compare(rows: Sequence[Row]) -> Row:
-    found: Row = {name: finite(value) for name, value in dataclasses.asdict(agreement(*_ratings(rows))).items()}
+    found: Row = dataclasses.asdict(agreement(*_ratings(rows)))
     found["always_pass"] = _mean([row["reference"] == Verdict.PASS for row in rows])
-    found["citation_overlap"] = finite(_mean(_overlaps(rows)))
-    return found
+    return found | {"citation_overlap": _mean(_overlaps(rows))}
 
 
-def _intervals(rows: Sequence[Row]) -> dict[str, float | None]:
+def _intervals(rows: Sequence[Row]) -> dict[str, float]:
     clusters = grouped(rows, "training_step", "task_id")
     bounds = agreement_intervals([contingency(*_ratings(mine)) for mine in clusters.values()])
     overlap = clustered_interval({name: _overlaps(mine) for name, mine in clusters.items()}, _mean)
     bounds = {name: bounds[name] for name in WITH_INTERVAL} | {"citation_overlap": (overlap.low, overlap.high)}
     return {
-        f"{name}_{side}": finite(bound)
-        for name, both in bounds.items()
-        for side, bound in zip(("low", "high"), both, strict=True)
+        f"{name}_{side}": both[place] for name, both in bounds.items() for place, side in enumerate(("low", "high"))
     }

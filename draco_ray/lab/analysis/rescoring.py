@@ -7,15 +7,15 @@ the run's own verdicts shows how much more demanding task-specific criteria are 
 from __future__ import annotations
 
 import asyncio
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterator, Sequence
 
 import pyarrow as pa
 
 from draco_ray.judging.judge import CallContext, Judge
 from draco_ray.judging.phases import Score
-from draco_ray.lab.analysis.rubrics import TALLY_COLUMNS, Tally, rates, rubric_kind
-from draco_ray.lab.rows import columns, table_of
+from draco_ray.lab.analysis.rubrics import TALLY_COLUMNS, rates, rubric_kind
+from draco_ray.lab.rows import columns, grouped, table_of
 from draco_ray.records import Criterion, Trajectory
 from draco_ray.runs.directory import RunDirectory, read_parquet
 from draco_ray.runs.rows import Row, step_trajectories
@@ -94,29 +94,21 @@ def rubric_rates(run: RunDirectory, again: pa.Table | None = None) -> Iterator[R
         rescored, the run's own verdicts are of these steps only.
     """
     again = rescored(run) if again is None else again
-    tallies: dict[tuple[str, str], dict[int, Tally]] = defaultdict(lambda: defaultdict(Counter))
-    rollouts: dict[tuple[str, str], dict[int, set[tuple[str, int]]]] = defaultdict(lambda: defaultdict(set))
-
-    def count(key: tuple[str, str], row: Row) -> None:
-        tallies[key][row["training_step"]][row["verdict"]] += 1
-        rollouts[key][row["training_step"]].add((row["task_id"], row["rollout"]))
-
-    own = (rubric_kind(run), RUN)
     chosen = set(again.column("training_step").to_pylist())
     columns = ["training_step", "task_id", "rollout", "verdict"]
-    for row in run.table("verdicts", columns=columns).to_pylist():
-        if not chosen or row["training_step"] in chosen:
-            count(own, row)
-    for row in again.select([*columns, "judge"]).to_pylist():
-        if row["verdict"] is not None:
-            count(("static", row["judge"]), row)
-    for (rubric, scored_by), steps in tallies.items():
-        about = {"rubric": rubric, "scored_by": scored_by}
-        played = rollouts[rubric, scored_by]
-        total = sum(steps.values(), start=Counter[int]())
-        yield {**about, "rollouts": sum(map(len, played.values())), **rates(total)}
-        for step, tally in sorted(steps.items()):
-            yield {**about, "training_step": step, "rollouts": len(played[step]), **rates(tally)}
+    own = run.table("verdicts", columns=columns).to_pylist()
+    found = {(rubric_kind(run), RUN): [row for row in own if not chosen or row["training_step"] in chosen]}
+    answered = [row for row in again.select([*columns, "judge"]).to_pylist() if row["verdict"] is not None]
+    found |= {("static", judge): rows for judge, rows in grouped(answered, "judge").items()}
+    for (rubric, scored_by), rows in found.items():
+        for step, mine in ((None, rows), *sorted(grouped(rows, "training_step").items())) if rows else ():
+            yield {
+                "rubric": rubric,
+                "scored_by": scored_by,
+                "training_step": step,
+                "rollouts": len(grouped(mine, "training_step", "task_id", "rollout")),
+                **rates(Counter(row["verdict"] for row in mine)),
+            }
 
 
 async def _score(

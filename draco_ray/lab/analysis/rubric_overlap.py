@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -33,9 +33,10 @@ from draco_ray.judging.completion import Completer, Request
 from draco_ray.judging.judge import CallContext, Judge
 from draco_ray.judging.phases import Rubric, Score, Stage1, Stage2, Union
 from draco_ray.judging.reply import check_finish, parse_criteria
-from draco_ray.lab.analysis.agreement import clustered_interval
+from draco_ray.lab.analysis.agreement import clustered_interval, ratio
 from draco_ray.lab.analysis.pairing import Pairing, Pairs
-from draco_ray.lab.rows import columns, finite, grouped, table_of
+from draco_ray.lab.analysis.replay import first_prompt, phase_calls
+from draco_ray.lab.rows import columns, grouped, grouped_by, table_of
 from draco_ray.records import Criterion, Judged, Message, Trajectory
 from draco_ray.runs.directory import RunDirectory
 from draco_ray.runs.rows import Row, columns_of, step_trajectories
@@ -45,6 +46,9 @@ PHASES = (Stage1.name, Stage2.name, Union.name)
 CEILING = "ceiling"
 """Value of the column ``judge`` in rows that compare the run's own judge with itself."""
 
+_SIDES = ("reference_", "")
+"""Prefixes of the columns about the run's criteria and about the other judge's."""
+_SHARED = ("discriminative", "differing")
 _SHARES = "reference_discriminative discriminative reference_differing differing"
 COMPARISONS = columns(
     "string: run judge phase",
@@ -85,18 +89,10 @@ class _Comparison:
     dollars: float = 0.0
     error: str | None = None
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Marks:
-    """Counts of one scorer's verdicts on a group's rollouts, for one set of criteria."""
-
-    failed: int
-    """Number of criteria that at least one rollout fails."""
-    differing: int
-    """Number of criteria on which the rollouts' verdicts differ."""
-    scored: int
-    """Number of rollouts with verdicts."""
-    dollars: float
+    @property
+    def merged(self) -> bool:
+        """Whether it compares usable merged sets of two judges, on which rollouts are scored."""
+        return self.call.phase == Union.name and not self.against and self.error is None
 
 
 def writing_calls(
@@ -109,18 +105,12 @@ def writing_calls(
     """
     found = []
     for step in run.steps() if steps is None else steps:
-        prompts: dict[tuple[str, str, int | None], str] = {}
-        replies: dict[tuple[str, str, int | None], str] = {}
-        columns = ["task_id", "rollout", "phase", "prompt", "reply", "error"]
-        for call in run.table("judge_calls", step, columns).to_pylist():
-            if call["phase"] in phases:
-                key = (call["phase"], call["task_id"], call["rollout"])
-                prompts[key] = min(prompts.get(key, call["prompt"]), call["prompt"], key=len)
-                if call["error"] is None:
-                    replies[key] = call["reply"]
         proposed = _stage1_sets(run, step) if Stage2.name in phases else {}
-        for key in sorted(replies, key=lambda key: (key[0], key[1], -1 if key[2] is None else key[2])):
+        calls = grouped(phase_calls(run, step, phases), "phase", "task_id", "rollout")
+        for key in sorted(calls, key=lambda key: (key[0], key[1], -1 if key[2] is None else key[2])):
             phase, task_id, rollout = key
+            if not (replies := [call["reply"] for call in calls[key] if call["error"] is None]):
+                continue
             existing = proposed.get(task_id, ()) if phase == Stage2.name else ()
             found.append(
                 WritingCall(
@@ -128,8 +118,8 @@ def writing_calls(
                     task_id=task_id,
                     rollout=rollout,
                     phase=phase,
-                    prompt=prompts[key],
-                    reference=_parsed(replies[key], phase, existing, config),
+                    prompt=first_prompt(calls[key]),
+                    reference=_parsed(replies[-1], phase, existing, config),
                     existing=existing,
                 )
             )
@@ -168,11 +158,10 @@ async def compare_writing(
             for each in compared
         )
     )
-    marks = await _mark_merges(run, compared, third)
-    rows = [
-        _row(run.path.name, each, pairing, marks.get(index))
-        for index, (each, pairing) in enumerate(zip(compared, pairings, strict=True))
-    ]
+    merged = {each.call.training_step for each in compared if each.merged}
+    played = {step: step_trajectories(run, step) for step in merged}
+    marks = await asyncio.gather(*(_marks(each, played, third) for each in compared))
+    rows = [_row(run.path.name, *each) for each in zip(compared, pairings, marks, strict=True)]
     return pa.Table.from_pylist(rows, schema=COMPARISONS)
 
 
@@ -224,11 +213,8 @@ def _parsed(text: str, phase: str, existing: Rubric, config: JudgeConfig) -> Rub
 def _ceilings(run: RunDirectory, calls: Sequence[WritingCall], config: JudgeConfig) -> list[_Comparison]:
     """The run's judge against itself: a group's first two rollouts, and a task's union with the task's next one."""
     found = []
-    groups: dict[tuple[int, str], list[WritingCall]] = defaultdict(list)
-    for call in calls:
-        if call.phase == Stage2.name:
-            groups[call.training_step, call.task_id].append(call)
-    for members in groups.values():
+    second_stage = [call for call in calls if call.phase == Stage2.name]
+    for members in grouped_by(second_stage, lambda call: (call.training_step, call.task_id)).values():
         if len(members) > 1:
             first, second = members[:2]
             found.append(
@@ -248,27 +234,18 @@ def _ceilings(run: RunDirectory, calls: Sequence[WritingCall], config: JudgeConf
     return found
 
 
-async def _mark_merges(run: RunDirectory, compared: Sequence[_Comparison], third: Judge) -> dict[int, list[_Marks]]:
-    """Index of a comparison of merged sets -> marks of the run's set and of the other judge's set."""
-    wanted = {
-        index: each
-        for index, each in enumerate(compared)
-        if each.call.phase == Union.name and not each.against and each.error is None
-    }
-    if not wanted:
-        return {}
-    played = {step: step_trajectories(run, step) for step in {each.call.training_step for each in wanted.values()}}
-    marks = await asyncio.gather(
-        *(
-            _mark(third, rubric, played[each.call.training_step].get(each.call.task_id, []))
-            for each in wanted.values()
-            for rubric in (each.call.reference, each.other)
-        )
-    )
-    return {index: marks[2 * place : 2 * place + 2] for place, index in enumerate(wanted)}
+async def _marks(
+    each: _Comparison, played: Mapping[int, Mapping[str, Sequence[Trajectory]]], third: Judge
+) -> list[Row]:
+    """Marks of the run's merged set and of the other judge's; none for any other comparison."""
+    if not each.merged:
+        return []
+    rollouts = played[each.call.training_step].get(each.call.task_id, [])
+    return await asyncio.gather(*(_mark(third, rubric, rollouts) for rubric in (each.call.reference, each.other)))
 
 
-async def _mark(scorer: Judge, rubric: Sequence[Criterion], played: Sequence[Trajectory]) -> _Marks:
+async def _mark(scorer: Judge, rubric: Sequence[Criterion], played: Sequence[Trajectory]) -> Row:
+    """Numbers of criteria that some rollout fails and on which verdicts differ, and of rollouts with verdicts."""
     judged = await asyncio.gather(
         *(
             scorer.ask(Score(each, rubric), CallContext(group=each.group, task_id=each.task_id, rollout=each.rollout))
@@ -278,15 +255,15 @@ async def _mark(scorer: Judge, rubric: Sequence[Criterion], played: Sequence[Tra
     dollars = sum(call.dollars for each in judged for call in each.calls)
     scores = [each.value for each in judged if each.value is not None]
     verdict_GK = np.array([[int(score.verdict) for score in row] for row in scores]).reshape(len(scores), len(rubric))
-    return _Marks(
-        failed=int(surviving_criteria(verdict_GK).sum()) if len(scores) else 0,
-        differing=int((verdict_GK != verdict_GK[:1]).any(axis=0).sum()),
-        scored=len(scores),
-        dollars=dollars,
-    )
+    return {
+        "discriminative": int(surviving_criteria(verdict_GK).sum()) if len(scores) else 0,
+        "differing": int((verdict_GK != verdict_GK[:1]).any(axis=0).sum()),
+        "scored": len(scores),
+        "dollars": dollars,
+    }
 
 
-def _row(run: str, each: _Comparison, pairing: Judged[Pairs], marks: list[_Marks] | None) -> Row:
+def _row(run: str, each: _Comparison, pairing: Judged[Pairs], marks: list[Row]) -> Row:
     call, pairs = each.call, pairing.value or ()
     dollars = each.dollars + sum(asked.dollars for asked in pairing.calls)
     row: Row = {
@@ -301,15 +278,14 @@ def _row(run: str, each: _Comparison, pairing: Judged[Pairs], marks: list[_Marks
         "titles": [criterion.title for criterion in each.other],
         "reference_paired": [index for index, _ in pairs],
         "paired": [index for _, index in pairs],
-        "dollars": dollars + sum(mark.dollars for mark in marks or ()),
+        "dollars": dollars + sum(mark["dollars"] for mark in marks),
         "error": each.error,
         "pairing_error": pairing.error,
     }
-    if marks and all(mark.scored for mark in marks):
-        reference, other = marks
-        row |= {"scored": min(reference.scored, other.scored)}
-        row |= {"reference_discriminative": reference.failed, "reference_differing": reference.differing}
-        row |= {"discriminative": other.failed, "differing": other.differing}
+    if marks and all(mark["scored"] for mark in marks):
+        row["scored"] = min(mark["scored"] for mark in marks)
+        for side, mark in zip(_SIDES, marks, strict=True):
+            row |= {f"{side}{name}": mark[name] for name in _SHARED}
     return row
 
 
@@ -317,49 +293,40 @@ def _summary(rows: Sequence[Row]) -> Row:
     paired = [row for row in rows if row["pairing_error"] is None]
     answered = [row for row in paired if row["error"] is None]
     marked = [row for row in rows if row["scored"] is not None]
-    criteria = {"reference_": sum(len(row["reference_titles"]) for row in marked)}
-    criteria[""] = sum(len(row["titles"]) for row in marked)
     shares = {
-        f"{side}{name}": _ratio(sum(row[f"{side}{name}"] for row in marked), criteria[side])
-        for side in ("reference_", "")
-        for name in ("discriminative", "differing")
+        f"{side}{name}": ratio(
+            sum(row[f"{side}{name}"] for row in marked), sum(len(row[f"{side}titles"]) for row in marked)
+        )
+        for side in _SIDES
+        for name in _SHARED
     }
     return {
         "comparisons": len(rows),
-        "unanswered": _ratio(sum(row["error"] is not None for row in rows), len(rows)),
-        "unpaired": _ratio(len(rows) - len(paired), len(rows)),
+        "unanswered": ratio(sum(row["error"] is not None for row in rows), len(rows)),
+        "unpaired": ratio(len(rows) - len(paired), len(rows)),
         "recall": _recall(paired),
         "precision": _precision(paired),
-        "reference_criteria": _ratio(sum(len(row["reference_titles"]) for row in answered), len(answered)),
-        "criteria": _ratio(sum(len(row["titles"]) for row in answered), len(answered)),
+        "reference_criteria": ratio(sum(len(row["reference_titles"]) for row in answered), len(answered)),
+        "criteria": ratio(sum(len(row["titles"]) for row in answered), len(answered)),
         **shares,
     }
 
 
-def _recall(rows: Sequence[Row]) -> float | None:
-    return _ratio(sum(len(row["paired"]) for row in rows), sum(len(row["reference_titles"]) for row in rows))
+def _recall(rows: Sequence[Row]) -> float:
+    return ratio(sum(len(row["paired"]) for row in rows), sum(len(row["reference_titles"]) for row in rows))
 
 
-def _precision(rows: Sequence[Row]) -> float | None:
-    return _ratio(sum(len(row["paired"]) for row in rows), sum(len(row["titles"]) for row in rows))
+def _precision(rows: Sequence[Row]) -> float:
+    return ratio(sum(len(row["paired"]) for row in rows), sum(len(row["titles"]) for row in rows))
 
 
-def _intervals(rows: Sequence[Row]) -> dict[str, float | None]:
+def _intervals(rows: Sequence[Row]) -> dict[str, float]:
     clusters = grouped((row for row in rows if row["pairing_error"] is None), "training_step", "task_id")
-    found: dict[str, float | None] = {}
-    for name, statistic in (("recall", _recall), ("precision", _precision)):
-        if clusters:
-            interval = clustered_interval(clusters, lambda items, of=statistic: _or_nan(of(items)))  # type: ignore[misc]
-            found |= {f"{name}_low": finite(interval.low), f"{name}_high": finite(interval.high)}
-    return found
-
-
-def _ratio(part: int, whole: int) -> float | None:
-    return part / whole if whole else None
-
-
-def _or_nan(value: float | None) -> float:
-    return float("nan") if value is None else value
+    if not clusters:
+        return {}
+    recall, precision = (clustered_interval(clusters, statistic) for statistic in (_recall, _precision))
+    limits = {"recall_low": recall.low, "recall_high": recall.high}
+    return limits | {"precision_low": precision.low, "precision_high": precision.high}
 
 
 def _stage1_sets(run: RunDirectory, step: int) -> dict[str, Rubric]:

@@ -7,8 +7,7 @@ steps.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 from typing import Any
 
 import pyarrow as pa
@@ -41,15 +40,6 @@ def rates(tally: Tally) -> dict[str, Any]:
     }
 
 
-@dataclass(slots=True)
-class _Criterion:
-    title: str
-    tasks: set[str] = field(default_factory=set)
-    groups: int = 0
-    survived: int = 0
-    tally: Tally = field(default_factory=Counter)
-
-
 TALLY_COLUMNS = ("int64: judgments passed failed not_applicable", "float64: pass_rate fail_rate na_rate")
 """Columns of `rates`."""
 
@@ -66,12 +56,9 @@ def title_key(title: str) -> str:
 @table_of("string: run", "int64: training_step", *TALLY_COLUMNS)
 def pass_rates(run: RunDirectory) -> Iterator[Row]:
     """One row per training step: all scoring verdicts of the step, including those on dropped criteria."""
-    steps: dict[int, Tally] = defaultdict(Counter)
-    verdicts = run.table("verdicts", columns=["training_step", "verdict"])
-    for row in verdicts.to_pylist():
-        steps[row["training_step"]][row["verdict"]] += 1
-    for step, tally in sorted(steps.items()):
-        yield {"training_step": step, **rates(tally)}
+    verdicts = run.table("verdicts", columns=["training_step", "verdict"]).to_pylist()
+    for step, mine in sorted(grouped(verdicts, "training_step").items()):
+        yield {"training_step": step, **rates(Counter(row["verdict"] for row in mine))}
 
 
 @table_of("string: run", "int64: training_step", "string: title", *TALLY_COLUMNS)
@@ -80,7 +67,7 @@ def criterion_pass_rates(run: RunDirectory) -> Iterator[Row]:
     tallies: dict[tuple[int, str], Tally] = defaultdict(Counter)
     titles: dict[str, str] = {}
     for step in run.steps():
-        for title, _, verdict in _judgments(run, step):
+        for title, verdict in _judgments(run, step):
             titles.setdefault(title_key(title), title)
             tallies[step, title_key(title)][verdict] += 1
     for (step, key), tally in sorted(tallies.items()):
@@ -109,25 +96,22 @@ def criteria_census(run: RunDirectory) -> Iterator[Row]:
     ``tasks``: number of tasks it was written for. ``groups``: number of rubrics that contained it. ``survived``: number
     of these groups in which some rollout failed it. ``rubric``: the run's setting, ``dynamic`` or ``static``.
     """
-    found: dict[str, _Criterion] = {}
+    criteria: dict[str, list[Row]] = defaultdict(list)
+    tallies: dict[str, Tally] = defaultdict(Counter)
     for step in run.steps():
-        criteria = run.table("criteria", step, ["task_id", "title", "survived"]).to_pylist()
-        for row in criteria:
-            criterion = found.setdefault(title_key(row["title"]), _Criterion(row["title"]))
-            criterion.tasks.add(row["task_id"])
-            criterion.groups += 1
-            criterion.survived += row["survived"] is True
-        for title, _, verdict in _judgments(run, step):
-            found[title_key(title)].tally[verdict] += 1
+        for row in run.table("criteria", step, ["task_id", "title", "survived"]).to_pylist():
+            criteria[title_key(row["title"])].append(row)
+        for title, verdict in _judgments(run, step):
+            tallies[title_key(title)][verdict] += 1
     rubric = rubric_kind(run)
-    for criterion in sorted(found.values(), key=lambda c: (-c.tally.total(), c.title)):
+    for key, rows in sorted(criteria.items(), key=lambda each: (-tallies[each[0]].total(), each[1][0]["title"])):
         yield {
             "rubric": rubric,
-            "title": criterion.title,
-            "tasks": len(criterion.tasks),
-            "groups": criterion.groups,
-            "survived": criterion.survived,
-            **rates(criterion.tally),
+            "title": rows[0]["title"],
+            "tasks": len({row["task_id"] for row in rows}),
+            "groups": len(rows),
+            "survived": sum(row["survived"] is True for row in rows),
+            **rates(tallies[key]),
         }
 
 
@@ -167,12 +151,12 @@ def rubric_kind(run: RunDirectory) -> str:
     return str(run.setting("algorithm.rubric"))
 
 
-def _judgments(run: RunDirectory, step: int) -> Iterable[tuple[str, str, int]]:
-    """(title, task, verdict) of every scoring verdict of a step."""
+def _judgments(run: RunDirectory, step: int) -> Iterator[tuple[str, int]]:
+    """(title of the criterion, verdict) of every scoring verdict of a step."""
     criteria = run.table("criteria", step, ["task_id", "criterion", "title"]).to_pylist()
     titles = {(row["task_id"], row["criterion"]): row["title"] for row in criteria}
     for row in run.table("verdicts", step, ["task_id", "criterion", "verdict"]).to_pylist():
         title = titles.get((row["task_id"], row["criterion"]))
         # In an unfinished step, a verdict may be on disk before its group's rubric.
         if title is not None:
-            yield title, row["task_id"], row["verdict"]
+            yield title, row["verdict"]

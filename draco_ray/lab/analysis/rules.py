@@ -97,14 +97,11 @@ def _compare(groups: Sequence[RecordedGroup], rule: str, std_epsilon: float, rel
     advantage = np.concatenate([group.advantage_G for group in groups])
     new_reward = np.array([share.reward for share in shares])
     new_advantage = np.array([share.advantage for share in shares])
-    recorded = [
-        (list(group.step_advantage_GM[index]), group.tokens_GM[index].tolist())
-        for group in groups
-        for index in range(len(group.rollouts))
-    ]
+    before = [step_advantage_M for group in groups for step_advantage_M in group.step_advantage_GM]
+    tokens = [tokens_M for group in groups for tokens_M in group.tokens_GM]
     moved = [
-        moved_push(before, share.step_advantage_M.tolist(), tokens)
-        for share, (before, tokens) in zip(shares, recorded, strict=True)
+        moved_push(old_M.tolist(), share.step_advantage_M.tolist(), tokens_M.tolist())
+        for share, old_M, tokens_M in zip(shares, before, tokens, strict=True)
     ]
     spreads = [quality_spread(share.quality_M) for share in shares]
     return {

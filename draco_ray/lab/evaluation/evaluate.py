@@ -266,11 +266,8 @@ class _Evaluator:
             }
         )
         self._console.print(f"policy: {introduced(client)}")
-        limiter = start_evaluation_limiter(client, self._directory.path, self._name)
-        leases = None
-        if limiter is not None:
-            # Keep the handle: the actor lives as long as its handle.
-            self._limiter, leases = limiter
+        # Keep the handle: the actor lives as long as its handle.
+        self._limiter, leases = start_evaluation_limiter(client, self._directory.path, self._name) or (None, None)
         return ApiPolicies(client=client, priced=known_price(config.judge, model) is not None, leases=leases)
 
     async def _measure(self, checkpoint: Checkpoint, missing: Sequence[tuple[str, int]]) -> None:

@@ -21,7 +21,6 @@ API_PREFIX = "litellm:"
 UNTRAINED = "step00000"
 """Name of the model without an adapter, the first point of a training curve."""
 _SMALL_BYTES = 16 << 20
-_STEP = re.compile(r"step(\d+)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,6 +147,12 @@ def checkpoints(run: RunDirectory) -> list[Checkpoint]:
     return [Checkpoint(name=folder.name, version=int(folder.name[4:]), adapter=folder) for folder in folders]
 
 
+def step_of(measurement: str) -> int | None:
+    """The training step that a checkpoint's name tells; None for any other name."""
+    match = re.fullmatch(r"step(\d+)", measurement)
+    return int(match[1]) if match else None
+
+
 def load_adapter(checkpoint: Checkpoint) -> Adapter:
     """Read a checkpoint's adapter.
 
@@ -182,9 +187,8 @@ def fingerprint(folder: Path) -> str:
 
 
 def _adapter_policy(path: Path, name: str) -> EvaluatedPolicy:
-    match = _STEP.fullmatch(path.name)
-    version = int(match[1]) if match else 1
-    checkpoint = Checkpoint(name=path.name, version=version, adapter=path)
+    version = step_of(path.name)
+    checkpoint = Checkpoint(name=path.name, version=1 if version is None else version, adapter=path)
     root = path.parent.parent
     if path.parent.name == "checkpoints" and (root / "config.yaml").is_file():
         return _run_policy(RunDirectory.open(root), name, (checkpoint,))

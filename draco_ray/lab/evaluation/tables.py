@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from draco_ray.errors import ConfigError
@@ -161,15 +162,14 @@ def retention_table(settings: Settings) -> Table:
     """p^k / p^1 of tasks and of scenarios: how much of a single run's success holds in all k (section "Results")."""
     k = _ks(settings)[-1]
 
-    def retention(metric: str) -> Getter:
-        def get(result: SplitResult) -> Cell | None:
-            one, every = _rate(metric, 1)(result), _rate(metric, k)(result)
-            return Cell(100 * every.mean / one.mean) if one and every and one.mean else None
+    def retention(metric: str, result: SplitResult) -> Cell | None:
+        one, every = _rate(metric, 1)(result), _rate(metric, k)(result)
+        return Cell(100 * every.mean / one.mean) if one and every and one.mean else None
 
-        return get
+    def columns(results: Sequence[SplitResult]) -> list[SplitColumn]:
+        return [(_high(metric), partial(retention, metric)) for metric in _metrics(results)]
 
-    title = f"Retention: p^{k} / p^1 (%)"
-    return _table(settings, "retention", title, lambda found: [(_high(m), retention(m)) for m in _metrics(found)])
+    return _table(settings, "retention", f"Retention: p^{k} / p^1 (%)", columns)
 
 
 def efficiency_table(settings: Settings) -> Table:
@@ -186,19 +186,16 @@ def efficiency_table(settings: Settings) -> Table:
 def difficulty_table(settings: Settings) -> Table:
     """TGC and SGC (p^1) by AppWorld's difficulty label, with the number of tasks of each."""
 
-    def rate(level: int, metric: str) -> Getter:
-        def get(result: SplitResult) -> Cell | None:
-            stratum = result.difficulty.get(level)
-            return None if stratum is None else scaled(stratum.tgc if metric == "TGC" else stratum.sgc, 100)
-
-        return get
+    def rate(level: int, metric: str, result: SplitResult) -> Cell | None:
+        stratum = result.difficulty.get(level)
+        return None if stratum is None else scaled(stratum.tgc if metric == "TGC" else stratum.sgc, 100)
 
     def columns(results: Sequence[SplitResult]) -> Iterator[SplitColumn]:
         for level in sorted({level for result in results for level in result.difficulty}):
             # There are several numbers if settings were measured on different tasks; a note says so.
             many = sorted({result.difficulty[level].tasks for result in results if level in result.difficulty})
             header = f"{DIFFICULTIES.get(level, level)} ({' or '.join(map(str, many))})"
-            yield from ((_high(header, metric), rate(level, metric)) for metric in ("TGC", "SGC"))
+            yield from ((_high(header, metric), partial(rate, level, metric)) for metric in ("TGC", "SGC"))
 
     return _table(settings, "difficulty", "Task success by difficulty (p^1, %)", columns)
 
@@ -227,15 +224,15 @@ def cost_table(settings: Settings) -> Table:
     """Calls, tokens and dollars of one pass."""
     fields = {"turns": "calls", "input": "input_tokens", "cached": "cached_tokens", "output": "output_tokens"}
 
-    def number(field: str) -> Getter:
-        return lambda result: _number(getattr(result.usage, field))
+    def number(field: str, result: SplitResult) -> Cell | None:
+        return _number(getattr(result.usage, field))
 
-    counts = [(Column((name,), 0), number(field)) for name, field in fields.items()]
+    counts = [(Column((name,), 0), partial(number, field)) for name, field in fields.items()]
     return _table(
         settings,
         "cost",
         "Tokens and dollars of one pass over the split",
-        lambda _: [*counts, (Column(("dollars",), 2), number("dollars"))],
+        lambda _: [*counts, (Column(("dollars",), 2), partial(number, "dollars"))],
         notes=("input: prompt tokens of all turns; cached: the part that was already in the previous turn's prompt.",),
     )
 

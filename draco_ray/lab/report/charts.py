@@ -9,14 +9,9 @@ from dataclasses import dataclass
 
 from draco_ray.lab.report.drawing import (
     GRID,
-    INK,
     MUTED,
     OTHER,
-    Box,
-    Dot,
     Drawing,
-    Line,
-    Text,
     palette,
     shortened,
     text_width,
@@ -91,22 +86,22 @@ def line_chart(
     top = _legend(drawing, [line.name for line in series]) if len(series) > 1 else 0.0
     frame = _Frame(drawing, min(steps), max(steps), low, high, top)
     frame.y_axis(ticks, number)
-    frame.x_axis("training step")
+    frame.x_axis()
     for index, line in enumerate(series):
         color = palette(index)
         intervals = dict(zip(line.steps, line.limits, strict=True)) if line.limits else {}
         for run in _unbroken(line):
             points = tuple((frame.x(step), frame.y(value)) for step, value in run)
             if len(points) > 1:
-                drawing.add(Line(points, color, 1.6))
+                drawing.line(points, color, 1.6)
             radius = 2.2 if len(line.steps) <= _MOST_DOTS else 1.0
             for (x, y), (step, value) in zip(points, run, strict=True):
                 hint = f"{line.name}, step {step}: {number(value)}"
                 if (limits := intervals.get(step)) is not None:
                     low, high = limits
                     hint += f" [{number(low)}, {number(high)}]"
-                    drawing.add(Line(((x, frame.y(low)), (x, frame.y(high))), color, 0.8))
-                drawing.add(Dot(x, y, radius, color, hint))
+                    drawing.line(((x, frame.y(low)), (x, frame.y(high))), color, 0.8)
+                drawing.dot(x, y, radius, color, hint)
     return drawing
 
 
@@ -150,12 +145,12 @@ def stacked_bars(
             if tall > 0:
                 floor -= tall
                 hint = f"{name}, {label}: {number(values[place])}"
-                drawing.add(Box(middle - bar / 2, floor, bar, tall, color[index], hint))
+                drawing.box(middle - bar / 2, floor, bar, tall, color[index], hint)
         if all_labels or place % every == 0:
             shown = shortened(label, 7, slot * (lines if all_labels else every))
             half = text_width(shown, 7) / 2
             across = min(max(middle, half + 2), drawing.width - half - 2)
-            drawing.add(_small(across, frame.bottom + 10 + place % lines * _LABEL_LINE, shown))
+            drawing.label(across, frame.bottom + 10 + place % lines * _LABEL_LINE, shown)
     frame.x_label(axis, below=(lines - 1) * _LABEL_LINE)
     return drawing
 
@@ -184,24 +179,23 @@ def heat_map(
     cell = min((width - names - _RIGHT) / len(columns), 40.0)
     for place, (name, shares) in enumerate(zip(rows, values, strict=True)):
         y = _TOP + place * line
-        drawing.add(Text(names - 6, y + 9.5, shortened(name, 8, (names - 12) / _WIDER), 8, "end"))
+        drawing.text(names - 6, y + 9.5, shortened(name, 8, (names - 12) / _WIDER), 8, "end")
         for column, share in enumerate(shares):
             mark = (marks or {}).get((place, column))
             if share is None and mark is None:
                 continue
             x = names + column * cell
             said, color = (mark, SOLVED) if share is None else (percent(share), heat(share))
-            drawing.add(
-                Box(x, y, max(cell - 1, 0.6), line - 1.5, color, f"{name}, training step {columns[column]}: {said}")
-            )
+            hint = f"{name}, training step {columns[column]}: {said}"
+            drawing.box(x, y, max(cell - 1, 0.6), line - 1.5, color, hint)
             if cell >= (8 if share is None else 24):
                 shown = "✓" if share is None else percent(share)
-                drawing.add(Text(x + (cell - 1) / 2, y + 9, shown, 7, "middle", "#1a1d21"))
+                drawing.text(x + (cell - 1) / 2, y + 9, shown, 7, "middle", "#1a1d21")
     every = math.ceil(len(columns) * (text_width(columns[-1], 7) + 8) / (cell * len(columns)))
     floor = _TOP + len(rows) * line
     for column in range(0, len(columns), every):
-        drawing.add(_small(names + (column + 0.5) * cell, floor + 9, columns[column]))
-    drawing.add(Text(names, floor + 20, "training step", 7, "start", MUTED))
+        drawing.label(names + (column + 0.5) * cell, floor + 9, columns[column])
+    drawing.text(names, floor + 20, "training step", 7, "start", MUTED)
     return drawing
 
 
@@ -226,10 +220,11 @@ def timeline(
     floor = _TOP + len(lanes) * line
     for tick in _ticks(0.0, max(ends)):
         x = left + tick * scale
-        drawing.add(Line(((x, _TOP - 2), (x, floor)), GRID, 0.6), _small(x, floor + 10, compact(tick)))
+        drawing.line(((x, _TOP - 2), (x, floor)), GRID, 0.6)
+        drawing.label(x, floor + 10, compact(tick))
     for place, (name, intervals) in enumerate(lanes.items()):
         y = _TOP + place * line
-        drawing.add(Text(left - 6, y + line / 2 + 3, name, 8, "end"))
+        drawing.text(left - 6, y + line / 2 + 3, name, 8, "end")
         tracks: list[float] = []
         placed = []
         for start, end in sorted(intervals):
@@ -239,8 +234,8 @@ def timeline(
         tall = (line - 4) / max(1, len(tracks))
         for start, end, track in placed:
             x, wide = left + start * scale, max((end - start) * scale, 0.8)
-            drawing.add(Box(x, y + 2 + track * tall, wide, tall * 0.9, colors.get(name, OTHER)))
-    drawing.add(_small((left + width - _RIGHT) / 2, floor + 21, "seconds"))
+            drawing.box(x, y + 2 + track * tall, wide, tall * 0.9, colors.get(name, OTHER))
+    drawing.label((left + width - _RIGHT) / 2, floor + 21, "seconds")
     return drawing
 
 
@@ -259,9 +254,7 @@ def heat(share: float) -> str:
 class _Frame:
     """The axes of a chart, which map data to points. ``legend`` is the height of the legend below the title."""
 
-    def __init__(
-        self, drawing: Drawing, first: float, last: float, low: float, high: float, legend: float = 0.0
-    ) -> None:
+    def __init__(self, drawing: Drawing, first: float, last: float, low: float, high: float, legend: float) -> None:
         self.drawing = drawing
         self.first, self.last, self.low, self.high = first, last, low, high
         self.left, self.right = _LEFT, drawing.width - _RIGHT
@@ -278,34 +271,29 @@ class _Frame:
     def y_axis(self, ticks: Sequence[float], number: Number) -> None:
         for tick in ticks:
             y = self.y(tick)
-            self.drawing.add(Line(((self.left, y), (self.right, y)), GRID, 0.6))
-            self.drawing.add(Text(self.left - 5, y + 2.5, number(tick), 7, "end", MUTED))
+            self.drawing.line(((self.left, y), (self.right, y)), GRID, 0.6)
+            self.drawing.text(self.left - 5, y + 2.5, number(tick), 7, "end", MUTED)
 
-    def x_axis(self, label: str) -> None:
+    def x_axis(self) -> None:
         span = self.last - self.first
         every = max(1, round(_nice(span / 8))) if span else 1
         start = self.first if span < 8 else math.ceil(self.first / every) * every
         for step in range(round(start), round(self.last) + 1, every):
-            self.drawing.add(_small(self.x(step), self.bottom + 10, str(step)))
-        self.x_label(label)
+            self.drawing.label(self.x(step), self.bottom + 10, str(step))
+        self.x_label("training step")
 
     def x_label(self, label: str, below: float = 0.0) -> None:
-        self.drawing.add(_small((self.left + self.right) / 2, self.bottom + 21 + below, label))
-
-
-def _small(x: float, y: float, string: str) -> Text:
-    """A small, muted, centred text for an axis."""
-    return Text(x, y, string, 7, "middle", MUTED)
+        self.drawing.label((self.left + self.right) / 2, self.bottom + 21 + below, label)
 
 
 def _titled(title: str, width: float, height: float) -> Drawing:
     drawing = Drawing(width, height, title)
-    drawing.add(Text(6, 12, title, 9.5, "start", INK))
+    drawing.text(6, 12, title, 9.5)
     return drawing
 
 
 def _empty(drawing: Drawing) -> Drawing:
-    drawing.add(Text(drawing.width / 2, drawing.height / 2, "nothing recorded", 8, "middle", MUTED))
+    drawing.text(drawing.width / 2, drawing.height / 2, "nothing recorded", 8, "middle", MUTED)
     return drawing
 
 
@@ -318,7 +306,8 @@ def _legend(drawing: Drawing, names: Sequence[str], colors: Sequence[str] | None
         if x + wide > drawing.width and x > _LEFT:
             x, y = _LEFT, y + _LEGEND_LINE
         color = palette(index) if colors is None else colors[index]
-        drawing.add(Box(x, y - 5, 8, 6, color), Text(x + 11, y, name, 7.5))
+        drawing.box(x, y - 5, 8, 6, color)
+        drawing.text(x + 11, y, name, 7.5)
         x += wide
     drawing.height += y - _TOP
     return y - _TOP + 10

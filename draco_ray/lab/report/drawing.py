@@ -1,8 +1,9 @@
-"""Drawings made of shapes, in points with y downwards, and their SVG."""
+"""Drawings in SVG, in points with y downwards."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from markupsafe import Markup, escape
@@ -20,65 +21,42 @@ OTHER = "#9aa4af"
 """Colour of items without a colour of their own."""
 
 
-@dataclass(frozen=True, slots=True)
-class Line:
-    """A polyline through (x, y) points."""
-
-    points: tuple[tuple[float, float], ...]
-    color: str = INK
-    width: float = 1.0
-
-
-@dataclass(frozen=True, slots=True)
-class Box:
-    """A filled rectangle; ``hint`` is its tooltip."""
-
-    x: float
-    y: float
-    width: float
-    height: float
-    color: str
-    hint: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Dot:
-    """A filled circle."""
-
-    x: float
-    y: float
-    radius: float
-    color: str
-    hint: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Text:
-    """A line of text; ``y`` is its baseline, ``anchor`` one of ``start``, ``middle``, ``end``."""
-
-    x: float
-    y: float
-    string: str
-    size: float = 8.0
-    anchor: str = "start"
-    color: str = INK
-
-
-Shape = Line | Box | Dot | Text
-
-
 @dataclass(slots=True)
 class Drawing:
-    """Shapes, back to front."""
+    """SVG elements, back to front."""
 
     width: float
     height: float
     title: str
-    shapes: list[Shape] = field(default_factory=list)
+    elements: list[str] = field(default_factory=list)
 
-    def add(self, *shapes: Shape) -> None:
-        """Draw on top of the other shapes."""
-        self.shapes.extend(shapes)
+    def line(self, points: Sequence[tuple[float, float]], color: str = INK, width: float = 1.0) -> None:
+        """Draw a polyline through (x, y) points."""
+        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
+        stroke = f'stroke="{_svg(color)}" stroke-width="{width:g}"'
+        self.elements.append(f'<polyline points="{path}" fill="none" {stroke} stroke-linejoin="round"/>')
+
+    def box(self, x: float, y: float, width: float, height: float, color: str, hint: str = "") -> None:
+        """Draw a filled rectangle; ``hint`` is its tooltip."""
+        place = f'x="{x:.1f}" y="{y:.1f}" width="{width:.2f}" height="{height:.2f}"'
+        self._filled("rect", place, color, hint)
+
+    def dot(self, x: float, y: float, radius: float, color: str, hint: str = "") -> None:
+        """Draw a filled circle; ``hint`` is its tooltip."""
+        self._filled("circle", f'cx="{x:.1f}" cy="{y:.1f}" r="{radius:g}"', color, hint)
+
+    def text(self, x: float, y: float, string: str, size: float = 8.0, anchor: str = "start", color: str = INK) -> None:
+        """Write a line of text; ``y`` is its baseline, ``anchor`` one of ``start``, ``middle``, ``end``."""
+        place = f'x="{x:.1f}" y="{y:.1f}" font-size="{size:g}" text-anchor="{anchor}"'
+        self.elements.append(f'<text {place} fill="{_svg(color)}">{escape(visible(string))}</text>')
+
+    def label(self, x: float, y: float, string: str) -> None:
+        """Write a small, muted, centred text for an axis."""
+        self.text(x, y, string, 7, "middle", MUTED)
+
+    def _filled(self, element: str, place: str, color: str, hint: str) -> None:
+        end = f"><title>{escape(visible(hint))}</title></{element}>" if hint else "/>"
+        self.elements.append(f'<{element} {place} fill="{_svg(color)}"{end}')
 
     def _repr_svg_(self) -> str:
         # Jupyter notebooks call this method.
@@ -108,9 +86,8 @@ def to_svg(drawing: Drawing) -> Markup:
     Outside such a page, the colours on paper apply.
     """
     title = escape(visible(drawing.title))
-    parts = [f'<svg viewBox="0 0 {drawing.width:g} {drawing.height:g}" role="img" aria-label="{title}">']
-    parts += [_svg_shape(shape) for shape in drawing.shapes]
-    return Markup("".join(parts) + "</svg>")
+    head = f'<svg viewBox="0 0 {drawing.width:g} {drawing.height:g}" role="img" aria-label="{title}">'
+    return Markup("".join([head, *drawing.elements, "</svg>"]))
 
 
 def to_image(drawing: Drawing) -> Markup:
@@ -140,27 +117,6 @@ def shortened(string: str, size: float, width: float) -> str:
         elif room + text_width("…", size) < 0:
             return string[:fitting].rstrip() + "…"
     return string
-
-
-def _svg_shape(shape: Shape) -> str:
-    match shape:
-        case Line():
-            points = " ".join(f"{x:.1f},{y:.1f}" for x, y in shape.points)
-            stroke = f'stroke="{_svg(shape.color)}" stroke-width="{shape.width:g}"'
-            return f'<polyline points="{points}" fill="none" {stroke} stroke-linejoin="round"/>'
-        case Box():
-            place = f'x="{shape.x:.1f}" y="{shape.y:.1f}" width="{shape.width:.2f}" height="{shape.height:.2f}"'
-            return f'<rect {place} fill="{_svg(shape.color)}"{_svg_hint(shape.hint, "rect")}'
-        case Dot():
-            place = f'cx="{shape.x:.1f}" cy="{shape.y:.1f}" r="{shape.radius:g}"'
-            return f'<circle {place} fill="{_svg(shape.color)}"{_svg_hint(shape.hint, "circle")}'
-        case Text():
-            place = f'x="{shape.x:.1f}" y="{shape.y:.1f}" font-size="{shape.size:g}" text-anchor="{shape.anchor}"'
-            return f'<text {place} fill="{_svg(shape.color)}">{escape(visible(shape.string))}</text>'
-
-
-def _svg_hint(hint: str, element: str) -> str:
-    return f"><title>{escape(visible(hint))}</title></{element}>" if hint else "/>"
 
 
 def _svg(color: str) -> str:

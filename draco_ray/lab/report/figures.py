@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,13 +12,13 @@ from draco_ray.lab.analysis.rubrics import left_out, title_key
 from draco_ray.lab.analysis.tables import tidy
 from draco_ray.lab.report.charts import WIDTH, Series, heat_map, line_chart, percent, stacked_bars
 from draco_ray.lab.report.drawing import Drawing, to_image
+from draco_ray.lab.rows import grouped_by
 from draco_ray.records import Termination
 from draco_ray.runs.directory import RunDirectory
+from draco_ray.runs.rows import Row
 
 MOST_CRITERIA = 24
 """Maximum number of criteria in the per-criterion figure, which shows those judged most often."""
-
-Row = dict[str, Any]
 
 
 def figures(runs: Sequence[RunDirectory]) -> dict[str, Drawing]:
@@ -64,11 +63,8 @@ def write_figures(runs: Sequence[RunDirectory], folder: Path) -> list[Path]:
 
 def series_of(rows: Iterable[Row], key: Callable[[Row], str], column: str) -> list[Series]:
     """One series over training steps per value of ``key``, with intervals if the rows have them."""
-    lines: dict[str, list[Row]] = defaultdict(list)
-    for row in rows:
-        lines[key(row)].append(row)
     found = []
-    for name, mine in lines.items():
+    for name, mine in grouped_by(rows, key).items():
         limits = [(row.get(f"{column}_low"), row.get(f"{column}_high")) for row in mine]
         known = [None if low is None or high is None else (low, high) for low, high in limits]
         found.append(Series(name, [row["training_step"] for row in mine], [row[column] for row in mine], known))

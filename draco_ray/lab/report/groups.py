@@ -20,6 +20,7 @@ from tokenizers import Tokenizer
 from draco_ray.lab.analysis.credit import push_shares
 from draco_ray.lab.rows import grouped
 from draco_ray.runs.directory import RunDirectory
+from draco_ray.runs.rows import Row
 
 _TRAJECTORY = [
     *("task_id", "rollout", "attempt", "policy_version", "prompt", "prompt_length", "ended", "error", "engine"),
@@ -35,8 +36,6 @@ _SHARE = ("reward", "advantage", "inert", "fallback")
 _KEPT = ("steps", "criteria", "proposals", "verdicts", "citations", "advantages", "judge_calls", "groups")
 ROWS = ("trajectories", *_KEPT)
 """Tables from which a group's data is built."""
-
-Row = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from typing import Any
 from urllib.parse import quote
 
 from draco_ray.runs.directory import RunDirectory
+from draco_ray.runs.rows import Row
 from draco_ray.traces.files import INDEX
 from draco_ray.traces.keeping import LINES
-
-Row = dict[str, Any]
 
 
 def trace_rows(run: RunDirectory) -> list[Row]:

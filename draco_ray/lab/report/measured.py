@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import contextlib
-import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 from draco_ray.errors import ReplyError
 from draco_ray.judging.phases import Score, parse_scores
 from draco_ray.lab.analysis.evaluations import evaluation_directories, judged_directories
+from draco_ray.lab.evaluation.policies import step_of
 from draco_ray.lab.report.groups import ROWS, PackedGroup, content, pack
 from draco_ray.lab.rows import grouped
 from draco_ray.records import Criterion, Evaluation, Verdict
 from draco_ray.runs.directory import RunDirectory
 from draco_ray.runs.evaluations import passed_share, read_evaluations
+from draco_ray.runs.rows import Row
 
-TRAJECTORIES, STEPS = "evaluation_trajectories", "evaluation_steps"
+_PLAYED = {"trajectories": "evaluation_trajectories", "steps": "evaluation_steps"}
+"""Table of training -> the same of evaluated rollouts."""
 
-Row = dict[str, Any]
 Outcomes = Mapping[tuple[str, int], Row]
 """(task, rollout) -> outcome on the page; ``success`` is true, false, or the share of verdicts that pass."""
 
@@ -36,10 +36,8 @@ def packed_evaluations(run: RunDirectory) -> Iterator[PackedGroup]:
             played = [result.evaluation for result in directory.results(name)]
             tables = {table: directory.trajectories(name, kept).to_pylist() for table, kept in _PLAYED.items()}
             rows = {table: grouped(found, "task_id") for table, found in tables.items()}
-            number = re.fullmatch(r"step(\d+)", name)
             key = f"{directory.path.name} {name}"
-            version = int(number[1]) if number else None
-            yield from _groups(key, version, directory.plan.split, _evaluated(played), rows)
+            yield from _groups(key, step_of(name), directory.plan.split, _evaluated(played), rows)
 
 
 def packed_judged(run: RunDirectory) -> Iterator[PackedGroup]:
@@ -51,12 +49,9 @@ def packed_judged(run: RunDirectory) -> Iterator[PackedGroup]:
             rows = {name: grouped(judged.table(table, step).to_pylist(), "task_id") for name, table in tables.items()}
             rows |= {"criteria": grouped([], "task_id"), "verdicts": grouped([], "task_id")}
             for task, of_task in grouped(found, "task_id").items():
-                criteria, verdicts = _verdicts(of_task, rows["judge_calls"].get(task, []))
-                rows["criteria"][task], rows["verdicts"][task] = criteria, verdicts
+                calls = rows["judge_calls"].get(task, [])
+                rows["criteria"][task], rows["verdicts"][task] = _verdicts(of_task, calls)
             yield from _groups(place + _moment(step, split), step, split, _judged(found), rows)
-
-
-_PLAYED = {"trajectories": TRAJECTORIES, "steps": STEPS}
 
 
 def _moment(step: int, split: str) -> str:

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
 
 import pyarrow.compute as pc
 from jinja2 import Environment, PackageLoader, StrictUndefined, Template
@@ -33,6 +32,7 @@ from draco_ray.lab.report.judged_traces import criterion_rows, trace_rows
 from draco_ray.lab.report.measured import packed_evaluations, packed_judged
 from draco_ray.lab.rows import grouped
 from draco_ray.runs.directory import RunDirectory
+from draco_ray.runs.rows import Row
 from draco_ray.traces.keeping import SETTING
 
 ASSETS = files("draco_ray.lab.report") / "assets"
@@ -41,8 +41,6 @@ PAGE_WIDTH = 980.0
 
 SCRIPTS = ("report.js", "labels.js", "beside.js", "search.js", "keys.js", "traces.js", "route.js")
 """Parts of the page's script, in order; the last one starts it."""
-
-Row = dict[str, Any]
 
 
 def write_report(run: RunDirectory, path: Path, *, tokens: bool = False) -> None:

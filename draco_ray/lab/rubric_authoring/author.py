@@ -204,7 +204,9 @@ class RubricAuthor:
             trajectories=[each.trajectory for each in members],
         )
         judged: Judged[tuple[Criterion, ...]] = await union.judged
-        self._actors.store.group.remote(PROPOSING, task_id, union.judged, None, None, self._row(union, len(members)))
+        row: dict[str, Any] = {"state": "merged" if union.ok else "failed", "rollouts": len(members), "unscored": 0}
+        row |= {"lost": self._settings.rollouts - len(members), "credit_failures": 0, "reason": union.summary.error}
+        self._actors.store.group.remote(PROPOSING, task_id, union.judged, None, None, row)
         if judged.value is None:
             self._console.print(f"{task_id}: no criteria: {judged.error}")
             return members, None
@@ -295,16 +297,6 @@ class RubricAuthor:
         judgement = await self._actors.judges.ask(phase, context, **given)
         self._actors.store.judged.remote(step, task_id, rollout, phase.name, judgement.archived)
         return judgement
-
-    def _row(self, union: Judgement, rollouts: int) -> dict[str, Any]:
-        return {
-            "state": "merged" if union.ok else "failed",
-            "rollouts": rollouts,
-            "lost": self._settings.rollouts - rollouts,
-            "unscored": 0,
-            "credit_failures": 0,
-            "reason": union.summary.error,
-        }
 
 
 @ray.remote(num_cpus=0)

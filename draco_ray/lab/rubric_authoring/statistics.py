@@ -95,12 +95,7 @@ def write_rubric(path: Path, kept: Sequence[MeasuredCriterion], provenance: str)
     """Write the criteria in their order, each below a comment with its figures; ``provenance`` is one line."""
     parts = [f"# {' '.join(provenance.split())}\n"]
     for each in kept:
-        criterion = each.criterion
-        entry = {
-            "title": criterion.title,
-            "description": criterion.description,
-            "evaluator_instruction": criterion.evaluator_instruction,
-        }
+        entry = {name: getattr(each.criterion, name) for name in ("title", "description", "evaluator_instruction")}
         figures = (
             f"failed {each.failure_rate:.1%} of {each.passed + each.failed} applicable rollouts of {each.rollouts}"
             f" ({each.applicability:.1%}), told apart the rollouts of {each.discriminated} of {each.tasks} tasks"
@@ -113,11 +108,8 @@ def write_rubric(path: Path, kept: Sequence[MeasuredCriterion], provenance: str)
 def rubric_table(kept: Sequence[MeasuredCriterion], pruned: Sequence[MeasuredCriterion]) -> Table:
     """Title, failure rate, applicability and discrimination, by descending failure rate; pruned criteria last."""
     table = Table(box=None, pad_edge=False)
-    table.add_column("#", justify="right")
-    table.add_column("title")
-    for name in ("failed", "applicable", "discriminates"):
-        table.add_column(name, justify="right")
-    table.add_column("")
+    for name in ("#", "title", "failed", "applicable", "discriminates", ""):
+        table.add_column(name, justify="left" if name in ("title", "") else "right")
     for number, each in enumerate((*kept, *pruned), start=1):
         stays = number <= len(kept)
         table.add_row(

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from draco_ray.judging.phases import PHASES
@@ -26,68 +25,60 @@ def read_calls(run: RunDirectory) -> dict[int, list[Row]]:
     return dict(sorted(grouped(itertools.chain(*calls), "training_step").items()))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PhaseCost:
-    """Sums over the calls of one phase. Replies from the durable cache are free and counted only as ``replayed``."""
+Cost = dict[str, float]
+"""Sums over the calls of one phase, by the names in `COLUMNS`, ``requests`` and ``estimated_dollars``.
 
-    calls: int = 0
-    """Calls that reached the judge, including re-asks."""
-    replayed: int = 0
-    requests: int = 0
-    """HTTP requests, including retries."""
-    failures: int = 0
-    """Calls with an unusable reply."""
-    input_tokens: int = 0
-    """Input tokens, including cached ones."""
-    cached_tokens: int = 0
-    output_tokens: int = 0
-    """Output tokens, including reasoning."""
-    reasoning_tokens: int = 0
-    dollars: float = 0.0
-    estimated_dollars: float = 0.0
-    """Estimated part of the dollars, for replies without token counts."""
-    seconds: float = 0.0
-    """Sum of the calls' durations, including overlaps."""
+``calls`` reached the judge, including re-asks; ``replayed`` replies came from the durable cache, are free and count
+nowhere else. ``requests`` are HTTP requests, including retries; ``failures`` are calls with an unusable reply. Input
+tokens include cached ones, output tokens reasoning. ``estimated_dollars`` is the part of the dollars for replies
+without token counts. ``seconds`` sums the calls' durations, including overlaps.
+"""
+COLUMNS = {
+    "calls": ("calls", 8, ""),
+    "replayed": ("replayed", 10, ""),
+    "failures": ("failed", 8, ""),
+    "input_tokens": ("input", 12, ","),
+    "cached_tokens": ("cached", 12, ","),
+    "output_tokens": ("output", 11, ","),
+    "reasoning_tokens": ("reasoning", 11, ","),
+    "dollars": ("dollars", 11, ".4f"),
+    "seconds": ("seconds", 10, ".1f"),
+}
+"""Sum -> header, width and number format of its column in `cost_table`."""
+_OF_A_CALL = (
+    *("requests", "input_tokens", "cached_tokens", "output_tokens", "reasoning_tokens"),
+    *("dollars", "estimated_dollars", "seconds"),
+)
+"""Sums of a column of ``judge_calls``."""
 
-    def __add__(self, other: PhaseCost) -> PhaseCost:
-        names = (field.name for field in fields(self))
-        return PhaseCost(**{name: getattr(self, name) + getattr(other, name) for name in names})
 
-
-def total_cost(calls: Iterable[Row]) -> PhaseCost:
+def total_cost(calls: Sequence[Row]) -> Cost:
     """The costs of these rows of ``judge_calls``."""
-    return sum((_call_cost(call) for call in calls), start=PhaseCost())
+    sent = [call for call in calls if call["requests"]]
+    return {
+        "calls": len(sent),
+        "replayed": len(calls) - len(sent),
+        "failures": sum(call["error"] is not None for call in calls),
+        **{name: sum(call[name] for call in sent) for name in _OF_A_CALL},
+    }
 
 
-def _call_cost(call: Row) -> PhaseCost:
-    failures = int(call["error"] is not None)
-    if call["requests"] == 0:
-        return PhaseCost(replayed=1, failures=failures)
-    summed = {field.name: call[field.name] for field in fields(PhaseCost) if field.name in call}
-    return PhaseCost(calls=1, failures=failures, **summed)
-
-
-def phase_costs(calls: Iterable[Row]) -> dict[str, PhaseCost]:
+def phase_costs(calls: Iterable[Row]) -> dict[str, Cost]:
     """Costs by phase, in the order of the pipeline; phases without calls are left out."""
     costs = {phase: total_cost(found) for phase, found in grouped(calls, "phase").items()}
     return {phase: costs[phase] for phase in (*PHASES, *costs) if phase in costs}
 
 
-def cost_table(costs: Mapping[str, PhaseCost], part: str = "phase") -> str:
+def cost_table(costs: Mapping[str, Cost], part: str = "phase") -> str:
     """A plain-text table, one line per phase (or other ``part``) and one for the total."""
-    header = (part, "calls", "replayed", "failed", "input", "cached", "output", "reasoning", "dollars", "seconds")
-    total = sum(costs.values(), start=PhaseCost())
-    rows = [(str(phase), cost) for phase, cost in costs.items()] + [("total", total)]
-    lines = ["{:<10}{:>8}{:>10}{:>8}{:>12}{:>12}{:>11}{:>11}{:>11}{:>10}".format(*header)]
-    lines += [
-        f"{name:<10}{cost.calls:>8}{cost.replayed:>10}{cost.failures:>8}{cost.input_tokens:>12,}"
-        f"{cost.cached_tokens:>12,}{cost.output_tokens:>11,}{cost.reasoning_tokens:>11,}{cost.dollars:>11.4f}"
-        f"{cost.seconds:>10.1f}"
-        for name, cost in rows
-    ]
-    if total.estimated_dollars and part == "phase":
+    total = {name: sum(cost[name] for cost in costs.values()) for name in (*COLUMNS, "estimated_dollars")}
+    lines = [f"{part:<10}" + "".join(f"{header:>{width}}" for header, width, _ in COLUMNS.values())]
+    for label, cost in (*costs.items(), ("total", total)):
+        cells = (f"{cost[name]:>{width}{form}}" for name, (_, width, form) in COLUMNS.items())
+        lines.append(f"{label:<10}" + "".join(cells))
+    if total["estimated_dollars"] and part == "phase":
         lines.append(
-            f"including ${total.estimated_dollars:.4f}, the maximum cost of requests without a reply or without "
+            f"including ${total['estimated_dollars']:.4f}, the maximum cost of requests without a reply or without "
             "reported usage"
         )
     return "\n".join(lines)

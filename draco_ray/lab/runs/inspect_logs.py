@@ -14,7 +14,6 @@ import hashlib
 import json
 import math
 import os
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -311,26 +310,22 @@ def _step(turn: Turn, number: int) -> Iterator[Json]:
 def _rewards(run: RunDirectory, step: int) -> dict[tuple[str, int], Json]:
     """The score of each rollout that has a reward."""
     titles = {(row["task_id"], row["criterion"]): row["title"] for row in run.table("criteria", step).to_pylist()}
-    cited: dict[tuple[str, int, int], set[int]] = defaultdict(set)
-    for row in run.table("citations", step).to_pylist():
-        if row["step"] is not None:
-            cited[row["task_id"], row["rollout"], row["criterion"]].add(row["step"])
-    verdicts: dict[tuple[str, int], list[Json]] = defaultdict(list)
-    for row in sorted(run.table("verdicts", step).to_pylist(), key=lambda row: int(row["criterion"])):
-        key = (row["task_id"], row["rollout"])
-        verdicts[key].append(
-            {
-                "title": titles.get((row["task_id"], row["criterion"]), ""),
-                "verdict": Verdict(row["verdict"]).name,
-                "evidence": row["evidence"],
-                "justification": row["justification"],
-                "steps": sorted(cited[(*key, row["criterion"])]),
-            }
-        )
+    verdicts = grouped(run.table("verdicts", step).to_pylist(), "task_id", "rollout")
+    citations = grouped(run.table("citations", step).to_pylist(), "task_id", "rollout", "criterion")
     found = {}
     for row in run.table("advantages", step).to_pylist():
-        mine = verdicts[row["task_id"], row["rollout"]]
-        found[row["task_id"], row["rollout"]] = {
+        key = (row["task_id"], row["rollout"])
+        mine = [
+            {
+                "title": titles.get((row["task_id"], verdict["criterion"]), ""),
+                "verdict": Verdict(verdict["verdict"]).name,
+                "evidence": verdict["evidence"],
+                "justification": verdict["justification"],
+                "steps": sorted({each["step"] for each in citations[(*key, verdict["criterion"])]} - {None}),
+            }
+            for verdict in sorted(verdicts[key], key=lambda verdict: int(verdict["criterion"]))
+        ]
+        found[key] = {
             "value": row["reward"],
             "explanation": "\n".join(f"{v['verdict']}: {v['title']}: {v['justification']}" for v in mine),
             "metadata": {

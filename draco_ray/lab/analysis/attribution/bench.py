@@ -34,13 +34,13 @@ class JudgedRollout:
     planted: PlantedRollout
     truth_K: IntArray
     """Known verdicts: -1 violated, +1 not violated, 0 unknown; empty if the judge wrote the rubric."""
-    verdict_K: IntArray | None
-    """Verdicts of the scoring call; None if it failed."""
-    attributions: tuple[Attribution, ...] | None
-    """Attributions of the credit call, on surviving criteria; None if no call was made or it failed."""
-    share: RolloutAdvantage | None
-    """R, A, Q and a_j; None if there are no scoring verdicts."""
     tokens_M: IntArray
+    verdict_K: IntArray | None = None
+    """Verdicts of the scoring call; None if it failed."""
+    attributions: tuple[Attribution, ...] | None = None
+    """Attributions of the credit call, on surviving criteria; None if no call was made or it failed."""
+    share: RolloutAdvantage | None = None
+    """R, A, Q and a_j; None if there are no scoring verdicts."""
     error: str | None = None
 
     @property
@@ -89,20 +89,13 @@ async def _judge_group(judge: Judge, group: Sequence[PlantedRollout], world: Pat
         rows,
         rule=AdvantageRule(),
     )
-    row_of = {index: row for row, index in enumerate(rows)}
-    found = []
-    for index, rollout in enumerate(group):
-        row = row_of.get(index)
-        found.append(
-            JudgedRollout(
-                planted=rollout,
-                truth_K=rollout.truth_K,
-                verdict_K=None if row is None else verdict_GK[row],
-                attributions=None if row is None else credited[row].value,
-                share=None if row is None else advantages.rollouts[row],
-                tokens_M=played[index].tokens_M,
-                error=scored[index].error if row is None else credited[row].error,
-            )
+    found = [
+        JudgedRollout(planted=rollout, truth_K=rollout.truth_K, tokens_M=each.tokens_M, error=score.error)
+        for rollout, each, score in zip(group, played, scored, strict=True)
+    ]
+    for index, verdict_K, credit, share in zip(rows, verdict_GK, credited, advantages.rollouts, strict=True):
+        found[index] = replace(
+            found[index], verdict_K=verdict_K, attributions=credit.value, share=share, error=credit.error
         )
     return found
 

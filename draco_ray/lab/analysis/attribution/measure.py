@@ -30,7 +30,8 @@ if no step gets credit, ``hit_at_1`` and ``blame_auroc`` are at chance.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from operator import itemgetter
 
 import numpy as np
 
@@ -45,7 +46,7 @@ from draco_ray.lab.analysis.agreement import (
 from draco_ray.lab.analysis.attribution.bench import JudgedRollout
 from draco_ray.lab.analysis.attribution.rubric import UNKNOWN, failed
 from draco_ray.lab.analysis.credit import push_shares
-from draco_ray.lab.rows import finite, table_of
+from draco_ray.lab.rows import grouped_by, table_of
 from draco_ray.records import BoolArray, FloatArray, Verdict
 from draco_ray.runs.rows import Row
 from draco_ray.sandbox.world.scripts import Fault
@@ -200,60 +201,47 @@ def _verdict_rows(scope: str, judgments: dict[str, list[tuple[int, int]]]) -> li
         return []
     found = agreement(*np.array([pair for pairs in judgments.values() for pair in pairs]).T)
     bounds = agreement_intervals([contingency(*np.array(pairs).T) for pairs in judgments.values()])
-    wanted = {
-        "accuracy": ("agreement", found.chance),
-        "kappa": ("kappa", 0.0),
-        "balanced_accuracy": ("balanced_accuracy", 0.5),
-        "false_pass": ("false_pass", None),
-        "false_fail": ("false_fail", None),
-        "unanswered": ("unanswered", None),
-    }
+    chance = {"agreement": found.chance, "kappa": 0.0, "balanced_accuracy": 0.5}
     return [
-        _row(scope, measure, found.judgments, getattr(found, name), *bounds[name], {"chance": by_chance})
-        for measure, (name, by_chance) in wanted.items()
+        {
+            "scope": scope,
+            "measure": "accuracy" if name == "agreement" else name,
+            "observations": found.judgments,
+            "value": getattr(found, name),
+            "low": bounds[name][0],
+            "high": bounds[name][1],
+            "chance": chance.get(name),
+        }
+        for name in (*chance, "false_pass", "false_fail", "unanswered")
     ]
 
 
 def _step_rows(scope: str, rollouts: Sequence[JudgedRollout]) -> list[Row]:
     rows = []
     for name, observe in STEP_MEASURES.items():
-        clusters: dict[str, list[Observation]] = defaultdict(list)
-        for rollout in rollouts:
-            if rollout.planted.planted and (observation := observe(rollout)) is not None:
-                clusters[rollout.planted.task_id].append(observation)
-        if clusters:
-            rows.append(_mean_row(scope, name, clusters))
+        observed = [(each.planted.task_id, observe(each)) for each in rollouts if each.planted.planted]
+        rows += _mean_rows(scope, name, [(task_id, found) for task_id, found in observed if found is not None])
     return rows
 
 
 def _blame_rows(judged: Sequence[JudgedRollout]) -> list[Row]:
-    clusters: dict[str, list[Observation]] = defaultdict(list)
+    observed = []
     for rollout in judged:
         if not rollout.planted.faults and rollout.verdict_K is not None:
             # Criteria without a known verdict do not count.
             known = rollout.truth_K == 1 if rollout.planted.rubric else True
             blamed = float(((rollout.verdict_K == Verdict.FAIL) & known).any())
-            clusters[rollout.planted.task_id].append((blamed, _NONE, _NONE, _NONE))
-    return [_mean_row("all", "false_blame", clusters)] if clusters else []
+            observed.append((rollout.planted.task_id, (blamed, _NONE, _NONE, _NONE)))
+    return _mean_rows("all", "false_blame", observed)
 
 
-def _mean_row(scope: str, measure: str, clusters: dict[str, list[Observation]]) -> Row:
-    values = {task_id: [observation[0] for observation in found] for task_id, found in clusters.items()}
-    interval = clustered_interval(values, lambda items: float(np.mean(items)))
-    observed = np.array([observation for found in clusters.values() for observation in found])
-    rules = dict(zip(RULES, observed[:, 1:].mean(axis=0).tolist(), strict=True))
-    return _row(scope, measure, sum(map(len, clusters.values())), interval.mean, interval.low, interval.high, rules)
-
-
-def _row(
-    scope: str,
-    measure: str,
-    observations: int,
-    value: float,
-    low: float,
-    high: float,
-    rules: Mapping[str, float | None],
-) -> Row:
-    numbers = {"value": value, "low": low, "high": high, **rules}
-    known = {name: finite(number) for name, number in numbers.items()}
-    return {"scope": scope, "measure": measure, "observations": observations, **known}
+def _mean_rows(scope: str, measure: str, observations: Sequence[tuple[str, Observation]]) -> list[Row]:
+    """The row of a measure, from the task and the value of each observation; none without observations."""
+    if not observations:
+        return []
+    clusters = grouped_by(observations, itemgetter(0))
+    interval = clustered_interval(clusters, lambda items: float(np.mean([found[0] for _, found in items])))
+    observed = np.array([found for _, found in observations])
+    about: Row = {"scope": scope, "measure": measure, "observations": len(observed)}
+    about |= {"value": interval.mean, "low": interval.low, "high": interval.high}
+    return [about | dict(zip(RULES, observed[:, 1:].mean(axis=0).tolist(), strict=True))]
