@@ -59,7 +59,7 @@ def _of_package(name: str) -> Any:
 
 
 def _typed(words: Sequence[str]) -> list[str]:
-    """The words of a command line, with the home directory for ``--option=~/``, which shells leave.
+    """Check a command line's arguments and expand ``--option=~/``, which shells do not.
 
     Raises:
         ConfigError: a word or an option's value is empty; an empty path would be the working directory, and an empty
@@ -68,7 +68,7 @@ def _typed(words: Sequence[str]) -> list[str]:
     for place, word in enumerate(words):
         if not word or re.fullmatch("--[a-z-]+=", word):
             before = f"after {words[place - 1]} " if place and not word else ""
-            raise ConfigError(f"{word or 'an argument'} {before}is empty; set the shell variable that it comes from")
+            raise ConfigError(f"{word or 'an argument'} {before}is empty; is a shell variable not set?")
     return [re.sub("^--[a-z-]+=~(?=/)", lambda match: match[0][:-1] + os.path.expanduser("~"), word) for word in words]
 
 

@@ -202,7 +202,7 @@ def arithmetic(run: RunDirectory, sequences: Sequence[Sequence[int]]) -> float:
 
 
 def idle(root: Path, seconds: float, config: Sequence[str]) -> None:
-    """Print the cores that a run takes whose judge has not answered for a while, and those of Ray alone."""
+    """Print the cores of a run that waits for its judge, of Ray, and of Ray with as many idle actors."""
     questions = root / "questions"
     questions.mkdir()
     command = [*TRAIN, *config, f"judge.model=files:{questions}", "judge.rule_judge.start=false", f"run.root={root}"]

@@ -91,7 +91,7 @@ def watched(run: RunDirectory, hole: str) -> Watched:
 
 
 def clean_runs(folder: Path) -> list[Watched]:
-    """The runs of a folder in which a held-out judge scored pairs; their judge must not have a hole."""
+    """The runs of a folder in which a held-out judge scored pairs; the caller ensures that their judge has no hole."""
     runs = [watched(RunDirectory.open(each.parent), CLEAN) for each in sorted(folder.glob("*/metrics.jsonl"))]
     return [run for run in runs if run.pairs]
 

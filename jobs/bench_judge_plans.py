@@ -262,7 +262,7 @@ def recorded_groups(run: RunDirectory, most: int, size: int) -> dict[str, Sequen
 
 
 def compare(run: Path, plans: Sequence[str], visits: int, most: int, judge: str, out: Path | None) -> None:
-    """Judge a run's groups under each plan; print tokens by visit and how far rewards agree."""
+    """Judge a run's groups under each plan; print tokens by visit and the agreement of rewards and step advantages."""
     directory = RunDirectory.open(run.resolve())
     config = load_config(str(directory.path))
     groups = recorded_groups(directory, most, config.algorithm.group_size)

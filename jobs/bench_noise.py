@@ -258,7 +258,8 @@ def main(
     print(
         "\nIn %, with 95 % intervals over scenarios and, from two seeds on, training seeds; differences are paired by "
         "task. Kept: share of the gain under an error-free judge, over common seeds. The judge is the offline rule "
-        "judge with errors in these shares of its verdicts, citations or criteria; nothing else changes. Plot: "
+        "judge with errors in these shares of its verdicts, citations or criteria; `calibrated` also sets "
+        "algorithm.reliability. Plot: "
         f"{folder / 'noise.csv'}, {folder / 'noise.png'}"
     )
 

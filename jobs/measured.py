@@ -1,4 +1,4 @@
-"""Runs of the sandbox for the tables of ablation and benches, and what these need of them: a small file a run.
+"""Sandbox runs behind the jobs' tables; the results of each run are one small file.
 
 A night's work need not be one night of one machine: figures that were measured before, or elsewhere, count as runs of
 one's own where they lie in the folder, and what is missing is run. All runs of a seed begin from one starter policy,
@@ -34,7 +34,7 @@ SANDBOX = "sandbox"
 REFERENCE_JUDGE = "gpt-5.4"
 """The rule judge costs nothing: its tokens are priced as those of the paper's judge."""
 CellT = TypeVar("CellT")
-"""What a table calls a run, its seed included."""
+"""Key of a run in a table, with its seed."""
 
 
 @dataclass(frozen=True)

@@ -144,7 +144,7 @@ def attribution_labels(path: Path, *, out: Path, console: Console) -> list[Path]
     )
     print_table(
         console,
-        f"errors over {len(found.trajectories)} trajectories, in terms of judge.rule_judge",
+        "error rates by trajectory, as judge.rule_judge takes them",
         ["", *ERRORS],
         {row["judge"]: [row[head] for head in ERRORS] for row in calibrated.to_pylist() if row["judge"] != EVERY_JUDGE},
     )

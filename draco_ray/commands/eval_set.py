@@ -44,7 +44,7 @@ from draco_ray.commands.evaluate import (
 from draco_ray.config.effect import check_effect
 from draco_ray.config.file_names import file_name
 from draco_ray.config.load import read_tree
-from draco_ray.config.schema import Filled
+from draco_ray.config.schema import NonEmptyStr
 from draco_ray.errors import ConfigError
 from draco_ray.lab.evaluation.rendering import Shown, TableFormat
 from draco_ray.lab.evaluation.results import EvaluationDirectory, Plan
@@ -91,8 +91,8 @@ class EvaluatedSetting(BaseModel):
     """Configuration, as in ``draco evaluate --config``."""
     overrides: Words = ()
     """``KEY=VALUE``, applied after those of the set."""
-    api_base: Filled | None = None
-    api_key_env: Filled | None = None
+    api_base: NonEmptyStr | None = None
+    api_key_env: NonEmptyStr | None = None
     api_temperature: float | None = Field(None, ge=0)
 
     @model_validator(mode="after")

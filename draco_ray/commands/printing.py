@@ -10,7 +10,7 @@ from rich.table import Table
 
 
 def print_overall(console: Console, title: str, table: pa.Table, left_out: Sequence[str], head: str = "phase") -> None:
-    """Print a line per measure and a column per row over all steps; intervals follow the value.
+    """Print the rows over all steps as columns, one line per measure, with intervals.
 
     Args:
         left_out: columns without a line.

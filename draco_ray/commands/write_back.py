@@ -62,7 +62,7 @@ def phoenix(score: Score) -> dict[str, Any]:
 
 
 def otlp(score: Score) -> dict[str, Any]:
-    """OpenTelemetry's event ``gen_ai.evaluation.result``, linked to a trace if its id is OpenTelemetry's."""
+    """OpenTelemetry's event ``gen_ai.evaluation.result``, linked to the trace if the trace's id is 32 hex digits."""
     said = {
         "gen_ai.evaluation.name": {"stringValue": score["name"]},
         "gen_ai.evaluation.score.value": {"doubleValue": score["value"]},

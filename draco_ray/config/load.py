@@ -1,7 +1,7 @@
 """Builds a `DracoConfig` from a preset or YAML file, a setting, and ``key=value`` overrides, of which later ones win.
 
 A file may extend another with ``extends: NAME``, or several, of which later ones win. In a file, a text that begins
-with ``./`` is a path relative to the file; one with ``~/``, wherever it is set, is in the home directory. Every mistake
+with ``./`` is a path relative to the file; ``~/``, in a file or an override, is the home directory. Every mistake
 is reported in one line with the key, the value found, the value expected, and the most similar key.
 """
 

@@ -322,7 +322,7 @@ def _with_absolute_path(model: str) -> str:
 
 
 Model = Annotated[str, AfterValidator(_with_absolute_path)]
-Filled = Annotated[str, Field(min_length=1)]
+NonEmptyStr = Annotated[str, Field(min_length=1)]
 """A text that is not empty."""
 
 
@@ -421,8 +421,8 @@ class OtherJudgeConfig(Tree):
 
     model: Model
     """LiteLLM model name with provider prefix."""
-    api_base: Filled | None = None
-    api_key_env: Filled | None = None
+    api_base: NonEmptyStr | None = None
+    api_key_env: NonEmptyStr | None = None
     """Environment variable with the key; null: ``<PROVIDER>_API_KEY``."""
 
 
@@ -458,9 +458,9 @@ class JudgeConfig(Tree):
     """What is asked of the judge: paper (20 calls for a group of 6), default (without calls that change little), lean
     (9 calls, 6 at later visits: algorithm.merge_proposals, merge_verdicts and rubric_visits). A plan sets only keys
     that are not set anywhere else; a run's own config.yaml sets them all."""
-    api_base: Filled | None = Field(None, json_schema_extra=CONFIRMED)
+    api_base: NonEmptyStr | None = Field(None, json_schema_extra=CONFIRMED)
     """Endpoint; null: the provider's."""
-    api_key_env: Filled | None = Field(None, json_schema_extra=CONFIRMED)
+    api_key_env: NonEmptyStr | None = Field(None, json_schema_extra=CONFIRMED)
     """Environment variable with the key; null: ``<PROVIDER>_API_KEY``. The key itself never appears in a configuration,
     log or command line."""
     temperature: float | None = Field(0.1, ge=0)
@@ -831,7 +831,7 @@ class RunConfig(Tree):
 class RayConfig(Tree):
     """How to find Ray."""
 
-    address: Filled | None = Field(None, json_schema_extra=CONFIRMED)
+    address: NonEmptyStr | None = Field(None, json_schema_extra=CONFIRMED)
     """Address of the cluster; null: RAY_ADDRESS, else a new Ray on this machine."""
     object_store_mib: int | None = Field(None, ge=80)
     """Size of the object store of a Ray started here."""

@@ -175,7 +175,7 @@ def is_refused(judged: Judged[ValueT]) -> bool:
 
 
 def is_unusable(judged: Judged[ValueT]) -> bool:
-    """Whether the judge replied, but not usably: a refusal in plain words, nothing, half an answer, another one's."""
+    """Whether the judge replied, but not usably: a refusal in prose, an empty, truncated or misdirected reply."""
     return not judged.ok and bool(judged.calls) and judged.calls[-1].finish_reason not in ("error", "unavailable")
 
 

@@ -315,7 +315,9 @@ class Union(GroupQuestion):
 
 def _steps(value: object) -> object:
     """A list of steps, also from one step, from "1, 2", and from null."""
-    return value if isinstance(value, list) else [] if value is None else str(value).split(",")
+    if value is None:
+        return []
+    return value if isinstance(value, list) else str(value).split(",")
 
 
 Steps = Annotated[list[Integer], BeforeValidator(_steps)]

@@ -63,11 +63,11 @@ def grouped(rows: Iterable[RowT], *columns: str) -> defaultdict[Any, list[RowT]]
     >>> dict(grouped([{"task": "a", "step": 1}, {"task": "b", "step": 1}], "step"))
     {1: [{'task': 'a', 'step': 1}, {'task': 'b', 'step': 1}]}
     """
-    return grouped_by(rows, itemgetter(*columns))
+    return group_by(rows, itemgetter(*columns))
 
 
-def grouped_by(items: Iterable[ItemT], key: Callable[[ItemT], Any]) -> defaultdict[Any, list[ItemT]]:
-    """Items by their key, in the order of the first of each."""
+def group_by(items: Iterable[ItemT], key: Callable[[ItemT], Any]) -> defaultdict[Any, list[ItemT]]:
+    """Group items by key; keys in the order of their first item."""
     found: defaultdict[Any, list[ItemT]] = defaultdict(list)
     for item in items:
         found[key(item)].append(item)

@@ -43,8 +43,8 @@ class Thread:
     entries: list[Entry] = field(default_factory=list)
     calls: list[int] = field(default_factory=list)
     """Indices into the list of calls."""
-    beside: bool = False
-    """Whether it is about another conversation's answer."""
+    side_call: bool = False
+    """Whether it asks about another conversation's answer."""
 
 
 def threads(calls: Sequence[ModelCall]) -> list[Thread]:
@@ -72,7 +72,7 @@ def threads(calls: Sequence[ModelCall]) -> list[Thread]:
             repeats = bool(thread.entries) and thread.entries[-1].role == AGENT and new == len(inputs)
             if repeats and call.system != calls[thread.calls[0]].system:
                 # Another instruction about the last answer, such as to suggest questions, does not continue it.
-                new, thread = 0, Thread(beside=True)
+                new, thread = 0, Thread(side_call=True)
             inputs = inputs[new:]
         if not thread.calls:
             found.append(thread)
@@ -132,7 +132,8 @@ def _longest(found: Sequence[Thread]) -> Thread:
     def weight(thread: Thread) -> tuple[int, ...]:
         # Of single calls, a title's or a guard's output is shorter than an agent's.
         said = [entry for entry in thread.entries if entry.role != "system"]
-        return not thread.beside, len(thread.calls), len(said), len(said[-1].calls), len(said[-1].text)
+        last = said[-1] if said else Entry(role=AGENT)
+        return not thread.side_call, len(thread.calls), len(said), len(last.calls), len(last.text)
 
     return max(found, key=weight)
 

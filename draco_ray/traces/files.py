@@ -305,7 +305,7 @@ def _several(document: Any, where: str) -> Iterator[Found]:
     from draco_ray.traces.readers.chat import HISTORIES, is_messages
 
     known = recognised(document) is not None
-    several = isinstance(document, dict) and len(document) > 1 and not document.keys() & {*HISTORIES}
+    several = isinstance(document, dict) and len(document) > 1 and document.keys().isdisjoint(HISTORIES)
     if several and all(map(is_messages, document.values())):
         # Conversations by name.
         document, known = list(document.values()), False
@@ -340,7 +340,7 @@ def loads(content: bytes) -> Any:
     except (ValueError, RecursionError) as error:
         if content.startswith(STREAMED):
             raise BadTrace(
-                'found server-sent events without a request; write both into one object: "request", "response"'
+                'found server-sent events without their request; expected {"request": ..., "response": ...}'
             ) from None
         raise _not_json(error) from None
 

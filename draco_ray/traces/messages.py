@@ -373,7 +373,7 @@ def _langchain(message: Mapping[str, Any]) -> dict[str, Any] | None:
 
 
 def is_autogen(message: Mapping[str, Any]) -> bool:
-    """Whether the value is a message or event of AutoGen; a model's results have no source."""
+    """Whether the value is a message or event of AutoGen; ``FunctionExecutionResultMessage`` has no ``source``."""
     return str(message.get("type")).endswith(AUTOGEN) and (
         "source" in message or isinstance(message.get("content"), list)
     )

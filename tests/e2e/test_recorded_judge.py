@@ -55,7 +55,7 @@ def test_a_recorded_frontier_judge_names_the_planted_faults(tmp_path: Path) -> N
 
 
 @pytest.mark.usefixtures("world")
-def test_the_hard_half_tells_it_from_a_judge_that_knows_the_faults(tmp_path: Path) -> None:
+def test_the_hard_half_separates_the_recorded_llm_from_the_rule_judge(tmp_path: Path) -> None:
     hard = ("--hard", "--tasks", "14", "--judge")
     found = measured(tmp_path, *hard, f"files:{RECORDS / 'attribution-bench-hard'}")
     assert found["citation_precision"] < 0.7
@@ -77,8 +77,8 @@ def test_its_rewards_order_rollouts_of_the_shop_as_the_evaluator_does(tmp_path: 
     assert all(right[1] > wrong[1] for right, wrong in pairs)
 
 
-def test_fewer_calls_order_rollouts_as_the_papers_do(capsys: pytest.CaptureFixture[str]) -> None:
-    """It judged 15 groups of a small language model's rollouts under each plan, and never turned a pair around."""
+def test_plans_with_fewer_calls_reverse_no_pair(capsys: pytest.CaptureFixture[str]) -> None:
+    """15 groups of a small language model's rollouts under each plan: pairs are tied, but never reversed."""
     folder = RECORDS / "plans"
     load_job("bench_judge_plans").compare(
         folder / "run", ["paper", "default", "lean"], visits=1, most=15, judge=f"files:{folder}", out=None

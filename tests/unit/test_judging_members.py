@@ -134,7 +134,7 @@ async def test_a_refusal_may_also_be_a_reply(refusal: Completion) -> None:
         completion("half", finish_reason="error"),
     ],
 )
-async def test_a_judge_that_did_not_answer_is_not_asked_without_anyone(failure: Completion) -> None:
+async def test_an_outage_starts_no_search(failure: Completion) -> None:
     complete = Filter({3}, failure)
     assert not (await asked(complete, union(4, doubtful=[3]))).ok
     assert len(complete.shown) == 1
@@ -150,7 +150,7 @@ async def test_a_judge_that_did_not_answer_is_not_asked_without_anyone(failure: 
         completion('{"request_tag": "000000", "entries": []}'),
     ],
 )
-async def test_what_is_no_refusal_costs_one_more_question_where_a_rollout_is_in_doubt(failure: Completion) -> None:
+async def test_an_unusable_reply_is_retried_once_without_doubtful_rollouts(failure: Completion) -> None:
     complete = Filter({3}, failure)
     assert (await asked(complete, union(4, doubtful=[3]))).ok
     assert complete.shown == [[0, 1, 2, 3], [0, 1, 2]]

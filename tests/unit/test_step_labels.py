@@ -129,7 +129,7 @@ def test_only_a_judge_that_beats_uniform_is_trusted() -> None:
     assert rows[EVERY_JUDGE]["within_tolerance"] <= min(row["within_tolerance"] for row in rows.values())
 
 
-def test_a_mistake_is_one_error_of_verdict_or_of_step() -> None:
+def test_each_mistake_counts_as_one_error() -> None:
     people = [[1, -1, 1], [1, -1, -1], [-1, 1], [0, 1], [1, 1, 1], [1, -1]]
     # A fault called neutral, one of two steps misplaced, a wrong place, none, a false alarm, and a step left out.
     judge = [[1, 0, 1], [-1, -1, 0], [1, -1], [0, 0], [1, -1, -1], [-1, None]]
@@ -139,7 +139,7 @@ def test_a_mistake_is_one_error_of_verdict_or_of_step() -> None:
     assert error_rates(found, "b") == {"false_pass": 0.0, "false_fail": 0.0, "wrong_step": 0.0}
 
 
-def test_an_error_that_nothing_could_show_is_null() -> None:
+def test_a_rate_without_cases_is_null() -> None:
     given = {"trajectories": [trajectory(0, [1, -1])], "judges": {"a": [[1, 1]], "b": [[None, None]]}}
     found = StepLabelFile.model_validate(given)
     assert error_rates(found, "a") == {"false_pass": 1.0, "false_fail": None, "wrong_step": None}

@@ -346,7 +346,7 @@ def test_a_result_that_only_the_span_of_a_tool_has(tool: Json) -> None:
     assert trace.steps[0].observation == "DL9"
 
 
-def test_calls_beside_the_agents_are_side_calls_also_where_it_makes_one_call_or_they_follow_its_last() -> None:
+def test_title_and_follow_up_calls_are_side_calls() -> None:
     def chat(asked: Sequence[Json], said: str) -> Json:
         messages = {"input": asked, "output": [{"role": "assistant", "content": said}]}
         return {"attributes": {f"gen_ai.{way}.messages": json.dumps(each) for way, each in messages.items()}}

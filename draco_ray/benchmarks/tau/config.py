@@ -7,7 +7,7 @@ from typing import Literal, Self
 
 from pydantic import Field
 
-from draco_ray.config.schema import CONFIRMED, CONFIRMED_URL, DracoConfig, Filled, Tree
+from draco_ray.config.schema import CONFIRMED, CONFIRMED_URL, DracoConfig, NonEmptyStr, Tree
 
 DenseRetrieval = Literal["alltools-qwen", "qwen_embeddings", "qwen_embeddings_grep"]
 """tau2's retrieval configurations that call an embedding model."""
@@ -31,9 +31,9 @@ class TauModelConfig(Tree):
 
     model: str = Field("openai/gpt-5.4", json_schema_extra=CONFIRMED_URL)
     """LiteLLM model name with provider prefix."""
-    api_base: Filled | None = Field(None, json_schema_extra=CONFIRMED)
+    api_base: NonEmptyStr | None = Field(None, json_schema_extra=CONFIRMED)
     """Endpoint; null: the provider's own. For agent and user simulator, only with openai/ and hosted_vllm/ models."""
-    api_key_env: Filled | None = Field(None, json_schema_extra=CONFIRMED)
+    api_key_env: NonEmptyStr | None = Field(None, json_schema_extra=CONFIRMED)
     """Environment variable with the key; null: ``<PROVIDER>_API_KEY``. For providers other than openai/ and
     hosted_vllm/ it must have LiteLLM's name."""
     temperature: float | None = Field(0.0, ge=0)
@@ -45,9 +45,9 @@ class TauEmbedderConfig(Tree):
 
     model: str = "qwen/qwen3-embedding-8b"
     """The model's name at the endpoint."""
-    api_base: Filled = Field("https://openrouter.ai/api/v1", json_schema_extra=CONFIRMED)
+    api_base: NonEmptyStr = Field("https://openrouter.ai/api/v1", json_schema_extra=CONFIRMED)
     """Endpoint of the embedding model."""
-    api_key_env: Filled = Field("OPENROUTER_API_KEY", json_schema_extra=CONFIRMED)
+    api_key_env: NonEmptyStr = Field("OPENROUTER_API_KEY", json_schema_extra=CONFIRMED)
     """Environment variable with its key."""
 
 

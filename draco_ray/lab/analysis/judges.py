@@ -67,9 +67,9 @@ class NamedJudge:
     model: str
     """LiteLLM model name, `RULES`, `OWN` (the judge of the run's configuration) or `POLICY`."""
     api_base: str | None = None
-    """Endpoint; None uses the provider's own."""
+    """Endpoint; None: the one configured for this model, else the provider's."""
     api_key_env: str | None = None
-    """Environment variable with the API key; None uses ``<PROVIDER>_API_KEY``."""
+    """Environment variable with the API key; None: the one configured for this model, else ``<PROVIDER>_API_KEY``."""
 
     def __post_init__(self) -> None:
         """Reject an endpoint for a judge that runs locally. Raises: ConfigError."""
@@ -78,8 +78,8 @@ class NamedJudge:
 
 
 def judge_config(config: JudgeConfig, judge: NamedJudge, cache: Path | None) -> JudgeConfig:
-    """``config`` with another judge: keeps prompts, sampling, attempts and prices, and for the same model endpoint, key
-    and extra body.
+    """``config`` with another judge: keeps prompts, sampling, attempts and prices; if the model is unchanged, also
+    endpoint, key and extra body.
 
     Args:
         config: the judge configuration to change.

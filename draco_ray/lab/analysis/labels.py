@@ -15,7 +15,7 @@ from draco_ray.lab.analysis.agreement import clustered_interval
 from draco_ray.lab.analysis.attribution.step_labels import Cited, citation_reliability
 from draco_ray.lab.analysis.replay import REPLAYED, agreement_table
 from draco_ray.lab.evaluation.intervals import Interval
-from draco_ray.lab.rows import grouped_by
+from draco_ray.lab.rows import group_by
 from draco_ray.runs.rows import Row
 
 PEOPLE = "labels"
@@ -62,7 +62,7 @@ def citations(labels: Sequence[Label]) -> Citations | None:
     mine = [label for label in labels if label.citation is not None]
     if not mine:
         return None
-    groups = grouped_by(mine, lambda label: repr(label.group))
+    groups = group_by(mine, lambda label: repr(label.group))
 
     def right(found: Sequence[Label]) -> float:
         return float(np.mean([bool(label.citation) for label in found])) if found else float("nan")

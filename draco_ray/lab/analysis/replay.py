@@ -67,7 +67,7 @@ class ArchivedCall:
     rubric: tuple[Criterion, ...]
     """The criteria of the prompt, in its order."""
     reference: tuple[Row, ...]
-    """For each of them the columns of `REPLAYED` that do not depend on the other judge."""
+    """A row per criterion: the columns of `REPLAYED` that are known before the replay."""
 
 
 def archived_calls(run: RunDirectory, steps: Sequence[int] | None, phases: Sequence[str]) -> list[ArchivedCall]:
@@ -92,12 +92,19 @@ def archived_calls(run: RunDirectory, steps: Sequence[int] | None, phases: Seque
         for (phase, task_id, rollout), asked in sorted(grouped(calls, "phase", "task_id", "rollout").items()):
             verdicts, rubric = sorted(answers[phase].get((task_id, rollout), {}).items()), rubrics[task_id]
             if verdicts and all(index in rubric for index, _ in verdicts):
-                about: Row = {"training_step": step, "task_id": task_id, "rollout": rollout, "phase": phase}
-                about["rollout_steps"] = made = turns.get((task_id, rollout), 0)
-                reference = [
-                    about
-                    | {"criterion": index, "title": rubric[index].title}
-                    | {"reference": int(verdict), "reference_steps": sorted(cited)}
+                made = turns.get((task_id, rollout), 0)
+                reference: list[Row] = [
+                    {
+                        "training_step": step,
+                        "task_id": task_id,
+                        "rollout": rollout,
+                        "phase": phase,
+                        "rollout_steps": made,
+                        "criterion": index,
+                        "title": rubric[index].title,
+                        "reference": int(verdict),
+                        "reference_steps": sorted(cited),
+                    }
                     for index, (verdict, cited) in verdicts
                 ]
                 found.append(

@@ -36,7 +36,7 @@ from draco_ray.judging.reply import check_finish, parse_criteria
 from draco_ray.lab.analysis.agreement import clustered_interval, ratio
 from draco_ray.lab.analysis.pairing import Pairing, Pairs
 from draco_ray.lab.analysis.replay import first_prompt, phase_calls
-from draco_ray.lab.rows import columns, grouped, grouped_by, table_of
+from draco_ray.lab.rows import columns, group_by, grouped, table_of
 from draco_ray.records import Criterion, Judged, Message, Trajectory
 from draco_ray.runs.directory import RunDirectory
 from draco_ray.runs.rows import Row, columns_of, step_trajectories
@@ -214,7 +214,7 @@ def _ceilings(run: RunDirectory, calls: Sequence[WritingCall], config: JudgeConf
     """The run's judge against itself: a group's first two rollouts, and a task's union with the task's next one."""
     found = []
     second_stage = [call for call in calls if call.phase == Stage2.name]
-    for members in grouped_by(second_stage, lambda call: (call.training_step, call.task_id)).values():
+    for members in group_by(second_stage, lambda call: (call.training_step, call.task_id)).values():
         if len(members) > 1:
             first, second = members[:2]
             found.append(
@@ -245,7 +245,7 @@ async def _marks(
 
 
 async def _mark(scorer: Judge, rubric: Sequence[Criterion], played: Sequence[Trajectory]) -> Row:
-    """Numbers of criteria that some rollout fails and on which verdicts differ, and of rollouts with verdicts."""
+    """Count criteria that some rollout fails, criteria whose verdicts differ, and scored rollouts."""
     judged = await asyncio.gather(
         *(
             scorer.ask(Score(each, rubric), CallContext(group=each.group, task_id=each.task_id, rollout=each.rollout))

@@ -12,7 +12,7 @@ from draco_ray.lab.analysis.rubrics import left_out, title_key
 from draco_ray.lab.analysis.tables import tidy
 from draco_ray.lab.report.charts import WIDTH, Series, heat_map, line_chart, percent, stacked_bars
 from draco_ray.lab.report.drawing import Drawing, to_image
-from draco_ray.lab.rows import grouped_by
+from draco_ray.lab.rows import group_by
 from draco_ray.records import Termination
 from draco_ray.runs.directory import RunDirectory
 from draco_ray.runs.rows import Row
@@ -64,7 +64,7 @@ def write_figures(runs: Sequence[RunDirectory], folder: Path) -> list[Path]:
 def series_of(rows: Iterable[Row], key: Callable[[Row], str], column: str) -> list[Series]:
     """One series over training steps per value of ``key``, with intervals if the rows have them."""
     found = []
-    for name, mine in grouped_by(rows, key).items():
+    for name, mine in group_by(rows, key).items():
         limits = [(row.get(f"{column}_low"), row.get(f"{column}_high")) for row in mine]
         known = [None if low is None or high is None else (low, high) for low, high in limits]
         found.append(Series(name, [row["training_step"] for row in mine], [row[column] for row in mine], known))

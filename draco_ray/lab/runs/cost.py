@@ -28,9 +28,9 @@ def read_calls(run: RunDirectory) -> dict[int, list[Row]]:
 Cost = dict[str, float]
 """Sums over the calls of one phase, by the names in `COLUMNS`, ``requests`` and ``estimated_dollars``.
 
-``calls`` reached the judge, including re-asks; ``replayed`` replies came from the durable cache, are free and count
-nowhere else. ``requests`` are HTTP requests, including retries; ``failures`` are calls with an unusable reply. Input
-tokens include cached ones, output tokens reasoning. ``estimated_dollars`` is the part of the dollars for replies
+``calls`` reached the judge, including re-asks; ``replayed`` replies came from the durable cache and count otherwise
+only in ``failures``. ``requests`` are HTTP requests, including retries; ``failures`` are calls with an unusable reply.
+Input tokens include cached ones, output tokens reasoning. ``estimated_dollars`` is the part of the dollars for replies
 without token counts. ``seconds`` sums the calls' durations, including overlaps.
 """
 COLUMNS = {

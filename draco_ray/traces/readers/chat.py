@@ -249,7 +249,7 @@ def read(record: Any, reading: Reading) -> Iterator[Trace]:
             logged.append((where, each))
         except UNREADABLE as problem:
             reading.unreadable(where, problem)
-    # Files with one call each have no order, but later requests are longer. The order that joins more calls is right.
+    # Files with one call each have no order: take that of the files or of the lengths, whichever joins more calls.
     orders = (list(range(len(calls))), sorted(range(len(calls)), key=lambda n: len(calls[n].inputs)))
     joined = [(order, threads([calls[n] for n in order])) for order in orders]
     order, threads_ = min(joined, key=lambda each: len(each[1]))
@@ -291,8 +291,9 @@ def _trace(record: Any, said: Sequence[Entry], reading: Reading) -> Trace:
         outcome=number(field(record, "reward")),
         ended=EpisodeEnd.RESPONSE_LIMIT if stopped else None,
     )
-    unanswered = ("the trace ends without an answer of the agent",) if trace.ended is EpisodeEnd.UNSTATED else ()
-    return replace(trace, notes=(*trace.notes, *unanswered))
+    if trace.ended is EpisodeEnd.UNSTATED:
+        trace = replace(trace, notes=(*trace.notes, "the trace ends without an answer of the agent"))
+    return trace
 
 
 def _told(record: Any, known: _Parts, paths: Sequence[str]) -> Any:

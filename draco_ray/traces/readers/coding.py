@@ -83,7 +83,7 @@ def read_claude_code(lines: Any, reading: Reading) -> Iterator[Trace]:
 
 
 def _of_cursor(line: Mapping[str, Any]) -> dict[str, Any]:
-    """A call with its result, as Cursor's agent prints it among lines of this form, as a message."""
+    """Convert Cursor's ``tool_call`` line, a call with its result, to a message."""
     key, call = next(iter(line["tool_call"].items()))
     named = {"toolCallId": text_of(line, "call_id"), "toolName": text_of(call, "name") or key.removesuffix("ToolCall")}
     asked = first_of(call, "args", "arguments")

@@ -50,7 +50,7 @@ def _branch(nodes: Mapping[str, Any], leaf: object, parent: str) -> list[Mapping
 
 
 def _of_chatgpt(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A message of ChatGPT in OpenAI's form. A message to somebody else than ``all`` is a call."""
+    """A message of ChatGPT in OpenAI's form. A message whose recipient is not ``all`` is a tool call."""
     content, author = object_of(message, "content"), object_of(message, "author")
     type_, tool = text_of(content, "content_type"), text_of(message, "recipient")
     said = content.get("parts") or text_of(content, "text", "result", "content") or [{**content, "type": type_}]

@@ -46,7 +46,7 @@ from draco_ray.lab.analysis.agreement import (
 from draco_ray.lab.analysis.attribution.bench import JudgedRollout
 from draco_ray.lab.analysis.attribution.rubric import UNKNOWN, failed
 from draco_ray.lab.analysis.credit import push_shares
-from draco_ray.lab.rows import grouped_by, table_of
+from draco_ray.lab.rows import group_by, table_of
 from draco_ray.records import BoolArray, FloatArray, Verdict
 from draco_ray.runs.rows import Row
 from draco_ray.sandbox.world.scripts import Fault
@@ -239,7 +239,7 @@ def _mean_rows(scope: str, measure: str, observations: Sequence[tuple[str, Obser
     """The row of a measure, from the task and the value of each observation; none without observations."""
     if not observations:
         return []
-    clusters = grouped_by(observations, itemgetter(0))
+    clusters = group_by(observations, itemgetter(0))
     interval = clustered_interval(clusters, lambda items: float(np.mean([found[0] for _, found in items])))
     observed = np.array([found for _, found in observations])
     about: Row = {"scope": scope, "measure": measure, "observations": len(observed)}

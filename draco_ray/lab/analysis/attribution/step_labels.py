@@ -242,7 +242,7 @@ def citation_reliability(citations: Sequence[Cited]) -> float | None:
 
 
 def error_rates(found: StepLabelFile, judge: str) -> Row:
-    """A judge's errors against people, as `draco_ray.sandbox.rule_judge.noise.Noise` makes them, over all trajectories.
+    """A judge's error rates against people's labels, defined as in `draco_ray.sandbox.rule_judge.noise.Noise`.
 
     There a verdict is about a whole rollout and is flipped on its own; cited steps are replaced on their own. So the
     verdict here is about a trajectory, FAIL if a step of it is labelled -1:
@@ -253,7 +253,7 @@ def error_rates(found: StepLabelFile, judge: str) -> Row:
       not label -1.
 
     A misplaced -1 counts once; with verdicts by step it would be a false pass, a false fail and a wrong step.
-    Trajectories with a step that the judge did not label are left out. None: a share of nothing.
+    Trajectories with a step that the judge did not label are left out. None if the denominator is 0.
     """
     pairs = [
         (each.bad_M, np.array(given) == -1)
