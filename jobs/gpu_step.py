@@ -339,7 +339,7 @@ def main(
     print(gpu_check.table({"parts": {key: found}}))
     if any(each["name"] == "learning: tokens" for each in found.get("figures", ())):
         print("\n".join(["", *targets(found["figures"])]))
-        print(comparison(found["figures"], model))
+        print(comparison(found["figures"], key.removeprefix("step, ")))
     if "failed" in found:
         sys.exit("gpu-step: failed")
 
