@@ -207,7 +207,7 @@ def idle(root: Path, seconds: float, config: Sequence[str]) -> None:
     questions.mkdir()
     command = [*TRAIN, *config, f"judge.model=files:{questions}", "judge.rule_judge.start=false", f"run.root={root}"]
     run = psutil.Popen([*command, "run.name=idle", "train.prompts_per_step=1"], stdout=subprocess.DEVNULL)
-    while not list(questions.glob("*")):
+    while not list(questions.glob("*.prompt.txt")):
         if run.poll() is not None:
             sys.exit(f"bench_cpu: {' '.join(command)} ended with exit code {run.returncode} before it asked its judge")
         time.sleep(1)
