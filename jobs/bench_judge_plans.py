@@ -91,7 +91,7 @@ def print_table(found: Mapping[Cell, Measured], plans: Sequence[str], runs: int)
 
 
 def step_over_bound(run: RunDirectory) -> float:
-    """Duration of a run's steps, without the first, divided by their critical paths' (`critical_path.py`).
+    """Ratio of the steps' durations to their critical paths (`critical_path.py`), without a run's first step.
 
     The run recorded when the learner was busy, not with which group: its time is divided by the groups' tokens, with
     nothing for the updates, so that the path is no longer than it was.

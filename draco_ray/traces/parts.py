@@ -158,7 +158,7 @@ def _result(each: Mapping[str, Any], type_: str) -> Entry:
         # The AI SDK's output of a tool: json, text, error-json, error-text, content.
         type_, said = f"{type_} {said['type']}", said["value"]
     failed = each.get("is_error") or each.get("isError") or each.get("status") == "error" or "error" in type_
-    # Gemini has media of a result beside it.
+    # Gemini stores a result's media in a field beside the result.
     texts = [plain(said), *(medium.text for medium in parts(each.get("parts")))]
     return Entry(
         role="tool",

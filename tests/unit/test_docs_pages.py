@@ -1,4 +1,4 @@
-"""Markdown of the repository: links resolve, configuration keys exist, and there is not too much of it.
+"""Markdown of the repository: links resolve, configuration keys exist, and its words stay below a limit.
 
 The Makefile's and jobs' example commands name existing keys, too.
 """

@@ -20,7 +20,7 @@ from draco_ray.runs.directory import RunDirectory
 from draco_ray.runs.rows import Row
 
 _CALL = ("training_step", "task_id", "rollout", "phase")
-"""Columns that identify a call and its repetitions."""
+"""Columns that identify a call; its retries have the same values."""
 
 
 @table_of(

@@ -14,6 +14,7 @@ from draco_ray.runs.directory import RunDirectory, damaged
 from draco_ray.runs.rows import Row
 
 TABLES = ("criteria", "verdicts", "citations", "advantages")
+"""Tables of a run from which its groups are read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

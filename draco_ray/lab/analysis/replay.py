@@ -65,7 +65,7 @@ class ArchivedCall:
     steps: int
     """M, the number of steps of the rollout."""
     rubric: tuple[Criterion, ...]
-    """The criteria of the prompt, in its order."""
+    """The prompt's criteria, in the order in which it lists them."""
     reference: tuple[Row, ...]
     """A row per criterion: the columns of `REPLAYED` that are known before the replay."""
 

@@ -97,11 +97,12 @@ def rubric_rates(run: RunDirectory, again: pa.Table | None = None) -> Iterator[R
     chosen = set(again.column("training_step").to_pylist())
     columns = ["training_step", "task_id", "rollout", "verdict"]
     own = run.table("verdicts", columns=columns).to_pylist()
-    found = {(rubric_kind(run), RUN): [row for row in own if not chosen or row["training_step"] in chosen]}
+    own = [row for row in own if not chosen or row["training_step"] in chosen]
+    found = {(rubric_kind(run), RUN): own} if own else {}
     answered = [row for row in again.select([*columns, "judge"]).to_pylist() if row["verdict"] is not None]
     found |= {("static", judge): rows for judge, rows in grouped(answered, "judge").items()}
     for (rubric, scored_by), rows in found.items():
-        for step, mine in ((None, rows), *sorted(grouped(rows, "training_step").items())) if rows else ():
+        for step, mine in ((None, rows), *sorted(grouped(rows, "training_step").items())):
             yield {
                 "rubric": rubric,
                 "scored_by": scored_by,

@@ -1,4 +1,4 @@
-"""Drawings in SVG, in points with y downwards."""
+"""SVG drawings; coordinates are in points, and y grows downwards."""
 
 from __future__ import annotations
 

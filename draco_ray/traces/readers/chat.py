@@ -230,7 +230,7 @@ def session(record: Any, file: str) -> str | None:
     if (thread := next(filter(None, threads_), None)) is not None:
         return str(thread)
     known = _parts(record)
-    # A request whose answer was not logged is repeated by later ones.
+    # A request without a logged answer is read with the later ones, which contain its messages.
     logged = known is not None and any(field(record, name) is known.request for name in ("request", "body"))
     whole_ = known is None or (known.reply is None and known.history != [record] and not logged)
     return None if whole_ else file

@@ -26,7 +26,7 @@ def is_export(record: object) -> bool:
     metered=False,
 )
 def read(record: Any, reading: Reading) -> Iterator[Trace]:
-    """The trace of the branch that was shown last. Raises: BadTrace if the assistant says nothing in it."""
+    """The trace of the conversation's current branch. Raises: BadTrace if it has no answer of the assistant."""
     if "mapping" in record:
         nodes = _branch(record["mapping"], record["current_node"], "parent")
         messages = _joined(_of_chatgpt(node["message"]) for node in nodes if node.get("message"))
