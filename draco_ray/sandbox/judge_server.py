@@ -1,14 +1,12 @@
 """The rule judge behind OpenAI's chat-completions protocol: a real HTTP server, on this machine only.
 
-If configured so, it is slow, limits the rate or answers badly, as a provider would. `serve` runs it in this process;
+If configured so, it is as slow as a provider, and makes a judge's errors. `serve` runs it in this process;
 `JudgeServer` runs it as a child process for the duration of a ``with`` block.
 
-=========================  =======================================================================================
-POST /v1/chat/completions  one reply; 429 with Retry-After over the rate, 401 without the key, 404 for another model
-GET /v1/models             the one model there is
-GET /health                ``{"status": "ok"}`` once it answers
-GET /stats                 requests by phase and by outcome, and the most in flight
-=========================  =======================================================================================
+=========================  =====================================================
+POST /v1/chat/completions  one reply; 404 for another model
+GET /stats                 requests by phase and by outcome, and how many wait
+=========================  =====================================================
 
 Token numbers are estimates (four characters a token). Cached tokens follow the rule that providers publish: the longest
 prefix seen before, in blocks of 128 tokens, from 1024 tokens on.
@@ -19,10 +17,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import hashlib
-import hmac
-import math
 import os
-import random
 import socket
 import subprocess
 import sys
@@ -30,26 +25,23 @@ import threading
 import time
 from collections import Counter, OrderedDict
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import httpx
 import uvicorn
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from draco_ray.errors import ConfigError, JudgeUnavailable
+from draco_ray.errors import JudgeUnavailable
 from draco_ray.registry import find
 from draco_ray.sandbox.rule_judge.noise import ANSWERS, Noise
 from draco_ray.sandbox.rule_judge.reading import reply
 
 MODEL_NAME = "rule-judge"
 HOST = "127.0.0.1"
-KEY_VARIABLE = "DRACO_RULE_JUDGE_KEY"
-"""Environment variable with the key that requests must bear if ``require_key`` is set."""
 CHARACTERS_PER_TOKEN = 4
 CACHE_BLOCK = 128
 LEAST_CACHED = 1024
@@ -59,39 +51,19 @@ STOP_SECONDS = 5.0
 
 
 class Behaviour(BaseModel):
-    """Behaviour of the server. Shares are probabilities, drawn independently of the request's content."""
+    """Behaviour of the server."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     use: str = "sandbox"
     """What answers a prompt: ``sandbox`` for the sandbox's rules, or your own function as package.module:function or
     folder/file.py:function. `draco_ray.sandbox.rule_judge.simple.rule_judge` makes such functions."""
-    port: int = Field(0, ge=0, le=65535)
-    """Port; 0 takes a free one."""
     latency: float = Field(0.0, ge=0)
     """Seconds per reply; many requests may wait at once."""
-    rate_limit: float | None = Field(None, gt=0)
-    """Requests per second; a burst may contain the requests of one second."""
-    malformed: float = Field(0.0, ge=0, le=1)
-    """Share of replies that are prose with a broken array in it."""
-    truncated: float = Field(0.0, ge=0, le=1)
-    """Share of replies cut in the middle, with finish_reason ``length``."""
-    error: float = Field(0.0, ge=0, le=1)
-    """Share of requests answered with status 500."""
     noise: Noise = Noise()
     """Errors in well-formed replies."""
     answered: Path | None = None
     """File for the digests of answered requests, so that a server that replaces a killed one still counts repeats."""
-    require_key: bool = False
-    """Answer 401 unless the request bears the key in the environment variable `KEY_VARIABLE`."""
-    seed: int = 0
-    """Random seed of these shares: with the same seed, the n-th request is treated the same way."""
-
-    @model_validator(mode="after")
-    def _shares(self) -> Behaviour:
-        if self.malformed + self.truncated + self.error > 1:
-            raise ValueError("the sum of malformed, truncated and error is more than 1; expected at most 1")
-        return self
 
 
 class _Completion(BaseModel):
@@ -119,15 +91,10 @@ class JudgeApp:
     """The HTTP protocol, the delays and the configured errors; the function in ``use`` does the judging."""
 
     def __init__(self, behaviour: Behaviour) -> None:
-        """Prepare the answers. Raises: ConfigError: a required key is not set, or ``use`` names no such function."""
+        """Prepare the answers. Raises: ConfigError: ``use`` names no such function."""
         self._behaviour = behaviour
         self._answer = behaviour.noise.blur(find("judge.rule_judge.use", behaviour.use, ANSWERS))
-        self._key = os.environ.get(KEY_VARIABLE, "") if behaviour.require_key else ""
-        if behaviour.require_key and not self._key:
-            raise ConfigError(f"judge server: environment variable {KEY_VARIABLE} has no key to require; set it")
         self._requests = 0
-        self._allowance = self._burst
-        self._allowance_at = time.monotonic()
         self._prefixes: OrderedDict[int, None] = OrderedDict()
         self._phases: Counter[str] = Counter()
         self._book = behaviour.answered
@@ -140,22 +107,9 @@ class JudgeApp:
         self.asgi = Starlette(
             routes=[
                 Route("/v1/chat/completions", self._complete, methods=["POST"]),
-                Route("/v1/models", self._models),
-                Route("/health", self._health),
                 Route("/stats", self._stats),
             ]
         )
-
-    @property
-    def _burst(self) -> float:
-        return max(1.0, self._behaviour.rate_limit or 1.0)
-
-    async def _health(self, request: Request) -> Response:
-        return JSONResponse({"status": "ok"})
-
-    async def _models(self, request: Request) -> Response:
-        model = {"id": MODEL_NAME, "object": "model", "created": 0, "owned_by": "draco"}
-        return JSONResponse({"object": "list", "data": [model]})
 
     async def _stats(self, request: Request) -> Response:
         return JSONResponse(
@@ -172,12 +126,6 @@ class JudgeApp:
     async def _complete(self, request: Request) -> Response:
         self._requests += 1
         number = self._requests
-        bearer = request.headers.get("authorization", "")
-        if self._key and not hmac.compare_digest(bearer.encode(), f"Bearer {self._key}".encode()):
-            return self._refuse(401, "invalid_api_key", "the key is missing or wrong")
-        if (seconds := self._seconds_to_wait()) > 0:
-            headers = {"retry-after": str(math.ceil(seconds)), "retry-after-ms": str(math.ceil(1000 * seconds))}
-            return self._refuse(429, "rate_limit_exceeded", "too many requests", headers)
         try:
             asked = _Completion.model_validate_json(await request.body())
         except ValidationError as error:
@@ -210,7 +158,6 @@ class JudgeApp:
             self._in_flight -= 1
 
     async def _reply(self, number: int, asked: _Completion) -> tuple[Response, str | None]:
-        behaviour = self._behaviour
         clock = time.monotonic()
         # A re-ask is about the first reply's form; the first user message is still the judge's prompt.
         prompt = next((message.text for message in asked.messages if message.role == "user"), "")
@@ -219,17 +166,9 @@ class JudgeApp:
         if phase is None and asked.response_format is not None and text == "OK":
             # The probe for JSON schema support expects an object.
             text = reply([text])
-        await asyncio.sleep(max(0.0, behaviour.latency - (time.monotonic() - clock)))
-        draw = random.Random(f"{behaviour.seed}/{number}").random()
+        await asyncio.sleep(max(0.0, self._behaviour.latency - (time.monotonic() - clock)))
         finish = "stop"
         outcome = "good"
-        if draw < behaviour.error:
-            return self._refuse(500, "server_error", "an error that was asked for"), phase
-        draw -= behaviour.error
-        if draw < behaviour.malformed:
-            outcome, text = "malformed", f"Let me think about the criteria.\n[{{{text[2 : len(text) // 2]}"
-        elif draw - behaviour.malformed < behaviour.truncated:
-            outcome, finish, text = "truncated", "length", text[: len(text) // 2]
         limit = asked.max_completion_tokens or asked.max_tokens
         if limit is not None and _tokens(text) > limit:
             outcome, finish, text = "truncated", "length", text[: limit * CHARACTERS_PER_TOKEN]
@@ -252,22 +191,9 @@ class JudgeApp:
         }
         return JSONResponse(completion), phase
 
-    def _refuse(self, status: int, code: str, text: str, headers: dict[str, str] | None = None) -> Response:
+    def _refuse(self, status: int, code: str, text: str) -> Response:
         self._outcomes[str(status)] += 1
-        return JSONResponse({"error": {"message": text, "type": code, "code": code}}, status, headers)
-
-    def _seconds_to_wait(self) -> float:
-        """Take one request from the rate limit's allowance. Returns: 0, or the seconds to wait if none is left."""
-        rate = self._behaviour.rate_limit
-        if rate is None:
-            return 0.0
-        now = time.monotonic()
-        self._allowance = min(self._burst, self._allowance + (now - self._allowance_at) * rate)
-        self._allowance_at = now
-        if self._allowance >= 1.0:
-            self._allowance -= 1.0
-            return 0.0
-        return (1.0 - self._allowance) / rate
+        return JSONResponse({"error": {"message": text, "type": code, "code": code}}, status)
 
     def _cached_tokens(self, text: str) -> int:
         """Tokens of the longest prefix of ``text`` seen before; also remembers the prefixes of ``text``."""
@@ -289,16 +215,18 @@ def _tokens(text: str) -> int:
     return -(-len(text) // CHARACTERS_PER_TOKEN)
 
 
-def serve(*, port: int = 8011, **others: Any) -> None:
-    """Serve until interrupted. The arguments are `Behaviour`'s.
+def serve(*, port: int, latency: float = 0.0) -> None:
+    """Serve until interrupted.
+
+    Args:
+        port: on this machine; 0 takes a free one.
+        latency: seconds per reply.
 
     Raises:
-        ConfigError: a value out of range.
         JudgeUnavailable: the port is in use.
     """
-    behaviour = _behaviour(port=port, **others)
-    app = JudgeApp(behaviour)
-    with _bind(behaviour.port) as listener:
+    app = JudgeApp(Behaviour(latency=latency))
+    with _bind(port) as listener:
         url = f"http://{HOST}:{listener.getsockname()[1]}/v1"
         print(
             f"rule judge (a stand-in for a frontier judge): {url}, model {MODEL_NAME}; press Ctrl-C to stop it",
@@ -311,10 +239,9 @@ def serve(*, port: int = 8011, **others: Any) -> None:
 
 
 class JudgeServer:
-    """The server as a child process on a free port, for the duration of a ``with`` block.
+    """The server as a child process for the duration of a ``with`` block.
 
-    It stops when this process ends, even if it is killed. The arguments are `Behaviour`'s; ``key`` makes it require
-    that key.
+    It stops when this process ends, even if it is killed.
 
     >>> with JudgeServer(latency=2.0) as server:  # doctest: +SKIP
     ...     server.base_url
@@ -322,34 +249,32 @@ class JudgeServer:
     """
 
     model = MODEL_NAME
+    base_url: str
+    """The API base for clients, set once it has started; ends in ``/v1``."""
+    _process: subprocess.Popen[bytes]
 
-    def __init__(self, *, key: str | None = None, **behaviour: Any) -> None:
-        """Check the values. Raises: ConfigError."""
-        self._behaviour = _behaviour(require_key=key is not None, **behaviour)
+    def __init__(self, *, port: int = 0, **behaviour: Any) -> None:
+        """
+        Args:
+            port: on this machine; 0 takes a free one.
+            behaviour: the fields of `Behaviour`.
+
+        Raises:
+            ConfigError: ``use`` names no function.
+        """
+        self._port, self._behaviour = port, Behaviour(**behaviour)
         find("judge.rule_judge.use", self._behaviour.use, ANSWERS)
-        self._key = key
-        self._process: subprocess.Popen[bytes] | None = None
-        self._port = 0
-
-    @property
-    def base_url(self) -> str:
-        """The API base for clients; ends in ``/v1``."""
-        return f"http://{HOST}:{self._port}/v1"
 
     @property
     def pid(self) -> int:
         """The server's process id."""
-        if self._process is None:
-            raise JudgeUnavailable("judge server: the server is not started; use it in a with block")
         return self._process.pid
 
     def __enter__(self) -> JudgeServer:
         """Start it and wait until it answers. Raises JudgeUnavailable if it does not, or the port is in use."""
-        environment = dict(os.environ)
-        if self._key is not None:
-            environment[KEY_VARIABLE] = self._key
-        with _bind(self._behaviour.port) as listener:
-            self._port = listener.getsockname()[1]
+        with _bind(self._port) as listener:
+            root = f"http://{HOST}:{listener.getsockname()[1]}"
+            self.base_url = f"{root}/v1"
             self._process = subprocess.Popen(
                 [
                     sys.executable,
@@ -360,15 +285,14 @@ class JudgeServer:
                 ],
                 stdin=subprocess.PIPE,
                 pass_fds=[listener.fileno()],
-                env=environment,
                 # Ctrl-C must not reach it: the run still needs its judge while it finishes.
                 start_new_session=True,
             )
         try:
             # The socket already listens, so this waits for the process, or fails when it ends.
-            httpx.get(f"http://{HOST}:{self._port}/health", timeout=START_SECONDS, trust_env=False)
+            httpx.get(f"{root}/stats", timeout=START_SECONDS, trust_env=False)
         except BaseException as error:
-            self._stop()
+            self.__exit__()
             if not isinstance(error, httpx.TransportError):
                 raise
             raise JudgeUnavailable(
@@ -376,32 +300,15 @@ class JudgeServer:
             ) from error
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._stop()
-
-    def _stop(self) -> None:
-        process = self._process
-        if process is None:
-            return
-        process.terminate()
+    def __exit__(self, *_: object) -> None:
+        self._process.terminate()
         try:
-            process.wait(STOP_SECONDS)
+            self._process.wait(STOP_SECONDS)
         except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-        if process.stdin is not None:
-            process.stdin.close()
-
-
-def _behaviour(**values: Any) -> Behaviour:
-    try:
-        return Behaviour(**values)
-    except ValidationError as error:
-        problem = error.errors(include_url=False, include_context=False)[0]
-        name = ".".join(str(part) for part in problem["loc"]) or "options"
-        raise ConfigError(f"judge server: {name}: {problem['msg']}, found {problem['input']!r}") from None
+            self._process.kill()
+            self._process.wait()
+        if self._process.stdin is not None:
+            self._process.stdin.close()
 
 
 def _bind(port: int) -> socket.socket:
