@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import logging
 import os
 import shutil
@@ -11,6 +12,7 @@ import subprocess
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import Phase, settings
@@ -87,8 +89,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
 NEEDS_BUBBLEWRAP = [pytest.mark.packages, pytest.mark.skipif(shutil.which("bwrap") is None, reason="no bwrap on PATH")]
 LEVELS = [pytest.param(level, marks=NEEDS_BUBBLEWRAP if level == "bubblewrap" else ()) for level in confine.LEVELS]
 """Levels of isolation, for tests that have one as a parameter."""
-SANDBOX_WORLD = ("--seed", "7", "--scenarios", "2", "--users", "20")
-HARD_WORLD = ("--seed", "7", "--scenarios", "9", "--users", "20", "--variety", "hard")
+SANDBOX_WORLD = {"seed": 7, "limit": 2, "users": 20}
+HARD_WORLD = {"seed": 7, "limit": 9, "users": 20, "variety": "hard"}
 
 
 @pytest.fixture(scope="session")
@@ -104,16 +106,16 @@ def hard_sandbox_root(sandbox_root: Path) -> Path:
     return _world(root, HARD_WORLD, seeded_from=sandbox_root)
 
 
-def _world(root: Path, words: tuple[str, ...], seeded_from: Path | None = None) -> Path:
+def _world(root: Path, options: dict[str, Any], seeded_from: Path | None = None) -> Path:
     """Build a world, or leave it as it is; where it replaces a copy of another it keeps that one's API docs."""
     root.parent.mkdir(exist_ok=True)
-    build = ["-m", "draco_ray.sandbox.world", "--out", str(root)]
+    told = json.dumps({**options, "out": str(root)})
     with open(root.with_suffix(".lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if seeded_from is not None and not root.exists():
             shutil.copytree(seeded_from, root)
         done = subprocess.run(
-            [appworld_python(None), *build, *words],
+            [appworld_python(None), "-m", "draco_ray.sandbox.world", told],
             env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
             capture_output=True,
             text=True,

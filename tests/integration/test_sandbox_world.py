@@ -39,8 +39,8 @@ def run(*arguments: str, given: str | None = None, hash_seed: str = "random") ->
     )
 
 
-def sandbox(*arguments: str, **options: str) -> subprocess.CompletedProcess[str]:
-    return run("-m", "draco_ray.sandbox.world", *arguments, **options)
+def sandbox(out: Path, options: dict[str, Any], hash_seed: str = "random") -> subprocess.CompletedProcess[str]:
+    return run("-m", "draco_ray.sandbox.world", json.dumps({**options, "out": str(out)}), hash_seed=hash_seed)
 
 
 def manifest(root: Path) -> dict:
@@ -57,8 +57,7 @@ def roots(sandbox_root: Path, hard_sandbox_root: Path, tmp_path_factory: pytest.
     """A world of each variety with tasks of all its families; the standard one is built in place of another."""
     root = tmp_path_factory.mktemp("standard") / "world"
     shutil.copytree(sandbox_root, root)
-    words = ["--seed", "7", "--users", "20", "--scenarios", "15"]
-    built = sandbox("--out", str(root), *words, hash_seed="2")
+    built = sandbox(root, {"seed": 7, "users": 20, "limit": 15}, hash_seed="2")
     assert built.returncode == 0, built.stderr
     return {"standard": root, "hard": hard_sandbox_root}
 
@@ -85,7 +84,7 @@ def test_a_world_in_place_of_another_is_to_the_byte_what_the_same_seed_gives(
 
 def test_an_up_to_date_world_is_left_as_it_is(sandbox_root: Path) -> None:
     before = (sandbox_root / "sandbox.json").stat().st_mtime_ns
-    built = sandbox("--out", str(sandbox_root), *SANDBOX_WORLD)
+    built = sandbox(sandbox_root, SANDBOX_WORLD)
     assert built.returncode == 0
     assert "up to date" in built.stdout
     assert (sandbox_root / "sandbox.json").stat().st_mtime_ns == before

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 from pathlib import Path
@@ -43,13 +44,11 @@ def sandbox_build(
     from draco_ray.environments.jail.launch import link_package
 
     out = out or of_variety(SANDBOX_ROOT, variety)
-    arguments = ["--out", str(out.resolve()), "--seed", str(seed), "--variety", variety]
-    arguments += ["--scenarios", str(scenarios)] if scenarios is not None else []
-    arguments += ["--force"] if force else []
+    arguments = {"out": str(out.resolve()), "seed": seed, "variety": variety, "limit": scenarios, "force": force}
     with PrivateTempDir() as folder:
         environment = {**os.environ, "PYTHONPATH": link_package(folder / "program"), "PYTHONUNBUFFERED": "1"}
         result = subprocess.run(
-            [appworld_python(None), "-P", "-m", "draco_ray.sandbox.world", *arguments],
+            [appworld_python(None), "-P", "-m", "draco_ray.sandbox.world", json.dumps(arguments)],
             env=environment,
             check=False,
             preexec_fn=linux.die_with_parent,

@@ -92,19 +92,14 @@ def build(
         limit: maximum number of scenarios per split; None for a full world.
         force: build even if the same world is there.
         variety: one of VARIETIES.
-    Raises: ConfigError for arguments out of range; WorldError if ``out`` holds something that is not a sandbox.
+    Raises: ConfigError if AppWorld is missing or would misread ``out``; WorldError if ``out`` holds something that is
+        not a sandbox.
     """
     out = out.absolute()
     if "memory" in str(out):
         raise ConfigError(
             f'--out is {out}: AppWorld uses an in-memory database if a path contains "memory"; choose another path'
         )
-    if not population.MIN_USERS <= users <= population.MAX_USERS:
-        raise ConfigError(f"--users is {users}, expected {population.MIN_USERS} to {population.MAX_USERS}")
-    if limit is not None and limit < 1:
-        raise ConfigError(f"--scenarios is {limit}, expected at least 1")
-    if variety not in VARIETIES:
-        raise ConfigError(f"--variety is {variety!r}, expected {' or '.join(VARIETIES)}")
     wanted = {
         "variety": variety,
         "seed": seed,

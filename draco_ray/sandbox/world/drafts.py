@@ -1,6 +1,6 @@
 """Drafts of the families: a task's parameters, and its ground truth from the world's rows.
 
-A draft is None if the chosen parameters make no good task: a fatal fault would do no harm, or there is nothing to do.
+`Unfit` is raised if the chosen parameters make no good task: a fatal fault would do no harm, or there is nothing to do.
 Families of the hard variety, at the end, use two or three apps per task, and mostly two lists and two conditions.
 """
 
@@ -24,6 +24,16 @@ NOTIFIED = (SideEffect("venmo.Notification", added=True),)
 Params = dict[str, str | int]
 
 
+class Unfit(Exception):
+    """The chosen parameters make no good task."""
+
+
+def require(good: object) -> None:
+    """Raise `Unfit` unless ``good``."""
+    if not good:
+        raise Unfit
+
+
 def added(model: str, fields: str, rows: Iterable[tuple[Any, ...]]) -> Change:
     """Rows to add; ``fields`` are separated by spaces."""
     return Change(model, tuple(fields.split()), added=tuple(rows))
@@ -40,9 +50,10 @@ def updated(model: str, fields: str, rows: Iterable[tuple[Any, ...]], touched: s
 
 
 def beyond_first_page(rows: Sequence[Row], keep: Callable[[Row], bool]) -> list[Row]:
-    """The rows to keep; none if all of them are on the first page of the list."""
+    """The rows to keep, of which some must be beyond the first page of the list."""
     kept = [row for row in rows if keep(row)]
-    return [] if all(row in rows[:PAGE_LIMIT] for row in kept) else kept
+    require(any(row not in rows[:PAGE_LIMIT] for row in kept))
+    return kept
 
 
 def past(rng: random.Random, least: int = 60, most: int = 420) -> datetime:
@@ -144,26 +155,25 @@ def _names(people: Sequence[Row]) -> str:
 # --- task families of the standard sandbox ---
 
 
-def text_relation(world: World, person: Person, rng: random.Random) -> Draft | None:
+def text_relation(world: World, person: Person, rng: random.Random) -> Draft:
     """Text the same message to all contacts of a relationship."""
     relation, message = rng.choice(RELATIONS), rng.choice(WORDS["messages"])
     receivers = beyond_first_page(contacts_of(world, person), lambda row: relation in row["relationships"])
     params: Params = {"relation": relation, "message": message}
-    return Draft(params, changes=texts(person, receivers, message), side_effects=TEXTED) if receivers else None
+    return Draft(params, changes=texts(person, receivers, message), side_effects=TEXTED)
 
 
-def disable_late_alarms(world: World, person: Person, rng: random.Random) -> Draft | None:
+def disable_late_alarms(world: World, person: Person, rng: random.Random) -> Draft:
     """Turn off the alarms after a time of day."""
     time = f"{rng.randint(9, 19):02d}:{rng.choice(['00', '30'])}"
     alarms = world.where("phone.Alarm", user_id=person.id)
     late = beyond_first_page(alarms, lambda alarm: alarm["time"] > time and alarm["enabled"])
-    if not late or any(alarm["time"] == time for alarm in alarms):
-        return None
+    require(all(alarm["time"] != time for alarm in alarms))
     change = updated("phone.Alarm", "id enabled", ((alarm["id"], False) for alarm in late), "enabled")
     return Draft({"time": time}, changes=(change,))
 
 
-def count_contacts_born(world: World, person: Person, rng: random.Random) -> Draft | None:
+def count_contacts_born(world: World, person: Person, rng: random.Random) -> Draft:
     """Count the contacts born before a date."""
     date = datetime(rng.randint(1960, 1990), rng.randint(1, 12), 1).date().isoformat()
     contacts = contacts_of(world, person)
@@ -174,29 +184,29 @@ def count_contacts_born(world: World, person: Person, rng: random.Random) -> Dra
 
     answer = born(contacts)
     wrong = {born(contacts[:PAGE_LIMIT]), born(friends), born(friends[:PAGE_LIMIT]), len(contacts) - answer}
-    return None if answer in wrong else Draft({"date": date}, answer=answer)
+    require(answer not in wrong)
+    return Draft({"date": date}, answer=answer)
 
 
-def pin_tagged_notes(world: World, person: Person, rng: random.Random) -> Draft | None:
+def pin_tagged_notes(world: World, person: Person, rng: random.Random) -> Draft:
     """Pin the notes with a tag."""
     tag = rng.choice(WORDS["note_tags"])
     tagged = beyond_first_page(notes_of(world, person), lambda row: tag in row["tags"])
     # Pinning a pinned note again changes its date, so the evaluation would have to accept both doing it and not.
-    if not tagged or any(row["pinned"] for row in tagged):
-        return None
+    require(not any(row["pinned"] for row in tagged))
     change = updated("simple_note.Note", "id pinned", ((row["id"], True) for row in tagged), "pinned updated_at")
     return Draft({"tag": tag}, changes=(change,))
 
 
-def delete_old_notes(world: World, person: Person, rng: random.Random) -> Draft | None:
+def delete_old_notes(world: World, person: Person, rng: random.Random) -> Draft:
     """Delete the notes created before a date."""
     before = past(rng)
     old = beyond_first_page(notes_of(world, person), lambda row: row["created_at"] < before)
     change = removed("simple_note.Note", "id title", ((row["id"], row["title"]) for row in old))
-    return Draft({"date": before.date().isoformat()}, changes=(change,)) if old else None
+    return Draft({"date": before.date().isoformat()}, changes=(change,))
 
 
-def like_playlist_songs(world: World, person: Person, rng: random.Random) -> Draft | None:
+def like_playlist_songs(world: World, person: Person, rng: random.Random) -> Draft:
     """Like every song of a playlist."""
     # A playlist on the first page would be found without reading the later ones.
     playlist = rng.choice(world.where("spotify.Playlist", user_id=person.id)[PAGE_LIMIT:])
@@ -208,37 +218,36 @@ def like_playlist_songs(world: World, person: Person, rng: random.Random) -> Dra
     )
 
 
-def count_library_songs(world: World, person: Person, rng: random.Random) -> Draft | None:
+def count_library_songs(world: World, person: Person, rng: random.Random) -> Draft:
     """Count the songs added to the library since a date."""
     since = past(rng)
     songs = [row["created_at"] for row in world.where("spotify.UserLibrarySong", user_id=person.id)]
     albums = [row["created_at"] for row in world.where("spotify.UserLibraryAlbum", user_id=person.id)]
     answer = sum(moment >= since for moment in songs)
     wrong = {sum(moment >= since for moment in page) for page in (songs[:PAGE_LIMIT], albums[:PAGE_LIMIT], albums)}
-    if answer in wrong | {len(songs) - answer, 0}:
-        return None
+    require(answer not in wrong | {len(songs) - answer, 0})
     return Draft({"date": since.date().isoformat()}, answer=answer)
 
 
-def longest_library_song(world: World, person: Person, rng: random.Random) -> Draft | None:
+def longest_library_song(world: World, person: Person, rng: random.Random) -> Draft:
     """Name the longest song of the library."""
     songs = library_of(world, person)
     longest = max(songs, key=lambda song: song["duration"])
-    return None if longest in songs[:PAGE_LIMIT] else Draft(answer=longest["title"])
+    require(longest not in songs[:PAGE_LIMIT])
+    return Draft(answer=longest["title"])
 
 
-def remove_long_songs(world: World, person: Person, rng: random.Random) -> Draft | None:
+def remove_long_songs(world: World, person: Person, rng: random.Random) -> Draft:
     """Remove songs over a length from the library."""
     limit = rng.randrange(200, 400, 10)
     songs = library_of(world, person)
     long = beyond_first_page(songs, lambda song: song["duration"] > limit)
-    if not long or len(long) == len(songs):
-        return None
+    require(len(long) < len(songs))
     change = removed("spotify.UserLibrarySong", "user_id song_id", ((person.id, song["id"]) for song in long))
     return Draft({"limit": limit}, changes=(change,))
 
 
-def follow_library_artists(world: World, person: Person, rng: random.Random) -> Draft | None:
+def follow_library_artists(world: World, person: Person, rng: random.Random) -> Draft:
     """Follow the artists of the library's songs, leaving out those already followed."""
 
     def artists(songs: list[Row]) -> set[int]:
@@ -247,13 +256,12 @@ def follow_library_artists(world: World, person: Person, rng: random.Random) -> 
     library = library_of(world, person)
     followed = {row["artist_id"] for row in world.where("spotify.UserArtistFollowing", user_id=person.id)}
     new = artists(library) - followed
-    if not artists(library) & followed or new <= artists(library[:PAGE_LIMIT]):
-        return None
+    require(artists(library) & followed and not new <= artists(library[:PAGE_LIMIT]))
     rows = ((person.id, artist) for artist in sorted(new))
     return Draft(changes=(added("spotify.UserArtistFollowing", "user_id artist_id", rows),))
 
 
-def playlist_of_likes(world: World, person: Person, rng: random.Random) -> Draft | None:
+def playlist_of_likes(world: World, person: Person, rng: random.Random) -> Draft:
     """Make a playlist of the liked songs."""
     title = rng.choice(WORDS["new_titles"])
     likes = world.where("spotify.SongLike", user_id=person.id)
@@ -265,7 +273,7 @@ def playlist_of_likes(world: World, person: Person, rng: random.Random) -> Draft
     return Draft({"title": title}, changes=changes)
 
 
-def sum_received(world: World, person: Person, rng: random.Random) -> Draft | None:
+def sum_received(world: World, person: Person, rng: random.Random) -> Draft:
     """Add up the money received since a date."""
     since = past(rng)
     received = world.where("venmo.Transaction", receiver_id=person.id)
@@ -277,25 +285,25 @@ def sum_received(world: World, person: Person, rng: random.Random) -> Draft | No
     answer = total(received)
     earlier = sum(row["amount"] for row in received) - answer
     wrong = {total(received[:PAGE_LIMIT]), total(sent), total(sent[:PAGE_LIMIT]), earlier, 0.0}
-    return None if answer in wrong else Draft({"date": since.date().isoformat()}, answer=answer)
+    require(answer not in wrong)
+    return Draft({"date": since.date().isoformat()}, answer=answer)
 
 
-def deny_large_requests(world: World, person: Person, rng: random.Random) -> Draft | None:
+def deny_large_requests(world: World, person: Person, rng: random.Random) -> Draft:
     """Deny pending payment requests over an amount."""
     limit = rng.randrange(30, 130, 5)
     large = beyond_first_page(pending_requests(world, person), lambda row: row["amount"] > limit)
-    return Draft({"limit": limit}, changes=denied(large), side_effects=NOTIFIED) if large else None
+    return Draft({"limit": limit}, changes=denied(large), side_effects=NOTIFIED)
 
 
-def approve_relation_requests(world: World, person: Person, rng: random.Random) -> Draft | None:
+def approve_relation_requests(world: World, person: Person, rng: random.Random) -> Draft:
     """Approve the pending payment requests of contacts of a relationship."""
     relation = rng.choice(CLOSE_RELATIONS)
     contacts, pending = contacts_of(world, person), pending_requests(world, person)
     friends = {world.person(row["friend_id"]).email for row in world.where("venmo.Friendship", user_id=person.id)}
     chosen = sent_by(world, pending, emails_of(contacts, relation))
     early = sent_by(world, pending[:PAGE_LIMIT], emails_of(contacts[:PAGE_LIMIT], relation))
-    if chosen in ([], early, sent_by(world, pending, friends)):
-        return None
+    require(chosen not in ([], early, sent_by(world, pending, friends)))
     paid = ((person.id, row["sender_id"], row["amount"], row["description"]) for row in chosen)
     return Draft(
         {"relation": relation},
@@ -307,73 +315,76 @@ def approve_relation_requests(world: World, person: Person, rng: random.Random) 
     )
 
 
-def like_received_payments(world: World, person: Person, rng: random.Random) -> Draft | None:
+def like_received_payments(world: World, person: Person, rng: random.Random) -> Draft:
     """Like the payments received since a date."""
     since = past(rng)
     received = world.where("venmo.Transaction", receiver_id=person.id)
     chosen = beyond_first_page(received, lambda row: row["created_at"] >= since)
-    return replace(liked(person, chosen), params={"date": since.date().isoformat()}) if chosen else None
+    return replace(liked(person, chosen), params={"date": since.date().isoformat()})
 
 
-def complete_due_tasks(world: World, person: Person, rng: random.Random) -> Draft | None:
+def complete_due_tasks(world: World, person: Person, rng: random.Random) -> Draft:
     """Complete a Todoist project's tasks due before a date."""
     projects = _latest_first(world.where("todoist.Project", user_id=person.id), "created_at")
     project = rng.choice(projects[PAGE_LIMIT:])
     date = past(rng, 0, 90)
     tasks = world.where("todoist.Task", project_id=project["id"], is_completed=False)
     due = [(row["id"], True) for row in tasks if row["due_date"] < date]
+    require(due)
     change = updated("todoist.Task", "id is_completed", due, "is_completed")
-    return Draft({"project": project["name"], "date": date.date().isoformat()}, changes=(change,)) if due else None
+    return Draft({"project": project["name"], "date": date.date().isoformat()}, changes=(change,))
 
 
-def delete_files(world: World, person: Person, rng: random.Random) -> Draft | None:
+def delete_files(world: World, person: Person, rng: random.Random) -> Draft:
     """Delete a folder's files of one extension."""
     extension = rng.choice(WORDS["extensions"])
     files = [row["path"] for row in world.where("file_system.File", user_id=person.id)]
     gone = [(person.id, path) for path in files if "/downloads/" in path and path.endswith(f".{extension}")]
+    require(gone)
     change = removed("file_system.File", "user_id path", gone)
-    return Draft({"extension": extension}, changes=(change,), side_effects=FILED) if gone else None
+    return Draft({"extension": extension}, changes=(change,), side_effects=FILED)
 
 
-def star_relation_threads(world: World, person: Person, rng: random.Random) -> Draft | None:
+def star_relation_threads(world: World, person: Person, rng: random.Random) -> Draft:
     """Star the email threads received from contacts of a relationship."""
     relation = rng.choice(CLOSE_RELATIONS)
     contacts, inbox = contacts_of(world, person), inbox_of(world, person)
     chosen = threads_by(world, inbox, emails_of(contacts, relation))
     early = threads_by(world, inbox[:PAGE_LIMIT], emails_of(contacts[:PAGE_LIMIT], relation))
-    return None if chosen in ([], early) else Draft({"relation": relation}, changes=starred(chosen))
+    require(chosen not in ([], early))
+    return Draft({"relation": relation}, changes=starred(chosen))
 
 
-def move_wishes_to_cart(world: World, person: Person, rng: random.Random) -> Draft | None:
+def move_wishes_to_cart(world: World, person: Person, rng: random.Random) -> Draft:
     """Move the cheap products of the wish list to the cart."""
     limit = rng.randrange(30, 120, 5)
     wishes = world.where("amazon.WishListEntry", user_id=person.id)
     cheap = [row for row in wishes if world.get("amazon.Product", row["product_id"])["price"] < limit]
-    if not cheap or len(cheap) == len(wishes):
-        return None
+    require(0 < len(cheap) < len(wishes))
     rows = [(person.id, row["product_id"], row["quantity"]) for row in cheap]
     fields = "user_id product_id quantity"
     changes = (removed("amazon.WishListEntry", fields, rows), added("amazon.CartEntry", fields, rows))
     return Draft({"limit": limit}, changes=changes)
 
 
-def note_of_playlists(world: World, person: Person, rng: random.Random) -> Draft | None:
+def note_of_playlists(world: World, person: Person, rng: random.Random) -> Draft:
     """Write the playlists' titles into a new note."""
     title = rng.choice(WORDS["new_titles"])
     titles = sorted(row["title"] for row in world.where("spotify.Playlist", user_id=person.id))
     return Draft({"title": title}, changes=new_note(person, title, "\n".join(titles)))
 
 
-def text_note(world: World, person: Person, rng: random.Random) -> Draft | None:
+def text_note(world: World, person: Person, rng: random.Random) -> Draft:
     """Text a note's content to all contacts of a relationship."""
     note = rng.choice(notes_of(world, person)[PAGE_LIMIT:])
     relation = rng.choice(RELATIONS)
     receivers = related(contacts_of(world, person), relation)
+    require(receivers)
     params: Params = {"title": note["title"], "relation": relation}
-    return Draft(params, changes=texts(person, receivers, note["content"]), side_effects=TEXTED) if receivers else None
+    return Draft(params, changes=texts(person, receivers, note["content"]), side_effects=TEXTED)
 
 
-def file_of_songs(world: World, person: Person, rng: random.Random) -> Draft | None:
+def file_of_songs(world: World, person: Person, rng: random.Random) -> Draft:
     """Write the library's song titles into a file."""
     stem = f"songs_{rng.randint(1, 99)}"
     content = "\n".join(sorted(song["title"] for song in library_of(world, person)))
@@ -383,8 +394,8 @@ def file_of_songs(world: World, person: Person, rng: random.Random) -> Draft | N
 # --- the hard variety ---
 
 
-def _requests(world: World, person: Person, rng: random.Random) -> tuple[Params, list[Row], list[Row]] | None:
-    """Parameters, the requests that they select, and the senders as contacts; None if a fault would do no harm."""
+def _requests(world: World, person: Person, rng: random.Random) -> tuple[Params, list[Row], list[Row]]:
+    """Parameters, the requests that they select, and the senders as contacts."""
     relation, limit = rng.choice(CLOSE_RELATIONS), rng.randrange(20, 120, 5)
     contacts, pending = contacts_of(world, person), pending_requests(world, person)
 
@@ -398,48 +409,39 @@ def _requests(world: World, person: Person, rng: random.Random) -> tuple[Params,
     _, of_first_pages = by([row for row in over if row in pending[:PAGE_LIMIT]], contacts[:PAGE_LIMIT])
     _, of_smaller = by([row for row in pending if row["amount"] < limit], contacts)
     # There must be smaller requests too, or the condition on the amount would select nothing.
-    if senders in ([], of_first_pages, of_smaller) or not of_smaller:
-        return None
+    require(of_smaller and senders not in ([], of_first_pages, of_smaller))
     return {"relation": relation, "limit": limit}, requests, senders
 
 
-def deny_relation_requests(world: World, person: Person, rng: random.Random) -> Draft | None:
+def deny_relation_requests(world: World, person: Person, rng: random.Random) -> Draft:
     """Deny the chosen payment requests."""
-    if (found := _requests(world, person, rng)) is None:
-        return None
-    params, requests, _ = found
+    params, requests, _ = _requests(world, person, rng)
     return Draft(params, changes=denied(requests), side_effects=NOTIFIED)
 
 
-def text_senders(world: World, person: Person, rng: random.Random) -> Draft | None:
+def text_senders(world: World, person: Person, rng: random.Random) -> Draft:
     """Text the senders of the chosen requests."""
-    if (found := _requests(world, person, rng)) is None:
-        return None
-    params, _, senders = found
+    params, _, senders = _requests(world, person, rng)
     message = rng.choice(WORDS["messages"])
     return Draft(params | {"message": message}, changes=texts(person, senders, message), side_effects=TEXTED)
 
 
-def note_of_senders(world: World, person: Person, rng: random.Random) -> Draft | None:
+def note_of_senders(world: World, person: Person, rng: random.Random) -> Draft:
     """Write the senders' names into a new note."""
-    if (found := _requests(world, person, rng)) is None:
-        return None
-    params, _, senders = found
+    params, _, senders = _requests(world, person, rng)
     title = rng.choice(WORDS["new_titles"])
     return Draft(params | {"title": title}, changes=new_note(person, title, _names(senders)))
 
 
-def file_of_senders(world: World, person: Person, rng: random.Random) -> Draft | None:
+def file_of_senders(world: World, person: Person, rng: random.Random) -> Draft:
     """Write the senders' names into a new file."""
-    if (found := _requests(world, person, rng)) is None:
-        return None
-    params, _, senders = found
+    params, _, senders = _requests(world, person, rng)
     stem = f"people_{rng.randint(1, 99)}"
     return Draft(params | {"stem": stem}, changes=new_file(person, stem, _names(senders)), side_effects=FILED)
 
 
-def _payments(world: World, person: Person, rng: random.Random) -> tuple[Params, list[Row]] | None:
-    """Parameters and the payments that they select; None if a fault would do no harm."""
+def _payments(world: World, person: Person, rng: random.Random) -> tuple[Params, list[Row]]:
+    """Parameters and the payments that they select."""
 
     def total(rows: list[Row]) -> float:
         return sum(row["amount"] for row in rows)
@@ -452,67 +454,58 @@ def _payments(world: World, person: Person, rng: random.Random) -> tuple[Params,
     early = [row for row in payments if row not in chosen]
     first_page = sent_by(world, received[:PAGE_LIMIT], emails_of(contacts[:PAGE_LIMIT], relation))
     of_first_pages = [row for row in first_page if row in chosen]
-    if not chosen or not early or total(chosen) in (total(of_first_pages), total(early)):
-        return None
+    require(chosen and early and total(chosen) not in (total(of_first_pages), total(early)))
     return {"relation": relation, "date": since.date().isoformat()}, chosen
 
 
-def like_relation_payments(world: World, person: Person, rng: random.Random) -> Draft | None:
+def like_relation_payments(world: World, person: Person, rng: random.Random) -> Draft:
     """Like the chosen payments."""
-    if (found := _payments(world, person, rng)) is None:
-        return None
-    params, chosen = found
+    params, chosen = _payments(world, person, rng)
     return replace(liked(person, chosen), params=params)
 
 
-def sum_relation_payments(world: World, person: Person, rng: random.Random) -> Draft | None:
+def sum_relation_payments(world: World, person: Person, rng: random.Random) -> Draft:
     """Add up the chosen payments."""
-    if (found := _payments(world, person, rng)) is None:
-        return None
-    params, chosen = found
+    params, chosen = _payments(world, person, rng)
     return Draft(params, answer=sum(row["amount"] for row in chosen))
 
 
-def note_of_long_songs(world: World, person: Person, rng: random.Random) -> Draft | None:
+def note_of_long_songs(world: World, person: Person, rng: random.Random) -> Draft:
     """Write the titles of the library's long songs into a new note."""
     title, limit = rng.choice(WORDS["new_titles"]), rng.randrange(200, 400, 10)
     songs = library_of(world, person)
     long = beyond_first_page(songs, lambda song: song["duration"] > limit)
-    if not long or len(long) == len(songs):
-        return None
+    require(len(long) < len(songs))
     content = "\n".join(sorted(song["title"] for song in long))
     return Draft({"title": title, "limit": limit}, changes=new_note(person, title, content))
 
 
-def text_longest_song(world: World, person: Person, rng: random.Random) -> Draft | None:
+def text_longest_song(world: World, person: Person, rng: random.Random) -> Draft:
     """Text the title of the library's longest song to contacts of a relationship."""
     relation, songs = rng.choice(CLOSE_RELATIONS), library_of(world, person)
     longest = max(songs, key=lambda song: song["duration"])
     receivers = related(contacts_of(world, person), relation)
-    if longest in songs[:PAGE_LIMIT] or not receivers:
-        return None
+    require(receivers and longest not in songs[:PAGE_LIMIT])
     return Draft({"relation": relation}, changes=texts(person, receivers, longest["title"]), side_effects=TEXTED)
 
 
-def file_of_contacts(world: World, person: Person, rng: random.Random) -> Draft | None:
+def file_of_contacts(world: World, person: Person, rng: random.Random) -> Draft:
     """Write the names of contacts of a relationship born before a date into a new file."""
-    if (found := _born(world, person, rng)) is None:
-        return None
-    params, people = found
+    params, people = _born(world, person, rng)
     stem = f"people_{rng.randint(1, 99)}"
     return Draft(params | {"stem": stem}, changes=new_file(person, stem, _names(people)), side_effects=FILED)
 
 
-def _born(world: World, person: Person, rng: random.Random) -> tuple[Params, list[Row]] | None:
-    """Parameters and the contacts that they select; None if a fault would do no harm."""
+def _born(world: World, person: Person, rng: random.Random) -> tuple[Params, list[Row]]:
+    """Parameters and the contacts that they select."""
     relation = rng.choice(CLOSE_RELATIONS)
     date = datetime(rng.randint(1960, 1990), rng.randint(1, 12), 1).date().isoformat()
     contacts = contacts_of(world, person)
     people = beyond_first_page(contacts, lambda row: relation in row["relationships"] and row["birthday"] < date)
-    return ({"relation": relation, "date": date}, people) if people else None
+    return {"relation": relation, "date": date}, people
 
 
-def star_recent_threads(world: World, person: Person, rng: random.Random) -> Draft | None:
+def star_recent_threads(world: World, person: Person, rng: random.Random) -> Draft:
     """Star the threads received since a date from contacts of a relationship."""
     relation, since = rng.choice(CLOSE_RELATIONS), past(rng, 20, 180)
     contacts, inbox = contacts_of(world, person), inbox_of(world, person)
@@ -520,16 +513,13 @@ def star_recent_threads(world: World, person: Person, rng: random.Random) -> Dra
     chosen = [row for row in threads if row["created_at"] >= since]
     early = [row for row in threads if row not in chosen]
     first_page = threads_by(world, inbox[:PAGE_LIMIT], emails_of(contacts[:PAGE_LIMIT], relation))
-    if not chosen or not early or chosen == [row for row in first_page if row in chosen]:
-        return None
+    require(chosen and early and chosen != [row for row in first_page if row in chosen])
     return Draft({"relation": relation, "date": since.date().isoformat()}, changes=starred(chosen))
 
 
-def text_note_born(world: World, person: Person, rng: random.Random) -> Draft | None:
+def text_note_born(world: World, person: Person, rng: random.Random) -> Draft:
     """Text a note's content to contacts of a relationship born before a date."""
     note = rng.choice(notes_of(world, person)[PAGE_LIMIT:])
-    if (found := _born(world, person, rng)) is None:
-        return None
-    params, people = found
+    params, people = _born(world, person, rng)
     changes = texts(person, people, note["content"])
     return Draft(params | {"title": note["title"]}, changes=changes, side_effects=TEXTED)

@@ -54,6 +54,11 @@ class Person:
         """First and last name."""
         return f"{self.first_name} {self.last_name}"
 
+    @property
+    def card(self) -> dict[str, str]:
+        """Name, email address and phone number, under AppWorld's names."""
+        return {field: getattr(self, field) for field in ("first_name", "last_name", "email", "phone_number")}
+
 
 @dataclass
 class World:
@@ -61,10 +66,10 @@ class World:
 
     people: list[Person] = field(default_factory=list)
     tables: dict[str, list[Row]] = field(default_factory=lambda: defaultdict(list))
-    _found: dict[tuple[str, str], tuple[int, dict[Any, list[Row]]]] = field(
+    _found: dict[tuple[str, str], dict[Any, list[Row]]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
-    """Index by (table, field): how many rows are indexed, and the rows of each value."""
+    """The rows of each value, by (table, field), because task drafts look up rows thousands of times."""
 
     def add(self, table: str, **fields: Any) -> int:
         """Append a row; returns its id."""
@@ -77,19 +82,13 @@ class World:
         return self.tables[table][row_id - 1]
 
     def where(self, table: str, **equal: Any) -> list[Row]:
-        """Rows whose fields equal the given values, in id order. The first given field must never change in a row."""
+        """Rows of a complete table whose fields equal the given values, in id order. The first field never changes."""
         (key, value), *others = equal.items()
-        rows = self._by(table, key).get(value, ())
-        return [row for row in rows if all(row[name] == other for name, other in others)]
-
-    def _by(self, table: str, key: str) -> dict[Any, list[Row]]:
-        """An index of a table's rows by a field's value, because task drafts look up rows thousands of times."""
-        seen, found = self._found.get((table, key), (0, {}))
-        rows = self.tables[table]
-        for row in rows[seen:]:
-            found.setdefault(row[key], []).append(row)
-        self._found[table, key] = len(rows), found
-        return found
+        if (found := self._found.get((table, key))) is None:
+            found = self._found[table, key] = defaultdict(list)
+            for row in self.tables[table]:
+                found[row[key]].append(row)
+        return [row for row in found.get(value, ()) if all(row[name] == other for name, other in others)]
 
     def person(self, person_id: int) -> Person:
         """The person of that id."""
@@ -102,7 +101,7 @@ def populate(seed: int, users: int) -> World:
     Raises: ValueError if ``users`` is outside [MIN_USERS, MAX_USERS].
     """
     if not MIN_USERS <= users <= MAX_USERS:
-        raise ValueError(f"--users is {users}, expected {MIN_USERS} to {MAX_USERS}")
+        raise ValueError(f"users is {users}, expected {MIN_USERS} to {MAX_USERS}")
     world = World()
     # One random stream per app, so that rows added to one app do not change another's.
     streams = {part: random.Random(f"sandbox/{seed}/{part}") for part in ("people", *APPS)}
@@ -153,15 +152,7 @@ def _add_people(world: World, users: int, rng: random.Random) -> None:
             passwords={app: "".join(rng.choices(alphabet, k=8)) for app in APPS},
         )
         world.people.append(person)
-        world.add(
-            "admin.MainUser",
-            first_name=person.first_name,
-            last_name=person.last_name,
-            email=person.email,
-            phone_number=person.phone_number,
-            birthday=person.birthday,
-            sex=person.sex,
-        )
+        world.add("admin.MainUser", **person.card, birthday=person.birthday, sex=person.sex)
         for app in APPS:
             joined = NOW - timedelta(seconds=rng.randrange(600 * 86_400, 900 * 86_400))
             account: Row = {
@@ -197,10 +188,7 @@ def _add_phone(world: World, rng: random.Random) -> None:
             world.add(
                 "phone.Contact",
                 user_id=person.id,
-                first_name=other.first_name,
-                last_name=other.last_name,
-                email=other.email,
-                phone_number=other.phone_number,
+                **other.card,
                 relationships=[relation],
                 birthday=other.birthday,
                 home_address=None,

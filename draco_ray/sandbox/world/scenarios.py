@@ -85,9 +85,12 @@ def _scenario(
     draft_of = getattr(drafts, family.name)
     for person in (*own, *spare):
         for _ in range(TRIES):
-            draft = draft_of(world, person, rng)
-            key = json.dumps([family.name, person.id, draft and draft.params])
-            if draft is None or key in taken:
+            try:
+                draft = draft_of(world, person, rng)
+            except drafts.Unfit:
+                continue
+            key = json.dumps([family.name, person.id, draft.params])
+            if key in taken:
                 continue
             taken.add(key)
             task_id = f"{scenario}_{len(tasks) + 1}"

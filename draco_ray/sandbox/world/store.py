@@ -66,20 +66,14 @@ class Store:
         folder = self.data / "tasks" / task.task_id
         (folder / "ground_truth").mkdir(parents=True)
         person = task.person
-        supervisor = {
-            "first_name": person.first_name,
-            "last_name": person.last_name,
-            "email": person.email,
-            "phone_number": person.phone_number,
-        }
         specs = {
             "instruction": task.instruction,
-            "supervisor": supervisor,
+            "supervisor": person.card,
             "datetime": NOW.isoformat(),
             "db_version": DB_VERSION,
         }
         _write_json(folder / "specs.json", specs)
-        self._write_task_dbs(task, folder / "dbs", supervisor)
+        self._write_task_dbs(task, folder / "dbs")
         cells = task.family.script()
         code = "\n\n".join(cells) + "\n"
         apis = re.findall(r"apis\.(\w+\.\w+)", code)
@@ -103,7 +97,7 @@ class Store:
         (folder / "ground_truth" / "evaluation.py").write_text(evaluation_code(task.draft))
         (folder / "ground_truth" / "solution.py").write_text(code)
 
-    def _write_task_dbs(self, task: PlannedTask, folder: Path, supervisor: dict[str, str]) -> None:
+    def _write_task_dbs(self, task: PlannedTask, folder: Path) -> None:
         person = task.person
         models = ModelCollection.load(
             to_db_home_path=f":memory:sandbox-{task.task_id}",
@@ -112,7 +106,7 @@ class Store:
             skip_mandatory_apps=True,
         ).supervisor
         models.SQLModel.restart_db_tracker()
-        models.Supervisor.create(**supervisor, birthday=person.birthday, sex=person.sex).save()
+        models.Supervisor.create(**person.card, birthday=person.birthday, sex=person.sex).save()
         models.Task.create(supervisor_id=1, instruction=task.instruction).save()
         models.AccountPassword.save_all(
             [
