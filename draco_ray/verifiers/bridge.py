@@ -523,7 +523,6 @@ def _trace(trace: Any) -> dict[str, Any]:
         "agent": trace.agent.name,
         "trainable": trace.agent.trainable,
         "ok": trace.ok,
-        "timeout": trace.is_timeout,
         "stop": trace.stop_condition,
         "errors": [_error(error) for error in trace.errors],
         "nodes": [_node(node, trained=id(node) in trained) for node in trace.nodes],
@@ -545,8 +544,6 @@ def _node(node: Any, *, trained: bool) -> dict[str, Any]:
         "sampled": node.sampled,
         "trained": trained,
         "tokens": node.token_ids,
-        "mask": node.mask,
-        "logprobs": node.logprobs,
         "at": node.timestamp,
         "tools": [
             {

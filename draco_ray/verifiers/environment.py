@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-from typing import Any
 
 from draco_ray.config.schema import DataConfig, EnvironmentConfig
 from draco_ray.environments.base import Environment, WorldVerdict, list_items
 from draco_ray.errors import EnvironmentCrashed, WorldError
 from draco_ray.records import Task
-from draco_ray.verifiers.options import read_options, told_to_bridge
-from draco_ray.verifiers.process import Listing, check_renderer, leave_bridge, listing, need, shared_bridge
+from draco_ray.verifiers.options import read_options, told_to_bridge, verifiers_python
+from draco_ray.verifiers.process import Listing, check_renderer, leave_bridge, listing, shared_bridge
 
 _HOW_AGENTS_ACT = """\
 - The agent is a program with a loop and tools of its own, or talks with its environment. A step is a turn of the \
@@ -65,7 +64,7 @@ class VerifiersEnvironment(Environment):
         told = told_to_bridge(self.options, self.config, ground_truth=False)
         tokenizer = os.path.abspath(path) if os.path.isdir(path) else path
         passed = tuple(self.options.pass_environment)
-        check_renderer(told, need(self.options), passed, tokenizer=tokenizer, offers=offers)
+        check_renderer(told, verifiers_python(self.options), passed, tokenizer=tokenizer, offers=offers)
 
     async def open(self, task_id: str) -> VerifiersWorld:
         """See `Environment`."""
@@ -78,7 +77,7 @@ class VerifiersEnvironment(Environment):
     @property
     def _listing(self) -> Listing:
         told = told_to_bridge(self.options, self.config, ground_truth=False)
-        return listing(told, need(self.options), tuple(self.options.pass_environment))
+        return listing(told, verifiers_python(self.options), tuple(self.options.pass_environment))
 
 
 class VerifiersWorld:
@@ -87,7 +86,7 @@ class VerifiersWorld:
     def __init__(self, environment: VerifiersEnvironment, task: Task) -> None:
         self._environment = environment
         self.task = task
-        self._answer: dict[str, Any] = {}
+        self._reward: float | None = None
 
     async def act(self, action: str) -> str:
         """Play the episode.
@@ -105,7 +104,7 @@ class VerifiersWorld:
         )
         order |= {"task": self.task.task_id, "seconds": min(limit, order["seconds"])}
         answer = await bridge.play(order)
-        self._answer = {"reward": answer.pop("reward", None)}
+        self._reward = answer.pop("reward", None)
         return json.dumps(answer)
 
     async def evaluate(self) -> WorldVerdict:
@@ -113,10 +112,9 @@ class VerifiersWorld:
         environment, task_id = self._environment, self.task.task_id
         if not environment.ground_truth:
             raise WorldError(f"task {task_id}: the environment was opened without ground truth")
-        reward = self._answer.get("reward")
-        if reward is None:
+        if self._reward is None:
             raise EnvironmentCrashed(f"task {task_id}: the taskset gave the episode no reward")
-        return WorldVerdict(success=reward >= environment.options.success_at, reward=reward)
+        return WorldVerdict(success=self._reward >= environment.options.success_at, reward=self._reward)
 
     async def close(self) -> None:
         """See `World`."""

@@ -20,7 +20,7 @@ from typing import Any
 from draco_ray.config.schema import EnvironmentConfig
 from draco_ray.environments.jail import linux
 from draco_ray.environments.program import MARK, end_strays, passed_environment
-from draco_ray.errors import ConfigError, EnvironmentCrashed, WorldError
+from draco_ray.errors import ConfigError, EnvironmentCrashed
 from draco_ray.temp_dirs import PrivateTempDir
 from draco_ray.verifiers.options import VerifiersOptions, told_to_bridge, verifiers_python
 
@@ -326,11 +326,3 @@ def _environment(python: str, names: tuple[str, ...]) -> dict[str, str]:
     folder = Path(python).parent
     path = f"{folder}{os.pathsep}{kept.get('PATH', os.defpath)}"
     return {**kept, "PATH": path, "VIRTUAL_ENV": str(folder.parent), "PYTHONUNBUFFERED": "1"}
-
-
-def need(options: VerifiersOptions) -> str:
-    """Path of verifiers' Python, for the driver. Raises: ConfigError: one line."""
-    try:
-        return verifiers_python(options)
-    except WorldError as error:
-        raise ConfigError(f"environment.use=verifiers: {error}") from None

@@ -39,7 +39,7 @@ class Traced:
         self._at = 0
 
     def trace(self, agent: str = "agent", *, trainable: bool = True) -> int:
-        told = {"agent": agent, "trainable": trainable, "ok": True, "timeout": False, "stop": None, "errors": []}
+        told = {"agent": agent, "trainable": trainable, "ok": True, "stop": None, "errors": []}
         self.traces.append({**told, "nodes": []})
         return len(self.traces) - 1
 
@@ -71,10 +71,8 @@ class Traced:
             "tools": [],
             "trained": True,
         }
-        tokens = {"tokens": [*context, *said], "mask": [False] * len(context) + [True] * len(said)}
         self._at += 1
-        logprobs = sample.logprobs if isinstance(sample, Sample) else []
-        self.traces[trace]["nodes"].append({**node, **tokens, "logprobs": logprobs, "at": float(self._at), **more})
+        self.traces[trace]["nodes"].append({**node, "tokens": [*context, *said], "at": float(self._at), **more})
         return len(self.traces[trace]["nodes"]) - 1
 
     def trajectory(self) -> Trajectory:
