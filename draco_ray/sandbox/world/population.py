@@ -2,7 +2,8 @@
 
 Task drafts compute their ground truth from these rows, never by calling an API, so a wrong API idiom in a reference
 solution cannot leak into its own evaluation. ``store`` turns the rows into AppWorld databases. Row ids are 1-based
-insertion order, which is also what SQLite assigns. A person has the same user id in every app.
+insertion order, which is also what SQLite assigns. A person has the same user id in every app. Columns with AppWorld's
+own default are left out.
 
 AppWorld's list APIs that do not sort return rows in the order SQLite finds them: by id, or by a unique key that starts
 with the user. Tables with such a key are filled in its order, so that id order is API order everywhere and "the first
@@ -191,8 +192,6 @@ def _add_phone(world: World, rng: random.Random) -> None:
                 **other.card,
                 relationships=[relation],
                 birthday=other.birthday,
-                home_address=None,
-                work_address=None,
                 created_at=moment,
             )
         times = sorted(rng.sample(range(5 * 12, 22 * 12), rng.randint(9, 13)))
@@ -226,8 +225,6 @@ def _add_spotify(world: World, rng: random.Random) -> None:
             release_date=_moment(rng, 3000),
             genre=rng.choice(WORDS["genres"]),
             rating=rng.randint(20, 50) / 10,
-            like_count=0,
-            review_count=0,
         )
     durations = rng.sample(range(121, 480), 280)
     for title, duration in zip(titles[40:320], durations, strict=True):
@@ -244,7 +241,6 @@ def _add_spotify(world: World, rng: random.Random) -> None:
             play_count=rng.randrange(1000),
             rating=rng.randint(10, 50) / 10,
             like_count=0,
-            review_count=0,
         )
     songs = [song["id"] for song in world.tables["spotify.Song"]]
     for person in world.people:
@@ -263,8 +259,6 @@ def _add_listener(world: World, person: Person, songs: list[int], rng: random.Ra
             created_at=_moment(rng),
             is_public=rng.random() < 0.5,
             rating=0.0,
-            like_count=0,
-            review_count=0,
         )
         for song_id in rng.sample(listed, rng.randint(8, 12)):
             world.add("spotify.PlaylistSong", playlist_id=playlist_id, song_id=song_id, added_at=_moment(rng))
@@ -301,9 +295,6 @@ def _add_venmo(world: World, rng: random.Random) -> None:
                 created_at=moment,
                 updated_at=moment,
                 private=rng.random() < 0.3,
-                receipt_download_count=0,
-                like_count=0,
-                payment_card_digits=None,
             )
         for _ in range(rng.randint(14, 18)):
             moment = _moment(rng, 300)
@@ -318,7 +309,6 @@ def _add_venmo(world: World, rng: random.Random) -> None:
                 updated_at=moment,
                 approved_at=moment + timedelta(hours=5) if status == "approved" else None,
                 denied_at=moment + timedelta(hours=5) if status == "denied" else None,
-                private=False,
             )
 
 
@@ -349,8 +339,6 @@ def _add_todoist(world: World, rng: random.Random) -> None:
                 user_id=person.id,
                 name=name,
                 color=rng.choice(WORDS["colors"]),
-                is_inbox=False,
-                description="",
                 created_at=moment,
             )
             world.add(
@@ -358,7 +346,6 @@ def _add_todoist(world: World, rng: random.Random) -> None:
                 project_id=project_id,
                 user_id=person.id,
                 is_favorite=rng.random() < 0.3,
-                is_archived=False,
                 created_at=moment,
             )
             for order, title in enumerate(
@@ -367,18 +354,13 @@ def _add_todoist(world: World, rng: random.Random) -> None:
                 world.add(
                     "todoist.Task",
                     project_id=project_id,
-                    section_id=None,
                     user_id=person.id,
                     title=title,
                     description="",
                     due_date=NOW.replace(hour=0) + timedelta(days=rng.randrange(-120, 60)),
                     priority=rng.choice(["high", "medium", "low"]),
                     is_completed=rng.random() < 0.2,
-                    duration=None,
-                    duration_unit=None,
                     order_index=order,
-                    assignee_id=None,
-                    assigner_id=None,
                     created_at=moment,
                 )
 
@@ -419,7 +401,6 @@ def _add_gmail(world: World, rng: random.Random) -> None:
                 recipient_ids=[person.id],
                 subject=rng.choice(WORDS["subjects"]),
                 body=rng.choice(WORDS["messages"]),
-                response_to_email_id=None,
                 created_at=moment,
             )
             thread_id = world.add("gmail.GlobalEmailThread", email_ids=[email_id], created_at=moment, updated_at=moment)
@@ -432,9 +413,6 @@ def _add_gmail(world: World, rng: random.Random) -> None:
                     incoming=owner is person,
                     outgoing=owner is sender,
                     read=owner is sender or rng.random() < 0.5,
-                    starred=False,
-                    archived=False,
-                    spam=False,
                     created_at=moment,
                     updated_at=moment,
                 )
@@ -459,11 +437,8 @@ def _add_amazon(world: World, rng: random.Random) -> None:
             length=rng.randint(5, 60) / 1.0,
             width=rng.randint(5, 60) / 1.0,
             height=rng.randint(5, 60) / 1.0,
-            color=None,
-            relative_size=None,
             rating=rng.randint(20, 50) / 10,
             seller_rating=seller["rating"],
-            has_variations=False,
         )
     products = range(1, len(world.tables["amazon.Product"]) + 1)
     for person in world.people:
