@@ -30,7 +30,7 @@ if no step gets credit, ``hit_at_1`` and ``blame_auroc`` are at chance.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Collection, Sequence
 from operator import itemgetter
 
 import numpy as np
@@ -53,7 +53,7 @@ from draco_ray.sandbox.world.scripts import Fault
 
 RULES = ("chance", "last_step", "first_failed")
 """Baselines that choose a step without a judge."""
-Observation = tuple[float, float, float, float]
+Observation = tuple[float, ...]
 """The judge's value and the value of each of `RULES`; NaN if a rule has none."""
 _NONE = float("nan")
 
@@ -92,84 +92,37 @@ def blamed_by_rule(rollout: JudgedRollout) -> tuple[int, int]:
     return last, next((step for step, output in enumerate(rollout.planted.outputs) if failed(output)), last)
 
 
-def citation_precision(rollout: JudgedRollout) -> Observation | None:
-    """The share of cited steps that are planted; None if no step is cited."""
-    named = cited(rollout)
-    if not named:
-        return None
-    return (len(named & set(rollout.planted.planted)) / len(named), *_hits(rollout))
+def step_measures(rollout: JudgedRollout) -> dict[str, Observation]:
+    """Every measure of a rollout with planted steps, without those that it has no value for."""
+    planted_M, cited_M = (_marked(rollout, steps) for steps in (rollout.planted.planted, cited(rollout)))
+    blame_M, blamed = _blame(rollout), blamed_by_rule(rollout)
+    first, share = int(planted_M.argmax()), rollout.share
+    hits = (float(planted_M.mean()), *(float(planted_M[step]) for step in blamed))
+    found: dict[str, Observation] = {}
+    if cited_M.any():
+        found["citation_precision"] = (float(planted_M[cited_M].mean()), *hits)
+    recalled = (float(planted_M[step] / planted_M.sum()) for step in blamed)
+    found["citation_recall"] = (float(cited_M[planted_M].mean()), float(cited_M.mean()), *recalled)
+    found["hit_at_1"] = (float(planted_M[blame_M == blame_M.max()].mean()), *hits)
+    begins = bool(cited_M.any()) and int(cited_M.argmax()) == first
+    found["first_error"] = (float(begins), 1 / rollout.steps, *(float(step == first) for step in blamed))
+    if not planted_M.all():
+        by_rule = (_auroc(np.arange(rollout.steps) == step, planted_M) for step in blamed)
+        found["blame_auroc"] = (_auroc(blame_M, planted_M), 0.5, *by_rule)
+    if share is not None and share.advantage < 0:
+        pushes = np.array(push_shares(share.step_advantage_M.tolist(), rollout.tokens_M.tolist()))
+        found["push_share"] = (float(pushes[planted_M].sum()), *hits)
+        found["grpo_share"] = (float(rollout.tokens_M[planted_M].sum() / rollout.tokens_M.sum()), *hits)
+    return found
 
 
-def citation_recall(rollout: JudgedRollout) -> Observation:
-    """The share of planted steps that are cited."""
-    named, planted = cited(rollout), set(rollout.planted.planted)
-    last, first = ((step + 1 in planted) / len(planted) for step in blamed_by_rule(rollout))
-    return len(named & planted) / len(planted), len(named) / rollout.steps, last, first
+def _auroc(blame_M: FloatArray | BoolArray, planted_M: BoolArray) -> float:
+    return auroc(blame_M[planted_M].astype(float), blame_M[~planted_M].astype(float))
 
 
-def hit_at_1(rollout: JudgedRollout) -> Observation:
-    """Whether the step with the lowest quality is planted; for a tie, the share of tied steps that are planted."""
-    planted_M, blame_M = _planted(rollout), _blame(rollout)
-    return (float(planted_M[blame_M == blame_M.max()].mean()), *_hits(rollout))
-
-
-def first_error(rollout: JudgedRollout) -> Observation:
-    """Whether the first step cited by a failed criterion is the first planted step."""
-    planted = min(rollout.planted.planted)
-    last, first = (float(step + 1 == planted) for step in blamed_by_rule(rollout))
-    return float(min(cited(rollout), default=0) == planted), 1 / rollout.steps, last, first
-
-
-def blame_auroc(rollout: JudgedRollout) -> Observation | None:
-    """The AUROC of 1 - Q for separating planted steps from others; None if every step is planted."""
-    planted_M, blame_M = _planted(rollout), _blame(rollout)
-    if planted_M.all():
-        return None
-    last, first = (
-        auroc(one_M[planted_M].astype(float), one_M[~planted_M].astype(float))
-        for one_M in (np.arange(rollout.steps) == step for step in blamed_by_rule(rollout))
-    )
-    return auroc(blame_M[planted_M], blame_M[~planted_M]), 0.5, last, first
-
-
-def push_share(rollout: JudgedRollout) -> Observation | None:
-    """Share of the negative advantage that falls on planted steps; None if the advantage is not negative."""
-    share = rollout.share
-    if share is None or share.advantage >= 0:
-        return None
-    pushes = np.array(push_shares(share.step_advantage_M.tolist(), rollout.tokens_M.tolist()))
-    return (float(pushes[_planted(rollout)].sum()), *_hits(rollout))
-
-
-def grpo_share(rollout: JudgedRollout) -> Observation | None:
-    """`push_share` with the same advantage on every token; None if the advantage is not negative."""
-    if rollout.share is None or rollout.share.advantage >= 0:
-        return None
-    return (float(rollout.tokens_M[_planted(rollout)].sum() / rollout.tokens_M.sum()), *_hits(rollout))
-
-
-def _hits(rollout: JudgedRollout) -> tuple[float, float, float]:
-    """Whether the one step that each of `RULES` blames is planted."""
-    planted_M = _planted(rollout)
-    last, first = (float(planted_M[step]) for step in blamed_by_rule(rollout))
-    return float(planted_M.mean()), last, first
-
-
-STEP_MEASURES: dict[str, Callable[[JudgedRollout], Observation | None]] = {
-    "citation_precision": citation_precision,
-    "citation_recall": citation_recall,
-    "hit_at_1": hit_at_1,
-    "first_error": first_error,
-    "blame_auroc": blame_auroc,
-    "push_share": push_share,
-    "grpo_share": grpo_share,
-}
-
-
-def _planted(rollout: JudgedRollout) -> BoolArray:
-    planted_M = np.zeros(rollout.steps, dtype=np.bool_)
-    planted_M[np.array(rollout.planted.planted, dtype=np.int64) - 1] = True
-    return planted_M
+def _marked(rollout: JudgedRollout, steps: Collection[int]) -> BoolArray:
+    """A mask of the rollout's steps that marks ``steps``, 1-based."""
+    return np.isin(np.arange(1, rollout.steps + 1), list(steps))
 
 
 def _blame(rollout: JudgedRollout) -> FloatArray:
@@ -217,11 +170,11 @@ def _verdict_rows(scope: str, judgments: dict[str, list[tuple[int, int]]]) -> li
 
 
 def _step_rows(scope: str, rollouts: Sequence[JudgedRollout]) -> list[Row]:
-    rows = []
-    for name, observe in STEP_MEASURES.items():
-        observed = [(each.planted.task_id, observe(each)) for each in rollouts if each.planted.planted]
-        rows += _mean_rows(scope, name, [(task_id, found) for task_id, found in observed if found is not None])
-    return rows
+    found: dict[str, list[tuple[str, Observation]]] = defaultdict(list)
+    for rollout in rollouts:
+        for name, observation in step_measures(rollout).items() if rollout.planted.planted else ():
+            found[name].append((rollout.planted.task_id, observation))
+    return [row for name, observations in found.items() for row in _mean_rows(scope, name, observations)]
 
 
 def _blame_rows(judged: Sequence[JudgedRollout]) -> list[Row]:
