@@ -151,29 +151,24 @@ def sample(found: StepLabelFile, *, winners: bool, scope: str = EVERYTHING) -> S
         judge: [given[index] for index in kept] for judge, given in found.judges.items()
     }
     labels[PEOPLE] = [each.human for each in chosen]
-    uniform_N = np.array([each.bad_M.mean() for each in chosen])
-    first_N = [_first(each.human) for each in chosen]
+    # Without citations the rule falls back to uniform GRPO.
+    labels[UNIFORM] = [[None] * len(each.human) for each in chosen]
+    shares = {judge: _pushes(advantage, given, chosen) for judge, given in labels.items()}
     firsts = {judge: [_first(own) for own in given] for judge, given in labels.items()}
+    shares[LAST_STEP] = np.array([float(each.bad_M[-1]) for each in chosen])
     firsts[LAST_STEP] = [len(each.human) - 1 for each in chosen]
+    first_pushes, first_errors = {}, {}
+    for judge, own in firsts.items():
+        pushes = [e.bad_M.mean() if n is None else e.bad_M[n] for n, e in zip(own, chosen, strict=True)]
+        first_pushes[judge] = np.array(pushes, float)
+        first_errors[judge] = np.array([a == b for a, b in zip(own, firsts[PEOPLE], strict=True)], float)
+    first_errors[UNIFORM] = np.array([1 / len(each.human) for each in chosen])
     return Sample(
         question_N=np.unique([str(each.q) for each in chosen], return_inverse=True)[1],
-        uniform_N=uniform_N,
-        share_N={
-            UNIFORM: uniform_N,
-            LAST_STEP: np.array([float(each.bad_M[-1]) for each in chosen]),
-            **{judge: _pushes(advantage, given, chosen) for judge, given in labels.items()},
-        },
-        first_push_N={UNIFORM: uniform_N}
-        | {
-            judge: np.array(
-                [e.bad_M.mean() if n is None else e.bad_M[n] for n, e in zip(own, chosen, strict=True)], float
-            )
-            for judge, own in firsts.items()
-        },
-        first_error_N={UNIFORM: np.array([1 / len(each.human) for each in chosen])}
-        | {
-            judge: np.array([a == b for a, b in zip(own, first_N, strict=True)], float) for judge, own in firsts.items()
-        },
+        uniform_N=shares[UNIFORM],
+        share_N=shares,
+        first_push_N=first_pushes,
+        first_error_N=first_errors,
     )
 
 
