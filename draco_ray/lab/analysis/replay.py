@@ -9,8 +9,9 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -19,6 +20,7 @@ from draco_ray.errors import ConfigError, ReplyError
 from draco_ray.judging.completion import Completer, Request
 from draco_ray.judging.phases import Credit, Score, credit_schema, parse_attributions, parse_scores, score_schema
 from draco_ray.judging.reply import check_finish
+from draco_ray.judging.structured import JsonSchema
 from draco_ray.lab.analysis.agreement import (
     COUNTS,
     RATES,
@@ -34,6 +36,10 @@ from draco_ray.records import Criterion, IntArray, Message, Verdict
 from draco_ray.runs.directory import RunDirectory
 from draco_ray.runs.rows import Row, columns_of
 
+ValueT = TypeVar("ValueT")
+_Answer = tuple[int | None, tuple[int, ...]]
+"""A verdict, and the steps that it cites."""
+_UNANSWERED: _Answer = (None, ())
 PHASES = (Score.name, Credit.name)
 """Phases whose replies are verdicts on given criteria, so that two judges can be compared criterion by criterion."""
 
@@ -143,13 +149,13 @@ async def replay(run: RunDirectory, complete: Completer, calls: Sequence[Archive
             "run": run.path.name,
             "judge": judge,
             **row,
-            "verdict": None if error else int(verdicts[index]),
-            "steps": [] if error else cited[index],
+            "verdict": verdict,
+            "steps": steps,
             "dollars": dollars / len(call.reference),
             "error": error,
         }
-        for call, (verdicts, cited, dollars, error) in zip(calls, answered, strict=True)
-        for index, row in enumerate(call.reference)
+        for call, (answers, dollars, error) in zip(calls, answered, strict=True)
+        for row, (verdict, steps) in zip(call.reference, answers or [_UNANSWERED] * len(call.reference), strict=True)
     ]
     return pa.Table.from_pylist(rows, schema=REPLAYED)
 
@@ -204,24 +210,41 @@ def _answers(rows: list[Row]) -> dict[tuple[str, int], dict[int, tuple[Verdict, 
     return found
 
 
-async def _ask(
-    complete: Completer, call: ArchivedCall
-) -> tuple[list[Verdict], list[tuple[int, ...]], float, str | None]:
-    count, scoring = len(call.rubric), call.phase == Score.name
-    schema = score_schema(call.prompt, count) if scoring else credit_schema(call.prompt, count, call.steps)
-    completion = await complete(Request(messages=(Message(role="user", content=call.prompt),), schema=schema))
+async def ask_once(
+    complete: Completer, prompt: str, read: Callable[[str], ValueT], schema: JsonSchema | None = None
+) -> tuple[ValueT | None, float, str | None]:
+    """Send a prompt once.
+
+    Args:
+        complete: the judge.
+        prompt: the prompt, sent verbatim.
+        read: reads the reply; may raise ReplyError.
+        schema: of the reply.
+
+    Returns: what ``read`` returns, or None; dollars; and why the reply cannot be used, or None.
+    """
+    completion = await complete(Request(messages=(Message(role="user", content=prompt),), schema=schema))
     if completion.error is not None:
-        return [], [], completion.dollars, completion.error
+        return None, completion.dollars, completion.error
     try:
         check_finish(completion.text, completion.finish_reason)
-        if scoring:
-            scores = parse_scores(completion.text, call.rubric, last=True).value
-            return [score.verdict for score in scores], [()] * len(scores), completion.dollars, None
-        attributions = parse_attributions(completion.text, call.rubric, call.steps, last=True).value
+        return read(completion.text), completion.dollars, None
     except ReplyError as error:
-        return [], [], completion.dollars, str(error)
-    verdicts = [attribution.verdict for attribution in attributions]
-    return verdicts, [attribution.steps for attribution in attributions], completion.dollars, None
+        return None, completion.dollars, str(error)
+
+
+async def _ask(complete: Completer, call: ArchivedCall) -> tuple[list[_Answer] | None, float, str | None]:
+    def scores(text: str) -> list[_Answer]:
+        return [(int(score.verdict), ()) for score in parse_scores(text, call.rubric, last=True).value]
+
+    def citations(text: str) -> list[_Answer]:
+        found = parse_attributions(text, call.rubric, call.steps, last=True).value
+        return [(int(attribution.verdict), attribution.steps) for attribution in found]
+
+    count = len(call.rubric)
+    if call.phase == Score.name:
+        return await ask_once(complete, call.prompt, scores, score_schema(call.prompt, count))
+    return await ask_once(complete, call.prompt, citations, credit_schema(call.prompt, count, call.steps))
 
 
 def _ratings(rows: Sequence[Row]) -> tuple[IntArray, IntArray]:

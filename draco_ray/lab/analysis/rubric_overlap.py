@@ -22,22 +22,22 @@ import asyncio
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import pyarrow as pa
 
 from draco_ray.algorithm.reward import surviving_criteria
 from draco_ray.config.schema import JudgeConfig
-from draco_ray.errors import ReplyError
-from draco_ray.judging.completion import Completer, Request
+from draco_ray.judging.completion import Completer
 from draco_ray.judging.judge import CallContext, Judge
 from draco_ray.judging.phases import Rubric, Score, Stage1, Stage2, Union
-from draco_ray.judging.reply import check_finish, parse_criteria
+from draco_ray.judging.reply import parse_criteria
 from draco_ray.lab.analysis.agreement import clustered_interval, ratio
-from draco_ray.lab.analysis.pairing import Pairing, Pairs
-from draco_ray.lab.analysis.replay import first_prompt, phase_calls
+from draco_ray.lab.analysis.pairing import Pairing
+from draco_ray.lab.analysis.replay import ask_once, first_prompt, phase_calls
 from draco_ray.lab.rows import columns, group_by, grouped, table_of
-from draco_ray.records import Criterion, Judged, Message, Trajectory
+from draco_ray.records import Criterion, Trajectory
 from draco_ray.runs.directory import RunDirectory
 from draco_ray.runs.rows import Row, columns_of, step_trajectories
 
@@ -88,11 +88,6 @@ class _Comparison:
     other: Rubric
     dollars: float = 0.0
     error: str | None = None
-
-    @property
-    def merged(self) -> bool:
-        """Whether it compares usable merged sets of two judges, on which rollouts are scored."""
-        return self.call.phase == Union.name and not self.against and self.error is None
 
 
 def writing_calls(
@@ -152,16 +147,9 @@ async def compare_writing(
         *await asyncio.gather(*(_ask(judge, complete, config, call) for call in calls)),
         *_ceilings(run, calls, config),
     ]
-    pairings = await asyncio.gather(
-        *(
-            third.ask(Pairing(each.call.reference, each.other), CallContext(group="", task_id=each.call.task_id))
-            for each in compared
-        )
-    )
-    merged = {each.call.training_step for each in compared if each.merged}
-    played = {step: step_trajectories(run, step) for step in merged}
-    marks = await asyncio.gather(*(_marks(each, played, third) for each in compared))
-    rows = [_row(run.path.name, *each) for each in zip(compared, pairings, marks, strict=True)]
+    merging = {call.training_step for call in calls if call.phase == Union.name}
+    played = {step: step_trajectories(run, step) for step in merging}
+    rows = await asyncio.gather(*(_row(run.path.name, each, played, third) for each in compared))
     return pa.Table.from_pylist(rows, schema=COMPARISONS)
 
 
@@ -188,16 +176,10 @@ def overlap_table(comparisons: pa.Table) -> Iterator[Row]:
 
 
 async def _ask(judge: str, complete: Completer, config: JudgeConfig, call: WritingCall) -> _Comparison:
-    completion = await complete(Request(messages=(Message(role="user", content=call.prompt),)))
-    other: Rubric = ()
-    error = completion.error
-    if error is None:
-        try:
-            check_finish(completion.text, completion.finish_reason)
-            other = _parsed(completion.text, call.phase, call.existing, config)
-        except ReplyError as problem:
-            error = str(problem)
-    return _Comparison(judge=judge, call=call, against="", other=other, dollars=completion.dollars, error=error)
+    other, dollars, error = await ask_once(
+        complete, call.prompt, lambda text: _parsed(text, call.phase, call.existing, config)
+    )
+    return _Comparison(judge=judge, call=call, against="", other=other or (), dollars=dollars, error=error)
 
 
 def _parsed(text: str, phase: str, existing: Rubric, config: JudgeConfig) -> Rubric:
@@ -234,16 +216,6 @@ def _ceilings(run: RunDirectory, calls: Sequence[WritingCall], config: JudgeConf
     return found
 
 
-async def _marks(
-    each: _Comparison, played: Mapping[int, Mapping[str, Sequence[Trajectory]]], third: Judge
-) -> list[Row]:
-    """Marks of the run's merged set and of the other judge's; none for any other comparison."""
-    if not each.merged:
-        return []
-    rollouts = played[each.call.training_step].get(each.call.task_id, [])
-    return await asyncio.gather(*(_mark(third, rubric, rollouts) for rubric in (each.call.reference, each.other)))
-
-
 async def _mark(scorer: Judge, rubric: Sequence[Criterion], played: Sequence[Trajectory]) -> Row:
     """Count criteria that some rollout fails, criteria whose verdicts differ, and scored rollouts."""
     judged = await asyncio.gather(
@@ -263,9 +235,13 @@ async def _mark(scorer: Judge, rubric: Sequence[Criterion], played: Sequence[Tra
     }
 
 
-def _row(run: str, each: _Comparison, pairing: Judged[Pairs], marks: list[Row]) -> Row:
-    call, pairs = each.call, pairing.value or ()
-    dollars = each.dollars + sum(asked.dollars for asked in pairing.calls)
+async def _row(
+    run: str, each: _Comparison, played: Mapping[int, Mapping[str, Sequence[Trajectory]]], third: Judge
+) -> Row:
+    """Pair the criteria of a comparison and, of usable merged sets of two judges, score the rollouts on both."""
+    call = each.call
+    pairing = await third.ask(Pairing(each.call.reference, each.other), CallContext(group="", task_id=call.task_id))
+    pairs = pairing.value or ()
     row: Row = {
         "run": run,
         "judge": each.judge,
@@ -278,14 +254,18 @@ def _row(run: str, each: _Comparison, pairing: Judged[Pairs], marks: list[Row]) 
         "titles": [criterion.title for criterion in each.other],
         "reference_paired": [index for index, _ in pairs],
         "paired": [index for _, index in pairs],
-        "dollars": dollars + sum(mark["dollars"] for mark in marks),
+        "dollars": each.dollars + sum(asked.dollars for asked in pairing.calls),
         "error": each.error,
         "pairing_error": pairing.error,
     }
-    if marks and all(mark["scored"] for mark in marks):
-        row["scored"] = min(mark["scored"] for mark in marks)
-        for side, mark in zip(_SIDES, marks, strict=True):
-            row |= {f"{side}{name}": mark[name] for name in _SHARED}
+    if call.phase == Union.name and not each.against and each.error is None:
+        rollouts = played[call.training_step].get(call.task_id, [])
+        marks = await asyncio.gather(*(_mark(third, rubric, rollouts) for rubric in (call.reference, each.other)))
+        row["dollars"] += sum(mark["dollars"] for mark in marks)
+        if all(mark["scored"] for mark in marks):
+            row["scored"] = min(mark["scored"] for mark in marks)
+            for side, mark in zip(_SIDES, marks, strict=True):
+                row |= {f"{side}{name}": mark[name] for name in _SHARED}
     return row
 
 
@@ -304,29 +284,27 @@ def _summary(rows: Sequence[Row]) -> Row:
         "comparisons": len(rows),
         "unanswered": ratio(sum(row["error"] is not None for row in rows), len(rows)),
         "unpaired": ratio(len(rows) - len(paired), len(rows)),
-        "recall": _recall(paired),
-        "precision": _precision(paired),
+        **{name: share(paired) for name, share in _SHARES_PAIRED.items()},
         "reference_criteria": ratio(sum(len(row["reference_titles"]) for row in answered), len(answered)),
         "criteria": ratio(sum(len(row["titles"]) for row in answered), len(answered)),
         **shares,
     }
 
 
-def _recall(rows: Sequence[Row]) -> float:
-    return ratio(sum(len(row["paired"]) for row in rows), sum(len(row["reference_titles"]) for row in rows))
+def _paired_of(titles: str, rows: Sequence[Row]) -> float:
+    """The paired share of all criteria in that column."""
+    return ratio(sum(len(row["paired"]) for row in rows), sum(len(row[titles]) for row in rows))
 
 
-def _precision(rows: Sequence[Row]) -> float:
-    return ratio(sum(len(row["paired"]) for row in rows), sum(len(row["titles"]) for row in rows))
+_SHARES_PAIRED = {"recall": partial(_paired_of, "reference_titles"), "precision": partial(_paired_of, "titles")}
 
 
 def _intervals(rows: Sequence[Row]) -> dict[str, float]:
     clusters = grouped((row for row in rows if row["pairing_error"] is None), "training_step", "task_id")
     if not clusters:
         return {}
-    recall, precision = (clustered_interval(clusters, statistic) for statistic in (_recall, _precision))
-    limits = {"recall_low": recall.low, "recall_high": recall.high}
-    return limits | {"precision_low": precision.low, "precision_high": precision.high}
+    found = {name: clustered_interval(clusters, share) for name, share in _SHARES_PAIRED.items()}
+    return {f"{name}_{side}": getattr(each, side) for name, each in found.items() for side in ("low", "high")}
 
 
 def _stage1_sets(run: RunDirectory, step: int) -> dict[str, Rubric]:
