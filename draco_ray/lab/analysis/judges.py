@@ -87,11 +87,12 @@ def judge_config(config: JudgeConfig, judge: NamedJudge, cache: Path | None) -> 
         cache: folder of the durable reply cache; not used for the rule judge, which answers faster than a disk.
 
     Raises:
-        ConfigError: the run's own judge was its policy, which changes with every step.
+        ConfigError: the run's own judge was its policy, which changes with every step, or a server that has ended.
     """
-    model = judge.model
+    model, rules = judge.model, RuleJudgeConfig()
     if model == OWN:
-        return _own(config, judge, cache)
+        _check_own(config, judge)
+        model, rules = RULES if config.rule_judge.start else config.model, config.rule_judge
     kept = config if model == config.model else JudgeConfig()
     return config.model_copy(
         update={
@@ -99,7 +100,7 @@ def judge_config(config: JudgeConfig, judge: NamedJudge, cache: Path | None) -> 
             "api_base": judge.api_base or kept.api_base,
             "api_key_env": judge.api_key_env or kept.api_key_env,
             "extra_body": kept.extra_body,
-            "rule_judge": RuleJudgeConfig(),
+            "rule_judge": rules,
             "self_judge": SelfJudgeConfig(),
             "local": LocalJudgeConfig(),
             "cache": None if model == RULES else cache,
@@ -107,7 +108,8 @@ def judge_config(config: JudgeConfig, judge: NamedJudge, cache: Path | None) -> 
     )
 
 
-def _own(config: JudgeConfig, judge: NamedJudge, cache: Path | None) -> JudgeConfig:
+def _check_own(config: JudgeConfig, judge: NamedJudge) -> None:
+    """Refuse a run's own judge that cannot be asked again. Raises: ConfigError."""
     if config.self_judge.enabled:
         raise ConfigError(
             "--judge own: this run's judge was its own policy, which changed at every step; to ask its checkpoints "
@@ -118,17 +120,6 @@ def _own(config: JudgeConfig, judge: NamedJudge, cache: Path | None) -> JudgeCon
             f"--judge own: this run's judge {config.model} was served by the run itself; serve it again (`vllm "
             "serve`) and set --api-base to its endpoint"
         )
-    if config.rule_judge.start:
-        offline = judge_config(config, NamedJudge(model=RULES), None)
-        return offline.model_copy(update={"rule_judge": config.rule_judge})
-    return config.model_copy(
-        update={
-            "local": LocalJudgeConfig(),
-            "api_base": judge.api_base or config.api_base,
-            "api_key_env": judge.api_key_env or config.api_key_env,
-            "cache": cache,
-        }
-    )
 
 
 def asked(named: str, config: JudgeConfig) -> str:
