@@ -41,7 +41,7 @@ from draco_ray.rollout.worker import EPISODES, Evaluated, rollout_starter
 from draco_ray.sandbox.world.build import MANIFEST
 from draco_ray.terminal import PlainConsole
 from draco_ray.training.cluster import release_start_lock
-from draco_ray.training.session import checked_model, plain_error, ray_session, say_cut_prompts, started
+from draco_ray.training.session import checked_model, plain_error, ray_session, say_cut_prompts, started, task_prompts
 from draco_ray.training.trainer import unless_lost
 from draco_ray.training.watchdog import Pending
 from draco_ray.workers.elastic import fixed_workers
@@ -332,7 +332,9 @@ class _Evaluator:
         trained = any(np.any(values) for name, values in adapter.tensors.items() if "lora_B" in name)
         if not trained:
             return
-        probe = _probe(self._config, self._environment, next(iter(self._directory.plan.tasks)))
+        task = next(iter(self._directory.plan.tasks))
+        prompts, chat = task_prompts(self._config, self._environment, [task])
+        probe = chat.prompt(prompts[task])[-_PROBE_TOKENS:]
 
         async def live(scorer: Scorer) -> None:
             on = await scorer.logprobs(probe, adapter=True)
@@ -389,15 +391,6 @@ def _stopped_plainly(directory: EvaluationDirectory, console: Console) -> Iterat
                 f"kept; run {again} to continue"
             ) from None
         raise plain from None
-
-
-def _probe(config: DracoConfig, environment: Environment, task_id: str) -> list[int]:
-    from draco_ray.engine.chat import ChatTokens
-    from draco_ray.rollout.agent import agent_template, fill_agent_prompt
-
-    chat = ChatTokens(load_tokenizer(config.model.path, config.model.chat_template), thinking=config.agent.thinking)
-    prompt = fill_agent_prompt(agent_template(config.agent.prompt, environment.agent_prompt), environment.task(task_id))
-    return chat.prompt(prompt)[-_PROBE_TOKENS:]
 
 
 def priced(usage: Usage, price: Price) -> Usage:
