@@ -244,8 +244,6 @@ def difference(one: Measure, other: Measure) -> tuple[Interval, float]:
     low = rate_difference(one.at_worst, other.at_best)
     high = rate_difference(one.at_best, other.at_worst)
     interval = Interval(one.mean - other.mean, low.low, high.high)
-    if one.failed == one.solved and other.failed == other.solved:
-        return interval, _p_value(one, other)
     if low.mean <= 0 <= high.mean:
         return interval, 1.0
     worst = _p_value(one, replace(other, failed=other.solved)), _p_value(replace(one, failed=one.solved), other)
