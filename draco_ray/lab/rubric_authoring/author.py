@@ -185,10 +185,9 @@ class RubricAuthor:
     async def _task(
         self, index: int, task_id: str, prompt: tuple[Message, ...]
     ) -> tuple[list[FinishedRollout], CriterionSet | None]:
-        group = f"step{PROPOSING}/{task_id}"
-        stage1 = asyncio.create_task(self._ask(Stage1, group, task_id, messages=prompt))
+        stage1 = asyncio.create_task(self._ask(Stage1, task_id, messages=prompt))
         played = await asyncio.gather(
-            *(self._member(index, task_id, group, rollout, stage1) for rollout in range(self._settings.rollouts))
+            *(self._member(index, task_id, rollout, stage1) for rollout in range(self._settings.rollouts))
         )
         members = [member for member, _ in filter(None, played)]
         proposals = [await stage1, *(proposal for _, proposal in filter(None, played))]
@@ -197,7 +196,6 @@ class RubricAuthor:
             return [], None
         union = await self._ask(
             Union,
-            group,
             task_id,
             messages=prompt,
             candidates=[proposal.judged for proposal in proposals],
@@ -213,16 +211,16 @@ class RubricAuthor:
         return members, CriterionSet(name=task_id, prompts=(prompt,), criteria=judged.value)
 
     async def _member(
-        self, index: int, task_id: str, group: str, rollout: int, stage1: asyncio.Task[Judgement]
+        self, index: int, task_id: str, rollout: int, stage1: asyncio.Task[Judgement]
     ) -> tuple[FinishedRollout, Judgement] | None:
-        played = await self._pool.run(task_id, group, rollout, step=PROPOSING, priority=index)
+        played = await self._pool.run(task_id, _group(task_id), rollout, step=PROPOSING, priority=index)
         member = played.member
         self._progress.advance()
         if member is None:
             return None
         self._actors.store.trajectory.remote(PROPOSING, member.trajectory)
         existing = (await stage1).judged
-        return member, await self._ask(Stage2, group, task_id, rollout, trajectory=member.trajectory, existing=existing)
+        return member, await self._ask(Stage2, task_id, rollout, trajectory=member.trajectory, existing=existing)
 
     async def _reduce(self, sets: Sequence[CriterionSet]) -> tuple[Criterion, ...]:
         """Merge across tasks until one set is left; even a single set is merged once, to reword it for any task."""
@@ -247,7 +245,6 @@ class RubricAuthor:
         merge = await self._ask(
             Reduction,
             name,
-            name,
             messages=(),
             candidates=candidates(batch),
             trajectories=(),
@@ -266,11 +263,17 @@ class RubricAuthor:
     ) -> tuple[MeasuredCriterion, ...]:
         """Score every rollout against the whole set."""
         reference = ray.put(Judged(value=rubric))
-        scores = await asyncio.gather(*(self._score(member, reference) for member in members))
+        tasks = [member.summary.task_id for member in members]
+        scores = await asyncio.gather(
+            *(
+                self._ask(Score, task_id, member.rollout, MEASURING, trajectory=member.trajectory, rubric=reference)
+                for task_id, member in zip(tasks, members, strict=True)
+            )
+        )
         verdicts: dict[str, list[Sequence[Verdict]]] = defaultdict(list)
-        for member, score in zip(members, scores, strict=True):
+        for task_id, score in zip(tasks, scores, strict=True):
             if score.ok:
-                verdicts[member.summary.task_id].append(await _verdicts.remote(score.judged))
+                verdicts[task_id].append(await _verdicts.remote(score.judged))
         for task_id, scored in verdicts.items():
             row = {"state": "scored", "rollouts": len(scored), "lost": 0, "unscored": 0, "credit_failures": 0}
             self._actors.store.group.remote(MEASURING, task_id, reference, None, None, row | {"reason": None})
@@ -282,21 +285,18 @@ class RubricAuthor:
         )
         return measure(rubric, verdicts)
 
-    async def _score(self, member: FinishedRollout, rubric: ray.ObjectRef[Any]) -> Judgement:
-        task_id = member.summary.task_id
-        group = f"step{PROPOSING}/{task_id}"
-        return await self._ask(
-            Score, group, task_id, member.rollout, MEASURING, trajectory=member.trajectory, rubric=rubric
-        )
-
     async def _ask(
-        self, phase: Phase, group: str, task_id: str, rollout: int | None = None, step: int = PROPOSING, **given: Any
+        self, phase: Phase, task_id: str, rollout: int | None = None, step: int = PROPOSING, **given: Any
     ) -> Judgement:
         """Ask the judge and archive its calls."""
-        context = CallContext(group=group, task_id=task_id, rollout=rollout)
+        context = CallContext(group=_group(task_id), task_id=task_id, rollout=rollout)
         judgement = await self._actors.judges.ask(phase, context, **given)
         self._actors.store.judged.remote(step, task_id, rollout, phase.name, judgement.archived)
         return judgement
+
+
+def _group(task_id: str) -> str:
+    return f"step{PROPOSING}/{task_id}"
 
 
 @ray.remote(num_cpus=0)
