@@ -60,11 +60,10 @@ def replay_algorithm(
         ConfigError: not a run, an unknown step, or nothing that could be replayed.
     """
     run = open_run(directory, steps)
-    std_epsilon = run.setting("algorithm.std_epsilon")
     for name in rules or ():
         find_rule(name, run.setting("algorithm.reliability"))
     folder = check_folder(out or run.path / REPLAYS)
-    table = replay_rules(run, rules, steps, std_epsilon=std_epsilon)
+    table = replay_rules(run, rules, steps)
     if not table.num_rows:
         raise ConfigError(
             f"{directory}: the run has no group with verdicts and advantages; only runs with algorithm.reward=rubric "

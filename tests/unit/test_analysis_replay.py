@@ -8,11 +8,13 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
+from draco_ray.algorithm.advantage import STD_EPSILON
 from draco_ray.algorithm.group import Uncalled, group_advantages
 from draco_ray.algorithm.rules import AdvantageRule
 from draco_ray.cli import main
 from draco_ray.lab.analysis.judged_groups import RecordedGroup, recorded_groups
 from draco_ray.lab.analysis.rules import replay_rules, replayed
+from draco_ray.lab.analysis.tables import tidy
 from draco_ray.records import Attribution, CreditFallback, Criterion, ScoredCriterion, Verdict
 from draco_ray.runs import rows
 from draco_ray.runs.directory import RunDirectory
@@ -36,8 +38,12 @@ CITED: tuple[tuple[Attribution, ...] | None, ...] = (
 TOKENS = [np.array([2, 4, 6])] * 4
 
 
-def write(store: RunStore, step: int, task: str, uncalled: tuple[int, ...] = ()) -> None:
-    share = group_advantages(f"step{step}/{task}", VERDICTS, CITED, TOKENS, range(4), rule=AdvantageRule())
+def write(
+    store: RunStore, step: int, task: str, uncalled: tuple[int, ...] = (), std_epsilon: float = STD_EPSILON
+) -> None:
+    share = group_advantages(
+        f"step{step}/{task}", VERDICTS, CITED, TOKENS, range(4), rule=AdvantageRule(), std_epsilon=std_epsilon
+    )
     rubric = [Criterion(title=title, description="d", evaluator_instruction="i") for title in ("All", "Some", "Nobody")]
     store.write("criteria", step, task, rows.criterion_rows(step, task, rubric, share))
     store.write("advantages", step, task, rows.advantage_rows(step, task, share, dict.fromkeys(range(4), (2, 4, 6))))
@@ -75,6 +81,13 @@ def test_the_method_itself_recomputes_the_record_exactly(run: RunDirectory) -> N
     for row in table:
         assert (row["reward_shift"], row["advantage_shift"], row["sign_flips"], row["push_moved"]) == (0, 0, 0, 0)
         assert (row["criteria"], row["surviving"], row["groups_with_signal"]) == (3, 2, 1)
+
+
+def test_a_runs_own_epsilon_is_that_of_the_rules(tmp_path: Path) -> None:
+    store = RunStore(RunDirectory.create(tmp_path / "smoothed", "algorithm: {std_epsilon: 0.5}\n"))
+    write(store, 1, "task_1", std_epsilon=0.5)
+    shifts = {row["rule"]: row["advantage_shift"] for row in tidy("rules", [store.directory]).to_pylist()}
+    assert shifts["draco"] == 0.0 < shifts["no_std"]
 
 
 def test_without_dropout_a_criterion_all_pass_lifts_every_reward(group: RecordedGroup) -> None:

@@ -58,8 +58,6 @@ def replay_rules(
     run: RunDirectory,
     rules: Sequence[str] | None = None,
     steps: Sequence[int] | None = None,
-    *,
-    std_epsilon: float = STD_EPSILON,
 ) -> Iterator[Row]:
     """One row per training step and rule, compared with what the run recorded.
 
@@ -69,7 +67,7 @@ def replay_rules(
 
     ``rules`` None: all built-in rules; draco_calibrated only if the run sets ``algorithm.reliability``.
     """
-    reliability = run.setting("algorithm.reliability")
+    std_epsilon, reliability = run.setting("algorithm.std_epsilon"), run.setting("algorithm.reliability")
     if rules is None:
         rules = [rule for rule in RULES if rule != "draco_calibrated" or reliability is not None]
     for step in run.steps() if steps is None else steps:
