@@ -18,7 +18,6 @@ from statistics import NormalDist
 import numpy as np
 
 from draco_ray.algorithm.distributions import beta_quantile, student_cdf, student_quantile
-from draco_ray.records import FloatArray
 
 LEVEL = 0.95
 _ROUNDING = 1e-12
@@ -124,7 +123,8 @@ def rate_difference(one: ClusteredMean, other: ClusteredMean) -> Interval:
     Raises:
         ValueError: they are not of the same clusters.
     """
-    covariance = _covariance(one, other)
+    # Var(X - Y) = Var(X) + Var(Y) - 2 Cov(X, Y), over the choice of clusters.
+    covariance = (one.cluster_variance + other.cluster_variance - _difference_variance(one, other)) / 2
     mean = one.mean - other.mean
     if one.clusters < 2:
         return Interval(mean, -math.inf, math.inf)
@@ -159,11 +159,8 @@ def paired_variance(one: ClusteredMean, other: ClusteredMean) -> tuple[float, fl
     Raises:
         ValueError: they are not of the same clusters.
     """
-    _check_paired(one, other)
-    differences = [one.influence[name] - other.influence[name] for name in one.influence]
-    clusters = one.clusters
     parts = [
-        (_variance(differences) / clusters if clusters > 1 else math.inf, clusters - 1),
+        (_difference_variance(one, other), one.clusters - 1),
         (one.seed_variance, one.seeds - 1),
         (other.seed_variance, other.seeds - 1),
     ]
@@ -234,19 +231,12 @@ def _joined(one: float, other: float, correlation: float) -> float:
     return math.sqrt(max(0.0, one**2 + other**2 - 2 * correlation * one * other))
 
 
-def _covariance(one: ClusteredMean, other: ClusteredMean) -> float:
-    """The covariance of the two means over the choice of clusters."""
-    _check_paired(one, other)
-    names = list(one.influence)
-    if len(names) < 2:
-        return 0.0
-    pairs: FloatArray = np.array([[each.influence[name] for name in names] for each in (one, other)])
-    return float(np.cov(pairs)[0, 1]) / len(names)
-
-
-def _check_paired(one: ClusteredMean, other: ClusteredMean) -> None:
+def _difference_variance(one: ClusteredMean, other: ClusteredMean) -> float:
+    """Variance of the difference of two means over the choice of clusters; infinite for one cluster."""
     if one.influence.keys() != other.influence.keys():
         raise ValueError("the two were measured on different scenarios")
+    differences = [one.influence[name] - other.influence[name] for name in one.influence]
+    return _variance(differences) / one.clusters if one.clusters > 1 else math.inf
 
 
 def _variance(values: Sequence[float]) -> float:

@@ -195,7 +195,8 @@ def turns(seeds: Seeds, *, scenarios: bool = False) -> Measure | None:
         for each in (each for measurement in seed for each in measurement if each.turns):
             played[each.task_id].append(each.turns)
         by_seed.append({task: float(np.mean(found)) for task, found in played.items()})
-    return _of_common_tasks(by_seed, _scenario(seeds) if scenarios else str)
+    common = [task for task in by_seed[0] if all(task in values for values in by_seed)] if by_seed else []
+    return _of_tasks(by_seed, common, _scenario(seeds) if scenarios else str) if common else None
 
 
 def turns_played(seeds: Seeds) -> list[int]:
@@ -237,7 +238,10 @@ def difference(one: Measure, other: Measure) -> tuple[Interval, float]:
         ValueError: they are of different tasks.
     """
     if not one.rate:
-        one, other = _on_common_tasks(one, other)
+        common = [task for task in one.failed[0] if task in other.failed[0]]
+        if not common:
+            raise ValueError("no task is in both")
+        one, other = (_of_tasks(each.failed, common, one.cluster) for each in (one, other))
         return mean_difference(one.at_worst, other.at_worst), _p_value(one, other)
     if apart := one.failed[0].keys() ^ other.failed[0].keys():
         raise ValueError(f"{len(apart)} tasks are in only one of the two")
@@ -312,18 +316,7 @@ def _as_solved(evaluation: Evaluation) -> Evaluation:
     return replace(evaluation, success=True) if evaluation.lost else evaluation
 
 
-def _of_common_tasks(seeds: Sequence[Mapping[str, float]], cluster: Callable[[str], str]) -> Measure | None:
-    common = [task for task in seeds[0] if all(task in values for values in seeds)] if seeds else []
-    if not common:
-        return None
-    values = tuple({task: seed[task] for task in common} for seed in seeds)
-    return Measure(failed=values, solved=values, cluster=cluster, trials=len(common), rate=False)
-
-
-def _on_common_tasks(one: Measure, other: Measure) -> tuple[Measure, Measure]:
-    """Both measures of turns, restricted to tasks that were played in both settings."""
-    both = _of_common_tasks([*one.failed, *other.failed], one.cluster)
-    if both is None:
-        raise ValueError("no task is in both")
-    many = len(one.failed)
-    return replace(both, failed=both.failed[:many]), replace(both, failed=both.failed[many:])
+def _of_tasks(seeds: Sequence[Mapping[str, float]], tasks: Sequence[str], cluster: Callable[[str], str]) -> Measure:
+    """A measure of turns on these tasks."""
+    values = tuple({task: seed[task] for task in tasks} for seed in seeds)
+    return Measure(failed=values, solved=values, cluster=cluster, trials=len(tasks), rate=False)
