@@ -22,9 +22,9 @@ from typing import Any
 
 from draco_ray.config.file_names import file_name
 from draco_ray.config.origin import private
-from draco_ray.errors import ConfigError
 from draco_ray.lab.analysis.evaluations import evaluation_directories, judged_directories
 from draco_ray.lab.evaluation.results import EvaluationDirectory
+from draco_ray.lab.files import whole_file
 from draco_ray.lab.rows import finite, grouped
 from draco_ray.records import Evaluation, Trajectory, Turn, Verdict
 from draco_ray.runs.directory import RunDirectory
@@ -60,12 +60,8 @@ def write_logs(path: Path, folder: Path) -> list[Path]:
 def _training_logs(run: RunDirectory) -> Iterator[Json]:
     for step in run.steps():
         rollouts = [each for of_task in step_trajectories(run, step).values() for each in of_task]
-        scores = _rewards(run, step)
-        times = [(each.started_at, each.ended_at) for each in rollouts if each.started_at]
-        if not times:
-            # Imported traces have no start time; use the times of their judge calls.
-            calls = run.table("judge_calls", step, ["started_at", "seconds"]).to_pylist()
-            times = [(call["started_at"], call["started_at"] + call["seconds"]) for call in calls]
+        scores = {key: {TRAINED: score} for key, score in _rewards(run, step).items()}
+        calls = run.table("judge_calls", step, ["started_at"]).column("started_at").to_pylist()
         yield {
             "name": run.path.name,
             "part": f"step{step:06d}",
@@ -73,8 +69,12 @@ def _training_logs(run: RunDirectory) -> Iterator[Json]:
             "model": str(run.setting("model.path")),
             "scorer": TRAINED,
             "metadata": {"training_step": step, "setting": run.setting("setting")},
-            "samples": [_sample(each, TRAINED, scores.get((each.task_id, each.rollout))) for each in rollouts],
-            "times": times,
+            "samples": [
+                _sample(each.task_id, each.rollout, each, scores.get((each.task_id, each.rollout), {}))
+                for each in rollouts
+            ],
+            # Imported traces have no start time.
+            "created": min(calls, default=0.0),
         }
 
 
@@ -83,7 +83,7 @@ def _measurement_logs(run: RunDirectory) -> Iterator[Json]:
     for (step, split), evaluations in read_evaluations(run).items():
         played = _played(run.table(name, step).to_pylist() for name in TABLES)
         samples = [_evaluated_sample(each, played.get((each.task_id, each.run)), None, {}) for each in evaluations]
-        yield _of_step(run, step, split, "", EVALUATED, samples, played)
+        yield _of_step(run, step, split, "", EVALUATED, samples)
 
 
 def _judged_logs(run: RunDirectory, belongs_to: str) -> Iterator[Json]:
@@ -92,12 +92,10 @@ def _judged_logs(run: RunDirectory, belongs_to: str) -> Iterator[Json]:
     for (step, split), found in sorted(measurements.items()):
         played = _played(run.table(name, step).to_pylist() for name in TABLES)
         samples = [_judged_sample(row, played.get((row["task_id"], row["run"]))) for row in found]
-        yield _of_step(run, step, split, belongs_to, JUDGED, samples, played)
+        yield _of_step(run, step, split, belongs_to, JUDGED, samples)
 
 
-def _of_step(
-    run: RunDirectory, step: int, split: str, belongs_to: str, scorer: str, samples: Sequence[Json], played: Played
-) -> Json:
+def _of_step(run: RunDirectory, step: int, split: str, belongs_to: str, scorer: str, samples: Sequence[Json]) -> Json:
     moment = f"{split} {f'after step {step}' if step else 'before training'}"
     return {
         "name": run.path.name,
@@ -107,7 +105,6 @@ def _of_step(
         "scorer": scorer,
         "metadata": {"training_step": step, "split": split, "setting": run.setting("setting")},
         "samples": samples,
-        "times": _times(played),
     }
 
 
@@ -131,17 +128,12 @@ def _evaluation_logs(directory: EvaluationDirectory, belongs_to: str) -> Iterato
             "scorer": EVALUATED,
             "metadata": {**about, "measurement": measurement, "generated_world": plan.generated},
             "samples": samples,
-            "times": _times(played),
         }
 
 
 def _played(tables: Iterable[list[Row]]) -> Played:
     rollouts = trajectories_from(*tables)
     return {(each.task_id, each.rollout): each for of_task in rollouts.values() for each in of_task}
-
-
-def _times(played: Played) -> list[tuple[float, float]]:
-    return [(each.started_at, each.ended_at) for each in played.values() if each.started_at]
 
 
 def _write(
@@ -154,7 +146,7 @@ def _write(
     scorer: str,
     metadata: Json,
     samples: Sequence[Json],
-    times: Sequence[tuple[float, float]],
+    created: float = 0.0,
 ) -> Path:
     """Write a log that only its owner can read; replaces an existing log of the same part.
 
@@ -164,16 +156,16 @@ def _write(
         title: title in the viewer's list.
         scorer: name of the score.
         samples: at least one.
-        times: start and end of each rollout, Unix seconds.
+        created: start of the log if no sample has a start, Unix seconds.
 
     Raises:
         ConfigError: ``folder`` cannot be written.
     """
     samples = sorted(samples, key=lambda sample: (str(sample["id"]), int(sample["epoch"])))
     tasks = sorted({sample["id"] for sample in samples})
-    began, ended = (
-        _time(value) for value in (min((t for t, _ in times), default=0.0), max((t for _, t in times), default=0.0))
-    )
+    timed = [sample for sample in samples if "started_at" in sample]
+    began = min((sample["started_at"] for sample in timed), default=_time(created))
+    ended = max((sample["completed_at"] for sample in timed), default=began)
     log = {
         "version": 2,
         "status": "success",
@@ -193,12 +185,8 @@ def _write(
         "samples": samples,
     }
     path = folder / f"{began[:19].replace(':', '-')}_{file_name(name)}_{file_name(part)}.json"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with open(path, "w", encoding="utf-8", opener=private) as file:
-            json.dump(log, file, ensure_ascii=False)
-    except OSError as error:
-        raise ConfigError(f"--out {folder}: cannot be written: {error.strerror or error}") from None
+    with whole_file(path) as temporary, open(temporary, "w", encoding="utf-8", opener=private) as file:
+        json.dump(log, file, ensure_ascii=False)
     return path
 
 
@@ -221,16 +209,16 @@ def _evaluated_sample(evaluation: Evaluation, played: Trajectory | None, error: 
     score = {
         "value": float(evaluation.success),
         "explanation": "\n".join([passed, *evaluation.failures]),
-        "metadata": {**about, "termination": evaluation.termination and evaluation.termination.value, **took},
+        "metadata": {
+            **about,
+            "ended": evaluation.ended.value,
+            "termination": evaluation.termination and evaluation.termination.value,
+            **took,
+        },
     }
-    if played is None:
-        sample = _unplayed(evaluation.task_id, evaluation.run)
-        sample |= {"scores": {EVALUATED: score}, "metadata": {"ended": evaluation.ended.value}}
-    else:
-        sample = _sample(played, EVALUATED, score)
-    if error or evaluation.lost:
-        sample["error"] = _error(error or "every attempt was lost")
-    return sample
+    if evaluation.lost:
+        error = error or "every attempt was lost"
+    return _sample(evaluation.task_id, evaluation.run, played, {EVALUATED: score}, error)
 
 
 def _judged_sample(row: Row, played: Trajectory | None) -> Json:
@@ -240,44 +228,39 @@ def _judged_sample(row: Row, played: Trajectory | None) -> Json:
         {"title": title, "verdict": Verdict(verdict).name}
         for title, verdict in zip(row["criteria"] or (), row["verdicts"] or (), strict=False)
     ]
-    sample = _unplayed(row["task_id"], row["run"]) if played is None else _sample(played, JUDGED, None)
+    scores: Json = {}
     if share is not None:
         explanation = "\n".join(f"{each['verdict']}: {each['title']}" for each in verdicts)
         about = {"verdicts": verdicts, "again": [Verdict(each).name for each in row["again"] or ()]}
-        sample["scores"] = {JUDGED: {"value": share, "explanation": explanation, "metadata": about}}
-    if row["error"]:
-        sample["error"] = _error(row["error"])
-    return sample
+        scores[JUDGED] = {"value": share, "explanation": explanation, "metadata": about}
+    return _sample(row["task_id"], row["run"], played, scores, row["error"])
 
 
-def _unplayed(task_id: str, run: int) -> Json:
-    output = {"model": "policy", "choices": [], "completion": ""}
-    about: Json = {"id": task_id, "epoch": run + 1, "input": task_id, "target": "", "messages": [], "output": output}
-    return about | {"scores": {}, "metadata": {}}
+def _sample(task: str, rollout: int, played: Trajectory | None, scores: Json, error: str | None = None) -> Json:
+    """A rollout as a sample: its steps are tool calls, numbered as in the judge's citations.
 
-
-def _sample(trajectory: Trajectory, scorer: str, score: Json | None) -> Json:
-    """A rollout as a sample: its steps are tool calls, numbered as in the judge's citations."""
-    asked = next((each.content for each in reversed(trajectory.prompt) if each.role == "user"), trajectory.task_id)
-    messages = [*_prompt(trajectory), *_turns(trajectory)]
-    said = next((each["content"] for each in reversed(messages) if each["role"] == "assistant"), "")
-    choice = {"message": {"role": "assistant", "content": said}, "stop_reason": "stop"}
-    sample = {
-        "id": trajectory.task_id,
-        "epoch": trajectory.rollout + 1,
-        "input": asked,
-        "target": "",
-        "messages": [{"id": f"m{number}"} | each for number, each in enumerate(messages)],
-        "output": {"model": "policy", "choices": [choice], "completion": said},
-        "scores": {} if score is None else {scorer: score},
-        "metadata": {"ended": trajectory.ended.value, "policy_version": trajectory.policy_version},
-    }
-    if trajectory.started_at:
-        sample |= {"started_at": _time(trajectory.started_at), "completed_at": _time(trajectory.ended_at)}
-        sample["total_time"] = max(trajectory.ended_at - trajectory.started_at, 0.0)
-    if trajectory.error:
-        sample["error"] = _error(trajectory.error)
-    return sample
+    Args:
+        played: None if the rollout was not kept.
+        scores: name -> score.
+        error: why it was lost, or has no score; None: the rollout's own error, if any.
+    """
+    sample: Json = {"id": task, "epoch": rollout + 1, "input": task, "target": "", "messages": [], "metadata": {}}
+    output: Json = {"model": "policy", "choices": [], "completion": ""}
+    if played is not None:
+        messages = [*_prompt(played), *_turns(played)]
+        said = next((each["content"] for each in reversed(messages) if each["role"] == "assistant"), "")
+        output["choices"] = [{"message": {"role": "assistant", "content": said}, "stop_reason": "stop"}]
+        output["completion"] = said
+        sample["input"] = next((each.content for each in reversed(played.prompt) if each.role == "user"), task)
+        sample["messages"] = [{"id": f"m{number}"} | each for number, each in enumerate(messages)]
+        sample["metadata"] = {"ended": played.ended.value, "policy_version": played.policy_version}
+        error = error or played.error
+        if played.started_at:
+            sample |= {"started_at": _time(played.started_at), "completed_at": _time(played.ended_at)}
+            sample["total_time"] = max(played.ended_at - played.started_at, 0.0)
+    if error:
+        sample["error"] = {"message": error, "traceback": "", "traceback_ansi": ""}
+    return sample | {"output": output, "scores": scores}
 
 
 def _prompt(trajectory: Trajectory) -> Iterator[Json]:
@@ -336,10 +319,6 @@ def _rewards(run: RunDirectory, step: int) -> dict[tuple[str, int], Json]:
             },
         }
     return found
-
-
-def _error(message: str) -> Json:
-    return {"message": message, "traceback": "", "traceback_ansi": ""}
 
 
 def _time(seconds: float) -> str:
