@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import io
 import os
@@ -16,7 +17,7 @@ from typer.main import get_command
 
 from draco_ray import __version__
 from draco_ray.commands.groups import evaluation, runs, standins, traces, training
-from draco_ray.errors import ConfigError, DracoError
+from draco_ray.errors import ConfigError, DracoError, StoreError
 from draco_ray.extras import naming_extras
 from draco_ray.interruption import ended_as_interrupted
 from draco_ray.registry import find, installed
@@ -130,11 +131,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except DracoError as error:
         print(_line(error), file=sys.stderr)
         sys.exit(error.exit_code)
-    except PermissionError as error:
-        if error.filename is None:
+    except OSError as error:
+        problem: DracoError
+        if error.errno == errno.ENOSPC:
+            place = error.filename or "the files of this command"
+            problem = StoreError(f"{place}: no space left on the disk; free some and run the command again")
+        elif isinstance(error, PermissionError) and error.filename is not None:
+            problem = ConfigError(f"{error.filename}: permission denied; check the owner of this path")
+        else:
             raise
-        print(_line(ConfigError(f"{error.filename}: permission denied; check the owner of this path")), file=sys.stderr)
-        sys.exit(ConfigError.exit_code)
+        print(_line(problem), file=sys.stderr)
+        sys.exit(problem.exit_code)
     except KeyboardInterrupt:
         # Typer handles it inside a command.
         sys.exit(130)

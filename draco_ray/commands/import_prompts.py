@@ -7,6 +7,7 @@ from pathlib import Path
 
 from draco_ray.errors import ConfigError
 from draco_ray.judging.phases import PHASES
+from draco_ray.lab.files import check_folder
 
 AGENT_LISTING = "prompts.py"
 """Name of the agent's system prompt in the listing's caption."""
@@ -14,8 +15,8 @@ AGENT_FILES = ("agent_think.txt", "agent_no_think.txt")
 USER_SEPARATOR = "--- user ---"
 """Line between the system and the user part in our agent prompt files."""
 
-_BEGIN = "\\begin{lstlisting}"
-_END = "\\end{lstlisting}"
+# The options end with the first line that ends with a bracket.
+_LISTING = re.compile(r"\\begin\{lstlisting\}(?:\[(?P<options>.*?)\]\n)?(?P<body>.*?)\\end\{lstlisting\}", re.DOTALL)
 _FILE_NAME = re.compile(r"\\texttt\{((?:[^{}\\]|\\.)+\.(?:txt|py))\}")
 _FIRST_USER_PLACEHOLDER = "{supervisor_first_name}"
 # The appendix describes the variant without thinking: this line replaces the last two lines.
@@ -47,32 +48,22 @@ def import_prompts(source: Path, out: Path) -> list[Path]:
         if variant := _NO_THINK_LINE.search(text):
             kept = think.rstrip("\n").split("\n")[:-2]
             files[AGENT_FILES[1]] = "\n".join([*kept, _plain(variant["line"])]) + "\n"
-    try:
-        for name, content in files.items():
-            path = out / name
-            if path.exists() and path.read_bytes() != content.encode("utf-8"):
-                raise ConfigError(f"{path}: already exists with different content; remove it or choose another --out")
-        out.mkdir(parents=True, exist_ok=True)
-        for name, content in files.items():
-            (out / name).write_bytes(content.encode("utf-8"))
-    except OSError as error:
-        raise ConfigError(f"--out {out}: cannot be written: {error.strerror}") from None
+    for name, content in files.items():
+        path = out / name
+        if path.exists() and path.read_bytes() != content.encode("utf-8"):
+            raise ConfigError(f"{path}: already exists with different content; remove it or choose another --out")
+    check_folder(out)
+    for name, content in files.items():
+        (out / name).write_bytes(content.encode("utf-8"))
     return [out / name for name in files]
 
 
 def extract_listings(text: str) -> dict[str, str]:
     """Every ``lstlisting`` whose options name a file in ``\\texttt{...}``: file name -> body, byte for byte."""
     listings = {}
-    position = 0
-    while (begin := text.find(_BEGIN, position)) >= 0:
-        body_begin = _after_options(text, begin + len(_BEGIN))
-        end = text.find(_END, body_begin)
-        if end < 0:
-            break
-        options = text[begin:body_begin]
-        if names := _FILE_NAME.findall(options):
-            listings[_plain(names[-1])] = text[body_begin:end].removeprefix("\n")
-        position = end + len(_END)
+    for listing in _LISTING.finditer(text):
+        if names := _FILE_NAME.findall(listing["options"] or ""):
+            listings[_plain(names[-1])] = listing["body"]
     return listings
 
 
@@ -84,20 +75,6 @@ def _read(source: Path) -> str:
         return "\n".join(file.read_text(encoding="utf-8").replace("\r\n", "\n") for file in files)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{source}: cannot be read: {error}") from None
-
-
-def _after_options(text: str, position: int) -> int:
-    """Index after ``[...]``, if there is one; brackets inside braces do not count."""
-    if not text.startswith("[", position):
-        return position
-    depth = 0
-    for index in range(position, len(text)):
-        character = text[index]
-        if character in "{}" and text[index - 1] != "\\":
-            depth += 1 if character == "{" else -1
-        elif character == "]" and depth == 0:
-            return index + 1
-    return len(text)
 
 
 def _plain(latex: str) -> str:

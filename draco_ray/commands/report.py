@@ -7,6 +7,7 @@ from pathlib import Path
 
 from draco_ray.errors import ConfigError
 from draco_ray.lab.analysis.tables import write_tables
+from draco_ray.lab.files import check_folder
 from draco_ray.lab.report.figures import write_figures
 from draco_ray.lab.report.page import write_report
 from draco_ray.runs.directory import RunDirectory
@@ -33,20 +34,16 @@ def write(
         raise ConfigError(f"two runs have the name {twice}, which labels them in figures; rename one directory")
     if len(runs) > 1 and not (figures or tables):
         raise ConfigError(f"a page shows one run, found {len(runs)}; to compare runs add --figures or --tables")
-    try:
-        if not (figures or tables):
-            page = out or runs[0].path
-            page = page / "report.html" if page.is_dir() else page
-            write_report(runs[0], page, tokens=tokens)
-            return [page]
-        written = []
-        if figures:
-            written += write_figures(runs, out or runs[0].path / "figures")
-        if tables:
-            written += write_tables(runs, out or runs[0].path / "tidy")
-    except OSError as error:
-        place = error.filename or out or runs[0].path
-        raise ConfigError(f"{place}: cannot be written: {error.strerror}; choose another place with --out") from None
+    if not (figures or tables):
+        page = out or runs[0].path
+        page = page / "report.html" if page.is_dir() else page
+        write_report(runs[0], page, tokens=tokens)
+        return [page]
+    written = []
+    if figures:
+        written += write_figures(runs, check_folder(out or runs[0].path / "figures"))
+    if tables:
+        written += write_tables(runs, check_folder(out or runs[0].path / "tidy"))
     return written
 
 

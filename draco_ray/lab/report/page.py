@@ -28,7 +28,7 @@ from draco_ray.lab.report import figures
 from draco_ray.lab.report.charts import Series, line_chart, percent, timeline
 from draco_ray.lab.report.drawing import PALETTE, Drawing, to_svg, visible
 from draco_ray.lab.report.groups import pack, packed_groups
-from draco_ray.lab.report.judged_traces import criterion_rows, trace_rows
+from draco_ray.lab.report.judged_traces import judged_traces
 from draco_ray.lab.report.measured import packed_evaluations, packed_judged
 from draco_ray.lab.rows import grouped
 from draco_ray.runs.directory import RunDirectory
@@ -53,7 +53,7 @@ def write_report(run: RunDirectory, path: Path, *, tokens: bool = False) -> None
     """
     script = "".join((ASSETS / name).read_text(encoding="utf-8") for name in SCRIPTS)
     summaries: list[Row] = []
-    traces = trace_rows(run) if _of_traces(run) else []
+    traces, criteria = judged_traces(run) if _of_traces(run) else ([], [])
     steps = [] if _of_traces(run) else [int(line["step"]) for line in run.metrics()]
 
     def groups() -> Iterator[str]:
@@ -63,14 +63,14 @@ def write_report(run: RunDirectory, path: Path, *, tokens: bool = False) -> None
 
     page = _template("page.html.j2").stream(
         title=run.path.name,
-        facts=_facts(run),
+        facts=_facts(run, traces),
         how_to_read=how_to_read(run),
         charts=[(chart.wide, to_svg(chart.drawing), chart.note) for chart in overview(run)],
         timelines=((step, pack(to_svg(when_it_ran(run, step)))) for step in steps),
         steps=steps,
         last_timeline=to_svg(when_it_ran(run, steps[-1])) if steps else "",
         traces=traces,
-        criteria=criterion_rows(run) if traces else [],
+        criteria=criteria,
         windows=[] if traces else tidy("inert_windows", [run]).to_pylist(),
         census=[] if traces else tidy("census_summary", [run]).to_pylist(),
         rubrics=[row for row in tidy("rubric_rates", [run]).to_pylist() if row["training_step"] is None],
@@ -269,7 +269,7 @@ def when_it_ran(run: RunDirectory, step: int) -> Drawing:
     return timeline(f"Step {step}: what ran when", known | lanes, colors=KINDS, width=PAGE_WIDTH)
 
 
-def _facts(run: RunDirectory) -> list[tuple[str, str]]:
+def _facts(run: RunDirectory, traces: list[Row]) -> list[tuple[str, str]]:
     metrics = run.metrics()
 
     def value(key: str) -> str:
@@ -280,7 +280,7 @@ def _facts(run: RunDirectory) -> list[tuple[str, str]]:
     dollars = sum(line.get("judge_dollars") or 0.0 for line in metrics)
     seconds = sum(line.get("seconds") or 0.0 for line in metrics)
     if _of_traces(run):
-        shares = [row["pass_share"] for row in trace_rows(run) if row["pass_share"] is not None]
+        shares = [row["pass_share"] for row in traces if row["pass_share"] is not None]
         return [
             ("judge", ", ".join(judges) or value("judge.model")),
             ("traces", f"{rollouts:,}"),
