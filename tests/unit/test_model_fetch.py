@@ -119,7 +119,7 @@ def test_what_is_missing_for_the_conversion_is_said_before_the_download(
 
 def test_a_folder_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match="file/new: cannot be written: Not a directory"):
+    with pytest.raises(ConfigError, match="file/new: cannot be written: File exists"):
         fetch("smollm2-135m", tmp_path / "file" / "new", print)
 
 
