@@ -105,7 +105,7 @@ def _print_throughput(
 
 def _column(size: Size) -> dict[str, str]:
     grown = size.grown
-    limits = [f"{n:,}" if n else "–" for n in (grown.requests_per_minute, grown.tokens_per_minute)]
+    limits = [f"{n:,.0f}" if n else "–" for n in (grown.requests_per_minute, grown.tokens_per_minute)]
     return {
         "rollouts per step": f"{size.rollouts:,}",
         "judge": f"${size.dollars:,.2f}",

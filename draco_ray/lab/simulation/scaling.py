@@ -124,20 +124,9 @@ def grown_setting(run: RecordedRun, groups: int) -> Setting:
     """The run's resources, scaled in proportion to the groups per step; slots that the run never used do not count."""
     recorded, own_groups = run.setting, statistics.fmean(len(step.groups) for step in run.steps)
     larger = groups / own_groups
-
-    def times(number: float) -> int:
-        return max(1, math.ceil(larger * number))
-
-    requests, tokens = recorded.requests_per_minute, recorded.tokens_per_minute
-    return replace(
-        recorded,
-        slots=times(min(recorded.slots, round(own_groups * recorded.group_size))),
-        engines=times(recorded.engines),
-        learners=float(times(1)),
-        judge_workers=times(recorded.judge_workers),
-        requests_per_minute=requests and times(requests),
-        tokens_per_minute=tokens and times(tokens),
-    )
+    used = replace(recorded, slots=min(recorded.slots, round(own_groups * recorded.group_size)))
+    engines, learners = math.ceil(larger * recorded.engines), float(math.ceil(larger))
+    return replace(_scaled(used, larger), engines=engines, learners=learners)
 
 
 def on_gpus(run: RecordedRun, setting: Setting, gpus: int) -> Setting:
@@ -149,16 +138,19 @@ def on_gpus(run: RecordedRun, setting: Setting, gpus: int) -> Setting:
     whole = setting.engines * per_engine + learner
     larger = gpus / whole
     engines = max(1, min(round(setting.engines * larger), math.floor((gpus - learner) / per_engine)))
-    grown = engines / setting.engines
+    learners = (gpus - engines * per_engine) / learner
+    return replace(_scaled(setting, engines / setting.engines), engines=engines, learners=learners)
+
+
+def _scaled(setting: Setting, factor: float) -> Setting:
+    """The setting with ``factor`` times the slots, judge workers and judge limits."""
     requests, tokens = setting.requests_per_minute, setting.tokens_per_minute
     return replace(
         setting,
-        engines=engines,
-        learners=(gpus - engines * per_engine) / learner,
-        slots=math.ceil(setting.slots * grown),
-        judge_workers=math.ceil(setting.judge_workers * grown),
-        requests_per_minute=requests and requests * grown,
-        tokens_per_minute=tokens and tokens * grown,
+        slots=math.ceil(factor * setting.slots),
+        judge_workers=math.ceil(factor * setting.judge_workers),
+        requests_per_minute=requests and factor * requests,
+        tokens_per_minute=tokens and factor * tokens,
     )
 
 

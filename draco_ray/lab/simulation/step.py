@@ -11,14 +11,15 @@ import heapq
 import itertools
 import math
 import selectors
-from collections.abc import Awaitable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from draco_ray.judging.limiter import BURST_REQUESTS, BURST_SECONDS, BURST_SHARE, PACE, WINDOW_SECONDS, SlidingWindow
 from draco_ray.judging.phases import PHASES, urgency
 from draco_ray.lab.simulation.recorded import Group, Phase, Rollout, Setting
 
+ResultT = TypeVar("ResultT")
 WAITS = {
     "slots": "waiting for a slot",
     "engines": "slowed by other rollouts",
@@ -99,7 +100,7 @@ class _Clock(selectors.DefaultSelector):
         return []
 
 
-def on_a_clock(main: Any) -> Any:
+def on_a_clock(main: Coroutine[Any, Any, ResultT]) -> ResultT:
     """Run a coroutine on a simulated clock."""
     clock = _Clock()
     loop = asyncio.SelectorEventLoop(clock)
@@ -324,12 +325,7 @@ def simulate(steps: Sequence[Sequence[Group]], speeds: Speeds, setting: Setting)
         speeds: see `Speeds`.
         setting: numbers of resources.
     """
-
-    async def play() -> list[SimulatedStep]:
-        return await Simulation(speeds, setting).play(steps)
-
-    played: list[SimulatedStep] = on_a_clock(play())
-    return played
+    return on_a_clock(Simulation(speeds, setting).play(steps))
 
 
 def longest_path(last: Work | None, began: float, ended: float, tail: float) -> dict[str, float]:
