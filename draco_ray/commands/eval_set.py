@@ -32,15 +32,7 @@ from pydantic import (
     model_validator,
 )
 
-from draco_ray.commands.evaluate import (
-    READ,
-    RUNS,
-    EvaluateOptions,
-    check_api_options,
-    check_options,
-    find_policy_and_config,
-    print_tables,
-)
+from draco_ray.commands.evaluate import READ, RUNS, EvaluateOptions, find_policy_and_config, print_tables
 from draco_ray.config.effect import check_effect
 from draco_ray.config.file_names import file_name
 from draco_ray.config.load import read_tree
@@ -270,7 +262,6 @@ def _prepare(planned: PlannedEvaluation, max_lost_share: float, starter: Path) -
     Raises:
         ConfigError: it cannot run, or its folder holds a different evaluation.
     """
-    check_options(planned)
     plan, run = (_prepare_tau if planned.split == TAU else _prepare_split)(planned, starter)
     EvaluationDirectory.find(planned.out, plan)
     told = {"label": planned.label, "retry_errors": planned.retry_errors, "max_lost_share": max_lost_share}
@@ -279,19 +270,17 @@ def _prepare(planned: PlannedEvaluation, max_lost_share: float, starter: Path) -
 
 def _prepare_split(planned: PlannedEvaluation, starter: Path) -> tuple[Plan, Callable[..., object]]:
     from draco_ray.environments.base import make_environment
-    from draco_ray.lab.evaluation.evaluate import ApiOptions, evaluate_policy, plan_policy
+    from draco_ray.lab.evaluation.evaluate import evaluate_policy, plan_policy
 
     policy, config = find_policy_and_config(planned, starter)
-    check_api_options(planned, policy)
     if not make_environment(config.environment, config.data).evaluates:
         raise ConfigError(
             f"{planned.title}: the environment {config.environment.use} has no evaluator; use `draco evaluate`, which "
             "measures one policy by the judge"
         )
-    api = ApiOptions(api_base=planned.api_base, api_key_env=planned.api_key_env, temperature=planned.api_temperature)
     split, runs = planned.split, planned.runs or RUNS
-    _, _, plan = plan_policy(policy, config, split=split, runs=runs, label=planned.label, api=api)
-    return plan, partial(evaluate_policy, policy, config, split=split, runs=runs, api=api)
+    _, _, plan = plan_policy(policy, config, split=split, runs=runs, label=planned.label)
+    return plan, partial(evaluate_policy, policy, config, split=split, runs=runs)
 
 
 def _prepare_tau(planned: PlannedEvaluation, starter: Path) -> tuple[Plan, Callable[..., object]]:

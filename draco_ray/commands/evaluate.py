@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import typer
@@ -14,7 +14,7 @@ from draco_ray.config.effect import check_effect, judge_idle, typed_keys
 from draco_ray.config.load import load_config
 from draco_ray.config.schema import DracoConfig
 from draco_ray.errors import ConfigError
-from draco_ray.lab.evaluation.policies import EvaluatedPolicy, every_checkpoint, find_policy, last_epochs
+from draco_ray.lab.evaluation.policies import ApiOptions, EvaluatedPolicy, every_checkpoint, find_policy, last_epochs
 from draco_ray.lab.evaluation.rendering import SUFFIXES, Cell, Column, Shown, Table, TableFormat, render
 from draco_ray.lab.evaluation.results import EvaluationDirectory
 from draco_ray.lab.evaluation.setting import aggregate
@@ -74,11 +74,10 @@ def evaluate(options: EvaluateOptions, starter: Path) -> None:
         DracoError: as `evaluate_policy`.
     """
     from draco_ray.environments.base import make_environment
-    from draco_ray.lab.evaluation.evaluate import ApiOptions, evaluate_policy
+    from draco_ray.lab.evaluation.evaluate import evaluate_policy
     from draco_ray.lab.evaluation.judged import judge_policy
     from draco_ray.runs.directory import RunDirectory
 
-    check_options(options)
     policy, config = find_policy_and_config(options, starter)
     split = options.split or (config.data.train_split if options.train_curve else config.data.eval_split)
     out = (options.out or _default_out(options, policy, config.environment.use, split)).resolve()
@@ -98,7 +97,6 @@ def evaluate(options: EvaluateOptions, starter: Path) -> None:
         runs=options.runs or RUNS,
         out=out,
         label=options.label,
-        api=ApiOptions(api_base=options.api_base, api_key_env=options.api_key_env, temperature=options.api_temperature),
         retry_errors=options.retry_errors,
     )
     if options.train_curve:
@@ -209,7 +207,7 @@ def curve_table(directory: EvaluationDirectory) -> Table:
     )
 
 
-def check_options(options: EvaluateOptions) -> None:
+def _check_options(options: EvaluateOptions) -> None:
     """Refuse options that exclude each other. Raises: ConfigError."""
     if (options.policy is None) == (options.run is None):
         raise ConfigError("draco evaluate: expected one of --policy and --run")
@@ -231,7 +229,6 @@ def check_typed(options: EvaluateOptions, policy: EvaluatedPolicy, config: Draco
 
     Raises: ConfigError.
     """
-    check_api_options(options, policy)
     only_evaluated = {"--label": options.label, "--retry-errors": options.retry_errors}
     if judged and (given := [name for name, value in only_evaluated.items() if value]):
         raise ConfigError(
@@ -252,7 +249,7 @@ def check_typed(options: EvaluateOptions, policy: EvaluatedPolicy, config: Draco
     check_effect("draco evaluate", options.overrides, READ, idle)
 
 
-def check_api_options(options: EvaluateOptions, policy: EvaluatedPolicy) -> None:
+def _check_one_model(options: EvaluateOptions, policy: EvaluatedPolicy) -> None:
     """Refuse API options for other policies, and model.path if the policy names the model. Raises: ConfigError."""
     api = {
         "--api-base": options.api_base,
@@ -271,29 +268,27 @@ def find_policy_and_config(options: EvaluateOptions, starter: Path) -> tuple[Eva
     """The policy to evaluate and its configuration.
 
     Raises:
-        ConfigError: the options name no usable policy or configuration.
+        ConfigError: the options exclude each other, or name no usable policy or configuration, or two.
     """
+    _check_options(options)
     if options.run is None:
         assert options.policy is not None
-        policy = find_policy(options.policy, starter)
-        return policy, _config(options, policy)
-    if options.train_curve:
+        api = ApiOptions(options.api_base, options.api_key_env, options.api_temperature)
+        policy = replace(find_policy(options.policy, starter), api=api)
+    elif options.train_curve:
         policy = every_checkpoint(options.run, options.every or 1)
-        return policy, _config(options, policy)
-    from draco_ray.runs.directory import RunDirectory
-    from draco_ray.training.resume import recorded_order
+    else:
+        from draco_ray.runs.directory import RunDirectory
+        from draco_ray.training.resume import recorded_order
 
-    run = RunDirectory.open(options.run.resolve())
-    # The length of an epoch depends on the run's tasks, which it has recorded.
-    policy = last_epochs(options.run, options.last_epochs or 3, recorded_order(run).steps_per_epoch)
-    return policy, _config(options, policy)
-
-
-def _config(options: EvaluateOptions, policy: EvaluatedPolicy) -> DracoConfig:
+        run = RunDirectory.open(options.run.resolve())
+        # The length of an epoch depends on the run's tasks, which it has recorded.
+        policy = last_epochs(options.run, options.last_epochs or 3, recorded_order(run).steps_per_epoch)
+    _check_one_model(options, policy)
     config = load_config(options.config or policy.config, options.overrides, trust=options.trust)
     if policy.model is None or "model.path" in typed_keys(options.overrides):
-        return config
-    return config.updated(model={"path": policy.model})
+        return policy, config
+    return policy, config.updated(model={"path": policy.model})
 
 
 def _default_out(options: EvaluateOptions, policy: EvaluatedPolicy, environment: str, split: str) -> Path:

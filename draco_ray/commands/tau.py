@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -118,19 +119,14 @@ def policy_and_config(options: EvaluateOptions, starter: Path) -> tuple[Evaluate
     Raises:
         ConfigError: the options name no usable policy or configuration.
     """
-    from draco_ray.commands.evaluate import check_api_options, find_policy_and_config
+    from draco_ray.commands.evaluate import find_policy_and_config
 
     policy, config = find_policy_and_config(options, starter)
-    check_api_options(options, policy)
     tau_bench = TauBenchConfig.of(config)
     agent = tau_bench.agent
     if policy.api_model is not None:
-        told = {
-            "api_base": options.api_base,
-            "api_key_env": options.api_key_env,
-            "temperature": options.api_temperature,
-        }
-        agent = agent.model_copy(update={name: value for name, value in told.items() if value is not None})
+        told = {name: value for name, value in asdict(policy.api).items() if value is not None}
+        agent = agent.model_copy(update=told)
     trials = options.runs or tau_bench.trials
     return policy, config.updated(tau_bench={"trials": trials, "agent": agent})
 

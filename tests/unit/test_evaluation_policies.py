@@ -118,7 +118,7 @@ def test_a_run_from_another_machine_is_evaluated_with_the_data_root_it_is_given(
         run=run,
         last_epochs=2,
         train_curve=False,
-        every=1,
+        every=None,
         split=None,
         runs=1,
         config=None,

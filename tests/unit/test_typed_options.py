@@ -163,9 +163,8 @@ def test_what_an_evaluation_would_ignore_is_refused(
     policy: str, typed: list[str], changes: dict[str, object], said: str, tmp_path: Path
 ) -> None:
     asked = options(policy, *typed, **changes)
-    found, config = find_policy_and_config(asked, tmp_path)
     with pytest.raises(ConfigError, match=said):
-        check_typed(asked, found, config, judged=False)
+        check_typed(asked, *find_policy_and_config(asked, tmp_path), judged=False)
 
 
 def test_what_an_evaluation_takes_is_taken(tmp_path: Path) -> None:

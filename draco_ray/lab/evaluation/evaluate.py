@@ -52,17 +52,6 @@ APPWORLD = "appworld"
 _PROBE_TOKENS = 256
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ApiOptions:
-    """Connection of an API model; timeouts, retries, prices and limits come from ``judge.*`` in the configuration."""
-
-    api_base: str | None = None
-    api_key_env: str | None = None
-    """Environment variable with the API key; None: ``<PROVIDER>_API_KEY``."""
-    temperature: float | None = None
-    """None: the provider's default; some models reject any other."""
-
-
 def evaluate_policy(
     policy: EvaluatedPolicy,
     config: DracoConfig,
@@ -71,7 +60,6 @@ def evaluate_policy(
     runs: int,
     out: Path,
     label: str | None = None,
-    api: ApiOptions = ApiOptions(),
     retry_errors: bool = False,
     max_lost_share: float = 1.0,
 ) -> SplitResult:
@@ -84,7 +72,6 @@ def evaluate_policy(
         runs: independent rollouts per task.
         out: evaluation directory.
         label: the row's name in tables; None uses the policy's label.
-        api: connection of an API model.
         retry_errors: repeat lost rollouts (crashed worlds, an endpoint that did not answer).
         max_lost_share: stop as soon as more than this share of all rollouts is lost.
 
@@ -94,7 +81,7 @@ def evaluate_policy(
         DracoError: engines, environments or the API fail permanently; finished rollouts are in ``out``.
     """
     console = PlainConsole()
-    config, environment, plan = plan_policy(policy, config, split=split, runs=runs, label=label, api=api)
+    config, environment, plan = plan_policy(policy, config, split=split, runs=runs, label=label)
     directory = EvaluationDirectory.begin(out, plan)
     with directory.claimed():
         if retry_errors and (dropped := directory.drop_lost()):
@@ -103,7 +90,7 @@ def evaluate_policy(
             console.print(f"{out}: {found} of {directory.total} rollouts are already finished")
         directory.check_lost(max_lost_share)
         if found < directory.total:
-            evaluator = _Evaluator(config, policy, api, directory, environment, console, max_lost_share)
+            evaluator = _Evaluator(config, policy, directory, environment, console, max_lost_share)
             with _stopped_plainly(directory, console), ray_session(_needed(config, policy), console):
                 asyncio.run(evaluator.run())
     if lost := directory.lost():
@@ -124,7 +111,6 @@ def plan_policy(
     split: str,
     runs: int,
     label: str | None = None,
-    api: ApiOptions = ApiOptions(),
 ) -> tuple[DracoConfig, Environment, Plan]:
     """The checked configuration, the environment and the plan of `evaluate_policy` for the same arguments.
 
@@ -142,7 +128,7 @@ def plan_policy(
     if policy.api_model is None:
         environment.check_model(config.model.path)
     else:
-        settings |= {f"api.{key}": value for key, value in asdict(api).items() if key != "api_key_env"}
+        settings |= {f"api.{key}": value for key, value in asdict(policy.api).items() if key != "api_key_env"}
     plan = Plan(
         benchmark=config.environment.use.rpartition(":")[2],
         split=split,
@@ -179,7 +165,6 @@ class _Evaluator:
 
     _config: DracoConfig
     _policy: EvaluatedPolicy
-    _api: ApiOptions
     _directory: EvaluationDirectory
     _environment: Environment
     _console: Console
@@ -252,11 +237,11 @@ class _Evaluator:
         release_start_lock()
 
     def _api_policies(self, model: str) -> ApiPolicies:
-        config, api = self._config, self._api
+        config = self._config
         client = config.judge.model_copy(
             update={
                 "model": model,
-                **asdict(api),
+                **asdict(self._policy.api),
                 "max_tokens": turn_tokens(model, config.agent),
                 "extra_body": {},
                 "reasoning_effort": None,

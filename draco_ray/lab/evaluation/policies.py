@@ -35,6 +35,17 @@ class Checkpoint:
     """PEFT adapter folder; None for the model alone."""
 
 
+@dataclass(frozen=True, slots=True)
+class ApiOptions:
+    """Connection of an API model; timeouts, retries, prices and limits come from ``judge.*`` in the configuration."""
+
+    api_base: str | None = None
+    api_key_env: str | None = None
+    """Environment variable with the API key; None: ``<PROVIDER>_API_KEY``."""
+    temperature: float | None = None
+    """None: the provider's default; some models reject any other."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluatedPolicy:
     """A policy to evaluate."""
@@ -49,6 +60,7 @@ class EvaluatedPolicy:
     """Model directory or hub name; None: as configured."""
     api_model: str | None = None
     """LiteLLM model name; set for an API model, which has no weights."""
+    api: ApiOptions = ApiOptions()
     checkpoints: tuple[Checkpoint, ...]
 
 
